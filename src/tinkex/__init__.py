@@ -1,0 +1,1 @@
+"""tinkex: the Tinker training API as software you own."""
