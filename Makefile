@@ -1,0 +1,58 @@
+# One command for each task. `make demo` and `make test` do all set-up by themselves.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+# The official SDKs that `make test` runs unmodified, each in a cached environment of its own.
+SDKS := 0.36.0 0.4.1
+
+.PHONY: help setup demo test check format bench proto clean
+
+help:
+	@echo "make setup   a .venv with everything (idempotent)"
+	@echo "make demo    fine-tune the embedded model and see it change"
+	@echo "make test    the whole test suite"
+	@echo "make check   lint, format and types"
+	@echo "make bench   benchmarks; reports go to benchmarks/results"
+
+setup: $(READY)
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "tinkex needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) -V 2>&1). Try: make $(MAKECMDGOALS) PYTHON=python3.12"; exit 1; }
+	@echo "Setting up $(VENV) (a minute or two; torch is large) ..."
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/pip install --quiet --disable-pip-version-check --upgrade -c constraints.txt pip
+	@$(BIN)/pip install --quiet -c constraints.txt --group dev --editable '.[all]'
+	@touch $@
+
+demo: setup
+	@$(BIN)/tinkex demo
+
+# The environments of the official SDKs live in the user's cache, so a fresh clone finds them again.
+test: setup
+	@$(BIN)/python tests/sdk_envs.py $(SDKS)
+	@$(BIN)/python -m pytest
+
+check: setup
+	@$(BIN)/ruff check
+	@$(BIN)/ruff format --check
+	@$(BIN)/mypy
+
+format: setup
+	@$(BIN)/ruff check --fix
+	@$(BIN)/ruff format
+
+bench: setup
+	@$(BIN)/python tests/sdk_envs.py $(SDKS)
+	@set -e; for script in benchmarks/bench_*.py; do echo "== $$script"; $(BIN)/python $$script; done
+
+# Only after an edit of a .proto file. protoc 31 (grpcio-tools 1.75) makes code for protobuf 6 and 7.
+proto:
+	@$(PYTHON) -m venv .cache/protoc
+	@.cache/protoc/bin/pip install --quiet --disable-pip-version-check 'grpcio-tools==1.75.1'
+	@.cache/protoc/bin/python -m grpc_tools.protoc -I src --python_out=src --pyi_out=src src/tinkex/wire/proto/*.proto
+
+clean:
+	rm -rf $(VENV) demo-output .mypy_cache .ruff_cache .pytest_cache
