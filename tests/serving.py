@@ -1,0 +1,53 @@
+"""A real `tinkex serve` process for tests."""
+
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+#: The name under which tests serve the tiny model: an alias, as a user would set one.
+TINY = "test/tiny"
+
+
+@dataclass
+class Server:
+    """A `tinkex serve` process of this test run."""
+
+    url: str
+    process: subprocess.Popen[str]
+    data: Path
+    log: list[str] = field(default_factory=list)
+
+
+@contextmanager
+def serving(*models: str, data: Path, args: tuple[str, ...] = ()) -> Iterator[Server]:
+    """Runs `tinkex serve` on a free loopback port until the block ends."""
+    command = [sys.executable, "-m", "tinkex.cli.main", "serve", *models]
+    process = subprocess.Popen(
+        [*command, "--port", "0", "--data", str(data), "--threads", "1", *args],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout
+    assert process.stderr
+    log: list[str] = []
+    drain = threading.Thread(target=log.extend, args=(process.stderr,), daemon=True)
+    drain.start()
+    try:
+        ready = process.stdout.readline().strip()
+        assert ready.startswith("tinkex ready at http://127.0.0.1:"), (ready, log)
+        yield Server(url=ready.split()[-1], process=process, data=data, log=log)
+    finally:
+        process.terminate()
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        drain.join(5)
+        process.stdout.close()
+        process.stderr.close()
