@@ -1,0 +1,1 @@
+"""Names, files and tokenizers of base models. Knows nothing of tensors on a device: no torch here."""

