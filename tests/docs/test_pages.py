@@ -1,0 +1,62 @@
+"""Every Python block of the README and the docs runs, top to bottom, one namespace a page."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+RUNNABLE = [page for page in PAGES if BLOCK.search(page.read_text())]
+
+
+def name(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def as_program(page: Path) -> str:
+    """The page's blocks at their own line numbers, so that a traceback points into the page."""
+    text = page.read_text()
+    program = ""
+    for block in BLOCK.finditer(text):
+        line = text.count("\n", 0, block.start(1))
+        program += "\n" * (line - program.count("\n")) + block.group(1)
+    return program
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("page", RUNNABLE, ids=name)
+def test_the_page_runs(page: Path, tiny_model: Path, tmp_path: Path) -> None:
+    """Pages say `base_url="local"`; here the tiny model stands in under the embedded one's name."""
+    environment = {
+        **os.environ,
+        "TINKEX_CACHE": str(tmp_path / "cache"),
+        "TINKEX_LOCAL_MODEL": f"HuggingFaceTB/SmolLM2-135M-Instruct={tiny_model}",
+    }
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", as_program(page)],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert done.returncode == 0, f"{name(page)}\n{done.stdout}\n{done.stderr}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_links_between_pages_lead_somewhere(page: Path) -> None:
+    for target in LINK.findall(page.read_text()):
+        if "://" not in target:
+            assert (page.parent / target).exists(), f"{name(page)} links to {target}"
+
+
+def test_the_readme_shows_both_commands() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert "make demo" in text
+    assert "make test" in text
