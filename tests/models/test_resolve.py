@@ -1,0 +1,190 @@
+"""What the user typed, and the folder it means."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tinkex.models.resolve import (
+    DEFAULT_MODEL,
+    ModelNotFound,
+    ModelSource,
+    describe,
+    hub_cache,
+    nearest,
+    resolve,
+)
+
+
+def write_model(folder, **config):
+    folder.mkdir(parents=True, exist_ok=True)
+    facts = {"model_type": "llama", "max_position_embeddings": 64, "vocab_size": 10, **config}
+    (folder / "config.json").write_text(json.dumps(facts))
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(b"")
+    return folder
+
+
+def write_snapshot(hub, name, commit, *, main=True):
+    repository = hub / f"models--{name.replace('/', '--')}"
+    if main:
+        (repository / "refs").mkdir(parents=True, exist_ok=True)
+        (repository / "refs" / "main").write_text(commit)
+    return write_model(repository / "snapshots" / commit)
+
+
+@pytest.fixture
+def env(tmp_path):
+    """A user's environment with an empty home."""
+    return {"HOME": str(tmp_path / "home"), "HF_HOME": str(tmp_path / "hf")}
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch):
+    """No test waits for the hub. The library reads its variable once, when it is imported."""
+    huggingface_hub = pytest.importorskip("huggingface_hub")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+
+
+def test_a_folder_is_served_under_its_own_name(tmp_path):
+    folder = write_model(tmp_path / "my-model")
+    assert resolve(str(folder)) == ModelSource(name="my-model", folder=folder)
+
+
+def test_an_alias_gives_a_folder_any_name(tmp_path):
+    folder = write_model(tmp_path / "my-model")
+    assert resolve(f"Qwen/Qwen3-8B={folder}") == ModelSource(name="Qwen/Qwen3-8B", folder=folder)
+
+
+def test_an_alias_may_point_to_a_name(tmp_path, env):
+    snapshot = write_snapshot(tmp_path / "hf" / "hub", "some/model", "abc")
+    assert resolve("Qwen/Qwen3-8B=some/model", env=env).folder == snapshot
+
+
+@pytest.mark.parametrize("spec", ["=folder", "name="])
+def test_half_an_alias_is_refused(spec, env):
+    with pytest.raises(ModelNotFound, match="NAME=FOLDER"):
+        resolve(spec, env=env)
+
+
+def test_a_name_is_found_in_the_hugging_face_cache(tmp_path, env):
+    hub = tmp_path / "hf" / "hub"
+    write_snapshot(hub, "some/model", "old", main=False)
+    newest = write_snapshot(hub, "some/model", "new")
+    assert resolve("some/model", env=env) == ModelSource(name="some/model", folder=newest)
+    assert resolve("some/model:peft:262144", env=env).name == "some/model"
+
+
+def test_the_cache_comes_before_the_embedded_model(tmp_path, env):
+    snapshot = write_snapshot(tmp_path / "hf" / "hub", DEFAULT_MODEL, "abc")
+    assert resolve(DEFAULT_MODEL, env=env).folder == snapshot
+
+
+def test_an_incomplete_snapshot_is_passed_over(tmp_path, env):
+    hub = tmp_path / "hf" / "hub"
+    whole = write_snapshot(hub, "some/model", "whole", main=False)
+    partial = write_snapshot(hub, "some/model", "partial")
+    shards = {"a": "model-1.safetensors", "b": "model-2.safetensors"}
+    (partial / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
+    (partial / "model-1.safetensors").write_bytes(b"")
+    assert resolve("some/model", env=env).folder == whole
+    (whole / "config.json").unlink()
+    with pytest.raises(ModelNotFound, match="incomplete"):
+        resolve("some/model", env=env)
+
+
+@pytest.mark.parametrize(
+    ("env", "expected"),
+    [
+        ({"HF_HUB_CACHE": "/a", "HF_HOME": "/b", "HOME": "/d"}, "/a"),
+        ({"HF_HOME": "/b", "XDG_CACHE_HOME": "/c", "HOME": "/d"}, "/b/hub"),
+        ({"XDG_CACHE_HOME": "/c", "HOME": "/d"}, "/c/huggingface/hub"),
+        ({"HOME": "/d"}, "/d/.cache/huggingface/hub"),
+    ],
+)
+def test_the_hub_cache_is_where_huggingface_hub_has_it(env, expected):
+    assert str(hub_cache(env)) == expected
+    ask = "from huggingface_hub.constants import HF_HUB_CACHE; print(HF_HUB_CACHE)"
+    clean = {key: value for key, value in os.environ.items() if key in ("PATH", "PYTHONPATH")}
+    told = subprocess.run(
+        [sys.executable, "-c", ask],
+        env={**clean, **env},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert told.stdout.strip() == expected
+
+
+def test_an_unknown_name_says_what_was_tried_and_what_to_do(env):
+    with pytest.raises(ModelNotFound) as caught:
+        resolve("Qwen/Qwen9-1B", env=env)
+    said = str(caught.value)
+    for part in (
+        "a folder 'Qwen/Qwen9-1B'",
+        "the Hugging Face cache",
+        "the embedded model",
+        "the hub",
+        "tinkex serve Qwen/Qwen9-1B=FOLDER",
+        "tinkex tiny-model",
+    ):
+        assert part in said
+
+
+def test_a_near_miss_is_named(tmp_path, env):
+    write_snapshot(tmp_path / "hf" / "hub", "Qwen/Qwen3-0.6B", "abc")
+    with pytest.raises(ModelNotFound, match=r"Did you mean Qwen/Qwen3-0\.6B\?"):
+        resolve("Qwen3-0.6b", env=env)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("smollm2-135m", DEFAULT_MODEL),  # without its organisation
+        ("HuggingFaceTB/SmolLM2-135M", DEFAULT_MODEL),  # the base model's name
+        ("mistral", None),
+    ],
+)
+def test_nearness_ignores_case_and_organisation(name, expected):
+    assert nearest(name, [DEFAULT_MODEL]) == expected
+
+
+@pytest.mark.parametrize("missing", ["config.json", "tokenizer.json", "model.safetensors"])
+def test_an_incomplete_folder_says_what_is_missing(tmp_path, missing):
+    folder = write_model(tmp_path / "m")
+    (folder / missing).unlink()
+    with pytest.raises(ModelNotFound, match=missing.removeprefix("model")):
+        resolve(str(folder))
+
+
+def test_facts_come_from_the_config_files(tmp_path):
+    folder = write_model(tmp_path / "m", eos_token_id=5, bos_token_id=1)
+    source = resolve(str(folder))
+    assert describe(source).eos_token_ids == (5,)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 7]}))
+    facts = describe(source)
+    assert facts.eos_token_ids == (5, 7)
+    assert facts.bos_token_id == 1
+    assert (facts.arch, facts.max_context_length, facts.vocab_size) == ("llama", 64, 10)
+
+
+def test_a_config_that_is_no_language_model_is_refused(tmp_path):
+    folder = write_model(tmp_path / "m")
+    (folder / "config.json").write_text('{"model_type": "vit"}')
+    with pytest.raises(ModelNotFound, match="max_position_embeddings"):
+        describe(resolve(str(folder)))
+    (folder / "config.json").write_text("{")
+    with pytest.raises(ModelNotFound, match="not JSON"):
+        describe(resolve(str(folder)))
+
+
+def test_nothing_here_loads_torch():
+    ask = (
+        "import sys; import tinkex.models.resolve, tinkex.models.tokenizer, tinkex.models.gguf; "
+        "heavy = {'torch', 'transformers', 'numpy', 'tokenizers', 'huggingface_hub', 'jinja2'}; "
+        "print(sorted(heavy & set(sys.modules)))"
+    )
+    told = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True)
+    assert told.stdout.strip() == "[]"
