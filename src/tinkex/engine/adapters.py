@@ -1,0 +1,97 @@
+"""Adapters in memory: those that are trained, and those that samplers use."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tinkex.engine.lora import (
+    ALPHA,
+    Layout,
+    Pair,
+    Target,
+    initial_weights,
+    make_layout,
+    make_pairs,
+)
+from tinkex.wire.errors import UserFailure
+from tinkex.wire.training import LoraConfig, OptimizerConfig
+
+#: A rank beyond this is a full fine-tune in all but name, and most likely a typing error.
+MAX_RANK = 512
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplerAdapter:
+    """Weights that never change, in the base model's number format."""
+
+    live: Tensor
+    pairs: Mapping[str, Pair]
+
+
+class TrainingAdapter:
+    """
+    One adapter as flat vectors: master weights, both moments, gradient; all float32.
+
+    `live` is what the layers read: the master itself when the base is float32, else a copy in the
+    base's format that follows the master after each step.
+    """
+
+    def __init__(
+        self, *, lora: LoraConfig, targets: Sequence[Target], seed: int, model_dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.lora = lora
+        self.layout: Layout = make_layout(targets, lora.rank)
+        self.master = initial_weights(self.layout, seed).to(device)
+        self.m = torch.zeros_like(self.master)
+        self.v = torch.zeros_like(self.master)
+        self.grad = torch.zeros_like(self.master)
+        self.live = self.master.to(model_dtype)  # the same tensor for float32
+        #: Optimizer steps taken.
+        self.step = 0
+        self.pairs = make_pairs(
+            self.layout, self.live, scale=ALPHA / lora.rank, grad=self.grad
+        )
+
+    def refresh_live(self) -> None:
+        """After the master changed."""
+        if self.live is not self.master:
+            self.live.copy_(self.master)
+
+
+def check_lora(lora: LoraConfig) -> None:
+    if not 1 <= lora.rank <= MAX_RANK:
+        raise UserFailure(f"lora_config.rank is {lora.rank}; ranks go from 1 to {MAX_RANK}.")
+    if not (lora.train_attn or lora.train_mlp or lora.train_unembed):
+        raise UserFailure(
+            "lora_config trains nothing; set train_attn, train_mlp or train_unembed."
+        )
+
+
+def check_optimizer(optimizer: OptimizerConfig) -> None:
+    if optimizer.type != "adamw":
+        raise UserFailure(
+            f"optimizer_config.type {optimizer.type!r} is not supported by this server; "
+            "use 'adamw'."
+        )
+
+
+def chosen_targets(targets: Sequence[Target], lora: LoraConfig) -> list[Target]:
+    chosen = {"attn": lora.train_attn, "mlp": lora.train_mlp, "unembed": lora.train_unembed}
+    return [target for target in targets if chosen[target.kind]]
+
+
+def seed_of(lora: LoraConfig, model_id: str) -> int:
+    """
+    The given seed, else one that follows from the model's id.
+
+    An adapter that is created again from the log after a crash must begin with the same numbers.
+    """
+    if lora.seed is not None:
+        return lora.seed
+    return int.from_bytes(hashlib.sha256(model_id.encode()).digest()[:8], "little")

@@ -1,0 +1,261 @@
+"""Attention over packed tokens: segments of one pass, and segments that go on from a cache.
+
+There is no padding and there are no masks: a pass is one row of tokens, and its packing says where
+each sequence begins. On a CPU every segment is one call; on a GPU all of them are.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+# T packed tokens, S sequences of a decode pass, H query heads, K key heads, G = H / K, D head size,
+# L keys of one run
+
+NAME = "tinkex_packed"
+
+try:
+    from torch.nn.attention.varlen import varlen_attn
+
+    _parameters = inspect.signature(varlen_attn).parameters
+    _causal: dict[str, Any] = (
+        {"window_size": (-1, 0)} if "window_size" in _parameters else {"is_causal": True}
+    )
+    if "enable_gqa" in _parameters:
+        _causal["enable_gqa"] = True
+except ImportError:  # older torch: segment by segment on the GPU too
+    varlen_attn = None  # type: ignore[assignment]
+    _causal = {}
+
+
+class Run(NamedTuple):
+    """Sequences `first` to `last` read rows `start` to `stop` of the cache, which lie together."""
+
+    start: int
+    stop: int
+    first: int
+    last: int
+
+
+class Level(NamedTuple):
+    """Runs that together touch each of their sequences once."""
+
+    runs: Sequence[Run]
+    #: The sequences touched, in the order of the runs; None for all of them in order.
+    rows: Tensor | None
+
+
+class Reach(NamedTuple):
+    """Cache rows that a segment reads beside its own tokens, its own included, in order."""
+
+    rows: Tensor
+
+
+class CacheLayer(NamedTuple):
+    #: [cache rows, K, D]
+    keys: Tensor
+    values: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheUse:
+    """What a pass does with the cache of keys and values."""
+
+    layers: Sequence[CacheLayer]
+    #: Where the keys and values of each packed token go.
+    write_T: Tensor
+    #: For decoding, where every segment is one token: what is read, level by level.
+    levels: Sequence[Level] | None = None
+    #: For each segment, what it reads when it goes on from cached tokens; None when it begins.
+    reaches: Sequence[Reach | None] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Packing:
+    """Where the segments of a packed pass lie. Travels through the model as one keyword."""
+
+    lengths: Sequence[int]
+    #: Segment i is starts[i] to starts[i + 1].
+    starts: Sequence[int]
+    positions_1T: Tensor
+    starts_int32: Tensor
+    cache: CacheUse | None = None
+
+    @classmethod
+    def of(
+        cls,
+        lengths: Sequence[int],
+        *,
+        device: torch.device,
+        offsets: Sequence[int] | None = None,
+        cache: CacheUse | None = None,
+    ) -> Packing:
+        """`offsets` are the positions at which the segments begin, 0 when not given."""
+        starts = [0]
+        for length in lengths:
+            starts.append(starts[-1] + length)
+        if offsets is not None and starts[-1] == len(lengths):
+            positions = torch.tensor(offsets)
+        else:
+            begin = offsets or [0] * len(lengths)
+            positions = torch.cat(
+                [torch.arange(b, b + n) for b, n in zip(begin, lengths, strict=True)]
+            )
+        return cls(
+            lengths=lengths,
+            starts=starts,
+            positions_1T=positions.to(device).unsqueeze(0),
+            starts_int32=torch.tensor(starts, dtype=torch.int32, device=device),
+            cache=cache,
+        )
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float,
+    packing: Packing,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """What transformers calls in every layer: [1, H, T, D] in, [1, T, H, D] out."""
+    cache = packing.cache
+    if cache is None:
+        return within_segments(query, key, value, scaling, packing), None
+    layer = cache.layers[module.layer_idx]  # type: ignore[index]
+    layer.keys.index_copy_(0, cache.write_T, key[0].transpose(0, 1))
+    layer.values.index_copy_(0, cache.write_T, value[0].transpose(0, 1))
+    if cache.levels is not None:
+        return over_runs(query, layer, scaling, cache.levels), None
+    if not any(cache.reaches):
+        return within_segments(query, key, value, scaling, packing), None
+    return over_reaches(query, key, value, layer, scaling, packing), None
+
+
+AttentionInterface.register(NAME, attend)  # type: ignore[no-untyped-call]
+
+
+def within_segments(
+    query: Tensor, key: Tensor, value: Tensor, scaling: float, packing: Packing
+) -> Tensor:
+    """Causal attention inside each segment."""
+    if query.is_cuda and varlen_attn is not None:
+        q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
+        starts, longest = packing.starts_int32, max(packing.lengths)
+        out: Tensor = varlen_attn(
+            q, k, v, starts, starts, longest, longest, scale=scaling, **_causal
+        )
+        return out.unsqueeze(0)
+    grouped = query.shape[1] != key.shape[1]
+    lengths = packing.lengths
+    if len(lengths) > 1 and len(set(lengths)) == 1:
+        # Equal lengths are a true batch: one call.
+        q, k, v = (t[0].unflatten(1, (len(lengths), -1)).transpose(0, 1) for t in (query, key, value))
+        out = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=scaling, enable_gqa=grouped
+        )
+        return out.transpose(1, 2).flatten(0, 1).unsqueeze(0)
+    parts = [
+        F.scaled_dot_product_attention(
+            query[:, :, start:stop],
+            key[:, :, start:stop],
+            value[:, :, start:stop],
+            is_causal=True,
+            scale=scaling,
+            enable_gqa=grouped,
+        )
+        for start, stop in zip(packing.starts, packing.starts[1:], strict=False)
+    ]
+    return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)).transpose(1, 2)
+
+
+def over_reaches(
+    query: Tensor, key: Tensor, value: Tensor, layer: CacheLayer, scaling: float, packing: Packing
+) -> Tensor:
+    """Segments of which some go on from cached tokens: the later chunks of long prompts."""
+    assert packing.cache is not None
+    grouped = query.shape[1] != key.shape[1]
+    parts = []
+    for i, reach in enumerate(packing.cache.reaches):
+        start, stop = packing.starts[i], packing.starts[i + 1]
+        q = query[:, :, start:stop]
+        if reach is None:
+            k, v, mask = key[:, :, start:stop], value[:, :, start:stop], None
+        else:
+            k = layer.keys[reach.rows].transpose(0, 1).unsqueeze(0)
+            v = layer.values[reach.rows].transpose(0, 1).unsqueeze(0)
+            cached = len(reach.rows) - (stop - start)
+            mask = torch.ones(
+                stop - start, len(reach.rows), dtype=torch.bool, device=q.device
+            ).tril(cached)
+        parts.append(
+            F.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=grouped
+            )
+        )
+    return torch.cat(parts, dim=2).transpose(1, 2)
+
+
+def over_runs(query: Tensor, layer: CacheLayer, scaling: float, levels: Sequence[Level]) -> Tensor:
+    """
+    One token of each sequence over its cached keys, which lie in one or more runs.
+
+    Query heads that share a key head are rows of one small product, and sequences that share a run
+    read it together. Parts are joined by their log-sum-exp.
+    """
+    heads, sequences, size = query.shape[1:]
+    key_heads = layer.keys.shape[1]
+    q_SKGD = query[0].transpose(0, 1).reshape(sequences, key_heads, heads // key_heads, size)
+    out_SKGD, lse_SKG = _one_level(q_SKGD, layer, scaling, levels[0])
+    for level in levels[1:]:
+        part, lse = _one_level(q_SKGD, layer, scaling, level)
+        before, lse_before = out_SKGD[level.rows], lse_SKG[level.rows]
+        both = torch.logaddexp(lse_before, lse)
+        out_SKGD[level.rows] = (
+            before.float() * (lse_before - both).exp().unsqueeze(-1)
+            + part.float() * (lse - both).exp().unsqueeze(-1)
+        ).to(before.dtype)
+        lse_SKG[level.rows] = both
+    return out_SKGD.reshape(1, sequences, heads, size)
+
+
+def _one_level(
+    q_SKGD: Tensor, layer: CacheLayer, scaling: float, level: Level
+) -> tuple[Tensor, Tensor]:
+    outs, lses = [], []
+    for start, stop, first, last in level.runs:
+        k_1KLD = layer.keys[start:stop].transpose(0, 1).unsqueeze(0)
+        v_1KLD = layer.values[start:stop].transpose(0, 1).unsqueeze(0)
+        shared = last - first
+        if shared == 1:
+            q = q_SKGD[first:last]
+        else:
+            q = q_SKGD[first:last].transpose(0, 1).flatten(1, 2).unsqueeze(0)
+        out, lse = _attention_with_lse(q, k_1KLD, v_1KLD, scaling)
+        if shared > 1:
+            out = out[0].unflatten(1, (shared, -1)).transpose(0, 1)
+            lse = lse[0].unflatten(1, (shared, -1)).transpose(0, 1)
+        outs.append(out)
+        lses.append(lse)
+    return torch.cat(outs), torch.cat(lses)
+
+
+def _attention_with_lse(q: Tensor, k: Tensor, v: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
+    if not q.is_cuda:
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, False, scale=scaling
+        )
+        return out, lse
+    scores = torch.matmul(q, k.transpose(-1, -2)).float() * scaling
+    lse = scores.logsumexp(dim=-1)
+    return torch.matmul((scores - lse.unsqueeze(-1)).exp().to(v.dtype), v), lse

@@ -1,0 +1,147 @@
+"""The output projection, chunk by chunk: logprobs of given tokens and the gradient of any loss.
+
+Logits of a whole batch never exist. Each chunk of rows is projected once in float32; the loss says
+how it changes with each logprob, and that is all the backward pass needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tinkex.engine.devices import add_mm_float32, mm_float32
+from tinkex.engine.lora import Route, Share, shares_of
+
+# T packed tokens, t tokens of one chunk, H hidden size, V vocabulary, K targets of one token, R rank
+
+#: The output projection as PEFT names it; also the name of its low-rank pair.
+HEAD = "lm_head"
+
+#: Most bytes of float32 logits that are alive at once.
+CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}
+
+#: Rows start..stop and their logprobs [t, K] in; the loss's derivative by each logprob out.
+LossGradient = Callable[[slice, Tensor], Tensor]
+
+
+class Chunk(NamedTuple):
+    rows: slice
+    hidden_tH: Tensor
+    #: Float32, fresh: the receiver may overwrite them.
+    logits_tV: Tensor
+    shares: Sequence[Share]
+
+
+class Head:
+    def __init__(self, weight_VH: Tensor, bias_V: Tensor | None) -> None:
+        # A CPU multiplies in float32 whatever the base's format is: bfloat16 logits would lose
+        # what importance ratios are made of, and converting at every step costs more than this copy.
+        keep = weight_VH.dtype if weight_VH.is_cuda else torch.float32
+        self.weight_VH = weight_VH.detach().to(keep)
+        self.bias_V = None if bias_V is None else bias_V.detach().float()
+        self.vocab_size = weight_VH.shape[0]
+        self.chunk_rows = max(16, CHUNK_BYTES[weight_VH.device.type] // (4 * self.vocab_size))
+
+    def logits(self, hidden_TH: Tensor, routes: Sequence[Route] = ()) -> Tensor:
+        return self._project(hidden_TH.to(self.weight_VH.dtype), shares_of(routes, HEAD))
+
+    def chunks(self, hidden_TH: Tensor, routes: Sequence[Route]) -> Iterator[Chunk]:
+        hidden_TH = hidden_TH.to(self.weight_VH.dtype)
+        whole = shares_of(routes, HEAD)
+        for start in range(0, len(hidden_TH), self.chunk_rows):
+            rows = slice(start, min(start + self.chunk_rows, len(hidden_TH)))
+            shares = [
+                Share(max(s.start, rows.start) - start, min(s.stop, rows.stop) - start, s.pair)
+                for s in whole
+                if s.start < rows.stop and s.stop > rows.start
+            ]
+            hidden_tH = hidden_TH[rows]
+            yield Chunk(rows, hidden_tH, self._project(hidden_tH, shares), shares)
+
+    def logprobs(self, hidden_TH: Tensor, targets_TK: Tensor, routes: Sequence[Route]) -> Tensor:
+        """Log-probabilities [T, K] of the target tokens."""
+        logprobs_TK = torch.empty(targets_TK.shape, device=hidden_TH.device)
+        for chunk in self.chunks(hidden_TH, routes):
+            logprobs_TK[chunk.rows] = gathered(chunk.logits_tV, targets_TK[chunk.rows])[0]
+        return logprobs_TK
+
+    def logprobs_and_gradient(
+        self,
+        hidden_TH: Tensor,
+        targets_TK: Tensor,
+        routes: Sequence[Route],
+        loss_gradient: LossGradient,
+    ) -> tuple[Tensor, Tensor]:
+        """
+        The same logprobs, and the loss's gradient by the hidden states.
+
+        The gradients of the routes' output pairs are added to their adapters on the way.
+        """
+        logprobs_TK = torch.empty(targets_TK.shape, device=hidden_TH.device)
+        gradient_TH = torch.zeros_like(hidden_TH)
+        for chunk in self.chunks(hidden_TH, routes):
+            targets_tK = targets_TK[chunk.rows]
+            logprobs_tK, lse_t1 = gathered(chunk.logits_tV, targets_tK)
+            logprobs_TK[chunk.rows] = logprobs_tK
+            g_tK = loss_gradient(chunk.rows, logprobs_tK)
+            gradient_TH[chunk.rows] = self._backward(chunk, targets_tK, lse_t1, g_tK)
+        return logprobs_TK, gradient_TH
+
+    def _project(self, hidden_tH: Tensor, shares: Sequence[Share]) -> Tensor:
+        logits_tV = mm_float32(hidden_tH, self.weight_VH.t())
+        if self.bias_V is not None:
+            logits_tV += self.bias_V
+        for start, stop, pair in shares:
+            h_tR = mm_float32(hidden_tH[start:stop], pair.A_RI.t().to(hidden_tH.dtype))
+            add_mm_float32(
+                logits_tV[start:stop], h_tR.mul_(pair.scale), pair.B_OR.t().to(torch.float32)
+            )
+        return logits_tV
+
+    def _backward(self, chunk: Chunk, targets_tK: Tensor, lse_t1: Tensor, g_tK: Tensor) -> Tensor:
+        """dL/dhidden of one chunk, from g = dL/dlogp: dL/dlogits = onehot·g - softmax·Σg."""
+        # Prompt tokens have weight zero in most batches: leave their rows out of both products.
+        used = (g_tK != 0).any(dim=1)
+        everything = bool(used.all())
+        if everything:
+            logits_uV, targets_uK, lse_u1, g_uK = chunk.logits_tV, targets_tK, lse_t1, g_tK
+        else:
+            logits_uV, targets_uK = chunk.logits_tV[used], targets_tK[used]
+            lse_u1, g_uK = lse_t1[used], g_tK[used]
+        dlogits_uV = logits_uV.sub_(lse_u1).exp_().mul_(-g_uK.sum(dim=1, keepdim=True))
+        dlogits_uV.scatter_add_(1, targets_uK, g_uK)
+        dhidden_uH = mm_float32(dlogits_uV.to(self.weight_VH.dtype), self.weight_VH)
+        gradient_tH = dhidden_uH
+        if not everything:
+            gradient_tH = dhidden_uH.new_zeros(chunk.hidden_tH.shape)
+            gradient_tH[used] = dhidden_uH
+        if chunk.shares:
+            self._backward_shares(chunk, used, dlogits_uV, gradient_tH)
+        return gradient_tH
+
+    def _backward_shares(
+        self, chunk: Chunk, used_t: Tensor, dlogits_uV: Tensor, gradient_tH: Tensor
+    ) -> None:
+        rows_u = used_t.nonzero().squeeze(1)
+        for start, stop, pair in chunk.shares:
+            mine = (rows_u >= start) & (rows_u < stop)
+            rows_m = rows_u[mine]
+            dlogits_mV = dlogits_uV if len(rows_m) == len(rows_u) else dlogits_uV[mine]
+            hidden_mH = chunk.hidden_tH[rows_m].float()
+            A_RH, B_VR = pair.A_RI.float(), pair.B_OR.float()
+            dh_mR = (dlogits_mV @ B_VR).mul_(pair.scale)
+            if pair.grad_A_RI is not None:
+                pair.grad_A_RI.addmm_(dh_mR.t(), hidden_mH)
+            if pair.grad_B_OR is not None:
+                h_mR = (hidden_mH @ A_RH.t()).mul_(pair.scale)
+                pair.grad_B_OR.addmm_(dlogits_mV.t(), h_mR)
+            gradient_tH.index_add_(0, rows_m, (dh_mR @ A_RH).to(gradient_tH.dtype))
+
+
+def gathered(logits_tV: Tensor, targets_tK: Tensor) -> tuple[Tensor, Tensor]:
+    """Logprobs [t, K] of the targets, and the log of the normaliser [t, 1]."""
+    lse_t1 = logits_tV.logsumexp(dim=1, keepdim=True)
+    return logits_tV.gather(1, targets_tK) - lse_t1, lse_t1

@@ -1,0 +1,103 @@
+"""The losses: one pure function each, from logprobs to a loss for every token.
+
+Every loss is a sum over tokens and nothing is averaged: the caller may split a batch over several
+requests, and only sums of sums come out the same. Gradients come from differentiating these
+functions by the logprobs; what lies below the logprobs is the head's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+# All tensors are [T, K]: packed tokens, and K targets of each (1 but for two-dimensional targets).
+
+Inputs = Mapping[str, Tensor]
+Terms = Callable[[Tensor, Inputs], Tensor]
+
+
+def cross_entropy(logprobs: Tensor, inputs: Inputs) -> Tensor:
+    return -inputs["weights"] * logprobs
+
+
+def importance_sampling(logprobs: Tensor, inputs: Inputs) -> Tensor:
+    return -ratio(logprobs, inputs) * inputs["advantages"]
+
+
+def ppo(logprobs: Tensor, inputs: Inputs) -> Tensor:
+    r, advantages = ratio(logprobs, inputs), inputs["advantages"]
+    return -torch.minimum(r * advantages, clipped(r, inputs) * advantages)
+
+
+def cispo(logprobs: Tensor, inputs: Inputs) -> Tensor:
+    r = ratio(logprobs, inputs).detach()
+    return -clipped(r, inputs) * inputs["advantages"] * logprobs
+
+
+def dro(logprobs: Tensor, inputs: Inputs) -> Tensor:
+    distance = logprobs - inputs["logprobs"]
+    return -(logprobs * inputs["advantages"] - 0.5 * inputs["beta"] * distance * distance)
+
+
+def ratio(logprobs: Tensor, inputs: Inputs) -> Tensor:
+    """How much likelier a token is now than when it was sampled."""
+    # Programs send zeros on prompt positions. There exp() may overflow, and inf * 0 would be NaN.
+    counts = inputs["advantages"] != 0
+    return torch.exp(torch.where(counts, logprobs - inputs["logprobs"], 0.0))
+
+
+def clipped(r: Tensor, inputs: Inputs) -> Tensor:
+    """The ratio within its absolute bounds (0.8 means 0.8, not 1 - 0.8)."""
+    return torch.clamp(r, inputs["clip_low_threshold"], inputs["clip_high_threshold"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loss:
+    name: str
+    terms: Terms
+    #: Inputs that every datum must carry beside `target_tokens`, one number for each target.
+    inputs: tuple[str, ...]
+    #: Numbers from `loss_fn_config`, or one for each token from a datum's inputs; with defaults.
+    config: Mapping[str, float] = field(default_factory=dict)
+    #: Whether a token may have several targets: [N, K].
+    takes_2d: bool = False
+
+
+LOSSES: Mapping[str, Loss] = {
+    loss.name: loss
+    for loss in (
+        Loss(name="cross_entropy", terms=cross_entropy, inputs=("weights",), takes_2d=True),
+        Loss(
+            name="importance_sampling",
+            terms=importance_sampling,
+            inputs=("logprobs", "advantages"),
+        ),
+        Loss(
+            name="ppo",
+            terms=ppo,
+            inputs=("logprobs", "advantages"),
+            config={"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
+        ),
+        Loss(
+            name="cispo",
+            terms=cispo,
+            inputs=("logprobs", "advantages"),
+            config={"clip_low_threshold": 0.0, "clip_high_threshold": 4.0},
+        ),
+        Loss(
+            name="dro", terms=dro, inputs=("logprobs", "advantages"), config={"beta": 0.05}
+        ),
+    )
+}
+
+
+def value_and_gradient(loss: Loss, logprobs: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """The loss of each token, and its derivative by each logprob."""
+    with torch.enable_grad():
+        leaf = logprobs.detach().requires_grad_()
+        terms = loss.terms(leaf, inputs)
+        (gradient,) = torch.autograd.grad(terms.sum(), leaf)
+    return terms.detach(), gradient

@@ -1,0 +1,242 @@
+"""The frozen base model: transformers' own layers with three parts replaced.
+
+Attention reads packed tokens, every linear layer can add adapters, and the output projection is
+left to the head. Nothing else of the model's code is touched, so a new family works when
+transformers knows it; what would come out differently is found by a comparison at start-up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from tinkex.engine import attention
+from tinkex.engine.attention import Packing
+from tinkex.engine.head import HEAD, Head
+from tinkex.engine.lora import LoraLinear, Route, Routing, Target, TargetKind
+
+log = logging.getLogger(__name__)
+
+# T packed tokens, H hidden size
+
+#: Logits of the replaced parts may differ from the untouched model's by this share of their
+#: largest value: rounding, not meaning.
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 6e-2}
+
+
+class UnsupportedModel(ValueError):
+    """The folder holds a model that this engine would not compute rightly."""
+
+
+class BaseModel:
+    def __init__(self, folder: Path, *, device: torch.device, dtype: torch.dtype) -> None:
+        model = load(folder, dtype).to(device).eval().requires_grad_(False)
+        self.config: PretrainedConfig = model.config
+        self.device, self.dtype = device, dtype
+        self.max_context_length = context_length(model.config)
+        self.eos_token_ids = eos_token_ids(folder, model.config)
+        expected = untouched_logits(model)
+        self._routing = Routing()
+        self._decoder: Any = model.get_decoder()
+        self._embed: nn.Module = model.get_input_embeddings()
+        output: Any = model.get_output_embeddings()
+        self.head = Head(output.weight, output.bias)
+        self.targets = replace_linears(model, self._routing)
+        self.targets.append(
+            Target(
+                name=HEAD,
+                kind="unembed",
+                inputs=output.weight.shape[1],
+                outputs=output.weight.shape[0],
+                group=HEAD,
+            )
+        )
+        model.set_attn_implementation(attention.NAME)
+        self._check(expected)
+
+    @property
+    def vocab_size(self) -> int:
+        return self.head.vocab_size
+
+    def hidden(
+        self,
+        ids_T: Tensor,
+        packing: Packing,
+        routes: Sequence[Route] = (),
+        *,
+        gradients: bool = False,
+    ) -> Tensor:
+        """The last hidden states [T, H] of a packed pass, ready for the head."""
+        self._routing.routes = routes
+        with torch.set_grad_enabled(gradients):
+            embedded = self._embed(ids_T.unsqueeze(0))
+            if gradients:
+                # Nothing else in the model has gradients: this is what makes autograd record.
+                embedded.requires_grad_()
+            output = self._decoder(
+                inputs_embeds=embedded,
+                position_ids=packing.positions_1T,
+                use_cache=False,
+                packing=packing,
+            )
+        hidden_1TH: Tensor = output.last_hidden_state
+        return hidden_1TH[0]
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Rough size of what a training pass keeps of one token until its backward pass."""
+        config = self.config.get_text_config()
+        heads = config.num_attention_heads * head_size(config)
+        size = torch.finfo(self.dtype).bits // 8
+        # Norms keep a float32 copy and their output, attention its inputs and output, the MLP
+        # its four intermediate products (transformers' layers, counted in design and measured).
+        per_layer = 6 * (4 + size) * config.hidden_size + 8 * size * heads
+        per_layer += 4 * size * config.intermediate_size
+        return int(config.num_hidden_layers * per_layer)
+
+    def _check(self, expected_TV: Tensor) -> None:
+        """Refuses a model whose replaced parts do not give what the whole one gave."""
+        ids_T = probe(self.vocab_size).to(self.device)
+        found_TV = self.head.logits(
+            self.hidden(ids_T, Packing.of([len(ids_T)], device=self.device))
+        )
+        gap = (found_TV - expected_TV).abs().max() / expected_TV.abs().max().clamp(min=1e-6)
+        if not gap < TOLERANCE[self.dtype]:  # NaN is refused too
+            raise UnsupportedModel(
+                f"a {self.config.model_type} model computes something beside layers and output "
+                f"projection that this engine does not know (logits differ by {gap:.1e}). "
+                "Serve another model."
+            )
+
+
+def probe(vocab_size: int) -> Tensor:
+    return torch.arange(12) * 7919 % vocab_size
+
+
+def untouched_logits(model: PreTrainedModel) -> Tensor:
+    ids = probe(model.get_output_embeddings().weight.shape[0]).to(model.device)
+    with torch.no_grad():
+        logits: Tensor = model(input_ids=ids.unsqueeze(0), use_cache=False).logits[0]
+    return logits.float()
+
+
+def load(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
+    """The model as transformers builds it, on the CPU."""
+    config = AutoConfig.from_pretrained(folder)
+    refuse_unsupported(config)
+    ggufs = sorted(folder.glob("*.gguf"))
+    with quiet_transformers():
+        if ggufs and not any(folder.glob("*.safetensors")):
+            return load_gguf(ggufs[0], config, dtype)
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, attn_implementation="sdpa", local_files_only=True
+        )
+    return model
+
+
+def load_gguf(path: Path, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    from tinkex.models.gguf import hf_tensors, read_gguf
+
+    tensors = {
+        name: torch.from_numpy(array).to(dtype) for name, array in hf_tensors(read_gguf(path))
+    }
+    family: Any = AutoModelForCausalLM._model_mapping[type(config)]  # type: ignore[index]
+    model: PreTrainedModel = family.from_pretrained(
+        None, config=config, state_dict=tensors, dtype=dtype, attn_implementation="sdpa"
+    )
+    return model
+
+
+@contextlib.contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Without the progress bar: a server's stderr is a log."""
+    was_on = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_on:
+            transformers_logging.enable_progress_bar()
+
+
+def refuse_unsupported(config: PretrainedConfig) -> None:
+    text = config.get_text_config()
+    for key in ("num_experts", "num_local_experts", "n_routed_experts"):
+        if getattr(text, key, None):
+            raise UnsupportedModel(
+                f"{config.model_type} is a mixture of experts ({key} = {getattr(text, key)}); "
+                "this engine serves dense models."
+            )
+    if getattr(text, "attn_logit_softcapping", None):
+        raise UnsupportedModel(
+            f"{config.model_type} caps its attention scores, which this engine does not do yet."
+        )
+
+
+def context_length(config: PretrainedConfig) -> int:
+    text = config.get_text_config()
+    length = int(text.max_position_embeddings)
+    window = getattr(text, "sliding_window", None)
+    kinds = getattr(text, "layer_types", None) or []
+    if window and (not kinds or "sliding_attention" in kinds) and window < length:
+        # Within one window sliding attention is full attention, so nothing is approximated.
+        log.warning("context cut to the sliding window", extra={"tokens": window, "of": length})
+        return int(window)
+    return length
+
+
+def head_size(config: Any) -> int:
+    size = getattr(config, "head_dim", None)
+    return int(size or config.hidden_size // config.num_attention_heads)
+
+
+def eos_token_ids(folder: Path, config: PretrainedConfig) -> frozenset[int]:
+    """generation_config.json knows the end of a chat turn; config.json is the fallback."""
+    found: Any = None
+    file = folder / "generation_config.json"
+    if file.exists():
+        found = json.loads(file.read_text()).get("eos_token_id")
+    if found is None:
+        found = config.get_text_config().eos_token_id
+    if found is None:
+        return frozenset()
+    return frozenset([found] if isinstance(found, int) else found)
+
+
+#: Projections of one input, whose low-rank A's are laid side by side.
+GROUPS = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "gate_up"} | {
+    "up_proj": "gate_up"
+}
+
+
+def replace_linears(model: PreTrainedModel, routing: Routing) -> list[Target]:
+    """Every linear layer of the decoder's layers becomes one that can add adapters."""
+    layers = model.get_decoder().layers
+    prefix = next(name for name, module in model.named_modules() if module is layers)
+    targets = []
+    for path, module in list(layers.named_modules()):
+        if not isinstance(module, nn.Linear):
+            continue
+        parent_path, _, leaf = path.rpartition(".")
+        name = f"{prefix}.{path}"
+        setattr(layers.get_submodule(parent_path), leaf, LoraLinear(module, name, routing))
+        kind: TargetKind = "attn" if "attn" in parent_path or "attention" in parent_path else "mlp"
+        targets.append(
+            Target(
+                name=name,
+                kind=kind,
+                inputs=module.in_features,
+                outputs=module.out_features,
+                group=f"{prefix}.{parent_path}.{GROUPS.get(leaf, leaf)}",
+            )
+        )
+    return targets

@@ -1,0 +1,245 @@
+"""From wire data to packed tensors: every check on a training request, then micro-batches.
+
+This is the one place where data of a request becomes tensors. All checks happen in `check`, before
+anything is computed, so that a refused request has changed nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from tinkex.engine.attention import Packing
+from tinkex.engine.losses import LOSSES, Loss
+from tinkex.wire.errors import UserFailure
+from tinkex.wire.inputs import Datum, ModelInput
+from tinkex.wire.tensors import TensorData
+from tinkex.wire.training import ForwardBackwardInput
+
+# N tokens of one datum, K targets of one token, T packed tokens
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    vocab_size: int
+    max_context_length: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One datum, checked."""
+
+    tokens_N: Ints
+    targets_NK: Ints
+    #: What the loss reads, config values spread over the tokens included.
+    inputs_NK: Mapping[str, Floats]
+    #: Of `target_tokens` as it came, [N] or [N, K]: the answer has the same.
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """Rows back to back, as tensors."""
+
+    rows: Sequence[Row]
+    ids_T: Tensor
+    packing: Packing
+    targets_TK: Tensor
+    inputs_TK: Mapping[str, Tensor]
+
+
+def check(
+    work: ForwardBackwardInput, limits: Limits, *, backward: bool
+) -> tuple[Loss, list[Row]]:
+    """The loss and the rows of a request, or a `UserFailure` that names what is wrong."""
+    loss = LOSSES.get(work.loss_fn)
+    if loss is None:
+        raise UserFailure(
+            f"loss_fn {work.loss_fn!r} is not supported by this server. "
+            f"Supported: {', '.join(LOSSES)}."
+        )
+    config = checked_config(loss, work.loss_fn_config or {})
+    if not work.data:
+        raise UserFailure("`data` is empty; send at least one datum.")
+    rows = [
+        _checked_row(index, datum, loss, config, limits, backward=backward)
+        for index, datum in enumerate(work.data)
+    ]
+    return loss, rows
+
+
+def checked_config(loss: Loss, given: Mapping[str, float | str]) -> dict[str, float]:
+    config = dict(loss.config)
+    for key, value in given.items():
+        if key not in config:
+            allowed = ", ".join(config) or "none"
+            raise UserFailure(
+                f"loss_fn_config: {key!r} is unknown to loss {loss.name!r}. Its keys: {allowed}."
+            )
+        if isinstance(value, str) or not math.isfinite(value):
+            raise UserFailure(f"loss_fn_config: {key} must be a finite number, not {value!r}.")
+        config[key] = float(value)
+    low, high = config.get("clip_low_threshold", 0.0), config.get("clip_high_threshold", math.inf)
+    if low > high:
+        raise UserFailure(
+            f"loss_fn_config: clip_low_threshold {low} is above clip_high_threshold {high}. "
+            "Both are bounds of the ratio itself, such as 0.8 and 1.2."
+        )
+    return config
+
+
+def _checked_row(
+    index: int,
+    datum: Datum,
+    loss: Loss,
+    config: Mapping[str, float],
+    limits: Limits,
+    *,
+    backward: bool,
+) -> Row:
+    where = f"data[{index}]"
+    tokens_N = checked_tokens(datum.model_input, limits, where=f"{where}.model_input")
+    given = datum.loss_fn_inputs
+    known = {"target_tokens", *loss.inputs, *config}
+    if unknown := sorted(set(given) - known):
+        raise UserFailure(
+            f"{where}.loss_fn_inputs: {unknown[0]!r} is not an input of loss {loss.name!r}. "
+            f"Its inputs: {', '.join(sorted(known))}."
+        )
+    targets_NK, shape = _checked_targets(given, len(tokens_N), loss, limits, where=where)
+    inputs: dict[str, Floats] = {}
+    for name in loss.inputs:
+        if name in given:
+            inputs[name] = _checked_floats(given[name], name, shape, where=where)
+        elif name == "weights" and not backward:
+            # A forward pass is asked for logprobs; without weights its loss is the plain sum.
+            inputs[name] = np.ones(targets_NK.shape, np.float32)
+        else:
+            needed = " and ".join(loss.inputs)
+            raise UserFailure(
+                f"{where}.loss_fn_inputs: {name!r} is missing; loss {loss.name!r} needs "
+                f"target_tokens and {needed}."
+            )
+    for name, value in config.items():
+        if name in given:
+            inputs[name] = _checked_floats(given[name], name, shape, where=where)
+        else:
+            inputs[name] = np.full(targets_NK.shape, value, np.float32)
+    return Row(tokens_N=tokens_N, targets_NK=targets_NK, inputs_NK=inputs, shape=shape)
+
+
+def checked_tokens(model_input: ModelInput, limits: Limits, *, where: str) -> Ints:
+    """The token ids of a text-only input that fits the model."""
+    try:
+        tokens_N: Ints = model_input.tokens_np.astype(np.int64)
+    except ValueError as error:
+        raise UserFailure(
+            f"{where}: this model reads text only. {error} Send encoded_text chunks."
+        ) from None
+    if not len(tokens_N):
+        raise UserFailure(f"{where}: is empty; at least one token is needed.")
+    if len(tokens_N) > limits.max_context_length:
+        raise UserFailure(
+            f"{where}: has {len(tokens_N)} tokens, and the model's context is "
+            f"{limits.max_context_length}. Cut the sequence."
+        )
+    _check_vocabulary(tokens_N, limits, where=where)
+    return tokens_N
+
+
+def _check_vocabulary(tokens: Ints, limits: Limits, *, where: str) -> None:
+    outside = (tokens < 0) | (tokens >= limits.vocab_size)
+    if outside.any():
+        at = np.unravel_index(int(np.argmax(outside)), tokens.shape)
+        raise UserFailure(
+            f"{where}: token {tokens[at]} at position {'/'.join(map(str, at))} is outside the "
+            f"vocabulary; ids go from 0 to {limits.vocab_size - 1}."
+        )
+
+
+def _checked_targets(
+    given: Mapping[str, TensorData], length: int, loss: Loss, limits: Limits, *, where: str
+) -> tuple[Ints, tuple[int, ...]]:
+    where = f"{where}.loss_fn_inputs.target_tokens"
+    if "target_tokens" not in given:
+        raise UserFailure(f"{where}: is missing; every loss needs one target for each token.")
+    tensor = given["target_tokens"]
+    if tensor.dtype != "int64":
+        raise UserFailure(f"{where}: has dtype {tensor.dtype}; token ids are int64.")
+    # Cells that a sparse tensor leaves out are token 0: senders drop explicit zeros.
+    targets = tensor.to_numpy()
+    if targets.ndim == 2 and not loss.takes_2d:
+        raise UserFailure(
+            f"{where}: has shape {list(targets.shape)}; loss {loss.name!r} takes one target for "
+            "each token, shape [N]. Only cross_entropy takes [N, K]."
+        )
+    if targets.ndim not in (1, 2) or targets.shape[0] != length or 0 in targets.shape:
+        raise UserFailure(
+            f"{where}: has shape {list(targets.shape)} for {length} input tokens; give one target "
+            f"for each token, shape [{length}]" + (f" or [{length}, K]." if loss.takes_2d else ".")
+        )
+    _check_vocabulary(targets, limits, where=where)
+    return targets.reshape(length, -1), targets.shape
+
+
+def _checked_floats(
+    tensor: TensorData, name: str, shape: tuple[int, ...], *, where: str
+) -> Floats:
+    where = f"{where}.loss_fn_inputs.{name}"
+    values = tensor.to_numpy().astype(np.float32)
+    if values.shape != shape:
+        raise UserFailure(
+            f"{where}: has shape {list(values.shape)} and target_tokens {list(shape)}; give one "
+            "number for each target (0.0 leaves a token out of the loss)."
+        )
+    if not np.isfinite(values).all():
+        bad = values[~np.isfinite(values)][0]
+        raise UserFailure(f"{where}: holds {bad}; only finite numbers are allowed.")
+    return values.reshape(shape[0], -1)
+
+
+def micro_batches(rows: Iterable[Row], max_tokens: int) -> Iterator[list[Row]]:
+    """Rows in their order, as many at a time as fit; a longer one goes alone."""
+    batch: list[Row] = []
+    tokens = 0
+    for row in rows:
+        if batch and tokens + len(row.tokens_N) > max_tokens:
+            yield batch
+            batch, tokens = [], 0
+        batch.append(row)
+        tokens += len(row.tokens_N)
+    if batch:
+        yield batch
+
+
+def pack(rows: Sequence[Row], device: torch.device) -> Batch:
+    width = max(row.targets_NK.shape[1] for row in rows)
+    return Batch(
+        rows=rows,
+        ids_T=to_tensor([row.tokens_N for row in rows], device),
+        packing=Packing.of([len(row.tokens_N) for row in rows], device=device),
+        targets_TK=to_tensor([widened(row.targets_NK, width) for row in rows], device),
+        inputs_TK={
+            name: to_tensor([widened(row.inputs_NK[name], width) for row in rows], device)
+            for name in rows[0].inputs_NK
+        },
+    )
+
+
+def to_tensor(parts: Sequence[npt.NDArray[np.generic]], device: torch.device) -> Tensor:
+    return torch.from_numpy(np.concatenate(parts)).to(device)
+
+
+def widened(values_NK: npt.NDArray[np.generic], width: int) -> npt.NDArray[np.generic]:
+    """Padded to `width` columns with zeros: weight 0 leaves them out of loss and gradient."""
+    missing = width - values_NK.shape[1]
+    return np.pad(values_NK, ((0, 0), (0, missing))) if missing else values_NK

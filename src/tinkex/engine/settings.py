@@ -1,0 +1,46 @@
+"""What an engine is told when it starts, and what it says about itself afterwards."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+DtypeName = Literal["auto", "float32", "bfloat16"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSettings:
+    #: The name under which the base model is served; written into every checkpoint.
+    name: str
+    #: A folder in Hugging Face layout: config.json and *.safetensors or *.gguf.
+    folder: Path
+    #: "auto" takes the GPU when there is one.
+    device: str = "auto"
+    #: Of the frozen base model. "auto" is float32 on a CPU and bfloat16 on a GPU; adapters have
+    #: float32 masters either way.
+    dtype: DtypeName = "auto"
+    #: CPU threads for tensor work; None leaves torch's own choice.
+    threads: int | None = None
+    #: Most tokens in one training or prefill pass; fewer are taken where memory is short.
+    max_batch_tokens: int = 8192
+    #: Tokens whose keys and values are kept for sampling; None sizes them by free memory.
+    kv_tokens: int | None = None
+    #: Most sequences that decode together.
+    max_sequences: int = 256
+    #: Adapters of samplers kept in memory when no request uses them.
+    idle_adapters: int = 16
+    #: The same request gives the same bits again: nothing in a pass may depend on timing or on
+    #: what else is waiting.
+    deterministic: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineFacts:
+    name: str
+    #: The model family as its config names it: "llama", "qwen3", ...
+    arch: str
+    max_context_length: int
+    vocab_size: int
+    device: str
+    dtype: str
