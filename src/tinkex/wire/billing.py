@@ -1,0 +1,131 @@
+"""Audit log and billing of the hosted service."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Annotated, Literal, TypeAlias
+
+from pydantic import Field
+
+from tinkex.wire.base import LenientModel, StrictModel
+
+__all__ = [
+    "AuditLogEntry",
+    "AuditLogResponse",
+    "BillingEventInfo",
+    "BillingUsageEvent",
+    "BillingUsageResponse",
+    "BillingUsageSession",
+    "CheckpointBillingEvent",
+    "CurrentCheckpointStorageUsageItem",
+    "CurrentCheckpointStorageUsageResponse",
+    "GetBillingUsageRequest",
+    "GetCurrentCheckpointStorageUsageRequest",
+    "SamplingPrefillBillingEvent",
+    "SamplingSampleBillingEvent",
+    "StorageBillingEvent",
+    "TrainingBillingEvent",
+]
+
+
+class AuditLogEntry(LenientModel):
+    timestamp: datetime
+    event: str
+    event_details: dict[str, object] = {}
+    model_id: str | None = None
+    tinker_path: str | None = None
+    purpose: str | None = None
+
+
+class AuditLogResponse(LenientModel):
+    entries: list[AuditLogEntry]
+
+
+class TrainingBillingEvent(LenientModel):
+    type: Literal["training"] = "training"
+    token_count: int
+
+
+class SamplingPrefillBillingEvent(LenientModel):
+    type: Literal["sampling_prefill"] = "sampling_prefill"
+    #: Whether the tokens came from the prefix cache.
+    cached: bool
+    token_count: int
+
+
+class SamplingSampleBillingEvent(LenientModel):
+    type: Literal["sampling_sample"] = "sampling_sample"
+    token_count: int
+
+
+class CheckpointBillingEvent(LenientModel):
+    type: Literal["checkpoint"] = "checkpoint"
+    count: int
+
+
+class StorageBillingEvent(LenientModel):
+    type: Literal["storage"] = "storage"
+    gigabyte_hours: float
+
+
+BillingEventInfo: TypeAlias = Annotated[
+    TrainingBillingEvent
+    | SamplingPrefillBillingEvent
+    | SamplingSampleBillingEvent
+    | CheckpointBillingEvent
+    | StorageBillingEvent,
+    Field(discriminator="type"),
+]
+
+
+class BillingUsageEvent(LenientModel):
+    """What was used in one hour, by one user and session."""
+
+    bucket_start: datetime
+    bucket_end: datetime
+    base_model: str | None = None
+    user_id: str | None = None
+    user_name: str | None = None
+    session_id: str | None = None
+    project_id: str | None = None
+    estimated_cost_usd: float | None = None
+    effective_rate_usd_per_million_tokens: float | None = None
+    effective_rate_usd_per_gigabyte_month: float | None = None
+    event_info: BillingEventInfo
+
+
+class BillingUsageSession(LenientModel):
+    user_metadata: dict[str, str] | None = None
+
+
+class BillingUsageResponse(LenientModel):
+    data: list[BillingUsageEvent]
+    sessions: dict[str, BillingUsageSession] = {}
+    #: Costs are complete up to here.
+    cost_data_through: datetime | None = None
+
+
+class GetBillingUsageRequest(StrictModel):
+    #: Whole UTC hours, at most 14 days apart.
+    starting_on: datetime = Field(strict=False)
+    ending_before: datetime = Field(strict=False)
+
+
+class GetCurrentCheckpointStorageUsageRequest(StrictModel):
+    project_id: str | None = None
+
+
+class CurrentCheckpointStorageUsageItem(LenientModel):
+    project_id: str | None = None
+    org_user_urn: str | None = None
+    user_email: str | None = None
+    user_name: str | None = None
+    checkpoint_count: int
+    size_bytes: int
+    size_gigabytes: float
+    estimated_monthly_cost_usd: float | None = None
+
+
+class CurrentCheckpointStorageUsageResponse(LenientModel):
+    effective_rate_usd_per_gigabyte_month: float | None = None
+    data: list[CurrentCheckpointStorageUsageItem]

@@ -1,0 +1,275 @@
+"""
+JSON in and out, and unpacking of compressed bodies.
+
+Reading is forgiving about what is merely new or old: fields this version does not know are ignored
+at the level of the message, and what clients before 0.18 leave out is filled in. It is strict where
+a field changes what was asked for: an unknown setting inside `sampling_params`, the optimizer's
+parameters or `lora_config` is a `UserFailure`, never dropped.
+"""
+
+from __future__ import annotations
+
+import logging
+import zlib
+from collections.abc import Iterable, Mapping
+from typing import Any, Final, TypeVar
+
+from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic_core import from_json, to_json
+
+from tinkex.wire.base import Payload, StrictModel, _kind, unknown_field
+from tinkex.wire.checkpoints import LoadWeightsRequest
+from tinkex.wire.errors import FieldError, TooLarge, UserFailure, WireError
+from tinkex.wire.runs import CreateSessionRequest
+from tinkex.wire.sampling import SampleRequest, SamplingParams
+from tinkex.wire.telemetry import TelemetrySendRequest
+from tinkex.wire.training import (
+    AdamOptimizerConfig,
+    AdamParams,
+    CreateModelRequest,
+    DimuonOptimizerConfig,
+    DimuonParams,
+    ForwardBackwardRequest,
+    ForwardRequest,
+    LoraConfig,
+    OptimStepRequest,
+)
+
+__all__ = [
+    "JSON_TYPE",
+    "PROTOBUF_TYPE",
+    "decode_forward_json",
+    "decode_json",
+    "decompress",
+    "encode_json",
+]
+
+JSON_TYPE: Final = "application/json"
+PROTOBUF_TYPE: Final = "application/x-protobuf"
+
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+
+# -- out -----------------------------------------------------------------------------------------
+
+
+def encode_json(message: Any) -> bytes:
+    """
+    Compact UTF-8. `ValueError` for a NaN or an infinity: JSON has neither.
+
+    Fields of wire types that are None are left out. A plain dict is sent as it stands, because in
+    a body such as `{"ttl_seconds": null}` the null is the message.
+    """
+    body = to_json(_plain(message), inf_nan_mode="constants")
+    if b"NaN" in body or b"Infinity" in body:
+        # Perhaps only inside a text; the strict parser knows.
+        try:
+            from_json(body, allow_inf_nan=False)
+        except ValueError:
+            raise ValueError(
+                f"a {type(message).__name__} that holds NaN or an infinity cannot be sent as JSON."
+            ) from None
+    return body
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, BaseModel):
+        return value.model_dump(mode="json", exclude_none=True)
+    if isinstance(value, Payload):
+        return value.model_dump(exclude_none=True)
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)) and not (value and isinstance(value[0], (int, float))):
+        return [_plain(item) for item in value]
+    return value
+
+
+# -- in ------------------------------------------------------------------------------------------
+
+#: Required in the newest version, absent from bodies of older ones.
+_FILLED_IN: Final[Mapping[type, Mapping[str, Any]]] = {
+    CreateSessionRequest: {"tags": [], "user_metadata": None},
+    LoadWeightsRequest: {"optimizer": False},  # before 0.6.0: weights only
+    TelemetrySendRequest: {"process_uuid": ""},  # before 0.24.0
+}
+
+#: Parts whose fields change what is asked for, by the key that holds them. Where a part is tagged,
+#: the tag decides; a tag that is not here is passed on for the engine to refuse.
+_PARTS: Final[Mapping[type, Mapping[str, Mapping[str, type[StrictModel]] | type[StrictModel]]]] = {
+    CreateModelRequest: {
+        "lora_config": LoraConfig,
+        "optimizer_config": {"adamw": AdamOptimizerConfig, "dimuon": DimuonOptimizerConfig},
+    },
+    LoadWeightsRequest: {
+        "optimizer_config": {"adamw": AdamOptimizerConfig, "dimuon": DimuonOptimizerConfig},
+    },
+    OptimStepRequest: {
+        "adam_params": AdamParams,
+        "optimizer_params": {"dimuon": DimuonParams},
+    },
+    SampleRequest: {"sampling_params": SamplingParams},
+}
+
+
+def decode_json(type_: type[T], body: bytes) -> T:
+    """
+    `body` as a `type_`.
+
+    `WireError` with the path of each field that is missing or mistyped; `UserFailure` for a setting
+    this version does not know, with the message's other fields in its `request`.
+    """
+    value = _parse(body)
+    if isinstance(type_, type) and issubclass(type_, StrictModel):
+        value = _ready(type_, value)
+    return _validate(
+        type_, value, strict=isinstance(type_, type) and issubclass(type_, StrictModel)
+    )
+
+
+def decode_forward_json(body: bytes) -> tuple[ForwardBackwardRequest, bool]:
+    """A pass sent as JSON, and whether it is forward only: that shows in the key of its input."""
+    value = _parse(body)
+    if not isinstance(value, dict):
+        raise WireError.at((), f"an object is needed, not {_kind(value)}.", "dict_type")
+    forward_only = "forward_input" in value and "forward_backward_input" not in value
+    known = {"model_id", "seq_id", "type", "forward_input", "forward_backward_input"}
+    _note_ignored("ForwardRequest" if forward_only else "ForwardBackwardRequest", value, known)
+    if not forward_only:
+        return ForwardBackwardRequest.model_validate(value), False
+    request = ForwardRequest.model_validate(value)
+    return ForwardBackwardRequest(request.forward_input, request.model_id, request.seq_id), True
+
+
+def _parse(body: bytes) -> Any:
+    try:
+        return from_json(body, allow_inf_nan=False, cache_strings="keys")
+    except ValueError as error:
+        raise WireError.at((), f"this is not JSON: {error}.", "json_invalid") from None
+
+
+def _ready(type_: type[StrictModel], value: Any) -> Any:
+    """A message of any version, made to fit the newest: the part of reading that forgives."""
+    if not isinstance(value, dict):
+        return value
+    known = type_.wire_names()
+    _note_ignored(type_.__name__, value, known)
+    # Before 0.18 what was set to None was sent; it means the same as absent.
+    ready = {key: item for key, item in value.items() if key in known and item is not None}
+    for key, default in _FILLED_IN.get(type_, {}).items():
+        ready.setdefault(key, default)
+    for key, part_type in _PARTS.get(type_, {}).items():
+        part = ready.get(key)
+        if not isinstance(part, dict):
+            continue
+        part = {name: item for name, item in part.items() if item is not None}
+        if isinstance(part_type, Mapping):
+            tag = part.get("type")
+            found = part_type.get(tag) if isinstance(tag, str) else None
+        else:
+            found = part_type
+        if found is not None:
+            _refuse_unknown(found, part, key, ready)
+        ready[key] = part
+    return ready
+
+
+def _refuse_unknown(
+    part_type: type[StrictModel], part: Mapping[str, Any], key: str, message: Mapping[str, Any]
+) -> None:
+    known = part_type.wire_names()
+    for name in part:
+        if name not in known:
+            text = unknown_field(name, known)
+            sound = {field: item for field, item in message.items() if isinstance(item, (str, int))}
+            raise UserFailure(f"{key}: {text} Nothing was done.", request=sound)
+
+
+def _validate(type_: type[T], value: Any, *, strict: bool) -> T:
+    try:
+        if isinstance(type_, type) and issubclass(type_, BaseModel):
+            return type_.model_validate(value, strict=strict or None)
+        if isinstance(type_, type) and issubclass(type_, Payload):
+            return type_.model_validate(value)
+        return TypeAdapter(type_).validate_python(value)
+    except ValidationError as error:
+        raise WireError(_field_errors(error)) from None
+
+
+def _field_errors(error: ValidationError) -> Iterable[FieldError]:
+    for item in error.errors(include_url=False, include_input=False):
+        inner = item.get("ctx", {}).get("error")
+        if isinstance(inner, WireError):
+            yield from inner.under(*item["loc"]).errors
+        else:
+            yield FieldError(tuple(item["loc"]), item["msg"], item["type"])
+
+
+_noted: set[tuple[str, str]] = set()
+
+
+def _note_ignored(message: str, value: Mapping[str, Any], known: Iterable[str]) -> None:
+    """Say once what is ignored. The set is bounded: the names are the sender's."""
+    for key in value.keys() - set(known):
+        if (message, key) not in _noted and len(_noted) < 1000:
+            _noted.add((message, key))
+            log.debug("ignored field", extra={"message_type": message, "field": key})
+
+
+# -- compression ---------------------------------------------------------------------------------
+
+
+def decompress(body: bytes, content_encoding: str | None, *, max_bytes: int) -> bytes:
+    """The body as it was before `Content-Encoding`; `TooLarge` before more than that is unpacked."""
+    encoding = (content_encoding or "identity").strip().lower()
+    if encoding == "identity":
+        unpacked = body
+    elif encoding == "zstd":
+        unpacked = _unzstd(body, max_bytes)
+    elif encoding == "gzip":
+        unpacked = _gunzip(body, max_bytes)
+    else:
+        raise WireError.at((), f"Content-Encoding is zstd or gzip, not {content_encoding!r}.")
+    if len(unpacked) > max_bytes:
+        raise TooLarge(f"the body is larger than the {max_bytes} bytes that are allowed.")
+    return unpacked
+
+
+def _unzstd(body: bytes, max_bytes: int) -> bytes:
+    import zstandard
+
+    unpacker = zstandard.ZstdDecompressor(max_window_size=2**27)
+    try:
+        with unpacker.stream_reader(body, read_across_frames=True) as reader:
+            unpacked = reader.read(max_bytes + 1)
+    except zstandard.ZstdError as error:
+        raise WireError.at((), f"this is not zstd: {error}.") from None
+    if not unpacked and body:
+        _check_empty_frame(body)
+    return unpacked
+
+
+def _check_empty_frame(body: bytes) -> None:
+    """A cut-off frame reads as nothing; an honest empty one says so in its header."""
+    import zstandard
+
+    if zstandard.frame_content_size(body) != 0:
+        raise WireError.at((), "this zstd frame is cut off.")
+
+
+def _gunzip(body: bytes, max_bytes: int) -> bytes:
+    unpacked = b""
+    rest = body
+    while rest:
+        unpacker = zlib.decompressobj(wbits=31)
+        try:
+            unpacked += unpacker.decompress(rest, max_bytes + 1 - len(unpacked))
+        except zlib.error as error:
+            raise WireError.at((), f"this is not gzip: {error}.") from None
+        if len(unpacked) > max_bytes:
+            return unpacked
+        if not unpacker.eof:
+            raise WireError.at((), "this gzip body is cut off.")
+        rest = unpacker.unused_data
+    return unpacked

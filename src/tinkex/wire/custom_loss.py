@@ -1,0 +1,62 @@
+"""Losses a user wrote, traced into a graph that can be sent. The graph is untrusted data."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from tinkex.wire.base import LenientModel, StrictModel
+
+__all__ = [
+    "CreateCustomLossRequest",
+    "CreateCustomLossResponse",
+    "CustomLossGraph",
+    "CustomLossInput",
+    "CustomLossInputRank",
+    "CustomLossNode",
+    "CustomLossNodeOp",
+]
+
+CustomLossInputRank = Literal[0, 1, 2]
+
+CustomLossNodeOp = Literal[
+    "placeholder", "get_attr", "call_function", "call_method", "call_module", "output"
+]
+
+
+class CustomLossInput(StrictModel):
+    """A tensor the loss reads, by name; the first is `logprobs`."""
+
+    name: str
+    #: Number of dimensions.
+    rank: CustomLossInputRank
+
+
+class CustomLossNode(StrictModel):
+    """One operation. Arguments that are not plain values are objects with one key, as `ref`."""
+
+    op: CustomLossNodeOp
+    name: str
+    #: What is called: `operator.mul`, `torch.exp`, the name of a method or of a parameter.
+    target: str
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+
+
+class CustomLossGraph(StrictModel):
+    format: Literal[1] = 1
+    nodes: list[CustomLossNode]
+
+
+class CreateCustomLossRequest(StrictModel):
+    session_id: str
+    #: Numbers the losses of a session from 0.
+    custom_loss_seq_id: int
+    name: str
+    inputs: list[CustomLossInput]
+    graph: CustomLossGraph
+    type: Literal["create_custom_loss"] = "create_custom_loss"
+
+
+class CreateCustomLossResponse(LenientModel):
+    loss_id: str
+    type: Literal["create_custom_loss"] = "create_custom_loss"

@@ -1,0 +1,143 @@
+"""
+What differs between versions of the official client. The only place that knows them.
+
+Pure: a version in, a decision out. A version that is not known, or newer than the last one looked
+at, is spoken to as the newest.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Self
+
+from tinkex.wire.errors import UserFailure
+from tinkex.wire.sampling import SampledSequence, SampleResponse
+from tinkex.wire.tensors import TensorData
+from tinkex.wire.training import ForwardBackwardOutput
+
+__all__ = ["NEWEST", "Dialect", "wants_protobuf"]
+
+Version = tuple[int, int, int]
+
+#: The oldest and the newest release this table was checked against.
+OLDEST: Final[Version] = (0, 4, 1)
+NEWEST: Final[Version] = (0, 36, 0)
+
+#: Flags for `client/config`, by the releases [first, last] that are sent them. Left alone, though a
+#: release knows them: `parallel_fwdbwd_chunks` and `use_pyqwest_transport` (defaults are right);
+#: `proto_compress_fwdbwd` (a local network is faster than zstd); everything that needs an endpoint
+#: of its own (`pjwt_auth_enabled`, `create_model_via_load_weights`, `sample_use_retrieve_futures`,
+#: `sample_join_sampling_session`, `custom_loss_server_side`, gRPC).
+_CLIENT_CONFIG: Final[tuple[tuple[Version, Version, Mapping[str, Any]], ...]] = (
+    # Passes as protobuf: faster on both sides, and NaN can travel.
+    ((0, 19, 0), (0, 24, 1), {"proto_write_fwdbwd": True}),
+    # Only together with the flag above: as JSON it would lose `forward_only` and run a backward.
+    ((0, 22, 3), (0, 24, 1), {"fwd_via_fwdbwd": True}),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """How to speak to one version of the client."""
+
+    version: Version = NEWEST
+
+    @classmethod
+    def of(cls, sdk_version: str | None) -> Self:
+        """The dialect of a version string; the newest for None and for what is not a version."""
+        numbers = re.match(r"(\d{1,6})\.(\d{1,6})(?:\.(\d{1,6}))?", sdk_version or "")
+        if numbers is None:
+            return cls()
+        version = (int(numbers[1]), int(numbers[2]), int(numbers[3] or 0))
+        # Older than any release: somebody else's numbering.
+        return cls() if version < OLDEST else cls(version)
+
+    def client_config(self) -> dict[str, Any]:
+        """The answer to `client/config`: nothing a version does not know, {} for a newer one."""
+        flags: dict[str, Any] = {}
+        for first, last, values in _CLIENT_CONFIG:
+            if first <= self.version <= last:
+                flags |= values
+        return flags
+
+    def dynamic_config(self) -> dict[str, Any]:
+        """The answer to `client/dynamic_config`: the defaults of every version are right."""
+        return {}
+
+    @property
+    def unnamed_sampler_save_has_path(self) -> bool:
+        """Before 0.20 the client refuses a `path` in the answer to an unnamed sampler save."""
+        return self.version >= (0, 20, 0)
+
+    @property
+    def reads_protobuf_only(self) -> bool:
+        """From 0.25 on a JSON result of a pass or a sample is an error to the client."""
+        return self.version >= (0, 25, 0)
+
+    def forward_backward_json(self, output: ForwardBackwardOutput) -> dict[str, Any]:
+        """The result of a pass for a client that reads JSON; `UserFailure` if JSON cannot hold it."""
+        for name, value in output.metrics.items():
+            _check_finite(value, f"metric {name}")
+        return {
+            "loss_fn_output_type": output.loss_fn_output_type,
+            "loss_fn_outputs": [
+                {name: _tensor_json(tensor, f"{name} of datum {i}") for name, tensor in o.items()}
+                for i, o in enumerate(output.loss_fn_outputs)
+            ],
+            "metrics": dict(output.metrics),
+        }
+
+    def sample_json(self, response: SampleResponse) -> dict[str, Any]:
+        """A sample for a client that reads JSON. Prompt logprobs that are NaN become null."""
+        answer: dict[str, Any] = {
+            "type": "sample",
+            "sequences": [_sequence_json(sequence) for sequence in response.sequences],
+        }
+        if response.prompt_logprobs is not None:
+            for number in response.prompt_logprobs:
+                _check_finite(0.0 if number is None else number, "a prompt logprob")
+            answer["prompt_logprobs"] = response.prompt_logprobs
+        if response.topk_prompt_logprobs is not None:
+            answer["topk_prompt_logprobs"] = response.topk_prompt_logprobs
+        if self.version >= (0, 23, 0):
+            answer["prompt_cache_hit_tokens"] = response.prompt_cache_hit_tokens
+        return answer
+
+
+def wants_protobuf(accept: str | None) -> bool:
+    """Whether a result may go out as protobuf: the client says so when it fetches."""
+    return "application/x-protobuf" in (accept or "").lower()
+
+
+def _sequence_json(sequence: SampledSequence) -> dict[str, Any]:
+    answer: dict[str, Any] = {"stop_reason": sequence.stop_reason, "tokens": sequence.tokens}
+    if sequence.logprobs is not None:
+        for number in sequence.logprobs:
+            _check_finite(number, "a sampled logprob")
+        answer["logprobs"] = sequence.logprobs
+    return answer
+
+
+def _tensor_json(tensor: TensorData, what: str) -> dict[str, Any]:
+    """Dense, and only the three keys that every version accepts."""
+    import numpy as np
+
+    array = tensor.to_numpy()
+    if not np.isfinite(array).all():
+        _check_finite(array[~np.isfinite(array)].flat[0], what)
+    return {
+        "data": array.reshape(-1).tolist(),
+        "dtype": tensor.dtype,
+        "shape": list(array.shape),
+    }
+
+
+def _check_finite(value: float, what: str) -> None:
+    if not math.isfinite(value):
+        raise UserFailure(
+            f"{what} is {value}, which the JSON this SDK version reads cannot hold. "
+            "SDK 0.25 and newer fetch results as protobuf and show it."
+        )

@@ -1,0 +1,512 @@
+"""
+Passes and samples as protobuf, both ways.
+
+Every decoder takes bytes from a stranger: lengths, offsets, shapes and dtypes are checked before
+anything is built from them, whatever does not fit is a `WireError` with the path of the field, and
+no small body makes a large allocation. Arrays are views into the body: nothing is copied.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+from google.protobuf.message import DecodeError, EncodeError
+
+from tinkex.wire.errors import UserFailure, WireError
+from tinkex.wire.inputs import (
+    Chunk,
+    Datum,
+    DmelChunk,
+    EncodedTextChunk,
+    ImageChunk,
+    ModelInput,
+    PromptProvenanceSpan,
+    ProvenanceSpans,
+    SampledProvenanceSpan,
+)
+from tinkex.wire.proto import tinkex_wire_pb2 as pb
+from tinkex.wire.sampling import PromptAltTokens, SampledSequence, SampleResponse, TopkLogprobs
+from tinkex.wire.tensors import TensorData
+from tinkex.wire.training import (
+    ForwardBackwardInput,
+    ForwardBackwardOutput,
+    ForwardBackwardRequest,
+    LossFnOutput,
+)
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+    from google.protobuf.message import Message
+
+__all__ = [
+    "decode_forward_backward_output",
+    "decode_forward_backward_request",
+    "decode_sample_response",
+    "encode_forward_backward_output",
+    "encode_forward_backward_request",
+    "encode_sample_response",
+]
+
+#: A record may have no tensors and still say how many examples it stands for. This many empty
+#: results are believed; a batch of the official client has at most 1024.
+MAX_EMPTY_DATUMS: Final = 2**20
+
+MessageT = TypeVar("MessageT", bound="Message")
+
+#: Place in the message, for errors.
+Loc = tuple[str | int, ...]
+
+
+# -- requests ------------------------------------------------------------------------------------
+
+
+def encode_forward_backward_request(
+    request: ForwardBackwardRequest, *, forward_only: bool = False
+) -> bytes:
+    """One pass. Equal requests give equal bytes."""
+    work = request.forward_backward_input
+    message = pb.ForwardBackwardRequest(
+        model_id=request.model_id,
+        seq_id=request.seq_id or 0,
+        loss_fn=work.loss_fn,
+        forward_only=forward_only,
+    )
+    for name, value in (work.loss_fn_config or {}).items():
+        if isinstance(value, str):
+            message.loss_fn_config_v2[name].text = value
+        else:
+            message.loss_fn_config[name] = value
+            message.loss_fn_config_v2[name].number = value
+    for position, datum in enumerate(work.data):
+        _write_datum(message.data.add(), datum, position)
+    return _bytes(message)
+
+
+def decode_forward_backward_request(body: bytes) -> tuple[ForwardBackwardRequest, bool]:
+    """The pass, and whether it is forward only."""
+    message = _parse(pb.ForwardBackwardRequest, body)
+    if not message.model_id:
+        raise WireError.at(("model_id",), "Field required", "missing")
+    if message.seq_id < 0:
+        raise WireError.at(("seq_id",), f"steps are numbered from 1, not {message.seq_id}.")
+    if not message.loss_fn:
+        raise WireError.at(("loss_fn",), "Field required", "missing")
+    data = [_read_datum(datum, ("data", i)) for i, datum in enumerate(message.data)]
+    work = ForwardBackwardInput._of(data, message.loss_fn, _read_loss_config(message))
+    request = ForwardBackwardRequest(work, message.model_id, message.seq_id or None)
+    return request, message.forward_only
+
+
+def _read_loss_config(message: pb.ForwardBackwardRequest) -> Mapping[str, float | str] | None:
+    if not message.loss_fn_config_v2:
+        return dict(message.loss_fn_config) or None
+    config: dict[str, float | str] = {}
+    for name, value in message.loss_fn_config_v2.items():
+        kind = value.WhichOneof("value")
+        if kind is None:
+            raise WireError.at(("loss_fn_config", name), "a number or a text is needed.", "missing")
+        config[name] = value.text if kind == "text" else value.number
+    return config
+
+
+def _write_datum(message: pb.Datum, datum: Datum, position: int) -> None:
+    for chunk in datum.model_input.chunks:
+        _write_chunk(message.model_input.add(), chunk, position)
+    for name, tensor in datum.loss_fn_inputs.items():
+        _write_tensor(message.loss_fn_inputs[name], tensor)
+    _write_spans(message.model_input_spans, datum.model_input_spans)
+    _write_spans(message.loss_fn_input_spans, datum.loss_fn_input_spans)
+
+
+def _read_datum(message: pb.Datum, loc: Loc) -> Datum:
+    chunks = [
+        _read_chunk(chunk, (*loc, "model_input", i)) for i, chunk in enumerate(message.model_input)
+    ]
+    tensors = {
+        name: _read_tensor(tensor, (*loc, "loss_fn_inputs", name))
+        for name, tensor in message.loss_fn_inputs.items()
+    }
+    spans = _read_spans(message.model_input_spans, (*loc, "model_input_spans"))
+    target_spans = _read_spans(message.loss_fn_input_spans, (*loc, "loss_fn_input_spans"))
+    with _under(loc):
+        return Datum(ModelInput(chunks), tensors, spans, target_spans)
+
+
+def _write_chunk(message: pb.Chunk, chunk: Chunk, position: int) -> None:
+    if isinstance(chunk, EncodedTextChunk):
+        message.encoded_text.tokens = chunk.tokens_np.astype("<i4", copy=False).tobytes()
+    elif isinstance(chunk, ImageChunk):
+        message.image.data = chunk.data
+        message.image.format = chunk.format
+        if chunk.expected_tokens is not None:
+            message.image.expected_tokens = chunk.expected_tokens
+    elif isinstance(chunk, DmelChunk):
+        message.dmel.dmel = chunk.dmel
+    else:
+        raise UserFailure(
+            f"data[{position}]: an image_asset_pointer cannot be part of a training pass. "
+            "Send the picture itself as an ImageChunk."
+        )
+
+
+def _read_chunk(message: pb.Chunk, loc: Loc) -> Chunk:
+    kind = message.WhichOneof("chunk")
+    if kind == "encoded_text":
+        tokens = _array(message.encoded_text.tokens, "<i4", (*loc, "tokens"))
+        return EncodedTextChunk._of(tokens)
+    if kind == "image":
+        image = message.image
+        if image.format not in ("png", "jpeg"):
+            raise WireError.at((*loc, "format"), f"must be png or jpeg, not {image.format!r}.")
+        expected = image.expected_tokens if image.HasField("expected_tokens") else None
+        if expected is not None and expected < 0:
+            raise WireError.at((*loc, "expected_tokens"), f"{expected} is not a count.")
+        return ImageChunk(data=image.data, format=image.format, expected_tokens=expected)  # type: ignore[arg-type]
+    if kind == "dmel":
+        return DmelChunk(dmel=message.dmel.dmel)
+    raise WireError.at(loc, "a chunk holds encoded_text, image or dmel.", "missing")
+
+
+def _write_spans(message: Any, spans: ProvenanceSpans | None) -> None:
+    for span in spans or ():
+        added = message.add()
+        kind = (
+            added.prompt_tokens if isinstance(span, PromptProvenanceSpan) else added.sampled_tokens
+        )
+        kind.sequence_id, kind.offset, kind.length = span.sequence_id, span.offset, span.length
+        kind.SetInParent()
+
+
+def _read_spans(message: Sequence[pb.ProvenanceSpan], loc: Loc) -> ProvenanceSpans | None:
+    spans: ProvenanceSpans = []
+    for position, item in enumerate(message):
+        kind = item.WhichOneof("span")
+        if kind is None:
+            raise WireError.at((*loc, position), "a span is prompt_tokens or sampled_tokens.")
+        span = item.prompt_tokens if kind == "prompt_tokens" else item.sampled_tokens
+        if span.offset < 0 or span.length < 0:
+            raise WireError.at((*loc, position), "offset and length are counted from 0.")
+        made = PromptProvenanceSpan if kind == "prompt_tokens" else SampledProvenanceSpan
+        spans.append(made(sequence_id=span.sequence_id, offset=span.offset, length=span.length))
+    return spans or None
+
+
+# -- results of passes ---------------------------------------------------------------------------
+
+
+def encode_forward_backward_output(output: ForwardBackwardOutput) -> bytes:
+    """A result; neighbours that fit together share one record."""
+    message = pb.ForwardBackwardOutput(
+        loss_fn_output_type=output.loss_fn_output_type, metrics=output.metrics
+    )
+    for run in _runs(output.loss_fn_outputs):
+        record = message.loss_fn_outputs.add(
+            type_tag=output.loss_fn_output_type, num_datums=len(run)
+        )
+        for name in run[0]:
+            _write_batched(record.fields[name], [datum[name] for datum in run])
+    return _bytes(message)
+
+
+def decode_forward_backward_output(body: bytes) -> ForwardBackwardOutput:
+    message = _parse(pb.ForwardBackwardOutput, body)
+    outputs: list[LossFnOutput] = []
+    for position, record in enumerate(message.loss_fn_outputs):
+        outputs += _read_record(record, ("loss_fn_outputs", position))
+        if len(outputs) > MAX_EMPTY_DATUMS:
+            raise WireError.at(
+                ("loss_fn_outputs", position), f"more than {MAX_EMPTY_DATUMS} examples."
+            )
+    # The service prefixes the name with the module it comes from.
+    output_type = message.loss_fn_output_type.rpartition(":")[2]
+    if not output_type and not outputs:
+        output_type = "ArrayRecord"
+    return ForwardBackwardOutput(output_type, outputs, dict(message.metrics))
+
+
+def _layout(output: LossFnOutput) -> dict[str, tuple[Any, ...]]:
+    """What two examples must have in common to share a record."""
+    return {name: (t.dtype, *(t.shape or [0])[1:]) for name, t in output.items()}
+
+
+def _runs(outputs: Sequence[LossFnOutput]) -> Iterator[list[LossFnOutput]]:
+    run: list[LossFnOutput] = []
+    layout: dict[str, tuple[Any, ...]] = {}
+    for output in outputs:
+        here = _layout(output)
+        if run and here != layout:
+            yield run
+            run = []
+        run.append(output)
+        layout = here
+    if run:
+        yield run
+
+
+def _write_batched(message: pb.BatchedTensor, tensors: Sequence[TensorData]) -> None:
+    import numpy as np
+
+    parts = [_raw(t.to_numpy() if t.is_sparse else t.values_np) for t in tensors]
+    offsets = np.zeros(len(parts) + 1, dtype="<i8")
+    np.cumsum([len(part) for part in parts], out=offsets[1:])
+    message.data = b"".join(parts)
+    message.offsets = offsets.tobytes()
+    message.dtype = _pb_dtype(tensors[0])
+    message.trailing_shape.extend((tensors[0].shape or [0])[1:])
+
+
+def _read_record(record: pb.ArrayRecord, loc: Loc) -> list[LossFnOutput]:
+    if record.num_datums < 0:
+        raise WireError.at((*loc, "num_datums"), f"{record.num_datums} is not a count.")
+    columns = {
+        name: _read_batched(batched, (*loc, "fields", name))
+        for name, batched in record.fields.items()
+    }
+    count = record.num_datums
+    if not count and columns:
+        count = len(next(iter(columns.values())))
+    for name, column in columns.items():
+        if len(column) != count:
+            raise WireError.at(
+                (*loc, "fields", name), f"{count} examples are announced, {len(column)} are there."
+            )
+    if count > MAX_EMPTY_DATUMS:
+        raise WireError.at((*loc, "num_datums"), f"{count} examples without any tensor.")
+    return [{name: column[i] for name, column in columns.items()} for i in range(count)]
+
+
+def _read_batched(message: pb.BatchedTensor, loc: Loc) -> list[TensorData]:
+    offsets = _array(message.offsets, "<i8", (*loc, "offsets")).tolist()
+    if not offsets or offsets[0] != 0 or offsets[-1] != len(message.data):
+        raise WireError.at((*loc, "offsets"), f"must run from 0 to {len(message.data)}.")
+    if any(size < 0 for size in message.trailing_shape) or len(message.trailing_shape) > 15:
+        raise WireError.at((*loc, "trailing_shape"), "needs at most 15 sizes, from 0.")
+    trailing = list(message.trailing_shape)
+    width = math.prod(trailing)
+    stored, _ = _dtype(message.dtype, loc)
+    row_bytes = width * stored.itemsize
+    for start, end in zip(offsets, offsets[1:], strict=False):
+        if end < start or (end - start) % (row_bytes or 1) or (end > start and not row_bytes):
+            raise WireError.at(
+                (*loc, "offsets"), f"{end} does not end a row of {row_bytes} bytes after {start}."
+            )
+    values = _widened(message.data, message.dtype, loc)
+    per_value = stored.itemsize
+    tensors = []
+    for start, end in zip(offsets, offsets[1:], strict=False):
+        part = values[start // per_value : end // per_value]
+        rows = part.size // width if width else 0
+        with _under(loc):
+            tensors.append(TensorData._of(part, [rows, *trailing]))
+    return tensors
+
+
+# -- samples -------------------------------------------------------------------------------------
+
+
+def encode_sample_response(response: SampleResponse) -> bytes:
+    """A sample's answer. Sequence ids are not part of it: they went out when it was accepted."""
+    message = pb.SampleResponse(prompt_cache_hit_tokens=response.prompt_cache_hit_tokens)
+    for sequence in response.sequences:
+        added = message.sequences.add(
+            stop_reason=pb.STOP_REASON_STOP
+            if sequence.stop_reason == "stop"
+            else pb.STOP_REASON_LENGTH
+        )
+        if sequence.tokens_np is not None:
+            added.tokens = sequence.tokens_np.astype("<i4", copy=False).tobytes()
+        if sequence.logprobs_np is not None:
+            added.logprobs = sequence.logprobs_np.astype("<f4", copy=False).tobytes()
+        if sequence.topk_logprobs_np is not None:
+            _write_topk(added.topk_sampled_logprobs, sequence.topk_logprobs_np)
+    if response.prompt_logprobs_np is not None:
+        message.prompt_logprobs = response.prompt_logprobs_np.astype("<f4", copy=False).tobytes()
+    if response.topk_prompt_logprobs_np is not None:
+        _write_topk(message.topk_prompt_logprobs, response.topk_prompt_logprobs_np)
+    if response.target_prompt_logprobs is not None:
+        _write_tensor(message.target_prompt_logprobs, response.target_prompt_logprobs)
+    if response.prompt_alt_tokens is not None:
+        _write_tensor(message.prompt_alt_tokens.tokens, response.prompt_alt_tokens.tokens)
+        _write_tensor(message.prompt_alt_tokens.logprobs, response.prompt_alt_tokens.logprobs)
+    return _bytes(message)
+
+
+def decode_sample_response(
+    body: bytes, sequence_ids: Sequence[str] | None = None
+) -> SampleResponse:
+    """A sample's answer; `sequence_ids` are those of the answer to its submission."""
+    message = _parse(pb.SampleResponse, body)
+    if sequence_ids is not None and len(sequence_ids) != len(message.sequences):
+        raise WireError.at(
+            ("sequences",), f"{len(message.sequences)} came for {len(sequence_ids)} sequence ids."
+        )
+    ids = sequence_ids or [""] * len(message.sequences)
+    sequences = [
+        _read_sequence(sequence, name, ("sequences", i))
+        for i, (sequence, name) in enumerate(zip(message.sequences, ids, strict=True))
+    ]
+    logprobs = _array(message.prompt_logprobs, "<f4", ("prompt_logprobs",))
+    if message.prompt_cache_hit_tokens < 0:
+        raise WireError.at(("prompt_cache_hit_tokens",), "is a count, from 0.")
+    target, alt = None, None
+    if message.HasField("target_prompt_logprobs"):
+        target = _read_tensor(message.target_prompt_logprobs, ("target_prompt_logprobs",))
+    if message.HasField("prompt_alt_tokens"):
+        alt = PromptAltTokens(
+            _read_tensor(message.prompt_alt_tokens.tokens, ("prompt_alt_tokens", "tokens")),
+            _read_tensor(message.prompt_alt_tokens.logprobs, ("prompt_alt_tokens", "logprobs")),
+        )
+    return SampleResponse(
+        sequences,
+        logprobs if logprobs.size else None,
+        _read_topk(message.topk_prompt_logprobs, ("topk_prompt_logprobs",)),
+        target,
+        message.prompt_cache_hit_tokens,
+        alt,
+    )
+
+
+def _read_sequence(message: pb.SampledSequence, sequence_id: str, loc: Loc) -> SampledSequence:
+    if message.stop_reason not in (pb.STOP_REASON_STOP, pb.STOP_REASON_LENGTH):
+        raise WireError.at((*loc, "stop_reason"), f"{message.stop_reason} is not known.", "enum")
+    logprobs = _array(message.logprobs, "<f4", (*loc, "logprobs"))
+    return SampledSequence(
+        "stop" if message.stop_reason == pb.STOP_REASON_STOP else "length",
+        sequence_id,
+        _array(message.tokens, "<i4", (*loc, "tokens")),
+        logprobs if logprobs.size else None,
+        _read_topk(message.topk_sampled_logprobs, (*loc, "topk_sampled_logprobs")),
+    )
+
+
+def _write_topk(message: pb.TopkLogprobs, topk: TopkLogprobs) -> None:
+    message.length, message.k = topk.token_ids.shape
+    message.token_ids = topk.token_ids.astype("<i4", copy=False).tobytes()
+    message.logprobs = topk.logprobs.astype("<f4", copy=False).tobytes()
+
+
+def _read_topk(message: pb.TopkLogprobs, loc: Loc) -> TopkLogprobs | None:
+    if not message.k or not message.length:
+        return None
+    shape = (message.length, message.k)
+    ids = _array(message.token_ids, "<i4", (*loc, "token_ids"))
+    logprobs = _array(message.logprobs, "<f4", (*loc, "logprobs"))
+    for name, array in (("token_ids", ids), ("logprobs", logprobs)):
+        if array.size != math.prod(shape):
+            raise WireError.at((*loc, name), f"{array.size} values for a table of {shape}.")
+    return TopkLogprobs(ids.reshape(shape), logprobs.reshape(shape))
+
+
+# -- tensors -------------------------------------------------------------------------------------
+
+
+def _write_tensor(message: pb.Tensor, tensor: TensorData) -> None:
+    if tensor._crow is not None and tensor._col is not None:
+        message.sparse_csr.values = _raw(tensor.values_np)
+        message.sparse_csr.crow_indices = _raw(tensor._crow)
+        message.sparse_csr.col_indices = _raw(tensor._col)
+    else:
+        message.dense = _raw(tensor.values_np)
+    message.dtype = _pb_dtype(tensor)
+    message.shape.extend(tensor.shape or ())
+
+
+def _read_tensor(message: pb.Tensor, loc: Loc) -> TensorData:
+    kind = message.WhichOneof("encoding")
+    # No shape at all is a flat tensor: protobuf cannot tell it from the shape of a scalar.
+    shape = list(message.shape) or None
+    if kind == "dense":
+        values = _widened(message.dense, message.dtype, (*loc, "dense"))
+        with _under(loc):
+            return TensorData._of(values, shape)
+    if kind == "sparse_csr":
+        csr = message.sparse_csr
+        inner = (*loc, "sparse_csr")
+        values = _widened(csr.values, message.dtype, (*inner, "values"))
+        crow = _array(csr.crow_indices, "<i8", (*inner, "crow_indices"))
+        col = _array(csr.col_indices, "<i8", (*inner, "col_indices"))
+        with _under(loc):
+            return TensorData._of(values, shape, crow, col)
+    raise WireError.at(loc, "a tensor is dense or sparse_csr.", "missing")
+
+
+def _raw(array: npt.NDArray[Any]) -> bytes:
+    """Little-endian bytes in row-major order."""
+    return array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes()
+
+
+def _pb_dtype(tensor: TensorData) -> pb.DType:
+    return pb.DTYPE_INT64 if tensor.dtype == "int64" else pb.DTYPE_FLOAT32
+
+
+def _dtype(number: int, loc: Loc) -> tuple[Any, Callable[[Any], Any]]:
+    """How values lie in the bytes, and how to get int64 or float32 from them."""
+    import numpy as np
+
+    def from_bfloat16(raw: Any) -> Any:
+        # A bfloat16 is the upper half of a float32.
+        return (raw.astype(np.uint32) << 16).view(np.float32)
+
+    table: dict[int, tuple[str, Callable[[Any], Any]]] = {
+        pb.DTYPE_FLOAT32: ("<f4", lambda raw: raw.astype(np.float32, copy=False)),
+        pb.DTYPE_INT64: ("<i8", lambda raw: raw.astype(np.int64, copy=False)),
+        pb.DTYPE_INT32: ("<i4", lambda raw: raw.astype(np.int64)),
+        pb.DTYPE_BFLOAT16: ("<u2", from_bfloat16),
+    }
+    if number not in table:
+        raise WireError.at((*loc, "dtype"), f"dtype number {number} is not known.", "enum")
+    name, widen = table[number]
+    return np.dtype(name), widen
+
+
+def _widened(raw: bytes, dtype: int, loc: Loc) -> npt.NDArray[Any]:
+    stored, widen = _dtype(dtype, loc)
+    array: npt.NDArray[Any] = widen(_array(raw, stored, loc))
+    return array
+
+
+def _array(raw: bytes, dtype: Any, loc: Loc) -> npt.NDArray[Any]:
+    """The bytes as a read-only array."""
+    import numpy as np
+
+    stored = np.dtype(dtype)
+    if len(raw) % stored.itemsize:
+        raise WireError.at(
+            loc, f"{len(raw)} bytes are not a whole number of {stored.itemsize}-byte values."
+        )
+    return np.frombuffer(raw, dtype=stored)
+
+
+# -- messages ------------------------------------------------------------------------------------
+
+
+def _parse(message_type: type[MessageT], body: bytes) -> MessageT:
+    message = message_type()
+    try:
+        message.ParseFromString(body)
+    except DecodeError as error:
+        raise WireError(f"this is no {message_type.__name__}: {error}.") from None
+    return message
+
+
+def _bytes(message: Message) -> bytes:
+    try:
+        # Maps in a fixed order, so that a repeated request has the same bytes.
+        return message.SerializeToString(deterministic=True)
+    except EncodeError as error:
+        raise ValueError(f"this {type(message).__name__} cannot be encoded: {error}.") from None
+
+
+class _under:
+    """Errors raised inside get `loc` in front of their path."""
+
+    def __init__(self, loc: Loc) -> None:
+        self._loc = loc
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, WireError):
+            raise error.under(*self._loc) from None

@@ -1,0 +1,403 @@
+"""Sessions, training runs, served models, and how a client is told to behave."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Annotated, Any, Literal, TypeAlias
+
+from pydantic import AwareDatetime, Field, field_validator
+
+from tinkex.wire.base import LenientModel, StrictModel
+from tinkex.wire.checkpoints import Checkpoint, Cursor
+from tinkex.wire.training import AdamOptimizerConfig, OptimizerConfig, optimizer_config_from
+
+__all__ = [
+    "AccessibleSearchOwner",
+    "ActiveSessionStatusQuery",
+    "AuthTokenResponse",
+    "CancelledSessionStatusQuery",
+    "ClientConfigRequest",
+    "ClientConfigResponse",
+    "ClientDynamicConfigResponse",
+    "ClientFinishedSessionStatusQuery",
+    "ClientSessionFinishErrored",
+    "ClientSessionFinishInterrupted",
+    "ClientSessionFinishReason",
+    "ClientSessionFinishReasonType",
+    "ClientSessionFinishSuccess",
+    "ClientSessionFinished",
+    "CreateSessionRequest",
+    "CreateSessionResponse",
+    "FailedSessionStatusQuery",
+    "FinishSessionRequest",
+    "GetInfoRequest",
+    "GetInfoResponse",
+    "GetServerCapabilitiesResponse",
+    "GetSessionResponse",
+    "HealthResponse",
+    "ListSessionsResponse",
+    "ModelData",
+    "OwnSearchOwner",
+    "SearchOwner",
+    "SessionActive",
+    "SessionCancelled",
+    "SessionFailed",
+    "SessionFailedReason",
+    "SessionFailedRequestReason",
+    "SessionFailedSamplingSessionReason",
+    "SessionFailedTrainingRunReason",
+    "SessionHeartbeatRequest",
+    "SessionHeartbeatResponse",
+    "SessionSearchCursor",
+    "SessionSearchRequest",
+    "SessionSearchResponse",
+    "SessionStatus",
+    "SessionStatusQuery",
+    "SessionSummary",
+    "SupportedModel",
+    "TrainingRun",
+    "TrainingRunsResponse",
+    "UserSearchOwner",
+    "WhoamiResponse",
+]
+
+
+# -- how a client behaves ------------------------------------------------------------------------
+
+
+class ClientConfigRequest(StrictModel):
+    sdk_version: str
+
+
+class ClientConfigResponse(LenientModel):
+    """Flags a server may set once, when a client starts. Every one has a default."""
+
+    #: Exchange the key for a short-lived token.
+    pjwt_auth_enabled: bool = False
+    credential_default_source: str = "api_key"
+    #: Estimated bytes of prompts being submitted at once.
+    sample_dispatch_bytes_semaphore_size: int = 10 * 1024 * 1024
+    #: Bytes of results being fetched at once.
+    inflight_response_bytes_semaphore_size: int = 50 * 1024 * 1024
+    #: Submit the parts of a batch together, the first one last.
+    parallel_fwdbwd_chunks: bool = True
+    #: Compress passes with zstd.
+    proto_compress_fwdbwd: bool = False
+    #: Examples and estimated bytes in one part of a batch.
+    fwdbwd_max_chunk_len: int = 1024
+    fwdbwd_max_chunk_bytes_count: int = 5_000_000
+    fwdbwd_dispatch_bytes_semaphore_size: int = 50_000_000
+    #: How long a 402 means "wait".
+    billing_exception_max_pause_duration_sec: int = 3600
+    sample_no_retries: bool = False
+    sample_enable_stuck_detection: bool = True
+    #: Samples of one client in flight.
+    sample_max_concurrent_requests: int = 2000
+    use_pyqwest_transport: bool = True
+    #: Make a model from a checkpoint by one `load_weights`.
+    create_model_via_load_weights: bool = False
+    #: Wait for samples through `retrieve_futures`.
+    sample_use_retrieve_futures: bool = False
+    #: Upload custom losses.
+    custom_loss_server_side: bool = False
+    #: Copies of a sampling client ask for their number.
+    sample_join_sampling_session: bool = False
+
+
+class ClientDynamicConfigResponse(LenientModel):
+    """Flags a client asks for again while it runs."""
+
+    refresh_interval_sec: int = 300
+    sample_cancel_enabled: bool = False
+    sample_cancel_max_batch_size: int = 64
+
+
+class AuthTokenResponse(LenientModel):
+    jwt: str
+
+
+class WhoamiResponse(LenientModel):
+    user_urn: str
+    org_urn: str
+    email: str | None = None
+
+
+class HealthResponse(LenientModel):
+    status: Literal["ok"]
+
+
+# -- served models -------------------------------------------------------------------------------
+
+
+class SupportedModel(LenientModel):
+    model_name: str | None = None
+    #: Tokens of prompt and answer together.
+    max_context_length: int | None = None
+    trainable: bool | None = None
+    sampleable: bool | None = None
+
+
+class GetServerCapabilitiesResponse(LenientModel):
+    supported_models: list[SupportedModel]
+
+
+class GetInfoRequest(StrictModel):
+    model_id: str
+    type: Literal["get_info"] = "get_info"
+
+
+class ModelData(LenientModel):
+    arch: str | None = None
+    model_name: str | None = None
+    #: What a tokenizer is loaded by: a name on the hub, or a folder.
+    tokenizer_id: str | None = None
+
+
+class GetInfoResponse(LenientModel):
+    type: Literal["get_info"] | None = None
+    model_data: ModelData
+    model_id: str
+    optimizer_config: OptimizerConfig = AdamOptimizerConfig()
+    is_lora: bool | None = None
+    lora_rank: int | None = None
+    model_name: str | None = None
+
+    @field_validator("optimizer_config", mode="before")
+    @classmethod
+    def _by_tag(cls, value: Any) -> Any:
+        return optimizer_config_from(value)
+
+
+class TrainingRun(LenientModel):
+    """A model that is, or was, being trained."""
+
+    #: The same as its `model_id`.
+    training_run_id: str
+    base_model: str
+    model_owner: str
+    is_lora: bool
+    corrupted: bool = False
+    lora_rank: int | None = None
+    last_request_time: datetime
+    last_checkpoint: Checkpoint | None = None
+    last_sampler_checkpoint: Checkpoint | None = None
+    user_metadata: dict[str, str] | None = None
+
+
+class TrainingRunsResponse(LenientModel):
+    training_runs: list[TrainingRun]
+    cursor: Cursor
+
+
+# -- sessions ------------------------------------------------------------------------------------
+
+
+class CreateSessionRequest(StrictModel):
+    tags: list[str]
+    user_metadata: dict[str, Any] | None
+    sdk_version: str
+    project_id: str | None = None
+    display_name: str | None = None
+    type: Literal["create_session"] = "create_session"
+
+
+class CreateSessionResponse(LenientModel):
+    type: Literal["create_session"] = "create_session"
+    #: Texts the client logs, each at its level.
+    info_message: str | None = None
+    warning_message: str | None = None
+    error_message: str | None = None
+    session_id: str
+
+
+class SessionHeartbeatRequest(StrictModel):
+    session_id: str
+    type: Literal["session_heartbeat"] = "session_heartbeat"
+
+
+class SessionHeartbeatResponse(LenientModel):
+    type: Literal["session_heartbeat"] = "session_heartbeat"
+
+
+class GetSessionResponse(LenientModel):
+    training_run_ids: list[str]
+    sampler_ids: list[str]
+    user_metadata: dict[str, str] | None = None
+    display_name: str | None = None
+
+
+class ListSessionsResponse(LenientModel):
+    sessions: list[str]
+
+
+# -- how a session ended -------------------------------------------------------------------------
+
+ClientSessionFinishReasonType = Literal["success", "errored", "interrupted"]
+
+
+class ClientSessionFinishSuccess(LenientModel):
+    type: Literal["success"] = "success"
+
+
+class ClientSessionFinishErrored(LenientModel):
+    type: Literal["errored"] = "errored"
+
+
+class ClientSessionFinishInterrupted(LenientModel):
+    type: Literal["interrupted"] = "interrupted"
+
+
+ClientSessionFinishReason: TypeAlias = Annotated[
+    ClientSessionFinishSuccess | ClientSessionFinishErrored | ClientSessionFinishInterrupted,
+    Field(discriminator="type"),
+]
+
+
+class FinishSessionRequest(StrictModel):
+    """The client is done; the first reason given counts."""
+
+    reason: ClientSessionFinishReason
+    detail: str | None = None
+
+
+class ClientSessionFinished(LenientModel):
+    type: Literal["client_finished"] = "client_finished"
+    reason: ClientSessionFinishReason
+    detail: str | None = None
+
+
+class SessionActive(LenientModel):
+    type: Literal["active"] = "active"
+
+
+class SessionCancelled(LenientModel):
+    type: Literal["cancelled"] = "cancelled"
+    detail: str | None = None
+
+
+class SessionFailedRequestReason(LenientModel):
+    type: Literal["request"] = "request"
+    request_id: str
+    request_type: str
+
+
+class SessionFailedTrainingRunReason(LenientModel):
+    type: Literal["training_run"] = "training_run"
+    training_run_id: str
+
+
+class SessionFailedSamplingSessionReason(LenientModel):
+    type: Literal["sampling_session"] = "sampling_session"
+    sampling_session_id: str
+
+
+SessionFailedReason: TypeAlias = Annotated[
+    SessionFailedRequestReason
+    | SessionFailedTrainingRunReason
+    | SessionFailedSamplingSessionReason,
+    Field(discriminator="type"),
+]
+
+
+class SessionFailed(LenientModel):
+    type: Literal["failed"] = "failed"
+    category: Literal["user", "internal"]
+    reason: SessionFailedReason
+    message: str
+
+
+SessionStatus: TypeAlias = Annotated[
+    SessionFailed | SessionCancelled | ClientSessionFinished | SessionActive,
+    Field(discriminator="type"),
+]
+
+
+# -- searching sessions --------------------------------------------------------------------------
+
+
+class OwnSearchOwner(StrictModel):
+    """Sessions of the caller."""
+
+    type: Literal["own"] = "own"
+
+
+class AccessibleSearchOwner(StrictModel):
+    """Sessions the caller may see."""
+
+    type: Literal["accessible"] = "accessible"
+
+
+class UserSearchOwner(StrictModel):
+    """Sessions of these people."""
+
+    type: Literal["user"] = "user"
+    owner_urns: list[str] = Field(min_length=1, max_length=10)
+
+
+SearchOwner: TypeAlias = Annotated[
+    OwnSearchOwner | AccessibleSearchOwner | UserSearchOwner, Field(discriminator="type")
+]
+
+
+class ActiveSessionStatusQuery(StrictModel):
+    type: Literal["active"] = "active"
+
+
+class CancelledSessionStatusQuery(StrictModel):
+    type: Literal["cancelled"] = "cancelled"
+
+
+class FailedSessionStatusQuery(StrictModel):
+    type: Literal["failed"] = "failed"
+
+
+class ClientFinishedSessionStatusQuery(StrictModel):
+    type: Literal["client_finished"] = "client_finished"
+    #: Only these reasons; None: any.
+    reasons: list[ClientSessionFinishReasonType] | None = Field(default=None, min_length=1)
+
+
+SessionStatusQuery: TypeAlias = Annotated[
+    ActiveSessionStatusQuery
+    | CancelledSessionStatusQuery
+    | FailedSessionStatusQuery
+    | ClientFinishedSessionStatusQuery,
+    Field(discriminator="type"),
+]
+
+
+class SessionSearchCursor(LenientModel):
+    """Where the next page starts."""
+
+    last_created_at: AwareDatetime = Field(strict=False)
+    last_session_id: str
+
+
+class SessionSearchRequest(StrictModel):
+    session_id: str | None = None
+    project_ids: list[str] | None = None
+    #: Sessions whose metadata has all of these.
+    user_metadata: dict[str, str] = {}
+    display_name: str | None = Field(default=None, min_length=1)
+    owner: SearchOwner = OwnSearchOwner()
+    #: Sessions in any of these states; None: all.
+    statuses: list[SessionStatusQuery] | None = Field(default=None, min_length=1)
+    limit: int = Field(default=50, ge=1, le=200)
+    cursor: SessionSearchCursor | None = None
+
+
+class SessionSummary(LenientModel):
+    session_id: str
+    created_at: datetime
+    owner: str
+    project_id: str
+    status: SessionStatus | None = None
+    checkpoints_count: int
+    display_name: str | None = None
+    user_metadata: dict[str, str] | None = None
+    checkpoint_storage_bytes: int | None = None
+
+
+class SessionSearchResponse(LenientModel):
+    sessions: list[SessionSummary]
+    next_cursor: SessionSearchCursor | None = None

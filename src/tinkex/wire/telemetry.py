@@ -1,0 +1,98 @@
+"""Telemetry a client sends about itself."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Annotated, Literal, TypeAlias
+
+from pydantic import Field
+
+from tinkex.wire.base import LenientModel, StrictModel
+
+__all__ = [
+    "EventType",
+    "GenericEvent",
+    "SessionEndEvent",
+    "SessionStartEvent",
+    "Severity",
+    "TelemetryBatch",
+    "TelemetryEvent",
+    "TelemetryResponse",
+    "TelemetrySendRequest",
+    "UnhandledExceptionEvent",
+]
+
+EventType = Literal["SESSION_START", "SESSION_END", "UNHANDLED_EXCEPTION", "GENERIC_EVENT"]
+
+Severity = Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
+
+# Text in JSON, so not strict where the rest of a request is.
+Timestamp: TypeAlias = Annotated[datetime, Field(strict=False)]
+
+
+class SessionStartEvent(LenientModel):
+    event: EventType
+    event_id: str
+    #: Counts the events of a session from 0.
+    event_session_index: int
+    severity: Severity
+    timestamp: Timestamp
+
+
+class SessionEndEvent(LenientModel):
+    #: A Python timedelta as text.
+    duration: str
+    event: EventType
+    event_id: str
+    event_session_index: int
+    severity: Severity
+    timestamp: Timestamp
+
+
+class UnhandledExceptionEvent(LenientModel):
+    error_message: str
+    error_type: str
+    event: EventType
+    event_id: str
+    event_session_index: int
+    severity: Severity
+    timestamp: Timestamp
+    traceback: str | None = None
+
+
+class GenericEvent(LenientModel):
+    event: EventType
+    event_id: str
+    event_name: str
+    event_session_index: int
+    severity: Severity
+    timestamp: Timestamp
+    #: Anything; official clients put request headers here, keys among them. Do not store it raw.
+    event_data: dict[str, object] = {}
+
+
+#: Told apart by the fields they have, the richest first: the oldest clients' `event` is no tag.
+TelemetryEvent: TypeAlias = (
+    SessionStartEvent | SessionEndEvent | UnhandledExceptionEvent | GenericEvent
+)
+
+
+class TelemetryBatch(LenientModel):
+    events: list[TelemetryEvent]
+    platform: str
+    sdk_version: str
+    session_id: str
+    process_uuid: str
+
+
+class TelemetrySendRequest(StrictModel):
+    events: list[TelemetryEvent]
+    platform: str
+    sdk_version: str
+    session_id: str
+    #: Empty from clients before 0.24.
+    process_uuid: str
+
+
+class TelemetryResponse(LenientModel):
+    status: Literal["accepted"]

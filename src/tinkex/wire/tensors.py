@@ -1,0 +1,483 @@
+"""
+The one tensor that travels: int64 or float32, dense or CSR.
+
+Values are copied in and never change afterwards. NumPy is loaded with the first tensor, not with
+this module; torch only by the methods that have it in their name.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final, Literal, Self
+
+from tinkex.wire.base import Payload, _kind
+from tinkex.wire.errors import WireError
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+    import torch
+
+__all__ = ["TensorCastWarning", "TensorData", "TensorDtype", "tensor_from"]
+
+TensorDtype = Literal["int64", "float32"]
+
+#: A CSR tensor of a few bytes may claim any number of columns. Past this many cells (512 MiB as
+#: int64) it is refused, so that making it dense is always safe.
+MAX_DENSE_CELLS: Final = 2**26
+
+#: float32 holds every whole number up to here.
+EXACT_IN_FLOAT32: Final = 2**24
+
+
+class TensorCastWarning(UserWarning):
+    """
+    A value changed on its way into a tensor by more than ordinary float32 rounding.
+
+    Only int64 and float32 travel. Rounding 0.1 to the nearest float32 is silent; a number that
+    became infinite or zero, or a whole number above 2**24 that became another one, is not.
+    Raised once per input name in a process.
+    """
+
+
+_warned: set[str] = set()
+
+
+def _warn_once(key: str, loss: str) -> None:
+    if key not in _warned:
+        _warned.add(key)
+        warnings.warn(
+            f"{key}: {loss} (only int64 and float32 travel). Further casts of this input "
+            "are not reported.",
+            TensorCastWarning,
+            stacklevel=4,
+        )
+
+
+@dataclass(frozen=True, slots=True, init=False, eq=False, repr=False)
+class TensorData(Payload):
+    """
+    A tensor on the wire.
+
+        TensorData(data=[1, 2, 3, 4], dtype="int64", shape=[2, 2])
+        TensorData.from_numpy(np.zeros((2, 2)))
+
+    `data` may be a (nested) list or an array; it is copied. A sparse tensor has both index lists:
+    then `data` holds the listed cells of a 2-D tensor of `shape`, row by row.
+    """
+
+    #: What the values are, in memory and on the wire.
+    dtype: TensorDtype
+    #: Dense shape. None means one-dimensional: nothing is reshaped.
+    shape: list[int] | None = None
+    #: CSR: where each row starts in `data`, rows + 1 numbers. None for a dense tensor.
+    sparse_crow_indices: list[int] | None = None
+    #: CSR: the column of each value in `data`.
+    sparse_col_indices: list[int] | None = None
+
+    #: The values, flat and read-only.
+    _values: npt.NDArray[Any] = field(default=None, repr=False)  # type: ignore[assignment]
+    _crow: npt.NDArray[np.int64] | None = field(default=None, repr=False)
+    _col: npt.NDArray[np.int64] | None = field(default=None, repr=False)
+
+    def __init__(
+        self,
+        data: Sequence[Any] | npt.NDArray[Any] | None = None,
+        dtype: TensorDtype | None = None,
+        shape: Sequence[int] | None = None,
+        sparse_crow_indices: Sequence[int] | npt.NDArray[Any] | None = None,
+        sparse_col_indices: Sequence[int] | npt.NDArray[Any] | None = None,
+    ) -> None:
+        if dtype is None or data is None:
+            raise TypeError("TensorData needs `data` and `dtype` ('int64' or 'float32').")
+        values, loss = _cast(data, dtype, key="TensorData")
+        if loss:
+            _warn_once("TensorData", loss)
+        if shape is None and values.ndim != 1:
+            shape = values.shape
+        _fill(self, values.reshape(-1), dtype, shape, sparse_crow_indices, sparse_col_indices)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            # Index lists are made when first asked for: the engine reads the arrays instead.
+            if name == "sparse_crow_indices" and self._crow is not None:
+                value = self._crow.tolist()
+            elif name == "sparse_col_indices" and self._col is not None:
+                value = self._col.tolist()
+            elif name in ("sparse_crow_indices", "sparse_col_indices"):
+                value = None
+            else:
+                raise AttributeError(f"TensorData has no attribute {name!r}")
+            object.__setattr__(self, name, value)
+            return value
+
+    # -- making one ------------------------------------------------------------------------------
+
+    @classmethod
+    def from_numpy(cls, array: npt.NDArray[Any]) -> TensorData:
+        """Floats of any width become float32, signed integers int64; other kinds are refused."""
+        return tensor_from(array, key="TensorData")
+
+    @classmethod
+    def from_torch(cls, tensor: torch.Tensor) -> TensorData:
+        """Any device, with or without gradients; bfloat16 is widened."""
+        return cls.from_numpy(_torch_to_numpy(tensor, key="TensorData"))
+
+    @classmethod
+    def from_torch_sparse(cls, tensor: torch.Tensor, pad_value: float = 0) -> TensorData:
+        """
+        A 2-D tensor as CSR when that is smaller, else dense. Cells equal to `pad_value` are left
+        out; the reader must fill in the same value.
+        """
+        return _compact(_torch_to_numpy(tensor, key="TensorData"), pad_value, key="TensorData")
+
+    @classmethod
+    def _of(
+        cls,
+        values: npt.NDArray[Any],
+        shape: Sequence[int] | None,
+        crow: npt.NDArray[Any] | None = None,
+        col: npt.NDArray[Any] | None = None,
+    ) -> Self:
+        """From arrays nobody else writes to, already int64 or float32: no copy is made."""
+        self = cls.__new__(cls)
+        dtype: TensorDtype = "int64" if values.dtype.kind == "i" else "float32"
+        _fill(self, values.reshape(-1), dtype, shape, crow, col)
+        return self
+
+    @classmethod
+    def _read(cls, value: Mapping[str, Any]) -> Self:
+        import numpy as np
+
+        dtype = value.get("dtype")
+        if dtype not in ("int64", "float32"):
+            raise WireError.at(("dtype",), f"must be 'int64' or 'float32', not {dtype!r}.", "enum")
+        data = value.get("data")
+        if not isinstance(data, (list, tuple, np.ndarray)):
+            raise WireError.at(("data",), f"a list of numbers is needed, not {_kind(data)}.")
+        try:
+            values, loss = _cast(data, dtype, key="data")
+        except (TypeError, ValueError) as error:
+            raise WireError.at(("data",), str(error)) from None
+        if loss:
+            # On the wire nobody would see a warning, and the numbers are not the ones meant.
+            raise WireError.at(("data",), f"{loss}.")
+        if values.ndim != 1 and not isinstance(data, np.ndarray):
+            raise WireError.at(("data",), "a flat list is needed; the shape goes into `shape`.")
+        self = cls.__new__(cls)
+        shape = value.get("shape")
+        if shape is None and values.ndim != 1:
+            shape = values.shape
+        _fill(
+            self,
+            values.reshape(-1),
+            dtype,
+            shape,
+            value.get("sparse_crow_indices"),
+            value.get("sparse_col_indices"),
+        )
+        return self
+
+    # -- reading one -----------------------------------------------------------------------------
+
+    @property
+    def data(self) -> list[int] | list[float]:
+        """The values as a flat list, new on each access; of a sparse tensor the listed cells."""
+        values: list[int] | list[float] = self._values.tolist()
+        return values
+
+    @property
+    def values_np(self) -> npt.NDArray[Any]:
+        """The stored values without a copy: flat and read-only, for sparse the listed cells."""
+        return self._values
+
+    @property
+    def is_sparse(self) -> bool:
+        return self._crow is not None
+
+    @property
+    def size(self) -> int:
+        """Number of cells of the dense tensor."""
+        return self._values.size if self.shape is None else math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held: values and, for a sparse tensor, indices."""
+        indices = 0
+        if self._crow is not None and self._col is not None:
+            indices = self._crow.nbytes + self._col.nbytes
+        return int(self._values.nbytes) + int(indices)
+
+    def to_numpy(self, pad_value: float = 0) -> npt.NDArray[Any]:
+        """A new dense array in `shape`; cells a sparse tensor does not list hold `pad_value`."""
+        import numpy as np
+
+        if self._crow is None or self._col is None or self.shape is None:
+            dense = self._values.copy()
+            return dense if self.shape is None else dense.reshape(self.shape)
+        dense = np.full(self.shape, pad_value, dtype=self._values.dtype)
+        rows = np.repeat(np.arange(self.shape[0]), np.diff(self._crow))
+        dense[rows, self._col] = self._values
+        return dense
+
+    def to_torch(self, pad_value: float = 0) -> torch.Tensor:
+        import torch
+
+        return torch.from_numpy(self.to_numpy(pad_value))
+
+    def tolist(self, pad_value: float = 0) -> list[Any]:
+        """The dense tensor as nested lists."""
+        nested: list[Any] = self.to_numpy(pad_value).tolist()
+        return nested
+
+    def __len__(self) -> int:
+        """Length of the first dimension."""
+        if self.shape is None:
+            return int(self._values.size)
+        if not self.shape:
+            raise TypeError("a tensor of shape [] has no length.")
+        return self.shape[0]
+
+    def __repr__(self) -> str:
+        form = f", nonzero={self._values.size}" if self.is_sparse else ""
+        some = self._values[:6].tolist()
+        dots = ", ..." if self._values.size > 6 else ""
+        text = ", ".join(map(repr, some))
+        return f"TensorData(dtype={self.dtype!r}, shape={self.shape}{form}, data=[{text}{dots}])"
+
+    def _dump(self) -> dict[str, Any]:
+        return {
+            "data": self.data,
+            "dtype": self.dtype,
+            "shape": self.shape,
+            "sparse_crow_indices": self.sparse_crow_indices,
+            "sparse_col_indices": self.sparse_col_indices,
+        }
+
+    def _constructor_arguments(self) -> dict[str, Any]:
+        return {
+            "data": self._values,
+            "dtype": self.dtype,
+            "shape": self.shape,
+            "sparse_crow_indices": self._crow,
+            "sparse_col_indices": self._col,
+        }
+
+    def _key(self) -> Any:
+        shape = (self._values.size,) if self.shape is None else tuple(self.shape)
+        indices = (None, None)
+        if self._crow is not None and self._col is not None:
+            indices = (self._crow.tobytes(), self._col.tobytes())
+        # Bytes, so that a NaN equals itself.
+        return self.dtype, shape, self._values.tobytes(), *indices
+
+
+def _fill(
+    self: TensorData,
+    values: npt.NDArray[Any],
+    dtype: TensorDtype,
+    shape: Any,
+    crow: Any,
+    col: Any,
+) -> None:
+    """Check that everything fits together, then set the fields of a new tensor."""
+    shape = _checked_shape(shape)
+    if (crow is None) != (col is None):
+        missing = "sparse_crow_indices" if crow is None else "sparse_col_indices"
+        raise WireError.at((missing,), "a CSR tensor has both index lists, a dense one neither.")
+    if crow is not None:
+        crow = _indices(crow, "sparse_crow_indices")
+        col = _indices(col, "sparse_col_indices")
+        _check_csr(values, shape, crow, col)
+    elif shape is not None and math.prod(shape) != values.size:
+        raise WireError.at(
+            ("shape",), f"{shape} has {math.prod(shape)} cells, but `data` has {values.size}."
+        )
+    values.flags.writeable = False
+    put = object.__setattr__
+    put(self, "dtype", dtype)
+    put(self, "shape", shape)
+    put(self, "_values", values)
+    put(self, "_crow", crow)
+    put(self, "_col", col)
+
+
+def _checked_shape(shape: Any) -> list[int] | None:
+    if shape is None:
+        return None
+    if not isinstance(shape, (list, tuple)) or len(shape) > 16:
+        raise WireError.at(("shape",), f"a list of at most 16 sizes is needed, not {shape!r}.")
+    for size in shape:
+        if not hasattr(size, "__index__") or isinstance(size, bool) or size < 0:
+            raise WireError.at(("shape",), f"sizes are whole numbers from 0, not {size!r}.")
+    return [int(size) for size in shape]
+
+
+def _indices(value: Any, name: str) -> npt.NDArray[np.int64]:
+    import numpy as np
+
+    array = np.array(value)
+    if array.ndim != 1 or (array.size and array.dtype.kind != "i"):
+        raise WireError.at((name,), "a flat list of whole numbers is needed.")
+    array = array.astype(np.int64, copy=False)
+    array.flags.writeable = False
+    return array
+
+
+def _check_csr(
+    values: npt.NDArray[Any],
+    shape: list[int] | None,
+    crow: npt.NDArray[np.int64],
+    col: npt.NDArray[np.int64],
+) -> None:
+    if shape is None or len(shape) != 2:
+        raise WireError.at(("shape",), f"a CSR tensor needs a shape of two sizes, not {shape}.")
+    rows, columns = shape
+    if rows * columns > MAX_DENSE_CELLS:
+        raise WireError.at(
+            ("shape",), f"{shape} has more than {MAX_DENSE_CELLS} cells; send it in parts."
+        )
+    where = "sparse_crow_indices"
+    if crow.size != rows + 1:
+        raise WireError.at((where,), f"{rows} rows need {rows + 1} numbers, not {crow.size}.")
+    if crow[0] != 0 or crow[-1] != values.size or (crow[1:] < crow[:-1]).any():
+        raise WireError.at(
+            (where,), f"must rise from 0 to the number of values, {values.size}; got {crow[:8]}."
+        )
+    where = "sparse_col_indices"
+    if col.size != values.size:
+        raise WireError.at((where,), f"{values.size} values need as many columns, not {col.size}.")
+    if col.size and (col.min() < 0 or col.max() >= columns):
+        raise WireError.at((where,), f"columns lie between 0 and {columns - 1}.")
+
+
+# -- casts ---------------------------------------------------------------------------------------
+
+
+def tensor_from(value: Any, *, key: str, list_dtype: TensorDtype | None = None) -> TensorData:
+    """
+    `value` (a TensorData, torch tensor, NumPy array, number list) as a tensor called `key`.
+
+    Arrays keep their kind; lists become `list_dtype`, else what their values look like.
+    """
+    if isinstance(value, TensorData):
+        return value
+    if type(value).__module__.partition(".")[0] == "torch":
+        return TensorData._of(*_owned(_torch_to_numpy(value, key=key), None, key))
+    if hasattr(value, "__array__"):
+        return TensorData._of(*_owned(value, None, key))
+    if isinstance(value, (list, tuple, range)):
+        return TensorData._of(*_owned(value, list_dtype, key))
+    raise TypeError(
+        f"{key}: a TensorData, torch tensor, NumPy array or list of numbers is needed, "
+        f"not {type(value).__name__}."
+    )
+
+
+def compact_from_torch(value: Any, *, key: str) -> TensorData:
+    """A 2-D torch tensor as CSR where that is smaller: what the official client sends too."""
+    return _compact(_torch_to_numpy(value, key=key), 0, key=key)
+
+
+def _owned(
+    value: Any, dtype: TensorDtype | None, key: str
+) -> tuple[npt.NDArray[Any], tuple[int, ...]]:
+    values, loss = _cast(value, dtype, key=key)
+    if loss:
+        _warn_once(key, loss)
+    return values, values.shape
+
+
+def _compact(array: npt.NDArray[Any], pad_value: float, *, key: str) -> TensorData:
+    import numpy as np
+
+    if array.ndim != 2:
+        raise ValueError(f"{key}: a 2-D tensor is needed for CSR, not one of shape {array.shape}.")
+    values, shape = _owned(array, None, key)
+    listed = values != pad_value
+    nonzero = int(listed.sum())
+    if shape[0] + 1 + 2 * nonzero >= values.size:
+        return TensorData._of(values, shape)
+    crow = np.concatenate(([0], np.cumsum(listed.sum(axis=1))))
+    return TensorData._of(values[listed], shape, crow, np.nonzero(listed)[1])
+
+
+def _torch_to_numpy(tensor: Any, *, key: str) -> npt.NDArray[Any]:
+    import torch
+
+    tensor = tensor.detach()
+    if tensor.layout != torch.strided:
+        tensor = tensor.to_dense()
+    tensor = tensor.cpu()
+    if tensor.dtype.is_floating_point and tensor.dtype != torch.float64:
+        tensor = tensor.float()  # bfloat16 and the float8 kinds are unknown to NumPy
+    array: npt.NDArray[Any] = tensor.resolve_conj().resolve_neg().numpy()
+    return array
+
+
+def _cast(value: Any, dtype: TensorDtype | None, *, key: str) -> tuple[npt.NDArray[Any], str]:
+    """A new C-ordered array of a type that travels, and what got lost beyond float32 rounding."""
+    import numpy as np
+
+    try:
+        array = np.asarray(value)
+    except (ValueError, OverflowError) as error:
+        if isinstance(value, (list, tuple)):
+            raise ValueError(f"{key}: the nested lists differ in length.") from None
+        raise ValueError(f"{key}: {error}") from None
+    if dtype not in (None, "int64", "float32"):
+        raise ValueError(f"{key}: dtype must be 'int64' or 'float32', not {dtype!r}.")
+    if array.dtype.name == "bfloat16":  # ml_dtypes
+        array = array.astype(np.float32)
+    kind = array.dtype.kind
+    if array.size == 0 and not hasattr(value, "dtype"):
+        kind = "f" if dtype != "int64" else "i"
+    if kind not in "fi":
+        raise ValueError(
+            f"{key}: values of type {array.dtype} do not travel, only floats and signed integers. "
+            f"Cast first, for example with .astype(np.int64) or .astype(np.float32)."
+        )
+    target = dtype or ("float32" if kind == "f" else "int64")
+    if target == "int64":
+        return _to_int64(array, key), ""
+    return _to_float32(array)
+
+
+def _to_int64(array: npt.NDArray[Any], key: str) -> npt.NDArray[np.int64]:
+    import numpy as np
+
+    if array.dtype.kind == "f" and array.size:
+        whole = (array == np.trunc(array)) & (np.abs(array) < 2**63)
+        if not whole.all():
+            bad = array.reshape(-1)[np.flatnonzero(~whole)[0]]
+            raise ValueError(f"{key}: {bad} is not a whole number that fits int64.")
+    return np.array(array, dtype=np.int64, order="C")
+
+
+def _to_float32(array: npt.NDArray[Any]) -> tuple[npt.NDArray[np.float32], str]:
+    import numpy as np
+
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        cast = np.array(array, dtype=np.float32, order="C")
+    if array.dtype.itemsize <= 4 and array.dtype.kind == "f":
+        return cast, ""
+    if array.dtype.kind == "f":
+        overflowed = np.isinf(cast) & ~np.isinf(array)
+        if overflowed.any():
+            return cast, f"{array[overflowed].flat[0]} is beyond float32 and became infinite"
+        vanished = (cast == 0) & (array != 0)
+        if vanished.any():
+            return cast, f"{array[vanished].flat[0]} is too small for float32 and became 0"
+    large = np.abs(array) > EXACT_IN_FLOAT32
+    if large.any():
+        before = array[large]
+        after = cast[large].astype(np.longdouble)
+        changed = (before == np.trunc(before)) & (after != before.astype(np.longdouble))
+        if changed.any():
+            was, now = before[changed].flat[0], cast[large][changed].flat[0]
+            return cast, f"{was} became {int(now)}: float32 holds whole numbers up to 2**24"
+    return cast, ""

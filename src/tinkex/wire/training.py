@@ -1,0 +1,404 @@
+"""
+Training: making a model, passes over data, optimizer steps.
+
+A pass travels as protobuf (`protobuf.py`); everything else here is JSON.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Self, TypeAlias, get_args
+
+from pydantic import (
+    AliasChoices,
+    ConfigDict,
+    Field,
+    SerializationInfo,
+    SerializeAsAny,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
+
+from tinkex.wire.base import LenientModel, Payload, StrictModel, _kind, unknown_field
+from tinkex.wire.errors import WireError
+from tinkex.wire.inputs import Datum
+from tinkex.wire.tensors import TensorData
+
+__all__ = [
+    "AdamOptimizerConfig",
+    "AdamParams",
+    "CreateModelRequest",
+    "CreateModelResponse",
+    "DimuonOptimizerConfig",
+    "DimuonParams",
+    "ForwardBackwardInput",
+    "ForwardBackwardOutput",
+    "ForwardBackwardRequest",
+    "ForwardRequest",
+    "LoraConfig",
+    "LossFnOutput",
+    "LossFnType",
+    "ModelID",
+    "OptimParams",
+    "OptimParamsBase",
+    "OptimStepRequest",
+    "OptimStepResponse",
+    "OptimizerConfig",
+    "OptimizerConfigBase",
+    "UnloadModelRequest",
+    "UnloadModelResponse",
+]
+
+ModelID: TypeAlias = str
+
+#: A closed set of names; never a path to a function.
+LossFnType = Literal[
+    "cross_entropy",
+    "importance_sampling",
+    "ppo",
+    "cispo",
+    "dro",
+    "gspo",
+    "stable_reinforce",
+    "custom",
+]
+
+LossFnOutput: TypeAlias = dict[str, TensorData]
+
+
+# -- adapters and optimizers ---------------------------------------------------------------------
+
+
+class LoraConfig(StrictModel):
+    """The low-rank adapter to train."""
+
+    rank: int
+    #: Same seed, same base model: same initial weights. None: the service picks one.
+    seed: int | None = None
+    #: Which layers get an adapter: the output head, the feed-forward blocks, the attention blocks.
+    train_unembed: bool = True
+    train_mlp: bool = True
+    train_attn: bool = True
+
+
+class OptimizerConfigBase(LenientModel):
+    """An optimizer family this version does not know: passed on with all its fields."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str
+
+
+class AdamOptimizerConfig(StrictModel):
+    """AdamW: the default."""
+
+    type: Literal["adamw"] = "adamw"
+
+
+class DimuonOptimizerConfig(StrictModel, OptimizerConfigBase):
+    """Dimuon."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    type: Literal["dimuon"] = "dimuon"
+    version: Literal[1] = 1
+
+
+OptimizerConfig: TypeAlias = AdamOptimizerConfig | SerializeAsAny[OptimizerConfigBase]
+
+
+class OptimParamsBase(LenientModel):
+    """Parameters of an optimizer this version does not know: passed on with all its fields."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str
+
+
+class AdamParams(StrictModel):
+    """One AdamW step. The defaults are the service's, not torch's."""
+
+    learning_rate: float = 1e-4
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-12
+    #: Decoupled: the weights shrink by learning_rate * weight_decay.
+    weight_decay: float = 0.0
+    #: The norm of all gradients together is cut to this; 0 leaves them as they are.
+    grad_clip_norm: float = 0.0
+
+
+class DimuonParams(StrictModel, OptimParamsBase):
+    """One Dimuon step."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    type: Literal["dimuon"] = "dimuon"
+    learning_rate: float = Field(ge=0)
+    #: As in `AdamParams`.
+    grad_clip_norm: float = 0.0
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+
+    @field_validator("learning_rate")
+    @classmethod
+    def _finite(cls, value: float) -> float:
+        if not math.isfinite(value):
+            raise ValueError(f"the learning rate must be finite, not {value}.")
+        return value
+
+
+OptimParams: TypeAlias = AdamParams | SerializeAsAny[OptimParamsBase]
+
+_CONFIGS: dict[str, Any] = {"adamw": AdamOptimizerConfig, "dimuon": DimuonOptimizerConfig}
+
+
+def optimizer_config_from(value: Any) -> Any:
+    """A config from its tag; a family that is not known keeps all its fields."""
+    if isinstance(value, Mapping):
+        tag = value.get("type")
+        config_type = _CONFIGS.get(tag, OptimizerConfigBase) if isinstance(tag, str) else None
+        if config_type is not None:
+            return config_type.model_validate(dict(value))
+    return value
+
+
+# -- models --------------------------------------------------------------------------------------
+
+
+class CreateModelRequest(StrictModel):
+    session_id: str
+    #: Numbers the models of a session from 0; the same pair always means the same model.
+    model_seq_id: int
+    base_model: str
+    user_metadata: dict[str, Any] | None = None
+    #: None asks for training all weights.
+    lora_config: LoraConfig | None = None
+    optimizer_config: OptimizerConfig = AdamOptimizerConfig()
+    type: Literal["create_model"] = "create_model"
+
+    @field_validator("optimizer_config", mode="before")
+    @classmethod
+    def _by_tag(cls, value: Any) -> Any:
+        return optimizer_config_from(value)
+
+
+class CreateModelResponse(LenientModel):
+    model_id: ModelID
+    type: Literal["create_model"] = "create_model"
+
+
+class UnloadModelRequest(StrictModel):
+    model_id: ModelID
+    type: Literal["unload_model"] = "unload_model"
+
+
+class UnloadModelResponse(LenientModel):
+    model_id: ModelID
+    type: Literal["unload_model"] | None = None
+
+
+# -- passes --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ForwardBackwardInput(Payload):
+    """One batch and the loss to run over it."""
+
+    data: list[Datum]
+    loss_fn: LossFnType
+    #: Settings of the loss, numbers or (for `custom`) text.
+    loss_fn_config: Mapping[str, float | str] | None = None
+
+    def __post_init__(self) -> None:
+        known = get_args(LossFnType)
+        if self.loss_fn not in known:
+            raise ValueError(unknown_field(str(self.loss_fn), known).replace("field", "loss", 1))
+        data = [
+            item if isinstance(item, Datum) else _datum_at(item, position)
+            for position, item in enumerate(self.data)
+        ]
+        object.__setattr__(self, "data", data)
+
+    @classmethod
+    def _of(
+        cls, data: list[Datum], loss_fn: str, loss_fn_config: Mapping[str, float | str] | None
+    ) -> Self:
+        """From the wire: the name of the loss is kept as it is, the engine refuses what it lacks."""
+        self = cls.__new__(cls)
+        for name, value in (
+            ("data", data),
+            ("loss_fn", loss_fn),
+            ("loss_fn_config", loss_fn_config),
+        ):
+            object.__setattr__(self, name, value)
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self)._of, (self.data, self.loss_fn, self.loss_fn_config)
+
+    @classmethod
+    def _read(cls, value: Mapping[str, Any]) -> Self:
+        data = value.get("data")
+        if not isinstance(data, list):
+            raise _wanted("data", data, "a list of examples")
+        loss_fn = value.get("loss_fn")
+        if not isinstance(loss_fn, str) or not loss_fn:
+            raise _wanted("loss_fn", loss_fn, "the name of a loss")
+        config = value.get("loss_fn_config")
+        if config is not None:
+            if not isinstance(config, Mapping):
+                raise _wanted("loss_fn_config", config, "an object")
+            for key, item in config.items():
+                if isinstance(item, bool) or not isinstance(item, (int, float, str)):
+                    raise _wanted("loss_fn_config", item, "a number or text", key)
+            config = {
+                key: item if isinstance(item, str) else float(item) for key, item in config.items()
+            }
+        return cls._of(
+            [_datum_at(item, position) for position, item in enumerate(data)], loss_fn, config
+        )
+
+
+def _datum_at(value: Any, position: int) -> Datum:
+    try:
+        return Datum.model_validate(value)
+    except WireError as error:
+        raise error.under("data", position) from None
+
+
+def _wanted(name: str, found: Any, wanted: str, *inner: str) -> WireError:
+    if found is None and not inner:
+        return WireError.at((name,), "Field required", "missing")
+    return WireError.at((name, *inner), f"{wanted} is needed here, not {_kind(found)}.")
+
+
+def _read_step(value: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """The three fields of a pass, its input under `key`."""
+    model_id, seq_id = value.get("model_id"), value.get("seq_id")
+    if not isinstance(model_id, str):
+        raise _wanted("model_id", model_id, "a string")
+    if seq_id is not None and (isinstance(seq_id, bool) or not isinstance(seq_id, int)):
+        raise _wanted("seq_id", seq_id, "a whole number")
+    if seq_id is not None and not 0 <= seq_id < 2**31:
+        raise WireError.at(("seq_id",), f"{seq_id} is not a step number that fits 32 bits.")
+    if key not in value:
+        raise WireError.at((key,), "Field required", "missing")
+    try:
+        work = ForwardBackwardInput.model_validate(value[key])
+    except WireError as error:
+        raise error.under(key) from None
+    return {key: work, "model_id": model_id, "seq_id": seq_id}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ForwardBackwardRequest(Payload):
+    """A pass over a batch that adds to the model's gradients."""
+
+    forward_backward_input: ForwardBackwardInput
+    model_id: ModelID
+    #: Steps of a model run in this order, each once. The client always sets it.
+    seq_id: int | None = None
+
+    @classmethod
+    def _read(cls, value: Mapping[str, Any]) -> Self:
+        return cls(**_read_step(value, "forward_backward_input"))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ForwardRequest(Payload):
+    """A pass over a batch that changes nothing."""
+
+    forward_input: ForwardBackwardInput
+    model_id: ModelID
+    #: As in `ForwardBackwardRequest`.
+    seq_id: int | None = None
+
+    @classmethod
+    def _read(cls, value: Mapping[str, Any]) -> Self:
+        return cls(**_read_step(value, "forward_input"))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ForwardBackwardOutput(Payload):
+    """
+    What a pass found.
+
+    There is no field for the loss: it is a metric, `metrics["loss:sum"]`.
+    """
+
+    #: Names the form of `loss_fn_outputs`.
+    loss_fn_output_type: str
+    #: For each example its tensors by name, usually `logprobs` in the shape of the targets.
+    loss_fn_outputs: list[LossFnOutput]
+    #: `name:reducer` to number; the reducer says how parts of a batch are joined.
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def _read(cls, value: Mapping[str, Any]) -> Self:
+        output_type = value.get("loss_fn_output_type")
+        if not isinstance(output_type, str):
+            raise _wanted("loss_fn_output_type", output_type, "a string")
+        outputs = value.get("loss_fn_outputs")
+        if not isinstance(outputs, list):
+            raise _wanted("loss_fn_outputs", outputs, "a list")
+        read = []
+        for position, tensors in enumerate(outputs):
+            if not isinstance(tensors, Mapping):
+                raise WireError.at(
+                    ("loss_fn_outputs", position), f"an object is needed, not {_kind(tensors)}."
+                )
+            try:
+                read.append({name: TensorData.model_validate(t) for name, t in tensors.items()})
+            except WireError as error:
+                raise error.under("loss_fn_outputs", position) from None
+        metrics = value.get("metrics")
+        if metrics is None:
+            metrics = {}
+        if not isinstance(metrics, Mapping):
+            raise _wanted("metrics", metrics, "an object")
+        for name, number in metrics.items():
+            if isinstance(number, bool) or not isinstance(number, (int, float)):
+                raise _wanted("metrics", number, "a number", name)
+        return cls(output_type, read, {name: float(number) for name, number in metrics.items()})
+
+
+# -- optimizer steps -----------------------------------------------------------------------------
+
+
+class OptimStepRequest(StrictModel):
+    """Apply the gradients gathered since the last step, and forget them."""
+
+    #: On the wire `adam_params` for AdamW and `optimizer_params` for any other optimizer.
+    optim_params: OptimParams = Field(
+        validation_alias=AliasChoices("optim_params", "adam_params", "optimizer_params")
+    )
+    model_id: ModelID
+    #: As in `ForwardBackwardRequest`.
+    seq_id: int | None = None
+    type: Literal["optim_step"] = "optim_step"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _by_tag(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        for key in ("optimizer_params", "optim_params"):
+            params = value.get(key)
+            if isinstance(params, Mapping) and params.get("type") == "dimuon":
+                return {**value, key: DimuonParams.model_validate(dict(params))}
+        return value
+
+    @model_serializer(mode="plain")
+    def _as_sent(self, info: SerializationInfo) -> dict[str, Any]:
+        key = "adam_params" if isinstance(self.optim_params, AdamParams) else "optimizer_params"
+        seq_id = {} if info.exclude_none and self.seq_id is None else {"seq_id": self.seq_id}
+        params = self.optim_params.model_dump(exclude_none=bool(info.exclude_none))
+        return {"model_id": self.model_id, **seq_id, "type": self.type, key: params}
+
+
+class OptimStepResponse(LenientModel):
+    #: Such as the norm of the gradients; any names.
+    metrics: dict[str, float] | None = None
