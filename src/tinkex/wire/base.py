@@ -172,7 +172,7 @@ class Payload(metaclass=_NamesTheNearestField):
     def __eq__(self, other: object) -> bool:
         if type(other) is not type(self):
             return NotImplemented
-        return bool(self._key() == other._key())  # type: ignore[attr-defined]
+        return bool(self._key() == other._key())
 
     def __hash__(self) -> int:
         return hash(repr(self._key()))

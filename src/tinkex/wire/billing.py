@@ -31,7 +31,7 @@ __all__ = [
 class AuditLogEntry(LenientModel):
     timestamp: datetime
     event: str
-    event_details: dict[str, object] = {}
+    event_details: dict[str, object] = Field(default={})
     model_id: str | None = None
     tinker_path: str | None = None
     purpose: str | None = None
@@ -100,7 +100,7 @@ class BillingUsageSession(LenientModel):
 
 class BillingUsageResponse(LenientModel):
     data: list[BillingUsageEvent]
-    sessions: dict[str, BillingUsageSession] = {}
+    sessions: dict[str, BillingUsageSession] = Field(default={})
     #: Costs are complete up to here.
     cost_data_through: datetime | None = None
 

@@ -121,11 +121,10 @@ def decode_json(type_: type[T], body: bytes) -> T:
     this version does not know, with the message's other fields in its `request`.
     """
     value = _parse(body)
-    if isinstance(type_, type) and issubclass(type_, StrictModel):
-        value = _ready(type_, value)
-    return _validate(
-        type_, value, strict=isinstance(type_, type) and issubclass(type_, StrictModel)
-    )
+    kind: Any = type_  # a class, or a union of some
+    if isinstance(kind, type) and issubclass(kind, StrictModel):
+        value = _ready(kind, value)
+    return _validate(kind, value)  # type: ignore[no-any-return]
 
 
 def decode_forward_json(body: bytes) -> tuple[ForwardBackwardRequest, bool]:
@@ -186,19 +185,29 @@ def _refuse_unknown(
             raise UserFailure(f"{key}: {text} Nothing was done.", request=sound)
 
 
-def _validate(type_: type[T], value: Any, *, strict: bool) -> T:
+def _validate(kind: Any, value: Any) -> Any:
     try:
-        if isinstance(type_, type) and issubclass(type_, BaseModel):
-            return type_.model_validate(value, strict=strict or None)
-        if isinstance(type_, type) and issubclass(type_, Payload):
-            return type_.model_validate(value)
-        return TypeAdapter(type_).validate_python(value)
+        if isinstance(kind, type) and issubclass(kind, StrictModel):
+            # A number is no text and a text is no number: requests say what they mean.
+            return kind.model_validate(value, strict=True)
+        if isinstance(kind, type) and issubclass(kind, (BaseModel, Payload)):
+            return kind.model_validate(value)
+        return TypeAdapter(kind).validate_python(value)
     except ValidationError as error:
         raise WireError(_field_errors(error)) from None
 
 
+#: Names pydantic puts into a path for the choices of a union. The sender does not know them, and
+#: of what is wrong with the known choice and with the one for unknown families only the first helps.
+_CHOICES: Final = frozenset({"AdamParams", "AdamOptimizerConfig"})
+_CATCH_ALLS: Final = frozenset({"OptimParamsBase", "OptimizerConfigBase"})
+
+
 def _field_errors(error: ValidationError) -> Iterable[FieldError]:
-    for item in error.errors(include_url=False, include_input=False):
+    items = error.errors(include_url=False, include_input=False)
+    helpful = [item for item in items if not _CATCH_ALLS.intersection(item["loc"])]
+    for item in helpful or items:
+        item["loc"] = tuple(part for part in item["loc"] if part not in _CHOICES | _CATCH_ALLS)
         inner = item.get("ctx", {}).get("error")
         if isinstance(inner, WireError):
             yield from inner.under(*item["loc"]).errors

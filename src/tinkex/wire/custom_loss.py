@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from pydantic import Field
+
 from tinkex.wire.base import LenientModel, StrictModel
 
 __all__ = [
@@ -38,8 +40,8 @@ class CustomLossNode(StrictModel):
     name: str
     #: What is called: `operator.mul`, `torch.exp`, the name of a method or of a parameter.
     target: str
-    args: list[Any] = []
-    kwargs: dict[str, Any] = {}
+    args: list[Any] = Field(default=[])
+    kwargs: dict[str, Any] = Field(default={})
 
 
 class CustomLossGraph(StrictModel):

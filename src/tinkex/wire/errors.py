@@ -40,7 +40,7 @@ class RequestErrorCategory(StrEnum):
     @classmethod
     def parse(cls, word: object) -> RequestErrorCategory:
         """The category called `word`; one that is not recognised is `Unknown`."""
-        return cls(word)
+        return cls(word if isinstance(word, str) else "")
 
 
 class FieldError(NamedTuple):

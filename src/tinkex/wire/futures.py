@@ -100,7 +100,7 @@ class RequestFailedResponse(LenientModel):
     """The request was taken and could not be finished."""
 
     error: str
-    category: RequestErrorCategory = RequestErrorCategory.Unknown
+    category: RequestErrorCategory
 
     @field_validator("category", mode="before")
     @classmethod
@@ -135,7 +135,7 @@ def read_future(
     value: Mapping[str, Any], result_type: type[ResultT]
 ) -> TryAgainResponse | CompleteMetadata | RequestFailedResponse | ResultT:
     """What a JSON answer to `retrieve_future` says, looked at in the order clients look."""
-    found: type[BaseModel | Payload]
+    found: Any
     if value.get("type") == "try_again":
         found = TryAgainResponse
     elif value.get("status") == "complete_metadata":
@@ -146,7 +146,7 @@ def read_future(
     else:
         found = result_type
     try:
-        return found.model_validate(value)  # type: ignore[return-value]
+        return found.model_validate(value)  # type: ignore[no-any-return]
     except WireError:
         raise
     except ValueError as error:
@@ -172,7 +172,7 @@ class FuturesRetrieveRequest(StrictModel):
     #: Seconds to wait for an event.
     timeout: float | None = None
     #: Results that were fetched: their payloads may be deleted.
-    retrieved_request_ids: list[str] = []
+    retrieved_request_ids: list[str] = Field(default=[])
 
 
 class FutureFinished(LenientModel):

@@ -52,7 +52,7 @@ class EncodedTextChunk(Payload):
     tokens: list[int]
     type: Literal["encoded_text"] = "encoded_text"
 
-    _ids: npt.NDArray[np.int32] = field(default=None, repr=False)  # type: ignore[assignment]
+    _ids: npt.NDArray[np.int32] = field(default=None, repr=False)  # type: ignore[arg-type]
 
     # Programs that look at a model's fields find them here too.
     model_config: ClassVar[dict[str, Any]] = {"extra": "forbid", "frozen": True}
@@ -265,8 +265,8 @@ _CHUNKS: Final[dict[str, Any]] = {
 
 def chunk_from(value: Any) -> Chunk:
     """A chunk from what JSON holds. Clients before 0.18 leave out `type`: it shows in the keys."""
-    if isinstance(value, tuple(_CHUNKS.values())):
-        return value  # type: ignore[no-any-return]
+    if isinstance(value, (EncodedTextChunk, ImageAssetPointerChunk, ImageChunk, DmelChunk)):
+        return value
     if not isinstance(value, Mapping):
         raise WireError.at((), f"a chunk is an object, not {_kind(value)}.", "dict_type")
     name = value.get("type") or _inferred_type(value)
@@ -370,7 +370,7 @@ class ModelInput(Payload):
         parts = []
         for position, chunk in enumerate(self.chunks):
             if not isinstance(chunk, EncodedTextChunk):
-                raise ValueError(
+                raise ValueError(  # noqa: TRY004 - the official client raises ValueError too
                     f"chunks[{position}] is of type {chunk.type!r}; only text has token ids."
                 )
             parts.append(chunk.tokens_np)
@@ -553,6 +553,12 @@ def _check_cover(what: str, spans: ProvenanceSpans, length: int) -> None:
         )
 
 
+_SPANS: Final[dict[str, type[PromptProvenanceSpan | SampledProvenanceSpan]]] = {
+    "prompt": PromptProvenanceSpan,
+    "sampled": SampledProvenanceSpan,
+}
+
+
 def _spans_from(value: Any, name: str) -> ProvenanceSpans | None:
     if value is None:
         return None
@@ -565,10 +571,7 @@ def _spans_from(value: Any, name: str) -> ProvenanceSpans | None:
             continue
         try:
             fields = dict(item)
-            kind = {"prompt": PromptProvenanceSpan, "sampled": SampledProvenanceSpan}[
-                fields.pop("type")
-            ]
-            spans.append(kind(**fields))
+            spans.append(_SPANS[fields.pop("type")](**fields))
         except (KeyError, TypeError, ValueError):
             raise WireError.at(
                 (name, position), "a span has `type`, `sequence_id`, `offset` and `length`."

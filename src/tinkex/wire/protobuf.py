@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from google.protobuf.message import DecodeError, EncodeError
@@ -163,7 +165,7 @@ def _read_chunk(message: pb.Chunk, loc: Loc) -> Chunk:
         expected = image.expected_tokens if image.HasField("expected_tokens") else None
         if expected is not None and expected < 0:
             raise WireError.at((*loc, "expected_tokens"), f"{expected} is not a count.")
-        return ImageChunk(data=image.data, format=image.format, expected_tokens=expected)  # type: ignore[arg-type]
+        return ImageChunk(data=image.data, format=image.format, expected_tokens=expected)
     if kind == "dmel":
         return DmelChunk(dmel=message.dmel.dmel)
     raise WireError.at(loc, "a chunk holds encoded_text, image or dmel.", "missing")
@@ -287,7 +289,7 @@ def _read_batched(message: pb.BatchedTensor, loc: Loc) -> list[TensorData]:
     width = math.prod(trailing)
     stored, _ = _dtype(message.dtype, loc)
     row_bytes = width * stored.itemsize
-    for start, end in zip(offsets, offsets[1:], strict=False):
+    for start, end in pairwise(offsets):
         if end < start or (end - start) % (row_bytes or 1) or (end > start and not row_bytes):
             raise WireError.at(
                 (*loc, "offsets"), f"{end} does not end a row of {row_bytes} bytes after {start}."
@@ -295,7 +297,7 @@ def _read_batched(message: pb.BatchedTensor, loc: Loc) -> list[TensorData]:
     values = _widened(message.data, message.dtype, loc)
     per_value = stored.itemsize
     tensors = []
-    for start, end in zip(offsets, offsets[1:], strict=False):
+    for start, end in pairwise(offsets):
         part = values[start // per_value : end // per_value]
         rows = part.size // width if width else 0
         with _under(loc):
@@ -437,7 +439,7 @@ def _raw(array: npt.NDArray[Any]) -> bytes:
     return array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes()
 
 
-def _pb_dtype(tensor: TensorData) -> pb.DType:
+def _pb_dtype(tensor: TensorData) -> pb.DType.ValueType:
     return pb.DTYPE_INT64 if tensor.dtype == "int64" else pb.DTYPE_FLOAT32
 
 
@@ -499,14 +501,10 @@ def _bytes(message: Message) -> bytes:
         raise ValueError(f"this {type(message).__name__} cannot be encoded: {error}.") from None
 
 
-class _under:
+@contextmanager
+def _under(loc: Loc) -> Iterator[None]:
     """Errors raised inside get `loc` in front of their path."""
-
-    def __init__(self, loc: Loc) -> None:
-        self._loc = loc
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, WireError):
-            raise error.under(*self._loc) from None
+    try:
+        yield
+    except WireError as error:
+        raise error.under(*loc) from None

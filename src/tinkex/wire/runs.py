@@ -377,7 +377,7 @@ class SessionSearchRequest(StrictModel):
     session_id: str | None = None
     project_ids: list[str] | None = None
     #: Sessions whose metadata has all of these.
-    user_metadata: dict[str, str] = {}
+    user_metadata: dict[str, str] = Field(default={})
     display_name: str | None = Field(default=None, min_length=1)
     owner: SearchOwner = OwnSearchOwner()
     #: Sessions in any of these states; None: all.

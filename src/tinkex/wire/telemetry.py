@@ -68,7 +68,7 @@ class GenericEvent(LenientModel):
     severity: Severity
     timestamp: Timestamp
     #: Anything; official clients put request headers here, keys among them. Do not store it raw.
-    event_data: dict[str, object] = {}
+    event_data: dict[str, object] = Field(default={})
 
 
 #: Told apart by the fields they have, the richest first: the oldest clients' `event` is no tag.

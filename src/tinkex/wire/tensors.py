@@ -79,7 +79,7 @@ class TensorData(Payload):
     sparse_col_indices: list[int] | None = None
 
     #: The values, flat and read-only.
-    _values: npt.NDArray[Any] = field(default=None, repr=False)  # type: ignore[assignment]
+    _values: npt.NDArray[Any] = field(default=None, repr=False)  # type: ignore[arg-type]
     _crow: npt.NDArray[np.int64] | None = field(default=None, repr=False)
     _col: npt.NDArray[np.int64] | None = field(default=None, repr=False)
 
@@ -269,7 +269,7 @@ class TensorData(Payload):
 
     def _key(self) -> Any:
         shape = (self._values.size,) if self.shape is None else tuple(self.shape)
-        indices = (None, None)
+        indices: tuple[bytes, ...] = ()
         if self._crow is not None and self._col is not None:
             indices = (self._crow.tobytes(), self._col.tobytes())
         # Bytes, so that a NaN equals itself.
@@ -426,9 +426,10 @@ def _cast(value: Any, dtype: TensorDtype | None, *, key: str) -> tuple[npt.NDArr
     try:
         array = np.asarray(value)
     except (ValueError, OverflowError) as error:
-        if isinstance(value, (list, tuple)):
-            raise ValueError(f"{key}: the nested lists differ in length.") from None
-        raise ValueError(f"{key}: {error}") from None
+        text = str(error)
+        if "inhomogeneous" in text:
+            text = "the nested lists differ in length."
+        raise ValueError(f"{key}: {text}") from None
     if dtype not in (None, "int64", "float32"):
         raise ValueError(f"{key}: dtype must be 'int64' or 'float32', not {dtype!r}.")
     if array.dtype.name == "bfloat16":  # ml_dtypes

@@ -216,10 +216,7 @@ class ForwardBackwardInput(Payload):
         known = get_args(LossFnType)
         if self.loss_fn not in known:
             raise ValueError(unknown_field(str(self.loss_fn), known).replace("field", "loss", 1))
-        data = [
-            item if isinstance(item, Datum) else _datum_at(item, position)
-            for position, item in enumerate(self.data)
-        ]
+        data = [_datum_at(item, position) for position, item in enumerate(self.data)]
         object.__setattr__(self, "data", data)
 
     @classmethod
