@@ -20,9 +20,11 @@ from tinkex.engine.devices import available_bytes, choose_device, choose_dtype
 from tinkex.engine.model import BaseModel
 from tinkex.engine.optimizer import adamw_step, check_params
 from tinkex.engine.pack import Limits, check
+from tinkex.engine.sampling import Finished, Sampler
 from tinkex.engine.settings import EngineFacts, EngineSettings
 from tinkex.engine.training import Pass
 from tinkex.wire.errors import UserFailure
+from tinkex.wire.sampling import SampleRequest
 from tinkex.wire.training import (
     AdamOptimizerConfig,
     ForwardBackwardInput,
@@ -59,6 +61,8 @@ class Engine:
         #: What one pass takes at most; a longer single sequence still goes alone.
         self.max_batch_tokens = max(1, min(settings.max_batch_tokens, fitting))
         self._adapters: dict[str, TrainingAdapter] = {}
+        # Made with the first request: a server that only trains needs no cache.
+        self._sampler: Sampler | None = None
 
     # -- models in training -----------------------------------------------------------------------
 
@@ -138,6 +142,28 @@ class Engine:
             lora = LoraConfig.model_validate(notes["lora_config"])
             self.create(model_id, lora, AdamOptimizerConfig())
         return checkpoints.restore(self._adapter(model_id), folder)
+
+    # -- sampling ---------------------------------------------------------------------------------
+
+    def submit(self, ticket: int, request: SampleRequest, *, adapter: Path | None) -> None:
+        """Puts a sample in line; `adapter` is an immutable checkpoint folder, None the base."""
+        if self._sampler is None:
+            self._sampler = Sampler(
+                self.model, self.settings, max_batch_tokens=self.max_batch_tokens
+            )
+        self._sampler.submit(ticket, request, adapter)
+
+    def cancel(self, ticket: int) -> None:
+        if self._sampler is not None:
+            self._sampler.cancel(ticket)
+
+    def advance(self) -> list[Finished]:
+        """Admits what waits and draws a burst of tokens; returns what is answered."""
+        return [] if self._sampler is None else self._sampler.advance()
+
+    @property
+    def sampling(self) -> bool:
+        return self._sampler is not None and self._sampler.busy
 
     def _adapter(self, model_id: str) -> TrainingAdapter:
         try:

@@ -1,0 +1,155 @@
+"""Drawing tokens: temperature, cuts, and noise that depends on nothing but the request.
+
+A token is drawn as the largest of logit + noise (Gumbel-max). The noise of a token is a hash of the
+request's seed, the sample's index, the position and the token itself: neither batch mates nor the
+order of events can change what is drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tinkex.engine.sequences import Drawing
+
+# S rows, V vocabulary
+
+_MASK64 = (1 << 64) - 1
+
+
+class Draw(NamedTuple):
+    """What one row is drawn for."""
+
+    drawing: Drawing
+    #: Which sample of the request.
+    index: int
+    #: Which of its tokens, from 0.
+    step: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Picked:
+    tokens: list[int]
+    #: Of the distribution at the row's temperature before any cut; untempered when greedy.
+    logprobs: list[float]
+    #: (token ids, logprobs) of the likeliest where the row asked for them.
+    tops: list[tuple[list[int], list[float]] | None]
+
+
+def pick(logits_SV: Tensor, draws: Sequence[Draw]) -> Picked:
+    """One token for each row. Overwrites the logits."""
+    temperatures = [draw.drawing.temperature or 1.0 for draw in draws]
+    if any(temperature != 1.0 for temperature in temperatures):
+        logits_SV.div_(torch.tensor(temperatures, device=logits_SV.device).unsqueeze(1))
+    lse_S1 = logits_SV.logsumexp(dim=1, keepdim=True)
+    tokens_S = torch.empty(len(draws), dtype=torch.int64, device=logits_SV.device)
+    # Row by row: a row of noise stays in the processor's cache, a batch of it would not.
+    for at, draw in enumerate(draws):
+        tokens_S[at] = _pick_one(logits_SV[at], draw)
+    logprobs_S = (logits_SV.gather(1, tokens_S.unsqueeze(1)) - lse_S1).squeeze(1)
+    return Picked(
+        tokens=tokens_S.tolist(),
+        logprobs=logprobs_S.tolist(),
+        tops=[
+            likeliest(logits_SV[at] - lse_S1[at], draw.drawing.report_top)
+            for at, draw in enumerate(draws)
+        ],
+    )
+
+
+def _pick_one(logits_V: Tensor, draw: Draw) -> Tensor:
+    drawing = draw.drawing
+    if drawing.temperature == 0:
+        return logits_V.argmax()
+    noise_V = gumbel_noise(
+        len(logits_V), noise_keys(drawing.seed, draw.index, draw.step), logits_V.device
+    )
+    scores_V = noise_V.add_(logits_V)
+    cutoff = lowest_kept(logits_V, drawing)
+    if cutoff is not None:
+        scores_V.masked_fill_(logits_V < cutoff, float("-inf"))
+    return scores_V.argmax()
+
+
+def likeliest(logprobs_V: Tensor, count: int) -> tuple[list[int], list[float]] | None:
+    if not count:
+        return None
+    values, ids = logprobs_V.topk(count)
+    return ids.tolist(), values.tolist()
+
+
+# -- cuts -----------------------------------------------------------------------------------------
+
+#: The likeliest tokens nearly always hold the nucleus, and finding so many is much cheaper than
+#: sorting all.
+NUCLEUS_GUESS = 512
+
+
+def lowest_kept(logits_V: Tensor, drawing: Drawing) -> Tensor | None:
+    """
+    The smallest logit that may still be drawn, None without cuts.
+
+    First the top_k likeliest are kept, then the fewest of those whose share of what was kept
+    reaches top_p. Ties with the last one kept are kept too.
+    """
+    cutoff = None
+    size = len(logits_V)
+    if drawing.top_k is not None and drawing.top_k < size:
+        kept = logits_V.topk(drawing.top_k).values
+        cutoff = kept[-1]
+        total = kept.logsumexp(dim=0)
+    elif drawing.top_p is not None:
+        kept = logits_V.topk(min(NUCLEUS_GUESS, size)).values
+        total = logits_V.logsumexp(dim=0)
+    if drawing.top_p is None:
+        return cutoff
+    reached = (kept - total).exp().cumsum(dim=0)
+    if cutoff is None and reached[-1] < drawing.top_p and len(kept) < size:
+        kept = logits_V.sort(descending=True).values
+        reached = (kept - total).exp().cumsum(dim=0)
+    # Token i is kept when those before it do not reach top_p yet; the first always is.
+    before = torch.searchsorted(reached, drawing.top_p, side="left")
+    return kept[torch.clamp(before, max=len(kept) - 1)]
+
+
+# -- noise ----------------------------------------------------------------------------------------
+
+
+def noise_keys(seed: int, index: int, step: int) -> tuple[int, int]:
+    """Two 32-bit keys for one row."""
+    state = _mixed(seed & _MASK64)
+    state = _mixed(state ^ index)
+    state = _mixed(state ^ step)
+    return state & 0xFFFFFFFF, state >> 32
+
+
+def _mixed(value: int) -> int:
+    """splitmix64: every bit of the input moves half of the output's."""
+    value = (value + 0x9E3779B97F4A7C15) & _MASK64
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK64
+    return value ^ (value >> 31)
+
+
+def gumbel_noise(size: int, keys: tuple[int, int], device: torch.device) -> Tensor:
+    """Float32 noise for token ids 0 to size - 1, by murmur3's finaliser over id and keys."""
+    x = torch.arange(size, dtype=torch.int32, device=device)
+    x.mul_(_int32(0x9E3779B1)).add_(_int32(keys[0]))
+    x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF)).mul_(_int32(0x85EBCA6B))
+    x.bitwise_xor_(_int32(keys[1]))
+    x.bitwise_xor_((x >> 13).bitwise_and_(0x7FFFF)).mul_(_int32(0xC2B2AE35))
+    x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF))
+    # Uniform in (0, 1) and, as 31 bits counted from 0, finest near 0: there the largest noise is
+    # made, which is what wins. It stays below 1, so that a single candidate has finite noise.
+    uniform = x.bitwise_and_(0x7FFFFFFF).to(torch.float32).add_(0.5).mul_(2.0**-31)
+    return uniform.clamp_(max=1 - 2.0**-24).neg_().log1p_().neg_().log_().neg_()
+
+
+def _int32(value: int) -> int:
+    """The same 32 bits as a signed number."""
+    value &= 0xFFFFFFFF
+    return value - (1 << 32) if value >= 1 << 31 else value

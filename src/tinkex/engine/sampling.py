@@ -1,0 +1,519 @@
+"""The sampler: continuous batching over one cache, for many adapters and the base at once."""
+
+from __future__ import annotations
+
+import logging
+import math
+import secrets
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from tinkex.engine import checkpoints
+from tinkex.engine.adapters import SamplerAdapter
+from tinkex.engine.attention import CacheLayer, CacheUse, Level, Packing, Reach, Run
+from tinkex.engine.blocks import Pages
+from tinkex.engine.checkpoints import describe_difference
+from tinkex.engine.devices import available_bytes
+from tinkex.engine.lora import Route, make_layout, make_pairs
+from tinkex.engine.model import BaseModel, head_size
+from tinkex.engine.pack import Limits, checked_tokens
+from tinkex.engine.pick import Draw, pick
+from tinkex.engine.schedule import (
+    CopyRows,
+    DecodeStep,
+    FillStep,
+    Piece,
+    Schedule,
+    groups,
+    run_levels,
+)
+from tinkex.engine.sequences import (
+    AdapterKey,
+    Decode,
+    Drawing,
+    PromptQuestions,
+    Request,
+    SampleSequence,
+    Stops,
+)
+from tinkex.engine.settings import EngineSettings
+from tinkex.wire.errors import UserFailure
+from tinkex.wire.sampling import (
+    EMPTY_LOGPROB,
+    EMPTY_TOKEN,
+    SampledSequence,
+    SampleRequest,
+    SampleResponse,
+    SamplingParams,
+    TopkLogprobs,
+)
+
+if TYPE_CHECKING:
+    from tinkex.models.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+# T packed tokens, H hidden size
+
+#: Tokens in a page. Small pages waste little at the end of a sequence; runs of neighbours are
+#: read as one, so their number costs nothing.
+PAGE_TOKENS = 16
+
+#: Share of the free memory for the cache, when its size is not given.
+CACHE_SHARE = {"cpu": 0.25, "cuda": 0.6}
+
+#: Tokens drawn for everybody before others get their turn.
+BURST_STEPS = 8
+
+#: A request for more samples is most likely a mistake.
+MAX_SAMPLES = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finished:
+    ticket: int
+    outcome: SampleResponse | Exception
+
+
+@dataclass(kw_only=True)
+class _Answer:
+    """What is known of one request's answer."""
+
+    request: Request
+    sequences: list[SampleSequence] = field(default_factory=list)
+    prompt_logprobs: npt.NDArray[np.float32] | None = None
+    top_ids: npt.NDArray[np.int32] | None = None
+    top_logprobs: npt.NDArray[np.float32] | None = None
+
+
+class Sampler:
+    def __init__(self, model: BaseModel, settings: EngineSettings, *, max_batch_tokens: int) -> None:
+        self._model = model
+        self._settings = settings
+        self._limits = Limits(
+            vocab_size=model.vocab_size, max_context_length=model.max_context_length
+        )
+        self._adapters: OrderedDict[str, SamplerAdapter] = OrderedDict()
+        self._answers: dict[int, _Answer] = {}
+        self._tokenizer: Tokenizer | None = None
+        pages = Pages(max(1, cache_tokens(model, settings) // PAGE_TOKENS), PAGE_TOKENS)
+        self._schedule = Schedule(
+            pages, max_sequences=settings.max_sequences, max_batch_tokens=max_batch_tokens
+        )
+        # Never written before it is needed, so on a CPU the size is only a promise.
+        rows = pages.count * pages.size
+        self._layers = [
+            CacheLayer(
+                torch.empty(rows, *shape, dtype=model.dtype, device=model.device),
+                torch.empty(rows, *shape, dtype=model.dtype, device=model.device),
+            )
+            for shape in cache_shapes(model)
+        ]
+
+    @property
+    def busy(self) -> bool:
+        return self._schedule.busy
+
+    def submit(self, ticket: int, wire: SampleRequest, adapter: Path | None) -> None:
+        """Checks the request and puts it in line; a `UserFailure` means that nothing happened."""
+        request = self._checked(ticket, wire, None if adapter is None else str(adapter))
+        if adapter is not None:
+            self._load_adapter(adapter)
+        self._answers[ticket] = _Answer(request=request)
+        self._schedule.add(request)
+
+    def cancel(self, ticket: int) -> None:
+        self._schedule.cancel(ticket)
+        self._answers.pop(ticket, None)
+
+    def advance(self) -> list[Finished]:
+        """A burst of steps for everybody; ends early when a request is answered."""
+        finished: list[Finished] = []
+        with torch.inference_mode():
+            for _ in range(BURST_STEPS):
+                step = self._schedule.next_step()
+                if step is None:
+                    break
+                try:
+                    self._run(step)
+                except Exception as error:
+                    # Whoever was in the step gets to know; everybody else goes on.
+                    log.exception("sampling step failed")
+                    finished += self._fail(tickets_of(step), error)
+                finished += self._collect()
+                if finished:
+                    break
+        self._drop_idle_adapters()
+        return finished
+
+    # -- requests ---------------------------------------------------------------------------------
+
+    def _checked(self, ticket: int, wire: SampleRequest, adapter: AdapterKey) -> Request:
+        refuse_unsupported(wire)
+        prompt = checked_tokens(wire.prompt, self._limits, where="prompt").tolist()
+        params = wire.sampling_params
+        if not 1 <= wire.num_samples <= MAX_SAMPLES:
+            raise UserFailure(
+                f"num_samples is {wire.num_samples}; it goes from 1 to {MAX_SAMPLES}."
+            )
+        new = self._new_tokens(len(prompt), params.max_tokens)
+        if not self._schedule.fits(len(prompt) + new):
+            pages = self._schedule.pages
+            raise UserFailure(
+                f"prompt ({len(prompt)} tokens) and max_tokens ({new}) need room for "
+                f"{len(prompt) + new} tokens, and the server's cache holds "
+                f"{pages.count * pages.size}. Ask for fewer tokens, or start the server with more."
+            )
+        return Request(
+            ticket=ticket,
+            adapter=adapter,
+            prompt=prompt,
+            samples=wire.num_samples,
+            max_new_tokens=new,
+            drawing=checked_drawing(wire, self._limits.vocab_size),
+            stops=self._stops(params),
+            questions=checked_questions(wire, len(prompt), self._limits.vocab_size),
+        )
+
+    def _new_tokens(self, prompt: int, max_tokens: int | None) -> int:
+        context = self._limits.max_context_length
+        if max_tokens is None:
+            if prompt >= context:
+                raise UserFailure(
+                    f"the prompt has {prompt} tokens and fills the context of {context}; nothing "
+                    "can be sampled after it."
+                )
+            return context - prompt
+        if max_tokens < 1:
+            raise UserFailure(f"max_tokens is {max_tokens}; it must be at least 1.")
+        if prompt + max_tokens > context:
+            raise UserFailure(
+                f"the prompt's {prompt} tokens and max_tokens {max_tokens} are {prompt + max_tokens} "
+                f"together, and the model's context is {context}. "
+                f"Ask for at most {max(0, context - prompt)} tokens."
+            )
+        return max_tokens
+
+    def _stops(self, params: SamplingParams) -> Stops:
+        stop = params.stop
+        if stop is None:
+            return Stops(token_ids=self._model.eos_token_ids)
+        given = [stop] if isinstance(stop, str) else list(stop)
+        ids = frozenset(item for item in given if isinstance(item, int))
+        texts = tuple(item for item in given if isinstance(item, str))
+        if "" in texts:
+            raise UserFailure("sampling_params.stop holds an empty text, which is always met.")
+        vocabulary = self._limits.vocab_size
+        if outside := [item for item in ids if not 0 <= item < vocabulary]:
+            raise UserFailure(
+                f"sampling_params.stop holds token {outside[0]}; ids go from 0 to {vocabulary - 1}."
+            )
+        return Stops(token_ids=ids, texts=texts, decode=self._decoder() if texts else None)
+
+    def _decoder(self) -> Decode:
+        if self._tokenizer is None:
+            from tinkex.models.tokenizer import load_tokenizer
+
+            self._tokenizer = load_tokenizer(self._settings.folder)
+        return self._tokenizer.decode
+
+    # -- adapters ---------------------------------------------------------------------------------
+
+    def _load_adapter(self, folder: Path) -> None:
+        key = str(folder)
+        if key not in self._adapters:
+            self._adapters[key] = load_sampler_adapter(self._model, folder)
+        self._adapters.move_to_end(key)
+
+    def _drop_idle_adapters(self) -> None:
+        spare = len(self._adapters) - self._settings.idle_adapters
+        if spare <= 0:
+            return
+        used = self._schedule.adapters_in_use()
+        for key in [key for key in self._adapters if key not in used][:spare]:
+            del self._adapters[key]
+
+    def _routes(self, ranges: Sequence[tuple[int, int, AdapterKey]]) -> list[Route]:
+        return [
+            Route(start, stop, self._adapters[key].pairs)
+            for start, stop, key in ranges
+            if key is not None
+        ]
+
+    # -- steps ------------------------------------------------------------------------------------
+
+    def _run(self, step: FillStep | DecodeStep) -> None:
+        if isinstance(step, FillStep):
+            self._fill(step)
+        else:
+            self._decode(step)
+
+    def _fail(self, tickets: set[int], error: Exception) -> list[Finished]:
+        for ticket in tickets:
+            self.cancel(ticket)
+        return [Finished(ticket=ticket, outcome=error) for ticket in sorted(tickets)]
+
+    def _fill(self, step: FillStep) -> None:
+        pieces = step.pieces
+        device, pages = self._model.device, self._schedule.pages
+        lengths = [piece.stop - piece.start for piece in pieces]
+        rows = [rows_of(pages, piece) for piece in pieces]
+        cache = CacheUse(
+            layers=self._layers,
+            write_T=torch.cat([r[p.start :] for r, p in zip(rows, pieces, strict=True)]).to(device),
+            reaches=[
+                Reach(r.to(device)) if p.start else None for r, p in zip(rows, pieces, strict=True)
+            ],
+        )
+        packing = Packing.of(
+            lengths, device=device, offsets=[piece.start for piece in pieces], cache=cache
+        )
+        ids = [token for piece in pieces for token in piece.fill.tokens[piece.start : piece.stop]]
+        starts = packing.starts
+        routes = self._routes(
+            [
+                (start, stop, piece.fill.request.adapter)
+                for start, stop, piece in zip(starts, starts[1:], pieces, strict=False)
+            ]
+        )
+        hidden_TH = self._model.hidden(torch.tensor(ids, device=device), packing, routes)
+        for at, piece in enumerate(pieces):
+            hidden = hidden_TH[starts[at] : starts[at + 1]]
+            if piece.fill.questions:
+                self._answer_questions(piece, hidden)
+            born, copies = self._schedule.filled(piece)
+            self._copy(copies)
+            if born:
+                self._begin(born, hidden[-1:], piece.fill.request.adapter)
+
+    def _begin(self, born: list[SampleSequence], hidden_1H: Tensor, adapter: AdapterKey) -> None:
+        """The next token of sequences that have all their known tokens in the cache."""
+        logits = self._model.head.logits(hidden_1H, self._routes([(0, 1, adapter)]))
+        self._draw(born, logits.repeat(len(born), 1))
+
+    def _decode(self, step: DecodeStep) -> None:
+        sequences = step.sequences
+        device, pages = self._model.device, self._schedule.pages
+        positions = [sequence.known - 1 for sequence in sequences]
+        write = [
+            pages.row(sequence.holding, position)
+            for sequence, position in zip(sequences, positions, strict=True)
+        ]
+        cache = CacheUse(
+            layers=self._layers,
+            write_T=torch.tensor(write, device=device),
+            levels=[
+                Level(
+                    [Run(*run) for run in level.runs],
+                    torch.tensor(level.rows, device=device) if depth else None,
+                )
+                for depth, level in enumerate(run_levels(pages, sequences))
+            ],
+        )
+        packing = Packing.of([1] * len(sequences), device=device, offsets=positions, cache=cache)
+        routes = self._routes(groups(sequences))
+        ids = torch.tensor([sequence.tokens[-1] for sequence in sequences], device=device)
+        hidden_SH = self._model.hidden(ids, packing, routes)
+        self._draw(sequences, self._model.head.logits(hidden_SH, routes))
+
+    def _draw(self, sequences: Sequence[SampleSequence], logits_SV: Tensor) -> None:
+        draws = [Draw(s.request.drawing, s.index, len(s.tokens)) for s in sequences]
+        picked = pick(logits_SV, draws)
+        for at, sequence in enumerate(sequences):
+            sequence.append(picked.tokens[at], picked.logprobs[at], picked.tops[at])
+
+    def _copy(self, copies: Sequence[CopyRows]) -> None:
+        for source, target, count in copies:
+            for layer in self._layers:
+                for rows in layer:
+                    rows[target : target + count] = rows[source : source + count]
+
+    def _answer_questions(self, piece: Piece, hidden_tH: Tensor) -> None:
+        """Logprobs of the prompt's own tokens and the likeliest instead, at temperature 1."""
+        request, questions = piece.fill.request, piece.fill.questions
+        answer = self._answers[request.ticket]
+        # Row i of the piece says how likely the token at position piece.start + i + 1 was.
+        first = max(piece.start, questions.first_position - 1)
+        last = min(piece.stop, len(request.prompt) - 1)
+        if answer.prompt_logprobs is None:
+            start_answers(answer)
+        if first >= last:
+            return
+        assert answer.prompt_logprobs is not None
+        asked = hidden_tH[first - piece.start : last - piece.start]
+        routes = self._routes([(0, len(asked), request.adapter)])
+        targets = torch.tensor(request.prompt[first + 1 : last + 1], device=asked.device)
+        for chunk in self._model.head.chunks(asked, routes):
+            logprobs = chunk.logits_tV.log_softmax(dim=1)
+            where = slice(first + 1 + chunk.rows.start, first + 1 + chunk.rows.stop)
+            own = logprobs.gather(1, targets[chunk.rows].unsqueeze(1)).squeeze(1)
+            answer.prompt_logprobs[where] = own.cpu().numpy()
+            if questions.top and answer.top_ids is not None and answer.top_logprobs is not None:
+                values, ids = logprobs.topk(questions.top, dim=1)
+                answer.top_ids[where] = ids.cpu().numpy()
+                answer.top_logprobs[where] = values.cpu().numpy()
+
+    # -- answers ----------------------------------------------------------------------------------
+
+    def _collect(self) -> list[Finished]:
+        finished = []
+        for sequence in self._schedule.drop_finished():
+            answer = self._answers[sequence.request.ticket]
+            answer.sequences.append(sequence)
+            if len(answer.sequences) == answer.request.samples:
+                del self._answers[answer.request.ticket]
+                finished.append(Finished(ticket=answer.request.ticket, outcome=response(answer)))
+        return finished
+
+
+def tickets_of(step: FillStep | DecodeStep) -> set[int]:
+    if isinstance(step, FillStep):
+        return {piece.fill.request.ticket for piece in step.pieces}
+    return {sequence.request.ticket for sequence in step.sequences}
+
+
+def response(answer: _Answer) -> SampleResponse:
+    questions = answer.request.questions
+    top = None
+    if questions.top and answer.top_ids is not None and answer.top_logprobs is not None:
+        top = TopkLogprobs(answer.top_ids, answer.top_logprobs)
+    return SampleResponse(
+        sequences=[
+            sampled(sequence) for sequence in sorted(answer.sequences, key=lambda s: s.index)
+        ],
+        prompt_logprobs_np=answer.prompt_logprobs if questions.logprobs else None,
+        topk_prompt_logprobs_np=top,
+    )
+
+
+def sampled(sequence: SampleSequence) -> SampledSequence:
+    assert sequence.stop_reason is not None
+    top = None
+    if sequence.top:
+        ids, logprobs = zip(*sequence.top, strict=True)
+        top = TopkLogprobs(np.array(ids, np.int32), np.array(logprobs, np.float32))
+    return SampledSequence(
+        stop_reason=sequence.stop_reason,
+        sequence_id="",
+        tokens_np=np.array(sequence.tokens, np.int32),
+        logprobs_np=np.array(sequence.logprobs, np.float32),
+        topk_logprobs_np=top,
+    )
+
+
+def start_answers(answer: _Answer) -> None:
+    length, top = len(answer.request.prompt), answer.request.questions.top
+    answer.prompt_logprobs = np.full(length, np.nan, np.float32)
+    if top:
+        answer.top_ids = np.full((length, top), EMPTY_TOKEN, np.int32)
+        answer.top_logprobs = np.full((length, top), EMPTY_LOGPROB, np.float32)
+
+
+def rows_of(pages: Pages, piece: Piece) -> Tensor:
+    """The cache rows of a fill's tokens up to the end of the piece."""
+    runs = pages.rows(piece.fill.holding, piece.stop)
+    return torch.cat([torch.arange(start, stop) for start, stop in runs])
+
+
+# -- checks ---------------------------------------------------------------------------------------
+
+
+def refuse_unsupported(wire: SampleRequest) -> None:
+    for name, asked in (
+        ("target_prompt_logprobs", wire.target_prompt_logprobs is not None),
+        ("prompt_alt_tokens_k", wire.prompt_alt_tokens_k),
+        ("record_stability_info", wire.record_stability_info),
+    ):
+        if asked:
+            raise UserFailure(
+                f"{name} is not supported by this server. Supported: prompt_logprobs, "
+                "prompt_logprobs_last_n, topk_prompt_logprobs, topk_sample_logprobs."
+            )
+
+
+def checked_drawing(wire: SampleRequest, vocab_size: int) -> Drawing:
+    params = wire.sampling_params
+    if not (math.isfinite(params.temperature) and params.temperature >= 0):
+        raise UserFailure(
+            f"sampling_params.temperature is {params.temperature}; it is 0 (greedy) or positive."
+        )
+    if params.top_k != -1 and params.top_k < 1:
+        raise UserFailure(f"sampling_params.top_k is {params.top_k}; use -1 for all, or 1 and more.")
+    if not 0 < params.top_p <= 1:
+        raise UserFailure(f"sampling_params.top_p is {params.top_p}; it lies in (0, 1].")
+    check_count("topk_sample_logprobs", wire.topk_sample_logprobs, vocab_size)
+    return Drawing(
+        temperature=params.temperature,
+        top_k=None if params.top_k == -1 else params.top_k,
+        top_p=None if params.top_p == 1 else params.top_p,
+        seed=secrets.randbits(63) if params.seed is None else params.seed,
+        report_top=wire.topk_sample_logprobs,
+    )
+
+
+def checked_questions(wire: SampleRequest, prompt: int, vocab_size: int) -> PromptQuestions:
+    check_count("topk_prompt_logprobs", wire.topk_prompt_logprobs, vocab_size)
+    last_n = wire.prompt_logprobs_last_n
+    if last_n is not None:
+        if not wire.prompt_logprobs:
+            raise UserFailure("prompt_logprobs_last_n needs prompt_logprobs = true.")
+        if not 1 <= last_n <= prompt - 1:
+            raise UserFailure(
+                f"prompt_logprobs_last_n is {last_n}; for this prompt it goes from 1 to {prompt - 1}."
+            )
+    return PromptQuestions(
+        logprobs=bool(wire.prompt_logprobs),
+        top=wire.topk_prompt_logprobs,
+        first_position=1 if last_n is None else prompt - last_n,
+    )
+
+
+def check_count(name: str, count: int, vocab_size: int) -> None:
+    if not 0 <= count <= vocab_size:
+        raise UserFailure(f"{name} is {count}; it goes from 0 to the vocabulary of {vocab_size}.")
+
+
+# -- sizes ----------------------------------------------------------------------------------------
+
+
+def cache_shapes(model: BaseModel) -> list[tuple[int, int]]:
+    """(key heads, head size) of every layer."""
+    config = model.config.get_text_config()
+    return [(config.num_key_value_heads, head_size(config))] * config.num_hidden_layers
+
+
+def cache_tokens(model: BaseModel, settings: EngineSettings) -> int:
+    if settings.kv_tokens is not None:
+        return settings.kv_tokens
+    size = torch.finfo(model.dtype).bits // 8
+    per_token = 2 * size * sum(heads * width for heads, width in cache_shapes(model))
+    fitting = int(available_bytes(model.device) * CACHE_SHARE[model.device.type]) // per_token
+    # More than every sequence at full length is never used.
+    return max(PAGE_TOKENS, min(fitting, settings.max_sequences * model.max_context_length))
+
+
+def load_sampler_adapter(model: BaseModel, folder: Path) -> SamplerAdapter:
+    saved = checkpoints.read_adapter(folder)
+    known = {target.name: target for target in model.targets}
+    if extra := saved.pairs.keys() - known.keys():
+        raise UserFailure(
+            f"{folder.name}: does not fit the base model: {describe_difference(set(), extra)}."
+        )
+    for name, (A, B) in saved.pairs.items():
+        if (A.shape[1], B.shape[0]) != (known[name].inputs, known[name].outputs):
+            raise UserFailure(
+                f"{folder.name}: {name} maps {A.shape[1]} to {B.shape[0]} features, and in this "
+                f"base model {known[name].inputs} to {known[name].outputs}."
+            )
+    layout = make_layout([known[name] for name in known if name in saved.pairs], saved.rank)
+    live = torch.zeros(layout.size, dtype=model.dtype, device=model.device)
+    checkpoints.fill(live, layout, saved.pairs)
+    return SamplerAdapter(live=live, pairs=make_pairs(layout, live, scale=saved.scale))
