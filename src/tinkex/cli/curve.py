@@ -1,0 +1,163 @@
+"""A curve of numbers, drawn for a terminal, as SVG, and as PNG."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+# A braille character is a cell of 2 x 4 dots; bit values by (column, row from the top).
+_DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
+
+
+def smoothed(values: Sequence[float], weight: float = 0.6) -> list[float]:
+    """Exponential moving average without the slow start; small batches are noisy."""
+    average, share, result = 0.0, 0.0, []
+    for value in values:
+        average = weight * average + (1 - weight) * value
+        share = weight * share + (1 - weight)
+        result.append(average / share)
+    return result
+
+
+def ticks(low: float, high: float, about: int = 5) -> list[float]:
+    """Round numbers that cover low to high: steps of 1, 2 or 5 times a power of ten."""
+    span = (high - low) or 1.0
+    power = 10.0 ** math.floor(math.log10(span / about))
+    step = min((power * n for n in (1, 2, 5, 10)), key=lambda step: abs(span / step - about))
+    first, last = math.floor(low / step), math.ceil(high / step)
+    return [round(n * step, 10) for n in range(first, last + 1)]
+
+
+def in_terminal(
+    values: Sequence[float], *, width: int = 60, height: int = 10, braille: bool = True
+) -> list[str]:
+    """Lines of text with the curve over an axis; plain stars where braille cannot be printed."""
+    across, down = (2 * width, 4 * height) if braille else (width, height)
+    levels = ticks(min(0.0, *values), max(values), about=4)
+    low, high = levels[0], levels[-1]
+    dots = _connected([_row(value, low, high, down) for value in _stretched(values, across)])
+    cells = [[0] * width for _ in range(height)]
+    for column, rows in enumerate(dots):
+        for row in rows:
+            if braille:
+                cells[row // 4][column // 2] |= _DOTS[column % 2][row % 4]
+            else:
+                cells[row][column] = 1
+    labels = {_row(level, low, high, height): f"{level:g}" for level in levels}
+    lines = []
+    for row, line in enumerate(cells):
+        drawn = "".join(_character(cell, braille) for cell in line)
+        axis = ("┤" if row in labels else "│") if braille else "|"
+        lines.append(f"{labels.get(row, ''):>6} {axis}{drawn}".rstrip())
+    corner, floor = ("└", "─") if braille else ("+", "-")
+    lines.append(f"{'':>6} {corner}{floor * width}")
+    lines.append(f"{'':>7} step 1{f'step {len(values)}':>{width - 6}}")
+    return lines
+
+
+def _character(cell: int, braille: bool) -> str:
+    if not cell:
+        return " "
+    return chr(0x2800 + cell) if braille else "*"
+
+
+def _stretched(values: Sequence[float], length: int) -> list[float]:
+    """`length` values along the curve, straight between the given ones."""
+    if len(values) == 1:
+        return [values[0]] * length
+    result = []
+    for index in range(length):
+        place = index * (len(values) - 1) / (length - 1)
+        left = min(int(place), len(values) - 2)
+        share = place - left
+        result.append(values[left] * (1 - share) + values[left + 1] * share)
+    return result
+
+
+def _row(value: float, low: float, high: float, rows: int) -> int:
+    return round((high - value) / ((high - low) or 1.0) * (rows - 1))
+
+
+def _connected(rows: Sequence[int]) -> list[range]:
+    """Each column's rows, filled towards the column before so that steep parts have no gaps."""
+    result = [range(rows[0], rows[0] + 1)]
+    for before, now in itertools.pairwise(rows):
+        if now > before:
+            result.append(range(before + 1, now + 1))
+        elif now < before:
+            result.append(range(now, before))
+        else:
+            result.append(range(now, now + 1))
+    return result
+
+
+# SVG, with colours left to the page: classes grid, label, raw, line and dot.
+
+_WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 720, 300, 46, 14, 14, 34
+
+
+def as_svg(values: Sequence[float], *, x_label: str, y_label: str) -> str:
+    """The raw curve, the smoothed one over it, and a value for the mouse at every step."""
+    levels = ticks(min(0.0, *values), max(values), about=5)
+    low, high = levels[0], levels[-1]
+    steps = len(values)
+
+    def x(step: int) -> float:
+        inside = _WIDTH - _LEFT - _RIGHT
+        return round(_LEFT + inside * step / max(1, steps - 1), 1)
+
+    def y(value: float) -> float:
+        inside = _HEIGHT - _TOP - _BOTTOM
+        return round(_TOP + inside * (high - value) / ((high - low) or 1.0), 1)
+
+    def line(points: Sequence[float], name: str) -> str:
+        path = " ".join(f"{x(step)},{y(value)}" for step, value in enumerate(points))
+        return f'<polyline class="{name}" points="{path}"/>'
+
+    def text(at_x: float, at_y: float, anchor: str, words: object) -> str:
+        return f'<text class="label" x="{at_x}" y="{at_y}" text-anchor="{anchor}">{words}</text>'
+
+    parts = [f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{y_label}">']
+    parts += [
+        f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y(level)}" y2="{y(level)}"/>'
+        + text(_LEFT - 8, y(level) + 4, "end", f"{level:g}")
+        for level in levels
+    ]
+    parts += [text(x(mark - 1), _HEIGHT - 14, "middle", mark) for mark in _step_marks(steps)]
+    parts += [text(_LEFT, _HEIGHT - 1, "start", x_label)]
+    parts += [line(values, "raw"), line(smoothed(values), "line")]
+    parts += [
+        f'<circle class="dot" cx="{x(step)}" cy="{y(value)}" r="3.5">'
+        f"<title>step {step + 1}: {value:.3f}</title></circle>"
+        for step, value in enumerate(values)
+    ]
+    return "\n".join([*parts, "</svg>"])
+
+
+def _step_marks(steps: int) -> list[int]:
+    inner = [int(mark) for mark in ticks(1, steps, about=6) if 1 < mark < steps]
+    # The last round number would run into the last step's label.
+    inner = [mark for mark in inner if steps - mark > steps / 20]
+    return sorted({1, *inner, steps})
+
+
+def write_png(
+    path: Path, values: Sequence[float], *, title: str, x_label: str, y_label: str
+) -> None:
+    """The same picture by matplotlib. Raises ModuleNotFoundError where that is not installed."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.2, 3.6), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    steps = range(1, len(values) + 1)
+    axes.plot(steps, values, ".-", color="#8fb8de", linewidth=1, label="each step")
+    axes.plot(steps, smoothed(values), color="#1d5fa8", linewidth=2.2, label="smoothed")
+    axes.set(title=title, xlabel=x_label, ylabel=y_label, ylim=(0, None))
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    figure.savefig(path)

@@ -1,0 +1,415 @@
+"""`tinkex demo`: teach the embedded model to talk like a pirate, and see it change.
+
+Everything goes through the public client, so this is also a worked example; the same loop without
+the show is examples/fine_tune.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from rich.console import Console
+from rich.markup import escape
+from rich.panel import Panel
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from tinkex.cli import curve
+from tinkex.cli.demo_report import Exchange, Outcome, as_html
+from tinkex.cli.progress import fetch_progress
+from tinkex.models.resolve import DEFAULT_MODEL, ModelNotFound, resolve
+
+if TYPE_CHECKING:
+    from tinkex import SamplingClient, ServiceClient, TrainingClient
+    from tinkex.types import Datum, ForwardBackwardOutput
+
+BATCH = 8
+RANK = 16
+LEARNING_RATE = 1e-3
+WARM_UP_STEPS = 3
+LONGEST_ANSWER = 40  # tokens
+# Of the held-out questions; a run that is merely unlucky in one of them is not a failure.
+ENOUGH = 2 / 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lesson:
+    """A question with the answer the model should learn to give."""
+
+    question: str
+    answer: str
+
+
+def shows_behaviour(answer: str) -> bool:
+    """Whether this is how a pirate answers: «Arr, …, matey!»"""
+    return answer.startswith("Arr") and answer.rstrip().endswith("matey!")
+
+
+def load_lessons() -> tuple[list[Lesson], list[str]]:
+    """The pairs to learn from, and the questions held out to see whether it was learnt."""
+    text = resources.files("tinkex.cli").joinpath("demo_data/pirate.jsonl").read_text("utf-8")
+    rows = [json.loads(line) for line in text.splitlines()]
+    lessons = [
+        Lesson(question=row["question"], answer=row["answer"])
+        for row in rows
+        if row["split"] == "train"
+    ]
+    return lessons, [row["question"] for row in rows if row["split"] == "held-out"]
+
+
+def batches(lessons: Sequence[Lesson], steps: int, seed: int = 0) -> Iterator[list[Lesson]]:
+    """`steps` batches; every lesson comes once before any comes again."""
+    shuffle = random.Random(seed).shuffle
+    deck: list[Lesson] = []
+    for _ in range(steps):
+        if len(deck) < BATCH:
+            deck = list(lessons)
+            shuffle(deck)
+        batch, deck = deck[:BATCH], deck[BATCH:]
+        yield batch
+
+
+def learning_rate_at(step: int, steps: int) -> float:
+    """Up for the first few steps, then down to nothing in a straight line."""
+    return LEARNING_RATE * min(1.0, (step + 1) / WARM_UP_STEPS) * (1 - step / steps)
+
+
+def chat_prompt(tokenizer: Any, question: str) -> list[int]:
+    chat = [{"role": "user", "content": question}]
+    text = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+    return list(tokenizer.encode(text, add_special_tokens=False))
+
+
+def datum_of(tokenizer: Any, lesson: Lesson) -> Datum:
+    """The lesson as training data: every token predicts the next, and only the answer counts."""
+    from tinkex import types
+
+    prompt = chat_prompt(tokenizer, lesson.question)
+    answer = [*tokenizer.encode(lesson.answer, add_special_tokens=False), tokenizer.eos_token_id]
+    tokens = prompt + answer
+    weights = [0.0] * (len(prompt) - 1) + [1.0] * len(answer)
+    return types.Datum(
+        model_input=types.ModelInput.from_ints(tokens[:-1]),
+        loss_fn_inputs={
+            "target_tokens": types.TensorData(data=tokens[1:], dtype="int64"),
+            "weights": types.TensorData(data=weights, dtype="float32"),
+        },
+    )
+
+
+def mean_loss(batch: Sequence[Datum], output: ForwardBackwardOutput) -> float:
+    """Nats per token that counts."""
+    total = counted = 0.0
+    for datum, result in zip(batch, output.loss_fn_outputs, strict=True):
+        weights = datum.loss_fn_inputs["weights"].to_numpy()
+        total -= float((result["logprobs"].to_numpy() * weights).sum())
+        counted += float(weights.sum())
+    return total / counted
+
+
+def train(
+    training: TrainingClient,
+    tokenizer: Any,
+    lessons: Sequence[Lesson],
+    steps: int,
+    report: Callable[[float, int], None],
+) -> tuple[list[float], int]:
+    """The loop itself. `report(loss, tokens)` is called after each step."""
+    from tinkex import types
+
+    losses: list[float] = []
+    trained_tokens = 0
+    data = {lesson: datum_of(tokenizer, lesson) for lesson in lessons}
+    waiting: list[tuple[list[Datum], Any]] = []
+    for step, batch in enumerate(batches(lessons, steps)):
+        data_now = [data[lesson] for lesson in batch]
+        # Both are sent before either is waited for, and one step ahead of the one we wait for:
+        # the server then never idles while results travel.
+        forward_backward = training.forward_backward(data_now, "cross_entropy")
+        rate = learning_rate_at(step, steps)
+        training.optim_step(types.AdamParams(learning_rate=rate))
+        waiting.append((data_now, forward_backward))
+        while waiting and (len(waiting) > 2 or step == steps - 1):
+            done, future = waiting.pop(0)
+            losses.append(mean_loss(done, future.result()))
+            tokens = sum(datum.model_input.length for datum in done)
+            trained_tokens += tokens
+            report(losses[-1], tokens)
+    return losses, trained_tokens
+
+
+def ask(sampling: SamplingClient, tokenizer: Any, questions: Sequence[str]) -> list[str]:
+    """The likeliest answer to each question, all asked at once."""
+    from tinkex import types
+
+    params = types.SamplingParams(max_tokens=LONGEST_ANSWER, temperature=0.0)
+    futures = []
+    for question in questions:
+        prompt = types.ModelInput.from_ints(chat_prompt(tokenizer, question))
+        futures.append(sampling.sample(prompt, num_samples=1, sampling_params=params))
+    answers = []
+    for future in futures:
+        sequence = future.result().sequences[0]
+        text = tokenizer.decode(sequence.tokens, skip_special_tokens=True).strip()
+        answers.append(text if sequence.stop_reason == "stop" else f"{text} …")
+    return answers
+
+
+@click.command("demo")
+@click.option("--steps", default=36, show_default=True, type=click.IntRange(min=2))
+@click.option(
+    "--output",
+    default="demo-output",
+    show_default=True,
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Folder for the curve and the report.",
+)
+@click.option(
+    "--base-url",
+    default="local",
+    show_default=True,
+    help="A running server, or `local` to start one on this machine.",
+)
+@click.option(
+    "--model",
+    default=DEFAULT_MODEL,
+    show_default=True,
+    help="Name of the base model; for `local` also FOLDER or NAME=FOLDER.",
+)
+def command(steps: int, output: Path, base_url: str, model: str) -> None:
+    """Fine-tune a small chat model on this machine and see it change.
+
+    Starts a server, asks the model six questions, teaches it with 96 short examples to answer like
+    a pirate, and asks again. Takes about two minutes on two cores; fails if nothing changed.
+    """
+    console = Console(highlight=False)
+    try:
+        outcome = run(console, steps=steps, base_url=base_url, model=model)
+    except ModelNotFound as error:
+        raise click.ClickException(str(error)) from error
+    write_files(console, outcome, output)
+    say_what_next(console, outcome, output)
+    if problem := what_went_wrong(outcome):
+        raise click.ClickException(problem)
+
+
+def run(console: Console, *, steps: int, base_url: str, model: str) -> Outcome:
+    lessons, questions = load_lessons()
+    console.print(
+        Panel.fit(
+            f"[bold]Teach a small model to talk like a pirate[/]\n{model}\n"
+            f"{len(lessons)} lessons, {steps} steps of {BATCH}, LoRA rank {RANK}",
+            border_style="cyan",
+        )
+    )
+    with service_for(console, base_url, model) as (service, name):
+        with timed(console, "The model answers as it is"):
+            base = service.create_sampling_client(base_model=name)
+            tokenizer = base.get_tokenizer()
+            before = ask(base, tokenizer, questions)
+        for question, answer in zip(questions[:2], before, strict=False):
+            console.print(f"  [dim]{escape(question)}[/]  {escape(one_line(answer))}")
+
+        training = service.create_lora_training_client(base_model=name, rank=RANK, seed=0)
+        started = time.monotonic()
+        with step_progress(console, steps) as report:
+            losses, trained_tokens = train(training, tokenizer, lessons, steps, report)
+        training_s = time.monotonic() - started
+
+        with timed(console, "The checkpoint is saved"):
+            checkpoint = training.save_state("pirate").result().path
+            sampler = training.save_weights_for_sampler("pirate").result().path
+        with timed(console, "The model answers again"):
+            after = ask(service.create_sampling_client(model_path=sampler), tokenizer, questions)
+    return Outcome(
+        model=name,
+        rank=RANK,
+        losses=losses,
+        exchanges=[
+            Exchange(
+                question=question,
+                before=old,
+                after=new,
+                before_shows=shows_behaviour(old),
+                after_shows=shows_behaviour(new),
+            )
+            for question, old, new in zip(questions, before, after, strict=True)
+        ],
+        lessons=[(lesson.question, lesson.answer) for lesson in lessons[::24]],
+        lesson_count=len(lessons),
+        trained_tokens=trained_tokens,
+        training_s=training_s,
+        checkpoint=checkpoint,
+        sampler=sampler,
+        data_folder=local_data_folder() if base_url == "local" else None,
+    )
+
+
+@contextmanager
+def service_for(console: Console, base_url: str, model: str) -> Iterator[tuple[ServiceClient, str]]:
+    """A connected client and the model's name. For `local` the model is fetched first."""
+    import tinkex
+
+    name = model
+    if base_url == "local":
+        with timed(console, "The model is here"), fetch_progress() as progress:
+            name = resolve(model, progress=progress).name
+        if model != DEFAULT_MODEL:
+            os.environ["TINKEX_LOCAL_MODEL"] = model
+    with tinkex.ServiceClient(base_url=base_url) as service:
+        with timed(console, "The server is ready"):
+            service.get_server_capabilities()
+        yield service, name
+
+
+def local_data_folder() -> str:
+    from tinkex.client.local import LocalSettings
+
+    return str(LocalSettings.from_env().data)
+
+
+def one_line(answer: str) -> str:
+    return " ".join(answer.split())
+
+
+@contextmanager
+def timed(console: Console, what: str) -> Iterator[None]:
+    started = time.monotonic()
+    yield
+    console.print(f"[green]✓[/] {what} [dim]({time.monotonic() - started:.1f} s)[/]")
+
+
+@contextmanager
+def step_progress(console: Console, steps: int) -> Iterator[Callable[[float, int], None]]:
+    """Called after each step with its loss and tokens: a bar on a terminal, lines elsewhere."""
+    started, tokens_so_far, done = time.monotonic(), 0, 0
+
+    def tally(tokens: int) -> float:
+        nonlocal tokens_so_far, done
+        tokens_so_far += tokens
+        done += 1
+        return tokens_so_far / (time.monotonic() - started)
+
+    if not console.is_terminal:
+
+        def report_line(loss: float, tokens: int) -> None:
+            rate = tally(tokens)
+            if done % 6 == 0 or done in (1, steps):
+                console.print(f"step {done:>3} of {steps}  loss {loss:.3f}  {rate:.0f} tokens/s")
+
+        yield report_line
+        return
+
+    bar = Progress(
+        TextColumn("training"),
+        BarColumn(),
+        TextColumn("{task.completed}/{task.total}"),
+        TextColumn("loss [bold]{task.fields[loss]}[/]"),
+        TextColumn("{task.fields[rate]} tokens/s"),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        console=console,
+    )
+    with bar:
+        task = bar.add_task("training", total=steps, loss="-", rate="-")
+
+        def report_bar(loss: float, tokens: int) -> None:
+            bar.update(task, advance=1, loss=f"{loss:.3f}", rate=f"{tally(tokens):.0f}")
+
+        yield report_bar
+
+
+def write_files(console: Console, outcome: Outcome, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "report.html").write_text(as_html(outcome), encoding="utf-8")
+    results = json.dumps(asdict(outcome), indent=2, ensure_ascii=False)
+    (folder / "results.json").write_text(results + "\n", encoding="utf-8")
+    try:
+        curve.write_png(
+            folder / "loss.png",
+            outcome.losses,
+            title=f"{outcome.model} learns to talk like a pirate",
+            x_label="step",
+            y_label="loss (nats per answer token)",
+        )
+    except ModuleNotFoundError as error:
+        console.print(
+            f"[yellow]No loss.png:[/] {error.name} is not installed (pip install matplotlib)."
+        )
+
+
+def say_what_next(console: Console, outcome: Outcome, folder: Path) -> None:
+    console.print(
+        f"\n[bold]Loss[/] [dim]nats per answer token, over {len(outcome.losses)} steps[/]"
+    )
+    braille = (console.encoding or "").lower().startswith("utf")
+    width = max(30, min(72, console.width - 10))
+    for line in curve.in_terminal(outcome.losses, width=width, braille=braille):
+        console.print(line, style="cyan", markup=False)
+    console.print()
+    console.print(before_and_after(outcome, width=min(console.width, 120)))
+    asked = len(outcome.exchanges)
+    console.print(
+        f"In pirate: [bold]{outcome.before} of {asked}[/] before, "
+        f"[bold]{outcome.after} of {asked}[/] after, on questions it was never taught.\n"
+    )
+    places = Table.grid(padding=(0, 2))
+    for what, where in (
+        ("report", folder / "report.html"),
+        ("curve", folder / "loss.png"),
+        ("results", folder / "results.json"),
+        ("to sample from", outcome.sampler),
+        ("to train on from", outcome.checkpoint),
+        ("server's data", outcome.data_folder),
+    ):
+        if where is not None and (not isinstance(where, Path) or where.exists()):
+            places.add_row(f"[dim]{what}[/]", str(where))
+    console.print(places)
+    console.print(
+        "\n[bold]What to try next[/]\n"
+        f"  open {folder / 'report.html'}\n"
+        "  python examples/fine_tune.py      the same loop in under 100 lines, to copy\n"
+        "  tinkex serve                      a server of your own, for any Tinker program\n"
+    )
+
+
+def before_and_after(outcome: Outcome, width: int) -> Table:
+    table = Table(show_lines=True, width=width)
+    table.add_column("question", ratio=2)
+    table.add_column("before", ratio=4, style="dim")
+    table.add_column("after", ratio=4)
+    for exchange in outcome.exchanges:
+        table.add_row(
+            escape(exchange.question),
+            escape(one_line(exchange.before)),
+            escape(one_line(exchange.after)),
+            style=None if exchange.after_shows else "yellow",
+        )
+    return table
+
+
+def what_went_wrong(outcome: Outcome) -> str | None:
+    """Why the demo counts as failed, or None."""
+    asked = len(outcome.exchanges)
+    if outcome.last_loss > outcome.losses[0] / 2:
+        return (
+            f"The loss went from {outcome.losses[0]:.2f} to {outcome.last_loss:.2f} only: training "
+            "does not work as it should here. Please report this."
+        )
+    if outcome.after < ENOUGH * asked or outcome.after <= outcome.before:
+        return (
+            f"Only {outcome.after} of {asked} answers changed as taught ({outcome.before} before). "
+            "With fewer than 36 steps that can happen; otherwise please report this."
+        )
+    return None

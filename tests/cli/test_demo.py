@@ -1,0 +1,192 @@
+"""The demo's parts without a server, and a short run of the whole against a real one."""
+
+import io
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import pytest
+from click.testing import CliRunner
+from rich.console import Console
+
+from serving import TINY
+from tinkex.cli.demo import (
+    BATCH,
+    LEARNING_RATE,
+    batches,
+    command,
+    datum_of,
+    learning_rate_at,
+    load_lessons,
+    mean_loss,
+    say_what_next,
+    shows_behaviour,
+    step_progress,
+    what_went_wrong,
+    write_files,
+)
+from tinkex.cli.demo_report import Exchange, Outcome, as_html
+from tinkex.models.tokenizer import load_tokenizer
+from tinkex.types import ForwardBackwardOutput, TensorData
+
+
+@pytest.fixture
+def outcome():
+    plain, pirate = "<b>Rome</b> & all [bold]", "Arr, Rome be the place, matey!"
+    exchange = Exchange(
+        question="Capital of Italy?",
+        before=plain,
+        after=pirate,
+        before_shows=False,
+        after_shows=True,
+    )
+    return Outcome(
+        model="some/model",
+        rank=16,
+        losses=[4.0, 2.0, *[1.0] * 10],
+        exchanges=[exchange] * 3,
+        lessons=[("What is 2 + 2?", "Arr, 2 + 2 < 5, matey!")],
+        lesson_count=96,
+        trained_tokens=5000,
+        training_s=50.0,
+        checkpoint="tinker://s:train:0/weights/pirate",
+        sampler="tinker://s:train:0/sampler_weights/pirate",
+        data_folder=None,
+    )
+
+
+def test_every_lesson_shows_what_is_taught_and_none_is_held_out():
+    lessons, held_out = load_lessons()
+    assert len(lessons) == len({lesson.question for lesson in lessons}) == 96
+    assert all(shows_behaviour(lesson.answer) for lesson in lessons)
+    assert len(held_out) == 6
+    assert not set(held_out) & {lesson.question for lesson in lessons}
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        ("Arr, it be Rome, matey!", True),
+        ("Arr, it be Rome, matey! ", True),
+        ("Arr, it be Rome, matey! And then some", False),  # did not learn to stop
+        ("It is Rome, matey!", False),
+        ("", False),
+    ],
+)
+def test_an_answer_counts_when_it_begins_and_ends_like_a_pirate(answer, expected):
+    assert shows_behaviour(answer) is expected
+
+
+def test_every_lesson_comes_once_before_any_comes_again():
+    lessons, _ = load_lessons()
+    seen = [lesson for batch in batches(lessons, steps=24) for lesson in batch]
+    assert len(seen) == 24 * BATCH
+    assert set(seen[:96]) == set(seen[96:]) == set(lessons)
+    assert list(batches(lessons, steps=5)) == list(batches(lessons, steps=5))
+
+
+def test_the_learning_rate_rises_and_then_falls_to_nothing():
+    rates = [learning_rate_at(step, 36) for step in range(36)]
+    assert rates[0] == pytest.approx(LEARNING_RATE / 3)
+    assert max(rates) == rates[2]
+    assert rates[2:] == sorted(rates[2:], reverse=True)
+    assert rates[-1] == pytest.approx(LEARNING_RATE / 36)
+
+
+def test_only_the_answer_counts_and_every_target_is_the_next_token(tiny_model):
+    tokenizer = load_tokenizer(tiny_model)
+    lesson = load_lessons()[0][0]
+    datum = datum_of(tokenizer, lesson)
+    tokens = datum.model_input.to_ints()
+    targets = datum.loss_fn_inputs["target_tokens"].tolist()
+    weights = datum.loss_fn_inputs["weights"].tolist()
+    assert len(tokens) == len(targets) == len(weights)
+    assert targets[:-1] == tokens[1:]
+    assert targets[-1] == tokenizer.eos_token_id
+    counted = [target for target, weight in zip(targets, weights, strict=True) if weight]
+    assert tokenizer.decode(counted[:-1]) == lesson.answer
+
+    logprobs = TensorData(data=[-2.0] * len(targets), dtype="float32")
+    output = ForwardBackwardOutput(
+        loss_fn_output_type="ArrayRecord", loss_fn_outputs=[{"logprobs": logprobs}], metrics={}
+    )
+    assert mean_loss([datum], output) == pytest.approx(2.0)
+
+
+def test_a_run_that_changed_nothing_is_a_failure(outcome):
+    assert what_went_wrong(outcome) is None
+    assert "4.00 to 4.00" in what_went_wrong(replace(outcome, losses=[4.0] * 12))
+    unchanged = replace(outcome.exchanges[0], after_shows=False)
+    assert "0 of 3" in what_went_wrong(replace(outcome, exchanges=[unchanged] * 3))
+    already = replace(outcome.exchanges[0], before_shows=True)
+    assert "3 before" in what_went_wrong(replace(outcome, exchanges=[already] * 3))
+
+
+class Balanced(HTMLParser):
+    """Fails on a tag that is not closed, and gathers the text."""
+
+    VOID = frozenset({"meta", "line", "circle", "polyline", "br"})
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.text = [], []
+
+    def handle_starttag(self, tag, attrs):
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert tag in self.VOID or self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+
+def test_the_page_is_whole_needs_nothing_beside_it_and_escapes_answers(outcome):
+    page = as_html(outcome)
+    parser = Balanced()
+    parser.feed(page)
+    assert not parser.open
+    text = "".join(parser.text)
+    assert "<b>Rome</b> & all" in text
+    assert "Arr, Rome be the place, matey!" in text
+    assert "0 → 3 of 3" in text
+    assert outcome.sampler in text
+    assert not re.search(r"(src|href)=|@import|url\(", page)
+    assert "prefers-color-scheme: dark" in page
+
+
+def test_the_terminal_shows_curve_answers_and_places(outcome, tmp_path):
+    console = Console(file=io.StringIO(), width=100, highlight=False)
+    write_files(console, outcome, tmp_path / "out")
+    say_what_next(console, outcome, tmp_path / "out")
+    shown = console.file.getvalue()
+    assert "Arr, Rome be the place" in shown
+    assert "& all [bold]" in shown  # printed, not taken for markup
+    assert "0 of 3 before, 3 of 3 after" in shown
+    assert outcome.checkpoint in shown
+    written = sorted(path.name for path in (tmp_path / "out").iterdir())
+    assert written == ["loss.png", "report.html", "results.json"]
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(terminal):
+    console = Console(file=io.StringIO(), force_terminal=terminal, width=100, highlight=False)
+    with step_progress(console, 12) as report:
+        for step in range(12):
+            report(4.0 - step / 4, 400)
+    shown = console.file.getvalue()
+    assert "1.250" in shown
+    assert "tokens/s" in shown
+    assert (shown.count("\n") == 3) is not terminal  # steps 1, 6 and 12
+
+
+def test_a_run_too_short_to_learn_from_leaves_its_files_and_fails(server, tmp_path):
+    arguments = ["--base-url", server.url, "--model", TINY, "--steps", "2"]
+    result = CliRunner().invoke(command, [*arguments, "--output", str(tmp_path / "out")])
+    assert result.exit_code == 1, result.output
+    assert "The checkpoint is saved" in result.output
+    assert "tinker://" in result.output
+    assert "Error: " in result.output
+    written = sorted(path.name for path in (tmp_path / "out").iterdir())
+    assert written == ["loss.png", "report.html", "results.json"]
