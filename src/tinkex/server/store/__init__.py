@@ -1,0 +1,22 @@
+"""Rows and files: the only room that speaks SQL. Knows nothing of HTTP or of engines."""
+
+from tinkex.server.store.checkpoints import Checkpoints, Version
+from tinkex.server.store.requests import Accepted, NewRequest, RequestRow, Requests, Status
+from tinkex.server.store.runs import Model, Runs, Sampler, Session
+from tinkex.server.store.store import Store, open_store
+
+__all__ = [
+    "Accepted",
+    "Checkpoints",
+    "Model",
+    "NewRequest",
+    "RequestRow",
+    "Requests",
+    "Runs",
+    "Sampler",
+    "Session",
+    "Status",
+    "Store",
+    "Version",
+    "open_store",
+]

@@ -1,0 +1,75 @@
+"""`tinkex serve`: the server, in the foreground, until it is told to stop."""
+
+import sys
+from typing import Any
+
+import click
+
+from tinkex.cli.group import CommandFailed, needs
+
+
+@click.command("serve")
+@click.argument("models", nargs=-1, metavar="[NAME|FOLDER|NAME=FOLDER]...")
+@click.option("--host", help="Address to listen on.  [default: 127.0.0.1]")
+@click.option("--port", type=int, help="Port to listen on; 0 picks a free one.  [default: 8000]")
+@click.option(
+    "--data",
+    metavar="DIR",
+    help="Folder of everything the server keeps.  [default: ~/.local/share/tinkex]",
+)
+@click.option("--db", metavar="URL", help="Database.  [default: SQLite in the data folder]")
+@click.option(
+    "--storage", metavar="URL", help="Payloads, results, checkpoints.  [default: the data folder]"
+)
+@click.option("--device", help="cpu, cuda, cuda:1, …  [default: auto]")
+@click.option(
+    "--dtype",
+    type=click.Choice(["auto", "float32", "bfloat16"]),
+    help="Numbers of the base model.  [default: auto]",
+)
+@click.option(
+    "--executor", type=click.Choice(["local"]), help="Where engines run.  [default: local]"
+)
+@click.option("--threads", type=int, help="Threads an engine computes with.  [default: its choice]")
+@click.option("--deterministic", is_flag=True, default=None, help="Same requests, same bits.")
+def command(models: tuple[str, ...], **flags: Any) -> None:
+    """Serve models to every Tinker client on this machine.
+
+    Without a name, a small chat model is served. Prints one line when it can take work:
+
+        tinkex ready at http://HOST:PORT
+
+    Every option can be set as TINKEX_<OPTION> in the environment; options win.
+    """
+    try:
+        from tinkex.models.resolve import ModelNotFound
+        from tinkex.server.run import StartFailed, run
+        from tinkex.server.settings import Settings, SettingsError
+    except ModuleNotFoundError as error:
+        raise needs(error, "`tinkex serve`", "all") from error
+    _check_parts()
+    try:
+        settings = Settings.from_sources({"models": models or None, **flags})
+        status = run(settings, announce=lambda line: print(line, flush=True))
+    except SettingsError as error:
+        raise CommandFailed(str(error), hint=error.hint) from error
+    except (ModelNotFound, StartFailed) as error:
+        raise CommandFailed(str(error)) from error
+    sys.exit(status)
+
+
+def _check_parts() -> None:
+    """The server's and the engine's packages are used by other processes: look before starting."""
+    import importlib.util
+
+    for package in (
+        "alembic",
+        "fastapi",
+        "fsspec",
+        "sqlalchemy",
+        "uvicorn",
+        "torch",
+        "transformers",
+    ):
+        if importlib.util.find_spec(package) is None:
+            raise needs(ModuleNotFoundError(name=package), "`tinkex serve`", "all")

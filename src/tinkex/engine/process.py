@@ -1,0 +1,314 @@
+"""
+An engine as a process: orders come in over a socket, reports go out. Knows no SQL and no HTTP.
+
+    python -m tinkex.engine.process --fd N --name NAME --folder FOLDER
+
+One thread reads, so that a hung-up web process ends this one at once, whatever it computes; saves
+are written whole or not at all. The other computes in turns: admit samples, one decode burst, at
+most one training operation or part of a pass, again. Nobody waits for somebody else's whole step.
+"""
+
+import argparse
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import queue
+import secrets
+import socket
+import sys
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from tinkex.engine import Engine, EngineSettings
+from tinkex.engine.training import Pass
+from tinkex.wire import frames
+from tinkex.wire.codec import decode_json, encode_json
+from tinkex.wire.errors import UserFailure
+from tinkex.wire.proto import frames_pb2
+from tinkex.wire.protobuf import (
+    decode_forward_backward_request,
+    encode_forward_backward_output,
+    encode_sample_response,
+)
+from tinkex.wire.sampling import SampleRequest
+from tinkex.wire.training import (
+    LoraConfig,
+    OptimStepRequest,
+    OptimStepResponse,
+    optimizer_config_from,
+)
+
+log = logging.getLogger("tinkex.engine.process")
+
+
+class Wire:
+    """The socket to the web process."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._socket = socket.socket(fileno=descriptor)
+        self.inbox: queue.SimpleQueue[frames.Order] = queue.SimpleQueue()
+
+    def listen(self) -> None:
+        """Read orders for ever, in a thread of its own."""
+        threading.Thread(target=self._read, name="tinkex-orders", daemon=True).start()
+
+    def send(self, report: frames.Report) -> None:
+        try:
+            self._socket.sendall(frames.frame(report))
+        except OSError:
+            _leave()
+
+    def _read(self) -> None:
+        with self._socket.makefile("rb") as stream:
+            while head := stream.read(frames.LENGTH.size):
+                body = stream.read(frames.body_length(head))
+                self.inbox.put(frames.Order.FromString(body))
+        _leave()
+
+
+def _leave() -> None:
+    """The web process is gone, so nobody can hear an answer: stop in the middle of anything."""
+    os._exit(0)
+
+
+@dataclass(slots=True)
+class Job:
+    """A training order and how far it has come."""
+
+    order: frames.Order
+    running: Pass | None = None
+    compute_s: float = 0.0
+
+
+class Worker:
+    """The computing thread: an engine and what waits for it."""
+
+    def __init__(self, engine: Engine, wire: Wire, *, turn_file: Path | None) -> None:
+        self._engine = engine
+        self._wire = wire
+        self._turn_file = turn_file
+        #: Training orders of each model, models in the order of their last turn.
+        self._training: OrderedDict[str, deque[Job]] = OrderedDict()
+        self._sample_began_s: dict[int, float] = {}
+
+    def run(self) -> None:
+        while True:
+            self._admit()
+            with _turn(self._turn_file):
+                if self._engine.sampling:
+                    self._decode()
+                if self._training:
+                    self._train_once()
+
+    def _admit(self) -> None:
+        """Take in everything that has arrived; wait only when there is nothing else to do."""
+        idle = not self._engine.sampling and not self._training
+        with contextlib.suppress(queue.Empty):
+            self._sort(self._wire.inbox.get(block=idle))
+            while True:
+                self._sort(self._wire.inbox.get_nowait())
+
+    def _sort(self, order: frames.Order) -> None:
+        match order.WhichOneof("work"):
+            case "sample":
+                self._submit(order)
+            case "cancel":
+                self._engine.cancel(order.cancel.sample_ticket)
+                self._sample_began_s.pop(order.cancel.sample_ticket, None)
+            case str(work):
+                model_id = getattr(order, work).model_id
+                self._training.setdefault(model_id, deque()).append(Job(order))
+            case None:
+                self._wire.send(_failed(order.ticket, ValueError("an order without work")))
+
+    def _submit(self, order: frames.Order) -> None:
+        folder = order.sample.adapter_folder
+        try:
+            request = decode_json(SampleRequest, _bytes(order.sample.payload))
+            self._sample_began_s[order.ticket] = time.perf_counter()
+            self._engine.submit(order.ticket, request, adapter=Path(folder) if folder else None)
+        except Exception as error:  # noqa: BLE001  every failure is an answer to one order
+            self._sample_began_s.pop(order.ticket, None)
+            self._wire.send(_failed(order.ticket, error))
+
+    def _decode(self) -> None:
+        for finished in self._engine.advance():
+            began_s = self._sample_began_s.pop(finished.ticket, time.perf_counter())
+            outcome = finished.outcome
+            if isinstance(outcome, Exception):
+                self._wire.send(_failed(finished.ticket, outcome))
+            else:
+                result = encode_sample_response(outcome)
+                self._wire.send(_done(finished.ticket, result, time.perf_counter() - began_s))
+
+    def _train_once(self) -> None:
+        """One operation, or one part of a pass, of the model whose last turn is longest ago."""
+        model_id, waiting = self._training.popitem(last=False)
+        job = waiting[0]
+        began_s = time.perf_counter()
+        try:
+            result = self._train(job)
+        except Exception as error:  # noqa: BLE001  every failure is an answer to one order
+            self._wire.send(_failed(job.order.ticket, error))
+        else:
+            job.compute_s += time.perf_counter() - began_s
+            if result is None:
+                self._training[model_id] = waiting
+                return
+            self._wire.send(_done(job.order.ticket, result, job.compute_s))
+        waiting.popleft()
+        if waiting:
+            self._training[model_id] = waiting
+
+    def _train(self, job: Job) -> bytes | None:
+        """What came of an order, or None when a pass has parts left."""
+        engine = self._engine
+        order = job.order
+        match order.WhichOneof("work"):
+            case "create":
+                self._create(order.create)
+            case "run_pass":
+                return self._run_pass(job)
+            case "optim_step":
+                return self._optim_step(order.optim_step)
+            case "save":
+                save = order.save
+                folder = Path(save.folder)
+                folder.parent.mkdir(parents=True, exist_ok=True)
+                size_bytes = engine.save(save.model_id, folder, optimizer=save.optimizer)
+                return json.dumps({"size_bytes": size_bytes}).encode()
+            case "load":
+                load = order.load
+                engine.load(load.model_id, Path(load.folder), optimizer=load.optimizer)
+            case "clear_gradients":
+                engine.clear_gradients(order.clear_gradients.model_id)
+            case "drop":
+                if engine.has(order.drop.model_id):
+                    engine.drop(order.drop.model_id)
+        return b"{}"
+
+    def _run_pass(self, job: Job) -> bytes | None:
+        if job.running is None:
+            order = job.order.run_pass
+            request, _ = decode_forward_backward_request(_bytes(order.payload))
+            job.running = self._engine.begin_pass(
+                order.model_id, request.forward_backward_input, backward=order.backward
+            )
+        if job.running.step():
+            return None
+        return encode_forward_backward_output(job.running.output())
+
+    def _create(self, create: frames_pb2.Create) -> None:
+        # A model that is built again from its log starts from nothing.
+        if self._engine.has(create.model_id):
+            self._engine.drop(create.model_id)
+        lora = decode_json(LoraConfig, create.lora_config)
+        optimizer = optimizer_config_from(json.loads(create.optimizer_config))
+        self._engine.create(create.model_id, lora, optimizer)
+
+    def _optim_step(self, work: frames_pb2.OptimStep) -> bytes:
+        try:
+            request = decode_json(OptimStepRequest, _bytes(work.payload))
+            metrics = self._engine.optim_step(work.model_id, request.optim_params)
+        except UserFailure:
+            # A refused step takes the gradients with it: left behind, they would be added to
+            # the next batch's, or, when they are not finite, stop the model for good.
+            self._engine.clear_gradients(work.model_id)
+            raise
+        return encode_json(OptimStepResponse(metrics=metrics))
+
+
+def _bytes(payload: frames_pb2.Payload) -> bytes:
+    if payload.WhichOneof("source") == "file":
+        return Path(payload.file).read_bytes()
+    return payload.inline
+
+
+def _done(ticket: int, result: bytes, compute_s: float) -> frames.Report:
+    return frames.Report(ticket=ticket, done=frames_pb2.Done(result=result, compute_s=compute_s))
+
+
+def _failed(ticket: int, error: Exception) -> frames.Report:
+    """What cannot be done is the user's to read; everything else is a bug with a number."""
+    if isinstance(error, UserFailure):
+        failed = frames_pb2.Failed(category="user", message=str(error))
+    else:
+        bug = secrets.token_hex(4)
+        log.error("engine bug %s", bug, exc_info=error)
+        failed = frames_pb2.Failed(
+            category="server",
+            message=f"the engine failed unexpectedly ({type(error).__name__}: {error}). "
+            f"The server's log has the details under the id {bug}.",
+        )
+    return frames.Report(ticket=ticket, failed=failed)
+
+
+@contextlib.contextmanager
+def _turn(file: Path | None) -> Iterator[None]:
+    """Hold the turn that engines on one processor share; the system frees it if we die."""
+    if file is None:
+        yield
+        return
+    with file.open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        yield
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--fd", type=int, required=True)
+    parser.add_argument("--name", required=True)
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--deterministic", action="store_true")
+    parser.add_argument("--turn-file", type=Path)
+    options = parser.parse_args()
+    logging.basicConfig(
+        stream=sys.stderr, level=logging.INFO, format="%(asctime)s engine %(message)s"
+    )
+    wire = Wire(options.fd)
+    wire.listen()
+    log.info("loading %s from %s", options.name, options.folder)
+    began_s = time.perf_counter()
+    try:
+        engine = Engine(
+            EngineSettings(
+                name=options.name,
+                folder=options.folder,
+                device=options.device,
+                dtype=options.dtype,
+                threads=options.threads or None,
+                deterministic=options.deterministic,
+            )
+        )
+    except Exception as error:
+        log.exception("%s cannot be loaded", options.name)
+        refused = frames_pb2.Refused(message=f"{options.name} cannot be loaded: {error}")
+        wire.send(frames.Report(refused=refused))
+        return
+    log.info("loaded %s in %.1f s", options.name, time.perf_counter() - began_s)
+    facts = engine.facts
+    wire.send(
+        frames.Report(
+            ready=frames_pb2.Ready(
+                arch=facts.arch,
+                max_context_length=facts.max_context_length,
+                vocab_size=facts.vocab_size,
+                device=str(facts.device),
+                dtype=str(facts.dtype),
+            )
+        )
+    )
+    Worker(engine, wire, turn_file=options.turn_file).run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""Saving and loading, as steps of a model; and what a checkpoint is made of."""
+
+import secrets
+import time
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tinkex.server.api.accept import row_of
+from tinkex.server.api.auth import owner_of
+from tinkex.server.api.context import Context, answer, context_of, describe, read_body, read_json
+from tinkex.server.api.errors import Refusal
+from tinkex.server.api.training import NumberedStep, accept_step, step_address
+from tinkex.server.plan import Kind
+from tinkex.server.saving import no_checkpoint
+from tinkex.server.store import Model, NewRequest
+from tinkex.wire.base import StrictModel
+from tinkex.wire.checkpoints import (
+    LoadWeightsRequest,
+    SaveWeightsForSamplerRequest,
+    SaveWeightsRequest,
+    WeightsInfoResponse,
+)
+from tinkex.wire.codec import decode_json
+from tinkex.wire.errors import WireError
+from tinkex.wire.futures import UntypedAPIFuture
+from tinkex.wire.training import optimizer_config_from
+
+router = APIRouter(prefix="/api/v1", tags=["checkpoints"])
+
+
+class WeightsInfoRequest(StrictModel):
+    tinker_path: str
+
+
+@router.post("/save_weights", openapi_extra=dict(describe(SaveWeightsRequest)))
+async def save_weights(request: Request) -> Response:
+    return await _step(request, SaveWeightsRequest, Kind.SAVE_WEIGHTS)
+
+
+@router.post(
+    "/save_weights_for_sampler", openapi_extra=dict(describe(SaveWeightsForSamplerRequest))
+)
+async def save_weights_for_sampler(request: Request) -> Response:
+    return await _step(request, SaveWeightsForSamplerRequest, Kind.SAVE_FOR_SAMPLER)
+
+
+@router.post("/load_weights", openapi_extra=dict(describe(LoadWeightsRequest)))
+async def load_weights(request: Request) -> Response:
+    """Into a model there is (`model_id`, `seq_id`), or a new one (`session_id`, `model_seq_id`)."""
+    body = await read_body(request)
+    asked = decode_json(LoadWeightsRequest, body)
+    context = context_of(request)
+    if asked.model_id is None and asked.session_id is not None:
+        return await _create_from(request, context, asked, body)
+    if asked.model_id is None:
+        raise WireError.at(
+            ("model_id",), "give `model_id` and `seq_id`, or `session_id` and `model_seq_id`."
+        )
+    model = await context.model(request, asked.model_id)
+    return await accept_step(request, context, model, Kind.LOAD_WEIGHTS, asked.seq_id, body)
+
+
+async def _step(request: Request, message: type[NumberedStep], kind: Kind) -> Response:
+    body = await read_body(request)
+    model_id, seq_id = step_address(message, body)
+    context = context_of(request)
+    model = await context.model(request, model_id)
+    return await accept_step(request, context, model, kind, seq_id, body)
+
+
+async def _create_from(
+    request: Request, context: Context, asked: LoadWeightsRequest, body: bytes
+) -> Response:
+    """A new model whose step 0 is this load."""
+    session = await context.open_session(request, asked.session_id or "")
+    if asked.model_seq_id is None or asked.model_seq_id < 0:
+        raise WireError.at(("model_seq_id",), "a number from 0 is needed.", "missing")
+    source = await _saved_by(request, context, asked.path)
+    if asked.base_model is not None:
+        named = context.base_model(asked.base_model)
+        if named.name != source.base_model:
+            raise Refusal(
+                400, f"{asked.path} is an adapter of {source.base_model}, not of {named.name}."
+            )
+    optimizer = asked.optimizer_config
+    model = Model(
+        model_id=f"{session.session_id}:train:{asked.model_seq_id}",
+        owner=session.owner,
+        session_id=session.session_id,
+        base_model=context.base_model(source.base_model).name,
+        lora_config={**source.lora_config, "seed": secrets.randbits(31)},
+        optimizer_config=optimizer.model_dump() if optimizer else source.optimizer_config,
+        user_metadata=asked.user_metadata,
+        created_s=time.time(),
+    )
+    new = NewRequest(
+        owner=model.owner,
+        kind=Kind.LOAD_WEIGHTS,
+        base_model=model.base_model,
+        payload=body,
+        session_id=session.session_id,
+        model_id=model.model_id,
+        seq_id=0,
+    )
+    first = await context.store.runs.create_model(
+        model=model, model_seq_id=asked.model_seq_id, request=new
+    )
+    if first.is_new:
+        context.dispatcher.expect(
+            first.request_id, owner=model.owner, base_model=model.base_model, payload=body
+        )
+        await context.dispatcher.step(row_of(new, first))
+    return answer(UntypedAPIFuture(request_id=first.request_id, model_id=model.model_id))
+
+
+@router.post("/weights_info", openapi_extra=dict(describe(WeightsInfoRequest)))
+async def weights_info(request: Request) -> Response:
+    asked = await read_json(request, WeightsInfoRequest)
+    source = await _saved_by(request, context_of(request), asked.tinker_path)
+    lora = source.lora_config
+    return answer(
+        WeightsInfoResponse(
+            base_model=source.base_model,
+            optimizer_config=optimizer_config_from(source.optimizer_config),
+            is_lora=True,
+            lora_rank=lora["rank"],
+            train_unembed=lora["train_unembed"],
+            train_mlp=lora["train_mlp"],
+            train_attn=lora["train_attn"],
+        )
+    )
+
+
+async def _saved_by(request: Request, context: Context, path: str) -> Model:
+    """The model that a checkpoint was saved from."""
+    version = await context.store.checkpoints.find(path, owner=owner_of(request))
+    if version is None:
+        raise Refusal(404, no_checkpoint(path))
+    return await context.model(request, version.model_id)

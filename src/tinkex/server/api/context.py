@@ -1,0 +1,152 @@
+"""What every route needs: the parts of the server, and look-ups that know the owner."""
+
+import re
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tinkex.server.api.auth import owner_of
+from tinkex.server.api.errors import Refusal, missing
+from tinkex.server.dispatch import Dispatcher
+from tinkex.server.executor import Executor, ServedModel
+from tinkex.server.futures import Futures
+from tinkex.server.settings import Settings
+from tinkex.server.store import Model, Sampler, Session, Store
+from tinkex.wire.codec import JSON_TYPE, decode_json, decompress, encode_json
+from tinkex.wire.dialect import Dialect
+from tinkex.wire.errors import TooLarge
+
+T = TypeVar("T")
+
+# A client that has begun to send would read a refusal as a broken connection and try again for
+# minutes; so a body that is too large is swallowed first, up to so many times the limit.
+SWALLOWED = 8
+MOST_CACHED = 10_000
+
+_SDK_AGENT = re.compile(r"AsyncTinker/Python (\S+)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Context:
+    """The parts of one server."""
+
+    settings: Settings
+    store: Store
+    executor: Executor
+    futures: Futures
+    dispatcher: Dispatcher
+    _sessions: dict[str, Session] = field(default_factory=dict)
+    _models: dict[str, Model] = field(default_factory=dict)
+    _samplers: dict[str, Sampler] = field(default_factory=dict)
+
+    async def session(self, request: Request, session_id: str) -> Session:
+        session = await _cached(self._sessions, session_id, self.store.runs.session)
+        if session is None or session.owner != owner_of(request):
+            raise missing("session", session_id, "Create one with create_session.")
+        return session
+
+    async def open_session(self, request: Request, session_id: str) -> Session:
+        """The session, for something new in it."""
+        session = await self.session(request, session_id)
+        if session.finished_s is not None:
+            raise Refusal(
+                410, f"session {session_id} was finished by its client. Create a new session."
+            )
+        return session
+
+    def forget_session(self, session_id: str) -> None:
+        """Its row has changed."""
+        self._sessions.pop(session_id, None)
+
+    async def model(self, request: Request, model_id: str) -> Model:
+        model = await _cached(self._models, model_id, self.store.runs.model)
+        if model is None or model.owner != owner_of(request):
+            raise missing("model", model_id, "Create one with create_model.")
+        return model
+
+    async def sampler(self, request: Request, sampling_session_id: str) -> Sampler:
+        sampler = await _cached(self._samplers, sampling_session_id, self.store.runs.sampler)
+        if sampler is None or sampler.owner != owner_of(request):
+            raise missing(
+                "sampling session", sampling_session_id, "Create one with create_sampling_session."
+            )
+        return sampler
+
+    def base_model(self, name: str) -> ServedModel:
+        """The served model of this name; a `:suffix` is cut off unless it is served itself."""
+        served = {model.name: model for model in self.executor.served}
+        found = served.get(name) or served.get(name.partition(":")[0])
+        if found is None:
+            names = ", ".join(sorted(served))
+            raise Refusal(
+                400,
+                f"base model {name[:200]!r} is not served here. Served: {names}. To add it, "
+                "start the server with `tinkex serve NAME=FOLDER`.",
+            )
+        return found
+
+
+def context_of(request: Request) -> Context:
+    context: Context = request.app.state.context
+    return context
+
+
+async def read_body(request: Request) -> bytes:
+    """The body, unpacked, within the limits."""
+    settings = context_of(request).settings
+    limit = settings.max_body_bytes
+    body = bytearray()
+    total = 0
+    async for part in request.stream():
+        total += len(part)
+        if total <= limit:
+            body += part
+        elif total > limit * SWALLOWED:
+            break
+    if total > limit:
+        raise TooLarge(
+            f"the body has {total} bytes or more, and {limit} are allowed. Send fewer or shorter "
+            "examples in one request, or start the server with a larger TINKEX_MAX_BODY_BYTES."
+        )
+    encoding = request.headers.get("content-encoding")
+    return decompress(bytes(body), encoding, max_bytes=settings.max_decoded_bytes)
+
+
+async def read_json(request: Request, message: type[T]) -> T:
+    """The body as a wire type."""
+    return decode_json(message, await read_body(request))
+
+
+def answer(message: Any, status: int = 200) -> Response:
+    return Response(encode_json(message), status, media_type=JSON_TYPE)
+
+
+def dialect_of(request: Request, session: Session | None) -> Dialect:
+    """What the client understands: by what its session said, else by its User-Agent."""
+    if session is not None and session.sdk_version is not None:
+        return Dialect.of(session.sdk_version)
+    agent = _SDK_AGENT.match(request.headers.get("user-agent", ""))
+    return Dialect.of(agent[1] if agent else None)
+
+
+def describe(message: type[Any]) -> Mapping[str, Any]:
+    """OpenAPI for a route that reads its body itself; the schema is added with the others."""
+    schema = {"$ref": f"#/components/schemas/{message.__name__}"}
+    return {"requestBody": {"required": True, "content": {JSON_TYPE: {"schema": schema}}}}
+
+
+async def _cached(
+    cache: dict[str, T], key: str, read: Callable[[str], Awaitable[T | None]]
+) -> T | None:
+    """Rows that never change, or whose change is announced; forgotten all at once when many."""
+    if (found := cache.get(key)) is not None:
+        return found
+    row = await read(key)
+    if row is not None:
+        if len(cache) >= MOST_CACHED:
+            cache.clear()
+        cache[key] = row
+    return row

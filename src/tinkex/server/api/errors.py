@@ -1,0 +1,95 @@
+"""
+From what went wrong to what the client sees: the one table.
+
+* 400  sound, and refused: the detail says what is allowed
+* 404  no such thing, or not this owner's
+* 410  the session was finished
+* 413  too large
+* 422  malformed: the detail lists each field with its path
+* 500  a bug, with an id that is in the log
+
+Work that was accepted and then failed is not here: that arrives through its future.
+"""
+
+import logging
+import secrets
+from typing import Any
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from tinkex.server.futures import UnknownRequest
+from tinkex.wire.errors import TooLarge, UserFailure, WireError
+
+log = logging.getLogger("tinkex.server.api")
+
+
+class Refusal(Exception):
+    """A request that is answered with a status and a reason."""
+
+    def __init__(self, status: int, detail: Any) -> None:
+        super().__init__(str(detail))
+        self.status = status
+        self.detail = detail
+
+
+def missing(what: str, name: str, advice: str) -> Refusal:
+    """Nothing has this name, or it is not for this owner: the same answer."""
+    return Refusal(404, f"there is no {what} {name[:200]!r} on this server. {advice}")
+
+
+def refused(_request: Request, error: Exception) -> Response:
+    if not isinstance(error, Refusal):
+        raise error
+    return JSONResponse({"detail": error.detail}, error.status)
+
+
+def malformed(_request: Request, error: Exception) -> Response:
+    if not isinstance(error, WireError):
+        raise error
+    status = 413 if isinstance(error, TooLarge) else 422
+    return JSONResponse({"detail": error.detail()}, status)
+
+
+def cannot(_request: Request, error: Exception) -> Response:
+    # Steps and samples never get here: theirs become failed futures.
+    return JSONResponse({"detail": str(error)}, 400)
+
+
+def unknown_request(_request: Request, error: Exception) -> Response:
+    detail = (
+        f"there is no request {str(error)[:200]!r} on this server. It may belong to another "
+        "server, another data folder or another owner; submit the work again."
+    )
+    return JSONResponse({"detail": detail}, 404)
+
+
+def by_status(request: Request, error: Exception) -> Response:
+    """What the router itself refuses: unknown paths and methods."""
+    if not isinstance(error, HTTPException):
+        raise error
+    detail: Any = error.detail
+    if error.status_code == 404:
+        detail = (
+            f"this server has no {request.method} {request.url.path[:200]}. Routes are listed at "
+            "/docs; clients expect them below /api/v1 of the base URL."
+        )
+    return JSONResponse({"detail": detail}, error.status_code, headers=error.headers)
+
+
+def bug(request: Request, error: Exception) -> Response:
+    number = secrets.token_hex(4)
+    log.error("bug %s in %s %s", number, request.method, request.url.path, exc_info=error)
+    detail = f"the server failed unexpectedly; its log has the details under the id {number}."
+    return JSONResponse({"detail": detail}, 500)
+
+
+HANDLERS: dict[Any, Any] = {
+    Refusal: refused,
+    WireError: malformed,
+    UserFailure: cannot,
+    UnknownRequest: unknown_request,
+    HTTPException: by_status,
+    Exception: bug,
+}

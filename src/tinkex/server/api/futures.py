@@ -1,0 +1,98 @@
+"""Asking for a promised result: a poll is held until the result is there, or about 30 s."""
+
+import asyncio
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tinkex.server.api.auth import owner_of
+from tinkex.server.api.context import Context, answer, context_of, describe, dialect_of, read_json
+from tinkex.server.futures import Settled
+from tinkex.server.plan import PASSES, Kind
+from tinkex.wire.codec import JSON_TYPE, PROTOBUF_TYPE, encode_json
+from tinkex.wire.dialect import Dialect, wants_protobuf
+from tinkex.wire.errors import RequestErrorCategory, UserFailure
+from tinkex.wire.futures import (
+    CancelFutureRequest,
+    CompleteMetadata,
+    FutureRetrieveRequest,
+    RequestFailedResponse,
+    TryAgainResponse,
+)
+from tinkex.wire.protobuf import decode_forward_backward_output, decode_sample_response
+
+router = APIRouter(prefix="/api/v1", tags=["futures"])
+
+PROTOBUF_RESULTS = PASSES | {Kind.SAMPLE}
+# Smaller results are put into JSON where they are: moving to a thread would cost more.
+INLINE_ENCODE_BYTES = 64 * 1024
+
+
+async def retrieve_future(request: Request) -> Response:
+    asked = await read_json(request, FutureRetrieveRequest)
+    context = context_of(request)
+    settled = await context.futures.wait(
+        asked.request_id, owner=owner_of(request), within_s=context.settings.long_poll_s
+    )
+    if settled is None:
+        return _try_again(context, asked.request_id)
+    if settled.error is not None:
+        category = RequestErrorCategory.parse(settled.category)
+        context.store.requests.fetched(asked.request_id)
+        return answer(RequestFailedResponse(error=settled.error, category=category))
+    size = len(settled.result)
+    if asked.allow_metadata_only and size > context.settings.metadata_only_bytes:
+        return answer(CompleteMetadata(response_payload_size=size))
+    response = await _result(request, context, settled)
+    context.store.requests.fetched(asked.request_id)
+    return response
+
+
+def _try_again(context: Context, request_id: str) -> Response:
+    base_model = context.futures.base_model(request_id)
+    reason = None if base_model is None else context.dispatcher.waiting_for(base_model)
+    return answer(
+        TryAgainResponse(
+            request_id=request_id,
+            queue_state="active" if reason is None else "paused_capacity",
+            queue_state_reason=reason,
+        ),
+        # A 408 is what every version polls again after without a word to its user.
+        status=408,
+    )
+
+
+async def _result(request: Request, context: Context, settled: Settled) -> Response:
+    if settled.kind not in PROTOBUF_RESULTS:
+        return Response(settled.result, media_type=JSON_TYPE)
+    if wants_protobuf(request.headers.get("accept")):
+        return Response(settled.result, media_type=PROTOBUF_TYPE)
+    session = None
+    if settled.session_id is not None:
+        session = await context.session(request, settled.session_id)
+    dialect = dialect_of(request, session)
+    try:
+        if len(settled.result) <= INLINE_ENCODE_BYTES:
+            body = _as_json(settled, dialect)
+        else:
+            body = await asyncio.to_thread(_as_json, settled, dialect)
+    except UserFailure as failure:
+        return answer(RequestFailedResponse(error=str(failure), category=RequestErrorCategory.User))
+    return Response(body, media_type=JSON_TYPE)
+
+
+def _as_json(settled: Settled, dialect: Dialect) -> bytes:
+    """For clients that read no protobuf."""
+    if settled.kind is Kind.SAMPLE:
+        return encode_json(dialect.sample_json(decode_sample_response(settled.result)))
+    return encode_json(
+        dialect.forward_backward_json(decode_forward_backward_output(settled.result))
+    )
+
+
+@router.post("/cancel_future", openapi_extra=dict(describe(CancelFutureRequest)))
+async def cancel_future(request: Request) -> Response:
+    """A wish: what was accepted still runs, and its result can still be fetched."""
+    await read_json(request, CancelFutureRequest)
+    return answer({})

@@ -1,0 +1,114 @@
+"""Models: made, asked about, taken out of memory."""
+
+import secrets
+import time
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tinkex.server.api.accept import accepted, row_of
+from tinkex.server.api.auth import owner_of
+from tinkex.server.api.context import answer, context_of, describe, read_json
+from tinkex.server.api.errors import Refusal
+from tinkex.server.plan import Kind
+from tinkex.server.settings import is_loopback
+from tinkex.server.store import Model, NewRequest
+from tinkex.wire.codec import encode_json
+from tinkex.wire.errors import WireError
+from tinkex.wire.futures import UntypedAPIFuture
+from tinkex.wire.runs import GetInfoRequest, GetInfoResponse, ModelData
+from tinkex.wire.training import CreateModelRequest, UnloadModelRequest, optimizer_config_from
+
+router = APIRouter(prefix="/api/v1", tags=["models"])
+
+
+@router.post("/create_model", openapi_extra=dict(describe(CreateModelRequest)))
+async def create_model(request: Request) -> Response:
+    """Unknown base models are refused here, with those that are served."""
+    asked = await read_json(request, CreateModelRequest)
+    context = context_of(request)
+    session = await context.open_session(request, asked.session_id)
+    base = context.base_model(asked.base_model)
+    if asked.model_seq_id < 0:
+        raise WireError.at(("model_seq_id",), f"{asked.model_seq_id} is negative.")
+    if asked.lora_config is None:
+        raise Refusal(
+            400,
+            "create_model without `lora_config` asks for training all weights, which this server "
+            'does not do. Send {"lora_config": {"rank": 32}}.',
+        )
+    lora = asked.lora_config
+    if lora.seed is None:
+        # Fixed here, so that a model that is built again from its log begins with the same weights.
+        lora = lora.model_copy(update={"seed": secrets.randbits(31)})
+    model = Model(
+        model_id=f"{session.session_id}:train:{asked.model_seq_id}",
+        owner=session.owner,
+        session_id=session.session_id,
+        base_model=base.name,
+        lora_config=lora.model_dump(),
+        optimizer_config=asked.optimizer_config.model_dump(),
+        user_metadata=asked.user_metadata,
+        created_s=time.time(),
+    )
+    new = NewRequest(
+        owner=model.owner,
+        kind=Kind.CREATE_MODEL,
+        base_model=base.name,
+        payload=encode_json(asked),
+        session_id=session.session_id,
+        model_id=model.model_id,
+        seq_id=0,
+    )
+    first = await context.store.runs.create_model(
+        model=model, model_seq_id=asked.model_seq_id, request=new
+    )
+    if first.is_new:
+        context.dispatcher.expect(
+            first.request_id, owner=model.owner, base_model=base.name, payload=new.payload
+        )
+        await context.dispatcher.step(row_of(new, first))
+    return answer(UntypedAPIFuture(request_id=first.request_id, model_id=model.model_id))
+
+
+@router.post("/get_info", openapi_extra=dict(describe(GetInfoRequest)))
+async def get_info(request: Request) -> Response:
+    asked = await read_json(request, GetInfoRequest)
+    context = context_of(request)
+    model = await context.model(request, asked.model_id)
+    base = context.base_model(model.base_model)
+    # On one machine the folder itself works offline; elsewhere only the name means something.
+    local = is_loopback(context.settings.host)
+    data = ModelData(
+        arch=base.arch or None,
+        model_name=base.name,
+        tokenizer_id=str(base.folder) if local else base.name,
+    )
+    return answer(
+        GetInfoResponse(
+            type="get_info",
+            model_data=data,
+            model_id=model.model_id,
+            is_lora=True,
+            lora_rank=model.lora_config["rank"],
+            model_name=base.name,
+            optimizer_config=optimizer_config_from(model.optimizer_config),
+        )
+    )
+
+
+@router.post("/unload_model", openapi_extra=dict(describe(UnloadModelRequest)))
+async def unload_model(request: Request) -> Response:
+    asked = await read_json(request, UnloadModelRequest)
+    context = context_of(request)
+    model = await context.model(request, asked.model_id)
+    new = NewRequest(
+        owner=owner_of(request),
+        kind=Kind.UNLOAD_MODEL,
+        base_model=model.base_model,
+        payload=encode_json(asked),
+        session_id=model.session_id,
+        model_id=model.model_id,
+    )
+    return await accepted(context, new)

@@ -1,0 +1,81 @@
+"""Sessions: begin, beat, finish; and what a client is told before it begins."""
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tinkex.server.api.auth import owner_of
+from tinkex.server.api.context import answer, context_of, describe, read_json
+from tinkex.wire.dialect import Dialect
+from tinkex.wire.runs import (
+    ClientConfigRequest,
+    CreateSessionRequest,
+    CreateSessionResponse,
+    FinishSessionRequest,
+    GetServerCapabilitiesResponse,
+    SessionHeartbeatRequest,
+    SupportedModel,
+)
+
+router = APIRouter(prefix="/api/v1", tags=["sessions"])
+
+
+@router.post("/client/config", openapi_extra=dict(describe(ClientConfigRequest)))
+async def client_config(request: Request) -> Response:
+    asked = await read_json(request, ClientConfigRequest)
+    return answer(Dialect.of(asked.sdk_version).client_config())
+
+
+@router.post("/client/dynamic_config", openapi_extra=dict(describe(ClientConfigRequest)))
+async def client_dynamic_config(request: Request) -> Response:
+    asked = await read_json(request, ClientConfigRequest)
+    return answer(Dialect.of(asked.sdk_version).dynamic_config())
+
+
+@router.get("/get_server_capabilities")
+async def get_server_capabilities(request: Request) -> Response:
+    served = context_of(request).executor.served
+    models = [
+        SupportedModel(
+            model_name=model.name,
+            max_context_length=model.max_context_length,
+            trainable=True,
+            sampleable=True,
+        )
+        for model in served
+    ]
+    return answer(GetServerCapabilitiesResponse(supported_models=models))
+
+
+@router.post("/create_session", openapi_extra=dict(describe(CreateSessionRequest)))
+async def create_session(request: Request) -> Response:
+    asked = await read_json(request, CreateSessionRequest)
+    session = await context_of(request).store.runs.create_session(
+        owner=owner_of(request),
+        sdk_version=asked.sdk_version,
+        tags=list(asked.tags),
+        user_metadata=asked.user_metadata or {},
+        project_id=asked.project_id,
+        display_name=asked.display_name,
+        idempotency_key=request.headers.get("x-idempotency-key"),
+    )
+    return answer(CreateSessionResponse(session_id=session.session_id, type="create_session"))
+
+
+@router.post("/session_heartbeat", openapi_extra=dict(describe(SessionHeartbeatRequest)))
+async def session_heartbeat(request: Request) -> Response:
+    asked = await read_json(request, SessionHeartbeatRequest)
+    context = context_of(request)
+    await context.open_session(request, asked.session_id)
+    context.store.runs.seen(asked.session_id)
+    return answer({"type": "session_heartbeat"})
+
+
+@router.post("/sessions/{session_id}/finish", openapi_extra=dict(describe(FinishSessionRequest)))
+async def finish_session(request: Request, session_id: str) -> Response:
+    asked = await read_json(request, FinishSessionRequest)
+    context = context_of(request)
+    await context.session(request, session_id)
+    await context.store.runs.finish_session(session_id, asked.reason.type, asked.detail)
+    context.forget_session(session_id)
+    return answer({})

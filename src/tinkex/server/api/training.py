@@ -1,0 +1,112 @@
+"""Steps of training: forward, forward_backward, optim_step. Checked, stored, answered with an id."""
+
+import asyncio
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tinkex.server.api.accept import accepted
+from tinkex.server.api.context import Context, context_of, describe, read_body
+from tinkex.server.plan import Kind
+from tinkex.server.store import Model, NewRequest
+from tinkex.wire.checkpoints import SaveWeightsForSamplerRequest, SaveWeightsRequest
+from tinkex.wire.codec import PROTOBUF_TYPE, decode_forward_json, decode_json
+from tinkex.wire.errors import UserFailure, WireError
+from tinkex.wire.protobuf import (
+    decode_forward_backward_request,
+    encode_forward_backward_request,
+)
+from tinkex.wire.training import ForwardBackwardRequest, OptimStepRequest
+
+router = APIRouter(prefix="/api/v1", tags=["training"])
+
+NumberedStep = OptimStepRequest | SaveWeightsRequest | SaveWeightsForSamplerRequest
+
+# Smaller bodies are decoded where they arrive: moving to a thread would cost more.
+INLINE_DECODE_BYTES = 128 * 1024
+
+
+async def forward(request: Request) -> Response:
+    return await _pass(request, forward_only=True)
+
+
+async def forward_backward(request: Request) -> Response:
+    return await _pass(request, forward_only=False)
+
+
+async def _pass(request: Request, *, forward_only: bool) -> Response:
+    body = await read_body(request)
+    is_protobuf = PROTOBUF_TYPE in request.headers.get("content-type", "")
+    if len(body) <= INLINE_DECODE_BYTES:
+        asked, said_forward, payload = _decode(body, is_protobuf)
+    else:
+        asked, said_forward, payload = await asyncio.to_thread(_decode, body, is_protobuf)
+    context = context_of(request)
+    model = await context.model(request, asked.model_id)
+    kind = Kind.FORWARD if forward_only or said_forward else Kind.FORWARD_BACKWARD
+    return await accept_step(request, context, model, kind, asked.seq_id, payload)
+
+
+def _decode(body: bytes, is_protobuf: bool) -> tuple[ForwardBackwardRequest, bool, bytes]:
+    """The pass, whether it is forward only, and its normal form."""
+    if is_protobuf:
+        asked, forward_only = decode_forward_backward_request(body)
+        return asked, forward_only, body
+    asked, forward_only = decode_forward_json(body)
+    return asked, forward_only, encode_forward_backward_request(asked, forward_only=forward_only)
+
+
+@router.post("/optim_step", openapi_extra=dict(describe(OptimStepRequest)))
+async def optim_step(request: Request) -> Response:
+    body = await read_body(request)
+    model_id, seq_id = step_address(OptimStepRequest, body)
+    context = context_of(request)
+    model = await context.model(request, model_id)
+    return await accept_step(request, context, model, Kind.OPTIM_STEP, seq_id, body)
+
+
+def step_address(message: type[NumberedStep], body: bytes) -> tuple[str, int | None]:
+    """
+    The model and the number of a step, once its body is known to be sound.
+
+    A sound body that asks for something unknown keeps its place in the order: it is accepted, and
+    fails as the user's when its turn comes, so that the steps behind it do not wait for it.
+    """
+    try:
+        asked = decode_json(message, body)
+    except UserFailure as failure:
+        model_id, seq_id = failure.request.get("model_id"), failure.request.get("seq_id")
+        if not isinstance(model_id, str) or not isinstance(seq_id, int):
+            raise
+        return model_id, seq_id
+    return asked.model_id, asked.seq_id
+
+
+async def accept_step(
+    request: Request,
+    context: Context,
+    model: Model,
+    kind: Kind,
+    seq_id: int | None,
+    payload: bytes,
+) -> Response:
+    """A numbered step of a model."""
+    if seq_id is None or seq_id < 1:
+        found = "is missing" if seq_id is None else f"is {seq_id}"
+        raise WireError.at(
+            ("seq_id",),
+            f"seq_id {found}; steps of a model are numbered from 1, without gaps.",
+            "missing" if seq_id is None else "value_error",
+        )
+    await context.open_session(request, model.session_id)
+    new = NewRequest(
+        owner=model.owner,
+        kind=kind,
+        base_model=model.base_model,
+        payload=payload,
+        session_id=model.session_id,
+        model_id=model.model_id,
+        seq_id=seq_id,
+    )
+    return await accepted(context, new)

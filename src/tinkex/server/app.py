@@ -1,0 +1,168 @@
+"""The web application: routes, errors, OpenAPI, metrics. Owns nothing that must outlive it."""
+
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fastapi import FastAPI
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tinkex.server.api import (
+    checkpoints,
+    errors,
+    futures,
+    health,
+    models,
+    runs,
+    sampling,
+    sessions,
+    telemetry,
+    training,
+)
+from tinkex.server.api.context import Context
+from tinkex.server.dispatch import Dispatcher
+from tinkex.server.executor import Executor
+from tinkex.server.futures import Futures
+from tinkex.server.settings import Settings
+from tinkex.server.store import Store
+from tinkex.wire import checkpoints as wire_checkpoints
+from tinkex.wire import futures as wire_futures
+from tinkex.wire import runs as wire_runs
+from tinkex.wire import sampling as wire_sampling
+from tinkex.wire import telemetry as wire_telemetry
+from tinkex.wire import training as wire_training
+
+#: Asked for all the time, so they go past FastAPI's own machinery.
+HOT_ROUTES: dict[str, Callable[[Request], Any]] = {
+    "/api/v1/asample": sampling.asample,
+    "/api/v1/forward": training.forward,
+    "/api/v1/forward_backward": training.forward_backward,
+    "/api/v1/retrieve_future": futures.retrieve_future,
+}
+
+ROUTERS = (
+    checkpoints.router,
+    futures.router,
+    health.router,
+    models.router,
+    runs.router,
+    sampling.router,
+    sessions.router,
+    telemetry.router,
+    training.router,
+)
+
+#: Bodies that routes read themselves; named in the OpenAPI page.
+BODIES: tuple[type[BaseModel], ...] = (
+    checkpoints.WeightsInfoRequest,
+    wire_checkpoints.LoadWeightsRequest,
+    wire_checkpoints.SaveWeightsForSamplerRequest,
+    wire_checkpoints.SaveWeightsRequest,
+    wire_futures.CancelFutureRequest,
+    wire_runs.ClientConfigRequest,
+    wire_runs.CreateSessionRequest,
+    wire_runs.FinishSessionRequest,
+    wire_runs.GetInfoRequest,
+    wire_runs.SessionHeartbeatRequest,
+    wire_sampling.CreateSamplingSessionRequest,
+    wire_telemetry.TelemetrySendRequest,
+    wire_training.CreateModelRequest,
+    wire_training.OptimStepRequest,
+    wire_training.UnloadModelRequest,
+)
+
+
+def create_app(settings: Settings, executor: Executor, store: Store) -> FastAPI:
+    """The application over an open store; its lifespan starts and stops executor and dispatcher."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        waiting = Futures(store)
+        dispatcher = Dispatcher(
+            store=store, executor=executor, futures=waiting, gap_s=settings.gap_s
+        )
+        app.state.context = Context(
+            settings=settings,
+            store=store,
+            executor=executor,
+            futures=waiting,
+            dispatcher=dispatcher,
+        )
+        await dispatcher.start()
+        try:
+            yield
+        finally:
+            waiting.release()
+            await dispatcher.close()
+            await executor.close()
+
+    app = FastAPI(
+        title="tinkex",
+        description="The Tinker training API, self-hosted.",
+        lifespan=lifespan,
+        exception_handlers=errors.HANDLERS,
+    )
+    for router in ROUTERS:
+        app.include_router(router)
+    for path, endpoint in HOT_ROUTES.items():
+        app.add_route(path, endpoint, methods=["POST"])
+    app.add_route("/metrics", metrics, methods=["GET"])
+    _describe_bodies(app)
+    return app
+
+
+async def metrics(request: Request) -> Response:
+    """What Prometheus scrapes."""
+    registry = CollectorRegistry()
+    registry.register(_Figures(request.app.state.context))
+    return Response(generate_latest(registry), media_type="text/plain; version=0.0.4")
+
+
+class _Figures(Collector):
+    """Figures that are kept anyway, read when somebody asks."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+
+    def collect(self) -> Iterable[Metric]:
+        yield GaugeMetricFamily(
+            "tinkex_requests_open", "Requests accepted and not finished", len(self._context.futures)
+        )
+        yield CounterMetricFamily(
+            "tinkex_store_commits", "Transactions committed", self._context.store.commits
+        )
+        seconds = CounterMetricFamily(
+            "tinkex_engine_compute_seconds", "Seconds engines computed", labels=["task"]
+        )
+        operations = CounterMetricFamily(
+            "tinkex_engine_operations", "Operations engines finished", labels=["task"]
+        )
+        for task, (count, total_s) in self._context.dispatcher.computed.items():
+            seconds.add_metric([task.name.lower()], total_s)
+            operations.add_metric([task.name.lower()], count)
+        yield seconds
+        yield operations
+
+
+def _describe_bodies(app: FastAPI) -> None:
+    """Routes read their bodies themselves, so their schemas are added to the page by hand."""
+    generate = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            schema = generate()
+            _, bodies = models_json_schema(
+                [(body, "validation") for body in BODIES],
+                ref_template="#/components/schemas/{model}",
+            )
+            components = schema.setdefault("components", {}).setdefault("schemas", {})
+            components.update(bodies.get("$defs", {}))
+        return app.openapi_schema or {}
+
+    app.openapi = openapi  # type: ignore[method-assign]

@@ -1,0 +1,564 @@
+"""
+From accepted rows to engines and back: every model's steps in order, every sample at once.
+
+What runs when is decided in `plan`; this is the loop around it. A result is committed before its
+waiters are woken. When an engine dies, a model is built again from its log before its next step.
+"""
+
+import asyncio
+import logging
+import secrets
+import time
+from collections import defaultdict
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tinkex.server import plan
+from tinkex.server.executor import (
+    EngineLost,
+    EngineRefused,
+    Executor,
+    Outcome,
+    Task,
+    Work,
+    WorkFailed,
+)
+from tinkex.server.futures import Futures, Settled
+from tinkex.server.plan import Kind, Line, Step, Turn
+from tinkex.server.saving import Saving
+from tinkex.server.store import Model, RequestRow, Status, Store
+from tinkex.server.store.requests import INLINE_BYTES
+from tinkex.wire.codec import encode_json
+from tinkex.wire.errors import UserFailure
+from tinkex.wire.training import CreateModelResponse, UnloadModelResponse
+
+log = logging.getLogger("tinkex.server.dispatch")
+
+# A request that was with an engine each time it died is not tried for ever.
+MOST_ATTEMPTS = 3
+# Payloads stay in memory between acceptance and their turn, up to this; then they are read back.
+PAYLOADS_BYTES = 128 * 2**20
+# Steps of a log that are with the engine together while a model is built again.
+REPLAYED_TOGETHER = 8
+
+# After these the next step may start before the result is on disk: if the process dies in
+# between, the step simply runs again.
+_SETTLED_BEHIND = frozenset({Kind.FORWARD, Kind.FORWARD_BACKWARD, Kind.OPTIM_STEP})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Ending:
+    """What became of a request."""
+
+    result: bytes = b""
+    error: str | None = None
+    category: str | None = None
+    #: The commit has happened already, together with other rows.
+    committed: bool = False
+
+
+@dataclass(slots=True)
+class _Run:
+    """One model that has had work since this process started."""
+
+    model: Model
+    line: Line
+    #: The engine incarnation that has this model in memory, as its log says.
+    live_in: int | None = None
+    driver: asyncio.Task[None] | None = None
+    gap_timer: asyncio.TimerHandle | None = None
+    #: Results reach the writer in the order of their steps.
+    commit_order: asyncio.Lock = field(default_factory=asyncio.Lock)
+    settling: set[asyncio.Task[None]] = field(default_factory=set)
+    #: How often each step was with an engine that died.
+    deaths: dict[int, int] = field(default_factory=dict)
+
+
+class Dispatcher:
+    """Runs what was accepted. Belongs to one event loop; `start` before, `close` after."""
+
+    def __init__(
+        self,
+        *,
+        store: Store,
+        executor: Executor,
+        futures: Futures,
+        gap_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._store = store
+        self._executor = executor
+        self._futures = futures
+        self._saving = Saving(store)
+        self._gap_s = gap_s
+        self._clock = clock
+        self._runs: dict[str, _Run] = {}
+        self._opening: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._payloads: dict[str, bytes] = {}
+        self._payloads_bytes = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._closing = False
+        #: Seconds of computing and number of operations, by task; for the metrics page.
+        self.computed: dict[Task, tuple[int, float]] = {}
+
+    async def start(self) -> None:
+        """Take up what an earlier process accepted and did not finish."""
+        for row in await self._store.requests.waiting():
+            self._futures.expect(row.request_id, owner=row.owner, base_model=row.base_model)
+            if row.kind == Kind.SAMPLE:
+                self.sample(row)
+            elif row.kind == Kind.UNLOAD_MODEL:
+                self.unload(row)
+            else:
+                await self.step(row)
+
+    async def close(self) -> None:
+        """Stop; what is unfinished is on disk and waits for the next start."""
+        self._closing = True
+        for run in self._runs.values():
+            if run.gap_timer is not None:
+                run.gap_timer.cancel()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def expect(
+        self, request_id: str, *, owner: str, base_model: str, payload: bytes | None = None
+    ) -> None:
+        """Somebody may wait for this request from now on."""
+        self._futures.expect(request_id, owner=owner, base_model=base_model)
+        # Large ones are files already, and the engine reads them itself.
+        if (
+            payload is not None
+            and len(payload) <= INLINE_BYTES
+            and self._payloads_bytes + len(payload) <= PAYLOADS_BYTES
+        ):
+            self._payloads[request_id] = payload
+            self._payloads_bytes += len(payload)
+
+    async def step(self, row: RequestRow) -> None:
+        """A step was accepted: run it when its turn comes."""
+        if row.model_id is None or row.seq_id is None:
+            raise ValueError(f"request {row.request_id} is not a step of a model")
+        run = await self._open(row.model_id)
+        step = Step(
+            seq_id=row.seq_id,
+            request_id=row.request_id,
+            kind=Kind(row.kind),
+            creates=row.kind == Kind.LOAD_WEIGHTS and row.seq_id == 0,
+        )
+        if run.line.arrive(step, now_s=self._clock()):
+            self._drive(run)
+        else:
+            late = _Ending(error=plan.late(step.seq_id), category="user")
+            self._spawn(self._settle(run, step, late))
+
+    def sample(self, row: RequestRow) -> None:
+        """A sample was accepted: run it now."""
+        self._spawn(self._sample(row))
+
+    def unload(self, row: RequestRow) -> None:
+        """Free a model's memory; its next step brings it back from its log."""
+        if row.model_id is None:
+            raise ValueError(f"request {row.request_id} names no model")
+        self._spawn(self._unload(row, row.model_id))
+
+    def waiting_for(self, base_model: str) -> str | None:
+        """Why work on this base model waits, when something is in the way."""
+        return self._executor.waiting_for(base_model)
+
+    # -- one model ---------------------------------------------------------------------------
+
+    async def _open(self, model_id: str) -> _Run:
+        """The model's line, read from its log the first time."""
+        async with self._opening[model_id]:
+            if (run := self._runs.get(model_id)) is not None:
+                return run
+            model = await self._store.runs.model(model_id)
+            if model is None:
+                raise LookupError(f"model {model_id} is not in the database")
+            finished = [
+                (_step_of(row), row.error if row.status is Status.FAILED else None)
+                for row in await self._store.requests.log(model_id)
+            ]
+            run = _Run(model=model, line=plan.restored(finished))
+            self._runs[model_id] = run
+            return run
+
+    def _drive(self, run: _Run) -> None:
+        if run.driver is None and not self._closing:
+            run.driver = self._spawn(self._drive_on(run))
+
+    async def _drive_on(self, run: _Run) -> None:
+        """Take turn after turn until the next step has not come."""
+        try:
+            while not self._closing:
+                # After a death one at a time, to learn which step it was.
+                most = 1 if run.deaths else None
+                turn = run.line.take(now_s=self._clock(), most=most)
+                if turn is None:
+                    break
+                await self._take_turn(run, turn)
+        finally:
+            run.driver = None
+        self._watch_gap(run)
+
+    async def _take_turn(self, run: _Run, turn: Turn) -> None:
+        try:
+            if turn.refusal is not None:
+                await self._refuse(run, turn)
+            else:
+                await self._run_turn(run, turn)
+        except EngineLost:
+            unfinished = [step for step in turn.steps if step.seq_id in run.line.running]
+            run.line.put_back(unfinished)
+        except EngineRefused as refused:
+            await self._fail_turn(run, turn, _Ending(error=str(refused), category="server"))
+        except WorkFailed as failed:
+            # Not a step but building the model again: it is tried anew at the next step.
+            run.live_in = None
+            text = f"this model could not be built again from its log: {failed.message}"
+            await self._fail_turn(run, turn, _Ending(error=text, category="server"))
+        except Exception as error:  # noqa: BLE001  a bug must fail steps, not stop the model
+            run.live_in = None
+            await self._fail_turn(run, turn, _bug(error))
+
+    async def _fail_turn(self, run: _Run, turn: Turn, ending: _Ending) -> None:
+        for step in turn.steps:
+            if step.seq_id in run.line.running:
+                await self._end(run, step, ending)
+
+    async def _refuse(self, run: _Run, turn: Turn) -> None:
+        if turn.clears_gradients and run.line.stillborn is None:
+            work = Work(task=Task.CLEAR_GRADIENTS, model_id=run.model.model_id)
+            await self._run_work(run, work, await self._alive(run))
+        for step in turn.steps:
+            await self._end(run, step, _Ending(error=turn.refusal, category="user"))
+
+    async def _run_turn(self, run: _Run, turn: Turn) -> None:
+        incarnation = await self._alive(run)
+        # Tasks start in this order, so the engine gets the steps in the order of their numbers.
+        running = [
+            asyncio.create_task(self._run_step(run, step, incarnation)) for step in turn.steps
+        ]
+        try:
+            outcomes = await asyncio.gather(*running, return_exceptions=True)
+        except asyncio.CancelledError:
+            for task in running:
+                task.cancel()
+            raise
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException):
+                raise outcome
+
+    async def _run_step(self, run: _Run, step: Step, incarnation: int) -> None:
+        try:
+            ending = await self._perform(run, step, incarnation)
+        except EngineLost:
+            if self._closing:
+                raise
+            deaths = run.deaths[step.seq_id] = run.deaths.get(step.seq_id, 0) + 1
+            if deaths < MOST_ATTEMPTS:
+                raise
+            ending = _Ending(
+                error=f"the engine died {deaths} times while this request was running, so it is "
+                "not tried again. The server's log says why the engine died.",
+                category="server",
+            )
+        except WorkFailed as failed:
+            ending = _Ending(error=failed.message, category=failed.category)
+        except UserFailure as failed:
+            ending = _Ending(error=str(failed), category="user")
+        except Exception as error:  # noqa: BLE001  a bug must fail one step, not stop the model
+            ending = _bug(error)
+        run.deaths.pop(step.seq_id, None)
+        if ending.category == "server" and step.kind not in plan.PASSES:
+            # Half a step may have happened: the model is built again before its next one.
+            run.live_in = None
+        await self._end(run, step, ending)
+
+    async def _perform(self, run: _Run, step: Step, incarnation: int) -> _Ending:
+        model = run.model
+
+        async def work(order: Work) -> Outcome:
+            return await self._run_work(run, order, incarnation)
+
+        match step.kind:
+            case Kind.CREATE_MODEL:
+                await work(_create(model))
+                return _Ending(result=encode_json(CreateModelResponse(model_id=model.model_id)))
+            case Kind.FORWARD | Kind.FORWARD_BACKWARD | Kind.OPTIM_STEP:
+                payload = await self._payload(step.request_id)
+                outcome = await work(_pass_or_step(model, step.kind, payload))
+                return _Ending(result=outcome.result)
+            case Kind.SAVE_WEIGHTS | Kind.SAVE_FOR_SAMPLER:
+                payload = await self._small_payload(step.request_id)
+                result = await self._saving.save(model, step, payload, work)
+                return _Ending(result=result, committed=True)
+            case Kind.LOAD_WEIGHTS:
+                if step.creates:
+                    await work(_create(model))
+                payload = await self._small_payload(step.request_id)
+                result, version_id = await self._saving.load(model, payload, work, version_id=None)
+                await self._store.requests.finish_load(step.request_id, result, version_id)
+                return _Ending(result=result, committed=True)
+            case _:
+                raise ValueError(f"{step.kind} is not a step of a model")
+
+    async def _end(self, run: _Run, step: Step, ending: _Ending) -> None:
+        """The step is over: let the line go on, store the result, wake the waiters."""
+        run.line.finish(step, failure=ending.error)
+        settling = self._spawn(self._settle(run, step, ending))
+        run.settling.add(settling)
+        settling.add_done_callback(run.settling.discard)
+        if step.kind not in _SETTLED_BEHIND:
+            await asyncio.shield(settling)
+
+    async def _settle(self, run: _Run, step: Step, ending: _Ending) -> None:
+        self._forget_payload(step.request_id)
+        requests = self._store.requests
+        if not ending.committed:
+            async with run.commit_order:
+                if ending.error is not None:
+                    category = ending.category or "server"
+                    commit = requests.fail(step.request_id, ending.error, category)
+                else:
+                    place = await requests.keep(ending.result)
+                    commit = requests.finish(step.request_id, ending.result, place)
+            await commit
+        self._wake(step.request_id, run.model.owner, step.kind, run.model.session_id, ending)
+
+    # -- gaps --------------------------------------------------------------------------------
+
+    def _watch_gap(self, run: _Run) -> None:
+        """Set the clock for a number that others wait for."""
+        if run.gap_timer is not None:
+            run.gap_timer.cancel()
+            run.gap_timer = None
+        gap = run.line.gap()
+        if gap is None or self._closing:
+            return
+        left_s = max(0.0, gap.since_s + self._gap_s - self._clock())
+        run.gap_timer = asyncio.get_running_loop().call_later(left_s, self._gap_over, run, gap)
+
+    def _gap_over(self, run: _Run, gap: plan.Gap) -> None:
+        run.gap_timer = None
+        if run.line.gap() == gap and run.driver is None:
+            run.driver = self._spawn(self._close_gap(run))
+
+    async def _close_gap(self, run: _Run) -> None:
+        try:
+            await self._take_turn(run, run.line.close_gap(now_s=self._clock()))
+        finally:
+            run.driver = None
+        self._drive(run)
+
+    # -- engines that come and go ------------------------------------------------------------
+
+    async def _alive(self, run: _Run) -> int:
+        """The incarnation that holds this model as its log says; built again if need be."""
+        incarnation = await self._executor.ready(run.model.base_model)
+        if run.live_in != incarnation:
+            # The log is complete once every result of this model is on disk.
+            await asyncio.gather(*run.settling, return_exceptions=True)
+            await self._replay(run, incarnation)
+            run.live_in = incarnation
+        return incarnation
+
+    async def _replay(self, run: _Run, incarnation: int) -> None:
+        rows = await self._store.requests.log(run.model.model_id)
+        if rows:
+            log.info("building %s again from %d steps", run.model.model_id, len(rows))
+        together = asyncio.Semaphore(REPLAYED_TOGETHER)
+
+        async def one(row: RequestRow) -> None:
+            async with together:
+                await self._replay_one(run, row, incarnation)
+
+        replaying: list[asyncio.Task[None]] = []
+        try:
+            for row in rows:
+                # Passes may be with the engine together; everything else waits for them.
+                if Kind(row.kind) not in plan.PASSES:
+                    await asyncio.gather(*replaying)
+                    replaying = []
+                replaying.append(asyncio.create_task(one(row)))
+                if Kind(row.kind) not in plan.PASSES:
+                    await asyncio.gather(*replaying)
+                    replaying = []
+            await asyncio.gather(*replaying)
+        finally:
+            for task in replaying:
+                task.cancel()
+
+    async def _replay_one(self, run: _Run, row: RequestRow, incarnation: int) -> None:
+        kind = Kind(row.kind)
+        model = run.model
+
+        async def work(order: Work) -> Outcome:
+            return await self._run_work(run, order, incarnation)
+
+        match plan.replayed(kind, succeeded=row.status is Status.DONE):
+            case plan.Replayed.CLEAR_GRADIENTS:
+                await work(Work(task=Task.CLEAR_GRADIENTS, model_id=model.model_id))
+            case plan.Replayed.RUN if kind is Kind.CREATE_MODEL:
+                await work(_create(model))
+            case plan.Replayed.RUN if kind is Kind.LOAD_WEIGHTS:
+                if row.seq_id == 0:
+                    await work(_create(model))
+                payload = await self._small_payload(row.request_id)
+                await self._saving.load(model, payload, work, version_id=row.version_id)
+            case plan.Replayed.RUN:
+                payload_or_file = await self._payload(row.request_id)
+                await work(_pass_or_step(model, kind, payload_or_file))
+            case plan.Replayed.NOTHING:
+                pass
+
+    async def _run_work(self, run: _Run, work: Work, incarnation: int) -> Outcome:
+        outcome = await self._executor.run(run.model.base_model, work, incarnation=incarnation)
+        self._count(work.task, outcome)
+        return outcome
+
+    # -- outside the order of steps ----------------------------------------------------------
+
+    async def _sample(self, row: RequestRow) -> None:
+        try:
+            ending = await self._perform_sample(row)
+        except (WorkFailed, EngineRefused) as failed:
+            category = failed.category if isinstance(failed, WorkFailed) else "server"
+            ending = _Ending(error=str(failed), category=category)
+        except EngineLost as lost:
+            if self._closing:
+                return
+            ending = _Ending(error=f"{lost}, {MOST_ATTEMPTS} times", category="server")
+        except Exception as error:  # noqa: BLE001  a bug must fail one sample and be seen
+            ending = _bug(error)
+        await self._settle_alone(row, ending)
+
+    async def _perform_sample(self, row: RequestRow) -> _Ending:
+        folder = None
+        if row.version_id is not None:
+            folder = await self._store.checkpoints.open(row.version_id)
+        work = Work(
+            task=Task.SAMPLE, folder=folder, **_carried(await self._payload(row.request_id))
+        )
+        for attempt in range(MOST_ATTEMPTS):
+            try:
+                outcome = await self._executor.run(row.base_model, work)
+            except EngineLost:
+                if self._closing or attempt == MOST_ATTEMPTS - 1:
+                    raise
+            else:
+                self._count(work.task, outcome)
+                return _Ending(result=outcome.result)
+        raise AssertionError("unreachable")
+
+    async def _unload(self, row: RequestRow, model_id: str) -> None:
+        run = await self._open(model_id)
+        run.live_in = None
+        ending = _Ending(result=encode_json(UnloadModelResponse(model_id=model_id)))
+        try:
+            await self._executor.run(run.model.base_model, Work(task=Task.DROP, model_id=model_id))
+        except (EngineLost, EngineRefused):
+            pass
+        except WorkFailed as failed:
+            ending = _Ending(error=failed.message, category=failed.category)
+        await self._settle_alone(row, ending)
+
+    async def _settle_alone(self, row: RequestRow, ending: _Ending) -> None:
+        self._forget_payload(row.request_id)
+        requests = self._store.requests
+        if ending.error is not None:
+            await requests.fail(row.request_id, ending.error, ending.category or "server")
+        else:
+            place = await requests.keep(ending.result)
+            await requests.finish(row.request_id, ending.result, place)
+        self._wake(row.request_id, row.owner, Kind(row.kind), row.session_id, ending)
+
+    # -- shared ------------------------------------------------------------------------------
+
+    def _wake(
+        self, request_id: str, owner: str, kind: Kind, session_id: str | None, ending: _Ending
+    ) -> None:
+        self._futures.settle(
+            Settled(
+                request_id=request_id,
+                owner=owner,
+                kind=kind,
+                session_id=session_id,
+                result=ending.result,
+                error=ending.error,
+                category=ending.category,
+            )
+        )
+
+    async def _payload(self, request_id: str) -> bytes | Path:
+        if (payload := self._payloads.get(request_id)) is not None:
+            return payload
+        return await self._store.requests.payload(request_id)
+
+    async def _small_payload(self, request_id: str) -> bytes:
+        payload = await self._payload(request_id)
+        return await asyncio.to_thread(payload.read_bytes) if isinstance(payload, Path) else payload
+
+    def _forget_payload(self, request_id: str) -> None:
+        if (payload := self._payloads.pop(request_id, None)) is not None:
+            self._payloads_bytes -= len(payload)
+
+    def _count(self, task: Task, outcome: Outcome) -> None:
+        count, seconds = self.computed.get(task, (0, 0.0))
+        self.computed[task] = (count + 1, seconds + outcome.compute_s)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._over)
+        return task
+
+    def _over(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("a background task failed", exc_info=error)
+
+
+def _step_of(row: RequestRow) -> Step:
+    return Step(
+        seq_id=row.seq_id or 0,
+        request_id=row.request_id,
+        kind=Kind(row.kind),
+        creates=row.kind == Kind.LOAD_WEIGHTS and row.seq_id == 0,
+    )
+
+
+def _create(model: Model) -> Work:
+    return Work(
+        task=Task.CREATE,
+        model_id=model.model_id,
+        lora_config=encode_json(dict(model.lora_config)),
+        optimizer_config=encode_json(dict(model.optimizer_config)),
+    )
+
+
+def _pass_or_step(model: Model, kind: Kind, payload: bytes | Path) -> Work:
+    return Work(
+        task=Task.OPTIM_STEP if kind is Kind.OPTIM_STEP else Task.PASS,
+        model_id=model.model_id,
+        backward=kind is Kind.FORWARD_BACKWARD,
+        **_carried(payload),
+    )
+
+
+def _carried(payload: bytes | Path) -> dict[str, Any]:
+    return {"payload_file": payload} if isinstance(payload, Path) else {"payload": payload}
+
+
+def _bug(error: Exception) -> _Ending:
+    bug = secrets.token_hex(4)
+    log.error("bug %s", bug, exc_info=error)
+    return _Ending(
+        error=f"the server failed unexpectedly ({type(error).__name__}). "
+        f"Its log has the details under the id {bug}.",
+        category="server",
+    )

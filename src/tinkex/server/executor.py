@@ -1,0 +1,405 @@
+"""
+The seam behind which computing happens, and its local form: one child process for each base model.
+
+An engine is asked with `Work` and answers with bytes. It may die at any moment: then everything
+that was with it raises `EngineLost`, a new engine with an empty memory comes up, and its number
+(the incarnation) is another. Whoever asked knows what has to be asked again.
+"""
+
+import asyncio
+import enum
+import itertools
+import logging
+import os
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from tinkex.wire import frames
+from tinkex.wire.proto import frames_pb2
+
+log = logging.getLogger("tinkex.server.executor")
+
+FIRST_DELAY_S = 0.5
+LONGEST_DELAY_S = 30.0
+# An engine that ran this long before it died starts again without a wait.
+STEADY_S = 60.0
+# How long a closed engine may take to leave by itself.
+LEAVE_S = 5.0
+
+
+class Task(enum.Enum):
+    """What an engine can be asked for."""
+
+    CREATE = enum.auto()  # a new adapter
+    PASS = enum.auto()  # forward, or forward and backward
+    OPTIM_STEP = enum.auto()
+    SAVE = enum.auto()
+    LOAD = enum.auto()
+    CLEAR_GRADIENTS = enum.auto()
+    DROP = enum.auto()  # forget an adapter
+    SAMPLE = enum.auto()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Work:
+    """One thing for an engine to do."""
+
+    task: Task
+    model_id: str = ""
+    #: The request in its normal form.
+    payload: bytes = b""
+    #: The same as a local file, when it is large.
+    payload_file: Path | None = None
+    #: CREATE only: JSON.
+    lora_config: bytes = b""
+    optimizer_config: bytes = b""
+    #: PASS only.
+    backward: bool = False
+    #: SAVE, LOAD: the checkpoint. SAMPLE: the adapter, None is the base model.
+    folder: Path | None = None
+    #: SAVE, LOAD: with the optimizer's state.
+    optimizer: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """What came of it."""
+
+    result: bytes
+    #: Seconds the engine itself computed.
+    compute_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServedModel:
+    """A base model this server answers for."""
+
+    name: str
+    folder: Path
+    arch: str = ""
+    max_context_length: int | None = None
+
+
+class WorkFailed(Exception):
+    """The engine is well, and the work could not be done."""
+
+    def __init__(self, category: str, message: str) -> None:
+        super().__init__(message)
+        self.category = category
+        self.message = message
+
+
+class EngineLost(Exception):
+    """The engine died, or is not the one that was meant."""
+
+
+class EngineRefused(Exception):
+    """The engine cannot run with these settings; starting it again would not help."""
+
+
+class Executor(Protocol):
+    """Runs work on base models. The two methods that wait may be called any number of times."""
+
+    @property
+    def served(self) -> Sequence[ServedModel]: ...
+
+    async def start(self) -> None:
+        """Ready to take work when this returns."""
+
+    async def close(self) -> None: ...
+
+    async def ready(self, base_model: str) -> int:
+        """Wait until an engine for this model is up; its incarnation."""
+
+    async def run(self, base_model: str, work: Work, *, incarnation: int | None = None) -> Outcome:
+        """Do the work on that incarnation (None: any); raises WorkFailed or EngineLost."""
+
+    def waiting_for(self, base_model: str) -> str | None:
+        """Why work waits although its turn has come; None when nothing is in the way."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineOptions:
+    """How local engines are started."""
+
+    device: str = "auto"
+    dtype: str = "auto"
+    threads: int = 0
+    deterministic: bool = False
+    #: Engines that share this file compute one at a time. None when there is only one.
+    turn_file: Path | None = None
+
+
+class LocalExecutor:
+    """One engine process for each base model, started when first asked for."""
+
+    def __init__(self, served: Sequence[ServedModel], options: EngineOptions) -> None:
+        self.served = tuple(served)
+        self._engines = {model.name: _Engine(model, options) for model in served}
+
+    async def start(self) -> None:
+        # A single model is loaded at once: "ready" then means that work starts without a wait.
+        # Several would compete for the memory before anybody asked.
+        if len(self._engines) == 1:
+            await next(iter(self._engines.values())).ready()
+
+    async def close(self) -> None:
+        await asyncio.gather(*(engine.close() for engine in self._engines.values()))
+
+    async def ready(self, base_model: str) -> int:
+        return await self._engine(base_model).ready()
+
+    async def run(self, base_model: str, work: Work, *, incarnation: int | None = None) -> Outcome:
+        engine = self._engine(base_model)
+        current = await engine.ready()
+        if incarnation is not None and incarnation != current:
+            raise EngineLost(f"the engine of {base_model} was started again")
+        return await engine.run(work)
+
+    def waiting_for(self, base_model: str) -> str | None:
+        engine = self._engines.get(base_model)
+        return None if engine is None else engine.waiting_for
+
+    def _engine(self, base_model: str) -> "_Engine":
+        engine = self._engines.get(base_model)
+        if engine is None:
+            raise EngineRefused(
+                f"{base_model} is not served any more. Start the server with it to go on."
+            )
+        return engine
+
+    def process_id(self, base_model: str) -> int | None:
+        """The child's id while it is up."""
+        return self._engines[base_model].process_id
+
+
+class _Engine:
+    """One child process: started, asked, missed, started again."""
+
+    def __init__(self, model: ServedModel, options: EngineOptions) -> None:
+        self._model = model
+        self._options = options
+        self._incarnation = 0
+        self._tickets = itertools.count(1)
+        self._waiting: dict[int, asyncio.Future[Outcome]] = {}
+        self._writer: asyncio.StreamWriter | None = None
+        self._process: asyncio.subprocess.Process | None = None
+        self._up = asyncio.Event()
+        self._keeper: asyncio.Task[None] | None = None
+        self._refused: EngineRefused | None = None
+        self._closing = False
+
+    @property
+    def waiting_for(self) -> str | None:
+        if self._up.is_set() or self._closing:
+            return None
+        return f"the engine of {self._model.name} is starting"
+
+    @property
+    def process_id(self) -> int | None:
+        return self._process.pid if self._process is not None else None
+
+    async def ready(self) -> int:
+        if self._refused is not None:
+            raise self._refused
+        if self._keeper is None and not self._closing:
+            self._keeper = asyncio.create_task(self._keep())
+        if not self._up.is_set():
+            await self._up.wait()
+        if self._refused is not None:
+            raise self._refused
+        if self._closing:
+            raise EngineLost("the server is stopping")
+        return self._incarnation
+
+    async def run(self, work: Work) -> Outcome:
+        if self._writer is None:
+            raise EngineLost(f"the engine of {self._model.name} was lost")
+        ticket = next(self._tickets)
+        answer: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        self._waiting[ticket] = answer
+        try:
+            self._writer.write(frames.frame(_order(ticket, work)))
+            await self._writer.drain()
+            return await answer
+        except ConnectionError as error:
+            raise EngineLost(f"the engine of {self._model.name} was lost") from error
+        finally:
+            self._waiting.pop(ticket, None)
+
+    async def close(self) -> None:
+        """Hang up; the child leaves by itself, or is made to."""
+        self._closing = True
+        if self._writer is not None:
+            self._writer.close()
+        if self._keeper is not None:
+            self._keeper.cancel()
+            await asyncio.gather(self._keeper, return_exceptions=True)
+        self._up.set()
+
+    async def _keep(self) -> None:
+        """Start the child again whenever it dies, a little later each time."""
+        loop = asyncio.get_running_loop()
+        delay_s = 0.0
+        while True:
+            began_s = loop.time()
+            try:
+                await self._live_once()
+            except EngineRefused as refused:
+                # Once up, settings are known to be good: what fails later may pass.
+                if not self._incarnation:
+                    self._refused = refused
+                    self._up.set()
+                    return
+            if loop.time() - began_s > STEADY_S:
+                delay_s = 0.0
+            log.error(
+                "the engine of %s died; starting it again in %.1f s", self._model.name, delay_s
+            )
+            await asyncio.sleep(delay_s)
+            delay_s = min(max(FIRST_DELAY_S, delay_s * 2), LONGEST_DELAY_S)
+
+    async def _live_once(self) -> None:
+        """From start to death of one child."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        process = None
+        try:
+            with theirs:
+                process = await asyncio.create_subprocess_exec(
+                    *_command(theirs.fileno(), self._model, self._options),
+                    pass_fds=(theirs.fileno(),),
+                    stdin=asyncio.subprocess.DEVNULL,
+                    # Standard output belongs to the line that says "ready".
+                    stdout=sys.stderr.fileno(),
+                    env=_environment(self._options),
+                )
+            self._process = process
+            reader, writer = await asyncio.open_unix_connection(sock=ours)
+            await self._listen(reader, writer)
+        finally:
+            self._up.clear()
+            self._writer = None
+            self._process = None
+            ours.close()
+            self._lose_everything()
+            if process is not None:
+                await _ended(process)
+
+    async def _listen(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while True:
+                try:
+                    head = await reader.readexactly(frames.LENGTH.size)
+                    body = await reader.readexactly(frames.body_length(head))
+                except (asyncio.IncompleteReadError, ConnectionError):
+                    return
+                self._hear(frames.Report.FromString(body), writer)
+        finally:
+            writer.close()
+
+    def _hear(self, report: frames.Report, writer: asyncio.StreamWriter) -> None:
+        match report.WhichOneof("body"):
+            case "ready":
+                self._incarnation += 1
+                self._writer = writer
+                self._up.set()
+                facts = report.ready
+                log.info(
+                    "the engine of %s is up: %s, %s, context %d",
+                    self._model.name,
+                    facts.device,
+                    facts.dtype,
+                    facts.max_context_length,
+                )
+            case "refused":
+                raise EngineRefused(report.refused.message)
+            case "done":
+                outcome = Outcome(result=report.done.result, compute_s=report.done.compute_s)
+                self._answer(report.ticket, lambda waiter: waiter.set_result(outcome))
+            case "failed":
+                failure = WorkFailed(report.failed.category, report.failed.message)
+                self._answer(report.ticket, lambda waiter: waiter.set_exception(failure))
+
+    def _answer(self, ticket: int, act: Callable[[asyncio.Future[Outcome]], None]) -> None:
+        waiter = self._waiting.get(ticket)
+        if waiter is not None and not waiter.done():
+            act(waiter)
+
+    def _lose_everything(self) -> None:
+        for waiter in self._waiting.values():
+            if not waiter.done():
+                waiter.set_exception(EngineLost(f"the engine of {self._model.name} was lost"))
+
+
+async def _ended(process: asyncio.subprocess.Process) -> None:
+    """The child has left, or is made to; never left behind."""
+    try:
+        await asyncio.wait_for(process.wait(), LEAVE_S)
+    except (TimeoutError, asyncio.CancelledError):
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+
+def _command(descriptor: int, model: ServedModel, options: EngineOptions) -> list[str]:
+    command = [
+        *(sys.executable, "-m", "tinkex.engine.process"),
+        *("--fd", str(descriptor)),
+        *("--name", model.name),
+        *("--folder", str(model.folder)),
+        *("--device", options.device),
+        *("--dtype", options.dtype),
+        *("--threads", str(options.threads)),
+    ]
+    if options.deterministic:
+        command.append("--deterministic")
+    if options.turn_file is not None:
+        command += ["--turn-file", str(options.turn_file)]
+    return command
+
+
+def _environment(options: EngineOptions) -> dict[str, str]:
+    # Threads that spin while they wait would take the core from the web process and the client.
+    waits = {"OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
+    if options.threads:
+        waits["OMP_NUM_THREADS"] = str(options.threads)
+    return {**os.environ, **waits}
+
+
+def _order(ticket: int, work: Work) -> frames.Order:
+    payload = frames_pb2.Payload(inline=work.payload)
+    if work.payload_file is not None:
+        payload = frames_pb2.Payload(file=str(work.payload_file))
+    folder = "" if work.folder is None else str(work.folder)
+    model_id = work.model_id
+    order = frames.Order(ticket=ticket)
+    match work.task:
+        case Task.CREATE:
+            order.create.model_id = model_id
+            order.create.lora_config = work.lora_config
+            order.create.optimizer_config = work.optimizer_config
+        case Task.PASS:
+            order.run_pass.CopyFrom(
+                frames_pb2.Pass(model_id=model_id, payload=payload, backward=work.backward)
+            )
+        case Task.OPTIM_STEP:
+            order.optim_step.CopyFrom(frames_pb2.OptimStep(model_id=model_id, payload=payload))
+        case Task.SAVE:
+            order.save.CopyFrom(
+                frames_pb2.Save(model_id=model_id, folder=folder, optimizer=work.optimizer)
+            )
+        case Task.LOAD:
+            order.load.CopyFrom(
+                frames_pb2.Load(model_id=model_id, folder=folder, optimizer=work.optimizer)
+            )
+        case Task.CLEAR_GRADIENTS:
+            order.clear_gradients.model_id = model_id
+        case Task.DROP:
+            order.drop.model_id = model_id
+        case Task.SAMPLE:
+            order.sample.CopyFrom(frames_pb2.Sample(payload=payload, adapter_folder=folder))
+    return order

@@ -1,0 +1,137 @@
+"""Results that were promised: who waits for one sleeps on an event, and is woken by the commit."""
+
+import asyncio
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from tinkex.server.plan import Kind
+from tinkex.server.store import RequestRow, Status, Store
+
+# Finished results are kept in memory for the poll that is about to come; the rest are read back.
+KEPT_BYTES = 64 * 2**20
+
+
+class UnknownRequest(LookupError):
+    """No request has this id."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settled:
+    """A finished request: its result, or why there is none."""
+
+    request_id: str
+    owner: str
+    kind: Kind
+    session_id: str | None
+    result: bytes = b""
+    error: str | None = None
+    category: str | None = None
+
+
+@dataclass(slots=True)
+class _Promise:
+    owner: str
+    base_model: str
+    event: asyncio.Event
+    settled: Settled | None = None
+
+
+class Futures:
+    """The promises of this process. Nothing here polls."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._open: dict[str, _Promise] = {}
+        self._kept: OrderedDict[str, Settled] = OrderedDict()
+        self._kept_bytes = 0
+        self._closing = False
+
+    def expect(self, request_id: str, *, owner: str, base_model: str) -> None:
+        """This process will settle that request."""
+        promise = _Promise(owner=owner, base_model=base_model, event=asyncio.Event())
+        self._open.setdefault(request_id, promise)
+
+    def settle(self, settled: Settled) -> None:
+        """The result is on disk: wake everybody who waits for it."""
+        promise = self._open.pop(settled.request_id, None)
+        if promise is not None:
+            promise.settled = settled
+            promise.event.set()
+        self._keep(settled)
+
+    async def wait(self, request_id: str, *, owner: str, within_s: float) -> Settled | None:
+        """The finished request, or None when it is not finished by then."""
+        if (kept := self._kept.get(request_id)) is not None:
+            return self._owned(kept, owner)
+        promise = self._open.get(request_id)
+        if promise is None:
+            return await self._read(request_id, owner)
+        if promise.owner != owner:
+            raise UnknownRequest(request_id)
+        if within_s <= 0 or self._closing:
+            return promise.settled
+        try:
+            async with asyncio.timeout(within_s):
+                await promise.event.wait()
+        except TimeoutError:
+            return None
+        return promise.settled
+
+    def base_model(self, request_id: str) -> str | None:
+        """What an open request computes on."""
+        promise = self._open.get(request_id)
+        return None if promise is None else promise.base_model
+
+    def __len__(self) -> int:
+        """Requests that are not finished."""
+        return len(self._open)
+
+    def release(self) -> None:
+        """The server is stopping: let every waiting poll go, it comes back to the next one."""
+        self._closing = True
+        for promise in self._open.values():
+            promise.event.set()
+
+    async def _read(self, request_id: str, owner: str) -> Settled | None:
+        row = await self._store.requests.get(request_id)
+        if row is None or row.owner != owner:
+            raise UnknownRequest(request_id)
+        if row.status is Status.WAITING:
+            return None
+        result = b""
+        if row.status is Status.DONE:
+            result = await self._store.requests.result(request_id)
+        settled = settled_from(row, result)
+        self._keep(settled)
+        return settled
+
+    def _owned(self, settled: Settled, owner: str) -> Settled:
+        if settled.owner != owner:
+            raise UnknownRequest(settled.request_id)
+        return settled
+
+    def _keep(self, settled: Settled) -> None:
+        if settled.request_id in self._kept:
+            return
+        self._kept[settled.request_id] = settled
+        self._kept_bytes += _weight(settled)
+        while self._kept_bytes > KEPT_BYTES:
+            _, dropped = self._kept.popitem(last=False)
+            self._kept_bytes -= _weight(dropped)
+
+
+def settled_from(row: RequestRow, result: bytes) -> Settled:
+    return Settled(
+        request_id=row.request_id,
+        owner=row.owner,
+        kind=Kind(row.kind),
+        session_id=row.session_id,
+        result=result,
+        error=row.error,
+        category=row.category,
+    )
+
+
+def _weight(settled: Settled) -> int:
+    # The object itself counts too: a flood of tiny results is bounded by it.
+    return len(settled.result) + 1024

@@ -1,0 +1,210 @@
+"""Which step of a model runs next, and what becomes of it. No clock, no tensors, no sockets, no SQL."""
+
+import enum
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+# Passes of one model that are with the engine together: enough that it never waits for the
+# next chunk, few enough that another model's turn comes soon.
+PASSES_TOGETHER = 4
+
+
+class Kind(enum.StrEnum):
+    """What a request asks for; also the `kind` column of its row."""
+
+    CREATE_MODEL = "create_model"  # step 0 of every model
+    FORWARD = "forward"
+    FORWARD_BACKWARD = "forward_backward"
+    OPTIM_STEP = "optim_step"
+    SAVE_WEIGHTS = "save_weights"
+    SAVE_FOR_SAMPLER = "save_weights_for_sampler"
+    LOAD_WEIGHTS = "load_weights"
+    UNLOAD_MODEL = "unload_model"  # outside the order of steps
+    SAMPLE = "sample"  # outside the order of steps
+
+
+PASSES = frozenset({Kind.FORWARD, Kind.FORWARD_BACKWARD})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Step:
+    """One numbered request of one model."""
+
+    seq_id: int
+    request_id: str
+    kind: Kind
+    #: A `load_weights` that makes its model: step 0 of the newer way to start from a checkpoint.
+    creates: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Turn:
+    """Steps whose turn has come; they run together, or are refused without running."""
+
+    steps: tuple[Step, ...]
+    #: Why they must not run: they fail as the user's with this text.
+    refusal: str | None = None
+    #: The engine must drop the gradients it holds for this model.
+    clears_gradients: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gap:
+    """A number that has not come, while later ones wait behind it."""
+
+    missing: int
+    since_s: float
+
+
+class Replayed(enum.Enum):
+    """What a finished step needs when its model is built again from its log."""
+
+    NOTHING = enum.auto()  # it changed nothing
+    RUN = enum.auto()  # run it again
+    CLEAR_GRADIENTS = enum.auto()  # it failed, and took the gradients with it
+
+
+def replayed(kind: Kind, *, succeeded: bool) -> Replayed:
+    """How a finished step takes part in building its model again."""
+    if kind is Kind.OPTIM_STEP:
+        return Replayed.RUN if succeeded else Replayed.CLEAR_GRADIENTS
+    if succeeded and kind in (Kind.CREATE_MODEL, Kind.FORWARD_BACKWARD, Kind.LOAD_WEIGHTS):
+        return Replayed.RUN
+    return Replayed.NOTHING
+
+
+@dataclass(slots=True)
+class Line:
+    """
+    The steps of one model, in the order of their numbers.
+
+    Steps arrive in any order and leave strictly by number, each once. The creation is number 0.
+    """
+
+    #: The number whose turn is next.
+    next_seq: int = 0
+    #: Steps that wait, by number.
+    held: dict[int, Step] = field(default_factory=dict)
+    #: Steps that were handed out and are not finished.
+    running: dict[int, Step] = field(default_factory=dict)
+    #: Why gradients are incomplete: a pass since the last optimizer step failed.
+    spoiled: str | None = None
+    #: Why there is no model: its creation failed.
+    stillborn: str | None = None
+    _gap_since_s: float | None = None
+
+    def arrive(self, step: Step, *, now_s: float) -> bool:
+        """Take a new step in; False when its turn has already gone by."""
+        if step.seq_id < self.next_seq:
+            return False
+        self.held[step.seq_id] = step
+        self._mark_gap(now_s)
+        return True
+
+    def take(self, *, now_s: float, most: int | None = None) -> Turn | None:
+        """The steps that run now, or None while one is running or the next has not come."""
+        if self.running or self.next_seq not in self.held:
+            return None
+        steps = tuple(self._head(most or PASSES_TOGETHER))
+        for step in steps:
+            self.running[step.seq_id] = self.held.pop(step.seq_id)
+        self.next_seq = steps[-1].seq_id + 1
+        self._gap_since_s = None
+        self._mark_gap(now_s)
+        first = steps[0]
+        if self.stillborn is not None:
+            return Turn(steps=steps, refusal=self.stillborn)
+        if first.kind is Kind.OPTIM_STEP and self.spoiled is not None:
+            return Turn(steps=steps, refusal=self.spoiled, clears_gradients=True)
+        return Turn(steps=steps)
+
+    def finish(self, step: Step, *, failure: str | None) -> None:
+        """A handed-out step is done, or failed with this reason."""
+        self.running.pop(step.seq_id, None)
+        self._learn(step, failure)
+
+    def put_back(self, steps: Iterable[Step]) -> None:
+        """Steps that were handed out and lost with the engine wait again, in front."""
+        for step in steps:
+            self.running.pop(step.seq_id, None)
+            self.held[step.seq_id] = step
+            self.next_seq = min(self.next_seq, step.seq_id)
+
+    def gap(self) -> Gap | None:
+        """The missing number that others wait for, once nothing else can run."""
+        if self._gap_since_s is None or self.running or not self.held:
+            return None
+        return Gap(missing=self.next_seq, since_s=self._gap_since_s)
+
+    def close_gap(self, *, now_s: float) -> Turn:
+        """Give the missing number up: every step held up to the next gap fails, naming it."""
+        missing = self.next_seq
+        first = min(self.held)
+        self.next_seq = first
+        steps = []
+        while step := self.held.pop(self.next_seq, None):
+            steps.append(step)
+            self.running[step.seq_id] = step
+            self.next_seq += 1
+        self._gap_since_s = None
+        self._mark_gap(now_s)
+        numbers = str(missing) if first == missing + 1 else f"{missing} to {first - 1}"
+        refusal = (
+            f"step {numbers} of this model never arrived, so the steps behind it were not run. "
+            f"Submit the work again; the next step of this model is {self.next_seq}."
+        )
+        clears = any(step.kind is Kind.OPTIM_STEP for step in steps)
+        return Turn(steps=tuple(steps), refusal=refusal, clears_gradients=clears)
+
+    def _head(self, most: int) -> Iterable[Step]:
+        """The next step, and with it the passes that follow a pass without a gap."""
+        first = self.held[self.next_seq]
+        yield first
+        if first.kind not in PASSES:
+            return
+        for seq_id in range(self.next_seq + 1, self.next_seq + most):
+            step = self.held.get(seq_id)
+            if step is None or step.kind not in PASSES:
+                return
+            yield step
+
+    def _learn(self, step: Step, failure: str | None) -> None:
+        if failure is not None and (step.kind is Kind.CREATE_MODEL or step.creates):
+            self.stillborn = f"this model was not created: {failure}"
+        elif step.kind is Kind.FORWARD_BACKWARD and failure is not None:
+            self.spoiled = self.spoiled or spoiled_by(step.seq_id, failure)
+        elif step.kind is Kind.OPTIM_STEP or (step.kind is Kind.LOAD_WEIGHTS and failure is None):
+            self.spoiled = None
+
+    def _mark_gap(self, now_s: float) -> None:
+        """Start the clock when steps wait for a number that is not here; stop it when it is."""
+        if not self.held or self.next_seq in self.held:
+            self._gap_since_s = None
+        elif self._gap_since_s is None:
+            self._gap_since_s = now_s
+
+
+def spoiled_by(seq_id: int, failure: str) -> str:
+    """What an optimizer step answers after a pass before it failed."""
+    return (
+        f"forward_backward step {seq_id} before this optim_step failed ({failure}), so its "
+        "gradients are incomplete. No step was taken and the gradients were cleared; submit the "
+        "batch again, then optim_step."
+    )
+
+
+def restored(finished: Sequence[tuple[Step, str | None]]) -> Line:
+    """The line of a model as its finished steps, in order, left it."""
+    line = Line()
+    for step, failure in finished:
+        line._learn(step, failure)
+        line.next_seq = max(line.next_seq, step.seq_id + 1)
+    return line
+
+
+def late(seq_id: int) -> str:
+    """What a step answers that comes after its gap was closed."""
+    return (
+        f"step {seq_id} arrived after the steps behind it had been given up waiting for it, so it "
+        "was not run. Submit the work again with a new number."
+    )

@@ -1,0 +1,198 @@
+"""
+The supervisor: owns the listening socket, keeps a web process on it, passes signals on.
+
+The socket is opened once, here, so connections that come while the web process is being started
+again wait in its queue and are not refused. Light on purpose: what does little does not die.
+"""
+
+import contextlib
+import fcntl
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import FrameType
+
+from tinkex.models.cache import plain_lines
+from tinkex.models.resolve import DEFAULT_MODEL, ModelSource, resolve
+from tinkex.server.settings import Settings, SettingsError
+
+log = logging.getLogger("tinkex.server.run")
+
+FIRST_DELAY_S = 0.2
+LONGEST_DELAY_S = 10.0
+# A web process that ran this long before it died is started again without a wait.
+STEADY_S = 30.0
+# A web process that drains gets this much longer than it was told before it is killed.
+PATIENCE_S = 5.0
+BACKLOG = 2048
+
+
+class StartFailed(Exception):
+    """The server could not begin; the text says why."""
+
+
+def run(settings: Settings, *, announce: Callable[[str], None]) -> int:
+    """Serve until SIGTERM or SIGINT; the exit status. `announce` gets the one line of "ready"."""
+    logging.basicConfig(
+        stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(name)s %(message)s"
+    )
+    for line in settings.lines():
+        log.info("setting %s", line)
+    with hold_folder(settings.folder), open_socket(settings) as listening:
+        sources = [
+            resolve(spec, progress=plain_lines(sys.stderr))
+            for spec in settings.models or (DEFAULT_MODEL,)
+        ]
+        _check_names(sources)
+        host, port = listening.getsockname()[:2]
+        shown = f"[{host}]" if ":" in host else host
+        url = f"http://{shown}:{port}"
+        supervisor = Supervisor(settings, sources, listening)
+        return supervisor.run(on_ready=lambda: announce(f"tinkex ready at {url}"))
+
+
+class Supervisor:
+    """Keeps one web process alive."""
+
+    def __init__(
+        self, settings: Settings, sources: Sequence[ModelSource], listening: socket.socket
+    ) -> None:
+        self._settings = settings
+        self._sources = sources
+        self._listening = listening
+        self._stopping = False
+        self._child: subprocess.Popen[bytes] | None = None
+
+    def run(self, *, on_ready: Callable[[], None]) -> int:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._stop)
+        delay_s = 0.0
+        ready = False
+        while not self._stopping:
+            began_s = time.monotonic()
+            ready = self._live_once(first=not ready, on_ready=on_ready) or ready
+            if self._stopping:
+                break
+            if not ready:
+                raise StartFailed("the web process ended before it was ready; its log is above")
+            if time.monotonic() - began_s > STEADY_S:
+                delay_s = 0.0
+            log.error("the web process died; starting it again in %.1f s", delay_s)
+            self._pause(delay_s)
+            delay_s = min(max(FIRST_DELAY_S, delay_s * 2), LONGEST_DELAY_S)
+        return 0
+
+    def _live_once(self, *, first: bool, on_ready: Callable[[], None]) -> bool:
+        """From start to death of one web process; whether it got ready."""
+        heard, told = os.pipe()
+        # Nothing is ever written to this one: when the supervisor is gone, it ends.
+        lifeline, held = os.pipe()
+        try:
+            child = subprocess.Popen(
+                self._command(told, lifeline),
+                pass_fds=(self._listening.fileno(), told, lifeline),
+                stdin=subprocess.DEVNULL,
+                # Standard output belongs to the line that says "ready".
+                stdout=sys.stderr.fileno(),
+            )
+            self._child = child
+            if self._stopping:
+                child.send_signal(signal.SIGTERM)
+            os.close(told)
+            with os.fdopen(heard) as pipe:
+                word, _, reason = pipe.read().partition("\n")
+            if word == "ready" and first and not self._stopping:
+                on_ready()
+            child.wait()
+        finally:
+            self._child = None
+            os.close(lifeline)
+            os.close(held)
+        if word == "failed" and first:
+            raise StartFailed(reason.strip())
+        return word == "ready"
+
+    def _command(self, report_descriptor: int, lifeline: int) -> list[str]:
+        command = [
+            *(sys.executable, "-m", "tinkex.server.web"),
+            *("--fd", str(self._listening.fileno())),
+            *("--report-fd", str(report_descriptor)),
+            *("--lifeline-fd", str(lifeline)),
+            *("--settings", self._settings.to_json()),
+        ]
+        for source in self._sources:
+            command += ["--model", f"{source.name}={source.folder}"]
+        return command
+
+    def _pause(self, seconds: float) -> None:
+        """Sleep, but not through a signal."""
+        until_s = time.monotonic() + seconds
+        while not self._stopping and time.monotonic() < until_s:
+            time.sleep(0.05)
+
+    def _stop(self, _number: int, _frame: FrameType | None) -> None:
+        child = self._child
+        if not self._stopping and child is not None:
+            # Draining has a limit, whatever hangs.
+            timer = threading.Timer(self._settings.drain_s + PATIENCE_S, child.kill)
+            timer.daemon = True
+            timer.start()
+        self._stopping = True
+        if child is not None:
+            child.send_signal(signal.SIGTERM)
+
+
+@contextlib.contextmanager
+def hold_folder(folder: Path) -> Iterator[None]:
+    """One server at a time for each data folder; the system frees it however we end."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / "server.lock").open("a+")
+    except OSError as error:
+        raise SettingsError(
+            f"the data folder {folder} cannot be written: {error.strerror}.",
+            hint="Choose another one with --data.",
+        ) from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.seek(0)
+            holder = lock.read().strip() or "unknown"
+            raise SettingsError(
+                f"another server (process {holder}) holds the data folder {folder}.",
+                hint="Use that one, stop it, or choose another folder with --data.",
+            ) from None
+        lock.truncate(0)
+        lock.write(f"{os.getpid()}\n")
+        lock.flush()
+        yield
+
+
+def open_socket(settings: Settings) -> socket.socket:
+    """The listening socket; connections wait in it from now on."""
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    try:
+        return socket.create_server((settings.host, settings.port), family=family, backlog=BACKLOG)
+    except OSError as error:
+        raise SettingsError(
+            f"cannot listen on {settings.host} port {settings.port}: {error.strerror}.",
+            hint="Choose another port with --port; 0 picks a free one.",
+        ) from error
+
+
+def _check_names(sources: Sequence[ModelSource]) -> None:
+    names = [source.name for source in sources]
+    for name in names:
+        if names.count(name) > 1:
+            raise SettingsError(
+                f"two models are to be served as {name}.",
+                hint="Give one of them another name: NAME=FOLDER.",
+            )

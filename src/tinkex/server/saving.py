@@ -1,0 +1,231 @@
+"""Saving and loading as steps of a model: names, versions, samplers. The engine only moves files."""
+
+import json
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from tinkex.server.executor import Outcome, Task, Work
+from tinkex.server.plan import Kind, Step
+from tinkex.server.store import Model, Sampler, Store, Version
+from tinkex.server.store.checkpoints import NameTaken, Naming, SamplerTaken
+from tinkex.wire.checkpoints import (
+    LoadWeightsRequest,
+    LoadWeightsResponse,
+    SaveWeightsForSamplerRequest,
+    SaveWeightsForSamplerResponseInternal,
+    SaveWeightsRequest,
+    SaveWeightsResponse,
+)
+from tinkex.wire.codec import decode_json, encode_json
+from tinkex.wire.dialect import Dialect
+from tinkex.wire.errors import UserFailure
+
+TRAINING = "weights"
+SAMPLER = "sampler_weights"
+
+LONGEST_NAME = 200
+SHORTEST_TTL_S = 3600
+LONGEST_TTL_S = 10 * 365 * 24 * 3600
+
+RunWork = Callable[[Work], Awaitable[Outcome]]
+
+
+class Saving:
+    """What `save_weights`, `save_weights_for_sampler` and `load_weights` do when their turn comes."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    async def save(self, model: Model, step: Step, payload: bytes, run: RunWork) -> bytes:
+        """Save and commit; the result is already on disk when this answers."""
+        if step.kind is Kind.SAVE_WEIGHTS:
+            return await self._save_training(model, step, payload, run)
+        request = decode_json(SaveWeightsForSamplerRequest, payload)
+        if request.path is None:
+            return await self._save_unnamed(model, step, request, run)
+        result = encode_json(
+            SaveWeightsForSamplerResponseInternal(
+                path=tinker_path(model.model_id, SAMPLER, request.path),
+                type="save_weights_for_sampler",
+            )
+        )
+        naming = _naming(request.ttl_seconds, request.user_metadata, overwrite=False)
+        await self._save_named(model, step, SAMPLER, request.path, naming, result, run)
+        return result
+
+    async def load(
+        self, model: Model, payload: bytes, run: RunWork, *, version_id: str | None
+    ) -> tuple[bytes, str]:
+        """Load a checkpoint; the result, and the version it was (again `version_id` if given)."""
+        request = decode_json(LoadWeightsRequest, payload)
+        version = await self._version(model, request.path, version_id)
+        if version.kind != TRAINING and request.optimizer:
+            raise UserFailure(
+                f"{request.path} was saved for sampling and holds no optimizer state. "
+                "Load it without the optimizer, or load a checkpoint made by save_state."
+            )
+        folder = await self._store.checkpoints.open(version.version_id)
+        await run(
+            Work(
+                task=Task.LOAD,
+                model_id=model.model_id,
+                folder=folder,
+                optimizer=bool(request.optimizer),
+            )
+        )
+        result = LoadWeightsResponse(
+            path=request.path, model_id=model.model_id, type="load_weights"
+        )
+        return encode_json(result), version.version_id
+
+    async def _version(self, model: Model, path: str, version_id: str | None) -> Version:
+        checkpoints = self._store.checkpoints
+        if version_id is not None:
+            version = await checkpoints.version(version_id)
+        else:
+            version = await checkpoints.find(path, owner=model.owner)
+        if version is None:
+            raise UserFailure(no_checkpoint(path))
+        source = await self._store.runs.model(version.model_id)
+        if source is not None and source.base_model != model.base_model:
+            raise UserFailure(
+                f"{path} is an adapter of {source.base_model} and does not fit this model, which "
+                f"is {model.base_model}. Create the model on {source.base_model}."
+            )
+        return version
+
+    async def _save_training(self, model: Model, step: Step, payload: bytes, run: RunWork) -> bytes:
+        request = decode_json(SaveWeightsRequest, payload)
+        # Old clients may save without a name; the step's number is one nobody else has.
+        name = request.path if request.path is not None else f"{step.seq_id:06d}"
+        path = tinker_path(model.model_id, TRAINING, name)
+        result = encode_json(SaveWeightsResponse(path=path, type="save_weights"))
+        naming = _naming(request.ttl_seconds, request.user_metadata, overwrite=request.overwrite)
+        await self._save_named(model, step, TRAINING, name, naming, result, run)
+        return result
+
+    async def _save_named(
+        self,
+        model: Model,
+        step: Step,
+        kind: str,
+        name: str,
+        naming: Naming,
+        result: bytes,
+        run: RunWork,
+    ) -> None:
+        check_name(name)
+        checkpoints = self._store.checkpoints
+        # Asked before the work for a quick refusal; the commit asks again, and decides.
+        if not naming.overwrite and await checkpoints.is_taken(
+            model_id=model.model_id, kind=kind, name=name
+        ):
+            raise UserFailure(_name_taken(model, kind, name))
+        version = await self._written(model, kind, name, run)
+        try:
+            await checkpoints.save(
+                version, request_id=step.request_id, result=result, naming=naming
+            )
+        except NameTaken:
+            raise UserFailure(_name_taken(model, kind, name)) from None
+
+    async def _save_unnamed(
+        self, model: Model, step: Step, request: SaveWeightsForSamplerRequest, run: RunWork
+    ) -> bytes:
+        number = request.sampling_session_seq_id
+        if number is None:
+            raise UserFailure(
+                "save_weights_for_sampler needs a `path` (a name for the checkpoint) or a "
+                "`sampling_session_seq_id` (a number for the sampler it makes)."
+            )
+        session = await self._store.runs.session(model.session_id)
+        dialect = Dialect.of(session.sdk_version if session else None)
+        version = await self._written(model, SAMPLER, None, run)
+        path = tinker_path(model.model_id, SAMPLER, f".{version.version_id}")
+        sampler = Sampler(
+            sampling_session_id=f"{model.session_id}:sample:{number}",
+            owner=model.owner,
+            session_id=model.session_id,
+            base_model=model.base_model,
+            version_id=version.version_id,
+            model_path=path,
+        )
+        result = encode_json(
+            SaveWeightsForSamplerResponseInternal(
+                path=path if dialect.unnamed_sampler_save_has_path else None,
+                sampling_session_id=sampler.sampling_session_id,
+                type="save_weights_for_sampler",
+            )
+        )
+        try:
+            await self._store.checkpoints.save(
+                version, request_id=step.request_id, result=result, sampler=(sampler, number)
+            )
+        except SamplerTaken:
+            raise UserFailure(
+                f"sampling_session_seq_id {number} of session {model.session_id} is taken by "
+                "another sampler. Use the next free number."
+            ) from None
+        return result
+
+    async def _written(self, model: Model, kind: str, name: str | None, run: RunWork) -> Version:
+        """The engine writes the files; nobody can find them until the commit."""
+        checkpoints = self._store.checkpoints
+        version = checkpoints.new_version(
+            owner=model.owner, model_id=model.model_id, kind=kind, name=name
+        )
+        outcome = await run(
+            Work(
+                task=Task.SAVE,
+                model_id=model.model_id,
+                folder=checkpoints.folder(version),
+                optimizer=kind == TRAINING,
+            )
+        )
+        return version.sized(json.loads(outcome.result)["size_bytes"])
+
+
+def check_name(name: str) -> None:
+    """Names become folders and parts of paths: refuse what cannot be both."""
+    problem = None
+    if not name or len(name.encode()) > LONGEST_NAME:
+        problem = f"it has {len(name.encode())} bytes, and 1 to {LONGEST_NAME} are allowed"
+    elif "/" in name or "\\" in name or not name.isprintable():
+        problem = "slashes and control characters are not allowed"
+    elif name.startswith("."):
+        problem = "it must not begin with a dot"
+    if problem:
+        raise UserFailure(
+            f"checkpoint name {name[:80]!r} cannot be used: {problem}. "
+            "Letters, digits, `-`, `_` and `.` always work."
+        )
+
+
+def tinker_path(model_id: str, kind: str, name: str) -> str:
+    return f"tinker://{model_id}/{kind}/{name}"
+
+
+def no_checkpoint(path: str) -> str:
+    return (
+        f"there is no checkpoint {path}: it was never saved, was deleted, has expired, or belongs "
+        "to another owner. Paths are tinker://RUN/weights/NAME or tinker://RUN/sampler_weights/NAME."
+    )
+
+
+def _naming(ttl_s: int | None, user_metadata: dict[str, Any] | None, *, overwrite: bool) -> Naming:
+    if ttl_s is not None and not SHORTEST_TTL_S <= ttl_s <= LONGEST_TTL_S:
+        raise UserFailure(
+            f"ttl_seconds is {ttl_s}; {SHORTEST_TTL_S} (one hour) to {LONGEST_TTL_S} (ten years) "
+            "are allowed. Leave it out to keep the checkpoint."
+        )
+    return Naming(
+        overwrite=overwrite,
+        expires_s=None if ttl_s is None else time.time() + ttl_s,
+        user_metadata=user_metadata,
+    )
+
+
+def _name_taken(model: Model, kind: str, name: str) -> str:
+    advice = " Save with overwrite=True to replace it, or" if kind == TRAINING else " Please"
+    return f"{tinker_path(model.model_id, kind, name)} exists already.{advice} choose another name."

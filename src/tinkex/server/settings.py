@@ -1,0 +1,157 @@
+"""What a server is told: flags over `TINKEX_*` environment over defaults. Printed without secrets."""
+
+import ipaddress
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Self
+
+MEBIBYTE = 2**20
+
+
+class SettingsError(ValueError):
+    """A setting is missing or wrong: nothing was started."""
+
+    def __init__(self, message: str, *, hint: str) -> None:
+        super().__init__(message)
+        self.hint = hint
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Everything `tinkex serve` can be told."""
+
+    #: Models to serve: NAME, FOLDER or NAME=FOLDER.
+    models: tuple[str, ...] = ()
+    host: str = "127.0.0.1"
+    #: 0 picks a free one.
+    port: int = 8000
+    #: Folder of the database, payloads, results and checkpoints.
+    data: str = ""
+    #: SQLAlchemy URL; empty means SQLite in the data folder.
+    db: str = ""
+    #: Folder or fsspec URL of payloads and results; empty means the data folder.
+    storage: str = ""
+    device: str = "auto"
+    dtype: str = "auto"
+    executor: str = "local"
+    #: Threads an engine computes with; 0 leaves the choice to the engine.
+    threads: int = 0
+    deterministic: bool = False
+    #: Largest request body as it arrives.
+    max_body_bytes: int = 64 * MEBIBYTE
+    #: Largest request body after decompression.
+    max_decoded_bytes: int = 256 * MEBIBYTE
+    #: How long a poll for a result is held. The official client gives up after 45 s.
+    long_poll_s: float = 30.0
+    #: How long later steps wait for a missing number. The official client retries for 300 s.
+    gap_s: float = 360.0
+    #: Results up to this size are sent with the first answer, larger ones are announced first.
+    metadata_only_bytes: int = 64 * 1024
+    #: How long a stopping server waits for running requests.
+    drain_s: float = 10.0
+
+    @classmethod
+    def from_sources(
+        cls, flags: Mapping[str, Any], env: Mapping[str, str] = os.environ
+    ) -> "Settings":
+        """Flags that were given (not None), then `TINKEX_<NAME>`, then defaults; checked."""
+        values: dict[str, Any] = {}
+        for field in fields(cls):
+            name = f"TINKEX_{field.name.upper()}"
+            if flags.get(field.name) is not None:
+                values[field.name] = flags[field.name]
+            elif field.name == "data" and not env.get(name):
+                values["data"] = str(default_data_folder(env))
+            elif env.get(name):
+                values[field.name] = _parse(name, env[name], type(field.default))
+        settings = cls(**values)
+        settings.check()
+        return settings
+
+    def check(self) -> None:
+        """Refuse mixes that cannot work or would not be safe."""
+        if not 0 <= self.port <= 65535:
+            raise SettingsError(
+                f"--port {self.port} is not a port.", hint="Use 1 to 65535, or 0 for a free one."
+            )
+        if not is_loopback(self.host):
+            raise SettingsError(
+                f"--host {self.host} can be reached from other machines, and this server has no "
+                "keys: anybody could train, read and delete.",
+                hint="Use --host 127.0.0.1, and an SSH tunnel to reach it from elsewhere.",
+            )
+        if self.executor != "local":
+            raise SettingsError(
+                f"--executor {self.executor} is not known.", hint="The one form is `local`."
+            )
+        if self.threads < 0:
+            raise SettingsError(
+                f"--threads {self.threads} is negative.", hint="0 lets the engine choose."
+            )
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.data).expanduser().absolute()
+
+    @property
+    def db_url(self) -> str:
+        return self.db or f"sqlite:///{self.folder / 'tinkex.db'}"
+
+    @property
+    def storage_url(self) -> str:
+        return self.storage or str(self.folder)
+
+    def lines(self) -> Iterator[str]:
+        """One line for each setting, for the log; passwords in URLs are left out."""
+        for name, value in asdict(self).items():
+            shown = _without_password(value) if name in ("db", "storage") else value
+            yield f"{name} = {shown!r}"
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        values = json.loads(text)
+        values["models"] = tuple(values["models"])
+        return cls(**values)
+
+
+def default_data_folder(env: Mapping[str, str]) -> Path:
+    """`$XDG_DATA_HOME/tinkex`, by default `~/.local/share/tinkex`."""
+    base = env.get("XDG_DATA_HOME")
+    return (Path(base) if base else Path("~/.local/share").expanduser()) / "tinkex"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach a server on `host`."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _without_password(url: str) -> str:
+    scheme, separator, rest = url.partition("://")
+    if not separator or "@" not in rest:
+        return url
+    credentials, _, place = rest.rpartition("@")
+    return f"{scheme}://{credentials.partition(':')[0]}:***@{place}"
+
+
+def _parse(name: str, text: str, kind: type) -> Any:
+    try:
+        if kind is bool:
+            return {"1": True, "true": True, "yes": True, "on": True}.get(text.lower(), False)
+        if kind is tuple:
+            return tuple(part.strip() for part in text.split(",") if part.strip())
+        return kind(text)
+    except ValueError:
+        raise SettingsError(
+            f"{name}={text} is not a number.", hint=f"Unset {name} or give a number."
+        ) from None

@@ -1,0 +1,232 @@
+"""Checkpoints: immutable versions, and the names that point to them."""
+
+import secrets
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import sqlalchemy as sa
+
+from tinkex.server.store import requests as requests_
+from tinkex.server.store.database import Database
+from tinkex.server.store.files import Files
+from tinkex.server.store.runs import Sampler, insert_sampler
+from tinkex.server.store.tables import checkpoint_names, checkpoint_versions
+from tinkex.wire.checkpoints import ParsedCheckpointTinkerPath
+from tinkex.wire.errors import UserFailure
+
+
+class NameTaken(Exception):
+    """The name means a checkpoint already, and overwriting was not asked for."""
+
+
+class SamplerTaken(Exception):
+    """The sampler's number in its session belongs to another one."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Version:
+    """One save: files that never change."""
+
+    version_id: str
+    owner: str
+    model_id: str
+    kind: str
+    name: str | None
+    place: str
+    size_bytes: int
+    created_s: float
+
+    def sized(self, size_bytes: int) -> "Version":
+        """The same version, written."""
+        return replace(self, size_bytes=size_bytes)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Naming:
+    """How a saved version becomes findable."""
+
+    overwrite: bool
+    expires_s: float | None
+    user_metadata: Mapping[str, Any] | None
+
+
+_VERSION = tuple(checkpoint_versions.c)
+
+
+class Checkpoints:
+    """The rows of what was saved, and where its files are."""
+
+    def __init__(self, database: Database, files: Files, folder: Path) -> None:
+        self._database = database
+        self._files = files
+        #: Where the engine writes and reads; the store itself when that is local.
+        self._folder = files.local or folder
+
+    def new_version(self, *, owner: str, model_id: str, kind: str, name: str | None) -> Version:
+        """A version with a folder of its own, not saved yet."""
+        version_id = secrets.token_hex(12)
+        # Unnamed saves sit beside the named ones, under a name that no user can give.
+        return Version(
+            version_id=version_id,
+            owner=owner,
+            model_id=model_id,
+            kind=kind,
+            name=name,
+            place=f"checkpoints/{model_id}/{kind}/{name or '.unnamed'}/{version_id}",
+            size_bytes=0,
+            created_s=time.time(),
+        )
+
+    def folder(self, version: Version) -> Path:
+        """Where the engine writes this version."""
+        return self._folder / version.place
+
+    async def open(self, version_id: str) -> Path:
+        """The folder of a saved version on this machine."""
+        version = await self.version(version_id)
+        if version is None:
+            raise LookupError(f"checkpoint version {version_id} is not in the database")
+        folder = self._folder / version.place
+        await self._database.in_thread(lambda: self._files.download(version.place, folder))
+        return folder
+
+    async def is_taken(self, *, model_id: str, kind: str, name: str) -> bool:
+        return await self.named(model_id=model_id, kind=kind, name=name) is not None
+
+    async def save(
+        self,
+        version: Version,
+        *,
+        request_id: str,
+        result: bytes,
+        naming: Naming | None = None,
+        sampler: tuple[Sampler, int] | None = None,
+    ) -> None:
+        """The version, its name or its sampler, and the request's result: all or nothing."""
+        folder = self._folder / version.place
+        await self._database.in_thread(lambda: self._files.upload(folder, version.place))
+
+        def act(connection: sa.Connection) -> None:
+            connection.execute(
+                checkpoint_versions.insert(),
+                {column.name: getattr(version, column.name) for column in _VERSION},
+            )
+            if naming is not None:
+                _point_name(connection, version, naming)
+            if sampler is not None and insert_sampler(connection, *sampler) != sampler[0]:
+                raise SamplerTaken
+            requests_.set_done(connection, request_id, result, version_id=version.version_id)
+
+        await self._database.write(act)
+
+    async def find(self, path: str, *, owner: str) -> Version | None:
+        """What a tinker path means to this owner; UserFailure when it is not such a path."""
+        try:
+            parsed = ParsedCheckpointTinkerPath.from_tinker_path(path)
+        except ValueError as error:
+            raise UserFailure(str(error)) from None
+        kind, _, name = parsed.checkpoint_id.partition("/")
+        if name.startswith("."):
+            # An unnamed save: no name points to it, its path holds the version itself.
+            version = await self.version(name[1:])
+            if version is None or (version.model_id, version.kind) != (
+                parsed.training_run_id,
+                kind,
+            ):
+                return None
+        else:
+            version = await self.named(model_id=parsed.training_run_id, kind=kind, name=name)
+        return version if version is not None and version.owner == owner else None
+
+    async def named(self, *, model_id: str, kind: str, name: str) -> Version | None:
+        """What a name means now; nothing once it has expired."""
+        statement = (
+            sa.select(*_VERSION)
+            .join(
+                checkpoint_names,
+                checkpoint_names.c.version_id == checkpoint_versions.c.version_id,
+            )
+            .where(
+                checkpoint_names.c.model_id == model_id,
+                checkpoint_names.c.kind == kind,
+                checkpoint_names.c.name == name,
+                sa.or_(
+                    checkpoint_names.c.expires_s.is_(None),
+                    checkpoint_names.c.expires_s > time.time(),
+                ),
+            )
+        )
+        return await self._database.read(lambda connection: _version(connection, statement))
+
+    async def version(self, version_id: str) -> Version | None:
+        statement = sa.select(*_VERSION).where(checkpoint_versions.c.version_id == version_id)
+        return await self._database.read(lambda connection: _version(connection, statement))
+
+    async def newest(self, model_id: str, kind: str) -> tuple[Version, Mapping[str, Any]] | None:
+        """The last named checkpoint of a run, with what its name says about it."""
+        statement = (
+            sa.select(*_VERSION, *_NAME)
+            .join(
+                checkpoint_names,
+                checkpoint_names.c.version_id == checkpoint_versions.c.version_id,
+            )
+            .where(checkpoint_names.c.model_id == model_id, checkpoint_names.c.kind == kind)
+            .order_by(checkpoint_names.c.saved_s.desc())
+            .limit(1)
+        )
+
+        def act(connection: sa.Connection) -> tuple[Version, Mapping[str, Any]] | None:
+            row = connection.execute(statement).first()
+            if row is None:
+                return None
+            values = dict(row._mapping)
+            about = {column.name: values.pop(column.name) for column in _NAME}
+            return Version(**values), about
+
+        return await self._database.read(act)
+
+
+_NAME = (
+    checkpoint_names.c.saved_s,
+    checkpoint_names.c.expires_s,
+    checkpoint_names.c.user_metadata,
+    checkpoint_names.c.public,
+)
+
+
+def _point_name(connection: sa.Connection, version: Version, naming: Naming) -> None:
+    mine = sa.and_(
+        checkpoint_names.c.model_id == version.model_id,
+        checkpoint_names.c.kind == version.kind,
+        checkpoint_names.c.name == version.name,
+    )
+    now_s = time.time()
+    known = connection.execute(sa.select(checkpoint_names.c.expires_s).where(mine)).first()
+    if known is not None:
+        expired = known.expires_s is not None and known.expires_s <= now_s
+        if not naming.overwrite and not expired:
+            raise NameTaken
+        connection.execute(checkpoint_names.delete().where(mine))
+    connection.execute(
+        checkpoint_names.insert(),
+        {
+            "model_id": version.model_id,
+            "kind": version.kind,
+            "name": version.name,
+            "version_id": version.version_id,
+            "saved_s": now_s,
+            "expires_s": naming.expires_s,
+            "user_metadata": naming.user_metadata and dict(naming.user_metadata),
+            "public": False,
+        },
+    )
+
+
+def _version(
+    connection: sa.Connection, statement: sa.Select[*tuple[object, ...]]
+) -> Version | None:
+    row = connection.execute(statement).first()
+    return None if row is None else Version(**row._mapping)

@@ -1,0 +1,72 @@
+"""Payloads, results and checkpoints outside the database: durable before a row points to them."""
+
+import os
+import secrets
+import shutil
+from pathlib import Path
+
+import fsspec  # type: ignore[import-untyped]
+from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
+
+
+class Files:
+    """Named bytes below one root: a local folder, or any fsspec URL."""
+
+    def __init__(self, root_url: str) -> None:
+        filesystem, root = fsspec.core.url_to_fs(root_url)
+        self._filesystem: fsspec.AbstractFileSystem = filesystem
+        self._root: str = root
+        self.local: Path | None = Path(root) if isinstance(filesystem, LocalFileSystem) else None
+
+    def put(self, room: str, data: bytes) -> str:
+        """Write `data` for good and answer its place below the root."""
+        name = secrets.token_hex(16)
+        place = f"{room}/{name[:2]}/{name}"
+        if self.local is None:
+            self._filesystem.pipe_file(f"{self._root}/{place}", data)
+        else:
+            write_durably(self.local / place, data)
+        return place
+
+    def get(self, place: str) -> bytes:
+        if self.local is not None:
+            return (self.local / place).read_bytes()
+        data: bytes = self._filesystem.cat_file(f"{self._root}/{place}")
+        return data
+
+    def path(self, place: str) -> Path | None:
+        """The file itself, where it is one on this machine."""
+        return None if self.local is None else self.local / place
+
+    def upload(self, folder: Path, place: str) -> None:
+        """Copy a finished folder to a root that is not local; the local copy is a cache."""
+        if self.local is None:
+            self._filesystem.put(str(folder), f"{self._root}/{place}", recursive=True)
+
+    def download(self, place: str, folder: Path) -> None:
+        """Bring a folder back from a root that is not local, whole or not at all."""
+        if self.local is not None or folder.exists():
+            return
+        part = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}")
+        self._filesystem.get(f"{self._root}/{place}", str(part), recursive=True)
+        try:
+            part.rename(folder)
+        except OSError:
+            # Somebody else brought it first: the same immutable files.
+            shutil.rmtree(part, ignore_errors=True)
+
+
+def write_durably(path: Path, data: bytes) -> None:
+    """A file that is whole and on disk once it has its name."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.part")
+    with part.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    part.rename(path)
+    descriptor = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

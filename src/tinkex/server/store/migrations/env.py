@@ -1,0 +1,12 @@
+"""Alembic's entry: runs the migrations on the connection that the store hands over."""
+
+from alembic import context
+
+from tinkex.server.store.tables import metadata
+
+connection = context.config.attributes["connection"]
+# `render_as_batch`: SQLite changes a table by copying it.
+context.configure(connection=connection, target_metadata=metadata, render_as_batch=True)
+with context.begin_transaction():
+    context.run_migrations()
+connection.commit()

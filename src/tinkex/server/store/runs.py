@@ -1,0 +1,265 @@
+"""Sessions, models and samplers: who made what, and what it is made of."""
+
+import secrets
+import string
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import sqlalchemy as sa
+
+from tinkex.server.store import requests as requests_
+from tinkex.server.store.database import Database
+from tinkex.server.store.tables import models, requests, samplers, sessions
+
+BASE62 = string.digits + string.ascii_letters
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Session:
+    session_id: str
+    owner: str
+    sdk_version: str | None
+    user_metadata: Mapping[str, Any]
+    finished_s: float | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Model:
+    """One training run: an adapter on a base model."""
+
+    model_id: str
+    owner: str
+    session_id: str
+    base_model: str
+    lora_config: Mapping[str, Any]
+    optimizer_config: Mapping[str, Any]
+    user_metadata: Mapping[str, Any] | None
+    created_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sampler:
+    """Something to sample from: a base model, or one immutable version of an adapter."""
+
+    sampling_session_id: str
+    owner: str
+    session_id: str
+    base_model: str
+    version_id: str | None
+    model_path: str | None
+
+
+_SESSION = (
+    sessions.c.session_id,
+    sessions.c.owner,
+    sessions.c.sdk_version,
+    sessions.c.user_metadata,
+    sessions.c.finished_s,
+)
+_MODEL = (
+    models.c.model_id,
+    models.c.owner,
+    models.c.session_id,
+    models.c.base_model,
+    models.c.lora_config,
+    models.c.optimizer_config,
+    models.c.user_metadata,
+    models.c.created_s,
+)
+_SAMPLER = (
+    samplers.c.sampling_session_id,
+    samplers.c.owner,
+    samplers.c.session_id,
+    samplers.c.base_model,
+    samplers.c.version_id,
+    samplers.c.model_path,
+)
+
+
+class Runs:
+    """The rows of sessions and of what was made in them."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    async def create_session(
+        self,
+        *,
+        owner: str,
+        sdk_version: str | None,
+        tags: list[str],
+        user_metadata: Mapping[str, Any],
+        project_id: str | None,
+        display_name: str | None,
+        idempotency_key: str | None,
+    ) -> Session:
+        """A new session, or the one made by an earlier try of the same call."""
+
+        def act(connection: sa.Connection) -> Session:
+            if idempotency_key is not None:
+                first = connection.execute(
+                    sa.select(*_SESSION).where(
+                        sessions.c.owner == owner, sessions.c.idempotency_key == idempotency_key
+                    )
+                ).first()
+                if first is not None:
+                    return Session(**first._mapping)
+            session_id = _random_id()
+            now_s = time.time()
+            connection.execute(
+                sessions.insert(),
+                {
+                    "session_id": session_id,
+                    "owner": owner,
+                    "sdk_version": sdk_version,
+                    "tags": tags,
+                    "user_metadata": dict(user_metadata),
+                    "project_id": project_id,
+                    "display_name": display_name,
+                    "idempotency_key": idempotency_key,
+                    "created_s": now_s,
+                    "seen_s": now_s,
+                },
+            )
+            return Session(
+                session_id=session_id,
+                owner=owner,
+                sdk_version=sdk_version,
+                user_metadata=user_metadata,
+                finished_s=None,
+            )
+
+        return await self._database.write(act)
+
+    async def session(self, session_id: str) -> Session | None:
+        statement = sa.select(*_SESSION).where(sessions.c.session_id == session_id)
+
+        def act(connection: sa.Connection) -> Session | None:
+            row = connection.execute(statement).first()
+            return None if row is None else Session(**row._mapping)
+
+        return await self._database.read(act)
+
+    def seen(self, session_id: str) -> None:
+        """Note, some time soon, that the client of a session is alive."""
+        statement = (
+            sessions.update().where(sessions.c.session_id == session_id).values(seen_s=time.time())
+        )
+        self._database.write_later(lambda connection: connection.execute(statement))
+
+    async def finish_session(self, session_id: str, reason: str, detail: str | None) -> None:
+        """The first reason stays."""
+        statement = (
+            sessions.update()
+            .where(sessions.c.session_id == session_id, sessions.c.finished_s.is_(None))
+            .values(finished_s=time.time(), finish_reason=reason, finish_detail=detail)
+        )
+        await self._database.write(lambda connection: connection.execute(statement))
+
+    async def create_model(
+        self,
+        *,
+        model: Model,
+        model_seq_id: int,
+        request: requests_.NewRequest,
+    ) -> requests_.Accepted:
+        """The model and its step 0 in one transaction; a repeat finds the first."""
+
+        def act(connection: sa.Connection) -> requests_.Accepted:
+            known = connection.execute(
+                sa.select(models.c.model_id).where(
+                    models.c.session_id == model.session_id,
+                    models.c.model_seq_id == model_seq_id,
+                )
+            ).first()
+            if known is None:
+                connection.execute(
+                    models.insert(),
+                    {
+                        "model_id": model.model_id,
+                        "owner": model.owner,
+                        "session_id": model.session_id,
+                        "model_seq_id": model_seq_id,
+                        "base_model": model.base_model,
+                        "lora_config": dict(model.lora_config),
+                        "optimizer_config": dict(model.optimizer_config),
+                        "user_metadata": model.user_metadata and dict(model.user_metadata),
+                        "created_s": model.created_s,
+                    },
+                )
+            return requests_.insert(connection, request, None)
+
+        return await self._database.write(act)
+
+    async def model(self, model_id: str) -> Model | None:
+        statement = sa.select(*_MODEL).where(models.c.model_id == model_id)
+
+        def act(connection: sa.Connection) -> Model | None:
+            row = connection.execute(statement).first()
+            return None if row is None else Model(**row._mapping)
+
+        return await self._database.read(act)
+
+    async def last_request_s(self, model_id: str) -> float | None:
+        """When the newest request of a model came."""
+        statement = sa.select(sa.func.max(requests.c.created_s)).where(
+            requests.c.model_id == model_id
+        )
+        return await self._database.read(lambda connection: connection.scalar(statement))
+
+    async def create_sampler(self, sampler: Sampler, sampling_session_seq_id: int) -> Sampler:
+        """A new sampler, or the one made by an earlier try of the same call."""
+        return await self._database.write(
+            lambda connection: insert_sampler(connection, sampler, sampling_session_seq_id)
+        )
+
+    async def sampler(self, sampling_session_id: str) -> Sampler | None:
+        statement = sa.select(*_SAMPLER).where(
+            samplers.c.sampling_session_id == sampling_session_id
+        )
+
+        def act(connection: sa.Connection) -> Sampler | None:
+            row = connection.execute(statement).first()
+            return None if row is None else Sampler(**row._mapping)
+
+        return await self._database.read(act)
+
+
+def insert_sampler(
+    connection: sa.Connection, sampler: Sampler, sampling_session_seq_id: int
+) -> Sampler:
+    """Add a sampler inside a transaction, unless its place is taken."""
+    first = connection.execute(
+        sa.select(*_SAMPLER).where(
+            samplers.c.session_id == sampler.session_id,
+            samplers.c.sampling_session_seq_id == sampling_session_seq_id,
+        )
+    ).first()
+    if first is not None:
+        return Sampler(**first._mapping)
+    connection.execute(
+        samplers.insert(),
+        {
+            "sampling_session_id": sampler.sampling_session_id,
+            "owner": sampler.owner,
+            "session_id": sampler.session_id,
+            "sampling_session_seq_id": sampling_session_seq_id,
+            "base_model": sampler.base_model,
+            "version_id": sampler.version_id,
+            "model_path": sampler.model_path,
+            "created_s": time.time(),
+        },
+    )
+    return sampler
+
+
+def _random_id() -> str:
+    """128 random bits in base 62: 22 characters, none of which means something in a path."""
+    number = secrets.randbits(128)
+    digits = []
+    for _ in range(22):
+        number, digit = divmod(number, 62)
+        digits.append(BASE62[digit])
+    return "".join(digits)

@@ -1,0 +1,34 @@
+"""The store as one thing to open and close: database, files, and the rooms over them."""
+
+from pathlib import Path
+
+from tinkex.server.store.checkpoints import Checkpoints
+from tinkex.server.store.database import Database
+from tinkex.server.store.files import Files
+from tinkex.server.store.requests import Requests
+from tinkex.server.store.runs import Runs
+
+
+class Store:
+    """Everything a server must not forget. Close it once nothing uses it; safe to repeat."""
+
+    def __init__(self, *, database: Database, files: Files, folder: Path) -> None:
+        self._database = database
+        self.files = files
+        self.requests = Requests(database, files)
+        self.runs = Runs(database)
+        self.checkpoints = Checkpoints(database, files, folder)
+
+    @property
+    def commits(self) -> int:
+        """Transactions committed since opening."""
+        return self._database.writer.commits
+
+    def close(self) -> None:
+        self._database.close()
+
+
+def open_store(*, db_url: str, storage_url: str, folder: Path) -> Store:
+    """Open, or make, the store; its schema is brought up to date."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return Store(database=Database(db_url), files=Files(storage_url), folder=folder)

@@ -1,0 +1,134 @@
+"""The tables, and the promise that each constraint keeps. Times are seconds since 1970, UTC."""
+
+import sqlalchemy as sa
+
+metadata = sa.MetaData(
+    naming_convention={
+        "ix": "ix_%(table_name)s_%(column_0_N_name)s",
+        "uq": "uq_%(table_name)s_%(column_0_N_name)s",
+        "ck": "ck_%(table_name)s_%(constraint_name)s",
+        "fk": "fk_%(table_name)s_%(column_0_N_name)s_%(referred_table_name)s",
+        "pk": "pk_%(table_name)s",
+    }
+)
+
+sessions = sa.Table(
+    "sessions",
+    metadata,
+    sa.Column("session_id", sa.String(64), primary_key=True),
+    sa.Column("owner", sa.String(200), nullable=False),
+    sa.Column("sdk_version", sa.String(64)),
+    sa.Column("tags", sa.JSON, nullable=False),
+    sa.Column("user_metadata", sa.JSON, nullable=False),
+    sa.Column("project_id", sa.String(200)),
+    sa.Column("display_name", sa.String(500)),
+    sa.Column("idempotency_key", sa.String(200)),
+    sa.Column("created_s", sa.Float, nullable=False),
+    sa.Column("seen_s", sa.Float, nullable=False),
+    sa.Column("finished_s", sa.Float),
+    sa.Column("finish_reason", sa.String(40)),
+    sa.Column("finish_detail", sa.Text),
+    # A repeated `create_session` finds its first self.
+    sa.UniqueConstraint("owner", "idempotency_key"),
+)
+
+models = sa.Table(
+    "models",
+    metadata,
+    sa.Column("model_id", sa.String(120), primary_key=True),
+    sa.Column("owner", sa.String(200), nullable=False),
+    sa.Column("session_id", sa.ForeignKey("sessions.session_id"), nullable=False),
+    sa.Column("model_seq_id", sa.BigInteger, nullable=False),
+    sa.Column("base_model", sa.String(500), nullable=False),
+    sa.Column("lora_config", sa.JSON, nullable=False),
+    sa.Column("optimizer_config", sa.JSON, nullable=False),
+    sa.Column("user_metadata", sa.JSON),
+    sa.Column("created_s", sa.Float, nullable=False),
+    # A repeated `create_model` finds its first self.
+    sa.UniqueConstraint("session_id", "model_seq_id"),
+)
+
+checkpoint_versions = sa.Table(
+    "checkpoint_versions",
+    metadata,
+    sa.Column("version_id", sa.String(64), primary_key=True),
+    sa.Column("owner", sa.String(200), nullable=False),
+    sa.Column("model_id", sa.ForeignKey("models.model_id"), nullable=False),
+    sa.Column("kind", sa.String(40), nullable=False),
+    # Unnamed sampler saves have none.
+    sa.Column("name", sa.String(250)),
+    # Where the files are, below the storage root. Written once, never changed.
+    sa.Column("place", sa.String(1000), nullable=False),
+    sa.Column("size_bytes", sa.BigInteger, nullable=False),
+    sa.Column("created_s", sa.Float, nullable=False),
+    # Two saves never share a folder.
+    sa.UniqueConstraint("place"),
+)
+
+checkpoint_names = sa.Table(
+    "checkpoint_names",
+    metadata,
+    # A name of a run means one version at a time; overwriting moves it.
+    sa.Column("model_id", sa.ForeignKey("models.model_id"), primary_key=True),
+    sa.Column("kind", sa.String(40), primary_key=True),
+    sa.Column("name", sa.String(250), primary_key=True),
+    sa.Column("version_id", sa.ForeignKey("checkpoint_versions.version_id"), nullable=False),
+    sa.Column("saved_s", sa.Float, nullable=False),
+    sa.Column("expires_s", sa.Float),
+    sa.Column("user_metadata", sa.JSON),
+    sa.Column("public", sa.Boolean, nullable=False),
+)
+
+samplers = sa.Table(
+    "samplers",
+    metadata,
+    sa.Column("sampling_session_id", sa.String(120), primary_key=True),
+    sa.Column("owner", sa.String(200), nullable=False),
+    sa.Column("session_id", sa.ForeignKey("sessions.session_id"), nullable=False),
+    sa.Column("sampling_session_seq_id", sa.BigInteger, nullable=False),
+    sa.Column("base_model", sa.String(500), nullable=False),
+    # None samples from the base model.
+    sa.Column("version_id", sa.ForeignKey("checkpoint_versions.version_id")),
+    sa.Column("model_path", sa.String(1000)),
+    sa.Column("created_s", sa.Float, nullable=False),
+    # A repeated `create_sampling_session` finds its first self.
+    sa.UniqueConstraint("session_id", "sampling_session_seq_id"),
+)
+
+requests = sa.Table(
+    "requests",
+    metadata,
+    sa.Column("request_id", sa.String(64), primary_key=True),
+    sa.Column("owner", sa.String(200), nullable=False),
+    sa.Column("session_id", sa.ForeignKey("sessions.session_id")),
+    sa.Column("model_id", sa.ForeignKey("models.model_id")),
+    sa.Column("sampling_session_id", sa.ForeignKey("samplers.sampling_session_id")),
+    sa.Column("seq_id", sa.BigInteger),
+    sa.Column("kind", sa.String(40), nullable=False),
+    sa.Column("status", sa.String(20), nullable=False),
+    sa.Column("base_model", sa.String(500), nullable=False),
+    # Small payloads and results live in the row, larger ones in a file that is durable before it.
+    sa.Column("payload", sa.LargeBinary),
+    sa.Column("payload_place", sa.String(1000)),
+    # Sequences a sample was asked for: their ids are made from the request's.
+    sa.Column("sequences", sa.Integer, nullable=False),
+    # The version a load or a sample was given: replay uses the same one.
+    sa.Column("version_id", sa.ForeignKey("checkpoint_versions.version_id")),
+    sa.Column("result", sa.LargeBinary),
+    sa.Column("result_place", sa.String(1000)),
+    sa.Column("result_bytes", sa.BigInteger),
+    sa.Column("error", sa.Text),
+    sa.Column("category", sa.String(20)),
+    sa.Column("created_s", sa.Float, nullable=False),
+    sa.Column("finished_s", sa.Float),
+    sa.Column("fetched_s", sa.Float),
+    # A repeated step, and a repeated sample, find their first selves.
+    sa.UniqueConstraint("model_id", "seq_id"),
+    sa.UniqueConstraint("sampling_session_id", "seq_id"),
+    sa.CheckConstraint("status IN ('waiting', 'done', 'failed')", name="status"),
+    # What is finished says how; what waits has no result.
+    sa.CheckConstraint("(status = 'waiting') = (finished_s IS NULL)", name="finished"),
+    sa.CheckConstraint("(status = 'failed') = (error IS NOT NULL)", name="error"),
+    # What waits after a start is found without reading the finished.
+    sa.Index("ix_requests_status_created_s", "status", "created_s"),
+)

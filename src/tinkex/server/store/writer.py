@@ -1,0 +1,119 @@
+"""One thread that writes: many small writes become one transaction, and each waits for its commit."""
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import sqlalchemy as sa
+
+T = TypeVar("T")
+Act = Callable[[sa.Connection], Any]
+
+log = logging.getLogger("tinkex.server.store")
+
+# Writes nobody waits for (when a session was last seen) join the next transaction, or make
+# one of their own after this long.
+LAZY_AFTER_S = 5.0
+# Keeps one transaction, and so the wait of the first in it, short under a flood.
+MOST_TOGETHER = 500
+
+
+@dataclass(frozen=True, slots=True)
+class _Write:
+    act: Act
+    promise: Future[Any] | None
+
+
+class Writer:
+    """
+    Group commit.
+
+    While one transaction is being forced to disk the next writes gather, so the disk is asked
+    once for all of them. An act that raises undoes only itself: the others of its group are
+    run again, each in a transaction of its own.
+    """
+
+    def __init__(self, engine: sa.Engine) -> None:
+        self._engine = engine
+        self._changed = threading.Condition()
+        self._eager: list[_Write] = []
+        self._lazy: list[_Write] = []
+        self._closing = False
+        #: Transactions committed, for the benchmark of group commit.
+        self.commits = 0
+        self._thread = threading.Thread(target=self._run, name="tinkex-writer", daemon=True)
+        self._thread.start()
+
+    def submit(self, act: Callable[[sa.Connection], T]) -> asyncio.Future[T]:
+        """
+        What `act` answers, once its transaction is on disk.
+
+        Acts run in the order of these calls, whoever awaits which of them first.
+        """
+        promise: Future[T] = Future()
+        # From here on a caller that is cancelled only stops listening: the write happens.
+        promise.set_running_or_notify_cancel()
+        self._put(_Write(act, promise))
+        return asyncio.wrap_future(promise)
+
+    def later(self, act: Act) -> None:
+        """Written with the next transaction; lost if the process dies before."""
+        with self._changed:
+            if self._closing:
+                return
+            self._lazy.append(_Write(act, None))
+            # The thread sleeps without a limit when it has nothing; the first lazy write
+            # starts its clock.
+            if len(self._lazy) == 1:
+                self._changed.notify()
+
+    def close(self) -> None:
+        """Write what is waiting, then stop. Safe to repeat."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        self._thread.join()
+
+    def _put(self, write: _Write) -> None:
+        with self._changed:
+            if self._closing:
+                raise RuntimeError("the store is closed: nothing can be written any more")
+            self._eager.append(write)
+            self._changed.notify()
+
+    def _run(self) -> None:
+        with self._engine.connect() as connection:
+            while group := self._next_group():
+                self._commit(connection, group)
+
+    def _next_group(self) -> list[_Write]:
+        with self._changed:
+            while not self._eager and not self._closing:
+                if not self._changed.wait(LAZY_AFTER_S if self._lazy else None):
+                    break
+            group = self._lazy + self._eager[:MOST_TOGETHER]
+            self._lazy = []
+            self._eager = self._eager[MOST_TOGETHER:]
+            return group
+
+    def _commit(self, connection: sa.Connection, group: list[_Write]) -> None:
+        try:
+            with connection.begin():
+                answers = [write.act(connection) for write in group]
+        except Exception as error:  # noqa: BLE001  whatever an act raises is its caller's to see
+            if len(group) > 1:
+                for write in group:
+                    self._commit(connection, [write])
+            elif (promise := group[0].promise) is not None:
+                promise.set_exception(error)
+            else:
+                log.warning("a background write failed: %s", error)
+            return
+        self.commits += 1
+        for write, answer in zip(group, answers, strict=True):
+            if write.promise is not None:
+                write.promise.set_result(answer)

@@ -1,0 +1,174 @@
+"""
+The web process: uvicorn on a socket the supervisor opened. Started by `run`, never by hand.
+
+    python -m tinkex.server.web --fd N --report-fd N --lifeline-fd N --settings JSON --model NAME=FOLDER
+
+It says one word on the report pipe: `ready`, or `failed` with the reason.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+
+import uvicorn
+from fastapi import FastAPI
+
+from tinkex.models.resolve import ModelSource, describe
+from tinkex.server.api.context import Context
+from tinkex.server.app import create_app
+from tinkex.server.executor import EngineOptions, EngineRefused, LocalExecutor, ServedModel
+from tinkex.server.settings import Settings
+from tinkex.server.store import open_store
+
+log = logging.getLogger("tinkex.server.web")
+
+# Longer than any client keeps an idle connection, so that none is closed just as it is used.
+KEEP_ALIVE_S = 120
+
+
+class Reporter:
+    """The pipe to the supervisor; one report, then closed."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._pipe = os.fdopen(descriptor, "w")
+
+    def say(self, text: str) -> None:
+        if not self._pipe.closed:
+            with contextlib.suppress(OSError):
+                self._pipe.write(text)
+                self._pipe.close()
+
+
+class Server(uvicorn.Server):
+    """Uvicorn that lets waiting polls go as soon as it is told to stop."""
+
+    def __init__(self, config: uvicorn.Config, app: FastAPI) -> None:
+        super().__init__(config)
+        self._served = app
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self._release()
+        super().handle_exit(sig, frame)
+
+    def leave(self, loop: asyncio.AbstractEventLoop, lifeline: int) -> None:
+        loop.remove_reader(lifeline)
+        self._release()
+        self.should_exit = True
+
+    def _release(self) -> None:
+        context: Context | None = getattr(self._served.state, "context", None)
+        if context is not None:
+            context.futures.release()
+
+
+async def serve(
+    settings: Settings,
+    served: Sequence[ServedModel],
+    *,
+    listening: socket.socket,
+    lifeline: int,
+    reporter: Reporter,
+) -> bool:
+    """Serve until told to stop; False when it could not begin."""
+    store = open_store(
+        db_url=settings.db_url, storage_url=settings.storage_url, folder=settings.folder
+    )
+    executor = LocalExecutor(served, _engine_options(settings, served))
+    app = create_app(settings, executor, store)
+    config = uvicorn.Config(
+        app,
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=int(settings.drain_s),
+        server_header=False,
+    )
+    server = Server(config, app)
+    # When the supervisor is gone nobody would start this process again: leave in order.
+    loop = asyncio.get_running_loop()
+    loop.add_reader(lifeline, lambda: server.leave(loop, lifeline))
+    try:
+        serving = asyncio.create_task(server.serve(sockets=[listening]))
+        begun = await _begin(executor, reporter, serving, server)
+        await serving
+        return begun and server.started
+    finally:
+        store.close()
+
+
+async def _begin(
+    executor: LocalExecutor, reporter: Reporter, serving: asyncio.Task[None], server: Server
+) -> bool:
+    """Wait for the engine while requests are already taken in, then report."""
+    starting = asyncio.create_task(executor.start())
+    await asyncio.wait({starting, serving}, return_when=asyncio.FIRST_COMPLETED)
+    if not starting.done():
+        starting.cancel()
+        reporter.say("failed\nthe web process could not start; its log is above")
+        return False
+    try:
+        await starting
+    except EngineRefused as refused:
+        reporter.say(f"failed\n{refused}")
+        server.should_exit = True
+        return False
+    reporter.say("ready\n")
+    return True
+
+
+def _engine_options(settings: Settings, served: Sequence[ServedModel]) -> EngineOptions:
+    return EngineOptions(
+        device=settings.device,
+        dtype=settings.dtype,
+        threads=settings.threads,
+        deterministic=settings.deterministic,
+        # Engines on one processor would only slow each other down.
+        turn_file=settings.folder / "turn.lock" if len(served) > 1 else None,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--fd", type=int, required=True)
+    parser.add_argument("--report-fd", type=int, required=True)
+    parser.add_argument("--lifeline-fd", type=int, required=True)
+    parser.add_argument("--settings", required=True)
+    parser.add_argument("--model", action="append", default=[])
+    options = parser.parse_args()
+    logging.basicConfig(
+        stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(name)s %(message)s"
+    )
+    # The supervisor passes signals on; a Ctrl-C must not reach this process a second time.
+    os.setpgid(0, 0)
+    reporter = Reporter(options.report_fd)
+    settings = Settings.from_json(options.settings)
+    served = []
+    for spec in options.model:
+        name, _, folder = spec.partition("=")
+        facts = describe(ModelSource(name=name, folder=Path(folder)))
+        served.append(
+            ServedModel(
+                name=name,
+                folder=Path(folder),
+                arch=facts.arch,
+                max_context_length=facts.max_context_length,
+            )
+        )
+    listening = socket.socket(fileno=options.fd)
+    serving = serve(
+        settings, served, listening=listening, lifeline=options.lifeline_fd, reporter=reporter
+    )
+    if not asyncio.run(serving):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,27 @@
+"""Frames on a stream: a length of four bytes, then one message of `frames.proto`."""
+
+import struct
+from typing import Protocol
+
+from tinkex.wire.proto.frames_pb2 import Order, Report
+
+LENGTH = struct.Struct("<I")
+
+
+class _Message(Protocol):
+    def SerializeToString(self) -> bytes: ...
+
+
+def frame(message: _Message) -> bytes:
+    """The bytes of one message, with its length in front."""
+    body = message.SerializeToString()
+    return LENGTH.pack(len(body)) + body
+
+
+def body_length(head: bytes) -> int:
+    """How many bytes follow these four."""
+    length: int = LENGTH.unpack(head)[0]
+    return length
+
+
+__all__ = ["LENGTH", "Order", "Report", "body_length", "frame"]
