@@ -1,0 +1,113 @@
+"""How much may be in flight, and backing off together when the service says "busy"."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from time import monotonic
+from weakref import WeakValueDictionary
+
+#: While a 402 is tolerated, this long between attempts.
+BILLING_PAUSE_S = 5.0
+#: This long without a 402 closes the window; the next one opens a fresh window.
+BILLING_FORGET_S = 300.0
+
+
+class Budget:
+    """
+    A number of bytes (or of anything) that may be in flight together.
+
+    First come, first served. A request larger than the whole budget waits until
+    nothing else is in flight and then passes alone: slow, rather than impossible.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.used = 0
+        self._line = asyncio.Lock()
+        self._freed = asyncio.Event()
+
+    @asynccontextmanager
+    async def hold(self, amount: int) -> AsyncIterator[None]:
+        async with self._line:
+            while self.used and self.used + amount > self.size:
+                self._freed.clear()
+                await self._freed.wait()
+            self.used += amount
+        try:
+            yield
+        finally:
+            self.used -= amount
+            self._freed.set()
+
+
+class Backoff:
+    """One moment before which nobody sends, shared by all who were told that it is busy."""
+
+    def __init__(self, clock: Callable[[], float] = monotonic) -> None:
+        self._clock = clock
+        self._until = -math.inf
+
+    def ask(self, delay_s: float) -> None:
+        """Nobody sends for `delay_s` from now; a longer wish made earlier stays."""
+        self._until = max(self._until, self._clock() + delay_s)
+
+    @property
+    def left_s(self) -> float:
+        return max(0.0, self._until - self._clock())
+
+    async def wait(self) -> None:
+        while (left := self.left_s) > 0:  # noqa: ASYNC110 (the moment may move while we wait)
+            # Not all at the same moment, or the first ones back would be told "busy" again.
+            await asyncio.sleep(left * (1 + 0.25 * random.random()))
+
+
+class BillingPause:
+    """402 means "paused" for a while, and an error after that."""
+
+    def __init__(self, patience_s: float = 3600.0, clock: Callable[[], float] = monotonic) -> None:
+        self.patience_s = patience_s
+        self._clock = clock
+        self._opened = -math.inf
+        self._last = -math.inf
+
+    def pause_s(self) -> float | None:
+        """Seconds to wait after a 402, or None when patience has run out."""
+        now = self._clock()
+        if now - self._last > BILLING_FORGET_S:
+            self._opened = now
+        self._last = now
+        return BILLING_PAUSE_S if now - self._opened < self.patience_s else None
+
+
+@dataclass(eq=False)
+class Lane:
+    """What everything with the same service and the same credential shares."""
+
+    backoff: Backoff = field(default_factory=Backoff)
+    billing: BillingPause = field(default_factory=BillingPause)
+    #: Samples under way, submission to result.
+    samples: Budget = field(default_factory=lambda: Budget(2_000))
+    #: Bytes of prompts being submitted.
+    sample_bytes: Budget = field(default_factory=lambda: Budget(10 * 1024 * 1024))
+    #: Bytes of training data being submitted.
+    training_bytes: Budget = field(default_factory=lambda: Budget(50_000_000))
+    #: Bytes of results being fetched.
+    result_bytes: Budget = field(default_factory=lambda: Budget(50 * 1024 * 1024))
+
+
+class Lanes:
+    """The lanes of one event loop; one goes when the last client that uses it goes."""
+
+    def __init__(self) -> None:
+        self._lanes: WeakValueDictionary[tuple[str, str], Lane] = WeakValueDictionary()
+
+    def get(self, key: tuple[str, str]) -> Lane:
+        lane = self._lanes.get(key)
+        if lane is None:
+            lane = self._lanes[key] = Lane()
+        return lane

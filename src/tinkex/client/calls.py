@@ -1,0 +1,258 @@
+"""
+The ladder from a typed call to bytes; each rung adds one thing.
+
+    Calls.call              typed request in, typed answer out
+      Calls._retrying       asks the policy, waits, tries again: the only layer that repeats
+        Calls.once          one exchange, failures mapped to our errors
+          Transport.send    bytes and headers
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import platform
+import random
+import sys
+import uuid
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from time import monotonic
+from typing import Any, TypeVar
+
+from tinkex.client.backpressure import Lane
+from tinkex.client.errors import (
+    APIConnectionError,
+    APIResponseValidationError,
+    APIStatusError,
+    APITimeoutError,
+    TinkerError,
+    status_error,
+)
+from tinkex.client.retry import RetryPolicy, retry_after_s
+from tinkex.client.settings import PROTOCOL_VERSION, Settings
+from tinkex.client.transport import Kind, Request, Response, TooSlow, Transport, Unreachable
+from tinkex.wire.codec import JSON_TYPE, decode_json, encode_json
+
+log = logging.getLogger("tinkex.calls")
+
+T = TypeVar("T")
+
+DEADLINE_S = 60.0
+
+
+def client_headers(version: str) -> dict[str, str]:
+    """What every request says about this client; servers choose their dialect by the version."""
+    systems = {"Linux": "Linux", "Darwin": "MacOS", "Windows": "Windows", "FreeBSD": "FreeBSD"}
+    machines = {"x86_64": "x64", "AMD64": "x64", "aarch64": "arm64", "arm64": "arm64"}
+    system, machine = platform.system(), platform.machine()
+    return {
+        "Accept": JSON_TYPE,
+        "User-Agent": f"tinkex/{version} (tinker {PROTOCOL_VERSION})",
+        "X-Stainless-Package-Version": PROTOCOL_VERSION,
+        "X-Stainless-OS": systems.get(system, f"Other:{system}"),
+        "X-Stainless-Arch": machines.get(machine, f"other:{machine}"),
+        "X-Stainless-Runtime": platform.python_implementation(),
+        "X-Stainless-Runtime-Version": ".".join(map(str, sys.version_info[:3])),
+        "X-Stainless-Async": "async:asyncio",
+    }
+
+
+class Calls:
+    """Requests to one service with one credential. Belongs to one event loop."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        transport: Transport,
+        lane: Lane,
+        *,
+        headers: Mapping[str, str],
+        base_url: str | None = None,
+        clock: Callable[[], float] = monotonic,
+        rng: random.Random | None = None,
+    ) -> None:
+        self.settings = settings
+        self.lane = lane
+        self._transport = transport
+        self._clock = clock
+        self._rng = rng or random.Random()
+        self._root = base_url or settings.base_url
+        key = {"X-API-Key": settings.api_key.value} if settings.api_key else {}
+        self._headers = {**headers, **key, **settings.headers}
+        #: Whether the service has ever answered: an address that is wrong should fail soon.
+        self.reached = False
+
+    async def call(
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        *,
+        answer: type[T],
+        kind: Kind = Kind.SESSION,
+        content_type: str = JSON_TYPE,
+        headers: Mapping[str, str] | None = None,
+        deadline_s: float = DEADLINE_S,
+        give_up_s: float | None = None,
+        busy_s: float | None = None,
+        about: str = "",
+    ) -> T:
+        """
+        Send a wire type (or ready bytes) and return the answer as `answer`.
+
+        Repeated under the policy for `give_up_s` (the settings' unless given; 0 tries once). With
+        `busy_s` a 429 is no failure but "slow down": it is waited out, that long where the server
+        names no time, as often as it comes.
+        """
+        response = await self._retrying(
+            self.request(
+                method,
+                path,
+                body,
+                kind=kind,
+                content_type=content_type,
+                headers=headers,
+                deadline_s=deadline_s,
+            ),
+            give_up_s=self.settings.give_up_s if give_up_s is None else give_up_s,
+            busy_s=busy_s,
+            about=about,
+        )
+        if answer is type(None):
+            return None
+        return decode(answer, response, about=about)
+
+    async def _retrying(
+        self, request: Request, *, give_up_s: float, busy_s: float | None, about: str
+    ) -> Response:
+        started = self._clock()
+        attempt = 0
+        while True:
+            attempt += 1
+            await self.lane.backoff.wait()
+            try:
+                return await self.once(request, about=about)
+            except (APIConnectionError, APIStatusError) as error:
+                now = datetime.now(UTC)
+                elapsed = self._clock() - started
+                status = error.status_code if isinstance(error, APIStatusError) else None
+                if status == 402 and give_up_s:
+                    pause = self.lane.billing.pause_s()
+                    if pause is None:
+                        raise
+                    log.warning("paused by the service: %s", error.message)
+                    await asyncio.sleep(pause)
+                    continue
+                if status == 429 and busy_s is not None:
+                    self.lane.backoff.ask(_asked_s(error, now) or busy_s)
+                    continue
+                if not self.reached:
+                    give_up_s = min(give_up_s, self.settings.first_contact_s)
+                delay = RetryPolicy(give_up_s=give_up_s).delay_s(
+                    attempt,
+                    error,
+                    elapsed_s=elapsed,
+                    now=now,
+                    rng=self._rng,
+                )
+                if delay is None:
+                    if isinstance(error, APIConnectionError) and attempt > 1:
+                        _amend(error, f"Gave up after {attempt} attempts in {elapsed:.0f} s.")
+                    raise
+                if status == 429:
+                    self.lane.backoff.ask(delay)
+                log.debug("attempt %d of %s failed; again in %.2f s", attempt, request.path, delay)
+                await asyncio.sleep(delay)
+
+    async def once(self, request: Request, *, about: str = "") -> Response:
+        """One exchange. Raises for every status that is not a success."""
+        try:
+            response = await self._transport.send(request)
+        except TooSlow as error:
+            timeout = APITimeoutError(request.bare())
+            _amend(timeout, self._where(request, about, f"{error}"))
+            raise timeout from error
+        except Unreachable as error:
+            raise APIConnectionError(
+                request.bare(), f"Connection error. {self._where(request, about, str(error))}"
+            ) from error
+        self.reached = True
+        if note := response.headers.get("x-deprecation-note"):
+            level = logging.WARNING
+            if response.headers.get("x-deprecation-level") == "error":
+                level = logging.ERROR
+            log.log(level, "%s", note)
+        status = response.status_code
+        if status == 400 and not response.content:
+            # Servers give their 400s a body; an empty one is a proxy in between that lost it.
+            raise APIConnectionError(
+                request.bare(),
+                "Connection error. "
+                + self._where(request, about, "an empty 400, as broken proxies send it"),
+            )
+        if status >= 300:
+            raise status_error(response, about=about)
+        return response
+
+    def request(
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        *,
+        kind: Kind = Kind.SESSION,
+        content_type: str = JSON_TYPE,
+        headers: Mapping[str, str] | None = None,
+        deadline_s: float = DEADLINE_S,
+    ) -> Request:
+        """What `once` sends: our headers, and the body encoded."""
+        sent = dict(self._headers)
+        if method != "GET":
+            sent["Content-Type"] = content_type
+            # One for all attempts: a server that knows it can tell a repeat from a new request.
+            sent["X-Idempotency-Key"] = f"tinkex-{uuid.uuid4()}"
+        if headers:
+            sent.update(headers)
+        data = body if body is None or isinstance(body, bytes) else encode_json(body)
+        return Request(
+            method=method,
+            url=f"{self._root}/api/v1/{path}",
+            headers=sent,
+            body=data,
+            deadline_s=deadline_s,
+            kind=kind,
+        )
+
+    def _where(self, request: Request, about: str, found: str) -> str:
+        about = f"{about}: " if about else ""
+        return (
+            f"{about}{request.method} {request.url}: {found}. "
+            "Check that the server runs and that base_url (TINKER_BASE_URL) is right."
+        )
+
+
+def decode(answer: type[T], response: Response, *, about: str = "") -> T:
+    """The body as `answer`, or an error that says what did not fit."""
+    try:
+        return decode_json(answer, response.content)
+    except ValueError as error:
+        what = f"{about}: " if about else ""
+        raise APIResponseValidationError(
+            response,
+            response.text[:2000],
+            f"{what}the answer to {response.request.method} {response.request.path} is not a "
+            f"{answer.__name__}: {error}. Is base_url the address of a Tinker service?",
+        ) from error
+
+
+def _asked_s(error: APIConnectionError | APIStatusError, now: datetime) -> float | None:
+    if isinstance(error, APIStatusError):
+        return retry_after_s(error.response.headers, now=now)
+    return None
+
+
+def _amend(error: TinkerError, text: str) -> None:
+    message = f"{error.args[0]} {text}"
+    error.args = (message,)
+    error.__dict__["message"] = message

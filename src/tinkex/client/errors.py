@@ -1,0 +1,254 @@
+"""
+What a caller may have to handle:
+
+* TinkerError                     everything we raise about the service derives from it
+  * APIError                      an exchange with the service went wrong
+    * APIConnectionError          no answer: unreachable, or the connection broke
+      * APITimeoutError           no answer in time
+    * APIResponseValidationError  an answer that does not say what the protocol promises
+    * APIStatusError              the service answered, and the answer was no
+      * BadRequestError 400, AuthenticationError 401, BillingError 402, PermissionDeniedError 403,
+        NotFoundError 404, ConflictError 409, UnprocessableEntityError 422, RateLimitError 429,
+        InternalServerError 500 and above
+  * RequestFailedError            the request was taken, and could not be finished
+
+Which of them are worth another try is decided in `retry.py` alone. All of them cross processes.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any, ClassVar
+
+if TYPE_CHECKING:
+    from tinkex.client.transport import Request, Response
+    from tinkex.wire.errors import RequestErrorCategory
+
+# The surface is that of the official client, so these are not all spelt `...Error` by chance.
+__all__ = [
+    "APIConnectionError",
+    "APIError",
+    "APIResponseValidationError",
+    "APIStatusError",
+    "APITimeoutError",
+    "AuthenticationError",
+    "BadRequestError",
+    "BillingError",
+    "ConflictError",
+    "ExperimentalWarning",
+    "InternalServerError",
+    "NotFoundError",
+    "PermissionDeniedError",
+    "RateLimitError",
+    "RequestFailedError",
+    "TinkerError",
+    "UnprocessableEntityError",
+    "status_error",
+]
+
+
+class ExperimentalWarning(FutureWarning):
+    """The call works, and may change or go without notice."""
+
+
+class TinkerError(Exception):
+    """Base of every error about the service."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Rebuilt from what it holds, not through __init__: signatures differ below here.
+        return _rebuild, (type(self), self.args, self.__dict__.copy())
+
+
+def _rebuild(kind: type[TinkerError], args: tuple[Any, ...], state: dict[str, Any]) -> TinkerError:
+    error = kind.__new__(kind, *args)
+    error.args = args
+    error.__dict__.update(state)
+    return error
+
+
+class APIError(TinkerError):
+    """An exchange with the service went wrong."""
+
+    message: str
+    #: What was sent: method and URL, without headers and body.
+    request: Request
+    #: The decoded JSON of the answer, else its text, else None.
+    body: object | None
+
+    def __init__(self, message: str, request: Request, *, body: object | None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.request = request
+        self.body = body
+
+
+class APIResponseValidationError(APIError):
+    """The answer does not have the shape that the protocol promises."""
+
+    response: Response
+    status_code: int
+
+    def __init__(self, response: Response, body: object | None, message: str | None = None) -> None:
+        super().__init__(
+            message or "The answer of the service does not have the expected shape.",
+            response.request,
+            body=body,
+        )
+        self.response = response
+        self.status_code = response.status_code
+
+
+class APIStatusError(APIError):
+    """The service answered with a status of 400 or more (or an unexpected redirect)."""
+
+    response: Response
+    status_code: int
+
+    def __init__(self, message: str, response: Response, body: object | None) -> None:
+        super().__init__(message, response.request, body=body)
+        self.response = response
+        self.status_code = response.status_code
+
+
+class APIConnectionError(APIError):
+    """No answer: the service cannot be reached, or the connection broke."""
+
+    def __init__(self, request: Request, message: str = "Connection error.") -> None:
+        super().__init__(message, request, body=None)
+
+
+class APITimeoutError(APIConnectionError):
+    """No answer in time."""
+
+    def __init__(self, request: Request) -> None:
+        super().__init__(request, "Request timed out.")
+
+
+class BadRequestError(APIStatusError):
+    """400."""
+
+    status_code = 400
+
+
+class AuthenticationError(APIStatusError):
+    """401: the key is missing, wrong or revoked."""
+
+    status_code = 401
+
+
+class BillingError(APIStatusError):
+    """402: the account is out of funds."""
+
+    status_code = 402
+
+
+class PermissionDeniedError(APIStatusError):
+    """403."""
+
+    status_code = 403
+
+
+class NotFoundError(APIStatusError):
+    """404: no such object, or not yours."""
+
+    status_code = 404
+
+
+class ConflictError(APIStatusError):
+    """409."""
+
+    status_code = 409
+
+
+class UnprocessableEntityError(APIStatusError):
+    """422: a field is missing or malformed; the answer names it."""
+
+    status_code = 422
+
+
+class RateLimitError(APIStatusError):
+    """429, after patience ran out."""
+
+    status_code = 429
+
+
+class InternalServerError(APIStatusError):
+    """500 and above, after patience ran out."""
+
+
+class RequestFailedError(TinkerError):
+    """The service took the request and could not finish it."""
+
+    message: str
+    request_id: str
+    #: Whose fault it is: `user`, `server` or `unknown`.
+    category: RequestErrorCategory
+
+    _NEXT: ClassVar = {
+        "user": "Change the request; the same one will fail again.",
+        "server": "The cause is on the server: look for this id in its log.",
+        "unknown": "Look for this id in the server's log.",
+    }
+
+    def __init__(self, message: str, request_id: str, category: RequestErrorCategory) -> None:
+        super().__init__(message)
+        self.message = message
+        self.request_id = request_id
+        self.category = category
+
+    def __str__(self) -> str:
+        word = str(getattr(self.category, "value", self.category))
+        after = self._NEXT.get(word, self._NEXT["unknown"])
+        return f"{self.message}\n(request {self.request_id}, category {word}. {after})"
+
+
+_BY_STATUS: dict[int, type[APIStatusError]] = {
+    kind.status_code: kind
+    for kind in (
+        BadRequestError,
+        AuthenticationError,
+        BillingError,
+        PermissionDeniedError,
+        NotFoundError,
+        ConflictError,
+        UnprocessableEntityError,
+        RateLimitError,
+    )
+}
+
+_HINTS = {
+    401: "Check api_key=... or TINKER_API_KEY, and that base_url is the service it belongs to.",
+    402: "Check the billing state of the account, then run the program again.",
+    403: "The key is known but may not do this.",
+    404: "Check the id or path, that it belongs to this key, and that base_url is right.",
+    410: "The server no longer keeps it. Start again from the last saved checkpoint.",
+    413: "Send less at once.",
+    422: "The request itself is malformed; the answer names the field.",
+    429: "The service stayed busy. Try again later, or send less at once.",
+}
+
+
+def status_error(response: Response, *, about: str = "") -> APIStatusError:
+    """The error for an answer of status 300 or above, in words that say what to do next."""
+    status = response.status_code
+    body = _body(response)
+    if 300 <= status < 400:
+        hint = f"It redirects to {response.headers.get('location')!r}: use that as base_url."
+    elif status >= 500:
+        hint = "The cause is on the server: see its log."
+    else:
+        hint = _HINTS.get(status, "")
+    found = f" - {body}" if body not in (None, "") else ""
+    where = f"{response.request.method} {response.request.path}"
+    about = f"{about}: " if about else ""
+    text = f"Error code: {status}{found}\n({about}{where}. {hint}".rstrip() + ")"
+    fallback = InternalServerError if status >= 500 else APIStatusError
+    return _BY_STATUS.get(status, fallback)(text, response, body)
+
+
+def _body(response: Response) -> object | None:
+    text = response.text
+    try:
+        return json.loads(text) if text else None
+    except ValueError:
+        return text[:2000]

@@ -1,0 +1,221 @@
+"""The result of one request: block on it, or await it, from any thread or loop, as often as wanted."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import functools
+import sys
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Coroutine, Generator
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
+
+from tinkex.client import loop as background_loop
+
+T = TypeVar("T")
+S = TypeVar("S")
+P = ParamSpec("P")
+
+
+class APIFuture(ABC, Generic[T]):
+    """
+    What an operation returns at once.
+
+        loss = training.forward_backward(data, "cross_entropy").result()
+        loss = await training.forward_backward(data, "cross_entropy")
+
+    A time-out neither cancels the work nor loses the result: ask again.
+    """
+
+    @abstractmethod
+    def result(self, timeout: float | None = None) -> T:
+        """Block until the result is there, at most `timeout` seconds (then `TimeoutError`)."""
+
+    @abstractmethod
+    async def result_async(self, timeout: float | None = None) -> T:  # noqa: ASYNC109 (as upstream)
+        """The same, for coroutines."""
+
+    def __await__(self) -> Generator[Any, None, T]:
+        return self.result_async().__await__()
+
+
+class Promise(concurrent.futures.Future[T], APIFuture[T]):
+    """
+    The one kind of future we hand out: a `concurrent.futures.Future` that can be awaited.
+
+    `yields_to_waiter` is for samples, whose work is worth nothing to anybody but the one who
+    waits: when the only awaiting task is cancelled, the work is cancelled too. A training step
+    goes on whoever stops waiting for it.
+    """
+
+    def __init__(self, *, yields_to_waiter: bool = False) -> None:
+        super().__init__()
+        self._yields_to_waiter = yields_to_waiter
+        self._awaiting: set[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = set()
+        self.add_done_callback(lambda _: self._wake_waiters())
+
+    def future(self) -> concurrent.futures.Future[T]:
+        """The plain future inside, which is this object itself."""
+        return self
+
+    def result(self, timeout: float | None = None) -> T:
+        if not self.done():
+            refuse_to_block("result", "result_async")
+        return super().result(timeout)
+
+    def block(self) -> T:
+        """`result()` for callers that have warned already."""
+        return super().result()
+
+    async def result_async(self, timeout: float | None = None) -> T:  # noqa: ASYNC109 (as upstream)
+        if not self.done():
+            loop = asyncio.get_running_loop()
+            waiter = (loop, loop.create_future())
+            with self._condition:
+                self._awaiting.add(waiter)
+            if self.done():  # it may have finished between the question and the registration
+                self._wake_waiters()
+            try:
+                done, _ = await asyncio.wait([waiter[1]], timeout=timeout)
+            except asyncio.CancelledError:
+                with self._condition:
+                    alone = len(self._awaiting) == 1
+                if self._yields_to_waiter and alone:
+                    self.cancel()
+                raise
+            finally:
+                with self._condition:
+                    self._awaiting.discard(waiter)
+                waiter[1].cancel()
+            if not done:
+                raise TimeoutError(
+                    f"no result within {timeout:g} s; the work goes on, and can be waited for again"
+                )
+        if self.cancelled():
+            raise asyncio.CancelledError
+        return super().result(0)
+
+    def _wake_waiters(self) -> None:
+        with self._condition:
+            waiters = list(self._awaiting)
+        for loop, waiter in waiters:
+            with contextlib.suppress(RuntimeError):  # that loop is closed: nobody waits there
+                loop.call_soon_threadsafe(_wake, waiter)
+
+    # Finishing never raises: the user may have cancelled a moment ago.
+
+    def finish(self, value: T) -> None:
+        with contextlib.suppress(concurrent.futures.InvalidStateError):
+            self.set_result(value)
+
+    def fail(self, error: BaseException) -> None:
+        with contextlib.suppress(concurrent.futures.InvalidStateError):
+            self.set_exception(error)
+
+
+def _wake(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)
+
+
+def refuse_to_block(name: str, twin: str) -> None:
+    """Raise where blocking would wait for itself; warn by name where it only stops a loop."""
+    if background_loop.on_background_thread():
+        raise RuntimeError(
+            f"{name}() would wait for the thread it runs on. "
+            f"In callbacks of tinkex futures use `await {twin}()`, or another thread."
+        )
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return
+    if "ipykernel" in sys.modules:  # a notebook always runs a loop, and blocking is the custom
+        return
+    warnings.warn(
+        f"{name}() blocks the running event loop until the answer is there; "
+        f"write `await {twin}()` instead.",
+        RuntimeWarning,
+        stacklevel=3,
+    )
+
+
+def run(work: Coroutine[Any, Any, T], *, yields_to_waiter: bool = False) -> Promise[T]:
+    """Run `work` on the background loop; its outcome becomes the promise's."""
+    promise: Promise[T] = Promise(yields_to_waiter=yields_to_waiter)
+    loop = background_loop.background()
+
+    def start() -> None:
+        if promise.cancelled():
+            work.close()
+            return
+        task = loop.create_task(work)
+        background_loop.keep(task)
+        task.add_done_callback(functools.partial(settle, promise))
+        promise.add_done_callback(
+            lambda done: loop.call_soon_threadsafe(task.cancel) if done.cancelled() else None
+        )
+
+    loop.call_soon_threadsafe(start)
+    return promise
+
+
+def settle(promise: Promise[T], task: asyncio.Task[T]) -> None:
+    """Hand a finished task's outcome to its promise."""
+    if task.cancelled():
+        promise.fail(RuntimeError("The client was closed before the answer came."))
+    elif (error := task.exception()) is not None:
+        promise.fail(error)
+    else:
+        promise.finish(task.result())
+
+
+# The twins. A method is written once, as a function that returns a promise at once; the spellings
+# of the official client are made from it here. `_name` gives `name` and `name_async`.
+
+
+def waits(start: Callable[Concatenate[S, P], Promise[T]]) -> Callable[Concatenate[S, P], T]:
+    """The blocking form: returns the value."""
+    name = start.__name__.lstrip("_")
+
+    @functools.wraps(start)
+    def blocking(self: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        refuse_to_block(name, f"{name}_async")
+        return start(self, *args, **kwargs).block()
+
+    return _named(blocking, name)
+
+
+def awaits(
+    start: Callable[Concatenate[S, P], Promise[T]],
+) -> Callable[Concatenate[S, P], Coroutine[Any, Any, T]]:
+    """The `_async` form that returns the value."""
+
+    @functools.wraps(start)
+    async def twin(self: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return await start(self, *args, **kwargs)
+
+    return _named(twin, start.__name__.lstrip("_") + "_async")
+
+
+def submits(
+    start: Callable[Concatenate[S, P], Promise[T]],
+) -> Callable[Concatenate[S, P], Coroutine[Any, Any, Promise[T]]]:
+    """The `_async` form that returns the future: await it twice, or keep it for later."""
+
+    @functools.wraps(start)
+    async def twin(self: S, /, *args: P.args, **kwargs: P.kwargs) -> Promise[T]:
+        return start(self, *args, **kwargs)
+
+    return _named(twin, start.__name__.lstrip("_") + "_async")
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _named(function: F, name: str) -> F:
+    owner, _, _ = function.__qualname__.rpartition(".")
+    function.__name__ = name
+    function.__qualname__ = f"{owner}.{name}" if owner else name
+    return function

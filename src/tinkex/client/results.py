@@ -1,0 +1,253 @@
+"""
+Fetches what a server has promised: long polls until the result is there.
+
+What an answer means is decided by `read_answer`, how long to wait by `Pace`; the loop is thin.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from time import monotonic
+from typing import Generic, Protocol, TypeVar
+
+from pydantic import BaseModel
+
+from tinkex.client.calls import Calls
+from tinkex.client.errors import (
+    APIConnectionError,
+    APIResponseValidationError,
+    APIStatusError,
+    RequestFailedError,
+)
+from tinkex.client.retry import is_retryable, retry_after_s
+from tinkex.client.transport import Kind, Response
+from tinkex.wire.base import Payload
+from tinkex.wire.codec import JSON_TYPE, PROTOBUF_TYPE
+from tinkex.wire.futures import (
+    CompleteMetadata,
+    RequestFailedResponse,
+    TryAgainResponse,
+    read_future,
+)
+
+log = logging.getLogger("tinkex.results")
+
+T = TypeVar("T", bound=BaseModel | Payload)
+
+#: Servers hold a poll for about 30 s; this leaves them room.
+POLL_DEADLINE_S = 45.0
+#: A "not yet" that came sooner than this was not held, so the next poll waits.
+HELD_S = 1.0
+#: Proxies lose a request now and then with a 400; more than this in a row is an answer.
+MAX_400 = 3
+QUEUE_LOG_EVERY_S = 60.0
+
+
+class QueueObserver(Protocol):
+    """Is told why a request waits."""
+
+    def on_queue_state_change(self, queue_state: str, queue_state_reason: str | None) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted(Generic[T]):
+    """What a promise is expected to hold, and how to read it."""
+
+    #: The name servers know this kind of request by.
+    request_type: str
+    answer: type[T]
+    #: Reads the protobuf form; None if this result only travels as JSON.
+    read_protobuf: Callable[[bytes], T] | None = None
+
+
+def read_answer(
+    response: Response, wanted: Wanted[T]
+) -> T | TryAgainResponse | CompleteMetadata | RequestFailedResponse:
+    """What a successful poll says. Raises `ValueError` for what the protocol does not allow."""
+    if PROTOBUF_TYPE in response.headers.get("content-type", ""):
+        if wanted.read_protobuf is None:
+            raise ValueError(f"protobuf is not expected for a {wanted.request_type} result")
+        return wanted.read_protobuf(response.content)
+    try:
+        body = json.loads(response.content)
+    except ValueError as error:
+        raise ValueError(f"neither JSON nor protobuf: {error}") from error
+    if not isinstance(body, dict):
+        raise ValueError(  # noqa: TRY004 (bad bytes, not a bad argument)
+            f"a JSON {type(body).__name__} where an object is expected"
+        )
+    if "error" in body:
+        body = {"category": "unknown", **body}
+    return read_future(body, wanted.answer)
+
+
+class Pace:
+    """How long to pause between polls, so that no server is ever polled in a busy loop."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+        self._quick = 0
+        self._failures = 0
+
+    def after_not_yet(self, held_s: float) -> float:
+        """A server that holds its polls is asked again at once; one that does not, ever slower."""
+        self._failures = 0
+        if held_s >= HELD_S:
+            self._quick = 0
+            return 0.0
+        self._quick += 1
+        return self._jittered(min(0.02 * 2.0 ** min(self._quick, 20), 1.0))
+
+    def after_failure(self, error: BaseException) -> float:
+        self._failures += 1
+        if isinstance(error, APIStatusError):
+            asked = retry_after_s(error.response.headers, now=datetime.now(UTC))
+            if asked is not None:
+                return asked
+        return self._jittered(min(0.25 * 2.0 ** min(self._failures, 20), 15.0))
+
+    def _jittered(self, delay_s: float) -> float:
+        return delay_s * (1 - 0.25 * self._rng.random())
+
+
+class Results:
+    """Waits for promises of one service. Belongs to one event loop."""
+
+    def __init__(
+        self,
+        calls: Calls,
+        *,
+        clock: Callable[[], float] = monotonic,
+        rng: random.Random | None = None,
+    ) -> None:
+        self._calls = calls
+        self._clock = clock
+        self._rng = rng or random.Random()
+
+    async def fetch(
+        self,
+        request_id: str,
+        wanted: Wanted[T],
+        *,
+        observer: QueueObserver | None = None,
+        round_trip_s: float | None = None,
+    ) -> T:
+        """The result of a promise; raises `RequestFailedError` if the server could not keep it."""
+        pace = Pace(self._rng)
+        polls = bad_requests = 0
+        may_withhold = True
+        last_contact = self._clock()
+        about = f"result of {wanted.request_type} request {request_id}"
+        async with contextlib.AsyncExitStack() as room:
+            while True:
+                headers = {
+                    "X-Tinker-Request-Type": wanted.request_type,
+                    "X-Tinker-Request-Iteration": str(polls),
+                    "Accept": PROTOBUF_TYPE if wanted.read_protobuf else JSON_TYPE,
+                }
+                if polls == 0 and round_trip_s is not None:
+                    headers["X-Tinker-Create-Promise-Roundtrip-Time"] = f"{round_trip_s:.6f}"
+                polls += 1
+                asked_at = self._clock()
+                try:
+                    response = await self._calls.once(
+                        self._calls.request(
+                            "POST",
+                            "retrieve_future",
+                            {"request_id": request_id, "allow_metadata_only": may_withhold},
+                            kind=Kind.RETRIEVE,
+                            headers=headers,
+                            deadline_s=POLL_DEADLINE_S,
+                        ),
+                        about=about,
+                    )
+                except APIConnectionError as error:
+                    if self._clock() - last_contact > self._calls.settings.reconnect_s:
+                        raise
+                    await asyncio.sleep(pace.after_failure(error))
+                    continue
+                except APIStatusError as error:
+                    last_contact = self._clock()
+                    if error.status_code == 408:
+                        bad_requests = 0
+                        _tell(observer, error.body)
+                        await asyncio.sleep(pace.after_not_yet(last_contact - asked_at))
+                    elif error.status_code == 400 and bad_requests < MAX_400:
+                        bad_requests += 1
+                        await asyncio.sleep(pace.after_failure(error))
+                    elif error.status_code == 402:
+                        pause = self._calls.lane.billing.pause_s()
+                        if pause is None:
+                            raise
+                        await asyncio.sleep(pause)
+                    elif error.status_code != 400 and is_retryable(error):
+                        await asyncio.sleep(pace.after_failure(error))
+                    else:
+                        raise
+                    continue
+                last_contact = self._clock()
+                bad_requests = 0
+                try:
+                    answer = read_answer(response, wanted)
+                except ValueError as error:
+                    raise APIResponseValidationError(
+                        response,
+                        response.text[:2000],
+                        f"{about}: the answer cannot be read: {error}. The server and this client "
+                        "disagree about the protocol; report this with the versions of both.",
+                    ) from error
+                if isinstance(answer, RequestFailedResponse):
+                    raise RequestFailedError(answer.error, request_id, answer.category)
+                if isinstance(answer, TryAgainResponse):
+                    _tell(observer, answer.model_dump())
+                    await asyncio.sleep(pace.after_not_yet(last_contact - asked_at))
+                elif isinstance(answer, CompleteMetadata):
+                    if may_withhold:
+                        may_withhold = False
+                        size = answer.response_payload_size
+                        await room.enter_async_context(self._calls.lane.result_bytes.hold(size))
+                    else:  # asked not to, and it withheld the result all the same
+                        await asyncio.sleep(pace.after_not_yet(0.0))
+                else:
+                    return answer
+
+
+def _tell(observer: QueueObserver | None, body: object) -> None:
+    if observer is None or not isinstance(body, dict):
+        return
+    state, reason = body.get("queue_state"), body.get("queue_state_reason")
+    if not isinstance(state, str):
+        return
+    try:
+        observer.on_queue_state_change(state, reason if isinstance(reason, str) else None)
+    except Exception:
+        log.exception("a queue-state observer failed; the request goes on")
+
+
+class QueueLog:
+    """The usual observer: one line a minute at most while something waits for a reason."""
+
+    def __init__(self, subject: str, clock: Callable[[], float] = monotonic) -> None:
+        self._subject = subject
+        self._clock = clock
+        self._last = -QUEUE_LOG_EVERY_S
+
+    _REASONS: dict[str, str] = {  # noqa: RUF012 - read only
+        "paused_rate_limit": "a rate limit of this account has been reached",
+        "paused_capacity": "the service is short of capacity",
+    }
+
+    def on_queue_state_change(self, queue_state: str, queue_state_reason: str | None) -> None:
+        now = self._clock()
+        if queue_state == "active" or now - self._last < QUEUE_LOG_EVERY_S:
+            return
+        self._last = now
+        reason = queue_state_reason or self._REASONS.get(queue_state, "the service gave no reason")
+        log.warning("%s is paused: %s", self._subject, reason)

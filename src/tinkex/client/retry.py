@@ -1,0 +1,135 @@
+"""Whether a failure is worth another try, and when. Pure: no clock, no sleep, no socket."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+
+from tinkex.client.errors import APIConnectionError, APIStatusError
+
+#: A server that asks for more patience than this is asked again after it all the same.
+LONGEST_RETRY_AFTER_S = 60.0
+
+
+def is_retryable(error: BaseException) -> bool:
+    """The one answer, for every layer. Connection errors, time-outs, 408, 409, 429 and 5xx."""
+    if isinstance(error, APIConnectionError):
+        return True
+    if not isinstance(error, APIStatusError):
+        return False
+    word = error.response.headers.get("x-should-retry", "").strip().lower()
+    if word in ("true", "false"):
+        return word == "true"
+    return error.status_code in (408, 409, 429) or error.status_code >= 500
+
+
+def is_user_error(error: BaseException) -> bool:
+    """Whether the request was wrong, rather than the service or the network (requirement E1)."""
+    category = getattr(error, "category", None)
+    if category is not None:
+        return str(getattr(category, "value", category)) == "user"
+    status = getattr(error, "status_code", None)
+    return isinstance(status, int) and 400 <= status < 500 and status not in (408, 409, 410, 429)
+
+
+def retry_after_s(headers: Mapping[str, str], *, now: datetime) -> float | None:
+    """How long the server asks us to wait, in any of its three forms; None if it does not."""
+    seconds: float | None = None
+    if (text := headers.get("retry-after-ms")) is not None:
+        seconds = _number(text)
+        seconds = None if seconds is None else seconds / 1000
+    if seconds is None and (text := headers.get("retry-after")) is not None:
+        seconds = _number(text)
+        if seconds is None:
+            seconds = _until(text, now)
+    if seconds is None or not seconds > 0:
+        return None
+    return min(seconds, LONGEST_RETRY_AFTER_S)
+
+
+def _number(text: str) -> float | None:
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return None if math.isnan(value) else value
+
+
+def _until(text: str, now: datetime) -> float | None:
+    try:
+        then = parsedate_to_datetime(text)
+    except (TypeError, ValueError):
+        return None
+    if then.tzinfo is None:  # "-0000" means UTC of unknown origin
+        then = then.replace(tzinfo=UTC)
+    return (then - now).total_seconds()
+
+
+@dataclass(frozen=True, kw_only=True)
+class RetryPolicy:
+    """Exponential delays with jitter, up to a total time. The server's own wish comes first."""
+
+    first_delay_s: float = 0.5
+    longest_delay_s: float = 10.0
+    #: A delay is shortened by up to this share, so that clients do not come back together.
+    jitter: float = 0.25
+    #: No new attempt starts later than this after the first one.
+    give_up_s: float = 300.0
+
+    def delay_s(
+        self,
+        attempt: int,
+        error: BaseException,
+        *,
+        elapsed_s: float,
+        now: datetime,
+        rng: random.Random,
+    ) -> float | None:
+        """Seconds to wait after failed attempt number `attempt` (from 1), or None to give up."""
+        if not is_retryable(error):
+            return None
+        delay = None
+        if isinstance(error, APIStatusError):
+            delay = retry_after_s(error.response.headers, now=now)
+        if delay is None:
+            ceiling = min(self.longest_delay_s, self.first_delay_s * 2.0 ** min(attempt - 1, 30))
+            delay = ceiling * (1 - self.jitter * rng.random())
+        left = self.give_up_s - elapsed_s
+        if left <= 0:
+            return None
+        # The last attempt is made at the deadline rather than skipped before it.
+        return min(delay, left)
+
+
+@dataclass(unsafe_hash=True)
+class RetryConfig:
+    """How a `SamplingClient` insists. Every field is honoured, and survives pickling."""
+
+    #: Samples of one client that may be under way together; None leaves it to the server's limit.
+    max_connections: int | None = 1000
+    #: Seconds without any finished sample before all waiting ones fail.
+    progress_timeout: float = 120 * 60
+    retry_delay_base: float = 0.5
+    retry_delay_max: float = 10.0
+    jitter_factor: float = 0.25
+    enable_retry_logic: bool = True
+    enable_stuck_detection: bool = True
+    #: Further exceptions to retry on; statuses are decided by `is_retryable`.
+    retryable_exceptions: tuple[type[Exception], ...] = (TimeoutError, APIConnectionError)
+
+    def __post_init__(self) -> None:
+        if self.max_connections is not None and self.max_connections <= 0:
+            raise ValueError(
+                f"max_connections is {self.max_connections}; it must be above zero, "
+                "or None for no limit of your own."
+            )
+
+    def delay_s(self, attempt: int, *, rng: random.Random) -> float:
+        """Seconds before the sample is started over, after failed attempt `attempt` (from 1)."""
+        delay = min(self.retry_delay_base * 2.0 ** min(attempt - 1, 30), self.retry_delay_max)
+        delay += delay * self.jitter_factor * rng.uniform(-1, 1)
+        return min(max(delay, 0.0), self.retry_delay_max)

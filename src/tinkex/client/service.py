@@ -1,0 +1,330 @@
+"""ServiceClient: a session with a service, and the maker of the other clients."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from tinkex.client.futures import Promise, awaits, waits
+from tinkex.client.results import QueueLog, Wanted
+from tinkex.client.retry import RetryConfig
+from tinkex.client.sampling import SamplingClient, open_sampler
+from tinkex.client.session import CloseStatus, Connection, Session, closed
+from tinkex.client.settings import Settings
+from tinkex.client.training import TrainingClient
+from tinkex.client.transport import Kind
+from tinkex.wire.checkpoints import (
+    LoadWeightsRequest,
+    LoadWeightsResponse,
+    WeightsInfoRequest,
+    WeightsInfoResponse,
+)
+from tinkex.wire.runs import GetServerCapabilitiesResponse
+from tinkex.wire.training import (
+    AdamOptimizerConfig,
+    CreateModelRequest,
+    CreateModelResponse,
+    LoraConfig,
+    OptimizerConfig,
+)
+
+if TYPE_CHECKING:
+    from tinkex.client.session import MakeTransport
+
+CONSOLE_URL = "https://tinker.thinkingmachines.ai"
+
+
+class ServiceClient:
+    """
+    Where every program starts.
+
+        with tinkex.ServiceClient(base_url="local") as service:
+            training = service.create_lora_training_client("HuggingFaceTB/SmolLM2-135M-Instruct")
+
+    Building one sends nothing. Leaving the `with` block ends the session on the server.
+    `base_url="local"` runs a server on this machine (see `tinkex.client.local`).
+    """
+
+    def __init__(
+        self,
+        user_metadata: dict[str, str] | None = None,
+        project_id: str | None = None,
+        *,
+        display_name: str | None = None,
+        base_url: str | None = None,
+        api_key: str | None = None,
+        default_headers_overrides: Mapping[str, str] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        # For users' tests: `tinkex.testing.FakeService` stands where the network begins.
+        make_transport: MakeTransport | None = kwargs.pop("_make_transport", None)
+        if kwargs:
+            warnings.warn(
+                f"ServiceClient ignores {', '.join(sorted(kwargs))}: unknown arguments.",
+                FutureWarning,
+                stacklevel=2,
+            )
+        settings = Settings.resolve(
+            base_url=base_url,
+            api_key=api_key,
+            project_id=project_id,
+            headers=default_headers_overrides,
+        )
+        more: dict[str, Any] = {} if make_transport is None else {"make_transport": make_transport}
+        self._session = Session(
+            settings, user_metadata=user_metadata, display_name=display_name, **more
+        )
+
+    def __repr__(self) -> str:
+        return f"<ServiceClient of {self._session!r}>"
+
+    @property
+    def holder(self) -> Session:
+        """What this client shares with the clients made from it."""
+        if self._session.closed:
+            raise closed()
+        return self._session
+
+    def get_console_url(self) -> str:
+        """The page of this session, or the list of sessions before there is one."""
+        session_id = self._session.session_id
+        return f"{CONSOLE_URL}/sessions" + (f"/{session_id}" if session_id else "")
+
+    # -- capabilities ----------------------------------------------------------------------------
+
+    def _get_server_capabilities(self) -> Promise[GetServerCapabilitiesResponse]:
+        """Which base models the server offers."""
+
+        async def work() -> GetServerCapabilitiesResponse:
+            connection = await self.holder.connect()
+            return await connection.calls.call(
+                "GET",
+                "get_server_capabilities",
+                answer=GetServerCapabilitiesResponse,
+                about="asking for the server's capabilities",
+            )
+
+        return self.holder.run(work())
+
+    get_server_capabilities = waits(_get_server_capabilities)
+    get_server_capabilities_async = awaits(_get_server_capabilities)
+
+    # -- training --------------------------------------------------------------------------------
+
+    def _create_lora_training_client(
+        self,
+        base_model: str,
+        rank: int = 32,
+        seed: int | None = None,
+        train_mlp: bool = True,
+        train_attn: bool = True,
+        train_unembed: bool = True,
+        user_metadata: dict[str, str] | None = None,
+        optimizer: OptimizerConfig | None = None,
+    ) -> Promise[TrainingClient]:
+        """A new LoRA adapter over a base model."""
+        if not (train_mlp or train_attn or train_unembed):
+            raise ValueError(
+                "Nothing to train: set at least one of train_mlp, train_attn, train_unembed."
+            )
+        lora = LoraConfig(
+            rank=rank,
+            seed=seed,
+            train_unembed=train_unembed,
+            train_mlp=train_mlp,
+            train_attn=train_attn,
+        )
+        return self.holder.run(self._create(base_model, lora, user_metadata, optimizer))
+
+    create_lora_training_client = waits(_create_lora_training_client)
+    create_lora_training_client_async = awaits(_create_lora_training_client)
+
+    async def _create(
+        self,
+        base_model: str,
+        lora: LoraConfig,
+        user_metadata: dict[str, str] | None,
+        optimizer: OptimizerConfig | None,
+    ) -> TrainingClient:
+        connection, session_id = await self.holder.open()
+        number = self.holder.next_model_number()
+        created = await self.holder.submit(
+            connection,
+            "create_model",
+            CreateModelRequest(
+                session_id=session_id,
+                model_seq_id=number,
+                base_model=base_model,
+                user_metadata=user_metadata,
+                lora_config=lora,
+                optimizer_config=optimizer or AdamOptimizerConfig(),
+            ),
+            Wanted(request_type="CreateModel", answer=CreateModelResponse),
+            observer=QueueLog(f"Creation of a model over {base_model}"),
+        )
+        return TrainingClient(self.holder, number, created.model_id)
+
+    def _create_training_client_from_state(
+        self,
+        path: str,
+        base_model: str | None = None,
+        user_metadata: dict[str, str] | None = None,
+        weights_access_token: str | None = None,
+        optimizer: OptimizerConfig | None = None,
+    ) -> Promise[TrainingClient]:
+        """A new model that starts from saved weights, with a fresh optimizer."""
+        return self.holder.run(
+            self._restore(path, base_model, user_metadata, weights_access_token, optimizer, False)
+        )
+
+    create_training_client_from_state = waits(_create_training_client_from_state)
+    create_training_client_from_state_async = awaits(_create_training_client_from_state)
+
+    def _create_training_client_from_state_with_optimizer(
+        self,
+        path: str,
+        base_model: str | None = None,
+        user_metadata: dict[str, str] | None = None,
+        weights_access_token: str | None = None,
+    ) -> Promise[TrainingClient]:
+        """A new model that goes on exactly where a saved one was, optimizer included."""
+        return self.holder.run(
+            self._restore(path, base_model, user_metadata, weights_access_token, None, True)
+        )
+
+    create_training_client_from_state_with_optimizer = waits(
+        _create_training_client_from_state_with_optimizer
+    )
+    create_training_client_from_state_with_optimizer_async = awaits(
+        _create_training_client_from_state_with_optimizer
+    )
+
+    async def _restore(
+        self,
+        path: str,
+        base_model: str | None,
+        user_metadata: dict[str, str] | None,
+        weights_access_token: str | None,
+        optimizer: OptimizerConfig | None,
+        with_optimizer: bool,
+    ) -> TrainingClient:
+        check_tinker_path(path)
+        connection, session_id = await self.holder.open()
+        if connection.config.create_model_via_load_weights:
+            number = self.holder.next_model_number()
+            await self.holder.submit(
+                connection,
+                "load_weights",
+                LoadWeightsRequest(
+                    session_id=session_id,
+                    model_seq_id=number,
+                    base_model=base_model,
+                    user_metadata=user_metadata,
+                    path=path,
+                    optimizer=with_optimizer,
+                    optimizer_config=optimizer,
+                    weights_access_token=weights_access_token,
+                ),
+                Wanted(request_type="LoadWeights", answer=LoadWeightsResponse),
+                observer=QueueLog(f"Restoring {path}"),
+            )
+            # The grammar of ids is part of the protocol where servers set this flag.
+            return TrainingClient(self.holder, number, f"{session_id}:train:{number}")
+        info = await self._weights_info(connection, path, weights_access_token)
+        if not info.is_lora or info.lora_rank is None:
+            raise ValueError(
+                f"{path} is not a LoRA checkpoint with a rank, so no training client can be made "
+                "from it."
+            )
+        lora = LoraConfig(
+            rank=info.lora_rank,
+            train_unembed=info.train_unembed is not False,
+            train_mlp=info.train_mlp is not False,
+            train_attn=info.train_attn is not False,
+        )
+        training = await self._create(
+            base_model or info.base_model, lora, user_metadata, optimizer or info.optimizer_config
+        )
+        await training._load(
+            path, optimizer=with_optimizer, weights_access_token=weights_access_token
+        )
+        return training
+
+    async def _weights_info(
+        self, connection: Connection, path: str, weights_access_token: str | None
+    ) -> WeightsInfoResponse:
+        # Somebody else's checkpoint is asked about with the key that may see it.
+        headers = {"X-API-Key": weights_access_token} if weights_access_token else None
+        return await connection.calls.call(
+            "POST",
+            "weights_info",
+            WeightsInfoRequest(tinker_path=path),
+            answer=WeightsInfoResponse,
+            kind=Kind.SESSION,
+            headers=headers,
+            about=f"asking about {path}",
+        )
+
+    # -- sampling --------------------------------------------------------------------------------
+
+    def _create_sampling_client(
+        self,
+        model_path: str | None = None,
+        base_model: str | None = None,
+        retry_config: RetryConfig | None = None,
+        record_stability_info: bool = False,
+    ) -> Promise[SamplingClient]:
+        """Samples from saved weights (`model_path`) or from a base model as it is."""
+        if model_path is None and base_model is None:
+            raise ValueError("Say what to sample from: model_path='tinker://...' or base_model.")
+        if model_path is not None:
+            check_tinker_path(model_path)
+        return self.holder.run(
+            open_sampler(
+                self.holder,
+                model_path=model_path,
+                base_model=base_model,
+                retry_config=retry_config,
+                record_stability_info=record_stability_info,
+            )
+        )
+
+    create_sampling_client = waits(_create_sampling_client)
+    create_sampling_client_async = awaits(_create_sampling_client)
+
+    # -- the end ---------------------------------------------------------------------------------
+
+    def close(self, status: CloseStatus, detail: str | None = None) -> Promise[None]:
+        """End the session. The first call wins; every client made from it is closed with it."""
+        return self._session.close(status, detail)
+
+    def __enter__(self) -> Self:
+        if self._session.closed:
+            raise closed()
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc_value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if exc_type is None:
+            status: CloseStatus = "success"
+        elif issubclass(exc_type, Exception):
+            status = "errored"
+        else:
+            status = "interrupted"
+        # The type alone: a message may quote anything.
+        detail = exc_type.__name__ if exc_type is not None else None
+        self.close(status, detail).block()
+
+
+def check_tinker_path(path: str) -> None:
+    if not path.startswith("tinker://"):
+        raise ValueError(
+            f"{path!r} is not a path of saved weights: it must start with 'tinker://', as "
+            "save_state() and save_weights_for_sampler() return it."
+        )

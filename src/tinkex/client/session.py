@@ -1,0 +1,529 @@
+"""
+What the clients of one program share: connection, settings from the server, session, heartbeat.
+
+Everything here runs on the background loop, so it needs no locks. After a fork the child builds
+its own connection on its own loop; the session id stays the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import functools
+import importlib.metadata
+import itertools
+import logging
+import os
+import weakref
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass, field
+from time import monotonic
+from typing import Any, Generic, Literal, TypeVar
+from urllib.parse import quote
+
+from pydantic import BaseModel
+
+from tinkex.client import local
+from tinkex.client import loop as background_loop
+from tinkex.client.backpressure import Budget, Lane, Lanes
+from tinkex.client.calls import Calls, client_headers
+from tinkex.client.errors import APIStatusError, TinkerError
+from tinkex.client.futures import Promise, settle
+from tinkex.client.results import QueueObserver, Results, Wanted
+from tinkex.client.settings import LOCAL, PROTOCOL_VERSION, Settings
+from tinkex.client.transport import HttpTransport, Kind, Transport
+from tinkex.wire.base import Payload
+from tinkex.wire.futures import UntypedAPIFuture
+from tinkex.wire.runs import (
+    ClientConfigRequest,
+    ClientConfigResponse,
+    ClientDynamicConfigResponse,
+    CreateSessionRequest,
+    CreateSessionResponse,
+    SessionHeartbeatRequest,
+    SessionHeartbeatResponse,
+)
+
+log = logging.getLogger("tinkex.session")
+
+T = TypeVar("T")
+R = TypeVar("R", bound=BaseModel | Payload)
+
+HEARTBEAT_EVERY_S = 10.0
+#: Beats may fail for this long before the user hears of it.
+HEARTBEAT_QUIET_S = 120.0
+#: Saying goodbye must not hold up a program whose server is gone.
+FINISH_GIVE_UP_S = 10.0
+CANCEL_DEADLINE_S = 30.0
+
+CloseStatus = Literal["success", "errored", "interrupted"]
+MakeTransport = Callable[[str, Settings], Transport]
+
+
+def http_transport(base_url: str, settings: Settings) -> Transport:
+    return HttpTransport(base_url, ca_bundle=settings.ca_bundle)
+
+
+def version() -> str:
+    try:
+        return importlib.metadata.version("tinkex")
+    except importlib.metadata.PackageNotFoundError:
+        return "0+unknown"
+
+
+@dataclass(eq=False)
+class Connection:
+    """A server that has answered, as one process sees it."""
+
+    pid: int
+    transport: Transport
+    calls: Calls
+    results: Results
+    lane: Lane
+    config: ClientConfigResponse
+    dynamic: ClientDynamicConfigResponse
+    #: Background work that ends with the session.
+    chores: list[asyncio.Task[None]] = field(default_factory=list)
+
+
+class Once(Generic[T]):
+    """Work that many may wait for and that is done once; a failure is told to all, then forgotten."""
+
+    def __init__(self, work: Callable[[], Coroutine[Any, Any, T]]) -> None:
+        self._work = work
+        self._task: asyncio.Task[T] | None = None
+
+    async def get(self) -> T:
+        if self._task is None or (self._task.done() and self._failed()):
+            self._task = asyncio.create_task(self._work())
+            background_loop.keep(self._task)
+        # Shielded: one who stops waiting does not stop it for the others.
+        return await asyncio.shield(self._task)
+
+    @property
+    def value(self) -> T | None:
+        task = self._task
+        return task.result() if task is not None and task.done() and not self._failed() else None
+
+    def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    def _failed(self) -> bool:
+        task = self._task
+        return task is not None and (task.cancelled() or task.exception() is not None)
+
+
+class Session:
+    """
+    The shared part of a `ServiceClient` and everything made from it.
+
+    Nothing is sent before the first operation that needs it.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        user_metadata: Mapping[str, str] | None = None,
+        display_name: str | None = None,
+        session_id: str | None = None,
+        make_transport: MakeTransport = http_transport,
+    ) -> None:
+        self.settings = settings
+        self.closed = False
+        #: A session that another process created and that this one only joins.
+        self.joined = session_id is not None
+        self._session_id = session_id
+        self._user_metadata = dict(user_metadata or {})
+        self._display_name = display_name
+        self._make_transport = make_transport
+        self._server: local.LocalServer | None = None
+        self._home = os.getpid()
+        self._model_numbers = itertools.count()
+        self._sampler_numbers = itertools.count()
+        self._begin()
+
+    def __repr__(self) -> str:
+        return f"<Session {self._session_id or 'not started'} at {self.settings.base_url}>"
+
+    def _begin(self) -> None:
+        """Nothing connected yet, in this process."""
+        self._pid = os.getpid()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._connected = Once(self._connect)
+        self._opened = Once(self._open)
+
+    @property
+    def session_id(self) -> str | None:
+        """None until the first operation that needs a session."""
+        return self._session_id
+
+    # -- running work ----------------------------------------------------------------------------
+
+    def run(self, work: Coroutine[Any, Any, T], *, yields_to_waiter: bool = False) -> Promise[T]:
+        """Start `work` on the background loop. It is cancelled when the session closes."""
+        promise: Promise[T] = Promise(yields_to_waiter=yields_to_waiter)
+        self.start(promise, lambda: asyncio.ensure_future(work), dropped=work.close)
+        return promise
+
+    def start(
+        self,
+        promise: Promise[T],
+        make: Callable[[], asyncio.Task[T]],
+        *,
+        dropped: Callable[[], None] | None = None,
+    ) -> None:
+        """Make a task on the background loop and let the promise have its outcome."""
+        if self.closed:
+            if dropped is not None:
+                dropped()
+            raise closed()
+        if self._pid != os.getpid():
+            _inherited.append((self._connected, self._opened, self._tasks))
+            self._begin()
+        loop = background_loop.background()
+
+        def begin() -> None:
+            task = make()
+            self.track(task)
+            task.add_done_callback(functools.partial(settle, promise))
+            if promise.cancelled():
+                task.cancel()
+            promise.add_done_callback(
+                lambda done: loop.call_soon_threadsafe(task.cancel) if done.cancelled() else None
+            )
+
+        loop.call_soon_threadsafe(begin)
+
+    def track(self, task: asyncio.Task[Any]) -> None:
+        """Keep a task, and cancel it when the session closes."""
+        self._tasks.add(task)
+        background_loop.keep(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # -- connecting ------------------------------------------------------------------------------
+
+    async def connect(self) -> Connection:
+        """The server's answer to "how shall I talk to you?", asked once."""
+        if self.closed:
+            raise closed()
+        return await self._connected.get()
+
+    async def open(self) -> tuple[Connection, str]:
+        """A connection and the id of the session, which is created first if need be."""
+        connection = await self.connect()
+        return connection, await self._opened.get()
+
+    async def _connect(self) -> Connection:
+        url = self.settings.base_url
+        if url == LOCAL:
+            if self._server is None:
+                self._server = await asyncio.to_thread(local.attach)
+            url = self._server.url
+        transport = self._make_transport(url, self.settings)
+        _transports.add(transport)
+        lane = _lanes_here().get((url, self.settings.lane[1]))
+        calls = Calls(
+            self.settings, transport, lane, headers=client_headers(version()), base_url=url
+        )
+        try:
+            config = await calls.call(
+                "POST",
+                "client/config",
+                ClientConfigRequest(sdk_version=PROTOCOL_VERSION),
+                answer=ClientConfigResponse,
+                about="asking for the client configuration",
+            )
+            if config.pjwt_auth_enabled:
+                raise TinkerError(
+                    f"{url} wants keys to be exchanged for short-lived tokens, which this version "
+                    "of tinkex cannot do. Pass a JWT (eyJ...) as api_key, or use another service."
+                )
+            dynamic = await self._fetch_dynamic(calls)
+        except BaseException:
+            await transport.close()
+            raise
+        lane.billing.patience_s = config.billing_exception_max_pause_duration_sec
+        lane.samples.size = config.sample_max_concurrent_requests
+        lane.sample_bytes.size = config.sample_dispatch_bytes_semaphore_size
+        lane.result_bytes.size = config.inflight_response_bytes_semaphore_size
+        lane.training_bytes.size = config.fwdbwd_dispatch_bytes_semaphore_size
+        connection = Connection(
+            pid=os.getpid(),
+            transport=transport,
+            calls=calls,
+            results=Results(calls),
+            lane=lane,
+            config=config,
+            dynamic=dynamic,
+        )
+        # A session that nobody refers to any more takes its connection with it.
+        weakref.finalize(
+            self, _abandon, background_loop.background(), connection, self._server
+        ).atexit = False
+        return connection
+
+    async def _fetch_dynamic(self, calls: Calls) -> ClientDynamicConfigResponse:
+        try:
+            return await calls.call(
+                "POST",
+                "client/dynamic_config",
+                ClientConfigRequest(sdk_version=PROTOCOL_VERSION),
+                answer=ClientDynamicConfigResponse,
+                deadline_s=10.0,
+            )
+        except APIStatusError as error:
+            if error.status_code == 404:  # servers before 0.25 have none
+                return ClientDynamicConfigResponse()
+            raise
+
+    async def _open(self) -> str:
+        connection = await self._connected.get()
+        if self._session_id is None:
+            answer = await connection.calls.call(
+                "POST",
+                "create_session",
+                CreateSessionRequest(
+                    tags=list(self.settings.tags),
+                    user_metadata=self._user_metadata,
+                    sdk_version=PROTOCOL_VERSION,
+                    project_id=self.settings.project_id,
+                    display_name=self._display_name,
+                ),
+                answer=CreateSessionResponse,
+                about="creating a session",
+            )
+            for level, text in (
+                (logging.INFO, answer.info_message),
+                (logging.WARNING, answer.warning_message),
+                (logging.ERROR, answer.error_message),
+            ):
+                if text:
+                    log.log(level, "%s", text)
+            self._session_id = answer.session_id
+        me = weakref.ref(self)
+        for chore in (
+            _beat(connection, self._session_id),
+            _refresh(connection, me),
+        ):
+            task = asyncio.create_task(chore)
+            background_loop.keep(task)
+            connection.chores.append(task)
+        return self._session_id
+
+    # -- requests --------------------------------------------------------------------------------
+
+    async def submit(
+        self,
+        connection: Connection,
+        path: str,
+        body: Any,
+        wanted: Wanted[R],
+        *,
+        kind: Kind = Kind.TRAIN,
+        observer: QueueObserver | None = None,
+    ) -> R:
+        """Send a request that answers with a promise, and wait for what was promised."""
+        started = monotonic()
+        promised = await connection.calls.call(
+            "POST", path, body, answer=UntypedAPIFuture, kind=kind, about=wanted.request_type
+        )
+        return await connection.results.fetch(
+            promised.request_id, wanted, observer=observer, round_trip_s=monotonic() - started
+        )
+
+    def cancel_later(self, connection: Connection, request_id: str) -> None:
+        """Tell the server that nobody wants this sample any more, if it cares to know."""
+        if self.closed or not connection.dynamic.sample_cancel_enabled:
+            return
+
+        async def cancel() -> None:
+            async with _cancels_here().hold(1):
+                try:
+                    await connection.calls.call(
+                        "POST",
+                        "cancel_future",
+                        {"request_id": request_id},
+                        answer=type(None),
+                        kind=Kind.RETRIEVE,
+                        deadline_s=CANCEL_DEADLINE_S,
+                    )
+                except TinkerError as error:
+                    log.debug("cancelling request %s failed: %s", request_id, error)
+
+        background_loop.keep(asyncio.create_task(cancel()))
+
+    def next_model_number(self) -> int:
+        self._check_own("models")
+        return next(self._model_numbers)
+
+    def next_sampler_number(self) -> int:
+        self._check_own("samplers")
+        return next(self._sampler_numbers)
+
+    def _check_own(self, what: str) -> None:
+        # Numbers are the session's; another process would give the same ones again, and the
+        # server would answer with what the first process made.
+        if self.joined or self._home != os.getpid():
+            raise RuntimeError(
+                f"This process only joined session {self._session_id}; it cannot create {what} "
+                "in it. Create a ServiceClient of its own here."
+            )
+
+    # -- the end ---------------------------------------------------------------------------------
+
+    def close(self, status: CloseStatus, detail: str | None = None) -> Promise[None]:
+        """End the session. The first call wins; nothing can be sent afterwards."""
+        promise: Promise[None] = Promise()
+        if self.closed:
+            promise.finish(None)
+            return promise
+        self.closed = True
+        loop = background_loop.background()
+
+        def begin() -> None:
+            task = loop.create_task(self._close(status, detail))
+            background_loop.keep(task)
+            task.add_done_callback(functools.partial(settle, promise))
+
+        loop.call_soon_threadsafe(begin)
+        return promise
+
+    async def _close(self, status: CloseStatus, detail: str | None) -> None:
+        if self._pid != os.getpid():  # a forked child that never sent anything
+            return
+        for task in list(self._tasks):
+            task.cancel()
+        connection = self._connected.value
+        self._connected.stop()
+        self._opened.stop()
+        if connection is not None:
+            for chore in connection.chores:
+                chore.cancel()
+            if self._session_id is not None and not self.joined and self._home == os.getpid():
+                try:
+                    await connection.calls.call(
+                        "POST",
+                        f"sessions/{quote(self._session_id, safe=':')}/finish",
+                        {"reason": {"type": status}, "detail": detail},
+                        answer=type(None),
+                        kind=Kind.SESSION,
+                        deadline_s=FINISH_GIVE_UP_S,
+                        give_up_s=FINISH_GIVE_UP_S,
+                    )
+                except TinkerError as error:
+                    log.warning("the server was not told that the session ended: %s", error)
+            await connection.transport.close()
+        if self._server is not None:
+            self._server.release()
+
+
+def closed() -> RuntimeError:
+    return RuntimeError("ServiceClient is closed. Create a new one to go on.")
+
+
+async def _beat(connection: Connection, session_id: str) -> None:
+    """Tell the server that we are alive, until it says that the session is over."""
+    last = monotonic()
+    while True:
+        await asyncio.sleep(HEARTBEAT_EVERY_S)
+        try:
+            await connection.calls.call(
+                "POST",
+                "session_heartbeat",
+                SessionHeartbeatRequest(session_id=session_id),
+                answer=SessionHeartbeatResponse,
+                deadline_s=10.0,
+                give_up_s=0.0,
+            )
+            last = monotonic()
+        except APIStatusError as error:
+            if error.status_code == 410:
+                log.info("session %s has ended on the server", session_id)
+                return
+            _late_beat(last, error)
+        except TinkerError as error:
+            _late_beat(last, error)
+
+
+def _late_beat(last: float, error: TinkerError) -> None:
+    silent_s = monotonic() - last
+    if silent_s > HEARTBEAT_QUIET_S:
+        log.warning("no heartbeat reached the server for %.0f s: %s", silent_s, error)
+
+
+async def _refresh(connection: Connection, session: weakref.ref[Session]) -> None:
+    """Keep the server's wishes current; an old wish is better than none."""
+    while True:
+        await asyncio.sleep(max(connection.dynamic.refresh_interval_sec, 10.0))
+        here = session()
+        if here is None:
+            return
+        try:
+            connection.dynamic = await here._fetch_dynamic(connection.calls)
+        except TinkerError as error:
+            log.debug("dynamic configuration not refreshed: %s", error)
+        del here
+
+
+# -- per process -------------------------------------------------------------------------------------
+
+_lanes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Lanes] = weakref.WeakKeyDictionary()
+_cancels: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Budget] = weakref.WeakKeyDictionary()
+_transports: weakref.WeakSet[Transport] = weakref.WeakSet()
+#: What a forked child got from its parent and must neither use nor tear down.
+_inherited: list[Any] = []
+
+
+def _forget() -> None:
+    """In a forked child: closing a connection of the parent's loop would disturb the parent."""
+    _inherited.extend(_transports)
+    _transports.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)
+
+
+def _lanes_here() -> Lanes:
+    return _lanes.setdefault(asyncio.get_running_loop(), Lanes())
+
+
+def _cancels_here() -> Budget:
+    return _cancels.setdefault(asyncio.get_running_loop(), Budget(64))
+
+
+def _abandon(
+    loop: asyncio.AbstractEventLoop, connection: Connection, server: local.LocalServer | None
+) -> None:
+    if server is not None:
+        server.release()
+    if connection.pid != os.getpid() or loop.is_closed():
+        return
+
+    async def stop() -> None:
+        for chore in connection.chores:
+            chore.cancel()
+        await connection.transport.close()
+
+    def begin() -> None:
+        background_loop.keep(loop.create_task(stop()))
+
+    loop.call_soon_threadsafe(begin)
+
+
+@atexit.register
+def _hang_up() -> None:
+    """Close what is still open, so that nothing complains while the interpreter is torn down."""
+    transports = list(_transports)
+    if not transports:
+        return
+
+    async def stop() -> None:
+        await asyncio.gather(*(each.close() for each in transports), return_exceptions=True)
+
+    try:
+        asyncio.run_coroutine_threadsafe(stop(), background_loop.background()).result(1.0)
+    except Exception:
+        log.debug("connections were not closed in time", exc_info=True)

@@ -1,0 +1,625 @@
+"""TrainingClient: the verbs of training, cut into chunks, sent in the order of the calls."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from time import monotonic
+from typing import Any, NoReturn, TypeVar
+
+from pydantic import BaseModel
+
+from tinkex.client import tokenizer
+from tinkex.client.chunks import cut, datum_bytes
+from tinkex.client.errors import APIStatusError
+from tinkex.client.futures import Promise, awaits, submits, waits
+from tinkex.client.merge import merge
+from tinkex.client.ordering import Fate, Numbers, Turnstile
+from tinkex.client.results import QueueLog, Wanted
+from tinkex.client.retry import RetryConfig, is_retryable
+from tinkex.client.sampling import SamplingClient, open_sampler
+from tinkex.client.session import Connection, Session, closed
+from tinkex.client.transport import Kind
+from tinkex.wire.base import Payload
+from tinkex.wire.checkpoints import (
+    LoadWeightsRequest,
+    LoadWeightsResponse,
+    SaveWeightsForSamplerRequest,
+    SaveWeightsForSamplerResponse,
+    SaveWeightsForSamplerResponseInternal,
+    SaveWeightsRequest,
+    SaveWeightsResponse,
+)
+from tinkex.wire.codec import JSON_TYPE, PROTOBUF_TYPE, encode_json
+from tinkex.wire.futures import UntypedAPIFuture
+from tinkex.wire.inputs import Datum, ModelInput
+from tinkex.wire.protobuf import decode_forward_backward_output, encode_forward_backward_request
+from tinkex.wire.runs import GetInfoRequest, GetInfoResponse
+from tinkex.wire.tensors import TensorData
+from tinkex.wire.training import (
+    AdamParams,
+    ForwardBackwardInput,
+    ForwardBackwardOutput,
+    ForwardBackwardRequest,
+    LossFnType,
+    OptimParamsBase,
+    OptimStepRequest,
+    OptimStepResponse,
+)
+
+R = TypeVar("R", bound=BaseModel | Payload)
+T = TypeVar("T")
+
+LossConfig = dict[str, float] | dict[str, str] | dict[str, float | str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """One numbered submission of a step; most steps have one, a large batch several."""
+
+    path: str
+    #: seq_id -> body. Called inside the turn, and again by nobody: repeats send the same bytes.
+    encode: Callable[[int], bytes]
+    size_bytes: int = 0
+    content_type: str = JSON_TYPE
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """A submission that the server has taken."""
+
+    request_id: str
+    round_trip_s: float
+
+
+class TrainingClient:
+    """
+    Trains one LoRA adapter.
+
+        step = training.forward_backward(data, "cross_entropy")
+        training.optim_step(tinkex.AdamParams(learning_rate=1e-4))
+        print(step.result().metrics["loss:sum"])
+
+    Operations are submitted in the order of the calls, from any thread or coroutine, and return
+    a future at once, so that the next can be queued while one runs.
+    """
+
+    def __init__(self, holder: Session, model_seq_id: int, model_id: str) -> None:
+        self.holder = holder
+        self.model_id = model_id
+        self._model_seq_id = model_seq_id
+        self._turnstile = Turnstile()
+        self._numbers = Numbers()
+        self._pid = os.getpid()
+        self._queue_log = QueueLog(f"Training of {model_id}")
+
+    def __repr__(self) -> str:
+        return f"<TrainingClient of {self.model_id}>"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "A TrainingClient cannot be pickled: the order of its steps lives in this process. "
+            "Send a SamplingClient, or the path of a checkpoint."
+        )
+
+    # -- passes ----------------------------------------------------------------------------------
+
+    def forward(
+        self,
+        data: list[Datum],
+        loss_fn: LossFnType,
+        loss_fn_config: LossConfig | None = None,
+    ) -> Promise[ForwardBackwardOutput]:
+        """The loss and its outputs for a batch, without gradients."""
+        return self._pass("Forward", data, loss_fn, loss_fn_config, forward_only=True)
+
+    forward_async = submits(forward)
+
+    def forward_backward(
+        self,
+        data: list[Datum],
+        loss_fn: LossFnType,
+        loss_fn_config: LossConfig | None = None,
+    ) -> Promise[ForwardBackwardOutput]:
+        """The same, and the gradients are added to those since the last `optim_step`."""
+        return self._pass("ForwardBackward", data, loss_fn, loss_fn_config, forward_only=False)
+
+    forward_backward_async = submits(forward_backward)
+
+    def _pass(
+        self,
+        request_type: str,
+        data: Sequence[Datum],
+        loss_fn: LossFnType,
+        loss_fn_config: LossConfig | None,
+        *,
+        forward_only: bool,
+    ) -> Promise[ForwardBackwardOutput]:
+        data = list(data)  # the caller may go on changing its list
+        if not data:
+            raise ValueError("data is empty: a pass needs at least one Datum.")
+        _check_sendable(data)
+        config: dict[str, float | str] | None = (
+            dict(loss_fn_config.items()) if loss_fn_config else None
+        )
+        # Checks the name of the loss here, where the caller sees it.
+        ForwardBackwardInput(data=data, loss_fn=loss_fn, loss_fn_config=config)
+        sizes = [datum_bytes(datum) for datum in data]
+
+        def parts(connection: Connection) -> list[Part]:
+            return [
+                Part(
+                    path="forward_backward",
+                    encode=_pass_encoder(
+                        self.model_id, data[piece], loss_fn, config, forward_only=forward_only
+                    ),
+                    size_bytes=sum(sizes[piece]),
+                    content_type=PROTOBUF_TYPE,
+                )
+                for piece in cut(
+                    sizes,
+                    max_count=connection.config.fwdbwd_max_chunk_len,
+                    max_bytes=connection.config.fwdbwd_max_chunk_bytes_count,
+                )
+            ]
+
+        wanted = Wanted(
+            request_type=request_type,
+            answer=ForwardBackwardOutput,
+            read_protobuf=decode_forward_backward_output,
+        )
+        return self._step(parts, wanted, merge)
+
+    # -- optimizer -------------------------------------------------------------------------------
+
+    def optim_step(
+        self,
+        optim_params: AdamParams | OptimParamsBase | None = None,
+        *,
+        adam_params: AdamParams | OptimParamsBase | None = None,
+    ) -> Promise[OptimStepResponse]:
+        """Apply the gradients gathered since the last step, and forget them."""
+        if optim_params is not None and adam_params is not None:
+            raise ValueError("optim_params and adam_params are the same thing: give one of them.")
+        params = optim_params if optim_params is not None else adam_params
+        if not isinstance(params, AdamParams | OptimParamsBase):
+            raise TypeError(
+                f"optim_step() needs the parameters of an optimizer, such as "
+                f"AdamParams(learning_rate=1e-4), not {type(params).__name__}."
+            )
+
+        def encode(number: int) -> bytes:
+            return encode_json(
+                OptimStepRequest(optim_params=params, model_id=self.model_id, seq_id=number)
+            )
+
+        return self._single("optim_step", encode, "OptimStep", OptimStepResponse, _same)
+
+    optim_step_async = submits(optim_step)
+
+    # -- checkpoints -----------------------------------------------------------------------------
+
+    def save_state(
+        self,
+        name: str,
+        ttl_seconds: int | None = None,
+        overwrite: bool = False,
+        user_metadata: dict[str, str] | None = None,
+    ) -> Promise[SaveWeightsResponse]:
+        """Save weights and optimizer state, to go on training from."""
+
+        def encode(number: int) -> bytes:
+            return encode_json(
+                SaveWeightsRequest(
+                    model_id=self.model_id,
+                    path=name,
+                    seq_id=number,
+                    ttl_seconds=ttl_seconds,
+                    overwrite=overwrite,
+                    user_metadata=user_metadata,
+                )
+            )
+
+        return self._single("save_weights", encode, "SaveWeights", SaveWeightsResponse, _same)
+
+    save_state_async = submits(save_state)
+
+    def save_weights_for_sampler(
+        self,
+        name: str,
+        ttl_seconds: int | None = None,
+        user_metadata: dict[str, str] | None = None,
+    ) -> Promise[SaveWeightsForSamplerResponse]:
+        """Save weights under a name, to sample from."""
+
+        def encode(number: int) -> bytes:
+            return encode_json(
+                SaveWeightsForSamplerRequest(
+                    model_id=self.model_id,
+                    path=name,
+                    seq_id=number,
+                    ttl_seconds=ttl_seconds,
+                    user_metadata=user_metadata,
+                )
+            )
+
+        return self._single(
+            "save_weights_for_sampler",
+            encode,
+            "SaveWeightsForSampler",
+            SaveWeightsForSamplerResponse,
+            _same,
+        )
+
+    save_weights_for_sampler_async = submits(save_weights_for_sampler)
+
+    def _save_weights_and_get_sampling_client(
+        self,
+        name: str | None = None,
+        retry_config: RetryConfig | None = None,
+        record_stability_info: bool = False,
+    ) -> Promise[SamplingClient]:
+        """A client that samples from the weights as they are at this point of the order."""
+        if name is not None:
+            warnings.warn(
+                "`name` is ignored: these weights are not kept under a name. Use "
+                "save_weights_for_sampler(name) for that.",
+                DeprecationWarning,
+                stacklevel=3,
+            )
+
+        def encode(number: int) -> bytes:
+            return encode_json(
+                SaveWeightsForSamplerRequest(
+                    model_id=self.model_id,
+                    sampling_session_seq_id=self.holder.next_sampler_number(),
+                    seq_id=number,
+                )
+            )
+
+        def sampler(saved: SaveWeightsForSamplerResponseInternal) -> SamplingClient:
+            if saved.sampling_session_id is None:
+                raise ValueError(
+                    f"The server saved the weights of {self.model_id} but named no sampling "
+                    "session. Use save_weights_for_sampler(name) and create_sampling_client()."
+                )
+            return SamplingClient(
+                self.holder,
+                sampling_session_id=saved.sampling_session_id,
+                retry_config=retry_config,
+                record_stability_info=record_stability_info,
+            )
+
+        return self._single(
+            "save_weights_for_sampler",
+            encode,
+            "SaveWeightsForSampler",
+            SaveWeightsForSamplerResponseInternal,
+            sampler,
+        )
+
+    save_weights_and_get_sampling_client = waits(_save_weights_and_get_sampling_client)
+    save_weights_and_get_sampling_client_async = awaits(_save_weights_and_get_sampling_client)
+
+    def load_state(
+        self, path: str, weights_access_token: str | None = None
+    ) -> Promise[LoadWeightsResponse]:
+        """Replace the weights by saved ones; the optimizer starts anew."""
+        _deprecated("load_state", "create_training_client_from_state")
+        return self._load(path, optimizer=False, weights_access_token=weights_access_token)
+
+    load_state_async = submits(load_state)
+
+    def load_state_with_optimizer(
+        self, path: str, weights_access_token: str | None = None
+    ) -> Promise[LoadWeightsResponse]:
+        """Replace weights and optimizer state by saved ones."""
+        _deprecated("load_state_with_optimizer", "create_training_client_from_state_with_optimizer")
+        return self._load(path, optimizer=True, weights_access_token=weights_access_token)
+
+    load_state_with_optimizer_async = submits(load_state_with_optimizer)
+
+    def _load(
+        self, path: str, *, optimizer: bool, weights_access_token: str | None
+    ) -> Promise[LoadWeightsResponse]:
+        def encode(number: int) -> bytes:
+            return encode_json(
+                LoadWeightsRequest(
+                    model_id=self.model_id,
+                    seq_id=number,
+                    path=path,
+                    optimizer=optimizer,
+                    weights_access_token=weights_access_token,
+                )
+            )
+
+        return self._single("load_weights", encode, "LoadWeights", LoadWeightsResponse, _same)
+
+    def _create_sampling_client(
+        self,
+        model_path: str,
+        retry_config: RetryConfig | None = None,
+        record_stability_info: bool = False,
+    ) -> Promise[SamplingClient]:
+        """Samples from saved weights."""
+        return self.holder.run(
+            open_sampler(
+                self.holder,
+                model_path=model_path,
+                base_model=None,
+                retry_config=retry_config,
+                record_stability_info=record_stability_info,
+            )
+        )
+
+    create_sampling_client = waits(_create_sampling_client)
+    create_sampling_client_async = awaits(_create_sampling_client)
+
+    # -- about the model -------------------------------------------------------------------------
+
+    def _get_info(self) -> Promise[GetInfoResponse]:
+        """What the server knows about this model. Takes no place in the order."""
+
+        async def work() -> GetInfoResponse:
+            connection = await self.holder.connect()
+            return await connection.calls.call(
+                "POST",
+                "get_info",
+                GetInfoRequest(model_id=self.model_id),
+                answer=GetInfoResponse,
+                kind=Kind.TRAIN,
+                about=f"asking about {self.model_id}",
+            )
+
+        return self.holder.run(work())
+
+    get_info = waits(_get_info)
+    get_info_async = awaits(_get_info)
+
+    def get_tokenizer(self) -> Any:
+        """The tokenizer of the base model."""
+        info = self.get_info().model_data
+        return tokenizer.load(info.model_name or "", info.tokenizer_id)
+
+    # -- the order -------------------------------------------------------------------------------
+
+    def _single(
+        self,
+        path: str,
+        encode: Callable[[int], bytes],
+        request_type: str,
+        answer: type[R],
+        finish: Callable[[R], T],
+    ) -> Promise[T]:
+        return self._step(
+            lambda _: [Part(path=path, encode=encode)],
+            Wanted(request_type=request_type, answer=answer),
+            lambda results: finish(results[0]),
+        )
+
+    def _step(
+        self,
+        parts: Callable[[Connection], list[Part]],
+        wanted: Wanted[R],
+        finish: Callable[[list[R]], T],
+    ) -> Promise[T]:
+        """
+        Take the next place in the order, here in the caller's thread, and do the rest later.
+
+        The place is given up however the step ends: sent, refused, cancelled or never begun.
+        """
+        if self.holder.closed:
+            raise closed()
+        if self._pid != os.getpid():
+            raise RuntimeError(
+                f"{self!r} belongs to process {self._pid}; in a forked process its steps would "
+                "be numbered twice. Create a client here from a checkpoint, or sample only."
+            )
+        promise: Promise[T] = Promise()
+        ticket = self._turnstile.take()
+
+        def begin() -> asyncio.Task[T]:
+            # Both at once, before anything can be cancelled: every ticket must be started.
+            submission = self._turnstile.start(ticket, lambda: self._send(promise, parts))
+            self.holder.track(submission)
+            return asyncio.ensure_future(self._finish(submission, wanted, finish))
+
+        self.holder.start(promise, begin)
+        return promise
+
+    async def _send(
+        self, promise: Promise[Any], parts: Callable[[Connection], list[Part]]
+    ) -> tuple[Connection, list[Accepted]]:
+        """Our turn: number the parts, submit them, account for every number."""
+        # From here on the step runs, whoever stops waiting; cancelled before, it never existed.
+        if not promise.set_running_or_notify_cancel():
+            raise asyncio.CancelledError
+        connection = await self.holder.connect()
+        await self._fill_gaps(connection)
+        todo = parts(connection)
+        first = self._numbers.next
+        outcomes: list[Accepted | BaseException | None] = [None] * len(todo)
+
+        async def send(index: int) -> None:
+            try:
+                outcomes[index] = await self._submit(connection, todo[index], first + index)
+            except Exception as error:  # noqa: BLE001 (kept, and raised once all are settled)
+                outcomes[index] = error
+
+        try:
+            if len(todo) > 1 and connection.config.parallel_fwdbwd_chunks:
+                # The first goes last: the server then sees the whole batch before it starts.
+                await asyncio.gather(*(send(index) for index in range(1, len(todo))))
+                if _first_error(outcomes) is None:
+                    await send(0)
+            else:
+                for index in range(len(todo)):
+                    await send(index)
+                    if _first_error(outcomes) is not None:
+                        break
+        finally:
+            self._numbers.settle([_fate(outcome) for outcome in outcomes])
+        error = _first_error(outcomes)
+        if error is not None:
+            raise error
+        return connection, [each for each in outcomes if isinstance(each, Accepted)]
+
+    async def _submit(self, connection: Connection, part: Part, number: int) -> Accepted:
+        async with connection.lane.training_bytes.hold(part.size_bytes):
+            body = part.encode(number)
+            headers = {}
+            if part.content_type == PROTOBUF_TYPE and connection.config.proto_compress_fwdbwd:
+                packed = await asyncio.to_thread(_zstd, body)
+                if packed is not None:
+                    body, headers = packed, {"Content-Encoding": "zstd"}
+            started = monotonic()
+            promised = await connection.calls.call(
+                "POST",
+                part.path,
+                body,
+                answer=UntypedAPIFuture,
+                kind=Kind.TRAIN,
+                content_type=part.content_type,
+                headers=headers,
+                about=f"step {number} of {self.model_id}",
+            )
+            return Accepted(promised.request_id, monotonic() - started)
+
+    async def _fill_gaps(self, connection: Connection) -> None:
+        """Give the server something to run for numbers that an earlier call could not use."""
+        for number, half_a_batch in sorted(self._numbers.gaps.items()):
+            await self._submit(connection, _filler(self.model_id, half_a_batch), number)
+            del self._numbers.gaps[number]
+
+    async def _finish(
+        self,
+        submission: asyncio.Task[tuple[Connection, list[Accepted]]],
+        wanted: Wanted[R],
+        finish: Callable[[list[R]], T],
+    ) -> T:
+        connection, accepted = await asyncio.shield(submission)
+        results = await _all(
+            connection.results.fetch(
+                each.request_id,
+                wanted,
+                observer=self._queue_log,
+                round_trip_s=each.round_trip_s,
+            )
+            for each in accepted
+        )
+        return finish(results)
+
+
+def _same(value: R) -> R:
+    return value
+
+
+def _first_error(outcomes: Sequence[object]) -> BaseException | None:
+    return next((each for each in outcomes if isinstance(each, BaseException)), None)
+
+
+def _fate(outcome: object) -> Fate:
+    if isinstance(outcome, Accepted):
+        return Fate.ACCEPTED
+    if outcome is None:
+        return Fate.UNSENT
+    if isinstance(outcome, APIStatusError) and not is_retryable(outcome):
+        return Fate.REFUSED
+    if isinstance(outcome, ValueError):  # it could not be encoded, so it never left
+        return Fate.UNSENT
+    return Fate.UNKNOWN
+
+
+async def _all(work: Any) -> list[Any]:
+    """Like gather, but the first failure stops the others: nobody will look at them."""
+    tasks = [asyncio.ensure_future(each) for each in work]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _pass_encoder(
+    model_id: str,
+    data: list[Datum],
+    loss_fn: LossFnType,
+    loss_fn_config: dict[str, float | str] | None,
+    *,
+    forward_only: bool,
+) -> Callable[[int], bytes]:
+    def encode(number: int) -> bytes:
+        return encode_forward_backward_request(
+            ForwardBackwardRequest(
+                forward_backward_input=ForwardBackwardInput(
+                    data=data, loss_fn=loss_fn, loss_fn_config=loss_fn_config
+                ),
+                model_id=model_id,
+                seq_id=number,
+            ),
+            forward_only=forward_only,
+        )
+
+    return encode
+
+
+def _filler(model_id: str, half_a_batch: bool) -> Part:
+    """
+    A step for a number that was given out and not used.
+
+    Usually a pass over one token that changes nothing. After half a batch was taken, it must not
+    count: then the filler carries a setting that no loss has, so that the server fails it, and
+    with it the next `optim_step`, instead of stepping on half the gradients.
+    """
+    datum = Datum(
+        model_input=ModelInput.from_ints([0]),
+        loss_fn_inputs={
+            "target_tokens": TensorData(data=[0], dtype="int64"),
+            "weights": TensorData(data=[0.0], dtype="float32"),
+        },
+    )
+    config: dict[str, float | str] | None = (
+        {"part_of_this_batch_was_never_sent": 1.0} if half_a_batch else None
+    )
+    return Part(
+        path="forward_backward",
+        encode=_pass_encoder(
+            model_id, [datum], "cross_entropy", config, forward_only=not half_a_batch
+        ),
+        content_type=PROTOBUF_TYPE,
+    )
+
+
+def _check_sendable(data: Sequence[Datum]) -> None:
+    for index, datum in enumerate(data):
+        if not isinstance(datum, Datum):
+            raise TypeError(
+                f"data[{index}] is a {type(datum).__name__}; a pass takes a list of Datum."
+            )
+        for chunk in datum.model_input.chunks:
+            if chunk.type == "image_asset_pointer":
+                raise ValueError(
+                    f"data[{index}] holds an ImageAssetPointerChunk, which a training pass cannot "
+                    "carry. Send the image itself as an ImageChunk."
+                )
+
+
+def _zstd(body: bytes) -> bytes | None:
+    """The body compressed, or None where the package is missing: servers take both."""
+    try:
+        import zstandard
+    except ModuleNotFoundError:
+        return None
+    return bytes(zstandard.ZstdCompressor(level=1).compress(body))
+
+
+def _deprecated(name: str, instead: str) -> None:
+    warnings.warn(
+        f"{name}() is deprecated: make a new client with ServiceClient.{instead}().",
+        FutureWarning,
+        stacklevel=3,
+    )

@@ -1,0 +1,202 @@
+"""The seam to the network: bytes and headers in, bytes and headers out. Knows no protocol.
+
+The only place that imports aiohttp, and only when the first request is sent. Why aiohttp:
+docs/decisions/0002-transport.md.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import json
+import ssl
+import urllib.request
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+from urllib.parse import urlsplit
+
+from tinkex.client.errors import TinkerError
+
+if TYPE_CHECKING:
+    import aiohttp
+
+CONNECT_S = 10.0
+#: Idle connections are dropped before common proxies and servers do so (uvicorn: 5 s would race;
+#: a lost race is a retry, not an error).
+KEEP_ALIVE_S = 20.0
+
+
+class Kind(enum.Enum):
+    """Kinds of work; each has connections of its own, so that none can starve another."""
+
+    SESSION = "session"
+    TRAIN = "train"
+    SAMPLE = "sample"
+    RETRIEVE = "retrieve"
+    TELEMETRY = "telemetry"
+
+
+#: Connections at most for each kind. Polls are held open by the server, so they need many.
+CONNECTIONS = {
+    Kind.SESSION: 16,
+    Kind.TRAIN: 64,
+    Kind.SAMPLE: 256,
+    Kind.RETRIEVE: 2_000,
+    Kind.TELEMETRY: 2,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One request. Headers and body may hold secrets, so neither is printed."""
+
+    method: str
+    url: str
+    headers: Mapping[str, str] = field(default_factory=dict, repr=False)
+    body: bytes | None = field(default=None, repr=False)
+    #: Seconds from start to the last byte of the answer.
+    deadline_s: float = 60.0
+    kind: Kind = Kind.SESSION
+
+    @property
+    def path(self) -> str:
+        return urlsplit(self.url).path
+
+    def bare(self) -> Request:
+        """What an error may keep: where it went, nothing of what it carried."""
+        return Request(method=self.method, url=self.url, kind=self.kind)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Response:
+    """One answer, read to the end. Header names are lower case."""
+
+    status_code: int
+    headers: Mapping[str, str] = field(default_factory=dict)
+    content: bytes = field(default=b"", repr=False)
+    #: Without headers and body.
+    request: Request
+
+    @property
+    def text(self) -> str:
+        return self.content.decode("utf-8", "replace")
+
+    def json(self) -> Any:
+        return json.loads(self.content)
+
+
+class Unreachable(Exception):
+    """No whole answer came back: refused, reset, cut short. Raised by transports only."""
+
+
+class TooSlow(Unreachable):
+    """No whole answer within the deadline."""
+
+
+class Transport(Protocol):
+    """
+    Sends one request and returns its answer, whatever the status.
+
+    Raises `Unreachable` or `TooSlow` when there is none. Never repeats a request, never follows
+    a redirect: both are decided above. Used from one event loop.
+    """
+
+    async def send(self, request: Request) -> Response: ...
+
+    async def close(self) -> None: ...
+
+
+class HttpTransport:
+    """HTTP/1.1 over aiohttp, with a pool of connections for each kind of work."""
+
+    def __init__(self, base_url: str, *, ca_bundle: str | None = None) -> None:
+        self._base_url = base_url
+        self._ca_bundle = ca_bundle
+        self._sessions: dict[Kind, aiohttp.ClientSession] = {}
+        self._proxy: str | None = None
+        self._tls: ssl.SSLContext | None = None
+
+    async def send(self, request: Request) -> Response:
+        import aiohttp
+
+        session = self._sessions.get(request.kind) or self._open(request.kind)
+        try:
+            async with (
+                asyncio.timeout(request.deadline_s),
+                session.request(
+                    request.method,
+                    request.url,
+                    data=request.body,
+                    headers=request.headers,
+                    proxy=self._proxy,
+                    allow_redirects=False,
+                ) as answer,
+            ):
+                return Response(
+                    status_code=answer.status,
+                    headers={name.lower(): value for name, value in answer.headers.items()},
+                    content=await answer.read(),
+                    request=request.bare(),
+                )
+        except TimeoutError as error:
+            raise TooSlow(f"no answer within {request.deadline_s:g} s") from error
+        except aiohttp.InvalidURL as error:
+            raise TinkerError(f"{request.url!r} is not a URL that can be asked.") from error
+        except (aiohttp.ClientError, OSError, asyncio.IncompleteReadError) as error:
+            raise Unreachable(str(error) or type(error).__name__) from error
+
+    async def close(self) -> None:
+        sessions, self._sessions = self._sessions, {}
+        for session in sessions.values():
+            await session.close()
+
+    def _open(self, kind: Kind) -> aiohttp.ClientSession:
+        import aiohttp
+
+        if not self._sessions:
+            # Once for all requests: aiohttp's own look-up (`trust_env`) costs 0.3 ms each time.
+            self._proxy = proxy_for(self._base_url)
+            if self._base_url.startswith("https:"):
+                self._tls = _tls(self._ca_bundle)
+        connector = aiohttp.TCPConnector(
+            limit=CONNECTIONS[kind],
+            keepalive_timeout=KEEP_ALIVE_S,
+            ssl=self._tls if self._tls is not None else True,
+        )
+        session = aiohttp.ClientSession(
+            connector=connector,
+            cookie_jar=aiohttp.DummyCookieJar(),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
+            requote_redirect_url=False,
+            # Ours are complete; aiohttp must not add `application/octet-stream` to bare bodies.
+            skip_auto_headers=("User-Agent", "Content-Type"),
+        )
+        self._sessions[kind] = session
+        return session
+
+
+def proxy_for(url: str) -> str | None:
+    """The proxy that the environment names for this address, or None."""
+    parts = urlsplit(url)
+    host = parts.hostname or ""
+    if urllib.request.proxy_bypass(host):
+        return None
+    proxies = urllib.request.getproxies()
+    proxy = proxies.get(parts.scheme) or proxies.get("all")
+    if proxy and not proxy.startswith(("http://", "https://")):
+        raise TinkerError(
+            f"The proxy set for {parts.scheme}:// addresses is not an http:// or https:// proxy "
+            f"({proxy.split('://')[0]}). Use an HTTP proxy, or exempt {host} with NO_PROXY."
+        )
+    return proxy or None
+
+
+def _tls(ca_bundle: str | None) -> ssl.SSLContext:
+    try:
+        return ssl.create_default_context(cafile=ca_bundle)
+    except (OSError, ssl.SSLError) as error:
+        raise TinkerError(
+            f"The CA bundle {ca_bundle!r} cannot be read ({error}). "
+            "TINKEX_CA_BUNDLE must name a PEM file."
+        ) from error
