@@ -1,0 +1,552 @@
+"""
+For tests of programs that use tinkex: a service without network, model or server.
+
+    from tinkex.testing import FakeService
+
+    fake = FakeService()
+    with fake.client() as service:
+        training = service.create_lora_training_client("fake/model")
+        training.forward_backward(data, "cross_entropy").result()
+    assert [r.endpoint for r in fake.requests][-1] == "sessions/s-1/finish"
+
+The fake stands where the network begins: everything above it, from encoding to ordering, retries
+and futures, is the real client. It keeps the protocol's promises (steps run by number and once,
+results stay readable) and has a toy for a model: each `optim_step` makes every token likelier.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import math
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+from urllib.parse import unquote
+
+from tinkex.client.transport import Request, Response, TooSlow, Transport, Unreachable
+from tinkex.wire.checkpoints import (
+    LoadWeightsRequest,
+    SaveWeightsForSamplerRequest,
+    SaveWeightsRequest,
+    WeightsInfoRequest,
+)
+from tinkex.wire.codec import (
+    JSON_TYPE,
+    PROTOBUF_TYPE,
+    decode_forward_json,
+    decode_json,
+    decompress,
+    encode_json,
+)
+from tinkex.wire.dialect import wants_protobuf
+from tinkex.wire.errors import UserFailure, WireError
+from tinkex.wire.futures import FutureRetrieveRequest
+from tinkex.wire.protobuf import (
+    decode_forward_backward_request,
+    encode_forward_backward_output,
+    encode_sample_response,
+)
+from tinkex.wire.runs import CreateSessionRequest
+from tinkex.wire.sampling import (
+    CreateSamplingSessionRequest,
+    SampledSequence,
+    SampleRequest,
+    SampleResponse,
+)
+from tinkex.wire.tensors import TensorData
+from tinkex.wire.training import (
+    CreateModelRequest,
+    ForwardBackwardInput,
+    ForwardBackwardOutput,
+    OptimStepRequest,
+)
+
+if TYPE_CHECKING:
+    from tinkex.client.service import ServiceClient
+    from tinkex.client.settings import Settings
+
+__all__ = ["Answer", "FakeService", "Hold", "Lost", "Seen", "write_tiny_model"]
+
+MAX_BODY_BYTES = 512 * 1024 * 1024
+
+
+def write_tiny_model(
+    folder: str | Path, arch: Literal["qwen3", "llama"] = "qwen3", seed: int = 0
+) -> Path:
+    """A small random model that learns in seconds, for `tinkex serve`. Needs the extra `engine`."""
+    from tinkex.engine.tiny import write_tiny_model as write
+
+    return write(Path(folder), arch=arch, seed=seed)
+
+
+# -- what can be made to go wrong --------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """An answer of your choice, instead of the service's."""
+
+    status: int
+    body: Any = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lost:
+    """The connection breaks: before the service saw the request, or after it did its work."""
+
+    after: bool = False
+    #: The client notices by waiting too long, rather than by a reset.
+    slow: bool = False
+
+
+class Hold:
+    """Requests to one endpoint wait here until they are released."""
+
+    def __init__(self) -> None:
+        #: Set once a request has arrived.
+        self.arrived = threading.Event()
+        self._released = False
+        self._waiting: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
+        self._lock = threading.Lock()
+
+    def release(self) -> None:
+        with self._lock:
+            self._released = True
+            waiting, self._waiting = self._waiting, []
+        for loop, event in waiting:
+            loop.call_soon_threadsafe(event.set)
+
+    async def _wait(self) -> None:
+        event = asyncio.Event()
+        with self._lock:
+            if self._released:
+                return
+            self._waiting.append((asyncio.get_running_loop(), event))
+        self.arrived.set()
+        await event.wait()
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A request as the service saw it."""
+
+    method: str
+    #: The path below /api/v1/.
+    endpoint: str
+    headers: Mapping[str, str]
+    body: bytes
+
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+
+# -- the service -------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Model:
+    base_model: str
+    rank: int
+    steps: int = 0
+    next: int = 1
+    waiting: dict[int, Callable[[], Any]] = field(default_factory=dict)
+
+
+#: A result: its JSON form, and its protobuf form if it has one.
+_Result = tuple[Any, bytes | None]
+
+
+class FakeService:
+    """A Tinker service in memory. One instance may serve any number of clients."""
+
+    def __init__(
+        self,
+        *,
+        config: Mapping[str, Any] | None = None,
+        dynamic_config: Mapping[str, Any] | None = None,
+        base_models: tuple[str, ...] = ("fake/model",),
+        hold_s: float = 0.2,
+    ) -> None:
+        self.base_models = base_models
+        #: Everything that arrived, in order of arrival.
+        self.requests: list[Seen] = []
+        #: What the models ran, in the order they ran it: (model_id, seq_id, kind).
+        self.ran: list[tuple[str, int, str]] = []
+        #: Requests that clients took back.
+        self.cancelled: list[str] = []
+        self._config = dict(config or {})
+        self._dynamic_config = dict(dynamic_config or {})
+        self._hold_s = hold_s
+        self._ids = itertools.count(1)
+        self._models: dict[str, _Model] = {}
+        self._checkpoints: dict[str, _Model] = {}
+        self._samplers: dict[str, dict[str, Any]] = {}
+        self._by_number: dict[tuple[str, int], dict[str, Any]] = {}
+        self._results: dict[str, _Result | UserFailure] = {}
+        self._ready: dict[str, asyncio.Event] = {}
+        self._scripts: dict[str, list[Answer | Lost]] = defaultdict(list)
+        self._holds: dict[str, Hold] = {}
+
+    def client(self, **settings: Any) -> ServiceClient:
+        """A client of this service; takes what `ServiceClient` takes."""
+        from tinkex.client.service import ServiceClient
+
+        settings = {"base_url": "http://fake.invalid", "api_key": "tml-fake", **settings}
+        return ServiceClient(**settings, _make_transport=self.transport)
+
+    def transport(self, base_url: str, settings: Settings | None = None) -> Transport:
+        """The network, as a client sees it."""
+        return _FakeTransport(self)
+
+    def script(self, endpoint: str, *answers: Answer | Lost) -> None:
+        """What the next requests to an endpoint meet, in this order, before normal work goes on."""
+        self._scripts[endpoint] += answers
+
+    def hold(self, endpoint: str) -> Hold:
+        """Make requests to an endpoint wait until the hold is released."""
+        hold = self._holds[endpoint] = Hold()
+        return hold
+
+    # -- one request -----------------------------------------------------------------------------
+
+    async def answer(
+        self, method: str, endpoint: str, headers: Mapping[str, str], body: bytes
+    ) -> tuple[int, Mapping[str, str], bytes]:
+        """Status, headers and body for one request. Raises `Unreachable` where that is scripted."""
+        headers = {name.lower(): value for name, value in headers.items()}
+        self.requests.append(Seen(method, endpoint, headers, body))
+        if hold := self._holds.get(endpoint):
+            await hold._wait()
+        script = self._scripts[endpoint]
+        fault = script.pop(0) if script else None
+        if isinstance(fault, Lost) and not fault.after:
+            raise _lost(fault)
+        if isinstance(fault, Answer):
+            return fault.status, fault.headers, b"" if fault.body is None else _body(fault.body)
+        status, kind, answer = await self._route(method, endpoint, headers, body)
+        if isinstance(fault, Lost):
+            raise _lost(fault)
+        return status, {"content-type": kind}, answer
+
+    async def _route(
+        self, method: str, endpoint: str, headers: Mapping[str, str], body: bytes
+    ) -> tuple[int, str, bytes]:
+        try:
+            if endpoint == "retrieve_future":
+                return await self._retrieve(headers, body)
+            body = decompress(body, headers.get("content-encoding"), max_bytes=MAX_BODY_BYTES)
+            found = self._handle(method, endpoint, headers, body)
+        except WireError as error:
+            return 422, JSON_TYPE, _body({"detail": error.detail()})
+        except KeyError as error:
+            return 404, JSON_TYPE, _body({"detail": f"there is no {error.args[0]}"})
+        return 200, JSON_TYPE, _body(found)
+
+    def _handle(self, method: str, endpoint: str, headers: Mapping[str, str], body: bytes) -> Any:
+        first, _, rest = endpoint.partition("/")
+        match method, first:
+            case "GET", "healthz":
+                return {"status": "ok"}
+            case "GET", "get_server_capabilities":
+                models = [{"model_name": name} for name in self.base_models]
+                return {"supported_models": models}
+            case "GET", "samplers":
+                return self._samplers[unquote(rest)]
+            case "POST", "client":
+                return self._config if rest == "config" else self._dynamic_config
+            case "POST", "create_session":
+                decode_json(CreateSessionRequest, body)
+                return {"session_id": f"s-{next(self._ids)}"}
+            case "POST", "session_heartbeat" | "sessions" | "telemetry":
+                return {"status": "accepted"} if first == "telemetry" else {}
+            case "POST", "cancel_future":
+                self.cancelled.append(json.loads(body)["request_id"])
+                return {}
+            case "POST", "get_info":
+                model_id = json.loads(body)["model_id"]
+                model = self._models[model_id]
+                data = {"arch": "fake", "model_name": model.base_model}
+                return {"model_id": model_id, "model_data": data, "lora_rank": model.rank}
+            case "POST", "weights_info":
+                path = decode_json(WeightsInfoRequest, body).tinker_path
+                saved = self._checkpoints[path]
+                return {
+                    "base_model": saved.base_model,
+                    "is_lora": True,
+                    "lora_rank": saved.rank,
+                }
+            case "POST", "create_sampling_session":
+                opened = decode_json(CreateSamplingSessionRequest, body)
+                number = opened.sampling_session_seq_id
+                return self._open_sampler(
+                    f"{opened.session_id}:sample:{number}", opened.base_model, opened.model_path
+                )
+            case "POST", "create_model":
+                return self._create_model(decode_json(CreateModelRequest, body))
+            case "POST", "asample":
+                return self._sample(decode_json(SampleRequest, body))
+            case "POST", _ if first in _STEPS:
+                return self._step(first, headers, body)
+        raise KeyError(f"endpoint {method} {endpoint}")
+
+    # -- promises --------------------------------------------------------------------------------
+
+    def _promise(self) -> str:
+        request_id = f"r-{next(self._ids)}"
+        self._ready[request_id] = asyncio.Event()
+        return request_id
+
+    def _keep(self, request_id: str, result: _Result | UserFailure) -> None:
+        self._results[request_id] = result
+        self._ready[request_id].set()
+
+    async def _retrieve(self, headers: Mapping[str, str], body: bytes) -> tuple[int, str, bytes]:
+        request_id = decode_json(FutureRetrieveRequest, body).request_id
+        ready = self._ready[request_id]
+        try:
+            async with asyncio.timeout(self._hold_s):
+                await ready.wait()
+        except TimeoutError:
+            pending = {"type": "try_again", "request_id": request_id, "queue_state": "active"}
+            return 408, JSON_TYPE, _body(pending)
+        result = self._results[request_id]
+        if isinstance(result, UserFailure):
+            return 200, JSON_TYPE, _body({"error": str(result), "category": "user"})
+        plain, packed = result
+        if packed is not None and wants_protobuf(headers.get("accept")):
+            return 200, PROTOBUF_TYPE, packed
+        return 200, JSON_TYPE, _body(plain)
+
+    # -- models and their steps ------------------------------------------------------------------
+
+    def _create_model(self, request: CreateModelRequest) -> dict[str, Any]:
+        model_id = f"{request.session_id}:train:{request.model_seq_id}"
+        if (known := self._by_number.get((model_id, 0))) is not None:
+            return known
+        request_id = self._promise()
+        accepted = self._by_number[model_id, 0] = {"request_id": request_id, "model_id": model_id}
+        if request.base_model not in self.base_models:
+            names = ", ".join(self.base_models)
+            failure = UserFailure(f"no base model {request.base_model!r}; there is: {names}")
+            self._keep(request_id, failure)
+        else:
+            rank = request.lora_config.rank if request.lora_config else 0
+            self._models[model_id] = _Model(request.base_model, rank)
+            self._keep(request_id, ({"model_id": model_id}, None))
+        return accepted
+
+    def _step(self, kind: str, headers: Mapping[str, str], body: bytes) -> dict[str, Any]:
+        """Accept a step at once, and run all steps whose turn has come."""
+        model_id, number, name, run = _STEPS[kind](self, headers, body)
+        model = self._models[model_id]
+        if not number or number < 1:
+            raise WireError(f"seq_id: steps are numbered from 1, not {number}.")
+        if (known := self._by_number.get((model_id, number))) is not None:
+            return known
+        request_id = self._promise()
+        accepted = self._by_number[model_id, number] = {"request_id": request_id}
+
+        def run_and_keep() -> None:
+            self.ran.append((model_id, number, name))
+            try:
+                self._keep(request_id, run(model))
+            except UserFailure as failure:
+                self._keep(request_id, failure)
+
+        model.waiting[number] = run_and_keep
+        while (turn := model.waiting.pop(model.next, None)) is not None:
+            model.next += 1
+            turn()
+        return accepted
+
+    def _pass(self, headers: Mapping[str, str], body: bytes) -> _Step:
+        if headers.get("content-type") == PROTOBUF_TYPE:
+            request, forward_only = decode_forward_backward_request(body)
+        else:
+            request, forward_only = decode_forward_json(body)
+
+        def run(model: _Model) -> _Result:
+            output = _toy_pass(request.forward_backward_input, model.steps)
+            return output.model_dump(), encode_forward_backward_output(output)
+
+        name = "forward" if forward_only else "forward_backward"
+        return request.model_id, request.seq_id, name, run
+
+    def _optim_step(self, headers: Mapping[str, str], body: bytes) -> _Step:
+        request = decode_json(OptimStepRequest, body)
+
+        def run(model: _Model) -> _Result:
+            model.steps += 1
+            return {"metrics": {"grad_norm:mean": 1.0}}, None
+
+        return request.model_id, request.seq_id, "optim_step", run
+
+    def _save_weights(self, headers: Mapping[str, str], body: bytes) -> _Step:
+        request = decode_json(SaveWeightsRequest, body)
+
+        def run(model: _Model) -> _Result:
+            return {"path": self._save(request.model_id, "weights", request.path, model)}, None
+
+        return request.model_id, request.seq_id, "save_weights", run
+
+    def _save_for_sampler(self, headers: Mapping[str, str], body: bytes) -> _Step:
+        request = decode_json(SaveWeightsForSamplerRequest, body)
+
+        def run(model: _Model) -> _Result:
+            path = self._save(request.model_id, "sampler_weights", request.path, model)
+            if request.path is not None:
+                return {"path": path}, None
+            session_id = request.model_id.partition(":")[0]
+            sampler = f"{session_id}:sample:{request.sampling_session_seq_id}"
+            return self._open_sampler(sampler, None, path), None
+
+        return request.model_id, request.seq_id, "save_weights_for_sampler", run
+
+    def _load_weights(self, headers: Mapping[str, str], body: bytes) -> _Step:
+        request = decode_json(LoadWeightsRequest, body)
+
+        def run(model: _Model) -> _Result:
+            if (saved := self._checkpoints.get(request.path)) is None:
+                raise UserFailure(f"there is no checkpoint {request.path!r}")
+            model.steps = saved.steps
+            return {"path": request.path}, None
+
+        return request.model_id or "", request.seq_id, "load_weights", run
+
+    def _save(self, model_id: str, kind: str, name: str | None, model: _Model) -> str:
+        path = f"tinker://{model_id}/{kind}/{name or f'unnamed-{next(self._ids)}'}"
+        self._checkpoints[path] = _Model(model.base_model, model.rank, model.steps)
+        return path
+
+    # -- sampling --------------------------------------------------------------------------------
+
+    def _open_sampler(
+        self, sampler_id: str, base_model: str | None, model_path: str | None
+    ) -> dict[str, Any]:
+        if model_path is not None:
+            base_model = self._checkpoints[model_path].base_model
+        sampler = {"sampler_id": sampler_id, "base_model": base_model, "model_path": model_path}
+        self._samplers[sampler_id] = sampler
+        return {"sampling_session_id": sampler_id}
+
+    def _sample(self, request: SampleRequest) -> dict[str, Any]:
+        sampler_id, number = request.sampling_session_id or "", request.seq_id or 0
+        sampler = self._samplers[sampler_id]
+        if (known := self._by_number.get((sampler_id, number))) is not None:
+            return known
+        request_id = self._promise()
+        accepted = self._by_number[sampler_id, number] = {
+            "request_id": request_id,
+            "sample_sequence_ids": [f"q-{request_id}-{i}" for i in range(request.num_samples)],
+        }
+        path = sampler["model_path"]
+        steps = self._checkpoints[path].steps if path else 0
+        try:
+            response = _toy_sample(request, steps)
+        except UserFailure as failure:
+            self._keep(request_id, failure)
+        else:
+            self._keep(request_id, (response.model_dump(), encode_sample_response(response)))
+        return accepted
+
+
+_Step = tuple[str, "int | None", str, Callable[[_Model], _Result]]
+_STEPS: dict[str, Callable[[FakeService, Mapping[str, str], bytes], _Step]] = {
+    "forward_backward": FakeService._pass,
+    "forward": FakeService._pass,
+    "optim_step": FakeService._optim_step,
+    "save_weights": FakeService._save_weights,
+    "save_weights_for_sampler": FakeService._save_for_sampler,
+    "load_weights": FakeService._load_weights,
+}
+
+
+def toy_logprob(steps: int) -> float:
+    """What every token has after so many optimizer steps."""
+    return -math.log(2) / (1 + steps)
+
+
+def _toy_pass(work: ForwardBackwardInput, steps: int) -> ForwardBackwardOutput:
+    known = {"clip_low_threshold", "clip_high_threshold", "beta"}
+    if unknown := set(work.loss_fn_config or ()) - known:
+        raise UserFailure(f"loss_fn_config: no setting {', '.join(sorted(unknown))}")
+    outputs, loss = [], 0.0
+    for index, datum in enumerate(work.data):
+        targets = datum.loss_fn_inputs.get("target_tokens")
+        if targets is None:
+            raise UserFailure(f"datum {index} has no target_tokens")
+        values = [toy_logprob(steps)] * len(targets.data)
+        weights = datum.loss_fn_inputs.get("weights")
+        loss -= sum(
+            logprob * weight
+            for logprob, weight in zip(
+                values, weights.data if weights else [1.0] * len(values), strict=True
+            )
+        )
+        outputs.append({"logprobs": TensorData(data=values, dtype="float32", shape=targets.shape)})
+    return ForwardBackwardOutput("ArrayRecord", outputs, {"loss:sum": loss})
+
+
+def _toy_sample(request: SampleRequest, steps: int) -> SampleResponse:
+    """Repeats the prompt as long as asked."""
+    prompt = request.prompt.to_ints()
+    if not prompt:
+        raise UserFailure("the prompt is empty")
+    count = request.sampling_params.max_tokens or len(prompt)
+    tokens = list(itertools.islice(itertools.cycle(prompt), count))
+    sequence = SampledSequence(
+        "length",
+        "",
+        tokens,  # type: ignore[arg-type]
+        [toy_logprob(steps)] * count,  # type: ignore[arg-type]
+    )
+    logprobs = None
+    if request.prompt_logprobs:
+        logprobs = [math.nan] + [toy_logprob(steps)] * (len(prompt) - 1)
+    return SampleResponse(
+        [sequence] * request.num_samples,
+        logprobs,  # type: ignore[arg-type]
+    )
+
+
+class _FakeTransport:
+    def __init__(self, service: FakeService) -> None:
+        self._service = service
+        self._closed = False
+
+    async def send(self, request: Request) -> Response:
+        if self._closed:
+            raise Unreachable("closed")
+        # Every real request takes at least one turn of the loop.
+        await asyncio.sleep(0)
+        _, _, endpoint = request.url.partition("/api/v1/")
+        try:
+            async with asyncio.timeout(request.deadline_s):
+                status, headers, body = await self._service.answer(
+                    request.method, endpoint, request.headers, request.body or b""
+                )
+        except TimeoutError as error:
+            raise TooSlow(f"no answer within {request.deadline_s:g} s") from error
+        return Response(
+            status_code=status,
+            headers={name.lower(): value for name, value in headers.items()},
+            content=body,
+            request=request.bare(),
+        )
+
+    async def close(self) -> None:
+        self._closed = True
+
+
+def _lost(fault: Lost) -> Unreachable:
+    return TooSlow("no answer in time") if fault.slow else Unreachable("connection reset")
+
+
+def _body(value: Any) -> bytes:
+    return value if isinstance(value, bytes) else encode_json(value)
