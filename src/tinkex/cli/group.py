@@ -16,6 +16,9 @@ class Subcommand:
 
 
 SUBCOMMANDS = {
+    "demo": Subcommand(
+        module="tinkex.cli.demo", help="Fine-tune a small model here and now, and see it change."
+    ),
     "serve": Subcommand(
         module="tinkex.cli.serve", help="Serve models to every Tinker client on this machine."
     ),

@@ -98,11 +98,13 @@ class Supervisor:
             child = subprocess.Popen(
                 self._command(told, lifeline),
                 pass_fds=(self._listening.fileno(), told, lifeline),
-                stdin=subprocess.DEVNULL,
+                # Not as an argument: a database URL may hold a password, and anybody sees those.
+                stdin=subprocess.PIPE,
                 # Standard output belongs to the line that says "ready".
                 stdout=sys.stderr.fileno(),
             )
             self._child = child
+            _tell(child, self._settings.to_json())
             if self._stopping:
                 child.send_signal(signal.SIGTERM)
             os.close(told)
@@ -125,7 +127,6 @@ class Supervisor:
             *("--fd", str(self._listening.fileno())),
             *("--report-fd", str(report_descriptor)),
             *("--lifeline-fd", str(lifeline)),
-            *("--settings", self._settings.to_json()),
         ]
         for source in self._sources:
             command += ["--model", f"{source.name}={source.folder}"]
@@ -147,6 +148,13 @@ class Supervisor:
         self._stopping = True
         if child is not None:
             child.send_signal(signal.SIGTERM)
+
+
+def _tell(child: "subprocess.Popen[bytes]", text: str) -> None:
+    if child.stdin is not None:
+        # A child that is dead already is noticed by its report.
+        with contextlib.suppress(BrokenPipeError), child.stdin as pipe:
+            pipe.write(text.encode())
 
 
 @contextlib.contextmanager

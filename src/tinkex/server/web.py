@@ -1,7 +1,7 @@
 """
 The web process: uvicorn on a socket the supervisor opened. Started by `run`, never by hand.
 
-    python -m tinkex.server.web --fd N --report-fd N --lifeline-fd N --settings JSON --model NAME=FOLDER
+    python -m tinkex.server.web --fd N --report-fd N --lifeline-fd N --model NAME=FOLDER < SETTINGS
 
 It says one word on the report pipe: `ready`, or `failed` with the reason.
 """
@@ -140,7 +140,6 @@ def main() -> None:
     parser.add_argument("--fd", type=int, required=True)
     parser.add_argument("--report-fd", type=int, required=True)
     parser.add_argument("--lifeline-fd", type=int, required=True)
-    parser.add_argument("--settings", required=True)
     parser.add_argument("--model", action="append", default=[])
     options = parser.parse_args()
     logging.basicConfig(
@@ -149,7 +148,7 @@ def main() -> None:
     # The supervisor passes signals on; a Ctrl-C must not reach this process a second time.
     os.setpgid(0, 0)
     reporter = Reporter(options.report_fd)
-    settings = Settings.from_json(options.settings)
+    settings = Settings.from_json(sys.stdin.read())
     served = []
     for spec in options.model:
         name, _, folder = spec.partition("=")
