@@ -1,1 +1,172 @@
-"""tinkex: the Tinker training API as software you own."""
+"""
+The Tinker training API as software you own: the client.
+
+Every name promised to users is listed here, and is loaded when it is first used, so that
+`import tinkex` costs next to nothing. What is not listed may change without notice.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tinkex import types
+    from tinkex.client.errors import (
+        APIConnectionError,
+        APIError,
+        APIResponseValidationError,
+        APIStatusError,
+        APITimeoutError,
+        AuthenticationError,
+        BadRequestError,
+        BillingError,
+        ConflictError,
+        ExperimentalWarning,
+        InternalServerError,
+        NotFoundError,
+        PermissionDeniedError,
+        RateLimitError,
+        RequestFailedError,
+        TinkerError,
+        UnprocessableEntityError,
+    )
+    from tinkex.client.futures import APIFuture
+    from tinkex.client.retry import RetryConfig
+    from tinkex.client.sampling import SamplingClient
+    from tinkex.client.service import ServiceClient
+    from tinkex.client.training import TrainingClient
+    from tinkex.client.version import __version__
+    from tinkex.wire.checkpoints import Checkpoint, CheckpointType, ParsedCheckpointTinkerPath
+    from tinkex.wire.inputs import (
+        Datum,
+        DmelChunk,
+        EncodedTextChunk,
+        ModelInput,
+        ModelInputChunk,
+        PromptProvenanceSpan,
+        SampledProvenanceSpan,
+    )
+    from tinkex.wire.runs import TrainingRun
+    from tinkex.wire.sampling import (
+        SampledSequence,
+        SampleRequest,
+        SampleResponse,
+        SamplingParams,
+        StopReason,
+    )
+    from tinkex.wire.tensors import TensorData, TensorDtype
+    from tinkex.wire.training import (
+        AdamOptimizerConfig,
+        AdamParams,
+        DimuonOptimizerConfig,
+        DimuonParams,
+        ForwardBackwardOutput,
+        LoraConfig,
+        ModelID,
+        OptimParams,
+        OptimStepRequest,
+        OptimStepResponse,
+    )
+
+__title__ = "tinkex"
+
+__all__ = [
+    "APIConnectionError",
+    "APIError",
+    "APIFuture",
+    "APIResponseValidationError",
+    "APIStatusError",
+    "APITimeoutError",
+    "AdamOptimizerConfig",
+    "AdamParams",
+    "AuthenticationError",
+    "BadRequestError",
+    "BillingError",
+    "Checkpoint",
+    "CheckpointType",
+    "ConflictError",
+    "Datum",
+    "DimuonOptimizerConfig",
+    "DimuonParams",
+    "DmelChunk",
+    "EncodedTextChunk",
+    "ExperimentalWarning",
+    "ForwardBackwardOutput",
+    "InternalServerError",
+    "LoraConfig",
+    "ModelID",
+    "ModelInput",
+    "ModelInputChunk",
+    "NotFoundError",
+    "OptimParams",
+    "OptimStepRequest",
+    "OptimStepResponse",
+    "ParsedCheckpointTinkerPath",
+    "PermissionDeniedError",
+    "PromptProvenanceSpan",
+    "RateLimitError",
+    "RequestFailedError",
+    "RetryConfig",
+    "SampleRequest",
+    "SampleResponse",
+    "SampledProvenanceSpan",
+    "SampledSequence",
+    "SamplingClient",
+    "SamplingParams",
+    "ServiceClient",
+    "StopReason",
+    "TensorData",
+    "TensorDtype",
+    "TinkerError",
+    "TrainingClient",
+    "TrainingRun",
+    "UnprocessableEntityError",
+    "__title__",
+    "__version__",
+    "types",
+]
+
+#: Where each name lives. The imports above say the same to type checkers; a test compares them.
+_HOMES = {
+    "client.errors": (
+        "APIConnectionError APIError APIResponseValidationError APIStatusError APITimeoutError "
+        "AuthenticationError BadRequestError BillingError ConflictError ExperimentalWarning "
+        "InternalServerError NotFoundError PermissionDeniedError RateLimitError "
+        "RequestFailedError TinkerError UnprocessableEntityError"
+    ),
+    "client.futures": "APIFuture",
+    "client.retry": "RetryConfig",
+    "client.sampling": "SamplingClient",
+    "client.service": "ServiceClient",
+    "client.training": "TrainingClient",
+    "client.version": "__version__",
+    "wire.checkpoints": "Checkpoint CheckpointType ParsedCheckpointTinkerPath",
+    "wire.inputs": (
+        "Datum DmelChunk EncodedTextChunk ModelInput ModelInputChunk PromptProvenanceSpan "
+        "SampledProvenanceSpan"
+    ),
+    "wire.runs": "TrainingRun",
+    "wire.sampling": "SampleRequest SampleResponse SampledSequence SamplingParams StopReason",
+    "wire.tensors": "TensorData TensorDtype",
+    "wire.training": (
+        "AdamOptimizerConfig AdamParams DimuonOptimizerConfig DimuonParams ForwardBackwardOutput "
+        "LoraConfig ModelID OptimParams OptimStepRequest OptimStepResponse"
+    ),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "types":
+        return importlib.import_module("tinkex.types")
+    home = _HOME_OF.get(name)
+    if home is None:
+        raise AttributeError(f"module 'tinkex' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"tinkex.{home}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import atexit
 import functools
-import importlib.metadata
 import itertools
 import logging
 import os
@@ -32,6 +31,7 @@ from tinkex.client.futures import Promise, settle
 from tinkex.client.results import QueueObserver, Results, Wanted
 from tinkex.client.settings import LOCAL, PROTOCOL_VERSION, Settings
 from tinkex.client.transport import HttpTransport, Kind, Transport
+from tinkex.client.version import __version__
 from tinkex.wire.base import Payload
 from tinkex.wire.futures import UntypedAPIFuture
 from tinkex.wire.runs import (
@@ -62,13 +62,6 @@ MakeTransport = Callable[[str, Settings], Transport]
 
 def http_transport(base_url: str, settings: Settings) -> Transport:
     return HttpTransport(base_url, ca_bundle=settings.ca_bundle)
-
-
-def version() -> str:
-    try:
-        return importlib.metadata.version("tinkex")
-    except importlib.metadata.PackageNotFoundError:
-        return "0+unknown"
 
 
 @dataclass(eq=False)
@@ -225,7 +218,7 @@ class Session:
         _transports.add(transport)
         lane = _lanes_here().get((url, self.settings.lane[1]))
         calls = Calls(
-            self.settings, transport, lane, headers=client_headers(version()), base_url=url
+            self.settings, transport, lane, headers=client_headers(__version__), base_url=url
         )
         try:
             config = await calls.call(
