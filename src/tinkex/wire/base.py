@@ -13,9 +13,10 @@ import dataclasses
 import difflib
 import inspect
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from datetime import datetime
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, model_validator
 from pydantic_core import PydanticCustomError, core_schema, from_json, to_json
 
 from tinkex.wire.errors import WireError
@@ -23,7 +24,15 @@ from tinkex.wire.errors import WireError
 if TYPE_CHECKING:
     from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
 
-__all__ = ["LenientModel", "Payload", "StrictModel", "unknown_field"]
+__all__ = ["LenientModel", "Payload", "RequestTime", "StrictModel", "unknown_field"]
+
+
+def _time_from_text(value: Any) -> Any:
+    return datetime.fromisoformat(value) if isinstance(value, str) else value
+
+
+#: A time in a request. JSON has it as text, and requests are read strictly: a text is no time.
+RequestTime = Annotated[datetime, BeforeValidator(_time_from_text)]
 
 
 class _Model(BaseModel):
@@ -110,6 +119,13 @@ class Payload(metaclass=_NamesTheNearestField):
     """
 
     __slots__ = ()
+
+    def __init_subclass__(cls) -> None:
+        # What `dataclass` writes here fails with a TypeError about `super` for a name that is no
+        # field, because `slots=True` makes the class anew.
+        if "__setattr__" in cls.__dict__:
+            cls.__setattr__ = _refuse_to_set  # type: ignore[method-assign, assignment]
+            cls.__delattr__ = _refuse_to_set  # type: ignore[method-assign, assignment]
 
     @classmethod
     def _read(cls, value: Mapping[str, Any]) -> Self:
@@ -198,6 +214,12 @@ class Payload(metaclass=_NamesTheNearestField):
         cls, schema: core_schema.CoreSchema, handler: GetJsonSchemaHandler
     ) -> dict[str, Any]:
         return {"type": "object", "title": cls.__name__}
+
+
+def _refuse_to_set(self: Payload, name: str, value: object = None) -> None:
+    raise dataclasses.FrozenInstanceError(
+        f"{type(self).__name__} cannot be changed; model_copy(update={{{name!r}: ...}}) makes another."
+    )
 
 
 def _rebuild(cls: type[Payload], arguments: dict[str, Any]) -> Payload:

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field
 
-from tinkex.wire.base import LenientModel, StrictModel
+from tinkex.wire.base import LenientModel, RequestTime, StrictModel
 
 __all__ = [
     "AuditLogEntry",
@@ -107,8 +107,8 @@ class BillingUsageResponse(LenientModel):
 
 class GetBillingUsageRequest(StrictModel):
     #: Whole UTC hours, at most 14 days apart.
-    starting_on: datetime = Field(strict=False)
-    ending_before: datetime = Field(strict=False)
+    starting_on: RequestTime
+    ending_before: RequestTime
 
 
 class GetCurrentCheckpointStorageUsageRequest(StrictModel):

@@ -124,6 +124,8 @@ def decode_json(type_: type[T], body: bytes) -> T:
     kind: Any = type_  # a class, or a union of some
     if isinstance(kind, type) and issubclass(kind, StrictModel):
         value = _ready(kind, value)
+    elif isinstance(kind, type) and issubclass(kind, BaseModel) and isinstance(value, dict):
+        _note_ignored(kind.__name__, value, kind.model_fields)
     return _validate(kind, value)  # type: ignore[no-any-return]
 
 
@@ -156,6 +158,9 @@ def _ready(type_: type[StrictModel], value: Any) -> Any:
     _note_ignored(type_.__name__, value, known)
     # Before 0.18 what was set to None was sent; it means the same as absent.
     ready = {key: item for key, item in value.items() if key in known and item is not None}
+    for key, item in ready.items():
+        if isinstance(item, int) and not -(2**63) <= item < 2**63:
+            raise WireError.at((key,), f"{item} does not fit 64 bits.", "int_size")
     for key, default in _FILLED_IN.get(type_, {}).items():
         ready.setdefault(key, default)
     for key, part_type in _PARTS.get(type_, {}).items():

@@ -12,7 +12,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, Self, TypeAlias
 
-from pydantic import Field, PlainValidator, ValidationError, field_serializer, field_validator
+from pydantic import (
+    Field,
+    PlainSerializer,
+    PlainValidator,
+    ValidationError,
+    field_serializer,
+    field_validator,
+)
 from pydantic.fields import FieldInfo
 
 from tinkex.wire.base import Payload, StrictModel, _kind
@@ -69,7 +76,9 @@ class EncodedTextChunk(Payload):
         if type != "encoded_text":
             raise ValueError(f"the type of an EncodedTextChunk is 'encoded_text', not {type!r}.")
         object.__setattr__(self, "type", type)
-        object.__setattr__(self, "_ids", _token_ids(tokens))
+        ids = _token_ids(tokens)
+        ids.flags.writeable = False
+        object.__setattr__(self, "_ids", ids)
 
     if not TYPE_CHECKING:
 
@@ -300,7 +309,11 @@ def _inferred_type(value: Mapping[str, Any]) -> str | None:
 
 
 Chunk: TypeAlias = EncodedTextChunk | ImageAssetPointerChunk | ImageChunk | DmelChunk
-ModelInputChunk: TypeAlias = Annotated[Chunk, PlainValidator(chunk_from)]
+ModelInputChunk: TypeAlias = Annotated[
+    Chunk,
+    PlainValidator(chunk_from),
+    PlainSerializer(lambda chunk, info: chunk.model_dump(exclude_none=info.exclude_none)),
+]
 
 
 # -- prompts -------------------------------------------------------------------------------------

@@ -5,9 +5,9 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import AwareDatetime, Field, field_validator
+from pydantic import AwareDatetime, BeforeValidator, Field, field_validator
 
-from tinkex.wire.base import LenientModel, StrictModel
+from tinkex.wire.base import LenientModel, StrictModel, _time_from_text
 from tinkex.wire.checkpoints import Checkpoint, Cursor
 from tinkex.wire.training import AdamOptimizerConfig, OptimizerConfig, optimizer_config_from
 
@@ -369,7 +369,7 @@ SessionStatusQuery: TypeAlias = Annotated[
 class SessionSearchCursor(LenientModel):
     """Where the next page starts."""
 
-    last_created_at: AwareDatetime = Field(strict=False)
+    last_created_at: Annotated[AwareDatetime, BeforeValidator(_time_from_text)]
     last_session_id: str
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from datetime import datetime
-from typing import Annotated, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 from pydantic import Field
 
-from tinkex.wire.base import LenientModel, StrictModel
+from tinkex.wire.base import LenientModel, RequestTime, StrictModel
 
 __all__ = [
     "EventType",
@@ -26,9 +25,6 @@ EventType = Literal["SESSION_START", "SESSION_END", "UNHANDLED_EXCEPTION", "GENE
 
 Severity = Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
 
-# Text in JSON, so not strict where the rest of a request is.
-Timestamp: TypeAlias = Annotated[datetime, Field(strict=False)]
-
 
 class SessionStartEvent(LenientModel):
     event: EventType
@@ -36,7 +32,7 @@ class SessionStartEvent(LenientModel):
     #: Counts the events of a session from 0.
     event_session_index: int
     severity: Severity
-    timestamp: Timestamp
+    timestamp: RequestTime
 
 
 class SessionEndEvent(LenientModel):
@@ -46,7 +42,7 @@ class SessionEndEvent(LenientModel):
     event_id: str
     event_session_index: int
     severity: Severity
-    timestamp: Timestamp
+    timestamp: RequestTime
 
 
 class UnhandledExceptionEvent(LenientModel):
@@ -56,7 +52,7 @@ class UnhandledExceptionEvent(LenientModel):
     event_id: str
     event_session_index: int
     severity: Severity
-    timestamp: Timestamp
+    timestamp: RequestTime
     traceback: str | None = None
 
 
@@ -66,12 +62,12 @@ class GenericEvent(LenientModel):
     event_name: str
     event_session_index: int
     severity: Severity
-    timestamp: Timestamp
+    timestamp: RequestTime
     #: Anything; official clients put request headers here, keys among them. Do not store it raw.
     event_data: dict[str, object] = Field(default={})
 
 
-#: Told apart by the fields they have, the richest first: the oldest clients' `event` is no tag.
+#: Told apart by the fields they have.
 TelemetryEvent: TypeAlias = (
     SessionStartEvent | SessionEndEvent | UnhandledExceptionEvent | GenericEvent
 )

@@ -1,0 +1,228 @@
+"""T11, T12: prompts, chunks and training examples."""
+
+import base64
+
+import numpy as np
+import pytest
+from pydantic import ValidationError
+
+from tinkex.types import (
+    Datum,
+    DmelChunk,
+    EncodedTextChunk,
+    ImageAssetPointerChunk,
+    ImageChunk,
+    ModelInput,
+    PromptProvenanceSpan,
+    SampledProvenanceSpan,
+    TensorData,
+)
+
+PROMPT = ModelInput.from_ints([1, 2, 3])
+
+
+# -- prompts -------------------------------------------------------------------------------------
+
+
+def test_a_prompt_is_built_by_appending_and_the_old_one_stays():
+    longer = PROMPT.append_int(4).append(EncodedTextChunk(tokens=[5, 6]))
+
+    assert longer.to_ints() == [1, 2, 3, 4, 5, 6]
+    assert [chunk.length for chunk in longer.chunks] == [3, 1, 2]
+    assert longer.length == 6
+    assert PROMPT.to_ints() == [1, 2, 3]
+    assert ModelInput.empty().to_ints() == []
+
+
+def test_tokens_are_copied_and_read_only():
+    source = np.array([1, 2, 3], dtype=np.int32)
+    prompt = ModelInput.from_ints(source)
+
+    source[:] = 9
+
+    assert prompt.tokens_np.dtype == np.int32
+    assert prompt.tokens_np.tolist() == [1, 2, 3]
+    with pytest.raises(ValueError, match="read-only"):
+        prompt.tokens_np[0] = 9
+
+
+@pytest.mark.parametrize(
+    "tokens", [["a"], [1.5], [[1, 2]], [2**31], [-(2**31) - 1], [None], [True]]
+)
+def test_what_is_no_token_is_refused(tokens):
+    with pytest.raises(ValueError, match="token"):
+        ModelInput.from_ints(tokens)
+
+
+def test_a_prompt_with_a_picture_has_no_token_list_and_says_which_chunk():
+    picture = ImageChunk(data=b"x", format="png", expected_tokens=7)
+    prompt = PROMPT.append(picture)
+
+    assert prompt.length == 10
+    with pytest.raises(ValueError, match=r"chunks\[1\] is of type 'image'"):
+        prompt.to_ints()
+    with pytest.raises(ValueError, match="expected_tokens"):
+        _ = PROMPT.append(ImageChunk(data=b"x", format="png")).length
+
+
+# -- T12: pictures and sound ---------------------------------------------------------------------
+
+
+def test_a_picture_is_bytes_in_python_and_base64_on_the_wire():
+    chunk = ImageChunk(data=b"\xff\x00", format="jpeg", expected_tokens=3)
+
+    assert chunk.data == b"\xff\x00"
+    assert chunk.model_dump() == {
+        "data": "/wA=",
+        "format": "jpeg",
+        "expected_tokens": 3,
+        "type": "image",
+    }
+    assert ImageChunk(data="/wA=", format="jpeg").data == b"\xff\x00"
+
+
+def test_an_asset_pointer_names_its_location():
+    chunk = ImageAssetPointerChunk(format="png", location="s3://bucket/a.png", expected_tokens=2)
+
+    assert chunk.length == 2
+    assert chunk.model_dump()["location"] == "s3://bucket/a.png"
+
+
+@pytest.mark.parametrize(
+    ("chunk", "wrong", "near"),
+    [
+        (ImageChunk, {"image_data": b"x"}, "data"),
+        (ImageChunk, {"expected_token": 3}, "expected_tokens"),
+        (ImageAssetPointerChunk, {"asset_location": "a"}, "location"),
+    ],
+)
+def test_other_spellings_are_refused(chunk, wrong, near):
+    with pytest.raises(ValidationError, match=f"unknown field.*`{near}`|{near}"):
+        chunk(format="png", **wrong)
+
+
+def test_only_the_two_formats_exist():
+    with pytest.raises(ValidationError, match="png"):
+        ImageChunk(data=b"x", format="gif")
+
+
+def test_text_that_is_not_base64_is_refused():
+    with pytest.raises(ValidationError, match="base64"):
+        ImageChunk(data="no!", format="png")
+
+
+@pytest.mark.parametrize(
+    ("header", "length"),
+    [
+        (bytes([0, 2, 5, 80]), 5),  # dtype 0, two dimensions, 5 x 80
+        (bytes([254, 7, 1, 0x80, 0x01]), 128),  # constant, dtype 7, one dimension of LEB128 128
+    ],
+)
+def test_the_length_of_sound_is_in_its_header(header, length):
+    assert DmelChunk(dmel=header + b"payload").length == length
+    assert DmelChunk(dmel=base64.b64encode(header).decode()).length == length
+
+
+@pytest.mark.parametrize("header", [b"", b"\xfe", b"\x08", b"\x00", b"\x00\x00", b"\x00\x01\x80"])
+def test_a_broken_header_is_a_value_error(header):
+    with pytest.raises(ValueError, match="dmel"):
+        _ = DmelChunk(dmel=header).length
+
+
+# -- T11: examples -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("key", "dtype"),
+    [
+        ("target_tokens", "int64"),
+        ("weights", "float32"),
+        ("advantages", "float32"),
+        ("logprobs", "float32"),
+        ("clip_low_threshold", "float32"),
+        ("clip_high_threshold", "float32"),
+        ("sequence_ratio_mask", "float32"),
+        ("something_new", "int64"),  # by its values
+    ],
+)
+def test_lists_get_their_dtype_from_the_key(key, dtype):
+    made = Datum(model_input=PROMPT, loss_fn_inputs={key: [1, 0, 1]})
+
+    tensor = made.loss_fn_inputs[key]
+    assert isinstance(tensor, TensorData)
+    assert tensor.dtype == dtype
+    assert tensor.shape == [3]
+    assert tensor.data == [1, 0, 1]
+
+
+def test_every_kind_of_value_gives_the_same_tensor():
+    torch = pytest.importorskip("torch")
+    rows = [[1.0, 2.0], [3.0, 4.0]]
+    kinds = [
+        rows,
+        ((1.0, 2.0), (3.0, 4.0)),
+        np.array(rows),
+        np.array(rows, dtype=np.float32),
+        torch.tensor(rows),
+        TensorData(data=[1.0, 2.0, 3.0, 4.0], dtype="float32", shape=[2, 2]),
+    ]
+
+    made = [Datum(PROMPT, {"advantages": kind}).loss_fn_inputs["advantages"] for kind in kinds]
+
+    assert all(tensor == made[0] for tensor in made)
+    assert made[0].shape == [2, 2]
+
+
+def test_ragged_lists_are_refused_by_name():
+    with pytest.raises(ValueError, match="weights: the nested lists differ in length"):
+        Datum(PROMPT, {"weights": [[1.0], [1.0, 2.0]]})
+
+
+@pytest.mark.parametrize("value", ["abc", 3, None, {"data": [1]}])
+def test_what_is_no_tensor_is_refused_by_name(value):
+    with pytest.raises(TypeError, match="weights"):
+        Datum(PROMPT, {"weights": value})
+
+
+def test_nothing_that_travels_is_a_bare_list():
+    made = Datum(PROMPT, {"target_tokens": [1, 2, 3]})
+
+    assert made.model_dump()["loss_fn_inputs"]["target_tokens"] == {
+        "data": [1, 2, 3],
+        "dtype": "int64",
+        "shape": [3],
+        "sparse_crow_indices": None,
+        "sparse_col_indices": None,
+    }
+
+
+# -- provenance ----------------------------------------------------------------------------------
+
+SPANS = [
+    PromptProvenanceSpan(sequence_id="q", length=1),
+    SampledProvenanceSpan(sequence_id="q", offset=4, length=2),
+]
+
+
+def test_provenance_covers_the_tokens_exactly():
+    plain = Datum(PROMPT, {"target_tokens": [2, 3, 4]})
+
+    made = plain.with_provenance(model_input=SPANS, loss_fn_inputs=SPANS)
+
+    assert made.model_input_spans == SPANS
+    assert plain.model_input_spans is None
+    with pytest.raises(ValueError, match="model_input.* covers 1 tokens, but there are 3"):
+        plain.with_provenance(model_input=SPANS[:1], loss_fn_inputs=SPANS)
+    with pytest.raises(ValueError, match="target_tokens.* covers 1 tokens"):
+        plain.with_provenance(model_input=SPANS, loss_fn_inputs=SPANS[:1])
+
+
+def test_provenance_is_given_for_both_or_neither():
+    with pytest.raises(ValueError, match="both"):
+        Datum(PROMPT, {}, model_input_spans=SPANS)
+
+
+def test_examples_with_provenance_survive_json():
+    made = Datum(PROMPT, {"target_tokens": [2, 3, 4]}).with_provenance(SPANS, SPANS)
+
+    assert Datum.model_validate(made.model_dump()) == made
