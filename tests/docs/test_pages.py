@@ -35,7 +35,8 @@ def test_the_page_runs(page: Path, tiny_model: Path, tmp_path: Path) -> None:
     """Pages say `base_url="local"`; here the tiny model stands in under the embedded one's name."""
     environment = {
         **os.environ,
-        "TINKEX_CACHE": str(tmp_path / "cache"),
+        "TINKEX_LOCAL_DATA": str(tmp_path / "data"),
+        "TINKEX_LOCAL_ARGS": "--threads 1",
         "TINKEX_LOCAL_MODEL": f"HuggingFaceTB/SmolLM2-135M-Instruct={tiny_model}",
     }
     done = subprocess.run(
