@@ -42,7 +42,12 @@ class TrainingAdapter:
     """
 
     def __init__(
-        self, *, lora: LoraConfig, targets: Sequence[Target], seed: int, model_dtype: torch.dtype,
+        self,
+        *,
+        lora: LoraConfig,
+        targets: Sequence[Target],
+        seed: int,
+        model_dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         self.lora = lora
@@ -54,9 +59,7 @@ class TrainingAdapter:
         self.live = self.master.to(model_dtype)  # the same tensor for float32
         #: Optimizer steps taken.
         self.step = 0
-        self.pairs = make_pairs(
-            self.layout, self.live, scale=ALPHA / lora.rank, grad=self.grad
-        )
+        self.pairs = make_pairs(self.layout, self.live, scale=ALPHA / lora.rank, grad=self.grad)
 
     def refresh_live(self) -> None:
         """After the master changed."""
@@ -68,9 +71,7 @@ def check_lora(lora: LoraConfig) -> None:
     if not 1 <= lora.rank <= MAX_RANK:
         raise UserFailure(f"lora_config.rank is {lora.rank}; ranks go from 1 to {MAX_RANK}.")
     if not (lora.train_attn or lora.train_mlp or lora.train_unembed):
-        raise UserFailure(
-            "lora_config trains nothing; set train_attn, train_mlp or train_unembed."
-        )
+        raise UserFailure("lora_config trains nothing; set train_attn, train_mlp or train_unembed.")
 
 
 def check_optimizer(optimizer: OptimizerConfig) -> None:

@@ -132,7 +132,8 @@ def attend(
     cache = packing.cache
     if cache is None:
         return within_segments(query, key, value, scaling, packing), None
-    layer = cache.layers[module.layer_idx]  # type: ignore[index]
+    layer_index: Any = module.layer_idx
+    layer = cache.layers[layer_index]
     layer.keys.index_copy_(0, cache.write_T, key[0].transpose(0, 1))
     layer.values.index_copy_(0, cache.write_T, value[0].transpose(0, 1))
     if cache.levels is not None:
@@ -142,7 +143,7 @@ def attend(
     return over_reaches(query, key, value, layer, scaling, packing), None
 
 
-AttentionInterface.register(NAME, attend)  # type: ignore[no-untyped-call]
+AttentionInterface.register(NAME, attend)
 
 
 def within_segments(
@@ -152,15 +153,17 @@ def within_segments(
     if query.is_cuda and varlen_attn is not None:
         q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
         starts, longest = packing.starts_int32, max(packing.lengths)
-        out: Tensor = varlen_attn(
-            q, k, v, starts, starts, longest, longest, scale=scaling, **_causal
-        )
-        return out.unsqueeze(0)
+        packed: Any = varlen_attn(q, k, v, starts, starts, longest, longest, scale=scaling, **_causal)
+        out: Tensor = packed.unsqueeze(0)
+        return out
     grouped = query.shape[1] != key.shape[1]
     lengths = packing.lengths
     if len(lengths) > 1 and len(set(lengths)) == 1:
         # Equal lengths are a true batch: one call.
-        q, k, v = (t[0].unflatten(1, (len(lengths), -1)).transpose(0, 1) for t in (query, key, value))
+        q, k, v = (
+            t[0].view(t.shape[1], len(lengths), lengths[0], -1).transpose(0, 1)
+            for t in (query, key, value)
+        )
         out = F.scaled_dot_product_attention(
             q, k, v, is_causal=True, scale=scaling, enable_gqa=grouped
         )
@@ -243,8 +246,8 @@ def _one_level(
             q = q_SKGD[first:last].transpose(0, 1).flatten(1, 2).unsqueeze(0)
         out, lse = _attention_with_lse(q, k_1KLD, v_1KLD, scaling)
         if shared > 1:
-            out = out[0].unflatten(1, (shared, -1)).transpose(0, 1)
-            lse = lse[0].unflatten(1, (shared, -1)).transpose(0, 1)
+            out = out[0].reshape(out.shape[1], shared, -1, out.shape[3]).transpose(0, 1)
+            lse = lse[0].reshape(lse.shape[1], shared, -1).transpose(0, 1)
         outs.append(out)
         lses.append(lse)
     return torch.cat(outs), torch.cat(lses)

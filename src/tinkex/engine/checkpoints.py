@@ -52,9 +52,7 @@ class SavedAdapter:
     pairs: Mapping[str, tuple[Tensor, Tensor]]
 
 
-def save(
-    adapter: TrainingAdapter, folder: Path, *, base_model: str, optimizer: bool
-) -> int:
+def save(adapter: TrainingAdapter, folder: Path, *, base_model: str, optimizer: bool) -> int:
     """Writes the folder and returns its size in bytes."""
     with whole_folder(folder) as part:
         _write_weights(adapter, part, base_model)

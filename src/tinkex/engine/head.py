@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tinkex.engine.devices import add_mm_float32, mm_float32
+from tinkex.engine.devices import add_mm_float32, linear, mm_float32
 from tinkex.engine.lora import Route, Share, shares_of
 
 # T packed tokens, t tokens of one chunk, H hidden size, V vocabulary, K targets of one token, R rank
@@ -91,7 +91,10 @@ class Head:
         return logprobs_TK, gradient_TH
 
     def _project(self, hidden_tH: Tensor, shares: Sequence[Share]) -> Tensor:
-        logits_tV = mm_float32(hidden_tH, self.weight_VH.t())
+        if hidden_tH.dtype == torch.float32:
+            logits_tV = linear(hidden_tH, self.weight_VH)
+        else:
+            logits_tV = mm_float32(hidden_tH, self.weight_VH.t())
         if self.bias_V is not None:
             logits_tV += self.bias_V
         for start, stop, pair in shares:

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tinkex.engine.devices import add_mm_float32
+from tinkex.engine.devices import add_mm_float32, linear
 
 # T packed tokens, I inputs of a linear layer, O its outputs, R rank
 
@@ -159,15 +159,16 @@ class LoraLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         shares = shares_of(self.routing.routes, self.name)
-        if not shares:
-            return F.linear(x, self.weight, self.bias)
-        if torch.is_grad_enabled() and x.requires_grad:
+        if x.requires_grad:
+            if not shares:
+                return F.linear(x, self.weight, self.bias)
             y: Tensor = _LoraFunction.apply(x, self.weight, self.bias, shares)  # type: ignore[no-untyped-call]
             return y
-        rows = x.reshape(-1, x.shape[-1])
-        return add_shares(rows, F.linear(rows, self.weight, self.bias), shares).view(
-            *x.shape[:-1], -1
-        )
+        x_TI = x.reshape(-1, x.shape[-1])
+        y_TO = linear(x_TI, self.weight, self.bias)
+        if shares:
+            add_shares(x_TI, y_TO, shares)
+        return y_TO.view(*x.shape[:-1], -1)
 
 
 def shares_of(routes: Sequence[Route], name: str) -> list[Share]:
@@ -178,12 +179,11 @@ def shares_of(routes: Sequence[Route], name: str) -> list[Share]:
     ]
 
 
-def add_shares(x_TI: Tensor, y_TO: Tensor, shares: Sequence[Share]) -> Tensor:
+def add_shares(x_TI: Tensor, y_TO: Tensor, shares: Sequence[Share]) -> None:
     """Adds each share's low-rank product to its rows of `y_TO`, in place."""
     for start, stop, pair in shares:
         h_TR = x_TI[start:stop] @ pair.A_RI.t()
         y_TO[start:stop].addmm_(h_TR, pair.B_OR.t(), alpha=pair.scale)
-    return y_TO
 
 
 class _LoraFunction(torch.autograd.Function):

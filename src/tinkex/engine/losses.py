@@ -87,9 +87,7 @@ LOSSES: Mapping[str, Loss] = {
             inputs=("logprobs", "advantages"),
             config={"clip_low_threshold": 0.0, "clip_high_threshold": 4.0},
         ),
-        Loss(
-            name="dro", terms=dro, inputs=("logprobs", "advantages"), config={"beta": 0.05}
-        ),
+        Loss(name="dro", terms=dro, inputs=("logprobs", "advantages"), config={"beta": 0.05}),
     )
 }
 

@@ -39,7 +39,8 @@ class UnsupportedModel(ValueError):
 
 class BaseModel:
     def __init__(self, folder: Path, *, device: torch.device, dtype: torch.dtype) -> None:
-        model = load(folder, dtype).to(device).eval().requires_grad_(False)
+        model: Any = load(folder, dtype)
+        model = model.to(device).eval().requires_grad_(False)
         self.config: PretrainedConfig = model.config
         self.device, self.dtype = device, dtype
         self.max_context_length = context_length(model.config)
@@ -122,7 +123,7 @@ def probe(vocab_size: int) -> Tensor:
     return torch.arange(12) * 7919 % vocab_size
 
 
-def untouched_logits(model: PreTrainedModel) -> Tensor:
+def untouched_logits(model: Any) -> Tensor:
     ids = probe(model.get_output_embeddings().weight.shape[0]).to(model.device)
     with torch.no_grad():
         logits: Tensor = model(input_ids=ids.unsqueeze(0), use_cache=False).logits[0]
@@ -149,7 +150,7 @@ def load_gguf(path: Path, config: PretrainedConfig, dtype: torch.dtype) -> PreTr
     tensors = {
         name: torch.from_numpy(array).to(dtype) for name, array in hf_tensors(read_gguf(path))
     }
-    family: Any = AutoModelForCausalLM._model_mapping[type(config)]  # type: ignore[index]
+    family: Any = AutoModelForCausalLM._model_mapping[type(config)]
     model: PreTrainedModel = family.from_pretrained(
         None, config=config, state_dict=tensors, dtype=dtype, attn_implementation="sdpa"
     )
@@ -160,12 +161,12 @@ def load_gguf(path: Path, config: PretrainedConfig, dtype: torch.dtype) -> PreTr
 def quiet_transformers() -> Iterator[None]:
     """Without the progress bar: a server's stderr is a log."""
     was_on = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         yield
     finally:
         if was_on:
-            transformers_logging.enable_progress_bar()
+            transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 def refuse_unsupported(config: PretrainedConfig) -> None:
@@ -218,7 +219,7 @@ GROUPS = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "gate_
 }
 
 
-def replace_linears(model: PreTrainedModel, routing: Routing) -> list[Target]:
+def replace_linears(model: Any, routing: Routing) -> list[Target]:
     """Every linear layer of the decoder's layers becomes one that can add adapters."""
     layers = model.get_decoder().layers
     prefix = next(name for name, module in model.named_modules() if module is layers)

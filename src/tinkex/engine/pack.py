@@ -57,9 +57,7 @@ class Batch:
     inputs_TK: Mapping[str, Tensor]
 
 
-def check(
-    work: ForwardBackwardInput, limits: Limits, *, backward: bool
-) -> tuple[Loss, list[Row]]:
+def check(work: ForwardBackwardInput, limits: Limits, *, backward: bool) -> tuple[Loss, list[Row]]:
     """The loss and the rows of a request, or a `UserFailure` that names what is wrong."""
     loss = LOSSES.get(work.loss_fn)
     if loss is None:
@@ -191,9 +189,7 @@ def _checked_targets(
     return targets.reshape(length, -1), targets.shape
 
 
-def _checked_floats(
-    tensor: TensorData, name: str, shape: tuple[int, ...], *, where: str
-) -> Floats:
+def _checked_floats(tensor: TensorData, name: str, shape: tuple[int, ...], *, where: str) -> Floats:
     where = f"{where}.loss_fn_inputs.{name}"
     values = tensor.to_numpy().astype(np.float32)
     if values.shape != shape:

@@ -26,7 +26,7 @@ class Draw(NamedTuple):
 
     drawing: Drawing
     #: Which sample of the request.
-    index: int
+    sample: int
     #: Which of its tokens, from 0.
     step: int
 
@@ -66,7 +66,7 @@ def _pick_one(logits_V: Tensor, draw: Draw) -> Tensor:
     if drawing.temperature == 0:
         return logits_V.argmax()
     noise_V = gumbel_noise(
-        len(logits_V), noise_keys(drawing.seed, draw.index, draw.step), logits_V.device
+        len(logits_V), noise_keys(drawing.seed, draw.sample, draw.step), logits_V.device
     )
     scores_V = noise_V.add_(logits_V)
     cutoff = lowest_kept(logits_V, drawing)

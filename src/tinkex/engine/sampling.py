@@ -95,7 +95,9 @@ class _Answer:
 
 
 class Sampler:
-    def __init__(self, model: BaseModel, settings: EngineSettings, *, max_batch_tokens: int) -> None:
+    def __init__(
+        self, model: BaseModel, settings: EngineSettings, *, max_batch_tokens: int
+    ) -> None:
         self._model = model
         self._settings = settings
         self._limits = Limits(
@@ -331,10 +333,10 @@ class Sampler:
             sequence.append(picked.tokens[at], picked.logprobs[at], picked.tops[at])
 
     def _copy(self, copies: Sequence[CopyRows]) -> None:
-        for source, target, count in copies:
+        for source, target, length in copies:
             for layer in self._layers:
                 for rows in layer:
-                    rows[target : target + count] = rows[source : source + count]
+                    rows[target : target + length] = rows[source : source + length]
 
     def _answer_questions(self, piece: Piece, hidden_tH: Tensor) -> None:
         """Logprobs of the prompt's own tokens and the likeliest instead, at temperature 1."""
@@ -446,7 +448,9 @@ def checked_drawing(wire: SampleRequest, vocab_size: int) -> Drawing:
             f"sampling_params.temperature is {params.temperature}; it is 0 (greedy) or positive."
         )
     if params.top_k != -1 and params.top_k < 1:
-        raise UserFailure(f"sampling_params.top_k is {params.top_k}; use -1 for all, or 1 and more.")
+        raise UserFailure(
+            f"sampling_params.top_k is {params.top_k}; use -1 for all, or 1 and more."
+        )
     if not 0 < params.top_p <= 1:
         raise UserFailure(f"sampling_params.top_p is {params.top_p}; it lies in (0, 1].")
     check_count("topk_sample_logprobs", wire.topk_sample_logprobs, vocab_size)

@@ -60,13 +60,11 @@ class CopyRows(NamedTuple):
 
     source: int
     target: int
-    count: int
+    length: int
 
 
 class Schedule:
-    def __init__(
-        self, pages: Pages, *, max_sequences: int, max_batch_tokens: int
-    ) -> None:
+    def __init__(self, pages: Pages, *, max_sequences: int, max_batch_tokens: int) -> None:
         self.pages = pages
         self._max_sequences = max_sequences
         self._max_batch_tokens = max_batch_tokens
@@ -89,7 +87,9 @@ class Schedule:
             Fill(
                 request=request,
                 tokens=request.prompt,
-                sequences=[SampleSequence(request=request, index=i) for i in range(request.samples)],
+                sequences=[
+                    SampleSequence(request=request, index=i) for i in range(request.samples)
+                ],
                 questions=request.questions,
             )
         )
@@ -143,9 +143,7 @@ class Schedule:
             sequence.age = self._admitted
         self._running.extend(born)
         # Neighbours share adapters, and samples of one prompt share its pages.
-        self._running.sort(
-            key=lambda s: (s.request.adapter or "", s.request.ticket, s.index)
-        )
+        self._running.sort(key=lambda s: (s.request.adapter or "", s.request.ticket, s.index))
         return born, copies
 
     def drop_finished(self) -> list[SampleSequence]:
@@ -266,9 +264,7 @@ class Schedule:
 def _refill(request: Request, sequences: list[SampleSequence]) -> Fill:
     """A fill that answers no questions: for one sequence that goes on, or some that begin."""
     tokens = request.prompt + sequences[0].tokens
-    return Fill(
-        request=request, tokens=tokens, sequences=sequences, questions=PromptQuestions()
-    )
+    return Fill(request=request, tokens=tokens, sequences=sequences, questions=PromptQuestions())
 
 
 def groups(sequences: Iterable[SampleSequence]) -> list[tuple[int, int, AdapterKey]]:

@@ -101,9 +101,7 @@ class SampleSequence:
         """Tokens known so far, prompt included."""
         return len(self.request.prompt) + len(self.tokens)
 
-    def append(
-        self, token: int, logprob: float, top: tuple[list[int], list[float]] | None
-    ) -> None:
+    def append(self, token: int, logprob: float, top: tuple[list[int], list[float]] | None) -> None:
         self.tokens.append(token)
         self.logprobs.append(logprob)
         if top is not None:

@@ -66,9 +66,7 @@ class Pass:
 
     def _run(self, batch: Batch) -> Tensor:
         routes = (Route(0, len(batch.ids_T), self._adapter.pairs),)
-        hidden_TH = self._model.hidden(
-            batch.ids_T, batch.packing, routes, gradients=self._backward
-        )
+        hidden_TH = self._model.hidden(batch.ids_T, batch.packing, routes, gradients=self._backward)
         head = self._model.head
         if not self._backward:
             logprobs_TK = head.logprobs(hidden_TH, batch.targets_TK, routes)
