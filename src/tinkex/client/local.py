@@ -34,6 +34,8 @@ from types import ModuleType
 from tinkex.client.errors import TinkerError
 
 READY = re.compile(r"^tinkex ready at (http://\S+)$", re.MULTILINE)
+#: Lines of the server's log that say nothing about how far it is.
+ROUTINE = re.compile(r" (tinkex\.server\.run setting|uvicorn)")
 LOOK_EVERY_S = 0.05
 DEFAULT_WAIT_S = 600.0
 
@@ -170,9 +172,7 @@ def _wait_ready(
     with log_path.open("r", errors="replace") as progress:
         while True:
             ended = process.poll() is not None
-            if text := progress.read():
-                sys.stderr.write(text)
-                sys.stderr.flush()
+            sys.stderr.writelines(line for line in progress if not ROUTINE.search(line))
             if found := READY.search(out_path.read_text(errors="replace")):
                 return found[1]
             if ended:

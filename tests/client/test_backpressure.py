@@ -1,0 +1,108 @@
+"""Budgets are fair and bounded; a wish to slow down is shared."""
+
+import asyncio
+import gc
+
+from tinkex.client.backpressure import Backoff, BillingPause, Budget, Lanes
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_no_more_than_the_budget_is_in_flight():
+    async def main():
+        budget, most = Budget(10), 0
+
+        async def work(amount):
+            nonlocal most
+            async with budget.hold(amount):
+                most = max(most, budget.used)
+                await asyncio.sleep(0)
+
+        await asyncio.gather(*(work(3) for _ in range(50)))
+        assert most == 9
+        assert budget.used == 0
+
+    asyncio.run(main())
+
+
+def test_a_request_larger_than_the_budget_passes_alone():
+    async def main():
+        budget, together = Budget(10), []
+
+        async def work(amount):
+            async with budget.hold(amount):
+                together.append(budget.used)
+                await asyncio.sleep(0)
+
+        await asyncio.gather(work(4), work(100), work(4))
+        assert together == [4, 100, 4]
+
+    asyncio.run(main())
+
+
+def test_the_first_to_come_is_the_first_to_pass():
+    async def main():
+        budget, order = Budget(1), []
+
+        async def work(name):
+            async with budget.hold(1):
+                order.append(name)
+                await asyncio.sleep(0)
+
+        await asyncio.gather(*(work(name) for name in range(20)))
+        assert order == list(range(20))
+
+    asyncio.run(main())
+
+
+def test_one_who_is_cancelled_while_waiting_holds_nothing():
+    async def main():
+        budget = Budget(1)
+        async with budget.hold(1):
+            waiting = asyncio.create_task(budget.hold(1).__aenter__())
+            await asyncio.sleep(0)
+            waiting.cancel()
+            await asyncio.gather(waiting, return_exceptions=True)
+        async with asyncio.timeout(1), budget.hold(1):
+            assert budget.used == 1
+
+    asyncio.run(main())
+
+
+def test_a_longer_wish_to_wait_is_not_shortened_by_a_later_one():
+    clock = Clock()
+    backoff = Backoff(clock)
+    backoff.ask(5)
+    backoff.ask(1)
+    assert backoff.left_s == 5
+    clock.now += 5
+    assert backoff.left_s == 0
+
+
+def test_402_is_waited_out_until_patience_ends_and_starts_over_after_a_quiet_time():
+    clock = Clock()
+    billing = BillingPause(patience_s=12, clock=clock)
+    waits = []
+    for _ in range(4):
+        waits.append(billing.pause_s())
+        clock.now += 5
+    assert waits == [5, 5, 5, None]  # at 0, 5, 10 and 15 s
+    clock.now += 301
+    assert billing.pause_s() == 5
+
+
+def test_a_lane_is_shared_while_anybody_uses_it():
+    lanes = Lanes()
+    a = lanes.get(("http://a", "k"))
+    assert lanes.get(("http://a", "k")) is a
+    assert lanes.get(("http://a", "other")) is not a
+    a.backoff.ask(60)
+    del a
+    gc.collect()
+    assert lanes.get(("http://a", "k")).backoff.left_s == 0

@@ -1,0 +1,156 @@
+"""One layer repeats requests, for as long as the settings say, and slows down together."""
+
+import logging
+import time
+
+import pytest
+
+import tinkex
+from tinkex.testing import Answer, FakeService, Lost
+
+
+def counted(fake, endpoint):
+    return [seen for seen in fake.requests if seen.endpoint == endpoint]
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        Answer(status=408),
+        Answer(status=409, headers={"retry-after-ms": "1"}),
+        Answer(status=429, headers={"retry-after": "0.01"}),
+        Answer(status=500, headers={"retry-after-ms": "1"}),
+        Answer(status=418, headers={"x-should-retry": "true", "retry-after-ms": "1"}),
+        Answer(status=400),  # empty: a proxy lost it
+        Lost(),
+        Lost(after=True),
+        Lost(slow=True),
+    ],
+    ids=str,
+)
+def test_what_may_pass_is_repeated_with_the_same_idempotency_key(fake, service, fault):
+    fake.script("create_session", fault)
+    service.create_lora_training_client("fake/model")
+    sent = counted(fake, "create_session")
+    assert len(sent) == 2
+    assert len({seen.headers["x-idempotency-key"] for seen in sent}) == 1
+    assert sent[0].body == sent[1].body
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind"),
+    [
+        (Answer(status=401, body={"detail": "who?"}), tinkex.AuthenticationError),
+        (Answer(status=422, body={"detail": []}), tinkex.UnprocessableEntityError),
+        (Answer(status=503, headers={"x-should-retry": "false"}), tinkex.InternalServerError),
+        (Answer(status=307, headers={"location": "https://x"}), tinkex.APIStatusError),
+        (Answer(status=200, body={"odd": 1}), tinkex.APIResponseValidationError),
+        (Answer(status=200, body=b"<html>"), tinkex.APIResponseValidationError),
+    ],
+    ids=str,
+)
+def test_what_will_not_pass_is_raised_at_once(fake, service, fault, kind):
+    fake.script("create_session", fault)
+    with pytest.raises(kind):
+        service.create_lora_training_client("fake/model")
+    assert len(counted(fake, "create_session")) == 1
+
+
+def test_a_failure_is_not_remembered(fake, service):
+    fake.script("create_session", Answer(status=401))
+    with pytest.raises(tinkex.AuthenticationError):
+        service.create_lora_training_client("fake/model")
+    service.create_lora_training_client("fake/model")
+
+
+def test_a_server_that_never_answered_is_given_up_soon(monkeypatch):
+    monkeypatch.setenv("TINKEX_FIRST_CONTACT_S", "0.3")
+    fake = FakeService()
+    fake.script("client/config", *[Lost()] * 1000)
+    service = fake.client()
+    started = time.monotonic()
+    with pytest.raises(tinkex.APIConnectionError, match=r"Gave up after .* attempts") as caught:
+        service.get_server_capabilities()
+    assert time.monotonic() - started < 3
+    assert "base_url" in str(caught.value)
+    service.close("errored").result(5)
+
+
+def test_a_server_that_answered_before_is_waited_for_longer(monkeypatch):
+    monkeypatch.setenv("TINKEX_FIRST_CONTACT_S", "0.1")
+    fake = FakeService()
+    service = fake.client()
+    service.get_server_capabilities()
+    fake.script("get_server_capabilities", Lost(), Lost())
+    service.get_server_capabilities()  # about 0.5 + 1 s, beyond the first contact's patience
+    service.close("success").result(5)
+
+
+def test_everything_with_the_same_service_and_key_backs_off_together():
+    fake = FakeService()
+    one, two, other = fake.client(), fake.client(), fake.client(api_key="tml-other")
+    for client in (one, two, other):
+        client.get_server_capabilities()
+    fake.script("get_server_capabilities", Answer(status=429, headers={"retry-after-ms": "600"}))
+    waiting = one._get_server_capabilities()
+    while not fake._scripts["get_server_capabilities"] == []:
+        time.sleep(0.001)
+    started = time.monotonic()
+    other.get_server_capabilities()
+    assert time.monotonic() - started < 0.3  # another key is not slowed
+    two.get_server_capabilities()
+    assert time.monotonic() - started > 0.4  # the same key is
+    waiting.result(5)
+    for client in (one, two, other):
+        client.close("success").result(5)
+
+
+def test_402_is_a_pause_and_then_an_error(monkeypatch):
+    monkeypatch.setattr("tinkex.client.backpressure.BILLING_PAUSE_S", 0.01)
+    fake = FakeService(config={"billing_exception_max_pause_duration_sec": 3600})
+    service = fake.client()
+    fake.script("client/config", Answer(status=402))  # during start-up too
+    fake.script("get_server_capabilities", Answer(status=402), Answer(status=402))
+    assert service.get_server_capabilities().supported_models
+    service.close("success").result(5)
+
+    fake = FakeService(config={"billing_exception_max_pause_duration_sec": 0})
+    service = fake.client(api_key="tml-poor")
+    fake.script("get_server_capabilities", Answer(status=402, body={"detail": "no funds"}))
+    with pytest.raises(tinkex.BillingError, match="no funds"):
+        service.get_server_capabilities()
+    service.close("errored").result(5)
+
+
+def test_requests_say_who_asks(fake, service):
+    service.get_server_capabilities()
+    first, last = fake.requests[0].headers, fake.requests[-1].headers
+    assert first["x-api-key"] == "tml-fake"
+    assert first["x-stainless-package-version"] == "0.36.0"
+    assert first["user-agent"].startswith("tinkex/")
+    assert first["content-type"] == "application/json"
+    assert "content-type" not in last  # a GET
+    assert "x-idempotency-key" not in last
+
+
+def test_headers_of_the_user_win(fake):
+    service = fake.client(default_headers_overrides={"X-Team": "blue", "Accept": "x/y"})
+    service.get_server_capabilities()
+    assert fake.requests[-1].headers["x-team"] == "blue"
+    assert fake.requests[-1].headers["accept"] == "x/y"
+    service.close("success").result(5)
+
+
+def test_a_deprecation_note_reaches_the_log(fake, service, caplog):
+    body = {"supported_models": []}
+    for level in ("warn", "error"):
+        fake.script(
+            "get_server_capabilities",
+            Answer(
+                status=200,
+                body=body,
+                headers={"x-deprecation-note": "update soon", "x-deprecation-level": level},
+            ),
+        )
+        service.get_server_capabilities()
+    assert [record.levelno for record in caplog.records] == [logging.WARNING, logging.ERROR]

@@ -1,0 +1,107 @@
+"""Errors cross processes, keep no secrets, and say what to do next."""
+
+import pickle
+
+import pytest
+
+import tinkex
+from tinkex.client.errors import status_error
+from tinkex.client.transport import Request, Response
+
+REQUEST = Request(
+    method="POST",
+    url="http://h/api/v1/optim_step",
+    headers={"X-API-Key": "tml-secret"},
+    body=b"tml-secret",
+)
+
+
+def answered(status: int, content: bytes = b"", **headers: str) -> tinkex.APIStatusError:
+    return status_error(
+        Response(status_code=status, headers=headers, content=content, request=REQUEST.bare()),
+        about="step 3 of m",
+    )
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [
+        (400, tinkex.BadRequestError),
+        (401, tinkex.AuthenticationError),
+        (402, tinkex.BillingError),
+        (403, tinkex.PermissionDeniedError),
+        (404, tinkex.NotFoundError),
+        (409, tinkex.ConflictError),
+        (410, tinkex.APIStatusError),
+        (422, tinkex.UnprocessableEntityError),
+        (429, tinkex.RateLimitError),
+        (500, tinkex.InternalServerError),
+        (503, tinkex.InternalServerError),
+        (418, tinkex.APIStatusError),
+    ],
+)
+def test_each_status_has_its_class(status, kind):
+    error = answered(status, b'{"detail": "because"}')
+    assert type(error) is kind
+    assert error.status_code == status
+    assert error.body == {"detail": "because"}
+    assert "because" in str(error)
+    assert "step 3 of m" in str(error)
+    assert "POST /api/v1/optim_step" in str(error)
+
+
+def test_an_answer_that_is_no_json_is_kept_as_text():
+    assert answered(502, b"<html>").body == "<html>"
+    assert answered(502).body is None
+
+
+def test_a_redirect_says_where_to():
+    assert "'https://new'" in str(answered(301, location="https://new"))
+
+
+ERRORS = [
+    tinkex.TinkerError("plain"),
+    tinkex.APIError("m", REQUEST.bare(), body={"a": 1}),
+    tinkex.APIConnectionError(REQUEST.bare()),
+    tinkex.APIConnectionError(REQUEST.bare(), "gone"),
+    tinkex.APITimeoutError(REQUEST.bare()),
+    tinkex.APIResponseValidationError(
+        Response(status_code=200, request=REQUEST.bare()), {"a": 1}, "odd"
+    ),
+    answered(404, b"{}"),
+    answered(503),
+    tinkex.RequestFailedError("bad data", "r-9", tinkex.types.RequestErrorCategory.User),
+]
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+def test_every_error_survives_pickling(error):
+    copy = pickle.loads(pickle.dumps(error))
+    assert type(copy) is type(error)
+    assert str(copy) == str(error)
+    assert vars(copy) == vars(error)
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+def test_no_error_holds_the_key(error):
+    assert b"tml-secret" not in pickle.dumps(error)
+
+
+def test_a_request_does_not_print_what_it_carries():
+    assert "tml-secret" not in repr(REQUEST)
+
+
+def test_a_failed_request_names_its_id_and_whose_fault_it_is():
+    error = tinkex.RequestFailedError("bad data", "r-9", tinkex.types.RequestErrorCategory.User)
+    assert (error.request_id, error.category) == ("r-9", "user")
+    assert "r-9" in str(error)
+    assert "Change the request" in str(error)
+
+
+def test_the_tree_is_that_of_the_official_client():
+    assert issubclass(tinkex.APITimeoutError, tinkex.APIConnectionError)
+    assert issubclass(tinkex.APIStatusError, tinkex.APIError)
+    assert issubclass(tinkex.APIError, tinkex.TinkerError)
+    assert issubclass(tinkex.RequestFailedError, tinkex.TinkerError)
+    assert not issubclass(tinkex.RequestFailedError, tinkex.APIError)
+    assert issubclass(tinkex.ExperimentalWarning, FutureWarning)

@@ -1,0 +1,94 @@
+"""Turns are taken in order and always given up; numbers leave no gap that stays."""
+
+import asyncio
+
+import pytest
+
+from tinkex.client.ordering import Fate, Numbers, Turnstile
+
+
+def test_tickets_are_served_in_order_whoever_comes_first():
+    async def main():
+        turnstile, served = Turnstile(), []
+        tickets = [turnstile.take() for _ in range(5)]
+
+        async def send(ticket):
+            await asyncio.sleep(0.001 * (5 - ticket))
+            served.append(ticket)
+
+        await asyncio.gather(*(turnstile.start(t, lambda t=t: send(t)) for t in reversed(tickets)))
+        assert served == tickets
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("when", ["before its first step", "while it waits", "while it sends"])
+def test_requests_behind_a_cancelled_one_still_leave(when):
+    async def main():
+        turnstile, served = Turnstile(), []
+        first, second, third = (turnstile.take() for _ in range(3))
+        gate = asyncio.Event()
+
+        async def send(ticket):
+            await gate.wait()
+            served.append(ticket)
+
+        a = turnstile.start(first, lambda: send(first))
+        b = turnstile.start(second, lambda: send(second))
+        c = turnstile.start(third, lambda: send(third))
+        if when == "before its first step":
+            b.cancel()
+        await asyncio.sleep(0)
+        if when == "while it waits":
+            b.cancel()
+        if when == "while it sends":
+            a.cancel()
+        await asyncio.sleep(0)
+        gate.set()
+        await asyncio.gather(a, b, c, return_exceptions=True)
+        assert served == ([second, third] if when == "while it sends" else [first, third])
+
+    asyncio.run(main())
+
+
+def test_requests_behind_a_failed_one_still_leave():
+    async def main():
+        turnstile, served = Turnstile(), []
+        first, second = turnstile.take(), turnstile.take()
+
+        async def fail():
+            raise ValueError("no")
+
+        async def send():
+            served.append(second)
+
+        a, b = turnstile.start(first, fail), turnstile.start(second, send)
+        await asyncio.gather(a, b, return_exceptions=True)
+        assert served == [second]
+
+    asyncio.run(main())
+
+
+A, R, U, N = Fate.ACCEPTED, Fate.REFUSED, Fate.UNKNOWN, Fate.UNSENT
+
+
+@pytest.mark.parametrize(
+    ("fates", "next_number", "gaps"),
+    [
+        ([A], 2, {}),
+        ([A, A, A], 4, {}),
+        ([R], 1, {}),  # refused: the number is used by the next call
+        ([N], 1, {}),
+        ([U], 2, {1: False}),  # nobody knows: fill it, harmlessly if the server has it
+        ([N, R, N], 1, {}),
+        ([N, A, R], 3, {1: True}),  # 3 goes back to the pool, 1 must be filled
+        ([N, R, A], 4, {1: True, 2: True}),
+        ([A, R, N], 2, {}),  # serial: what came before the refusal stands
+        ([A, U, N], 3, {2: True}),
+        ([], 1, {}),
+    ],
+)
+def test_numbers_that_never_arrived_are_reused_or_kept_as_gaps(fates, next_number, gaps):
+    numbers = Numbers()
+    numbers.settle(fates)
+    assert (numbers.next, numbers.gaps) == (next_number, gaps)

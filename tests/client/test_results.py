@@ -1,0 +1,169 @@
+"""Polling for a promised result: what each answer means, and that no server is polled busily."""
+
+import random
+import threading
+import time
+
+import pytest
+
+import tinkex
+from tinkex.client.results import Pace, QueueLog
+from tinkex.testing import Answer, Lost
+
+PENDING = {"type": "try_again", "request_id": "r", "queue_state": "paused_capacity"}
+
+
+@pytest.fixture
+def training(service):
+    return service.create_lora_training_client("fake/model", rank=4)
+
+
+def polls(fake):
+    return [seen for seen in fake.requests if seen.endpoint == "retrieve_future"]
+
+
+@pytest.mark.parametrize(
+    "answers",
+    [
+        [Answer(status=408, body=PENDING)],
+        [Answer(status=408)],
+        [Answer(status=200, body=PENDING)],
+        [Answer(status=500), Answer(status=503, body=b"<html>")],
+        [Answer(status=429, headers={"retry-after-ms": "5"})],
+        [Answer(status=400, body={"detail": "?"})] * 3,  # a proxy's, three in a row at most
+        [Answer(status=400)],  # empty: a proxy's for sure
+        [Lost()],
+        [Lost(after=True)],
+        [Lost(slow=True)],
+    ],
+    ids=lambda answers: " ".join(str(getattr(a, "status", a)) for a in answers),
+)
+def test_a_poll_that_brings_nothing_is_repeated(fake, training, datum, answers):
+    fake.script("retrieve_future", *answers)
+    result = training.forward_backward([datum], "cross_entropy").result(20)
+    assert result.metrics["loss:sum"] > 0
+    assert fake.ran == [(training.model_id, 1, "forward_backward")]
+
+
+@pytest.mark.parametrize(
+    ("answers", "kind"),
+    [
+        ([Answer(status=401)], tinkex.AuthenticationError),
+        ([Answer(status=403)], tinkex.PermissionDeniedError),
+        ([Answer(status=404)], tinkex.NotFoundError),
+        ([Answer(status=410)], tinkex.APIStatusError),
+        ([Answer(status=422)], tinkex.UnprocessableEntityError),
+        ([Answer(status=400, body={"detail": "?"})] * 4, tinkex.BadRequestError),
+        ([Answer(status=200, body=b"not json")], tinkex.APIResponseValidationError),
+        ([Answer(status=200, body={"odd": 1})], tinkex.APIResponseValidationError),
+        ([Answer(status=200, body=[1])], tinkex.APIResponseValidationError),
+    ],
+)
+def test_a_final_answer_is_an_error_of_its_class_that_names_the_request(
+    fake, training, datum, answers, kind
+):
+    fake.script("retrieve_future", *answers)
+    with pytest.raises(kind, match=r"result of ForwardBackward request r-\d+") as caught:
+        training.forward_backward([datum], "cross_entropy").result(20)
+    assert type(caught.value) is kind
+
+
+@pytest.mark.parametrize(
+    ("word", "category"), [("user", "user"), ("SERVER", "server"), ("odd", "unknown"), (None, "unknown")]
+)
+def test_a_failed_request_has_its_category(fake, training, datum, word, category):
+    body = {"error": "no luck"} | ({} if word is None else {"category": word})
+    fake.script("retrieve_future", Answer(status=200, body=body))
+    with pytest.raises(tinkex.RequestFailedError, match="no luck") as caught:
+        training.forward_backward([datum], "cross_entropy").result(5)
+    assert caught.value.category == category
+    assert len(fake.ran) == 1  # a step is never run again by itself
+
+
+def test_a_large_result_is_fetched_once_there_is_room(fake, training, datum):
+    fake.script(
+        "retrieve_future",
+        Answer(status=200, body={"status": "complete_metadata", "response_payload_size": 10}),
+        # Asked for the payload, and it withholds it once more: asked again, not given up.
+        Answer(status=200, body={"status": "complete_metadata", "response_payload_size": 10}),
+    )
+    before = len(polls(fake))
+    training.forward_backward([datum], "cross_entropy").result(5)
+    asked = [seen.json()["allow_metadata_only"] for seen in polls(fake)[before:]]
+    assert asked == [True, False, False]
+
+
+def test_json_results_are_understood_as_well_as_protobuf(fake, training, datum):
+    body = {"loss_fn_output_type": "X", "loss_fn_outputs": [{}], "metrics": {"loss:sum": 2.5}}
+    fake.script("retrieve_future", Answer(status=200, body=body))
+    result = training.forward_backward([datum], "cross_entropy").result(5)
+    assert result.metrics == {"loss:sum": 2.5}
+
+
+def test_polls_say_what_they_wait_for(fake, training, datum):
+    training.forward_backward([datum], "cross_entropy").result(5)
+    training.optim_step(tinkex.AdamParams()).result(5)
+    headers = [seen.headers for seen in polls(fake)[-2:]]
+    assert headers[0]["x-tinker-request-type"] == "ForwardBackward"
+    assert headers[0]["accept"] == "application/x-protobuf"
+    assert float(headers[0]["x-tinker-create-promise-roundtrip-time"]) > 0
+    assert headers[1]["x-tinker-request-type"] == "OptimStep"
+    assert headers[1]["accept"] == "application/json"
+
+
+def test_a_server_that_answers_not_yet_at_once_is_not_polled_in_a_busy_loop(
+    fake, training, datum
+):
+    fake.script("retrieve_future", *[Answer(status=408, body=PENDING)] * 10_000)
+    before = len(polls(fake))
+    future = training.forward_backward([datum], "cross_entropy")
+    with pytest.raises(TimeoutError):
+        future.result(1.0)
+    assert len(polls(fake)) - before < 15
+    fake._scripts["retrieve_future"].clear()
+    future.result(10)
+
+
+def test_the_pace_grows_for_quick_answers_and_rests_for_held_ones():
+    pace = Pace(random.Random(0))
+    delays = [pace.after_not_yet(0.0) for _ in range(8)]
+    assert delays[0] < 0.05
+    assert 0.75 <= delays[-1] <= 1.0
+    assert pace.after_not_yet(30.0) == 0.0
+    assert pace.after_not_yet(0.0) < 0.05
+    failures = [pace.after_failure(ConnectionError()) for _ in range(12)]
+    assert failures[0] <= 0.5
+    assert 11 <= failures[-1] <= 15
+
+
+def test_queue_states_are_told_with_their_reason_once_a_minute(caplog):
+    now = [0.0]
+    observer = QueueLog("Training of m", clock=lambda: now[0])
+    observer.on_queue_state_change("active", None)
+    assert not caplog.records
+    observer.on_queue_state_change("paused_capacity", "two jobs ahead")
+    observer.on_queue_state_change("paused_capacity", "two jobs ahead")
+    assert [record.getMessage() for record in caplog.records] == [
+        "Training of m is paused: two jobs ahead"
+    ]
+    now[0] = 61.0
+    observer.on_queue_state_change("paused_rate_limit", None)
+    assert "rate limit" in caplog.records[-1].getMessage()
+
+
+def test_an_observer_that_fails_does_not_fail_the_request(fake, service, caplog):
+    sampling = service.create_sampling_client(base_model="fake/model")
+    seen = threading.Event()
+
+    def broken(state, reason):
+        seen.set()
+        raise ZeroDivisionError
+
+    sampling.on_queue_state_change = broken
+    fake.script("retrieve_future", Answer(status=408, body=PENDING))
+    prompt = tinkex.ModelInput.from_ints([1])
+    started = time.monotonic()
+    sampling.sample(prompt, 1, tinkex.SamplingParams(max_tokens=1)).result(5)
+    assert seen.is_set()
+    assert time.monotonic() - started < 4
+    assert "observer failed" in caplog.text

@@ -1,0 +1,141 @@
+"""What is worth another try, and when: tables of decisions."""
+
+import pickle
+import random
+from datetime import datetime, timezone
+
+import pytest
+
+from tinkex import (
+    APIConnectionError,
+    APIStatusError,
+    APITimeoutError,
+    RequestFailedError,
+    RetryConfig,
+    types,
+)
+from tinkex.client.errors import status_error
+from tinkex.client.retry import RetryPolicy, is_retryable, is_user_error, retry_after_s
+from tinkex.client.transport import Request, Response
+
+NOW = datetime(2026, 1, 1, 12, 0, 0, tzinfo=timezone.utc)
+REQUEST = Request(method="POST", url="http://h/api/v1/x")
+
+
+def answered(status: int, **headers: str) -> APIStatusError:
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    return status_error(Response(status_code=status, headers=named, request=REQUEST))
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (APIConnectionError(REQUEST), True),
+        (APITimeoutError(REQUEST), True),
+        (answered(408), True),
+        (answered(409), True),
+        (answered(429), True),
+        (answered(500), True),
+        (answered(503), True),
+        (answered(400), False),
+        (answered(401), False),
+        (answered(404), False),
+        (answered(410), False),
+        (answered(422), False),
+        (answered(503, x_should_retry="false"), False),  # the server knows better
+        (answered(400, x_should_retry="true"), True),
+        (answered(400, x_should_retry="perhaps"), False),
+        (ValueError("no"), False),
+    ],
+)
+def test_connection_errors_time_outs_408_409_429_and_5xx_are_retried(error, expected):
+    assert is_retryable(error) is expected
+
+
+@pytest.mark.parametrize(
+    ("headers", "expected"),
+    [
+        ({"retry-after-ms": "250"}, 0.25),
+        ({"retry-after-ms": "250", "retry-after": "9"}, 0.25),  # the finer one wins
+        ({"retry-after": "2"}, 2.0),
+        ({"retry-after": "0.5"}, 0.5),
+        ({"retry-after": "Thu, 01 Jan 2026 12:00:07 GMT"}, 7.0),
+        ({"retry-after": "Thu, 01 Jan 2026 11:59:00 GMT"}, None),  # has passed
+        ({"retry-after": "3600"}, 60.0),  # cut: ask again after a minute
+        ({"retry-after": "soon"}, None),
+        ({"retry-after-ms": "soon", "retry-after": "2"}, 2.0),
+        ({"retry-after": "0"}, None),
+        ({"retry-after": "-1"}, None),
+        ({"retry-after": "nan"}, None),
+        ({}, None),
+    ],
+)
+def test_retry_after_is_read_in_its_three_forms(headers, expected):
+    assert retry_after_s(headers, now=NOW) == expected
+
+
+@pytest.mark.parametrize(
+    ("attempt", "low", "high"),
+    [
+        (1, 0.375, 0.5),  # the first delay, shortened by a quarter at most
+        (2, 0.75, 1.0),  # doubled
+        (7, 7.5, 10.0),  # 0.5 * 2**6 = 32, cut to the longest
+        (5000, 7.5, 10.0),  # no overflow
+    ],
+)
+def test_delays_double_up_to_the_longest(attempt, low, high):
+    for seed in range(20):
+        delay = RetryPolicy().delay_s(
+            attempt, answered(503), elapsed_s=0, now=NOW, rng=random.Random(seed)
+        )
+        assert low <= delay <= high
+
+
+def test_the_servers_wish_comes_before_our_own_delay():
+    error = answered(503, retry_after="3")
+    assert RetryPolicy().delay_s(9, error, elapsed_s=0, now=NOW, rng=random.Random(0)) == 3.0
+
+
+@pytest.mark.parametrize(
+    ("elapsed_s", "expected"),
+    [(0, 3.0), (8, 2.0), (10, None), (11, None)],  # 10 s in all: the last try is at the deadline
+)
+def test_no_attempt_starts_after_the_deadline(elapsed_s, expected):
+    policy = RetryPolicy(give_up_s=10)
+    error = answered(503, retry_after="3")
+    assert policy.delay_s(1, error, elapsed_s=elapsed_s, now=NOW, rng=random.Random(0)) == expected
+
+
+def test_what_is_not_retryable_is_given_up_at_once():
+    rng = random.Random(0)
+    assert RetryPolicy().delay_s(1, answered(422), elapsed_s=0, now=NOW, rng=rng) is None
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (answered(400), True),
+        (answered(404), True),
+        (answered(408), False),
+        (answered(409), False),
+        (answered(410), False),
+        (answered(429), False),
+        (answered(500), False),
+        (APIConnectionError(REQUEST), False),
+        (RequestFailedError("no", "r", types.RequestErrorCategory.User), True),
+        (RequestFailedError("no", "r", types.RequestErrorCategory.Server), False),
+        (ValueError("no"), False),
+    ],
+)
+def test_user_errors_are_4xx_that_a_retry_would_not_mend(error, expected):
+    assert is_user_error(error) is expected
+
+
+def test_retry_config_is_hashable_survives_pickling_and_refuses_nonsense():
+    config = RetryConfig(max_connections=7, progress_timeout=1.5)
+    assert pickle.loads(pickle.dumps(config)) == config
+    assert hash(config) == hash(RetryConfig(max_connections=7, progress_timeout=1.5))
+    with pytest.raises(ValueError, match="max_connections is 0"):
+        RetryConfig(max_connections=0)
+    for attempt in range(1, 60):
+        assert 0 <= config.delay_s(attempt, rng=random.Random(attempt)) <= 10
