@@ -211,9 +211,9 @@ def test_provenance_covers_the_tokens_exactly():
 
     assert made.model_input_spans == SPANS
     assert plain.model_input_spans is None
-    with pytest.raises(ValueError, match="model_input.* covers 1 tokens, but there are 3"):
+    with pytest.raises(ValueError, match=r"model_input.* covers 1 tokens, but there are 3"):
         plain.with_provenance(model_input=SPANS[:1], loss_fn_inputs=SPANS)
-    with pytest.raises(ValueError, match="target_tokens.* covers 1 tokens"):
+    with pytest.raises(ValueError, match=r"target_tokens.* covers 1 tokens"):
         plain.with_provenance(model_input=SPANS, loss_fn_inputs=SPANS[:1])
 
 

@@ -33,7 +33,7 @@ def test_t6_a_sample_names_its_model_in_one_of_three_ways(named, mode):
 def test_t6_a_sample_that_names_no_model_says_what_is_possible():
     request = SampleRequest(**ASKED)  # sound as a message
 
-    with pytest.raises(UserFailure, match="sampling_session_id.*model_path.*base_model"):
+    with pytest.raises(UserFailure, match=r"sampling_session_id.*model_path.*base_model"):
         _ = request.mode
 
 
@@ -41,7 +41,7 @@ def test_t6_two_names_must_agree():
     request = SampleRequest(**ASKED, sampling_session_id="s:sample:0", base_model="org/model")
 
     request.check_agrees(base_model="org/model", model_path=None)
-    with pytest.raises(UserFailure, match="'org/model'.*'org/other'"):
+    with pytest.raises(UserFailure, match=r"'org/model'.*'org/other'"):
         request.check_agrees(base_model="org/other", model_path=None)
 
 

@@ -125,12 +125,12 @@ def test_ordinary_rounding_is_silent():
 
 
 def test_a_value_json_cannot_mean_is_refused_off_the_wire_rather_than_warned_about():
-    with pytest.raises(ValueError, match="data: 1e[+]300 is beyond float32"):
+    with pytest.raises(ValueError, match=r"data: 1e[+]300 is beyond float32"):
         TensorData.model_validate({"data": [1e300], "dtype": "float32"})
 
 
 def test_a_fraction_is_no_token():
-    with pytest.raises(ValueError, match="target_tokens: 1.5 is not a whole number"):
+    with pytest.raises(ValueError, match=r"target_tokens: 1.5 is not a whole number"):
         Datum(ModelInput.from_ints([1]), {"target_tokens": [1.5]})
 
 

@@ -53,7 +53,7 @@ __all__ = [
 
 #: A record may have no tensors and still say how many examples it stands for. This many empty
 #: results are believed; a batch of the official client has at most 1024.
-MAX_EMPTY_DATUMS: Final = 2**20
+MAX_EMPTY_DATUMS: Final = 2**16
 
 MessageT = TypeVar("MessageT", bound="Message")
 
@@ -215,12 +215,13 @@ def encode_forward_backward_output(output: ForwardBackwardOutput) -> bytes:
 def decode_forward_backward_output(body: bytes) -> ForwardBackwardOutput:
     message = _parse(pb.ForwardBackwardOutput, body)
     outputs: list[LossFnOutput] = []
+    empty = 0
     for position, record in enumerate(message.loss_fn_outputs):
-        outputs += _read_record(record, ("loss_fn_outputs", position))
-        if len(outputs) > MAX_EMPTY_DATUMS:
-            raise WireError.at(
-                ("loss_fn_outputs", position), f"more than {MAX_EMPTY_DATUMS} examples."
-            )
+        loc = ("loss_fn_outputs", position)
+        empty += 0 if record.fields else record.num_datums
+        if empty > MAX_EMPTY_DATUMS:
+            raise WireError.at((*loc, "num_datums"), f"{empty} examples without any tensor.")
+        outputs += _read_record(record, loc)
     # The service prefixes the name with the module it comes from.
     output_type = message.loss_fn_output_type.rpartition(":")[2]
     if not output_type and not outputs:
@@ -274,8 +275,6 @@ def _read_record(record: pb.ArrayRecord, loc: Loc) -> list[LossFnOutput]:
             raise WireError.at(
                 (*loc, "fields", name), f"{count} examples are announced, {len(column)} are there."
             )
-    if count > MAX_EMPTY_DATUMS:
-        raise WireError.at((*loc, "num_datums"), f"{count} examples without any tensor.")
     return [{name: column[i] for name, column in columns.items()} for i in range(count)]
 
 
