@@ -228,7 +228,8 @@ class Session:
                 answer=ClientConfigResponse,
                 about="asking for the client configuration",
             )
-            if config.pjwt_auth_enabled:
+            key = self.settings.api_key
+            if config.pjwt_auth_enabled and not (key and key.value.startswith("eyJ")):
                 raise TinkerError(
                     f"{url} wants keys to be exchanged for short-lived tokens, which this version "
                     "of tinkex cannot do. Pass a JWT (eyJ...) as api_key, or use another service."

@@ -1,0 +1,214 @@
+"""A session begins late, ends well, and never blocks anybody who does not wait for it."""
+
+import asyncio
+import gc
+import json
+import logging
+import time
+import weakref
+
+import pytest
+
+import tinkex
+from tinkex import SamplingParams, types
+from tinkex.client import session as session_module
+from tinkex.testing import Answer, FakeService, Lost
+
+
+def endpoints(fake):
+    return [seen.endpoint for seen in fake.requests]
+
+
+def test_building_a_client_sends_nothing(fake):
+    service = fake.client()
+    assert service.get_console_url().endswith("/sessions")
+    service.close("success").result(5)
+    assert endpoints(fake) == []
+
+
+def test_the_first_operation_starts_the_session_once(fake, service):
+    service.create_lora_training_client("fake/model")
+    service.create_lora_training_client("fake/model")
+    assert endpoints(fake)[:4] == [
+        "client/config",
+        "client/dynamic_config",
+        "create_session",
+        "create_model",
+    ]
+    assert endpoints(fake).count("create_session") == 1
+    bodies = [json.loads(s.body) for s in fake.requests if s.endpoint == "create_model"]
+    assert [body["model_seq_id"] for body in bodies] == [0, 1]
+    assert service.get_console_url().endswith(service.holder.session_id)
+
+
+def test_capabilities_need_no_session(fake, service):
+    assert service.get_server_capabilities().supported_models[0].model_name == "fake/model"
+    assert "create_session" not in endpoints(fake)
+
+
+def test_many_may_start_the_same_session_at_once(fake, service):
+    async def main():
+        return await asyncio.gather(
+            service.create_lora_training_client_async("fake/model"),
+            service.get_server_capabilities_async(),
+            service.create_sampling_client_async(base_model="fake/model"),
+            service.create_lora_training_client_async("fake/model"),
+        )
+
+    asyncio.run(asyncio.wait_for(main(), 5))
+    assert endpoints(fake).count("client/config") == 1
+    assert endpoints(fake).count("create_session") == 1
+
+
+def test_starting_does_not_block_the_callers_loop(fake, service):
+    async def main():
+        hold = fake.hold("create_session")
+        longest, last = 0.0, time.monotonic()
+        task = asyncio.create_task(service.create_lora_training_client_async("fake/model"))
+        for _ in range(50):
+            await asyncio.sleep(0.004)
+            now = time.monotonic()
+            longest, last = max(longest, now - last), now
+        hold.release()
+        await task
+        return longest
+
+    assert asyncio.run(main()) < 0.1
+
+
+def test_a_server_without_dynamic_configuration_is_fine(fake, service):
+    fake.script("client/dynamic_config", Answer(status=404))
+    service.get_server_capabilities()
+
+
+def test_messages_of_the_server_are_logged_at_their_level(fake, service, caplog):
+    body = {"session_id": "s-x", "info_message": "i", "warning_message": "w", "error_message": "e"}
+    fake.script("create_session", Answer(status=200, body=body))
+    with caplog.at_level(logging.INFO, logger="tinkex"):
+        service.create_sampling_client(base_model="fake/model")
+    assert [(r.levelname, r.getMessage()) for r in caplog.records] == [
+        ("INFO", "i"),
+        ("WARNING", "w"),
+        ("ERROR", "e"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("raised", "status"),
+    [(None, "success"), (ValueError("tml-x"), "errored"), (KeyboardInterrupt(), "interrupted")],
+    ids=["success", "errored", "interrupted"],
+)
+def test_leaving_the_block_ends_the_session_with_its_reason(fake, raised, status):
+    try:
+        with fake.client() as service:
+            service.create_sampling_client(base_model="fake/model")
+            if raised is not None:
+                raise raised
+    except BaseException as error:  # noqa: BLE001 (also KeyboardInterrupt)
+        assert error is raised
+    finish = fake.requests[-1]
+    assert finish.endpoint == "sessions/s-1/finish"
+    assert finish.json()["reason"] == {"type": status}
+    assert b"tml-x" not in finish.body
+
+
+def test_what_is_used_after_closing_says_so_at_once(fake, datum):
+    service = fake.client()
+    training = service.create_lora_training_client("fake/model")
+    sampling = service.create_sampling_client(base_model="fake/model")
+    service.close("success").result(5)
+    service.close("errored").result(5)  # the first wins, the second is harmless
+    started = time.monotonic()
+    for use in (
+        service.get_server_capabilities,
+        lambda: service.create_lora_training_client("fake/model"),
+        lambda: training.forward_backward([datum], "cross_entropy"),
+        lambda: sampling.sample(types.ModelInput.from_ints([1]), 1, SamplingParams()),
+        service.__enter__,
+        lambda: service.holder,
+    ):
+        with pytest.raises(RuntimeError, match="ServiceClient is closed"):
+            use()
+    assert time.monotonic() - started < 1
+    assert endpoints(fake).count("sessions/s-1/finish") == 1
+
+
+def test_what_is_under_way_when_the_client_closes_ends_with_an_error(fake, datum):
+    service = fake.client()
+    training = service.create_lora_training_client("fake/model")
+    hold = fake.hold("forward_backward")
+    futures = [training.forward_backward([datum], "cross_entropy") for _ in range(3)]
+    assert hold.arrived.wait(5)
+    service.close("interrupted").result(5)
+    for future in futures:
+        with pytest.raises(RuntimeError, match="closed"):
+            future.result(5)
+
+
+def test_closing_one_client_leaves_its_siblings_alone(fake, datum):
+    one, two = fake.client(), fake.client()
+    a, b = (client.create_lora_training_client("fake/model") for client in (one, two))
+    a.forward_backward([datum], "cross_entropy").result(5)
+    one.close("success").result(5)
+    b.forward_backward([datum], "cross_entropy").result(5)
+    two.close("success").result(5)
+
+
+def test_a_server_that_is_gone_does_not_hold_up_the_end(fake, monkeypatch):
+    monkeypatch.setattr(session_module, "FINISH_GIVE_UP_S", 0.2)
+    service = fake.client()
+    service.create_sampling_client(base_model="fake/model")
+    fake.script("sessions/s-1/finish", *[Lost()] * 100)
+    started = time.monotonic()
+    service.close("success").result(10)
+    assert time.monotonic() - started < 3
+
+
+def test_the_session_beats_until_it_is_over(fake, monkeypatch):
+    monkeypatch.setattr(session_module, "HEARTBEAT_EVERY_S", 0.02)
+    service = fake.client()
+    service.create_sampling_client(base_model="fake/model")
+    deadline = time.monotonic() + 5
+    while endpoints(fake).count("session_heartbeat") < 3 and time.monotonic() < deadline:
+        time.sleep(0.005)
+    fake.script("session_heartbeat", Lost(), Answer(status=503), Answer(status=410))
+    while fake._scripts["session_heartbeat"] and time.monotonic() < deadline:
+        time.sleep(0.005)
+    beats = endpoints(fake).count("session_heartbeat")
+    time.sleep(0.1)
+    assert endpoints(fake).count("session_heartbeat") == beats  # 410: it is over
+    service.close("success").result(5)
+
+
+def test_a_session_nobody_refers_to_goes_away_with_its_connection(fake):
+    transports = []
+
+    def make(url, settings):
+        transports.append(fake.transport(url, settings))
+        return transports[0]
+
+    service = tinkex.ServiceClient(
+        base_url="http://fake.invalid", api_key="tml-x", _make_transport=make
+    )
+    service.create_sampling_client(base_model="fake/model")
+    session = weakref.ref(service.holder)
+    del service
+    deadline = time.monotonic() + 5
+    while not transports[0]._closed and time.monotonic() < deadline:
+        gc.collect()
+        time.sleep(0.01)
+    assert session() is None
+    assert transports[0]._closed
+
+
+def test_unknown_arguments_are_named(fake):
+    with pytest.warns(FutureWarning, match="ignores colour"):
+        fake.client(colour="red")
+
+
+def test_a_service_that_wants_tokens_exchanged_is_refused_clearly():
+    fake = FakeService(config={"pjwt_auth_enabled": True})
+    service = fake.client()
+    with pytest.raises(tinkex.TinkerError, match="short-lived tokens"):
+        service.get_server_capabilities()
+    service.close("errored").result(5)

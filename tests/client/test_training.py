@@ -1,0 +1,379 @@
+"""Steps leave in the order of the calls, each once, whatever happens to some of them."""
+
+import asyncio
+import pickle
+import threading
+import time
+
+import pytest
+
+import tinkex
+from tinkex import types
+from tinkex.testing import Answer, FakeService, Lost
+from tinkex.wire.protobuf import decode_forward_backward_request
+
+ADAM = types.AdamParams(learning_rate=1e-2)
+CHUNKS = {"fwdbwd_max_chunk_len": 2}
+
+
+@pytest.fixture
+def training(service):
+    return service.create_lora_training_client("fake/model", rank=4)
+
+
+@pytest.fixture
+def chunked():
+    """A fake that takes two datums at a time, and a training client of it."""
+    fake = FakeService(config=CHUNKS)
+    service = fake.client()
+    yield fake, service.create_lora_training_client("fake/model", rank=4)
+    service.close("success").result(5)
+
+
+def ran(fake):
+    return [(number, kind) for _, number, kind in fake.ran]
+
+
+def sent(fake, endpoint="forward_backward"):
+    """The numbers of the passes in the order they arrived."""
+    return [
+        decode_forward_backward_request(seen.body)[0].seq_id
+        for seen in fake.requests
+        if seen.endpoint == endpoint
+    ]
+
+
+def test_operations_are_numbered_in_the_order_of_the_calls(fake, training, datum):
+    futures = []
+    for _ in range(50):
+        futures.append(training.forward_backward([datum], "cross_entropy"))
+        futures.append(training.optim_step(ADAM))
+    for future in futures:
+        future.result(20)
+    assert ran(fake) == [
+        (number, "forward_backward" if number % 2 else "optim_step") for number in range(1, 101)
+    ]
+
+
+def test_a_save_for_a_sampler_keeps_its_place_before_what_follows(fake, training, datum):
+    futures = []
+    for step in range(50):
+        futures.append(training.save_weights_for_sampler(f"at-{step}"))
+        futures.append(training.optim_step(ADAM))
+    [future.result(20) for future in futures]
+    kinds = [kind for _, kind in ran(fake)]
+    assert kinds == ["save_weights_for_sampler", "optim_step"] * 50
+
+
+def test_an_unnamed_save_keeps_its_place_too(fake, training, datum):
+    async def main():
+        sampler, step = await asyncio.gather(
+            training.save_weights_and_get_sampling_client_async(),
+            training.optim_step_async(ADAM),
+        )
+        await step
+        return sampler
+
+    asyncio.run(main())
+    assert [kind for _, kind in ran(fake)] == ["save_weights_for_sampler", "optim_step"]
+
+
+def test_calls_from_many_threads_get_consecutive_numbers(fake, training, datum):
+    def work():
+        for _ in range(20):
+            training.forward_backward([datum], "cross_entropy").result(20)
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    [thread.start() for thread in threads]
+    [thread.join(30) for thread in threads]
+    assert [number for number, _ in ran(fake)] == list(range(1, 161))
+
+
+def test_submitting_does_not_wait_for_the_server(fake, training, datum):
+    hold = fake.hold("forward_backward")
+    started = time.monotonic()
+    futures = [training.forward_backward([datum], "cross_entropy") for _ in range(100)]
+    assert time.monotonic() - started < 1.0
+    assert hold.arrived.wait(5)
+    hold.release()
+    [future.result(10) for future in futures]
+
+
+def test_a_call_that_is_cancelled_before_its_turn_was_never_made(fake, training, datum):
+    hold = fake.hold("forward_backward")
+    first = training.forward_backward([datum], "cross_entropy")
+    assert hold.arrived.wait(5)
+    second = training.optim_step(ADAM)
+    third = training.save_state("after")
+    assert second.cancel()
+    assert not first.cancel()  # it has left; it runs
+    hold.release()
+    assert third.result(5).path.endswith("/weights/after")
+    first.result(5)
+    assert ran(fake) == [(1, "forward_backward"), (2, "save_weights")]
+
+
+def test_a_coroutine_that_is_cancelled_while_it_waits_for_its_turn_wedges_nobody(
+    fake, training, datum
+):
+    async def main():
+        hold = fake.hold("forward_backward")
+        first = training.forward_backward([datum], "cross_entropy")
+        second = asyncio.create_task(_submit_and_wait(training))
+        await asyncio.sleep(0.02)
+        second.cancel()
+        await asyncio.gather(second, return_exceptions=True)
+        third = training.save_state("after")
+        hold.release()
+        await first
+        return await third.result_async(5)
+
+    assert asyncio.run(main()).path.endswith("after")
+    # It had been submitted, so it runs; nobody has to wait for it.
+    assert [number for number, _ in ran(fake)] == [1, 2, 3]
+
+
+async def _submit_and_wait(training):
+    return await (await training.optim_step_async(ADAM))
+
+
+@pytest.mark.parametrize("fault", [Lost(), Lost(after=True), Answer(status=503)], ids=str)
+def test_a_repeated_submission_keeps_its_number_and_runs_once(fake, training, datum, fault):
+    fake.script("forward_backward", fault)
+    first = training.forward_backward([datum], "cross_entropy")
+    second = training.optim_step(ADAM)
+    first.result(10)
+    second.result(10)
+    assert ran(fake) == [(1, "forward_backward"), (2, "optim_step")]
+    assert sent(fake) == [1, 1]
+
+
+def test_a_refused_call_gives_its_number_to_the_next(fake, training, datum):
+    fake.script("forward_backward", Answer(status=422, body={"detail": "no"}))
+    first = training.forward_backward([datum], "cross_entropy")
+    second = training.optim_step(ADAM)
+    with pytest.raises(tinkex.UnprocessableEntityError, match="step 1 of"):
+        first.result(5)
+    second.result(5)
+    assert ran(fake) == [(1, "optim_step")]
+
+
+def test_an_unanswered_call_leaves_no_gap(monkeypatch, datum):
+    monkeypatch.setenv("TINKEX_GIVE_UP_S", "0.2")
+    fake = FakeService()
+    service = fake.client()
+    training = service.create_lora_training_client("fake/model")
+    fake.script("optim_step", *[Lost()] * 3)
+    with pytest.raises(tinkex.APIConnectionError):
+        training.optim_step(ADAM).result(10)
+    fake._scripts["optim_step"].clear()
+    training.save_state("after").result(5)
+    # Number 1 never arrived; a pass that changes nothing took its place.
+    assert ran(fake) == [(1, "forward"), (2, "save_weights")]
+
+    fake.script("optim_step", *[Lost(after=True)] * 3)
+    with pytest.raises(tinkex.APIConnectionError):
+        training.optim_step(ADAM).result(10)
+    fake._scripts["optim_step"].clear()
+    training.save_state("again").result(5)
+    # Number 3 had arrived; filling it once more ran nothing.
+    assert ran(fake)[2:] == [(3, "optim_step"), (4, "save_weights")]
+    service.close("success").result(5)
+
+
+def test_nothing_is_sent_and_no_number_used_for_data_that_cannot_be(fake, training, datum):
+    pointer = types.Datum(
+        model_input=types.ModelInput(
+            chunks=[types.ImageAssetPointerChunk(format="png", location="x", expected_tokens=3)]
+        ),
+        loss_fn_inputs={"target_tokens": [1]},
+    )
+    with pytest.raises(ValueError, match=r"data\[1\] holds an ImageAssetPointerChunk"):
+        training.forward_backward([datum, pointer], "cross_entropy")
+    with pytest.raises(ValueError, match="data is empty"):
+        training.forward_backward([], "cross_entropy")
+    with pytest.raises(TypeError, match=r"data\[0\] is a dict"):
+        training.forward_backward([{}], "cross_entropy")
+    with pytest.raises(ValueError, match="cross_entropy"):
+        training.forward_backward([datum], "cross_entropi")
+    with pytest.raises(TypeError, match="AdamParams"):
+        training.optim_step()
+    with pytest.raises(ValueError, match="give one of them"):
+        training.optim_step(ADAM, adam_params=ADAM)
+    training.optim_step(adam_params=ADAM).result(5)
+    assert ran(fake) == [(1, "optim_step")]
+
+
+# -- chunks ------------------------------------------------------------------------------------------
+
+
+def test_chunks_of_a_batch_come_back_as_one_result(chunked, datum):
+    fake, training = chunked
+    result = training.forward_backward([datum] * 7, "cross_entropy").result(5)
+    single = training.forward([datum], "cross_entropy").result(5)
+    assert len(result.loss_fn_outputs) == 7
+    assert result.metrics["loss:sum"] == pytest.approx(7 * single.metrics["loss:sum"])
+
+
+def test_the_first_chunk_is_sent_last_and_what_follows_after_it(chunked, datum):
+    fake, training = chunked
+    batch = training.forward_backward([datum] * 7, "cross_entropy")
+    step = training.optim_step(ADAM)
+    batch.result(5)
+    step.result(5)
+    order = sent(fake)
+    assert sorted(order[:3]) == [2, 3, 4]
+    assert order[3] == 1
+    assert ran(fake) == [(number, "forward_backward") for number in (1, 2, 3, 4)] + [
+        (5, "optim_step")
+    ]
+
+
+def test_chunks_are_sent_one_by_one_where_the_server_wishes(datum):
+    fake = FakeService(config=CHUNKS | {"parallel_fwdbwd_chunks": False})
+    service = fake.client()
+    training = service.create_lora_training_client("fake/model")
+    training.forward_backward([datum] * 5, "cross_entropy").result(5)
+    assert sent(fake) == [1, 2, 3]
+    service.close("success").result(5)
+
+
+@pytest.mark.parametrize("refused", [1, 2, 3, 4])
+def test_a_batch_of_which_one_chunk_was_refused_fails_as_a_whole(chunked, datum, refused):
+    fake, training = chunked
+    fake.script(
+        "forward_backward",
+        *(
+            Answer(status=422, body={"detail": f"not {index}"}) if index == refused else _PASS
+            for index in range(1, 5)
+        ),
+    )
+    _let_through(fake)
+    batch = training.forward_backward([datum] * 7, "cross_entropy")
+    step = training.optim_step(ADAM)
+    save = training.save_state("after")
+    with pytest.raises(tinkex.UnprocessableEntityError):
+        batch.result(5)
+    # Nobody behind it hangs, and half a batch of gradients is not stepped on as if it were one.
+    step.result(5)
+    assert save.result(5).path.endswith("after")
+    numbers = [number for number, _ in ran(fake)]
+    assert numbers == list(range(1, len(numbers) + 1))
+    assert [kind for _, kind in ran(fake)][-2:] == ["optim_step", "save_weights"]
+
+
+def test_a_batch_that_was_refused_in_part_is_marked_as_unusable_for_the_server(chunked, datum):
+    fake, training = chunked
+    fake.script("forward_backward", Answer(status=422, body={"detail": "no"}))
+    with pytest.raises(tinkex.UnprocessableEntityError):
+        training.forward_backward([datum] * 7, "cross_entropy").result(5)
+    training.optim_step(ADAM).result(5)
+    passes = [
+        decode_forward_backward_request(seen.body)[0]
+        for seen in fake.requests
+        if seen.endpoint == "forward_backward"
+    ]
+    fillers = [p for p in passes if p.forward_backward_input.loss_fn_config]
+    assert fillers
+    for filler in fillers:
+        assert list(filler.forward_backward_input.loss_fn_config) == [
+            "part_of_this_batch_was_never_sent"
+        ]
+
+
+def test_a_batch_is_not_disturbed_by_chunks_that_had_to_be_repeated(chunked, datum):
+    fake, training = chunked
+    fake.script("forward_backward", Lost(), Lost(after=True), Answer(status=503))
+    result = training.forward_backward([datum] * 9, "cross_entropy").result(20)
+    assert len(result.loss_fn_outputs) == 9
+    assert [number for number, _ in ran(fake)] == [1, 2, 3, 4, 5]
+
+
+# An answer that means "let it through", for scripts that only bite later.
+_PASS = Answer(status=-1)
+
+
+def _let_through(fake):
+    """Make `_PASS` in scripts mean normal work."""
+    original = fake.answer
+
+    async def answer(method, endpoint, headers, body):
+        script = fake._scripts[endpoint]
+        if script and script[0] is _PASS:
+            script.pop(0)
+            held, fake._scripts[endpoint] = script[:], []
+            try:
+                return await original(method, endpoint, headers, body)
+            finally:
+                fake._scripts[endpoint] = held
+        return await original(method, endpoint, headers, body)
+
+    fake.answer = answer
+
+
+# -- checkpoints -------------------------------------------------------------------------------------
+
+
+def test_saved_weights_come_back_in_a_new_client(service, training, datum):
+    training.optim_step(ADAM).result(5)
+    path = training.save_state("a", ttl_seconds=3600, user_metadata={"k": "v"}).result(5).path
+    copy = service.create_training_client_from_state(path)
+    both = [t.forward([datum], "cross_entropy").result(5).metrics for t in (training, copy)]
+    assert both[0] == both[1]
+    full = service.create_training_client_from_state_with_optimizer(path)
+    assert full.get_info().lora_rank == 4
+
+
+def test_a_server_that_restores_in_one_request_gets_one(datum):
+    fake = FakeService(config={"create_model_via_load_weights": True})
+    service = fake.client()
+    fake.script("load_weights", Answer(status=200, body={"request_id": "r-x"}))
+    fake.script("retrieve_future", Answer(status=200, body={"path": "tinker://a/weights/b"}))
+    training = service.create_training_client_from_state("tinker://a/weights/b")
+    assert training.model_id == f"{service.holder.session_id}:train:0"
+    body = next(s.json() for s in fake.requests if s.endpoint == "load_weights")
+    assert (body["session_id"], body["model_seq_id"]) == (service.holder.session_id, 0)
+    assert "seq_id" not in body
+    service.close("success").result(5)
+
+
+def test_loading_into_a_client_works_and_says_that_it_is_going_away(training):
+    path = training.save_state("a").result(5).path
+    with pytest.warns(FutureWarning, match="create_training_client_from_state"):
+        training.load_state(path).result(5)
+    with pytest.warns(FutureWarning, match="with_optimizer"):
+        assert training.load_state_with_optimizer(path).result(5).path == path
+
+
+def test_a_path_that_is_none_is_refused_before_anything_is_sent(fake, service):
+    with pytest.raises(ValueError, match="must start with 'tinker://'"):
+        service.create_training_client_from_state("weights/a")
+    assert not [seen for seen in fake.requests if seen.endpoint == "weights_info"]
+
+
+def test_a_training_client_says_why_it_cannot_be_pickled(training):
+    with pytest.raises(TypeError, match="Send a SamplingClient"):
+        pickle.dumps(training)
+
+
+def test_a_refused_base_model_names_those_there_are(service):
+    with pytest.raises(tinkex.RequestFailedError, match="there is: fake/model"):
+        service.create_lora_training_client("other/model")
+
+
+def test_a_model_with_nothing_to_train_is_refused(service):
+    with pytest.raises(ValueError, match="Nothing to train"):
+        service.create_lora_training_client(
+            "fake/model", train_mlp=False, train_attn=False, train_unembed=False
+        )
+
+
+def test_bodies_are_compressed_where_the_server_asks(datum):
+    pytest.importorskip("zstandard")
+    fake = FakeService(config={"proto_compress_fwdbwd": True})
+    service = fake.client()
+    training = service.create_lora_training_client("fake/model")
+    training.forward_backward([datum], "cross_entropy").result(5)
+    seen = next(s for s in fake.requests if s.endpoint == "forward_backward")
+    assert seen.headers["content-encoding"] == "zstd"
+    service.close("success").result(5)

@@ -1,0 +1,324 @@
+"""The real transport over real sockets."""
+
+import asyncio
+import shutil
+import ssl
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import pytest
+from aiohttp import web
+
+import tinkex
+from tinkex import SamplingParams, types
+from tinkex.client.transport import (
+    HttpTransport,
+    Kind,
+    Request,
+    TooSlow,
+    Unreachable,
+    proxy_for,
+)
+from tinkex.testing import Lost
+
+PROMPT = types.ModelInput.from_ints([1, 2, 3])
+
+
+@pytest.fixture
+def service(loopback):
+    with tinkex.ServiceClient(base_url=loopback.url) as client:
+        yield client
+
+
+def test_a_whole_loop_of_training_and_sampling(fake, service, datum):
+    training = service.create_lora_training_client("fake/model", rank=4)
+    losses = []
+    for _ in range(5):
+        step = training.forward_backward([datum], "cross_entropy")
+        training.optim_step(types.AdamParams(learning_rate=1e-2))
+        losses.append(step.result(10).metrics["loss:sum"])
+    assert losses == sorted(losses, reverse=True)
+    sampling = training.save_weights_and_get_sampling_client()
+    answers = [sampling.sample(PROMPT, 1, SamplingParams(max_tokens=2)) for _ in range(200)]
+    assert {tuple(a.result(10).sequences[0].tokens) for a in answers} == {(1, 2)}
+
+
+def test_broken_connections_are_mended(fake, service, datum):
+    training = service.create_lora_training_client("fake/model", rank=4)
+    fake.script("forward_backward", Lost(), Lost(after=True))
+    fake.script("retrieve_future", Lost())
+    training.forward_backward([datum], "cross_entropy").result(15)
+    assert [number for _, number, _ in fake.ran] == [1]
+
+
+def test_nobody_listening_is_an_error_that_names_the_address(monkeypatch):
+    monkeypatch.setenv("TINKEX_FIRST_CONTACT_S", "0.2")
+    service = tinkex.ServiceClient(base_url="http://127.0.0.1:9")
+    with pytest.raises(tinkex.APIConnectionError, match=r"http://127\.0\.0\.1:9/api/v1/client"):
+        service.get_server_capabilities()
+    service.close("errored").result(5)
+
+
+def test_an_answer_that_takes_too_long_is_given_up(fake, loopback):
+    hold = fake.hold("healthz")
+
+    async def main():
+        transport = HttpTransport(loopback.url)
+        request = Request(method="GET", url=f"{loopback.url}/api/v1/healthz", deadline_s=0.05)
+        try:
+            with pytest.raises(TooSlow, match=r"0\.05 s"):
+                await transport.send(request)
+        finally:
+            await transport.close()
+
+    asyncio.run(main())
+    hold.release()
+
+
+def test_a_server_that_cuts_its_answer_short_is_noticed():
+    async def handle(reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\nshort")
+        writer.close()
+
+    async def main():
+        server = await asyncio.start_server(handle, "127.0.0.1", 0)
+        url = "http://127.0.0.1:{}".format(server.sockets[0].getsockname()[1])
+        transport = HttpTransport(url)
+        try:
+            with pytest.raises(Unreachable):
+                await transport.send(Request(method="GET", url=url + "/"))
+        finally:
+            await transport.close()
+            server.close()
+            await server.wait_closed()
+
+    asyncio.run(main())
+
+
+def test_redirects_are_not_followed_and_no_header_is_made_up():
+    seen = []
+
+    async def handle(request):
+        seen.append(dict(request.headers))
+        return web.Response(status=302, headers={"location": "http://elsewhere.invalid/"})
+
+    async def main():
+        app = web.Application()
+        app.router.add_route("*", "/{tail:.*}", handle)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        url = "http://127.0.0.1:{}/x".format(runner.addresses[0][1])
+        transport = HttpTransport(url)
+        answer = await transport.send(
+            Request(method="POST", url=url, body=b"{}", headers={"X-API-Key": "tml-1"})
+        )
+        await transport.close()
+        await runner.cleanup()
+        return answer
+
+    answer = asyncio.run(main())
+    assert answer.status_code == 302
+    assert answer.headers["location"] == "http://elsewhere.invalid/"
+    assert "Content-Type" not in seen[0]
+    assert "User-Agent" not in seen[0]
+    assert answer.request.headers == {}
+    assert answer.request.body is None
+
+
+def test_each_kind_of_work_has_connections_of_its_own(fake, loopback):
+    """Polls that hold every connection they may have do not keep a heartbeat from passing."""
+
+    async def main():
+        transport = HttpTransport(loopback.url)
+        url = f"{loopback.url}/api/v1/"
+        hold = fake.hold("healthz")
+        polls = [
+            asyncio.create_task(
+                transport.send(Request(method="GET", url=url + "healthz", kind=Kind.TELEMETRY))
+            )
+            for _ in range(5)
+        ]
+        await asyncio.to_thread(hold.arrived.wait, 5)
+        beat = Request(method="GET", url=url + "get_server_capabilities", kind=Kind.SESSION)
+        answer = await asyncio.wait_for(transport.send(beat), 5)
+        hold.release()
+        await asyncio.gather(*polls)
+        await transport.close()
+        return answer
+
+    assert asyncio.run(main()).status_code == 200
+
+
+# -- proxies and certificates ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("env", "url", "expected"),
+    [
+        ({}, "http://a.example", None),
+        ({"HTTP_PROXY": "http://p:1"}, "http://a.example", "http://p:1"),
+        ({"http_proxy": "http://p:1"}, "https://a.example", None),
+        ({"https_proxy": "http://p:2"}, "https://a.example", "http://p:2"),
+        ({"ALL_PROXY": "http://p:3"}, "https://a.example", "http://p:3"),
+        ({"http_proxy": "http://p:1", "no_proxy": "a.example"}, "http://a.example", None),
+        ({"http_proxy": "http://p:1", "no_proxy": "127.0.0.1"}, "http://127.0.0.1:8000", None),
+    ],
+)
+def test_the_environment_names_the_proxy(monkeypatch, env, url, expected):
+    for name in ("http_proxy", "https_proxy", "all_proxy", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    assert proxy_for(url) == expected
+
+
+def test_a_kind_of_proxy_that_cannot_be_used_is_refused(monkeypatch):
+    monkeypatch.setenv("all_proxy", "socks5://p:1")
+    monkeypatch.delenv("http_proxy", raising=False)
+    with pytest.raises(tinkex.TinkerError, match="HTTP proxy"):
+        proxy_for("http://a.example")
+
+
+def test_a_proxy_is_used_and_not_only_configured(fake, loopback, monkeypatch):
+    # The loopback server takes absolute addresses as a proxy would.
+    monkeypatch.setenv("http_proxy", loopback.url)
+    monkeypatch.delenv("no_proxy", raising=False)
+    with tinkex.ServiceClient(base_url="http://nowhere.invalid", api_key="tml-x") as service:
+        assert service.get_server_capabilities().supported_models
+    assert fake.requests[-1].headers["host"] == "nowhere.invalid"
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl to make a certificate")
+def test_a_ca_bundle_of_ones_own_is_trusted(tmp_path, monkeypatch):
+    key, cert = tmp_path / "key.pem", tmp_path / "cert.pem"
+    subprocess.run(
+        "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost "
+        "-addext subjectAltName=DNS:localhost,IP:127.0.0.1".split()
+        + ["-keyout", str(key), "-out", str(cert)],
+        check=True,
+        capture_output=True,
+    )
+    ready, stop, found = threading.Event(), asyncio.Event(), {}
+
+    async def serve():
+        async def handle(request):
+            return web.json_response({"supported_models": [], "session_id": "s"})
+
+        app = web.Application()
+        app.router.add_route("*", "/{tail:.*}", handle)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await runner.setup()
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        context.load_cert_chain(cert, key)
+        await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=context).start()
+        found["port"], found["loop"] = runner.addresses[0][1], asyncio.get_running_loop()
+        ready.set()
+        await stop.wait()
+        await runner.cleanup()
+
+    thread = threading.Thread(target=lambda: asyncio.run(serve()))
+    thread.start()
+    try:
+        assert ready.wait(5)
+        url = f"https://localhost:{found['port']}"
+        monkeypatch.setenv("TINKEX_FIRST_CONTACT_S", "0.2")
+        monkeypatch.setenv("TINKEX_CA_BUNDLE", str(cert))
+        with tinkex.ServiceClient(base_url=url) as service:
+            assert service.get_server_capabilities().supported_models == []
+        monkeypatch.delenv("TINKEX_CA_BUNDLE")
+        stranger = tinkex.ServiceClient(base_url=url)
+        with pytest.raises(tinkex.APIConnectionError, match="CERTIFICATE_VERIFY_FAILED"):
+            stranger.get_server_capabilities()
+        stranger.close("errored").result(5)
+        monkeypatch.setenv("TINKEX_CA_BUNDLE", str(tmp_path / "none.pem"))
+        broken = tinkex.ServiceClient(base_url=url)
+        with pytest.raises(tinkex.TinkerError, match="CA bundle"):
+            broken.get_server_capabilities()
+        broken.close("errored").result(5)
+    finally:
+        found["loop"].call_soon_threadsafe(stop.set)
+        thread.join(5)
+
+
+# -- processes ---------------------------------------------------------------------------------------
+
+
+def run_program(text, *arguments):
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-c", textwrap.dedent(text), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=40,
+        check=False,
+    )
+
+
+def test_a_forked_child_goes_on_with_its_parents_clients(fake, loopback):
+    done = run_program(
+        """
+        import os, sys
+        import tinkex
+        from tinkex import types
+        service = tinkex.ServiceClient(base_url=sys.argv[1])
+        training = service.create_lora_training_client("fake/model")
+        sampling = service.create_sampling_client(base_model="fake/model")
+        ask = lambda: sampling.sample(
+            types.ModelInput.from_ints([1, 2]), 1, types.SamplingParams(max_tokens=1)
+        ).result(10).sequences[0].tokens
+        assert ask() == [1]
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                assert ask() == [1]
+                assert service.get_server_capabilities().supported_models
+                try:
+                    training.optim_step(types.AdamParams())
+                except RuntimeError as error:
+                    assert "belongs to process" in str(error), error
+                    code = 0
+            finally:
+                os._exit(code)
+        assert os.waitpid(child, 0)[1] == 0
+        assert ask() == [1]
+        training.optim_step(types.AdamParams()).result(10)
+        service.close("success").result(10)
+        """,
+        loopback.url,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    numbers = [seen.json()["seq_id"] for seen in fake.requests if seen.endpoint == "asample"]
+    assert numbers[0] == 0
+    assert numbers[1] >= 1_000_000_000  # the child is a copy
+    assert numbers[2] == 1
+
+
+@pytest.mark.parametrize("ending", ["pass", "sys.exit(3)", "raise SystemExit(3)"])
+def test_a_program_that_ends_without_closing_ends_quietly(fake, loopback, ending):
+    fake.hold("retrieve_future")
+    started = time.monotonic()
+    done = run_program(
+        f"""
+        import sys
+        import tinkex
+        from tinkex import types
+        service = tinkex.ServiceClient(base_url=sys.argv[1])
+        sampling = service.create_sampling_client(base_model="fake/model")
+        prompt = types.ModelInput.from_ints([1])
+        futures = [sampling.sample(prompt, 1, types.SamplingParams()) for _ in range(20)]
+        try:
+            futures[0].result(0.2)
+        except TimeoutError:
+            pass
+        {ending}
+        """,
+        loopback.url,
+    )
+    assert (done.returncode, done.stderr) == (0 if ending == "pass" else 3, "")
+    assert time.monotonic() - started < 20
