@@ -1,0 +1,115 @@
+"""What the numeric tests build on: engines over tiny models, random adapters, random data."""
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+
+from tinkex.engine import Engine
+from tinkex.wire.inputs import Datum, ModelInput
+from tinkex.wire.sampling import SampleRequest, SampleResponse, SamplingParams
+from tinkex.wire.training import AdamOptimizerConfig, ForwardBackwardInput, LoraConfig
+
+VOCABULARY = 400
+
+
+def tied_copy(folder: Path, target: Path) -> Path:
+    """The same model with one matrix for input and output embeddings."""
+    shutil.copytree(folder, target)
+    config = json.loads((target / "config.json").read_text())
+    config["tie_word_embeddings"] = True
+    (target / "config.json").write_text(json.dumps(config))
+    tensors = load_file(target / "model.safetensors")
+    tensors["model.embed_tokens.weight"] = tensors.pop("lm_head.weight")
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    return target
+
+
+def random_adapter(engine: Engine, folder: Path, *, rank: int = 4, seed: int = 0) -> Path:
+    """A checkpoint whose B's are not zero, so that every gradient is alive."""
+    engine.create("maker", LoraConfig(rank=rank, seed=seed), AdamOptimizerConfig())
+    engine.save("maker", folder, optimizer=False)
+    engine.drop("maker")
+    file = folder / "adapter_model.safetensors"
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {
+        name: torch.randn(tensor.shape, generator=generator) * 0.02 if "lora_B" in name else tensor
+        for name, tensor in load_file(file).items()
+    }
+    save_file(tensors, file, metadata={"format": "pt"})
+    return folder
+
+
+def model_from(engine: Engine, model_id: str, adapter: Path) -> str:
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    engine.create(model_id, LoraConfig(rank=config["r"]), AdamOptimizerConfig())
+    engine.load(model_id, adapter, optimizer=False)
+    return model_id
+
+
+def gradients(engine: Engine, model_id: str, folder: Path) -> dict[str, torch.Tensor]:
+    """The un-stepped gradients by PEFT name, read from a snapshot."""
+    engine.snapshot(model_id, folder, {})
+    return load_file(folder / "gradients.safetensors")
+
+
+def random_datum(rng: np.random.Generator, length: int, **inputs: Any) -> Datum:
+    tokens = rng.integers(0, VOCABULARY, length + 1)
+    return Datum(
+        model_input=ModelInput.from_ints(tokens[:-1].tolist()),
+        loss_fn_inputs={"target_tokens": tokens[1:].astype(np.int64), **inputs},
+    )
+
+
+def weighted(rng: np.random.Generator, length: int) -> Datum:
+    """For cross_entropy: weights of both signs, and some zeros as on prompts."""
+    weights = rng.normal(size=length).astype(np.float32)
+    weights[: length // 3] = 0.0
+    return random_datum(rng, length, weights=weights)
+
+
+def advantaged(rng: np.random.Generator, length: int) -> Datum:
+    """For the policy losses: ratios on both sides of every bound."""
+    return random_datum(
+        rng,
+        length,
+        logprobs=rng.normal(-9.0, 2.0, length).astype(np.float32),
+        advantages=rng.normal(size=length).astype(np.float32),
+    )
+
+
+def work(data: Sequence[Datum], loss: str = "cross_entropy", **config: float) -> Any:
+    return ForwardBackwardInput._of(list(data), loss, config or None)
+
+
+def request(prompt: Sequence[int], *, samples: int = 1, **options: Any) -> SampleRequest:
+    """Options of the request and of its sampling parameters alike."""
+    params = {
+        name: options.pop(name) for name in list(options) if name in SamplingParams.model_fields
+    }
+    return SampleRequest(
+        prompt=ModelInput.from_ints(list(prompt)),
+        num_samples=samples,
+        sampling_params=SamplingParams(**params),
+        **options,
+    )
+
+
+def sample(
+    engine: Engine, requests: Sequence[SampleRequest], adapters: Sequence[Path | None] | None = None
+) -> list[SampleResponse]:
+    """Everything together, in the order asked."""
+    for ticket, one in enumerate(requests):
+        engine.submit(ticket, one, adapter=adapters[ticket] if adapters else None)
+    answers: dict[int, SampleResponse] = {}
+    while engine.sampling:
+        for finished in engine.advance():
+            if isinstance(finished.outcome, Exception):
+                raise finished.outcome
+            answers[finished.ticket] = finished.outcome
+    return [answers[ticket] for ticket in range(len(requests))]

@@ -1,0 +1,106 @@
+"""AdamW against torch's own in float64, both fed the same gradients."""
+
+import pytest
+import torch
+
+from tinkex.engine.adapters import TrainingAdapter
+from tinkex.engine.lora import Target
+from tinkex.engine.optimizer import adamw_step
+from tinkex.wire.errors import UserFailure
+from tinkex.wire.training import AdamParams, LoraConfig
+
+STEPS = 20
+
+
+def adapter(dtype: torch.dtype = torch.float32) -> TrainingAdapter:
+    targets = [
+        Target(name=f"layer{i}", kind="mlp", inputs=24, outputs=16, group=f"layer{i}")
+        for i in range(3)
+    ]
+    made = TrainingAdapter(
+        lora=LoraConfig(rank=4),
+        targets=targets,
+        seed=1,
+        model_dtype=dtype,
+        device=torch.device("cpu"),
+    )
+    made.master.normal_(generator=torch.Generator().manual_seed(9))
+    made.refresh_live()
+    return made
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        AdamParams(),
+        AdamParams(learning_rate=1e-2, weight_decay=0.1),
+        AdamParams(learning_rate=3e-3, beta1=0.8, beta2=0.999, eps=1e-8, grad_clip_norm=2.0),
+        AdamParams(learning_rate=1e-3, grad_clip_norm=1e6),
+        AdamParams(learning_rate=1e-3, beta1=0.0, beta2=0.0, eps=1e-3),
+    ],
+    ids=["defaults", "decay", "clipped", "clip never met", "no memory"],
+)
+def test_steps_equal_torch_adamw_in_float64(params: AdamParams) -> None:
+    ours = adapter()
+    leaf = ours.master.double().clone().requires_grad_()
+    theirs = torch.optim.AdamW(
+        [leaf],
+        lr=params.learning_rate,
+        betas=(params.beta1, params.beta2),
+        eps=params.eps,
+        weight_decay=params.weight_decay,
+    )
+    generator = torch.Generator().manual_seed(4)
+    for step in range(STEPS):
+        # Sizes from tiny to large, as gradients of sums have.
+        gradient = torch.randn(ours.grad.shape, generator=generator) * 10.0 ** (step % 7 - 4)
+        ours.grad.copy_(gradient)
+        leaf.grad = gradient.double()
+        if params.grad_clip_norm > 0:
+            torch.nn.utils.clip_grad_norm_([leaf], params.grad_clip_norm)
+        theirs.step()
+        report = adamw_step(ours, params)
+        assert report.grad_norm == pytest.approx(float(gradient.double().norm()), rel=1e-6)
+        error = (ours.master.double() - leaf.detach()).norm() / leaf.detach().norm()
+        assert error <= 1e-6, f"step {step}: {error:.1e}"
+
+
+def test_a_step_takes_the_gradient_with_it() -> None:
+    ours = adapter()
+    ours.grad.fill_(0.5)
+    adamw_step(ours, AdamParams())
+    assert not ours.grad.any()
+    assert ours.step == 1
+
+
+def test_a_step_without_a_gradient_is_a_step_with_a_zero_one() -> None:
+    ours = adapter()
+    before = ours.master.clone()
+    report = adamw_step(ours, AdamParams(learning_rate=0.5, weight_decay=0.5))
+    torch.testing.assert_close(ours.master, before * 0.75)
+    assert (report.grad_norm, ours.step) == (0.0, 1)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_gradient_that_is_not_finite_is_refused_and_changes_nothing(bad: float) -> None:
+    ours = adapter()
+    ours.grad.fill_(0.5)
+    adamw_step(ours, AdamParams())
+    ours.grad.fill_(0.25)
+    ours.grad[17] = bad
+    before = [tensor.clone() for tensor in (ours.master, ours.m, ours.v)]
+    with pytest.raises(UserFailure, match=r"not finite .* step 2 was not taken"):
+        adamw_step(ours, AdamParams())
+    assert ours.step == 1
+    for tensor, old in zip((ours.master, ours.m, ours.v), before, strict=True):
+        assert torch.equal(tensor, old)
+
+
+def test_small_updates_are_not_lost_in_a_bfloat16_model() -> None:
+    """Each step is below bfloat16's resolution; the float32 master adds them up."""
+    ours = adapter(torch.bfloat16)
+    ours.master.fill_(1.0)
+    for _ in range(200):
+        ours.grad.fill_(1.0)
+        adamw_step(ours, AdamParams(learning_rate=1e-4))
+    assert float(ours.live[0]) == pytest.approx(0.98, abs=0.004)

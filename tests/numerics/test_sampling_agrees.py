@@ -1,0 +1,232 @@
+"""Sampling and training see the same model: same weights, same logprobs, batch mates or not."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from numerics.parts import (
+    VOCABULARY,
+    model_from,
+    random_adapter,
+    random_datum,
+    request,
+    sample,
+    weighted,
+    work,
+)
+from tinkex.engine import Engine, EngineSettings
+from tinkex.wire.inputs import Datum, ModelInput
+from tinkex.wire.sampling import SampleResponse
+from tinkex.wire.training import AdamParams
+
+
+def forward_logprobs(engine: Engine, model_id: str, tokens: list[int]) -> np.ndarray:
+    """How likely each token after the first is, by a training pass."""
+    datum = Datum(
+        model_input=ModelInput.from_ints(tokens[:-1]),
+        loss_fn_inputs={"target_tokens": np.array(tokens[1:])},
+    )
+    output = engine.run_pass(model_id, work([datum]), backward=False)
+    return output.loss_fn_outputs[0]["logprobs"].to_numpy()
+
+
+def assert_equal(one: SampleResponse, two: SampleResponse) -> None:
+    for left, right in zip(one.sequences, two.sequences, strict=True):
+        assert left.tokens == right.tokens
+        assert left.stop_reason == right.stop_reason
+        np.testing.assert_allclose(left.logprobs_np, right.logprobs_np, atol=1e-4)
+
+
+@pytest.fixture
+def adapter(engine: Engine, tmp_path: Path) -> Path:
+    return random_adapter(engine, tmp_path / "adapter", seed=1)
+
+
+def test_sampled_and_prompt_logprobs_equal_those_of_a_forward_pass(
+    engine: Engine, adapter: Path
+) -> None:
+    """Cached decoding, token by token, against one pass over the whole sequence."""
+    prompt = np.random.default_rng(1).integers(0, VOCABULARY, 21).tolist()
+    (answer,) = sample(
+        engine,
+        [request(prompt, samples=3, max_tokens=50, seed=5, stop=[], prompt_logprobs=True)],
+        [adapter],
+    )
+    model_id = model_from(engine, "m", adapter)
+    try:
+        for sequence in answer.sequences:
+            expected = forward_logprobs(engine, model_id, prompt + sequence.tokens)
+            assert np.isnan(answer.prompt_logprobs_np[0])
+            np.testing.assert_allclose(answer.prompt_logprobs_np[1:], expected[:20], atol=1e-4)
+            np.testing.assert_allclose(sequence.logprobs_np, expected[20:], atol=1e-4)
+    finally:
+        engine.drop(model_id)
+    assert len({tuple(sequence.tokens) for sequence in answer.sequences}) == 3
+
+
+def test_the_same_seed_draws_the_same_tokens_alone_and_in_a_batch(
+    engine: Engine, adapter: Path, tmp_path: Path
+) -> None:
+    other = random_adapter(engine, tmp_path / "other", rank=8, seed=2)
+    rng = np.random.default_rng(2)
+    kinds = [
+        (None, {"temperature": 1.0}),
+        (adapter, {"temperature": 0.7, "samples": 4}),
+        (other, {"top_k": 20}),
+        (None, {"top_p": 0.8, "samples": 2}),
+        (adapter, {"temperature": 0.0}),
+        (other, {"temperature": 1.3, "top_k": 50, "top_p": 0.9}),
+        (None, {}),
+    ]
+    requests = [
+        request(
+            rng.integers(0, VOCABULARY, 3 + 9 * i).tolist(),
+            **{"seed": i, "max_tokens": 10 + 7 * i, "stop": [], **options},
+        )
+        for i, (_, options) in enumerate(kinds)
+    ]
+    together = sample(engine, requests, [adapter for adapter, _ in kinds])
+    for one, (adapter_used, _), answer in zip(requests, kinds, together, strict=True):
+        assert_equal(sample(engine, [one], [adapter_used])[0], answer)
+
+
+def test_sequences_that_had_to_make_room_go_on_unchanged(
+    engine: Engine, models: dict[str, Path]
+) -> None:
+    """A cache for 11 pages, and four sequences that want 4 to 6 each."""
+    crowded = Engine(
+        EngineSettings(name="qwen3", folder=models["qwen3"], device="cpu", kv_tokens=11 * 16)
+    )
+    requests = [
+        request([i + 1] * (8 + i), samples=1 + i % 2, max_tokens=50 + 8 * i, seed=i, stop=[])
+        for i in range(4)
+    ]
+    for mine, theirs in zip(sample(crowded, requests), sample(engine, requests), strict=True):
+        assert_equal(mine, theirs)
+
+
+def test_a_prompt_filled_in_chunks_is_the_same_prompt(
+    engine: Engine, adapter: Path, models: dict[str, Path]
+) -> None:
+    chunked = Engine(
+        EngineSettings(
+            name="qwen3", folder=models["qwen3"], device="cpu", kv_tokens=512, max_batch_tokens=13
+        )
+    )
+    rng = np.random.default_rng(3)
+    requests = [
+        request(
+            rng.integers(0, VOCABULARY, length).tolist(),
+            max_tokens=8,
+            seed=1,
+            stop=[],
+            prompt_logprobs=True,
+            topk_prompt_logprobs=3,
+        )
+        for length in (5, 40, 33)
+    ]
+    adapters = [None, adapter, None]
+    whole = sample(engine, requests, adapters)
+    for mine, theirs in zip(sample(chunked, requests, adapters), whole, strict=True):
+        assert_equal(mine, theirs)
+        np.testing.assert_allclose(mine.prompt_logprobs_np, theirs.prompt_logprobs_np, atol=1e-4)
+        np.testing.assert_allclose(
+            mine.topk_prompt_logprobs_np.logprobs,
+            theirs.topk_prompt_logprobs_np.logprobs,
+            atol=1e-4,
+        )
+
+
+def test_a_saved_sampler_answers_the_same_while_training_goes_on(
+    engine: Engine, tmp_path: Path
+) -> None:
+    rng = np.random.default_rng(4)
+    data = [weighted(rng, 20)]
+    model_id = model_from(engine, "m", random_adapter(engine, tmp_path / "start"))
+    try:
+        saved = tmp_path / "saved"
+        engine.save(model_id, saved, optimizer=False)
+        question = request([1, 2, 3], samples=2, max_tokens=20, seed=3, stop=[])
+        before = sample(engine, [question], [saved])[0]
+        engine.submit(99, question, adapter=saved)
+        answers = []
+        while engine.sampling:  # a step of training between any two bursts
+            answers += engine.advance()
+            engine.run_pass(model_id, work(data), backward=True)
+            engine.optim_step(model_id, AdamParams(learning_rate=1e-2))
+        during, after = answers[0].outcome, sample(engine, [question], [saved])[0]
+        assert before == during == after
+        engine.save(model_id, tmp_path / "later", optimizer=False)
+        assert sample(engine, [question], [tmp_path / "later"])[0] != before
+    finally:
+        engine.drop(model_id)
+
+
+def test_sampling_leaves_training_as_it_was(engine: Engine, tmp_path: Path) -> None:
+    start = random_adapter(engine, tmp_path / "start")
+    data = [weighted(np.random.default_rng(6), 20)]
+
+    def losses(model_id: str, *, sampling: bool) -> list[float]:
+        model_from(engine, model_id, start)
+        found = []
+        for _ in range(4):
+            found.append(engine.run_pass(model_id, work(data), backward=True).metrics["loss:sum"])
+            if sampling:
+                sample(engine, [request([5, 6], max_tokens=5)], [start])
+            engine.optim_step(model_id, AdamParams(learning_rate=1e-2))
+        engine.drop(model_id)
+        return found
+
+    assert losses("quiet", sampling=False) == losses("busy", sampling=True)
+
+
+def test_draws_follow_the_model_s_distribution(engine: Engine) -> None:
+    """Two thousand first tokens at a temperature: their mean logprob is the negative entropy."""
+    prompt = [7, 8, 9]
+    (answer,) = sample(
+        engine, [request(prompt, samples=1000, max_tokens=1, seed=1, temperature=2.0, stop=[])]
+    )
+    drawn = np.array([sequence.logprobs_np[0] for sequence in answer.sequences])
+    (table,) = sample(
+        engine, [request(prompt, max_tokens=1, temperature=2.0, topk_sample_logprobs=VOCABULARY)]
+    )
+    logprobs = table.sequences[0].topk_logprobs_np.logprobs[0].astype(np.float64)
+    entropy = -(np.exp(logprobs) * logprobs).sum()
+    spread = np.sqrt((np.exp(logprobs) * (logprobs + entropy) ** 2).sum() / len(drawn))
+    assert np.exp(logprobs).sum() == pytest.approx(1.0, abs=1e-5)
+    assert abs(drawn.mean() + entropy) < 4 * spread
+
+
+def test_a_bfloat16_model_stays_near_the_float32_one(
+    engine: Engine, models: dict[str, Path], adapter: Path
+) -> None:
+    short = Engine(
+        EngineSettings(
+            name="qwen3", folder=models["qwen3"], device="cpu", dtype="bfloat16", kv_tokens=512
+        )
+    )
+    prompt = np.random.default_rng(9).integers(0, VOCABULARY, 12).tolist()
+    (answer,) = sample(
+        short, [request(prompt, max_tokens=12, seed=1, stop=[], prompt_logprobs=True)], [adapter]
+    )
+    tokens = prompt + answer.sequences[0].tokens
+    model_from(short, "m", adapter)
+    expected = forward_logprobs(short, "m", tokens)
+    # Within one number format sampling and training agree closely ...
+    gaps = np.abs(
+        np.concatenate([answer.prompt_logprobs_np[1:], answer.sequences[0].logprobs_np]) - expected
+    )
+    assert gaps.max() < 0.3
+    assert gaps.mean() < 5e-2
+    # ... and the formats differ by rounding: logits of this model spread over 20 nats.
+    model_from(engine, "m", adapter)
+    exact = forward_logprobs(engine, "m", tokens)
+    engine.drop("m")
+    assert np.abs(expected - exact).mean() < 0.15
+    losses = []
+    data = [random_datum(np.random.default_rng(1), 16, weights=np.ones(16, np.float32))]
+    for _ in range(12):
+        losses.append(short.run_pass("m", work(data), backward=True).metrics["loss:sum"])
+        short.optim_step("m", AdamParams(learning_rate=1e-2))
+    assert losses[-1] < 0.5 * losses[0]
