@@ -32,7 +32,7 @@ from tinkex.types import ForwardBackwardOutput, TensorData
 
 @pytest.fixture
 def outcome():
-    plain, pirate = "<b>Rome</b> & all [bold]", "Arr, Rome be the place, matey!"
+    plain, pirate = "<b>Rome</b> & all [bold]\x1b[2J", "Arr, Rome be the place, matey!"
     exchange = Exchange(
         question="Capital of Italy?",
         before=plain,
@@ -86,11 +86,11 @@ def test_every_lesson_comes_once_before_any_comes_again():
 
 
 def test_the_learning_rate_rises_and_then_falls_to_nothing():
-    rates = [learning_rate_at(step, 36) for step in range(36)]
+    rates = [learning_rate_at(step, 30) for step in range(30)]
     assert rates[0] == pytest.approx(LEARNING_RATE / 3)
     assert max(rates) == rates[2]
     assert rates[2:] == sorted(rates[2:], reverse=True)
-    assert rates[-1] == pytest.approx(LEARNING_RATE / 36)
+    assert rates[-1] == pytest.approx(LEARNING_RATE / 30)
 
 
 def test_only_the_answer_counts_and_every_target_is_the_next_token(tiny_model):
@@ -163,6 +163,7 @@ def test_the_terminal_shows_curve_answers_and_places(outcome, tmp_path):
     shown = console.file.getvalue()
     assert "Arr, Rome be the place" in shown
     assert "& all [bold]" in shown  # printed, not taken for markup
+    assert "\x1b" not in shown
     assert "0 of 3 before, 3 of 3 after" in shown
     assert outcome.checkpoint in shown
     written = sorted(path.name for path in (tmp_path / "out").iterdir())
@@ -187,6 +188,6 @@ def test_a_run_too_short_to_learn_from_leaves_its_files_and_fails(server, tmp_pa
     assert result.exit_code == 1, result.output
     assert "The checkpoint is saved" in result.output
     assert "tinker://" in result.output
-    assert "Error: " in result.output
+    assert "error: " in result.output
     written = sorted(path.name for path in (tmp_path / "out").iterdir())
     assert written == ["loss.png", "report.html", "results.json"]

@@ -6,9 +6,13 @@ the show is examples/fine_tune.py.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import random
+import shutil
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,6 +30,7 @@ from rich.table import Table
 
 from tinkex.cli import curve
 from tinkex.cli.demo_report import Exchange, Outcome, as_html
+from tinkex.cli.group import CommandFailed
 from tinkex.cli.progress import fetch_progress
 from tinkex.models.resolve import DEFAULT_MODEL, ModelNotFound, resolve
 
@@ -33,6 +38,7 @@ if TYPE_CHECKING:
     from tinkex import SamplingClient, ServiceClient, TrainingClient
     from tinkex.types import Datum, ForwardBackwardOutput
 
+STEPS = 30
 BATCH = 8
 RANK = 16
 LEARNING_RATE = 1e-3
@@ -166,7 +172,7 @@ def ask(sampling: SamplingClient, tokenizer: Any, questions: Sequence[str]) -> l
 
 
 @click.command("demo")
-@click.option("--steps", default=36, show_default=True, type=click.IntRange(min=2))
+@click.option("--steps", default=STEPS, show_default=True, type=click.IntRange(min=2))
 @click.option(
     "--output",
     default="demo-output",
@@ -193,14 +199,16 @@ def command(steps: int, output: Path, base_url: str, model: str) -> None:
     a pirate, and asks again. Takes about two minutes on two cores; fails if nothing changed.
     """
     console = Console(highlight=False)
+    from tinkex import TinkerError
+
     try:
         outcome = run(console, steps=steps, base_url=base_url, model=model)
-    except ModelNotFound as error:
-        raise click.ClickException(str(error)) from error
+    except (ModelNotFound, TinkerError) as error:
+        raise CommandFailed(str(error)) from error
     write_files(console, outcome, output)
     say_what_next(console, outcome, output)
     if problem := what_went_wrong(outcome):
-        raise click.ClickException(problem)
+        raise CommandFailed(problem)
 
 
 def run(console: Console, *, steps: int, base_url: str, model: str) -> Outcome:
@@ -213,23 +221,22 @@ def run(console: Console, *, steps: int, base_url: str, model: str) -> Outcome:
         )
     )
     with service_for(console, base_url, model) as (service, name):
-        with timed(console, "The model answers as it is"):
-            base = service.create_sampling_client(base_model=name)
-            tokenizer = base.get_tokenizer()
-            before = ask(base, tokenizer, questions)
+        training = service.create_lora_training_client(base_model=name, rank=RANK, seed=0)
+        tokenizer = training.get_tokenizer()
+        with timed(console, "The model answers as it is", doing="Asking the model as it is"):
+            before = ask(service.create_sampling_client(base_model=name), tokenizer, questions)
         for question, answer in zip(questions[:2], before, strict=False):
             console.print(f"  [dim]{escape(question)}[/]  {escape(one_line(answer))}")
 
-        training = service.create_lora_training_client(base_model=name, rank=RANK, seed=0)
         started = time.monotonic()
         with step_progress(console, steps) as report:
             losses, trained_tokens = train(training, tokenizer, lessons, steps, report)
         training_s = time.monotonic() - started
 
-        with timed(console, "The checkpoint is saved"):
+        with timed(console, "The checkpoint is saved", doing="Saving the checkpoint"):
             checkpoint = training.save_state("pirate").result().path
             sampler = training.save_weights_for_sampler("pirate").result().path
-        with timed(console, "The model answers again"):
+        with timed(console, "The model answers again", doing="Asking the model again"):
             after = ask(service.create_sampling_client(model_path=sampler), tokenizer, questions)
     return Outcome(
         model=name,
@@ -260,14 +267,19 @@ def service_for(console: Console, base_url: str, model: str) -> Iterator[tuple[S
     """A connected client and the model's name. For `local` the model is fetched first."""
     import tinkex
 
-    name = model
+    name, noise = model, io.StringIO()
     if base_url == "local":
         with timed(console, "The model is here"), fetch_progress() as progress:
             name = resolve(model, progress=progress).name
         if model != DEFAULT_MODEL:
             os.environ["TINKEX_LOCAL_MODEL"] = model
     with tinkex.ServiceClient(base_url=base_url) as service:
-        with timed(console, "The server is ready"):
+        # A local server's log is shown while it starts; here the spinner says enough, and an
+        # error quotes the log's last lines.
+        with (
+            timed(console, "The server is ready", doing="Starting the server"),
+            contextlib.redirect_stderr(noise),
+        ):
             service.get_server_capabilities()
         yield service, name
 
@@ -279,14 +291,17 @@ def local_data_folder() -> str:
 
 
 def one_line(answer: str) -> str:
-    return " ".join(answer.split())
+    """Fit for a terminal: a model may say anything, control characters included."""
+    return "".join(char for char in " ".join(answer.split()) if char.isprintable())
 
 
 @contextmanager
-def timed(console: Console, what: str) -> Iterator[None]:
+def timed(console: Console, done: str, *, doing: str | None = None) -> Iterator[None]:
+    """A line with the time it took, and a spinner until then where there is a terminal."""
     started = time.monotonic()
-    yield
-    console.print(f"[green]✓[/] {what} [dim]({time.monotonic() - started:.1f} s)[/]")
+    with console.status(f"{doing} …") if doing else contextlib.nullcontext():
+        yield
+    console.print(f"[green]✓[/] {done} [dim]({time.monotonic() - started:.1f} s)[/]")
 
 
 @contextmanager
@@ -376,12 +391,23 @@ def say_what_next(console: Console, outcome: Outcome, folder: Path) -> None:
         if where is not None and (not isinstance(where, Path) or where.exists()):
             places.add_row(f"[dim]{what}[/]", str(where))
     console.print(places)
-    console.print(
-        "\n[bold]What to try next[/]\n"
-        f"  open {folder / 'report.html'}\n"
-        "  python examples/fine_tune.py      the same loop in under 100 lines, to copy\n"
-        "  tinkex serve                      a server of your own, for any Tinker program\n"
-    )
+    console.print("\n[bold]What to try next[/]")
+    for what, why in next_steps(folder):
+        console.print(f"  {what:<40} [dim]{why}[/]", soft_wrap=True)
+
+
+def next_steps(folder: Path) -> Iterator[tuple[str, str]]:
+    yield f"open {folder / 'report.html'}", "everything above, and code to talk to it"
+    if (example := Path("examples/fine_tune.py")).is_file():
+        yield f"{beside_python('python')} {example}", "the same loop in under 100 lines, to copy"
+    yield f"{beside_python('tinkex')} serve", "a server of your own, for any Tinker program"
+
+
+def beside_python(command: str) -> str:
+    """How to call a command of this environment, which may not be the active one."""
+    if shutil.which(command) == str(path := Path(sys.executable).with_name(command)):
+        return command
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
 def before_and_after(outcome: Outcome, width: int) -> Table:
@@ -410,6 +436,6 @@ def what_went_wrong(outcome: Outcome) -> str | None:
     if outcome.after < ENOUGH * asked or outcome.after <= outcome.before:
         return (
             f"Only {outcome.after} of {asked} answers changed as taught ({outcome.before} before). "
-            "With fewer than 36 steps that can happen; otherwise please report this."
+            f"With fewer than {STEPS} steps that can happen; otherwise please report this."
         )
     return None

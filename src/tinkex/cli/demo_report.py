@@ -164,7 +164,7 @@ dl { display: grid; grid-template-columns: max-content 1fr; gap: .3rem 1rem; mar
 dt { color: var(--soft); } dd { margin: 0; }
 @media (max-width: 640px) { thead { display: none; } th, td, tbody th { display: block; width: auto;
   border: 0; padding: .4rem .9rem; } tr { display: block; border-top: 1px solid var(--rule);
-  padding: .5rem 0; } td::before { content: attr(data-when) ": "; color: var(--soft); } }
+  padding: .5rem 0; } .label { font-size: 20px; } td::before { content: attr(data-when) ": "; color: var(--soft); } }
 """
 
 _PAGE = """\

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import click
 
+from tinkex.cli.group import CommandFailed, needs
+
 
 @click.command("tiny-model")
 @click.argument("folder", metavar="DIR", type=click.Path(file_okay=False, path_type=Path))
@@ -24,16 +26,13 @@ def command(folder: Path, arch: str, seed: int, force: bool) -> None:
     It is learnable: a LoRA of rank 8 memorises a few lines of text within 60 steps.
     """
     if folder.is_dir() and any(folder.iterdir()) and not force:
-        raise click.ClickException(
-            f"{folder} is not empty. Name another folder, or add --force to write into it."
+        raise CommandFailed(
+            f"{folder} is not empty.", hint="Name another folder, or add --force to write into it."
         )
     try:
         from tinkex.engine.tiny import write_tiny_model
     except ModuleNotFoundError as error:
-        raise click.ClickException(
-            f"`tinkex tiny-model` needs {error.name}, which is not installed: "
-            "pip install 'tinkex[engine]'"
-        ) from error
+        raise needs(error, "`tinkex tiny-model`", "engine") from error
     write_tiny_model(folder, arch="llama" if arch == "llama" else "qwen3", seed=seed)
     size = sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
     click.echo(f"{folder}: a random {arch} model of {size / 1e6:.1f} MB, tokenizer included.")
