@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from collections.abc import Iterator
+from typing import Self
 
 import pytest
 from aiohttp import web
@@ -41,7 +42,7 @@ class Loopback:
         self._ready = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
 
-    def __enter__(self) -> "Loopback":
+    def __enter__(self) -> Self:
         self._thread.start()
         self._ready.wait(10)
         return self

@@ -93,7 +93,7 @@ def test_everything_with_the_same_service_and_key_backs_off_together():
         client.get_server_capabilities()
     fake.script("get_server_capabilities", Answer(status=429, headers={"retry-after-ms": "600"}))
     waiting = one._get_server_capabilities()
-    while not fake._scripts["get_server_capabilities"] == []:
+    while fake._scripts["get_server_capabilities"]:
         time.sleep(0.001)
     started = time.monotonic()
     other.get_server_capabilities()

@@ -69,7 +69,8 @@ def test_a_final_answer_is_an_error_of_its_class_that_names_the_request(
 
 
 @pytest.mark.parametrize(
-    ("word", "category"), [("user", "user"), ("SERVER", "server"), ("odd", "unknown"), (None, "unknown")]
+    ("word", "category"),
+    [("user", "user"), ("SERVER", "server"), ("odd", "unknown"), (None, "unknown")],
 )
 def test_a_failed_request_has_its_category(fake, training, datum, word, category):
     body = {"error": "no luck"} | ({} if word is None else {"category": word})
@@ -111,9 +112,7 @@ def test_polls_say_what_they_wait_for(fake, training, datum):
     assert headers[1]["accept"] == "application/json"
 
 
-def test_a_server_that_answers_not_yet_at_once_is_not_polled_in_a_busy_loop(
-    fake, training, datum
-):
+def test_a_server_that_answers_not_yet_at_once_is_not_polled_in_a_busy_loop(fake, training, datum):
     fake.script("retrieve_future", *[Answer(status=408, body=PENDING)] * 10_000)
     before = len(polls(fake))
     future = training.forward_backward([datum], "cross_entropy")

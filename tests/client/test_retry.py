@@ -2,7 +2,7 @@
 
 import pickle
 import random
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 
 import pytest
 
@@ -18,7 +18,7 @@ from tinkex.client.errors import status_error
 from tinkex.client.retry import RetryPolicy, is_retryable, is_user_error, retry_after_s
 from tinkex.client.transport import Request, Response
 
-NOW = datetime(2026, 1, 1, 12, 0, 0, tzinfo=timezone.utc)
+NOW = datetime(2026, 1, 1, 12, 0, 0, tzinfo=UTC)
 REQUEST = Request(method="POST", url="http://h/api/v1/x")
 
 

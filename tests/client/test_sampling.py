@@ -31,7 +31,11 @@ def test_a_sample_has_its_tokens_logprobs_and_ids(sampling):
     answer = sampling.sample(PROMPT, 2, PARAMS, include_prompt_logprobs=True).result(5)
     assert [sequence.tokens for sequence in answer.sequences] == [[5, 6, 7, 5]] * 2
     assert len({sequence.sequence_id for sequence in answer.sequences}) == 2
-    assert answer.prompt_logprobs == [None, pytest.approx(-math.log(2)), pytest.approx(-math.log(2))]
+    assert answer.prompt_logprobs == [
+        None,
+        pytest.approx(-math.log(2)),
+        pytest.approx(-math.log(2)),
+    ]
 
 
 def test_logprobs_of_a_prompt(fake, sampling):

@@ -208,7 +208,7 @@ def test_nothing_is_sent_and_no_number_used_for_data_that_cannot_be(fake, traini
 
 
 def test_chunks_of_a_batch_come_back_as_one_result(chunked, datum):
-    fake, training = chunked
+    _, training = chunked
     result = training.forward_backward([datum] * 7, "cross_entropy").result(5)
     single = training.forward([datum], "cross_entropy").result(5)
     assert len(result.loss_fn_outputs) == 7

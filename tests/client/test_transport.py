@@ -1,6 +1,7 @@
 """The real transport over real sockets."""
 
 import asyncio
+import shlex
 import shutil
 import ssl
 import subprocess
@@ -86,7 +87,7 @@ def test_a_server_that_cuts_its_answer_short_is_noticed():
 
     async def main():
         server = await asyncio.start_server(handle, "127.0.0.1", 0)
-        url = "http://127.0.0.1:{}".format(server.sockets[0].getsockname()[1])
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         transport = HttpTransport(url)
         try:
             with pytest.raises(Unreachable):
@@ -112,7 +113,7 @@ def test_redirects_are_not_followed_and_no_header_is_made_up():
         runner = web.AppRunner(app)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
-        url = "http://127.0.0.1:{}/x".format(runner.addresses[0][1])
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}/x"
         transport = HttpTransport(url)
         answer = await transport.send(
             Request(method="POST", url=url, body=b"{}", headers={"X-API-Key": "tml-1"})
@@ -198,9 +199,10 @@ def test_a_proxy_is_used_and_not_only_configured(fake, loopback, monkeypatch):
 def test_a_ca_bundle_of_ones_own_is_trusted(tmp_path, monkeypatch):
     key, cert = tmp_path / "key.pem", tmp_path / "cert.pem"
     subprocess.run(
-        "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost "
-        "-addext subjectAltName=DNS:localhost,IP:127.0.0.1".split()
-        + ["-keyout", str(key), "-out", str(cert)],
+        shlex.split(
+            "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost "
+            f"-addext subjectAltName=DNS:localhost,IP:127.0.0.1 -keyout {key} -out {cert}"
+        ),
         check=True,
         capture_output=True,
     )

@@ -38,6 +38,8 @@ READY = re.compile(r"^tinkex ready at (http://\S+)$", re.MULTILINE)
 ROUTINE = re.compile(r" (tinkex\.server\.run setting|uvicorn)")
 LOOK_EVERY_S = 0.05
 DEFAULT_WAIT_S = 600.0
+#: A server that is asked to stop has ended by then.
+LEAVE_S = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +49,9 @@ class LocalSettings:
     model: str | None
     arguments: tuple[str, ...]
     data: Path
-    wait_s: float
+    wait_s: float = DEFAULT_WAIT_S
+    #: The module that is the command line.
+    module: str = "tinkex.cli.main"
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] = os.environ) -> LocalSettings:
@@ -100,19 +104,19 @@ def attach(settings: LocalSettings | None = None) -> LocalServer:
 
 
 def _running(record: Path, settings: LocalSettings) -> LocalServer | None:
-    fcntl = _fcntl()
     try:
         noted = json.loads(record.read_text())
         url, command, pid = noted["url"], noted["command"], noted["pid"]
         lease = os.open(settings.data / noted["lease"], os.O_RDWR)
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    try:
-        # Fails when the server has seen its last client leave and is on its way out.
-        fcntl.flock(lease, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        if not _healthy(url):
-            raise OSError(f"{url} does not answer")
-    except OSError:
+    leaving = not _share(lease)
+    if leaving:
+        # It has seen its last client leave, and holds the lock until it has put its data away.
+        deadline = time.monotonic() + LEAVE_S
+        while not _share(lease) and time.monotonic() < deadline:
+            time.sleep(LOOK_EVERY_S)
+    if leaving or not _healthy(url):
         os.close(lease)
         return None
     if command != settings.command():
@@ -134,7 +138,8 @@ def _start(record: Path, settings: LocalSettings) -> LocalServer:
     lease = os.open(lease_path, os.O_RDWR | os.O_CREAT, 0o600)
     fcntl.flock(lease, fcntl.LOCK_SH)
     out_path, log_path = settings.data / "local.out", settings.data / "local.log"
-    command = [sys.executable, "-m", "tinkex.client.local", str(lease_path), *settings.command()]
+    wrapper = [sys.executable, "-m", "tinkex.client.local", str(lease_path), settings.module]
+    command = [*wrapper, *settings.command()]
     try:
         with out_path.open("wb") as out, log_path.open("wb") as log_file:
             process = subprocess.Popen(
@@ -192,6 +197,15 @@ def _wait_ready(
             time.sleep(LOOK_EVERY_S)
 
 
+def _share(lease: int) -> bool:
+    fcntl = _fcntl()
+    try:
+        fcntl.flock(lease, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
 def _healthy(url: str) -> bool:
     # Straight to the loopback, whatever proxies the environment names.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -224,7 +238,7 @@ def _fcntl() -> ModuleType:
     return fcntl
 
 
-def serve_while_leased(lease_path: str, arguments: Sequence[str]) -> None:
+def serve_while_leased(lease_path: str, module: str, arguments: Sequence[str]) -> None:
     """In the server's process: run `tinkex serve`, and stop it when the last client has left."""
     import runpy
 
@@ -237,8 +251,8 @@ def serve_while_leased(lease_path: str, arguments: Sequence[str]) -> None:
 
     threading.Thread(target=stop_after_the_last, name="tinkex-lease", daemon=True).start()
     sys.argv = ["tinkex", *arguments]
-    runpy.run_module("tinkex.cli.main", run_name="__main__", alter_sys=True)
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":
-    serve_while_leased(sys.argv[1], sys.argv[2:])
+    serve_while_leased(sys.argv[1], sys.argv[2], sys.argv[3:])

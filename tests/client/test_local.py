@@ -1,0 +1,205 @@
+"""`base_url="local"`: one server for all programs, gone with the last, however that ends."""
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from tinkex import TinkerError
+from tinkex.client import local
+from tinkex.client.local import LocalSettings
+
+#: Stands in for `tinkex serve`: says that it is ready, answers healthz, ends on SIGTERM.
+SERVER = """
+import http.server, os, sys
+print("loading", *sys.argv[1:], file=sys.stderr, flush=True)
+if "--broken" in sys.argv:
+    sys.exit("no such model")
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200); self.end_headers()
+    def log_message(self, *_): pass
+server = http.server.HTTPServer(("127.0.0.1", 0), Handler)
+print(f"tinkex ready at http://127.0.0.1:{server.server_port}", flush=True)
+server.serve_forever()
+"""
+
+
+MODULE = "tinkex_stand_in.main"
+
+
+@pytest.fixture
+def settings(tmp_path, monkeypatch) -> LocalSettings:
+    """Settings whose server is the stand-in above, found where the real one would be."""
+    package = tmp_path / "path" / "tinkex_stand_in"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    (package / "main.py").write_text(SERVER)
+    monkeypatch.setenv("PYTHONPATH", str(package.parent))
+    return LocalSettings(model="m", arguments=(), data=tmp_path / "data", wait_s=20, module=MODULE)
+
+
+def server_pid(settings: LocalSettings) -> int:
+    return int(json.loads((settings.data / "local.json").read_text())["pid"])
+
+
+def gone(pid: int, within_s: float = 10) -> bool:
+    deadline = time.monotonic() + within_s
+    while time.monotonic() < deadline:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            return True
+        if state == "Z":
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def test_the_server_stops_when_the_last_client_lets_go(settings, capsys):
+    first, second = local.attach(settings), local.attach(settings)
+    pid = server_pid(settings)
+    assert first.url == second.url
+    assert "loading serve m --port 0 --data" in capsys.readouterr().err
+    first.release()
+    first.release()  # safe to repeat
+    assert not gone(pid, within_s=0.3)
+    second.release()
+    assert gone(pid)
+
+
+def test_a_server_is_there_whether_or_not_the_last_one_was_about_to_go(settings):
+    for _ in range(5):
+        first = local.attach(settings)
+        first.release()
+        second = local.attach(settings)  # at once: the old one stays, or a new one comes
+        assert local._healthy(second.url)
+        assert not gone(server_pid(settings), within_s=0.1)
+        second.release()
+    assert gone(server_pid(settings))
+
+
+def test_a_new_server_is_started_after_the_old_one_has_gone(settings):
+    local.attach(settings).release()
+    pid = server_pid(settings)
+    assert gone(pid)
+    second = local.attach(settings)
+    assert server_pid(settings) != pid
+    second.release()
+    assert gone(server_pid(settings))
+
+
+def attach_elsewhere(settings: LocalSettings) -> subprocess.Popen[str]:
+    code = f"""
+    import sys, time
+    from pathlib import Path
+    from tinkex.client import local
+    server = local.attach(local.LocalSettings(
+        model="m", arguments=(), data=Path({str(settings.data)!r}), module={MODULE!r}))
+    print(server.url, flush=True)
+    time.sleep(60)
+    """
+    return subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+
+
+def test_a_killed_client_leaves_no_server_behind(settings):
+    client = attach_elsewhere(settings)
+    assert client.stdout
+    assert client.stdout.readline().startswith("http://")
+    pid = server_pid(settings)
+    client.send_signal(signal.SIGKILL)
+    client.wait()
+    client.stdout.close()
+    assert gone(pid)
+
+
+def test_the_server_outlives_the_program_that_started_it_while_another_needs_it(settings):
+    starter = attach_elsewhere(settings)
+    assert starter.stdout
+    url = starter.stdout.readline().strip()
+    mine = local.attach(settings)
+    assert mine.url == url
+    pid = server_pid(settings)
+    starter.send_signal(signal.SIGKILL)
+    starter.wait()
+    starter.stdout.close()
+    assert not gone(pid, within_s=0.3)
+    mine.release()
+    assert gone(pid)
+
+
+def test_many_programs_at_once_share_one_server(settings):
+    clients = [attach_elsewhere(settings) for _ in range(4)]
+    urls = {client.stdout.readline().strip() for client in clients if client.stdout}
+    assert len(urls) == 1
+    pid = server_pid(settings)
+    for client in clients:
+        client.kill()
+        client.wait()
+        assert client.stdout
+        client.stdout.close()
+    assert gone(pid)
+
+
+def test_a_server_that_was_killed_is_replaced(settings):
+    first = local.attach(settings)
+    pid = server_pid(settings)
+    os.kill(pid, signal.SIGKILL)
+    assert gone(pid)
+    second = local.attach(settings)
+    assert server_pid(settings) != pid
+    first.release()
+    second.release()
+    assert gone(server_pid(settings))
+
+
+def test_other_settings_for_the_same_data_are_refused(settings):
+    running = local.attach(settings)
+    other = dataclasses.replace(settings, arguments=("--dtype", "bfloat16"))
+    with pytest.raises(TinkerError, match="with other settings uses"):
+        local.attach(other)
+    pid = server_pid(settings)
+    running.release()
+    assert gone(pid)
+
+
+def test_a_server_that_does_not_start_is_quoted(settings):
+    broken = dataclasses.replace(settings, arguments=("--broken",))
+    with pytest.raises(TinkerError, match="no such model"):
+        local.attach(broken)
+
+
+def test_settings_come_from_the_environment(tmp_path):
+    env = {
+        "TINKEX_LOCAL_MODEL": "org/model",
+        "TINKEX_LOCAL_ARGS": "--dtype bfloat16 --threads 2",
+        "XDG_DATA_HOME": str(tmp_path),
+    }
+    settings = LocalSettings.from_env(env)
+    assert settings.data.parent == tmp_path / "tinkex" / "local"
+    assert settings.command() == [
+        "serve",
+        "org/model",
+        "--port",
+        "0",
+        "--data",
+        str(settings.data),
+        "--dtype",
+        "bfloat16",
+        "--threads",
+        "2",
+    ]
+    other = LocalSettings.from_env(env | {"TINKEX_LOCAL_MODEL": "x=/a/org/model"})
+    assert other.data != settings.data

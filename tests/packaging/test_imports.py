@@ -1,0 +1,148 @@
+"""The architecture as a table, and the light import."""
+
+import ast
+import json
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[2] / "src" / "tinkex"
+
+#: room -> what it may import: other rooms of tinkex, then packages from outside. The longest
+#: name that fits a file counts. "~" allows it inside functions only: loaded when used.
+ROOMS = {
+    "": "client wire types",
+    "types": "wire",
+    "testing": "client wire ~engine",
+    "wire": "pydantic pydantic_core google ~numpy ~torch ~zstandard",
+    "client": "wire pydantic ~numpy ~models ~zstandard",
+    "client.transport": "client wire ~aiohttp",
+    "client.tokenizer": "client wire ~models ~tokenizers ~transformers ~huggingface_hub",
+    "models": "~numpy ~tokenizers ~huggingface_hub ~jinja2",
+    "engine": "wire models numpy torch ~triton transformers safetensors tokenizers",
+    "server.plan": "wire",
+    "server.store": "wire sqlalchemy alembic fsspec",
+    "server.executor": "wire server.plan",
+    "server.api": "wire server.store server.plan server.executor server.dispatch server.futures "
+    "server.saving server.settings fastapi starlette",
+    "server": "wire models server uvicorn prometheus_client fastapi starlette pydantic",
+    "cli": "client wire types models click rich ~server ~engine ~testing ~tokenizers ~matplotlib",
+}
+
+
+def modules():
+    return sorted(path for path in SOURCE.rglob("*.py") if "_pb2" not in path.name)
+
+
+def room_of(path: Path) -> str:
+    parts = path.relative_to(SOURCE).with_suffix("").parts
+    name = ".".join(part for part in parts if part != "__init__")
+    while name not in ROOMS and name:
+        name = name.rpartition(".")[0]
+    return name
+
+
+def imports(path: Path):
+    """(imported module, whether inside a function); what only type checkers see is left out."""
+
+    def visit(node, inside):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            yield from (found for child in node.orelse for found in visit(child, inside))
+            return
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            inside = True
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name, inside
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative imports hide which room is meant"
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                yield (full if node.module == "tinkex" else node.module), inside
+        for child in ast.iter_child_nodes(node):
+            yield from visit(child, inside)
+
+    yield from visit(ast.parse(path.read_text()), False)
+
+
+def within(name: str, rooms: Iterable[str]) -> bool:
+    """Whether a module is in one of the rooms: "server.plan" is in "server"."""
+    return any(name == room or name.startswith(f"{room}.") for room in rooms)
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(SOURCE)))
+def test_every_import_is_in_the_table(path):
+    room = room_of(path)
+    words = ROOMS[room].split()
+    always = {word for word in words if not word.startswith("~")}
+    inside_functions = {word.removeprefix("~") for word in words}
+    for imported, inside in imports(path):
+        package, _, rest = imported.partition(".")
+        if package in sys.stdlib_module_names:
+            continue
+        name = rest if package == "tinkex" else imported
+        if package == "tinkex" and rest and not list(SOURCE.glob(f"{rest.split('.')[0]}*")):
+            name = "client"  # `from tinkex import ServiceClient`: the public surface
+        if package == "tinkex" and (not rest or (room and within(name, [room]))):
+            continue  # its own room, or the public surface
+        allowed = inside_functions if inside else always
+        when = "" if inside else " when it is loaded"
+        assert within(name, allowed), f"{room or 'tinkex'} may not import {imported}{when} ({path})"
+
+
+def test_client_and_server_never_import_each_other():
+    for path in modules():
+        room = room_of(path).partition(".")[0]
+        names = [name for name, _ in imports(path)]
+        if room in ("client", "wire", "models", "", "types"):
+            assert not [n for n in names if n.startswith(("tinkex.server", "tinkex.engine"))], path
+        if room == "server":
+            assert not [n for n in names if n.startswith(("tinkex.client", "tinkex.engine"))], path
+
+
+HEAVY = {
+    "torch",
+    "transformers",
+    "tokenizers",
+    "fastapi",
+    "starlette",
+    "uvicorn",
+    "sqlalchemy",
+    "click",
+    "rich",
+}
+
+
+def loaded_by(code: str) -> list[str]:
+    done = subprocess.run(
+        [sys.executable, "-c", f"{code}\nimport sys, json; print(json.dumps(sorted(sys.modules)))"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return json.loads(done.stdout)
+
+
+def test_importing_tinkex_loads_next_to_nothing():
+    loaded = loaded_by("import tinkex; tinkex.__version__")
+    assert not HEAVY & set(loaded)
+    assert not {"numpy", "pydantic", "aiohttp", "google.protobuf"} & set(loaded)
+
+
+def test_using_the_client_loads_no_heavy_package_and_no_numpy_before_the_first_tensor():
+    loaded = loaded_by(
+        "import tinkex\n"
+        "from tinkex import types\n"
+        "service = tinkex.ServiceClient(base_url='http://127.0.0.1:9')\n"
+        "types.SamplingParams(max_tokens=3), tinkex.TrainingClient, tinkex.SamplingClient\n"
+    )
+    assert not {*HEAVY, "numpy", "aiohttp"} & set(loaded)
+
+
+def test_the_first_tensor_loads_numpy_and_still_no_heavy_package():
+    loaded = loaded_by("import tinkex; tinkex.TensorData(data=[1], dtype='int64')")
+    assert "numpy" in loaded
+    assert not HEAVY & set(loaded)
