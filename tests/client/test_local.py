@@ -7,11 +7,10 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
-from pathlib import Path
 
 import pytest
 
+from processes import gone
 from tinkex import TinkerError
 from tinkex.client import local
 from tinkex.client.local import LocalSettings
@@ -48,19 +47,6 @@ def settings(tmp_path, monkeypatch) -> LocalSettings:
 
 def server_pid(settings: LocalSettings) -> int:
     return int(json.loads((settings.data / "local.json").read_text())["pid"])
-
-
-def gone(pid: int, within_s: float = 10) -> bool:
-    deadline = time.monotonic() + within_s
-    while time.monotonic() < deadline:
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except OSError:
-            return True
-        if state == "Z":
-            return True
-        time.sleep(0.02)
-    return False
 
 
 def test_the_server_stops_when_the_last_client_lets_go(settings, capsys):

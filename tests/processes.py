@@ -1,0 +1,18 @@
+"""Whether a process has ended, for tests that wait for one they did not start themselves."""
+
+import time
+from pathlib import Path
+
+
+def gone(pid: int, within_s: float = 15) -> bool:
+    """True as soon as the process has ended; False if it has not within the time."""
+    deadline = time.monotonic() + within_s
+    while time.monotonic() < deadline:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            return True
+        if state == "Z":  # ended; whoever should collect it has not yet
+            return True
+        time.sleep(0.02)
+    return False
