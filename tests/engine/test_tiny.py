@@ -1,4 +1,4 @@
-"""The tiny model learns, by a LoRA loop in plain PyTorch with no tinkex code in it."""
+"""The tiny model learns, by a LoRA loop in plain PyTorch and by the engine."""
 
 import math
 
@@ -8,8 +8,11 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tinkex.engine import Engine, EngineSettings
 from tinkex.engine.tiny import ARCHES, TRAINING_TEXT, write_tiny_model
 from tinkex.models.tokenizer import load_tokenizer
+from tinkex.types import AdamParams, Datum, LoraConfig, ModelInput, TensorData
+from tinkex.wire.training import AdamOptimizerConfig, ForwardBackwardInput
 
 RANK, ALPHA = 8, 32
 
@@ -77,6 +80,35 @@ def test_it_halves_the_loss_in_20_steps_and_memorises_in_60(
     model = AutoModelForCausalLM.from_pretrained(folder)
     model = with_lora(model, train_unembed=train_unembed, generator=generator)
     losses = losses_per_token(model, data, steps=60)
+    assert losses[20] < losses[0] / 2
+    assert losses[60] < 0.1
+
+
+@pytest.mark.parametrize("train_unembed", [True, False], ids=["unembed", "no-unembed"])
+@pytest.mark.parametrize("arch", ARCHES)
+def test_it_learns_as_well_through_the_engine(arch, train_unembed, tmp_path):
+    folder = write_tiny_model(tmp_path, arch)
+    settings = EngineSettings(name="tiny", folder=folder, device="cpu", threads=1)
+    engine = Engine(settings)
+    lora = LoraConfig(rank=RANK, seed=0, train_unembed=train_unembed)
+    engine.create("model", lora, AdamOptimizerConfig())
+    rows = random_sequences(folder, torch.Generator().manual_seed(0)).tolist()
+    data = [
+        Datum(
+            model_input=ModelInput.from_ints(row[:-1]),
+            loss_fn_inputs={
+                "target_tokens": TensorData(data=row[1:], dtype="int64"),
+                "weights": TensorData(data=[1.0] * 24, dtype="float32"),
+            },
+        )
+        for row in rows
+    ]
+    losses = []
+    for _ in range(61):
+        work = ForwardBackwardInput(data=data, loss_fn="cross_entropy")
+        output = engine.run_pass("model", work, backward=True)
+        losses.append(-sum(sum(o["logprobs"].tolist()) for o in output.loss_fn_outputs) / 96)
+        engine.optim_step("model", AdamParams(learning_rate=1e-2))
     assert losses[20] < losses[0] / 2
     assert losses[60] < 0.1
 
