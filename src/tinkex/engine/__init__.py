@@ -1,6 +1,27 @@
-"""The engine: LoRA training and sampling over one frozen base model. Imports torch."""
+"""The engine: LoRA training and sampling over one frozen base model.
 
-from tinkex.engine.engine import Engine
-from tinkex.engine.settings import EngineFacts, EngineSettings
+torch is loaded with the first name taken from here, not before: pages and scheduling are plain code.
+"""
 
-__all__ = ["Engine", "EngineFacts", "EngineSettings"]
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tinkex.engine.engine import Engine
+    from tinkex.engine.sampling import Finished
+    from tinkex.engine.settings import EngineFacts, EngineSettings
+
+__all__ = ["Engine", "EngineFacts", "EngineSettings", "Finished"]
+
+_HOMES = {
+    "Engine": "tinkex.engine.engine",
+    "EngineFacts": "tinkex.engine.settings",
+    "EngineSettings": "tinkex.engine.settings",
+    "Finished": "tinkex.engine.sampling",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

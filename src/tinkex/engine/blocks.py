@@ -76,31 +76,21 @@ class Pages:
         return True
 
     def fork(self, holding: Holding, page_count: int) -> Holding:
-        """A second holding of the first `page_count` pages, to be extended with its own."""
-        spans = []
-        left = page_count
+        """
+        A second holding of the first `page_count` pages, to be extended with its own.
+
+        From now on neither writes to these pages, and both have them in the same spans.
+        """
+        self._share(holding, page_count)
+        spans, left = [], page_count
         for span in holding.spans:
-            taken = min(span.count, left)
-            if taken:
-                spans.append(Span(span.first, taken))
-            left -= taken
-        for span in spans:
+            if not left:
+                break
+            spans.append(Span(span.first, span.count))
+            left -= span.count
             for page in range(span.first, span.first + span.count):
                 self._users[page] += 1
         return Holding(spans=spans, shared_spans=len(spans))
-
-    def split(self, holding: Holding, page_count: int) -> None:
-        """Marks the first `page_count` pages as shared, in spans equal to those of its forks."""
-        spans, left = [], page_count
-        for span in holding.spans:
-            taken = min(span.count, left)
-            left -= taken
-            for first, count in ((span.first, taken), (span.first + taken, span.count - taken)):
-                if count:
-                    spans.append(Span(first, count))
-            if taken:
-                holding.shared_spans = len(spans) - (taken < span.count)
-        holding.spans = spans
 
     def close(self, holding: Holding) -> None:
         """Gives the pages back; those that somebody else holds too stay held."""
@@ -132,6 +122,22 @@ class Pages:
                 return span.first * self.size + position
             position -= capacity
         raise IndexError(f"the holding has no page for the token {position} behind its end")
+
+    def _share(self, holding: Holding, page_count: int) -> None:
+        """Marks the first pages as shared, with a border between spans behind them."""
+        shared = sum(span.count for span in holding.spans[: holding.shared_spans])
+        shared = max(shared, page_count)
+        spans: list[Span] = []
+        begin = 0
+        for span in holding.spans:
+            inside = min(max(page_count - begin, 0), span.count)
+            for first, count in ((span.first, inside), (span.first + inside, span.count - inside)):
+                if count:
+                    spans.append(Span(first, count))
+                    begin += count
+                    if begin == shared:
+                        holding.shared_spans = len(spans)
+        holding.spans = spans
 
     def _grow(self, holding: Holding) -> bool:
         """The last span one page longer, if the next page is not held."""

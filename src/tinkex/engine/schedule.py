@@ -240,8 +240,6 @@ class Schedule:
         pages, length = self.pages, len(fill.tokens)
         first, *others = fill.sequences
         full, begun = divmod(length, pages.size)
-        if others:
-            pages.split(fill.holding, full)
         first.holding = fill.holding
         born, copies = [first], []
         for sequence in others:

@@ -1,0 +1,27 @@
+"""A tiny model and an engine on it, made once; parts that do not need them do not wait for them."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from tinkex.engine import Engine
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tinkex.engine.tiny import write_tiny_model
+
+    return write_tiny_model(tmp_path_factory.mktemp("engine-model") / "tiny", "qwen3")
+
+
+@pytest.fixture(scope="session")
+def engine(tiny_folder: Path) -> "Engine":
+    """Tests leave no model of theirs behind in it."""
+    import torch
+
+    from tinkex.engine import Engine, EngineSettings
+
+    torch.set_num_threads(1)
+    return Engine(EngineSettings(name="tiny", folder=tiny_folder, device="cpu", kv_tokens=2048))

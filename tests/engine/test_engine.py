@@ -1,0 +1,159 @@
+"""What the engine does when asked: training side."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tinkex.engine import Engine, EngineSettings
+from tinkex.engine.model import UnsupportedModel
+from tinkex.wire.errors import UserFailure
+from tinkex.wire.inputs import Datum, ModelInput
+from tinkex.wire.training import (
+    AdamOptimizerConfig,
+    AdamParams,
+    DimuonOptimizerConfig,
+    DimuonParams,
+    ForwardBackwardInput,
+    LoraConfig,
+)
+
+
+@pytest.fixture
+def model(engine: Engine) -> Iterator[str]:
+    engine.create("m", LoraConfig(rank=4, seed=1), AdamOptimizerConfig())
+    yield "m"
+    engine.drop("m")
+
+
+def work(tokens: list[int], loss: str = "cross_entropy") -> ForwardBackwardInput:
+    datum = Datum(
+        model_input=ModelInput.from_ints(tokens[:-1]),
+        loss_fn_inputs={"target_tokens": tokens[1:], "weights": [1.0] * (len(tokens) - 1)},
+    )
+    return ForwardBackwardInput._of([datum], loss, None)
+
+
+def test_the_facts_are_the_model_s(engine: Engine) -> None:
+    facts = engine.facts
+    assert (facts.name, facts.arch, facts.device, facts.dtype) == (
+        "tiny",
+        "qwen3",
+        "cpu",
+        "float32",
+    )
+    assert (facts.max_context_length, facts.vocab_size) == (2048, 400)
+
+
+def test_a_model_is_created_once(engine: Engine, model: str) -> None:
+    assert engine.has(model)
+    with pytest.raises(ValueError, match="exists already"):
+        engine.create(model, LoraConfig(rank=4), AdamOptimizerConfig())
+
+
+@pytest.mark.parametrize(
+    ("lora", "message"),
+    [
+        (LoraConfig(rank=0), "rank is 0; ranks go from 1 to"),
+        (LoraConfig(rank=100_000), "rank is 100000"),
+        (
+            LoraConfig(rank=4, train_attn=False, train_mlp=False, train_unembed=False),
+            "trains nothing",
+        ),
+    ],
+)
+def test_an_impossible_adapter_is_refused(engine: Engine, lora: LoraConfig, message: str) -> None:
+    with pytest.raises(UserFailure, match=message):
+        engine.create("new", lora, AdamOptimizerConfig())
+    assert not engine.has("new")
+
+
+def test_an_optimizer_that_is_not_there_is_refused(engine: Engine, model: str) -> None:
+    with pytest.raises(UserFailure, match="'dimuon' is not supported by this server; use 'adamw'"):
+        engine.create("new", LoraConfig(rank=4), DimuonOptimizerConfig())
+    with pytest.raises(UserFailure, match="created with the adamw optimizer"):
+        engine.optim_step(model, DimuonParams(learning_rate=0.1))
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        AdamParams(learning_rate=-1.0),
+        AdamParams(learning_rate=float("nan")),
+        AdamParams(beta1=1.0),
+        AdamParams(beta2=-0.1),
+        AdamParams(eps=0.0),
+        AdamParams(weight_decay=-0.1),
+        AdamParams(grad_clip_norm=-1.0),
+    ],
+    ids=str,
+)
+def test_parameters_out_of_range_are_refused(
+    engine: Engine, model: str, params: AdamParams
+) -> None:
+    with pytest.raises(UserFailure, match=r"adam_params.\w+ is .*; it must be"):
+        engine.optim_step(model, params)
+
+
+def test_unknown_models_are_refused(engine: Engine) -> None:
+    with pytest.raises(UserFailure, match="model 'nobody' does not exist"):
+        engine.run_pass("nobody", work([1, 2]), backward=True)
+
+
+def test_a_refused_pass_leaves_no_gradient(engine: Engine, model: str) -> None:
+    with pytest.raises(UserFailure):
+        engine.run_pass(model, work([1, 2, 3], "stable_reinforce"), backward=True)
+    assert engine.optim_step(model, AdamParams())["grad_norm:mean"] == 0.0
+
+
+def test_metrics_have_one_colon_and_a_loss(engine: Engine, model: str) -> None:
+    output = engine.run_pass(model, work([1, 2, 3]), backward=True)
+    assert output.loss_fn_output_type == "ArrayRecord"
+    assert "loss:sum" in output.metrics
+    step = engine.optim_step(model, AdamParams(learning_rate=1e-3))
+    assert all(name.count(":") == 1 for name in {**output.metrics, **step})
+    assert step["grad_norm:mean"] > 0
+    assert step["update_norm:mean"] > 0
+    assert step["learning_rate:mean"] == 1e-3
+
+
+def test_gradients_can_be_thrown_away(engine: Engine, model: str) -> None:
+    engine.run_pass(model, work([1, 2, 3]), backward=True)
+    engine.clear_gradients(model)
+    assert engine.optim_step(model, AdamParams())["grad_norm:mean"] == 0.0
+
+
+def test_a_pass_can_be_run_in_steps(engine: Engine, model: str) -> None:
+    """So that others run in between; the result is the same."""
+    data = [datum for n in range(3) for datum in work([n, 5, 6, 7]).data]
+    whole = ForwardBackwardInput._of(data, "cross_entropy", None)
+    expected = engine.run_pass(model, whole, backward=False)
+    parts = engine.begin_pass(model, whole, backward=False)
+    steps = 0
+    while parts.step():
+        steps += 1
+    assert steps == 1
+    assert parts.output() == expected
+
+
+def test_two_models_train_apart(engine: Engine, model: str, tmp_path: Path) -> None:
+    engine.create("other", LoraConfig(rank=2, seed=1, train_mlp=False), AdamOptimizerConfig())
+    before = engine._adapters["other"].master.clone()
+    for _ in range(2):
+        engine.run_pass(model, work([1, 2, 3]), backward=True)
+        engine.optim_step(model, AdamParams(learning_rate=1e-2))
+    assert torch.equal(engine._adapters["other"].master, before)
+    assert not engine._adapters["other"].grad.any()
+    engine.drop("other")
+
+
+def test_a_wrong_device_says_what_there_is(tiny_folder: Path) -> None:
+    with pytest.raises(ValueError, match="use cpu, cuda or auto"):
+        Engine(EngineSettings(name="tiny", folder=tiny_folder, device="mps"))
+
+
+def test_a_mixture_of_experts_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3_moe", "num_experts": 8}')
+    with pytest.raises(UnsupportedModel, match="mixture of experts"):
+        Engine(EngineSettings(name="moe", folder=tmp_path, device="cpu"))

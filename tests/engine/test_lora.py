@@ -1,0 +1,151 @@
+"""Where adapters lie, what they begin with, and mixed rows in one batch."""
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+from tinkex.engine.adapters import chosen_targets, seed_of
+from tinkex.engine.lora import (
+    ALIGNMENT,
+    Layout,
+    LoraLinear,
+    Route,
+    Routing,
+    Target,
+    initial_weights,
+    make_layout,
+    make_pairs,
+    matrices,
+)
+from tinkex.wire.training import LoraConfig
+
+
+def target(name: str, kind: str = "attn", group: str | None = None, size: int = 6) -> Target:
+    return Target(name=name, kind=kind, inputs=size, outputs=size + 1, group=group or name)  # type: ignore[arg-type]
+
+
+TARGETS = [
+    target("q", group="qkv"),
+    target("k", group="qkv"),
+    target("o"),
+    target("up", "mlp", size=9),
+    target("lm_head", "unembed", size=11),
+]
+
+
+def ranges(layout: Layout) -> list[tuple[int, int]]:
+    return sorted(
+        (offset, offset + rows * columns)
+        for place in layout.places.values()
+        for offset, (rows, columns) in (
+            (place.offset_A, place.shape_A),
+            (place.offset_B, place.shape_B),
+        )
+    )
+
+
+@pytest.mark.parametrize("rank", [1, 3, 8])
+def test_matrices_do_not_overlap_and_groups_share_one_tall_A(rank: int) -> None:
+    layout = make_layout(TARGETS, rank)
+    for (_, stop), (start, _) in itertools.pairwise(ranges(layout)):
+        assert stop <= start
+    assert ranges(layout)[-1][1] <= layout.size
+    q, k = layout.places["q"], layout.places["k"]
+    assert k.offset_A == q.offset_A + rank * 6
+    assert all(place.offset_B % ALIGNMENT == 0 for place in layout.places.values())
+
+
+def test_an_adapter_begins_as_no_change_with_a_uniform_A() -> None:
+    layout = make_layout(TARGETS, 64)
+    flat = initial_weights(layout, seed=1)
+    for name, place in layout.places.items():
+        A, B = matrices(flat, place)
+        bound = place.shape_A[1] ** -0.5
+        assert not B.any()
+        assert A.abs().max() <= bound, name
+        assert float(A.std()) == pytest.approx(bound / 3**0.5, rel=0.15)
+
+
+def test_the_same_seed_gives_the_same_weights_whatever_else_is_trained() -> None:
+    everything, some = make_layout(TARGETS, 4), make_layout(TARGETS[2:4], 4)
+    flats = [initial_weights(everything, 5), initial_weights(some, 5)]
+    for name in ("o", "up"):
+        left = matrices(flats[0], everything.places[name])[0]
+        assert torch.equal(left, matrices(flats[1], some.places[name])[0])
+    assert not torch.equal(flats[0], initial_weights(everything, 6))
+
+
+def test_without_a_seed_the_model_s_id_decides() -> None:
+    lora = LoraConfig(rank=4)
+    assert seed_of(lora, "a:train:0") == seed_of(lora, "a:train:0") != seed_of(lora, "a:train:1")
+    assert seed_of(LoraConfig(rank=4, seed=0), "a:train:0") == 0
+
+
+@pytest.mark.parametrize(
+    ("switches", "names"),
+    [
+        ({}, ["q", "k", "o", "up", "lm_head"]),
+        ({"train_mlp": False}, ["q", "k", "o", "lm_head"]),
+        ({"train_attn": False, "train_unembed": False}, ["up"]),
+    ],
+)
+def test_switches_choose_the_layers(switches: dict[str, bool], names: list[str]) -> None:
+    chosen = chosen_targets(TARGETS, LoraConfig(rank=4, **switches))
+    assert [one.name for one in chosen] == names
+
+
+@pytest.mark.parametrize("rows", [3, 40])
+def test_every_row_gets_its_own_adapter_and_gradients_go_to_theirs(rows: int) -> None:
+    """Two adapters of different rank, base rows between them, against plain autograd."""
+    torch.manual_seed(0)
+    base = nn.Linear(6, 7).requires_grad_(False)
+    routing = Routing()
+    layer = LoraLinear(base, "q", routing)
+    routes, leaves, grads = [], [], []
+    cuts = [(0, rows // 3), (rows - rows // 3, rows)]
+    for rank, (start, stop) in zip((2, 5), cuts, strict=True):
+        layout = make_layout([TARGETS[0]], rank)
+        flat, grad = torch.randn(layout.size), torch.zeros(layout.size)
+        routes.append(Route(start, stop, make_pairs(layout, flat, scale=0.7, grad=grad)))
+        leaves.append([m.clone().requires_grad_() for m in matrices(flat, layout.places["q"])])
+        grads.append(matrices(grad, layout.places["q"]))
+    routing.routes = routes
+    x, push = torch.randn(1, rows, 6), torch.randn(1, rows, 7)
+
+    mine = x.clone().requires_grad_()
+    y = layer(mine)
+    y.backward(push)
+
+    theirs = x.clone().requires_grad_()
+    parts = base(theirs)[0]
+    added = torch.zeros_like(parts)
+    for (start, stop), (A, B) in zip(cuts, leaves, strict=True):
+        added[start:stop] = 0.7 * (theirs[0, start:stop] @ A.t()) @ B.t()
+    expected = parts + added
+    expected.backward(push[0])
+
+    torch.testing.assert_close(y[0], expected)
+    torch.testing.assert_close(mine.grad, theirs.grad)
+    for leaf, grad in zip(leaves, grads, strict=True):
+        for weight, found in zip(leaf, grad, strict=True):
+            torch.testing.assert_close(found, weight.grad)
+    with torch.no_grad():
+        torch.testing.assert_close(layer(x), y.detach())
+
+
+def test_gradients_of_several_passes_add_up() -> None:
+    torch.manual_seed(1)
+    routing = Routing()
+    layer = LoraLinear(nn.Linear(6, 7, bias=False).requires_grad_(False), "q", routing)
+    layout = make_layout([TARGETS[0]], 3)
+    grad = torch.zeros(layout.size)
+    routing.routes = [
+        Route(0, 4, make_pairs(layout, torch.randn(layout.size), scale=1.0, grad=grad))
+    ]
+    x = torch.randn(4, 6, requires_grad=True)
+    layer(x).sum().backward()
+    once = grad.clone()
+    layer(x).sum().backward()
+    torch.testing.assert_close(grad, 2 * once)

@@ -1,0 +1,127 @@
+"""Drawing tokens from logits."""
+
+import math
+
+import pytest
+import torch
+
+from tinkex.engine.pick import Draw, gumbel_noise, lowest_kept, noise_keys, pick
+from tinkex.engine.sequences import Drawing
+
+CPU = torch.device("cpu")
+
+
+def drawing(
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int = 0,
+    report_top: int = 0,
+) -> Drawing:
+    return Drawing(
+        temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, report_top=report_top
+    )
+
+
+def logits_of(*probabilities: float) -> torch.Tensor:
+    return torch.tensor(probabilities).log()
+
+
+def draw_many(logits: torch.Tensor, how: Drawing, count: int) -> torch.Tensor:
+    rows = logits.repeat(count, 1)
+    return torch.tensor(pick(rows, [Draw(how, 0, step) for step in range(count)]).tokens)
+
+
+def test_temperature_zero_takes_the_likeliest_and_reports_it_untempered() -> None:
+    picked = pick(logits_of(0.2, 0.5, 0.3)[None], [Draw(drawing(temperature=0.0), 0, 0)])
+    assert picked.tokens == [1]
+    assert picked.logprobs == [pytest.approx(math.log(0.5))]
+
+
+def test_the_logprob_is_of_the_tempered_distribution_before_any_cut() -> None:
+    probabilities = [0.6, 0.3, 0.1]
+    how = drawing(temperature=0.5, top_k=1)
+    picked = pick(logits_of(*probabilities)[None], [Draw(how, 0, 0)])
+    squares = [p**2 for p in probabilities]  # temperature 1/2
+    assert picked.logprobs == [pytest.approx(math.log(squares[0] / sum(squares)))]
+
+
+def test_draws_have_the_right_frequencies() -> None:
+    probabilities = torch.tensor([0.5, 0.25, 0.15, 0.07, 0.03])
+    tokens = draw_many(probabilities.log(), drawing(seed=3), 4000)
+    counts = torch.bincount(tokens, minlength=5).double()
+    expected = 4000 * probabilities.double()
+    chi_square = float(((counts - expected) ** 2 / expected).sum())
+    assert chi_square < 23.5  # 4 degrees of freedom: one in ten thousand seeds is beyond
+
+
+def test_a_token_of_no_probability_is_never_drawn() -> None:
+    """Noise has no outliers: forty nats below the rest is out of reach."""
+    logits = torch.full((20_000,), -40.0)
+    logits[7] = 0.0
+    assert set(draw_many(logits, drawing(seed=1), 300).tolist()) == {7}
+
+
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "kept"),
+    [
+        (None, None, {0, 1, 2, 3, 4}),
+        (2, None, {0, 1}),
+        (1, None, {0}),
+        (9, None, {0, 1, 2, 3, 4}),
+        (None, 0.5, {0}),  # reached by the first alone
+        (None, 0.51, {0, 1}),
+        (None, 0.9, {0, 1, 2}),
+        (None, 1e-6, {0}),  # the likeliest always stays
+        (2, 0.7, {0, 1}),  # of what top_k kept, 0.5 / 0.75 is less than 0.7
+        (2, 0.6, {0}),
+    ],
+)
+def test_cuts_keep_the_likeliest(top_k: int | None, top_p: float | None, kept: set[int]) -> None:
+    logits = logits_of(0.5, 0.25, 0.15, 0.07, 0.03)
+    cutoff = lowest_kept(logits, drawing(top_k=top_k, top_p=top_p))
+    found = set(range(5)) if cutoff is None else set((logits >= cutoff).nonzero()[:, 0].tolist())
+    assert found == kept
+    tokens = draw_many(logits, drawing(top_k=top_k, top_p=top_p), 300)
+    assert set(tokens.tolist()) <= kept
+
+
+def test_a_nucleus_wider_than_the_first_guess_is_found() -> None:
+    logits = torch.zeros(4000)
+    logits[:2000] += torch.linspace(0.02, 0.01, 2000)
+    cutoff = lowest_kept(logits, drawing(top_p=0.25))
+    kept = int((logits >= cutoff).sum())
+    assert kept == pytest.approx(1000, abs=12)
+
+
+def test_noise_depends_on_seed_sample_step_and_token_alone() -> None:
+    base = gumbel_noise(100, noise_keys(1, 2, 3), CPU)
+    assert torch.equal(gumbel_noise(50, noise_keys(1, 2, 3), CPU), base[:50])
+    for other in ((2, 2, 3), (1, 3, 3), (1, 2, 4), (1, 3, 2), (-1, 2, 3), (2**64 - 2, 2, 3)):
+        assert not torch.isclose(gumbel_noise(100, noise_keys(*other), CPU), base).any()
+
+
+def test_noise_is_gumbel_distributed() -> None:
+    noise = gumbel_noise(200_000, noise_keys(7, 0, 0), CPU).double()
+    assert float(noise.mean()) == pytest.approx(0.5772, abs=0.015)
+    assert float(noise.var()) == pytest.approx(math.pi**2 / 6, abs=0.04)
+    assert torch.isfinite(noise).all()
+    assert float(noise.max()) < 20
+
+
+def test_neighbouring_seeds_and_steps_are_independent() -> None:
+    rows = torch.stack(
+        [gumbel_noise(4000, noise_keys(s, 0, t), CPU) for s in (0, 1) for t in (0, 1)]
+    )
+    correlation = torch.corrcoef(rows) - torch.eye(4)
+    assert float(correlation.abs().max()) < 0.07
+
+
+def test_the_likeliest_are_reported_where_asked() -> None:
+    logits = logits_of(0.5, 0.2, 0.3).repeat(2, 1)
+    picked = pick(logits, [Draw(drawing(report_top=2), 0, 0), Draw(drawing(), 0, 0)])
+    assert picked.tops[0] is not None
+    ids, logprobs = picked.tops[0]
+    assert ids == [0, 2]
+    assert logprobs == [pytest.approx(math.log(0.5)), pytest.approx(math.log(0.3))]
+    assert picked.tops[1] is None

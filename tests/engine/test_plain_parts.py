@@ -1,0 +1,14 @@
+"""Parts of the engine that decide, and must not need torch for it."""
+
+import subprocess
+import sys
+
+
+def test_pages_sequences_and_schedule_load_no_torch() -> None:
+    code = (
+        "import sys, tinkex.engine.schedule, tinkex.engine.settings\n"
+        "loaded = {'torch', 'transformers', 'numpy'} & set(sys.modules)\n"
+        "sys.exit(', '.join(sorted(loaded)) or 0)"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr

@@ -1,0 +1,265 @@
+"""What the sampler answers, and what it refuses."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tinkex.engine import Engine, EngineSettings
+from tinkex.models.tokenizer import Tokenizer, load_tokenizer
+from tinkex.wire.errors import UserFailure
+from tinkex.wire.inputs import ModelInput
+from tinkex.wire.sampling import SampleRequest, SampleResponse, SamplingParams
+from tinkex.wire.tensors import TensorData
+from tinkex.wire.training import AdamOptimizerConfig, LoraConfig
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tiny_folder: Path) -> Tokenizer:
+    return load_tokenizer(tiny_folder)
+
+
+def request(prompt: Sequence[int] = (1, 2, 3), **options: Any) -> SampleRequest:
+    params = {
+        name: options.pop(name) for name in list(options) if name in SamplingParams.model_fields
+    }
+    return SampleRequest(
+        prompt=ModelInput.from_ints(list(prompt)),
+        sampling_params=SamplingParams(**{"seed": 1, **params}),
+        **options,
+    )
+
+
+def sample(engine: Engine, one: SampleRequest, adapter: Path | None = None) -> SampleResponse:
+    engine.submit(1, one, adapter=adapter)
+    finished = []
+    while engine.sampling:
+        finished += engine.advance()
+    (only,) = finished
+    assert not isinstance(only.outcome, Exception)
+    return only.outcome
+
+
+def tokens(engine: Engine, **options: Any) -> list[int]:
+    return sample(engine, request(**options)).sequences[0].tokens
+
+
+def test_the_same_seed_repeats_and_another_does_not(engine: Engine) -> None:
+    first = tokens(engine, max_tokens=20, seed=4, stop=[])
+    assert tokens(engine, max_tokens=20, seed=4, stop=[]) == first
+    assert tokens(engine, max_tokens=20, seed=5, stop=[]) != first
+
+
+def test_without_a_seed_draws_differ(engine: Engine) -> None:
+    drawn = {tuple(tokens(engine, max_tokens=20, seed=None, stop=[])) for _ in range(3)}
+    assert len(drawn) == 3
+
+
+def test_greedy_is_the_likeliest_token_every_time(engine: Engine) -> None:
+    answer = sample(
+        engine, request(max_tokens=10, temperature=0.0, stop=[], topk_sample_logprobs=2)
+    ).sequences[0]
+    assert answer.topk_logprobs_np is not None
+    assert answer.tokens == answer.topk_logprobs_np.token_ids[:, 0].tolist()
+    np.testing.assert_allclose(
+        answer.logprobs_np, answer.topk_logprobs_np.logprobs[:, 0], atol=1e-6
+    )
+    assert answer.tokens == tokens(engine, max_tokens=10, top_k=1, stop=[])
+
+
+def test_samples_of_a_request_differ_and_come_in_order(engine: Engine) -> None:
+    several = sample(engine, request(num_samples=5, max_tokens=12, stop=[])).sequences
+    assert len({tuple(sequence.tokens) for sequence in several}) == 5
+    # The first of several is what a single sample would have been.
+    assert several[0].tokens == tokens(engine, max_tokens=12, stop=[])
+
+
+def test_a_stop_token_is_included_and_named_as_the_reason(engine: Engine) -> None:
+    free = tokens(engine, max_tokens=20, stop=[])
+    at = free.index(free[7])
+    answer = sample(engine, request(max_tokens=20, stop=[free[7]])).sequences[0]
+    assert answer.tokens == free[: at + 1]
+    assert answer.stop_reason == "stop"
+    assert answer.logprobs is not None
+    assert len(answer.logprobs) == at + 1
+
+
+def test_a_stop_text_ends_with_the_token_that_completes_it(
+    engine: Engine, tokenizer: Tokenizer
+) -> None:
+    free = tokens(engine, max_tokens=40, stop=[])
+    text = tokenizer.decode(free)
+    stop = text[len(text) // 2 :][:3]
+    answer = sample(engine, request(max_tokens=40, stop=stop)).sequences[0]
+    assert answer.stop_reason == "stop"
+    assert answer.tokens == free[: len(answer.tokens)]
+    assert stop in tokenizer.decode(answer.tokens)
+    assert stop not in tokenizer.decode(answer.tokens[:-1])
+    assert answer == sample(engine, request(max_tokens=40, stop=["never there", stop])).sequences[0]
+
+
+def test_without_stop_the_end_of_a_turn_stops_and_an_empty_list_never_does(
+    tiny_folder: Path, engine: Engine
+) -> None:
+    (eos,) = engine.model.eos_token_ids
+    # 400 tokens, so that within 2000 draws the end of a turn is all but sure.
+    by_default = sample(engine, request(max_tokens=1900, temperature=3.0)).sequences[0]
+    assert by_default.tokens[-1] == eos
+    assert by_default.stop_reason == "stop"
+    length = len(by_default.tokens)
+    never = sample(engine, request(max_tokens=length + 5, temperature=3.0, stop=[])).sequences[0]
+    assert never.tokens[:length] == by_default.tokens
+    assert (len(never.tokens), never.stop_reason) == (length + 5, "length")
+
+
+def test_no_max_tokens_means_up_to_the_context(engine: Engine) -> None:
+    answer = sample(engine, request([5] * 2040, stop=[])).sequences[0]
+    assert (len(answer.tokens), answer.stop_reason) == (8, "length")
+
+
+def test_prompt_logprobs_begin_with_none(engine: Engine) -> None:
+    answer = sample(
+        engine,
+        request([4, 5, 6, 7], max_tokens=1, prompt_logprobs=True, topk_prompt_logprobs=400),
+    )
+    assert answer.prompt_logprobs is not None
+    assert answer.prompt_logprobs[0] is None
+    assert answer.topk_prompt_logprobs is not None
+    assert answer.topk_prompt_logprobs[0] is None
+    for position, token in enumerate([5, 6, 7], start=1):
+        row = answer.topk_prompt_logprobs[position]
+        assert row is not None
+        assert dict(row)[token] == pytest.approx(answer.prompt_logprobs[position], abs=1e-5)
+        assert [pair[1] for pair in row] == sorted((pair[1] for pair in row), reverse=True)
+
+
+def test_only_the_last_prompt_positions_are_answered_when_asked(engine: Engine) -> None:
+    prompt = list(range(10))
+    options = {"max_tokens": 1, "prompt_logprobs": True, "topk_prompt_logprobs": 2}
+    whole = sample(engine, request(prompt, **options))
+    last = sample(engine, request(prompt, **options, prompt_logprobs_last_n=3))
+    assert last.prompt_logprobs is not None
+    assert whole.prompt_logprobs is not None
+    assert last.prompt_logprobs[:7] == [None] * 7
+    assert last.prompt_logprobs[7:] == pytest.approx(whole.prompt_logprobs[7:], abs=1e-5)
+    assert last.topk_prompt_logprobs is not None
+    assert last.topk_prompt_logprobs[:7] == [None] * 7
+    assert None not in last.topk_prompt_logprobs[7:]
+
+
+def test_a_prompt_of_one_token_has_no_logprobs_to_tell(engine: Engine) -> None:
+    answer = sample(engine, request([9], max_tokens=1, prompt_logprobs=True))
+    assert answer.prompt_logprobs == [None]
+
+
+def test_nothing_about_the_prompt_is_said_unasked(engine: Engine) -> None:
+    answer = sample(engine, request(max_tokens=1))
+    assert answer.prompt_logprobs_np is None
+    assert answer.topk_prompt_logprobs_np is None
+    assert answer.sequences[0].topk_logprobs_np is None
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "context": (
+        {"prompt": [1] * 2000, "max_tokens": 100},
+        r"2000 tokens and max_tokens 100 are 2100.*context is 2048.*at most 48",
+    ),
+    "full context": (
+        {"prompt": [1] * 2048, "max_tokens": None},
+        "2048 tokens and fills the context of 2048",
+    ),
+    "empty prompt": ({"prompt": []}, "prompt: is empty"),
+    "token": ({"prompt": [1, 400]}, "token 400 at position 1 is outside the vocabulary"),
+    "max_tokens": ({"max_tokens": 0}, "max_tokens is 0; it must be at least 1"),
+    "samples": ({"num_samples": 0}, "num_samples is 0"),
+    "temperature": ({"temperature": -1.0}, "temperature is -1.0"),
+    "top_k": ({"top_k": 0}, "top_k is 0; use -1 for all"),
+    "top_p": ({"top_p": 0.0}, r"top_p is 0.0; it lies in \(0, 1\]"),
+    "stop token": ({"stop": [401]}, "stop holds token 401"),
+    "stop text": ({"stop": ["a", ""]}, "stop holds an empty text"),
+    "top of samples": ({"topk_sample_logprobs": 401}, "topk_sample_logprobs is 401"),
+    "top of prompt": ({"topk_prompt_logprobs": -1}, "topk_prompt_logprobs is -1"),
+    "last n alone": ({"prompt_logprobs_last_n": 1}, "needs prompt_logprobs = true"),
+    "last n": (
+        {"prompt_logprobs": True, "prompt_logprobs_last_n": 3},
+        "prompt_logprobs_last_n is 3; for this prompt it goes from 1 to 2",
+    ),
+    "targets": (
+        {
+            "target_prompt_logprobs": TensorData(data=[1, 2], dtype="int64", shape=[2, 1]),
+            "max_tokens": 1,
+        },
+        "target_prompt_logprobs is not supported",
+    ),
+    "alternatives": ({"prompt_alt_tokens_k": 1}, "prompt_alt_tokens_k is not supported"),
+    "stability": ({"record_stability_info": True}, "record_stability_info is not supported"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_done_is_refused_at_once(engine: Engine, case: str) -> None:
+    options, message = REFUSED[case]
+    with pytest.raises(UserFailure, match=message):
+        engine.submit(1, request(**{"max_tokens": 5, **options}), adapter=None)
+    assert not engine.sampling
+
+
+def test_what_never_fits_the_cache_is_refused_with_the_sizes(tiny_folder: Path) -> None:
+    small = Engine(EngineSettings(name="t", folder=tiny_folder, device="cpu", kv_tokens=64))
+    with pytest.raises(UserFailure, match=r"room for 70 tokens, and the server's cache holds 64"):
+        small.submit(1, request([1] * 40, max_tokens=30), adapter=None)
+    assert len(tokens(small, prompt=[1] * 40, max_tokens=24, stop=[])) == 24
+
+
+def test_an_adapter_of_another_model_is_refused(engine: Engine, tmp_path: Path) -> None:
+    with pytest.raises(UserFailure, match=r"has no adapter_config.json"):
+        engine.submit(1, request(), adapter=tmp_path)
+
+
+def test_idle_adapters_are_let_go_and_come_back(tiny_folder: Path, tmp_path: Path) -> None:
+    engine = Engine(
+        EngineSettings(name="t", folder=tiny_folder, device="cpu", kv_tokens=256, idle_adapters=2)
+    )
+    folders = []
+    for seed in range(4):
+        engine.create("m", LoraConfig(rank=2, seed=seed), AdamOptimizerConfig())
+        engine.save("m", tmp_path / str(seed), optimizer=False)
+        engine.drop("m")
+        folders.append(tmp_path / str(seed))
+    answers = [sample(engine, request(max_tokens=3), folder) for folder in folders]
+    assert engine._sampler is not None
+    assert list(engine._sampler._adapters) == [str(folder) for folder in folders[2:]]
+    assert sample(engine, request(max_tokens=3), folders[0]) == answers[0]
+
+
+def test_a_cancelled_request_is_never_answered(engine: Engine) -> None:
+    engine.submit(1, request(max_tokens=200, stop=[]), adapter=None)
+    engine.submit(2, request(max_tokens=20, stop=[], seed=3), adapter=None)
+    engine.advance()
+    engine.cancel(1)
+    finished = []
+    while engine.sampling:
+        finished += engine.advance()
+    assert [one.ticket for one in finished] == [2]
+    engine.cancel(77)
+
+
+def test_a_burst_ends_when_somebody_is_done(engine: Engine) -> None:
+    engine.submit(1, request(max_tokens=1, stop=[]), adapter=None)
+    engine.submit(2, request(max_tokens=100, stop=[]), adapter=None)
+    assert [one.ticket for one in engine.advance()] == [1]
+    engine.cancel(2)
+
+
+def test_a_failing_step_is_answered_and_others_can_follow(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as broken:
+        broken.setattr(engine.model, "hidden", None)
+        engine.submit(1, request(max_tokens=5), adapter=None)
+        (finished,) = engine.advance()
+    assert isinstance(finished.outcome, TypeError)
+    assert not engine.sampling
+    assert len(tokens(engine, max_tokens=5, stop=[])) == 5

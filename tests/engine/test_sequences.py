@@ -1,0 +1,66 @@
+"""When a sequence is over."""
+
+from collections.abc import Sequence
+
+import pytest
+
+from tinkex.engine.sequences import Drawing, Request, SampleSequence, Stops
+
+
+def decode(tokens: Sequence[int]) -> str:
+    return bytes(tokens).decode(errors="replace")
+
+
+def drawn(text: str, stops: Stops, *, max_new_tokens: int = 100) -> SampleSequence:
+    request = Request(
+        ticket=0,
+        adapter=None,
+        prompt=[1],
+        samples=1,
+        max_new_tokens=max_new_tokens,
+        drawing=Drawing(temperature=1.0, top_k=None, top_p=None, seed=0),
+        stops=stops,
+    )
+    sequence = SampleSequence(request=request, index=0)
+    for token in text.encode():
+        sequence.append(token, -0.5, None)
+        if sequence.stop_reason is not None:
+            break
+    return sequence
+
+
+def test_a_stop_token_is_part_of_the_sequence() -> None:
+    sequence = drawn("ab.cd", Stops(token_ids=frozenset(b".")))
+    assert (bytes(sequence.tokens), sequence.stop_reason) == (b"ab.", "stop")
+    assert len(sequence.logprobs) == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "ends"),
+    [
+        ("one\n\nUser: two", "\n\nUser:", "one\n\nUser:"),
+        ("aab", "ab", "aab"),  # the first a is not the beginning
+        ("say “stop” now", "“stop”", "say “stop”"),  # three bytes for each quotation mark
+        ("🙂🙂🙃 end", "🙃", "🙂🙂🙃"),
+        ("nothing here", "never", "nothing here"),
+    ],
+)
+def test_a_stop_text_ends_with_the_token_that_completes_it(text: str, stop: str, ends: str) -> None:
+    sequence = drawn(text, Stops(texts=(stop,), decode=decode))
+    assert bytes(sequence.tokens).decode() == ends
+    assert (sequence.stop_reason == "stop") == (stop in text)
+
+
+def test_any_of_several_texts_stops() -> None:
+    sequence = drawn("x = 1; y", Stops(texts=("\n", ";"), decode=decode))
+    assert decode(sequence.tokens) == "x = 1;"
+
+
+def test_without_stops_only_the_length_ends_a_sequence() -> None:
+    sequence = drawn("abcdef", Stops(), max_new_tokens=4)
+    assert (decode(sequence.tokens), sequence.stop_reason) == ("abcd", "length")
+
+
+def test_a_stop_at_the_last_allowed_token_is_a_stop() -> None:
+    sequence = drawn("ab.", Stops(token_ids=frozenset(b".")), max_new_tokens=3)
+    assert sequence.stop_reason == "stop"
