@@ -6,6 +6,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import functools
+import inspect
 import sys
 import warnings
 from abc import ABC, abstractmethod
@@ -179,12 +180,11 @@ def waits(start: Callable[Concatenate[S, P], Promise[T]]) -> Callable[Concatenat
     """The blocking form: returns the value."""
     name = start.__name__.lstrip("_")
 
-    @functools.wraps(start)
     def blocking(self: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
         refuse_to_block(name, f"{name}_async")
         return start(self, *args, **kwargs).block()
 
-    return _named(blocking, name)
+    return _spelt(blocking, name, start)
 
 
 def awaits(
@@ -192,11 +192,10 @@ def awaits(
 ) -> Callable[Concatenate[S, P], Coroutine[Any, Any, T]]:
     """The `_async` form that returns the value."""
 
-    @functools.wraps(start)
     async def twin(self: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
         return await start(self, *args, **kwargs)
 
-    return _named(twin, start.__name__.lstrip("_") + "_async")
+    return _spelt(twin, start.__name__.lstrip("_") + "_async", start)
 
 
 def submits(
@@ -204,18 +203,23 @@ def submits(
 ) -> Callable[Concatenate[S, P], Coroutine[Any, Any, Promise[T]]]:
     """The `_async` form that returns the future: await it twice, or keep it for later."""
 
-    @functools.wraps(start)
     async def twin(self: S, /, *args: P.args, **kwargs: P.kwargs) -> Promise[T]:
         return start(self, *args, **kwargs)
 
-    return _named(twin, start.__name__.lstrip("_") + "_async")
+    return _spelt(twin, start.__name__.lstrip("_") + "_async", start)
 
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def _named(function: F, name: str) -> F:
-    owner, _, _ = function.__qualname__.rpartition(".")
+def _spelt(function: F, name: str, start: Callable[..., Any]) -> F:
+    """Make it look as if it had been written out: name, parameters, words, kind."""
+    owner, _, _ = start.__qualname__.rpartition(".")
     function.__name__ = name
-    function.__qualname__ = f"{owner}.{name}" if owner else name
+    function.__qualname__ = f"{owner}.{name}"
+    function.__doc__ = start.__doc__
+    function.__module__ = start.__module__
+    signature = inspect.signature(start).replace(return_annotation=inspect.Signature.empty)
+    # Not `functools.wraps`: tools look through that, and would see a plain function.
+    function.__signature__ = signature  # type: ignore[attr-defined]
     return function

@@ -7,7 +7,6 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from email.utils import parsedate_to_datetime
 
 from tinkex.client.errors import APIConnectionError, APIStatusError
 
@@ -60,6 +59,8 @@ def _number(text: str) -> float | None:
 
 
 def _until(text: str, now: datetime) -> float | None:
+    from email.utils import parsedate_to_datetime
+
     try:
         then = parsedate_to_datetime(text)
     except (TypeError, ValueError):

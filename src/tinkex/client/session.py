@@ -17,12 +17,11 @@ import weakref
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from time import monotonic
-from typing import Any, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 from urllib.parse import quote
 
 from pydantic import BaseModel
 
-from tinkex.client import local
 from tinkex.client import loop as background_loop
 from tinkex.client.backpressure import Budget, Lane, Lanes
 from tinkex.client.calls import Calls, client_headers
@@ -31,7 +30,6 @@ from tinkex.client.futures import Promise, settle
 from tinkex.client.results import QueueObserver, Results, Wanted
 from tinkex.client.settings import LOCAL, PROTOCOL_VERSION, Settings
 from tinkex.client.transport import HttpTransport, Kind, Transport
-from tinkex.client.version import __version__
 from tinkex.wire.base import Payload
 from tinkex.wire.futures import UntypedAPIFuture
 from tinkex.wire.runs import (
@@ -43,6 +41,9 @@ from tinkex.wire.runs import (
     SessionHeartbeatRequest,
     SessionHeartbeatResponse,
 )
+
+if TYPE_CHECKING:
+    from tinkex.client.local import LocalServer
 
 log = logging.getLogger("tinkex.session")
 
@@ -131,7 +132,7 @@ class Session:
         self._user_metadata = dict(user_metadata or {})
         self._display_name = display_name
         self._make_transport = make_transport
-        self._server: local.LocalServer | None = None
+        self._server: LocalServer | None = None
         self._home = os.getpid()
         self._model_numbers = itertools.count()
         self._sampler_numbers = itertools.count()
@@ -209,8 +210,13 @@ class Session:
         return connection, await self._opened.get()
 
     async def _connect(self) -> Connection:
+        # Here, because reading the metadata of distributions takes a while to load.
+        from tinkex.client.version import __version__
+
         url = self.settings.base_url
         if url == LOCAL:
+            from tinkex.client import local
+
             if self._server is None:
                 self._server = await asyncio.to_thread(local.attach)
             url = self._server.url
@@ -476,7 +482,7 @@ def _forget() -> None:
     _transports.clear()
 
 
-if hasattr(os, "register_at_fork"):
+if hasattr(os, "register_at_fork"):  # not on Windows
     os.register_at_fork(after_in_child=_forget)
 
 
@@ -489,7 +495,7 @@ def _cancels_here() -> Budget:
 
 
 def _abandon(
-    loop: asyncio.AbstractEventLoop, connection: Connection, server: local.LocalServer | None
+    loop: asyncio.AbstractEventLoop, connection: Connection, server: LocalServer | None
 ) -> None:
     if server is not None:
         server.release()

@@ -10,7 +10,6 @@ import asyncio
 import enum
 import json
 import ssl
-import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
@@ -178,6 +177,8 @@ class HttpTransport:
 
 def proxy_for(url: str) -> str | None:
     """The proxy that the environment names for this address, or None."""
+    import urllib.request
+
     parts = urlsplit(url)
     host = parts.hostname or ""
     if urllib.request.proxy_bypass(host):
