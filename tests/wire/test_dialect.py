@@ -106,6 +106,26 @@ def test_the_accept_header_decides_about_protobuf(accept, binary):
     assert wants_protobuf(accept) is binary
 
 
+@pytest.mark.parametrize(
+    ("version", "alike", "mixed"),
+    [
+        ("0.19.0", True, False),
+        ("0.22.3", True, False),
+        ("0.24.0", True, False),  # recorded: "cannot reshape array of size 10 into shape (1,8)"
+        ("0.24.1", True, True),
+        ("0.36.0", True, True),
+    ],
+)
+def test_results_of_different_shapes_go_as_json_to_clients_that_misread_them(version, alike, mixed):
+    def output(*shapes: tuple[int, int]) -> ForwardBackwardOutput:
+        tensors = [TensorData.from_numpy(np.zeros(shape)) for shape in shapes]
+        return ForwardBackwardOutput("ArrayRecord", [{"logprobs": t} for t in tensors])
+
+    assert Dialect.of(version).reads_as_protobuf(output((5, 8), (3, 8))) is alike
+    assert Dialect.of(version).reads_as_protobuf(output((5, 8), (5, 2))) is mixed
+    assert Dialect.of(version).reads_as_protobuf(output()) is True
+
+
 # -- JSON for old clients ------------------------------------------------------------------------
 
 SPARSE = TensorData(

@@ -291,6 +291,7 @@ def test_a_bad_request_is_refused_with_its_path(change, path):
         (pb.Tensor(dense=bytes(8), dtype=pb.DTYPE_INT64, shape=[2]), ".shape"),
         (pb.Tensor(dense=bytes(8), dtype=pb.DTYPE_INT64, shape=[-1, -1]), ".shape"),
         (pb.Tensor(dense=b"", dtype=pb.DTYPE_INT64, shape=[2**62, 2**62]), ".shape"),
+        (pb.Tensor(dense=b"", dtype=pb.DTYPE_INT64, shape=[2**62, 0]), ".shape"),
         (pb.Tensor(dense=bytes(8), dtype=pb.DTYPE_INT64, shape=[1] * 17), ".shape"),
         (
             pb.Tensor(sparse_csr=pb.SparseCsr(crow_indices=b"1"), dtype=pb.DTYPE_INT64),

@@ -77,6 +77,15 @@ class Dialect:
         """From 0.25 on a JSON result of a pass or a sample is an error to the client."""
         return self.version >= (0, 25, 0)
 
+    def reads_as_protobuf(self, output: ForwardBackwardOutput) -> bool:
+        """
+        Whether the result of a pass may go to this client as protobuf, if it asks for that.
+
+        Up to 0.24.0 the client reads all examples in the shape of the first record: where they
+        differ (targets of [5, 8] and [5, 2], say) it needs JSON, which it accepts as well.
+        """
+        return self.version >= (0, 24, 1) or sum(1 for _ in output.runs()) <= 1
+
     def forward_backward_json(self, output: ForwardBackwardOutput) -> dict[str, Any]:
         """The result of a pass for a client that reads JSON; `UserFailure` if JSON cannot hold it."""
         for name, value in output.metrics.items():

@@ -203,7 +203,7 @@ def encode_forward_backward_output(output: ForwardBackwardOutput) -> bytes:
     message = pb.ForwardBackwardOutput(
         loss_fn_output_type=output.loss_fn_output_type, metrics=output.metrics
     )
-    for run in _runs(output.loss_fn_outputs):
+    for run in output.runs():
         record = message.loss_fn_outputs.add(
             type_tag=output.loss_fn_output_type, num_datums=len(run)
         )
@@ -227,25 +227,6 @@ def decode_forward_backward_output(body: bytes) -> ForwardBackwardOutput:
     if not output_type and not outputs:
         output_type = "ArrayRecord"
     return ForwardBackwardOutput(output_type, outputs, dict(message.metrics))
-
-
-def _layout(output: LossFnOutput) -> dict[str, tuple[Any, ...]]:
-    """What two examples must have in common to share a record."""
-    return {name: (t.dtype, *(t.shape or [0])[1:]) for name, t in output.items()}
-
-
-def _runs(outputs: Sequence[LossFnOutput]) -> Iterator[list[LossFnOutput]]:
-    run: list[LossFnOutput] = []
-    layout: dict[str, tuple[Any, ...]] = {}
-    for output in outputs:
-        here = _layout(output)
-        if run and here != layout:
-            yield run
-            run = []
-        run.append(output)
-        layout = here
-    if run:
-        yield run
 
 
 def _write_batched(message: pb.BatchedTensor, tensors: Sequence[TensorData]) -> None:

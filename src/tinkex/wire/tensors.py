@@ -312,7 +312,7 @@ def _checked_shape(shape: Any) -> list[int] | None:
     if not isinstance(shape, (list, tuple)) or len(shape) > 16:
         raise WireError.at(("shape",), f"a list of at most 16 sizes is needed, not {shape!r}.")
     for size in shape:
-        if not hasattr(size, "__index__") or isinstance(size, bool) or size < 0:
+        if isinstance(size, bool) or not hasattr(size, "__index__") or not 0 <= size < 2**31:
             raise WireError.at(("shape",), f"sizes are whole numbers from 0, not {size!r}.")
     return [int(size) for size in shape]
 

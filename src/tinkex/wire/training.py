@@ -7,7 +7,7 @@ A pass travels as protobuf (`protobuf.py`); everything else here is JSON.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self, TypeAlias, get_args
 
@@ -332,6 +332,20 @@ class ForwardBackwardOutput(Payload):
     loss_fn_outputs: list[LossFnOutput]
     #: `name:reducer` to number; the reducer says how parts of a batch are joined.
     metrics: dict[str, float] = field(default_factory=dict)
+
+    def runs(self) -> Iterator[list[LossFnOutput]]:
+        """Neighbours that have the same names, dtypes and trailing shapes, together."""
+        run: list[LossFnOutput] = []
+        layout: dict[str, tuple[Any, ...]] = {}
+        for output in self.loss_fn_outputs:
+            here = {name: (t.dtype, *(t.shape or [0])[1:]) for name, t in output.items()}
+            if run and here != layout:
+                yield run
+                run = []
+            run.append(output)
+            layout = here
+        if run:
+            yield run
 
     @classmethod
     def _read(cls, value: Mapping[str, Any]) -> Self:

@@ -270,7 +270,7 @@ class Handler(BaseHTTPRequestHandler):
                 return codec.PROTOBUF_TYPE, protobuf.encode_sample_response(answer)
             answer = dialect.sample_json(answer)
         if isinstance(answer, types.ForwardBackwardOutput):
-            if binary:
+            if binary and dialect.reads_as_protobuf(answer):
                 return codec.PROTOBUF_TYPE, protobuf.encode_forward_backward_output(answer)
             answer = dialect.forward_backward_json(answer)
         return codec.JSON_TYPE, codec.encode_json(answer)
