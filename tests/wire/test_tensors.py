@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 
 from tinkex.types import Datum, ModelInput, TensorData
-from tinkex.wire import tensors
-from tinkex.wire.tensors import TensorCastWarning, tensor_from
+from tinkex.wire import casts
+from tinkex.wire.casts import TensorCastWarning
+from tinkex.wire.tensors import tensor_from
 
 
 @pytest.fixture(autouse=True)
 def _nothing_warned_about_yet():
-    tensors._warned.clear()
+    casts._warned.clear()
 
 
 # -- T9: no shape --------------------------------------------------------------------------------

@@ -24,15 +24,24 @@ from tinkex.wire.errors import WireError
 if TYPE_CHECKING:
     from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
 
-__all__ = ["LenientModel", "Payload", "RequestTime", "StrictModel", "unknown_field"]
+__all__ = [
+    "LenientModel",
+    "Payload",
+    "RequestTime",
+    "StrictModel",
+    "json_kind",
+    "time_from_text",
+    "unknown_field",
+]
 
 
-def _time_from_text(value: Any) -> Any:
+def time_from_text(value: Any) -> Any:
+    """An ISO 8601 text as a time; anything else as it is."""
     return datetime.fromisoformat(value) if isinstance(value, str) else value
 
 
 #: A time in a request. JSON has it as text, and requests are read strictly: a text is no time.
-RequestTime = Annotated[datetime, BeforeValidator(_time_from_text)]
+RequestTime = Annotated[datetime, BeforeValidator(time_from_text)]
 
 
 class _Model(BaseModel):
@@ -149,7 +158,7 @@ class Payload(metaclass=_NamesTheNearestField):
         if isinstance(obj, cls):
             return obj
         if not isinstance(obj, Mapping):
-            raise WireError.at((), f"an object is needed here, not {_kind(obj)}.", "dict_type")
+            raise WireError.at((), f"an object is needed here, not {json_kind(obj)}.", "dict_type")
         return cls._read(obj)
 
     @classmethod
@@ -236,7 +245,7 @@ def _plain(value: Any, exclude_none: bool) -> Any:
     return value
 
 
-def _kind(value: Any) -> str:
+def json_kind(value: Any) -> str:
     """A JSON word for what was found."""
     words = {bool: "a boolean", int: "a number", float: "a number", str: "a string", list: "a list"}
     return "null" if value is None else words.get(type(value), type(value).__name__)

@@ -17,7 +17,7 @@ from typing import Any, Final, TypeVar
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic_core import from_json, to_json
 
-from tinkex.wire.base import Payload, StrictModel, _kind, unknown_field
+from tinkex.wire.base import Payload, StrictModel, json_kind, unknown_field
 from tinkex.wire.checkpoints import LoadWeightsRequest
 from tinkex.wire.errors import FieldError, TooLarge, UserFailure, WireError
 from tinkex.wire.runs import CreateSessionRequest
@@ -133,7 +133,7 @@ def decode_forward_json(body: bytes) -> tuple[ForwardBackwardRequest, bool]:
     """A pass sent as JSON, and whether it is forward only: that shows in the key of its input."""
     value = _parse(body)
     if not isinstance(value, dict):
-        raise WireError.at((), f"an object is needed, not {_kind(value)}.", "dict_type")
+        raise WireError.at((), f"an object is needed, not {json_kind(value)}.", "dict_type")
     forward_only = "forward_input" in value and "forward_backward_input" not in value
     known = {"model_id", "seq_id", "type", "forward_input", "forward_backward_input"}
     _note_ignored("ForwardRequest" if forward_only else "ForwardBackwardRequest", value, known)

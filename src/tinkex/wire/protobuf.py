@@ -16,13 +16,10 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from google.protobuf.message import DecodeError, EncodeError
 
+from tinkex.wire.chunks import Chunk, DmelChunk, EncodedTextChunk, ImageChunk
 from tinkex.wire.errors import UserFailure, WireError
 from tinkex.wire.inputs import (
-    Chunk,
     Datum,
-    DmelChunk,
-    EncodedTextChunk,
-    ImageChunk,
     ModelInput,
     PromptProvenanceSpan,
     ProvenanceSpans,

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import AwareDatetime, BeforeValidator, Field, field_validator
 
-from tinkex.wire.base import LenientModel, StrictModel, _time_from_text
+from tinkex.wire.base import LenientModel, StrictModel, time_from_text
 from tinkex.wire.checkpoints import Checkpoint, Cursor
 from tinkex.wire.training import AdamOptimizerConfig, OptimizerConfig, optimizer_config_from
 
@@ -369,7 +369,7 @@ SessionStatusQuery: TypeAlias = Annotated[
 class SessionSearchCursor(LenientModel):
     """Where the next page starts."""
 
-    last_created_at: Annotated[AwareDatetime, BeforeValidator(_time_from_text)]
+    last_created_at: Annotated[AwareDatetime, BeforeValidator(time_from_text)]
     last_session_id: str
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeAlias, get_args
 
 from pydantic import Field
 
-from tinkex.wire.base import LenientModel, Payload, StrictModel, _kind
+from tinkex.wire.base import LenientModel, Payload, StrictModel, json_kind
 from tinkex.wire.errors import UserFailure, WireError
 from tinkex.wire.inputs import ModelInput
 from tinkex.wire.tensors import TensorData
@@ -324,7 +324,7 @@ class SampleResponse(Payload):
     def _read(cls, value: Mapping[str, Any]) -> Self:
         sequences = value.get("sequences")
         if not isinstance(sequences, (list, tuple)):
-            raise WireError.at(("sequences",), f"a list is needed, not {_kind(sequences)}.")
+            raise WireError.at(("sequences",), f"a list is needed, not {json_kind(sequences)}.")
         read = []
         for position, item in enumerate(sequences):
             try:

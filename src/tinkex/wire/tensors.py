@@ -8,12 +8,12 @@ this module; torch only by the methods that have it in their name.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, Literal, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
-from tinkex.wire.base import Payload, _kind
+from tinkex.wire.base import Payload, json_kind
+from tinkex.wire.casts import TensorCastWarning, TensorDtype, cast, torch_to_numpy, warn_once
 from tinkex.wire.errors import WireError
 
 if TYPE_CHECKING:
@@ -23,38 +23,9 @@ if TYPE_CHECKING:
 
 __all__ = ["TensorCastWarning", "TensorData", "TensorDtype", "tensor_from"]
 
-TensorDtype = Literal["int64", "float32"]
-
 #: A CSR tensor of a few bytes may claim any number of columns. Past this many cells (512 MiB as
 #: int64) it is refused, so that making it dense is always safe.
 MAX_DENSE_CELLS: Final = 2**26
-
-#: float32 holds every whole number up to here.
-EXACT_IN_FLOAT32: Final = 2**24
-
-
-class TensorCastWarning(UserWarning):
-    """
-    A value changed on its way into a tensor by more than ordinary float32 rounding.
-
-    Only int64 and float32 travel. Rounding 0.1 to the nearest float32 is silent; a number that
-    became infinite or zero, or a whole number above 2**24 that became another one, is not.
-    Raised once per input name in a process.
-    """
-
-
-_warned: set[str] = set()
-
-
-def _warn_once(key: str, loss: str) -> None:
-    if key not in _warned:
-        _warned.add(key)
-        warnings.warn(
-            f"{key}: {loss} (only int64 and float32 travel). Further casts of this input "
-            "are not reported.",
-            TensorCastWarning,
-            stacklevel=4,
-        )
 
 
 @dataclass(frozen=True, slots=True, init=False, eq=False, repr=False)
@@ -93,9 +64,9 @@ class TensorData(Payload):
     ) -> None:
         if dtype is None or data is None:
             raise TypeError("TensorData needs `data` and `dtype` ('int64' or 'float32').")
-        values, loss = _cast(data, dtype, key="TensorData")
+        values, loss = cast(data, dtype, key="TensorData")
         if loss:
-            _warn_once("TensorData", loss)
+            warn_once("TensorData", loss)
         if shape is None and values.ndim != 1:
             shape = values.shape
         _fill(self, values.reshape(-1), dtype, shape, sparse_crow_indices, sparse_col_indices)
@@ -125,7 +96,7 @@ class TensorData(Payload):
     @classmethod
     def from_torch(cls, tensor: torch.Tensor) -> TensorData:
         """Any device, with or without gradients; bfloat16 is widened."""
-        return cls.from_numpy(_torch_to_numpy(tensor, key="TensorData"))
+        return cls.from_numpy(torch_to_numpy(tensor, key="TensorData"))
 
     @classmethod
     def from_torch_sparse(cls, tensor: torch.Tensor, pad_value: float = 0) -> TensorData:
@@ -133,7 +104,7 @@ class TensorData(Payload):
         A 2-D tensor as CSR when that is smaller, else dense. Cells equal to `pad_value` are left
         out; the reader must fill in the same value.
         """
-        return _compact(_torch_to_numpy(tensor, key="TensorData"), pad_value, key="TensorData")
+        return _compact(torch_to_numpy(tensor, key="TensorData"), pad_value, key="TensorData")
 
     @classmethod
     def _of(
@@ -158,9 +129,9 @@ class TensorData(Payload):
             raise WireError.at(("dtype",), f"must be 'int64' or 'float32', not {dtype!r}.", "enum")
         data = value.get("data")
         if not isinstance(data, (list, tuple, np.ndarray)):
-            raise WireError.at(("data",), f"a list of numbers is needed, not {_kind(data)}.")
+            raise WireError.at(("data",), f"a list of numbers is needed, not {json_kind(data)}.")
         try:
-            values, loss = _cast(data, dtype, key="data")
+            values, loss = cast(data, dtype, key="data")
         except (TypeError, ValueError) as error:
             raise WireError.at(("data",), str(error)) from None
         if loss:
@@ -367,7 +338,7 @@ def tensor_from(value: Any, *, key: str, list_dtype: TensorDtype | None = None) 
     if isinstance(value, TensorData):
         return value
     if type(value).__module__.partition(".")[0] == "torch":
-        return TensorData._of(*_owned(_torch_to_numpy(value, key=key), None, key))
+        return TensorData._of(*_owned(torch_to_numpy(value, key=key), None, key))
     if hasattr(value, "__array__"):
         return TensorData._of(*_owned(value, None, key))
     if isinstance(value, (list, tuple, range)):
@@ -380,15 +351,15 @@ def tensor_from(value: Any, *, key: str, list_dtype: TensorDtype | None = None) 
 
 def compact_from_torch(value: Any, *, key: str) -> TensorData:
     """A 2-D torch tensor as CSR where that is smaller: what the official client sends too."""
-    return _compact(_torch_to_numpy(value, key=key), 0, key=key)
+    return _compact(torch_to_numpy(value, key=key), 0, key=key)
 
 
 def _owned(
     value: Any, dtype: TensorDtype | None, key: str
 ) -> tuple[npt.NDArray[Any], tuple[int, ...]]:
-    values, loss = _cast(value, dtype, key=key)
+    values, loss = cast(value, dtype, key=key)
     if loss:
-        _warn_once(key, loss)
+        warn_once(key, loss)
     return values, values.shape
 
 
@@ -404,81 +375,3 @@ def _compact(array: npt.NDArray[Any], pad_value: float, *, key: str) -> TensorDa
         return TensorData._of(values, shape)
     crow = np.concatenate(([0], np.cumsum(listed.sum(axis=1))))
     return TensorData._of(values[listed], shape, crow, np.nonzero(listed)[1])
-
-
-def _torch_to_numpy(tensor: Any, *, key: str) -> npt.NDArray[Any]:
-    import torch
-
-    tensor = tensor.detach()
-    if tensor.layout != torch.strided:
-        tensor = tensor.to_dense()
-    tensor = tensor.cpu()
-    if tensor.dtype.is_floating_point and tensor.dtype != torch.float64:
-        tensor = tensor.float()  # bfloat16 and the float8 kinds are unknown to NumPy
-    array: npt.NDArray[Any] = tensor.resolve_conj().resolve_neg().numpy()
-    return array
-
-
-def _cast(value: Any, dtype: TensorDtype | None, *, key: str) -> tuple[npt.NDArray[Any], str]:
-    """A new C-ordered array of a type that travels, and what got lost beyond float32 rounding."""
-    import numpy as np
-
-    try:
-        array = np.asarray(value)
-    except (ValueError, OverflowError) as error:
-        text = str(error)
-        if "inhomogeneous" in text:
-            text = "the nested lists differ in length."
-        raise ValueError(f"{key}: {text}") from None
-    if dtype not in (None, "int64", "float32"):
-        raise ValueError(f"{key}: dtype must be 'int64' or 'float32', not {dtype!r}.")
-    if array.dtype.name == "bfloat16":  # ml_dtypes
-        array = array.astype(np.float32)
-    kind = array.dtype.kind
-    if array.size == 0 and not hasattr(value, "dtype"):
-        kind = "f" if dtype != "int64" else "i"
-    if kind not in "fi":
-        raise ValueError(
-            f"{key}: values of type {array.dtype} do not travel, only floats and signed integers. "
-            f"Cast first, for example with .astype(np.int64) or .astype(np.float32)."
-        )
-    target = dtype or ("float32" if kind == "f" else "int64")
-    if target == "int64":
-        return _to_int64(array, key), ""
-    return _to_float32(array)
-
-
-def _to_int64(array: npt.NDArray[Any], key: str) -> npt.NDArray[np.int64]:
-    import numpy as np
-
-    if array.dtype.kind == "f" and array.size:
-        whole = (array == np.trunc(array)) & (np.abs(array) < 2**63)
-        if not whole.all():
-            bad = array.reshape(-1)[np.flatnonzero(~whole)[0]]
-            raise ValueError(f"{key}: {bad} is not a whole number that fits int64.")
-    return np.array(array, dtype=np.int64, order="C")
-
-
-def _to_float32(array: npt.NDArray[Any]) -> tuple[npt.NDArray[np.float32], str]:
-    import numpy as np
-
-    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-        cast = np.array(array, dtype=np.float32, order="C")
-    if array.dtype.itemsize <= 4 and array.dtype.kind == "f":
-        return cast, ""
-    if array.dtype.kind == "f":
-        overflowed = np.isinf(cast) & ~np.isinf(array)
-        if overflowed.any():
-            return cast, f"{array[overflowed].flat[0]} is beyond float32 and became infinite"
-        vanished = (cast == 0) & (array != 0)
-        if vanished.any():
-            return cast, f"{array[vanished].flat[0]} is too small for float32 and became 0"
-    large = np.abs(array) > EXACT_IN_FLOAT32
-    if large.any():
-        before = array[large]
-        after = cast[large].astype(np.longdouble)
-        changed = (before == np.trunc(before)) & (after != before.astype(np.longdouble))
-        if changed.any():
-            was, now = before[changed].flat[0], cast[large][changed].flat[0]
-            return cast, f"{was} became {int(now)}: float32 holds whole numbers up to 2**24"
-    return cast, ""

@@ -22,7 +22,7 @@ from pydantic import (
     model_validator,
 )
 
-from tinkex.wire.base import LenientModel, Payload, StrictModel, _kind, unknown_field
+from tinkex.wire.base import LenientModel, Payload, StrictModel, json_kind, unknown_field
 from tinkex.wire.errors import WireError
 from tinkex.wire.inputs import Datum
 from tinkex.wire.tensors import TensorData
@@ -269,7 +269,7 @@ def _datum_at(value: Any, position: int) -> Datum:
 def _wanted(name: str, found: Any, wanted: str, *inner: str) -> WireError:
     if found is None and not inner:
         return WireError.at((name,), "Field required", "missing")
-    return WireError.at((name, *inner), f"{wanted} is needed here, not {_kind(found)}.")
+    return WireError.at((name, *inner), f"{wanted} is needed here, not {json_kind(found)}.")
 
 
 def _read_step(value: Mapping[str, Any], key: str) -> dict[str, Any]:
@@ -359,7 +359,7 @@ class ForwardBackwardOutput(Payload):
         for position, tensors in enumerate(outputs):
             if not isinstance(tensors, Mapping):
                 raise WireError.at(
-                    ("loss_fn_outputs", position), f"an object is needed, not {_kind(tensors)}."
+                    ("loss_fn_outputs", position), f"an object is needed, not {json_kind(tensors)}."
                 )
             try:
                 read.append({name: TensorData.model_validate(t) for name, t in tensors.items()})

@@ -1,0 +1,1 @@
+"""Protobuf schemas and the code generated from them."""

@@ -1,0 +1,305 @@
+"""The pieces a prompt is made of: text tokens, pictures, sound."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, Self, TypeAlias
+
+from pydantic import (
+    Field,
+    PlainSerializer,
+    PlainValidator,
+    ValidationError,
+    field_serializer,
+    field_validator,
+)
+from pydantic.fields import FieldInfo
+
+from tinkex.wire.base import Payload, StrictModel, json_kind
+from tinkex.wire.errors import FieldError, WireError
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+__all__ = [
+    "Chunk",
+    "DmelChunk",
+    "EncodedTextChunk",
+    "ImageAssetPointerChunk",
+    "ImageChunk",
+    "ModelInputChunk",
+    "chunk_from",
+]
+
+ImageFormat = Literal["png", "jpeg"]
+
+
+@dataclass(frozen=True, slots=True, init=False, eq=False, repr=False)
+class EncodedTextChunk(Payload):
+    """A run of tokens."""
+
+    #: Token ids. A list made when first asked for; `tokens_np` is what is stored.
+    tokens: list[int]
+    type: Literal["encoded_text"] = "encoded_text"
+
+    _ids: npt.NDArray[np.int32] = field(default=None, repr=False)  # type: ignore[arg-type]
+
+    # Programs that look at a model's fields find them here too.
+    model_config: ClassVar[dict[str, Any]] = {"extra": "forbid", "frozen": True}
+    model_fields: ClassVar[dict[str, FieldInfo]] = {
+        "tokens": FieldInfo(annotation=Sequence[int]),
+        "type": FieldInfo(annotation=Literal["encoded_text"], default="encoded_text"),
+    }
+
+    def __init__(
+        self,
+        tokens: Sequence[int] | npt.NDArray[Any],
+        type: Literal["encoded_text"] = "encoded_text",
+    ) -> None:
+        if type != "encoded_text":
+            raise ValueError(f"the type of an EncodedTextChunk is 'encoded_text', not {type!r}.")
+        object.__setattr__(self, "type", type)
+        ids = _token_ids(tokens)
+        ids.flags.writeable = False
+        object.__setattr__(self, "_ids", ids)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            if name != "tokens":
+                raise AttributeError(f"EncodedTextChunk has no attribute {name!r}")
+            tokens = self._ids.tolist()
+            object.__setattr__(self, "tokens", tokens)
+            return tokens
+
+    @classmethod
+    def _of(cls, ids: npt.NDArray[np.int32]) -> Self:
+        """From an int32 array nobody else writes to: no copy is made."""
+        self = cls.__new__(cls)
+        ids.flags.writeable = False
+        object.__setattr__(self, "type", "encoded_text")
+        object.__setattr__(self, "_ids", ids)
+        return self
+
+    @classmethod
+    def _read(cls, value: Mapping[str, Any]) -> Self:
+        tokens = value.get("tokens")
+        if not isinstance(tokens, list):
+            raise WireError.at(
+                ("tokens",), f"a list of token ids is needed, not {json_kind(tokens)}."
+            )
+        try:
+            return cls._of(_token_ids(tokens))
+        except ValueError as error:
+            raise WireError.at(("tokens",), str(error)) from None
+
+    @property
+    def tokens_np(self) -> npt.NDArray[np.int32]:
+        """Token ids, read-only."""
+        return self._ids
+
+    @property
+    def length(self) -> int:
+        return int(self._ids.size)
+
+    def __repr__(self) -> str:
+        some = ", ".join(map(str, self._ids[:16].tolist()))
+        dots = f", ... {self.length} in all" if self.length > 16 else ""
+        return f"EncodedTextChunk(tokens=[{some}{dots}], type='encoded_text')"
+
+    def _dump(self) -> dict[str, Any]:
+        return {"tokens": self._ids.tolist(), "type": "encoded_text"}
+
+    def _constructor_arguments(self) -> dict[str, Any]:
+        return {"tokens": self._ids}
+
+    def _key(self) -> Any:
+        return self._ids.tobytes()
+
+
+def _token_ids(tokens: Any) -> npt.NDArray[np.int32]:
+    """A new int32 array of token ids."""
+    import numpy as np
+
+    if type(tokens).__module__.partition(".")[0] == "torch":
+        tokens = tokens.detach().cpu().numpy()
+    try:
+        ids = np.asarray(tokens)
+    except ValueError:
+        raise ValueError("tokens must be a flat list of whole numbers.") from None
+    if ids.size == 0:
+        return np.zeros(0, dtype=np.int32)
+    if ids.ndim != 1 or ids.dtype.kind not in "iuf":
+        raise ValueError(
+            f"tokens must be a flat list of whole numbers, not {ids.dtype} of shape {ids.shape}."
+        )
+    low, high = ids.min(), ids.max()
+    if not (low >= -(2**31) and high < 2**31):
+        bad = low if not low >= -(2**31) else high
+        raise ValueError(f"token {bad} does not fit 32 bits.")
+    if ids.dtype.kind == "f" and (ids != np.trunc(ids)).any():
+        raise ValueError(f"tokens must be whole numbers; found {ids[ids != np.trunc(ids)][0]}.")
+    return np.array(ids, dtype=np.int32)
+
+
+def _from_base64(value: Any, what: str) -> Any:
+    """Bytes as they are; text as standard base64."""
+    if isinstance(value, str):
+        try:
+            return base64.b64decode(value, validate=True)
+        except (binascii.Error, ValueError):
+            raise ValueError(f"{what} given as text must be base64.") from None
+    return value
+
+
+class ImageChunk(StrictModel):
+    """A picture, sent along. Bytes in Python, base64 in JSON."""
+
+    #: The file's bytes; base64 text is accepted too.
+    data: bytes
+    format: ImageFormat
+    #: How many tokens the sender thinks it is worth. A check only: the server counts for itself.
+    expected_tokens: int | None = Field(default=None)
+    type: Literal["image"] = "image"
+
+    @field_validator("data", mode="before")
+    @classmethod
+    def validate_data(cls, value: bytes | str) -> bytes:
+        return _from_base64(value, "image data")  # type: ignore[no-any-return]
+
+    @field_serializer("data")
+    def serialize_data(self, value: bytes) -> str:
+        return base64.b64encode(value).decode("ascii")
+
+    @property
+    def length(self) -> int:
+        return _expected(self.expected_tokens, "image")
+
+
+class ImageAssetPointerChunk(StrictModel):
+    """A picture the service already has, by its address. Travels in JSON only."""
+
+    format: ImageFormat
+    #: Where the service finds it.
+    location: str
+    #: As for `ImageChunk`.
+    expected_tokens: int | None = Field(default=None)
+    type: Literal["image_asset_pointer"] = "image_asset_pointer"
+
+    @property
+    def length(self) -> int:
+        return _expected(self.expected_tokens, "image")
+
+
+def _expected(tokens: int | None, what: str) -> int:
+    if tokens is None:
+        raise ValueError(
+            f"the length of this {what} chunk is not known here; give it `expected_tokens`."
+        )
+    return tokens
+
+
+class DmelChunk(StrictModel):
+    """Sound, as a container of mel features. Bytes in Python, base64 in JSON."""
+
+    dmel: bytes
+    type: Literal["dmel"] = "dmel"
+
+    @field_validator("dmel", mode="before")
+    @classmethod
+    def validate_dmel(cls, value: bytes | str) -> bytes:
+        return _from_base64(value, "dmel")  # type: ignore[no-any-return]
+
+    @field_serializer("dmel")
+    def serialize_dmel(self, value: bytes) -> str:
+        return base64.b64encode(value).decode("ascii")
+
+    @property
+    def length(self) -> int:
+        """Tokens: the first dimension in the container's header."""
+        return _container_length(self.dmel)
+
+
+def _container_length(container: bytes) -> int:
+    """
+    Dimension 0 of a tensor container.
+
+    Header: perhaps the byte 254 (a constant tensor), a byte for the dtype (0 to 7), then LEB128
+    numbers: how many dimensions, and each of them.
+    """
+    at = 1 if container[:1] == b"\xfe" else 0
+    if len(container) <= at or container[at] > 7:
+        raise ValueError("dmel: the container's header has no known dtype.")
+    at += 1
+    dimensions, at = _leb128(container, at)
+    if dimensions == 0:
+        raise ValueError("dmel: the container holds a tensor without dimensions.")
+    length, _ = _leb128(container, at)
+    return length
+
+
+def _leb128(data: bytes, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while at < len(data) and shift < 64:
+        byte = data[at]
+        value |= (byte & 0x7F) << shift
+        at, shift = at + 1, shift + 7
+        if byte < 0x80:
+            return value, at
+    raise ValueError("dmel: the container's header is cut off.")
+
+
+_CHUNKS: Final[dict[str, Any]] = {
+    "encoded_text": EncodedTextChunk,
+    "image": ImageChunk,
+    "image_asset_pointer": ImageAssetPointerChunk,
+    "dmel": DmelChunk,
+}
+
+
+def chunk_from(value: Any) -> Chunk:
+    """A chunk from what JSON holds. Clients before 0.18 leave out `type`: it shows in the keys."""
+    if isinstance(value, (EncodedTextChunk, ImageAssetPointerChunk, ImageChunk, DmelChunk)):
+        return value
+    if not isinstance(value, Mapping):
+        raise WireError.at((), f"a chunk is an object, not {json_kind(value)}.", "dict_type")
+    name = value.get("type") or _inferred_type(value)
+    chunk_type = _CHUNKS.get(name) if isinstance(name, str) else None
+    if chunk_type is None:
+        raise WireError.at(
+            ("type",), f"a chunk is one of {', '.join(_CHUNKS)}, not {name!r}.", "union_tag_invalid"
+        )
+    if chunk_type is EncodedTextChunk:
+        return EncodedTextChunk._read(value)
+    fields = {key: item for key, item in value.items() if key in chunk_type.model_fields}
+    if "expected_tokens" in chunk_type.model_fields and isinstance(value.get("tokens"), int):
+        fields.setdefault("expected_tokens", value["tokens"])  # 0.4.1 to 0.5.1
+    try:
+        return chunk_type.model_validate(fields)  # type: ignore[no-any-return]
+    except ValidationError as error:
+        raise WireError(
+            [FieldError(tuple(e["loc"]), e["msg"], e["type"]) for e in error.errors()]
+        ) from None
+
+
+def _inferred_type(value: Mapping[str, Any]) -> str | None:
+    # In this order: an image of the oldest clients has `tokens` too, as a number.
+    if "location" in value:
+        return "image_asset_pointer"
+    if "data" in value:
+        return "image"
+    if "dmel" in value:
+        return "dmel"
+    return "encoded_text" if isinstance(value.get("tokens"), list) else None
+
+
+Chunk: TypeAlias = EncodedTextChunk | ImageAssetPointerChunk | ImageChunk | DmelChunk
+ModelInputChunk: TypeAlias = Annotated[
+    Chunk,
+    PlainValidator(chunk_from),
+    PlainSerializer(lambda chunk, info: chunk.model_dump(exclude_none=info.exclude_none)),
+]
