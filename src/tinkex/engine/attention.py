@@ -58,6 +58,14 @@ class Reach(NamedTuple):
     rows: Tensor
 
 
+class Table(NamedTuple):
+    """All cache rows of each sequence as one rectangle, for devices that want a single call."""
+
+    rows_SL: Tensor
+    #: [S, 1, 1, L]: which of them are the sequence's and not filling.
+    filled: Tensor
+
+
 class CacheLayer(NamedTuple):
     #: [cache rows, K, D]
     keys: Tensor
@@ -71,8 +79,10 @@ class CacheUse:
     layers: Sequence[CacheLayer]
     #: Where the keys and values of each packed token go.
     write_T: Tensor
-    #: For decoding, where every segment is one token: what is read, level by level.
+    #: For decoding, where every segment is one token: what is read, level by level ...
     levels: Sequence[Level] | None = None
+    #: ... or all at once.
+    table: Table | None = None
     #: For each segment, what it reads when it goes on from cached tokens; None when it begins.
     reaches: Sequence[Reach | None] = ()
 
@@ -138,6 +148,8 @@ def attend(
     layer.values.index_copy_(0, cache.write_T, value[0].transpose(0, 1))
     if cache.levels is not None:
         return over_runs(query, layer, scaling, cache.levels), None
+    if cache.table is not None:
+        return over_table(query, layer, scaling, cache.table), None
     if not any(cache.reaches):
         return within_segments(query, key, value, scaling, packing), None
     return over_reaches(query, key, value, layer, scaling, packing), None
@@ -153,7 +165,9 @@ def within_segments(
     if query.is_cuda and varlen_attn is not None:
         q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
         starts, longest = packing.starts_int32, max(packing.lengths)
-        packed: Any = varlen_attn(q, k, v, starts, starts, longest, longest, scale=scaling, **_causal)
+        packed: Any = varlen_attn(
+            q, k, v, starts, starts, longest, longest, scale=scaling, **_causal
+        )
         out: Tensor = packed.unsqueeze(0)
         return out
     grouped = query.shape[1] != key.shape[1]
@@ -209,6 +223,21 @@ def over_reaches(
     return torch.cat(parts, dim=2).transpose(1, 2)
 
 
+def over_table(query: Tensor, layer: CacheLayer, scaling: float, table: Table) -> Tensor:
+    """One token of each sequence over its cached keys, gathered side by side."""
+    k_SKLD = layer.keys[table.rows_SL].transpose(1, 2)
+    v_SKLD = layer.values[table.rows_SL].transpose(1, 2)
+    out_SH1D = F.scaled_dot_product_attention(
+        query[0].transpose(0, 1).unsqueeze(2),
+        k_SKLD,
+        v_SKLD,
+        attn_mask=table.filled,
+        scale=scaling,
+        enable_gqa=query.shape[1] != k_SKLD.shape[1],
+    )
+    return out_SH1D.transpose(1, 2).transpose(0, 1)
+
+
 def over_runs(query: Tensor, layer: CacheLayer, scaling: float, levels: Sequence[Level]) -> Tensor:
     """
     One token of each sequence over its cached keys, which lie in one or more runs.
@@ -244,21 +273,13 @@ def _one_level(
             q = q_SKGD[first:last]
         else:
             q = q_SKGD[first:last].transpose(0, 1).flatten(1, 2).unsqueeze(0)
-        out, lse = _attention_with_lse(q, k_1KLD, v_1KLD, scaling)
+        # The CPU's flash kernel, called by its own name for the log-sum-exp beside the output.
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k_1KLD, v_1KLD, 0.0, False, scale=scaling
+        )
         if shared > 1:
             out = out[0].reshape(out.shape[1], shared, -1, out.shape[3]).transpose(0, 1)
             lse = lse[0].reshape(lse.shape[1], shared, -1).transpose(0, 1)
         outs.append(out)
         lses.append(lse)
     return torch.cat(outs), torch.cat(lses)
-
-
-def _attention_with_lse(q: Tensor, k: Tensor, v: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
-    if not q.is_cuda:
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, 0.0, False, scale=scaling
-        )
-        return out, lse
-    scores = torch.matmul(q, k.transpose(-1, -2)).float() * scaling
-    lse = scores.logsumexp(dim=-1)
-    return torch.matmul((scores - lse.unsqueeze(-1)).exp().to(v.dtype), v), lse

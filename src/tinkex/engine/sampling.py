@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tinkex.engine import checkpoints
 from tinkex.engine.adapters import SamplerAdapter
-from tinkex.engine.attention import CacheLayer, CacheUse, Level, Packing, Reach, Run
+from tinkex.engine.attention import CacheLayer, CacheUse, Level, Packing, Reach, Run, Table
 from tinkex.engine.blocks import Pages
 from tinkex.engine.checkpoints import describe_difference
 from tinkex.engine.devices import available_bytes
@@ -312,13 +312,8 @@ class Sampler:
         cache = CacheUse(
             layers=self._layers,
             write_T=torch.tensor(write, device=device),
-            levels=[
-                Level(
-                    [Run(*run) for run in level.runs],
-                    torch.tensor(level.rows, device=device) if depth else None,
-                )
-                for depth, level in enumerate(run_levels(pages, sequences))
-            ],
+            levels=run_attention(pages, sequences) if device.type == "cpu" else None,
+            table=None if device.type == "cpu" else row_table(pages, sequences, device),
         )
         packing = Packing.of([1] * len(sequences), device=device, offsets=positions, cache=cache)
         routes = self._routes(groups(sequences))
@@ -423,6 +418,30 @@ def rows_of(pages: Pages, piece: Piece) -> Tensor:
     """The cache rows of a fill's tokens up to the end of the piece."""
     runs = pages.rows(piece.fill.holding, piece.stop)
     return torch.cat([torch.arange(start, stop) for start, stop in runs])
+
+
+def run_attention(pages: Pages, sequences: Sequence[SampleSequence]) -> list[Level]:
+    """What a decode step reads, run by run: a CPU reads runs in place."""
+    return [
+        Level([Run(*run) for run in level.runs], torch.tensor(level.rows) if depth else None)
+        for depth, level in enumerate(run_levels(pages, sequences))
+    ]
+
+
+def row_table(pages: Pages, sequences: Sequence[SampleSequence], device: torch.device) -> Table:
+    """What a decode step reads, as one rectangle: a GPU wants few calls more than few copies."""
+    longest = max(sequence.known for sequence in sequences)
+    rows = np.zeros((len(sequences), longest), np.int64)
+    for at, sequence in enumerate(sequences):
+        begin = 0
+        for start, stop in pages.rows(sequence.holding, sequence.known):
+            rows[at, begin : begin + stop - start] = np.arange(start, stop)
+            begin += stop - start
+        # Filling repeats a row that is written: what was never written may be NaN, and 0 * NaN is.
+        rows[at, begin:] = rows[at, 0]
+    lengths = torch.tensor([sequence.known for sequence in sequences], device=device)
+    filled = torch.arange(longest, device=device) < lengths[:, None]
+    return Table(torch.from_numpy(rows).to(device), filled[:, None, None, :])
 
 
 # -- checks ---------------------------------------------------------------------------------------
