@@ -48,11 +48,13 @@ bench: setup
 	@$(BIN)/python tests/sdk_envs.py $(SDKS)
 	@set -e; for script in benchmarks/bench_*.py; do echo "== $$script"; $(BIN)/python $$script; done
 
-# Only after an edit of a .proto file. protoc 31 (grpcio-tools 1.75) makes code for protobuf 6 and 7.
+# Only after an edit of a .proto file. protoc 31 (grpcio-tools 1.75) makes code for protobuf 6 and 7;
+# mypy-protobuf's stubs pass strict checks, protoc's own do not.
 proto:
 	@$(PYTHON) -m venv .cache/protoc
-	@.cache/protoc/bin/pip install --quiet --disable-pip-version-check 'grpcio-tools==1.75.1'
-	@.cache/protoc/bin/python -m grpc_tools.protoc -I src --python_out=src --pyi_out=src src/tinkex/wire/proto/*.proto
+	@.cache/protoc/bin/pip install --quiet --disable-pip-version-check grpcio-tools==1.75.1 mypy-protobuf==5.1.0
+	@PATH=$(CURDIR)/.cache/protoc/bin:$$PATH .cache/protoc/bin/python -m grpc_tools.protoc -I src \
+	  --python_out=src --mypy_out=src src/tinkex/wire/proto/*.proto
 
 clean:
 	rm -rf $(VENV) demo-output .mypy_cache .ruff_cache .pytest_cache
