@@ -34,6 +34,8 @@ except ImportError:  # older torch: segment by segment on the GPU too
     varlen_attn = None  # type: ignore[assignment]
     _causal = {}
 
+_VARLEN_DTYPES = (torch.bfloat16, torch.float16)  # a float32 model goes segment by segment
+
 
 class Run(NamedTuple):
     """Sequences `first` to `last` read rows `start` to `stop` of the cache, which lie together."""
@@ -162,7 +164,7 @@ def within_segments(
     query: Tensor, key: Tensor, value: Tensor, scaling: float, packing: Packing
 ) -> Tensor:
     """Causal attention inside each segment."""
-    if query.is_cuda and varlen_attn is not None:
+    if query.is_cuda and varlen_attn is not None and query.dtype in _VARLEN_DTYPES:
         q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
         starts, longest = packing.starts_int32, max(packing.lengths)
         packed: Any = varlen_attn(
