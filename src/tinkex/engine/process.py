@@ -65,11 +65,17 @@ class Wire:
             _leave()
 
     def _read(self) -> None:
-        with self._socket.makefile("rb") as stream:
-            while head := stream.read(frames.LENGTH.size):
-                body = stream.read(frames.body_length(head))
-                self.inbox.put(frames.Order.FromString(body))
-        _leave()
+        try:
+            with self._socket.makefile("rb") as stream:
+                while head := stream.read(frames.LENGTH.size):
+                    body = stream.read(frames.body_length(head))
+                    self.inbox.put(frames.Order.FromString(body))
+        except ConnectionError:
+            pass  # it died with reports of ours unread
+        except Exception:
+            log.exception("orders cannot be read any more")
+        finally:
+            _leave()
 
 
 def _leave() -> None:

@@ -1,0 +1,140 @@
+"""Promised results: held polls, woken by the event, in the form the client reads."""
+
+import asyncio
+import time
+from pathlib import Path
+
+import pytest
+
+from server.echo import EchoExecutor
+from server.hosting import Api, hosted
+from tinkex.wire.codec import PROTOBUF_TYPE
+from tinkex.wire.protobuf import decode_forward_backward_output
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_a_waiting_poll_is_woken_by_the_result(api: Api, echo: EchoExecutor) -> None:
+    model = await api.model()
+    await _emptied(echo)
+    echo.open.clear()
+    request = await api.optim_step(model, 1)
+    poll = asyncio.create_task(api.poll(request))
+    await echo.entered.acquire()
+    done, _ = await asyncio.wait({poll}, timeout=0.1)
+    assert not done
+    began_s = time.perf_counter()
+    echo.open.set()
+    answer = await poll
+    # Commit and one answer; a server that polls a table needs its interval.
+    assert time.perf_counter() - began_s < 0.1
+    assert answer.json == {"metrics": {"value:sum": 0.0}}
+
+
+async def test_a_poll_that_was_held_long_enough_says_try_again(tmp_path: Path) -> None:
+    echo = EchoExecutor()
+    async with hosted(echo, tmp_path, long_poll_s=0.05) as api:
+        model = await api.model()
+        echo.open.clear()
+        request = await api.optim_step(model, 1)
+        answer = await api.poll(request, accept=PROTOBUF_TYPE)
+        assert answer.status == 408
+        assert answer.json == {
+            "type": "try_again",
+            "request_id": request,
+            "queue_state": "active",
+        }
+        echo.open.set()
+        assert await api.value(request) == 0
+
+
+async def test_a_result_can_be_read_many_times_and_after_a_restart(tmp_path: Path) -> None:
+    async with hosted(EchoExecutor(), tmp_path) as api:
+        model = await api.model()
+        request = await api.optim_step(model, 1)
+        first = await api.result(request)
+        assert await api.result(request) == first
+    async with hosted(EchoExecutor(), tmp_path) as api:
+        assert await api.result(request) == first
+
+
+async def test_a_pass_goes_out_as_protobuf_only_to_those_who_ask_for_it(api: Api) -> None:
+    model = await api.model()
+    request = await api.forward_backward(model, 1, tokens=2)
+    await api.passed(request)
+    for accept in (PROTOBUF_TYPE, f"{PROTOBUF_TYPE}, application/json"):
+        answer = await api.poll(request, accept=accept)
+        assert answer.content_type == PROTOBUF_TYPE
+        assert decode_forward_backward_output(answer.body).metrics["gradient:sum"] == 2
+    plain = await api.poll(request)
+    assert plain.content_type == "application/json"
+    assert plain.json == {
+        "loss_fn_output_type": "ArrayRecord",
+        "loss_fn_outputs": [{"logprobs": {"data": [0.5, 0.5], "dtype": "float32", "shape": [2]}}],
+        "metrics": {"loss:sum": 0.0, "gradient:sum": 2.0},
+    }
+
+
+async def test_json_results_stay_json_whatever_is_accepted(api: Api) -> None:
+    model = await api.model()
+    request = await api.optim_step(model, 1)
+    await api.result(request)
+    answer = await api.poll(request, accept=PROTOBUF_TYPE)
+    assert answer.content_type == "application/json"
+
+
+async def test_a_large_result_is_announced_to_those_who_allow_it(tmp_path: Path) -> None:
+    async with hosted(EchoExecutor(), tmp_path, metadata_only_bytes=1000) as api:
+        model = await api.model()
+        request = await api.forward_backward(model, 1, tokens=30_000)
+        output = await api.passed(request)
+        announced = await api.poll(request, metadata_only=True, accept=PROTOBUF_TYPE)
+        whole = await api.poll(request, metadata_only=False, accept=PROTOBUF_TYPE)
+        assert announced.json == {
+            "status": "complete_metadata",
+            "response_payload_size": len(whole.body),
+        }
+        assert len(output.loss_fn_outputs[0]["logprobs"].data) == 30_000
+        # Payload and result are files of their own.
+        assert files_in(tmp_path / "payloads") == 1
+        assert files_in(tmp_path / "results") == 1
+        small = await api.optim_step(model, 2)
+        assert (await api.poll(small, metadata_only=True)).json["metrics"]
+
+
+async def test_hundreds_of_polls_cost_nothing_while_they_wait(tmp_path: Path) -> None:
+    echo = EchoExecutor()
+    async with hosted(echo, tmp_path, long_poll_s=30.0) as api:
+        model = await api.model()
+        await _emptied(echo)
+        echo.open.clear()
+        request = await api.optim_step(model, 1)
+        await echo.entered.acquire()
+        polls = [asyncio.create_task(api.poll(request)) for _ in range(500)]
+        # Let all of them arrive, then look at a quiet second.
+        await asyncio.sleep(1.5)
+        began_s = time.process_time()
+        await asyncio.sleep(1.0)
+        spent_s = time.process_time() - began_s
+        echo.open.set()
+        answers = await asyncio.gather(*polls)
+    assert {answer.status for answer in answers} == {200}
+    assert spent_s < 0.1
+
+
+async def test_cancelling_is_harmless(api: Api) -> None:
+    model = await api.model()
+    request = await api.optim_step(model, 1)
+    for _ in range(2):
+        assert (await api.post("cancel_future", {"request_id": request})).status == 200
+    assert await api.value(request) == 0
+
+
+def files_in(folder: Path) -> int:
+    return sum(path.is_file() for path in folder.rglob("*"))
+
+
+async def _emptied(echo: EchoExecutor) -> None:
+    """Forget what has entered so far."""
+    while not echo.entered.locked():
+        await echo.entered.acquire()

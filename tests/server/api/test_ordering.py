@@ -1,0 +1,210 @@
+"""Steps of a model run strictly by number, each once, whatever the network does."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from server.echo import EchoExecutor
+from server.hosting import PROTOBUF, Api, hosted, pass_body
+from tinkex.server.executor import Task
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_steps_that_arrive_backwards_are_acknowledged_at_once_and_run_in_order(
+    api: Api, echo: EchoExecutor
+) -> None:
+    model = await api.model()
+    # ((0 * 2 + 3) * 2 + 5) = 11 in order; any other order gives another number.
+    last = await api.optim_step(model, 4)
+    second = await api.forward_backward(model, 3, tokens=5)
+    first_step = await api.optim_step(model, 2)
+    assert echo.tasks(Task.PASS, Task.OPTIM_STEP) == []
+    await api.forward_backward(model, 1, tokens=3)
+    assert await api.value(last) == 11
+    assert await api.value(first_step) == 3
+    assert (await api.passed(second)).metrics["gradient:sum"] == 5
+    assert echo.tasks(Task.PASS, Task.OPTIM_STEP) == [
+        *(Task.PASS, Task.OPTIM_STEP),
+        *(Task.PASS, Task.OPTIM_STEP),
+    ]
+
+
+async def test_a_repeated_step_answers_with_the_first_id_and_runs_once(
+    api: Api, echo: EchoExecutor
+) -> None:
+    model = await api.model()
+    ids = {await api.forward_backward(model, 1) for _ in range(3)}
+    many = await asyncio.gather(*(api.optim_step(model, 2) for _ in range(20)))
+    assert len(ids) == 1
+    assert len(set(many)) == 1
+    assert await api.value(many[0]) == 3
+    assert await api.optim_step(model, 2) == many[0]
+    assert len(echo.tasks(Task.PASS, Task.OPTIM_STEP)) == 2
+
+
+async def test_a_number_that_was_used_for_something_else_is_refused(api: Api) -> None:
+    model = await api.model()
+    await api.forward_backward(model, 1)
+    answer = await api.post("optim_step", {"model_id": model, "seq_id": 1, "adam_params": {}})
+    assert answer.status == 422
+    assert "already used for forward_backward" in answer.json["detail"][0]["msg"]
+
+
+async def test_two_models_do_not_wait_for_each_other(api: Api) -> None:
+    session = await api.session()
+    one, other = await api.model(session), await api.model(session, number=1)
+    await api.optim_step(one, 5)
+    assert await api.value(await api.optim_step(other, 1)) == 0
+
+
+async def test_a_gap_that_stays_open_fails_what_waits_behind_it(api: Api) -> None:
+    model = await api.model()
+    held = await api.forward_backward(model, 2)
+    stepped = await api.optim_step(model, 3)
+    failed = await api.result(held)
+    assert failed["category"] == "user"
+    assert "step 1 of this model never arrived" in failed["error"]
+    assert (await api.result(stepped))["category"] == "user"
+    # The model goes on after them, and the late one is told.
+    late = await api.result(await api.forward_backward(model, 1))
+    assert "step 1 arrived after" in late["error"]
+    await api.forward_backward(model, 4, tokens=7)
+    assert await api.value(await api.optim_step(model, 5)) == 7
+
+
+async def test_a_failed_pass_fails_the_next_optim_step_with_the_reason(api: Api) -> None:
+    model = await api.model()
+    good = await api.forward_backward(model, 1, tokens=9)
+    bad = await api.forward_backward(model, 2, loss="dro")
+    spoiled = await api.optim_step(model, 3)
+    await api.passed(good)
+    assert "loss dro is not known" in (await api.result(bad))["error"]
+    failed = await api.result(spoiled)
+    assert failed["category"] == "user"
+    assert "forward_backward step 2" in failed["error"]
+    assert "loss dro is not known" in failed["error"]
+    # The nine tokens of the good pass are gone with it.
+    await api.forward_backward(model, 4, tokens=2)
+    assert await api.value(await api.optim_step(model, 5)) == 2
+
+
+async def test_a_step_with_a_setting_nobody_knows_keeps_its_place_and_fails(api: Api) -> None:
+    model = await api.model()
+    unknown = await api.optim_step(model, 1, momentum=0.5)
+    failed = await api.result(unknown)
+    assert failed["category"] == "user"
+    assert "momentum" in failed["error"]
+    assert await api.value(await api.optim_step(model, 2)) == 0
+
+
+@pytest.mark.parametrize("seq_id", [None, 0])
+async def test_a_step_without_a_number_is_malformed(api: Api, seq_id: int | None) -> None:
+    model = await api.model()
+    answers = [
+        await api.post("forward_backward", pass_body(model, seq_id), headers=PROTOBUF),
+        await api.post("optim_step", {"model_id": model, "seq_id": seq_id, "adam_params": {}}),
+        await api.post("save_weights", {"model_id": model, "seq_id": seq_id, "path": "a"}),
+    ]
+    for answer in answers:
+        assert answer.status == 422
+        assert answer.json["detail"][0]["loc"] == ["body", "seq_id"]
+
+
+async def test_making_a_model_twice_makes_one(api: Api, echo: EchoExecutor) -> None:
+    session = await api.session()
+    body = {
+        "session_id": session,
+        "model_seq_id": 0,
+        "base_model": "test/echo",
+        "lora_config": {"rank": 4},
+    }
+    answers = await asyncio.gather(*(api.post("create_model", body) for _ in range(5)))
+    assert len({answer.body for answer in answers}) == 1
+    await api.result(answers[0].json["request_id"])
+    assert echo.tasks(Task.CREATE) == [Task.CREATE]
+
+
+async def test_steps_of_a_model_that_could_not_be_made_fail_with_the_reason(api: Api) -> None:
+    session = await api.session()
+    body = {
+        "session_id": session,
+        "model_seq_id": 0,
+        "base_model": "test/echo",
+        "lora_config": {"rank": 2000},
+    }
+    made = (await api.post("create_model", body)).json
+    failed = await api.result(made["request_id"])
+    assert failed == {"error": "rank is too large; 1 to 1000 are supported", "category": "user"}
+    step = await api.result(await api.optim_step(made["model_id"], 1))
+    assert "was not created: rank is too large" in step["error"]
+
+
+async def test_a_lost_engine_is_made_up_for_by_running_the_log_again(
+    api: Api, echo: EchoExecutor
+) -> None:
+    model = await api.model()
+    await api.forward_backward(model, 1, tokens=3)
+    assert await api.value(await api.optim_step(model, 2)) == 3
+    await api.passed(await api.forward_backward(model, 3, tokens=5))
+    echo.die()
+    # The number and the un-stepped gradient are as they were: 2 * 3 + 5.
+    assert await api.value(await api.optim_step(model, 4)) == 11
+
+
+async def test_work_that_was_with_a_lost_engine_runs_again(api: Api, echo: EchoExecutor) -> None:
+    model = await api.model()
+    while not echo.entered.locked():
+        await echo.entered.acquire()
+    echo.open.clear()
+    passed = await api.forward_backward(model, 1, tokens=3)
+    stepped = await api.optim_step(model, 2)
+    await echo.entered.acquire()
+    echo.open.set()
+    echo.die()
+    assert (await api.passed(passed)).metrics["gradient:sum"] == 3
+    assert await api.value(stepped) == 3
+
+
+async def test_a_step_that_kills_every_engine_is_given_up(api: Api, echo: EchoExecutor) -> None:
+    model = await api.model()
+    echo.open.clear()
+    while not echo.entered.locked():
+        await echo.entered.acquire()
+    deadly = await api.forward_backward(model, 1)
+    for _ in range(3):
+        # The creation is replayed first; let it through, then die under the pass.
+        await echo.entered.acquire()
+        if not echo.models:
+            echo.open.set()
+            await echo.entered.acquire()
+            echo.open.clear()
+        echo.die()
+    failed = await api.result(deadly)
+    assert failed["category"] == "server"
+    assert "died 3 times" in failed["error"]
+
+
+async def test_accepted_work_is_taken_up_by_the_next_process(tmp_path: Path) -> None:
+    first = EchoExecutor()
+    async with hosted(first, tmp_path) as api:
+        model = await api.model()
+        assert await api.value(await api.optim_step(model, 1)) == 0
+        first.open.clear()
+        passed = await api.forward_backward(model, 2, tokens=4)
+        stepped = await api.optim_step(model, 3)
+    async with hosted(EchoExecutor(), tmp_path) as api:
+        assert await api.value(stepped) == 4
+        assert (await api.passed(passed)).metrics["gradient:sum"] == 4
+        assert await api.optim_step(model, 3) == stepped
+
+
+async def test_a_spoiled_gradient_is_remembered_by_the_next_process(tmp_path: Path) -> None:
+    async with hosted(EchoExecutor(), tmp_path) as api:
+        model = await api.model()
+        bad = await api.forward_backward(model, 1, loss="dro")
+        await api.result(bad)
+    async with hosted(EchoExecutor(), tmp_path) as api:
+        failed = await api.result(await api.optim_step(model, 2))
+        assert "forward_backward step 1" in failed["error"]

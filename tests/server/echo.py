@@ -1,0 +1,147 @@
+"""
+A second, tiny implementation of the `Executor` seam: integers instead of tensors.
+
+A model is one number and a gradient. A backward pass adds its number of tokens to the gradient, a
+step makes the number `2 * number + gradient` (so order shows), a forward tells the number. What
+runs, when, and how often can be watched and held up.
+"""
+
+import asyncio
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from tinkex.server.executor import EngineLost, Outcome, ServedModel, Task, Work, WorkFailed
+from tinkex.wire.codec import decode_json, encode_json
+from tinkex.wire.errors import UserFailure
+from tinkex.wire.protobuf import (
+    decode_forward_backward_request,
+    encode_forward_backward_output,
+    encode_sample_response,
+)
+from tinkex.wire.sampling import SampledSequence, SampleRequest, SampleResponse
+from tinkex.wire.tensors import TensorData
+from tinkex.wire.training import ForwardBackwardOutput, OptimStepRequest
+
+BASE = "test/echo"
+
+
+@dataclass
+class Number:
+    value: int = 0
+    gradient: int = 0
+
+
+class EchoExecutor:
+    """Runs work on the event loop, at once unless held."""
+
+    def __init__(self, *names: str) -> None:
+        self.served = tuple(ServedModel(name=name, folder=Path("/")) for name in names or (BASE,))
+        self.models: dict[str, Number] = {}
+        #: Everything that was run, in order.
+        self.ran: list[Work] = []
+        self.open = asyncio.Event()
+        self.open.set()
+        self.entered = asyncio.Semaphore(0)
+        self._incarnation = 1
+        self._died = asyncio.Event()
+
+    async def start(self) -> None:
+        pass
+
+    async def close(self) -> None:
+        pass
+
+    async def ready(self, base_model: str) -> int:
+        return self._incarnation
+
+    async def run(self, base_model: str, work: Work, *, incarnation: int | None = None) -> Outcome:
+        mine = self._incarnation
+        if incarnation is not None and incarnation != mine:
+            raise EngineLost("another one")
+        self.entered.release()
+        opened = asyncio.create_task(self.open.wait())
+        died = asyncio.create_task(self._died.wait())
+        await asyncio.wait({opened, died}, return_when=asyncio.FIRST_COMPLETED)
+        opened.cancel()
+        died.cancel()
+        if mine != self._incarnation:
+            raise EngineLost("died")
+        self.ran.append(work)
+        try:
+            return Outcome(result=self._do(work), compute_s=0.0)
+        except UserFailure as failure:
+            raise WorkFailed("user", str(failure)) from failure
+
+    def waiting_for(self, base_model: str) -> str | None:
+        return None
+
+    def die(self) -> None:
+        """Lose the memory and everything that is running, and come up again at once."""
+        self._incarnation += 1
+        self.models.clear()
+        died, self._died = self._died, asyncio.Event()
+        died.set()
+
+    def tasks(self, *kinds: Task) -> list[Task]:
+        """What ran, of these kinds."""
+        return [work.task for work in self.ran if not kinds or work.task in kinds]
+
+    def _do(self, work: Work) -> bytes:
+        match work.task:
+            case Task.CREATE:
+                if json.loads(work.lora_config)["rank"] > 1000:
+                    raise UserFailure("rank is too large; 1 to 1000 are supported")
+                self.models[work.model_id] = Number()
+            case Task.PASS:
+                return self._pass(work)
+            case Task.OPTIM_STEP:
+                decode_json(OptimStepRequest, work.payload)
+                model = self.models[work.model_id]
+                model.value, model.gradient = 2 * model.value + model.gradient, 0
+                return encode_json({"metrics": {"value:sum": float(model.value)}})
+            case Task.CLEAR_GRADIENTS:
+                self.models[work.model_id].gradient = 0
+            case Task.SAVE:
+                assert work.folder
+                work.folder.mkdir(parents=True)
+                (work.folder / "value").write_text(str(self.models[work.model_id].value))
+                return b'{"size_bytes": 1}'
+            case Task.LOAD:
+                assert work.folder
+                value = int((work.folder / "value").read_text())
+                self.models[work.model_id] = Number(value=value)
+            case Task.DROP:
+                self.models.pop(work.model_id, None)
+            case Task.SAMPLE:
+                return self._sample(work)
+        return b"{}"
+
+    def _pass(self, work: Work) -> bytes:
+        body = work.payload_file.read_bytes() if work.payload_file else work.payload
+        request, _ = decode_forward_backward_request(body)
+        asked = request.forward_backward_input
+        if asked.loss_fn != "cross_entropy":
+            raise UserFailure(f"loss {asked.loss_fn} is not known; cross_entropy is")
+        model = self.models[work.model_id]
+        if work.backward:
+            model.gradient += sum(datum.model_input.length for datum in asked.data)
+        return encode_forward_backward_output(
+            ForwardBackwardOutput(
+                loss_fn_output_type="ArrayRecord",
+                loss_fn_outputs=[
+                    {"logprobs": TensorData(data=[0.5] * datum.model_input.length, dtype="float32")}
+                    for datum in asked.data
+                ],
+                metrics={"loss:sum": float(model.value), "gradient:sum": float(model.gradient)},
+            )
+        )
+
+    def _sample(self, work: Work) -> bytes:
+        request = decode_json(SampleRequest, work.payload)
+        value = int((work.folder / "value").read_text()) if work.folder else 7
+        tokens, logprobs = np.array([value], np.int32), np.array([-0.5], np.float32)
+        sequence = SampledSequence("length", "", tokens_np=tokens, logprobs_np=logprobs)
+        return encode_sample_response(SampleResponse(sequences=[sequence] * request.num_samples))

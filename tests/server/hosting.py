@@ -1,0 +1,178 @@
+"""The real application on a real socket, over an executor of the test's choice; and a plain client."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import uvicorn
+
+from server.echo import BASE
+from tinkex.server.app import create_app
+from tinkex.server.executor import Executor
+from tinkex.server.settings import Settings
+from tinkex.server.store import open_store
+from tinkex.wire.codec import PROTOBUF_TYPE
+from tinkex.wire.inputs import Datum, ModelInput
+from tinkex.wire.protobuf import decode_forward_backward_output, encode_forward_backward_request
+from tinkex.wire.training import (
+    ForwardBackwardInput,
+    ForwardBackwardOutput,
+    ForwardBackwardRequest,
+)
+
+
+@dataclass(frozen=True)
+class Answer:
+    status: int
+    body: bytes
+    content_type: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+
+@dataclass
+class Api:
+    """A client that knows no more than the protocol."""
+
+    http: aiohttp.ClientSession
+    base_model: str = BASE
+
+    async def post(self, path: str, body: Any, *, headers: dict[str, str] | None = None) -> Answer:
+        is_bytes = isinstance(body, bytes)
+        sent = {"Content-Type": "application/json", **(headers or {})}
+        data = body if is_bytes else json.dumps(body).encode()
+        async with self.http.post(f"/api/v1/{path}", data=data, headers=sent) as got:
+            return Answer(got.status, await got.read(), got.headers.get("Content-Type", ""))
+
+    async def get(self, path: str) -> Answer:
+        async with self.http.get(path) as got:
+            return Answer(got.status, await got.read(), got.headers.get("Content-Type", ""))
+
+    async def session(self, sdk_version: str = "0.36.0") -> str:
+        answer = await self.post(
+            "create_session", {"tags": [], "user_metadata": {}, "sdk_version": sdk_version}
+        )
+        assert answer.status == 200, answer
+        session_id: str = answer.json["session_id"]
+        return session_id
+
+    async def model(self, session_id: str | None = None, *, number: int = 0) -> str:
+        """A model whose creation has finished."""
+        session_id = session_id or await self.session()
+        body = {
+            "session_id": session_id,
+            "model_seq_id": number,
+            "base_model": self.base_model,
+            "lora_config": {"rank": 8},
+        }
+        answer = await self.post("create_model", body)
+        assert answer.status == 200, answer
+        assert await self.result(answer.json["request_id"]) == {
+            "model_id": f"{session_id}:train:{number}",
+            "type": "create_model",
+        }
+        model_id: str = answer.json["model_id"]
+        return model_id
+
+    async def forward_backward(
+        self, model_id: str, seq_id: int | None, tokens: int = 3, loss: str = "cross_entropy"
+    ) -> str:
+        """Submit a pass over so many tokens; its request id."""
+        answer = await self.post(
+            "forward_backward", pass_body(model_id, seq_id, tokens, loss), headers=PROTOBUF
+        )
+        assert answer.status == 200, answer
+        return str(answer.json["request_id"])
+
+    async def optim_step(self, model_id: str, seq_id: int, **params: Any) -> str:
+        body = {"model_id": model_id, "seq_id": seq_id, "adam_params": params}
+        answer = await self.post("optim_step", body)
+        assert answer.status == 200, answer
+        return str(answer.json["request_id"])
+
+    async def step(self, route: str, /, **body: Any) -> str:
+        """Submit any other step; its request id."""
+        answer = await self.post(route, body)
+        assert answer.status == 200, answer
+        return str(answer.json["request_id"])
+
+    async def poll(
+        self, request_id: str, *, metadata_only: bool = False, accept: str = "application/json"
+    ) -> Answer:
+        body = {"request_id": request_id, "allow_metadata_only": metadata_only}
+        return await self.post("retrieve_future", body, headers={"Accept": accept})
+
+    async def result(self, request_id: str) -> Any:
+        """The JSON a future comes to."""
+        while (answer := await self.poll(request_id)).status == 408:
+            pass
+        assert answer.status == 200, answer
+        return answer.json
+
+    async def passed(self, request_id: str) -> ForwardBackwardOutput:
+        """The output a pass comes to."""
+        while (answer := await self.poll(request_id, accept=PROTOBUF_TYPE)).status == 408:
+            pass
+        assert answer.content_type == PROTOBUF_TYPE, answer
+        return decode_forward_backward_output(answer.body)
+
+    async def value(self, request_id: str) -> float:
+        """What the number of an echo model is after a step."""
+        result = await self.result(request_id)
+        value: float = result["metrics"]["value:sum"]
+        return value
+
+
+PROTOBUF = {"Content-Type": PROTOBUF_TYPE}
+
+
+def pass_body(
+    model_id: str, seq_id: int | None, tokens: int = 3, loss: str = "cross_entropy"
+) -> bytes:
+    inputs = {"target_tokens": [1] * tokens, "weights": [1.0] * tokens}
+    datum = Datum(model_input=ModelInput.from_ints([5] * tokens), loss_fn_inputs=inputs)
+    work = ForwardBackwardInput._of([datum], loss, None)
+    return encode_forward_backward_request(
+        ForwardBackwardRequest(forward_backward_input=work, model_id=model_id, seq_id=seq_id)
+    )
+
+
+@asynccontextmanager
+async def connected(url: str, base_model: str = BASE) -> AsyncIterator[Api]:
+    """A client of any server."""
+    # No limit on connections: many polls are held at once.
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(url, connector=connector) as http:
+        yield Api(http=http, base_model=base_model)
+
+
+@asynccontextmanager
+async def hosted(executor: Executor, folder: Path, **settings: Any) -> AsyncIterator[Api]:
+    """The application on a port the system picked, until the block ends."""
+    chosen = Settings(data=str(folder), **settings)
+    store = open_store(db_url=chosen.db_url, storage_url=chosen.storage_url, folder=chosen.folder)
+    app = create_app(chosen, executor, store)
+    config = uvicorn.Config(app, host="127.0.0.1", port=0, log_config=None, lifespan="on")
+    server = uvicorn.Server(config)
+    started = asyncio.create_task(server.serve())
+    try:
+        while not server.started:
+            assert not started.done(), started.result()
+            await asyncio.sleep(0.005)
+        host, port = server.servers[0].sockets[0].getsockname()
+        url = f"http://{host}:{port}"
+        async with connected(url) as api:
+            yield api
+    finally:
+        if server.started:
+            app.state.context.futures.release()
+        server.should_exit = True
+        await started
+        store.close()

@@ -1,0 +1,246 @@
+"""The store: what it answers is on disk, what is repeated is found, and many writes are one commit."""
+
+import asyncio
+import sqlite3
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+from alembic.autogenerate import compare_metadata
+from alembic.migration import MigrationContext
+
+from tinkex.server.plan import Kind
+from tinkex.server.store import Model, NewRequest, Status, Store, open_store
+from tinkex.server.store.database import Database, migrate
+from tinkex.server.store.tables import metadata, requests
+from tinkex.server.store.writer import Writer
+
+pytestmark = pytest.mark.anyio
+
+
+def opened(folder: Path) -> Store:
+    return open_store(
+        db_url=f"sqlite:///{folder / 'tinkex.db'}", storage_url=str(folder), folder=folder
+    )
+
+
+@pytest.fixture
+async def store(tmp_path: Path) -> AsyncIterator[Store]:
+    store = opened(tmp_path)
+    yield store
+    store.close()
+
+
+async def a_model(store: Store) -> str:
+    session = await store.runs.create_session(
+        owner="local",
+        sdk_version=None,
+        tags=[],
+        user_metadata={},
+        project_id=None,
+        display_name=None,
+        idempotency_key=None,
+    )
+    model = Model(
+        model_id=f"{session.session_id}:train:0",
+        owner="local",
+        session_id=session.session_id,
+        base_model="b",
+        lora_config={},
+        optimizer_config={},
+        user_metadata=None,
+        created_s=0.0,
+    )
+    await store.runs.create_model(
+        model=model, model_seq_id=0, request=step(model.model_id, 0, Kind.CREATE_MODEL)
+    )
+    return model.model_id
+
+
+def step(
+    model_id: str, seq_id: int, kind: Kind = Kind.OPTIM_STEP, payload: bytes = b"{}"
+) -> NewRequest:
+    return NewRequest(
+        owner="local",
+        kind=kind,
+        base_model="b",
+        payload=payload,
+        model_id=model_id,
+        seq_id=seq_id,
+    )
+
+
+def test_the_migrations_make_the_tables_that_the_code_uses(tmp_path: Path) -> None:
+    engine = sa.create_engine(f"sqlite:///{tmp_path / 'x.db'}")
+    migrate(engine)
+    with engine.connect() as connection:
+        context = MigrationContext.configure(connection, opts={"compare_type": True})
+        assert compare_metadata(context, metadata) == []
+    engine.dispose()
+
+
+def test_every_promise_of_the_tables_is_in_the_migrated_database(tmp_path: Path) -> None:
+    """Checks and names of constraints are not compared by Alembic; the text of the tables is."""
+    made = sa.create_engine(f"sqlite:///{tmp_path / 'made.db'}")
+    migrated = sa.create_engine(f"sqlite:///{tmp_path / 'migrated.db'}")
+    metadata.create_all(made)
+    migrate(migrated)
+    found = []
+    for engine in (made, migrated):
+        with engine.connect() as connection:
+            rows = connection.exec_driver_sql(
+                "SELECT name, sql FROM sqlite_master WHERE name NOT LIKE '%alembic%'"
+            )
+            found.append(
+                {
+                    name: sorted(part.strip(" ,\n\t") for part in (sql or "").splitlines())
+                    for name, sql in rows
+                }
+            )
+        engine.dispose()
+    assert found[0] == found[1]
+
+
+async def test_what_was_accepted_is_there_after_opening_again(tmp_path: Path) -> None:
+    store = opened(tmp_path)
+    model = await a_model(store)
+    large = b"x" * 100_000
+    small = await store.requests.accept(step(model, 1))
+    big = await store.requests.accept(step(model, 2, payload=large))
+    store.close()
+    store = opened(tmp_path)
+    waiting = await store.requests.waiting()
+    assert [row.request_id for row in waiting][1:] == [small.request_id, big.request_id]
+    assert await store.requests.payload(small.request_id) == b"{}"
+    file = await store.requests.payload(big.request_id)
+    assert isinstance(file, Path)
+    assert file.read_bytes() == large
+    store.close()
+
+
+async def test_a_commit_asks_the_disk(tmp_path: Path, store: Store) -> None:
+    """The settings behind "on disk when acknowledged"."""
+    database = Database(f"sqlite:///{tmp_path / 'tinkex.db'}")
+    found = {}
+    for name in ("journal_mode", "synchronous", "foreign_keys"):
+        statement = sa.text(f"PRAGMA {name}")
+        found[name] = await database.write(
+            lambda connection, statement=statement: connection.scalar(statement)
+        )
+    database.close()
+    assert found == {"journal_mode": "wal", "synchronous": 2, "foreign_keys": 1}
+
+
+def test_a_process_killed_after_the_answer_has_lost_nothing(tmp_path: Path) -> None:
+    program = """
+import asyncio, os, signal, sys
+sys.path.insert(0, "tests/server/store")
+from pathlib import Path
+from test_store import a_model, opened, step
+
+async def main():
+    store = opened(Path(sys.argv[1]))
+    model = await a_model(store)
+    for seq_id in range(1, 6):
+        await store.requests.accept(step(model, seq_id))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+asyncio.run(main())
+"""
+    root = Path(__file__).parents[3]
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], cwd=root, check=False)
+    assert done.returncode == -9
+    with sqlite3.connect(tmp_path / "tinkex.db") as connection:
+        rows = connection.execute("SELECT seq_id, status FROM requests ORDER BY seq_id").fetchall()
+    connection.close()
+    assert rows == [(seq_id, "waiting") for seq_id in range(6)]
+
+
+async def test_many_writes_share_few_commits(store: Store) -> None:
+    model = await a_model(store)
+    before = store.commits
+    accepted = await asyncio.gather(
+        *(store.requests.accept(step(model, seq_id)) for seq_id in range(1, 201))
+    )
+    assert len({one.request_id for one in accepted}) == 200
+    assert store.commits - before < 50
+
+
+async def test_a_repeat_finds_the_first_even_among_many(store: Store) -> None:
+    model = await a_model(store)
+    accepted = await asyncio.gather(
+        *(store.requests.accept(step(model, 1 + number % 5)) for number in range(50))
+    )
+    assert len({one.request_id for one in accepted}) == 5
+    assert sum(one.is_new for one in accepted) == 5
+
+
+async def test_the_database_itself_refuses_a_second_step_of_one_number(store: Store) -> None:
+    model = await a_model(store)
+    await store.requests.accept(step(model, 1))
+    row = {
+        "request_id": "another",
+        "owner": "local",
+        "kind": "optim_step",
+        "status": "waiting",
+        "base_model": "b",
+        "sequences": 0,
+        "created_s": 0.0,
+        "model_id": model,
+        "seq_id": 1,
+    }
+    with pytest.raises(sa.exc.IntegrityError):
+        await store._database.write(lambda connection: connection.execute(requests.insert(), row))
+    # The writer goes on.
+    assert (await store.requests.accept(step(model, 2))).is_new
+
+
+async def test_one_bad_write_undoes_only_itself(tmp_path: Path) -> None:
+    engine = sa.create_engine(f"sqlite:///{tmp_path / 'x.db'}")
+    with engine.begin() as connection:
+        connection.exec_driver_sql("CREATE TABLE t (n INTEGER)")
+    writer = Writer(engine)
+
+    def write(number: int) -> asyncio.Future[None]:
+        def act(connection: sa.Connection) -> None:
+            connection.exec_driver_sql("INSERT INTO t VALUES (?)", (number,))
+            if number == 3:
+                raise ValueError("three")
+
+        return writer.submit(act)
+
+    outcomes = await asyncio.gather(*(write(n) for n in range(6)), return_exceptions=True)
+    assert [type(outcome) for outcome in outcomes].count(ValueError) == 1
+    writer.close()
+    with engine.connect() as connection:
+        rows = connection.exec_driver_sql("SELECT n FROM t ORDER BY n").scalars().all()
+    engine.dispose()
+    assert rows == [0, 1, 2, 4, 5]
+
+
+async def test_writes_nobody_waits_for_are_not_lost_by_closing(tmp_path: Path) -> None:
+    store = opened(tmp_path)
+    model = await a_model(store)
+    first = await store.requests.accept(step(model, 1))
+    await store.requests.finish(first.request_id, b"{}", None)
+    store.requests.fetched(first.request_id)
+    store.close()
+    with sqlite3.connect(tmp_path / "tinkex.db") as connection:
+        rows = connection.execute("SELECT fetched_s FROM requests WHERE seq_id = 1").fetchall()
+    connection.close()
+    assert rows[0][0] is not None
+
+
+async def test_a_finished_request_stays_as_it_was(store: Store) -> None:
+    model = await a_model(store)
+    first = await store.requests.accept(step(model, 1))
+    await store.requests.finish(first.request_id, b"one", None)
+    await store.requests.finish(first.request_id, b"two", None)
+    await store.requests.fail(first.request_id, "three", "server")
+    row = await store.requests.get(first.request_id)
+    assert row is not None
+    assert row.status is Status.DONE
+    assert await store.requests.result(first.request_id) == b"one"

@@ -1,0 +1,169 @@
+"""Real processes: supervisor, web and engine on the tiny model, killed and coming back."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from server.hosting import Api, connected
+from serving import TINY, Server, serving
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture(scope="module")
+def own_server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server that may be hurt."""
+    with serving(f"{TINY}={tiny_model}", data=tmp_path_factory.mktemp("data")) as server:
+        yield server
+
+
+def children(pid: int) -> list[int]:
+    """Processes that this one started."""
+    return [
+        int(child)
+        for tasks in Path(f"/proc/{pid}/task").glob("*/children")
+        for child in tasks.read_text().split()
+    ]
+
+
+def is_alive(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
+
+
+def web_process(server: Server) -> int:
+    (web,) = children(server.process.pid)
+    return web
+
+
+def engine_process(server: Server) -> int:
+    (engine,) = children(web_process(server))
+    return engine
+
+
+async def trained(api: Api, model: str, *, first: int) -> float:
+    """The loss before a step, once the step is done."""
+    passed = await api.forward_backward(model, first, tokens=8)
+    stepped = await api.optim_step(model, first + 1, learning_rate=1e-2)
+    loss = (await api.passed(passed)).metrics["loss:sum"]
+    assert "metrics" in await api.result(stepped)
+    return loss
+
+
+async def test_an_engine_that_is_killed_comes_back_with_the_model_as_it_was(
+    own_server: Server,
+) -> None:
+    async with connected(own_server.url, TINY) as api:
+        session = await api.session()
+        one, two = await api.model(session), await api.model(session, number=1)
+        for model in (one, two):
+            await trained(api, model, first=1)
+            await api.passed(await api.forward_backward(model, 3, tokens=5))
+        undisturbed = await api.optim_step(one, 4)
+        await api.result(undisturbed)
+        before = await trained(api, one, first=5)
+        os.kill(engine_process(own_server), signal.SIGKILL)
+        await api.result(await api.optim_step(two, 4))
+        after = await trained(api, two, first=5)
+    # Only the seeds of the two models differ; the base and the data are the same. A model that
+    # had lost its steps or its gradient would start from the untrained loss again.
+    untrained = await _untrained_loss(own_server)
+    assert before < untrained * 0.9
+    assert after < untrained * 0.9
+
+
+async def test_a_web_process_that_is_killed_after_the_answer_has_kept_the_work(
+    own_server: Server,
+) -> None:
+    async with connected(own_server.url, TINY) as api:
+        model = await api.model()
+        engine = engine_process(own_server)
+        passed = await api.forward_backward(model, 1, tokens=8)
+        stepped = await api.optim_step(model, 2)
+        os.kill(web_process(own_server), signal.SIGKILL)
+    async with connected(own_server.url, TINY) as api:
+        # The supervisor's socket held this connection until there was a web process again.
+        assert "metrics" in await api.result(stepped)
+        assert (await api.passed(passed)).metrics["loss:sum"] > 0
+        assert await api.optim_step(model, 2) == stepped
+    # The engine of the dead web process has not stayed behind, whatever it was just saying.
+    assert not is_alive(engine)
+
+
+async def test_a_loss_the_engine_does_not_know_is_a_user_failure(own_server: Server) -> None:
+    async with connected(own_server.url, TINY) as api:
+        model = await api.model()
+        bad = await api.result(await api.forward_backward(model, 1, loss="no_such_loss"))
+    assert bad["category"] == "user"
+    assert "no_such_loss" in bad["error"]
+
+
+async def test_an_idle_server_uses_no_processor(own_server: Server) -> None:
+    async with connected(own_server.url, TINY) as api:
+        await api.model()
+        pids = [own_server.process.pid, web_process(own_server), engine_process(own_server)]
+        await asyncio.sleep(0.5)
+        before_s = [_processor_s(pid) for pid in pids]
+        await asyncio.sleep(2.0)
+        spent_s = [_processor_s(pid) - was_s for pid, was_s in zip(pids, before_s, strict=True)]
+    assert max(spent_s) <= 0.05
+
+
+async def test_a_second_server_on_the_same_folder_is_refused(own_server: Server) -> None:
+    done = serve("x=/", "--data", str(own_server.data), "--port", "0")
+    assert done.returncode == 1
+    assert f"process {own_server.process.pid}" in done.stderr
+    assert "hint: " in done.stderr
+
+
+async def test_a_taken_port_is_refused(own_server: Server, tmp_path: Path) -> None:
+    port = own_server.url.rpartition(":")[2]
+    done = serve("x=/", "--data", str(tmp_path), "--port", port)
+    assert done.returncode == 1
+    assert f"port {port}" in done.stderr
+    assert done.stdout == ""
+
+
+def test_a_model_that_cannot_be_loaded_ends_the_server_with_the_reason(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    for file in tiny_model.iterdir():
+        content = b"not a tensor" if file.suffix == ".safetensors" else file.read_bytes()
+        (broken / file.name).write_bytes(content)
+    done = serve(str(broken), "--data", str(tmp_path / "data"), "--port", "0")
+    assert done.returncode == 1
+    assert "broken cannot be loaded" in done.stderr
+    assert done.stdout == ""
+
+
+def test_a_stopped_server_leaves_nothing_behind(tiny_model: Path, tmp_path: Path) -> None:
+    with serving(f"{TINY}={tiny_model}", data=tmp_path) as server:
+        pids = [web_process(server), engine_process(server)]
+        server.process.send_signal(signal.SIGINT)
+        assert server.process.wait(20) == 0
+    assert not any(is_alive(pid) for pid in pids)
+
+
+def serve(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "tinkex.cli.main", "serve", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
+
+
+async def _untrained_loss(server: Server) -> float:
+    async with connected(server.url, TINY) as api:
+        model = await api.model()
+        return (await api.passed(await api.forward_backward(model, 1, tokens=8))).metrics[
+            "loss:sum"
+        ]
+
+
+def _processor_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
