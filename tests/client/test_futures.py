@@ -92,12 +92,15 @@ def test_futures_of_samples_are_concurrent_futures_that_can_be_awaited(service):
     assert len(asyncio.run(main())) == 5
 
 
-def test_blocking_on_a_running_loop_warns_by_name_and_still_answers(training, datum):
+def test_blocking_on_a_running_loop_warns_by_name_and_still_answers(fake, training, datum):
     async def main():
         with pytest.warns(RuntimeWarning, match="await get_info_async"):
             training.get_info()
+        hold = fake.hold("forward_backward")
+        future = training.forward_backward([datum], "cross_entropy")
+        threading.Timer(0.05, hold.release).start()
         with pytest.warns(RuntimeWarning, match="await result_async"):
-            training.forward_backward([datum], "cross_entropy").result()
+            future.result()
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # nothing to warn of: the result is there
             future = training.forward_backward([datum], "cross_entropy")

@@ -7,6 +7,7 @@ import concurrent.futures
 import contextlib
 import functools
 import inspect
+import os
 import sys
 import warnings
 from abc import ABC, abstractmethod
@@ -53,6 +54,7 @@ class Promise(concurrent.futures.Future[T], APIFuture[T]):
 
     def __init__(self, *, yields_to_waiter: bool = False) -> None:
         super().__init__()
+        self._pid = os.getpid()
         self._yields_to_waiter = yields_to_waiter
         self._awaiting: set[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = set()
         self.add_done_callback(lambda _: self._wake_waiters())
@@ -63,6 +65,7 @@ class Promise(concurrent.futures.Future[T], APIFuture[T]):
 
     def result(self, timeout: float | None = None) -> T:
         if not self.done():
+            self._check_process()
             refuse_to_block("result", "result_async")
         return super().result(timeout)
 
@@ -72,6 +75,7 @@ class Promise(concurrent.futures.Future[T], APIFuture[T]):
 
     async def result_async(self, timeout: float | None = None) -> T:  # noqa: ASYNC109 (as upstream)
         if not self.done():
+            self._check_process()
             loop = asyncio.get_running_loop()
             waiter = (loop, loop.create_future())
             with self._condition:
@@ -97,6 +101,13 @@ class Promise(concurrent.futures.Future[T], APIFuture[T]):
         if self.cancelled():
             raise asyncio.CancelledError
         return super().result(0)
+
+    def _check_process(self) -> None:
+        if self._pid != os.getpid():
+            raise RuntimeError(
+                f"This result is on its way to process {self._pid}; it never arrives in a forked "
+                "one. Ask again here."
+            )
 
     def _wake_waiters(self) -> None:
         with self._condition:
@@ -134,8 +145,9 @@ def refuse_to_block(name: str, twin: str) -> None:
         return
     if "ipykernel" in sys.modules:  # a notebook always runs a loop, and blocking is the custom
         return
+    call = name if " " in name else f"{name}()"
     warnings.warn(
-        f"{name}() blocks the running event loop until the answer is there; "
+        f"{call} blocks the running event loop until the answer is there; "
         f"write `await {twin}()` instead.",
         RuntimeWarning,
         stacklevel=3,

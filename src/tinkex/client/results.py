@@ -111,7 +111,7 @@ class Pace:
             asked = retry_after_s(error.response.headers, now=datetime.now(UTC))
             if asked is not None:
                 return asked
-        return self._jittered(min(0.25 * 2.0 ** min(self._failures, 20), 15.0))
+        return self._jittered(min(0.05 * 2.0 ** min(self._failures, 20), 15.0))
 
     def _jittered(self, delay_s: float) -> float:
         return delay_s * (1 - 0.25 * self._rng.random())

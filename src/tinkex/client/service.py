@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from tinkex.client.futures import Promise, awaits, waits
+from tinkex.client.futures import Promise, awaits, refuse_to_block, waits
 from tinkex.client.results import QueueLog, Wanted
 from tinkex.client.retry import RetryConfig
 from tinkex.client.sampling import SamplingClient, open_sampler
@@ -305,21 +305,32 @@ class ServiceClient:
             raise closed()
         return self
 
+    async def __aenter__(self) -> Self:
+        return self.__enter__()
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc_value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.close(*_reason(exc_type))
+
     def __exit__(
         self,
         exc_type: type[BaseException] | None,
         exc_value: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if exc_type is None:
-            status: CloseStatus = "success"
-        elif issubclass(exc_type, Exception):
-            status = "errored"
-        else:
-            status = "interrupted"
-        # The type alone: a message may quote anything.
-        detail = exc_type.__name__ if exc_type is not None else None
-        self.close(status, detail).block()
+        refuse_to_block("leaving `with ServiceClient`", "service.close")
+        self.close(*_reason(exc_type)).block()
+
+
+def _reason(raised: type[BaseException] | None) -> tuple[CloseStatus, str | None]:
+    """How a block ended, for `close`. The type's name alone: a message may quote anything."""
+    if raised is None:
+        return "success", None
+    return "errored" if issubclass(raised, Exception) else "interrupted", raised.__name__
 
 
 def check_tinker_path(path: str) -> None:

@@ -29,7 +29,8 @@ from tinkex.client.errors import APIStatusError, TinkerError
 from tinkex.client.futures import Promise, settle
 from tinkex.client.results import QueueObserver, Results, Wanted
 from tinkex.client.settings import LOCAL, PROTOCOL_VERSION, Settings
-from tinkex.client.transport import HttpTransport, Kind, Transport
+from tinkex.client.telemetry import Telemetry
+from tinkex.client.transport import HttpTransport, Kind, Transport, most_polls
 from tinkex.wire.base import Payload
 from tinkex.wire.futures import UntypedAPIFuture
 from tinkex.wire.runs import (
@@ -134,6 +135,7 @@ class Session:
         self._make_transport = make_transport
         self._server: LocalServer | None = None
         self._home = os.getpid()
+        self._telemetry: Telemetry | None = None
         self._model_numbers = itertools.count()
         self._sampler_numbers = itertools.count()
         self._begin()
@@ -182,6 +184,7 @@ class Session:
             task = make()
             self.track(task)
             task.add_done_callback(functools.partial(settle, promise))
+            task.add_done_callback(self._note_failure)
             if promise.cancelled():
                 task.cancel()
             promise.add_done_callback(
@@ -189,6 +192,11 @@ class Session:
             )
 
         loop.call_soon_threadsafe(begin)
+
+    def _note_failure(self, task: asyncio.Task[Any]) -> None:
+        # After the promise has its outcome: whoever waits is not kept waiting for this.
+        if self._telemetry and not task.cancelled() and (error := task.exception()):
+            self._telemetry.note_error(error)
 
     def track(self, task: asyncio.Task[Any]) -> None:
         """Keep a task, and cancel it when the session closes."""
@@ -245,7 +253,7 @@ class Session:
             await transport.close()
             raise
         lane.billing.patience_s = config.billing_exception_max_pause_duration_sec
-        lane.samples.size = config.sample_max_concurrent_requests
+        lane.samples.size = min(config.sample_max_concurrent_requests, most_polls())
         lane.sample_bytes.size = config.sample_dispatch_bytes_semaphore_size
         lane.result_bytes.size = config.inflight_response_bytes_semaphore_size
         lane.training_bytes.size = config.fwdbwd_dispatch_bytes_semaphore_size
@@ -302,11 +310,14 @@ class Session:
                 if text:
                     log.log(level, "%s", text)
             self._session_id = answer.session_id
-        me = weakref.ref(self)
-        for chore in (
+        chores = [
             _beat(connection, self._session_id),
-            _refresh(connection, me),
-        ):
+            _refresh(connection, weakref.ref(self)),
+        ]
+        if self.settings.telemetry:
+            self._telemetry = Telemetry(self._session_id)
+            chores.append(self._telemetry.send_regularly(connection.calls))
+        for chore in chores:
             task = asyncio.create_task(chore)
             background_loop.keep(task)
             connection.chores.append(task)
@@ -401,18 +412,19 @@ class Session:
         if connection is not None:
             for chore in connection.chores:
                 chore.cancel()
+            if self._telemetry is not None:
+                await self._telemetry.end(connection.calls)
             if self._session_id is not None and not self.joined and self._home == os.getpid():
                 try:
-                    await connection.calls.call(
-                        "POST",
-                        f"sessions/{quote(self._session_id, safe=':')}/finish",
-                        {"reason": {"type": status}, "detail": detail},
-                        answer=type(None),
-                        kind=Kind.SESSION,
-                        deadline_s=FINISH_GIVE_UP_S,
-                        give_up_s=FINISH_GIVE_UP_S,
-                    )
-                except TinkerError as error:
+                    async with asyncio.timeout(FINISH_GIVE_UP_S):
+                        await connection.calls.call(
+                            "POST",
+                            f"sessions/{quote(self._session_id, safe=':')}/finish",
+                            {"reason": {"type": status}, "detail": detail},
+                            answer=type(None),
+                            kind=Kind.SESSION,
+                        )
+                except (TinkerError, TimeoutError) as error:
                     log.warning("the server was not told that the session ended: %s", error)
             await connection.transport.close()
         if self._server is not None:

@@ -536,6 +536,8 @@ def _fate(outcome: object) -> Fate:
 async def _all(work: Any) -> list[Any]:
     """Like gather, but the first failure stops the others: nobody will look at them."""
     tasks = [asyncio.ensure_future(each) for each in work]
+    if len(tasks) == 1:
+        return [await tasks[0]]
     try:
         return list(await asyncio.gather(*tasks))
     finally:

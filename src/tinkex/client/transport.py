@@ -36,14 +36,25 @@ class Kind(enum.Enum):
     TELEMETRY = "telemetry"
 
 
-#: Connections at most for each kind. Polls are held open by the server, so they need many.
+#: Connections at most for each kind; 0 is no limit. Polls are held open by the server, each on a
+#: connection of its own; how many there are is limited where samples are admitted.
 CONNECTIONS = {
     Kind.SESSION: 16,
     Kind.TRAIN: 64,
     Kind.SAMPLE: 256,
-    Kind.RETRIEVE: 2_000,
+    Kind.RETRIEVE: 0,
     Kind.TELEMETRY: 2,
 }
+
+
+def most_polls() -> int:
+    """How many connections may be held open: half of the files this process may have."""
+    try:
+        import resource
+    except ModuleNotFoundError:  # Windows
+        return 256
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return 1_000_000 if soft == resource.RLIM_INFINITY else max(soft // 2, 16)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
