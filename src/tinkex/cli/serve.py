@@ -1,11 +1,14 @@
 """`tinkex serve`: the server, in the foreground, until it is told to stop."""
 
+import importlib.util
 import sys
 from typing import Any
 
 import click
 
 from tinkex.cli.group import CommandFailed, needs
+
+PARTS = ("alembic", "fastapi", "fsspec", "sqlalchemy", "uvicorn", "torch", "transformers")
 
 
 @click.command("serve")
@@ -60,16 +63,10 @@ def command(models: tuple[str, ...], **flags: Any) -> None:
 
 def _check_parts() -> None:
     """The server's and the engine's packages are used by other processes: look before starting."""
-    import importlib.util
-
-    for package in (
-        "alembic",
-        "fastapi",
-        "fsspec",
-        "sqlalchemy",
-        "uvicorn",
-        "torch",
-        "transformers",
-    ):
-        if importlib.util.find_spec(package) is None:
+    for package in PARTS:
+        try:
+            found = importlib.util.find_spec(package)
+        except ModuleNotFoundError:
+            found = None
+        if found is None:
             raise needs(ModuleNotFoundError(name=package), "`tinkex serve`", "all")

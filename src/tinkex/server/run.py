@@ -102,6 +102,8 @@ class Supervisor:
                 stdin=subprocess.PIPE,
                 # Standard output belongs to the line that says "ready".
                 stdout=sys.stderr.fileno(),
+                # Signals are passed on from here; a Ctrl-C must not reach it a second time.
+                process_group=0,
             )
             self._child = child
             _tell(child, self._settings.to_json())
@@ -117,7 +119,7 @@ class Supervisor:
             self._child = None
             os.close(lifeline)
             os.close(held)
-        if word == "failed" and first:
+        if word == "failed" and first and not self._stopping:
             raise StartFailed(reason.strip())
         return word == "ready"
 

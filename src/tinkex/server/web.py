@@ -145,8 +145,8 @@ def main() -> None:
     logging.basicConfig(
         stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(name)s %(message)s"
     )
-    # The supervisor passes signals on; a Ctrl-C must not reach this process a second time.
-    os.setpgid(0, 0)
+    # Its starting and stopping is the supervisor's to tell.
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
     reporter = Reporter(options.report_fd)
     settings = Settings.from_json(sys.stdin.read())
     served = []

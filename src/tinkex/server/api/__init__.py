@@ -1,0 +1,1 @@
+"""HTTP: one file for each concept. Knows bodies, statuses and owners; decides nothing else."""

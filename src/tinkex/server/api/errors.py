@@ -16,7 +16,7 @@ import secrets
 from typing import Any
 
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
 from tinkex.server.futures import UnknownRequest
@@ -78,6 +78,11 @@ def by_status(request: Request, error: Exception) -> Response:
     return JSONResponse({"detail": detail}, error.status_code, headers=error.headers)
 
 
+def gone(_request: Request, _error: Exception) -> Response:
+    """The client left in the middle of its request; nobody reads this."""
+    return Response(status_code=400)
+
+
 def bug(request: Request, error: Exception) -> Response:
     number = secrets.token_hex(4)
     log.error("bug %s in %s %s", number, request.method, request.url.path, exc_info=error)
@@ -91,5 +96,6 @@ HANDLERS: dict[Any, Any] = {
     UserFailure: cannot,
     UnknownRequest: unknown_request,
     HTTPException: by_status,
+    ClientDisconnect: gone,
     Exception: bug,
 }
