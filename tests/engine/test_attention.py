@@ -117,11 +117,11 @@ def test_decoding_reads_the_cache_wherever_it_lies(form: str) -> None:
         for at, rows in enumerate(cached_rows):
             table[at, : len(rows)] = torch.tensor(rows)
         lengths = torch.tensor([len(rows) for rows in cached_rows])
-        filled = torch.arange(8) < lengths[:, None]
+        bias = torch.zeros(3, 8).masked_fill(torch.arange(8) >= lengths[:, None], -math.inf)
         cache = CacheUse(
             layers=[layer],
             write_T=torch.tensor(own),
-            table=Table(table, filled[:, None, None, :]),
+            table=Table(table.flatten(), bias[:, None, None, :]),
         )
     found = call(q, k, v, Packing.of([1, 1, 1], device=CPU, offsets=[6, 7, 4], cache=cache))
     for at, rows in enumerate(cached_rows):

@@ -5,7 +5,16 @@ import random
 import pytest
 
 from tinkex.engine.blocks import Pages
-from tinkex.engine.schedule import DecodeStep, FillStep, Schedule, groups, run_levels
+from tinkex.engine.schedule import (
+    DecodeStep,
+    FillStep,
+    RunLevel,
+    Schedule,
+    SharedRun,
+    groups,
+    run_levels,
+    table_is_cheaper,
+)
 from tinkex.engine.sequences import Drawing, PromptQuestions, Request, SampleSequence, Stops
 
 DRAWING = Drawing(temperature=1.0, top_k=None, top_p=None, seed=0)
@@ -217,6 +226,25 @@ def test_a_cancelled_request_leaves_nothing_behind() -> None:
     assert not plan.busy
     assert plan.pages.available == 16
     plan.cancel(99)
+
+
+def one_run_each(lengths: list[int]) -> list[RunLevel]:
+    runs = [SharedRun(0, length, at, at + 1) for at, length in enumerate(lengths)]
+    return [RunLevel(runs, list(range(len(lengths))))]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "cheaper"),
+    [
+        ([100] * 32, True),  # one call in place of 32
+        ([100], False),
+        ([30] * 4, False),  # the rectangle itself costs eight calls
+        ([20] * 31 + [380], False),  # mostly filling
+        ([1000] * 32, False),  # too long to copy
+    ],
+)
+def test_a_rectangle_serves_many_short_sequences(lengths: list[int], cheaper: bool) -> None:
+    assert table_is_cheaper(one_run_each(lengths), lengths) is cheaper
 
 
 @pytest.mark.parametrize("seed", range(25))

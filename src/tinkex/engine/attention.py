@@ -21,18 +21,18 @@ from transformers import AttentionInterface
 
 NAME = "tinkex_packed"
 
+varlen_attn: Any = None
+_causal: dict[str, Any] = {}
 try:
-    from torch.nn.attention.varlen import varlen_attn
+    from torch.nn.attention import varlen
 
+    varlen_attn = varlen.varlen_attn
     _parameters = inspect.signature(varlen_attn).parameters
-    _causal: dict[str, Any] = (
-        {"window_size": (-1, 0)} if "window_size" in _parameters else {"is_causal": True}
-    )
+    _causal = {"window_size": (-1, 0)} if "window_size" in _parameters else {"is_causal": True}
     if "enable_gqa" in _parameters:
         _causal["enable_gqa"] = True
-except ImportError:  # older torch: segment by segment on the GPU too
-    varlen_attn = None  # type: ignore[assignment]
-    _causal = {}
+except ImportError:
+    pass  # older torch: segment by segment on the GPU too
 
 _VARLEN_DTYPES = (torch.bfloat16, torch.float16)  # a float32 model goes segment by segment
 
@@ -61,11 +61,12 @@ class Reach(NamedTuple):
 
 
 class Table(NamedTuple):
-    """All cache rows of each sequence as one rectangle, for devices that want a single call."""
+    """All cache rows of each sequence as one rectangle: one call, at the price of a copy."""
 
-    rows_SL: Tensor
-    #: [S, 1, 1, L]: which of them are the sequence's and not filling.
-    filled: Tensor
+    #: [S * L], sequence by sequence.
+    rows: Tensor
+    #: [S, 1, 1, L]: 0 where a row is the sequence's, -inf where it is filling.
+    bias: Tensor
 
 
 class CacheLayer(NamedTuple):
@@ -167,11 +168,10 @@ def within_segments(
     if query.is_cuda and varlen_attn is not None and query.dtype in _VARLEN_DTYPES:
         q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
         starts, longest = packing.starts_int32, max(packing.lengths)
-        packed: Any = varlen_attn(
+        out: Tensor = varlen_attn(
             q, k, v, starts, starts, longest, longest, scale=scaling, **_causal
         )
-        out: Tensor = packed.unsqueeze(0)
-        return out
+        return out.unsqueeze(0)
     grouped = query.shape[1] != key.shape[1]
     lengths = packing.lengths
     if len(lengths) > 1 and len(set(lengths)) == 1:
@@ -227,17 +227,22 @@ def over_reaches(
 
 def over_table(query: Tensor, layer: CacheLayer, scaling: float, table: Table) -> Tensor:
     """One token of each sequence over its cached keys, gathered side by side."""
-    k_SKLD = layer.keys[table.rows_SL].transpose(1, 2)
-    v_SKLD = layer.values[table.rows_SL].transpose(1, 2)
-    out_SH1D = F.scaled_dot_product_attention(
-        query[0].transpose(0, 1).unsqueeze(2),
-        k_SKLD,
-        v_SKLD,
-        attn_mask=table.filled,
-        scale=scaling,
-        enable_gqa=query.shape[1] != k_SKLD.shape[1],
+    heads, sequences, size = query.shape[1:]
+    key_heads = layer.keys.shape[1]
+    q_SKGD = query[0].transpose(0, 1).reshape(sequences, key_heads, heads // key_heads, size)
+    k_SKLD, v_SKLD = (
+        # As rows of numbers, not of heads: a CPU copies those several times faster.
+        rows.view(len(rows), -1)
+        .index_select(0, table.rows)
+        .view(sequences, -1, key_heads, size)
+        .transpose(1, 2)
+        for rows in layer
     )
-    return out_SH1D.transpose(1, 2).transpose(0, 1)
+    bias_S1GL = table.bias.expand(-1, -1, heads // key_heads, -1)
+    out_SKGD = F.scaled_dot_product_attention(
+        q_SKGD, k_SKLD, v_SKLD, attn_mask=bias_S1GL, scale=scaling
+    )
+    return out_SKGD.reshape(1, sequences, heads, size)
 
 
 def over_runs(query: Tensor, layer: CacheLayer, scaling: float, levels: Sequence[Level]) -> Tensor:

@@ -31,9 +31,11 @@ from tinkex.engine.schedule import (
     DecodeStep,
     FillStep,
     Piece,
+    RunLevel,
     Schedule,
     groups,
     run_levels,
+    table_is_cheaper,
 )
 from tinkex.engine.sequences import (
     AdapterKey,
@@ -309,11 +311,16 @@ class Sampler:
             pages.row(sequence.holding, position)
             for sequence, position in zip(sequences, positions, strict=True)
         ]
+        levels = None
+        if device.type == "cpu":
+            runs = run_levels(pages, sequences)
+            if not table_is_cheaper(runs, [sequence.known for sequence in sequences]):
+                levels = as_levels(runs)
         cache = CacheUse(
             layers=self._layers,
             write_T=torch.tensor(write, device=device),
-            levels=run_attention(pages, sequences) if device.type == "cpu" else None,
-            table=None if device.type == "cpu" else row_table(pages, sequences, device),
+            levels=levels,
+            table=None if levels else row_table(pages, sequences, self._model),
         )
         packing = Packing.of([1] * len(sequences), device=device, offsets=positions, cache=cache)
         routes = self._routes(groups(sequences))
@@ -420,18 +427,18 @@ def rows_of(pages: Pages, piece: Piece) -> Tensor:
     return torch.cat([torch.arange(start, stop) for start, stop in runs])
 
 
-def run_attention(pages: Pages, sequences: Sequence[SampleSequence]) -> list[Level]:
-    """What a decode step reads, run by run: a CPU reads runs in place."""
+def as_levels(levels: Sequence[RunLevel]) -> list[Level]:
     return [
         Level([Run(*run) for run in level.runs], torch.tensor(level.rows) if depth else None)
-        for depth, level in enumerate(run_levels(pages, sequences))
+        for depth, level in enumerate(levels)
     ]
 
 
-def row_table(pages: Pages, sequences: Sequence[SampleSequence], device: torch.device) -> Table:
-    """What a decode step reads, as one rectangle: a GPU wants few calls more than few copies."""
+def row_table(pages: Pages, sequences: Sequence[SampleSequence], model: BaseModel) -> Table:
+    """What a decode step reads, as one rectangle."""
     longest = max(sequence.known for sequence in sequences)
     rows = np.zeros((len(sequences), longest), np.int64)
+    bias = np.zeros((len(sequences), longest), np.float32)
     for at, sequence in enumerate(sequences):
         begin = 0
         for start, stop in pages.rows(sequence.holding, sequence.known):
@@ -439,9 +446,11 @@ def row_table(pages: Pages, sequences: Sequence[SampleSequence], device: torch.d
             begin += stop - start
         # Filling repeats a row that is written: what was never written may be NaN, and 0 * NaN is.
         rows[at, begin:] = rows[at, 0]
-    lengths = torch.tensor([sequence.known for sequence in sequences], device=device)
-    filled = torch.arange(longest, device=device) < lengths[:, None]
-    return Table(torch.from_numpy(rows).to(device), filled[:, None, None, :])
+        bias[at, begin:] = -np.inf
+    return Table(
+        torch.from_numpy(rows.reshape(-1)).to(model.device),
+        torch.from_numpy(bias[:, None, None, :]).to(model.device, model.dtype),
+    )
 
 
 # -- checks ---------------------------------------------------------------------------------------
