@@ -458,4 +458,4 @@ def test_bytes_that_were_never_a_message_are_refused():
 
 def test_our_descriptors_live_beside_the_official_ones():
     assert pb.DESCRIPTOR.package == "tinkex_wire"
-    assert pb.DESCRIPTOR.name == "tinkex_wire.proto"
+    assert pb.DESCRIPTOR.name == "tinkex/wire/proto/tinkex_wire.proto"
