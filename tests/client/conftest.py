@@ -1,6 +1,7 @@
 """A fake service, and the same one on a real socket."""
 
 import asyncio
+import functools
 import threading
 from collections.abc import Iterator
 from typing import Self
@@ -9,8 +10,16 @@ import pytest
 from aiohttp import web
 
 from tinkex import ServiceClient, types
+from tinkex.client.retry import RetryPolicy
 from tinkex.client.transport import Unreachable
 from tinkex.testing import FakeService
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short delays between attempts: that there are some is tested where they are decided."""
+    quick = functools.partial(RetryPolicy, first_delay_s=0.02)
+    monkeypatch.setattr("tinkex.client.calls.RetryPolicy", quick)
 
 
 @pytest.fixture

@@ -1,10 +1,8 @@
 """A service that fails all the time in every way: the results are those of one that does not."""
 
-import functools
 import random
 
 from tinkex import RetryConfig, types
-from tinkex.client.retry import RetryPolicy
 from tinkex.testing import Answer, FakeService, Lost
 
 ADAM = types.AdamParams(learning_rate=1e-2)
@@ -51,10 +49,7 @@ def run(fake, datum):
     return [getattr(result, "metrics", None) for result in results], tokens, fake.ran
 
 
-def test_training_and_sampling_come_out_the_same_and_nothing_runs_twice(datum, monkeypatch):
-    # Lost connections are retried after this long; the test need not wait like a person.
-    quick = functools.partial(RetryPolicy, first_delay_s=0.01)
-    monkeypatch.setattr("tinkex.client.calls.RetryPolicy", quick)
+def test_training_and_sampling_come_out_the_same_and_nothing_runs_twice(datum):
     config = {"fwdbwd_max_chunk_len": 2}
     calm = run(FakeService(config=config), datum)
     faulty = run(Faulty(7, config=config), datum)

@@ -301,6 +301,33 @@ def test_a_forked_child_goes_on_with_its_parents_clients(fake, loopback):
     assert numbers[2] == 1
 
 
+def test_a_forked_child_of_a_client_that_was_not_used_yet_has_a_session_of_its_own(fake, loopback):
+    done = run_program(
+        """
+        import os, sys
+        import tinkex
+        from tinkex import types
+        from tinkex.client.futures import Promise
+        service = tinkex.ServiceClient(base_url=sys.argv[1])
+        pending = Promise()
+        child = os.fork()
+        training = service.create_lora_training_client("fake/model")
+        training.optim_step(types.AdamParams()).result(10)
+        if child == 0:
+            try:
+                pending.result()
+            except RuntimeError as error:
+                os._exit(0 if "never arrives in a forked" in str(error) else 1)
+            os._exit(1)
+        assert os.waitpid(child, 0)[1] == 0
+        service.close("success").result(10)
+        """,
+        loopback.url,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert len({model for model, _, _ in fake.ran}) == 2
+
+
 @pytest.mark.parametrize("ending", ["pass", "sys.exit(3)", "raise SystemExit(3)"])
 def test_a_program_that_ends_without_closing_ends_quietly(fake, loopback, ending):
     fake.hold("retrieve_future")

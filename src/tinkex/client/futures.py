@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
-import functools
 import inspect
 import os
 import sys
@@ -146,32 +145,13 @@ def refuse_to_block(name: str, twin: str) -> None:
     if "ipykernel" in sys.modules:  # a notebook always runs a loop, and blocking is the custom
         return
     call = name if " " in name else f"{name}()"
+    instead = twin if "(" in twin else f"{twin}()"
     warnings.warn(
         f"{call} blocks the running event loop until the answer is there; "
-        f"write `await {twin}()` instead.",
+        f"write `await {instead}` instead.",
         RuntimeWarning,
         stacklevel=3,
     )
-
-
-def run(work: Coroutine[Any, Any, T], *, yields_to_waiter: bool = False) -> Promise[T]:
-    """Run `work` on the background loop; its outcome becomes the promise's."""
-    promise: Promise[T] = Promise(yields_to_waiter=yields_to_waiter)
-    loop = background_loop.background()
-
-    def start() -> None:
-        if promise.cancelled():
-            work.close()
-            return
-        task = loop.create_task(work)
-        background_loop.keep(task)
-        task.add_done_callback(functools.partial(settle, promise))
-        promise.add_done_callback(
-            lambda done: loop.call_soon_threadsafe(task.cancel) if done.cancelled() else None
-        )
-
-    loop.call_soon_threadsafe(start)
-    return promise
 
 
 def settle(promise: Promise[T], task: asyncio.Task[T]) -> None:

@@ -83,6 +83,9 @@ class LocalServer:
         self.url = url
         self._lease: int | None = lease
 
+    def __del__(self) -> None:
+        self.release()
+
     def release(self) -> None:
         """Let it stop when nobody else needs it. Safe to repeat."""
         lease, self._lease = self._lease, None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import Coroutine
 from typing import Any
 
 
@@ -63,9 +62,3 @@ def keep(task: asyncio.Task[Any]) -> None:
     """Hold a task until it is done: asyncio itself keeps only a weak reference."""
     _kept.add(task)
     task.add_done_callback(_kept.discard)
-
-
-def spawn(work: Coroutine[Any, Any, Any]) -> None:
-    """Start `work` on the loop from any thread; it must handle its own errors."""
-    loop = background()
-    loop.call_soon_threadsafe(lambda: keep(loop.create_task(work)))

@@ -48,6 +48,11 @@ HELD_S = 1.0
 #: Proxies lose a request now and then with a 400; more than this in a row is an answer.
 MAX_400 = 3
 QUEUE_LOG_EVERY_S = 60.0
+#: For servers that name a state without a reason.
+QUEUE_REASONS = {
+    "paused_rate_limit": "a rate limit of this account has been reached",
+    "paused_capacity": "the service is short of capacity",
+}
 
 
 class QueueObserver(Protocol):
@@ -239,15 +244,10 @@ class QueueLog:
         self._clock = clock
         self._last = -QUEUE_LOG_EVERY_S
 
-    _REASONS: dict[str, str] = {  # noqa: RUF012 - read only
-        "paused_rate_limit": "a rate limit of this account has been reached",
-        "paused_capacity": "the service is short of capacity",
-    }
-
     def on_queue_state_change(self, queue_state: str, queue_state_reason: str | None) -> None:
         now = self._clock()
         if queue_state == "active" or now - self._last < QUEUE_LOG_EVERY_S:
             return
         self._last = now
-        reason = queue_state_reason or self._REASONS.get(queue_state, "the service gave no reason")
+        reason = queue_state_reason or QUEUE_REASONS.get(queue_state, "the service gave no reason")
         log.warning("%s is paused: %s", self._subject, reason)

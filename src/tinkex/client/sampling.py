@@ -17,7 +17,7 @@ from tinkex.client import tokenizer
 from tinkex.client.backpressure import Budget
 from tinkex.client.chunks import input_bytes
 from tinkex.client.errors import APIConnectionError, APIStatusError, RequestFailedError
-from tinkex.client.futures import Promise, awaits, waits
+from tinkex.client.futures import Promise, awaits, refuse_to_block, waits
 from tinkex.client.results import QueueLog, Wanted
 from tinkex.client.retry import RetryConfig, is_retryable, is_user_error
 from tinkex.client.session import Connection, Session
@@ -45,6 +45,12 @@ CLONE_STRIDE = 1_000_000_000
 BYTES_PER_TOKEN = 10
 #: "Busy" with a prompt above this size is waited out longer.
 LARGE_PROMPT_BYTES = 128 * 1024
+
+
+class Sampler(GetSamplerResponse):
+    """What a server says about a sampler; ours also say where its tokenizer is."""
+
+    tokenizer_id: str | None = None
 
 
 class SamplingClient:
@@ -178,14 +184,7 @@ class SamplingClient:
         """The name of the base model that the weights belong to."""
 
         async def work() -> str:
-            connection = await self.holder.connect()
-            sampler = await connection.calls.call(
-                "GET",
-                f"samplers/{quote(self._sampling_session_id, safe=':')}",
-                answer=GetSamplerResponse,
-                about=f"asking about {self._sampling_session_id}",
-            )
-            return sampler.base_model
+            return (await self._ask()).base_model
 
         return self.holder.run(work())
 
@@ -194,7 +193,21 @@ class SamplingClient:
 
     def get_tokenizer(self) -> Any:
         """The tokenizer of the base model."""
-        return tokenizer.load(self.get_base_model())
+        refuse_to_block("get_tokenizer", "asyncio.to_thread(sampling.get_tokenizer)")
+        sampler = self._get_sampler().block()
+        return tokenizer.load(sampler.base_model, sampler.tokenizer_id)
+
+    def _get_sampler(self) -> Promise[Sampler]:
+        return self.holder.run(self._ask())
+
+    async def _ask(self) -> Sampler:
+        connection = await self.holder.connect()
+        return await connection.calls.call(
+            "GET",
+            f"samplers/{quote(self._sampling_session_id, safe=':')}",
+            answer=Sampler,
+            about=f"asking about {self._sampling_session_id}",
+        )
 
     # -- the work --------------------------------------------------------------------------------
 

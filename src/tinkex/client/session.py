@@ -177,6 +177,8 @@ class Session:
             raise closed()
         if self._pid != os.getpid():
             _inherited.append((self._connected, self._opened, self._tasks))
+            if self._session_id is None:
+                self._home = os.getpid()  # the parent had no session yet: this one is ours
             self._begin()
         loop = background_loop.background()
 

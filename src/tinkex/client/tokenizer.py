@@ -66,7 +66,14 @@ def load(model_name: str, tokenizer_id: str | None = None) -> Any:
             "pip install transformers."
         ) from error
     pinned = {"revision": PINNED[found], "trust_remote_code": True} if found in PINNED else {}
-    return AutoTokenizer.from_pretrained(found, use_fast=True, **pinned)
+    try:
+        return AutoTokenizer.from_pretrained(found, use_fast=True, **pinned)
+    except (OSError, ValueError) as error:
+        raise TinkerError(
+            f"No tokenizer for {found!r} was found in the Hugging Face cache or on the hub: "
+            f"{str(error).splitlines()[0]} A TrainingClient's get_tokenizer() asks the server, "
+            "which may know a folder on this machine."
+        ) from error
 
 
 def _from_folder(folder: Path) -> Any:

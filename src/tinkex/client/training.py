@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from tinkex.client import tokenizer
 from tinkex.client.chunks import cut, datum_bytes
 from tinkex.client.errors import APIStatusError
-from tinkex.client.futures import Promise, awaits, submits, waits
+from tinkex.client.futures import Promise, awaits, refuse_to_block, submits, waits
 from tinkex.client.merge import merge
 from tinkex.client.ordering import Fate, Numbers, Turnstile
 from tinkex.client.results import QueueLog, Wanted
@@ -381,7 +381,8 @@ class TrainingClient:
 
     def get_tokenizer(self) -> Any:
         """The tokenizer of the base model."""
-        info = self.get_info().model_data
+        refuse_to_block("get_tokenizer", "asyncio.to_thread(training.get_tokenizer)")
+        info = self._get_info().block().model_data
         return tokenizer.load(info.model_name or "", info.tokenizer_id)
 
     # -- the order -------------------------------------------------------------------------------
