@@ -134,14 +134,18 @@ PROTOBUF = {"Content-Type": PROTOBUF_TYPE}
 
 
 def pass_body(
-    model_id: str, seq_id: int | None, tokens: int = 3, loss: str = "cross_entropy"
+    model_id: str,
+    seq_id: int | None,
+    tokens: int = 3,
+    loss: str = "cross_entropy",
+    *,
+    forward_only: bool = False,
 ) -> bytes:
     inputs = {"target_tokens": [1] * tokens, "weights": [1.0] * tokens}
     datum = Datum(model_input=ModelInput.from_ints([5] * tokens), loss_fn_inputs=inputs)
     work = ForwardBackwardInput._of([datum], loss, None)
-    return encode_forward_backward_request(
-        ForwardBackwardRequest(forward_backward_input=work, model_id=model_id, seq_id=seq_id)
-    )
+    request = ForwardBackwardRequest(forward_backward_input=work, model_id=model_id, seq_id=seq_id)
+    return encode_forward_backward_request(request, forward_only=forward_only)
 
 
 @asynccontextmanager

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tinkex.server.plan import Kind, Line, Replayed, Step, late, replayed, restored
+from tinkex.server.plan import Cause, Kind, Line, Replayed, Step, late, replayed, restored
 
 FB, OPT = Kind.FORWARD_BACKWARD, Kind.OPTIM_STEP
 FWD, SAVE, LOAD = Kind.FORWARD, Kind.SAVE_WEIGHTS, Kind.LOAD_WEIGHTS
@@ -176,22 +176,27 @@ def test_a_closed_gap_fails_what_waited_and_the_model_goes_on() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "succeeded", "needed"),
+    ("kind", "failed", "needed"),
     [
-        (Kind.CREATE_MODEL, True, Replayed.RUN),
-        (FB, True, Replayed.RUN),
-        (FB, False, Replayed.NOTHING),  # checked before anything changed
-        (OPT, True, Replayed.RUN),
-        (OPT, False, Replayed.CLEAR_GRADIENTS),  # it took the gradients with it
-        (LOAD, True, Replayed.RUN),
-        (LOAD, False, Replayed.NOTHING),
-        (FWD, True, Replayed.NOTHING),
-        (SAVE, True, Replayed.NOTHING),
-        (Kind.SAVE_FOR_SAMPLER, True, Replayed.NOTHING),
+        (Kind.CREATE_MODEL, None, Replayed.RUN),
+        (FB, None, Replayed.RUN),
+        (FB, Cause.WORK, Replayed.NOTHING),  # checked before anything changed
+        (OPT, None, Replayed.RUN),
+        (OPT, Cause.WORK, Replayed.CLEAR_GRADIENTS),  # it took the gradients with it
+        (OPT, Cause.SPOILED, Replayed.CLEAR_GRADIENTS),
+        (OPT, Cause.LATE, Replayed.NOTHING),  # the line had gone on
+        (FWD, Cause.GAP, Replayed.CLEAR_GRADIENTS),  # closing a gap clears, whatever waited
+        (LOAD, None, Replayed.RUN),
+        (LOAD, Cause.WORK, Replayed.NOTHING),
+        (FWD, None, Replayed.NOTHING),
+        (SAVE, None, Replayed.NOTHING),
+        (Kind.SAVE_FOR_SAMPLER, None, Replayed.NOTHING),
     ],
 )
-def test_what_a_log_needs_to_be_run_again(kind: Kind, succeeded: bool, needed: Replayed) -> None:
-    assert replayed(kind, succeeded=succeeded) is needed
+def test_what_a_log_needs_to_be_run_again(
+    kind: Kind, failed: Cause | None, needed: Replayed
+) -> None:
+    assert replayed(kind, failed) is needed
 
 
 def test_a_line_is_restored_from_its_finished_steps() -> None:

@@ -38,6 +38,16 @@ def test_what_cannot_work_is_refused_at_the_start(name: str, value: object) -> N
         Settings.from_sources({name: value}, {})
 
 
+@pytest.mark.parametrize(("text", "meant"), [("1", True), ("no", False)])
+def test_a_switch_is_read_from_the_environment(text: str, meant: bool) -> None:
+    assert Settings.from_sources({}, {"TINKEX_DETERMINISTIC": text}).deterministic is meant
+
+
+def test_a_switch_that_is_neither_is_refused() -> None:
+    with pytest.raises(SettingsError, match="TINKEX_DETERMINISTIC=banana"):
+        Settings.from_sources({}, {"TINKEX_DETERMINISTIC": "banana"})
+
+
 def test_a_number_that_is_none_names_its_variable() -> None:
     with pytest.raises(SettingsError, match="TINKEX_PORT=http"):
         Settings.from_sources({}, {"TINKEX_PORT": "http"})

@@ -313,7 +313,9 @@ def main() -> None:
             )
         )
     )
-    Worker(engine, wire, turn_file=options.turn_file).run()
+    # Engines on a device of their own do not stand in each other's way.
+    turn_file = options.turn_file if facts.device.startswith("cpu") else None
+    Worker(engine, wire, turn_file=turn_file).run()
 
 
 if __name__ == "__main__":

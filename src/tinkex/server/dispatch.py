@@ -26,7 +26,7 @@ from tinkex.server.executor import (
     WorkFailed,
 )
 from tinkex.server.futures import Futures, Settled
-from tinkex.server.plan import Kind, Line, Step, Turn
+from tinkex.server.plan import Cause, Kind, Line, Step, Turn
 from tinkex.server.saving import Saving
 from tinkex.server.store import Model, RequestRow, Status, Store
 from tinkex.server.store.requests import INLINE_BYTES
@@ -40,6 +40,8 @@ log = logging.getLogger("tinkex.server.dispatch")
 MOST_ATTEMPTS = 3
 # Payloads stay in memory between acceptance and their turn, up to this; then they are read back.
 PAYLOADS_BYTES = 128 * 2**20
+# How long a stopping server waits for results to reach the disk.
+SETTLE_S = 5.0
 # Steps of a log that are with the engine together while a model is built again.
 REPLAYED_TOGETHER = 8
 
@@ -55,6 +57,7 @@ class _Ending:
     result: bytes = b""
     error: str | None = None
     category: str | None = None
+    cause: Cause = Cause.WORK
     #: The commit has happened already, together with other rows.
     committed: bool = False
 
@@ -120,6 +123,11 @@ class Dispatcher:
         for run in self._runs.values():
             if run.gap_timer is not None:
                 run.gap_timer.cancel()
+        # Results that are on their way to the disk get there, so that they need not be computed
+        # again.
+        settling = [task for run in self._runs.values() for task in run.settling]
+        if settling:
+            await asyncio.wait(settling, timeout=SETTLE_S)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -152,7 +160,7 @@ class Dispatcher:
         if run.line.arrive(step, now_s=self._clock()):
             self._drive(run)
         else:
-            late = _Ending(error=plan.late(step.seq_id), category="user")
+            late = _Ending(error=plan.late(step.seq_id), category="user", cause=Cause.LATE)
             self._spawn(self._settle(run, step, late))
 
     def sample(self, row: RequestRow) -> None:
@@ -182,6 +190,8 @@ class Dispatcher:
             finished = [
                 (_step_of(row), row.error if row.status is Status.FAILED else None)
                 for row in await self._store.requests.log(model_id)
+                # The line had gone on without it.
+                if row.cause != Cause.LATE
             ]
             run = _Run(model=model, line=plan.restored(finished))
             self._runs[model_id] = run
@@ -235,7 +245,8 @@ class Dispatcher:
             work = Work(task=Task.CLEAR_GRADIENTS, model_id=run.model.model_id)
             await self._run_work(run, work, await self._alive(run))
         for step in turn.steps:
-            await self._end(run, step, _Ending(error=turn.refusal, category="user"))
+            refused = _Ending(error=turn.refusal, category="user", cause=turn.cause)
+            await self._end(run, step, refused)
 
     async def _run_turn(self, run: _Run, turn: Turn) -> None:
         incarnation = await self._alive(run)
@@ -323,7 +334,9 @@ class Dispatcher:
             async with run.commit_order:
                 if ending.error is not None:
                     category = ending.category or "server"
-                    commit = requests.fail(step.request_id, ending.error, category)
+                    commit = requests.fail(
+                        step.request_id, ending.error, category=category, cause=ending.cause
+                    )
                 else:
                     place = await requests.keep(ending.result)
                     commit = requests.finish(step.request_id, ending.result, place)
@@ -400,7 +413,8 @@ class Dispatcher:
         async def work(order: Work) -> Outcome:
             return await self._run_work(run, order, incarnation)
 
-        match plan.replayed(kind, succeeded=row.status is Status.DONE):
+        failed = None if row.status is Status.DONE else Cause(row.cause or Cause.WORK)
+        match plan.replayed(kind, failed):
             case plan.Replayed.CLEAR_GRADIENTS:
                 await work(Work(task=Task.CLEAR_GRADIENTS, model_id=model.model_id))
             case plan.Replayed.RUN if kind is Kind.CREATE_MODEL:
@@ -471,7 +485,8 @@ class Dispatcher:
         self._forget_payload(row.request_id)
         requests = self._store.requests
         if ending.error is not None:
-            await requests.fail(row.request_id, ending.error, ending.category or "server")
+            category = ending.category or "server"
+            await requests.fail(row.request_id, ending.error, category=category, cause=ending.cause)
         else:
             place = await requests.keep(ending.result)
             await requests.finish(row.request_id, ending.result, place)

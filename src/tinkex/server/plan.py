@@ -23,6 +23,15 @@ class Kind(enum.StrEnum):
     SAMPLE = "sample"  # outside the order of steps
 
 
+class Cause(enum.StrEnum):
+    """Why a step failed; also the `cause` column of its row."""
+
+    WORK = "work"  # it was tried, or refused for what it asks
+    SPOILED = "spoiled"  # an optim_step after a failed forward_backward
+    GAP = "gap"  # a number before it never came
+    LATE = "late"  # it came after its gap had been closed
+
+
 PASSES = frozenset({Kind.FORWARD, Kind.FORWARD_BACKWARD})
 
 
@@ -44,6 +53,7 @@ class Turn:
     steps: tuple[Step, ...]
     #: Why they must not run: they fail as the user's with this text.
     refusal: str | None = None
+    cause: Cause = Cause.WORK
     #: The engine must drop the gradients it holds for this model.
     clears_gradients: bool = False
 
@@ -64,12 +74,17 @@ class Replayed(enum.Enum):
     CLEAR_GRADIENTS = enum.auto()  # it failed, and took the gradients with it
 
 
-def replayed(kind: Kind, *, succeeded: bool) -> Replayed:
+CHANGES = frozenset({Kind.CREATE_MODEL, Kind.FORWARD_BACKWARD, Kind.OPTIM_STEP, Kind.LOAD_WEIGHTS})
+
+
+def replayed(kind: Kind, failed: Cause | None) -> Replayed:
     """How a finished step takes part in building its model again."""
-    if kind is Kind.OPTIM_STEP:
-        return Replayed.RUN if succeeded else Replayed.CLEAR_GRADIENTS
-    if succeeded and kind in (Kind.CREATE_MODEL, Kind.FORWARD_BACKWARD, Kind.LOAD_WEIGHTS):
-        return Replayed.RUN
+    if failed is None:
+        return Replayed.RUN if kind in CHANGES else Replayed.NOTHING
+    if failed is Cause.GAP:
+        return Replayed.CLEAR_GRADIENTS
+    if kind is Kind.OPTIM_STEP and failed is not Cause.LATE:
+        return Replayed.CLEAR_GRADIENTS
     return Replayed.NOTHING
 
 
@@ -115,7 +130,9 @@ class Line:
         if self.stillborn is not None:
             return Turn(steps=steps, refusal=self.stillborn)
         if first.kind is Kind.OPTIM_STEP and self.spoiled is not None:
-            return Turn(steps=steps, refusal=self.spoiled, clears_gradients=True)
+            return Turn(
+                steps=steps, refusal=self.spoiled, cause=Cause.SPOILED, clears_gradients=True
+            )
         return Turn(steps=steps)
 
     def finish(self, step: Step, *, failure: str | None) -> None:
@@ -153,8 +170,8 @@ class Line:
             f"step {numbers} of this model never arrived, so the steps behind it were not run. "
             f"Submit the work again; the next step of this model is {self.next_seq}."
         )
-        clears = any(step.kind is Kind.OPTIM_STEP for step in steps)
-        return Turn(steps=tuple(steps), refusal=refusal, clears_gradients=clears)
+        # Whatever the missing step was, the gradients are not what its client thinks.
+        return Turn(steps=tuple(steps), refusal=refusal, cause=Cause.GAP, clears_gradients=True)
 
     def _head(self, most: int) -> Iterable[Step]:
         """The next step, and with it the passes that follow a pass without a gap."""

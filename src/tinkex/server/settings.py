@@ -144,14 +144,23 @@ def _without_password(url: str) -> str:
     return f"{scheme}://{credentials.partition(':')[0]}:***@{place}"
 
 
+def _truth(text: str) -> bool:
+    if text.lower() in ("1", "true", "yes", "on"):
+        return True
+    if text.lower() in ("0", "false", "no", "off"):
+        return False
+    raise ValueError(text)
+
+
 def _parse(name: str, text: str, kind: type) -> Any:
     try:
         if kind is bool:
-            return {"1": True, "true": True, "yes": True, "on": True}.get(text.lower(), False)
+            return _truth(text)
         if kind is tuple:
             return tuple(part.strip() for part in text.split(",") if part.strip())
         return kind(text)
     except ValueError:
         raise SettingsError(
-            f"{name}={text} is not a number.", hint=f"Unset {name} or give a number."
+            f"{name}={text} is not a {'truth value' if kind is bool else 'number'}.",
+            hint=f"Unset {name}, or give {'1 or 0' if kind is bool else 'a number'}.",
         ) from None

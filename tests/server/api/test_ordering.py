@@ -153,6 +153,19 @@ async def test_a_lost_engine_is_made_up_for_by_running_the_log_again(
     assert await api.value(await api.optim_step(model, 4)) == 11
 
 
+async def test_a_model_is_rebuilt_as_a_closed_gap_left_it(api: Api, echo: EchoExecutor) -> None:
+    model = await api.model()
+    await api.forward_backward(model, 1, tokens=9)
+    held = await api.step("save_weights", model_id=model, seq_id=3, path="a")
+    assert "step 2 of this model never arrived" in (await api.result(held))["error"]
+    late = await api.result(await api.optim_step(model, 2))
+    assert "step 2 arrived after" in late["error"]
+    await api.passed(await api.forward_backward(model, 4, tokens=2))
+    echo.die()
+    # The nine tokens went with the gap, in the life before and in this one.
+    assert await api.value(await api.optim_step(model, 5)) == 2
+
+
 async def test_work_that_was_with_a_lost_engine_runs_again(api: Api, echo: EchoExecutor) -> None:
     model = await api.model()
     while not echo.entered.locked():

@@ -239,7 +239,7 @@ async def test_a_finished_request_stays_as_it_was(store: Store) -> None:
     first = await store.requests.accept(step(model, 1))
     await store.requests.finish(first.request_id, b"one", None)
     await store.requests.finish(first.request_id, b"two", None)
-    await store.requests.fail(first.request_id, "three", "server")
+    await store.requests.fail(first.request_id, "three", category="server", cause="work")
     row = await store.requests.get(first.request_id)
     assert row is not None
     assert row.status is Status.DONE

@@ -48,6 +48,7 @@ def row_of(new: NewRequest, first: Accepted) -> RequestRow:
         result_bytes=None,
         error=None,
         category=None,
+        cause=None,
     )
 
 

@@ -69,6 +69,7 @@ class RequestRow:
     result_bytes: int | None
     error: str | None
     category: str | None
+    cause: str | None
 
 
 _ROW = (
@@ -86,6 +87,7 @@ _ROW = (
     requests.c.result_bytes,
     requests.c.error,
     requests.c.category,
+    requests.c.cause,
 )
 
 
@@ -121,11 +123,18 @@ class Requests:
             lambda connection: set_done(connection, request_id, result, version_id=version_id)
         )
 
-    def fail(self, request_id: str, error: str, category: str) -> asyncio.Future[None]:
+    def fail(
+        self, request_id: str, error: str, *, category: str, cause: str
+    ) -> asyncio.Future[None]:
         """Done when awaited; in the order of the calls. A finished request stays as it was."""
-        return self._database.submit(
-            lambda connection: _set_failed(connection, request_id, error, category)
-        )
+        values = {
+            "status": Status.FAILED,
+            "error": error,
+            "category": category,
+            "cause": cause,
+            "finished_s": time.time(),
+        }
+        return self._database.submit(lambda connection: _set_failed(connection, request_id, values))
 
     async def get(self, request_id: str) -> RequestRow | None:
         statement = sa.select(*_ROW).where(requests.c.request_id == request_id)
@@ -242,11 +251,11 @@ def set_done(
     )
 
 
-def _set_failed(connection: sa.Connection, request_id: str, error: str, category: str) -> None:
+def _set_failed(connection: sa.Connection, request_id: str, values: dict[str, object]) -> None:
     connection.execute(
         requests.update()
         .where(requests.c.request_id == request_id, requests.c.status == Status.WAITING)
-        .values(status=Status.FAILED, error=error, category=category, finished_s=time.time())
+        .values(**values)
     )
 
 

@@ -119,6 +119,8 @@ requests = sa.Table(
     sa.Column("result_bytes", sa.BigInteger),
     sa.Column("error", sa.Text),
     sa.Column("category", sa.String(20)),
+    # Why a step failed, for building its model again.
+    sa.Column("cause", sa.String(20)),
     sa.Column("created_s", sa.Float, nullable=False),
     sa.Column("finished_s", sa.Float),
     sa.Column("fetched_s", sa.Float),

@@ -128,6 +128,7 @@ def upgrade() -> None:
         sa.Column("result_bytes", sa.BigInteger(), nullable=True),
         sa.Column("error", sa.Text(), nullable=True),
         sa.Column("category", sa.String(length=20), nullable=True),
+        sa.Column("cause", sa.String(length=20), nullable=True),
         sa.Column("created_s", sa.Float(), nullable=False),
         sa.Column("finished_s", sa.Float(), nullable=True),
         sa.Column("fetched_s", sa.Float(), nullable=True),
