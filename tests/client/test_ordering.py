@@ -90,5 +90,8 @@ A, R, U, N = Fate.ACCEPTED, Fate.REFUSED, Fate.UNKNOWN, Fate.UNSENT
 )
 def test_numbers_that_never_arrived_are_reused_or_kept_as_gaps(fates, next_number, gaps):
     numbers = Numbers()
-    numbers.settle(fates)
+    numbers.settle(fates, adds_gradients=True)
     assert (numbers.next, numbers.gaps) == (next_number, gaps)
+    harmless = Numbers()
+    harmless.settle(fates)
+    assert harmless.gaps == dict.fromkeys(gaps, False)

@@ -281,6 +281,19 @@ def test_a_batch_that_was_refused_in_part_is_marked_as_unusable_for_the_server(c
         ]
 
 
+def test_a_forward_pass_that_was_refused_in_part_spoils_nothing(chunked, datum):
+    fake, training = chunked
+    fake.script("forward_backward", Answer(status=422, body={"detail": "no"}))
+    with pytest.raises(tinkex.UnprocessableEntityError):
+        training.forward([datum] * 7, "cross_entropy").result(5)
+    training.optim_step(ADAM).result(5)
+    for seen in fake.requests:
+        if seen.endpoint == "forward_backward":
+            request, forward_only = decode_forward_backward_request(seen.body)
+            assert forward_only
+            assert not request.forward_backward_input.loss_fn_config
+
+
 def test_a_batch_is_not_disturbed_by_chunks_that_had_to_be_repeated(chunked, datum):
     fake, training = chunked
     fake.script("forward_backward", Lost(), Lost(after=True), Answer(status=503))

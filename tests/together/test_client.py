@@ -13,6 +13,9 @@ import tinkex
 from processes import gone
 from serving import TINY, Server
 from tinkex import types
+from tinkex.client import training as training_module
+from tinkex.client.settings import Settings
+from tinkex.client.transport import HttpTransport, Request, Response
 
 TEXTS = (
     "the ship sails at dawn",
@@ -75,16 +78,16 @@ def test_a_model_learns_by_heart_samples_what_it_learnt_and_comes_back_from_disk
 
 
 def test_a_batch_in_many_chunks_is_one_batch(server: Server, monkeypatch):
-    from tinkex.client import training as module
-
     with tinkex.ServiceClient(base_url=server.url) as service:
-        cut = module.cut
+        cut = training_module.cut
         one = service.create_lora_training_client(TINY, rank=4, seed=1)
         many = service.create_lora_training_client(TINY, rank=4, seed=1)
         _, data = batch(one.get_tokenizer())
         for training in (one, many):
             if training is many:
-                monkeypatch.setattr(module, "cut", lambda s, **_: cut(s, max_count=1, max_bytes=99))
+                monkeypatch.setattr(
+                    training_module, "cut", lambda s, **_: cut(s, max_count=1, max_bytes=99)
+                )
             training.forward_backward(data, "cross_entropy").result()
             training.optim_step(types.AdamParams(learning_rate=1e-2)).result()
         monkeypatch.undo()
@@ -93,6 +96,43 @@ def test_a_batch_in_many_chunks_is_one_batch(server: Server, monkeypatch):
             for training in (one, many)
         ]
         assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+
+
+class RefuseOne(HttpTransport):
+    """A network on which one pass is answered with a refusal that the server never gave."""
+
+    def __init__(self, url: str, settings: Settings) -> None:
+        super().__init__(url)
+        self.passes = 0
+
+    async def send(self, request: Request) -> Response:
+        if request.path.endswith("/forward_backward"):
+            self.passes += 1
+            if self.passes == 2:
+                return Response(status_code=422, content=b"{}", request=request.bare())
+        return await super().send(request)
+
+
+def test_half_a_batch_is_never_stepped_on(server: Server, monkeypatch):
+    cut = training_module.cut
+    monkeypatch.setattr(
+        training_module, "cut", lambda sizes, **_: cut(sizes, max_count=1, max_bytes=99)
+    )
+    with tinkex.ServiceClient(base_url=server.url, _make_transport=RefuseOne) as service:
+        training = service.create_lora_training_client(TINY, rank=4, seed=1)
+        _, data = batch(training.get_tokenizer())
+        first = training.forward_backward(data, "cross_entropy")  # one of its chunks is refused
+        with pytest.raises(tinkex.UnprocessableEntityError):
+            first.result()
+        monkeypatch.undo()
+        before = training.forward(data, "cross_entropy").result().metrics["loss:sum"]
+        # The gap was filled so that the server takes the batch for failed, and says so once.
+        with pytest.raises(tinkex.RequestFailedError, match="never_sent"):
+            training.optim_step(types.AdamParams(learning_rate=1e-2)).result()
+        training.forward_backward(data, "cross_entropy")
+        training.optim_step(types.AdamParams(learning_rate=1e-2)).result()
+        after = training.forward(data, "cross_entropy").result().metrics["loss:sum"]
+        assert after < before
 
 
 def test_the_async_twins_do_the_same(server: Server):

@@ -72,11 +72,11 @@ class Numbers:
     """
 
     next: int = 1
-    #: Number to fill -> whether parts of its call did reach the server, so that what they left
-    #: behind (half a batch of gradients) must not be used.
+    #: Number to fill -> whether it belongs to a batch of which the server may have got a part, so
+    #: that the gradients of that part must not be used.
     gaps: dict[int, bool] = field(default_factory=dict)
 
-    def settle(self, fates: Sequence[Fate]) -> None:
+    def settle(self, fates: Sequence[Fate], *, adds_gradients: bool = False) -> None:
         """Account for a turn that gave its submissions `next`, `next + 1`, ... in this order."""
         first = self.next
         reached = [
@@ -89,4 +89,4 @@ class Numbers:
         self.next = max(reached) + 1
         for number, fate in zip(range(first, self.next), fates, strict=False):
             if fate is not Fate.ACCEPTED:
-                self.gaps[number] = len(fates) > 1
+                self.gaps[number] = adds_gradients and len(fates) > 1

@@ -65,6 +65,7 @@ class Part:
     encode: Callable[[int], bytes]
     size_bytes: int = 0
     content_type: str = JSON_TYPE
+    adds_gradients: bool = False
 
 
 @dataclass(frozen=True)
@@ -158,6 +159,7 @@ class TrainingClient:
                     ),
                     size_bytes=sum(sizes[piece]),
                     content_type=PROTOBUF_TYPE,
+                    adds_gradients=not forward_only,
                 )
                 for piece in cut(
                     sizes,
@@ -462,7 +464,10 @@ class TrainingClient:
                     if _first_error(outcomes) is not None:
                         break
         finally:
-            self._numbers.settle([_fate(outcome) for outcome in outcomes])
+            self._numbers.settle(
+                [_fate(outcome) for outcome in outcomes],
+                adds_gradients=any(part.adds_gradients for part in todo),
+            )
         error = _first_error(outcomes)
         if error is not None:
             raise error
