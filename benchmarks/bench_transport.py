@@ -261,7 +261,7 @@ def main() -> None:
             continue
         cpu, modules = import_cost(package)
         size, count = installed(package)
-        fork = "sends" if measure(package, "fork") else "hangs or fails"
+        fork = "sends" if measure(package, "fork") else "no answer in 5 s"
         killed = f"{sum(code < 0 for code in exits[package])} of {len(exits[package])}"
         print(
             f"| {package} | {cpu * 1e3:.0f} | {modules} | {size:.1f} | {count} | {fork} | {killed} |"
