@@ -193,7 +193,10 @@ class Results:
                             raise
                         await asyncio.sleep(pause)
                     elif error.status_code != 400 and is_retryable(error):
-                        await asyncio.sleep(pace.after_failure(error))
+                        delay = pace.after_failure(error)
+                        if error.status_code == 429:
+                            self._calls.lane.backoff.ask(delay)
+                        await asyncio.sleep(delay)
                     else:
                         raise
                     continue
