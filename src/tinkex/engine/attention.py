@@ -184,16 +184,14 @@ def within_segments(
             q, k, v, is_causal=True, scale=scaling, enable_gqa=grouped
         )
         return out.transpose(1, 2).flatten(0, 1).unsqueeze(0)
+    # Split, not sliced: the gradient of a split is one concatenation, that of a slice a whole
+    # tensor of zeros for every segment.
+    segments = zip(
+        *(torch.split(t, list(lengths), dim=2) for t in (query, key, value)), strict=True
+    )
     parts = [
-        F.scaled_dot_product_attention(
-            query[:, :, start:stop],
-            key[:, :, start:stop],
-            value[:, :, start:stop],
-            is_causal=True,
-            scale=scaling,
-            enable_gqa=grouped,
-        )
-        for start, stop in zip(packing.starts, packing.starts[1:], strict=False)
+        F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=grouped)
+        for q, k, v in segments
     ]
     return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)).transpose(1, 2)
 

@@ -84,10 +84,10 @@ class Head:
         gradient_TH = torch.zeros_like(hidden_TH)
         for chunk in self.chunks(hidden_TH, routes):
             targets_tK = targets_TK[chunk.rows]
-            logprobs_tK, lse_t1 = gathered(chunk.logits_tV, targets_tK)
+            logprobs_tK, total_t1 = gathered(chunk.logits_tV, targets_tK)
             logprobs_TK[chunk.rows] = logprobs_tK
             g_tK = loss_gradient(chunk.rows, logprobs_tK)
-            gradient_TH[chunk.rows] = self._backward(chunk, targets_tK, lse_t1, g_tK)
+            gradient_TH[chunk.rows] = self._backward(chunk, targets_tK, total_t1, g_tK)
         return logprobs_TK, gradient_TH
 
     def _project(self, hidden_tH: Tensor, shares: Sequence[Share]) -> Tensor:
@@ -104,17 +104,16 @@ class Head:
             )
         return logits_tV
 
-    def _backward(self, chunk: Chunk, targets_tK: Tensor, lse_t1: Tensor, g_tK: Tensor) -> Tensor:
+    def _backward(self, chunk: Chunk, targets_tK: Tensor, total_t1: Tensor, g_tK: Tensor) -> Tensor:
         """dL/dhidden of one chunk, from g = dL/dlogp: dL/dlogits = onehot·g - softmax·Σg."""
         # Prompt tokens have weight zero in most batches: leave their rows out of both products.
         used = (g_tK != 0).any(dim=1)
         everything = bool(used.all())
-        if everything:
-            logits_uV, targets_uK, lse_u1, g_uK = chunk.logits_tV, targets_tK, lse_t1, g_tK
-        else:
-            logits_uV, targets_uK = chunk.logits_tV[used], targets_tK[used]
-            lse_u1, g_uK = lse_t1[used], g_tK[used]
-        dlogits_uV = logits_uV.sub_(lse_u1).exp_().mul_(-g_uK.sum(dim=1, keepdim=True))
+        powers_uV, targets_uK, total_u1, g_uK = chunk.logits_tV, targets_tK, total_t1, g_tK
+        if not everything:
+            powers_uV, targets_uK = powers_uV[used], targets_uK[used]
+            total_u1, g_uK = total_u1[used], g_uK[used]
+        dlogits_uV = powers_uV.mul_(-g_uK.sum(dim=1, keepdim=True) / total_u1)
         dlogits_uV.scatter_add_(1, targets_uK, g_uK)
         dhidden_uH = mm_float32(dlogits_uV.to(self.weight_VH.dtype), self.weight_VH)
         gradient_tH = dhidden_uH
@@ -145,6 +144,13 @@ class Head:
 
 
 def gathered(logits_tV: Tensor, targets_tK: Tensor) -> tuple[Tensor, Tensor]:
-    """Logprobs [t, K] of the targets, and the log of the normaliser [t, 1]."""
-    lse_t1 = logits_tV.logsumexp(dim=1, keepdim=True)
-    return logits_tV.gather(1, targets_tK) - lse_t1, lse_t1
+    """
+    Logprobs [t, K] of the targets, and what the softmax divides by [t, 1].
+
+    Leaves exp(logit - largest) where the logits were: with the divisor that is the softmax, which
+    the gradient needs, and exponentials are most of the work.
+    """
+    largest_t1 = logits_tV.amax(dim=1, keepdim=True)
+    own_tK = logits_tV.gather(1, targets_tK) - largest_t1
+    total_t1 = logits_tV.sub_(largest_t1).exp_().sum(dim=1, keepdim=True)
+    return own_tK - total_t1.log(), total_t1
