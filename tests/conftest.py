@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from serving import TINY, Server, serving
 
 
@@ -25,9 +26,8 @@ def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _no_real_service() -> Iterator[None]:
+def _no_real_service() -> None:
     """No test may reach a service outside this machine by accident."""
     for name in ("TINKER_API_KEY", "TINKER_BASE_URL", "TINKEX_API_KEY", "TINKEX_BASE_URL"):
         os.environ.pop(name, None)
     os.environ["HF_HUB_OFFLINE"] = "1"
-    yield

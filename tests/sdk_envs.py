@@ -69,7 +69,7 @@ def _as_numbers(version: str) -> tuple[int, ...]:
 
 def main(versions: Sequence[str]) -> None:
     for version in versions:
-        print(ensure(version))  # noqa: T201 - this is a command
+        print(ensure(version))
 
 
 if __name__ == "__main__":

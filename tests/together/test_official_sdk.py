@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 import sdk_envs
 from serving import TINY, Server
 
@@ -25,6 +26,7 @@ def run_program(version: str, server: Server, vocabulary: int) -> dict[str, Any]
         capture_output=True,
         text=True,
         timeout=100,
+        check=False,
     )
     assert done.returncode == 0, f"{done.stderr[-4000:]}\nserver: {''.join(server.log[-40:])}"
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
