@@ -8,6 +8,15 @@ from tinkex import types
 from tinkex.client.futures import Promise
 
 
+def datum(tokens: list[int]) -> types.Datum:
+    made = types.Datum(
+        model_input=types.ModelInput.from_ints(tokens[:-1]),
+        loss_fn_inputs={"target_tokens": tokens[1:], "weights": [1.0] * (len(tokens) - 1)},
+    )
+    assert_type(made.loss_fn_inputs["weights"], types.TensorData)
+    return made
+
+
 def train(service: tinkex.ServiceClient, data: list[types.Datum]) -> float:
     training = service.create_lora_training_client("base", rank=8, seed=1, train_mlp=False)
     assert_type(training, tinkex.TrainingClient)

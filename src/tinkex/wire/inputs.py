@@ -202,6 +202,16 @@ class Datum(Payload):
     #: Where the `target_tokens` came from.
     loss_fn_input_spans: ProvenanceSpans | None = None
 
+    if TYPE_CHECKING:
+        # What may be given is more than what is kept: lists and arrays become tensors.
+        def __init__(
+            self,
+            model_input: ModelInput,
+            loss_fn_inputs: Mapping[str, Any] = ...,
+            model_input_spans: ProvenanceSpans | None = None,
+            loss_fn_input_spans: ProvenanceSpans | None = None,
+        ) -> None: ...
+
     def __post_init__(self) -> None:
         put = object.__setattr__
         if not isinstance(self.model_input, ModelInput):
