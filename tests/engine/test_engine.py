@@ -10,6 +10,7 @@ from tinkex.engine import Engine, EngineSettings
 from tinkex.engine.model import UnsupportedModel
 from tinkex.wire.errors import UserFailure
 from tinkex.wire.inputs import Datum, ModelInput
+from tinkex.wire.sampling import SampleRequest, SamplingParams
 from tinkex.wire.training import (
     AdamOptimizerConfig,
     AdamParams,
@@ -94,6 +95,38 @@ def test_parameters_out_of_range_are_refused(
 ) -> None:
     with pytest.raises(UserFailure, match=r"adam_params.\w+ is .*; it must be"):
         engine.optim_step(model, params)
+
+
+def test_what_does_not_fit_memory_is_refused_with_the_sizes(
+    engine: Engine, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tinkex.engine.engine.available_bytes", lambda _: 30_000)
+    with pytest.raises(UserFailure, match=r"rank 4 needs about 0.0 GB, and 0.0 GB are free"):
+        engine.create("new", LoraConfig(rank=4), AdamOptimizerConfig())
+    with pytest.raises(UserFailure, match=r"a sequence of 2 tokens needs about"):
+        engine.run_pass(model, work([1, 2, 3]), backward=True)
+    assert not engine.has("new")
+
+
+def test_a_deterministic_engine_repeats_every_bit_whatever_else_waits(tiny_folder: Path) -> None:
+    engine = Engine(
+        EngineSettings(
+            name="t", folder=tiny_folder, device="cpu", kv_tokens=512, deterministic=True
+        )
+    )
+    assert engine.max_batch_tokens == 8192
+    answers = []
+    for mates in (0, 5):
+        for ticket in range(mates + 1):
+            prompt = ModelInput.from_ints([7, 8, 9] if ticket == mates else [ticket] * 9)
+            params = SamplingParams(max_tokens=20, seed=3, stop=[])
+            one = SampleRequest(prompt=prompt, num_samples=2, sampling_params=params)
+            engine.submit(ticket, one, adapter=None)
+        finished = []
+        while engine.sampling:
+            finished += engine.advance()
+        answers += [one.outcome for one in finished if one.ticket == mates]
+    assert answers[0] == answers[1]
 
 
 def test_unknown_models_are_refused(engine: Engine) -> None:

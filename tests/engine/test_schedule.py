@@ -228,6 +228,20 @@ def test_a_cancelled_request_leaves_nothing_behind() -> None:
     plan.cancel(99)
 
 
+def test_requests_can_be_made_to_run_one_by_one() -> None:
+    plan = Schedule(
+        Pages(64, 4), max_sequences=64, max_batch_tokens=100, one_request_at_a_time=True
+    )
+    for ticket in range(3):
+        plan.add(request(ticket, 5, 4, samples=2))
+    machine = Machine(plan)
+    machine.run()
+    assert [s.request.ticket for s in machine.done] == [0, 0, 1, 1, 2, 2]
+    for step in machine.steps:
+        if isinstance(step, DecodeStep):
+            assert len({s.request.ticket for s in step.sequences}) == 1
+
+
 def one_run_each(lengths: list[int]) -> list[RunLevel]:
     runs = [SharedRun(0, length, at, at + 1) for at, length in enumerate(lengths)]
     return [RunLevel(runs, list(range(len(lengths))))]

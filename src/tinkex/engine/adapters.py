@@ -67,6 +67,12 @@ class TrainingAdapter:
             self.live.copy_(self.master)
 
 
+def adapter_bytes(size: int, model_dtype: torch.dtype) -> int:
+    """Memory of an adapter in training: four float32 vectors, and the live copy if it is one."""
+    live = 0 if model_dtype == torch.float32 else torch.finfo(model_dtype).bits // 8
+    return size * (4 * 4 + live)
+
+
 def check_lora(lora: LoraConfig) -> None:
     if not 1 <= lora.rank <= MAX_RANK:
         raise UserFailure(f"lora_config.rank is {lora.rank}; ranks go from 1 to {MAX_RANK}.")

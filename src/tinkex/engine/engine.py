@@ -11,12 +11,14 @@ import torch
 from tinkex.engine import checkpoints
 from tinkex.engine.adapters import (
     TrainingAdapter,
+    adapter_bytes,
     check_lora,
     check_optimizer,
     chosen_targets,
     seed_of,
 )
 from tinkex.engine.devices import available_bytes, choose_device, choose_dtype
+from tinkex.engine.lora import make_layout
 from tinkex.engine.model import BaseModel
 from tinkex.engine.optimizer import adamw_step, check_params
 from tinkex.engine.pack import Limits, check
@@ -57,9 +59,11 @@ class Engine:
         self.limits = Limits(
             vocab_size=self.model.vocab_size, max_context_length=self.model.max_context_length
         )
-        fitting = int(available_bytes(device) * TRAINING_SHARE) // self.model.bytes_per_token
         #: What one pass takes at most; a longer single sequence still goes alone.
-        self.max_batch_tokens = max(1, min(settings.max_batch_tokens, fitting))
+        self.max_batch_tokens = settings.max_batch_tokens
+        if not settings.deterministic:
+            fitting = int(available_bytes(device) * TRAINING_SHARE) // self.model.bytes_per_token
+            self.max_batch_tokens = max(1, min(settings.max_batch_tokens, fitting))
         self._adapters: dict[str, TrainingAdapter] = {}
         # Made with the first request: a server that only trains needs no cache.
         self._sampler: Sampler | None = None
@@ -71,9 +75,15 @@ class Engine:
             raise ValueError(f"model {model_id} exists already.")
         check_lora(lora)
         check_optimizer(optimizer)
+        targets = chosen_targets(self.model.targets, lora)
+        self._check_memory(
+            adapter_bytes(make_layout(targets, lora.rank).size, self.model.dtype),
+            f"an adapter of rank {lora.rank}",
+            "Use a smaller rank, or train fewer kinds of layers",
+        )
         self._adapters[model_id] = TrainingAdapter(
             lora=lora,
-            targets=chosen_targets(self.model.targets, lora),
+            targets=targets,
             seed=seed_of(lora, model_id),
             model_dtype=self.model.dtype,
             device=self.model.device,
@@ -98,6 +108,13 @@ class Engine:
         """The same pass for a caller that runs it step by step. All checks happen here."""
         adapter = self._adapter(model_id)
         loss, rows = check(work, self.limits, backward=backward)
+        if backward:
+            longest = max(len(row.tokens_N) for row in rows)
+            self._check_memory(
+                longest * self.model.bytes_per_token,
+                f"training on a sequence of {longest} tokens",
+                "Cut the sequence",
+            )
         return Pass(
             self.model,
             adapter,
@@ -164,6 +181,14 @@ class Engine:
     @property
     def sampling(self) -> bool:
         return self._sampler is not None and self._sampler.busy
+
+    def _check_memory(self, needed: int, what: str, advice: str) -> None:
+        available = available_bytes(self.model.device)
+        if needed > available:
+            raise UserFailure(
+                f"{what} needs about {needed / 1e9:.1f} GB, and {available / 1e9:.1f} GB are free on "
+                f"the server. {advice}, or free memory by dropping other models."
+            )
 
     def _adapter(self, model_id: str) -> TrainingAdapter:
         try:

@@ -110,7 +110,10 @@ class Sampler:
         self._tokenizer: Tokenizer | None = None
         pages = Pages(max(1, cache_tokens(model, settings) // PAGE_TOKENS), PAGE_TOKENS)
         self._schedule = Schedule(
-            pages, max_sequences=settings.max_sequences, max_batch_tokens=max_batch_tokens
+            pages,
+            max_sequences=settings.max_sequences,
+            max_batch_tokens=max_batch_tokens,
+            one_request_at_a_time=settings.deterministic,
         )
         # Never written before it is needed, so on a CPU the size is only a promise.
         rows = pages.count * pages.size

@@ -64,8 +64,16 @@ class CopyRows(NamedTuple):
 
 
 class Schedule:
-    def __init__(self, pages: Pages, *, max_sequences: int, max_batch_tokens: int) -> None:
+    def __init__(
+        self,
+        pages: Pages,
+        *,
+        max_sequences: int,
+        max_batch_tokens: int,
+        one_request_at_a_time: bool = False,
+    ) -> None:
         self.pages = pages
+        self._one_at_a_time = one_request_at_a_time
         self._max_sequences = max_sequences
         self._max_batch_tokens = max_batch_tokens
         self._waiting: deque[Fill] = deque()
@@ -190,6 +198,8 @@ class Schedule:
         tokens = sum(len(fill.tokens) - fill.done for fill in self._filling)
         while self._waiting and tokens < self._max_batch_tokens:
             fill = self._waiting[0]
+            if self._one_at_a_time and self._others_run(fill.request):
+                return
             places = self._max_sequences - len(self._running)
             places -= sum(len(f.sequences) for f in self._filling)
             if places < 1:
@@ -210,6 +220,10 @@ class Schedule:
             fill.holding, fill.done = holding, 0
             self._filling.append(fill)
             tokens += length
+
+    def _others_run(self, request: Request) -> bool:
+        started = [fill.request for fill in self._filling] + [s.request for s in self._running]
+        return any(other is not request for other in started)
 
     def _split(self, fill: Fill, count: int) -> None:
         """Only `count` sequences now; the others wait for a fill of their own."""

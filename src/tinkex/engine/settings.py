@@ -30,8 +30,8 @@ class EngineSettings:
     max_sequences: int = 256
     #: Adapters of samplers kept in memory when no request uses them.
     idle_adapters: int = 16
-    #: The same request gives the same bits again: nothing in a pass may depend on timing or on
-    #: what else is waiting.
+    #: The same request gives the same bits again on the same machine: nothing in a pass may depend
+    #: on timing, on free memory or on what else is waiting. Samples run one request at a time.
     deterministic: bool = False
 
 
