@@ -100,6 +100,8 @@ class Packing:
     positions_1T: Tensor
     starts_int32: Tensor
     cache: CacheUse | None = None
+    #: Filled with (key heads, head size) by layer, where somebody wants to know.
+    shapes_seen: dict[int, tuple[int, int]] | None = None
 
     @classmethod
     def of(
@@ -109,6 +111,7 @@ class Packing:
         device: torch.device,
         offsets: Sequence[int] | None = None,
         cache: CacheUse | None = None,
+        shapes_seen: dict[int, tuple[int, int]] | None = None,
     ) -> Packing:
         """`offsets` are the positions at which the segments begin, 0 when not given."""
         starts = [0]
@@ -127,7 +130,12 @@ class Packing:
             positions_1T=positions.to(device).unsqueeze(0),
             starts_int32=torch.tensor(starts, dtype=torch.int32, device=device),
             cache=cache,
+            shapes_seen=shapes_seen,
         )
+
+
+class PackingLost(RuntimeError):
+    """The model's code does not hand keywords on to attention, so it cannot run packed."""
 
 
 def attend(
@@ -138,14 +146,18 @@ def attend(
     attention_mask: Tensor | None,
     *,
     scaling: float,
-    packing: Packing,
+    packing: Packing | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """What transformers calls in every layer: [1, H, T, D] in, [1, T, H, D] out."""
+    if packing is None:
+        raise PackingLost
+    layer_index: Any = module.layer_idx
+    if packing.shapes_seen is not None:
+        packing.shapes_seen[layer_index] = (key.shape[1], key.shape[3])
     cache = packing.cache
     if cache is None:
         return within_segments(query, key, value, scaling, packing), None
-    layer_index: Any = module.layer_idx
     layer = cache.layers[layer_index]
     layer.keys.index_copy_(0, cache.write_T, key[0].transpose(0, 1))
     layer.values.index_copy_(0, cache.write_T, value[0].transpose(0, 1))

@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from transformers.utils import logging as transformers_logging
 
 from tinkex.engine import attention
-from tinkex.engine.attention import Packing
+from tinkex.engine.attention import Packing, PackingLost
 from tinkex.engine.head import HEAD, Head
 from tinkex.engine.lora import LoraLinear, Route, Routing, Target, TargetKind
 
@@ -62,7 +62,8 @@ class BaseModel:
             )
         )
         model.set_attn_implementation(attention.NAME)
-        self._check(expected)
+        #: (key heads, head size) of every layer, which the cache has to hold.
+        self.cache_shapes = self._check(expected)
 
     @property
     def vocab_size(self) -> int:
@@ -104,12 +105,22 @@ class BaseModel:
         per_layer += 4 * size * config.intermediate_size
         return int(config.num_hidden_layers * per_layer)
 
-    def _check(self, expected_TV: Tensor) -> None:
-        """Refuses a model whose replaced parts do not give what the whole one gave."""
+    def _check(self, expected_TV: Tensor) -> list[tuple[int, int]]:
+        """
+        Refuses a model whose replaced parts do not give what the whole one gave.
+
+        Returns the shapes of the keys that went by.
+        """
         ids_T = probe(self.vocab_size).to(self.device)
-        found_TV = self.head.logits(
-            self.hidden(ids_T, Packing.of([len(ids_T)], device=self.device))
-        )
+        shapes: dict[int, tuple[int, int]] = {}
+        packing = Packing.of([len(ids_T)], device=self.device, shapes_seen=shapes)
+        try:
+            found_TV = self.head.logits(self.hidden(ids_T, packing))
+        except PackingLost:
+            raise UnsupportedModel(
+                f"transformers' code for {self.config.model_type} models does not take another "
+                "attention. Serve another model."
+            ) from None
         gap = (found_TV - expected_TV).abs().max() / expected_TV.abs().max().clamp(min=1e-6)
         if not gap < TOLERANCE[self.dtype]:  # NaN is refused too
             raise UnsupportedModel(
@@ -117,6 +128,7 @@ class BaseModel:
                 f"projection that this engine does not know (logits differ by {gap:.1e}). "
                 "Serve another model."
             )
+        return [shapes[layer] for layer in sorted(shapes)]
 
 
 def probe(vocab_size: int) -> Tensor:
@@ -221,7 +233,12 @@ GROUPS = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "gate_
 
 def replace_linears(model: Any, routing: Routing) -> list[Target]:
     """Every linear layer of the decoder's layers becomes one that can add adapters."""
-    layers = model.get_decoder().layers
+    layers = getattr(model.get_decoder(), "layers", None)
+    if layers is None:
+        raise UnsupportedModel(
+            f"transformers' code for {model.config.model_type} models keeps its layers elsewhere "
+            "than this engine looks for them. Serve another model."
+        )
     prefix = next(name for name, module in model.named_modules() if module is layers)
     targets = []
     for path, module in list(layers.named_modules()):

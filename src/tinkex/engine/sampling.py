@@ -23,7 +23,7 @@ from tinkex.engine.blocks import Pages
 from tinkex.engine.checkpoints import describe_difference
 from tinkex.engine.devices import available_bytes
 from tinkex.engine.lora import Route, make_layout, make_pairs
-from tinkex.engine.model import BaseModel, head_size
+from tinkex.engine.model import BaseModel
 from tinkex.engine.pack import Limits, checked_tokens
 from tinkex.engine.pick import Draw, pick
 from tinkex.engine.schedule import (
@@ -122,7 +122,7 @@ class Sampler:
                 torch.empty(rows, *shape, dtype=model.dtype, device=model.device),
                 torch.empty(rows, *shape, dtype=model.dtype, device=model.device),
             )
-            for shape in cache_shapes(model)
+            for shape in model.cache_shapes
         ]
 
     @property
@@ -519,17 +519,11 @@ def check_count(name: str, count: int, vocab_size: int) -> None:
 # -- sizes ----------------------------------------------------------------------------------------
 
 
-def cache_shapes(model: BaseModel) -> list[tuple[int, int]]:
-    """(key heads, head size) of every layer."""
-    config = model.config.get_text_config()
-    return [(config.num_key_value_heads, head_size(config))] * config.num_hidden_layers
-
-
 def cache_tokens(model: BaseModel, settings: EngineSettings) -> int:
     if settings.kv_tokens is not None:
         return settings.kv_tokens
     size = torch.finfo(model.dtype).bits // 8
-    per_token = 2 * size * sum(heads * width for heads, width in cache_shapes(model))
+    per_token = 2 * size * sum(heads * width for heads, width in model.cache_shapes)
     fitting = int(available_bytes(model.device) * CACHE_SHARE[model.device.type]) // per_token
     # More than every sequence at full length is never used.
     return max(PAGE_TOKENS, min(fitting, settings.max_sequences * model.max_context_length))
