@@ -26,9 +26,9 @@ from tinkex.server.settings import Settings, SettingsError
 log = logging.getLogger("tinkex.server.run")
 
 FIRST_DELAY_S = 0.2
-LONGEST_DELAY_S = 10.0
+LONGEST_DELAY_S = 5.0
 # A web process that ran this long before it died is started again without a wait.
-STEADY_S = 30.0
+STEADY_S = 10.0
 # A web process that drains gets this much longer than it was told before it is killed.
 PATIENCE_S = 5.0
 BACKLOG = 2048

@@ -1,5 +1,7 @@
 """Sessions: begin, beat, finish; and what a client is told before it begins."""
 
+import hashlib
+
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
@@ -7,6 +9,7 @@ from starlette.responses import Response
 from tinkex.server.api.auth import owner_of
 from tinkex.server.api.context import answer, context_of, describe, read_json
 from tinkex.wire.dialect import Dialect
+from tinkex.wire.errors import WireError
 from tinkex.wire.runs import (
     ClientConfigRequest,
     CreateSessionRequest,
@@ -18,6 +21,11 @@ from tinkex.wire.runs import (
 )
 
 router = APIRouter(prefix="/api/v1", tags=["sessions"])
+
+# As wide as the columns that hold them.
+LONGEST_VERSION = 64
+LONGEST_PROJECT = 200
+LONGEST_DISPLAY_NAME = 500
 
 
 @router.post("/client/config", openapi_extra=dict(describe(ClientConfigRequest)))
@@ -50,16 +58,24 @@ async def get_server_capabilities(request: Request) -> Response:
 @router.post("/create_session", openapi_extra=dict(describe(CreateSessionRequest)))
 async def create_session(request: Request) -> Response:
     asked = await read_json(request, CreateSessionRequest)
+    _check_length("project_id", asked.project_id, LONGEST_PROJECT)
+    _check_length("display_name", asked.display_name, LONGEST_DISPLAY_NAME)
+    key = request.headers.get("x-idempotency-key")
     session = await context_of(request).store.runs.create_session(
         owner=owner_of(request),
-        sdk_version=asked.sdk_version,
+        sdk_version=asked.sdk_version[:LONGEST_VERSION],
         tags=list(asked.tags),
         user_metadata=asked.user_metadata or {},
         project_id=asked.project_id,
         display_name=asked.display_name,
-        idempotency_key=request.headers.get("x-idempotency-key"),
+        idempotency_key=None if key is None else hashlib.sha256(key.encode()).hexdigest(),
     )
     return answer(CreateSessionResponse(session_id=session.session_id, type="create_session"))
+
+
+def _check_length(name: str, text: str | None, longest: int) -> None:
+    if text is not None and len(text) > longest:
+        raise WireError.at((name,), f"{len(text)} characters; at most {longest} are allowed.")
 
 
 @router.post("/session_heartbeat", openapi_extra=dict(describe(SessionHeartbeatRequest)))

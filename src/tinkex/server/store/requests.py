@@ -91,6 +91,21 @@ _ROW = (
 )
 
 
+# Built once: putting a statement together costs more than SQLite takes to run it.
+_INSERT = requests.insert()
+_FINISH = requests.update().where(
+    requests.c.request_id == sa.bindparam("finished"), requests.c.status == Status.WAITING
+)
+_FETCHED = requests.update().where(
+    requests.c.request_id == sa.bindparam("fetched"), requests.c.fetched_s.is_(None)
+)
+_SELF = sa.select(requests.c.request_id, requests.c.kind, requests.c.sequences).where(
+    requests.c.seq_id == sa.bindparam("number")
+)
+_STEP_SELF = _SELF.where(requests.c.model_id == sa.bindparam("place"))
+_SAMPLE_SELF = _SELF.where(requests.c.sampling_session_id == sa.bindparam("place"))
+
+
 class Requests:
     """The rows of what was asked for."""
 
@@ -128,13 +143,14 @@ class Requests:
     ) -> asyncio.Future[None]:
         """Done when awaited; in the order of the calls. A finished request stays as it was."""
         values = {
+            "finished": request_id,
             "status": Status.FAILED,
             "error": error,
             "category": category,
             "cause": cause,
             "finished_s": time.time(),
         }
-        return self._database.submit(lambda connection: _set_failed(connection, request_id, values))
+        return self._database.submit(lambda connection: _run(connection, _FINISH, values))
 
     async def get(self, request_id: str) -> RequestRow | None:
         statement = sa.select(*_ROW).where(requests.c.request_id == request_id)
@@ -191,12 +207,8 @@ class Requests:
 
     def fetched(self, request_id: str) -> None:
         """Note, some time soon, that the whole result was handed out."""
-        statement = (
-            requests.update()
-            .where(requests.c.request_id == request_id, requests.c.fetched_s.is_(None))
-            .values(fetched_s=time.time())
-        )
-        self._database.write_later(lambda connection: connection.execute(statement))
+        values = {"fetched": request_id, "fetched_s": time.time()}
+        self._database.write_later(lambda connection: _run(connection, _FETCHED, values))
 
 
 def insert(connection: sa.Connection, new: NewRequest, place: str | None) -> Accepted:
@@ -205,7 +217,7 @@ def insert(connection: sa.Connection, new: NewRequest, place: str | None) -> Acc
         return first
     request_id = secrets.token_urlsafe(18)
     connection.execute(
-        requests.insert(),
+        _INSERT,
         {
             "request_id": request_id,
             "owner": new.owner,
@@ -235,7 +247,8 @@ def set_done(
     version_id: str | None = None,
 ) -> None:
     """Store a result inside a transaction."""
-    values = {
+    values: dict[str, object] = {
+        "finished": request_id,
         "status": Status.DONE,
         "result": result if place is None else None,
         "result_place": place,
@@ -244,32 +257,19 @@ def set_done(
     }
     if version_id is not None:
         values["version_id"] = version_id
-    connection.execute(
-        requests.update()
-        .where(requests.c.request_id == request_id, requests.c.status == Status.WAITING)
-        .values(**values)
-    )
+    _run(connection, _FINISH, values)
 
 
-def _set_failed(connection: sa.Connection, request_id: str, values: dict[str, object]) -> None:
-    connection.execute(
-        requests.update()
-        .where(requests.c.request_id == request_id, requests.c.status == Status.WAITING)
-        .values(**values)
-    )
+def _run(connection: sa.Connection, statement: sa.Update, values: dict[str, object]) -> None:
+    connection.execute(statement, values)
 
 
 def _earlier_self(connection: sa.Connection, new: NewRequest) -> Accepted | None:
     if new.seq_id is None:
         return None
-    statement = sa.select(requests.c.request_id, requests.c.kind, requests.c.sequences).where(
-        requests.c.seq_id == new.seq_id
-    )
-    if new.model_id is not None:
-        statement = statement.where(requests.c.model_id == new.model_id)
-    else:
-        statement = statement.where(requests.c.sampling_session_id == new.sampling_session_id)
-    row = connection.execute(statement).first()
+    statement = _STEP_SELF if new.model_id is not None else _SAMPLE_SELF
+    place = new.model_id or new.sampling_session_id
+    row = connection.execute(statement, {"number": new.seq_id, "place": place}).first()
     if row is None:
         return None
     return Accepted(request_id=row.request_id, kind=row.kind, sequences=row.sequences, is_new=False)
