@@ -32,6 +32,10 @@ def children(pid: int) -> list[int]:
     ]
 
 
+def mapped(pid: int) -> str:
+    return Path(f"/proc/{pid}/maps").read_text()
+
+
 def is_alive(pid: int) -> bool:
     return Path(f"/proc/{pid}").exists()
 
@@ -101,6 +105,14 @@ async def test_a_loss_the_engine_does_not_know_is_a_user_failure(own_server: Ser
         bad = await api.result(await api.forward_backward(model, 1, loss="no_such_loss"))
     assert bad["category"] == "user"
     assert "no_such_loss" in bad["error"]
+
+
+async def test_the_web_process_never_loads_torch(own_server: Server) -> None:
+    async with connected(own_server.url, TINY) as api:
+        await api.model()
+    web, engine = web_process(own_server), engine_process(own_server)
+    assert "libtorch" in mapped(engine)
+    assert "libtorch" not in mapped(web)
 
 
 async def test_an_idle_server_uses_no_processor(own_server: Server) -> None:
