@@ -16,19 +16,23 @@ pytestmark = pytest.mark.anyio
 
 async def test_a_waiting_poll_is_woken_by_the_result(api: Api, echo: EchoExecutor) -> None:
     model = await api.model()
-    await _emptied(echo)
-    echo.open.clear()
-    request = await api.optim_step(model, 1)
-    poll = asyncio.create_task(api.poll(request))
-    await echo.entered.acquire()
-    done, _ = await asyncio.wait({poll}, timeout=0.1)
-    assert not done
-    began_s = time.perf_counter()
-    echo.open.set()
-    answer = await poll
-    # Commit and one answer; a server that polls a table needs its interval.
-    assert time.perf_counter() - began_s < 0.1
-    assert answer.json == {"metrics": {"value:sum": 0.0}}
+    waits_s = []
+    for seq_id in range(1, 8):
+        await _emptied(echo)
+        echo.open.clear()
+        request = await api.optim_step(model, seq_id)
+        poll = asyncio.create_task(api.poll(request))
+        await echo.entered.acquire()
+        done, _ = await asyncio.wait({poll}, timeout=0.05)
+        assert not done
+        began_s = time.perf_counter()
+        echo.open.set()
+        answer = await poll
+        waits_s.append(time.perf_counter() - began_s)
+        assert answer.json == {"metrics": {"value:sum": 0.0}}
+    # Commit and one answer; a server that polls a table needs its interval. The best of several,
+    # because others may be using this machine.
+    assert min(waits_s) < 0.03
 
 
 async def test_a_poll_that_was_held_long_enough_says_try_again(tmp_path: Path) -> None:
@@ -111,15 +115,18 @@ async def test_hundreds_of_polls_cost_nothing_while_they_wait(tmp_path: Path) ->
         request = await api.optim_step(model, 1)
         await echo.entered.acquire()
         polls = [asyncio.create_task(api.poll(request)) for _ in range(500)]
-        # Let all of them arrive, then look at a quiet second.
-        await asyncio.sleep(1.5)
-        began_s = time.process_time()
-        await asyncio.sleep(1.0)
-        spent_s = time.process_time() - began_s
+        # Their arriving costs something; once all are here, nothing does.
+        spent_s = 1.0
+        for _ in range(20):
+            began_s = time.process_time()
+            await asyncio.sleep(0.5)
+            spent_s = time.process_time() - began_s
+            if spent_s < 0.025:
+                break
+        assert spent_s < 0.025
         echo.open.set()
         answers = await asyncio.gather(*polls)
     assert {answer.status for answer in answers} == {200}
-    assert spent_s < 0.1
 
 
 async def test_cancelling_is_harmless(api: Api) -> None:
