@@ -209,3 +209,9 @@ def test_a_local_server_starts_by_itself_and_stops_with_the_program(
     )
     assert done.returncode == 0, done.stderr
     assert gone(int(done.stdout))
+
+
+def test_a_sampler_of_an_aliased_model_finds_its_tokenizer(server: Server):
+    with tinkex.ServiceClient(base_url=server.url, api_key="tml-test") as service:
+        tokenizer = service.create_sampling_client(base_model=TINY).get_tokenizer()
+    assert tokenizer.decode(tokenizer.encode(TEXTS[0])) == TEXTS[0]

@@ -13,7 +13,7 @@ from tinkex.server.api.errors import Refusal, missing
 from tinkex.server.dispatch import Dispatcher
 from tinkex.server.executor import Executor, ServedModel
 from tinkex.server.futures import Futures
-from tinkex.server.settings import Settings
+from tinkex.server.settings import Settings, is_loopback
 from tinkex.server.store import Model, Sampler, Session, Store
 from tinkex.wire.codec import JSON_TYPE, decode_json, decompress, encode_json
 from tinkex.wire.dialect import Dialect
@@ -87,6 +87,18 @@ class Context:
                 "start the server with `tinkex serve NAME=FOLDER`.",
             )
         return found
+
+    def tokenizer_id(self, base_model: str) -> str:
+        """
+        What leads a client to the tokenizer of a base model.
+
+        On one machine the folder itself works offline; elsewhere only the name means something.
+        """
+        if is_loopback(self.settings.host):
+            for model in self.executor.served:
+                if model.name == base_model:
+                    return str(model.folder)
+        return base_model
 
 
 def context_of(request: Request) -> Context:

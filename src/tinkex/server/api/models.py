@@ -12,7 +12,6 @@ from tinkex.server.api.auth import owner_of
 from tinkex.server.api.context import answer, context_of, describe, read_json
 from tinkex.server.api.errors import Refusal
 from tinkex.server.plan import Kind
-from tinkex.server.settings import is_loopback
 from tinkex.server.store import Model, NewRequest
 from tinkex.wire.codec import encode_json
 from tinkex.wire.errors import WireError
@@ -78,12 +77,8 @@ async def get_info(request: Request) -> Response:
     context = context_of(request)
     model = await context.model(request, asked.model_id)
     base = context.base_model(model.base_model)
-    # On one machine the folder itself works offline; elsewhere only the name means something.
-    local = is_loopback(context.settings.host)
     data = ModelData(
-        arch=base.arch or None,
-        model_name=base.name,
-        tokenizer_id=str(base.folder) if local else base.name,
+        arch=base.arch or None, model_name=base.name, tokenizer_id=context.tokenizer_id(base.name)
     )
     return answer(
         GetInfoResponse(

@@ -67,14 +67,16 @@ async def create_sampling_session(request: Request) -> Response:
 
 @router.get("/samplers/{sampling_session_id}")
 async def get_sampler(request: Request, sampling_session_id: str) -> Response:
-    sampler = await context_of(request).sampler(request, sampling_session_id)
-    return answer(
-        GetSamplerResponse(
-            sampler_id=sampler.sampling_session_id,
-            base_model=sampler.base_model,
-            model_path=sampler.model_path,
-        )
+    context = context_of(request)
+    sampler = await context.sampler(request, sampling_session_id)
+    described = GetSamplerResponse(
+        sampler_id=sampler.sampling_session_id,
+        base_model=sampler.base_model,
+        model_path=sampler.model_path,
     )
+    # Ours beside the protocol's fields: an alias alone does not lead to a tokenizer.
+    found = context.tokenizer_id(sampler.base_model)
+    return answer({**described.model_dump(exclude_none=True), "tokenizer_id": found})
 
 
 async def asample(request: Request) -> Response:
