@@ -1,16 +1,23 @@
-"""Pages of the key-value cache: who holds which, who shares them, and where they lie together.
+"""Pages of the key-value cache: who holds which, who shares them, and what they can be found by.
 
 A page holds the keys and values of a few tokens. Pages are handed out next to each other where that
 is possible, because a CPU reads a run of neighbours in place and would have to copy scattered ones;
-nothing depends on it. Knows nothing of tensors: rows are numbers.
+nothing depends on it. A full page can be remembered by the tokens that led to it: whoever begins
+with the same tokens under the same weights holds it too and computes nothing for it. Remembered
+pages that nobody holds stay until somebody needs the room, the least recently used going first.
+Knows nothing of tensors: rows are numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-_HELD, _FREE, _PROMISED = 0, 1, 2
+_HELD, _FREE, _PROMISED, _IDLE = 0, 1, 2, 3
+
+#: Under which weights tokens were computed; pages of different versions never meet.
+Version = str | None
 
 #: So many free pages behind a sequence's own are kept for it. Fewer would scatter long sequences,
 #: more would scatter everybody once most of the cache is promised.
@@ -40,31 +47,143 @@ class Holding:
         return sum(span.count for span in self.spans)
 
 
-class Pages:
-    """All pages of a cache. Not enough is an answer, not an error: callers wait or make room."""
+@dataclass(slots=True, eq=False)
+class _Remembered:
+    """A full page in the tree of known beginnings."""
 
-    def __init__(self, count: int, size: int) -> None:
+    page: int
+    #: Where it hangs: the children of the page before it, or the beginnings of a version.
+    siblings: dict[tuple[int, ...], _Remembered]
+    tokens: tuple[int, ...]
+    children: dict[tuple[int, ...], _Remembered] = field(default_factory=dict)
+
+
+class Pages:
+    """
+    All pages of a cache. Not enough is an answer, not an error: callers wait or make room.
+
+    At most `most_idle` pages are kept for beginnings that nobody uses; 0 remembers nothing.
+    """
+
+    def __init__(self, count: int, size: int, *, most_idle: int = 0) -> None:
         self.count = count
         #: Tokens in a page.
         self.size = size
         self._state = bytearray([_FREE]) * count
         self._users = [0] * count
         self._available = count
+        self._most_idle = most_idle
+        self._beginnings: dict[Version, dict[tuple[int, ...], _Remembered]] = {}
+        self._remembered: dict[int, _Remembered] = {}
+        #: Remembered pages that nobody holds, the least recently used first.
+        self._idle: OrderedDict[int, None] = OrderedDict()
 
     @property
     def available(self) -> int:
+        """Pages that can be had, remembered ones that nobody holds included."""
         return self._available
+
+    @property
+    def remembers(self) -> bool:
+        return self._most_idle > 0
+
+    @property
+    def idle(self) -> int:
+        """Pages kept only because somebody may begin with the same tokens again."""
+        return len(self._idle)
 
     def needed(self, tokens: int) -> int:
         return -(-tokens // self.size)
 
-    def open(self, count: int, *, most: int) -> Holding | None:
-        """`count` new pages for a sequence that will never have more than `most`."""
-        if count > self._available:
+    def open(self, count: int, *, most: int, known: Sequence[int] = ()) -> Holding | None:
+        """
+        `count` pages for a sequence that will never have more than `most`.
+
+        The first of them are the `known` ones, as `find` named them; the rest are new.
+        """
+        if self.taken(count, known) > self._available:
             return None
         holding = Holding()
-        self._begin_span(holding, count, most)
+        self._hold(holding, known)
+        if count > len(known):
+            self._begin_span(holding, count - len(known), most - len(known))
         return holding
+
+    def taken(self, count: int, known: Sequence[int]) -> int:
+        """By how many fewer pages are available after `open` with the same arguments."""
+        return count - sum(1 for page in known if self._state[page] == _HELD)
+
+    # -- known beginnings -------------------------------------------------------------------------
+
+    def find(self, version: Version, tokens: Sequence[int], most: int) -> list[int]:
+        """The remembered pages of the longest beginning of `tokens`, no more than `most`."""
+        found: list[int] = []
+        known = self._beginnings.get(version)
+        while known and len(found) < most:
+            begin = len(found) * self.size
+            entry = known.get(tuple(tokens[begin : begin + self.size]))
+            if entry is None:
+                break
+            found.append(entry.page)
+            known = entry.children
+        return found
+
+    def remember(self, version: Version, tokens: Sequence[int], holding: Holding) -> None:
+        """
+        The full pages of `tokens`, which lie computed in `holding`, can be found from now on.
+
+        Nobody writes to them any more. What is known already stays where it is.
+        """
+        if not self._most_idle:
+            return
+        beginnings = siblings = self._beginnings.setdefault(version, {})
+        pages = (p for span in holding.spans for p in range(span.first, span.first + span.count))
+        for index, page in zip(range(len(tokens) // self.size), pages, strict=False):
+            mine = tuple(tokens[index * self.size : (index + 1) * self.size])
+            entry = siblings.get(mine)
+            if entry is None:
+                entry = siblings[mine] = _Remembered(page, siblings, mine)
+                self._remembered[page] = entry
+            siblings = entry.children
+        if not beginnings:
+            del self._beginnings[version]
+
+    def forget(self, version: Version) -> None:
+        """Nothing computed under these weights will be asked for again."""
+        for entry in list(self._beginnings.pop(version, {}).values()):
+            self._drop(entry)
+
+    def _hold(self, holding: Holding, known: Iterable[int]) -> None:
+        for page in known:
+            self._users[page] += 1
+            if self._state[page] == _IDLE:
+                del self._idle[page]
+                self._state[page] = _HELD
+                self._available -= 1
+            last = holding.spans[-1] if holding.spans else None
+            if last is not None and last.first + last.count == page:
+                last.count += 1
+            else:
+                holding.spans.append(Span(page, 1))
+        holding.shared_spans = len(holding.spans)
+
+    def _drop(self, entry: _Remembered) -> None:
+        """Forgets a page and whatever goes on from it; who holds one of them keeps it."""
+        entry.siblings.pop(entry.tokens, None)
+        leaving = [entry]
+        while leaving:
+            one = leaving.pop()
+            leaving += one.children.values()
+            del self._remembered[one.page]
+            if self._state[one.page] == _IDLE:
+                del self._idle[one.page]
+                self._state[one.page] = _FREE
+
+    def _evict(self, most_idle: int) -> None:
+        while len(self._idle) > most_idle:
+            self._drop(self._remembered[next(iter(self._idle))])
+
+    # -- pages of one sequence --------------------------------------------------------------------
 
     def extend(self, holding: Holding, *, most: int) -> bool:
         """One more page at the end; False when there is none."""
@@ -95,13 +214,19 @@ class Pages:
     def close(self, holding: Holding) -> None:
         """Gives the pages back; those that somebody else holds too stay held."""
         self._break_promise(holding)
-        for span in holding.spans:
-            for page in range(span.first, span.first + span.count):
+        # Backwards, so that the end of a beginning is forgotten before its start.
+        for span in reversed(holding.spans):
+            for page in reversed(range(span.first, span.first + span.count)):
                 self._users[page] -= 1
                 if not self._users[page]:
-                    self._state[page] = _FREE
                     self._available += 1
-        holding.spans = []
+                    if page in self._remembered:
+                        self._state[page] = _IDLE
+                        self._idle[page] = None
+                    else:
+                        self._state[page] = _FREE
+        holding.spans, holding.shared_spans = [], 0
+        self._evict(self._most_idle)
 
     def rows(self, holding: Holding, tokens: int) -> Iterator[tuple[int, int]]:
         """The runs of cache rows, (start, stop), that hold the first `tokens` tokens."""
@@ -145,7 +270,7 @@ class Pages:
             return False
         span = holding.spans[-1]
         page = span.first + span.count
-        if page >= self.count or self._state[page] == _HELD:
+        if page >= self.count or self._state[page] in (_HELD, _IDLE):
             return False
         if self._state[page] == _PROMISED and page not in holding.promised:
             return False
@@ -156,7 +281,10 @@ class Pages:
 
     def _begin_span(self, holding: Holding, count: int, most: int) -> None:
         """`count` pages in as few spans as there are; the caller knows that they are there."""
-        for wanted in (max(count, min(most, count + GROWTH)), count):
+        roomy = max(count, min(most, count + GROWTH))
+        if self._idle:
+            self._evict(max(0, len(self._idle) - max(0, roomy - self._state.count(_FREE))))
+        for wanted in (roomy, count):
             first = self._state.find(bytes([_FREE]) * wanted)
             if first >= 0:
                 for page in range(first, first + count):

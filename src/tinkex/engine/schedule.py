@@ -1,21 +1,24 @@
 """Which sequences run next, and who makes room when the cache is full. Knows no tensors.
 
 Two kinds of step take turns: a fill computes the keys and values of known tokens (a prompt, or a
-sequence that had to make room), a decode draws one token for every running sequence. Waiting work is
-admitted in order of arrival as soon as its pages are free. When a running sequence needs a page and
-there is none, the youngest gives back all of its pages and waits to be filled again: its tokens are
-kept, and since noise depends on seed and position only, it goes on as if nothing had happened.
+sequence that had to make room), a decode draws one token for every running sequence. Long prompts
+are filled in pieces while others run. Waiting work is admitted as soon as its pages are free: the
+owner who got the fewest tokens comes next, each owner's requests in order of arrival. What begins
+with tokens that are in the cache, or are just being computed, takes their pages and goes on from
+there. When a running sequence needs a page and there is none, the youngest gives back all of its
+pages and waits to be filled again: its tokens are kept, and since noise depends on seed and position
+only, it goes on as if nothing had happened.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from tinkex.engine.blocks import Holding, Pages
 from tinkex.engine.sequences import AdapterKey, PromptQuestions, Request, SampleSequence
+from tinkex.engine.turns import Turns
 
 
 @dataclass(kw_only=True, eq=False)
@@ -30,6 +33,14 @@ class Fill:
     holding: Holding = field(default_factory=Holding)
     #: Tokens computed so far.
     done: int = 0
+    #: Tokens that did not have to be computed when it was first admitted.
+    found: int | None = None
+
+    @property
+    def may_find(self) -> int:
+        """So many tokens need not be computed: the last one must be, and what is asked about."""
+        needed = self.questions.first_row
+        return min(len(self.tokens) - 1, len(self.tokens) if needed is None else needed)
 
 
 class Piece(NamedTuple):
@@ -64,19 +75,25 @@ class CopyRows(NamedTuple):
 
 
 class Schedule:
+    """
+    `max_batch_tokens` are filled in one step, or `fill_tokens` while sequences run: they wait.
+    """
+
     def __init__(
         self,
         pages: Pages,
         *,
         max_sequences: int,
         max_batch_tokens: int,
+        fill_tokens: int | None = None,
         one_request_at_a_time: bool = False,
     ) -> None:
         self.pages = pages
         self._one_at_a_time = one_request_at_a_time
         self._max_sequences = max_sequences
         self._max_batch_tokens = max_batch_tokens
-        self._waiting: deque[Fill] = deque()
+        self._fill_tokens = min(max_batch_tokens, fill_tokens or max_batch_tokens)
+        self._waiting: Turns[Fill] = Turns()
         self._filling: list[Fill] = []
         self._running: list[SampleSequence] = []
         self._admitted = 0
@@ -86,21 +103,32 @@ class Schedule:
     def busy(self) -> bool:
         return bool(self._waiting or self._filling or self._running)
 
+    @property
+    def waiting(self) -> int:
+        """Fills that have not been admitted."""
+        return len(self._waiting)
+
+    @property
+    def running(self) -> int:
+        return len(self._running)
+
+    @property
+    def served(self) -> dict[str, int]:
+        """Tokens computed for each owner who has work here."""
+        return self._waiting.served
+
     def adapters_in_use(self) -> set[AdapterKey]:
         fills = {fill.request.adapter for fill in (*self._waiting, *self._filling)}
         return fills | {sequence.request.adapter for sequence in self._running}
 
     def add(self, request: Request) -> None:
-        self._waiting.append(
-            Fill(
-                request=request,
-                tokens=request.prompt,
-                sequences=[
-                    SampleSequence(request=request, index=i) for i in range(request.samples)
-                ],
-                questions=request.questions,
-            )
+        fill = Fill(
+            request=request,
+            tokens=request.prompt,
+            sequences=[SampleSequence(request=request, index=i) for i in range(request.samples)],
+            questions=request.questions,
         )
+        self._waiting.arrive(request.owner, fill, active=self._active())
 
     def fits(self, tokens: int) -> bool:
         """Whether a sequence of so many tokens could ever run."""
@@ -114,7 +142,7 @@ class Schedule:
         for sequence in self._running:
             if sequence.request.ticket == ticket:
                 self.pages.close(sequence.holding)
-        self._waiting = deque(f for f in self._waiting if f.request.ticket != ticket)
+        self._waiting.keep(lambda fill: fill.request.ticket != ticket)
         self._filling = [f for f in self._filling if f.request.ticket != ticket]
         self._running = [s for s in self._running if s.request.ticket != ticket]
 
@@ -142,6 +170,8 @@ class Schedule:
         """
         fill = piece.fill
         fill.done = piece.stop
+        self._waiting.charge(fill.request.owner, piece.stop - piece.start)
+        self.pages.remember(fill.request.adapter, fill.tokens[: piece.stop], fill.holding)
         if not piece.is_last:
             return [], []
         self._filling.remove(fill)
@@ -150,8 +180,8 @@ class Schedule:
             self._admitted += 1
             sequence.age = self._admitted
         self._running.extend(born)
-        # Neighbours share adapters, and samples of one prompt share its pages.
-        self._running.sort(key=lambda s: (s.request.adapter or "", s.request.ticket, s.index))
+        # Neighbours share adapters, and beginnings.
+        self._running.sort(key=_neighbourhood)
         return born, copies
 
     def drop_finished(self) -> list[SampleSequence]:
@@ -159,9 +189,20 @@ class Schedule:
         finished = [s for s in self._running if s.stop_reason is not None]
         if finished:
             for sequence in finished:
-                self.pages.close(sequence.holding)
+                self._close(sequence)
             self._running = [s for s in self._running if s.stop_reason is None]
         return finished
+
+    def _active(self) -> set[str]:
+        """The owners of everything that is admitted."""
+        return {fill.request.owner for fill in self._filling} | {
+            sequence.request.owner for sequence in self._running
+        }
+
+    def _close(self, sequence: SampleSequence) -> None:
+        """What it computed can be found by those who begin with the same tokens."""
+        self.pages.remember(sequence.request.adapter, sequence.computed, sequence.holding)
+        self.pages.close(sequence.holding)
 
     # -- decoding ---------------------------------------------------------------------------------
 
@@ -174,6 +215,8 @@ class Schedule:
                 sequence.holding, most=self._most_pages(sequence.request)
             ):
                 self._make_room()
+        for sequence in self._running:
+            self._waiting.charge(sequence.request.owner, 1)
         return DecodeStep(sequences=tuple(self._running)) if self._running else None
 
     def _make_room(self) -> None:
@@ -182,64 +225,142 @@ class Schedule:
             fill = self._filling.pop()
             self.pages.close(fill.holding)
             fill.done = 0
-            self._waiting.appendleft(fill)
+            self._waiting.put_back(fill.request.owner, fill)
             return
-        youngest = max(self._running, key=lambda s: s.age)
-        self._running.remove(youngest)
-        self.pages.close(youngest.holding)
-        self._waiting.appendleft(_refill(youngest.request, [youngest]))
+        self._set_aside(max(self._running, key=lambda s: s.age))
+
+    def _set_aside(self, sequence: SampleSequence) -> None:
+        self._running.remove(sequence)
+        self._close(sequence)
+        self._waiting.put_back(sequence.request.owner, _refill(sequence.request, [sequence]))
 
     def _most_pages(self, request: Request) -> int:
         return self.pages.needed(len(request.prompt) + request.max_new_tokens)
 
     # -- filling ----------------------------------------------------------------------------------
 
+    def _budget(self) -> int:
+        return self._fill_tokens if self._running else self._max_batch_tokens
+
     def _admit(self) -> None:
-        tokens = sum(len(fill.tokens) - fill.done for fill in self._filling)
-        while self._waiting and tokens < self._max_batch_tokens:
-            fill = self._waiting[0]
+        """Everybody who fits, until there is enough to fill; nobody overtakes who does not fit."""
+        full: set[str] = set()
+        while (fill := self._candidate(full)) is not None:
+            owner = fill.request.owner
+            left = sum(len(f.tokens) - f.done for f in self._filling if f.request.owner == owner)
+            if left >= self._budget():
+                full.add(owner)
+                continue
             if self._one_at_a_time and self._others_run(fill.request):
                 return
             places = self._max_sequences - len(self._running)
             places -= sum(len(f.sequences) for f in self._filling)
             if places < 1:
+                if self._give_way(owner, 0):
+                    continue
                 return
             if len(fill.sequences) > places:
-                self._split(fill, places)
-            length = len(fill.tokens)
+                rest = fill.sequences[places:]
+                fill.sequences = fill.sequences[:places]
+                self._waiting.put_behind(owner, fill, _refill(fill.request, rest))
+            if not self._open(fill):
+                if self._give_way(owner, self.pages.needed(len(fill.tokens))):
+                    continue
+                return
+            self._waiting.take(owner, fill)
+            self._filling.append(fill)
+
+    def _candidate(self, full: set[str]) -> Fill | None:
+        """The next in line, leaving out who begins as somebody does who is being filled."""
+        for owner in self._waiting.owners():
+            if owner not in full:
+                for fill in self._waiting.of(owner):
+                    if not any(self._follows(fill, other) for other in self._filling):
+                        return fill
+        return None
+
+    def _follows(self, fill: Fill, other: Fill) -> bool:
+        """Whether `other` is computing a page that `fill` could take when it is there."""
+        size = self.pages.size
+        page = other.done // size
+        if fill.request.adapter != other.request.adapter or not self.pages.remembers:
+            return False
+        stop = (page + 1) * size
+        if fill.may_find < stop or len(other.tokens) < stop:
+            return False
+        return fill.tokens[:stop] == other.tokens[:stop]
+
+    def _open(self, fill: Fill) -> bool:
+        """Pages for a fill, those that are in the cache first; False when there are too few."""
+        pages, length = self.pages, len(fill.tokens)
+        known = pages.find(fill.request.adapter, fill.tokens, fill.may_find // pages.size)
+        needed = pages.needed(length)
+        if self._running or self._filling:
             # One page beyond the known tokens for each sequence, and one for each that runs:
             # who is admitted should not be the one to make room in the next step.
             spare = len(self._running) + len(fill.sequences) if self._running else 0
-            needed = self.pages.needed(length)
-            if needed + spare > self.pages.available and (self._running or self._filling):
-                return
-            holding = self.pages.open(needed, most=self._most_pages(fill.request))
-            if holding is None:
-                return
-            self._waiting.popleft()
-            fill.holding, fill.done = holding, 0
-            self._filling.append(fill)
-            tokens += length
+            if pages.taken(needed, known) + spare > pages.available:
+                return False
+        holding = pages.open(needed, most=self._most_pages(fill.request), known=known)
+        if holding is None:
+            return False
+        fill.holding, fill.done = holding, len(known) * pages.size
+        if fill.found is None:
+            fill.found = fill.done
+        return True
+
+    def _give_way(self, owner: str, needed: int) -> bool:
+        """
+        Sets aside the youngest sequence of an owner who has more than an even share.
+
+        Only for somebody who stays within theirs, so that two owners never push each other out.
+        """
+        owners = self._active() | set(self._waiting.owners())
+        if len(owners) < 2:
+            return False
+        count, pages = dict.fromkeys(owners, 0), dict.fromkeys(owners, 0)
+        for sequence in self._running:
+            count[sequence.request.owner] += 1
+            pages[sequence.request.owner] += sequence.holding.page_count
+        for fill in self._filling:
+            count[fill.request.owner] += len(fill.sequences)
+            pages[fill.request.owner] += fill.holding.page_count
+        places_each = self._max_sequences // len(owners)
+        pages_each = self.pages.count // len(owners)
+        if count[owner] + 1 > places_each or pages[owner] + needed > pages_each:
+            return False
+        crowding = [
+            sequence
+            for sequence in self._running
+            if (pages if needed else count)[sequence.request.owner]
+            > (pages_each if needed else places_each)
+        ]
+        if not crowding:
+            return False
+        self._set_aside(max(crowding, key=lambda s: s.age))
+        return True
 
     def _others_run(self, request: Request) -> bool:
         started = [fill.request for fill in self._filling] + [s.request for s in self._running]
         return any(other is not request for other in started)
 
-    def _split(self, fill: Fill, count: int) -> None:
-        """Only `count` sequences now; the others wait for a fill of their own."""
-        rest = fill.sequences[count:]
-        fill.sequences = fill.sequences[:count]
-        self._waiting.insert(1, _refill(fill.request, rest))
-
     def _pieces(self) -> list[Piece]:
-        pieces = []
-        left = self._max_batch_tokens
+        """As much as one step takes: owners share it evenly, each owner's fills go in order."""
+        by_owner: dict[str, list[Fill]] = {}
         for fill in self._filling:
-            if left <= 0:
-                break
-            stop = min(len(fill.tokens), fill.done + left)
-            pieces.append(Piece(fill, fill.done, stop))
-            left -= stop - fill.done
+            by_owner.setdefault(fill.request.owner, []).append(fill)
+        pieces = []
+        budget = self._budget()
+        # Who has least to do comes first, and leaves what it does not use to the others.
+        shares = sorted(by_owner.values(), key=lambda fills: sum(len(f.tokens) for f in fills))
+        for position, fills in enumerate(shares):
+            left = budget // (len(shares) - position)
+            for fill in fills:
+                stop = min(len(fill.tokens), fill.done + left)
+                if stop > fill.done:
+                    pieces.append(Piece(fill, fill.done, stop))
+                    left -= stop - fill.done
+                    budget -= stop - fill.done
         # By adapter, so that the rows of one adapter lie together.
         pieces.sort(key=lambda piece: piece.fill.request.adapter or "")
         return pieces
@@ -269,14 +390,22 @@ class Schedule:
                 copies.append(CopyRows(source, own.spans[0].first * pages.size, begun))
             born.append(sequence)
         if rest := fill.sequences[len(born) :]:
-            self._waiting.appendleft(_refill(fill.request, rest))
+            self._waiting.put_back(fill.request.owner, _refill(fill.request, rest))
         return born, copies
+
+
+def _neighbourhood(sequence: SampleSequence) -> tuple[str, list[int], int, int]:
+    request = sequence.request
+    begins = [span.first for span in sequence.holding.spans]
+    return request.adapter or "", begins, request.ticket, sequence.index
 
 
 def _refill(request: Request, sequences: list[SampleSequence]) -> Fill:
     """A fill that answers no questions: for one sequence that goes on, or some that begin."""
     tokens = request.prompt + sequences[0].tokens
-    return Fill(request=request, tokens=tokens, sequences=sequences, questions=PromptQuestions())
+    return Fill(
+        request=request, tokens=tokens, sequences=sequences, questions=PromptQuestions(), found=0
+    )
 
 
 def groups(sequences: Iterable[SampleSequence]) -> list[tuple[int, int, AdapterKey]]:
@@ -306,27 +435,6 @@ class RunLevel(NamedTuple):
     rows: list[int]
 
 
-def run_levels(pages: Pages, sequences: Sequence[SampleSequence]) -> list[RunLevel]:
-    """
-    What each sequence reads, as runs of cache rows: level i has everybody's i-th run.
-
-    Neighbours with the same run (the shared pages of one prompt) are put together.
-    """
-    levels: list[RunLevel] = []
-    for at, sequence in enumerate(sequences):
-        for depth, (start, stop) in enumerate(pages.rows(sequence.holding, sequence.known)):
-            if depth == len(levels):
-                levels.append(RunLevel([], []))
-            runs, rows = levels[depth]
-            rows.append(at)
-            last = runs[-1] if runs else None
-            if last is not None and last[:2] == (start, stop) and last.last == at:
-                runs[-1] = last._replace(last=at + 1)
-            else:
-                runs.append(SharedRun(start, stop, at, at + 1))
-    return levels
-
-
 #: Costs of attention on a CPU in cache rows read, measured on two cores with 32 sequences of 32 to
 #: 512 tokens: a call costs as much as so many rows, and a rectangle as much as so many calls.
 CALL_ROWS = 200
@@ -335,6 +443,46 @@ TABLE_CALLS = 8
 COPY_FACTOR = 1.3
 #: Longer sequences do not fit the processor's cache, and then copies cost more than that.
 LONGEST_IN_TABLE = 384
+
+
+def run_levels(pages: Pages, sequences: Sequence[SampleSequence]) -> list[RunLevel]:
+    """
+    What each sequence reads, as runs of cache rows: level i has everybody's i-th run.
+
+    Neighbours with the same beginning read it together, where that is worth another call for
+    those whose run goes on behind it.
+    """
+    left = [list(pages.rows(s.holding, s.known))[::-1] for s in sequences]
+    levels: list[RunLevel] = []
+    while reading := [at for at, runs in enumerate(left) if runs]:
+        level = RunLevel([], reading)
+        first = 0
+        while first < len(reading):
+            at = reading[first]
+            start, stop = left[at][-1]
+            last = first + 1
+            while (
+                last < len(reading)
+                and reading[last] == at + last - first
+                and left[reading[last]][-1][0] == start
+            ):
+                last += 1
+            group = reading[first:last]
+            common = min(left[one][-1][1] for one in group)
+            longer = sum(1 for one in group if left[one][-1][1] > common)
+            if longer and common - start < CALL_ROWS * longer / max(1, len(group) - 1):
+                # Not worth it: only those who read exactly the same do so together.
+                common = stop
+                same = [left[one][-1][1] == stop for one in group]
+                group = group[: same.index(False)] if False in same else group
+            for one in group:
+                end = left[one].pop()[1]
+                if end > common:
+                    left[one].append((common, end))
+            level.runs.append(SharedRun(start, common, at, at + len(group)))
+            first += len(group)
+        levels.append(level)
+    return levels
 
 
 def table_is_cheaper(levels: Sequence[RunLevel], lengths: Sequence[int]) -> bool:

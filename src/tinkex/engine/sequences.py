@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from tinkex.engine.blocks import Holding
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 #: The key of an adapter among samplers; None is the base model.
 AdapterKey = str | None
@@ -55,17 +59,40 @@ class Drawing:
     report_top: int = 0
 
 
+class Cells(NamedTuple):
+    """Tokens whose logprobs are asked for: `token[i]` as what follows prompt token `row[i]`."""
+
+    #: In rising order.
+    row: npt.NDArray[np.int64]
+    token: npt.NDArray[np.int64]
+
+
 @dataclass(frozen=True, kw_only=True)
 class PromptQuestions:
     """What is asked about the prompt beside its continuation."""
 
     logprobs: bool = False
     top: int = 0
-    #: Only positions from here on are answered (the first token never is).
+    #: Own logprobs and likeliest tokens are answered from here on (the first token never is).
     first_position: int = 1
+    targets: Cells | None = None
+    #: So many other tokens are drawn for every position after the first.
+    alternatives: int = 0
 
     def __bool__(self) -> bool:
-        return self.logprobs or self.top > 0
+        return bool(self.logprobs or self.top or self.targets is not None or self.alternatives)
+
+    @property
+    def first_row(self) -> int | None:
+        """The first prompt token whose hidden state is needed for an answer."""
+        rows = []
+        if self.logprobs or self.top:
+            rows.append(self.first_position - 1)
+        if self.targets is not None and len(self.targets.row):
+            rows.append(int(self.targets.row[0]))
+        if self.alternatives:
+            rows.append(0)
+        return min(rows, default=None)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -78,6 +105,8 @@ class Request:
     drawing: Drawing
     stops: Stops
     questions: PromptQuestions = field(default_factory=PromptQuestions)
+    #: Who asked: owners share the sampler evenly.
+    owner: str = ""
 
 
 @dataclass(kw_only=True, eq=False, slots=True)
@@ -100,6 +129,11 @@ class SampleSequence:
     def known(self) -> int:
         """Tokens known so far, prompt included."""
         return len(self.request.prompt) + len(self.tokens)
+
+    @property
+    def computed(self) -> list[int]:
+        """The tokens whose keys and values are in the cache: all but the last one drawn."""
+        return self.request.prompt + self.tokens[:-1]
 
     def append(self, token: int, logprob: float, top: tuple[list[int], list[float]] | None) -> None:
         self.tokens.append(token)
