@@ -24,6 +24,9 @@ from tinkex.wire.training import LoraConfig, OptimizerConfig
 #: A rank beyond this is a full fine-tune in all but name, and most likely a typing error.
 MAX_RANK = 512
 
+#: The float32 vectors of an adapter in training.
+FLAT = ("master", "m", "v", "grad")
+
 
 @dataclass(frozen=True, kw_only=True)
 class SamplerAdapter:
@@ -52,19 +55,47 @@ class TrainingAdapter:
     ) -> None:
         self.lora = lora
         self.layout: Layout = make_layout(targets, lora.rank)
+        self._model_dtype = model_dtype
+        #: Optimizer steps taken.
+        self.step = 0
         self.master = initial_weights(self.layout, seed).to(device)
         self.m = torch.zeros_like(self.master)
         self.v = torch.zeros_like(self.master)
         self.grad = torch.zeros_like(self.master)
-        self.live = self.master.to(model_dtype)  # the same tensor for float32
-        #: Optimizer steps taken.
-        self.step = 0
-        self.pairs = make_pairs(self.layout, self.live, scale=ALPHA / lora.rank, grad=self.grad)
+        self.live: Tensor
+        self.pairs: Mapping[str, Pair]
+        self._connect()
 
     def refresh_live(self) -> None:
         """After the master changed."""
         if self.live is not self.master:
             self.live.copy_(self.master)
+
+    # -- giving up its memory and getting it back; what else it knows stays -----------------------
+
+    def move(self, device: torch.device) -> None:
+        """To another memory, as it is. Layers can only use it on the model's own device."""
+        for name in FLAT:
+            setattr(self, name, getattr(self, name).to(device))
+        self._connect()
+
+    def release(self) -> None:
+        """Without any memory; unusable until it is allocated and filled again."""
+        for name in FLAT:
+            setattr(self, name, torch.empty(0))
+        self.live, self.pairs = self.master, {}
+
+    def allocate(self, device: torch.device) -> None:
+        for name in FLAT:
+            setattr(self, name, torch.zeros(self.layout.size, device=device))
+        self._connect()
+
+    def _connect(self) -> None:
+        """What the layers read, as views of the flat vectors."""
+        self.live = self.master.to(self._model_dtype)  # the same tensor for float32
+        self.pairs = make_pairs(
+            self.layout, self.live, scale=ALPHA / self.lora.rank, grad=self.grad
+        )
 
 
 def adapter_bytes(size: int, model_dtype: torch.dtype) -> int:

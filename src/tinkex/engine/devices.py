@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -37,15 +38,40 @@ def available_bytes(device: torch.device) -> int:
     """Memory that could be taken now without pushing anything out."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        return int(free)
+        # torch keeps what was freed for itself: to us it is free all the same.
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(free) + kept
+    limits = [size for size in (_machine_bytes(), _container_bytes()) if size is not None]
+    if limits:
+        return min(limits)
+    # Not Linux: half of what the machine has is the careful guess.
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+def _machine_bytes() -> int | None:
     try:
         with open("/proc/meminfo") as lines:
             for line in lines:
                 if line.startswith("MemAvailable:"):
                     return int(line.split()[1]) * 1024
     except OSError:
-        pass  # not Linux: half of what the machine has is the careful guess
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+        pass
+    return None
+
+
+def _container_bytes() -> int | None:
+    """What a container may still take; the machine's own figure knows nothing of that limit."""
+    try:
+        most = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        taken = int(Path("/sys/fs/cgroup/memory.current").read_text())
+        # Pages of files that were read are given up when somebody needs the memory.
+        files = 0
+        for line in Path("/sys/fs/cgroup/memory.stat").read_text().splitlines():
+            if line.startswith("inactive_file "):
+                files = int(line.split()[1])
+    except (OSError, ValueError):
+        return None
+    return None if most == "max" else max(0, int(most) - taken + files)
 
 
 def mm_float32(left: Tensor, right: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,15 @@ from transformers.utils import logging as transformers_logging
 from tinkex.engine import attention
 from tinkex.engine.attention import Packing, PackingLost
 from tinkex.engine.head import HEAD, Head
-from tinkex.engine.lora import LoraLinear, Route, Routing, Target, TargetKind
+from tinkex.engine.lora import (
+    LoraLinear,
+    Route,
+    Routing,
+    Target,
+    TargetKind,
+    make_layout,
+    make_pairs,
+)
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +39,14 @@ log = logging.getLogger(__name__)
 #: Logits of the replaced parts may differ from the untouched model's by this share of their
 #: largest value: rounding, not meaning.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 6e-2}
+
+
+#: Lengths and rank of the passes that measure what a training pass keeps.
+PROBE_LENGTHS = (16, 48)
+PROBE_RANK = 8
+
+#: A backward pass works with this much more than what was kept for it.
+WORK = 1.25
 
 
 class UnsupportedModel(ValueError):
@@ -64,6 +80,8 @@ class BaseModel:
         model.set_attn_implementation(attention.NAME)
         #: (key heads, head size) of every layer, which the cache has to hold.
         self.cache_shapes = self._check(expected)
+        #: What a training pass keeps of one token until its backward pass, and works with then.
+        self.bytes_per_token = int(self._kept_per_token() * WORK)
 
     @property
     def vocab_size(self) -> int:
@@ -94,16 +112,44 @@ class BaseModel:
         return hidden_1TH[0]
 
     @property
-    def bytes_per_token(self) -> int:
-        """Rough size of what a training pass keeps of one token until its backward pass."""
-        config = self.config.get_text_config()
-        heads = config.num_attention_heads * head_size(config)
+    def size_bytes(self) -> int:
+        """What the frozen weights take, the head's own copy included."""
+        weights = [*self._decoder.parameters(), *self._decoder.buffers(), *self._embed.parameters()]
+        weights.append(self.head.weight_VH)
+        return sum(distinct_storages(weights).values())
+
+    @property
+    def cache_bytes_per_token(self) -> int:
         size = torch.finfo(self.dtype).bits // 8
-        # Norms keep a float32 copy and their output, attention its inputs and output, the MLP
-        # its four intermediate products (transformers' layers, counted in design and measured).
-        per_layer = 6 * (4 + size) * config.hidden_size + 8 * size * heads
-        per_layer += 4 * size * config.intermediate_size
-        return int(config.num_hidden_layers * per_layer)
+        return 2 * size * sum(heads * width for heads, width in self.cache_shapes)
+
+    def _kept_per_token(self) -> float:
+        """
+        Measured: what autograd keeps of a pass with an adapter on every layer.
+
+        Two lengths, because some of it does not grow with the tokens.
+        """
+        layout = make_layout(self.targets, PROBE_RANK)
+        live = torch.zeros(layout.size, dtype=self.dtype, device=self.device)
+        pairs = make_pairs(layout, live, scale=1.0)
+        weights = distinct_storages([*self._decoder.parameters(), live])
+        sizes = []
+        for length in PROBE_LENGTHS:
+            kept: list[Tensor] = []
+
+            def keep(tensor: Tensor, kept: list[Tensor] = kept) -> Tensor:
+                kept.append(tensor)
+                return tensor
+
+            packing = Packing.of([length], device=self.device)
+            ids_T = torch.zeros(length, dtype=torch.long, device=self.device)
+            routes = [Route(0, length, pairs)]
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+                output = self.hidden(ids_T, packing, routes, gradients=True)
+            found = distinct_storages([*kept, output])
+            sizes.append(sum(size for at, size in found.items() if at not in weights))
+        few, many = PROBE_LENGTHS
+        return (sizes[1] - sizes[0]) / (many - few)
 
     def _check(self, expected_TV: Tensor) -> list[tuple[int, int]]:
         """
@@ -133,6 +179,12 @@ class BaseModel:
 
 def probe(vocab_size: int) -> Tensor:
     return torch.arange(12) * 7919 % vocab_size
+
+
+def distinct_storages(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """Address and size of the memory behind these tensors, each once."""
+    storages = (tensor.untyped_storage() for tensor in tensors)
+    return {storage.data_ptr(): storage.nbytes() for storage in storages}
 
 
 def untouched_logits(model: Any) -> Tensor:
@@ -205,11 +257,6 @@ def context_length(config: PretrainedConfig) -> int:
         log.warning("context cut to the sliding window", extra={"tokens": window, "of": length})
         return int(window)
     return length
-
-
-def head_size(config: Any) -> int:
-    size = getattr(config, "head_dim", None)
-    return int(size or config.hidden_size // config.num_attention_heads)
 
 
 def eos_token_ids(folder: Path, config: PretrainedConfig) -> frozenset[int]:

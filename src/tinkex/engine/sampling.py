@@ -6,7 +6,7 @@ import logging
 import math
 import secrets
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,12 +20,12 @@ from tinkex.engine import checkpoints
 from tinkex.engine.adapters import SamplerAdapter
 from tinkex.engine.attention import CacheLayer, CacheUse, Level, Packing, Reach, Run, Table
 from tinkex.engine.blocks import Pages
-from tinkex.engine.checkpoints import describe_difference
-from tinkex.engine.devices import available_bytes
-from tinkex.engine.lora import Route, make_layout, make_pairs
+from tinkex.engine.checkpoints import SavedAdapter, describe_difference
+from tinkex.engine.lora import Layout, Route, make_layout, make_pairs
 from tinkex.engine.model import BaseModel
 from tinkex.engine.pack import Limits, checked_tokens
 from tinkex.engine.pick import Draw, pick
+from tinkex.engine.residency import Resident
 from tinkex.engine.schedule import (
     CopyRows,
     DecodeStep,
@@ -69,9 +69,6 @@ log = logging.getLogger(__name__)
 #: read as one, so their number costs nothing.
 PAGE_TOKENS = 16
 
-#: Share of the free memory for the cache, when its size is not given.
-CACHE_SHARE = {"cpu": 0.25, "cuda": 0.6}
-
 #: Tokens drawn for everybody before others get their turn.
 BURST_STEPS = 8
 
@@ -98,17 +95,29 @@ class _Answer:
 
 class Sampler:
     def __init__(
-        self, model: BaseModel, settings: EngineSettings, *, max_batch_tokens: int
+        self,
+        model: BaseModel,
+        settings: EngineSettings,
+        *,
+        max_batch_tokens: int,
+        kv_tokens: int,
+        make_room: Callable[[int, str], None],
+        clock: Callable[[], int],
     ) -> None:
+        #: Called with a size and what it is for before an adapter is loaded; may refuse.
+        self._make_room = make_room
+        #: Counts uses of adapters, here and in training alike.
+        self._clock = clock
         self._model = model
         self._settings = settings
         self._limits = Limits(
             vocab_size=model.vocab_size, max_context_length=model.max_context_length
         )
         self._adapters: OrderedDict[str, SamplerAdapter] = OrderedDict()
+        self._last_used: dict[str, int] = {}
         self._answers: dict[int, _Answer] = {}
         self._tokenizer: Tokenizer | None = None
-        pages = Pages(max(1, cache_tokens(model, settings) // PAGE_TOKENS), PAGE_TOKENS)
+        pages = Pages(max(1, kv_tokens // PAGE_TOKENS), PAGE_TOKENS)
         self._schedule = Schedule(
             pages,
             max_sequences=settings.max_sequences,
@@ -237,8 +246,30 @@ class Sampler:
     def _load_adapter(self, folder: Path) -> None:
         key = str(folder)
         if key not in self._adapters:
-            self._adapters[key] = load_sampler_adapter(self._model, folder)
+            saved = checkpoints.read_adapter(folder)
+            layout = sampler_layout(self._model, saved, folder)
+            size = layout.size * (torch.finfo(self._model.dtype).bits // 8)
+            self._make_room(size, f"the adapter of {folder.name}")
+            self._adapters[key] = load_sampler_adapter(self._model, saved, layout)
         self._adapters.move_to_end(key)
+        self._last_used[key] = self._clock()
+
+    def adapter_residents(self) -> list[Resident]:
+        """The adapters as whoever plans the memory sees them."""
+        used = self._schedule.adapters_in_use()
+        return [
+            Resident(
+                name=key,
+                size=adapter.live.nbytes,
+                last_used=self._last_used[key],
+                busy=key in used,
+                has_file=True,
+            )
+            for key, adapter in self._adapters.items()
+        ]
+
+    def drop_adapter(self, name: str) -> None:
+        del self._adapters[name], self._last_used[name]
 
     def _drop_idle_adapters(self) -> None:
         spare = len(self._adapters) - self._settings.idle_adapters
@@ -246,7 +277,7 @@ class Sampler:
             return
         used = self._schedule.adapters_in_use()
         for key in [key for key in self._adapters if key not in used][:spare]:
-            del self._adapters[key]
+            self.drop_adapter(key)
 
     def _routes(self, ranges: Sequence[tuple[int, int, AdapterKey]]) -> list[Route]:
         return [
@@ -516,21 +547,11 @@ def check_count(name: str, count: int, vocab_size: int) -> None:
         raise UserFailure(f"{name} is {count}; it goes from 0 to the vocabulary of {vocab_size}.")
 
 
-# -- sizes ----------------------------------------------------------------------------------------
+# -- adapters -------------------------------------------------------------------------------------
 
 
-def cache_tokens(model: BaseModel, settings: EngineSettings) -> int:
-    if settings.kv_tokens is not None:
-        return settings.kv_tokens
-    size = torch.finfo(model.dtype).bits // 8
-    per_token = 2 * size * sum(heads * width for heads, width in model.cache_shapes)
-    fitting = int(available_bytes(model.device) * CACHE_SHARE[model.device.type]) // per_token
-    # More than every sequence at full length is never used.
-    return max(PAGE_TOKENS, min(fitting, settings.max_sequences * model.max_context_length))
-
-
-def load_sampler_adapter(model: BaseModel, folder: Path) -> SamplerAdapter:
-    saved = checkpoints.read_adapter(folder)
+def sampler_layout(model: BaseModel, saved: SavedAdapter, folder: Path) -> Layout:
+    """Where the adapter's matrices will lie; refuses what does not fit the base model."""
     known = {target.name: target for target in model.targets}
     if extra := saved.pairs.keys() - known.keys():
         raise UserFailure(
@@ -542,7 +563,10 @@ def load_sampler_adapter(model: BaseModel, folder: Path) -> SamplerAdapter:
                 f"{folder.name}: {name} maps {A.shape[1]} to {B.shape[0]} features, and in this "
                 f"base model {known[name].inputs} to {known[name].outputs}."
             )
-    layout = make_layout([known[name] for name in known if name in saved.pairs], saved.rank)
+    return make_layout([known[name] for name in known if name in saved.pairs], saved.rank)
+
+
+def load_sampler_adapter(model: BaseModel, saved: SavedAdapter, layout: Layout) -> SamplerAdapter:
     live = torch.zeros(layout.size, dtype=model.dtype, device=model.device)
     checkpoints.fill(live, layout, saved.pairs)
     return SamplerAdapter(live=live, pairs=make_pairs(layout, live, scale=saved.scale))

@@ -30,6 +30,14 @@ class EngineSettings:
     max_sequences: int = 256
     #: Adapters of samplers kept in memory when no request uses them.
     idle_adapters: int = 16
+    #: Most that everything together may take of the device; None is all that is free at start.
+    memory_bytes: int | None = None
+    #: Of that, for adapters in training and of samplers; None is what the rest leaves.
+    adapter_bytes: int | None = None
+    #: Host memory for adapters that had to leave a GPU; None is half of what is free.
+    host_bytes: int | None = None
+    #: Where adapters wait that fit no memory; emptied at start. None is a temporary folder.
+    spill_folder: Path | None = None
     #: The same request gives the same bits again on the same machine: nothing in a pass may depend
     #: on timing, on free memory or on what else is waiting. Samples run one request at a time.
     deterministic: bool = False

@@ -1,0 +1,242 @@
+"""Training adapters in memory, on the host or on disk: whoever is asked for comes back.
+
+The least used give way when memory is short. A pass that is under way keeps its adapter in place.
+What is on disk here is only a cache of a running engine: folders of an earlier one are removed.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import tempfile
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from tinkex.engine import checkpoints
+from tinkex.engine.adapters import TrainingAdapter
+from tinkex.engine.devices import available_bytes
+from tinkex.engine.residency import MemoryPlan, Resident, Tier, give_way, readable
+from tinkex.wire.errors import UserFailure
+
+log = logging.getLogger(__name__)
+
+HOST = torch.device("cpu")
+
+#: Share of the host's free memory for adapters that had to leave the device.
+HOST_SHARE = 0.5
+
+
+class SamplerAdapters(Protocol):
+    """Adapters that only run: they are read from files, so they are dropped and read again."""
+
+    def adapter_residents(self) -> list[Resident]: ...
+
+    def drop_adapter(self, name: str) -> None: ...
+
+
+@dataclass(kw_only=True, eq=False)
+class _Entry:
+    adapter: TrainingAdapter
+    size: int
+    tier: Tier = Tier.DEVICE
+    last_used: int = 0
+    #: Where it lies when it is on disk.
+    folder: Path | None = None
+    #: Passes that exist and use it. Weak: a pass that failed must not hold memory for ever.
+    users: weakref.WeakSet[object] = field(default_factory=weakref.WeakSet)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TierUse:
+    count: int
+    size: int
+
+
+class Shelf:
+    def __init__(
+        self,
+        *,
+        plan: MemoryPlan,
+        device: torch.device,
+        base_model: str,
+        folder: Path | None,
+        host_bytes: int | None,
+        limit_bytes: int | None,
+        clock: Callable[[], int],
+    ) -> None:
+        self._plan = plan
+        self._device = device
+        self._base_model = base_model
+        self._host_bytes = host_bytes
+        #: The most that everything together may take, when that was said.
+        self._limit_bytes = limit_bytes
+        #: Counts uses, shared with whoever else has residents.
+        self._clock = clock
+        self._entries: dict[str, _Entry] = {}
+        self._spills = 0
+        #: Who is on the way back and so no longer counts where it was.
+        self._returning: _Entry | None = None
+        self._folder = folder
+        if folder is not None and folder.exists():
+            shutil.rmtree(folder)
+        self.sampler: SamplerAdapters | None = None
+        #: What the cache for sampling has taken of the plan, once it is made.
+        self.cache_taken = 0
+
+    # -- a mapping from model ids to adapters that can be used ------------------------------------
+
+    def __contains__(self, model_id: str) -> bool:
+        return model_id in self._entries
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __getitem__(self, model_id: str) -> TrainingAdapter:
+        """The adapter, on the device. KeyError when there is none."""
+        entry = self._entries[model_id]
+        entry.last_used = self._clock()
+        if entry.tier is not Tier.DEVICE:
+            self._bring_back(model_id, entry)
+        return entry.adapter
+
+    def __delitem__(self, model_id: str) -> None:
+        entry = self._entries.pop(model_id)
+        if entry.folder is not None:
+            shutil.rmtree(entry.folder, ignore_errors=True)
+
+    def add(self, model_id: str, size: int, what: str, make: Callable[[], TrainingAdapter]) -> None:
+        """Makes a new adapter once there is room for it."""
+        self.make_adapter_room(size, what)
+        self._entries[model_id] = _Entry(adapter=make(), size=size, last_used=self._clock())
+
+    def pin(self, model_id: str, user: object) -> None:
+        """The adapter stays where it is as long as `user` exists."""
+        self._entries[model_id].users.add(user)
+
+    def use(self, tier: Tier) -> TierUse:
+        sizes = [entry.size for entry in self._entries.values() if entry.tier is tier]
+        return TierUse(count=len(sizes), size=sum(sizes))
+
+    # -- room -------------------------------------------------------------------------------------
+
+    def make_adapter_room(self, size: int, what: str) -> None:
+        """Room in the adapters' part of the plan, or a refusal with the sizes."""
+        if size > self._plan.adapters:
+            raise UserFailure(
+                f"{what} needs {readable(size)}, and the server has {readable(self._plan.adapters)} "
+                f"for adapters ({self._plan.describe()}). Use a smaller rank, train fewer kinds of "
+                "layers, or serve with more memory."
+            )
+        over = sum(resident.size for resident in self._residents()) + size - self._plan.adapters
+        self._free(max(over, size - self.available()))
+        self._insist(size, what, "Use a smaller rank, or train fewer kinds of layers")
+
+    def make_pass_room(self, size: int, what: str, advice: str) -> None:
+        """Room for what a pass keeps of its tokens. The plan has it; others may have taken it."""
+        self._free(size - self.available())
+        self._insist(size, what, advice)
+
+    def available(self) -> int:
+        """What could be taken now, within the limit that was set."""
+        found = available_bytes(self._device)
+        if self._limit_bytes is None:
+            return found
+        taken = self._plan.base + self.cache_taken + sum(r.size for r in self._residents())
+        return max(0, min(found, self._limit_bytes - taken))
+
+    def _insist(self, size: int, what: str, advice: str) -> None:
+        available = self.available()
+        if size > available:
+            busy = sum(resident.size for resident in self._residents() if resident.busy)
+            raise UserFailure(
+                f"{what} needs about {readable(size)}, and {readable(available)} are free on the "
+                f"server (base model {readable(self._plan.base)}, cache "
+                f"{readable(self.cache_taken)}, adapters in use {readable(busy)}). {advice}, or "
+                "serve with more memory."
+            )
+
+    def _residents(self) -> list[Resident]:
+        """Everything that takes memory of the device and could leave it."""
+        own = [
+            Resident(
+                name=model_id, size=entry.size, last_used=entry.last_used, busy=bool(entry.users)
+            )
+            for model_id, entry in self._entries.items()
+            if entry.tier is Tier.DEVICE
+        ]
+        return own if self.sampler is None else [*own, *self.sampler.adapter_residents()]
+
+    def _free(self, shortage: int) -> None:
+        for name in give_way(self._residents(), shortage):
+            if name in self._entries:
+                self._spill(name, self._entries[name])
+            elif self.sampler is not None:
+                self.sampler.drop_adapter(name)
+
+    # -- moving -----------------------------------------------------------------------------------
+
+    def _spill(self, model_id: str, entry: _Entry) -> None:
+        if self._device.type == "cpu" or not self._make_host_room(entry.size):
+            self._to_disk(model_id, entry)
+            return
+        log.info("model %s leaves the device (%s)", model_id, readable(entry.size))
+        entry.adapter.move(HOST)
+        entry.tier = Tier.HOST
+
+    def _make_host_room(self, size: int) -> bool:
+        budget = self._host_bytes
+        there = [
+            Resident(name=model_id, size=entry.size, last_used=entry.last_used)
+            for model_id, entry in self._entries.items()
+            if entry.tier is Tier.HOST and entry is not self._returning
+        ]
+        used = sum(resident.size for resident in there)
+        if budget is None:
+            # What has moved there already was free before.
+            budget = int((available_bytes(HOST) + used) * HOST_SHARE)
+        if size > budget:
+            return False
+        for name in give_way(there, used + size - budget):
+            self._to_disk(name, self._entries[name])
+        return True
+
+    def _to_disk(self, model_id: str, entry: _Entry) -> None:
+        self._spills += 1
+        folder = self._spill_folder() / str(self._spills)
+        log.info("model %s goes to disk (%s)", model_id, readable(entry.size))
+        checkpoints.snapshot(entry.adapter, folder, base_model=self._base_model, meta={})
+        entry.adapter.release()
+        entry.tier, entry.folder = Tier.DISK, folder
+
+    def _bring_back(self, model_id: str, entry: _Entry) -> None:
+        self._returning = entry
+        try:
+            self.make_adapter_room(entry.size, f"model {model_id}")
+        finally:
+            self._returning = None
+        if entry.tier is Tier.HOST:
+            entry.adapter.move(self._device)
+        elif entry.folder is not None:
+            entry.adapter.allocate(self._device)
+            try:
+                checkpoints.restore(entry.adapter, entry.folder)
+            except BaseException:
+                entry.adapter.release()  # still whole on disk
+                raise
+            shutil.rmtree(entry.folder, ignore_errors=True)
+        log.info("model %s is back (%s)", model_id, readable(entry.size))
+        entry.tier, entry.folder = Tier.DEVICE, None
+
+    def _spill_folder(self) -> Path:
+        if self._folder is None:
+            self._folder = Path(tempfile.mkdtemp(prefix="tinkex-spill-"))
+            weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
+        return self._folder

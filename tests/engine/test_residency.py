@@ -1,0 +1,94 @@
+"""The memory plan and who gives way, as plain numbers."""
+
+from typing import Any
+
+import pytest
+
+from tinkex.engine.residency import (
+    SHARES,
+    DoesNotFit,
+    Resident,
+    Shares,
+    give_way,
+    memory_plan,
+    readable,
+)
+
+HALVES = Shares(activations=0.25, cache=0.5)
+USUAL = {
+    "total": 1_300_000,
+    "base": 200_000,
+    "reserved": 100_000,
+    "activation_bytes_per_token": 100,
+    "max_batch_tokens": 8192,
+    "kv_bytes_per_token": 10,
+    "max_kv_tokens": 10**9,
+    "shares": HALVES,
+}
+
+#: change of the usual -> (tokens of a pass, tokens in the cache, bytes for adapters)
+PLANS: dict[str, tuple[dict[str, Any], tuple[int, int, int]]] = {
+    "shares of what the base leaves": ({}, (2500, 50_000, 250_000)),
+    "a larger base leaves less": ({"base": 700_000}, (1250, 25_000, 125_000)),
+    "a pass is never larger than asked": ({"max_batch_tokens": 500}, (500, 50_000, 450_000)),
+    "a cache is never larger than useful": ({"max_kv_tokens": 1000}, (2500, 1000, 740_000)),
+    "a given cache comes first": ({"kv_tokens": 20_000}, (2000, 20_000, 600_000)),
+    "given adapters come first": ({"adapter_bytes": 600_000}, (1000, 20_000, 600_000)),
+    "a fixed pass comes first": ({"fixed_batch": True, "max_batch_tokens": 4000}, (4000, 30_000, 300_000)),
+    "a fixed pass leaves what it leaves": ({"fixed_batch": True}, (8192, 9040, 90_400)),
+    "a cache that takes everything": ({"kv_tokens": 100_000}, (16, 100_000, 0)),
+    "expensive tokens": ({"activation_bytes_per_token": 30_000}, (16, 50_000, 20_000)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_the_memory_is_divided_by_the_table(name: str) -> None:
+    change, (batch, cache, adapters) = PLANS[name]
+    plan = memory_plan(**{**USUAL, **change})
+    assert (plan.batch_tokens, plan.kv_tokens, plan.adapters) == (batch, cache, adapters)
+
+
+@pytest.mark.parametrize("device", SHARES)
+def test_the_parts_are_the_whole(device: str) -> None:
+    plan = memory_plan(**{**USUAL, "shares": SHARES[device]})
+    parts = (plan.base, plan.reserved, plan.activations, plan.cache, plan.adapters)
+    assert sum(parts) == plan.total
+    assert min(parts) > 0
+    assert "1.3 MB in all: base model 200.0 kB" in plan.describe()
+
+
+def test_a_base_model_that_leaves_too_little_is_refused_with_the_sizes() -> None:
+    with pytest.raises(DoesNotFit, match=r"takes 1.2 MB of 1.3 MB, and 100.0 kB are kept free"):
+        memory_plan(**{**USUAL, "base": 1_199_000})
+
+
+def resident(name: str, size: int, last_used: int, **more: bool) -> Resident:
+    return Resident(name=name, size=size, last_used=last_used, **more)
+
+
+OLD, NEW, BUSY = resident("old", 10, 1), resident("new", 30, 5), resident("busy", 50, 0, busy=True)
+FILE = resident("file", 5, 9, has_file=True)
+
+
+@pytest.mark.parametrize(
+    ("shortage", "leaving"),
+    [
+        (-5, []),
+        (0, []),
+        (1, ["file"]),  # nothing has to be written, however new it is
+        (5, ["file"]),
+        (6, ["file", "old"]),
+        (16, ["file", "old", "new"]),
+        (999, ["file", "old", "new"]),  # never who is busy
+    ],
+)
+def test_the_cheap_and_the_least_used_give_way(shortage: int, leaving: list[str]) -> None:
+    assert give_way([NEW, BUSY, FILE, OLD], shortage) == leaving
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (2_500_000, "2.5 MB"), (3_210_000_000, "3.2 GB")],
+)  # fmt: skip
+def test_sizes_can_be_read(size: int, text: str) -> None:
+    assert readable(size) == text

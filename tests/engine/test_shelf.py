@@ -1,0 +1,239 @@
+"""Adapters that leave memory and come back: nobody notices but the disk."""
+
+import gc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from numerics.parts import request, sample, weighted, work
+from tinkex.engine import Engine, EngineSettings
+from tinkex.engine.adapters import TrainingAdapter, adapter_bytes
+from tinkex.engine.devices import available_bytes
+from tinkex.engine.lora import make_layout
+from tinkex.engine.residency import Tier
+from tinkex.engine.shelf import Shelf
+from tinkex.wire.errors import UserFailure
+from tinkex.wire.training import AdamOptimizerConfig, AdamParams, LoraConfig
+
+LORA = LoraConfig(rank=4, seed=1)
+
+
+@pytest.fixture(scope="module")
+def one_adapter(engine: Engine) -> int:
+    """Bytes of an adapter of LORA on the tiny model."""
+    return adapter_bytes(make_layout(engine.model.targets, LORA.rank).size, torch.float32)
+
+
+Make = Callable[..., Engine]
+
+
+@pytest.fixture
+def engine_with(tiny_folder: Path, tmp_path: Path) -> Make:
+    def make(**settings: int) -> Engine:
+        torch.set_num_threads(1)
+        return Engine(
+            EngineSettings(
+                name="tiny",
+                folder=tiny_folder,
+                device="cpu",
+                **{"kv_tokens": 512, **settings},  # type: ignore[arg-type]
+                spill_folder=tmp_path / "spill",
+            )
+        )
+
+    return make
+
+
+def spilled(folder: Path) -> list[str]:
+    return sorted(file.name for file in (folder / "spill").glob("*"))
+
+
+def losses(engine: Engine, names: list[str], rounds: int) -> dict[str, list[float]]:
+    """Round robin over the models: with room for two, every turn finds its model on disk."""
+    rng = np.random.default_rng(3)
+    data = work([weighted(rng, 9), weighted(rng, 5)])
+    curves: dict[str, list[float]] = {name: [] for name in names}
+    for at in range(rounds):
+        for name in names:
+            passed = engine.run_pass(name, data, backward=True)
+            curves[name].append(passed.metrics["loss:sum"])
+        for name in reversed(names):
+            if (at + len(name)) % 3:  # some keep their gradient for the next round
+                engine.optim_step(name, AdamParams(learning_rate=3e-3, weight_decay=0.1))
+    return curves
+
+
+def test_models_that_do_not_fit_together_train_as_if_they_did(
+    engine_with: Make, one_adapter: int, tmp_path: Path
+) -> None:
+    names = ["a", "bb", "ccc", "dd"]
+    small, large = engine_with(adapter_bytes=2 * one_adapter + 10), engine_with()
+    curves = []
+    for engine in (large, small):
+        for name in names:
+            lora = LoraConfig(rank=4, seed=len(name), train_mlp=name != "bb")
+            engine.create(name, lora, AdamOptimizerConfig())
+        curves.append(losses(engine, names, rounds=4))
+    assert curves[0] == curves[1]
+    assert large._adapters.use(Tier.DISK).count == 0
+    use = {tier: small._adapters.use(tier).count for tier in Tier}
+    assert use == {Tier.DEVICE: 2, Tier.HOST: 0, Tier.DISK: 2}
+    assert len(spilled(tmp_path)) == 2
+    for name in names:
+        small.drop(name)
+    assert not spilled(tmp_path)
+
+
+def test_whoever_was_used_last_stays(engine_with: Make, one_adapter: int) -> None:
+    engine = engine_with(adapter_bytes=2 * one_adapter)
+    for name in ("a", "b"):
+        engine.create(name, LORA, AdamOptimizerConfig())
+    engine.optim_step("a", AdamParams())
+    engine.create("c", LORA, AdamOptimizerConfig())
+    tiers = {name: entry.tier for name, entry in engine._adapters._entries.items()}
+    assert tiers == {"a": Tier.DEVICE, "b": Tier.DISK, "c": Tier.DEVICE}
+    assert engine.has("b")  # never "not loaded"
+
+
+def test_a_pass_under_way_keeps_its_adapter(engine_with: Make, one_adapter: int) -> None:
+    engine = engine_with(adapter_bytes=one_adapter)
+    engine.create("a", LORA, AdamOptimizerConfig())
+    data = work([weighted(np.random.default_rng(0), 6)])
+    running = engine.begin_pass("a", data, backward=True)
+    engine.create("b", LORA, AdamOptimizerConfig())  # over the budget rather than under a pass
+    assert engine._adapters.use(Tier.DEVICE).count == 2
+    while waiting := running.waiting:
+        engine.run_together([(running, len(waiting))])
+    del running
+    gc.collect()
+    engine.optim_step("b", AdamParams())
+    engine.create("c", LORA, AdamOptimizerConfig())
+    assert engine._adapters.use(Tier.DEVICE).count == 1
+    assert engine.optim_step("a", AdamParams())["grad_norm:mean"] > 0
+
+
+def test_samplers_count_and_give_way_first(
+    engine_with: Make, one_adapter: int, tmp_path: Path
+) -> None:
+    engine = engine_with(adapter_bytes=one_adapter * 3 // 2)  # one in training, two of samplers
+    engine.create("a", LORA, AdamOptimizerConfig())
+    folders = [tmp_path / name for name in ("one", "two", "three")]
+    for folder in folders:
+        engine.save("a", folder, optimizer=False)
+    asked = request([1, 2, 3], max_tokens=4, seed=1, stop=[])
+    first = [sample(engine, [asked], [folder])[0] for folder in folders]
+    assert engine._sampler is not None
+    assert [Path(key).name for key in engine._sampler._adapters] == ["two", "three"]
+    assert engine._adapters.use(Tier.DEVICE).count == 1
+    assert [sample(engine, [asked], [folder])[0] for folder in folders] == first
+
+
+def test_what_can_never_fit_is_refused_with_the_sizes(engine_with: Make, one_adapter: int) -> None:
+    engine = engine_with(adapter_bytes=one_adapter)
+    with pytest.raises(
+        UserFailure,
+        match=r"adapter of rank 8 needs \d+\.\d kB, and the server has \d+\.\d kB for adapters "
+        r"\(.* in all: base model .*smaller rank",
+    ):
+        engine.create("a", LoraConfig(rank=8), AdamOptimizerConfig())
+    assert not engine.has("a")
+
+
+def test_a_pass_that_does_not_fit_sends_idle_models_away_first(
+    engine_with: Make, one_adapter: int
+) -> None:
+    # So much memory that two idle adapters are in the way of a long sequence.
+    probe = engine_with()
+    base, per_token = probe.plan.base, probe.model.bytes_per_token
+    length = 3 * one_adapter // per_token
+    limit = base + 2 * one_adapter + length * per_token
+    engine = engine_with(memory_bytes=limit, adapter_bytes=3 * one_adapter, max_batch_tokens=64)
+    for name in ("a", "b", "c"):
+        engine.create(name, LORA, AdamOptimizerConfig())
+    data = work([weighted(np.random.default_rng(0), length)])
+    engine.run_pass("a", data, backward=True)
+    assert engine._adapters.use(Tier.DISK).count == 1
+    too_long = work([weighted(np.random.default_rng(0), length + 2 * one_adapter // per_token)])
+    with pytest.raises(UserFailure, match=r"a sequence of \d+ tokens needs about .* are free"):
+        engine.run_pass("a", too_long, backward=True)
+    assert engine.run_pass("b", data, backward=True).metrics["loss:sum"]
+
+
+def test_an_engine_removes_what_an_earlier_one_left(engine_with: Make, tmp_path: Path) -> None:
+    (tmp_path / "spill" / "7").mkdir(parents=True)
+    engine_with()
+    assert not spilled(tmp_path)
+
+
+def test_a_folder_of_its_own_goes_with_the_engine(tiny_folder: Path, one_adapter: int) -> None:
+    settings = EngineSettings(
+        name="t", folder=tiny_folder, device="cpu", kv_tokens=64, adapter_bytes=one_adapter
+    )
+    engine = Engine(settings)
+    for name in ("a", "b"):
+        engine.create(name, LORA, AdamOptimizerConfig())
+    folder = engine._adapters._spill_folder()
+    assert len(list(folder.iterdir())) == 1
+    del engine
+    gc.collect()
+    assert not folder.exists()
+
+
+@pytest.fixture
+def host_shelf(engine: Engine, one_adapter: int) -> Iterator[Shelf]:
+    """A shelf that believes in a tier between device and disk, as on a GPU; room for one each."""
+
+    class Middle(Shelf):
+        def available(self) -> int:
+            return available_bytes(torch.device("cpu"))
+
+    plan = engine.plan.__class__(**{**vars(engine.plan), "adapters": one_adapter})
+    shelf = Middle(
+        plan=plan,
+        device=torch.device("meta"),
+        base_model="tiny",
+        folder=None,
+        host_bytes=one_adapter,
+        limit_bytes=None,
+        clock=iter(range(1, 99)).__next__,
+    )
+    yield shelf
+    for name in list(shelf):
+        del shelf[name]
+
+
+def test_a_gpu_s_adapters_go_to_the_host_first_and_then_to_disk(
+    host_shelf: Shelf, engine: Engine, one_adapter: int
+) -> None:
+    host_shelf._device = torch.device("cuda", 0)  # decides; the adapters themselves are on the CPU
+    moved: list[tuple[str, str]] = []
+
+    class Watched(TrainingAdapter):
+        def move(self, device: torch.device) -> None:
+            moved.append((str(self.lora.seed), device.type))
+
+        def allocate(self, device: torch.device) -> None:
+            moved.append((str(self.lora.seed), f"from disk to {device.type}"))
+            super().allocate(torch.device("cpu"))
+
+    for seed in (1, 2, 3):
+        lora = LoraConfig(rank=4, seed=seed)
+        adapter = Watched(
+            lora=lora,
+            targets=engine.model.targets,
+            seed=seed,
+            model_dtype=torch.float32,
+            device=torch.device("cpu"),
+        )
+        host_shelf.add(str(seed), one_adapter, "an adapter", lambda adapter=adapter: adapter)
+    tiers = {name: entry.tier for name, entry in host_shelf._entries.items()}
+    assert tiers == {"1": Tier.DISK, "2": Tier.HOST, "3": Tier.DEVICE}
+    assert moved == [("1", "cpu"), ("2", "cpu")]
+    assert host_shelf["2"].master.any()  # its own place on the host is free by then: 3 takes it
+    assert host_shelf["1"].master.any()
+    tiers = {name: entry.tier for name, entry in host_shelf._entries.items()}
+    assert tiers == {"1": Tier.DEVICE, "2": Tier.HOST, "3": Tier.DISK}
+    assert moved[2:] == [("3", "cpu"), ("2", "cuda"), ("2", "cpu"), ("1", "from disk to cuda")]
