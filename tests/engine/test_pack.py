@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tinkex.engine.pack import Limits, Row, check, micro_batches
+from tinkex.engine.pack import Limits, check, fitting
 from tinkex.wire.errors import UserFailure
 from tinkex.wire.inputs import Datum, EncodedTextChunk, ImageChunk, ModelInput
 from tinkex.wire.tensors import TensorData
@@ -55,10 +55,29 @@ IMAGE = ModelInput(
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "unknown loss": (
-        lambda: work([datum()], "gspo"),
-        r"loss_fn 'gspo' is not supported.*Supported: cross_entropy, importance_sampling, ppo",
+        lambda: work([datum()], "stable_reinforce"),
+        r"loss_fn 'stable_reinforce' is not supported.*Supported: cross_entropy.*gspo, custom",
     ),
-    "custom loss": (lambda: work([datum()], "custom"), "'custom' is not supported"),
+    "custom loss without an id": (
+        lambda: work([datum()], "custom"),
+        "it must have `loss_id` alone",
+    ),
+    "custom loss that is not there": (
+        lambda: work([datum()], "custom", {"loss_id": "nothing"}),
+        "there is no custom loss 'nothing'. Make it with create_custom_loss",
+    ),
+    "gspo without a mask": (
+        lambda: work([policy()], "gspo"),
+        "'sequence_ratio_mask' is missing; loss 'gspo' needs",
+    ),
+    "gspo with a mask of nothing": (
+        lambda: work([policy(sequence_ratio_mask=[0.0, 0.0, 0.0])], "gspo"),
+        "is 0.0 everywhere, so the sequence has no ratio",
+    ),
+    "gspo with half a mask": (
+        lambda: work([policy(sequence_ratio_mask=[0.0, 0.5, 1.0])], "gspo"),
+        "holds 0.5; 1.0 takes a token into the sequence's ratio",
+    ),
     "unknown config": (
         lambda: work([policy()], "ppo", {"clip_ratio": 0.2}),
         r"'clip_ratio' is unknown to loss 'ppo'.*clip_low_threshold, clip_high_threshold",
@@ -180,14 +199,9 @@ def test_a_sparse_target_left_out_is_token_zero_with_weight_zero() -> None:
 def test_micro_batches_take_what_fits_in_order(
     lengths: list[int], max_tokens: int, batches: list[list[int]]
 ) -> None:
-    rows = [
-        Row(
-            tokens_N=np.zeros(length, np.int64),
-            targets_NK=np.zeros((length, 1), np.int64),
-            inputs_NK={},
-            shape=(length,),
-        )
-        for length in lengths
-    ]
-    found = [[len(row.tokens_N) for row in batch] for batch in micro_batches(rows, max_tokens)]
+    found = []
+    while lengths:
+        count = fitting(lengths, max_tokens)
+        found.append(lengths[:count])
+        lengths = lengths[count:]
     assert found == batches

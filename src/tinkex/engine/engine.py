@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+import itertools
+import logging
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +21,18 @@ from tinkex.engine.adapters import (
     seed_of,
 )
 from tinkex.engine.devices import available_bytes, choose_device, choose_dtype
+from tinkex.engine.graphs import Graph
 from tinkex.engine.lora import make_layout
+from tinkex.engine.losses import CustomLoss
 from tinkex.engine.model import BaseModel
 from tinkex.engine.optimizer import adamw_step, check_params
-from tinkex.engine.pack import Limits, check
+from tinkex.engine.pack import Limits, check, fitting
+from tinkex.engine.residency import SHARES, MemoryPlan, Tier, memory_plan
 from tinkex.engine.sampling import Finished, Sampler
-from tinkex.engine.settings import EngineFacts, EngineSettings
-from tinkex.engine.training import Pass
+from tinkex.engine.settings import EngineFacts, EngineSettings, EngineStats
+from tinkex.engine.shelf import Shelf
+from tinkex.engine.training import Pass, run_together
+from tinkex.wire.custom_loss import CustomLossGraph, CustomLossInput
 from tinkex.wire.errors import UserFailure
 from tinkex.wire.sampling import SampleRequest
 from tinkex.wire.training import (
@@ -36,8 +44,10 @@ from tinkex.wire.training import (
     OptimParams,
 )
 
-#: Share of the free memory that one training pass may take for what it keeps of its tokens.
-TRAINING_SHARE = 0.3
+log = logging.getLogger(__name__)
+
+#: Share of the memory that nobody plans with: fragments, libraries, other programs.
+SLACK = 0.05
 
 
 class Engine:
@@ -59,12 +69,21 @@ class Engine:
         self.limits = Limits(
             vocab_size=self.model.vocab_size, max_context_length=self.model.max_context_length
         )
+        self.plan = plan_memory(self.model, settings)
+        log.info("memory: %s", self.plan.describe())
         #: What one pass takes at most; a longer single sequence still goes alone.
-        self.max_batch_tokens = settings.max_batch_tokens
-        if not settings.deterministic:
-            fitting = int(available_bytes(device) * TRAINING_SHARE) // self.model.bytes_per_token
-            self.max_batch_tokens = max(1, min(settings.max_batch_tokens, fitting))
-        self._adapters: dict[str, TrainingAdapter] = {}
+        self.max_batch_tokens = self.plan.batch_tokens
+        self._uses = itertools.count(1)
+        self._adapters = Shelf(
+            plan=self.plan,
+            device=device,
+            base_model=settings.name,
+            folder=settings.spill_folder,
+            host_bytes=settings.host_bytes,
+            limit_bytes=settings.memory_bytes,
+            clock=self._uses.__next__,
+        )
+        self._losses: dict[str, CustomLoss] = {}
         # Made with the first request: a server that only trains needs no cache.
         self._sampler: Sampler | None = None
 
@@ -76,17 +95,17 @@ class Engine:
         check_lora(lora)
         check_optimizer(optimizer)
         targets = chosen_targets(self.model.targets, lora)
-        self._check_memory(
+        self._adapters.add(
+            model_id,
             adapter_bytes(make_layout(targets, lora.rank).size, self.model.dtype),
             f"an adapter of rank {lora.rank}",
-            "Use a smaller rank, or train fewer kinds of layers",
-        )
-        self._adapters[model_id] = TrainingAdapter(
-            lora=lora,
-            targets=targets,
-            seed=seed_of(lora, model_id),
-            model_dtype=self.model.dtype,
-            device=self.model.device,
+            lambda: TrainingAdapter(
+                lora=lora,
+                targets=targets,
+                seed=seed_of(lora, model_id),
+                model_dtype=self.model.dtype,
+                device=self.model.device,
+            ),
         )
 
     def has(self, model_id: str) -> bool:
@@ -100,29 +119,51 @@ class Engine:
     ) -> ForwardBackwardOutput:
         """A pass over the data; `backward` adds to the model's gradient. Losses are sums."""
         training_pass = self.begin_pass(model_id, work, backward=backward)
-        while training_pass.step():
-            pass
+        while waiting := training_pass.waiting:
+            self.run_together([(training_pass, fitting(waiting, self.max_batch_tokens))])
         return training_pass.output()
 
     def begin_pass(self, model_id: str, work: ForwardBackwardInput, *, backward: bool) -> Pass:
         """The same pass for a caller that runs it step by step. All checks happen here."""
-        adapter = self._adapter(model_id)
-        loss, rows = check(work, self.limits, backward=backward)
+        self._adapter(model_id)
+        loss, rows = check(work, self.limits, backward=backward, custom=self._losses)
         if backward:
             longest = max(len(row.tokens_N) for row in rows)
-            self._check_memory(
+            self._adapters.make_pass_room(
                 longest * self.model.bytes_per_token,
                 f"training on a sequence of {longest} tokens",
                 "Cut the sequence",
             )
-        return Pass(
-            self.model,
-            adapter,
-            loss,
-            rows,
-            backward=backward,
-            max_tokens=self.max_batch_tokens,
-        )
+        return Pass(model_id, loss, rows, backward=backward)
+
+    def resident(self, model_id: str) -> bool:
+        """Whether a model's adapter is in the device's memory: it can run without moving others."""
+        return model_id in self._adapters and self._adapters.on_device(model_id)
+
+    def run_together(self, cuts: Sequence[tuple[Pass, int]]) -> None:
+        """
+        One micro-batch: the next so many rows of each pass.
+
+        All with gradients, or all without. A pass whose own loss fails has its `failure` set; the
+        others go on.
+        """
+        parts = []
+        for running, count in cuts:
+            part = running.take(count, self._adapter(running.model_id))
+            # Adapters may leave the device between micro-batches, not during one.
+            self._adapters.pin(running.model_id, part)
+            parts.append(part)
+        run_together(self.model, parts)
+
+    def register_loss(
+        self,
+        loss_id: str,
+        name: str,
+        inputs: Sequence[CustomLossInput],
+        graph: CustomLossGraph,
+    ) -> None:
+        """A loss that a user wrote, for passes that name it; `UserFailure` if it is not offered."""
+        self._losses[loss_id] = CustomLoss(graph=Graph.rebuild(name, inputs, graph))
 
     def optim_step(self, model_id: str, params: OptimParams) -> dict[str, float]:
         return adamw_step(self._adapter(model_id), check_params(params)).metrics()
@@ -162,13 +203,26 @@ class Engine:
 
     # -- sampling ---------------------------------------------------------------------------------
 
-    def submit(self, ticket: int, request: SampleRequest, *, adapter: Path | None) -> None:
-        """Puts a sample in line; `adapter` is an immutable checkpoint folder, None the base."""
+    def submit(
+        self, ticket: int, request: SampleRequest, *, adapter: Path | None, owner: str = ""
+    ) -> None:
+        """
+        Puts a sample in line; `adapter` is an immutable checkpoint folder, None the base.
+
+        Owners share the sampler evenly, whoever sends more.
+        """
         if self._sampler is None:
             self._sampler = Sampler(
-                self.model, self.settings, max_batch_tokens=self.max_batch_tokens
+                self.model,
+                self.settings,
+                max_batch_tokens=self.max_batch_tokens,
+                kv_tokens=self.plan.kv_tokens,
+                make_room=self._adapters.make_adapter_room,
+                clock=self._uses.__next__,
             )
-        self._sampler.submit(ticket, request, adapter)
+            self._adapters.sampler = self._sampler
+            self._adapters.cache_taken = self.plan.cache
+        self._sampler.submit(ticket, request, adapter, owner=owner)
 
     def cancel(self, ticket: int) -> None:
         if self._sampler is not None:
@@ -178,20 +232,67 @@ class Engine:
         """Admits what waits and draws a burst of tokens; returns what is answered."""
         return [] if self._sampler is None else self._sampler.advance()
 
+    def stats(self) -> EngineStats:
+        tiers = {tier: self._adapters.use(tier) for tier in Tier}
+        stats = EngineStats(
+            memory_bytes=self.plan.total,
+            base_bytes=self.plan.base,
+            adapter_budget_bytes=self.plan.adapters,
+            adapters_resident=tiers[Tier.DEVICE].count,
+            adapters_resident_bytes=tiers[Tier.DEVICE].size,
+            adapters_on_host=tiers[Tier.HOST].count,
+            adapters_on_host_bytes=tiers[Tier.HOST].size,
+            adapters_on_disk=tiers[Tier.DISK].count,
+            adapters_on_disk_bytes=tiers[Tier.DISK].size,
+            batch_tokens=self.max_batch_tokens,
+            activation_bytes_per_token=self.model.bytes_per_token,
+        )
+        if self._sampler is None:
+            return stats
+        schedule, adapters = self._sampler.schedule, self._sampler.adapter_residents()
+        pages = schedule.pages
+        return dataclasses.replace(
+            stats,
+            sampler_adapters=len(adapters),
+            sampler_adapters_bytes=sum(adapter.size for adapter in adapters),
+            kv_pages=pages.count,
+            kv_pages_used=pages.count - pages.available,
+            kv_pages_known=pages.idle,
+            kv_bytes=self.plan.cache,
+            samples_waiting=schedule.waiting,
+            sequences_running=schedule.running,
+        )
+
     @property
     def sampling(self) -> bool:
         return self._sampler is not None and self._sampler.busy
-
-    def _check_memory(self, needed: int, what: str, advice: str) -> None:
-        available = available_bytes(self.model.device)
-        if needed > available:
-            raise UserFailure(
-                f"{what} needs about {needed / 1e9:.1f} GB, and {available / 1e9:.1f} GB are free on "
-                f"the server. {advice}, or free memory by dropping other models."
-            )
 
     def _adapter(self, model_id: str) -> TrainingAdapter:
         try:
             return self._adapters[model_id]
         except KeyError:
             raise UserFailure(f"model {model_id!r} does not exist in this engine.") from None
+
+
+def plan_memory(model: BaseModel, settings: EngineSettings) -> MemoryPlan:
+    """The plan from what was measured after loading, and from what somebody asked for."""
+    base, kind = model.size_bytes, model.device.type
+    logit_rows = min(model.head.chunk_rows, settings.max_batch_tokens)
+    total = available_bytes(model.device) + base
+    if settings.memory_bytes is not None:
+        total = min(total, settings.memory_bytes)
+    return memory_plan(
+        total=total,
+        base=base,
+        # A chunk of logits, its gradient and what is made on the way.
+        reserved=int(SLACK * (total - base)) + 3 * 4 * model.vocab_size * logit_rows,
+        activation_bytes_per_token=model.bytes_per_token,
+        max_batch_tokens=settings.max_batch_tokens,
+        kv_bytes_per_token=model.cache_bytes_per_token,
+        max_kv_tokens=settings.max_sequences * model.max_context_length,
+        shares=SHARES[kind],
+        # Cuts must be a function of the request alone.
+        fixed_batch=settings.deterministic,
+        kv_tokens=settings.kv_tokens,
+        adapter_bytes=settings.adapter_bytes,
+    )

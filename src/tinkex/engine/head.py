@@ -6,6 +6,7 @@ how it changes with each logprob, and that is all the backward pass needs.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -33,6 +34,14 @@ class Chunk(NamedTuple):
     #: Float32, fresh: the receiver may overwrite them.
     logits_tV: Tensor
     shares: Sequence[Share]
+
+
+class HeadGradient(NamedTuple):
+    logprobs_TK: Tensor
+    #: The loss's derivative by the hidden states, in their format.
+    gradient_TH: Tensor
+    #: Of the predicted distribution, in nats; NaN but where one target of a token has a gradient.
+    entropy_T: Tensor
 
 
 class Head:
@@ -74,21 +83,30 @@ class Head:
         targets_TK: Tensor,
         routes: Sequence[Route],
         loss_gradient: LossGradient,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> HeadGradient:
         """
         The same logprobs, and the loss's gradient by the hidden states.
 
-        The gradients of the routes' output pairs are added to their adapters on the way.
+        The gradients of the routes' output pairs are added to their adapters on the way. A loss
+        that must see more than one chunk's logprobs asks `logprobs` for them first and gives the
+        derivatives it found then: the logits are made twice, and still one chunk at a time.
         """
         logprobs_TK = torch.empty(targets_TK.shape, device=hidden_TH.device)
         gradient_TH = torch.zeros_like(hidden_TH)
+        entropy_T = torch.empty(len(hidden_TH), device=hidden_TH.device)
         for chunk in self.chunks(hidden_TH, routes):
             targets_tK = targets_TK[chunk.rows]
             logprobs_tK, total_t1 = gathered(chunk.logits_tV, targets_tK)
             logprobs_TK[chunk.rows] = logprobs_tK
             g_tK = loss_gradient(chunk.rows, logprobs_tK)
-            gradient_TH[chunk.rows] = self._backward(chunk, targets_tK, total_t1, g_tK)
-        return logprobs_TK, gradient_TH
+            gradient_tH, slope_t = self._backward(chunk, targets_tK, total_t1, g_tK)
+            gradient_TH[chunk.rows] = gradient_tH
+            # dL/dlogits = onehot·g - softmax·Σg, and its product with the logits is the slope:
+            # solved for the mean logit, that is the entropy without a pass over the vocabulary.
+            found_t = (slope_t - (g_tK * logprobs_tK).sum(dim=1)) / g_tK.sum(dim=1)
+            # Several derivatives of one token may cancel, and the quotient would be noise.
+            entropy_T[chunk.rows] = found_t.where((g_tK != 0).sum(dim=1) == 1, math.nan)
+        return HeadGradient(logprobs_TK, gradient_TH, entropy_T)
 
     def _project(self, hidden_tH: Tensor, shares: Sequence[Share]) -> Tensor:
         if hidden_tH.dtype == torch.float32:
@@ -104,8 +122,14 @@ class Head:
             )
         return logits_tV
 
-    def _backward(self, chunk: Chunk, targets_tK: Tensor, total_t1: Tensor, g_tK: Tensor) -> Tensor:
-        """dL/dhidden of one chunk, from g = dL/dlogp: dL/dlogits = onehot·g - softmax·Σg."""
+    def _backward(
+        self, chunk: Chunk, targets_tK: Tensor, total_t1: Tensor, g_tK: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """
+        dL/dhidden of one chunk, and each row's Σ dL/dlogit · logit.
+
+        From g = dL/dlogp: dL/dlogits = onehot·g - softmax·Σg.
+        """
         # Prompt tokens have weight zero in most batches: leave their rows out of both products.
         used = (g_tK != 0).any(dim=1)
         everything = bool(used.all())
@@ -122,7 +146,11 @@ class Head:
             gradient_tH[used] = dhidden_uH
         if chunk.shares:
             self._backward_shares(chunk, used, dlogits_uV, gradient_tH)
-        return gradient_tH
+        # The logits are linear in the hidden states but for the bias.
+        slope_t = (chunk.hidden_tH * gradient_tH).sum(dim=1)
+        if self.bias_V is not None:
+            slope_t[used] += dlogits_uV @ self.bias_V
+        return gradient_tH, slope_t
 
     def _backward_shares(
         self, chunk: Chunk, used_t: Tensor, dlogits_uV: Tensor, gradient_tH: Tensor

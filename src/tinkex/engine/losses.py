@@ -3,6 +3,9 @@
 Every loss is a sum over tokens and nothing is averaged: the caller may split a batch over several
 requests, and only sums of sums come out the same. Gradients come from differentiating these
 functions by the logprobs; what lies below the logprobs is the head's business.
+
+Most losses look at one token at a time, so rows of any data can be judged together. A loss that
+looks at a whole datum (`gspo`, or a graph that a user wrote) gets each datum's logprobs by itself.
 """
 
 from __future__ import annotations
@@ -12,6 +15,8 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+
+from tinkex.engine.graphs import Graph
 
 # All tensors are [T, K]: packed tokens, and K targets of each (1 but for two-dimensional targets).
 
@@ -42,6 +47,18 @@ def dro(logprobs: Tensor, inputs: Inputs) -> Tensor:
     return -(logprobs * inputs["advantages"] - 0.5 * inputs["beta"] * distance * distance)
 
 
+def gspo(logprobs: Tensor, inputs: Inputs) -> Tensor:
+    """Of one datum: PPO with one ratio for the whole sequence, the geometric mean of its tokens'."""
+    mask = inputs["sequence_ratio_mask"]
+    distance = torch.where(mask != 0, logprobs - inputs["logprobs"], 0.0).detach()
+    # A datum without a masked token has no advantages either (checked before), and weighs nothing.
+    sequence = torch.exp(distance.sum() / mask.sum().clamp(min=1.0))
+    # The value of every token's ratio is the sequence's, its gradient the token's own.
+    r = sequence * torch.exp(logprobs - logprobs.detach())
+    advantages = inputs["advantages"]
+    return -torch.minimum(r * advantages, clipped(r, inputs) * advantages)
+
+
 def ratio(logprobs: Tensor, inputs: Inputs) -> Tensor:
     """How much likelier a token is now than when it was sampled."""
     # Programs send zeros on prompt positions. There exp() may overflow, and inf * 0 would be NaN.
@@ -64,6 +81,8 @@ class Loss:
     config: Mapping[str, float] = field(default_factory=dict)
     #: Whether a token may have several targets: [N, K].
     takes_2d: bool = False
+    #: Whether a token's loss depends on other tokens of its datum.
+    whole_datum: bool = False
 
 
 LOSSES: Mapping[str, Loss] = {
@@ -88,8 +107,69 @@ LOSSES: Mapping[str, Loss] = {
             config={"clip_low_threshold": 0.0, "clip_high_threshold": 4.0},
         ),
         Loss(name="dro", terms=dro, inputs=("logprobs", "advantages"), config={"beta": 0.05}),
+        Loss(
+            name="gspo",
+            terms=gspo,
+            inputs=("logprobs", "advantages", "sequence_ratio_mask"),
+            config={"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
+            whole_datum=True,
+        ),
     )
 }
+
+#: The name under which graphs that users wrote are asked for.
+CUSTOM = "custom"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CustomLoss:
+    """A loss that a user wrote: run over one datum at a time, under a limit of time."""
+
+    graph: Graph
+    name: str = CUSTOM
+    whole_datum: bool = True
+
+
+AnyLoss = Loss | CustomLoss
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judged:
+    """What a loss says of one datum."""
+
+    value: float
+    #: By each logprob, in their shape; None when it was not asked for.
+    gradient: Tensor | None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+def judge(
+    loss: AnyLoss,
+    logprobs: Tensor,
+    inputs: Inputs,
+    *,
+    backward: bool,
+    deadline_s: float | None = None,
+) -> Judged:
+    """One datum by itself. `logprobs` are in the shape of its targets."""
+    if isinstance(loss, CustomLoss):
+        gradient = None
+        if backward:
+            value, gradient, metrics = loss.graph.value_and_gradient(
+                logprobs, inputs, deadline_s=deadline_s
+            )
+        else:
+            value, metrics = loss.graph.run(logprobs, inputs, deadline_s=deadline_s)
+        numbers = {name: float(metric) for name, metric in metrics.items()}
+        return Judged(value=float(value), gradient=gradient, metrics=numbers)
+    if not backward:
+        return Judged(value=total(loss.terms(logprobs, inputs)), gradient=None)
+    terms, gradient = value_and_gradient(loss, logprobs, inputs)
+    return Judged(value=total(terms), gradient=gradient)
+
+
+def total(terms: Tensor) -> float:
+    return float(terms.sum(dtype=torch.float64))
 
 
 def value_and_gradient(loss: Loss, logprobs: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor]:

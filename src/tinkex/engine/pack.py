@@ -7,8 +7,9 @@ anything is computed, so that a refused request has changed nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tinkex.engine.attention import Packing
-from tinkex.engine.losses import LOSSES, Loss
+from tinkex.engine.losses import CUSTOM, LOSSES, AnyLoss, CustomLoss, Loss
 from tinkex.wire.errors import UserFailure
 from tinkex.wire.inputs import Datum, ModelInput
 from tinkex.wire.tensors import TensorData
@@ -40,8 +41,9 @@ class Row:
 
     tokens_N: Ints
     targets_NK: Ints
-    #: What the loss reads, config values spread over the tokens included.
-    inputs_NK: Mapping[str, Floats]
+    #: What the loss reads, config values spread over the tokens included. A custom loss gets its
+    #: inputs in the shapes and types they came in.
+    inputs_NK: Mapping[str, npt.NDArray[np.generic]]
     #: Of `target_tokens` as it came, [N] or [N, K]: the answer has the same.
     shape: tuple[int, ...]
 
@@ -50,29 +52,59 @@ class Row:
 class Batch:
     """Rows back to back, as tensors."""
 
-    rows: Sequence[Row]
     ids_T: Tensor
     packing: Packing
     targets_TK: Tensor
-    inputs_TK: Mapping[str, Tensor]
 
 
-def check(work: ForwardBackwardInput, limits: Limits, *, backward: bool) -> tuple[Loss, list[Row]]:
+def check(
+    work: ForwardBackwardInput,
+    limits: Limits,
+    *,
+    backward: bool,
+    custom: Mapping[str, CustomLoss] = MappingProxyType({}),
+) -> tuple[AnyLoss, list[Row]]:
     """The loss and the rows of a request, or a `UserFailure` that names what is wrong."""
+    if work.loss_fn == CUSTOM:
+        own = custom_loss(work.loss_fn_config or {}, custom)
+        _check_some(work)
+        return own, [
+            _checked_custom_row(index, datum, own, limits) for index, datum in enumerate(work.data)
+        ]
     loss = LOSSES.get(work.loss_fn)
     if loss is None:
         raise UserFailure(
             f"loss_fn {work.loss_fn!r} is not supported by this server. "
-            f"Supported: {', '.join(LOSSES)}."
+            f"Supported: {', '.join((*LOSSES, CUSTOM))}."
         )
     config = checked_config(loss, work.loss_fn_config or {})
-    if not work.data:
-        raise UserFailure("`data` is empty; send at least one datum.")
+    _check_some(work)
     rows = [
         _checked_row(index, datum, loss, config, limits, backward=backward)
         for index, datum in enumerate(work.data)
     ]
     return loss, rows
+
+
+def _check_some(work: ForwardBackwardInput) -> None:
+    if not work.data:
+        raise UserFailure("`data` is empty; send at least one datum.")
+
+
+def custom_loss(config: Mapping[str, float | str], custom: Mapping[str, CustomLoss]) -> CustomLoss:
+    """The registered loss that a request's config names."""
+    loss_id = config.get("loss_id")
+    if not isinstance(loss_id, str) or len(config) != 1:
+        raise UserFailure(
+            f"loss_fn_config of loss {CUSTOM!r} has {sorted(config) or 'nothing'}; it must have "
+            "`loss_id` alone, the text that create_custom_loss answered with."
+        )
+    if loss_id not in custom:
+        raise UserFailure(
+            f"loss_fn_config: there is no custom loss {loss_id[:80]!r}. Make it with "
+            "create_custom_loss, and use the id of its answer."
+        )
+    return custom[loss_id]
 
 
 def checked_config(loss: Loss, given: Mapping[str, float | str]) -> dict[str, float]:
@@ -113,7 +145,14 @@ def _checked_row(
             f"{where}.loss_fn_inputs: {unknown[0]!r} is not an input of loss {loss.name!r}. "
             f"Its inputs: {', '.join(sorted(known))}."
         )
-    targets_NK, shape = _checked_targets(given, len(tokens_N), loss, limits, where=where)
+    targets_NK, shape = _checked_targets(
+        given,
+        len(tokens_N),
+        name=loss.name,
+        takes_2d=loss.takes_2d,
+        limits=limits,
+        where=where,
+    )
     inputs: dict[str, Floats] = {}
     for name in loss.inputs:
         if name in given:
@@ -132,6 +171,66 @@ def _checked_row(
             inputs[name] = _checked_floats(given[name], name, shape, where=where)
         else:
             inputs[name] = np.full(targets_NK.shape, value, np.float32)
+    if loss.name == "gspo":
+        _check_sequence_mask(inputs, where=where)
+    return Row(tokens_N=tokens_N, targets_NK=targets_NK, inputs_NK=inputs, shape=shape)
+
+
+def _check_sequence_mask(inputs: Mapping[str, Floats], *, where: str) -> None:
+    where = f"{where}.loss_fn_inputs.sequence_ratio_mask"
+    mask = inputs["sequence_ratio_mask"]
+    if not np.isin(mask, (0.0, 1.0)).all():
+        other = mask[~np.isin(mask, (0.0, 1.0))][0]
+        raise UserFailure(
+            f"{where}: holds {other}; 1.0 takes a token into the sequence's ratio, 0.0 leaves it "
+            "out, and nothing else is allowed."
+        )
+    if not mask.any() and inputs["advantages"].any():
+        raise UserFailure(
+            f"{where}: is 0.0 everywhere, so the sequence has no ratio; mark the sampled tokens "
+            "with 1.0."
+        )
+
+
+def _checked_custom_row(index: int, datum: Datum, loss: CustomLoss, limits: Limits) -> Row:
+    where = f"data[{index}]"
+    tokens_N = checked_tokens(datum.model_input, limits, where=f"{where}.model_input")
+    given = datum.loss_fn_inputs
+    own, *declared = loss.graph.inputs
+    known = {"target_tokens", *(one.name for one in declared)}
+    if unknown := sorted(set(given) - known):
+        hint = " (the model's own logprobs go in by themselves)" if "logprobs" in unknown else ""
+        raise UserFailure(
+            f"{where}.loss_fn_inputs: {unknown[0]!r} is not an input of custom loss "
+            f"{loss.graph.name!r}{hint}. Its inputs: {', '.join(sorted(known))}."
+        )
+    targets_NK, shape = _checked_targets(
+        given,
+        len(tokens_N),
+        name=loss.graph.name,
+        takes_2d=own.rank == 2,
+        limits=limits,
+        where=where,
+    )
+    if len(shape) != own.rank:
+        raise UserFailure(
+            f"{where}.loss_fn_inputs.target_tokens: has shape {list(shape)}; custom loss "
+            f"{loss.graph.name!r} was made for logprobs of {own.rank} dimensions."
+        )
+    inputs = {}
+    for one in declared:
+        if one.name not in given:
+            raise UserFailure(
+                f"{where}.loss_fn_inputs: {one.name!r} is missing; custom loss "
+                f"{loss.graph.name!r} needs {', '.join(sorted(known))}."
+            )
+        values = given[one.name].to_numpy()
+        if values.ndim != one.rank:
+            raise UserFailure(
+                f"{where}.loss_fn_inputs.{one.name}: has shape {list(values.shape)}; custom loss "
+                f"{loss.graph.name!r} was made for {one.rank} dimensions."
+            )
+        inputs[one.name] = values
     return Row(tokens_N=tokens_N, targets_NK=targets_NK, inputs_NK=inputs, shape=shape)
 
 
@@ -165,7 +264,13 @@ def _check_vocabulary(tokens: Ints, limits: Limits, *, where: str) -> None:
 
 
 def _checked_targets(
-    given: Mapping[str, TensorData], length: int, loss: Loss, limits: Limits, *, where: str
+    given: Mapping[str, TensorData],
+    length: int,
+    *,
+    name: str,
+    takes_2d: bool,
+    limits: Limits,
+    where: str,
 ) -> tuple[Ints, tuple[int, ...]]:
     where = f"{where}.loss_fn_inputs.target_tokens"
     if "target_tokens" not in given:
@@ -175,15 +280,15 @@ def _checked_targets(
         raise UserFailure(f"{where}: has dtype {tensor.dtype}; token ids are int64.")
     # Cells that a sparse tensor leaves out are token 0: senders drop explicit zeros.
     targets = tensor.to_numpy()
-    if targets.ndim == 2 and not loss.takes_2d:
+    if targets.ndim == 2 and not takes_2d:
         raise UserFailure(
-            f"{where}: has shape {list(targets.shape)}; loss {loss.name!r} takes one target for "
-            "each token, shape [N]. Only cross_entropy takes [N, K]."
+            f"{where}: has shape {list(targets.shape)}; loss {name!r} takes one target for "
+            "each token, shape [N]. Of the built-in losses only cross_entropy takes [N, K]."
         )
     if targets.ndim not in (1, 2) or targets.shape[0] != length or 0 in targets.shape:
         raise UserFailure(
             f"{where}: has shape {list(targets.shape)} for {length} input tokens; give one target "
-            f"for each token, shape [{length}]" + (f" or [{length}, K]." if loss.takes_2d else ".")
+            f"for each token, shape [{length}]" + (f" or [{length}, K]." if takes_2d else ".")
         )
     _check_vocabulary(targets, limits, where=where)
     return targets.reshape(length, -1), targets.shape
@@ -203,32 +308,33 @@ def _checked_floats(tensor: TensorData, name: str, shape: tuple[int, ...], *, wh
     return values.reshape(shape[0], -1)
 
 
-def micro_batches(rows: Iterable[Row], max_tokens: int) -> Iterator[list[Row]]:
-    """Rows in their order, as many at a time as fit; a longer one goes alone."""
-    batch: list[Row] = []
-    tokens = 0
-    for row in rows:
-        if batch and tokens + len(row.tokens_N) > max_tokens:
-            yield batch
-            batch, tokens = [], 0
-        batch.append(row)
-        tokens += len(row.tokens_N)
-    if batch:
-        yield batch
+def fitting(lengths: Iterable[int], max_tokens: int) -> int:
+    """How many of the next rows go into one micro-batch; a longer one goes alone."""
+    tokens = count = 0
+    for length in lengths:
+        if count and tokens + length > max_tokens:
+            break
+        tokens += length
+        count += 1
+    return count
 
 
 def pack(rows: Sequence[Row], device: torch.device) -> Batch:
     width = max(row.targets_NK.shape[1] for row in rows)
     return Batch(
-        rows=rows,
         ids_T=to_tensor([row.tokens_N for row in rows], device),
         packing=Packing.of([len(row.tokens_N) for row in rows], device=device),
         targets_TK=to_tensor([widened(row.targets_NK, width) for row in rows], device),
-        inputs_TK={
-            name: to_tensor([widened(row.inputs_NK[name], width) for row in rows], device)
-            for name in rows[0].inputs_NK
-        },
     )
+
+
+def pack_inputs(rows: Sequence[Row], device: torch.device) -> dict[str, Tensor]:
+    """What a loss reads of the tokens of several rows: [T, K], K the widest of theirs."""
+    width = max(row.targets_NK.shape[1] for row in rows)
+    return {
+        name: to_tensor([widened(row.inputs_NK[name], width) for row in rows], device)
+        for name in rows[0].inputs_NK
+    }
 
 
 def to_tensor(parts: Sequence[npt.NDArray[np.generic]], device: torch.device) -> Tensor:

@@ -5,7 +5,7 @@ An engine as a process: orders come in over a socket, reports go out. Knows no S
 
 One thread reads, so that a hung-up web process ends this one at once, whatever it computes; saves
 are written whole or not at all. The other computes in turns: admit samples, one decode burst, at
-most one training operation or part of a pass, again. Nobody waits for somebody else's whole step.
+most one training operation or one micro-batch, again. Nobody waits for somebody else's whole step.
 """
 
 import argparse
@@ -21,11 +21,12 @@ import sys
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tinkex.engine import Engine, EngineSettings
+from tinkex.engine.mixing import Mixer, Queue
 from tinkex.engine.training import Pass
 from tinkex.wire import frames
 from tinkex.wire.codec import decode_json, encode_json
@@ -45,6 +46,14 @@ from tinkex.wire.training import (
 )
 
 log = logging.getLogger("tinkex.engine.process")
+
+#: How often sizes and counts are told while there is work.
+STATS_S = 1.0
+
+#: While samples run, a micro-batch takes about this long at most: so long they stand still.
+SAMPLES_WAIT_S = 0.5
+#: And has this many tokens at least, or training would crawl.
+FEWEST_TOKENS = 256
 
 
 class Wire:
@@ -101,7 +110,12 @@ class Worker:
         self._turn_file = turn_file
         #: Training orders of each model, models in the order of their last turn.
         self._training: OrderedDict[str, deque[Job]] = OrderedDict()
+        self._mixer = Mixer()
+        #: Of the last micro-batch.
+        self._tokens_per_s = 0.0
         self._sample_began_s: dict[int, float] = {}
+        self._told_s = 0.0
+        self._told: frames_pb2.Stats | None = None
 
     def run(self) -> None:
         while True:
@@ -115,10 +129,23 @@ class Worker:
     def _admit(self) -> None:
         """Take in everything that has arrived; wait only when there is nothing else to do."""
         idle = not self._engine.sampling and not self._training
+        self._tell_stats(idle)
         with contextlib.suppress(queue.Empty):
             self._sort(self._wire.inbox.get(block=idle))
             while True:
                 self._sort(self._wire.inbox.get_nowait())
+
+    def _tell_stats(self, idle: bool) -> None:
+        """Now and then while there is work, and once it has ended."""
+        now_s = time.monotonic()
+        if not idle and now_s - self._told_s < STATS_S:
+            return
+        self._told_s = now_s
+        waiting = sum(len(jobs) for jobs in self._training.values())
+        stats = frames_pb2.Stats(training_waiting=waiting, **asdict(self._engine.stats()))
+        if stats != self._told:
+            self._told = stats
+            self._wire.send(frames.Report(stats=stats))
 
     def _sort(self, order: frames.Order) -> None:
         match order.WhichOneof("work"):
@@ -154,33 +181,109 @@ class Worker:
                 self._wire.send(_done(finished.ticket, result, time.perf_counter() - began_s))
 
     def _train_once(self) -> None:
-        """One operation, or one part of a pass, of the model whose last turn is longest ago."""
-        model_id, waiting = self._training.popitem(last=False)
-        job = waiting[0]
+        """One operation of the model whose last turn is longest ago, or one micro-batch."""
+        model_id = next(iter(self._training))
+        if _is_pass(self._training[model_id][0]):
+            self._run_passes()
+        else:
+            self._operate(model_id)
+
+    def _operate(self, model_id: str) -> None:
+        job = self._training[model_id][0]
         began_s = time.perf_counter()
         try:
             result = self._train(job)
         except Exception as error:  # noqa: BLE001  every failure is an answer to one order
-            self._wire.send(_failed(job.order.ticket, error))
+            self._finish(model_id, job, _failed(job.order.ticket, error))
         else:
-            job.compute_s += time.perf_counter() - began_s
-            if result is None:
-                self._training[model_id] = waiting
-                return
-            self._wire.send(_done(job.order.ticket, result, job.compute_s))
-        waiting.popleft()
+            compute_s = time.perf_counter() - began_s
+            self._finish(model_id, job, _done(job.order.ticket, result, compute_s))
+
+    def _run_passes(self) -> None:
+        """One micro-batch, of rows from every model that has a pass in front and can join."""
+        passes = self._open_passes()
+        if not passes:
+            return
+        queues = [
+            Queue(
+                model_id=model_id,
+                backward=jobs[0].order.run_pass.backward,
+                lengths=[length for _, running in _begun(jobs) for length in running.waiting],
+            )
+            for model_id, jobs in passes.items()
+        ]
+        cuts = [
+            (job, running, taken)
+            for model_id, count in self._mixer.next_batch(queues, self._batch_tokens())
+            for job, running, taken in _spread(passes[model_id], count)
+        ]
+        tokens = [sum(running.waiting[:count]) for _, running, count in cuts]
+        began_s = time.perf_counter()
+        try:
+            self._engine.run_together([(running, count) for _, running, count in cuts])
+        except Exception as error:  # noqa: BLE001  it fails those who took part, and nobody else
+            for job, running, _ in cuts:
+                self._finish(running.model_id, job, _failed(job.order.ticket, error))
+            return
+        elapsed_s = time.perf_counter() - began_s
+        self._tokens_per_s = sum(tokens) / max(elapsed_s, 1e-6)
+        for (job, running, _), own in zip(cuts, tokens, strict=True):
+            job.compute_s += elapsed_s * own / sum(tokens)
+            if not running.waiting:
+                self._finish(running.model_id, job, _answered(job, running))
+            elif running.model_id in self._training:
+                self._training.move_to_end(running.model_id)
+
+    def _open_passes(self) -> dict[str, list[Job]]:
+        """The passes in front of each model's line, checked and ready; models in their turn."""
+        alone = self._engine.settings.deterministic
+        passes: dict[str, list[Job]] = {}
+        for model_id in list(self._training):
+            # The first in turn comes in from wherever it is; others join if nobody has to leave.
+            if passes and (alone or not self._engine.resident(model_id)):
+                continue
+            for job in _front_passes(self._training[model_id], 1 if alone else None):
+                if self._begin(model_id, job):
+                    passes.setdefault(model_id, []).append(job)
+        return passes
+
+    def _begin(self, model_id: str, job: Job) -> bool:
+        """Whether a pass can run; if not, its order is answered."""
+        if job.running is not None:
+            return True
+        order = job.order.run_pass
+        try:
+            request, _ = decode_forward_backward_request(_bytes(order.payload))
+            job.running = self._engine.begin_pass(
+                model_id, request.forward_backward_input, backward=order.backward
+            )
+        except Exception as error:  # noqa: BLE001  every failure is an answer to one order
+            self._finish(model_id, job, _failed(job.order.ticket, error))
+            return False
+        return True
+
+    def _batch_tokens(self) -> int:
+        """A full micro-batch, or a short one while samples wait for it."""
+        most = self._engine.max_batch_tokens
+        if self._engine.settings.deterministic or not self._engine.sampling:
+            return most
+        return max(1, min(most, max(FEWEST_TOKENS, int(self._tokens_per_s * SAMPLES_WAIT_S))))
+
+    def _finish(self, model_id: str, job: Job, report: frames.Report) -> None:
+        """Answer an order, and let its model's line go on at the end of the models' line."""
+        self._wire.send(report)
+        waiting = self._training.pop(model_id)
+        waiting.remove(job)
         if waiting:
             self._training[model_id] = waiting
 
-    def _train(self, job: Job) -> bytes | None:
-        """What came of an order, or None when a pass has parts left."""
+    def _train(self, job: Job) -> bytes:
+        """What came of an order that is no pass."""
         engine = self._engine
         order = job.order
         match order.WhichOneof("work"):
             case "create":
                 self._create(order.create)
-            case "run_pass":
-                return self._run_pass(job)
             case "optim_step":
                 return self._optim_step(order.optim_step)
             case "save":
@@ -198,17 +301,6 @@ class Worker:
                 if engine.has(order.drop.model_id):
                     engine.drop(order.drop.model_id)
         return b"{}"
-
-    def _run_pass(self, job: Job) -> bytes | None:
-        if job.running is None:
-            order = job.order.run_pass
-            request, _ = decode_forward_backward_request(_bytes(order.payload))
-            job.running = self._engine.begin_pass(
-                order.model_id, request.forward_backward_input, backward=order.backward
-            )
-        if job.running.step():
-            return None
-        return encode_forward_backward_output(job.running.output())
 
     def _create(self, create: frames_pb2.Create) -> None:
         # A model that is built again from its log starts from nothing.
@@ -228,6 +320,44 @@ class Worker:
             self._engine.clear_gradients(work.model_id)
             raise
         return encode_json(OptimStepResponse(metrics=metrics))
+
+
+def _is_pass(job: Job) -> bool:
+    return job.order.WhichOneof("work") == "run_pass"
+
+
+def _front_passes(waiting: Sequence[Job], most: int | None) -> list[Job]:
+    """The passes before the first other operation, all with gradients or all without."""
+    front: list[Job] = []
+    for job in waiting:
+        if not _is_pass(job) or len(front) == most:
+            break
+        if front and job.order.run_pass.backward != front[0].order.run_pass.backward:
+            break
+        front.append(job)
+    return front
+
+
+def _begun(jobs: Sequence[Job]) -> list[tuple[Job, Pass]]:
+    return [(job, job.running) for job in jobs if job.running is not None]
+
+
+def _spread(jobs: Sequence[Job], count: int) -> Iterator[tuple[Job, Pass, int]]:
+    """The next `count` rows of a model, pass after pass."""
+    for job, running in _begun(jobs):
+        if not count:
+            return
+        taken = min(count, len(running.waiting))
+        count -= taken
+        yield job, running, taken
+
+
+def _answered(job: Job, running: Pass) -> frames.Report:
+    try:
+        result = encode_forward_backward_output(running.output())
+    except Exception as error:  # noqa: BLE001  every failure is an answer to one order
+        return _failed(job.order.ticket, error)
+    return _done(job.order.ticket, result, job.compute_s)
 
 
 def _bytes(payload: frames_pb2.Payload) -> bytes:

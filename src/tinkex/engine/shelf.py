@@ -117,6 +117,9 @@ class Shelf:
         self.make_adapter_room(size, what)
         self._entries[model_id] = _Entry(adapter=make(), size=size, last_used=self._clock())
 
+    def on_device(self, model_id: str) -> bool:
+        return self._entries[model_id].tier is Tier.DEVICE
+
     def pin(self, model_id: str, user: object) -> None:
         """The adapter stays where it is as long as `user` exists."""
         self._entries[model_id].users.add(user)

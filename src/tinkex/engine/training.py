@@ -1,89 +1,324 @@
-"""One training pass: micro-batch by micro-batch through model, head and loss."""
+"""Training passes: micro-batch by micro-batch through model, head and loss.
+
+A micro-batch may hold rows of several passes, of different models, ranks and losses: they share
+the base model's work, and each adds only to its own adapter's gradient.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from tinkex.engine.adapters import TrainingAdapter
+from tinkex.engine.head import Head, LossGradient
 from tinkex.engine.lora import Route
-from tinkex.engine.losses import Loss, value_and_gradient
+from tinkex.engine.losses import AnyLoss, Judged, Loss, judge, value_and_gradient
 from tinkex.engine.model import BaseModel
-from tinkex.engine.pack import Batch, Row, micro_batches, pack
+from tinkex.engine.pack import Row, pack, pack_inputs
+from tinkex.wire.errors import UserFailure
 from tinkex.wire.tensors import TensorData
 from tinkex.wire.training import ForwardBackwardOutput
+
+# T packed tokens of a batch, t of a part, N of one datum, K targets of a token, H hidden size
+
+#: Time that losses written by users may take: for one datum, and for all of a request.
+DATUM_S = 5.0
+REQUEST_S = 60.0
 
 
 class Pass:
     """
-    The pass of one request, in steps of one micro-batch, so that others can run in between.
+    The pass of one request: which of its rows wait, and what came of the others.
 
     Sums are kept in float64 and gradients in float32, so how the rows are cut into micro-batches
     changes the result by rounding only.
     """
 
     def __init__(
-        self,
-        model: BaseModel,
-        adapter: TrainingAdapter,
-        loss: Loss,
-        rows: Sequence[Row],
-        *,
-        backward: bool,
-        max_tokens: int,
+        self, model_id: str, loss: AnyLoss, rows: Sequence[Row], *, backward: bool
     ) -> None:
-        self._model, self._adapter, self._loss = model, adapter, loss
-        self._backward = backward
-        self._batches: Iterator[list[Row]] = micro_batches(rows, max_tokens)
+        self.model_id, self.loss, self.backward = model_id, loss, backward
+        self.lengths = [len(row.tokens_N) for row in rows]
+        #: Why the request failed half-way; its other rows are not run any more.
+        self.failure: UserFailure | None = None
+        self._rows = rows
+        self._taken = 0
         self._outputs: list[dict[str, TensorData]] = []
-        self._loss_sum = 0.0
-        self._tokens = 0
+        self._sums = {"loss:sum": 0.0, "tokens:sum": 0.0}
+        if backward:
+            self._sums |= {"loss_tokens:sum": 0.0, "entropy:sum": 0.0}
+        #: Of custom losses: name -> sum over the datums.
+        self._custom: dict[str, float] = {}
+        self._seconds_left = REQUEST_S
 
-    def step(self) -> bool:
-        """Runs the next micro-batch; False when there is none left."""
-        rows = next(self._batches, None)
-        if rows is None:
-            return False
-        batch = pack(rows, self._model.device)
-        logprobs_TK = self._run(batch).cpu()
-        start = 0
-        for row in rows:
-            stop = start + len(row.tokens_N)
-            mine = logprobs_TK[start:stop, : row.targets_NK.shape[1]].reshape(row.shape)
-            self._outputs.append({"logprobs": TensorData.from_torch(mine)})
-            start = stop
-        self._tokens += start
-        return True
+    @property
+    def waiting(self) -> Sequence[int]:
+        """Tokens of each row that has not run yet."""
+        return [] if self.failure is not None else self.lengths[self._taken :]
+
+    def take(self, count: int, adapter: TrainingAdapter) -> Part:
+        """The next rows, for the micro-batch that is being put together."""
+        rows = self._rows[self._taken : self._taken + count]
+        self._taken += len(rows)
+        tokens = sum(len(row.tokens_N) for row in rows)
+        return Part(owner=self, adapter=adapter, rows=rows, tokens=tokens)
 
     def output(self) -> ForwardBackwardOutput:
+        if self.failure is not None:
+            raise self.failure
+        count = len(self._outputs)
+        custom = {
+            name: value / count if name.endswith(":mean") else value
+            for name, value in self._custom.items()
+        }
         return ForwardBackwardOutput(
             loss_fn_output_type="ArrayRecord",
             loss_fn_outputs=self._outputs,
-            metrics={"loss:sum": self._loss_sum, "tokens:sum": float(self._tokens)},
+            metrics=self._sums | custom,
         )
 
-    def _run(self, batch: Batch) -> Tensor:
-        routes = (Route(0, len(batch.ids_T), self._adapter.pairs),)
-        hidden_TH = self._model.hidden(batch.ids_T, batch.packing, routes, gradients=self._backward)
-        head = self._model.head
-        if not self._backward:
-            logprobs_TK = head.logprobs(hidden_TH, batch.targets_TK, routes)
-            self._add_loss(self._loss.terms(logprobs_TK, batch.inputs_TK))
-            return logprobs_TK
+    def judge(self, row: Row, logprobs_NK: Tensor) -> Judged | None:
+        """What a loss over whole datums says; None once the request has failed."""
+        if self.failure is not None:
+            return None
+        inputs = {
+            name: torch.from_numpy(np.ascontiguousarray(values)).to(logprobs_NK.device)
+            for name, values in row.inputs_NK.items()
+        }
+        if isinstance(self.loss, Loss):
+            judged = judge(self.loss, logprobs_NK, inputs, backward=self.backward)
+        else:
+            began_s = time.monotonic()
+            try:
+                judged = judge(
+                    self.loss,
+                    logprobs_NK.reshape(row.shape),
+                    inputs,
+                    backward=self.backward,
+                    deadline_s=min(DATUM_S, self._seconds_left),
+                )
+            except UserFailure as failure:
+                self.failure = failure
+                return None
+            self._seconds_left -= time.monotonic() - began_s
+        self._sums["loss:sum"] += judged.value
+        for name, value in judged.metrics.items():
+            self._custom[name] = self._custom.get(name, 0.0) + value
+        return judged
 
-        def loss_gradient(rows: slice, logprobs_tK: Tensor) -> Tensor:
-            inputs = {name: values[rows] for name, values in batch.inputs_TK.items()}
-            terms_tK, gradient_tK = value_and_gradient(self._loss, logprobs_tK, inputs)
-            self._add_loss(terms_tK)
-            return gradient_tK
+    def note(self, found: Found, rows: Sequence[Row]) -> None:
+        """What a micro-batch found for the next rows of this pass."""
+        start = 0
+        for row in rows:
+            stop = start + len(row.tokens_N)
+            mine = found.logprobs_tK[start:stop, : row.targets_NK.shape[1]].reshape(row.shape)
+            self._outputs.append({"logprobs": TensorData.from_torch(mine)})
+            start = stop
+        self._sums["loss:sum"] += float(found.terms_t.sum())
+        self._sums["tokens:sum"] += start
+        if found.entropy_t is not None:
+            counts_t = found.entropy_t.isfinite()
+            self._sums["loss_tokens:sum"] += float(counts_t.sum())
+            self._sums["entropy:sum"] += float(found.entropy_t[counts_t].sum(dtype=torch.float64))
 
-        logprobs_TK, gradient_TH = head.logprobs_and_gradient(
-            hidden_TH.detach(), batch.targets_TK, routes, loss_gradient
-        )
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Part:
+    """Rows of one pass in a micro-batch."""
+
+    owner: Pass
+    adapter: TrainingAdapter
+    rows: Sequence[Row]
+    tokens: int
+
+
+class Found(NamedTuple):
+    """What came of a part's tokens, on the CPU."""
+
+    logprobs_tK: Tensor
+    #: The loss of each token, float64; zero where the loss is of whole datums.
+    terms_t: Tensor
+    #: None for passes without gradients.
+    entropy_t: Tensor | None
+
+
+class Stretch(NamedTuple):
+    """Neighbouring rows with the same loss over single tokens."""
+
+    loss: Loss
+    start: int
+    stop: int
+    inputs_tK: dict[str, Tensor]
+
+
+def run_together(model: BaseModel, parts: Sequence[Part]) -> None:
+    """One micro-batch. All parts are with gradients, or none is."""
+    # Equal losses and equal adapters side by side: one product, one evaluation for each. Losses
+    # over whole datums come last, so that the others keep the head's single pass.
+    parts = sorted(
+        parts,
+        key=lambda part: (
+            part.owner.loss.whole_datum,
+            part.owner.loss.name,
+            part.owner.model_id,
+        ),
+    )
+    backward = parts[0].owner.backward
+    batch = pack([row for part in parts for row in part.rows], model.device)
+    routes = routes_of(parts)
+    hidden_TH = model.hidden(batch.ids_T, batch.packing, routes, gradients=backward)
+    judging = _Judging(model, parts, batch.targets_TK, backward=backward)
+    gradient_TH = judging.run(hidden_TH.detach(), routes)
+    if gradient_TH is not None:
         hidden_TH.backward(gradient_TH)  # type: ignore[no-untyped-call]
-        return logprobs_TK
+    judging.hand_out(parts)
 
-    def _add_loss(self, terms_TK: Tensor) -> None:
-        self._loss_sum += float(terms_TK.sum(dtype=torch.float64))
+
+def routes_of(parts: Sequence[Part]) -> list[Route]:
+    """Which rows belong to which adapter; neighbours of one adapter are one route."""
+    routes: list[Route] = []
+    start = 0
+    for part in parts:
+        stop, pairs = start + part.tokens, part.adapter.pairs
+        if routes and routes[-1].pairs is pairs:
+            routes[-1] = routes[-1]._replace(stop=stop)
+        else:
+            routes.append(Route(start, stop, pairs))
+        start = stop
+    return routes
+
+
+def routes_between(routes: Sequence[Route], start: int, stop: int) -> list[Route]:
+    """The same routes for rows `start` to `stop` alone, counted from there."""
+    return [
+        Route(max(route.start, start) - start, min(route.stop, stop) - start, route.pairs)
+        for route in routes
+        if route.start < stop and route.stop > start
+    ]
+
+
+class _Judging:
+    """Head and losses over the hidden states of one micro-batch."""
+
+    def __init__(
+        self, model: BaseModel, parts: Sequence[Part], targets_TK: Tensor, *, backward: bool
+    ) -> None:
+        self._head: Head = model.head
+        self._targets_TK, self._backward = targets_TK, backward
+        self._singles = [part for part in parts if not part.owner.loss.whole_datum]
+        self._wholes = [part for part in parts if part.owner.loss.whole_datum]
+        self._stretches = stretches_of(self._singles, model.device)
+        #: Rows before this have losses over single tokens.
+        self._split = sum(part.tokens for part in self._singles)
+        self._logprobs_TK = torch.empty(targets_TK.shape, device=model.device)
+        self._terms_T = torch.zeros(len(targets_TK), dtype=torch.float64, device=model.device)
+        self._entropy_T = torch.empty(len(targets_TK), device=model.device)
+
+    def run(self, hidden_TH: Tensor, routes: Sequence[Route]) -> Tensor | None:
+        """The gradient by the hidden states, if there is to be one."""
+        gradients = []
+        if self._singles:
+            gradients.append(self._run_singles(hidden_TH, routes))
+        if self._wholes:
+            gradients.append(self._run_wholes(hidden_TH, routes))
+        if not self._backward:
+            return None
+        return gradients[0] if len(gradients) == 1 else torch.cat(gradients)
+
+    def hand_out(self, parts: Sequence[Part]) -> None:
+        logprobs_TK, terms_T = self._logprobs_TK.cpu(), self._terms_T.cpu()
+        entropy_T = self._entropy_T.cpu() if self._backward else None
+        start = 0
+        for part in parts:
+            mine = slice(start, start + part.tokens)
+            entropy_t = None if entropy_T is None else entropy_T[mine]
+            part.owner.note(Found(logprobs_TK[mine], terms_T[mine], entropy_t), part.rows)
+            start = mine.stop
+
+    def _run_singles(self, hidden_TH: Tensor, routes: Sequence[Route]) -> Tensor:
+        mine = slice(0, self._split)
+        routes = routes_between(routes, mine.start, mine.stop)
+        hidden_tH, targets_tK = hidden_TH[mine], self._targets_TK[mine]
+        if self._backward:
+            return self._run_head(mine, hidden_tH, routes, self._single_gradient)
+        self._logprobs_TK[mine] = self._head.logprobs(hidden_tH, targets_tK, routes)
+        for loss, start, stop, inputs_tK in self._stretches:
+            width = next(iter(inputs_tK.values())).shape[1]
+            terms_tK = loss.terms(self._logprobs_TK[start:stop, :width], inputs_tK)
+            self._terms_T[start:stop] = terms_tK.sum(dim=1, dtype=torch.float64)
+        return hidden_tH
+
+    def _single_gradient(self, rows: slice, logprobs_tK: Tensor) -> Tensor:
+        """dL/dlogp of one chunk, which may cut through several stretches."""
+        g_tK = torch.zeros_like(logprobs_tK)
+        for loss, first, last, inputs_tK in self._stretches:
+            start, stop = max(first, rows.start), min(last, rows.stop)
+            if start >= stop:
+                continue
+            inputs = {
+                name: values[start - first : stop - first] for name, values in inputs_tK.items()
+            }
+            width = next(iter(inputs.values())).shape[1]
+            own = slice(start - rows.start, stop - rows.start)
+            terms_tK, gradient_tK = value_and_gradient(loss, logprobs_tK[own, :width], inputs)
+            self._terms_T[start:stop] = terms_tK.sum(dim=1, dtype=torch.float64)
+            g_tK[own, :width] = gradient_tK
+        return g_tK
+
+    def _run_wholes(self, hidden_TH: Tensor, routes: Sequence[Route]) -> Tensor:
+        """All logprobs of a datum first, then its loss, then the head once more with what it says."""
+        mine = slice(self._split, len(hidden_TH))
+        routes = routes_between(routes, mine.start, mine.stop)
+        hidden_tH, targets_tK = hidden_TH[mine], self._targets_TK[mine]
+        logprobs_tK = self._head.logprobs(hidden_tH, targets_tK, routes)
+        self._logprobs_TK[mine] = logprobs_tK
+        g_tK = torch.zeros_like(logprobs_tK)
+        start = 0
+        for part in self._wholes:
+            for row in part.rows:
+                own, width = slice(start, start + len(row.tokens_N)), row.targets_NK.shape[1]
+                judged = part.owner.judge(row, logprobs_tK[own, :width])
+                if judged is not None and judged.gradient is not None:
+                    g_tK[own, :width] = judged.gradient.reshape(-1, width)
+                start = own.stop
+        if not self._backward:
+            return hidden_tH
+        return self._run_head(mine, hidden_tH, routes, lambda rows, _: g_tK[rows])
+
+    def _run_head(
+        self,
+        mine: slice,
+        hidden_tH: Tensor,
+        routes: Sequence[Route],
+        loss_gradient: LossGradient,
+    ) -> Tensor:
+        logprobs_tK, gradient_tH, entropy_t = self._head.logprobs_and_gradient(
+            hidden_tH, self._targets_TK[mine], routes, loss_gradient
+        )
+        self._logprobs_TK[mine] = logprobs_tK
+        self._entropy_T[mine] = entropy_t
+        return gradient_tH
+
+
+def stretches_of(parts: Sequence[Part], device: torch.device) -> list[Stretch]:
+    """Neighbouring parts with the same loss together, with what the loss reads of them."""
+    stretches: list[Stretch] = []
+    start = 0
+    rows: list[Row] = []
+    for place, part in enumerate(parts):
+        rows.extend(part.rows)
+        loss = part.owner.loss
+        following = parts[place + 1].owner.loss if place + 1 < len(parts) else None
+        if following is loss:
+            continue
+        assert isinstance(loss, Loss)
+        stop = start + sum(len(row.tokens_N) for row in rows)
+        stretches.append(Stretch(loss, start, stop, pack_inputs(rows, device)))
+        start, rows = stop, []
+    return stretches
