@@ -149,6 +149,162 @@ def test_only_the_last_prompt_positions_are_answered_when_asked(engine: Engine) 
     assert None not in last.topk_prompt_logprobs[7:]
 
 
+def all_logprobs(engine: Engine, prompt: list[int]) -> np.ndarray:
+    """[prompt length - 1, vocabulary]: row i is about position i + 1."""
+    answer = sample(engine, request(prompt, max_tokens=1, topk_prompt_logprobs=400))
+    table = answer.topk_prompt_logprobs_np
+    assert table is not None
+    found = np.empty((len(prompt), 400), np.float32)
+    np.put_along_axis(found, table.token_ids, table.logprobs, axis=1)
+    return found[1:]
+
+
+def test_given_tokens_are_scored_where_they_were_asked_for(engine: Engine) -> None:
+    prompt = list(range(40, 60))
+    expected = all_logprobs(engine, prompt)
+    targets = np.full((19, 3), -1)
+    targets[4], targets[18, 1] = [7, 399, 0], 5
+    dense = sample(
+        engine, request(prompt, max_tokens=1, target_prompt_logprobs=TensorData.from_numpy(targets))
+    ).target_prompt_logprobs
+    assert dense is not None
+    scored = dense.to_numpy()
+    assert scored.shape == (19, 3)
+    assert (np.isnan(scored) == (targets == -1)).all()
+    np.testing.assert_allclose(scored[4], expected[4, [7, 399, 0]], atol=1e-5)
+    np.testing.assert_allclose(scored[18, 1], expected[18, 5], atol=1e-5)
+    sparse = TensorData(
+        data=[7, 399, 0, 5],
+        dtype="int64",
+        shape=[19, 3],
+        sparse_crow_indices=[0] * 5 + [3] * 14 + [4],
+        sparse_col_indices=[0, 1, 2, 1],
+    )
+    answer = sample(engine, request(prompt, max_tokens=1, target_prompt_logprobs=sparse))
+    listed = answer.target_prompt_logprobs
+    assert listed is not None
+    assert listed.shape == [19, 3]
+    assert listed.sparse_crow_indices == sparse.sparse_crow_indices
+    assert listed.sparse_col_indices == sparse.sparse_col_indices
+    np.testing.assert_allclose(listed.data, [*scored[4], scored[18, 1]], atol=1e-5)
+
+
+def test_the_last_positions_alone_limit_neither_targets_nor_alternatives(engine: Engine) -> None:
+    prompt = list(range(10))
+    answer = sample(
+        engine,
+        request(
+            prompt,
+            max_tokens=1,
+            prompt_logprobs=True,
+            prompt_logprobs_last_n=2,
+            target_prompt_logprobs=TensorData.from_numpy(np.full((9, 1), 3)),
+            prompt_alt_tokens_k=2,
+        ),
+    )
+    assert answer.prompt_logprobs is not None
+    assert answer.prompt_logprobs[:8] == [None] * 8
+    assert None not in answer.prompt_logprobs[8:]
+    assert answer.target_prompt_logprobs is not None
+    assert not np.isnan(answer.target_prompt_logprobs.to_numpy()).any()
+    assert answer.prompt_alt_tokens is not None
+    assert answer.prompt_alt_tokens.tokens.shape == [9, 2]
+
+
+def test_alternatives_are_drawn_from_the_model_at_every_position(engine: Engine) -> None:
+    prompt = list(range(100, 112))
+    expected = all_logprobs(engine, prompt).astype(np.float64)
+    asked = request(prompt, max_tokens=1, prompt_alt_tokens_k=300, seed=3)
+    answer = sample(engine, asked)
+    alt = answer.prompt_alt_tokens
+    assert alt is not None
+    tokens, logprobs = alt.tokens.to_numpy(), alt.logprobs.to_numpy()
+    assert tokens.dtype == np.int64
+    assert tokens.shape == logprobs.shape == (11, 300)
+    np.testing.assert_allclose(
+        logprobs, np.take_along_axis(expected, tokens, axis=1), atol=1e-4, rtol=0
+    )
+    # The mean logprob of draws is the negative entropy, to within four standard errors.
+    probabilities = np.exp(expected)
+    entropy = -(probabilities * expected).sum(axis=1)
+    spread = np.sqrt((probabilities * (expected + entropy[:, None]) ** 2).sum(axis=1) / 300)
+    assert (np.abs(logprobs.mean(axis=1) + entropy) < 4 * spread).all()
+    assert sample(engine, asked).prompt_alt_tokens == alt
+    other = sample(engine, request(prompt, max_tokens=1, prompt_alt_tokens_k=300, seed=4))
+    assert other.prompt_alt_tokens != alt
+
+
+def test_alternatives_follow_the_temperature(engine: Engine) -> None:
+    prompt = list(range(100, 106))
+    expected = all_logprobs(engine, prompt)
+    greedy = sample(
+        engine, request(prompt, max_tokens=1, temperature=0.0, prompt_alt_tokens_k=3)
+    ).prompt_alt_tokens
+    assert greedy is not None
+    assert (greedy.tokens.to_numpy() == expected.argmax(axis=1)[:, None]).all()
+    warm = sample(
+        engine, request(prompt, max_tokens=1, temperature=2.0, prompt_alt_tokens_k=5)
+    ).prompt_alt_tokens
+    assert warm is not None
+    tempered = expected / 2 - np.log(np.exp(expected / 2).sum(axis=1, keepdims=True))
+    np.testing.assert_allclose(
+        warm.logprobs.to_numpy(),
+        np.take_along_axis(tempered, warm.tokens.to_numpy(), axis=1),
+        atol=1e-4,
+    )
+
+
+def test_what_was_computed_before_is_found_and_said(engine: Engine) -> None:
+    prompt = list(range(200, 270))
+    first = sample(engine, request(prompt, max_tokens=40, stop=[]))
+    assert first.prompt_cache_hit_tokens == 0
+    again = sample(engine, request(prompt, max_tokens=40, stop=[]))
+    assert again.prompt_cache_hit_tokens == 64
+    assert again.sequences[0].tokens == first.sequences[0].tokens
+    # The next turn of a conversation goes on from this one's answer as well.
+    turn = prompt + first.sequences[0].tokens + [9] * 7
+    assert sample(engine, request(turn, max_tokens=1)).prompt_cache_hit_tokens == 96
+    assert sample(engine, request(prompt[1:], max_tokens=1)).prompt_cache_hit_tokens == 0
+
+
+def test_a_prompt_that_is_asked_about_is_computed_as_far_as_needed(engine: Engine) -> None:
+    prompt = list(range(300, 364))
+    whole = sample(engine, request(prompt, max_tokens=1, prompt_logprobs=True))
+    again = sample(engine, request(prompt, max_tokens=1, prompt_logprobs=True))
+    assert again.prompt_cache_hit_tokens == 0
+    last = sample(
+        engine, request(prompt, max_tokens=1, prompt_logprobs=True, prompt_logprobs_last_n=20)
+    )
+    # Position 44 is predicted by token 43, so two pages of 16 are needed no more.
+    assert last.prompt_cache_hit_tokens == 32
+    assert whole.prompt_logprobs is not None
+    assert last.prompt_logprobs is not None
+    assert last.prompt_logprobs[44:] == pytest.approx(whole.prompt_logprobs[44:], abs=1e-4)
+    target = np.full((63, 1), -1)
+    target[50] = 3
+    scored = sample(
+        engine, request(prompt, max_tokens=1, target_prompt_logprobs=TensorData.from_numpy(target))
+    )
+    assert scored.prompt_cache_hit_tokens == 48
+    assert (
+        sample(engine, request(prompt, max_tokens=1, prompt_alt_tokens_k=1)).prompt_cache_hit_tokens
+        == 0
+    )
+
+
+def test_requests_that_come_together_share_what_they_begin_with(engine: Engine) -> None:
+    prompt = list(range(7, 90))
+    for ticket in range(4):
+        engine.submit(ticket, request(prompt, max_tokens=4, seed=ticket), adapter=None)
+    finished = []
+    while engine.sampling:
+        finished += engine.advance()
+    found = [
+        one.outcome.prompt_cache_hit_tokens for one in sorted(finished, key=lambda f: f.ticket)
+    ]
+    assert found == [0, 80, 80, 80]
+
+
 def test_a_prompt_of_one_token_has_no_logprobs_to_tell(engine: Engine) -> None:
     answer = sample(engine, request([9], max_tokens=1, prompt_logprobs=True))
     assert answer.prompt_logprobs == [None]
@@ -186,14 +342,27 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"prompt_logprobs": True, "prompt_logprobs_last_n": 3},
         "prompt_logprobs_last_n is 3; for this prompt it goes from 1 to 2",
     ),
-    "targets": (
-        {
-            "target_prompt_logprobs": TensorData(data=[1, 2], dtype="int64", shape=[2, 1]),
-            "max_tokens": 1,
-        },
-        "target_prompt_logprobs is not supported",
+    "targets of another length": (
+        {"target_prompt_logprobs": TensorData(data=[1, 2, 3], dtype="int64", shape=[3, 1])},
+        r"int64 of shape \[3, 1\]; it is int64 of shape \[2, K\] for this prompt",
     ),
-    "alternatives": ({"prompt_alt_tokens_k": 1}, "prompt_alt_tokens_k is not supported"),
+    "targets of one dimension": (
+        {"target_prompt_logprobs": TensorData(data=[1, 2], dtype="int64", shape=[2])},
+        r"it is int64 of shape \[2, K\]",
+    ),
+    "targets as numbers": (
+        {"target_prompt_logprobs": TensorData(data=[1.0, 2.0], dtype="float32", shape=[2, 1])},
+        "target_prompt_logprobs is float32",
+    ),
+    "target": (
+        {"target_prompt_logprobs": TensorData(data=[1, 400], dtype="int64", shape=[2, 1])},
+        "target_prompt_logprobs holds token 400; ids go from 0 to 399, and -1 asks for nothing",
+    ),
+    "no target": (
+        {"target_prompt_logprobs": TensorData(data=[-1, -1], dtype="int64", shape=[2, 1])},
+        "names no token",
+    ),
+    "alternatives": ({"prompt_alt_tokens_k": 401}, "prompt_alt_tokens_k is 401"),
     "stability": ({"record_stability_info": True}, "record_stability_info is not supported"),
 }
 
@@ -228,10 +397,16 @@ def test_idle_adapters_are_let_go_and_come_back(tiny_folder: Path, tmp_path: Pat
         engine.save("m", tmp_path / str(seed), optimizer=False)
         engine.drop("m")
         folders.append(tmp_path / str(seed))
-    answers = [sample(engine, request(max_tokens=3), folder) for folder in folders]
+    asked = request(list(range(40)), max_tokens=3)
+    answers = [sample(engine, asked, folder) for folder in folders]
+    assert [answer.prompt_cache_hit_tokens for answer in answers] == [0] * 4
+    assert sample(engine, asked, folders[3]).prompt_cache_hit_tokens == 32
     assert engine._sampler is not None
     assert list(engine._sampler._adapters) == [str(folder) for folder in folders[2:]]
-    assert sample(engine, request(max_tokens=3), folders[0]) == answers[0]
+    # Gone with the adapter, and computed anew.
+    again = sample(engine, request(list(range(40)), max_tokens=3), folders[0])
+    assert again.prompt_cache_hit_tokens == 0
+    assert again == answers[0]
 
 
 def test_a_cancelled_request_is_never_answered(engine: Engine) -> None:

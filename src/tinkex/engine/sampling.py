@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import secrets
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -25,6 +25,7 @@ from tinkex.engine.lora import Layout, Route, make_layout, make_pairs
 from tinkex.engine.model import BaseModel
 from tinkex.engine.pack import Limits, checked_tokens
 from tinkex.engine.pick import Draw, pick
+from tinkex.engine.questions import PromptAnswers, check_count, check_questions
 from tinkex.engine.residency import Resident
 from tinkex.engine.schedule import (
     CopyRows,
@@ -41,7 +42,6 @@ from tinkex.engine.sequences import (
     AdapterKey,
     Decode,
     Drawing,
-    PromptQuestions,
     Request,
     SampleSequence,
     Stops,
@@ -49,8 +49,6 @@ from tinkex.engine.sequences import (
 from tinkex.engine.settings import EngineSettings
 from tinkex.wire.errors import UserFailure
 from tinkex.wire.sampling import (
-    EMPTY_LOGPROB,
-    EMPTY_TOKEN,
     SampledSequence,
     SampleRequest,
     SampleResponse,
@@ -69,8 +67,18 @@ log = logging.getLogger(__name__)
 #: read as one, so their number costs nothing.
 PAGE_TOKENS = 16
 
-#: Tokens drawn for everybody before others get their turn.
+#: Tokens drawn for everybody before others get their turn, and seconds after which no other step
+#: is begun.
 BURST_STEPS = 8
+BURST_S = 0.25
+
+#: Prompt tokens filled in one step while nobody runs, and while others wait for their next token.
+FILL_TOKENS = {"cpu": 2048, "cuda": 8192}
+FILL_TOKENS_BETWEEN = {"cpu": 512, "cuda": 2048}
+
+#: Share of the cache for beginnings that nobody uses at the moment. On a CPU what was never written
+#: takes no memory, so keeping everything would make an idle server large.
+IDLE_SHARE = {"cpu": 0.25, "cuda": 1.0}
 
 #: A request for more samples is most likely a mistake.
 MAX_SAMPLES = 1024
@@ -88,9 +96,9 @@ class _Answer:
 
     request: Request
     sequences: list[SampleSequence] = field(default_factory=list)
-    prompt_logprobs: npt.NDArray[np.float32] | None = None
-    top_ids: npt.NDArray[np.int32] | None = None
-    top_logprobs: npt.NDArray[np.float32] | None = None
+    prompt: PromptAnswers
+    #: Prompt tokens that were in the cache.
+    found: int = 0
 
 
 class Sampler:
@@ -117,11 +125,17 @@ class Sampler:
         self._last_used: dict[str, int] = {}
         self._answers: dict[int, _Answer] = {}
         self._tokenizer: Tokenizer | None = None
-        pages = Pages(max(1, kv_tokens // PAGE_TOKENS), PAGE_TOKENS)
+        count, kind = max(1, kv_tokens // PAGE_TOKENS), model.device.type
+        # Tokens found in the cache were computed in other company: equal up to rounding only.
+        remembers = settings.prefix_cache and not settings.deterministic
+        pages = Pages(
+            count, PAGE_TOKENS, most_idle=int(count * IDLE_SHARE[kind]) if remembers else 0
+        )
         self._schedule = Schedule(
             pages,
             max_sequences=settings.max_sequences,
-            max_batch_tokens=max_batch_tokens,
+            max_batch_tokens=min(max_batch_tokens, FILL_TOKENS[kind]),
+            fill_tokens=FILL_TOKENS_BETWEEN[kind],
             one_request_at_a_time=settings.deterministic,
         )
         # Never written before it is needed, so on a CPU the size is only a promise.
@@ -138,12 +152,21 @@ class Sampler:
     def busy(self) -> bool:
         return self._schedule.busy
 
-    def submit(self, ticket: int, wire: SampleRequest, adapter: Path | None) -> None:
+    @property
+    def schedule(self) -> Schedule:
+        """To be read: how many wait, run, and hold pages."""
+        return self._schedule
+
+    def submit(
+        self, ticket: int, wire: SampleRequest, adapter: Path | None, *, owner: str = ""
+    ) -> None:
         """Checks the request and puts it in line; a `UserFailure` means that nothing happened."""
-        request = self._checked(ticket, wire, None if adapter is None else str(adapter))
+        request = self._checked(ticket, wire, None if adapter is None else str(adapter), owner)
         if adapter is not None:
             self._load_adapter(adapter)
-        self._answers[ticket] = _Answer(request=request)
+        self._answers[ticket] = _Answer(
+            request=request, prompt=PromptAnswers(wire, request.prompt, request.questions)
+        )
         self._schedule.add(request)
 
     def cancel(self, ticket: int) -> None:
@@ -153,6 +176,7 @@ class Sampler:
     def advance(self) -> list[Finished]:
         """A burst of steps for everybody; ends early when a request is answered."""
         finished: list[Finished] = []
+        ends_s = time.perf_counter() + BURST_S
         with torch.inference_mode():
             for _ in range(BURST_STEPS):
                 step = self._schedule.next_step()
@@ -165,14 +189,16 @@ class Sampler:
                     log.exception("sampling step failed")
                     finished += self._fail(tickets_of(step), error)
                 finished += self._collect()
-                if finished:
+                if finished or time.perf_counter() > ends_s:
                     break
         self._drop_idle_adapters()
         return finished
 
     # -- requests ---------------------------------------------------------------------------------
 
-    def _checked(self, ticket: int, wire: SampleRequest, adapter: AdapterKey) -> Request:
+    def _checked(
+        self, ticket: int, wire: SampleRequest, adapter: AdapterKey, owner: str
+    ) -> Request:
         refuse_unsupported(wire)
         prompt = checked_tokens(wire.prompt, self._limits, where="prompt").tolist()
         params = wire.sampling_params
@@ -196,7 +222,8 @@ class Sampler:
             max_new_tokens=new,
             drawing=checked_drawing(wire, self._limits.vocab_size),
             stops=self._stops(params),
-            questions=checked_questions(wire, len(prompt), self._limits.vocab_size),
+            questions=check_questions(wire, len(prompt), self._limits.vocab_size),
+            owner=owner,
         )
 
     def _new_tokens(self, prompt: int, max_tokens: int | None) -> int:
@@ -270,6 +297,7 @@ class Sampler:
 
     def drop_adapter(self, name: str) -> None:
         del self._adapters[name], self._last_used[name]
+        self._schedule.pages.forget(name)
 
     def _drop_idle_adapters(self) -> None:
         spare = len(self._adapters) - self._settings.idle_adapters
@@ -325,6 +353,8 @@ class Sampler:
         hidden_TH = self._model.hidden(torch.tensor(ids, device=device), packing, routes)
         for at, piece in enumerate(pieces):
             hidden = hidden_TH[starts[at] : starts[at + 1]]
+            answer = self._answers[piece.fill.request.ticket]
+            answer.found = max(answer.found, piece.fill.found or 0)
             if piece.fill.questions:
                 self._answer_questions(piece, hidden)
             born, copies = self._schedule.filled(piece)
@@ -375,29 +405,15 @@ class Sampler:
                     rows[target : target + length] = rows[source : source + length]
 
     def _answer_questions(self, piece: Piece, hidden_tH: Tensor) -> None:
-        """Logprobs of the prompt's own tokens and the likeliest instead, at temperature 1."""
-        request, questions = piece.fill.request, piece.fill.questions
-        answer = self._answers[request.ticket]
-        # Row i of the piece says how likely the token at position piece.start + i + 1 was.
-        first = max(piece.start, questions.first_position - 1)
-        last = min(piece.stop, len(request.prompt) - 1)
-        if answer.prompt_logprobs is None:
-            start_answers(answer)
-        if first >= last:
+        request = piece.fill.request
+        answers = self._answers[request.ticket].prompt
+        rows = answers.needed(piece.start, piece.stop)
+        if not len(rows):
             return
-        assert answer.prompt_logprobs is not None
-        asked = hidden_tH[first - piece.start : last - piece.start]
+        asked = hidden_tH[torch.from_numpy(rows - piece.start).to(hidden_tH.device)]
         routes = self._routes([(0, len(asked), request.adapter)])
-        targets = torch.tensor(request.prompt[first + 1 : last + 1], device=asked.device)
         for chunk in self._model.head.chunks(asked, routes):
-            logprobs = chunk.logits_tV.log_softmax(dim=1)
-            where = slice(first + 1 + chunk.rows.start, first + 1 + chunk.rows.stop)
-            own = logprobs.gather(1, targets[chunk.rows].unsqueeze(1)).squeeze(1)
-            answer.prompt_logprobs[where] = own.cpu().numpy()
-            if questions.top and answer.top_ids is not None and answer.top_logprobs is not None:
-                values, ids = logprobs.topk(questions.top, dim=1)
-                answer.top_ids[where] = ids.cpu().numpy()
-                answer.top_logprobs[where] = values.cpu().numpy()
+            answers.take(rows[chunk.rows], chunk.logits_tV, request.drawing)
 
     # -- answers ----------------------------------------------------------------------------------
 
@@ -419,16 +435,16 @@ def tickets_of(step: FillStep | DecodeStep) -> set[int]:
 
 
 def response(answer: _Answer) -> SampleResponse:
-    questions = answer.request.questions
-    top = None
-    if questions.top and answer.top_ids is not None and answer.top_logprobs is not None:
-        top = TopkLogprobs(answer.top_ids, answer.top_logprobs)
+    prompt = answer.prompt
     return SampleResponse(
         sequences=[
             sampled(sequence) for sequence in sorted(answer.sequences, key=lambda s: s.index)
         ],
-        prompt_logprobs_np=answer.prompt_logprobs if questions.logprobs else None,
-        topk_prompt_logprobs_np=top,
+        prompt_logprobs_np=prompt.logprobs,
+        topk_prompt_logprobs_np=prompt.top,
+        target_prompt_logprobs=prompt.targets,
+        prompt_cache_hit_tokens=answer.found,
+        prompt_alt_tokens=prompt.alternatives,
     )
 
 
@@ -445,14 +461,6 @@ def sampled(sequence: SampleSequence) -> SampledSequence:
         logprobs_np=np.array(sequence.logprobs, np.float32),
         topk_logprobs_np=top,
     )
-
-
-def start_answers(answer: _Answer) -> None:
-    length, top = len(answer.request.prompt), answer.request.questions.top
-    answer.prompt_logprobs = np.full(length, np.nan, np.float32)
-    if top:
-        answer.top_ids = np.full((length, top), EMPTY_TOKEN, np.int32)
-        answer.top_logprobs = np.full((length, top), EMPTY_LOGPROB, np.float32)
 
 
 def rows_of(pages: Pages, piece: Piece) -> Tensor:
@@ -491,16 +499,11 @@ def row_table(pages: Pages, sequences: Sequence[SampleSequence], model: BaseMode
 
 
 def refuse_unsupported(wire: SampleRequest) -> None:
-    for name, asked in (
-        ("target_prompt_logprobs", wire.target_prompt_logprobs is not None),
-        ("prompt_alt_tokens_k", wire.prompt_alt_tokens_k),
-        ("record_stability_info", wire.record_stability_info),
-    ):
-        if asked:
-            raise UserFailure(
-                f"{name} is not supported by this server. Supported: prompt_logprobs, "
-                "prompt_logprobs_last_n, topk_prompt_logprobs, topk_sample_logprobs."
-            )
+    if wire.record_stability_info:
+        raise UserFailure(
+            "record_stability_info is not supported by this server: it serves the loss "
+            "stable_reinforce, which is not public. Create the sampling client without it."
+        )
 
 
 def checked_drawing(wire: SampleRequest, vocab_size: int) -> Drawing:
@@ -523,28 +526,6 @@ def checked_drawing(wire: SampleRequest, vocab_size: int) -> Drawing:
         seed=secrets.randbits(63) if params.seed is None else params.seed,
         report_top=wire.topk_sample_logprobs,
     )
-
-
-def checked_questions(wire: SampleRequest, prompt: int, vocab_size: int) -> PromptQuestions:
-    check_count("topk_prompt_logprobs", wire.topk_prompt_logprobs, vocab_size)
-    last_n = wire.prompt_logprobs_last_n
-    if last_n is not None:
-        if not wire.prompt_logprobs:
-            raise UserFailure("prompt_logprobs_last_n needs prompt_logprobs = true.")
-        if not 1 <= last_n <= prompt - 1:
-            raise UserFailure(
-                f"prompt_logprobs_last_n is {last_n}; for this prompt it goes from 1 to {prompt - 1}."
-            )
-    return PromptQuestions(
-        logprobs=bool(wire.prompt_logprobs),
-        top=wire.topk_prompt_logprobs,
-        first_position=1 if last_n is None else prompt - last_n,
-    )
-
-
-def check_count(name: str, count: int, vocab_size: int) -> None:
-    if not 0 <= count <= vocab_size:
-        raise UserFailure(f"{name} is {count}; it goes from 0 to the vocabulary of {vocab_size}.")
 
 
 # -- adapters -------------------------------------------------------------------------------------

@@ -26,6 +26,8 @@ class EngineSettings:
     max_batch_tokens: int = 8192
     #: Tokens whose keys and values are kept for sampling; None sizes them by free memory.
     kv_tokens: int | None = None
+    #: Whether prompts that begin alike are computed once; never in deterministic mode.
+    prefix_cache: bool = True
     #: Most sequences that decode together.
     max_sequences: int = 256
     #: Adapters of samplers kept in memory when no request uses them.

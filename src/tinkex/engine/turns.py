@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Generic, TypeVar
 
 WorkT = TypeVar("WorkT")
@@ -34,7 +35,7 @@ class Turns(Generic[WorkT]):
         """Tokens by owner, above the count at which each of them came."""
         return dict(self._served)
 
-    def arrive(self, owner: str, work: WorkT, *, active: Set[str]) -> None:
+    def arrive(self, owner: str, work: WorkT, *, active: AbstractSet[str]) -> None:
         """New work; `active` are the owners who have some elsewhere."""
         present = active | self._lines.keys()
         if owner not in present:

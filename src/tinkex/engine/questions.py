@@ -1,0 +1,213 @@
+"""What a sample request asks about its prompt: checked, answered row by row, and put together.
+
+Row i is what the model says after prompt token i, so it is about position i + 1. Own logprobs, the
+likeliest tokens and those of given tokens are at temperature 1; alternatives are drawn at the
+request's temperature, without cuts.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from tinkex.engine.pick import draw_alternatives
+from tinkex.engine.sequences import Cells, Drawing, PromptQuestions
+from tinkex.wire.errors import UserFailure
+from tinkex.wire.sampling import (
+    EMPTY_LOGPROB,
+    EMPTY_TOKEN,
+    PromptAltTokens,
+    SampleRequest,
+    TopkLogprobs,
+)
+from tinkex.wire.tensors import TensorData
+
+# N rows of a prompt (one less than its tokens), t rows at hand, V vocabulary, K tokens for one row
+
+#: A target cell that asks for nothing.
+NOTHING = -1
+
+#: Most numbers in one answer: a table over a long prompt is easily larger than anybody wants.
+MAX_CELLS = 1 << 22
+
+
+def check_questions(wire: SampleRequest, prompt: int, vocab_size: int) -> PromptQuestions:
+    check_count("topk_prompt_logprobs", wire.topk_prompt_logprobs, vocab_size)
+    check_count("prompt_alt_tokens_k", wire.prompt_alt_tokens_k, vocab_size)
+    for name, width in (
+        ("topk_prompt_logprobs", wire.topk_prompt_logprobs),
+        ("prompt_alt_tokens_k", wire.prompt_alt_tokens_k),
+    ):
+        if width * prompt > MAX_CELLS:
+            raise UserFailure(
+                f"{name} is {width} for a prompt of {prompt} tokens, {width * prompt} numbers "
+                f"together; at most {MAX_CELLS} are answered. Ask for fewer."
+            )
+    last_n = wire.prompt_logprobs_last_n
+    if last_n is not None:
+        if not wire.prompt_logprobs:
+            raise UserFailure("prompt_logprobs_last_n needs prompt_logprobs = true.")
+        if not 1 <= last_n <= prompt - 1:
+            raise UserFailure(
+                f"prompt_logprobs_last_n is {last_n}; for this prompt it goes from 1 to {prompt - 1}."
+            )
+    targets = wire.target_prompt_logprobs
+    return PromptQuestions(
+        logprobs=bool(wire.prompt_logprobs),
+        top=wire.topk_prompt_logprobs,
+        first_position=1 if last_n is None else prompt - last_n,
+        targets=None if targets is None else target_cells(targets, prompt - 1, vocab_size),
+        alternatives=wire.prompt_alt_tokens_k,
+    )
+
+
+def check_count(name: str, count: int, vocab_size: int) -> None:
+    if not 0 <= count <= vocab_size:
+        raise UserFailure(f"{name} is {count}; it goes from 0 to the vocabulary of {vocab_size}.")
+
+
+# -- given tokens ---------------------------------------------------------------------------------
+
+
+def target_cells(targets: TensorData, rows: int, vocab_size: int) -> Cells:
+    """The cells that ask for something, row by row."""
+    shape = targets.shape
+    if targets.dtype != "int64" or shape is None or len(shape) != 2 or shape[0] != rows:
+        raise UserFailure(
+            f"target_prompt_logprobs is {targets.dtype} of shape {shape}; it is int64 of shape "
+            f"[{rows}, K] for this prompt, a row for each token after the first."
+        )
+    tokens = target_tokens(targets)
+    if len(tokens) > MAX_CELLS:
+        raise UserFailure(
+            f"target_prompt_logprobs has {len(tokens)} cells; at most {MAX_CELLS} are answered."
+        )
+    if bad := [int(token) for token in tokens if not NOTHING <= token < vocab_size][:1]:
+        raise UserFailure(
+            f"target_prompt_logprobs holds token {bad[0]}; ids go from 0 to {vocab_size - 1}, and "
+            f"{NOTHING} asks for nothing."
+        )
+    used = tokens != NOTHING
+    if not used.any():
+        raise UserFailure("target_prompt_logprobs names no token: every cell is -1.")
+    return Cells(row=target_rows(targets)[used], token=tokens[used])
+
+
+def target_tokens(targets: TensorData) -> npt.NDArray[np.int64]:
+    """What the listed cells hold: all of them when dense."""
+    if targets.sparse_crow_indices is not None:
+        return np.asarray(targets.data, np.int64)
+    return targets.to_numpy().astype(np.int64).reshape(-1)
+
+
+def target_rows(targets: TensorData) -> npt.NDArray[np.int64]:
+    assert targets.shape is not None
+    rows, width = targets.shape
+    if targets.sparse_crow_indices is not None:
+        return np.repeat(np.arange(rows), np.diff(targets.sparse_crow_indices))
+    return np.repeat(np.arange(rows), width)
+
+
+def target_answer(targets: TensorData, logprobs: npt.NDArray[np.float32]) -> TensorData:
+    """The logprobs where the tokens were, in the same form; NaN where nothing was asked."""
+    tokens = target_tokens(targets)
+    values = np.full(len(tokens), np.nan, np.float32)
+    values[tokens != NOTHING] = logprobs
+    if targets.sparse_crow_indices is None:
+        assert targets.shape is not None
+        return TensorData.from_numpy(values.reshape(targets.shape))
+    return TensorData(
+        data=values,
+        dtype="float32",
+        shape=targets.shape,
+        sparse_crow_indices=targets.sparse_crow_indices,
+        sparse_col_indices=targets.sparse_col_indices,
+    )
+
+
+# -- answers --------------------------------------------------------------------------------------
+
+
+class PromptAnswers:
+    """What is known so far. Rows may come in any order, and again."""
+
+    def __init__(self, wire: SampleRequest, prompt: list[int], questions: PromptQuestions) -> None:
+        self._wire, self._prompt, self._questions = wire, prompt, questions
+        length = len(prompt)
+        self._logprobs = np.full(length, np.nan, np.float32)
+        self._top_ids = np.full((length, questions.top), EMPTY_TOKEN, np.int32)
+        self._top_logprobs = np.full((length, questions.top), EMPTY_LOGPROB, np.float32)
+        self._targets = np.full(
+            0 if questions.targets is None else len(questions.targets.row), np.nan, np.float32
+        )
+        shape = (max(0, length - 1), questions.alternatives)
+        self._alt_tokens = np.zeros(shape, np.int64)
+        self._alt_logprobs = np.zeros(shape, np.float32)
+
+    def needed(self, start: int, stop: int) -> npt.NDArray[np.int64]:
+        """Which of the rows `start` to `stop` are asked about."""
+        asked, last = self._questions, len(self._prompt) - 1
+        first = last
+        if asked.logprobs or asked.top:
+            first = asked.first_position - 1
+        if asked.alternatives:
+            first = 0
+        rows = np.arange(max(start, first), min(stop, last))
+        if asked.targets is not None:
+            row = asked.targets.row
+            rows = np.union1d(rows, row[(row >= start) & (row < stop)])
+        return rows
+
+    def take(self, rows: npt.NDArray[np.int64], logits_tV: Tensor, drawing: Drawing) -> None:
+        """The model's word on some rows, in rising order. Overwrites the logits."""
+        asked = self._questions
+        if asked.alternatives:
+            tokens, drawn = draw_alternatives(logits_tV, rows.tolist(), asked.alternatives, drawing)
+            self._alt_tokens[rows], self._alt_logprobs[rows] = tokens, drawn
+        logprobs_tV = logits_tV.sub_(logits_tV.logsumexp(dim=1, keepdim=True))
+        if asked.logprobs or asked.top:
+            mine = rows >= asked.first_position - 1
+            where = rows[mine] + 1
+            scored_tV = logprobs_tV[torch.from_numpy(mine).to(logprobs_tV.device)]
+            own = torch.tensor([self._prompt[at] for at in where], device=scored_tV.device)
+            if len(where):
+                self._logprobs[where] = _numpy(scored_tV.gather(1, own[:, None]).squeeze(1))
+            if asked.top and len(where):
+                values, ids = scored_tV.topk(asked.top, dim=1)
+                self._top_ids[where], self._top_logprobs[where] = _numpy(ids), _numpy(values)
+        if asked.targets is not None:
+            cells = np.flatnonzero(np.isin(asked.targets.row, rows))
+            at = torch.from_numpy(np.searchsorted(rows, asked.targets.row[cells]))
+            token = torch.from_numpy(asked.targets.token[cells])
+            device = logprobs_tV.device
+            self._targets[cells] = _numpy(logprobs_tV[at.to(device), token.to(device)])
+
+    @property
+    def logprobs(self) -> npt.NDArray[np.float32] | None:
+        return self._logprobs if self._questions.logprobs else None
+
+    @property
+    def top(self) -> TopkLogprobs | None:
+        if not self._questions.top:
+            return None
+        return TopkLogprobs(self._top_ids, self._top_logprobs)
+
+    @property
+    def targets(self) -> TensorData | None:
+        wire = self._wire.target_prompt_logprobs
+        return None if wire is None else target_answer(wire, self._targets)
+
+    @property
+    def alternatives(self) -> PromptAltTokens | None:
+        if not self._questions.alternatives:
+            return None
+        return PromptAltTokens(
+            tokens=TensorData.from_numpy(self._alt_tokens),
+            logprobs=TensorData.from_numpy(self._alt_logprobs),
+        )
+
+
+def _numpy(tensor: Tensor) -> npt.NDArray[np.generic]:
+    return tensor.cpu().numpy()
