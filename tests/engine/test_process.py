@@ -35,6 +35,7 @@ class Engine:
     process: "subprocess.Popen[bytes]"
     log: Path
     tickets: int = 0
+    stats: frames_pb2.Stats | None = None
 
     def order(self, **work: object) -> int:
         self.tickets += 1
@@ -43,6 +44,12 @@ class Engine:
         return self.tickets
 
     def report(self) -> frames.Report:
+        """The next one that answers something; sizes come whenever they like."""
+        while (report := self.any_report()).WhichOneof("body") == "stats":
+            self.stats = report.stats
+        return report
+
+    def any_report(self) -> frames.Report:
         head = self.stream.read(frames.LENGTH.size)
         return frames.Report.FromString(self.stream.read(frames.body_length(head)))
 
@@ -196,3 +203,18 @@ def test_a_save_is_whole_and_can_be_loaded_and_sampled(engine: Engine, tmp_path:
     missing = frames_pb2.Load(model_id="loaded", folder=str(tmp_path / "none"), optimizer=False)
     assert engine.ask(load=missing).WhichOneof("body") == "failed"
     assert os.path.isdir(folder)
+
+
+def test_it_tells_its_sizes_when_it_falls_idle(engine: Engine) -> None:
+    engine.create("sized")
+    while (report := engine.any_report()).WhichOneof("body") != "stats":
+        pass
+    before = report.stats
+    assert before.training_waiting == 0
+    assert before.memory_bytes > before.base_bytes > 100_000
+    engine.create("sized-2")
+    while (report := engine.any_report()).WhichOneof("body") != "stats":
+        pass
+    assert report.stats.adapters_resident == before.adapters_resident + 1
+    assert report.stats.adapters_resident_bytes > before.adapters_resident_bytes
+    assert report.stats.adapters_on_disk == 0

@@ -16,6 +16,7 @@ import numpy as np
 from tinkex.server.executor import EngineLost, Outcome, ServedModel, Task, Work, WorkFailed
 from tinkex.wire.codec import decode_json, encode_json
 from tinkex.wire.errors import UserFailure
+from tinkex.wire.proto.frames_pb2 import Stats
 from tinkex.wire.protobuf import (
     decode_forward_backward_request,
     encode_forward_backward_output,
@@ -76,6 +77,9 @@ class EchoExecutor:
             raise WorkFailed("user", str(failure)) from failure
 
     def waiting_for(self, base_model: str) -> str | None:
+        return None
+
+    def stats(self, base_model: str) -> Stats | None:
         return None
 
     def die(self) -> None:

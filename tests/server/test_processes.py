@@ -115,6 +115,54 @@ async def test_the_web_process_never_loads_torch(own_server: Server) -> None:
     assert "libtorch" not in mapped(web)
 
 
+async def gauge(api: Api, name: str, *, at_least: float = 0.0) -> float:
+    """A figure of the tiny model's engine, once it has come so far."""
+    line = f'tinkex_engine_{name}{{base_model="{TINY}"}} '
+    while True:
+        answer = await api.get("/metrics")
+        assert answer.status == 200
+        found = [
+            float(text.removeprefix(line))
+            for text in answer.body.decode().splitlines()
+            if text.startswith(line)
+        ]
+        if found and found[0] >= at_least:
+            return found[0]
+        await asyncio.sleep(0.02)
+
+
+async def test_the_engine_s_sizes_are_among_the_metrics(own_server: Server) -> None:
+    async with connected(own_server.url, TINY) as api:
+        # Before any model: what earlier tests left is there already.
+        base = await gauge(api, "base_bytes", at_least=1)
+        had = await gauge(api, "adapters_resident")
+        await api.model()
+        assert await gauge(api, "adapters_resident", at_least=had + 1) == had + 1
+        assert await gauge(api, "adapters_resident_bytes") > 0
+        assert await gauge(api, "memory_bytes") > base
+        assert await gauge(api, "batch_tokens") == 8192
+        assert await gauge(api, "training_waiting") == 0
+        assert await gauge(api, "adapters_on_disk") == 0
+
+
+async def test_more_models_than_fit_train_through_the_server(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    """Room for one adapter: the others wait on disk, and nobody hears "not loaded"."""
+    limits = ("--adapter-gb", "0.0004", "--kv-tokens", "512")
+    with serving(f"{TINY}={tiny_model}", data=tmp_path, args=limits) as server:
+        async with connected(server.url, TINY) as api:
+            session = await api.session()
+            models = [await api.model(session, number=number) for number in range(4)]
+            curves = [
+                [await trained(api, model, first=first) for model in models] for first in (1, 3, 5)
+            ]
+            assert await gauge(api, "adapters_on_disk", at_least=1) == 3
+            assert await gauge(api, "adapters_resident") == 1
+            assert await gauge(api, "adapter_budget_bytes") == 400_000
+    assert max(curves[2]) < min(curves[0])
+
+
 async def test_an_idle_server_uses_no_processor(own_server: Server) -> None:
     async with connected(own_server.url, TINY) as api:
         await api.model()

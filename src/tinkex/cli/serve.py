@@ -34,6 +34,12 @@ PARTS = ("alembic", "fastapi", "fsspec", "sqlalchemy", "uvicorn", "torch", "tran
     "--executor", type=click.Choice(["local"]), help="Where engines run.  [default: local]"
 )
 @click.option("--threads", type=int, help="Threads an engine computes with.  [default: its choice]")
+@click.option(
+    "--memory-gb", type=float, help="Memory an engine may take.  [default: all that is free]"
+)
+@click.option("--adapter-gb", type=float, help="Of that, for adapters.  [default: the rest]")
+@click.option("--kv-tokens", type=int, help="Tokens kept for sampling.  [default: what fits]")
+@click.option("--batch-tokens", type=int, help="Most tokens in a pass.  [default: what fits]")
 @click.option("--deterministic", is_flag=True, default=None, help="Same requests, same bits.")
 def command(models: tuple[str, ...], **flags: Any) -> None:
     """Serve models to every Tinker client on this machine.

@@ -4,8 +4,9 @@ An engine as a process: orders come in over a socket, reports go out. Knows no S
     python -m tinkex.engine.process --fd N --name NAME --folder FOLDER
 
 One thread reads, so that a hung-up web process ends this one at once, whatever it computes; saves
-are written whole or not at all. The other computes in turns: admit samples, one decode burst, at
-most one training operation or one micro-batch, again. Nobody waits for somebody else's whole step.
+are written whole or not at all. The other computes in turns: admit samples, decode bursts for as
+long as the last part of training took, at most one training operation or one micro-batch, again.
+Nobody waits for somebody else's whole step.
 """
 
 import argparse
@@ -46,6 +47,9 @@ from tinkex.wire.training import (
 )
 
 log = logging.getLogger("tinkex.engine.process")
+
+#: Sampling and training take turns of about equal length, up to so many seconds.
+LONGEST_DEBT_S = 1.0
 
 #: How often sizes and counts are told while there is work.
 STATS_S = 1.0
@@ -114,6 +118,8 @@ class Worker:
         #: Of the last micro-batch.
         self._tokens_per_s = 0.0
         self._sample_began_s: dict[int, float] = {}
+        #: Seconds of the last part of training, and of sampling since.
+        self._trained_s = self._sampled_s = 0.0
         self._told_s = 0.0
         self._told: frames_pb2.Stats | None = None
 
@@ -122,9 +128,18 @@ class Worker:
             self._admit()
             with _turn(self._turn_file):
                 if self._engine.sampling:
+                    began_s = time.perf_counter()
                     self._decode()
-                if self._training:
+                    self._sampled_s += time.perf_counter() - began_s
+                # Samples get bursts until they had as much time as the last part of training.
+                if self._training and not (self._engine.sampling and self._behind()):
+                    began_s = time.perf_counter()
                     self._train_once()
+                    self._trained_s, self._sampled_s = time.perf_counter() - began_s, 0.0
+
+    def _behind(self) -> bool:
+        """Whether sampling is still owed time; a long operation is not paid back in full."""
+        return self._sampled_s < min(self._trained_s, LONGEST_DEBT_S)
 
     def _admit(self) -> None:
         """Take in everything that has arrived; wait only when there is nothing else to do."""
@@ -165,7 +180,12 @@ class Worker:
         try:
             request = decode_json(SampleRequest, _bytes(order.sample.payload))
             self._sample_began_s[order.ticket] = time.perf_counter()
-            self._engine.submit(order.ticket, request, adapter=Path(folder) if folder else None)
+            self._engine.submit(
+                order.ticket,
+                request,
+                adapter=Path(folder) if folder else None,
+                owner=order.sample.owner,
+            )
         except Exception as error:  # noqa: BLE001  every failure is an answer to one order
             self._sample_began_s.pop(order.ticket, None)
             self._wire.send(_failed(order.ticket, error))
@@ -404,6 +424,11 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--memory-bytes", type=int, default=0)
+    parser.add_argument("--adapter-bytes", type=int, default=0)
+    parser.add_argument("--kv-tokens", type=int, default=0)
+    parser.add_argument("--batch-tokens", type=int, default=0)
+    parser.add_argument("--spill-folder", type=Path)
     parser.add_argument("--deterministic", action="store_true")
     parser.add_argument("--turn-file", type=Path)
     options = parser.parse_args()
@@ -422,6 +447,11 @@ def main() -> None:
                 device=options.device,
                 dtype=options.dtype,
                 threads=options.threads or None,
+                memory_bytes=options.memory_bytes or None,
+                adapter_bytes=options.adapter_bytes or None,
+                kv_tokens=options.kv_tokens or None,
+                max_batch_tokens=options.batch_tokens or EngineSettings.max_batch_tokens,
+                spill_folder=options.spill_folder,
                 deterministic=options.deterministic,
             )
         )

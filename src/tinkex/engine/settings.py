@@ -46,6 +46,35 @@ class EngineSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class EngineStats:
+    """Sizes and counts as they are now."""
+
+    #: What the plan divides: everything this engine may take of its device.
+    memory_bytes: int
+    base_bytes: int
+    adapter_budget_bytes: int
+    #: Adapters in training: on the device, on the host beside it, on disk.
+    adapters_resident: int
+    adapters_resident_bytes: int
+    adapters_on_host: int
+    adapters_on_host_bytes: int
+    adapters_on_disk: int
+    adapters_on_disk_bytes: int
+    sampler_adapters: int = 0
+    sampler_adapters_bytes: int = 0
+    kv_pages: int = 0
+    kv_pages_used: int = 0
+    #: Of the free ones, those that hold the beginning of a prompt that may come again.
+    kv_pages_known: int = 0
+    kv_bytes: int = 0
+    #: Most tokens in one pass, and what one of them takes.
+    batch_tokens: int
+    activation_bytes_per_token: int
+    samples_waiting: int = 0
+    sequences_running: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class EngineFacts:
     name: str
     #: The model family as its config names it: "llama", "qwen3", ...

@@ -37,6 +37,7 @@ from tinkex.wire import runs as wire_runs
 from tinkex.wire import sampling as wire_sampling
 from tinkex.wire import telemetry as wire_telemetry
 from tinkex.wire import training as wire_training
+from tinkex.wire.proto.frames_pb2 import Stats
 
 #: Asked for all the time, so they go past FastAPI's own machinery.
 HOT_ROUTES: dict[str, Callable[[Request], Any]] = {
@@ -148,6 +149,22 @@ class _Figures(Collector):
             operations.add_metric([task.name.lower()], count)
         yield seconds
         yield operations
+        yield from engine_gauges(self._context.executor)
+
+
+def engine_gauges(executor: Executor) -> Iterable[Metric]:
+    """Every field of the engines' own figures as a gauge with the base model as its label."""
+    told = {model.name: executor.stats(model.name) for model in executor.served}
+    for field in Stats.DESCRIPTOR.fields:
+        gauge = GaugeMetricFamily(
+            f"tinkex_engine_{field.name}",
+            f"{field.name.replace('_', ' ').capitalize()} of the engine",
+            labels=["base_model"],
+        )
+        for name, stats in told.items():
+            if stats is not None:
+                gauge.add_metric([name], getattr(stats, field.name))
+        yield gauge
 
 
 def _describe_bodies(app: FastAPI) -> None:

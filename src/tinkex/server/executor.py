@@ -8,6 +8,7 @@ that was with it raises `EngineLost`, a new engine with an empty memory comes up
 
 import asyncio
 import enum
+import hashlib
 import itertools
 import logging
 import os
@@ -63,6 +64,8 @@ class Work:
     folder: Path | None = None
     #: SAVE, LOAD: with the optimizer's state.
     optimizer: bool = False
+    #: SAMPLE: who asked; owners share an engine evenly.
+    owner: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,10 +119,17 @@ class Executor(Protocol):
         """Wait until an engine for this model is up; its incarnation."""
 
     async def run(self, base_model: str, work: Work, *, incarnation: int | None = None) -> Outcome:
-        """Do the work on that incarnation (None: any); raises WorkFailed or EngineLost."""
+        """
+        Do the work on that incarnation (None: any); raises WorkFailed or EngineLost.
+
+        A sample whose caller is cancelled is given up by the engine too; all other work goes on.
+        """
 
     def waiting_for(self, base_model: str) -> str | None:
         """Why work waits although its turn has come; None when nothing is in the way."""
+
+    def stats(self, base_model: str) -> frames_pb2.Stats | None:
+        """Sizes and counts of this model's engine as last told; None when it is not up."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,6 +140,13 @@ class EngineOptions:
     dtype: str = "auto"
     threads: int = 0
     deterministic: bool = False
+    #: Limits; 0 lets the engine measure.
+    memory_bytes: int = 0
+    adapter_bytes: int = 0
+    kv_tokens: int = 0
+    batch_tokens: int = 0
+    #: Where engines put what fits no memory, each in a folder of its own. None is a temporary one.
+    spill_folder: Path | None = None
     #: Engines that share this file compute one at a time. None when there is only one.
     turn_file: Path | None = None
 
@@ -164,6 +181,10 @@ class LocalExecutor:
         engine = self._engines.get(base_model)
         return None if engine is None else engine.waiting_for
 
+    def stats(self, base_model: str) -> frames_pb2.Stats | None:
+        engine = self._engines.get(base_model)
+        return None if engine is None else engine.stats
+
     def _engine(self, base_model: str) -> "_Engine":
         engine = self._engines.get(base_model)
         if engine is None:
@@ -192,6 +213,8 @@ class _Engine:
         self._keeper: asyncio.Task[None] | None = None
         self._refused: EngineRefused | None = None
         self._closing = False
+        #: What the engine said last of its sizes; None while there is none.
+        self.stats: frames_pb2.Stats | None = None
 
     @property
     def waiting_for(self) -> str | None:
@@ -228,8 +251,17 @@ class _Engine:
             return await answer
         except ConnectionError as error:
             raise EngineLost(f"the engine of {self._model.name} was lost") from error
+        except asyncio.CancelledError:
+            self._give_up(work, ticket)
+            raise
         finally:
             self._waiting.pop(ticket, None)
+
+    def _give_up(self, work: Work, ticket: int) -> None:
+        """Nobody waits for a sample any more; other work is never stopped half-way."""
+        if work.task is Task.SAMPLE and self._writer is not None and not self._closing:
+            cancel = frames_pb2.Cancel(sample_ticket=ticket)
+            self._writer.write(frames.frame(frames.Order(cancel=cancel)))
 
     async def close(self) -> None:
         """Hang up; the child leaves by itself, or is made to."""
@@ -282,6 +314,7 @@ class _Engine:
             await self._listen(reader, writer)
         finally:
             self._up.clear()
+            self.stats = None
             self._writer = None
             self._process = None
             ours.close()
@@ -315,6 +348,8 @@ class _Engine:
                     facts.dtype,
                     facts.max_context_length,
                 )
+            case "stats":
+                self.stats = report.stats
             case "refused":
                 raise EngineRefused(report.refused.message)
             case "done":
@@ -354,7 +389,14 @@ def _command(descriptor: int, model: ServedModel, options: EngineOptions) -> lis
         *("--device", options.device),
         *("--dtype", options.dtype),
         *("--threads", str(options.threads)),
+        *("--memory-bytes", str(options.memory_bytes)),
+        *("--adapter-bytes", str(options.adapter_bytes)),
+        *("--kv-tokens", str(options.kv_tokens)),
+        *("--batch-tokens", str(options.batch_tokens)),
     ]
+    if options.spill_folder is not None:
+        own = hashlib.sha256(model.name.encode()).hexdigest()[:16]
+        command += ["--spill-folder", str(options.spill_folder / own)]
     if options.deterministic:
         command.append("--deterministic")
     if options.turn_file is not None:
@@ -401,5 +443,7 @@ def _order(ticket: int, work: Work) -> frames.Order:
         case Task.DROP:
             order.drop.model_id = model_id
         case Task.SAMPLE:
-            order.sample.CopyFrom(frames_pb2.Sample(payload=payload, adapter_folder=folder))
+            order.sample.CopyFrom(
+                frames_pb2.Sample(payload=payload, adapter_folder=folder, owner=work.owner)
+            )
     return order

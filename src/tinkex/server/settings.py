@@ -40,6 +40,14 @@ class Settings:
     #: Threads an engine computes with; 0 leaves the choice to the engine.
     threads: int = 0
     deterministic: bool = False
+    #: Memory an engine may take of its device, in gigabytes; 0 is all that is free at start.
+    memory_gb: float = 0.0
+    #: Of that, for adapters; 0 is what the rest leaves.
+    adapter_gb: float = 0.0
+    #: Tokens whose keys and values an engine keeps for sampling; 0 sizes them by free memory.
+    kv_tokens: int = 0
+    #: Most tokens in one pass; 0 is the engine's own limit, or what fits.
+    batch_tokens: int = 0
     #: Largest request body as it arrives.
     max_body_bytes: int = 64 * MEBIBYTE
     #: Largest request body after decompression.
@@ -87,10 +95,12 @@ class Settings:
             raise SettingsError(
                 f"--executor {self.executor} is not known.", hint="The one form is `local`."
             )
-        if self.threads < 0:
-            raise SettingsError(
-                f"--threads {self.threads} is negative.", hint="0 lets the engine choose."
-            )
+        for name in ("threads", "memory_gb", "adapter_gb", "kv_tokens", "batch_tokens"):
+            if (value := getattr(self, name)) < 0:
+                raise SettingsError(
+                    f"--{name.replace('_', '-')} {value} is negative.",
+                    hint="0 lets the engine choose.",
+                )
 
     @property
     def folder(self) -> Path:

@@ -32,6 +32,8 @@ log = logging.getLogger("tinkex.server.web")
 # Longer than any client keeps an idle connection, so that none is closed just as it is used.
 KEEP_ALIVE_S = 120
 
+GIGABYTE = 10**9
+
 
 class Reporter:
     """The pipe to the supervisor; one report, then closed."""
@@ -130,6 +132,11 @@ def _engine_options(settings: Settings, served: Sequence[ServedModel]) -> Engine
         dtype=settings.dtype,
         threads=settings.threads,
         deterministic=settings.deterministic,
+        memory_bytes=int(settings.memory_gb * GIGABYTE),
+        adapter_bytes=int(settings.adapter_gb * GIGABYTE),
+        kv_tokens=settings.kv_tokens,
+        batch_tokens=settings.batch_tokens,
+        spill_folder=settings.folder / "spill",
         # Engines on one processor would only slow each other down.
         turn_file=settings.folder / "turn.lock" if len(served) > 1 else None,
     )

@@ -273,13 +273,15 @@ Global___Drop: _TypeAlias = Drop  # noqa: Y015
 
 @_typing.final
 class Sample(_message.Message):
-    """The SampleRequest as JSON; no folder means the base model."""
+    """The SampleRequest as JSON; no folder means the base model. Owners share the sampler evenly."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     PAYLOAD_FIELD_NUMBER: _builtins.int
     ADAPTER_FOLDER_FIELD_NUMBER: _builtins.int
+    OWNER_FIELD_NUMBER: _builtins.int
     adapter_folder: _builtins.str
+    owner: _builtins.str
     @_builtins.property
     def payload(self) -> Global___Payload: ...
     def __init__(
@@ -287,10 +289,11 @@ class Sample(_message.Message):
         *,
         payload: Global___Payload | None = ...,
         adapter_folder: _builtins.str = ...,
+        owner: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["payload", b"payload"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_folder", b"adapter_folder", "payload", b"payload"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_folder", b"adapter_folder", "owner", b"owner", "payload", b"payload"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -326,6 +329,7 @@ class Report(_message.Message):
     DONE_FIELD_NUMBER: _builtins.int
     FAILED_FIELD_NUMBER: _builtins.int
     REFUSED_FIELD_NUMBER: _builtins.int
+    STATS_FIELD_NUMBER: _builtins.int
     ticket: _builtins.int
     @_builtins.property
     def ready(self) -> Global___Ready: ...
@@ -335,6 +339,8 @@ class Report(_message.Message):
     def failed(self) -> Global___Failed: ...
     @_builtins.property
     def refused(self) -> Global___Refused: ...
+    @_builtins.property
+    def stats(self) -> Global___Stats: ...
     def __init__(
         self,
         *,
@@ -343,12 +349,13 @@ class Report(_message.Message):
         done: Global___Done | None = ...,
         failed: Global___Failed | None = ...,
         refused: Global___Refused | None = ...,
+        stats: Global___Stats | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "done", b"done", "failed", b"failed", "ready", b"ready", "refused", b"refused"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "done", b"done", "failed", b"failed", "ready", b"ready", "refused", b"refused", "stats", b"stats"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "done", b"done", "failed", b"failed", "ready", b"ready", "refused", b"refused", "ticket", b"ticket"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "done", b"done", "failed", b"failed", "ready", b"ready", "refused", b"refused", "stats", b"stats", "ticket", b"ticket"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["ready", "done", "failed", "refused"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["ready", "done", "failed", "refused", "stats"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -386,6 +393,86 @@ class Ready(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Ready: _TypeAlias = Ready  # noqa: Y015
+
+@_typing.final
+class Stats(_message.Message):
+    """Sizes and counts as they are now; about once a second while there is work, and when it ends.
+    Every field is a gauge of its own in /metrics, under the field's name.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MEMORY_BYTES_FIELD_NUMBER: _builtins.int
+    BASE_BYTES_FIELD_NUMBER: _builtins.int
+    ADAPTER_BUDGET_BYTES_FIELD_NUMBER: _builtins.int
+    ADAPTERS_RESIDENT_FIELD_NUMBER: _builtins.int
+    ADAPTERS_RESIDENT_BYTES_FIELD_NUMBER: _builtins.int
+    ADAPTERS_ON_HOST_FIELD_NUMBER: _builtins.int
+    ADAPTERS_ON_HOST_BYTES_FIELD_NUMBER: _builtins.int
+    ADAPTERS_ON_DISK_FIELD_NUMBER: _builtins.int
+    ADAPTERS_ON_DISK_BYTES_FIELD_NUMBER: _builtins.int
+    SAMPLER_ADAPTERS_FIELD_NUMBER: _builtins.int
+    SAMPLER_ADAPTERS_BYTES_FIELD_NUMBER: _builtins.int
+    KV_PAGES_FIELD_NUMBER: _builtins.int
+    KV_PAGES_USED_FIELD_NUMBER: _builtins.int
+    KV_PAGES_KNOWN_FIELD_NUMBER: _builtins.int
+    KV_BYTES_FIELD_NUMBER: _builtins.int
+    BATCH_TOKENS_FIELD_NUMBER: _builtins.int
+    ACTIVATION_BYTES_PER_TOKEN_FIELD_NUMBER: _builtins.int
+    TRAINING_WAITING_FIELD_NUMBER: _builtins.int
+    SAMPLES_WAITING_FIELD_NUMBER: _builtins.int
+    SEQUENCES_RUNNING_FIELD_NUMBER: _builtins.int
+    memory_bytes: _builtins.int
+    base_bytes: _builtins.int
+    adapter_budget_bytes: _builtins.int
+    adapters_resident: _builtins.int
+    adapters_resident_bytes: _builtins.int
+    adapters_on_host: _builtins.int
+    adapters_on_host_bytes: _builtins.int
+    adapters_on_disk: _builtins.int
+    adapters_on_disk_bytes: _builtins.int
+    sampler_adapters: _builtins.int
+    sampler_adapters_bytes: _builtins.int
+    kv_pages: _builtins.int
+    kv_pages_used: _builtins.int
+    kv_pages_known: _builtins.int
+    kv_bytes: _builtins.int
+    batch_tokens: _builtins.int
+    activation_bytes_per_token: _builtins.int
+    training_waiting: _builtins.int
+    samples_waiting: _builtins.int
+    sequences_running: _builtins.int
+    def __init__(
+        self,
+        *,
+        memory_bytes: _builtins.int = ...,
+        base_bytes: _builtins.int = ...,
+        adapter_budget_bytes: _builtins.int = ...,
+        adapters_resident: _builtins.int = ...,
+        adapters_resident_bytes: _builtins.int = ...,
+        adapters_on_host: _builtins.int = ...,
+        adapters_on_host_bytes: _builtins.int = ...,
+        adapters_on_disk: _builtins.int = ...,
+        adapters_on_disk_bytes: _builtins.int = ...,
+        sampler_adapters: _builtins.int = ...,
+        sampler_adapters_bytes: _builtins.int = ...,
+        kv_pages: _builtins.int = ...,
+        kv_pages_used: _builtins.int = ...,
+        kv_pages_known: _builtins.int = ...,
+        kv_bytes: _builtins.int = ...,
+        batch_tokens: _builtins.int = ...,
+        activation_bytes_per_token: _builtins.int = ...,
+        training_waiting: _builtins.int = ...,
+        samples_waiting: _builtins.int = ...,
+        sequences_running: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activation_bytes_per_token", b"activation_bytes_per_token", "adapter_budget_bytes", b"adapter_budget_bytes", "adapters_on_disk", b"adapters_on_disk", "adapters_on_disk_bytes", b"adapters_on_disk_bytes", "adapters_on_host", b"adapters_on_host", "adapters_on_host_bytes", b"adapters_on_host_bytes", "adapters_resident", b"adapters_resident", "adapters_resident_bytes", b"adapters_resident_bytes", "base_bytes", b"base_bytes", "batch_tokens", b"batch_tokens", "kv_bytes", b"kv_bytes", "kv_pages", b"kv_pages", "kv_pages_known", b"kv_pages_known", "kv_pages_used", b"kv_pages_used", "memory_bytes", b"memory_bytes", "sampler_adapters", b"sampler_adapters", "sampler_adapters_bytes", b"sampler_adapters_bytes", "samples_waiting", b"samples_waiting", "sequences_running", b"sequences_running", "training_waiting", b"training_waiting"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Stats: _TypeAlias = Stats  # noqa: Y015
 
 @_typing.final
 class Done(_message.Message):
