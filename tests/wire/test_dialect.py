@@ -49,7 +49,7 @@ RELEASES = [
         ("0.22.3", BOTH),
         ("0.24.1", BOTH),
         ("0.25.0", {}),
-        ("0.36.0", {}),
+        ("0.36.0", {"custom_loss_server_side": True}),
         ("0.37.0", {}),
         ("1.0.0", {}),
         ("99.99.99", {}),
@@ -62,7 +62,15 @@ RELEASES = [
 )
 def test_each_release_gets_its_flags_and_an_unknown_one_none(version, flags):
     assert Dialect.of(version).client_config() == flags
-    assert Dialect.of(version).dynamic_config() == {}
+
+
+@pytest.mark.parametrize(
+    ("version", "cancels"),
+    [("0.4.1", False), ("0.25.0", False), ("0.26.0", True), ("0.36.0", True), (None, True)],
+)
+def test_samples_can_be_cancelled_by_those_who_know_how(version, cancels):
+    expected = {"sample_cancel_enabled": True} if cancels else {}
+    assert Dialect.of(version).dynamic_config() == expected
 
 
 @pytest.mark.parametrize("version", RELEASES)

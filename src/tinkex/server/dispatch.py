@@ -102,6 +102,8 @@ class Dispatcher:
         self._payloads: dict[str, bytes] = {}
         self._payloads_bytes = 0
         self._tasks: set[asyncio.Task[None]] = set()
+        #: Samples that are waited for, by request: cancelling one of these cancels the sample.
+        self._samples: dict[str, tuple[str, asyncio.Task[_Ending]]] = {}
         self._closing = False
         #: Seconds of computing and number of operations, by task; for the metrics page.
         self.computed: dict[Task, tuple[int, float]] = {}
@@ -166,6 +168,17 @@ class Dispatcher:
     def sample(self, row: RequestRow) -> None:
         """A sample was accepted: run it now."""
         self._spawn(self._sample(row))
+
+    def cancel(self, request_id: str, *, owner: str) -> None:
+        """
+        Give up a sample that nobody waits for any more.
+
+        Harmless for everything else: what is finished stays so, and a step of a model is never
+        taken out of its line.
+        """
+        running_owner, work = self._samples.get(request_id, (None, None))
+        if work is not None and running_owner == owner:
+            work.cancel()
 
     def unload(self, row: RequestRow) -> None:
         """Free a model's memory; its next step brings it back from its log."""
@@ -438,8 +451,17 @@ class Dispatcher:
     # -- outside the order of steps ----------------------------------------------------------
 
     async def _sample(self, row: RequestRow) -> None:
+        work = asyncio.create_task(self._perform_sample(row))
+        self._samples[row.request_id] = (row.owner, work)
         try:
-            ending = await self._perform_sample(row)
+            await asyncio.wait({work})
+            ending = work.result()
+        except asyncio.CancelledError:
+            if not work.cancelled():
+                # It is this task that was cancelled: the server stops, and the sample runs again.
+                work.cancel()
+                raise
+            ending = _Ending(error="cancelled: the client gave up on it.", category="user")
         except (WorkFailed, EngineRefused) as failed:
             category = failed.category if isinstance(failed, WorkFailed) else "server"
             ending = _Ending(error=str(failed), category=category)
@@ -449,15 +471,16 @@ class Dispatcher:
             ending = _Ending(error=f"{lost}, {MOST_ATTEMPTS} times", category="server")
         except Exception as error:  # noqa: BLE001  a bug must fail one sample and be seen
             ending = _bug(error)
+        finally:
+            del self._samples[row.request_id]
         await self._settle_alone(row, ending)
 
     async def _perform_sample(self, row: RequestRow) -> _Ending:
         folder = None
         if row.version_id is not None:
             folder = await self._store.checkpoints.open(row.version_id)
-        work = Work(
-            task=Task.SAMPLE, folder=folder, **_carried(await self._payload(row.request_id))
-        )
+        payload = await self._payload(row.request_id)
+        work = Work(task=Task.SAMPLE, folder=folder, owner=row.owner, **_carried(payload))
         for attempt in range(MOST_ATTEMPTS):
             try:
                 outcome = await self._executor.run(row.base_model, work)

@@ -26,6 +26,9 @@ Version = tuple[int, int, int]
 OLDEST: Final[Version] = (0, 4, 1)
 NEWEST: Final[Version] = (0, 36, 0)
 
+#: The first release that tells the server of samples its user gave up.
+CANCELS_SAMPLES: Final[Version] = (0, 26, 0)
+
 #: Flags for `client/config`, by the releases [first, last] that are sent them. Left alone, though a
 #: release knows them: `parallel_fwdbwd_chunks` and `use_pyqwest_transport` (defaults are right);
 #: `proto_compress_fwdbwd` (a local network is faster than zstd); everything that needs an endpoint
@@ -64,8 +67,8 @@ class Dialect:
         return flags
 
     def dynamic_config(self) -> dict[str, Any]:
-        """The answer to `client/dynamic_config`: the defaults of every version are right."""
-        return {}
+        """The answer to `client/dynamic_config`: samples can be cancelled where that is known."""
+        return {"sample_cancel_enabled": True} if self.version >= CANCELS_SAMPLES else {}
 
     @property
     def unnamed_sampler_save_has_path(self) -> bool:

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from server.echo import EchoExecutor
+from server.echo import BASE, EchoExecutor
 from server.hosting import Api, hosted
+from tinkex.server.executor import Task
 from tinkex.wire.codec import PROTOBUF_TYPE
 from tinkex.wire.protobuf import decode_forward_backward_output
 
@@ -127,6 +128,36 @@ async def test_hundreds_of_polls_cost_nothing_while_they_wait(tmp_path: Path) ->
         echo.open.set()
         answers = await asyncio.gather(*polls)
     assert {answer.status for answer in answers} == {200}
+
+
+async def test_a_cancelled_sample_is_given_up_and_says_so(tmp_path: Path) -> None:
+    echo = EchoExecutor()
+    async with hosted(echo, tmp_path, long_poll_s=30.0) as api:
+        body = {
+            "prompt": {"chunks": [{"tokens": [1]}]},
+            "sampling_params": {},
+            "base_model": BASE,
+        }
+        echo.open.clear()
+        given_up, wanted = [(await api.post("asample", body)).json["request_id"] for _ in range(2)]
+        for _ in range(2):
+            await echo.entered.acquire()
+        waiting = asyncio.create_task(api.poll(given_up))
+        for _ in range(2):
+            assert (await api.post("cancel_future", {"request_id": given_up})).status == 200
+        assert (await waiting).json == {
+            "error": "cancelled: the client gave up on it.",
+            "category": "user",
+        }
+        echo.open.set()
+        assert "sequences" in (await api.poll(wanted)).json
+        assert echo.tasks() == [Task.SAMPLE]
+        # What is finished stays so.
+        await api.post("cancel_future", {"request_id": wanted})
+        assert "sequences" in (await api.poll(wanted)).json
+    async with hosted(echo, tmp_path) as api:
+        assert (await api.poll(given_up)).json["category"] == "user"
+        assert (await api.post("cancel_future", {"request_id": "unknown"})).status == 200
 
 
 async def test_cancelling_is_harmless(api: Api) -> None:

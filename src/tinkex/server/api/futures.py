@@ -100,6 +100,7 @@ def _as_json(settled: Settled, dialect: Dialect) -> bytes:
 
 @router.post("/cancel_future", openapi_extra=dict(describe(CancelFutureRequest)))
 async def cancel_future(request: Request) -> Response:
-    """A wish: what was accepted still runs, and its result can still be fetched."""
-    await read_json(request, CancelFutureRequest)
+    """Gives up a sample. Anything else, finished, unknown or somebody else's, stays as it is."""
+    asked = await read_json(request, CancelFutureRequest)
+    context_of(request).dispatcher.cancel(asked.request_id, owner=owner_of(request))
     return answer({})
