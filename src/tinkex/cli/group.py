@@ -19,6 +19,9 @@ SUBCOMMANDS = {
     "demo": Subcommand(
         module="tinkex.cli.demo", help="Fine-tune a small model here and now, and see it change."
     ),
+    "merge": Subcommand(
+        module="tinkex.cli.merge", help="Add an adapter into its base model: a full model folder."
+    ),
     "serve": Subcommand(
         module="tinkex.cli.serve", help="Serve models to every Tinker client on this machine."
     ),
