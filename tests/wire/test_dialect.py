@@ -21,13 +21,14 @@ BOTH = {**PROTOBUF, "fwd_via_fwdbwd": True}
 KNOWN = {
     "proto_write_fwdbwd": ((0, 19, 0), (0, 24, 1)),
     "fwd_via_fwdbwd": ((0, 22, 3), (0, 24, 1)),
+    "custom_loss_server_side": ((0, 36, 0), (0, 36, 0)),
 }
+#: Endpoints that this server does not have.
 NEEDS_AN_ENDPOINT = {
     "pjwt_auth_enabled",
     "create_model_via_load_weights",
     "sample_use_retrieve_futures",
     "sample_join_sampling_session",
-    "custom_loss_server_side",
     "grpc_target",
     "enable_grpc_retrieve_future",
 }

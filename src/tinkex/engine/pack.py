@@ -100,11 +100,15 @@ def custom_loss(config: Mapping[str, float | str], custom: Mapping[str, CustomLo
             "`loss_id` alone, the text that create_custom_loss answered with."
         )
     if loss_id not in custom:
-        raise UserFailure(
-            f"loss_fn_config: there is no custom loss {loss_id[:80]!r}. Make it with "
-            "create_custom_loss, and use the id of its answer."
-        )
+        raise no_custom_loss(loss_id)
     return custom[loss_id]
+
+
+def no_custom_loss(loss_id: str) -> UserFailure:
+    return UserFailure(
+        f"loss_fn_config: there is no custom loss {loss_id[:80]!r}. Make it with "
+        "create_custom_loss in this session, and use the id of its answer."
+    )
 
 
 def checked_config(loss: Loss, given: Mapping[str, float | str]) -> dict[str, float]:
@@ -196,14 +200,10 @@ def _checked_custom_row(index: int, datum: Datum, loss: CustomLoss, limits: Limi
     where = f"data[{index}]"
     tokens_N = checked_tokens(datum.model_input, limits, where=f"{where}.model_input")
     given = datum.loss_fn_inputs
+    # A datum may carry more than the loss reads: the loss says itself what that is, and its
+    # `logprobs` are the model's own whatever the datum has under that name.
     own, *declared = loss.graph.inputs
     known = {"target_tokens", *(one.name for one in declared)}
-    if unknown := sorted(set(given) - known):
-        hint = " (the model's own logprobs go in by themselves)" if "logprobs" in unknown else ""
-        raise UserFailure(
-            f"{where}.loss_fn_inputs: {unknown[0]!r} is not an input of custom loss "
-            f"{loss.graph.name!r}{hint}. Its inputs: {', '.join(sorted(known))}."
-        )
     targets_NK, shape = _checked_targets(
         given,
         len(tokens_N),

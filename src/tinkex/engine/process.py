@@ -28,9 +28,11 @@ from pathlib import Path
 
 from tinkex.engine import Engine, EngineSettings
 from tinkex.engine.mixing import Mixer, Queue
+from tinkex.engine.pack import no_custom_loss
 from tinkex.engine.training import Pass
 from tinkex.wire import frames
 from tinkex.wire.codec import decode_json, encode_json
+from tinkex.wire.custom_loss import CreateCustomLossRequest
 from tinkex.wire.errors import UserFailure
 from tinkex.wire.proto import frames_pb2
 from tinkex.wire.protobuf import (
@@ -40,6 +42,7 @@ from tinkex.wire.protobuf import (
 )
 from tinkex.wire.sampling import SampleRequest
 from tinkex.wire.training import (
+    ForwardBackwardInput,
     LoraConfig,
     OptimStepRequest,
     OptimStepResponse,
@@ -115,6 +118,7 @@ class Worker:
         #: Training orders of each model, models in the order of their last turn.
         self._training: OrderedDict[str, deque[Job]] = OrderedDict()
         self._mixer = Mixer()
+        self._loss_sessions: dict[str, str] = {}
         #: Of the last micro-batch.
         self._tokens_per_s = 0.0
         self._sample_began_s: dict[int, float] = {}
@@ -169,6 +173,8 @@ class Worker:
             case "cancel":
                 self._engine.cancel(order.cancel.sample_ticket)
                 self._sample_began_s.pop(order.cancel.sample_ticket, None)
+            case "register_loss":
+                self._register_loss(order)
             case str(work):
                 model_id = getattr(order, work).model_id
                 self._training.setdefault(model_id, deque()).append(Job(order))
@@ -189,6 +195,17 @@ class Worker:
         except Exception as error:  # noqa: BLE001  every failure is an answer to one order
             self._sample_began_s.pop(order.ticket, None)
             self._wire.send(_failed(order.ticket, error))
+
+    def _register_loss(self, order: frames.Order) -> None:
+        work = order.register_loss
+        try:
+            asked = decode_json(CreateCustomLossRequest, _bytes(work.payload))
+            self._engine.register_loss(work.loss_id, asked.name, asked.inputs, asked.graph)
+        except Exception as error:  # noqa: BLE001  every failure is an answer to one order
+            self._wire.send(_failed(order.ticket, error))
+        else:
+            self._loss_sessions[work.loss_id] = work.session_id
+            self._wire.send(_done(order.ticket, b"{}", 0.0))
 
     def _decode(self) -> None:
         for finished in self._engine.advance():
@@ -274,6 +291,7 @@ class Worker:
         order = job.order.run_pass
         try:
             request, _ = decode_forward_backward_request(_bytes(order.payload))
+            self._check_loss(request.forward_backward_input, order.session_id)
             job.running = self._engine.begin_pass(
                 model_id, request.forward_backward_input, backward=order.backward
             )
@@ -281,6 +299,12 @@ class Worker:
             self._finish(model_id, job, _failed(job.order.ticket, error))
             return False
         return True
+
+    def _check_loss(self, work: ForwardBackwardInput, session_id: str) -> None:
+        """A loss of another session is not there."""
+        loss_id = (work.loss_fn_config or {}).get("loss_id")
+        if isinstance(loss_id, str) and self._loss_sessions.get(loss_id) != session_id:
+            raise no_custom_loss(loss_id)
 
     def _batch_tokens(self) -> int:
         """A full micro-batch, or a short one while samples wait for it."""

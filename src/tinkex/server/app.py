@@ -18,6 +18,7 @@ from tinkex.server.api import (
     errors,
     futures,
     health,
+    losses,
     models,
     runs,
     sampling,
@@ -32,6 +33,7 @@ from tinkex.server.futures import Futures
 from tinkex.server.settings import Settings
 from tinkex.server.store import Store
 from tinkex.wire import checkpoints as wire_checkpoints
+from tinkex.wire import custom_loss as wire_custom_loss
 from tinkex.wire import futures as wire_futures
 from tinkex.wire import runs as wire_runs
 from tinkex.wire import sampling as wire_sampling
@@ -51,6 +53,7 @@ ROUTERS = (
     checkpoints.router,
     futures.router,
     health.router,
+    losses.router,
     models.router,
     runs.router,
     sampling.router,
@@ -65,6 +68,7 @@ BODIES: tuple[type[BaseModel], ...] = (
     wire_checkpoints.LoadWeightsRequest,
     wire_checkpoints.SaveWeightsForSamplerRequest,
     wire_checkpoints.SaveWeightsRequest,
+    wire_custom_loss.CreateCustomLossRequest,
     wire_futures.CancelFutureRequest,
     wire_runs.ClientConfigRequest,
     wire_runs.CreateSessionRequest,

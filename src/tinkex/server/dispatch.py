@@ -6,6 +6,7 @@ waiters are woken. When an engine dies, a model is built again from its log befo
 """
 
 import asyncio
+import contextlib
 import logging
 import secrets
 import time
@@ -28,9 +29,10 @@ from tinkex.server.executor import (
 from tinkex.server.futures import Futures, Settled
 from tinkex.server.plan import Cause, Kind, Line, Step, Turn
 from tinkex.server.saving import Saving
-from tinkex.server.store import Model, RequestRow, Status, Store
+from tinkex.server.store import CustomLoss, Model, RequestRow, Status, Store
 from tinkex.server.store.requests import INLINE_BYTES
 from tinkex.wire.codec import encode_json
+from tinkex.wire.custom_loss import CreateCustomLossResponse
 from tinkex.wire.errors import UserFailure
 from tinkex.wire.training import CreateModelResponse, UnloadModelResponse
 
@@ -116,6 +118,8 @@ class Dispatcher:
                 self.sample(row)
             elif row.kind == Kind.UNLOAD_MODEL:
                 self.unload(row)
+            elif row.kind == Kind.CREATE_CUSTOM_LOSS:
+                self.create_loss(row)
             else:
                 await self.step(row)
 
@@ -185,6 +189,10 @@ class Dispatcher:
         if row.model_id is None:
             raise ValueError(f"request {row.request_id} names no model")
         self._spawn(self._unload(row, row.model_id))
+
+    def create_loss(self, row: RequestRow) -> None:
+        """A loss was accepted: let the engines look at it."""
+        self._spawn(self._create_loss(row))
 
     def waiting_for(self, base_model: str) -> str | None:
         """Why work on this base model waits, when something is in the way."""
@@ -389,9 +397,17 @@ class Dispatcher:
         if run.live_in != incarnation:
             # The log is complete once every result of this model is on disk.
             await asyncio.gather(*run.settling, return_exceptions=True)
+            await self._register_losses(run, incarnation)
             await self._replay(run, incarnation)
             run.live_in = incarnation
         return incarnation
+
+    async def _register_losses(self, run: _Run, incarnation: int) -> None:
+        """An engine that has just met a model gets the losses of its session first."""
+        for loss in await self._store.runs.custom_losses(run.model.session_id):
+            # A loss that was refused is refused again, and nobody can ask for it.
+            with contextlib.suppress(WorkFailed):
+                await self._run_work(run, _register(loss), incarnation)
 
     async def _replay(self, run: _Run, incarnation: int) -> None:
         rows = await self._store.requests.log(run.model.model_id)
@@ -504,6 +520,38 @@ class Dispatcher:
             ending = _Ending(error=failed.message, category=failed.category)
         await self._settle_alone(row, ending)
 
+    async def _create_loss(self, row: RequestRow) -> None:
+        try:
+            ending = await self._perform_create_loss(row)
+        except (WorkFailed, EngineRefused) as failed:
+            category = failed.category if isinstance(failed, WorkFailed) else "server"
+            ending = _Ending(error=str(failed), category=category)
+        except EngineLost as lost:
+            if self._closing:
+                return
+            ending = _Ending(error=f"{lost}, {MOST_ATTEMPTS} times", category="server")
+        except Exception as error:  # noqa: BLE001  a bug must fail one request and be seen
+            ending = _bug(error)
+        await self._settle_alone(row, ending)
+
+    async def _perform_create_loss(self, row: RequestRow) -> _Ending:
+        loss = await self._store.runs.custom_loss(row.request_id)
+        # Engines that meet a model of this session later get its losses then.
+        alive = {
+            run.model.base_model
+            for run in self._runs.values()
+            if run.model.session_id == loss.session_id and run.live_in is not None
+        }
+        for base_model in sorted(alive | {row.base_model}):
+            for attempt in range(MOST_ATTEMPTS):
+                try:
+                    await self._executor.run(base_model, _register(loss))
+                    break
+                except EngineLost:
+                    if self._closing or attempt == MOST_ATTEMPTS - 1:
+                        raise
+        return _Ending(result=encode_json(CreateCustomLossResponse(loss_id=loss.loss_id)))
+
     async def _settle_alone(self, row: RequestRow, ending: _Ending) -> None:
         self._forget_payload(row.request_id)
         requests = self._store.requests
@@ -579,11 +627,21 @@ def _create(model: Model) -> Work:
     )
 
 
+def _register(loss: CustomLoss) -> Work:
+    return Work(
+        task=Task.REGISTER_LOSS,
+        loss_id=loss.loss_id,
+        session_id=loss.session_id,
+        payload=loss.definition,
+    )
+
+
 def _pass_or_step(model: Model, kind: Kind, payload: bytes | Path) -> Work:
     return Work(
         task=Task.OPTIM_STEP if kind is Kind.OPTIM_STEP else Task.PASS,
         model_id=model.model_id,
         backward=kind is Kind.FORWARD_BACKWARD,
+        session_id=model.session_id,
         **_carried(payload),
     )
 

@@ -43,6 +43,7 @@ class Task(enum.Enum):
     CLEAR_GRADIENTS = enum.auto()
     DROP = enum.auto()  # forget an adapter
     SAMPLE = enum.auto()
+    REGISTER_LOSS = enum.auto()  # a loss that a user wrote
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,6 +61,10 @@ class Work:
     optimizer_config: bytes = b""
     #: PASS only.
     backward: bool = False
+    #: PASS, REGISTER_LOSS: a loss is for the models of its session.
+    session_id: str = ""
+    #: REGISTER_LOSS only.
+    loss_id: str = ""
     #: SAVE, LOAD: the checkpoint. SAMPLE: the adapter, None is the base model.
     folder: Path | None = None
     #: SAVE, LOAD: with the optimizer's state.
@@ -426,7 +431,12 @@ def _order(ticket: int, work: Work) -> frames.Order:
             order.create.optimizer_config = work.optimizer_config
         case Task.PASS:
             order.run_pass.CopyFrom(
-                frames_pb2.Pass(model_id=model_id, payload=payload, backward=work.backward)
+                frames_pb2.Pass(
+                    model_id=model_id,
+                    payload=payload,
+                    backward=work.backward,
+                    session_id=work.session_id,
+                )
             )
         case Task.OPTIM_STEP:
             order.optim_step.CopyFrom(frames_pb2.OptimStep(model_id=model_id, payload=payload))
@@ -442,6 +452,12 @@ def _order(ticket: int, work: Work) -> frames.Order:
             order.clear_gradients.model_id = model_id
         case Task.DROP:
             order.drop.model_id = model_id
+        case Task.REGISTER_LOSS:
+            order.register_loss.CopyFrom(
+                frames_pb2.RegisterLoss(
+                    loss_id=work.loss_id, session_id=work.session_id, payload=payload
+                )
+            )
         case Task.SAMPLE:
             order.sample.CopyFrom(
                 frames_pb2.Sample(payload=payload, adapter_folder=folder, owner=work.owner)

@@ -21,6 +21,7 @@ class Kind(enum.StrEnum):
     LOAD_WEIGHTS = "load_weights"
     UNLOAD_MODEL = "unload_model"  # outside the order of steps
     SAMPLE = "sample"  # outside the order of steps
+    CREATE_CUSTOM_LOSS = "create_custom_loss"  # outside the order of steps
 
 
 class Cause(enum.StrEnum):

@@ -33,12 +33,14 @@ CANCELS_SAMPLES: Final[Version] = (0, 26, 0)
 #: release knows them: `parallel_fwdbwd_chunks` and `use_pyqwest_transport` (defaults are right);
 #: `proto_compress_fwdbwd` (a local network is faster than zstd); everything that needs an endpoint
 #: of its own (`pjwt_auth_enabled`, `create_model_via_load_weights`, `sample_use_retrieve_futures`,
-#: `sample_join_sampling_session`, `custom_loss_server_side`, gRPC).
+#: `sample_join_sampling_session`, gRPC).
 _CLIENT_CONFIG: Final[tuple[tuple[Version, Version, Mapping[str, Any]], ...]] = (
     # Passes as protobuf: faster on both sides, and NaN can travel.
     ((0, 19, 0), (0, 24, 1), {"proto_write_fwdbwd": True}),
     # Only together with the flag above: as JSON it would lose `forward_only` and run a backward.
     ((0, 22, 3), (0, 24, 1), {"fwd_via_fwdbwd": True}),
+    # Losses that users wrote run beside the model: one pass instead of two.
+    ((0, 36, 0), (0, 36, 0), {"custom_loss_server_side": True}),
 )
 
 
@@ -47,6 +49,8 @@ class Dialect:
     """How to speak to one version of the client."""
 
     version: Version = NEWEST
+    #: Whether the client named a release; flags are for those only.
+    named: bool = False
 
     @classmethod
     def of(cls, sdk_version: str | None) -> Self:
@@ -56,13 +60,13 @@ class Dialect:
             return cls()
         version = (int(numbers[1]), int(numbers[2]), int(numbers[3] or 0))
         # Older than any release: somebody else's numbering.
-        return cls() if version < OLDEST else cls(version)
+        return cls() if version < OLDEST else cls(version, named=True)
 
     def client_config(self) -> dict[str, Any]:
         """The answer to `client/config`: nothing a version does not know, {} for a newer one."""
         flags: dict[str, Any] = {}
         for first, last, values in _CLIENT_CONFIG:
-            if first <= self.version <= last:
+            if self.named and first <= self.version <= last:
                 flags |= values
         return flags
 

@@ -2,12 +2,13 @@
 
 from tinkex.server.store.checkpoints import Checkpoints, Version
 from tinkex.server.store.requests import Accepted, NewRequest, RequestRow, Requests, Status
-from tinkex.server.store.runs import Model, Runs, Sampler, Session
+from tinkex.server.store.runs import CustomLoss, Model, Runs, Sampler, Session
 from tinkex.server.store.store import Store, open_store
 
 __all__ = [
     "Accepted",
     "Checkpoints",
+    "CustomLoss",
     "Model",
     "NewRequest",
     "RequestRow",

@@ -11,7 +11,7 @@ import sqlalchemy as sa
 
 from tinkex.server.store import requests as requests_
 from tinkex.server.store.database import Database
-from tinkex.server.store.tables import models, requests, samplers, sessions
+from tinkex.server.store.tables import custom_losses, models, requests, samplers, sessions
 
 BASE62 = string.digits + string.ascii_letters
 
@@ -51,6 +51,17 @@ class Sampler:
     model_path: str | None
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CustomLoss:
+    """A loss that a user wrote, for the models of one session."""
+
+    loss_id: str
+    owner: str
+    session_id: str
+    #: The request as JSON.
+    definition: bytes
+
+
 _SESSION = (
     sessions.c.session_id,
     sessions.c.owner,
@@ -75,6 +86,14 @@ _SAMPLER = (
     samplers.c.base_model,
     samplers.c.version_id,
     samplers.c.model_path,
+)
+
+
+_CUSTOM_LOSS = (
+    custom_losses.c.loss_id,
+    custom_losses.c.owner,
+    custom_losses.c.session_id,
+    custom_losses.c.definition,
 )
 
 
@@ -225,6 +244,57 @@ class Runs:
             return None if row is None else Sampler(**row._mapping)
 
         return await self._database.read(act)
+
+    async def create_custom_loss(
+        self, *, custom_loss_seq_id: int, request: requests_.NewRequest
+    ) -> requests_.Accepted:
+        """The loss and its request in one transaction; a repeat finds the first."""
+
+        def act(connection: sa.Connection) -> requests_.Accepted:
+            first = connection.execute(
+                sa.select(custom_losses.c.request_id).where(
+                    custom_losses.c.session_id == request.session_id,
+                    custom_losses.c.custom_loss_seq_id == custom_loss_seq_id,
+                )
+            ).first()
+            if first is not None:
+                return requests_.Accepted(
+                    request_id=first.request_id, kind=request.kind, sequences=0, is_new=False
+                )
+            accepted = requests_.insert(connection, request, None)
+            connection.execute(
+                custom_losses.insert(),
+                {
+                    "loss_id": _random_id(),
+                    "owner": request.owner,
+                    "session_id": request.session_id,
+                    "custom_loss_seq_id": custom_loss_seq_id,
+                    "request_id": accepted.request_id,
+                    "definition": request.payload,
+                    "created_s": time.time(),
+                },
+            )
+            return accepted
+
+        return await self._database.write(act)
+
+    async def custom_loss(self, request_id: str) -> CustomLoss:
+        """The loss that a request made."""
+        statement = sa.select(*_CUSTOM_LOSS).where(custom_losses.c.request_id == request_id)
+        return await self._database.read(
+            lambda connection: CustomLoss(**connection.execute(statement).one()._mapping)
+        )
+
+    async def custom_losses(self, session_id: str) -> list[CustomLoss]:
+        """All losses of a session, in the order of their numbers, those that failed included."""
+        statement = (
+            sa.select(*_CUSTOM_LOSS)
+            .where(custom_losses.c.session_id == session_id)
+            .order_by(custom_losses.c.custom_loss_seq_id)
+        )
+        return await self._database.read(
+            lambda connection: [CustomLoss(**row._mapping) for row in connection.execute(statement)]
+        )
 
 
 def insert_sampler(

@@ -134,3 +134,20 @@ requests = sa.Table(
     # What waits after a start is found without reading the finished.
     sa.Index("ix_requests_status_created_s", "status", "created_s"),
 )
+
+custom_losses = sa.Table(
+    "custom_losses",
+    metadata,
+    # Unguessable: who knows it and owns it may use it.
+    sa.Column("loss_id", sa.String(64), primary_key=True),
+    sa.Column("owner", sa.String(200), nullable=False),
+    sa.Column("session_id", sa.ForeignKey("sessions.session_id"), nullable=False),
+    sa.Column("custom_loss_seq_id", sa.BigInteger, nullable=False),
+    sa.Column("request_id", sa.String(64), nullable=False),
+    # The request as it came: engines that start get it again.
+    sa.Column("definition", sa.LargeBinary, nullable=False),
+    sa.Column("created_s", sa.Float, nullable=False),
+    # A repeated `create_custom_loss` finds its first self.
+    sa.UniqueConstraint("session_id", "custom_loss_seq_id"),
+    sa.UniqueConstraint("request_id"),
+)

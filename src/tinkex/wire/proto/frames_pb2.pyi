@@ -62,6 +62,7 @@ class Order(_message.Message):
     DROP_FIELD_NUMBER: _builtins.int
     SAMPLE_FIELD_NUMBER: _builtins.int
     CANCEL_FIELD_NUMBER: _builtins.int
+    REGISTER_LOSS_FIELD_NUMBER: _builtins.int
     ticket: _builtins.int
     @_builtins.property
     def create(self) -> Global___Create: ...
@@ -81,6 +82,8 @@ class Order(_message.Message):
     def sample(self) -> Global___Sample: ...
     @_builtins.property
     def cancel(self) -> Global___Cancel: ...
+    @_builtins.property
+    def register_loss(self) -> Global___RegisterLoss: ...
     def __init__(
         self,
         *,
@@ -94,12 +97,13 @@ class Order(_message.Message):
         drop: Global___Drop | None = ...,
         sample: Global___Sample | None = ...,
         cancel: Global___Cancel | None = ...,
+        register_loss: Global___RegisterLoss | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "clear_gradients", b"clear_gradients", "create", b"create", "drop", b"drop", "load", b"load", "optim_step", b"optim_step", "run_pass", b"run_pass", "sample", b"sample", "save", b"save", "work", b"work"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "clear_gradients", b"clear_gradients", "create", b"create", "drop", b"drop", "load", b"load", "optim_step", b"optim_step", "register_loss", b"register_loss", "run_pass", b"run_pass", "sample", b"sample", "save", b"save", "work", b"work"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "clear_gradients", b"clear_gradients", "create", b"create", "drop", b"drop", "load", b"load", "optim_step", b"optim_step", "run_pass", b"run_pass", "sample", b"sample", "save", b"save", "ticket", b"ticket", "work", b"work"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "clear_gradients", b"clear_gradients", "create", b"create", "drop", b"drop", "load", b"load", "optim_step", b"optim_step", "register_loss", b"register_loss", "run_pass", b"run_pass", "sample", b"sample", "save", b"save", "ticket", b"ticket", "work", b"work"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_work: _TypeAlias = _typing.Literal["create", "run_pass", "optim_step", "save", "load", "clear_gradients", "drop", "sample", "cancel"]  # noqa: Y015
+    _WhichOneofReturnType_work: _TypeAlias = _typing.Literal["create", "run_pass", "optim_step", "save", "load", "clear_gradients", "drop", "sample", "cancel", "register_loss"]  # noqa: Y015
     _WhichOneofArgType_work: _TypeAlias = _typing.Literal["work", b"work"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_work) -> _WhichOneofReturnType_work | None: ...
 
@@ -132,15 +136,19 @@ Global___Create: _TypeAlias = Create  # noqa: Y015
 
 @_typing.final
 class Pass(_message.Message):
-    """A ForwardBackwardRequest of tinkex_wire.proto."""
+    """A ForwardBackwardRequest of tinkex_wire.proto.
+    Models of a session may use the losses of the same session.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     MODEL_ID_FIELD_NUMBER: _builtins.int
     PAYLOAD_FIELD_NUMBER: _builtins.int
     BACKWARD_FIELD_NUMBER: _builtins.int
+    SESSION_ID_FIELD_NUMBER: _builtins.int
     model_id: _builtins.str
     backward: _builtins.bool
+    session_id: _builtins.str
     @_builtins.property
     def payload(self) -> Global___Payload: ...
     def __init__(
@@ -149,10 +157,11 @@ class Pass(_message.Message):
         model_id: _builtins.str = ...,
         payload: Global___Payload | None = ...,
         backward: _builtins.bool = ...,
+        session_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["payload", b"payload"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backward", b"backward", "model_id", b"model_id", "payload", b"payload"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backward", b"backward", "model_id", b"model_id", "payload", b"payload", "session_id", b"session_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -317,6 +326,34 @@ class Cancel(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Cancel: _TypeAlias = Cancel  # noqa: Y015
+
+@_typing.final
+class RegisterLoss(_message.Message):
+    """The CreateCustomLossRequest as JSON. The same id again changes nothing."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LOSS_ID_FIELD_NUMBER: _builtins.int
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    PAYLOAD_FIELD_NUMBER: _builtins.int
+    loss_id: _builtins.str
+    session_id: _builtins.str
+    @_builtins.property
+    def payload(self) -> Global___Payload: ...
+    def __init__(
+        self,
+        *,
+        loss_id: _builtins.str = ...,
+        session_id: _builtins.str = ...,
+        payload: Global___Payload | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["payload", b"payload"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["loss_id", b"loss_id", "payload", b"payload", "session_id", b"session_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RegisterLoss: _TypeAlias = RegisterLoss  # noqa: Y015
 
 @_typing.final
 class Report(_message.Message):
