@@ -8,6 +8,7 @@ from tinkex.engine.blocks import Pages
 from tinkex.engine.schedule import (
     DecodeStep,
     FillStep,
+    Piece,
     RunLevel,
     Schedule,
     SharedRun,
@@ -21,22 +22,42 @@ DRAWING = Drawing(temperature=1.0, top_k=None, top_p=None, seed=0)
 
 
 def request(
-    ticket: int, prompt: int, new: int, *, samples: int = 1, adapter: str | None = None
+    ticket: int,
+    prompt: int | list[int],
+    new: int,
+    *,
+    samples: int = 1,
+    adapter: str | None = None,
+    owner: str = "",
+    questions: PromptQuestions | None = None,
 ) -> Request:
     return Request(
         ticket=ticket,
         adapter=adapter,
-        prompt=list(range(prompt)),
+        prompt=list(range(prompt)) if isinstance(prompt, int) else prompt,
         samples=samples,
         max_new_tokens=new,
         drawing=DRAWING,
         stops=Stops(),
-        questions=PromptQuestions(logprobs=True),
+        questions=PromptQuestions(logprobs=True) if questions is None else questions,
+        owner=owner,
     )
 
 
-def schedule(pages: int, *, sequences: int = 64, tokens: int = 1000) -> Schedule:
-    return Schedule(Pages(pages, 4), max_sequences=sequences, max_batch_tokens=tokens)
+def schedule(
+    pages: int,
+    *,
+    sequences: int = 64,
+    tokens: int = 1000,
+    between: int | None = None,
+    most_idle: int = 0,
+) -> Schedule:
+    return Schedule(
+        Pages(pages, 4, most_idle=most_idle),
+        max_sequences=sequences,
+        max_batch_tokens=tokens,
+        fill_tokens=between,
+    )
 
 
 def next_token(sequence: SampleSequence) -> int:
@@ -50,13 +71,17 @@ class Machine:
 
     def __init__(self, plan: Schedule) -> None:
         self.plan = plan
-        self.rows: dict[int, tuple[int, int, int]] = {}
+        #: The adapter and all tokens up to the row's own: what keys and values depend on.
+        self.rows: dict[int, tuple[str | None, tuple[int, ...]]] = {}
         self.done: list[SampleSequence] = []
         self.steps: list[FillStep | DecodeStep] = []
 
     def run(self, limit: int = 10_000) -> None:
         while self.step():
             assert len(self.steps) < limit, "no progress"
+
+    def pieces(self) -> list[Piece]:
+        return [p for step in self.steps if isinstance(step, FillStep) for p in step.pieces]
 
     def step(self) -> bool:
         step = self.plan.next_step()
@@ -75,7 +100,10 @@ class Machine:
             fill = piece.fill
             for position in range(piece.start, piece.stop):
                 row = self.plan.pages.row(fill.holding, position)
-                self.rows[row] = (fill.request.ticket, position, fill.tokens[position])
+                self.rows[row] = (fill.request.adapter, tuple(fill.tokens[: position + 1]))
+            for position in range(piece.start):
+                row = self.plan.pages.row(fill.holding, position)
+                assert self.rows[row] == (fill.request.adapter, tuple(fill.tokens[: position + 1]))
         for piece in step.pieces:
             born, copies = self.plan.filled(piece)
             for source, target, length in copies:
@@ -88,7 +116,8 @@ class Machine:
         for sequence in step.sequences:
             position = sequence.known - 1
             row = self.plan.pages.row(sequence.holding, position)
-            self.rows[row] = (sequence.request.ticket, position, sequence.tokens[-1])
+            known = (*sequence.request.prompt, *sequence.tokens)
+            self.rows[row] = (sequence.request.adapter, known)
         levels = run_levels(self.plan.pages, step.sequences)
         read: dict[int, list[int]] = {}
         for level in levels:
@@ -97,10 +126,9 @@ class Machine:
                 for at in range(run.first, run.last):
                     read.setdefault(at, []).extend(range(run.start, run.stop))
         for at, sequence in enumerate(step.sequences):
-            known = [*sequence.request.prompt, *sequence.tokens]
-            ticket = sequence.request.ticket
+            known = (*sequence.request.prompt, *sequence.tokens)
             assert [self.rows[row] for row in read[at]] == [
-                (ticket, position, token) for position, token in enumerate(known)
+                (sequence.request.adapter, known[:end]) for end in range(1, len(known) + 1)
             ]
         for sequence in step.sequences:
             sequence.append(next_token(sequence), 0.0, None)
@@ -262,18 +290,32 @@ def test_a_rectangle_serves_many_short_sequences(lengths: list[int], cheaper: bo
 
 
 @pytest.mark.parametrize("seed", range(25))
-def test_whatever_arrives_everybody_ends_with_their_own_tokens(seed: int) -> None:
-    """Random requests and cancellations in a cache that is far too small."""
+@pytest.mark.parametrize("remembers", [False, True])
+def test_whatever_arrives_everybody_ends_with_their_own_tokens(seed: int, remembers: bool) -> None:
+    """Random requests, beginnings, owners and cancellations in a cache that is far too small."""
     rng = random.Random(seed)
     pages = rng.randint(5, 30)
-    plan = schedule(pages, sequences=rng.randint(1, 8), tokens=rng.choice([3, 10, 100]))
+    plan = schedule(
+        pages,
+        sequences=rng.randint(1, 8),
+        tokens=rng.choice([3, 10, 100]),
+        between=rng.choice([None, 2]),
+        most_idle=rng.randint(1, pages) if remembers else 0,
+    )
     machine = Machine(plan)
     asked: dict[int, Request] = {}
     for ticket in range(20):
         prompt = rng.randint(1, pages * 2)
         new = rng.randint(1, pages * 4 - prompt)
+        questions = PromptQuestions(logprobs=rng.random() < 0.5, first_position=rng.randint(1, 9))
         one = request(
-            ticket, prompt, new, samples=rng.randint(1, 5), adapter=rng.choice([None, "a", "b"])
+            ticket,
+            [rng.choice([0, 0, 0, 1])] * 3 + [7] * (prompt - 3) if prompt > 3 else prompt,
+            new,
+            samples=rng.randint(1, 5),
+            adapter=rng.choice([None, "a"]),
+            owner=rng.choice(["x", "x", "y", "z"]),
+            questions=questions,
         )
         asked[ticket] = one
         plan.add(one)
@@ -288,3 +330,151 @@ def test_whatever_arrives_everybody_ends_with_their_own_tokens(seed: int) -> Non
         for index in range(one.samples):
             assert done[ticket, index] == tokens_alone(one, index)
     assert plan.pages.available == pages
+    answered = {p.fill.request.ticket for p in machine.pieces() if p.fill.questions}
+    assert answered >= {ticket for ticket, one in asked.items() if one.questions}
+    for piece in machine.pieces():
+        first_row = piece.fill.questions.first_row
+        assert first_row is None or piece.fill.found <= first_row
+
+
+# -- beginnings -----------------------------------------------------------------------------------
+
+SILENT = PromptQuestions()
+
+
+def test_requests_that_begin_alike_compute_it_once() -> None:
+    plan = schedule(64, most_idle=64)
+    for ticket in range(4):
+        plan.add(request(ticket, [*range(10), ticket], 3, questions=SILENT))
+    machine = Machine(plan)
+    machine.run()
+    # The first goes alone; the others wait for it and take its two full pages.
+    assert [(p.fill.request.ticket, p.start, p.stop) for p in machine.pieces()] == [
+        (0, 0, 11),
+        (1, 8, 11),
+        (2, 8, 11),
+        (3, 8, 11),
+    ]
+    assert [p.fill.found for p in machine.pieces()] == [0, 8, 8, 8]
+
+
+def test_nobody_waits_for_a_beginning_that_serves_another_adapter_or_has_questions() -> None:
+    plan = schedule(64, most_idle=64)
+    plan.add(request(0, 10, 3, questions=SILENT))
+    plan.add(request(1, 10, 3, questions=SILENT, adapter="a"))
+    plan.add(request(2, 10, 3, questions=PromptQuestions(logprobs=True)))
+    machine = Machine(plan)
+    machine.step()
+    assert sorted(p.fill.request.ticket for p in machine.pieces()) == [0, 1, 2]
+
+
+def test_those_who_began_alike_read_it_together() -> None:
+    plan = schedule(200, most_idle=200)
+    long = list(range(400))
+    for ticket in range(3):
+        plan.add(request(ticket, [*long, ticket], 9, questions=SILENT))
+    plan.add(request(3, [5] * 9, 9, questions=SILENT))
+    machine = Machine(plan)
+    while plan.running < 4:
+        machine.step()
+    sequences = next(s for s in [plan.next_step()] if isinstance(s, DecodeStep)).sequences
+    levels = run_levels(plan.pages, sequences)
+    shared = [run for run in levels[0].runs if run.last - run.first == 3]
+    assert [run.stop - run.start for run in shared] == [400]
+
+
+def test_who_had_to_make_room_finds_its_own_pages_again() -> None:
+    plan = schedule(7, most_idle=7)
+    plan.add(request(1, [1] * 8, 12, questions=SILENT))
+    plan.add(request(2, [2] * 8, 12, questions=SILENT))
+    machine = Machine(plan)
+    machine.run()
+    again = [p for p in machine.pieces() if len(p.fill.tokens) > 8]
+    assert again
+    assert min(p.start for p in again) > 0
+
+
+# -- owners ---------------------------------------------------------------------------------------
+
+
+def test_owners_take_turns_however_many_requests_they_send() -> None:
+    plan = schedule(400, sequences=4)
+    for ticket in range(30):
+        plan.add(request(ticket, 8, 6, owner="busy"))
+    machine = Machine(plan)
+    for _ in range(3):
+        machine.step()
+    for ticket in (100, 101):
+        plan.add(request(ticket, 8, 6, owner="rare"))
+    machine.run()
+    order = [sequence.request.ticket for sequence in machine.done]
+    # Everybody who ran already ends first at most; nobody of those who waited does.
+    assert max(order.index(ticket) for ticket in (100, 101)) <= 5
+
+
+def test_an_owner_who_has_all_places_gives_way_to_one_who_has_none() -> None:
+    plan = schedule(400, sequences=4)
+    for ticket in range(4):
+        plan.add(request(ticket, 8, 500, owner="long"))
+    machine = Machine(plan)
+    for _ in range(20):
+        machine.step()
+    plan.add(request(100, 8, 5, owner="short"))
+    for _ in range(12):
+        machine.step()
+    assert [sequence.request.ticket for sequence in machine.done] == [100]
+    machine.run()
+    assert sorted(sequence.request.ticket for sequence in machine.done) == [0, 1, 2, 3, 100]
+
+
+def test_an_owner_who_has_all_pages_gives_way_as_well() -> None:
+    plan = schedule(40, sequences=64)
+    for ticket in range(2):
+        plan.add(request(ticket, 70, 10, owner="large"))
+    machine = Machine(plan)
+    for _ in range(5):
+        machine.step()
+    plan.add(request(100, 16, 4, owner="small"))
+    for _ in range(8):
+        machine.step()
+    assert 100 in [sequence.request.ticket for sequence in machine.done]
+    machine.run()
+    assert len(machine.done) == 3
+
+
+def test_served_tokens_are_even_over_time() -> None:
+    plan = schedule(400, sequences=4)
+    rng = random.Random(1)
+    ticket = 0
+    machine = Machine(plan)
+    for _ in range(600):
+        while plan.waiting < 20:
+            ticket += 1
+            # One sends long requests, the other three times as many short ones.
+            owner = "a" if ticket % 4 == 0 else "b"
+            length = 40 if owner == "a" else 6
+            plan.add(request(ticket, rng.randint(1, length), rng.randint(1, length), owner=owner))
+        machine.step()
+    a, b = plan.served["a"], plan.served["b"]
+    assert abs(a - b) < 0.15 * (a + b)
+
+
+def test_a_long_prompt_stops_neither_those_who_run_nor_a_short_one_of_another_owner() -> None:
+    plan = schedule(1000, tokens=1000, between=8)
+    plan.add(request(0, 4, 200, owner="runs"))
+    machine = Machine(plan)
+    machine.step()
+    plan.add(request(1, 600, 2, owner="long"))
+    for _ in range(10):
+        machine.step()
+    plan.add(request(2, 8, 2, owner="short"))
+    begun = len(machine.steps)
+    while not any(s.request.ticket == 2 for s in machine.done):
+        machine.step()
+    # Two pieces beside the long prompt's, each followed by a token for everybody.
+    assert len(machine.steps) - begun <= 6
+    assert plan.running == 1
+    kinds = [type(step).__name__ for step in machine.steps[1:]]
+    assert "FillStep, FillStep" not in ", ".join(kinds)
+    fills = [step for step in machine.steps[1:] if isinstance(step, FillStep)]
+    assert all(sum(p.stop - p.start for p in step.pieces) <= 8 for step in fills)

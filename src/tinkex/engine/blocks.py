@@ -180,7 +180,7 @@ class Pages:
                 self._state[one.page] = _FREE
 
     def _evict(self, most_idle: int) -> None:
-        while len(self._idle) > most_idle:
+        while len(self._idle) > max(0, most_idle):
             self._drop(self._remembered[next(iter(self._idle))])
 
     # -- pages of one sequence --------------------------------------------------------------------
@@ -283,7 +283,9 @@ class Pages:
         """`count` pages in as few spans as there are; the caller knows that they are there."""
         roomy = max(count, min(most, count + GROWTH))
         if self._idle:
-            self._evict(max(0, len(self._idle) - max(0, roomy - self._state.count(_FREE))))
+            # Room to grow is worth a few remembered pages, never all of them.
+            room = count + min(roomy - count, len(self._idle) // 8)
+            self._evict(len(self._idle) - max(0, room - self._state.count(_FREE)))
         for wanted in (roomy, count):
             first = self._state.find(bytes([_FREE]) * wanted)
             if first >= 0:
