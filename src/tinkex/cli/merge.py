@@ -36,8 +36,7 @@ def command(adapter: str, out: Path, base: str | None, dtype: str | None, data: 
     tinker:// path of a checkpoint in a server's data folder.
     """
     try:
-        import torch
-
+        from tinkex.engine.devices import DTYPES
         from tinkex.engine.merge import merge
         from tinkex.engine.model import UnsupportedModel
         from tinkex.models.resolve import ModelNotFound, resolve
@@ -47,7 +46,7 @@ def command(adapter: str, out: Path, base: str | None, dtype: str | None, data: 
     try:
         folder = from_server(adapter, data) if adapter.startswith("tinker://") else Path(adapter)
         source = resolve(base or named_base(folder))
-        merged = merge(source.folder, folder, out, None if dtype is None else getattr(torch, dtype))
+        merged = merge(source.folder, folder, out, None if dtype is None else DTYPES[dtype])
     except (UserFailure, UnsupportedModel, ModelNotFound, FileExistsError) as error:
         raise CommandFailed(str(error)) from error
     click.echo(f"{out}: {source.name} with {folder.name} in it, {merged.dtype}, {merged.size_bytes / 1e6:.1f} MB.")  # fmt: skip

@@ -13,7 +13,7 @@ from transformers import AutoConfig
 
 from tinkex.engine.checkpoints import SavedAdapter, read_adapter, size_bytes, whole_folder
 from tinkex.engine.head import HEAD
-from tinkex.engine.model import load
+from tinkex.engine.model import load, quiet_transformers
 from tinkex.wire.errors import UserFailure
 
 #: Larger models are written in several files.
@@ -52,7 +52,8 @@ def merge(
         with whole_folder(out_folder) as part:
             # Beside the weights, which may be large, these files are next to nothing.
             copy_other_files(base_folder, part)
-            model.save_pretrained(part, max_shard_size=SHARD)
+            with quiet_transformers():
+                model.save_pretrained(part, max_shard_size=SHARD)
             # Its own: transformers makes one up from the config when the model came without.
             generation = base_folder / "generation_config.json"
             if generation.exists():
