@@ -91,6 +91,13 @@ class Api:
         assert answer.status == 200, answer
         return str(answer.json["request_id"])
 
+    async def custom(self, model_id: str, seq_id: int, config: dict[str, float | str]) -> str:
+        """Submit a pass with a loss that the user wrote; its request id."""
+        body = pass_body(model_id, seq_id, loss="custom", config=config)
+        answer = await self.post("forward_backward", body, headers=PROTOBUF)
+        assert answer.status == 200, answer
+        return str(answer.json["request_id"])
+
     async def optim_step(self, model_id: str, seq_id: int, **params: Any) -> str:
         body = {"model_id": model_id, "seq_id": seq_id, "adam_params": params}
         answer = await self.post("optim_step", body)
@@ -140,10 +147,11 @@ def pass_body(
     loss: str = "cross_entropy",
     *,
     forward_only: bool = False,
+    config: dict[str, float | str] | None = None,
 ) -> bytes:
     inputs = {"target_tokens": [1] * tokens, "weights": [1.0] * tokens}
     datum = Datum(model_input=ModelInput.from_ints([5] * tokens), loss_fn_inputs=inputs)
-    work = ForwardBackwardInput._of([datum], loss, None)
+    work = ForwardBackwardInput._of([datum], loss, config)
     request = ForwardBackwardRequest(forward_backward_input=work, model_id=model_id, seq_id=seq_id)
     return encode_forward_backward_request(request, forward_only=forward_only)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from server.api.test_custom_losses import NODES, loss
 from server.hosting import Api, connected
 from serving import TINY, Server, serving
 
@@ -105,6 +106,29 @@ async def test_a_loss_the_engine_does_not_know_is_a_user_failure(own_server: Ser
         bad = await api.result(await api.forward_backward(model, 1, loss="no_such_loss"))
     assert bad["category"] == "user"
     assert "no_such_loss" in bad["error"]
+
+
+async def test_a_custom_loss_outlives_the_engine_and_stays_in_its_session(
+    own_server: Server,
+) -> None:
+    async with connected(own_server.url, TINY) as api:
+        session = await api.session()
+        model, other = await api.model(session), await api.model()
+        made = await api.result(await api.step("create_custom_loss", **loss(session)))
+        config = {"loss_id": made["loss_id"]}
+        before = await api.passed(await api.custom(model, 1, config))
+        assert before.metrics["loss:sum"] == before.metrics["custom/s:sum"] < 0
+        foreign = await api.result(await api.custom(other, 1, config))
+        assert foreign["category"] == "user"
+        assert "there is no custom loss" in foreign["error"]
+        os.kill(engine_process(own_server), signal.SIGKILL)
+        after = await api.passed(await api.custom(model, 2, config))
+        assert after.metrics == pytest.approx(before.metrics)
+        bad_nodes = [NODES[0], {**NODES[1], "target": "tolist"}, NODES[2]]
+        bad = loss(session, 1, graph={"format": 1, "nodes": bad_nodes})
+        refused = await api.result(await api.step("create_custom_loss", **bad))
+    assert refused["category"] == "user"
+    assert "node 's' (tolist)" in refused["error"]
 
 
 async def test_the_web_process_never_loads_torch(own_server: Server) -> None:
