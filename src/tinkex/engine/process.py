@@ -129,17 +129,21 @@ class Worker:
 
     def run(self) -> None:
         while True:
-            self._admit()
-            with _turn(self._turn_file):
-                if self._engine.sampling:
-                    began_s = time.perf_counter()
-                    self._decode()
-                    self._sampled_s += time.perf_counter() - began_s
-                # Samples get bursts until they had as much time as the last part of training.
-                if self._training and not (self._engine.sampling and self._behind()):
-                    began_s = time.perf_counter()
-                    self._train_once()
-                    self._trained_s, self._sampled_s = time.perf_counter() - began_s, 0.0
+            self.turn()
+
+    def turn(self) -> None:
+        """One round: what arrived, a burst of samples, and a part of training if it is due."""
+        self._admit()
+        with _turn(self._turn_file):
+            if self._engine.sampling:
+                began_s = time.perf_counter()
+                self._decode()
+                self._sampled_s += time.perf_counter() - began_s
+            # Samples get bursts until they had as much time as the last part of training.
+            if self._training and not (self._engine.sampling and self._behind()):
+                began_s = time.perf_counter()
+                self._train_once()
+                self._trained_s, self._sampled_s = time.perf_counter() - began_s, 0.0
 
     def _behind(self) -> bool:
         """Whether sampling is still owed time; a long operation is not paid back in full."""
