@@ -1,0 +1,82 @@
+"""The unmodified official SDK asks our server everything a sample can be asked, and gives one up."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import sdk_envs
+from serving import TINY, Server
+
+PROGRAM = Path(__file__).with_name("sampling_program.py")
+PROMPT = [20 + (37 * n) % 350 for n in range(40)]
+
+pytestmark = [pytest.mark.sdk, pytest.mark.timeout(100)]
+
+
+@pytest.fixture(scope="module")
+def run(server: Server) -> dict[str, Any]:
+    done = subprocess.run(
+        [sdk_envs.ensure("0.36.0"), PROGRAM, TINY],
+        env={**os.environ, "TINKER_BASE_URL": server.url, "TINKER_API_KEY": "tml-any-key"},
+        capture_output=True,
+        text=True,
+        timeout=80,
+        check=False,
+    )
+    assert done.returncode == 0, f"{done.stderr[-4000:]}\nserver: {''.join(server.log[-40:])}"
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+def test_the_last_positions_are_those_of_the_whole_prompt(run: dict[str, Any]) -> None:
+    assert run["prompt_logprobs"][0] is None
+    assert None not in run["prompt_logprobs"][1:]
+    assert run["last_logprobs"][:35] == [None] * 35
+    assert run["last_logprobs"][35:] == pytest.approx(run["prompt_logprobs"][35:], abs=1e-4)
+    assert run["topk"][0] is None
+    assert [len(row) for row in run["topk"][1:]] == [3] * 39
+    assert run["last_topk"][:35] == [None] * 35
+    assert [row[0][0] for row in run["last_topk"][35:]] == [row[0][0] for row in run["topk"][35:]]
+
+
+def test_given_tokens_come_back_in_the_form_they_were_sent(run: dict[str, Any]) -> None:
+    shape, values = run["dense"]
+    assert shape == [39, 2]
+    assert values[1::2] == ["nan"] * 39
+    assert [float(v) for v in values[::2]] == pytest.approx(run["prompt_logprobs"][1:], abs=1e-4)
+    shape, values, crow = run["sparse"]
+    assert shape == [39, 2]
+    assert crow == [0] * 10 + [1] * 20 + [2] * 10
+    expected = [run["prompt_logprobs"][10], run["prompt_logprobs"][30]]
+    assert values == pytest.approx(expected, abs=1e-4)
+
+
+def test_alternatives_come_for_every_position_and_repeat_with_the_seed(run: dict[str, Any]) -> None:
+    shape, tokens, logprobs = run["alt"]
+    assert shape == [39, 4]
+    assert len(tokens) == len(logprobs) == 39 * 4
+    assert all(0 <= token < 400 for token in tokens)
+    assert all(logprob < 0 for logprob in logprobs)
+    assert run["alt_again"] == tokens
+
+
+def test_samples_tell_their_likeliest_tokens_and_what_was_in_the_cache(run: dict[str, Any]) -> None:
+    assert len(run["sample_tokens"]) == len(run["sample_topk"]) == 6
+    assert all(len(row) == 2 for row in run["sample_topk"])
+    assert run["hits"] == 32
+
+
+def test_what_does_not_fit_the_prompt_is_refused_in_words(run: dict[str, Any]) -> None:
+    assert "int64 of shape [39, K] for this prompt" in run["refusal"]
+
+
+def test_a_cancelled_task_frees_the_engine(run: dict[str, Any]) -> None:
+    cancelled = run["cancel"]
+    assert cancelled["cancelled"]
+    assert cancelled["finished"] == 0
+    assert cancelled["pages_used"] == 0
+    assert cancelled["freed_after_s"] < 15
