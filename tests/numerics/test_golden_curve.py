@@ -1,0 +1,20 @@
+"""The embedded model's losses are what they always were; the whole curve runs outside this suite."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "golden_curve.py"
+
+
+# The first use downloads 93 MB.
+@pytest.mark.timeout(300)
+def test_the_first_steps_give_the_recorded_losses() -> None:
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), "--steps", "3"], capture_output=True, text=True, check=False
+    )
+    if done.returncode == 2:
+        pytest.skip(done.stdout)
+    assert done.returncode == 0, done.stdout + done.stderr
