@@ -14,10 +14,10 @@ from tinkex.wire.sampling import SampleRequest, SamplingParams
 from tinkex.wire.training import (
     AdamOptimizerConfig,
     AdamParams,
-    DimuonOptimizerConfig,
     DimuonParams,
     ForwardBackwardInput,
     LoraConfig,
+    OptimizerConfigBase,
 )
 
 
@@ -71,8 +71,8 @@ def test_an_impossible_adapter_is_refused(engine: Engine, lora: LoraConfig, mess
 
 
 def test_an_optimizer_that_is_not_there_is_refused(engine: Engine, model: str) -> None:
-    with pytest.raises(UserFailure, match="'dimuon' is not supported by this server; use 'adamw'"):
-        engine.create("new", LoraConfig(rank=4), DimuonOptimizerConfig())
+    with pytest.raises(UserFailure, match="'lion' is not supported by this server; use 'adamw'"):
+        engine.create("new", LoraConfig(rank=4), OptimizerConfigBase(type="lion"))
     with pytest.raises(UserFailure, match="created with the adamw optimizer"):
         engine.optim_step(model, DimuonParams(learning_rate=0.1))
 

@@ -5,7 +5,7 @@ import torch
 
 from tinkex.engine.adapters import TrainingAdapter
 from tinkex.engine.lora import Target
-from tinkex.engine.optimizer import adamw_step
+from tinkex.engine.optimizer import optimizer_step
 from tinkex.wire.errors import UserFailure
 from tinkex.wire.training import AdamParams, LoraConfig
 
@@ -59,7 +59,7 @@ def test_steps_equal_torch_adamw_in_float64(params: AdamParams) -> None:
         if params.grad_clip_norm > 0:
             torch.nn.utils.clip_grad_norm_([leaf], params.grad_clip_norm)
         theirs.step()
-        report = adamw_step(ours, params)
+        report = optimizer_step(ours, params)
         assert report.grad_norm == pytest.approx(float(gradient.double().norm()), rel=1e-6)
         error = (ours.master.double() - leaf.detach()).norm() / leaf.detach().norm()
         assert error <= 1e-6, f"step {step}: {error:.1e}"
@@ -68,7 +68,7 @@ def test_steps_equal_torch_adamw_in_float64(params: AdamParams) -> None:
 def test_a_step_takes_the_gradient_with_it() -> None:
     ours = adapter()
     ours.grad.fill_(0.5)
-    adamw_step(ours, AdamParams())
+    optimizer_step(ours, AdamParams())
     assert not ours.grad.any()
     assert ours.step == 1
 
@@ -76,7 +76,7 @@ def test_a_step_takes_the_gradient_with_it() -> None:
 def test_a_step_without_a_gradient_is_a_step_with_a_zero_one() -> None:
     ours = adapter()
     before = ours.master.clone()
-    report = adamw_step(ours, AdamParams(learning_rate=0.5, weight_decay=0.5))
+    report = optimizer_step(ours, AdamParams(learning_rate=0.5, weight_decay=0.5))
     torch.testing.assert_close(ours.master, before * 0.75)
     assert (report.grad_norm, ours.step) == (0.0, 1)
 
@@ -85,12 +85,12 @@ def test_a_step_without_a_gradient_is_a_step_with_a_zero_one() -> None:
 def test_a_gradient_that_is_not_finite_is_refused_and_changes_nothing(bad: float) -> None:
     ours = adapter()
     ours.grad.fill_(0.5)
-    adamw_step(ours, AdamParams())
+    optimizer_step(ours, AdamParams())
     ours.grad.fill_(0.25)
     ours.grad[17] = bad
     before = [tensor.clone() for tensor in (ours.master, ours.m, ours.v)]
     with pytest.raises(UserFailure, match=r"not finite .* step 2 was not taken"):
-        adamw_step(ours, AdamParams())
+        optimizer_step(ours, AdamParams())
     assert ours.step == 1
     for tensor, old in zip((ours.master, ours.m, ours.v), before, strict=True):
         assert torch.equal(tensor, old)
@@ -102,5 +102,5 @@ def test_small_updates_are_not_lost_in_a_bfloat16_model() -> None:
     ours.master.fill_(1.0)
     for _ in range(200):
         ours.grad.fill_(1.0)
-        adamw_step(ours, AdamParams(learning_rate=1e-4))
+        optimizer_step(ours, AdamParams(learning_rate=1e-4))
     assert float(ours.live[0]) == pytest.approx(0.98, abs=0.004)

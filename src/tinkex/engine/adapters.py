@@ -38,7 +38,7 @@ class SamplerAdapter:
 
 class TrainingAdapter:
     """
-    One adapter as flat vectors: master weights, both moments, gradient; all float32.
+    One adapter as flat vectors: master weights, the optimizer's moments, gradient; all float32.
 
     `live` is what the layers read: the master itself when the base is float32, else a copy in the
     base's format that follows the master after each step.
@@ -52,15 +52,18 @@ class TrainingAdapter:
         seed: int,
         model_dtype: torch.dtype,
         device: torch.device,
+        optimizer: str = "adamw",
     ) -> None:
         self.lora = lora
+        #: The family of optimizers its state belongs to.
+        self.optimizer = optimizer
         self.layout: Layout = make_layout(targets, lora.rank)
         self._model_dtype = model_dtype
         #: Optimizer steps taken.
         self.step = 0
         self.master = initial_weights(self.layout, seed).to(device)
         self.m = torch.zeros_like(self.master)
-        self.v = torch.zeros_like(self.master)
+        self.v = torch.zeros(self._size_of("v"), device=device)
         self.grad = torch.zeros_like(self.master)
         self.live: Tensor
         self.pairs: Mapping[str, Pair]
@@ -87,8 +90,12 @@ class TrainingAdapter:
 
     def allocate(self, device: torch.device) -> None:
         for name in FLAT:
-            setattr(self, name, torch.zeros(self.layout.size, device=device))
+            setattr(self, name, torch.zeros(self._size_of(name), device=device))
         self._connect()
+
+    def _size_of(self, name: str) -> int:
+        """Dimuon has one moment only."""
+        return 0 if name == "v" and self.optimizer == "dimuon" else self.layout.size
 
     def _connect(self) -> None:
         """What the layers read, as views of the flat vectors."""
@@ -111,12 +118,14 @@ def check_lora(lora: LoraConfig) -> None:
         raise UserFailure("lora_config trains nothing; set train_attn, train_mlp or train_unembed.")
 
 
-def check_optimizer(optimizer: OptimizerConfig) -> None:
-    if optimizer.type != "adamw":
+def check_optimizer(optimizer: OptimizerConfig) -> str:
+    """The family of an optimizer's configuration."""
+    if optimizer.type not in ("adamw", "dimuon"):
         raise UserFailure(
             f"optimizer_config.type {optimizer.type!r} is not supported by this server; "
-            "use 'adamw'."
+            "use 'adamw' or 'dimuon'."
         )
+    return optimizer.type
 
 
 def chosen_targets(targets: Sequence[Target], lora: LoraConfig) -> list[Target]:

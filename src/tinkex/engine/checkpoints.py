@@ -5,7 +5,7 @@ lock, and what a sampler was opened on cannot change under it.
 
     adapter_model.safetensors   base_model.model.<module>.lora_A.weight and lora_B.weight, float32
     adapter_config.json         what PEFT needs to know; rank and alpha above all
-    optimizer.safetensors       m and v of every tensor, and the number of steps
+    optimizer.safetensors       m (and v) of every tensor, the number of steps, and whose they are
     gradients.safetensors       only in snapshots: what was accumulated since the last step
     snapshot.json               only in snapshots: how the model was created, and the caller's notes
 """
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -65,7 +65,11 @@ def snapshot(
     adapter: TrainingAdapter, folder: Path, *, base_model: str, meta: Mapping[str, Any]
 ) -> int:
     """A checkpoint that also has the gradients, so that training goes on as if never stopped."""
-    notes = {"lora_config": adapter.lora.model_dump(), "meta": dict(meta)}
+    notes = {
+        "lora_config": adapter.lora.model_dump(),
+        "optimizer": adapter.optimizer,
+        "meta": dict(meta),
+    }
     with whole_folder(folder) as part:
         _write_weights(adapter, part, base_model)
         _write_optimizer(adapter, part)
@@ -78,7 +82,7 @@ def load(adapter: TrainingAdapter, folder: Path, *, optimizer: bool) -> None:
     """Puts a checkpoint's weights, and its optimizer state if asked, into a model in training."""
     saved = read_adapter(folder)
     weights = _fitting(adapter, saved, folder)
-    moments = _read_optimizer(adapter.layout, folder) if optimizer else None
+    moments = _read_optimizer(adapter, folder) if optimizer else None
     # Everything has been read and fits: from here on nothing can fail half-way.
     fill(adapter.master, adapter.layout, weights)
     adapter.grad.zero_()
@@ -88,7 +92,8 @@ def load(adapter: TrainingAdapter, folder: Path, *, optimizer: bool) -> None:
         adapter.step = 0
     else:
         fill(adapter.m, adapter.layout, moments.m)
-        fill(adapter.v, adapter.layout, moments.v)
+        if moments.v is not None:
+            fill(adapter.v, adapter.layout, moments.v)
         adapter.step = moments.step
     adapter.refresh_live()
 
@@ -283,34 +288,49 @@ def peft_config(adapter: TrainingAdapter, base_model: str) -> dict[str, Any]:
 @dataclass(frozen=True, kw_only=True)
 class Moments:
     m: Mapping[str, tuple[Tensor, Tensor]]
-    v: Mapping[str, tuple[Tensor, Tensor]]
+    #: None for optimizers with one moment.
+    v: Mapping[str, tuple[Tensor, Tensor]] | None
     step: int
 
 
 def _write_optimizer(adapter: TrainingAdapter, folder: Path) -> None:
     tensors = {f"m:{key}": t for key, t in named(adapter.m, adapter.layout).items()}
-    tensors |= {f"v:{key}": t for key, t in named(adapter.v, adapter.layout).items()}
+    if len(adapter.v):
+        tensors |= {f"v:{key}": t for key, t in named(adapter.v, adapter.layout).items()}
     tensors["step"] = torch.tensor(adapter.step)
-    save_file(tensors, folder / OPTIMIZER, metadata={"optimizer": "adamw"})
+    save_file(tensors, folder / OPTIMIZER, metadata={"optimizer": adapter.optimizer})
 
 
-def _read_optimizer(layout: Layout, folder: Path) -> Moments:
+def _read_optimizer(adapter: TrainingAdapter, folder: Path) -> Moments:
     if not (folder / OPTIMIZER).exists():
         raise UserFailure(
             f"{folder.name}: has no optimizer state (it was saved for sampling). Load it without "
             "the optimizer, or save with save_state."
         )
     tensors = _tensors(folder, OPTIMIZER)
+    family = _family(folder / OPTIMIZER)
+    if family != adapter.optimizer:
+        raise UserFailure(
+            f"{folder.name}: its optimizer state is of {family}, and this model was created with "
+            f"{adapter.optimizer}. Load it without the optimizer, or create the model with "
+            f"optimizer_config type {family!r}."
+        )
     step = int(tensors.pop("step"))
     by_kind: dict[str, dict[str, Tensor]] = {"m": {}, "v": {}}
     for key, tensor in tensors.items():
         kind, _, name = key.partition(":")
         by_kind[kind][name] = tensor
-    m, v = unnamed(by_kind["m"]), unnamed(by_kind["v"])
+    m = unnamed(by_kind["m"])
+    v = unnamed(by_kind["v"]) if len(adapter.v) else None
     for moments in (m, v):
-        if moments.keys() != layout.places.keys():
+        if moments is not None and moments.keys() != adapter.layout.places.keys():
             raise UserFailure(f"{folder.name}: its optimizer state is of other layers.")
     return Moments(m=m, v=v, step=step)
+
+
+def _family(file: Path) -> str:
+    with safe_open(file, framework="pt") as opened:
+        return str((opened.metadata() or {}).get("optimizer", "adamw"))
 
 
 def _tensors(folder: Path, name: str) -> dict[str, Tensor]:

@@ -25,7 +25,7 @@ from tinkex.engine.graphs import Graph
 from tinkex.engine.lora import make_layout
 from tinkex.engine.losses import CustomLoss
 from tinkex.engine.model import BaseModel
-from tinkex.engine.optimizer import adamw_step, check_params
+from tinkex.engine.optimizer import optimizer_step
 from tinkex.engine.pack import Limits, check, fitting
 from tinkex.engine.residency import SHARES, MemoryPlan, Tier, memory_plan
 from tinkex.engine.sampling import Finished, Sampler
@@ -36,12 +36,12 @@ from tinkex.wire.custom_loss import CustomLossGraph, CustomLossInput
 from tinkex.wire.errors import UserFailure
 from tinkex.wire.sampling import SampleRequest
 from tinkex.wire.training import (
-    AdamOptimizerConfig,
     ForwardBackwardInput,
     ForwardBackwardOutput,
     LoraConfig,
     OptimizerConfig,
     OptimParams,
+    optimizer_config_from,
 )
 
 log = logging.getLogger(__name__)
@@ -93,7 +93,7 @@ class Engine:
         if model_id in self._adapters:
             raise ValueError(f"model {model_id} exists already.")
         check_lora(lora)
-        check_optimizer(optimizer)
+        family = check_optimizer(optimizer)
         targets = chosen_targets(self.model.targets, lora)
         self._adapters.add(
             model_id,
@@ -105,6 +105,7 @@ class Engine:
                 seed=seed_of(lora, model_id),
                 model_dtype=self.model.dtype,
                 device=self.model.device,
+                optimizer=family,
             ),
         )
 
@@ -166,7 +167,7 @@ class Engine:
         self._losses[loss_id] = CustomLoss(graph=Graph.rebuild(name, inputs, graph))
 
     def optim_step(self, model_id: str, params: OptimParams) -> dict[str, float]:
-        return adamw_step(self._adapter(model_id), check_params(params)).metrics()
+        return optimizer_step(self._adapter(model_id), params).metrics()
 
     def clear_gradients(self, model_id: str) -> None:
         self._adapter(model_id).grad.zero_()
@@ -198,7 +199,8 @@ class Engine:
         if not self.has(model_id):
             notes = checkpoints.read_snapshot_notes(folder)
             lora = LoraConfig.model_validate(notes["lora_config"])
-            self.create(model_id, lora, AdamOptimizerConfig())
+            family = {"type": notes.get("optimizer", "adamw")}
+            self.create(model_id, lora, optimizer_config_from(family))
         return checkpoints.restore(self._adapter(model_id), folder)
 
     # -- sampling ---------------------------------------------------------------------------------

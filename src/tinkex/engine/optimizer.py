@@ -1,16 +1,21 @@
-"""AdamW over one flat vector, with decoupled decay and clipping by the global norm."""
+"""The optimizers over one adapter's flat vectors: AdamW, and dimuon for whole matrices.
+
+Both clip by the global norm first, refuse a gradient that is not finite, and leave it at zero.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from tinkex.engine.adapters import TrainingAdapter
+from tinkex.engine.lora import Layout, matrices
 from tinkex.wire.errors import UserFailure
-from tinkex.wire.training import AdamParams
+from tinkex.wire.training import AdamParams, DimuonParams, OptimParams
 
 #: As torch.nn.utils.clip_grad_norm_ has it: the scale is limit / (norm + CLIP_EPS), at most 1.
 CLIP_EPS = 1e-6
@@ -36,13 +41,20 @@ class StepReport:
         }
 
 
-def check_params(params: object) -> AdamParams:
-    if not isinstance(params, AdamParams):
-        kind = getattr(params, "type", type(params).__name__)
+#: What each family of optimizers is stepped with.
+PARAMS = {"adamw": AdamParams, "dimuon": DimuonParams}
+
+
+def check_params(family: str, params: object) -> AdamParams | DimuonParams:
+    """The parameters of a step of this family, within their ranges."""
+    wanted = PARAMS[family]
+    if not isinstance(params, wanted):
+        kind = "adamw" if isinstance(params, AdamParams) else getattr(params, "type", "unknown")
         raise UserFailure(
-            f"this model was created with the adamw optimizer; parameters of type {kind!r} do "
-            "not fit. Send AdamParams."
+            f"this model was created with the {family} optimizer; parameters of type {kind!r} do "
+            f"not fit. Send {wanted.__name__}."
         )
+    where = "adam_params" if family == "adamw" else "optimizer_params"
     for name, low, high in (
         ("learning_rate", 0.0, math.inf),
         ("beta1", 0.0, 1.0),
@@ -51,15 +63,15 @@ def check_params(params: object) -> AdamParams:
         ("weight_decay", 0.0, math.inf),
         ("grad_clip_norm", 0.0, math.inf),
     ):
-        value = getattr(params, name)
-        if not (math.isfinite(value) and low <= value < high):
+        value = getattr(params, name, None)
+        if value is not None and not (math.isfinite(value) and low <= value < high):
             raise UserFailure(
-                f"adam_params.{name} is {value}; it must be at least {low:g} and below {high:g}."
+                f"{where}.{name} is {value}; it must be at least {low:g} and below {high:g}."
             )
     return params
 
 
-def adamw_step(adapter: TrainingAdapter, params: AdamParams) -> StepReport:
+def optimizer_step(adapter: TrainingAdapter, params: OptimParams) -> StepReport:
     """
     One step from the accumulated gradient, which is zero afterwards.
 
@@ -67,6 +79,7 @@ def adamw_step(adapter: TrainingAdapter, params: AdamParams) -> StepReport:
     as in torch. A gradient that is not finite is refused and everything stays as it was, the
     gradient included.
     """
+    checked = check_params(adapter.optimizer, params)
     grad_norm = float(torch.linalg.vector_norm(adapter.grad, dtype=torch.float64))
     if not math.isfinite(grad_norm):
         raise UserFailure(
@@ -74,18 +87,21 @@ def adamw_step(adapter: TrainingAdapter, params: AdamParams) -> StepReport:
             "not taken and the weights are unchanged. Look for extreme weights or advantages in "
             "the batches before it."
         )
-    if params.grad_clip_norm > 0:
-        adapter.grad.mul_(min(1.0, params.grad_clip_norm / (grad_norm + CLIP_EPS)))
+    if checked.grad_clip_norm > 0:
+        adapter.grad.mul_(min(1.0, checked.grad_clip_norm / (grad_norm + CLIP_EPS)))
     before = adapter.master.clone()
     adapter.step += 1
-    update_weights(
-        adapter.master, adapter.grad, adapter.m, adapter.v, step=adapter.step, params=params
-    )
+    if isinstance(checked, AdamParams):
+        update_weights(
+            adapter.master, adapter.grad, adapter.m, adapter.v, step=adapter.step, params=checked
+        )
+    else:
+        update_matrices(adapter.master, adapter.grad, adapter.m, adapter.layout, params=checked)
     adapter.grad.zero_()
     adapter.refresh_live()
     moved = torch.linalg.vector_norm(adapter.master - before, dtype=torch.float64)
     return StepReport(
-        grad_norm=grad_norm, update_norm=float(moved), learning_rate=params.learning_rate
+        grad_norm=grad_norm, update_norm=float(moved), learning_rate=checked.learning_rate
     )
 
 
@@ -102,3 +118,60 @@ def update_weights(
     # eps is added to the corrected root, so its size does not depend on the step.
     denominator = v.sqrt().div_(math.sqrt(correction_v)).add_(params.eps)
     weights.addcdiv_(m, denominator, value=-params.learning_rate / correction_m)
+
+
+# -- dimuon ---------------------------------------------------------------------------------------
+
+#: Of the quintic a·s + b·s³ + c·s⁵ that drives every singular value s towards 1, as in Muon.
+QUINTIC = (3.4445, -4.7750, 2.0315)
+ITERATIONS = 5
+
+#: The root mean square of an update at learning rate 1. AdamW's is about this, so learning rates
+#: that are right for AdamW are right here too.
+UPDATE_RMS = 0.2
+
+#: Only a momentum of zeros is smaller.
+SMALLEST_NORM = 1e-30
+
+
+def update_matrices(
+    weights: Tensor, grad: Tensor, m: Tensor, layout: Layout, *, params: DimuonParams
+) -> None:
+    """
+    Muon's update for every A and B by itself: M <- beta1·M + (1 - beta1)·G, W <- W - lr·s·O(M).
+
+    O takes the singular values to about 1, so every direction that the momentum has moves by the
+    same amount; s = 0.2·sqrt(max(rows, columns)) makes the update's root mean square 0.2.
+    """
+    m.lerp_(grad, 1 - params.beta1)
+    for shape, momenta, targets in _by_shape(m, weights, layout):
+        step = params.learning_rate * UPDATE_RMS * math.sqrt(max(shape))
+        for target, update in zip(targets, orthogonalised(torch.stack(momenta)), strict=True):
+            target.sub_(update, alpha=step)
+
+
+def orthogonalised(stack: Tensor) -> Tensor:
+    """Each matrix of [n, rows, columns] with its singular values taken to about 1."""
+    a, b, c = QUINTIC
+    tall = stack.shape[1] > stack.shape[2]
+    x: Tensor = stack.mT if tall else stack
+    x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp(min=SMALLEST_NORM)
+    for _ in range(ITERATIONS):
+        square = x @ x.mT
+        x = a * x + (b * square + c * square @ square) @ x
+    return x.mT if tall else x
+
+
+def _by_shape(
+    m: Tensor, weights: Tensor, layout: Layout
+) -> Iterator[tuple[tuple[int, int], list[Tensor], list[Tensor]]]:
+    """Matrices of one shape together: layers are alike, and one product serves them all."""
+    groups: dict[tuple[int, int], tuple[list[Tensor], list[Tensor]]] = {}
+    for place in layout.places.values():
+        for momentum, weight in zip(matrices(m, place), matrices(weights, place), strict=True):
+            shape = (weight.shape[0], weight.shape[1])
+            momenta, targets = groups.setdefault(shape, ([], []))
+            momenta.append(momentum)
+            targets.append(weight)
+    for shape, (momenta, targets) in groups.items():
+        yield shape, momenta, targets
