@@ -1,14 +1,17 @@
 """Rows and files: the only room that speaks SQL. Knows nothing of HTTP or of engines."""
 
 from tinkex.server.store.checkpoints import Checkpoints, Version
+from tinkex.server.store.keys import ApiKey, Keys
 from tinkex.server.store.requests import Accepted, NewRequest, RequestRow, Requests, Status
 from tinkex.server.store.runs import CustomLoss, Model, Runs, Sampler, Session
 from tinkex.server.store.store import Store, open_store
 
 __all__ = [
     "Accepted",
+    "ApiKey",
     "Checkpoints",
     "CustomLoss",
+    "Keys",
     "Model",
     "NewRequest",
     "RequestRow",

@@ -5,6 +5,7 @@ from pathlib import Path
 from tinkex.server.store.checkpoints import Checkpoints
 from tinkex.server.store.database import Database
 from tinkex.server.store.files import Files
+from tinkex.server.store.keys import Keys
 from tinkex.server.store.requests import Requests
 from tinkex.server.store.runs import Runs
 
@@ -15,6 +16,7 @@ class Store:
     def __init__(self, *, database: Database, files: Files, folder: Path) -> None:
         self._database = database
         self.files = files
+        self.keys = Keys(database)
         self.requests = Requests(database, files)
         self.runs = Runs(database)
         self.checkpoints = Checkpoints(database, files, folder)

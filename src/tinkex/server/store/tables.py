@@ -28,6 +28,8 @@ sessions = sa.Table(
     sa.Column("finished_s", sa.Float),
     sa.Column("finish_reason", sa.String(40)),
     sa.Column("finish_detail", sa.Text),
+    # Since when its client has been taken for gone. It may come back: that empties this again.
+    sa.Column("lapsed_s", sa.Float),
     # A repeated `create_session` finds its first self.
     sa.UniqueConstraint("owner", "idempotency_key"),
 )
@@ -44,6 +46,8 @@ models = sa.Table(
     sa.Column("optimizer_config", sa.JSON, nullable=False),
     sa.Column("user_metadata", sa.JSON),
     sa.Column("created_s", sa.Float, nullable=False),
+    # When the newest of those requests came whose rows are gone.
+    sa.Column("last_request_s", sa.Float),
     # A repeated `create_model` finds its first self.
     sa.UniqueConstraint("session_id", "model_seq_id"),
 )
@@ -61,6 +65,8 @@ checkpoint_versions = sa.Table(
     sa.Column("place", sa.String(1000), nullable=False),
     sa.Column("size_bytes", sa.BigInteger, nullable=False),
     sa.Column("created_s", sa.Float, nullable=False),
+    # Since when nothing needs its files; they may be gone.
+    sa.Column("discarded_s", sa.Float),
     # Two saves never share a folder.
     sa.UniqueConstraint("place"),
 )
@@ -133,6 +139,22 @@ requests = sa.Table(
     sa.CheckConstraint("(status = 'failed') = (error IS NOT NULL)", name="error"),
     # What waits after a start is found without reading the finished.
     sa.Index("ix_requests_status_created_s", "status", "created_s"),
+    # What has been kept long enough is found without reading the rest.
+    sa.Index("ix_requests_finished_s_fetched_s", "finished_s", "fetched_s"),
+)
+
+snapshots = sa.Table(
+    "snapshots",
+    metadata,
+    # The newest one of a model; steps up to `seq_id` are in it and never run again.
+    sa.Column("model_id", sa.ForeignKey("models.model_id"), primary_key=True),
+    sa.Column("seq_id", sa.BigInteger, nullable=False),
+    sa.Column("place", sa.String(1000), nullable=False),
+    sa.Column("size_bytes", sa.BigInteger, nullable=False),
+    # Why the next optimizer step is refused, if it is.
+    sa.Column("spoiled", sa.Text),
+    sa.Column("created_s", sa.Float, nullable=False),
+    sa.UniqueConstraint("place"),
 )
 
 custom_losses = sa.Table(
@@ -150,4 +172,26 @@ custom_losses = sa.Table(
     # A repeated `create_custom_loss` finds its first self.
     sa.UniqueConstraint("session_id", "custom_loss_seq_id"),
     sa.UniqueConstraint("request_id"),
+)
+
+api_keys = sa.Table(
+    "api_keys",
+    metadata,
+    # Never given twice, and rows stay when a key is revoked: a server that ever had a key is
+    # not open again because the last one was.
+    sa.Column("key_id", sa.Integer, primary_key=True),
+    # SHA-256 of the key. The key itself is nowhere.
+    sa.Column("hash", sa.String(64), nullable=False),
+    # Its first characters, for lists.
+    sa.Column("hint", sa.String(20), nullable=False),
+    sa.Column("owner", sa.String(200), nullable=False),
+    sa.Column("project_id", sa.String(200)),
+    sa.Column("name", sa.String(200), nullable=False),
+    # Limits of this key that differ from the server's, by name.
+    sa.Column("limits", sa.JSON, nullable=False),
+    sa.Column("created_s", sa.Float, nullable=False),
+    sa.Column("expires_s", sa.Float),
+    sa.Column("used_s", sa.Float),
+    sa.Column("revoked_s", sa.Float),
+    sa.UniqueConstraint("hash"),
 )

@@ -1,0 +1,136 @@
+"""API keys: made once, shown once, kept as hashes; and who is behind one."""
+
+import hashlib
+import hmac
+import secrets
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import sqlalchemy as sa
+
+from tinkex.server.store.database import Database
+from tinkex.server.store.runs import BASE62
+from tinkex.server.store.tables import api_keys
+
+PREFIX = "tml-"
+# 32 digits of 62 are 190 random bits: nothing to guess, so one quick hash is enough to keep.
+DIGITS = 32
+SHOWN = len(PREFIX) + 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ApiKey:
+    """A key as the server knows it."""
+
+    key_id: int
+    hash: str
+    hint: str
+    owner: str
+    project_id: str | None
+    name: str
+    limits: Mapping[str, int]
+    created_s: float
+    expires_s: float | None
+    used_s: float | None
+    revoked_s: float | None
+
+    def state(self, now_s: float) -> str:
+        """`active`, or why it is not taken."""
+        if self.revoked_s is not None:
+            return "revoked"
+        if self.expires_s is not None and self.expires_s <= now_s:
+            return "expired"
+        return "active"
+
+
+_KEY = tuple(api_keys.c)
+
+
+def new_secret() -> str:
+    return PREFIX + "".join(secrets.choice(BASE62) for _ in range(DIGITS))
+
+
+def hashed(secret: str) -> str:
+    return hashlib.sha256(secret.encode()).hexdigest()
+
+
+class Keys:
+    """The rows of keys."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    async def create(
+        self,
+        *,
+        owner: str,
+        project_id: str | None = None,
+        name: str = "",
+        limits: Mapping[str, int] | None = None,
+        expires_s: float | None = None,
+    ) -> tuple[ApiKey, str]:
+        """A new key: its row, and the secret that is never seen again."""
+        secret = new_secret()
+        values = {
+            "hash": hashed(secret),
+            "hint": secret[:SHOWN],
+            "owner": owner,
+            "project_id": project_id,
+            "name": name,
+            "limits": dict(limits or {}),
+            "created_s": time.time(),
+            "expires_s": expires_s,
+        }
+
+        def act(connection: sa.Connection) -> ApiKey:
+            connection.execute(api_keys.insert(), values)
+            mine = sa.select(*_KEY).where(api_keys.c.hash == values["hash"])
+            return ApiKey(**connection.execute(mine).one()._mapping)
+
+        return await self._database.write(act), secret
+
+    async def all(self) -> list[ApiKey]:
+        statement = sa.select(*_KEY).order_by(api_keys.c.key_id)
+        return await self._database.read(
+            lambda connection: [ApiKey(**row._mapping) for row in connection.execute(statement)]
+        )
+
+    async def any(self) -> bool:
+        """Whether there ever was a key: from then on one is needed."""
+        statement = sa.select(api_keys.c.key_id).limit(1)
+        return await self._database.read(
+            lambda connection: connection.execute(statement).first() is not None
+        )
+
+    async def by_secret(self, secret: str) -> ApiKey | None:
+        wanted = hashed(secret)
+        key = await self._one(api_keys.c.hash == wanted)
+        # The database found it by the hash; comparing again takes the same time for every key.
+        return key if key is not None and hmac.compare_digest(key.hash, wanted) else None
+
+    async def by_id(self, key_id: int) -> ApiKey | None:
+        return await self._one(api_keys.c.key_id == key_id)
+
+    async def revoke(self, key_id: int) -> None:
+        """From now on it opens nothing. The first time counts."""
+        statement = (
+            api_keys.update()
+            .where(api_keys.c.key_id == key_id, api_keys.c.revoked_s.is_(None))
+            .values(revoked_s=time.time())
+        )
+        await self._database.write(lambda connection: connection.execute(statement))
+
+    def used(self, key_id: int) -> None:
+        """Note, some time soon, that a key was used."""
+        statement = api_keys.update().where(api_keys.c.key_id == key_id).values(used_s=time.time())
+        self._database.write_later(lambda connection: connection.execute(statement))
+
+    async def _one(self, which: sa.ColumnElement[bool]) -> ApiKey | None:
+        statement = sa.select(*_KEY).where(which)
+
+        def act(connection: sa.Connection) -> ApiKey | None:
+            row = connection.execute(statement).first()
+            return None if row is None else ApiKey(**row._mapping)
+
+        return await self._database.read(act)
