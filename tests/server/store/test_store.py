@@ -1,6 +1,7 @@
 """The store: what it answers is on disk, what is repeated is found, and many writes are one commit."""
 
 import asyncio
+import re
 import sqlite3
 import subprocess
 import sys
@@ -83,11 +84,9 @@ def test_the_migrations_make_the_tables_that_the_code_uses(tmp_path: Path) -> No
 
 
 def _parts(sql: str) -> list[str]:
-    """One for each column and constraint; SQLite puts added columns behind all of them."""
-    lines = sql.splitlines()
-    if lines and lines[-1].startswith(","):
-        lines[-1:] = [*lines[-1].removesuffix(")").split(", "), ")"]
-    return [line for line in lines if line.strip()]
+    """One for each column and constraint, however they are put on lines."""
+    parts = re.split(r",\s*(?![^()]*\))|\n", sql)
+    return [part for part in parts if part.strip()]
 
 
 def test_every_promise_of_the_tables_is_in_the_migrated_database(tmp_path: Path) -> None:
