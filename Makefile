@@ -7,12 +7,13 @@ READY := $(VENV)/.ready
 # The official SDKs that `make test` runs unmodified, each in a cached environment of its own.
 SDKS := 0.36.0 0.4.1
 
-.PHONY: help setup demo test check format bench proto clean
+.PHONY: help setup demo test matrix check format bench proto clean
 
 help:
 	@echo "make setup   a .venv with everything (idempotent)"
 	@echo "make demo    fine-tune the embedded model and see it change"
 	@echo "make test    the whole test suite"
+	@echo "make matrix  thirteen official SDKs against one server; writes docs/reference/sdk-matrix.md"
 	@echo "make check   lint, format and types"
 	@echo "make bench   benchmarks; reports go to benchmarks/results"
 
@@ -34,6 +35,9 @@ demo: setup
 test: setup
 	@$(BIN)/python tests/sdk_envs.py $(SDKS)
 	@$(BIN)/python -m pytest
+
+matrix: setup
+	@$(BIN)/python tests/together/matrix.py
 
 check: setup
 	@$(BIN)/ruff check
