@@ -32,6 +32,8 @@ sessions = sa.Table(
     sa.Column("lapsed_s", sa.Float),
     # A repeated `create_session` finds its first self.
     sa.UniqueConstraint("owner", "idempotency_key"),
+    # Lists of an owner's sessions, newest first.
+    sa.Index("ix_sessions_owner_created_s", "owner", "created_s"),
 )
 
 models = sa.Table(
@@ -97,6 +99,8 @@ samplers = sa.Table(
     sa.Column("version_id", sa.ForeignKey("checkpoint_versions.version_id")),
     sa.Column("model_path", sa.String(1000)),
     sa.Column("created_s", sa.Float, nullable=False),
+    # Copies of the client that asked for a number; the next one gets one more.
+    sa.Column("clients", sa.Integer, nullable=False, server_default="0"),
     # A repeated `create_sampling_session` finds its first self.
     sa.UniqueConstraint("session_id", "sampling_session_seq_id"),
 )
@@ -130,6 +134,8 @@ requests = sa.Table(
     sa.Column("created_s", sa.Float, nullable=False),
     sa.Column("finished_s", sa.Float),
     sa.Column("fetched_s", sa.Float),
+    # Of the examples of a pass, or of the prompt of a sample: counted once, when it came.
+    sa.Column("tokens", sa.BigInteger, nullable=False, server_default="0"),
     # A repeated step, and a repeated sample, find their first selves.
     sa.UniqueConstraint("model_id", "seq_id"),
     sa.UniqueConstraint("sampling_session_id", "seq_id"),
@@ -137,6 +143,8 @@ requests = sa.Table(
     # What is finished says how; what waits has no result.
     sa.CheckConstraint("(status = 'waiting') = (finished_s IS NULL)", name="finished"),
     sa.CheckConstraint("(status = 'failed') = (error IS NOT NULL)", name="error"),
+    # The trace of a session.
+    sa.Index("ix_requests_session_id", "session_id"),
     # What waits after a start is found without reading the finished.
     sa.Index("ix_requests_status_created_s", "status", "created_s"),
     # What has been kept long enough is found without reading the rest.
@@ -194,4 +202,71 @@ api_keys = sa.Table(
     sa.Column("used_s", sa.Float),
     sa.Column("revoked_s", sa.Float),
     sa.UniqueConstraint("hash"),
+)
+
+# SQLite numbers rows by itself only in a column of exactly this type.
+_NUMBER = sa.BigInteger().with_variant(sa.Integer, "sqlite")
+
+completions = sa.Table(
+    "completions",
+    metadata,
+    # Increases with every commit and is never used again, so it orders each client's events.
+    sa.Column("position", _NUMBER, primary_key=True),
+    sa.Column("sampling_session_id", sa.String(120), nullable=False),
+    # Which copy of the sampling client; 0 is the original.
+    sa.Column("clone_id", sa.BigInteger, nullable=False),
+    sa.Column("request_id", sa.String(64), nullable=False),
+    # None when the sample failed.
+    sa.Column("result_bytes", sa.BigInteger),
+    sa.Column("at_s", sa.Float, nullable=False),
+    # A sample finishes once.
+    sa.UniqueConstraint("request_id"),
+    sa.Index(
+        "ix_completions_sampling_session_id_clone_id_position",
+        "sampling_session_id",
+        "clone_id",
+        "position",
+    ),
+    sqlite_autoincrement=True,
+)
+
+usage = sa.Table(
+    "usage",
+    metadata,
+    # One row for each hour in which something was used; kept when the requests themselves are not.
+    sa.Column("owner", sa.String(200), primary_key=True),
+    # Whole hours since 1970.
+    sa.Column("hour", sa.BigInteger, primary_key=True, autoincrement=False),
+    # Empty for work outside any session.
+    sa.Column("session_id", sa.String(64), primary_key=True),
+    sa.Column("base_model", sa.String(500), primary_key=True),
+    sa.Column("what", sa.String(20), primary_key=True),
+    sa.Column("amount", sa.BigInteger, nullable=False),
+)
+
+audit = sa.Table(
+    "audit",
+    metadata,
+    # Rows are added with the change they tell of, and never changed.
+    sa.Column("entry_id", _NUMBER, primary_key=True),
+    sa.Column("owner", sa.String(200), nullable=False),
+    sa.Column("at_s", sa.Float, nullable=False),
+    sa.Column("topic", sa.String(20), nullable=False),
+    sa.Column("event", sa.String(60), nullable=False),
+    sa.Column("details", sa.JSON, nullable=False),
+    sa.Index("ix_audit_owner_at_s", "owner", "at_s"),
+    sqlite_autoincrement=True,
+)
+
+telemetry = sa.Table(
+    "telemetry",
+    metadata,
+    sa.Column("event_number", _NUMBER, primary_key=True),
+    sa.Column("owner", sa.String(200), nullable=False),
+    sa.Column("session_id", sa.String(120), nullable=False),
+    sa.Column("at_s", sa.Float, nullable=False),
+    # Only named fields, cut to size.
+    sa.Column("event", sa.JSON, nullable=False),
+    sa.Index("ix_telemetry_at_s", "at_s"),
+    sqlite_autoincrement=True,
 )
