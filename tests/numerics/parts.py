@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +83,31 @@ def advantaged(rng: np.random.Generator, length: int) -> Datum:
     )
 
 
-def work(data: Sequence[Datum], loss: str = "cross_entropy", **config: float) -> Any:
+def masked(rng: np.random.Generator, length: int) -> Datum:
+    """For gspo: a prompt of a third, and sequence ratios on both sides of the bounds."""
+    mask = np.ones(length, np.float32)
+    mask[: length // 3] = 0.0
+    return random_datum(
+        rng,
+        length,
+        logprobs=rng.normal(-6.0 + rng.normal(0.0, 0.3), 0.5, length).astype(np.float32),
+        advantages=rng.normal(size=length).astype(np.float32) * mask,
+        sequence_ratio_mask=mask,
+    )
+
+
+#: What makes data for a loss.
+MAKERS: dict[str, Callable[[np.random.Generator, int], Datum]] = {
+    "cross_entropy": weighted,
+    "importance_sampling": advantaged,
+    "ppo": advantaged,
+    "cispo": advantaged,
+    "dro": advantaged,
+    "gspo": masked,
+}
+
+
+def work(data: Sequence[Datum], loss: str = "cross_entropy", **config: float | str) -> Any:
     return ForwardBackwardInput._of(list(data), loss, config or None)
 
 

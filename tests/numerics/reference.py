@@ -102,6 +102,15 @@ def _ratio(logp: Tensor, x: Inputs) -> Tensor:
     return torch.exp(logp - x["logprobs"])
 
 
+def _gspo(logp: Tensor, x: Inputs) -> Tensor:
+    """The value of every token's ratio is the sequence's; its gradient is the token's own."""
+    mask = x["sequence_ratio_mask"]
+    sequence = torch.exp((mask * (logp - x["logprobs"])).sum() / mask.sum()).detach()
+    ratio = sequence * logp.exp() / logp.exp().detach()
+    advantages = x["advantages"]
+    return -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages).sum()
+
+
 #: The formulas of the protocol, for one datum: logprobs and inputs in, a number out.
 LOSSES: dict[str, Callable[[Tensor, Inputs], Tensor]] = {
     "cross_entropy": lambda logp, x: -(x["weights"] * logp).sum(),
@@ -117,4 +126,5 @@ LOSSES: dict[str, Callable[[Tensor, Inputs], Tensor]] = {
     "dro": lambda logp, x: (
         -(logp * x["advantages"] - 0.5 * 0.05 * (logp - x["logprobs"]) ** 2).sum()
     ),
+    "gspo": _gspo,
 }

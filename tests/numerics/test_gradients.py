@@ -9,8 +9,8 @@ import torch
 
 from numerics import reference
 from numerics.parts import (
+    MAKERS,
     VOCABULARY,
-    advantaged,
     gradients,
     model_from,
     random_adapter,
@@ -81,12 +81,12 @@ def test_cross_entropy_and_its_gradients_equal_the_reference(
     check_everything(engine_on(arch), models[arch], data, "cross_entropy", tmp_path)
 
 
-@pytest.mark.parametrize("loss", ["importance_sampling", "ppo", "cispo", "dro"])
+@pytest.mark.parametrize("loss", ["importance_sampling", "ppo", "cispo", "dro", "gspo"])
 def test_a_policy_loss_and_its_gradients_equal_the_reference(
     loss: str, engine: Engine, models: dict[str, Path], tmp_path: Path
 ) -> None:
     rng = np.random.default_rng(2)
-    data = [advantaged(rng, length) for length in LENGTHS]
+    data = [MAKERS[loss](rng, length) for length in LENGTHS]
     check_everything(engine, models["qwen3"], data, loss, tmp_path)
 
 
@@ -128,12 +128,29 @@ def test_sparse_targets_give_what_dense_ones_give(engine: Engine, tmp_path: Path
     assert one.loss_fn_outputs == two.loss_fn_outputs
 
 
-def test_a_gradient_agrees_with_finite_differences(engine: Engine, tmp_path: Path) -> None:
+def slope_data(loss: str) -> tuple[list[Datum], dict[str, float]]:
+    """Data on which the gradient a loss asks for is the slope of its value; and its config."""
+    rng = np.random.default_rng(5)
+    data, config = [MAKERS[loss](rng, 12)], {}
+    inputs = dict(data[0].loss_fn_inputs)
+    if loss == "cispo":  # the clipped ratio is a constant: its gradient is stopped, its slope zero
+        config = {"clip_low_threshold": 0.1, "clip_high_threshold": 0.2}
+        inputs["logprobs"] = np.full(12, -20.0, np.float32)
+    if loss == "gspo":  # one advantage for the sequence: then the two agree in sum
+        inputs["advantages"] = 0.7 * inputs["sequence_ratio_mask"].to_numpy()
+        config = {"clip_low_threshold": 0.0, "clip_high_threshold": 100.0}
+    return [Datum(model_input=data[0].model_input, loss_fn_inputs=inputs)], config
+
+
+@pytest.mark.parametrize("loss", MAKERS)
+def test_a_gradient_agrees_with_finite_differences(
+    loss: str, engine: Engine, tmp_path: Path
+) -> None:
     """One direction through all weights at once; float32 allows three digits."""
     from safetensors.torch import load_file, save_file
 
-    rng = np.random.default_rng(5)
-    data = [advantaged(rng, 12)]
+    data, config = slope_data(loss)
+    asked = work(data, loss, **config)
     adapter = random_adapter(engine, tmp_path / "adapter")
     weights = load_file(adapter / "adapter_model.safetensors")
     generator = torch.Generator().manual_seed(0)
@@ -147,16 +164,40 @@ def test_a_gradient_agrees_with_finite_differences(engine: Engine, tmp_path: Pat
             tmp_path / folder / "adapter_model.safetensors",
         )
         engine.load(moved, tmp_path / folder, optimizer=False)
-        value = engine.run_pass(moved, work(data, "dro"), backward=False).metrics["loss:sum"]
+        value = engine.run_pass(moved, asked, backward=False).metrics["loss:sum"]
         engine.drop(moved)
         return value
 
     step = 1e-3
     slope = (loss_at(step, "up") - loss_at(-step, "down")) / (2 * step)
     model_id = model_from(engine, "m", adapter)
-    engine.run_pass(model_id, work(data, "dro"), backward=True)
+    engine.run_pass(model_id, asked, backward=True)
     found = gradients(engine, model_id, tmp_path / "snapshot")
     engine.drop(model_id)
     assert sum(float((found[n] * direction[n]).sum()) for n in found) == pytest.approx(
         slope, rel=2e-2
     )
+
+
+def test_entropy_is_that_of_the_predicted_distribution(
+    engine: Engine, models: dict[str, Path], tmp_path: Path
+) -> None:
+    """Over the tokens that carry a gradient, though no pass over the vocabulary computes it."""
+    rng = np.random.default_rng(6)
+    data = [weighted(rng, length) for length in (17, 5, 30)]
+    adapter = random_adapter(engine, tmp_path / "adapter")
+    model_id = model_from(engine, "m", adapter)
+    try:
+        metrics = engine.run_pass(model_id, work(data), backward=True).metrics
+    finally:
+        engine.drop(model_id)
+    model = reference.Reference(models["qwen3"], adapter)
+    entropies = []
+    for datum in data:
+        logprobs = model.logprobs(datum.model_input.to_ints()).detach()
+        counts = datum.loss_fn_inputs["weights"].to_numpy() != 0
+        entropies.append(-(logprobs.exp() * logprobs).sum(dim=1)[torch.from_numpy(counts)])
+    every = torch.cat(entropies)
+    assert metrics["loss_tokens:sum"] == len(every)
+    assert metrics["entropy:sum"] == pytest.approx(float(every.sum()), rel=1e-4)
+    assert metrics["tokens:sum"] == 52

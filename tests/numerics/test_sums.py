@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from numerics.parts import advantaged, gradients, model_from, random_adapter, weighted, work
+from numerics.parts import MAKERS, gradients, model_from, random_adapter, weighted, work
 from tinkex.engine import Engine
 from tinkex.wire.inputs import Datum
 
@@ -47,8 +47,12 @@ def data() -> list[Datum]:
 
 
 def reweighted(datum: Datum, factor: float) -> Datum:
+    return rescaled(datum, "weights", factor)
+
+
+def rescaled(datum: Datum, name: str, factor: float) -> Datum:
     inputs = dict(datum.loss_fn_inputs)
-    inputs["weights"] = inputs["weights"].to_numpy() * np.float32(factor)
+    inputs[name] = inputs[name].to_numpy() * np.float32(factor)
     return Datum(model_input=datum.model_input, loss_fn_inputs=inputs)
 
 
@@ -84,13 +88,34 @@ def test_splitting_a_batch_over_requests_changes_nothing(bench: Bench, data: lis
     assert_same(bench.run(data[:1], data[1:3], data[3:]), bench.run(data))
 
 
-@pytest.mark.parametrize("loss", ["importance_sampling", "ppo", "cispo", "dro"])
+@pytest.mark.parametrize("loss", ["importance_sampling", "ppo", "cispo", "dro", "gspo"])
 def test_policy_losses_are_sums_too(bench: Bench, loss: str) -> None:
     rng = np.random.default_rng(8)
-    data = [advantaged(rng, length) for length in LENGTHS]
+    data = [MAKERS[loss](rng, length) for length in LENGTHS]
     whole = bench.run(data, loss=loss)
     assert_same(bench.run(data[:2], data[2:], loss=loss), whole)
     assert_same(bench.run(data + data, loss=loss), (2 * whole[0], 2 * whole[1]))
+
+
+@pytest.mark.parametrize("loss", ["importance_sampling", "ppo", "cispo", "gspo"])
+def test_twice_the_advantages_are_twice_the_loss(bench: Bench, loss: str) -> None:
+    """Where the loss is linear in them; dro has a term without."""
+    rng = np.random.default_rng(9)
+    data = [MAKERS[loss](rng, length) for length in LENGTHS]
+    total, gradient = bench.run(data, loss=loss)
+    doubled = [rescaled(datum, "advantages", 2.0) for datum in data]
+    assert_same(bench.run(doubled, loss=loss), (2 * total, 2 * gradient))
+
+
+@pytest.mark.parametrize("loss", ["importance_sampling", "cispo"])
+def test_opposite_advantages_cancel(bench: Bench, loss: str) -> None:
+    """Where nothing is chosen by the sign."""
+    rng = np.random.default_rng(10)
+    data = [MAKERS[loss](rng, length) for length in LENGTHS]
+    _, gradient = bench.run(data, loss=loss)
+    opposite = [rescaled(datum, "advantages", -1.0) for datum in data]
+    _, nothing = bench.run(data, opposite, loss=loss)
+    assert nothing.norm() <= 1e-5 * gradient.norm()
 
 
 @pytest.mark.parametrize("max_tokens", [1, 13, 28])
