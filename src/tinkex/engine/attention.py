@@ -155,19 +155,37 @@ def attend(
     layer_index: Any = module.layer_idx
     if packing.shapes_seen is not None:
         packing.shapes_seen[layer_index] = (key.shape[1], key.shape[3])
+    layer = None
+    if packing.cache is not None:
+        layer = packing.cache.layers[layer_index]
+        layer.keys.index_copy_(0, packing.cache.write_T, key[0].transpose(0, 1))
+        layer.values.index_copy_(0, packing.cache.write_T, value[0].transpose(0, 1))
+    given = query.dtype
+    if given != torch.float32 and not query.is_cuda:
+        # On a CPU short formats gain nothing here, and rounded probabilities would make decoding
+        # differ from a whole pass by more than everything else together.
+        query, key, value = query.float(), key.float(), value.float()
+    return _attended(query, key, value, layer, scaling, packing).to(given), None
+
+
+def _attended(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layer: CacheLayer | None,
+    scaling: float,
+    packing: Packing,
+) -> Tensor:
     cache = packing.cache
-    if cache is None:
-        return within_segments(query, key, value, scaling, packing), None
-    layer = cache.layers[layer_index]
-    layer.keys.index_copy_(0, cache.write_T, key[0].transpose(0, 1))
-    layer.values.index_copy_(0, cache.write_T, value[0].transpose(0, 1))
+    if cache is None or layer is None:
+        return within_segments(query, key, value, scaling, packing)
     if cache.levels is not None:
-        return over_runs(query, layer, scaling, cache.levels), None
+        return over_runs(query, layer, scaling, cache.levels)
     if cache.table is not None:
-        return over_table(query, layer, scaling, cache.table), None
+        return over_table(query, layer, scaling, cache.table)
     if not any(cache.reaches):
-        return within_segments(query, key, value, scaling, packing), None
-    return over_reaches(query, key, value, layer, scaling, packing), None
+        return within_segments(query, key, value, scaling, packing)
+    return over_reaches(query, key, value, layer, scaling, packing)
 
 
 AttentionInterface.register(NAME, attend)
@@ -221,8 +239,8 @@ def over_reaches(
         if reach is None:
             k, v, mask = key[:, :, start:stop], value[:, :, start:stop], None
         else:
-            k = layer.keys[reach.rows].transpose(0, 1).unsqueeze(0)
-            v = layer.values[reach.rows].transpose(0, 1).unsqueeze(0)
+            k = layer.keys[reach.rows].to(q.dtype).transpose(0, 1).unsqueeze(0)
+            v = layer.values[reach.rows].to(q.dtype).transpose(0, 1).unsqueeze(0)
             cached = len(reach.rows) - (stop - start)
             mask = torch.ones(
                 stop - start, len(reach.rows), dtype=torch.bool, device=q.device
@@ -244,11 +262,12 @@ def over_table(query: Tensor, layer: CacheLayer, scaling: float, table: Table) -
         # As rows of numbers, not of heads: a CPU copies those several times faster.
         rows.view(len(rows), -1)
         .index_select(0, table.rows)
+        .to(query.dtype)
         .view(sequences, -1, key_heads, size)
         .transpose(1, 2)
         for rows in layer
     )
-    bias_S1GL = table.bias.expand(-1, -1, heads // key_heads, -1)
+    bias_S1GL = table.bias.to(query.dtype).expand(-1, -1, heads // key_heads, -1)
     out_SKGD = F.scaled_dot_product_attention(
         q_SKGD, k_SKLD, v_SKLD, attn_mask=bias_S1GL, scale=scaling
     )
@@ -283,8 +302,8 @@ def _one_level(
 ) -> tuple[Tensor, Tensor]:
     outs, lses = [], []
     for start, stop, first, last in level.runs:
-        k_1KLD = layer.keys[start:stop].transpose(0, 1).unsqueeze(0)
-        v_1KLD = layer.values[start:stop].transpose(0, 1).unsqueeze(0)
+        k_1KLD = layer.keys[start:stop].to(q_SKGD.dtype).transpose(0, 1).unsqueeze(0)
+        v_1KLD = layer.values[start:stop].to(q_SKGD.dtype).transpose(0, 1).unsqueeze(0)
         shared = last - first
         if shared == 1:
             q = q_SKGD[first:last]
