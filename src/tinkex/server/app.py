@@ -26,11 +26,13 @@ from tinkex.server.api import (
     telemetry,
     training,
 )
+from tinkex.server.api.auth import Authentication, Gate
 from tinkex.server.api.context import Context
 from tinkex.server.dispatch import Dispatcher
 from tinkex.server.executor import Executor
 from tinkex.server.futures import Futures
 from tinkex.server.settings import Settings
+from tinkex.server.signing import SigningKey
 from tinkex.server.store import Store
 from tinkex.wire import checkpoints as wire_checkpoints
 from tinkex.wire import custom_loss as wire_custom_loss
@@ -113,6 +115,8 @@ def create_app(settings: Settings, executor: Executor, store: Store) -> FastAPI:
         lifespan=lifespan,
         exception_handlers=errors.HANDLERS,
     )
+    app.state.gate = Gate(store.keys, SigningKey.of(settings.folder))
+    app.add_middleware(Authentication, host=settings.host)
     for router in ROUTERS:
         app.include_router(router)
     for path, endpoint in HOT_ROUTES.items():

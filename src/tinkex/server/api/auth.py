@@ -1,11 +1,232 @@
-"""Who asks. Every look-up goes through the owner this answers."""
+"""
+Who asks. Every request passes here before any route, and every look-up uses the owner found here.
+
+A server that never had a key is bound to loopback, and everybody on the machine is the owner
+`local`. Once there is a key, each request needs one, or a token that was given for one.
+"""
+
+import hashlib
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from starlette.requests import HTTPConnection
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-# A server without keys is bound to loopback, and everybody on the machine is this one.
+from tinkex.server.api.errors import Refusal
+from tinkex.server.settings import is_loopback
+from tinkex.server.signing import BadToken, SigningKey
+from tinkex.server.store import ApiKey, Keys
+
 LOCAL_OWNER = "local"
+WEIGHTS_TOKEN = "X-Tinker-Weights-Access-Token"
+
+#: What needs no key: it says nothing of anybody, or carries a signature of its own.
+OPEN_PATHS = frozenset(
+    {"/api/v1/healthz", "/api/unauthed/auth-config", "/docs", "/docs/oauth2-redirect"}
+    | {"/redoc", "/openapi.json"}
+)
+#: Below these, a path is its own permission: links that the server signed.
+SIGNED_PREFIXES: tuple[str, ...] = ("/api/v1/signed/",)
+#: Needs no key where only this machine can ask.
+LOCAL_PATHS = frozenset({"/metrics"})
+
+# How long an answer of the database is believed: a revoked key opens nothing after this.
+BELIEVED_S = 2.0
+# When a key was last used is noted this often.
+NOTED_S = 30.0
+MOST_CACHED = 10_000
+# A refused body is read to its end up to here, or its sender would see a broken connection.
+MOST_SWALLOWED = 64 * 2**20
+
+ASK = "Ask whoever runs this server for one: `tinkex key create` makes it."
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Caller:
+    """Who is behind a request."""
+
+    owner: str
+    #: None on a server without keys.
+    key_id: int | None = None
+    name: str = ""
+    project_id: str | None = None
+    #: Limits of this key that differ from the server's.
+    limits: Mapping[str, int] = field(default_factory=dict)
+    #: The request came with a token instead of the key.
+    by_token: bool = False
+
+
+LOCAL = Caller(owner=LOCAL_OWNER)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Known:
+    """What was found for a credential, and until when that is believed."""
+
+    until_s: float
+    caller: Caller | None
+    problem: str
+
+
+class Gate:
+    """From credentials to callers, with a short memory."""
+
+    def __init__(
+        self, keys: Keys, signing: SigningKey, *, clock: Callable[[], float] = time.time
+    ) -> None:
+        self._keys = keys
+        self.signing = signing
+        self._clock = clock
+        self._known: dict[bytes, _Known] = {}
+        self._noted: dict[int, float] = {}
+        self._needs_keys = False
+        self._asked_s = float("-inf")
+
+    async def needs_keys(self) -> bool:
+        """Whether there ever was a key. One that is made while the server runs counts soon."""
+        now_s = self._clock()
+        if not self._needs_keys and now_s - self._asked_s >= BELIEVED_S:
+            self._asked_s = now_s
+            self._needs_keys = await self._keys.any()
+        return self._needs_keys
+
+    async def caller(self, credential: str | None) -> Caller:
+        """Who this is; a 401 that says what to do when that is nobody."""
+        if not (self._needs_keys or await self.needs_keys()):
+            return LOCAL
+        if not credential:
+            raise Refusal(
+                401,
+                "this server needs an API key, and the request came without one. Set "
+                f"TINKER_API_KEY, or pass api_key. {ASK}",
+            )
+        return await self._known_caller(credential, "the API key")
+
+    async def foreign(self, token: str) -> Caller:
+        """Who lends a right to read; a 403 when nobody does."""
+        if not await self.needs_keys():
+            return LOCAL
+        try:
+            return await self._known_caller(token, "the weights access token")
+        except Refusal as refusal:
+            raise Refusal(403, refusal.detail) from None
+
+    def forget(self) -> None:
+        """Something about keys has changed here."""
+        self._known.clear()
+
+    async def _known_caller(self, credential: str, what: str) -> Caller:
+        # The memory holds no secrets.
+        digest = hashlib.sha256(credential.encode(errors="surrogateescape")).digest()
+        now_s = self._clock()
+        known = self._known.get(digest)
+        if known is None or known.until_s <= now_s:
+            known = await self._look_up(credential, now_s)
+            if len(self._known) >= MOST_CACHED:
+                self._known.clear()
+            self._known[digest] = known
+        if known.caller is None:
+            raise Refusal(401, f"{what} {known.problem}. {ASK}")
+        return known.caller
+
+    async def _look_up(self, credential: str, now_s: float) -> _Known:
+        until_s = now_s + BELIEVED_S
+        by_token = credential.startswith("eyJ")
+        if by_token:
+            try:
+                claims = self.signing.claims(credential, now_s=now_s)
+            except BadToken as bad:
+                return _Known(until_s=until_s, caller=None, problem=f"is a token, and {bad}")
+            until_s = min(until_s, claims["exp"])
+            key = await self._keys.by_id(int(claims.get("key_id") or 0))
+        else:
+            key = await self._keys.by_secret(credential)
+        if key is None:
+            problem = "is not known on this server. It may belong to another one"
+            return _Known(until_s=until_s, caller=None, problem=problem)
+        if (state := key.state(now_s)) != "active":
+            problem = f"{key.hint}… ({key.name or key.owner}) is {state}"
+            return _Known(until_s=until_s, caller=None, problem=problem)
+        self._note(key, now_s)
+        return _Known(until_s=until_s, caller=_caller(key, by_token=by_token), problem="")
+
+    def _note(self, key: ApiKey, now_s: float) -> None:
+        if now_s - self._noted.get(key.key_id, float("-inf")) >= NOTED_S:
+            self._noted[key.key_id] = now_s
+            self._keys.used(key.key_id)
+
+
+def _caller(key: ApiKey, *, by_token: bool) -> Caller:
+    return Caller(
+        owner=key.owner,
+        key_id=key.key_id,
+        name=key.name,
+        project_id=key.project_id,
+        limits=key.limits,
+        by_token=by_token,
+    )
+
+
+class Authentication:
+    """In front of every route: a request that gets past it has a caller."""
+
+    def __init__(self, app: ASGIApp, *, host: str) -> None:
+        self._app = app
+        self._local_paths = LOCAL_PATHS if is_loopback(host) else frozenset()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and not self._is_open(scope["path"]):
+            request = HTTPConnection(scope)
+            try:
+                caller = await gate_of(request).caller(request.headers.get("x-api-key"))
+            except Refusal as refusal:
+                await _swallow(receive)
+                await JSONResponse({"detail": refusal.detail}, refusal.status)(scope, receive, send)
+                return
+            scope.setdefault("state", {})["caller"] = caller
+        await self._app(scope, receive, send)
+
+    def _is_open(self, path: str) -> bool:
+        return path in OPEN_PATHS or path in self._local_paths or path.startswith(SIGNED_PREFIXES)
+
+
+async def _swallow(receive: Receive) -> None:
+    left = MOST_SWALLOWED
+    while left > 0:
+        message = await receive()
+        left -= len(message.get("body", b""))
+        if message["type"] != "http.request" or not message.get("more_body"):
+            return
+
+
+def gate_of(request: HTTPConnection) -> Gate:
+    gate: Gate = request.app.state.gate
+    return gate
+
+
+def caller_of(request: HTTPConnection) -> Caller:
+    """Who is behind a request; only the gate decides that."""
+    caller: Caller = request.state.caller
+    return caller
 
 
 def owner_of(request: HTTPConnection) -> str:
     """The owner behind a request."""
-    return LOCAL_OWNER
+    return caller_of(request).owner
+
+
+async def reader_owners(request: HTTPConnection, token: str | None = None) -> tuple[str, ...]:
+    """
+    Whose checkpoints this request may read: its owner's, then those of whoever lent it a key.
+
+    The key travels in the body or in the header `X-Tinker-Weights-Access-Token`. It lets this one
+    request read, and nothing more.
+    """
+    own = owner_of(request)
+    token = token or request.headers.get(WEIGHTS_TOKEN)
+    if not token:
+        return (own,)
+    lender = await gate_of(request).foreign(token)
+    return (own,) if lender.owner == own else (own, lender.owner)
