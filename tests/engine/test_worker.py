@@ -1,0 +1,164 @@
+"""The engine process's loop, turn by turn: which orders one micro-batch answers."""
+
+import json
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tinkex.engine import Engine, EngineSettings
+from tinkex.engine.process import Wire, Worker
+from tinkex.wire import frames
+from tinkex.wire.inputs import Datum, ModelInput
+from tinkex.wire.proto import frames_pb2
+from tinkex.wire.protobuf import decode_forward_backward_output, encode_forward_backward_request
+from tinkex.wire.training import ForwardBackwardInput, ForwardBackwardRequest
+
+
+class Turns:
+    """A worker that takes one turn at a time, and what it said."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._ours, theirs = socket.socketpair()
+        self._theirs = theirs.detach()
+        self.worker = Worker(engine, Wire(self._theirs), turn_file=None)
+        self._stream = self._ours.makefile("rb")
+        self._tickets = 0
+
+    def order(self, **work: object) -> int:
+        self._tickets += 1
+        self.worker._sort(frames.Order(ticket=self._tickets, **work))  # type: ignore[arg-type]
+        return self._tickets
+
+    def turn(self) -> dict[int, frames.Report]:
+        """What one turn of training answered."""
+        self.worker._train_once()
+        # A mark behind everything that was said in this turn.
+        self.worker._wire.send(frames.Report(ticket=0))
+        said = {}
+        while (report := self._report()).ticket:
+            said[report.ticket] = report
+        return said
+
+    def _report(self) -> frames.Report:
+        head = self._stream.read(frames.LENGTH.size)
+        return frames.Report.FromString(self._stream.read(frames.body_length(head)))
+
+    def create(self, *model_ids: str) -> None:
+        for model_id in model_ids:
+            create = frames_pb2.Create(
+                model_id=model_id,
+                lora_config=b'{"rank":4,"seed":1}',
+                optimizer_config=b'{"type":"adamw"}',
+            )
+            self.order(create=create)
+            self.turn()
+
+    def close(self) -> None:
+        self._stream.close()
+        self._ours.close()
+        self.worker._wire._socket.close()
+
+
+@pytest.fixture(scope="module")
+def turns_on(tiny_folder: Path) -> Callable[[bool], Turns]:
+    torch.set_num_threads(1)
+    made: dict[bool, Engine] = {}
+
+    def get(deterministic: bool) -> Turns:
+        if deterministic not in made:
+            settings = EngineSettings(
+                name="tiny",
+                folder=tiny_folder,
+                device="cpu",
+                kv_tokens=512,
+                max_batch_tokens=40,
+                deterministic=deterministic,
+            )
+            made[deterministic] = Engine(settings)
+        return Turns(made[deterministic])
+
+    return get
+
+
+@pytest.fixture
+def turns(turns_on: Callable[[bool], Turns]) -> Iterator[Turns]:
+    turns = turns_on(False)
+    turns.create("a", "b", "c")
+    yield turns
+    turns.close()
+
+
+def passes(
+    model_id: str, rows: int, tokens: int, *, backward: bool = True, loss: str = "cross_entropy"
+) -> frames_pb2.Pass:
+    datum = Datum(
+        model_input=ModelInput.from_ints([5] * tokens),
+        loss_fn_inputs={"target_tokens": [6] * tokens, "weights": [1.0] * tokens},
+    )
+    work = ForwardBackwardInput._of([datum] * rows, loss, None)
+    body = encode_forward_backward_request(ForwardBackwardRequest(work, model_id, 1))
+    payload = frames_pb2.Payload(inline=body)
+    return frames_pb2.Pass(model_id=model_id, payload=payload, backward=backward)
+
+
+def step(model_id: str) -> frames_pb2.OptimStep:
+    body = json.dumps({"model_id": model_id, "seq_id": 1, "adam_params": {}}).encode()
+    return frames_pb2.OptimStep(model_id=model_id, payload=frames_pb2.Payload(inline=body))
+
+
+def test_small_passes_of_several_models_are_one_micro_batch(turns: Turns) -> None:
+    tickets = [turns.order(run_pass=passes(name, 2, 4)) for name in "abc"]
+    tickets.append(turns.order(run_pass=passes("a", 1, 4)))  # the next chunk of the same batch
+    said = turns.turn()
+    assert sorted(said) == sorted(tickets)
+    losses = [
+        decode_forward_backward_output(said[ticket].done.result).metrics["loss:sum"]
+        for ticket in tickets
+    ]
+    # The models begin alike, so equal data has equal losses, and half of it half.
+    assert losses == pytest.approx([losses[0], losses[0], losses[0], losses[0] / 2], rel=1e-5)
+    assert sum(said[ticket].done.compute_s for ticket in tickets) > 0
+
+
+def test_a_large_pass_is_cut_and_a_small_one_does_not_wait_for_it(turns: Turns) -> None:
+    large = turns.order(run_pass=passes("a", 12, 10))
+    small = turns.order(run_pass=passes("b", 1, 10))
+    assert list(turns.turn()) == [small]
+    later = [list(turns.turn()) for _ in range(3)]
+    assert later == [[], [], [large]]
+
+
+def test_a_step_waits_for_the_passes_before_it_and_holds_up_those_behind(turns: Turns) -> None:
+    first = turns.order(run_pass=passes("a", 1, 4))
+    stepped = turns.order(optim_step=step("a"))
+    second = turns.order(run_pass=passes("a", 1, 4))
+    other = turns.order(run_pass=passes("b", 1, 4))
+    assert list(turns.turn()) == [first, other]
+    assert list(turns.turn()) == [stepped]
+    assert list(turns.turn()) == [second]
+
+
+def test_passes_without_gradients_are_batches_of_their_own(turns: Turns) -> None:
+    backward = turns.order(run_pass=passes("a", 1, 4))
+    forward = turns.order(run_pass=passes("b", 1, 4, backward=False))
+    assert list(turns.turn()) == [backward]
+    assert list(turns.turn()) == [forward]
+
+
+def test_a_refused_pass_is_answered_and_the_others_run(turns: Turns) -> None:
+    bad = turns.order(run_pass=passes("a", 1, 4, loss="no_such_loss"))
+    good = turns.order(run_pass=passes("b", 1, 4))
+    said = turns.turn()
+    assert said[bad].failed.category == "user"
+    assert said[good].done.result
+
+
+def test_deterministic_engines_never_mix(turns_on: Callable[[bool], Turns]) -> None:
+    turns = turns_on(True)
+    turns.create("a", "b")
+    tickets = [turns.order(run_pass=passes(name, 1, 4)) for name in ("a", "b", "a")]
+    assert [list(turns.turn()) for _ in tickets] == [[ticket] for ticket in tickets]
+    turns.close()
