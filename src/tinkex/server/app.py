@@ -32,8 +32,8 @@ from tinkex.server.dispatch import Dispatcher
 from tinkex.server.executor import Executor
 from tinkex.server.futures import Futures
 from tinkex.server.settings import Settings
-from tinkex.server.signing import SigningKey
 from tinkex.server.store import Store
+from tinkex.server.tokens import Tokens
 from tinkex.wire import checkpoints as wire_checkpoints
 from tinkex.wire import custom_loss as wire_custom_loss
 from tinkex.wire import futures as wire_futures
@@ -115,7 +115,7 @@ def create_app(settings: Settings, executor: Executor, store: Store) -> FastAPI:
         lifespan=lifespan,
         exception_handlers=errors.HANDLERS,
     )
-    app.state.gate = Gate(store.keys, SigningKey.of(settings.folder))
+    app.state.gate = Gate(store.keys, Tokens.of_folder(settings.folder))
     app.add_middleware(Authentication, host=settings.host)
     for router in ROUTERS:
         app.include_router(router)

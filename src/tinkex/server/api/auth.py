@@ -16,8 +16,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tinkex.server.api.errors import Refusal
 from tinkex.server.settings import is_loopback
-from tinkex.server.signing import BadToken, SigningKey
 from tinkex.server.store import ApiKey, Keys
+from tinkex.server.tokens import BadToken, Tokens
 
 LOCAL_OWNER = "local"
 WEIGHTS_TOKEN = "X-Tinker-Weights-Access-Token"
@@ -74,10 +74,10 @@ class Gate:
     """From credentials to callers, with a short memory."""
 
     def __init__(
-        self, keys: Keys, signing: SigningKey, *, clock: Callable[[], float] = time.time
+        self, keys: Keys, tokens: Tokens, *, clock: Callable[[], float] = time.time
     ) -> None:
         self._keys = keys
-        self.signing = signing
+        self.tokens = tokens
         self._clock = clock
         self._known: dict[bytes, _Known] = {}
         self._noted: dict[int, float] = {}
@@ -136,7 +136,7 @@ class Gate:
         by_token = credential.startswith("eyJ")
         if by_token:
             try:
-                claims = self.signing.claims(credential, now_s=now_s)
+                claims = self.tokens.read(credential, now_s=now_s)
             except BadToken as bad:
                 return _Known(until_s=until_s, caller=None, problem=f"is a token, and {bad}")
             until_s = min(until_s, claims["exp"])
