@@ -1,5 +1,6 @@
 """Other families through the same path: what works gives PEFT's numbers, what would not is refused."""
 
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -50,17 +51,27 @@ def engine_on(folder: Path) -> Engine:
     return Engine(EngineSettings(name="family", folder=folder, device="cpu", kv_tokens=512))
 
 
+#: Served, each with what is special about it; the page has the same rows.
+SERVED: dict[str, dict[str, Any]] = {
+    "Llama": {},
+    "Qwen2": {},  # biases in attention
+    "Qwen3": {"head_dim": 16},  # norms of queries and keys
+    "SmolLM3": {},  # layers without positions, tied
+    "Mistral": {"sliding_window": 64},
+    "Gemma": {"head_dim": 16},  # scaled embeddings, tied
+    "Gemma3Text": {"head_dim": 16, "sliding_window": 64},  # every kind of norm, windows, tied
+    "Phi": {},  # one norm for attention and MLP, rotates a part
+    "Phi3": {},  # fused projections
+    "GPTNeoX": {},  # as many key heads as heads, biases, other names
+    "Olmo2": {},  # norms behind the layers
+    "Granite": {},  # scales of its own
+    "Glm4": {},  # rotates in pairs, fused projections
+    "Starcoder2": {},  # an MLP without a gate
+}
+
+
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    ("family", "extra"),
-    [
-        ("Qwen2", {}),  # biases in attention
-        ("Mistral", {"sliding_window": 64}),
-        ("Gemma", {"head_dim": 16}),  # scaled embeddings, tied
-        ("Phi3", {}),  # fused projections
-        ("GPTNeoX", {}),  # as many key heads as heads, biases, other names
-    ],
-)
+@pytest.mark.parametrize(("family", "extra"), SERVED.items(), ids=list(SERVED))
 def test_a_family_trains_and_samples_as_peft_would(
     family: str, extra: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -100,20 +111,78 @@ def test_a_sliding_window_cuts_the_context(tmp_path: Path) -> None:
     assert engine.facts.max_context_length == 64
 
 
+#: Refused, with what it says. Those of the second kind by their config alone.
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "Granite": ({"logits_scaling": 8.0}, "computes something beside layers"),
+    "Cohere": ({}, "computes something beside layers"),
+    "Gemma2": ({"head_dim": 16}, "caps its attention scores"),
+    "StableLm": ({}, "does not take another attention"),
+    "Mamba": ({}, "does not take another attention"),
+    "GPT2": ({}, "keeps its layers elsewhere"),
+    "Qwen3_5Text": ({}, "2 of the 2 layers .* are no attention"),
+}
+REFUSED_BY_CONFIG: dict[str, tuple[dict[str, Any], str]] = {
+    "Qwen3Moe": ({}, "mixture of experts"),
+    "Mixtral": ({}, "mixture of experts"),
+    "DeepseekV3": ({}, "mixture of experts"),
+    "GptOss": ({}, "mixture of experts"),
+    "Qwen2_5_VL": ({}, "qwen2_5_vl takes images"),
+    "Llava": ({}, "llava takes images"),
+    "T5": ({}, "t5 is no language model"),
+}
+
+
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    ("family", "extra", "message"),
-    [
-        ("Granite", {"logits_scaling": 8.0}, "computes something beside layers"),
-        ("Gemma2", {"head_dim": 16}, "caps its attention scores"),
-        ("StableLm", {}, "does not take another attention"),
-        ("GPT2", {}, "keeps its layers elsewhere"),
-        ("Qwen3Moe", {}, "mixture of experts"),
-    ],
-)
-def test_a_model_that_would_come_out_wrong_is_refused(
-    family: str, extra: dict[str, Any], message: str, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("family", REFUSED)
+def test_a_model_that_would_come_out_wrong_is_refused(family: str, tmp_path: Path) -> None:
+    extra, message = REFUSED[family]
     folder = write_model(tmp_path, family, **extra)
     with pytest.raises(UnsupportedModel, match=message):
         engine_on(folder)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("family", REFUSED_BY_CONFIG)
+def test_a_model_of_another_kind_is_refused_before_its_weights_are_read(
+    family: str, tmp_path: Path
+) -> None:
+    extra, message = REFUSED_BY_CONFIG[family]
+    getattr(transformers, f"{family}Config")(**extra).save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModel, match=message):
+        engine_on(tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_text_part_of_an_image_model_is_served(tmp_path: Path) -> None:
+    """Gemma 3 with its image tower: transformers has a text form of it, with names of its own."""
+    text = {**SHAPE, "head_dim": 16, "sliding_window": 64}
+    tower = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    tower |= {"num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+    config = transformers.Gemma3Config(text_config=text, vision_config=tower)
+    torch.manual_seed(0)
+    transformers.AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path / "m")
+    engine = engine_on(tmp_path / "m")
+    assert engine.facts.arch == "gemma3"
+    assert not any("vision" in target.name for target in engine.model.targets)
+    adapter = random_adapter(engine, tmp_path / "adapter")
+    (answer,) = sample(engine, [request([5, 6, 7], max_tokens=5, seed=1, stop=[])], [adapter])
+    model_from(engine, "m", adapter)
+    tokens = [5, 6, 7, *answer.sequences[0].tokens]
+    datum = Datum(
+        model_input=ModelInput.from_ints(tokens[:-1]),
+        loss_fn_inputs={"target_tokens": np.array(tokens[1:])},
+    )
+    output = engine.run_pass("m", work([datum]), backward=False).loss_fn_outputs[0]
+    np.testing.assert_allclose(
+        answer.sequences[0].logprobs_np, output["logprobs"].to_numpy()[2:], atol=1e-4
+    )
+
+
+def test_the_page_has_the_families_that_are_tested() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "models.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| (served|refused)", page, re.MULTILINE)
+    tested = [(family, "served") for family in SERVED]
+    tested += [
+        (family, "refused") for family in (*REFUSED, *REFUSED_BY_CONFIG) if family not in SERVED
+    ]
+    assert sorted(rows) == sorted(tested)

@@ -159,14 +159,24 @@ class BaseModel:
         """
         ids_T = probe(self.vocab_size).to(self.device)
         shapes: dict[int, tuple[int, int]] = {}
-        packing = Packing.of([len(ids_T)], device=self.device, shapes_seen=shapes)
+        # Behind another sequence: whatever looks past the border between them shows.
+        before = len(ids_T) // 2
+        packing = Packing.of([before, len(ids_T)], device=self.device, shapes_seen=shapes)
         try:
-            found_TV = self.head.logits(self.hidden(ids_T, packing))
+            hidden_TH = self.hidden(torch.cat([ids_T[before:], ids_T]), packing)
+            found_TV = self.head.logits(hidden_TH[before:])
         except PackingLost:
             raise UnsupportedModel(
                 f"transformers' code for {self.config.model_type} models does not take another "
                 "attention. Serve another model."
             ) from None
+        layers = self.config.get_text_config().num_hidden_layers
+        if len(shapes) != layers:
+            raise UnsupportedModel(
+                f"{layers - len(shapes)} of the {layers} layers of this {self.config.model_type} "
+                "model are no attention but a recurrence, a convolution or the like, whose state "
+                "this engine does not keep. Serve another model."
+            )
         gap = (found_TV - expected_TV).abs().max() / expected_TV.abs().max().clamp(min=1e-6)
         if not gap < TOLERANCE[self.dtype]:  # NaN is refused too
             raise UnsupportedModel(
@@ -202,9 +212,17 @@ def load(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
     with quiet_transformers():
         if ggufs and not any(folder.glob("*.safetensors")):
             return load_gguf(ggufs[0], config, dtype)
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, attn_implementation="sdpa", local_files_only=True
-        )
+        try:
+            model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+                folder, dtype=dtype, attn_implementation="sdpa", local_files_only=True
+            )
+        except ValueError as error:
+            if "attention implementation" not in str(error):
+                raise
+            raise UnsupportedModel(
+                f"transformers' code for {config.model_type} models does not take another "
+                "attention. Serve another model."
+            ) from None
     return model
 
 
@@ -235,6 +253,14 @@ def quiet_transformers() -> Iterator[None]:
 
 def refuse_unsupported(config: PretrainedConfig) -> None:
     text = config.get_text_config()
+    # The mapping is a lazy one that knows its keys only.
+    if type(config) not in AutoModelForCausalLM._model_mapping.keys():  # noqa: SIM118
+        images = getattr(config, "vision_config", None) is not None
+        what = "takes images" if images else "is no language model of one decoder"
+        raise UnsupportedModel(
+            f"{config.model_type} {what}, and transformers does not load it as a causal language "
+            "model; this engine serves text. Serve a text model, or its text part saved as one."
+        )
     for key in ("num_experts", "num_local_experts", "n_routed_experts"):
         if getattr(text, key, None):
             raise UnsupportedModel(
