@@ -301,9 +301,12 @@ def _one_level(
     q_SKGD: Tensor, layer: CacheLayer, scaling: float, level: Level
 ) -> tuple[Tensor, Tensor]:
     outs, lses = [], []
+    short = layer.keys.dtype != q_SKGD.dtype
     for start, stop, first, last in level.runs:
-        k_1KLD = layer.keys[start:stop].to(q_SKGD.dtype).transpose(0, 1).unsqueeze(0)
-        v_1KLD = layer.values[start:stop].to(q_SKGD.dtype).transpose(0, 1).unsqueeze(0)
+        k_1KLD = layer.keys[start:stop].transpose(0, 1).unsqueeze(0)
+        v_1KLD = layer.values[start:stop].transpose(0, 1).unsqueeze(0)
+        if short:
+            k_1KLD, v_1KLD = k_1KLD.to(q_SKGD.dtype), v_1KLD.to(q_SKGD.dtype)
         shared = last - first
         if shared == 1:
             q = q_SKGD[first:last]

@@ -76,9 +76,10 @@ BURST_S = 0.25
 FILL_TOKENS = {"cpu": 2048, "cuda": 8192}
 FILL_TOKENS_BETWEEN = {"cpu": 512, "cuda": 2048}
 
-#: Share of the cache for beginnings that nobody uses at the moment. On a CPU what was never written
-#: takes no memory, so keeping everything would make an idle server large.
+#: Of the cache, for beginnings that nobody uses at the moment: a share and most bytes. On a CPU what
+#: was never written takes no memory, so keeping everything would make an idle server large.
 IDLE_SHARE = {"cpu": 0.25, "cuda": 1.0}
+IDLE_BYTES = {"cpu": 1 << 29, "cuda": 1 << 40}
 
 #: A request for more samples is most likely a mistake.
 MAX_SAMPLES = 1024
@@ -126,11 +127,12 @@ class Sampler:
         self._answers: dict[int, _Answer] = {}
         self._tokenizer: Tokenizer | None = None
         count, kind = max(1, kv_tokens // PAGE_TOKENS), model.device.type
+        most_idle = 0
         # Tokens found in the cache were computed in other company: equal up to rounding only.
-        remembers = settings.prefix_cache and not settings.deterministic
-        pages = Pages(
-            count, PAGE_TOKENS, most_idle=int(count * IDLE_SHARE[kind]) if remembers else 0
-        )
+        if settings.prefix_cache and not settings.deterministic:
+            bytes_each = PAGE_TOKENS * model.cache_bytes_per_token
+            most_idle = min(int(count * IDLE_SHARE[kind]), IDLE_BYTES[kind] // bytes_each)
+        pages = Pages(count, PAGE_TOKENS, most_idle=most_idle)
         self._schedule = Schedule(
             pages,
             max_sequences=settings.max_sequences,
