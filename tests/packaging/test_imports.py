@@ -28,7 +28,7 @@ ROOMS = {
     "server.executor": "wire server.plan",
     "server.api": "wire server.store server.plan server.executor server.dispatch server.futures "
     "server.saving server.settings server.signing server.tokens fastapi starlette",
-    "server": "wire models server uvicorn prometheus_client fastapi starlette pydantic",
+    "server": "wire models server uvicorn prometheus_client fastapi starlette pydantic ~pyrage",
     "cli": "client wire types models click rich ~server ~engine ~testing ~tokenizers ~matplotlib",
 }
 

@@ -15,9 +15,12 @@ from starlette.responses import Response
 
 from tinkex.server.api import (
     checkpoints,
+    copies,
+    downloads,
     errors,
     futures,
     health,
+    keys,
     losses,
     models,
     runs,
@@ -32,6 +35,7 @@ from tinkex.server.dispatch import Dispatcher
 from tinkex.server.executor import Executor
 from tinkex.server.futures import Futures
 from tinkex.server.settings import Settings
+from tinkex.server.signing import Signer
 from tinkex.server.store import Store
 from tinkex.server.tokens import Tokens
 from tinkex.wire import checkpoints as wire_checkpoints
@@ -49,12 +53,17 @@ HOT_ROUTES: dict[str, Callable[[Request], Any]] = {
     "/api/v1/forward": training.forward,
     "/api/v1/forward_backward": training.forward_backward,
     "/api/v1/retrieve_future": futures.retrieve_future,
+    "/api/v1/retrieve_futures": futures.retrieve_futures,
 }
 
 ROUTERS = (
     checkpoints.router,
+    copies.router,
+    downloads.router,
     futures.router,
     health.router,
+    keys.router,
+    keys.unauthed,
     losses.router,
     models.router,
     runs.router,
@@ -67,9 +76,12 @@ ROUTERS = (
 #: Bodies that routes read themselves; named in the OpenAPI page.
 BODIES: tuple[type[BaseModel], ...] = (
     checkpoints.WeightsInfoRequest,
+    wire_checkpoints.CopyWeightsRequest,
     wire_checkpoints.LoadWeightsRequest,
+    wire_checkpoints.SaveWeightsExternalRequest,
     wire_checkpoints.SaveWeightsForSamplerRequest,
     wire_checkpoints.SaveWeightsRequest,
+    wire_checkpoints.SetCheckpointTtlRequest,
     wire_custom_loss.CreateCustomLossRequest,
     wire_futures.CancelFutureRequest,
     wire_runs.ClientConfigRequest,
@@ -78,6 +90,7 @@ BODIES: tuple[type[BaseModel], ...] = (
     wire_runs.GetInfoRequest,
     wire_runs.SessionHeartbeatRequest,
     wire_sampling.CreateSamplingSessionRequest,
+    wire_sampling.JoinSamplingSessionRequest,
     wire_telemetry.TelemetrySendRequest,
     wire_training.CreateModelRequest,
     wire_training.OptimStepRequest,
@@ -100,6 +113,7 @@ def create_app(settings: Settings, executor: Executor, store: Store) -> FastAPI:
             executor=executor,
             futures=waiting,
             dispatcher=dispatcher,
+            signer=Signer.of_folder(settings.folder),
         )
         await dispatcher.start()
         try:

@@ -18,6 +18,7 @@ class Kind(enum.StrEnum):
     OPTIM_STEP = "optim_step"
     SAVE_WEIGHTS = "save_weights"
     SAVE_FOR_SAMPLER = "save_weights_for_sampler"
+    SAVE_EXTERNAL = "save_weights_external"
     LOAD_WEIGHTS = "load_weights"
     UNLOAD_MODEL = "unload_model"  # outside the order of steps
     SAMPLE = "sample"  # outside the order of steps

@@ -1,17 +1,21 @@
 """Saving and loading as steps of a model: names, versions, samplers. The engine only moves files."""
 
+import asyncio
 import json
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 from tinkex.server.executor import Outcome, Task, Work
+from tinkex.server.locking import check_recipients, lock_files
 from tinkex.server.plan import Kind, Step
 from tinkex.server.store import Model, Sampler, Store, Version
 from tinkex.server.store.checkpoints import NameTaken, Naming, SamplerTaken
 from tinkex.wire.checkpoints import (
     LoadWeightsRequest,
     LoadWeightsResponse,
+    SaveWeightsExternalRequest,
+    SaveWeightsExternalResponseInternal,
     SaveWeightsForSamplerRequest,
     SaveWeightsForSamplerResponseInternal,
     SaveWeightsRequest,
@@ -23,6 +27,7 @@ from tinkex.wire.errors import UserFailure
 
 TRAINING = "weights"
 SAMPLER = "sampler_weights"
+EXTERNAL = "external_weights"
 
 LONGEST_NAME = 200
 SHORTEST_TTL_S = 3600
@@ -41,6 +46,8 @@ class Saving:
         """Save and commit; the result is already on disk when this answers."""
         if step.kind is Kind.SAVE_WEIGHTS:
             return await self._save_training(model, step, payload, run)
+        if step.kind is Kind.SAVE_EXTERNAL:
+            return await self._save_external(model, step, payload, run)
         request = decode_json(SaveWeightsForSamplerRequest, payload)
         if request.path is None:
             return await self._save_unnamed(model, step, request, run)
@@ -60,6 +67,7 @@ class Saving:
         """Load a checkpoint; the result, and the version it was (again `version_id` if given)."""
         request = decode_json(LoadWeightsRequest, payload)
         version = await self._version(model, request.path, version_id)
+        refuse_external(version)
         if version.kind != TRAINING and request.optimizer:
             raise UserFailure(
                 f"{request.path} was saved for sampling and holds no optimizer state. "
@@ -84,7 +92,7 @@ class Saving:
         if version_id is not None:
             version = await checkpoints.version(version_id)
         else:
-            version = await checkpoints.find(path, owner=model.owner)
+            version = await checkpoints.find(path, readers=[model.owner])
         if version is None:
             raise UserFailure(no_checkpoint(path))
         source = await self._store.runs.model(version.model_id)
@@ -105,6 +113,34 @@ class Saving:
         await self._save_named(model, step, TRAINING, name, naming, result, run)
         return result
 
+    async def _save_external(self, model: Model, step: Step, payload: bytes, run: RunWork) -> bytes:
+        """Files for other programs, locked if keys were given."""
+        request = decode_json(SaveWeightsExternalRequest, payload)
+        check_name(request.path)
+        recipients = request.age_encryption_recipients or []
+        check_recipients(recipients)
+        naming = _naming(request.ttl_seconds, None, overwrite=False)
+        checkpoints = self._store.checkpoints
+        await self._refuse_taken(model, EXTERNAL, request.path)
+        version = checkpoints.new_version(
+            owner=model.owner, model_id=model.model_id, kind=EXTERNAL, name=request.path
+        )
+        folder = checkpoints.folder(version)
+        # What is to be locked never has the name that is served.
+        written = folder.with_name(f".{folder.name}.open") if recipients else folder
+        outcome = await run(Work(task=Task.SAVE, model_id=model.model_id, folder=written))
+        size_bytes: int = json.loads(outcome.result)["size_bytes"]
+        if recipients:
+            size_bytes = await asyncio.to_thread(lock_files, written, folder, recipients)
+        path = tinker_path(model.model_id, EXTERNAL, request.path)
+        result = encode_json(
+            SaveWeightsExternalResponseInternal(
+                path=path, size_bytes=size_bytes, type="save_weights_external"
+            )
+        )
+        await self._commit_named(model, step, version.sized(size_bytes), naming, result)
+        return result
+
     async def _save_named(
         self,
         model: Model,
@@ -116,19 +152,26 @@ class Saving:
         run: RunWork,
     ) -> None:
         check_name(name)
-        checkpoints = self._store.checkpoints
-        # Asked before the work for a quick refusal; the commit asks again, and decides.
-        if not naming.overwrite and await checkpoints.is_taken(
-            model_id=model.model_id, kind=kind, name=name
-        ):
-            raise UserFailure(_name_taken(model, kind, name))
+        if not naming.overwrite:
+            await self._refuse_taken(model, kind, name)
         version = await self._written(model, kind, name, run)
+        await self._commit_named(model, step, version, naming, result)
+
+    async def _refuse_taken(self, model: Model, kind: str, name: str) -> None:
+        """Asked before the work for a quick refusal; the commit asks again, and decides."""
+        checkpoints = self._store.checkpoints
+        if await checkpoints.is_taken(model_id=model.model_id, kind=kind, name=name):
+            raise UserFailure(_name_taken(model, kind, name))
+
+    async def _commit_named(
+        self, model: Model, step: Step, version: Version, naming: Naming, result: bytes
+    ) -> None:
         try:
-            await checkpoints.save(
+            await self._store.checkpoints.save(
                 version, request_id=step.request_id, result=result, naming=naming
             )
         except NameTaken:
-            raise UserFailure(_name_taken(model, kind, name)) from None
+            raise UserFailure(_name_taken(model, version.kind, version.name or "")) from None
 
     async def _save_unnamed(
         self, model: Model, step: Step, request: SaveWeightsForSamplerRequest, run: RunWork
@@ -213,12 +256,27 @@ def no_checkpoint(path: str) -> str:
     )
 
 
-def _naming(ttl_s: int | None, user_metadata: dict[str, Any] | None, *, overwrite: bool) -> Naming:
+def refuse_external(version: Version) -> None:
+    """Files for other programs are not read back here: they may be locked."""
+    if version.kind == EXTERNAL:
+        raise UserFailure(
+            f"{tinker_path(version.model_id, EXTERNAL, version.name or '')} was made for other "
+            "programs and cannot be loaded or sampled from here. Use a checkpoint made by "
+            "save_state or save_weights_for_sampler."
+        )
+
+
+def check_ttl(ttl_s: int | None) -> None:
+    """Refuse a time to live that is too short or too long."""
     if ttl_s is not None and not SHORTEST_TTL_S <= ttl_s <= LONGEST_TTL_S:
         raise UserFailure(
             f"ttl_seconds is {ttl_s}; {SHORTEST_TTL_S} (one hour) to {LONGEST_TTL_S} (ten years) "
             "are allowed. Leave it out to keep the checkpoint."
         )
+
+
+def _naming(ttl_s: int | None, user_metadata: dict[str, Any] | None, *, overwrite: bool) -> Naming:
+    check_ttl(ttl_s)
     return Naming(
         overwrite=overwrite,
         expires_s=None if ttl_s is None else time.time() + ttl_s,

@@ -10,6 +10,9 @@ from typing import Any, Self
 
 MEBIBYTE = 2**20
 
+#: Settings that a key may have its own values of.
+LIMITS = ("max_requests", "max_queued_tokens", "max_samples", "max_training")
+
 
 class SettingsError(ValueError):
     """A setting is missing or wrong: nothing was started."""
@@ -58,8 +61,47 @@ class Settings:
     gap_s: float = 360.0
     #: Results up to this size are sent with the first answer, larger ones are announced first.
     metadata_only_bytes: int = 64 * 1024
+    #: Clients exchange their key for a token that expires, and send that (SDK 0.18 and newer).
+    jwt: bool = False
+    #: How long such a token lasts.
+    jwt_s: float = 3600.0
+    #: How long a session may be silent before its models leave the engine's memory. Nothing is
+    #: lost: they come back when the client does.
+    session_grace_s: float = 1800.0
+    #: Most requests of one owner that are accepted and not finished; 0 is no limit.
+    max_requests: int = 0
+    #: Most tokens of those requests; 0 is no limit.
+    max_queued_tokens: int = 0
+    #: Most sequences that one owner has sampled at once; 0 is no limit.
+    max_samples: int = 0
+    #: Most models of one owner that train at once; 0 is no limit. The others wait their turn.
+    max_training: int = 0
     #: How long a stopping server waits for running requests.
     drain_s: float = 10.0
+    #: The server's address as clients see it, for links in answers; empty is as they asked.
+    public_url: str = ""
+    #: How long a link to a file works.
+    link_s: float = 900.0
+    #: How long a result is kept once it was handed out whole; then it answers 410.
+    result_kept_s: float = 3600.0
+    #: How long a result is kept that nobody has fetched.
+    unfetched_kept_s: float = 24 * 3600.0
+    #: A model's state is written down, and the requests before it may go, after so many steps.
+    snapshot_steps: int = 200
+    #: Or after so many bytes of requests.
+    snapshot_bytes: int = 64 * MEBIBYTE
+    #: Checkpoints of one kind that a run keeps, the newest; published ones stay. 0 keeps all.
+    keep_last: int = 0
+    #: How often what may go is deleted; 0 deletes nothing.
+    janitor_s: float = 60.0
+    #: How old a file must be that nothing refers to before it is taken for left behind.
+    orphan_s: float = 3600.0
+    #: A session that was silent for so long does not keep files for its samplers any more.
+    abandoned_s: float = 7 * 24 * 3600.0
+    #: How long telemetry is kept.
+    telemetry_kept_s: float = 7 * 24 * 3600.0
+    #: How long entries of the audit log are kept.
+    audit_kept_s: float = 400 * 24 * 3600.0
 
     @classmethod
     def from_sources(
@@ -85,12 +127,6 @@ class Settings:
             raise SettingsError(
                 f"--port {self.port} is not a port.", hint="Use 1 to 65535, or 0 for a free one."
             )
-        if not is_loopback(self.host):
-            raise SettingsError(
-                f"--host {self.host} can be reached from other machines, and this server has no "
-                "keys: anybody could train, read and delete.",
-                hint="Use --host 127.0.0.1, and an SSH tunnel to reach it from elsewhere.",
-            )
         if self.executor != "local":
             raise SettingsError(
                 f"--executor {self.executor} is not known.", hint="The one form is `local`."
@@ -101,6 +137,22 @@ class Settings:
                     f"--{name.replace('_', '-')} {value} is negative.",
                     hint="0 lets the engine choose.",
                 )
+        for name in LIMITS:
+            if (value := getattr(self, name)) < 0:
+                raise SettingsError(f"{name} {value} is negative.", hint="0 is no limit.")
+        for name in ("jwt_s", "session_grace_s"):
+            if (value := getattr(self, name)) <= 0:
+                raise SettingsError(f"{name} {value} is not a time.", hint="Give seconds above 0.")
+
+    def check_reachable(self, *, has_keys: bool) -> None:
+        """A server that everybody can reach, and use, is not started."""
+        if not has_keys and not is_loopback(self.host):
+            raise SettingsError(
+                f"--host {self.host} can be reached from other machines, and this server has no "
+                "keys: anybody could train, read and delete.",
+                hint=f"Make one first: `tinkex key create --data {self.folder}`. Or use "
+                "--host 127.0.0.1, and an SSH tunnel to reach it from elsewhere.",
+            )
 
     @property
     def folder(self) -> Path:

@@ -32,13 +32,15 @@ CANCELS_SAMPLES: Final[Version] = (0, 26, 0)
 #: Flags for `client/config`, by the releases [first, last] that are sent them. Left alone, though a
 #: release knows them: `parallel_fwdbwd_chunks` and `use_pyqwest_transport` (defaults are right);
 #: `proto_compress_fwdbwd` (a local network is faster than zstd); everything that needs an endpoint
-#: of its own (`pjwt_auth_enabled`, `create_model_via_load_weights`, `sample_use_retrieve_futures`,
+#: of its own (`pjwt_auth_enabled`, `sample_use_retrieve_futures`,
 #: `sample_join_sampling_session`, gRPC).
 _CLIENT_CONFIG: Final[tuple[tuple[Version, Version, Mapping[str, Any]], ...]] = (
     # Passes as protobuf: faster on both sides, and NaN can travel.
     ((0, 19, 0), (0, 24, 1), {"proto_write_fwdbwd": True}),
     # Only together with the flag above: as JSON it would lose `forward_only` and run a backward.
     ((0, 22, 3), (0, 24, 1), {"fwd_via_fwdbwd": True}),
+    # A model from a checkpoint: one step instead of a question, a creation and a load.
+    ((0, 24, 1), (0, 36, 0), {"create_model_via_load_weights": True}),
     # Losses that users wrote run beside the model: one pass instead of two.
     ((0, 36, 0), (0, 36, 0), {"custom_loss_server_side": True}),
 )
@@ -75,9 +77,19 @@ class Dialect:
         return {"sample_cancel_enabled": True} if self.version >= CANCELS_SAMPLES else {}
 
     @property
+    def exchanges_tokens(self) -> bool:
+        """Whether `pjwt_auth_enabled` makes the client exchange its key for a token."""
+        return self.named and (0, 18, 0) <= self.version <= NEWEST
+
+    @property
     def unnamed_sampler_save_has_path(self) -> bool:
         """Before 0.20 the client refuses a `path` in the answer to an unnamed sampler save."""
         return self.version >= (0, 20, 0)
+
+    @property
+    def knows_external_checkpoints(self) -> bool:
+        """Before 0.28 the client fails on a list with a checkpoint for other programs in it."""
+        return self.version >= (0, 28, 0)
 
     @property
     def reads_protobuf_only(self) -> bool:

@@ -8,22 +8,24 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tinkex.server.api.accept import row_of
-from tinkex.server.api.auth import owner_of
+from tinkex.server.api.auth import reader_owners
 from tinkex.server.api.context import Context, answer, context_of, describe, read_body, read_json
 from tinkex.server.api.errors import Refusal
+from tinkex.server.api.reading import readable
 from tinkex.server.api.training import NumberedStep, accept_step, step_address
 from tinkex.server.plan import Kind
-from tinkex.server.saving import no_checkpoint
+from tinkex.server.saving import refuse_external
 from tinkex.server.store import Model, NewRequest
 from tinkex.wire.base import StrictModel
 from tinkex.wire.checkpoints import (
     LoadWeightsRequest,
+    SaveWeightsExternalRequest,
     SaveWeightsForSamplerRequest,
     SaveWeightsRequest,
     WeightsInfoResponse,
 )
-from tinkex.wire.codec import decode_json
-from tinkex.wire.errors import WireError
+from tinkex.wire.codec import decode_json, encode_json
+from tinkex.wire.errors import UserFailure, WireError
 from tinkex.wire.futures import UntypedAPIFuture
 from tinkex.wire.training import optimizer_config_from
 
@@ -46,6 +48,11 @@ async def save_weights_for_sampler(request: Request) -> Response:
     return await _step(request, SaveWeightsForSamplerRequest, Kind.SAVE_FOR_SAMPLER)
 
 
+@router.post("/save_weights_external", openapi_extra=dict(describe(SaveWeightsExternalRequest)))
+async def save_weights_external(request: Request) -> Response:
+    return await _step(request, SaveWeightsExternalRequest, Kind.SAVE_EXTERNAL)
+
+
 @router.post("/load_weights", openapi_extra=dict(describe(LoadWeightsRequest)))
 async def load_weights(request: Request) -> Response:
     """Into a model there is (`model_id`, `seq_id`), or a new one (`session_id`, `model_seq_id`)."""
@@ -59,7 +66,40 @@ async def load_weights(request: Request) -> Response:
             ("model_id",), "give `model_id` and `seq_id`, or `session_id` and `model_seq_id`."
         )
     model = await context.model(request, asked.model_id)
-    return await accept_step(request, context, model, Kind.LOAD_WEIGHTS, asked.seq_id, body)
+    return await accept_step(
+        request,
+        context,
+        model,
+        Kind.LOAD_WEIGHTS,
+        asked.seq_id,
+        _without_token(asked, body),
+        version_id=await _foreign(request, context, model, asked),
+    )
+
+
+async def _foreign(
+    request: Request, context: Context, model: Model, asked: LoadWeightsRequest
+) -> str | None:
+    """
+    The version of another owner's checkpoint, if this request may read it.
+
+    One's own is looked up when its turn comes: the step that saves it may be in line before it.
+    """
+    by = await reader_owners(request, asked.weights_access_token)
+    try:
+        version = await context.store.checkpoints.find(asked.path, readers=by)
+    except UserFailure:
+        return None  # the step fails with the reason
+    if version is None or version.owner == model.owner:
+        return None
+    return version.version_id
+
+
+def _without_token(asked: LoadWeightsRequest, body: bytes) -> bytes:
+    """What is stored: never somebody's key."""
+    if asked.weights_access_token is None:
+        return body
+    return encode_json(asked.model_copy(update={"weights_access_token": None}))
 
 
 async def _step(request: Request, message: type[NumberedStep], kind: Kind) -> Response:
@@ -77,7 +117,8 @@ async def _create_from(
     session = await context.open_session(request, asked.session_id or "")
     if asked.model_seq_id is None or asked.model_seq_id < 0:
         raise WireError.at(("model_seq_id",), "a number from 0 is needed.", "missing")
-    source = await _saved_by(request, context, asked.path)
+    version, source = await readable(request, context, asked.path, token=asked.weights_access_token)
+    refuse_external(version)
     if asked.base_model is not None:
         named = context.base_model(asked.base_model)
         if named.name != source.base_model:
@@ -99,17 +140,18 @@ async def _create_from(
         owner=model.owner,
         kind=Kind.LOAD_WEIGHTS,
         base_model=model.base_model,
-        payload=body,
+        payload=_without_token(asked, body),
         session_id=session.session_id,
         model_id=model.model_id,
         seq_id=0,
+        version_id=version.version_id,
     )
     first = await context.store.runs.create_model(
         model=model, model_seq_id=asked.model_seq_id, request=new
     )
     if first.is_new:
         context.dispatcher.expect(
-            first.request_id, owner=model.owner, base_model=model.base_model, payload=body
+            first.request_id, owner=model.owner, base_model=model.base_model, payload=new.payload
         )
         await context.dispatcher.step(row_of(new, first))
     return answer(UntypedAPIFuture(request_id=first.request_id, model_id=model.model_id))
@@ -118,7 +160,7 @@ async def _create_from(
 @router.post("/weights_info", openapi_extra=dict(describe(WeightsInfoRequest)))
 async def weights_info(request: Request) -> Response:
     asked = await read_json(request, WeightsInfoRequest)
-    source = await _saved_by(request, context_of(request), asked.tinker_path)
+    _, source = await readable(request, context_of(request), asked.tinker_path)
     lora = source.lora_config
     return answer(
         WeightsInfoResponse(
@@ -131,11 +173,3 @@ async def weights_info(request: Request) -> Response:
             train_attn=lora["train_attn"],
         )
     )
-
-
-async def _saved_by(request: Request, context: Context, path: str) -> Model:
-    """The model that a checkpoint was saved from."""
-    version = await context.store.checkpoints.find(path, owner=owner_of(request))
-    if version is None:
-        raise Refusal(404, no_checkpoint(path))
-    return await context.model(request, version.model_id)

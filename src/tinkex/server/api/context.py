@@ -14,6 +14,7 @@ from tinkex.server.dispatch import Dispatcher
 from tinkex.server.executor import Executor, ServedModel
 from tinkex.server.futures import Futures
 from tinkex.server.settings import Settings, is_loopback
+from tinkex.server.signing import Signer
 from tinkex.server.store import Model, Sampler, Session, Store
 from tinkex.wire.codec import JSON_TYPE, decode_json, decompress, encode_json
 from tinkex.wire.dialect import Dialect
@@ -38,6 +39,8 @@ class Context:
     executor: Executor
     futures: Futures
     dispatcher: Dispatcher
+    #: Signs links to files.
+    signer: Signer
     _sessions: dict[str, Session] = field(default_factory=dict)
     _models: dict[str, Model] = field(default_factory=dict)
     _samplers: dict[str, Sampler] = field(default_factory=dict)

@@ -1,59 +1,177 @@
-"""Training runs, as lists and details show them."""
+"""Training runs and checkpoints: lists, details, and what their owner may change."""
 
+import time
+from collections.abc import Mapping
 from datetime import UTC, datetime
+from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Query
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tinkex.server.api.context import Context, answer, context_of
-from tinkex.server.saving import SAMPLER, TRAINING, tinker_path
-from tinkex.wire.checkpoints import KINDS, Checkpoint
-from tinkex.wire.runs import TrainingRun
+from tinkex.server.api.auth import owner_of
+from tinkex.server.api.context import answer, context_of, describe, dialect_of, read_json
+from tinkex.server.api.errors import Refusal
+from tinkex.server.saving import EXTERNAL, SAMPLER, TRAINING, check_ttl, no_checkpoint, tinker_path
+from tinkex.server.store.catalog import Run, Saved
+from tinkex.wire.checkpoints import (
+    KINDS,
+    Checkpoint,
+    CheckpointsListResponse,
+    Cursor,
+    SetCheckpointTtlRequest,
+)
+from tinkex.wire.runs import TrainingRun, TrainingRunsResponse
 
 router = APIRouter(prefix="/api/v1", tags=["runs"])
 
+Limit = Annotated[int, Query(ge=0, le=10_000)]
+Offset = Annotated[int, Query(ge=0, le=2**53)]
+# Nothing of others is in any list: what they publish is read by those who know its path.
+Scope = Annotated[Literal["owned", "accessible"], Query()]
 
-@router.get("/training_runs/{model_id}")
-async def get_training_run(request: Request, model_id: str) -> Response:
-    context = context_of(request)
-    model = await context.model(request, model_id)
-    last_s = await context.store.runs.last_request_s(model_id) or model.created_s
-    metadata = model.user_metadata
+CHECKPOINT = "/training_runs/{run}/checkpoints/{kind}/{name}"
+
+
+@router.get("/training_runs")
+async def list_training_runs(
+    request: Request,
+    limit: Limit = 20,
+    offset: Offset = 0,
+    access_scope: Scope = "owned",
+    project_id: str | None = None,
+) -> Response:
+    """Newest first."""
+    catalog = context_of(request).store.catalog
+    runs, total = await catalog.runs(
+        owner=owner_of(request), project_id=project_id, limit=limit, offset=offset
+    )
     return answer(
-        TrainingRun(
-            training_run_id=model.model_id,
-            base_model=model.base_model,
-            model_owner=model.owner,
-            is_lora=True,
-            lora_rank=model.lora_config["rank"],
-            last_request_time=_time(last_s),
-            last_checkpoint=await _newest(context, model_id, TRAINING),
-            last_sampler_checkpoint=await _newest(context, model_id, SAMPLER),
-            # Any JSON was taken in; what goes out is text.
-            user_metadata=metadata and {key: str(value) for key, value in metadata.items()},
+        TrainingRunsResponse(
+            training_runs=[_run(run) for run in runs],
+            cursor=Cursor(offset=offset, limit=limit, total_count=total),
         )
     )
 
 
-async def _newest(context: Context, model_id: str, kind: str) -> Checkpoint | None:
-    found = await context.store.checkpoints.newest(model_id, kind)
+@router.get("/training_runs/{run}")
+async def get_training_run(request: Request, run: str, access_scope: Scope = "owned") -> Response:
+    context = context_of(request)
+    await context.model(request, run)
+    found = await context.store.catalog.run(run)
     if found is None:
-        return None
-    version, about = found
-    name = version.name or ""
-    expires_s = about["expires_s"]
-    return Checkpoint(
-        checkpoint_id=f"{kind}/{name}",
-        checkpoint_type=KINDS[kind],
-        time=_time(about["saved_s"]),
-        tinker_path=tinker_path(model_id, kind, name),
-        size_bytes=version.size_bytes,
-        public=about["public"],
-        expires_at=None if expires_s is None else _time(expires_s),
-        user_metadata=about["user_metadata"],
+        raise LookupError(run)
+    return answer(_run(found))
+
+
+@router.get("/training_runs/{run}/checkpoints")
+async def list_run_checkpoints(request: Request, run: str) -> Response:
+    """All of a run, newest first."""
+    context = context_of(request)
+    model = await context.model(request, run)
+    found, _ = await context.store.catalog.checkpoints(
+        owner=model.owner, kinds=_kinds(request), model_id=model.model_id
+    )
+    return answer(CheckpointsListResponse(checkpoints=[_checkpoint(saved) for saved in found]))
+
+
+@router.get("/checkpoints")
+async def list_checkpoints(request: Request, limit: Limit = 100, offset: Offset = 0) -> Response:
+    """All of an owner, newest first."""
+    found, total = await context_of(request).store.catalog.checkpoints(
+        owner=owner_of(request), kinds=_kinds(request), limit=limit, offset=offset
+    )
+    return answer(
+        CheckpointsListResponse(
+            checkpoints=[_checkpoint(saved) for saved in found],
+            cursor=Cursor(offset=offset, limit=limit, total_count=total),
+        )
     )
 
 
-def _time(seconds: float) -> datetime:
+@router.delete(CHECKPOINT, status_code=204)
+async def delete_checkpoint(request: Request, run: str, kind: str, name: str) -> Response:
+    """Gone for everybody who asks by its path; samplers that are open on it go on."""
+    key = await _key(request, run, kind, name)
+    return _changed(await context_of(request).store.catalog.delete(**key), key)
+
+
+@router.post(f"{CHECKPOINT}/publish", status_code=204)
+async def publish(request: Request, run: str, kind: str, name: str) -> Response:
+    """Everybody on this server may read it. A second time changes nothing."""
+    key = await _key(request, run, kind, name)
+    return _changed(await context_of(request).store.catalog.set_public(True, **key), key)
+
+
+@router.delete(f"{CHECKPOINT}/publish", status_code=204)
+async def unpublish(request: Request, run: str, kind: str, name: str) -> Response:
+    key = await _key(request, run, kind, name)
+    return _changed(await context_of(request).store.catalog.set_public(False, **key), key)
+
+
+@router.put(
+    f"{CHECKPOINT}/ttl", status_code=204, openapi_extra=dict(describe(SetCheckpointTtlRequest))
+)
+async def set_ttl(request: Request, run: str, kind: str, name: str) -> Response:
+    """Seconds from now; null keeps it for good."""
+    asked = await read_json(request, SetCheckpointTtlRequest)
+    key = await _key(request, run, kind, name)
+    check_ttl(asked.ttl_seconds)
+    expires_s = None if asked.ttl_seconds is None else time.time() + asked.ttl_seconds
+    return _changed(await context_of(request).store.catalog.set_expiry(expires_s, **key), key)
+
+
+def time_of(seconds: float) -> datetime:
     return datetime.fromtimestamp(seconds, UTC)
+
+
+async def _key(request: Request, run: str, kind: str, name: str) -> Mapping[str, Any]:
+    """The name that is meant, if its run is the caller's."""
+    model = await context_of(request).model(request, run)
+    return {"model_id": model.model_id, "kind": kind, "name": name}
+
+
+def _changed(found: bool, key: Mapping[str, Any]) -> Response:
+    if not found:
+        raise Refusal(404, no_checkpoint(tinker_path(key["model_id"], key["kind"], key["name"])))
+    return Response(status_code=204)
+
+
+def _kinds(request: Request) -> set[str]:
+    """The kinds that this client can read about."""
+    known = dialect_of(request, None).knows_external_checkpoints
+    return set(KINDS) if known else set(KINDS) - {EXTERNAL}
+
+
+def _run(run: Run) -> TrainingRun:
+    model = run.model
+    training, sampler = run.newest.get(TRAINING), run.newest.get(SAMPLER)
+    return TrainingRun(
+        training_run_id=model.model_id,
+        base_model=model.base_model,
+        model_owner=model.owner,
+        is_lora=True,
+        lora_rank=model.lora_config["rank"],
+        last_request_time=time_of(run.last_request_s),
+        last_checkpoint=None if training is None else _checkpoint(training),
+        last_sampler_checkpoint=None if sampler is None else _checkpoint(sampler),
+        user_metadata=_texts(model.user_metadata),
+    )
+
+
+def _checkpoint(saved: Saved) -> Checkpoint:
+    return Checkpoint(
+        checkpoint_id=f"{saved.kind}/{saved.name}",
+        checkpoint_type=KINDS[saved.kind],
+        time=time_of(saved.saved_s),
+        tinker_path=tinker_path(saved.model_id, saved.kind, saved.name),
+        size_bytes=saved.version.size_bytes,
+        public=saved.public,
+        expires_at=None if saved.expires_s is None else time_of(saved.expires_s),
+        user_metadata=_texts(saved.user_metadata),
+    )
+
+
+def _texts(metadata: Mapping[str, Any] | None) -> dict[str, str] | None:
+    """Any JSON was taken in; what goes out is text."""
+    return None if metadata is None else {key: str(value) for key, value in metadata.items()}

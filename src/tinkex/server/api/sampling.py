@@ -11,8 +11,9 @@ from tinkex.server.api.accept import accepted
 from tinkex.server.api.auth import owner_of
 from tinkex.server.api.context import Context, answer, context_of, describe, read_body, read_json
 from tinkex.server.api.errors import Refusal
+from tinkex.server.api.reading import readable
 from tinkex.server.plan import Kind
-from tinkex.server.saving import no_checkpoint
+from tinkex.server.saving import refuse_external
 from tinkex.server.store import NewRequest, Sampler
 from tinkex.wire.codec import decode_json, encode_json
 from tinkex.wire.errors import UserFailure, WireError
@@ -20,6 +21,8 @@ from tinkex.wire.sampling import (
     CreateSamplingSessionRequest,
     CreateSamplingSessionResponse,
     GetSamplerResponse,
+    JoinSamplingSessionRequest,
+    JoinSamplingSessionResponse,
     SampleRequest,
 )
 
@@ -65,6 +68,17 @@ async def create_sampling_session(request: Request) -> Response:
     return answer(CreateSamplingSessionResponse(sampling_session_id=sampler.sampling_session_id))
 
 
+@router.post("/join_sampling_session", openapi_extra=dict(describe(JoinSamplingSessionRequest)))
+async def join_sampling_session(request: Request) -> Response:
+    """A number for a copy of a sampling client, that no other copy has or will have."""
+    asked = await read_json(request, JoinSamplingSessionRequest)
+    context = context_of(request)
+    sampler = await context.sampler(request, asked.sampling_session_id)
+    await context.open_session(request, sampler.session_id)
+    counter = await context.store.runs.join_sampler(sampler.sampling_session_id)
+    return answer(JoinSamplingSessionResponse(client_counter=counter))
+
+
 @router.get("/samplers/{sampling_session_id}")
 async def get_sampler(request: Request, sampling_session_id: str) -> Response:
     context = context_of(request)
@@ -99,6 +113,7 @@ async def asample(request: Request) -> Response:
         sampling_session_id=asked.sampling_session_id,
         seq_id=asked.seq_id,
         sequences=asked.num_samples,
+        tokens=asked.prompt.length,
     )
 
 
@@ -131,6 +146,7 @@ async def _accept_sample(
     sampling_session_id: str | None,
     seq_id: int | None,
     sequences: int,
+    tokens: int = 0,
 ) -> Response:
     if not 1 <= sequences <= MOST_SEQUENCES:
         raise WireError.at(
@@ -149,6 +165,7 @@ async def _accept_sample(
         seq_id=None if sampling_session_id is None else seq_id,
         sequences=sequences,
         version_id=source.version_id,
+        tokens=tokens,
     )
     return await accepted(context, new)
 
@@ -191,10 +208,8 @@ async def _source(
             )
         base = context.base_model(base_model)
         return _Source(base_model=base.name, version_id=None, model_path=None)
-    version = await context.store.checkpoints.find(model_path, owner=owner_of(request))
-    if version is None:
-        raise Refusal(404, no_checkpoint(model_path))
-    run = await context.model(request, version.model_id)
+    version, run = await readable(request, context, model_path)
+    refuse_external(version)
     if base_model is not None and context.base_model(base_model).name != run.base_model:
         raise Refusal(
             400,

@@ -10,7 +10,11 @@ from tinkex.server.api.accept import accepted
 from tinkex.server.api.context import Context, context_of, describe, read_body
 from tinkex.server.plan import Kind
 from tinkex.server.store import Model, NewRequest
-from tinkex.wire.checkpoints import SaveWeightsForSamplerRequest, SaveWeightsRequest
+from tinkex.wire.checkpoints import (
+    SaveWeightsExternalRequest,
+    SaveWeightsForSamplerRequest,
+    SaveWeightsRequest,
+)
 from tinkex.wire.codec import PROTOBUF_TYPE, decode_forward_json, decode_json
 from tinkex.wire.errors import UserFailure, WireError
 from tinkex.wire.protobuf import (
@@ -21,7 +25,12 @@ from tinkex.wire.training import ForwardBackwardRequest, OptimStepRequest
 
 router = APIRouter(prefix="/api/v1", tags=["training"])
 
-NumberedStep = OptimStepRequest | SaveWeightsRequest | SaveWeightsForSamplerRequest
+NumberedStep = (
+    OptimStepRequest
+    | SaveWeightsRequest
+    | SaveWeightsForSamplerRequest
+    | SaveWeightsExternalRequest
+)
 
 # Smaller bodies are decoded where they arrive: moving to a thread would cost more.
 INLINE_DECODE_BYTES = 128 * 1024
@@ -45,7 +54,8 @@ async def _pass(request: Request, *, forward_only: bool) -> Response:
     context = context_of(request)
     model = await context.model(request, asked.model_id)
     kind = Kind.FORWARD if forward_only or said_forward else Kind.FORWARD_BACKWARD
-    return await accept_step(request, context, model, kind, asked.seq_id, payload)
+    tokens = sum(datum.model_input.length for datum in asked.forward_backward_input.data)
+    return await accept_step(request, context, model, kind, asked.seq_id, payload, tokens=tokens)
 
 
 def _decode(body: bytes, is_protobuf: bool) -> tuple[ForwardBackwardRequest, bool, bytes]:
@@ -90,6 +100,9 @@ async def accept_step(
     kind: Kind,
     seq_id: int | None,
     payload: bytes,
+    *,
+    version_id: str | None = None,
+    tokens: int = 0,
 ) -> Response:
     """A numbered step of a model."""
     if seq_id is None or seq_id < 1:
@@ -108,5 +121,7 @@ async def accept_step(
         session_id=model.session_id,
         model_id=model.model_id,
         seq_id=seq_id,
+        version_id=version_id,
+        tokens=tokens,
     )
     return await accepted(context, new)

@@ -2,7 +2,7 @@
 
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -53,7 +53,7 @@ class Naming:
     user_metadata: Mapping[str, Any] | None
 
 
-_VERSION = tuple(checkpoint_versions.c)
+VERSION = tuple(column for column in checkpoint_versions.c if column.name != "discarded_s")
 
 
 class Checkpoints:
@@ -88,13 +88,17 @@ class Checkpoints:
         """The folder of a saved version on this machine."""
         version = await self.version(version_id)
         if version is None:
-            raise LookupError(f"checkpoint version {version_id} is not in the database")
+            raise UserFailure(
+                f"the files of checkpoint version {version_id} are gone: the checkpoint was "
+                "deleted or has expired."
+            )
         folder = self._folder / version.place
         await self._database.in_thread(lambda: self._files.download(version.place, folder))
         return folder
 
     async def is_taken(self, *, model_id: str, kind: str, name: str) -> bool:
-        return await self.named(model_id=model_id, kind=kind, name=name) is not None
+        version, _ = await self._named(model_id, kind, name)
+        return version is not None
 
     async def save(
         self,
@@ -112,7 +116,7 @@ class Checkpoints:
         def act(connection: sa.Connection) -> None:
             connection.execute(
                 checkpoint_versions.insert(),
-                {column.name: getattr(version, column.name) for column in _VERSION},
+                {column.name: getattr(version, column.name) for column in VERSION},
             )
             if naming is not None:
                 _point_name(connection, version, naming)
@@ -122,13 +126,18 @@ class Checkpoints:
 
         await self._database.write(act)
 
-    async def find(self, path: str, *, owner: str) -> Version | None:
-        """What a tinker path means to this owner; UserFailure when it is not such a path."""
+    async def find(self, path: str, *, readers: Collection[str]) -> Version | None:
+        """
+        What a tinker path means to those who ask; UserFailure when it is not such a path.
+
+        Their own checkpoints, and anybody's that was published.
+        """
         try:
             parsed = ParsedCheckpointTinkerPath.from_tinker_path(path)
         except ValueError as error:
             raise UserFailure(str(error)) from None
         kind, _, name = parsed.checkpoint_id.partition("/")
+        public = False
         if name.startswith("."):
             # An unnamed save: no name points to it, its path holds the version itself.
             version = await self.version(name[1:])
@@ -138,13 +147,15 @@ class Checkpoints:
             ):
                 return None
         else:
-            version = await self.named(model_id=parsed.training_run_id, kind=kind, name=name)
-        return version if version is not None and version.owner == owner else None
+            version, public = await self._named(parsed.training_run_id, kind, name)
+        if version is not None and (public or version.owner in readers):
+            return version
+        return None
 
-    async def named(self, *, model_id: str, kind: str, name: str) -> Version | None:
-        """What a name means now; nothing once it has expired."""
+    async def _named(self, model_id: str, kind: str, name: str) -> tuple[Version | None, bool]:
+        """What a name means now, and whether everybody may know; nothing once it has expired."""
         statement = (
-            sa.select(*_VERSION)
+            sa.select(*VERSION, checkpoint_names.c.public)
             .join(
                 checkpoint_names,
                 checkpoint_names.c.version_id == checkpoint_versions.c.version_id,
@@ -159,42 +170,28 @@ class Checkpoints:
                 ),
             )
         )
-        return await self._database.read(lambda connection: _version(connection, statement))
 
-    async def version(self, version_id: str) -> Version | None:
-        statement = sa.select(*_VERSION).where(checkpoint_versions.c.version_id == version_id)
-        return await self._database.read(lambda connection: _version(connection, statement))
-
-    async def newest(self, model_id: str, kind: str) -> tuple[Version, Mapping[str, Any]] | None:
-        """The last named checkpoint of a run, with what its name says about it."""
-        statement = (
-            sa.select(*_VERSION, *_NAME)
-            .join(
-                checkpoint_names,
-                checkpoint_names.c.version_id == checkpoint_versions.c.version_id,
-            )
-            .where(checkpoint_names.c.model_id == model_id, checkpoint_names.c.kind == kind)
-            .order_by(checkpoint_names.c.saved_s.desc())
-            .limit(1)
-        )
-
-        def act(connection: sa.Connection) -> tuple[Version, Mapping[str, Any]] | None:
+        def act(connection: sa.Connection) -> tuple[Version | None, bool]:
             row = connection.execute(statement).first()
             if row is None:
-                return None
+                return None, False
             values = dict(row._mapping)
-            about = {column.name: values.pop(column.name) for column in _NAME}
-            return Version(**values), about
+            public = bool(values.pop("public"))
+            return Version(**values), public
 
         return await self._database.read(act)
 
+    async def version(self, version_id: str) -> Version | None:
+        """A version whose files are there."""
+        statement = sa.select(*VERSION).where(
+            checkpoint_versions.c.version_id == version_id,
+            checkpoint_versions.c.discarded_s.is_(None),
+        )
+        return await self._database.read(lambda connection: _version(connection, statement))
 
-_NAME = (
-    checkpoint_names.c.saved_s,
-    checkpoint_names.c.expires_s,
-    checkpoint_names.c.user_metadata,
-    checkpoint_names.c.public,
-)
+    async def copy_files(self, source: Version, target: Version) -> None:
+        """The same files a second time, without the room where links can be had."""
+        await self._database.in_thread(lambda: self._files.copy(source.place, target.place))
 
 
 def _point_name(connection: sa.Connection, version: Version, naming: Naming) -> None:

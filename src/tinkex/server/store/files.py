@@ -38,6 +38,39 @@ class Files:
         """The file itself, where it is one on this machine."""
         return None if self.local is None else self.local / place
 
+    def copy(self, source: str, target: str) -> None:
+        """The files of a folder under another place too, whole or not at all."""
+        if self.local is None:
+            self._filesystem.copy(
+                f"{self._root}/{source}", f"{self._root}/{target}", recursive=True
+            )
+            return
+        folder = self.local / target
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        part = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.part")
+        part.mkdir()
+        for file in (self.local / source).iterdir():
+            try:
+                os.link(file, part / file.name)
+            except OSError:
+                # Not every file system has links.
+                shutil.copyfile(file, part / file.name)
+                sync(part / file.name)
+        sync(part)
+        part.rename(folder)
+        sync(folder.parent)
+
+    def remove(self, place: str) -> None:
+        """Delete a file or a folder; nothing happens when it is not there."""
+        if self.local is not None:
+            path = self.local / place
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+        elif self._filesystem.exists(f"{self._root}/{place}"):
+            self._filesystem.rm(f"{self._root}/{place}", recursive=True)
+
     def upload(self, folder: Path, place: str) -> None:
         """Copy a finished folder to a root that is not local; the local copy is a cache."""
         if self.local is None:
@@ -65,7 +98,11 @@ def write_durably(path: Path, data: bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     part.rename(path)
-    descriptor = os.open(path.parent, os.O_RDONLY)
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from tinkex.server.store.catalog import Catalog
 from tinkex.server.store.checkpoints import Checkpoints
 from tinkex.server.store.database import Database
 from tinkex.server.store.files import Files
@@ -20,6 +21,7 @@ class Store:
         self.requests = Requests(database, files)
         self.runs = Runs(database)
         self.checkpoints = Checkpoints(database, files, folder)
+        self.catalog = Catalog(database)
 
     @property
     def commits(self) -> int:

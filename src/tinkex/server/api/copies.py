@@ -1,0 +1,99 @@
+"""Copies of checkpoints, one's own or another owner's, as runs of their own."""
+
+import time
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tinkex.server.api.auth import owner_of
+from tinkex.server.api.context import Context, answer, context_of, describe, read_json
+from tinkex.server.api.reading import readable
+from tinkex.server.saving import check_ttl, tinker_path
+from tinkex.server.store import Model, Session
+from tinkex.wire.checkpoints import CopyWeightsRequest, CopyWeightsResponse
+from tinkex.wire.errors import WireError
+
+router = APIRouter(prefix="/api/v1", tags=["checkpoints"])
+
+# What a copy of a save without a name is called.
+UNNAMED = "copy"
+
+
+@router.post("/copy_weights", openapi_extra=dict(describe(CopyWeightsRequest)))
+async def copy_weights(request: Request) -> Response:
+    """Into a project, or (before 0.34) into a session. A repeat finds the first copy."""
+    asked = await read_json(request, CopyWeightsRequest)
+    context = context_of(request)
+    check_ttl(asked.ttl_seconds)
+    source, run = await readable(
+        request, context, asked.source_path, token=asked.weights_access_token
+    )
+    session, number = await _place(request, context, asked)
+    now_s = time.time()
+    model = Model(
+        model_id=f"{session.session_id}:train:{number}",
+        owner=session.owner,
+        session_id=session.session_id,
+        base_model=run.base_model,
+        lora_config=run.lora_config,
+        optimizer_config=run.optimizer_config,
+        user_metadata=run.user_metadata,
+        created_s=now_s,
+    )
+    checkpoints, catalog = context.store.checkpoints, context.store.catalog
+    first, _ = await catalog.checkpoints(
+        owner=model.owner, kinds=[source.kind], model_id=model.model_id
+    )
+    if first:
+        version = first[0].version
+    else:
+        version = checkpoints.new_version(
+            owner=model.owner,
+            model_id=model.model_id,
+            kind=source.kind,
+            name=source.name or UNNAMED,
+        ).sized(source.size_bytes)
+        await checkpoints.copy_files(source, version)
+        like = None
+        if source.name is not None:
+            like = await catalog.checkpoint(
+                model_id=source.model_id, kind=source.kind, name=source.name
+            )
+        version = await catalog.add_copy(
+            version,
+            model=model,
+            model_seq_id=number,
+            like=like,
+            expires_s=None if asked.ttl_seconds is None else now_s + asked.ttl_seconds,
+        )
+    path = tinker_path(version.model_id, version.kind, version.name or UNNAMED)
+    return answer(CopyWeightsResponse(tinker_path=path))
+
+
+async def _place(
+    request: Request, context: Context, asked: CopyWeightsRequest
+) -> tuple[Session, int]:
+    """The session that the copy belongs to, and its number in it."""
+    if asked.session_id is not None:
+        if asked.model_seq_id is None or asked.model_seq_id < 0:
+            raise WireError.at(("model_seq_id",), "a number from 0 is needed.", "missing")
+        return await context.open_session(request, asked.session_id), asked.model_seq_id
+    if asked.destination_project_id is None:
+        raise WireError.at(
+            ("destination_project_id",),
+            "give `destination_project_id`, or `session_id` and `model_seq_id`.",
+            "missing",
+        )
+    # The client repeats a copy under one key, so the key finds the session of the first try.
+    key = request.headers.get("x-idempotency-key")
+    session = await context.store.runs.create_session(
+        owner=owner_of(request),
+        sdk_version=None,
+        tags=["copy"],
+        user_metadata={},
+        project_id=asked.destination_project_id,
+        display_name=None,
+        idempotency_key=None if key is None else f"copy:{key}"[:200],
+    )
+    return session, 0

@@ -1,0 +1,139 @@
+"""Checkpoints as files: links that work without a key for a while, and what is behind them."""
+
+import asyncio
+import tarfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from datetime import UTC, datetime
+from email.utils import format_datetime
+from pathlib import Path
+from typing import BinaryIO
+from urllib.parse import parse_qs, quote
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import FileResponse, Response, StreamingResponse
+
+from tinkex.server.api.context import answer, context_of
+from tinkex.server.api.errors import Refusal
+from tinkex.server.api.reading import readable
+from tinkex.server.api.runs import CHECKPOINT
+from tinkex.server.saving import EXTERNAL, tinker_path
+from tinkex.server.store import Version
+from tinkex.wire.checkpoints import ExternalWeightsUrlsResponse
+
+router = APIRouter(prefix="/api/v1", tags=["downloads"])
+
+ARCHIVE = "archive.tar"
+# Only training goes on from it, and it is twice the size of the weights.
+LEFT_OUT = frozenset({"optimizer.safetensors"})
+PIECE_BYTES = 1024 * 1024
+
+
+@router.get(f"{CHECKPOINT}/archive", status_code=302)
+async def get_archive(request: Request, run: str, kind: str, name: str) -> Response:
+    """Sends on to a tar of the adapter's files."""
+    version, _ = await readable(request, context_of(request), tinker_path(run, kind, name))
+    location, expires = _link(request, version, ARCHIVE)
+    # The oldest clients read no other form of date.
+    headers = {"Location": location, "Expires": format_datetime(expires, usegmt=True)}
+    return Response(status_code=302, headers=headers)
+
+
+@router.get(f"{CHECKPOINT}/external_weights_urls")
+async def external_weights_urls(request: Request, run: str, kind: str, name: str) -> Response:
+    """A link for each file."""
+    context = context_of(request)
+    path = tinker_path(run, kind, name)
+    version, _ = await readable(request, context, path)
+    if version.kind != EXTERNAL:
+        raise Refusal(
+            400, f"{path} was not made for other programs. Use save_weights_external for that."
+        )
+    folder = await context.store.checkpoints.open(version.version_id)
+    names = await asyncio.to_thread(lambda: sorted(file.name for file in folder.iterdir()))
+    links = {name: _link(request, version, name) for name in names}
+    return answer(
+        ExternalWeightsUrlsResponse(
+            urls={name: link for name, (link, _) in links.items()},
+            expires=min(expires for _, expires in links.values()),
+        )
+    )
+
+
+@router.get("/downloads/{version_id}/{file}")
+async def download(
+    request: Request, version_id: str, file: str, expires: str, signature: str
+) -> Response:
+    """What a link leads to. Needs no key: the link is one."""
+    context = context_of(request)
+    if not context.signer.opens(_path(version_id, file), expires, signature):
+        raise Refusal(
+            403, "this link has expired, or is not one of this server. Ask for a new one."
+        )
+    version = await context.store.checkpoints.version(version_id)
+    if version is None:
+        raise Refusal(404, "the checkpoint behind this link was deleted.")
+    folder = await context.store.checkpoints.open(version_id)
+    if file != ARCHIVE:
+        return FileResponse(folder / file, media_type="application/octet-stream", filename=file)
+    files = await asyncio.to_thread(_adapter_files, folder)
+    members = await asyncio.to_thread(_opened, files)
+    size = sum(512 + _padded(info.size) for info, _ in members) + END_BYTES
+    headers = {
+        "Content-Length": str(size),
+        "Content-Disposition": f'attachment; filename="{version_id}.tar"',
+    }
+    return StreamingResponse(_tar(members), media_type="application/x-tar", headers=headers)
+
+
+END_BYTES = 2 * tarfile.BLOCKSIZE
+
+
+def _adapter_files(folder: Path) -> list[Path]:
+    return sorted(file for file in folder.iterdir() if file.name not in LEFT_OUT)
+
+
+def _opened(files: Sequence[Path]) -> list[tuple[tarfile.TarInfo, BinaryIO]]:
+    """Held open from the start: a checkpoint that is deleted meanwhile still arrives whole."""
+    members: list[tuple[tarfile.TarInfo, BinaryIO]] = []
+    with ExitStack() as stack:
+        for file in files:
+            opened = stack.enter_context(file.open("rb"))
+            info = tarfile.TarInfo(file.name)
+            status = file.stat()
+            info.size, info.mtime, info.mode = status.st_size, int(status.st_mtime), 0o644
+            members.append((info, opened))
+        stack.pop_all()
+    return members
+
+
+def _tar(members: Sequence[tuple[tarfile.TarInfo, BinaryIO]]) -> Iterator[bytes]:
+    """The archive piece by piece; never more than one in memory."""
+    with ExitStack() as stack:
+        for _, file in members:
+            stack.enter_context(file)
+        for info, file in members:
+            yield info.tobuf(tarfile.USTAR_FORMAT)
+            while piece := file.read(PIECE_BYTES):
+                yield piece
+            yield b"\0" * (_padded(info.size) - info.size)
+        yield b"\0" * END_BYTES
+
+
+def _padded(size: int) -> int:
+    return -(-size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
+
+
+def _path(version_id: str, file: str) -> str:
+    return f"/api/v1/downloads/{version_id}/{quote(file)}"
+
+
+def _link(request: Request, version: Version, file: str) -> tuple[str, datetime]:
+    """An address as this client reaches the server, and until when it works."""
+    context = context_of(request)
+    path = _path(version.version_id, file)
+    query = context.signer.sign(path, lasts_s=context.settings.link_s)
+    base = context.settings.public_url.rstrip("/") or str(request.base_url).rstrip("/")
+    expires = datetime.fromtimestamp(int(parse_qs(query)["expires"][0]), UTC)
+    return f"{base}{path}?{query}", expires

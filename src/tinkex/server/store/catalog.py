@@ -1,0 +1,277 @@
+"""Runs and checkpoints as their owner sees them: pages of what there is, and changes to it."""
+
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sqlalchemy as sa
+
+from tinkex.server.store.checkpoints import VERSION, Version
+from tinkex.server.store.database import Database
+from tinkex.server.store.runs import Model
+from tinkex.server.store.tables import (
+    checkpoint_names,
+    checkpoint_versions,
+    models,
+    requests,
+    sessions,
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Saved:
+    """A checkpoint under its name."""
+
+    model_id: str
+    kind: str
+    name: str
+    version: Version
+    saved_s: float
+    expires_s: float | None
+    user_metadata: Mapping[str, Any] | None
+    public: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """A training run, with the newest checkpoint of each kind."""
+
+    model: Model
+    last_request_s: float
+    newest: Mapping[str, Saved]
+
+
+_NAME = (
+    checkpoint_names.c.saved_s,
+    checkpoint_names.c.expires_s,
+    checkpoint_names.c.user_metadata,
+    checkpoint_names.c.public,
+)
+_NAMED = tuple(column.label(f"named_{column.name}") for column in _NAME)
+_KEY = (checkpoint_names.c.model_id, checkpoint_names.c.kind, checkpoint_names.c.name)
+_KEYED = tuple(column.label(f"key_{column.name}") for column in _KEY)
+_SAVED = (
+    sa.select(*VERSION, *_NAMED, *_KEYED)
+    .select_from(checkpoint_names)
+    .join(checkpoint_versions, checkpoint_names.c.version_id == checkpoint_versions.c.version_id)
+)
+_MODEL = (
+    models.c.model_id,
+    models.c.owner,
+    models.c.session_id,
+    models.c.base_model,
+    models.c.lora_config,
+    models.c.optimizer_config,
+    models.c.user_metadata,
+    models.c.created_s,
+)
+
+
+class Catalog:
+    """Lists, and what an owner may do to a name. Expired names are not there any more."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    async def checkpoints(
+        self,
+        *,
+        owner: str,
+        kinds: Collection[str],
+        model_id: str | None = None,
+        limit: int | None = None,
+        offset: int = 0,
+    ) -> tuple[list[Saved], int]:
+        """A page, newest first, and how many there are."""
+        mine = [
+            checkpoint_versions.c.owner == owner,
+            checkpoint_names.c.kind.in_(sorted(kinds)),
+            alive(time.time()),
+        ]
+        if model_id is not None:
+            mine.append(checkpoint_names.c.model_id == model_id)
+        chosen = _SAVED.where(*mine)
+        # Two saves of one moment have an order too, or pages would overlap.
+        page = chosen.order_by(checkpoint_names.c.saved_s.desc(), *_KEY)
+        page = page.limit(limit).offset(offset)
+        count = sa.select(sa.func.count()).select_from(chosen.subquery())
+
+        def act(connection: sa.Connection) -> tuple[list[Saved], int]:
+            rows = [_saved(row) for row in connection.execute(page)]
+            return rows, connection.scalar(count) or 0
+
+        return await self._database.read(act)
+
+    async def checkpoint(self, *, model_id: str, kind: str, name: str) -> Saved | None:
+        statement = _SAVED.where(_is(model_id, kind, name), alive(time.time()))
+
+        def act(connection: sa.Connection) -> Saved | None:
+            row = connection.execute(statement).first()
+            return None if row is None else _saved(row)
+
+        return await self._database.read(act)
+
+    async def runs(
+        self, *, owner: str, project_id: str | None, limit: int, offset: int
+    ) -> tuple[list[Run], int]:
+        """A page, newest first, and how many there are."""
+        chosen = sa.select(models.c.model_id).where(models.c.owner == owner)
+        if project_id is not None:
+            chosen = chosen.join(sessions, sessions.c.session_id == models.c.session_id).where(
+                sessions.c.project_id == project_id
+            )
+        page = chosen.order_by(models.c.created_s.desc(), models.c.model_id)
+        page = page.limit(limit).offset(offset)
+        count = sa.select(sa.func.count()).select_from(chosen.subquery())
+
+        def act(connection: sa.Connection) -> tuple[list[Run], int]:
+            ids = list(connection.scalars(page))
+            return _runs(connection, ids), connection.scalar(count) or 0
+
+        return await self._database.read(act)
+
+    async def run(self, model_id: str) -> Run | None:
+        def act(connection: sa.Connection) -> Run | None:
+            return next(iter(_runs(connection, [model_id])), None)
+
+        return await self._database.read(act)
+
+    async def delete(self, *, model_id: str, kind: str, name: str) -> bool:
+        """Take the name away; whether it was there. Its files go when nothing uses them."""
+        statement = checkpoint_names.delete().where(_is(model_id, kind, name), alive(time.time()))
+        return await self._change(statement)
+
+    async def set_public(self, public: bool, *, model_id: str, kind: str, name: str) -> bool:
+        statement = checkpoint_names.update().where(_is(model_id, kind, name), alive(time.time()))
+        return await self._change(statement.values(public=public))
+
+    async def set_expiry(
+        self, expires_s: float | None, *, model_id: str, kind: str, name: str
+    ) -> bool:
+        statement = checkpoint_names.update().where(_is(model_id, kind, name), alive(time.time()))
+        return await self._change(statement.values(expires_s=expires_s))
+
+    async def add_copy(
+        self,
+        version: Version,
+        *,
+        model: Model,
+        model_seq_id: int,
+        like: Saved | None,
+        expires_s: float | None,
+    ) -> Version:
+        """A run that is one copied checkpoint; a repeat finds the first copy."""
+
+        def act(connection: sa.Connection) -> Version:
+            first = connection.execute(
+                _SAVED.where(checkpoint_names.c.model_id == model.model_id)
+            ).first()
+            if first is not None:
+                return _saved(first).version
+            connection.execute(
+                models.insert(),
+                {
+                    **{column.name: getattr(model, column.name) for column in _MODEL},
+                    "model_seq_id": model_seq_id,
+                },
+            )
+            connection.execute(
+                checkpoint_versions.insert(),
+                {column.name: getattr(version, column.name) for column in VERSION},
+            )
+            connection.execute(
+                checkpoint_names.insert(),
+                {
+                    "model_id": version.model_id,
+                    "kind": version.kind,
+                    "name": version.name,
+                    "version_id": version.version_id,
+                    "saved_s": version.created_s,
+                    "expires_s": expires_s,
+                    "user_metadata": None if like is None else like.user_metadata,
+                    "public": False,
+                },
+            )
+            return version
+
+        return await self._database.write(act)
+
+    async def _change(self, statement: sa.Update | sa.Delete) -> bool:
+        return await self._database.write(
+            lambda connection: connection.execute(statement).rowcount > 0
+        )
+
+
+def alive(now_s: float) -> sa.ColumnElement[bool]:
+    """Names that have not expired."""
+    expires_s = checkpoint_names.c.expires_s
+    return sa.or_(expires_s.is_(None), expires_s > now_s)
+
+
+def _is(model_id: str, kind: str, name: str) -> sa.ColumnElement[bool]:
+    return sa.and_(
+        checkpoint_names.c.model_id == model_id,
+        checkpoint_names.c.kind == kind,
+        checkpoint_names.c.name == name,
+    )
+
+
+def _runs(connection: sa.Connection, ids: Sequence[str]) -> list[Run]:
+    """Runs in the order of their ids."""
+    last = (
+        sa.select(sa.func.max(requests.c.created_s))
+        .where(requests.c.model_id == models.c.model_id)
+        .scalar_subquery()
+    )
+    chosen = sa.select(*_MODEL, models.c.last_request_s, last.label("last_s")).where(
+        models.c.model_id.in_(ids)
+    )
+    newest: dict[str, dict[str, Saved]] = {}
+    for saved in _newest(connection, ids):
+        newest.setdefault(saved.model_id, {})[saved.kind] = saved
+    found = {}
+    for row in connection.execute(chosen):
+        values = dict(row._mapping)
+        last_s = values.pop("last_s") or values["last_request_s"] or values["created_s"]
+        del values["last_request_s"]
+        model = Model(**values)
+        found[model.model_id] = Run(
+            model=model, last_request_s=last_s, newest=newest.get(model.model_id, {})
+        )
+    return [found[model_id] for model_id in ids if model_id in found]
+
+
+def _newest(connection: sa.Connection, ids: Sequence[str]) -> list[Saved]:
+    place = (
+        sa.func.row_number()
+        .over(
+            partition_by=(checkpoint_names.c.model_id, checkpoint_names.c.kind),
+            order_by=checkpoint_names.c.saved_s.desc(),
+        )
+        .label("place_in_line")
+    )
+    ranked = (
+        sa.select(*_KEY, place)
+        .where(checkpoint_names.c.model_id.in_(ids), alive(time.time()))
+        .subquery()
+    )
+    first = _SAVED.join(
+        ranked,
+        sa.and_(
+            ranked.c.model_id == checkpoint_names.c.model_id,
+            ranked.c.kind == checkpoint_names.c.kind,
+            ranked.c.name == checkpoint_names.c.name,
+            ranked.c.place_in_line == 1,
+        ),
+    )
+    return [_saved(row) for row in connection.execute(first)]
+
+
+def _saved(row: sa.Row[*tuple[Any, ...]]) -> Saved:
+    values = row._mapping
+    return Saved(
+        version=Version(**{column.name: values[column.name] for column in VERSION}),
+        **{column.name: values[f"named_{column.name}"] for column in _NAME},
+        **{column.name: values[f"key_{column.name}"] for column in _KEY},
+    )
