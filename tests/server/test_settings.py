@@ -20,14 +20,17 @@ def test_the_data_folder_follows_the_platform() -> None:
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1", "127.8.8.8"])
 def test_loopback_needs_no_keys(host: str) -> None:
-    assert Settings.from_sources({"host": host}, {}).host == host
+    Settings.from_sources({"host": host}, {}).check_reachable(has_keys=False)
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.5", "example.org"])
 def test_any_other_address_is_refused_without_keys(host: str) -> None:
+    settings = Settings.from_sources({"host": host}, {})
     with pytest.raises(SettingsError, match="no keys") as refused:
-        Settings.from_sources({"host": host}, {})
+        settings.check_reachable(has_keys=False)
     assert "127.0.0.1" in refused.value.hint
+    assert "tinkex key create" in refused.value.hint
+    settings.check_reachable(has_keys=True)
 
 
 @pytest.mark.parametrize(

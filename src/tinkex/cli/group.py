@@ -19,6 +19,9 @@ SUBCOMMANDS = {
     "demo": Subcommand(
         module="tinkex.cli.demo", help="Fine-tune a small model here and now, and see it change."
     ),
+    "key": Subcommand(
+        module="tinkex.cli.key", help="Make, list and revoke the API keys of a server."
+    ),
     "merge": Subcommand(
         module="tinkex.cli.merge", help="Add an adapter into its base model: a full model folder."
     ),

@@ -5,6 +5,7 @@ The socket is opened once, here, so connections that come while the web process 
 again wait in its queue and are not refused. Light on purpose: what does little does not die.
 """
 
+import asyncio
 import contextlib
 import fcntl
 import logging
@@ -21,7 +22,7 @@ from types import FrameType
 
 from tinkex.models.cache import plain_lines
 from tinkex.models.resolve import DEFAULT_MODEL, ModelSource, resolve
-from tinkex.server.settings import Settings, SettingsError
+from tinkex.server.settings import Settings, SettingsError, is_loopback
 
 log = logging.getLogger("tinkex.server.run")
 
@@ -45,6 +46,8 @@ def run(settings: Settings, *, announce: Callable[[str], None]) -> int:
     )
     for line in settings.lines():
         log.info("setting %s", line)
+    if not is_loopback(settings.host):
+        settings.check_reachable(has_keys=_has_keys(settings))
     with hold_folder(settings.folder), open_socket(settings) as listening:
         sources = [
             resolve(spec, progress=plain_lines(sys.stderr))
@@ -196,6 +199,19 @@ def open_socket(settings: Settings) -> socket.socket:
             f"cannot listen on {settings.host} port {settings.port}: {error.strerror}.",
             hint="Choose another port with --port; 0 picks a free one.",
         ) from error
+
+
+def _has_keys(settings: Settings) -> bool:
+    """Asked before anything is opened to the world; only then does this process speak SQL."""
+    from tinkex.server.store import open_store
+
+    store = open_store(
+        db_url=settings.db_url, storage_url=settings.storage_url, folder=settings.folder
+    )
+    try:
+        return asyncio.run(store.keys.any())
+    finally:
+        store.close()
 
 
 def _check_names(sources: Sequence[ModelSource]) -> None:

@@ -28,7 +28,7 @@ OPEN_PATHS = frozenset(
     | {"/redoc", "/openapi.json"}
 )
 #: Below these, a path is its own permission: links that the server signed.
-SIGNED_PREFIXES: tuple[str, ...] = ("/api/v1/signed/",)
+SIGNED_PREFIXES: tuple[str, ...] = ("/api/v1/signed/", "/api/v1/downloads/")
 #: Needs no key where only this machine can ask.
 LOCAL_PATHS = frozenset({"/metrics"})
 

@@ -6,7 +6,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tinkex.server.api.auth import owner_of
+from tinkex.server.api.auth import caller_of
 from tinkex.server.api.context import answer, context_of, describe, read_json
 from tinkex.wire.dialect import Dialect
 from tinkex.wire.errors import WireError
@@ -31,7 +31,11 @@ LONGEST_DISPLAY_NAME = 500
 @router.post("/client/config", openapi_extra=dict(describe(ClientConfigRequest)))
 async def client_config(request: Request) -> Response:
     asked = await read_json(request, ClientConfigRequest)
-    return answer(Dialect.of(asked.sdk_version).client_config())
+    dialect = Dialect.of(asked.sdk_version)
+    flags = dialect.client_config()
+    if context_of(request).settings.jwt and dialect.exchanges_tokens:
+        flags["pjwt_auth_enabled"] = True
+    return answer(flags)
 
 
 @router.post("/client/dynamic_config", openapi_extra=dict(describe(ClientConfigRequest)))
@@ -61,12 +65,13 @@ async def create_session(request: Request) -> Response:
     _check_length("project_id", asked.project_id, LONGEST_PROJECT)
     _check_length("display_name", asked.display_name, LONGEST_DISPLAY_NAME)
     key = request.headers.get("x-idempotency-key")
+    caller = caller_of(request)
     session = await context_of(request).store.runs.create_session(
-        owner=owner_of(request),
+        owner=caller.owner,
         sdk_version=asked.sdk_version[:LONGEST_VERSION],
         tags=list(asked.tags),
         user_metadata=asked.user_metadata or {},
-        project_id=asked.project_id,
+        project_id=asked.project_id or caller.project_id,
         display_name=asked.display_name,
         idempotency_key=None if key is None else hashlib.sha256(key.encode()).hexdigest(),
     )
