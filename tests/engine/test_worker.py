@@ -141,6 +141,19 @@ def test_a_step_waits_for_the_passes_before_it_and_holds_up_those_behind(turns: 
     assert list(turns.turn()) == [second]
 
 
+def test_an_operation_does_not_wait_for_a_model_that_waits_for_others(turns: Turns) -> None:
+    turns.order(run_pass=passes("a", 8, 20))
+    turns.order(run_pass=passes("b", 1, 4))
+    turns.turn()  # a got many tokens, b few
+    many = [turns.order(run_pass=passes("b", 1, 4)) for _ in range(40)]
+    stepped = turns.order(optim_step=step("c"))
+    answered: list[int] = []
+    for _ in range(3):
+        answered += turns.turn()
+    assert stepped in answered
+    assert set(answered) & set(many)
+
+
 def test_passes_without_gradients_are_batches_of_their_own(turns: Turns) -> None:
     backward = turns.order(run_pass=passes("a", 1, 4))
     forward = turns.order(run_pass=passes("b", 1, 4, backward=False))

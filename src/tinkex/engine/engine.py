@@ -31,7 +31,7 @@ from tinkex.engine.residency import SHARES, MemoryPlan, Tier, memory_plan
 from tinkex.engine.sampling import Finished, Sampler
 from tinkex.engine.settings import EngineFacts, EngineSettings, EngineStats
 from tinkex.engine.shelf import Shelf
-from tinkex.engine.training import Pass, run_together
+from tinkex.engine.training import Part, Pass, run_together
 from tinkex.wire.custom_loss import CustomLossGraph, CustomLossInput
 from tinkex.wire.errors import UserFailure
 from tinkex.wire.sampling import SampleRequest
@@ -146,11 +146,17 @@ class Engine:
         One micro-batch: the next so many rows of each pass.
 
         All with gradients, or all without. A pass whose own loss fails has its `failure` set; the
-        others go on.
+        others go on. One whose adapter finds no room beside the others' keeps its rows.
         """
-        parts = []
+        parts: list[Part] = []
         for running, count in cuts:
-            part = running.take(count, self._adapter(running.model_id))
+            try:
+                adapter = self._adapter(running.model_id)
+            except UserFailure:
+                if not parts:
+                    raise
+                continue
+            part = running.take(count, adapter)
             # Adapters may leave the device between micro-batches, not during one.
             self._adapters.pin(running.model_id, part)
             parts.append(part)

@@ -99,7 +99,7 @@ def _leave() -> None:
     os._exit(0)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Job:
     """A training order and how far it has come."""
 
@@ -258,7 +258,10 @@ class Worker:
             for model_id, count in self._mixer.next_batch(queues, self._batch_tokens())
             for job, running, taken in _spread(passes[model_id], count)
         ]
-        tokens = [sum(running.waiting[:count]) for _, running, count in cuts]
+        # Their turn is over even for those who got nothing: operations of others come next.
+        for model_id in passes:
+            self._training.move_to_end(model_id)
+        before = [sum(running.waiting) for _, running, _ in cuts]
         began_s = time.perf_counter()
         try:
             self._engine.run_together([(running, count) for _, running, count in cuts])
@@ -267,13 +270,12 @@ class Worker:
                 self._finish(running.model_id, job, _failed(job.order.ticket, error))
             return
         elapsed_s = time.perf_counter() - began_s
-        self._tokens_per_s = sum(tokens) / max(elapsed_s, 1e-6)
-        for (job, running, _), own in zip(cuts, tokens, strict=True):
-            job.compute_s += elapsed_s * own / sum(tokens)
-            if not running.waiting:
+        left = [sum(running.waiting) for _, running, _ in cuts]
+        self._tokens_per_s = (sum(before) - sum(left)) / max(elapsed_s, 1e-6)
+        for (job, running, _), had, has in zip(cuts, before, left, strict=True):
+            job.compute_s += elapsed_s * (had - has) / max(1, sum(before) - sum(left))
+            if not has:
                 self._finish(running.model_id, job, _answered(job, running))
-            elif running.model_id in self._training:
-                self._training.move_to_end(running.model_id)
 
     def _open_passes(self) -> dict[str, list[Job]]:
         """The passes in front of each model's line, checked and ready; models in their turn."""
@@ -343,6 +345,13 @@ class Worker:
             case "load":
                 load = order.load
                 engine.load(load.model_id, Path(load.folder), optimizer=load.optimizer)
+            case "snapshot":
+                size_bytes = engine.snapshot(
+                    order.snapshot.model_id, Path(order.snapshot.folder), {}
+                )
+                return json.dumps({"size_bytes": size_bytes}).encode()
+            case "restore":
+                engine.restore(order.restore.model_id, Path(order.restore.folder))
             case "clear_gradients":
                 engine.clear_gradients(order.clear_gradients.model_id)
             case "drop":

@@ -18,6 +18,8 @@ router = APIRouter(prefix="/api/v1", tags=["training"])
 
 #: A graph of the most nodes that an engine takes is far smaller.
 MOST_BYTES = 4 * 2**20
+#: Engines keep them all.
+MOST_LOSSES = 1_000
 
 
 @router.post("/create_custom_loss", openapi_extra=dict(describe(CreateCustomLossRequest)))
@@ -26,8 +28,12 @@ async def create_custom_loss(request: Request) -> Response:
     asked = await read_json(request, CreateCustomLossRequest)
     context = context_of(request)
     session = await context.open_session(request, asked.session_id)
-    if asked.custom_loss_seq_id < 0:
-        raise WireError.at(("custom_loss_seq_id",), f"{asked.custom_loss_seq_id} is negative.")
+    if not 0 <= asked.custom_loss_seq_id < MOST_LOSSES:
+        raise WireError.at(
+            ("custom_loss_seq_id",),
+            f"{asked.custom_loss_seq_id} is not a number of a loss; a session has at most "
+            f"{MOST_LOSSES}, from 0.",
+        )
     payload = encode_json(asked)
     if len(payload) > MOST_BYTES:
         raise Refusal(
