@@ -50,6 +50,8 @@ REPLAYED_TOGETHER = 8
 # After these the next step may start before the result is on disk: if the process dies in
 # between, the step simply runs again.
 _SETTLED_BEHIND = frozenset({Kind.FORWARD, Kind.FORWARD_BACKWARD, Kind.OPTIM_STEP})
+# Of what is run again from a log, these hand their payload to the engine.
+_CARRIES = frozenset({Kind.FORWARD_BACKWARD, Kind.OPTIM_STEP})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -264,16 +266,25 @@ class Dispatcher:
     async def _refuse(self, run: _Run, turn: Turn) -> None:
         if turn.clears_gradients and run.line.stillborn is None:
             work = Work(task=Task.CLEAR_GRADIENTS, model_id=run.model.model_id)
-            await self._run_work(run, work, await self._alive(run))
+            # Gradients that died with their engine are gone. What is built again from the log
+            # stops at these refusals: put back, the steps would run as if nothing were missing.
+            with contextlib.suppress(EngineLost):
+                await self._run_work(run, work, await self._alive(run))
         for step in turn.steps:
             refused = _Ending(error=turn.refusal, category="user", cause=turn.cause)
             await self._end(run, step, refused)
 
     async def _run_turn(self, run: _Run, turn: Turn) -> None:
         incarnation = await self._alive(run)
+        # At hand before any step starts: while a large one is being found, a small one behind it
+        # would overtake it on the way to the engine.
+        payloads = await asyncio.gather(
+            *(self._payload(step.request_id) for step in turn.steps), return_exceptions=True
+        )
         # Tasks start in this order, so the engine gets the steps in the order of their numbers.
         running = [
-            asyncio.create_task(self._run_step(run, step, incarnation)) for step in turn.steps
+            asyncio.create_task(self._run_step(run, step, payload, incarnation))
+            for step, payload in zip(turn.steps, payloads, strict=True)
         ]
         try:
             outcomes = await asyncio.gather(*running, return_exceptions=True)
@@ -285,9 +296,13 @@ class Dispatcher:
             if isinstance(outcome, BaseException):
                 raise outcome
 
-    async def _run_step(self, run: _Run, step: Step, incarnation: int) -> None:
+    async def _run_step(
+        self, run: _Run, step: Step, payload: bytes | Path | BaseException, incarnation: int
+    ) -> None:
         try:
-            ending = await self._perform(run, step, incarnation)
+            if isinstance(payload, BaseException):
+                raise payload
+            ending = await self._perform(run, step, payload, incarnation)
         except EngineLost:
             if self._closing:
                 raise
@@ -311,7 +326,9 @@ class Dispatcher:
             run.live_in = None
         await self._end(run, step, ending)
 
-    async def _perform(self, run: _Run, step: Step, incarnation: int) -> _Ending:
+    async def _perform(
+        self, run: _Run, step: Step, payload: bytes | Path, incarnation: int
+    ) -> _Ending:
         model = run.model
 
         async def work(order: Work) -> Outcome:
@@ -322,7 +339,6 @@ class Dispatcher:
                 await work(_create(model))
                 return _Ending(result=encode_json(CreateModelResponse(model_id=model.model_id)))
             case Kind.FORWARD | Kind.FORWARD_BACKWARD | Kind.OPTIM_STEP:
-                payload = await self._payload(step.request_id)
                 outcome = await work(_pass_or_step(model, step.kind, payload))
                 return _Ending(result=outcome.result)
             case Kind.SAVE_WEIGHTS | Kind.SAVE_FOR_SAMPLER:
@@ -415,9 +431,11 @@ class Dispatcher:
             log.info("building %s again from %d steps", run.model.model_id, len(rows))
         together = asyncio.Semaphore(REPLAYED_TOGETHER)
 
-        async def one(row: RequestRow) -> None:
-            async with together:
-                await self._replay_one(run, row, incarnation)
+        async def one(row: RequestRow, payload: bytes | Path) -> None:
+            try:
+                await self._replay_one(run, row, payload, incarnation)
+            finally:
+                together.release()
 
         replaying: list[asyncio.Task[None]] = []
         try:
@@ -426,7 +444,12 @@ class Dispatcher:
                 if Kind(row.kind) not in plan.PASSES:
                     await asyncio.gather(*replaying)
                     replaying = []
-                replaying.append(asyncio.create_task(one(row)))
+                await together.acquire()
+                payload: bytes | Path = b""
+                if Kind(row.kind) in _CARRIES and row.status is Status.DONE:
+                    # Found here, one after the other: passes must not overtake each other.
+                    payload = await self._payload(row.request_id)
+                replaying.append(asyncio.create_task(one(row, payload)))
                 if Kind(row.kind) not in plan.PASSES:
                     await asyncio.gather(*replaying)
                     replaying = []
@@ -435,7 +458,9 @@ class Dispatcher:
             for task in replaying:
                 task.cancel()
 
-    async def _replay_one(self, run: _Run, row: RequestRow, incarnation: int) -> None:
+    async def _replay_one(
+        self, run: _Run, row: RequestRow, payload: bytes | Path, incarnation: int
+    ) -> None:
         kind = Kind(row.kind)
         model = run.model
 
@@ -454,8 +479,7 @@ class Dispatcher:
                 payload = await self._small_payload(row.request_id)
                 await self._saving.load(model, payload, work, version_id=row.version_id)
             case plan.Replayed.RUN:
-                payload_or_file = await self._payload(row.request_id)
-                await work(_pass_or_step(model, kind, payload_or_file))
+                await work(_pass_or_step(model, kind, payload))
             case plan.Replayed.NOTHING:
                 pass
 

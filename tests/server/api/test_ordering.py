@@ -221,3 +221,37 @@ async def test_a_spoiled_gradient_is_remembered_by_the_next_process(tmp_path: Pa
     async with hosted(EchoExecutor(), tmp_path) as api:
         failed = await api.result(await api.optim_step(model, 2))
         assert "forward_backward step 1" in failed["error"]
+
+
+async def test_passes_go_to_the_engine_by_number_though_one_is_large(
+    api: Api, echo: EchoExecutor
+) -> None:
+    """A large payload is a file that takes a moment to find; a small one is at hand."""
+    model = await api.model()
+    second = await api.forward_backward(model, 2, tokens=2)
+    first = await api.forward_backward(model, 1, tokens=5000)
+    assert (await api.passed(first)).metrics["gradient:sum"] == 5000
+    assert (await api.passed(second)).metrics["gradient:sum"] == 5002
+    echo.die()
+    await api.optim_step(model, 3)
+    assert await api.value(await api.optim_step(model, 4)) == 2 * 5002
+    # And in the same order when the model is built again from its log.
+    sizes = [work.payload_file is not None for work in echo.ran if work.task is Task.PASS]
+    assert sizes == [True, False, True, False]
+
+
+async def test_a_gap_stays_closed_when_the_engine_dies_over_it(
+    api: Api, echo: EchoExecutor
+) -> None:
+    model = await api.model()
+    await api.passed(await api.forward_backward(model, 1, tokens=9))
+    while not echo.entered.locked():
+        await echo.entered.acquire()
+    echo.open.clear()
+    held = await api.optim_step(model, 3)
+    await echo.entered.acquire()  # the gap is over: the gradients are being cleared
+    echo.open.set()
+    echo.die()
+    assert "step 2 of this model never arrived" in (await api.result(held))["error"]
+    await api.forward_backward(model, 4, tokens=2)
+    assert await api.value(await api.optim_step(model, 5)) == 2
