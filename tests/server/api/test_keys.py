@@ -1,0 +1,198 @@
+"""Keys: who gets in, what a refusal says, and what a token may stand for."""
+
+import asyncio
+import base64
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from server.echo import EchoExecutor
+from server.hosting import Api, hosted
+from server.tenants import everything_kept, is_private, new_key, revoke, with_key
+from tinkex.server.api import auth
+from tinkex.server.store.keys import hashed
+from tinkex.server.tokens import BadToken, Tokens
+
+pytestmark = pytest.mark.anyio
+
+ME = "/api/v1/auth/apikey/me"
+
+
+@pytest.fixture
+def quick() -> Iterator[None]:
+    """The gate asks the database every time."""
+    believed, auth.BELIEVED_S = auth.BELIEVED_S, 0.0
+    yield
+    auth.BELIEVED_S = believed
+
+
+async def test_a_server_without_keys_takes_everybody_as_local(api: Api) -> None:
+    async with with_key(api, "tml-anything") as other:
+        about = (await other.get(ME)).json
+    assert about["details"]["user_details"] == {"email": "local"}
+    assert about["key_id"] == 0
+
+
+async def test_the_first_key_closes_a_running_server(api: Api, tmp_path: Path, quick: None) -> None:
+    session = await api.session()
+    key = await new_key(tmp_path, "local", name="mine")
+    refused = await api.post("session_heartbeat", {"session_id": session})
+    assert refused.status == 401
+    assert "TINKER_API_KEY" in refused.json["detail"]
+    assert "tinkex key create" in refused.json["detail"]
+    async with with_key(api, key) as mine:
+        # What was made before there were keys is the owner `local`'s.
+        assert (await mine.post("session_heartbeat", {"session_id": session})).status == 200
+        assert (await mine.get(ME)).json["name"] == "mine"
+
+
+async def test_refusals_tell_missing_unknown_revoked_and_expired_apart(
+    api: Api, tmp_path: Path, quick: None
+) -> None:
+    revoked = await new_key(tmp_path, "alice", name="old laptop")
+    expired = await new_key(tmp_path, "alice", expires_s=1.0)
+    await revoke(tmp_path, 1)
+    for key, text in [
+        (None, "without one"),
+        ("tml-nobody", "not known"),
+        (revoked, "(old laptop) is revoked"),
+        (expired, "is expired"),
+        ("eyJ.a.b", "was not signed by this server"),
+        ("eyJé", "is not a token"),
+    ]:
+        headers = None if key is None else {"X-API-Key": key}
+        async with with_key(api, None, headers) as other:
+            refused = await other.post("create_session", {"sdk_version": "0.36.0", "tags": []})
+        assert refused.status == 401
+        assert text in refused.json["detail"]
+        assert key is None or key not in refused.json["detail"]
+
+
+async def test_a_revoked_key_stops_within_seconds(api: Api, tmp_path: Path) -> None:
+    await new_key(tmp_path, "operator")
+    await asyncio.sleep(auth.BELIEVED_S)
+    key = await new_key(tmp_path, "alice")
+    async with with_key(api, key) as alice:
+        assert (await alice.get(ME)).status == 200
+        await revoke(tmp_path, 2)
+        await asyncio.sleep(auth.BELIEVED_S)
+        assert "is revoked" in (await alice.get(ME)).json["detail"]
+
+
+async def test_a_client_can_give_up_its_own_key(api: Api, tmp_path: Path, quick: None) -> None:
+    key = await new_key(tmp_path, "alice")
+    async with with_key(api, key) as alice, alice.http.delete(ME) as deleted:
+        assert deleted.status == 200
+        assert (await alice.get(ME)).status == 401
+    # The last key is gone, and the server is not open again.
+    assert (await api.get(ME)).status == 401
+
+
+async def test_no_key_is_stored_and_the_secrets_are_their_owners_alone(
+    api: Api, tmp_path: Path
+) -> None:
+    key = await new_key(tmp_path, "alice")
+    assert len(key) >= len("tml-") + 22
+    kept = everything_kept(tmp_path)
+    assert key.encode() not in kept
+    assert hashed(key).encode() in kept
+    assert is_private(tmp_path / "tokens.key")
+
+
+async def test_a_session_is_in_its_keys_project_unless_it_says_another(
+    api: Api, tmp_path: Path, quick: None
+) -> None:
+    key = await new_key(tmp_path, "alice", project_id="vision")
+    async with with_key(api, key) as alice:
+        assert (await alice.get(ME)).json["details"]["org_details"] == {"name": "vision"}
+        assert await alice.session()
+
+
+async def test_a_key_is_exchanged_for_a_token_that_works_until_the_key_does_not(
+    echo: EchoExecutor, tmp_path: Path, quick: None
+) -> None:
+    async with hosted(echo, tmp_path, jwt=True, jwt_s=600.0) as api:
+        key = await new_key(tmp_path, "alice", project_id="vision")
+        async with with_key(api, key) as alice:
+            config = (await alice.post("client/config", {"sdk_version": "0.36.0"})).json
+            assert config["pjwt_auth_enabled"] is True
+            # A version that does not know the flag, or is not known itself, is not sent it.
+            for version in ("0.4.1", "9.0.0", "nightly"):
+                config = (await alice.post("client/config", {"sdk_version": version})).json
+                assert "pjwt_auth_enabled" not in config
+            token = (await alice.post("auth/token", {})).json["jwt"]
+        body = token.split(".")[1]
+        claims = json.loads(base64.urlsafe_b64decode(body + "=" * (-len(body) % 4)))
+        assert claims["sub"] == "tml:user:alice"
+        assert claims["org_id"] == "vision"
+        assert claims["iss"].startswith("passport-")
+        assert claims["exp"] - claims["iat"] == 600
+        async with with_key(api, token) as alice:
+            assert (await alice.get(ME)).json["details"]["user_details"]["email"] == "alice"
+            again = await alice.post("auth/token", {})
+            assert again.status == 400
+            assert "the API key itself" in again.json["detail"]
+            await revoke(tmp_path, 1)
+            assert (await alice.get(ME)).status == 401
+
+
+def test_a_token_that_was_changed_or_is_over_says_nothing() -> None:
+    tokens = Tokens(b"secret")
+    token = tokens.make({"sub": "a", "exp": 100})
+    assert tokens.read(token, now_s=99.0) == {"sub": "a", "exp": 100}
+    head, body, signature = token.split(".")
+    forged = base64.urlsafe_b64encode(b'{"sub":"b","exp":100}').decode().rstrip("=")
+    nothing = base64.urlsafe_b64encode(b'{"alg":"none"}').decode().rstrip("=")
+    for bad in (
+        f"{head}.{forged}.{signature}",
+        f"{nothing}.{body}.",
+        f"{head}.{body}",
+        Tokens(b"other").make({"exp": 100}),
+    ):
+        with pytest.raises(BadToken):
+            tokens.read(bad, now_s=99.0)
+    with pytest.raises(BadToken, match="expired"):
+        tokens.read(token, now_s=100.0)
+
+
+async def test_another_accounts_key_lets_one_request_read_its_checkpoint(
+    api: Api, tmp_path: Path, quick: None
+) -> None:
+    alices = await new_key(tmp_path, "alice")
+    bobs = await new_key(tmp_path, "bob")
+    async with with_key(api, alices) as alice, with_key(api, bobs) as bob:
+        model = await alice.model()
+        await alice.forward_backward(model, 1, tokens=6)
+        await alice.optim_step(model, 2)
+        saved = await alice.result(
+            await alice.step("save_weights", model_id=model, seq_id=3, path="six")
+        )
+        path = saved["path"]
+        session = await bob.session()
+        mine = await bob.model(session)
+        assert (await bob.post("weights_info", {"tinker_path": path})).status == 404
+        refused = await bob.result(
+            await bob.step("load_weights", model_id=mine, seq_id=1, path=path)
+        )
+        assert refused["category"] == "user"
+        wrong = {"model_id": mine, "seq_id": 2, "path": path, "weights_access_token": "tml-no"}
+        assert (await bob.post("load_weights", wrong)).status == 403
+        lent = {"weights_access_token": alices}
+        loaded = await bob.result(
+            await bob.step("load_weights", model_id=mine, seq_id=2, path=path, **lent)
+        )
+        assert loaded["path"] == path
+        assert await bob.value(await bob.optim_step(mine, 3)) == 12
+        # The same in one step, and with the header.
+        created = await bob.step(
+            "load_weights", session_id=session, model_seq_id=1, path=path, optimizer=False, **lent
+        )
+        assert (await bob.result(created))["model_id"] == f"{session}:train:1"
+        header = {"X-Tinker-Weights-Access-Token": alices}
+        told = await bob.post("weights_info", {"tinker_path": path}, headers=header)
+        assert told.json["lora_rank"] == 8
+        # Nothing more than that, and the lent key is nowhere on disk.
+        assert (await bob.get(f"/api/v1/training_runs/{model}")).status == 404
+    assert alices.encode() not in everything_kept(tmp_path)
