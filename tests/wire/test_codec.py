@@ -386,6 +386,63 @@ def test_a_large_json_body_decodes_at_the_speed_of_parsing_it():
     assert best(decode_forward_json) < 8 * best(codec._parse)  # measured: 2.4 times
 
 
+SPAN = {"type": "prompt", "sequence_id": "q", "offset": 0, "length": 1}
+TENSOR = {"data": [1], "dtype": "int64"}
+
+
+def spans(**change: object) -> dict[str, object]:
+    return {"model_input_spans": [{**SPAN, **change}], "loss_fn_input_spans": [SPAN]}
+
+
+@pytest.mark.parametrize(
+    ("datum", "config", "field"),
+    [
+        ({}, {"beta": 10**400}, "beta"),
+        (spans(offset=2**63), None, "offset"),
+        (spans(offset="a"), None, "offset"),
+        (spans(length=-1), None, "length"),
+        (spans(sequence_id=5), None, "sequence_id"),
+        (
+            {"model_input": {"chunks": [{"data": "", "format": "png", "expected_tokens": 2**31}]}},
+            None,
+            "expected_tokens",
+        ),
+        (
+            {"model_input": {"chunks": [{"data": "", "format": "png", "expected_tokens": -1}]}},
+            None,
+            "expected_tokens",
+        ),
+        (
+            {
+                "loss_fn_inputs": {
+                    "weights": {
+                        **TENSOR,
+                        "shape": [1, 1],
+                        "sparse_crow_indices": [[0], [1, 2]],
+                        "sparse_col_indices": [0],
+                    }
+                }
+            },
+            None,
+            "sparse_crow_indices",
+        ),
+    ],
+)
+def test_numbers_that_fit_no_field_are_errors_with_a_path(datum, config, field):
+    sound = {"model_input": {"chunks": [{"tokens": [1]}]}, "loss_fn_inputs": {}}
+    work = {"data": [{**sound, **datum}], "loss_fn": "cross_entropy", "loss_fn_config": config}
+    with pytest.raises(WireError) as caught:
+        decode_forward_json(body(forward_backward_input=work, model_id="m", seq_id=1))
+    assert caught.value.errors[0].loc[-1] == field
+
+
+@pytest.mark.parametrize("key", ["rank", "seed"])
+def test_adapters_of_astronomic_size_are_malformed(key):
+    lora = {"rank": 8, key: 10**30}
+    with pytest.raises(WireError, match=f"lora_config.{key}: .* does not fit 64 bits"):
+        decode_json(CreateModelRequest, body(**MODEL, lora_config=lora))
+
+
 # -- compression ---------------------------------------------------------------------------------
 
 TEXT = b"tokens " * 1000

@@ -278,6 +278,9 @@ def chunk_from(value: Any) -> Chunk:
     fields = {key: item for key, item in value.items() if key in chunk_type.model_fields}
     if "expected_tokens" in chunk_type.model_fields and isinstance(value.get("tokens"), int):
         fields.setdefault("expected_tokens", value["tokens"])  # 0.4.1 to 0.5.1
+    expected = fields.get("expected_tokens")
+    if isinstance(expected, int) and not 0 <= expected < 2**31:
+        raise WireError.at(("expected_tokens",), f"{expected} is not a count that fits 32 bits.")
     try:
         return chunk_type.model_validate(fields)  # type: ignore[no-any-return]
     except ValidationError as error:

@@ -159,8 +159,7 @@ def _ready(type_: type[StrictModel], value: Any) -> Any:
     # Before 0.18 what was set to None was sent; it means the same as absent.
     ready = {key: item for key, item in value.items() if key in known and item is not None}
     for key, item in ready.items():
-        if isinstance(item, int) and not -(2**63) <= item < 2**63:
-            raise WireError.at((key,), f"{item} does not fit 64 bits.", "int_size")
+        _check_size((key,), item)
     for key, default in _FILLED_IN.get(type_, {}).items():
         ready.setdefault(key, default)
     for key, part_type in _PARTS.get(type_, {}).items():
@@ -168,6 +167,9 @@ def _ready(type_: type[StrictModel], value: Any) -> Any:
         if not isinstance(part, dict):
             continue
         part = {name: item for name, item in part.items() if item is not None}
+        if part_type is LoraConfig:
+            for name, item in part.items():
+                _check_size((key, name), item)
         if isinstance(part_type, Mapping):
             tag = part.get("type")
             found = part_type.get(tag) if isinstance(tag, str) else None
@@ -177,6 +179,12 @@ def _ready(type_: type[StrictModel], value: Any) -> Any:
             _refuse_unknown(found, part, key, ready)
         ready[key] = part
     return ready
+
+
+def _check_size(loc: tuple[str, ...], value: Any) -> None:
+    """Whole numbers beyond 64 bits are JSON, and fit neither the store nor a seed."""
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise WireError.at(loc, f"{value} does not fit 64 bits.", "int_size")
 
 
 def _refuse_unknown(

@@ -326,11 +326,17 @@ def _spans_from(value: Any, name: str) -> ProvenanceSpans | None:
             continue
         try:
             fields = dict(item)
-            spans.append(_SPANS[fields.pop("type")](**fields))
+            span = _SPANS[fields.pop("type")](**fields)
         except (KeyError, TypeError, ValueError):
             raise WireError.at(
                 (name, position), "a span has `type`, `sequence_id`, `offset` and `length`."
             ) from None
+        if not isinstance(span.sequence_id, str):
+            raise WireError.at((name, position, "sequence_id"), "a text is needed.")
+        for key, number in (("offset", span.offset), ("length", span.length)):
+            if type(number) is not int or not 0 <= number < 2**63:
+                raise WireError.at((name, position, key), "a count of 64 bits, from 0, is needed.")
+        spans.append(span)
     return spans
 
 

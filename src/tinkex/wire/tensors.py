@@ -291,7 +291,10 @@ def _checked_shape(shape: Any) -> list[int] | None:
 def _indices(value: Any, name: str) -> npt.NDArray[np.int64]:
     import numpy as np
 
-    array = np.array(value)
+    try:
+        array = np.array(value)
+    except ValueError:
+        array = np.zeros((0, 0))  # lists of different lengths
     if array.ndim != 1 or (array.size and array.dtype.kind != "i"):
         raise WireError.at((name,), "a flat list of whole numbers is needed.")
     array = array.astype(np.int64, copy=False)

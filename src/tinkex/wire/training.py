@@ -251,6 +251,11 @@ class ForwardBackwardInput(Payload):
             for key, item in config.items():
                 if isinstance(item, bool) or not isinstance(item, (int, float, str)):
                     raise _wanted("loss_fn_config", item, "a number or text", key)
+                if isinstance(item, int) and abs(item) >= 2**1023:
+                    raise WireError.at(
+                        ("loss_fn_config", key),
+                        f"a number of {item.bit_length()} bits is too large.",
+                    )
             config = {
                 key: item if isinstance(item, str) else float(item) for key, item in config.items()
             }
