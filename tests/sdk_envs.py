@@ -1,6 +1,10 @@
 """Virtual environments with official `tinker` SDKs, made once and kept in the user's cache.
 
 python tests/sdk_envs.py 0.36.0 0.4.1      makes what is missing, prints one interpreter per line
+
+Each SDK has an environment of its own. What is large and the same for all, transformers, and torch
+for the old ones that need it, is installed once and seen by the others through a .pth file: pip
+counts it as installed, so thirteen environments cost little more than two.
 """
 
 import fcntl
@@ -24,43 +28,56 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tinkex"
 
 
-def environment(version: str) -> Path:
-    """Where the environment of one SDK version lives; new pins give a new one."""
+def environment(name: str) -> Path:
+    """Where an environment lives, of an SDK version or a shared one; new pins give a new one."""
     pins = hashlib.sha256(CONSTRAINTS.read_bytes()).hexdigest()[:8]
     python = f"py{sys.version_info.major}{sys.version_info.minor}"
-    return cache_folder() / "sdk" / f"{version}-{python}-{pins}"
+    return cache_folder() / "sdk" / f"{name}-{python}-{pins}"
 
 
-def interpreter(version: str) -> Path:
-    return environment(version) / "bin" / "python"
+def interpreter(name: str) -> Path:
+    return environment(name) / "bin" / "python"
+
+
+def site_packages(name: str) -> Path:
+    return next((environment(name) / "lib").glob("python*/site-packages"))
 
 
 def ensure(version: str) -> Path:
     """The interpreter of an environment that has `tinker` in this version."""
-    home = environment(version)
+    # Before 0.16 torch was imported always; later it is there for those who ask for it.
+    shared = ["transformers"] if _as_numbers(version) >= (0, 16) else ["transformers", "torch"]
+    return _made(version, [f"tinker=={version}"], shared)
+
+
+def ensure_torch() -> Path:
+    """A folder to add to the path of a program that wants torch beside a newer SDK."""
+    _made("torch", ["torch"], [])
+    return site_packages("torch")
+
+
+def _made(name: str, wanted: Sequence[str], shared: Sequence[str]) -> Path:
+    home = environment(name)
     ready = home / ".ready"
     if ready.exists():
-        return interpreter(version)
+        return interpreter(name)
+    for other in shared:
+        _made(other, [other], [])
     home.parent.mkdir(parents=True, exist_ok=True)
     with (home.parent / f"{home.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # two runs at once make it once
         if not ready.exists():
-            print(f"Setting up the official tinker {version} ...", file=sys.stderr, flush=True)
+            print(f"Setting up {' '.join(wanted)} ...", file=sys.stderr, flush=True)
             started = time.monotonic()
             shutil.rmtree(home, ignore_errors=True)
             venv.create(home, with_pip=True)
-            subprocess.run([interpreter(version), *_install(version)], check=True)
+            folders = "".join(f"{site_packages(other)}\n" for other in shared)
+            (site_packages(name) / "shared.pth").write_text(folders)
+            install = ["-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+            subprocess.run([interpreter(name), *install, "-c", CONSTRAINTS, *wanted], check=True)
             ready.touch()
             print(f"... {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
-    return interpreter(version)
-
-
-def _install(version: str) -> list[str | Path]:
-    quiet = ["-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    wanted = [f"tinker=={version}"]
-    if _as_numbers(version) < (0, 16):
-        wanted.append("torch")  # older SDKs import it unconditionally; pinned by the constraints
-    return [*quiet, "-c", CONSTRAINTS, *wanted]
+    return interpreter(name)
 
 
 def _as_numbers(version: str) -> tuple[int, ...]:

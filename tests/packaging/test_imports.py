@@ -29,7 +29,10 @@ ROOMS = {
     "server.api": "wire server.store server.plan server.executor server.dispatch server.futures "
     "server.saving server.settings server.signing server.tokens fastapi starlette",
     "server": "wire models server uvicorn prometheus_client fastapi starlette pydantic ~pyrage",
-    "cli": "client wire types models click rich ~server ~engine ~testing ~tokenizers ~matplotlib",
+    "conformance": "wire numpy",
+    "conformance.conftest": "conformance pytest",
+    "conformance.test_server": "conformance pytest",
+    "cli": "client conformance wire types models click rich ~server ~engine ~testing ~tokenizers ~matplotlib",
 }
 
 

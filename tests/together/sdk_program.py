@@ -1,13 +1,20 @@
 """A training program written for the official SDK, from 0.4.1 to 0.36.0.
 
+    python sdk_program.py BASE_MODEL VOCABULARY FOLDER_WITH_TORCH
+
 Runs in the SDK's own environment, with TINKER_BASE_URL and TINKER_API_KEY set; prints one line of JSON.
-It memorises four sequences, saves, samples them back, and loads the state into a second client.
+It memorises four sequences, saves, samples them back, loads the state into further clients, lists
+and deletes its checkpoints, and trains with a loss of its own.
 """
 
 import json
 import random
 import sys
 import warnings
+
+# Newer SDKs come without torch and look for it when they are imported; custom losses need it. At
+# the end of the path: everything else stays the SDK's own.
+sys.path.extend(sys.argv[3:4])
 
 import tinker
 from tinker import types
@@ -32,6 +39,68 @@ def datum(tokens: list[int]) -> types.Datum:
 def logprobs(training: tinker.TrainingClient, data: list[types.Datum]) -> list[float]:
     output = training.forward(data, "cross_entropy").result()
     return [value for out in output.loss_fn_outputs for value in out["logprobs"].data]
+
+
+def checkpoints(service: tinker.ServiceClient, path: str) -> dict[str, object]:
+    """What lists say about the checkpoints of a run, before and after one of them is deleted."""
+    rest = service.create_rest_client()
+    run = path.removeprefix("tinker://").partition("/")[0]
+
+    def listed() -> list[list[object]]:
+        found = rest.list_checkpoints(run).result().checkpoints
+        return sorted([c.tinker_path, c.checkpoint_type, c.public] for c in found)
+
+    def published() -> bool:
+        return next(public for listed_path, _, public in listed() if listed_path == path)
+
+    before = listed()
+    mine = [c.tinker_path for c in rest.list_user_checkpoints(limit=100).result().checkpoints]
+    runs = rest.list_training_runs(limit=100).result()
+    rest.publish_checkpoint_from_tinker_path(path).result()
+    public = published()
+    rest.unpublish_checkpoint_from_tinker_path(path).result()
+    private = not published()
+    rest.delete_checkpoint_from_tinker_path(path).result()
+    gone = ""
+    try:
+        service.create_training_client_from_state(path)
+    except tinker.TinkerError as error:
+        gone = str(error)
+    return {
+        "before": before,
+        "mine": mine,
+        "runs": [r.training_run_id for r in runs.training_runs],
+        "run": rest.get_training_run(run).result().training_run_id,
+        "published": public,
+        "unpublished": private,
+        "after": listed(),
+        "loading_what_was_deleted": gone,
+    }
+
+
+def custom_loss(
+    service: tinker.ServiceClient, base_model: str, data: list[types.Datum]
+) -> dict[str, object]:
+    """Logprobs after a step by a loss written here, and after the built-in one that is the same."""
+
+    def by_hand(batch, logprobs_list):
+        loss = 0.0
+        for datum, values in zip(batch, logprobs_list, strict=True):
+            weights = datum.loss_fn_inputs["weights"].to_torch()
+            loss = loss - (weights * values).sum()
+        return loss, {"by_hand": float(loss.detach())}
+
+    found = {}
+    for name in ("custom", "built_in"):
+        client = service.create_lora_training_client(base_model=base_model, rank=8, seed=3)
+        if name == "custom":
+            output = client.forward_backward_custom(data, by_hand).result()
+        else:
+            output = client.forward_backward(data, "cross_entropy").result()
+        client.optim_step(types.AdamParams(learning_rate=1e-2)).result()
+        found[name] = logprobs(client, data)
+        found[f"{name}_metrics"] = output.metrics
+    return found
 
 
 def main(base_model: str, vocabulary: int) -> dict[str, object]:
@@ -67,6 +136,8 @@ def main(base_model: str, vocabulary: int) -> dict[str, object]:
     untrained = logprobs(second, data)
     second.load_state(saved.path).result()
     after = logprobs(second, data)
+    third = service.create_training_client_from_state(saved.path)
+    from_state = logprobs(third, data)
     return {
         "version": tinker.__version__,
         "texts": texts,
@@ -79,6 +150,9 @@ def main(base_model: str, vocabulary: int) -> dict[str, object]:
         "logprobs": before,
         "untrained_logprobs": untrained,
         "loaded_logprobs": after,
+        "from_state_logprobs": from_state,
+        "custom_loss": custom_loss(service, base_model, data),
+        "checkpoints": checkpoints(service, saved.path),
         "model_name": training.get_info().model_data.model_name,
         "served": [m.model_name for m in service.get_server_capabilities().supported_models],
     }

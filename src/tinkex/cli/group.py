@@ -16,6 +16,9 @@ class Subcommand:
 
 
 SUBCOMMANDS = {
+    "conformance": Subcommand(
+        module="tinkex.cli.conformance", help="Check that a Tinker server does what it should."
+    ),
     "demo": Subcommand(
         module="tinkex.cli.demo", help="Fine-tune a small model here and now, and see it change."
     ),

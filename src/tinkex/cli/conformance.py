@@ -1,0 +1,108 @@
+"""`tinkex conformance URL`: does a server keep the promises of the Tinker protocol?"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import click
+
+from tinkex.cli.group import CommandFailed
+from tinkex.conformance import CHECKS, Outcome, Remote, Report, Verdict, run
+from tinkex.conformance.remote import Unexpected
+
+STYLES = {Verdict.PASS: "green", Verdict.FAIL: "bold red", Verdict.SKIP: "yellow"}
+#: What a table holds of an answer; --json has all of it.
+WIDEST = 200
+
+
+@click.command("conformance")
+@click.argument("url")
+@click.option("--key", envvar="TINKER_API_KEY", default="tml-conformance", help="API key.")
+@click.option("--other-key", help="A key of another owner, to see that owners are kept apart.")
+@click.option("--base-model", help="Base model to use; by default the first that is served.")
+@click.option(
+    "--only",
+    multiple=True,
+    metavar="ID|CHECK",
+    help="Only checks of this requirement (as S3), or this check. May be given several times.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
+@click.option("--list", "listed", is_flag=True, help="Print the checks and what is right, no more.")
+def command(
+    url: str,
+    key: str,
+    other_key: str | None,
+    base_model: str | None,
+    only: tuple[str, ...],
+    as_json: bool,
+    listed: bool,
+) -> None:
+    """Run checks against the Tinker server at URL and print what it does.
+
+    Sessions, models and checkpoints are made there and left behind. A small model is enough.
+    The exit status is 1 when a check failed.
+    """
+    if listed:
+        for check in CHECKS:
+            click.echo(f"{check.name} [{', '.join(check.requirements)}]: {check.sentence}")
+        return
+    remote = Remote(url, key=key, other_key=other_key, base_model=base_model)
+    try:
+        chosen = remote.base_model
+    except Unexpected as error:
+        raise CommandFailed(
+            f"{url} does not answer as a Tinker server: {error}",
+            hint="Check the address and the key; a model is named with --base-model.",
+        ) from error
+    if as_json:
+        report = run(remote, only=only or None)
+        click.echo(json.dumps({"url": url, "base_model": chosen, **_plain(report)}, indent=2))
+    else:
+        report = _with_table(remote, chosen, only)
+    sys.exit(0 if report.passed else 1)
+
+
+def _with_table(remote: Remote, chosen: str, only: tuple[str, ...]) -> Report:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    console = Console()
+    table = Table(title=f"{remote.url}, {chosen}", title_justify="left")
+    for column in ("", "check", "ids", "seen"):
+        table.add_column(column, overflow="fold")
+
+    def told(outcome: Outcome) -> None:
+        style = STYLES[outcome.verdict]
+        table.add_row(
+            f"[{style}]{outcome.verdict}[/]",
+            outcome.check.sentence,
+            ", ".join(outcome.check.requirements),
+            escape(outcome.seen[:WIDEST]),
+        )
+
+    with console.status("checking ..."):
+        report = run(remote, only=only or None, told=told)
+    console.print(table)
+    counts = ", ".join(f"{report.count(verdict)} {verdict}" for verdict in Verdict)
+    console.print(f"{len(report.outcomes)} checks: {counts}")
+    return report
+
+
+def _plain(report: Report) -> dict[str, object]:
+    return {
+        "passed": report.passed,
+        "checks": [
+            {
+                "name": outcome.check.name,
+                "theme": outcome.check.theme,
+                "requirements": list(outcome.check.requirements),
+                "sentence": outcome.check.sentence,
+                "verdict": outcome.verdict.value,
+                "seen": outcome.seen,
+                "seconds": round(outcome.seconds, 3),
+            }
+            for outcome in report.outcomes
+        ],
+    }

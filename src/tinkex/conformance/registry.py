@@ -1,0 +1,145 @@
+"""The table of checks, and running it."""
+
+from __future__ import annotations
+
+import enum
+import importlib
+import time
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+
+from tinkex.conformance.remote import Remote, Unexpected
+
+#: Where checks are, in the order in which they run.
+THEMES = ("protocol", "ordering", "sums", "snapshots", "sampling", "refusals")
+
+CheckFunction = Callable[[Remote], str]
+
+
+class Verdict(enum.StrEnum):
+    PASS = "pass"
+    FAIL = "fail"
+    SKIP = "skip"
+
+
+class Failed(AssertionError):
+    """The server does something else than it should; the text is what was seen."""
+
+
+class Skipped(Exception):
+    """Nothing can be said about this server; the text is why."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """One thing a server should do."""
+
+    name: str
+    theme: str
+    #: Rows of the requirements, as "S3".
+    requirements: tuple[str, ...]
+    #: What is right.
+    sentence: str
+    function: CheckFunction
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    check: Check
+    verdict: Verdict
+    #: What the server did.
+    seen: str
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    outcomes: tuple[Outcome, ...]
+
+    def count(self, verdict: Verdict) -> int:
+        return sum(outcome.verdict is verdict for outcome in self.outcomes)
+
+    def named(self, verdict: Verdict) -> set[str]:
+        return {o.check.name for o in self.outcomes if o.verdict is verdict}
+
+    @property
+    def passed(self) -> bool:
+        return self.count(Verdict.FAIL) == 0
+
+
+_found: dict[str, Check] = {}
+
+
+def check(*requirements: str) -> Callable[[CheckFunction], CheckFunction]:
+    """Puts a function into the table; its first line of documentation is the sentence."""
+
+    def put(function: CheckFunction) -> CheckFunction:
+        name = function.__name__
+        assert name not in _found, name
+        _found[name] = Check(
+            name=name,
+            theme=function.__module__.rpartition(".")[2],
+            requirements=requirements,
+            sentence=(function.__doc__ or "").strip().partition("\n")[0],
+            function=function,
+        )
+        return function
+
+    return put
+
+
+def expect(true: object, seen: str) -> None:
+    """Fails the check with what was seen."""
+    if not true:
+        raise Failed(seen)
+
+
+def all_checks() -> dict[str, Check]:
+    for theme in THEMES:
+        importlib.import_module(f"tinkex.conformance.{theme}")
+    return dict(_found)
+
+
+class _Checks:
+    """The table, read when somebody looks."""
+
+    def __iter__(self) -> Iterator[Check]:
+        return iter(all_checks().values())
+
+    def __len__(self) -> int:
+        return len(all_checks())
+
+    def __getitem__(self, name: str) -> Check:
+        return all_checks()[name]
+
+
+CHECKS = _Checks()
+
+
+def judge(one: Check, remote: Remote) -> Outcome:
+    """What one check says about a server."""
+    began = time.monotonic()
+    try:
+        verdict, seen = Verdict.PASS, one.function(remote)
+    except (Failed, Unexpected) as failure:
+        verdict, seen = Verdict.FAIL, str(failure)
+    except Skipped as reason:
+        verdict, seen = Verdict.SKIP, str(reason)
+    return Outcome(check=one, verdict=verdict, seen=seen, seconds=time.monotonic() - began)
+
+
+def run(
+    remote: Remote,
+    *,
+    only: Collection[str] | None = None,
+    told: Callable[[Outcome], None] | None = None,
+) -> Report:
+    """Run the checks (those named, or about a named requirement) one after another."""
+    outcomes = []
+    for one in CHECKS:
+        if only is None or one.name in only or set(one.requirements) & set(only):
+            outcome = judge(one, remote)
+            outcomes.append(outcome)
+            if told is not None:
+                told(outcome)
+    return Report(outcomes=tuple(outcomes))

@@ -1,0 +1,160 @@
+"""Samples: seeds, stops, temperatures, and logprobs that agree with training."""
+
+import math
+
+from tinkex.conformance.registry import Skipped, check, expect
+from tinkex.conformance.remote import TEXTS, Failure, Remote, Trainee, Unexpected, apart
+from tinkex.wire.sampling import SampledSequence
+
+PROMPT = TEXTS[0][:6]
+#: Sampled and trained logprobs: a different kernel may round differently, no more.
+AGREES = 0.02
+
+
+def trained(remote: Remote) -> Trainee:
+    model = remote.model()
+    model.train(3)
+    return model
+
+
+def tokens(sequence: SampledSequence) -> list[int]:
+    return [int(token) for token in sequence.tokens]
+
+
+def forward_logprobs(model: Trainee, prompt: list[int], sequence: SampledSequence) -> list[float]:
+    """What a pass says about the sampled tokens."""
+    found = model.logprobs([[*prompt, *tokens(sequence)]])
+    return [float(value) for value in found[len(prompt) - 1 :]]
+
+
+@check("S13")
+def sampled_logprobs_are_trained_logprobs(remote: Remote) -> str:
+    """At temperature 1 the logprobs of sampled tokens are those of a forward pass over them."""
+    model = trained(remote)
+    found = model.sampler().sample(PROMPT, samples=2, max_tokens=12, seed=3, stop=[])
+    worst = 0.0
+    for sequence in found.sequences:
+        expect(sequence.logprobs_np is not None, "no logprobs came with the tokens")
+        assert sequence.logprobs_np is not None
+        expected = forward_logprobs(model, PROMPT, sequence)
+        expect(len(expected) == len(sequence.logprobs_np), "not one logprob for each token")
+        pairs = zip(expected, sequence.logprobs_np, strict=True)
+        worst = max(worst, *(abs(a - float(b)) for a, b in pairs))
+    expect(worst < AGREES, f"they differ by up to {worst:.3g}")
+    return f"largest difference {worst:.2g}"
+
+
+@check("S13", "needs: sampling")
+def prompt_logprobs_are_trained_logprobs(remote: Remote) -> str:
+    """`prompt_logprobs` has one entry per token, nothing first, and agrees with a forward pass."""
+    model = trained(remote)
+    found = model.sampler().prompt_logprobs(TEXTS[1])
+    expect(len(found) == len(TEXTS[1]), f"{len(found)} entries for {len(TEXTS[1])} tokens")
+    expect(math.isnan(found[0]), f"the first entry is {found[0]}, not null")
+    difference = apart(found[1:], model.logprobs([TEXTS[1]]))
+    expect(difference < AGREES, f"they differ by {difference:.3g}")
+    return f"largest difference {difference:.2g}"
+
+
+@check("S12")
+def seeds_are_honoured(remote: Remote) -> str:
+    """The same seed draws the same tokens, another seed or another sample draws others."""
+    sampler = remote.sampler(base_model=remote.base_model)
+
+    def draw(seed: int) -> list[list[int]]:
+        found = sampler.sample(PROMPT, samples=2, max_tokens=12, seed=seed, stop=[])
+        return [tokens(sequence) for sequence in found.sequences]
+
+    first, again, other = draw(1), draw(1), draw(2)
+    expect(first == again, f"seed 1 drew {first}, then {again}")
+    expect(first != other, f"seeds 1 and 2 both drew {first}")
+    expect(first[0] != first[1], f"both samples of one request are {first[0]}")
+    return "the same again, others for another seed and sample"
+
+
+@check("S12")
+def temperature_zero_is_greedy(remote: Remote) -> str:
+    """At temperature 0 the likeliest token is taken, whatever the seed, with its plain logprob."""
+    model = trained(remote)
+    sampler = model.sampler()
+    draws = [
+        sampler.sample(PROMPT, max_tokens=8, temperature=0.0, seed=seed, stop=[]).sequences[0]
+        for seed in (1, 2)
+    ]
+    first, second = (tokens(draw) for draw in draws)
+    expect(first == second, f"two seeds gave {first} and {second}")
+    expect(draws[0].logprobs_np is not None, "no logprobs at temperature 0")
+    assert draws[0].logprobs_np is not None
+    expected = forward_logprobs(model, PROMPT, draws[0])
+    worst = max(abs(a - float(b)) for a, b in zip(expected, draws[0].logprobs_np, strict=True))
+    expect(worst < AGREES, f"its logprobs differ from a forward pass by {worst:.3g}")
+    return f"greedy; logprobs within {worst:.2g}"
+
+
+@check("S12")
+def logprobs_are_of_the_tempered_distribution(remote: Remote) -> str:
+    """At temperature T two first tokens differ in logprob by 1/T of what they differ by at 1."""
+    model = trained(remote)
+    sampler = model.sampler()
+    temperature = 2.0
+    found = sampler.sample(
+        PROMPT, samples=8, max_tokens=1, temperature=temperature, seed=1, stop=[]
+    )
+    seen: dict[int, tuple[float, float]] = {}
+    for sequence in found.sequences:
+        first = tokens(sequence)[0]
+        if sequence.logprobs_np is not None and first not in seen:
+            plain = forward_logprobs(model, PROMPT, sequence)[0]
+            seen[first] = float(sequence.logprobs_np[0]), plain
+    if len(seen) < 2:
+        raise Skipped("eight draws at temperature 2 gave one token only")
+    (hot, plain), *others = seen.values()
+    worst = max(abs((hot - h) - (plain - p) / temperature) for h, p in others)
+    expect(worst < AGREES, f"off by {worst:.3g} at temperature 2")
+    return f"{len(seen)} tokens, off by {worst:.2g} at most"
+
+
+@check("S12", "needs: sampling")
+def stops_are_honoured(remote: Remote) -> str:
+    """A stop token ends the sample and is its last token; `[]` means never, not even at EOS."""
+    sampler = remote.sampler(base_model=remote.base_model)
+    free = sampler.sample(PROMPT, max_tokens=12, seed=4, stop=[]).sequences[0]
+    drawn = tokens(free)
+    expect(
+        len(drawn) == 12 and free.stop_reason == "length",
+        f"stop [] gave {len(drawn)} tokens and {free.stop_reason!r}, not 12 and 'length'",
+    )
+    place = next((n for n, token in enumerate(drawn) if n and token not in drawn[:n]), None)
+    if place is None:
+        raise Skipped("the model repeats one token only")
+    cut = sampler.sample(PROMPT, max_tokens=12, seed=4, stop=[drawn[place]]).sequences[0]
+    expect(
+        tokens(cut) == drawn[: place + 1] and cut.stop_reason == "stop",
+        f"stop at {drawn[place]} gave {tokens(cut)} and {cut.stop_reason!r} out of {drawn}",
+    )
+    expect(
+        cut.logprobs_np is not None and len(cut.logprobs_np) == place + 1,
+        "the stop token has no logprob",
+    )
+    return f"12 tokens without stops, {place + 1} with one"
+
+
+@check("S12")
+def batch_mates_do_not_change_a_sample(remote: Remote) -> str:
+    """A seeded sample draws the same tokens alone and among others."""
+    sampler = remote.sampler(base_model=remote.base_model)
+    alone = tokens(sampler.sample(PROMPT, max_tokens=12, seed=9, stop=[]).sequences[0])
+    bodies = [
+        sampler.body(text, max_tokens=12, seed=9 if n == 2 else n, stop=[])
+        for n, text in enumerate([TEXTS[1], TEXTS[2], PROMPT, TEXTS[3]])
+    ]
+    ids = [remote.submitted(remote.post("asample", body)) for body in bodies]
+    found = [remote.sampled(request_id) for request_id in ids][2]
+    if isinstance(found, Failure):
+        raise Unexpected(f"a sample failed: {found}")
+    among = tokens(found.sequences[0])
+    # A tie in rounding may turn one token, and then all after it.
+    pairs = zip(alone, among, strict=False)
+    same = next((n for n, (a, b) in enumerate(pairs) if a != b), len(among))
+    expect(same >= 6, f"alone {alone}, among others {among}")
+    return f"the same {same} of 12 tokens"

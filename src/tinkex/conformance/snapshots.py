@@ -1,0 +1,70 @@
+"""Saved is saved: training never changes a checkpoint, and sampling never changes training."""
+
+from tinkex.conformance.registry import check, expect
+from tinkex.conformance.remote import TEXTS, Failure, Remote, apart
+
+SAME = 1e-4
+#: Training moved the weights visibly.
+MOVED = 1e-2
+
+
+@check("S2")
+def a_saved_sampler_does_not_follow_training(remote: Remote) -> str:
+    """A sampler answers the same after further steps; a new one answers differently."""
+    model = remote.model()
+    model.train(2)
+    old = model.sampler()
+    first = old.prompt_logprobs(TEXTS[0])[1:]
+    model.train(3)
+    new = model.sampler().prompt_logprobs(TEXTS[0])[1:]
+    again = old.prompt_logprobs(TEXTS[0])[1:]
+    expect(apart(first, new) > MOVED, f"three steps moved a new sampler by {apart(first, new):.3g}")
+    drift = apart(first, again)
+    expect(drift < SAME, f"the old sampler moved by {drift:.3g} while training went on")
+    return f"old moved {drift:.2g}, new {apart(first, new):.2g}"
+
+
+@check("S2")
+def sampling_leaves_training_alone(remote: Remote) -> str:
+    """Sampling from an old checkpoint does not put its weights under the trainer's hands."""
+    model = remote.model()
+    model.train(1)
+    old = model.sampler()
+    model.train(3)
+    before = model.logprobs()
+    old.sample(TEXTS[0], max_tokens=4, stop=[])
+    difference = apart(before, model.logprobs())
+    expect(difference < SAME, f"training logprobs moved by {difference:.3g}")
+    return f"moved {difference:.2g}"
+
+
+@check("S2", "S13")
+def a_loaded_state_is_what_was_saved(remote: Remote) -> str:
+    """Another model that loads a state thinks what the first thought when it was saved."""
+    model = remote.model()
+    model.train(2)
+    saved = model.logprobs()
+    path = model.save_state("before")
+    model.train(2)
+    other = remote.model(seed=99)
+    loaded = other.load(path)
+    expect(not isinstance(loaded, Failure), f"load_weights came to {loaded!r}")
+    difference = apart(other.logprobs(), saved)
+    expect(difference < SAME, f"logprobs differ by {difference:.3g} from those at the save")
+    return f"within {difference:.2g}"
+
+
+@check("needs: training")
+def a_state_with_its_optimizer_goes_on_as_if_uninterrupted(remote: Remote) -> str:
+    """Loaded with the optimizer, the next steps give the losses of the run that went on."""
+    model = remote.model()
+    model.train(3)
+    path = model.save_state("resume")
+    other = remote.model(seed=98)
+    loaded = other.load(path, optimizer=True)
+    expect(not isinstance(loaded, Failure), f"load_weights came to {loaded!r}")
+    model.train(2)
+    other.train(2)
+    difference = apart(model.logprobs(), other.logprobs())
+    expect(difference < SAME, f"logprobs differ by {difference:.3g} two steps later")
+    return f"within {difference:.2g} two steps later"

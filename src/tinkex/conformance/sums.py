@@ -1,0 +1,119 @@
+"""Losses are sums: linear in their weights, and deaf to how a batch is cut up.
+
+Adam hides the size of a gradient. With an `eps` far above it, a step is the learning rate times the
+gradient over `eps`: plain gradient descent, in which a gradient that is twice as large shows.
+"""
+
+from collections.abc import Sequence
+
+from tinkex.conformance.registry import check, expect
+from tinkex.conformance.remote import (
+    TEXTS,
+    Floats,
+    Remote,
+    Unexpected,
+    apart,
+    batch,
+    joined,
+)
+from tinkex.wire.inputs import Datum
+
+EPS = 1e6
+#: Learning rates over EPS that are tried until a step shows.
+RATES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)
+#: Logprobs have moved visibly, and not so far that curvature hides what is linear.
+VISIBLE = 0.02
+#: Equal, in parts of the movement.
+EQUAL = 0.02
+
+
+def descend(remote: Remote, rate: float, *passes: Sequence[Datum]) -> Floats:
+    """Logprobs after one step of gradient descent over the passes, on a new model."""
+    model = remote.model(seed=11)
+    for data in passes:
+        model.backward(data)
+    model.step(learning_rate=rate * EPS, eps=EPS)
+    return model.logprobs()
+
+
+def start(remote: Remote) -> tuple[Floats, float, Floats]:
+    """Logprobs at first, a rate at which one step over the batch shows, and logprobs after it."""
+    kept: tuple[Floats, float, Floats] | None = getattr(remote, "descent", None)
+    if kept is None:
+        before = remote.model(seed=11).logprobs()
+        for rate in RATES:
+            after = descend(remote, rate, batch())
+            if apart(before, after) > VISIBLE:
+                kept = before, rate, after
+                remote.descent = kept  # type: ignore[attr-defined]
+                break
+        else:
+            raise Unexpected("no learning rate moved the logprobs: steps do nothing")
+    return kept
+
+
+def compare(found: Floats, expected: Floats, moved: float) -> str:
+    difference = apart(found, expected) / moved
+    expect(difference < EQUAL, f"differs by {difference:.0%} of the movement")
+    return f"equal within {difference:.1%} of the movement"
+
+
+@check("S1")
+def a_loss_is_the_weighted_sum(remote: Remote) -> str:
+    """`loss:sum` is minus the sum of weight times logprob, and doubles with the weights."""
+    model = remote.model()
+    one, two = model.forward(batch()), model.forward(batch(weight=2.0))
+    expected = -float(joined(one).astype("float64").sum())
+    loss, doubled = one.metrics["loss:sum"], two.metrics["loss:sum"]
+    expect(abs(loss - expected) <= 1e-3 * abs(expected), f"loss:sum {loss}, not {expected:.6g}")
+    expect(abs(doubled - 2 * loss) <= 1e-3 * abs(loss), f"weights 2 give {doubled}, not {2 * loss}")
+    return f"{loss:.5g}, with weights 2 {doubled:.5g}"
+
+
+@check("S1")
+def twice_the_weight_is_twice_the_gradient(remote: Remote) -> str:
+    """A step with weights 2 is a step with weights 1 at twice the learning rate."""
+    before, rate, after = start(remote)
+    expected = descend(remote, 2 * rate, batch())
+    found = descend(remote, rate, batch(weight=2.0))
+    expect(apart(expected, after) > VISIBLE / 4, "twice the learning rate changed nothing")
+    return compare(found, expected, apart(before, after))
+
+
+@check("S1")
+def a_datum_twice_counts_twice(remote: Remote) -> str:
+    """A batch that holds everything twice is a batch with weights 2."""
+    before, rate, after = start(remote)
+    expected = descend(remote, rate, batch(weight=2.0))
+    found = descend(remote, rate, batch([*TEXTS, *TEXTS]))
+    return compare(found, expected, apart(before, after))
+
+
+@check("S1")
+def cutting_a_batch_changes_nothing(remote: Remote) -> str:
+    """One request for each datum gives the gradient of one request for all."""
+    before, rate, after = start(remote)
+    found = descend(remote, rate, *([datum] for datum in batch()))
+    return compare(found, after, apart(before, after))
+
+
+@check("S1")
+def a_negative_weight_pushes_the_other_way(remote: Remote) -> str:
+    """A pass and the same with weights -1 cancel: the step changes nothing."""
+    before, rate, after = start(remote)
+    found = descend(remote, rate, batch(), batch(weight=-1.0))
+    return compare(found, before, apart(before, after))
+
+
+@check("S11")
+def seeds_of_adapters_are_honoured(remote: Remote) -> str:
+    """The same adapter seed trains the same, another seed trains differently."""
+    results = []
+    for seed in (21, 21, 22):
+        model = remote.model(seed=seed)
+        model.train(2)
+        results.append(model.logprobs())
+    same, other = apart(results[0], results[1]), apart(results[0], results[2])
+    expect(same < 1e-4, f"two models of seed 21 differ by {same:.3g} after the same steps")
+    expect(other > 10 * max(same, 1e-7), f"seeds 21 and 22 differ by {other:.3g} only")
+    return f"same seed {same:.2g} apart, another {other:.2g}"

@@ -1,0 +1,302 @@
+"""
+Servers that are wrong in one way each: a proxy in front of a right one that spoils what passes.
+
+Each fault is one that a self-hosted server really had. A fault may change the request before it is
+sent on, and the answer before it is given back.
+"""
+
+import asyncio
+import itertools
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+
+from tinkex.wire.codec import PROTOBUF_TYPE
+from tinkex.wire.inputs import Datum
+from tinkex.wire.protobuf import (
+    decode_forward_backward_output,
+    decode_forward_backward_request,
+    decode_sample_response,
+    encode_forward_backward_output,
+    encode_forward_backward_request,
+    encode_sample_response,
+)
+from tinkex.wire.sampling import SampledSequence
+from tinkex.wire.tensors import TensorData
+from tinkex.wire.training import (
+    ForwardBackwardInput,
+    ForwardBackwardOutput,
+    ForwardBackwardRequest,
+)
+
+
+@dataclass
+class Message:
+    """A body on its way."""
+
+    path: str
+    body: bytes
+    content_type: str
+    status: int = 200
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @json.setter
+    def json(self, value: Any) -> None:
+        self.body = json.dumps(value).encode()
+
+    def read(self) -> dict[str, Any]:
+        """The body when it is a JSON object, else nothing."""
+        try:
+            found = json.loads(self.body)
+        except ValueError:
+            return {}
+        return found if isinstance(found, dict) else {}
+
+
+class Fault:
+    """A right server."""
+
+    def request(self, message: Message) -> Message | None:
+        """Changes what is asked; a message that is returned is the answer."""
+        return None
+
+    def answer(self, asked: Message, message: Message) -> None:
+        """Changes what is answered."""
+
+
+def is_pass(message: Message) -> bool:
+    return message.path.endswith("/forward_backward") and message.content_type == PROTOBUF_TYPE
+
+
+class Averages(Fault):
+    """The loss is the mean over tokens."""
+
+    def request(self, message: Message) -> Message | None:
+        if is_pass(message) and message.body[:1] != b"\xff":
+            asked, forward_only = decode_forward_backward_request(message.body)
+            data = asked.forward_backward_input.data
+            tokens = sum(datum.model_input.length for datum in data)
+            averaged = []
+            for datum in data:
+                inputs = dict(datum.loss_fn_inputs)
+                if "weights" in inputs:
+                    inputs["weights"] = TensorData.from_numpy(inputs["weights"].to_numpy() / tokens)
+                averaged.append(Datum(model_input=datum.model_input, loss_fn_inputs=inputs))
+            message.body = encode_forward_backward_request(
+                ForwardBackwardRequest(
+                    forward_backward_input=ForwardBackwardInput._of(
+                        averaged, asked.forward_backward_input.loss_fn, None
+                    ),
+                    model_id=asked.model_id,
+                    seq_id=asked.seq_id,
+                ),
+                forward_only=forward_only,
+            )
+        return None
+
+
+class ReplacesLosses(Fault):
+    """Unknown losses run as cross-entropy."""
+
+    def request(self, message: Message) -> Message | None:
+        if is_pass(message):
+            message.body = message.body.replace(b"\x0cno_such_loss", b"\x0dcross_entropy")
+        return None
+
+
+class IgnoresSamplingParameter(Fault):
+    """One sampling parameter never arrives."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def request(self, message: Message) -> Message | None:
+        if message.path.endswith("/asample") and (body := message.read()):
+            body.get("sampling_params", {}).pop(self.name, None)
+            message.json = body
+        return None
+
+
+class NewIdsForRepeats(Fault):
+    """Whatever is submitted gets a new id each time."""
+
+    def __init__(self) -> None:
+        self.real: dict[str, str] = {}
+        self.numbers = itertools.count()
+
+    def request(self, message: Message) -> Message | None:
+        if message.path.endswith("/retrieve_future") and (body := message.read()):
+            message.json = {**body, "request_id": self.real.get(body.get("request_id", ""), "-")}
+        return None
+
+    def answer(self, asked: Message, message: Message) -> None:
+        found = message.read()
+        if message.status == 200 and "request_id" in found and "queue_state" not in found:
+            alias = f"again-{next(self.numbers)}"
+            self.real[alias] = found["request_id"]
+            message.json = {**found, "request_id": alias}
+
+
+class FollowsTraining(Fault):
+    """Every sampler is the newest one."""
+
+    def __init__(self) -> None:
+        self.newest: str | None = None
+
+    def request(self, message: Message) -> Message | None:
+        if message.path.endswith("/asample") and self.newest and (body := message.read()):
+            message.json = {**body, "sampling_session_id": self.newest, "seq_id": None}
+        return None
+
+    def answer(self, asked: Message, message: Message) -> None:
+        if found := message.read().get("sampling_session_id"):
+            self.newest = found
+
+
+class RefusesOutOfOrder(Fault):
+    """A step that comes too early is a 409."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, int] = {}
+
+    def request(self, message: Message) -> Message | None:
+        if is_pass(message) and message.body[:1] != b"\xff":
+            asked, _ = decode_forward_backward_request(message.body)
+            model, number = asked.model_id, asked.seq_id or 0
+        elif message.path.endswith("/optim_step"):
+            body = message.read()
+            model, number = body.get("model_id", ""), body.get("seq_id") or 0
+        else:
+            return None
+        if number > self.seen.get(model, 0) + 1:
+            return Message(message.path, b'{"detail":"too early"}', "application/json", 409)
+        self.seen[model] = max(number, self.seen.get(model, 0))
+        return None
+
+
+class OddMetrics(Fault):
+    """Metrics without a reducer."""
+
+    def answer(self, asked: Message, message: Message) -> None:
+        if message.content_type == PROTOBUF_TYPE and b"loss:sum" in message.body:
+            found = decode_forward_backward_output(message.body)
+            message.body = encode_forward_backward_output(
+                ForwardBackwardOutput(
+                    loss_fn_output_type=found.loss_fn_output_type,
+                    loss_fn_outputs=found.loss_fn_outputs,
+                    metrics={"loss": found.metrics["loss:sum"]},
+                )
+            )
+
+
+class OtherLogprobs(Fault):
+    """Sampled with other weights, or another head, than trained with."""
+
+    def answer(self, asked: Message, message: Message) -> None:
+        if message.content_type == PROTOBUF_TYPE and b":sum" not in message.body:
+            found = decode_sample_response(message.body)
+            sequences = [
+                SampledSequence(
+                    sequence.stop_reason,
+                    "",
+                    tokens_np=sequence.tokens_np,
+                    logprobs_np=sequence.logprobs_np - 0.1,
+                )
+                for sequence in found.sequences
+            ]
+            message.body = encode_sample_response(found.model_copy(update={"sequences": sequences}))
+
+
+class ServerErrorForEverything(Fault):
+    """What the client did wrong is a 500."""
+
+    def answer(self, asked: Message, message: Message) -> None:
+        if message.status in (400, 404, 422):
+            message.status = 500
+
+
+class NeverHolds(Fault):
+    """A poll is answered at once while there is no result: clients ask again without a pause."""
+
+
+@contextmanager
+def in_front_of(url: str, fault: Fault) -> Iterator[str]:
+    """The address of a proxy with the fault, until the block ends."""
+    loop = asyncio.new_event_loop()
+    started: asyncio.Future[str] = loop.create_future()
+    stop = asyncio.Event()
+
+    async def serve() -> None:
+        patience = aiohttp.ClientTimeout(total=0.05 if isinstance(fault, NeverHolds) else 60)
+        async with aiohttp.ClientSession() as session:
+
+            async def handle(request: web.Request) -> web.Response:
+                kind = request.headers.get("Content-Type", "")
+                asked = Message(request.path, await request.read(), kind)
+                got = fault.request(asked)
+                if got is None:
+                    headers = {
+                        name: value
+                        for name, value in request.headers.items()
+                        if name.lower() not in ("host", "content-length")
+                    }
+                    is_poll = request.path.endswith("/retrieve_future")
+                    try:
+                        async with session.request(
+                            request.method,
+                            f"{url}{request.raw_path}",
+                            data=asked.body,
+                            headers=headers,
+                            timeout=patience if is_poll else aiohttp.ClientTimeout(total=60),
+                        ) as answered:
+                            got = Message(
+                                request.path,
+                                await answered.read(),
+                                answered.headers.get("Content-Type", ""),
+                                answered.status,
+                            )
+                    except TimeoutError:
+                        pending = {"type": "try_again", "request_id": "-", "queue_state": "active"}
+                        got = Message(request.path, json.dumps(pending).encode(), kind, 408)
+                    fault.answer(asked, got)
+                return web.Response(
+                    status=got.status, body=got.body, headers={"Content-Type": got.content_type}
+                )
+
+            app = web.Application(client_max_size=2**26)
+            app.router.add_route("*", "/{path:.*}", handle)
+            runner = web.AppRunner(app, access_log=None)
+            await runner.setup()
+            site = web.TCPSite(runner, "127.0.0.1", 0, shutdown_timeout=1)
+            await site.start()
+            started.set_result(f"http://127.0.0.1:{runner.addresses[0][1]}")
+            await stop.wait()
+            await runner.cleanup()
+
+    task = loop.create_task(serve())
+
+    def run_loop() -> None:
+        asyncio.set_event_loop(loop)
+        loop.run_until_complete(task)
+
+    thread = threading.Thread(target=run_loop, daemon=True)
+    thread.start()
+
+    async def address() -> str:
+        return await started
+
+    try:
+        yield asyncio.run_coroutine_threadsafe(address(), loop).result(10)
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        thread.join(10)
+        loop.close()
