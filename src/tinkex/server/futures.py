@@ -1,14 +1,20 @@
 """Results that were promised: who waits for one sleeps on an event, and is woken by the commit."""
 
 import asyncio
+import time
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+from tinkex.server.completions import Completions
 from tinkex.server.plan import Kind
 from tinkex.server.store import RequestRow, Status, Store
+from tinkex.server.store.requests import ResultGone, given_s
 
 # Finished results are kept in memory for the poll that is about to come; the rest are read back.
 KEPT_BYTES = 64 * 2**20
+# No server gave out a request before 2025.
+FIRST_S = 1735689600.0
 
 
 class UnknownRequest(LookupError):
@@ -39,12 +45,19 @@ class _Promise:
 class Futures:
     """The promises of this process. Nothing here polls."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, *, kept_s: float = 3600.0) -> None:
         self._store = store
+        #: Results are kept at least this long.
+        self._kept_s = kept_s
         self._open: dict[str, _Promise] = {}
         self._kept: OrderedDict[str, Settled] = OrderedDict()
         self._kept_bytes = 0
         self._closing = False
+        #: The same events once more, for clients that wait for many at once.
+        self.completions = Completions(store)
+
+    async def start(self) -> None:
+        await self.completions.start()
 
     def expect(self, request_id: str, *, owner: str, base_model: str) -> None:
         """This process will settle that request."""
@@ -91,9 +104,12 @@ class Futures:
         self._closing = True
         for promise in self._open.values():
             promise.event.set()
+        self.completions.release()
 
     async def _read(self, request_id: str, owner: str) -> Settled | None:
         row = await self._store.requests.get(request_id)
+        if row is None and _is_old(request_id, self._kept_s):
+            raise ResultGone(request_id)
         if row is None or row.owner != owner:
             raise UnknownRequest(request_id)
         if row.status is Status.WAITING:
@@ -104,6 +120,12 @@ class Futures:
         settled = settled_from(row, result)
         self._keep(settled)
         return settled
+
+    def forget(self, request_ids: Iterable[str]) -> None:
+        """Their results have been deleted."""
+        for request_id in request_ids:
+            if (dropped := self._kept.pop(request_id, None)) is not None:
+                self._kept_bytes -= _weight(dropped)
 
     def _owned(self, settled: Settled, owner: str) -> Settled:
         if settled.owner != owner:
@@ -118,6 +140,12 @@ class Futures:
         while self._kept_bytes > KEPT_BYTES:
             _, dropped = self._kept.popitem(last=False)
             self._kept_bytes -= _weight(dropped)
+
+
+def _is_old(request_id: str, kept_s: float) -> bool:
+    """Whether this may be a request whose row has been deleted."""
+    at_s = given_s(request_id)
+    return at_s is not None and FIRST_S < at_s < time.time() - kept_s
 
 
 def settled_from(row: RequestRow, result: bytes) -> Settled:

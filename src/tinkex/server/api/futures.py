@@ -10,13 +10,19 @@ from tinkex.server.api.auth import owner_of
 from tinkex.server.api.context import Context, answer, context_of, describe, dialect_of, read_json
 from tinkex.server.futures import Settled
 from tinkex.server.plan import PASSES, Kind
+from tinkex.server.store import Completion
 from tinkex.wire.codec import JSON_TYPE, PROTOBUF_TYPE, encode_json
 from tinkex.wire.dialect import Dialect, wants_protobuf
-from tinkex.wire.errors import RequestErrorCategory, UserFailure
+from tinkex.wire.errors import RequestErrorCategory, UserFailure, WireError
 from tinkex.wire.futures import (
     CancelFutureRequest,
     CompleteMetadata,
+    FutureCompletion,
+    FutureFailed,
+    FutureFinished,
     FutureRetrieveRequest,
+    FuturesRetrieveRequest,
+    FuturesRetrieveResponse,
     RequestFailedResponse,
     TryAgainResponse,
 )
@@ -27,6 +33,7 @@ router = APIRouter(prefix="/api/v1", tags=["futures"])
 PROTOBUF_RESULTS = PASSES | {Kind.SAMPLE}
 # Smaller results are put into JSON where they are: moving to a thread would cost more.
 INLINE_ENCODE_BYTES = 64 * 1024
+LARGEST_NUMBER = 2**63 - 1
 
 
 async def retrieve_future(request: Request) -> Response:
@@ -47,6 +54,40 @@ async def retrieve_future(request: Request) -> Response:
     response = await _result(request, context, settled)
     context.store.requests.fetched(asked.request_id)
     return response
+
+
+async def retrieve_futures(request: Request) -> Response:
+    """Which samples of one client have finished since its last poll; held until one has."""
+    asked = await read_json(request, FuturesRetrieveRequest)
+    context = context_of(request)
+    target = asked.target
+    # Anything but a 200 here ends the client's polling for good: only a wrong target gets it.
+    await context.sampler(request, target.sampling_session_id)
+    context.store.requests.all_fetched(asked.retrieved_request_ids, owner=owner_of(request))
+    for name, number in (("prev_cursor", asked.prev_cursor), ("target", target.cloned_sampler_id)):
+        if not 0 <= number <= LARGEST_NUMBER:
+            raise WireError.at((name,), f"{number} is not a number of 64 bits from 0.")
+    within_s = context.settings.long_poll_s
+    if asked.timeout is not None:
+        within_s = min(within_s, asked.timeout) if asked.timeout > 0 else 0.0
+    events = await context.futures.completions.after(
+        target.sampling_session_id,
+        target.cloned_sampler_id,
+        cursor=asked.prev_cursor,
+        within_s=within_s,
+    )
+    cursor = events[-1].position if events else asked.prev_cursor
+    return answer(
+        FuturesRetrieveResponse(completions=[_event(event) for event in events], cursor=cursor)
+    )
+
+
+def _event(event: Completion) -> FutureCompletion:
+    if event.result_bytes is None:
+        return FutureFailed(request_id=event.request_id)
+    return FutureFinished(
+        request_id=event.request_id, response_payload_uncompressed_size=event.result_bytes
+    )
 
 
 def _try_again(context: Context, request_id: str) -> Response:

@@ -2,7 +2,14 @@
 
 from tinkex.server.store.checkpoints import Checkpoints, Version
 from tinkex.server.store.keys import ApiKey, Keys
-from tinkex.server.store.requests import Accepted, NewRequest, RequestRow, Requests, Status
+from tinkex.server.store.requests import (
+    Accepted,
+    Completion,
+    NewRequest,
+    RequestRow,
+    Requests,
+    Status,
+)
 from tinkex.server.store.runs import CustomLoss, Model, Runs, Sampler, Session
 from tinkex.server.store.store import Store, open_store
 
@@ -10,6 +17,7 @@ __all__ = [
     "Accepted",
     "ApiKey",
     "Checkpoints",
+    "Completion",
     "CustomLoss",
     "Keys",
     "Model",

@@ -12,6 +12,7 @@ from alembic import command
 from alembic.config import Config
 from sqlalchemy import event
 
+from tinkex.server.store import tally
 from tinkex.server.store.writer import Writer
 
 T = TypeVar("T")
@@ -28,7 +29,7 @@ class Database:
         self._reading = _engine(url, begin="BEGIN", pool_size=READERS)
         migrate(self._writing)
         self._threads = ThreadPoolExecutor(READERS, thread_name_prefix="tinkex-reader")
-        self.writer = Writer(self._writing)
+        self.writer = Writer(self._writing, last=tally.write, undone=tally.forget)
 
     async def write(self, act: Callable[[sa.Connection], T]) -> T:
         """Run `act` in a transaction; answers once that is on disk."""

@@ -1,20 +1,50 @@
 """Requests: accepted once, finished once, kept until they are fetched."""
 
 import asyncio
+import base64
 import enum
 import secrets
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import sqlalchemy as sa
 
+from tinkex.server.store import tally
 from tinkex.server.store.database import Database
 from tinkex.server.store.files import Files
-from tinkex.server.store.tables import requests
+from tinkex.server.store.tables import completions, requests
 
 # Larger payloads and results are files of their own: rows stay small enough to copy.
 INLINE_BYTES = 64 * 1024
+
+# Each copy of a sampling client numbers its samples from its own number times this.
+SAMPLES_OF_A_CLONE = 10**9
+
+
+# Of a request id: milliseconds since 1970 in this many bytes, then random ones.
+TIME_BYTES = 6
+ID_BYTES = 18
+
+
+class ResultGone(LookupError):
+    """There was a result, and it has been kept for as long as was promised."""
+
+
+def new_request_id(now_s: float) -> str:
+    """Nobody can guess it, and it tells when it was given long after its row is gone."""
+    time_part = int(now_s * 1000).to_bytes(TIME_BYTES)
+    return base64.urlsafe_b64encode(time_part + secrets.token_bytes(ID_BYTES - TIME_BYTES)).decode()
+
+
+def given_s(request_id: str) -> float | None:
+    """When a server gave out this id; None for what is no such id."""
+    try:
+        data = base64.b64decode(request_id, altchars=b"-_", validate=True)
+    except ValueError:
+        return None
+    return int.from_bytes(data[:TIME_BYTES]) / 1000 if len(data) == ID_BYTES else None
 
 
 class Status(enum.StrEnum):
@@ -39,6 +69,20 @@ class NewRequest:
     seq_id: int | None = None
     sequences: int = 0
     version_id: str | None = None
+    #: Of the examples of a pass, or of the prompt of a sample.
+    tokens: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Completion:
+    """The event that a sample has finished, in the log of the client that asked for it."""
+
+    sampling_session_id: str
+    clone_id: int
+    position: int
+    request_id: str
+    #: None when it failed.
+    result_bytes: int | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,12 +137,31 @@ _ROW = (
 
 # Built once: putting a statement together costs more than SQLite takes to run it.
 _INSERT = requests.insert()
-_FINISH = requests.update().where(
-    requests.c.request_id == sa.bindparam("finished"), requests.c.status == Status.WAITING
+_FINISH = (
+    requests.update()
+    .where(requests.c.request_id == sa.bindparam("finished"), requests.c.status == Status.WAITING)
+    .returning(
+        requests.c.owner,
+        requests.c.session_id,
+        requests.c.base_model,
+        requests.c.kind,
+        requests.c.tokens,
+        requests.c.sampling_session_id,
+        requests.c.seq_id,
+    )
+)
+_COMPLETE = completions.insert().returning(completions.c.position)
+_COMPLETION = (
+    completions.c.sampling_session_id,
+    completions.c.clone_id,
+    completions.c.position,
+    completions.c.request_id,
+    completions.c.result_bytes,
 )
 _FETCHED = requests.update().where(
     requests.c.request_id == sa.bindparam("fetched"), requests.c.fetched_s.is_(None)
 )
+_ALL_FETCHED = _FETCHED.where(requests.c.owner == sa.bindparam("of"))
 _SELF = sa.select(requests.c.request_id, requests.c.kind, requests.c.sequences).where(
     requests.c.seq_id == sa.bindparam("number")
 )
@@ -126,7 +189,9 @@ class Requests:
             return None
         return await self._database.in_thread(lambda: self._files.put("results", result))
 
-    def finish(self, request_id: str, result: bytes, place: str | None) -> asyncio.Future[None]:
+    def finish(
+        self, request_id: str, result: bytes, place: str | None
+    ) -> asyncio.Future[Completion | None]:
         """Done when awaited; in the order of the calls. A finished request stays as it was."""
         return self._database.submit(
             lambda connection: set_done(connection, request_id, result, place=place)
@@ -140,7 +205,7 @@ class Requests:
 
     def fail(
         self, request_id: str, error: str, *, category: str, cause: str
-    ) -> asyncio.Future[None]:
+    ) -> asyncio.Future[Completion | None]:
         """Done when awaited; in the order of the calls. A finished request stays as it was."""
         values = {
             "finished": request_id,
@@ -150,7 +215,37 @@ class Requests:
             "cause": cause,
             "finished_s": time.time(),
         }
-        return self._database.submit(lambda connection: _run(connection, _FINISH, values))
+        return self._database.submit(lambda connection: _finish(connection, values, None))
+
+    async def completions(
+        self, sampling_session_id: str, clone_id: int, *, after: int, up_to: int
+    ) -> list[Completion]:
+        """A part of one client's log, in order."""
+        statement = (
+            sa.select(*_COMPLETION)
+            .where(
+                completions.c.sampling_session_id == sampling_session_id,
+                completions.c.clone_id == clone_id,
+                completions.c.position > after,
+                completions.c.position <= up_to,
+            )
+            .order_by(completions.c.position)
+        )
+        return await self._database.read(
+            lambda connection: [Completion(**row._mapping) for row in connection.execute(statement)]
+        )
+
+    async def last_position(self) -> int:
+        """Of the newest event in any log."""
+        statement = sa.select(sa.func.coalesce(sa.func.max(completions.c.position), 0))
+        return await self._database.read(
+            lambda connection: connection.execute(statement).scalar_one()
+        )
+
+    async def expire_completions(self, *, before_s: float) -> int:
+        """Delete older events, whose results are gone as well. For the janitor."""
+        statement = completions.delete().where(completions.c.at_s < before_s)
+        return await self._database.write(lambda connection: connection.execute(statement).rowcount)
 
     async def get(self, request_id: str) -> RequestRow | None:
         statement = sa.select(*_ROW).where(requests.c.request_id == request_id)
@@ -177,7 +272,11 @@ class Requests:
         statement = sa.select(requests.c.result, requests.c.result_place).where(
             requests.c.request_id == request_id
         )
-        row = await self._database.read(lambda connection: connection.execute(statement).one())
+        row = await self._database.read(lambda connection: connection.execute(statement).first())
+        if row is None:
+            raise ResultGone(request_id)
+        if row.result_place is None and row.result is None:
+            raise ResultGone(request_id)
         if row.result_place is None:
             return bytes(row.result)
         place: str = row.result_place
@@ -192,30 +291,46 @@ class Requests:
         )
         return await self._database.read(lambda connection: _rows(connection, statement))
 
-    async def log(self, model_id: str) -> list[RequestRow]:
-        """The finished steps of a model in order: what it is built again from."""
+    async def log(self, model_id: str, *, after: int = -1) -> list[RequestRow]:
+        """The finished steps of a model, in order, after one: what it is built again from."""
         statement = (
             sa.select(*_ROW)
             .where(
                 requests.c.model_id == model_id,
-                requests.c.seq_id.is_not(None),
+                requests.c.seq_id > after,
                 requests.c.status != Status.WAITING,
             )
             .order_by(requests.c.seq_id)
         )
         return await self._database.read(lambda connection: _rows(connection, statement))
 
+    async def has_steps(self, model_id: str) -> bool:
+        """Whether anything is known of how a model came to be."""
+        statement = sa.select(requests.c.request_id).where(
+            requests.c.model_id == model_id, requests.c.seq_id == 0
+        )
+        return await self._database.read(
+            lambda connection: connection.execute(statement).first() is not None
+        )
+
     def fetched(self, request_id: str) -> None:
         """Note, some time soon, that the whole result was handed out."""
         values = {"fetched": request_id, "fetched_s": time.time()}
-        self._database.write_later(lambda connection: _run(connection, _FETCHED, values))
+        self._database.write_later(lambda connection: connection.execute(_FETCHED, values))
+
+    def all_fetched(self, request_ids: Sequence[str], *, owner: str) -> None:
+        """The same for many, as far as they are this owner's; a repeat changes nothing."""
+        now_s = time.time()
+        values = [{"fetched": one, "of": owner, "fetched_s": now_s} for one in request_ids]
+        if values:
+            self._database.write_later(lambda connection: connection.execute(_ALL_FETCHED, values))
 
 
 def insert(connection: sa.Connection, new: NewRequest, place: str | None) -> Accepted:
     """Add a request inside a transaction, unless its place is taken."""
     if first := _earlier_self(connection, new):
         return first
-    request_id = secrets.token_urlsafe(18)
+    request_id = new_request_id(time.time())
     connection.execute(
         _INSERT,
         {
@@ -232,6 +347,7 @@ def insert(connection: sa.Connection, new: NewRequest, place: str | None) -> Acc
             "payload_place": place,
             "sequences": new.sequences,
             "version_id": new.version_id,
+            "tokens": new.tokens,
             "created_s": time.time(),
         },
     )
@@ -245,8 +361,8 @@ def set_done(
     *,
     place: str | None = None,
     version_id: str | None = None,
-) -> None:
-    """Store a result inside a transaction."""
+) -> Completion | None:
+    """Store a result inside a transaction; the event it is in the log of a sampling client."""
     values: dict[str, object] = {
         "finished": request_id,
         "status": Status.DONE,
@@ -257,11 +373,36 @@ def set_done(
     }
     if version_id is not None:
         values["version_id"] = version_id
-    _run(connection, _FINISH, values)
+    return _finish(connection, values, result)
 
 
-def _run(connection: sa.Connection, statement: sa.Update, values: dict[str, object]) -> None:
-    connection.execute(statement, values)
+def _finish(
+    connection: sa.Connection, values: dict[str, object], result: bytes | None
+) -> Completion | None:
+    """The one step from waiting to finished, with everything that is counted by it."""
+    row = connection.execute(_FINISH, values).first()
+    if row is None:
+        return None
+    if result is not None:
+        tally.count(
+            connection,
+            owner=row.owner,
+            session_id=row.session_id,
+            base_model=row.base_model,
+            kind=row.kind,
+            tokens=row.tokens,
+            result=result,
+        )
+    if row.sampling_session_id is None or row.seq_id is None:
+        return None
+    event = {
+        "sampling_session_id": row.sampling_session_id,
+        "clone_id": row.seq_id // SAMPLES_OF_A_CLONE,
+        "request_id": values["finished"],
+        "result_bytes": None if result is None else len(result),
+    }
+    position = connection.execute(_COMPLETE, {**event, "at_s": values["finished_s"]}).scalar_one()
+    return Completion(position=position, **event)
 
 
 def _earlier_self(connection: sa.Connection, new: NewRequest) -> Accepted | None:

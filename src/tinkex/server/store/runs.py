@@ -245,6 +245,18 @@ class Runs:
 
         return await self._database.read(act)
 
+    async def join_sampler(self, sampling_session_id: str) -> int:
+        """The number of one more client of a sampler, from 1; the original is 0."""
+        statement = (
+            samplers.update()
+            .where(samplers.c.sampling_session_id == sampling_session_id)
+            .values(clients=samplers.c.clients + 1)
+            .returning(samplers.c.clients)
+        )
+        return await self._database.write(
+            lambda connection: connection.execute(statement).scalar_one()
+        )
+
     async def create_custom_loss(
         self, *, custom_loss_seq_id: int, request: requests_.NewRequest
     ) -> requests_.Accepted:

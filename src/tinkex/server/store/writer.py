@@ -37,8 +37,13 @@ class Writer:
     run again, each in a transaction of its own.
     """
 
-    def __init__(self, engine: sa.Engine) -> None:
+    def __init__(
+        self, engine: sa.Engine, *, last: Act | None = None, undone: Act | None = None
+    ) -> None:
         self._engine = engine
+        #: Run at the end of each transaction, and after one that was undone.
+        self._last = last
+        self._undone = undone
         self._changed = threading.Condition()
         self._eager: list[_Write] = []
         self._lazy: list[_Write] = []
@@ -104,7 +109,11 @@ class Writer:
         try:
             with connection.begin():
                 answers = [write.act(connection) for write in group]
+                if self._last is not None:
+                    self._last(connection)
         except Exception as error:  # noqa: BLE001  whatever an act raises is its caller's to see
+            if self._undone is not None:
+                self._undone(connection)
             if len(group) > 1:
                 for write in group:
                     self._commit(connection, [write])

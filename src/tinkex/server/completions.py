@@ -1,0 +1,128 @@
+"""
+Which samples of a sampling client have finished: its poll sleeps until the next one does.
+
+The log is in the database, written with each result. Its newest part is here as well, from the
+first poll of a client on, so that a poll that follows another reads nothing from disk.
+"""
+
+import asyncio
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from tinkex.server.store import Completion, Store
+
+# What nobody reads any more is dropped, and read from the database should it be asked for.
+MOST_LOGS = 4_000
+MOST_EVENTS = 20_000
+
+_Client = tuple[str, int]
+
+
+@dataclass(slots=True)
+class _Tail:
+    """Every event of one client after `floor`."""
+
+    floor: int
+    events: list[Completion] = field(default_factory=list)
+    more: asyncio.Event = field(default_factory=asyncio.Event)
+    waiting: int = 0
+
+    def after(self, cursor: int) -> list[Completion]:
+        return self.events[bisect_right(self.events, cursor, key=_position) :]
+
+    def seen(self, cursor: int) -> None:
+        """The client has these: should it ask again, the database has them too."""
+        if known := bisect_right(self.events, cursor, key=_position):
+            self.floor = self.events[known - 1].position
+            del self.events[:known]
+
+
+def _position(event: Completion) -> int:
+    return event.position
+
+
+class Completions:
+    """The logs of this process. Nothing here polls."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._tails: OrderedDict[_Client, _Tail] = OrderedDict()
+        #: Position of the newest event that was told here; earlier ones are in the database.
+        self._newest = 0
+        self._closing = False
+
+    async def start(self) -> None:
+        self._newest = await self._store.requests.last_position()
+
+    def add(self, event: Completion) -> None:
+        """
+        The event is on disk: wake who waits for it.
+
+        Commits are told in their order, so nothing older can come after this.
+        """
+        self._newest = max(self._newest, event.position)
+        client = (event.sampling_session_id, event.clone_id)
+        tail = self._tails.get(client)
+        if tail is None:
+            return
+        tail.events.append(event)
+        tail.more.set()
+        if len(tail.events) > MOST_EVENTS and not tail.waiting:
+            del self._tails[client]
+
+    async def after(
+        self, sampling_session_id: str, clone_id: int, *, cursor: int, within_s: float
+    ) -> Sequence[Completion]:
+        """The client's events after a position, as soon as there is one; none when time is up."""
+        tail = self._tail((sampling_session_id, clone_id))
+        tail.waiting += 1
+        try:
+            older = await self._older(tail, sampling_session_id, clone_id, cursor)
+            tail.seen(cursor)
+            if older or tail.events or within_s <= 0 or self._closing:
+                return [*older, *tail.events]
+            tail.more.clear()
+            async with asyncio.timeout(within_s):
+                await tail.more.wait()
+        except TimeoutError:
+            pass
+        finally:
+            tail.waiting -= 1
+        return tail.after(cursor)
+
+    async def _older(
+        self, tail: _Tail, sampling_session_id: str, clone_id: int, cursor: int
+    ) -> list[Completion]:
+        """What is only in the database of what the client has not seen."""
+        older: list[Completion] = []
+        floor = cursor
+        # Another poll of the same client may have moved events there in the meantime.
+        while floor < tail.floor:
+            floor = tail.floor
+            older = await self._store.requests.completions(
+                sampling_session_id, clone_id, after=cursor, up_to=floor
+            )
+        return older
+
+    def release(self) -> None:
+        """The server is stopping: let every waiting poll go, it comes back to the next one."""
+        self._closing = True
+        for tail in self._tails.values():
+            tail.more.set()
+
+    def _tail(self, client: _Client) -> _Tail:
+        tail = self._tails.get(client)
+        if tail is None:
+            tail = self._tails[client] = _Tail(floor=self._newest)
+            if len(self._tails) > MOST_LOGS:
+                self._drop_one()
+        self._tails.move_to_end(client)
+        return tail
+
+    def _drop_one(self) -> None:
+        for client, tail in self._tails.items():
+            if not tail.waiting:
+                del self._tails[client]
+                return

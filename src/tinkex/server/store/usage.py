@@ -1,0 +1,94 @@
+"""What was used, hour by hour: tokens as `tally` counted them, and checkpoints while they lasted."""
+
+from dataclasses import dataclass
+
+import sqlalchemy as sa
+
+from tinkex.server.store.database import Database
+from tinkex.server.store.tables import checkpoint_versions, models, sessions, usage
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Used:
+    """So much of one thing in one hour."""
+
+    hour: int
+    session_id: str
+    project_id: str | None
+    base_model: str
+    what: str
+    amount: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stored:
+    """A checkpoint, for as long as its files were kept."""
+
+    session_id: str
+    project_id: str | None
+    base_model: str
+    size_bytes: int
+    since_s: float
+    until_s: float | None
+
+
+class Usage:
+    """The rows of what was used."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    async def between(self, *, owner: str, first_hour: int, end_hour: int) -> list[Used]:
+        """What an owner used from one hour on and before another, by hour."""
+        statement = (
+            sa.select(
+                usage.c.hour,
+                usage.c.session_id,
+                sessions.c.project_id,
+                usage.c.base_model,
+                usage.c.what,
+                usage.c.amount,
+            )
+            .join_from(usage, sessions, usage.c.session_id == sessions.c.session_id, isouter=True)
+            .where(usage.c.owner == owner, usage.c.hour >= first_hour, usage.c.hour < end_hour)
+            .order_by(usage.c.hour, usage.c.session_id, usage.c.base_model, usage.c.what)
+        )
+        return await self._database.read(
+            lambda connection: [Used(**row._mapping) for row in connection.execute(statement)]
+        )
+
+    async def stored(self, *, owner: str, since_s: float, until_s: float) -> list[Stored]:
+        """The owner's checkpoints whose files were there at some moment of a time."""
+        versions = checkpoint_versions.c
+        statement = (
+            sa.select(
+                models.c.session_id,
+                sessions.c.project_id,
+                models.c.base_model,
+                versions.size_bytes,
+                versions.created_s.label("since_s"),
+                versions.discarded_s.label("until_s"),
+            )
+            .join_from(checkpoint_versions, models, versions.model_id == models.c.model_id)
+            .join(sessions, models.c.session_id == sessions.c.session_id)
+            .where(
+                versions.owner == owner,
+                versions.created_s < until_s,
+                sa.or_(versions.discarded_s.is_(None), versions.discarded_s > since_s),
+            )
+            .order_by(versions.created_s)
+        )
+        return await self._database.read(
+            lambda connection: [Stored(**row._mapping) for row in connection.execute(statement)]
+        )
+
+    async def metadata(self, session_ids: list[str]) -> dict[str, dict[str, object]]:
+        """What the clients of these sessions said about them."""
+        statement = sa.select(sessions.c.session_id, sessions.c.user_metadata).where(
+            sessions.c.session_id.in_(session_ids)
+        )
+        return await self._database.read(
+            lambda connection: {
+                row.session_id: dict(row.user_metadata) for row in connection.execute(statement)
+            }
+        )
