@@ -114,6 +114,7 @@ class Dispatcher:
 
     async def start(self) -> None:
         """Take up what an earlier process accepted and did not finish."""
+        await self._futures.start()
         for row in await self._store.requests.waiting():
             self._futures.expect(row.request_id, owner=row.owner, base_model=row.base_model)
             if row.kind == Kind.SAMPLE:
@@ -341,7 +342,7 @@ class Dispatcher:
             case Kind.FORWARD | Kind.FORWARD_BACKWARD | Kind.OPTIM_STEP:
                 outcome = await work(_pass_or_step(model, step.kind, payload))
                 return _Ending(result=outcome.result)
-            case Kind.SAVE_WEIGHTS | Kind.SAVE_FOR_SAMPLER:
+            case Kind.SAVE_WEIGHTS | Kind.SAVE_FOR_SAMPLER | Kind.SAVE_EXTERNAL:
                 payload = await self._small_payload(step.request_id)
                 result = await self._saving.save(model, step, payload, work)
                 return _Ending(result=result, committed=True)
@@ -349,7 +350,12 @@ class Dispatcher:
                 if step.creates:
                     await work(_create(model))
                 payload = await self._small_payload(step.request_id)
-                result, version_id = await self._saving.load(model, payload, work, version_id=None)
+                # Another owner's checkpoint was found when the request came.
+                row = await self._store.requests.get(step.request_id)
+                given = None if row is None else row.version_id
+                result, version_id = await self._saving.load(
+                    model, payload, work, version_id=given
+                )
                 await self._store.requests.finish_load(step.request_id, result, version_id)
                 return _Ending(result=result, committed=True)
             case _:
@@ -581,11 +587,17 @@ class Dispatcher:
         requests = self._store.requests
         if ending.error is not None:
             category = ending.category or "server"
-            await requests.fail(row.request_id, ending.error, category=category, cause=ending.cause)
+            commit = requests.fail(
+                row.request_id, ending.error, category=category, cause=ending.cause
+            )
         else:
             place = await requests.keep(ending.result)
-            await requests.finish(row.request_id, ending.result, place)
+            commit = requests.finish(row.request_id, ending.result, place)
+        event = await commit
         self._wake(row.request_id, row.owner, Kind(row.kind), row.session_id, ending)
+        # After the result: who hears of it fetches it at once.
+        if event is not None:
+            self._futures.completions.add(event)
 
     # -- shared ------------------------------------------------------------------------------
 
