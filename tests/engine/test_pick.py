@@ -5,7 +5,16 @@ import math
 import pytest
 import torch
 
-from tinkex.engine.pick import Draw, gumbel_noise, lowest_kept, noise_keys, pick
+from tinkex.engine.pick import (
+    Draw,
+    draw_alternatives,
+    gumbel_noise,
+    gumbel_rows,
+    lowest_kept,
+    noise_keys,
+    pick,
+    uniform_number,
+)
 from tinkex.engine.sequences import Drawing
 
 CPU = torch.device("cpu")
@@ -125,3 +134,32 @@ def test_the_likeliest_are_reported_where_asked() -> None:
     assert ids == [0, 2]
     assert logprobs == [pytest.approx(math.log(0.5)), pytest.approx(math.log(0.3))]
     assert picked.tops[1] is None
+
+
+def test_noise_of_several_rows_is_that_of_each() -> None:
+    keys = [noise_keys(1, 2, 3), noise_keys(4, 5, 6)]
+    both = gumbel_rows(300, keys, CPU)
+    for row, mine in zip(both, keys, strict=True):
+        assert torch.equal(row, gumbel_noise(300, mine, CPU))
+
+
+def test_alternatives_follow_the_distribution_and_repeat() -> None:
+    drawing = Drawing(temperature=1.0, top_k=1, top_p=None, seed=9)
+    logits = torch.tensor([[0.0, math.log(3.0), float("-inf")], [5.0, 5.0, 5.0]])
+    tokens, logprobs = draw_alternatives(logits, [7, 8], 4000, drawing)
+    # Cuts do not apply: both possible tokens come, the impossible one never does.
+    assert set(tokens[0]) == {0, 1}
+    assert abs((tokens[0] == 1).mean() - 0.75) < 0.03
+    assert abs(logprobs[0][tokens[0] == 1] - math.log(0.75)).max() < 1e-5
+    assert {0, 1, 2} == set(tokens[1])
+    again, _ = draw_alternatives(logits[1:], [8], 4000, drawing)
+    assert (again[0] == tokens[1]).all()
+    elsewhere, _ = draw_alternatives(logits[1:], [9], 4000, drawing)
+    assert (elsewhere[0] != tokens[1]).any()
+
+
+def test_uniform_numbers_are_uniform() -> None:
+    numbers = [uniform_number(3, j, 0) for j in range(20_000)]
+    assert 0 <= min(numbers) < 0.001
+    assert 0.999 < max(numbers) < 1
+    assert abs(sum(numbers) / len(numbers) - 0.5) < 0.01

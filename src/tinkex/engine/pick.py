@@ -42,6 +42,10 @@ class Picked:
     tops: list[tuple[list[int], list[float]] | None]
 
 
+#: Numbers of noise that are made together.
+NOISE_BLOCK = {"cpu": 1 << 16, "cuda": 1 << 26}
+
+
 def pick(logits_SV: Tensor, draws: Sequence[Draw]) -> Picked:
     """One token for each row. Overwrites the logits."""
     temperatures = [draw.drawing.temperature or 1.0 for draw in draws]
@@ -49,9 +53,19 @@ def pick(logits_SV: Tensor, draws: Sequence[Draw]) -> Picked:
         logits_SV.div_(torch.tensor(temperatures, device=logits_SV.device).unsqueeze(1))
     lse_S1 = logits_SV.logsumexp(dim=1, keepdim=True)
     tokens_S = torch.empty(len(draws), dtype=torch.int64, device=logits_SV.device)
-    # Row by row: a row of noise stays in the processor's cache, a batch of it would not.
+    plain = []
     for at, draw in enumerate(draws):
-        tokens_S[at] = _pick_one(logits_SV[at], draw)
+        if draw.drawing.is_cut or draw.drawing.temperature == 0:
+            tokens_S[at] = _pick_one(logits_SV[at], draw)
+        else:
+            plain.append(at)
+    # A few rows at a time: so much noise stays in the processor's cache.
+    step = max(1, NOISE_BLOCK[logits_SV.device.type] // logits_SV.shape[1])
+    for begin in range(0, len(plain), step):
+        rows = plain[begin : begin + step]
+        keys = [noise_keys(d.drawing.seed, d.sample, d.step) for d in (draws[at] for at in rows)]
+        noise_sV = gumbel_rows(logits_SV.shape[1], keys, logits_SV.device)
+        tokens_S[rows] = noise_sV.add_(logits_SV[rows]).argmax(dim=1)
     logprobs_S = (logits_SV.gather(1, tokens_S.unsqueeze(1)) - lse_S1).squeeze(1)
     return Picked(
         tokens=tokens_S.tolist(),
@@ -179,11 +193,19 @@ def _mixed(value: int) -> int:
 
 
 def gumbel_noise(size: int, keys: tuple[int, int], device: torch.device) -> Tensor:
-    """Float32 noise for token ids 0 to size - 1, by murmur3's finaliser over id and keys."""
-    x = torch.arange(size, dtype=torch.int32, device=device)
-    x.mul_(_int32(0x9E3779B1)).add_(_int32(keys[0]))
+    """The noise of one row."""
+    return gumbel_rows(size, [keys], device)[0]
+
+
+def gumbel_rows(size: int, keys: Sequence[tuple[int, int]], device: torch.device) -> Tensor:
+    """Float32 noise for token ids 0 to size - 1, by murmur3's finaliser over id and row keys."""
+    keys_S2 = torch.tensor(
+        [(_int32(low), _int32(high)) for low, high in keys], dtype=torch.int32, device=device
+    )
+    x = torch.arange(size, dtype=torch.int32, device=device).mul_(_int32(0x9E3779B1))
+    x = x + keys_S2[:, :1]
     x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF)).mul_(_int32(0x85EBCA6B))
-    x.bitwise_xor_(_int32(keys[1]))
+    x.bitwise_xor_(keys_S2[:, 1:])
     x.bitwise_xor_((x >> 13).bitwise_and_(0x7FFFF)).mul_(_int32(0xC2B2AE35))
     x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF))
     # Uniform in (0, 1) and, as 31 bits counted from 0, finest near 0: there the largest noise is

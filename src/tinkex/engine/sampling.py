@@ -353,6 +353,7 @@ class Sampler:
             ]
         )
         hidden_TH = self._model.hidden(torch.tensor(ids, device=device), packing, routes)
+        begins: list[tuple[int, list[SampleSequence]]] = []
         for at, piece in enumerate(pieces):
             hidden = hidden_TH[starts[at] : starts[at + 1]]
             answer = self._answers[piece.fill.request.ticket]
@@ -362,12 +363,16 @@ class Sampler:
             born, copies = self._schedule.filled(piece)
             self._copy(copies)
             if born:
-                self._begin(born, hidden[-1:], piece.fill.request.adapter)
+                begins.append((starts[at + 1] - 1, born))
+        if begins:
+            self._begin(hidden_TH, begins)
 
-    def _begin(self, born: list[SampleSequence], hidden_1H: Tensor, adapter: AdapterKey) -> None:
+    def _begin(self, hidden_TH: Tensor, begins: Sequence[tuple[int, list[SampleSequence]]]) -> None:
         """The next token of sequences that have all their known tokens in the cache."""
-        logits = self._model.head.logits(hidden_1H, self._routes([(0, 1, adapter)]))
-        self._draw(born, logits.repeat(len(born), 1))
+        routes = self._routes(groups(born[0] for _, born in begins))
+        logits = self._model.head.logits(hidden_TH[[row for row, _ in begins]], routes)
+        repeats = [at for at, (_, born) in enumerate(begins) for _ in born]
+        self._draw([sequence for _, born in begins for sequence in born], logits[repeats])
 
     def _decode(self, step: DecodeStep) -> None:
         sequences = step.sequences

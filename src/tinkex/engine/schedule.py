@@ -96,6 +96,7 @@ class Schedule:
         self._waiting: Turns[Fill] = Turns()
         self._filling: list[Fill] = []
         self._running: list[SampleSequence] = []
+        self._sorted = True
         self._admitted = 0
         self._filled_last = False
 
@@ -180,8 +181,7 @@ class Schedule:
             self._admitted += 1
             sequence.age = self._admitted
         self._running.extend(born)
-        # Neighbours share adapters, and beginnings.
-        self._running.sort(key=_neighbourhood)
+        self._sorted = False
         return born, copies
 
     def drop_finished(self) -> list[SampleSequence]:
@@ -217,6 +217,10 @@ class Schedule:
                 self._make_room()
         for sequence in self._running:
             self._waiting.charge(sequence.request.owner, 1)
+        if not self._sorted:
+            # Neighbours share adapters, and beginnings.
+            self._running.sort(key=_neighbourhood)
+            self._sorted = True
         return DecodeStep(sequences=tuple(self._running)) if self._running else None
 
     def _make_room(self) -> None:
@@ -245,7 +249,9 @@ class Schedule:
     def _admit(self) -> None:
         """Everybody who fits, until there is enough to fill; nobody overtakes who does not fit."""
         full: set[str] = set()
-        while (fill := self._candidate(full)) is not None:
+        # Who follows somebody goes on following while more are admitted: asked once.
+        following: set[Fill] = set()
+        while (fill := self._candidate(full, following)) is not None:
             owner = fill.request.owner
             left = sum(len(f.tokens) - f.done for f in self._filling if f.request.owner == owner)
             if left >= self._budget():
@@ -270,20 +276,31 @@ class Schedule:
             self._waiting.take(owner, fill)
             self._filling.append(fill)
 
-    def _candidate(self, full: set[str]) -> Fill | None:
+    def _candidate(self, full: set[str], following: set[Fill]) -> Fill | None:
         """The next in line, leaving out who begins as somebody does who is being filled."""
+        leaders: dict[tuple[int, ...], list[Fill]] = {}
+        if self.pages.remembers:
+            for fill in self._filling:
+                leaders.setdefault(self._first_page(fill), []).append(fill)
         for owner in self._waiting.owners():
             if owner not in full:
                 for fill in self._waiting.of(owner):
-                    if not any(self._follows(fill, other) for other in self._filling):
+                    if fill in following:
+                        continue
+                    alike = leaders.get(self._first_page(fill), ()) if leaders else ()
+                    if not any(self._follows(fill, other) for other in alike):
                         return fill
+                    following.add(fill)
         return None
+
+    def _first_page(self, fill: Fill) -> tuple[int, ...]:
+        return tuple(fill.tokens[: self.pages.size])
 
     def _follows(self, fill: Fill, other: Fill) -> bool:
         """Whether `other` is computing a page that `fill` could take when it is there."""
         size = self.pages.size
         page = other.done // size
-        if fill.request.adapter != other.request.adapter or not self.pages.remembers:
+        if fill.request.adapter != other.request.adapter:
             return False
         stop = (page + 1) * size
         if fill.may_find < stop or len(other.tokens) < stop:

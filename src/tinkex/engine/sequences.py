@@ -58,6 +58,11 @@ class Drawing:
     #: So many likeliest tokens are reported with every drawn one.
     report_top: int = 0
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether some tokens can not be drawn."""
+        return self.top_k is not None or self.top_p is not None
+
 
 class Cells(NamedTuple):
     """Tokens whose logprobs are asked for: `token[i]` as what follows prompt token `row[i]`."""
