@@ -19,6 +19,7 @@ from numerics.parts import (
 from tinkex.engine import Engine, EngineSettings
 from tinkex.wire.inputs import Datum, ModelInput
 from tinkex.wire.sampling import SampleResponse
+from tinkex.wire.tensors import TensorData
 from tinkex.wire.training import AdamParams
 
 
@@ -226,6 +227,8 @@ def test_a_prompt_filled_in_chunks_is_the_same_prompt(
             stop=[],
             prompt_logprobs=True,
             topk_prompt_logprobs=3,
+            target_prompt_logprobs=TensorData.from_numpy(rng.integers(-1, 9, (length - 1, 2))),
+            prompt_alt_tokens_k=2,
         )
         for length in (5, 40, 33)
     ]
@@ -239,6 +242,12 @@ def test_a_prompt_filled_in_chunks_is_the_same_prompt(
             theirs.topk_prompt_logprobs_np.logprobs,
             atol=1e-4,
         )
+        np.testing.assert_allclose(
+            mine.target_prompt_logprobs.to_numpy(),
+            theirs.target_prompt_logprobs.to_numpy(),
+            atol=1e-4,
+        )
+        assert mine.prompt_alt_tokens.tokens == theirs.prompt_alt_tokens.tokens
 
 
 def test_a_saved_sampler_answers_the_same_while_training_goes_on(

@@ -41,6 +41,11 @@ async def test_each_sequence_has_an_id_before_it_exists(api: Api) -> None:
     assert await sample(api, sampling_session_id=sampler, seq_id=0, num_samples=3) == [7, 7, 7]
 
 
+async def test_the_engine_knows_whose_sample_it_is(api: Api, echo: EchoExecutor) -> None:
+    await sample(api, base_model=BASE)
+    assert [work.owner for work in echo.ran if work.task is Task.SAMPLE] == ["local"]
+
+
 async def test_a_repeated_sample_answers_the_same_ids_and_runs_once(
     api: Api, echo: EchoExecutor
 ) -> None:
