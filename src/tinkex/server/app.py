@@ -20,6 +20,7 @@ from tinkex.server.api import (
     errors,
     futures,
     health,
+    history,
     keys,
     losses,
     models,
@@ -34,6 +35,7 @@ from tinkex.server.api.context import Context
 from tinkex.server.dispatch import Dispatcher
 from tinkex.server.executor import Executor
 from tinkex.server.futures import Futures
+from tinkex.server.presence import Presence
 from tinkex.server.settings import Settings
 from tinkex.server.signing import Signer
 from tinkex.server.store import Store
@@ -62,6 +64,7 @@ ROUTERS = (
     downloads.router,
     futures.router,
     health.router,
+    history.router,
     keys.router,
     keys.unauthed,
     losses.router,
@@ -76,6 +79,7 @@ ROUTERS = (
 #: Bodies that routes read themselves; named in the OpenAPI page.
 BODIES: tuple[type[BaseModel], ...] = (
     checkpoints.WeightsInfoRequest,
+    history.SetSessionProjectRequest,
     wire_checkpoints.CopyWeightsRequest,
     wire_checkpoints.LoadWeightsRequest,
     wire_checkpoints.SaveWeightsExternalRequest,
@@ -89,6 +93,7 @@ BODIES: tuple[type[BaseModel], ...] = (
     wire_runs.FinishSessionRequest,
     wire_runs.GetInfoRequest,
     wire_runs.SessionHeartbeatRequest,
+    wire_runs.SessionSearchRequest,
     wire_sampling.CreateSamplingSessionRequest,
     wire_sampling.JoinSamplingSessionRequest,
     wire_telemetry.TelemetrySendRequest,
@@ -103,23 +108,32 @@ def create_app(settings: Settings, executor: Executor, store: Store) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        waiting = Futures(store)
+        waiting = Futures(store, kept_s=settings.result_kept_s)
         dispatcher = Dispatcher(
-            store=store, executor=executor, futures=waiting, gap_s=settings.gap_s
+            store=store,
+            executor=executor,
+            futures=waiting,
+            gap_s=settings.gap_s,
+            snapshot_steps=settings.snapshot_steps,
+            snapshot_bytes=settings.snapshot_bytes,
         )
+        presence = Presence(store, dispatcher, grace_s=settings.session_grace_s)
         app.state.context = Context(
             settings=settings,
             store=store,
             executor=executor,
             futures=waiting,
             dispatcher=dispatcher,
+            presence=presence,
             signer=Signer.of_folder(settings.folder),
         )
         await dispatcher.start()
+        await presence.start()
         try:
             yield
         finally:
             waiting.release()
+            await presence.close()
             await dispatcher.close()
             await executor.close()
 

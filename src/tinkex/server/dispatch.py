@@ -7,6 +7,7 @@ waiters are woken. When an engine dies, a model is built again from its log befo
 
 import asyncio
 import contextlib
+import json
 import logging
 import secrets
 import time
@@ -81,6 +82,9 @@ class _Run:
     settling: set[asyncio.Task[None]] = field(default_factory=set)
     #: How often each step was with an engine that died.
     deaths: dict[int, int] = field(default_factory=dict)
+    #: Steps, and bytes of payloads, since the last snapshot.
+    steps_since: int = 0
+    bytes_since: int = 0
 
 
 class Dispatcher:
@@ -93,6 +97,8 @@ class Dispatcher:
         executor: Executor,
         futures: Futures,
         gap_s: float,
+        snapshot_steps: int = 200,
+        snapshot_bytes: int = 64 * 2**20,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store = store
@@ -100,6 +106,8 @@ class Dispatcher:
         self._futures = futures
         self._saving = Saving(store)
         self._gap_s = gap_s
+        self._snapshot_steps = snapshot_steps
+        self._snapshot_bytes = snapshot_bytes
         self._clock = clock
         self._runs: dict[str, _Run] = {}
         self._opening: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
@@ -159,7 +167,7 @@ class Dispatcher:
         """A step was accepted: run it when its turn comes."""
         if row.model_id is None or row.seq_id is None:
             raise ValueError(f"request {row.request_id} is not a step of a model")
-        run = await self._open(row.model_id)
+        run = await self._open(row.model_id, first_seq=row.seq_id)
         step = Step(
             seq_id=row.seq_id,
             request_id=row.request_id,
@@ -193,6 +201,14 @@ class Dispatcher:
             raise ValueError(f"request {row.request_id} names no model")
         self._spawn(self._unload(row, row.model_id))
 
+    def free_session(self, session_id: str) -> None:
+        """Take a session's idle models out of memory; the next step of each brings it back."""
+        for run in self._runs.values():
+            idle = run.driver is None and run.live_in is not None and not self._closing
+            if idle and run.model.session_id == session_id:
+                # In the driver's place, so that a step that comes now waits for it.
+                run.driver = self._spawn(self._free(run))
+
     def create_loss(self, row: RequestRow) -> None:
         """A loss was accepted: let the engines look at it."""
         self._spawn(self._create_loss(row))
@@ -203,7 +219,7 @@ class Dispatcher:
 
     # -- one model ---------------------------------------------------------------------------
 
-    async def _open(self, model_id: str) -> _Run:
+    async def _open(self, model_id: str, *, first_seq: int = 0) -> _Run:
         """The model's line, read from its log the first time."""
         async with self._opening[model_id]:
             if (run := self._runs.get(model_id)) is not None:
@@ -211,13 +227,19 @@ class Dispatcher:
             model = await self._store.runs.model(model_id)
             if model is None:
                 raise LookupError(f"model {model_id} is not in the database")
+            snapshot = await self._store.snapshots.newest(model_id)
+            after = -1 if snapshot is None else snapshot.seq_id
             finished = [
                 (_step_of(row), row.error if row.status is Status.FAILED else None)
-                for row in await self._store.requests.log(model_id)
+                for row in await self._store.requests.log(model_id, after=after)
                 # The line had gone on without it.
                 if row.cause != Cause.LATE
             ]
-            run = _Run(model=model, line=plan.restored(finished))
+            spoiled = None if snapshot is None else snapshot.spoiled
+            line = plan.restored(finished, next_seq=after + 1, spoiled=spoiled)
+            if snapshot is None and not await self._store.requests.has_steps(model_id):
+                line.stillborn, line.next_seq = plan.forgotten(), first_seq
+            run = _Run(model=model, line=line, steps_since=len(finished))
             self._runs[model_id] = run
             return run
 
@@ -235,6 +257,11 @@ class Dispatcher:
                 if turn is None:
                     break
                 await self._take_turn(run, turn)
+                if (
+                    run.steps_since >= self._snapshot_steps
+                    or run.bytes_since >= self._snapshot_bytes
+                ):
+                    await self._snapshot(run)
         finally:
             run.driver = None
         self._watch_gap(run)
@@ -340,6 +367,7 @@ class Dispatcher:
                 await work(_create(model))
                 return _Ending(result=encode_json(CreateModelResponse(model_id=model.model_id)))
             case Kind.FORWARD | Kind.FORWARD_BACKWARD | Kind.OPTIM_STEP:
+                run.bytes_since += _size(payload)
                 outcome = await work(_pass_or_step(model, step.kind, payload))
                 return _Ending(result=outcome.result)
             case Kind.SAVE_WEIGHTS | Kind.SAVE_FOR_SAMPLER | Kind.SAVE_EXTERNAL:
@@ -353,9 +381,7 @@ class Dispatcher:
                 # Another owner's checkpoint was found when the request came.
                 row = await self._store.requests.get(step.request_id)
                 given = None if row is None else row.version_id
-                result, version_id = await self._saving.load(
-                    model, payload, work, version_id=given
-                )
+                result, version_id = await self._saving.load(model, payload, work, version_id=given)
                 await self._store.requests.finish_load(step.request_id, result, version_id)
                 return _Ending(result=result, committed=True)
             case _:
@@ -364,6 +390,7 @@ class Dispatcher:
     async def _end(self, run: _Run, step: Step, ending: _Ending) -> None:
         """The step is over: let the line go on, store the result, wake the waiters."""
         run.line.finish(step, failure=ending.error)
+        run.steps_since += 1
         settling = self._spawn(self._settle(run, step, ending))
         run.settling.add(settling)
         settling.add_done_callback(run.settling.discard)
@@ -385,6 +412,55 @@ class Dispatcher:
                     commit = requests.finish(step.request_id, ending.result, place)
             await commit
         self._wake(step.request_id, run.model.owner, step.kind, run.model.session_id, ending)
+
+    # -- snapshots ---------------------------------------------------------------------------
+
+    async def snapshot(self, model_id: str) -> bool:
+        """Write a model's state down now, between two of its steps; whether that was possible."""
+        run = await self._open(model_id)
+        while run.driver is not None:
+            await asyncio.wait({run.driver})
+        if self._closing or run.line.stillborn is not None:
+            return False
+        writing = asyncio.create_task(self._snapshot(run))
+
+        async def drive() -> None:
+            try:
+                await writing
+            finally:
+                run.driver = None
+            self._drive(run)
+
+        run.driver = self._spawn(drive())
+        await asyncio.wait({run.driver})
+        return writing.done() and not writing.cancelled() and writing.result()
+
+    async def _snapshot(self, run: _Run) -> bool:
+        """Everything up to the last finished step is kept in one place from now on."""
+        # Tried again after as much again, whatever becomes of it.
+        run.steps_since = run.bytes_since = 0
+        if run.line.stillborn is not None or run.line.running:
+            return False
+        model_id, seq_id = run.model.model_id, run.line.next_seq - 1
+        place, folder = self._store.snapshots.new_place(model_id)
+        try:
+            incarnation = await self._alive(run)
+            await asyncio.gather(*run.settling, return_exceptions=True)
+            work = Work(task=Task.SNAPSHOT, model_id=model_id, folder=folder)
+            outcome = await self._run_work(run, work, incarnation)
+            return await self._store.snapshots.save(
+                model_id=model_id,
+                seq_id=seq_id,
+                place=place,
+                size_bytes=json.loads(outcome.result)["size_bytes"],
+                spoiled=run.line.spoiled,
+            )
+        except (EngineLost, EngineRefused) as lost:
+            log.info("no snapshot of %s: %s", model_id, lost)
+        except Exception:
+            # The model goes on: its log is complete without a snapshot.
+            log.exception("no snapshot of %s", model_id)
+        return False
 
     # -- gaps --------------------------------------------------------------------------------
 
@@ -432,7 +508,14 @@ class Dispatcher:
                 await self._run_work(run, _register(loss), incarnation)
 
     async def _replay(self, run: _Run, incarnation: int) -> None:
-        rows = await self._store.requests.log(run.model.model_id)
+        snapshot = await self._store.snapshots.newest(run.model.model_id)
+        if snapshot is not None:
+            folder = await self._store.snapshots.open(snapshot)
+            await self._run_work(run, _create(run.model), incarnation)
+            work = Work(task=Task.RESTORE, model_id=run.model.model_id, folder=folder)
+            await self._run_work(run, work, incarnation)
+        after = -1 if snapshot is None else snapshot.seq_id
+        rows = await self._store.requests.log(run.model.model_id, after=after)
         if rows:
             log.info("building %s again from %d steps", run.model.model_id, len(rows))
         together = asyncio.Semaphore(REPLAYED_TOGETHER)
@@ -485,6 +568,7 @@ class Dispatcher:
                 payload = await self._small_payload(row.request_id)
                 await self._saving.load(model, payload, work, version_id=row.version_id)
             case plan.Replayed.RUN:
+                run.bytes_since += _size(payload)
                 await work(_pass_or_step(model, kind, payload))
             case plan.Replayed.NOTHING:
                 pass
@@ -549,6 +633,17 @@ class Dispatcher:
         except WorkFailed as failed:
             ending = _Ending(error=failed.message, category=failed.category)
         await self._settle_alone(row, ending)
+
+    async def _free(self, run: _Run) -> None:
+        try:
+            await asyncio.gather(*run.settling, return_exceptions=True)
+            run.live_in = None
+            work = Work(task=Task.DROP, model_id=run.model.model_id)
+            with contextlib.suppress(EngineLost, EngineRefused, WorkFailed):
+                await self._executor.run(run.model.base_model, work)
+        finally:
+            run.driver = None
+        self._drive(run)
 
     async def _create_loss(self, row: RequestRow) -> None:
         try:
@@ -680,6 +775,10 @@ def _pass_or_step(model: Model, kind: Kind, payload: bytes | Path) -> Work:
         session_id=model.session_id,
         **_carried(payload),
     )
+
+
+def _size(payload: bytes | Path) -> int:
+    return payload.stat().st_size if isinstance(payload, Path) else len(payload)
 
 
 def _carried(payload: bytes | Path) -> dict[str, Any]:

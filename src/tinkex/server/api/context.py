@@ -13,6 +13,7 @@ from tinkex.server.api.errors import Refusal, missing
 from tinkex.server.dispatch import Dispatcher
 from tinkex.server.executor import Executor, ServedModel
 from tinkex.server.futures import Futures
+from tinkex.server.presence import Presence
 from tinkex.server.settings import Settings, is_loopback
 from tinkex.server.signing import Signer
 from tinkex.server.store import Model, Sampler, Session, Store
@@ -39,6 +40,7 @@ class Context:
     executor: Executor
     futures: Futures
     dispatcher: Dispatcher
+    presence: Presence
     #: Signs links to files.
     signer: Signer
     _sessions: dict[str, Session] = field(default_factory=dict)
@@ -58,6 +60,7 @@ class Context:
             raise Refusal(
                 410, f"session {session_id} was finished by its client. Create a new session."
             )
+        self.presence.heard(session_id)
         return session
 
     def forget_session(self, session_id: str) -> None:

@@ -99,4 +99,5 @@ async def finish_session(request: Request, session_id: str) -> Response:
     await context.session(request, session_id)
     await context.store.runs.finish_session(session_id, asked.reason.type, asked.detail)
     context.forget_session(session_id)
+    context.presence.left(session_id)
     return answer({})

@@ -3,7 +3,7 @@
 import secrets
 import string
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -165,6 +165,44 @@ class Runs:
         """Note, some time soon, that the client of a session is alive."""
         statement = (
             sessions.update().where(sessions.c.session_id == session_id).values(seen_s=time.time())
+        )
+        self._database.write_later(lambda connection: connection.execute(statement))
+
+    async def silent_sessions(self, before_s: float) -> list[str]:
+        """Sessions not heard of since then, with nothing of theirs left to run."""
+        busy = sa.select(requests.c.session_id).where(
+            requests.c.status == requests_.Status.WAITING, requests.c.session_id.is_not(None)
+        )
+        statement = sa.select(sessions.c.session_id).where(
+            sessions.c.finished_s.is_(None),
+            sessions.c.lapsed_s.is_(None),
+            sessions.c.seen_s < before_s,
+            sessions.c.session_id.not_in(busy),
+        )
+        return await self._database.read(lambda connection: _texts(connection, statement))
+
+    async def lapse_sessions(self, session_ids: Sequence[str]) -> None:
+        """Mark sessions whose clients are taken for gone."""
+        statement = (
+            sessions.update()
+            .where(sessions.c.session_id == sa.bindparam("silent"))
+            .values(lapsed_s=time.time())
+        )
+        values = [{"silent": session_id} for session_id in session_ids]
+        await self._database.write(lambda connection: connection.execute(statement, values))
+
+    async def lapsed_sessions(self) -> list[str]:
+        statement = sa.select(sessions.c.session_id).where(
+            sessions.c.lapsed_s.is_not(None), sessions.c.finished_s.is_(None)
+        )
+        return await self._database.read(lambda connection: _texts(connection, statement))
+
+    def revive_session(self, session_id: str) -> None:
+        """Note, some time soon, that a client came back."""
+        statement = (
+            sessions.update()
+            .where(sessions.c.session_id == session_id)
+            .values(lapsed_s=None, seen_s=time.time())
         )
         self._database.write_later(lambda connection: connection.execute(statement))
 
@@ -335,6 +373,10 @@ def insert_sampler(
         },
     )
     return sampler
+
+
+def _texts(connection: sa.Connection, statement: sa.Select[str]) -> list[str]:
+    return list(connection.scalars(statement))
 
 
 def _random_id() -> str:

@@ -1,0 +1,131 @@
+"""Sessions that fall silent, come back, and are finished."""
+
+import asyncio
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from server.echo import EchoExecutor
+from server.hosting import Api, hosted
+from tinkex.server.executor import Task
+from tinkex.server.presence import Presence, session_status
+from tinkex.server.store import open_store
+
+pytestmark = pytest.mark.anyio
+
+
+@dataclass(frozen=True)
+class Times:
+    seen_s: float = 0.0
+    finished_s: float | None = None
+    finish_reason: str | None = None
+    finish_detail: str | None = None
+    lapsed_s: float | None = None
+
+
+@pytest.mark.parametrize(
+    ("row", "status"),
+    [
+        (Times(), {"type": "active"}),
+        (
+            Times(finished_s=1.0, finish_reason="success", lapsed_s=0.5),
+            {"type": "client_finished", "reason": {"type": "success"}, "detail": None},
+        ),
+        (
+            Times(finished_s=1.0, finish_reason="errored", finish_detail="boom"),
+            {"type": "client_finished", "reason": {"type": "errored"}, "detail": "boom"},
+        ),
+    ],
+)
+def test_how_a_session_stands(row: Times, status: dict[str, object]) -> None:
+    assert session_status(row).model_dump() == status
+
+
+def test_a_silent_session_says_since_when() -> None:
+    status = session_status(Times(lapsed_s=9.0))
+    assert status.type == "cancelled"
+    assert "since 1970-01-01 00:00:00 UTC" in str(status)
+
+
+async def dropped(echo: EchoExecutor) -> None:
+    """Some model has left the engine."""
+    async with asyncio.timeout(20):
+        while Task.DROP not in echo.tasks():  # noqa: ASYNC110  the echo tells nobody
+            await asyncio.sleep(0.02)
+
+
+async def test_a_client_that_returns_after_an_hour_finds_its_model(
+    echo: EchoExecutor, tmp_path: Path
+) -> None:
+    async with hosted(echo, tmp_path, session_grace_s=0.4) as api:
+        model = await api.model()
+        await api.forward_backward(model, 1, tokens=4)
+        assert await api.value(await api.optim_step(model, 2)) == 4
+        # Gradients that no step has used yet are kept as well.
+        await api.passed(await api.forward_backward(model, 3, tokens=5))
+        await dropped(echo)
+        assert model not in echo.models
+        session = model.partition(":")[0]
+        assert (await api.post("session_heartbeat", {"session_id": session})).status == 200
+        assert await api.value(await api.optim_step(model, 4)) == 2 * 4 + 5
+
+
+async def test_a_finished_session_frees_its_models_at_once(api: Api, echo: EchoExecutor) -> None:
+    model = await api.model()
+    other = await api.model()
+    session = model.partition(":")[0]
+    reason = {"reason": {"type": "success"}, "detail": None}
+    assert (await api.post(f"sessions/{session}/finish", reason)).status == 200
+    await dropped(echo)
+    assert list(echo.models) == [other]
+
+
+async def test_who_beats_asks_or_has_work_waiting_is_not_taken_for_gone(tmp_path: Path) -> None:
+    store = open_store(
+        db_url=f"sqlite:///{tmp_path / 'tinkex.db'}", storage_url=str(tmp_path), folder=tmp_path
+    )
+    freed: list[str] = []
+
+    class Frees:
+        def free_session(self, session_id: str) -> None:
+            freed.append(session_id)
+
+    try:
+        sessions = [
+            await store.runs.create_session(
+                owner="a",
+                sdk_version=None,
+                tags=[],
+                user_metadata={},
+                project_id=None,
+                display_name=None,
+                idempotency_key=None,
+            )
+            for _ in range(2)
+        ]
+        silent, asking = (session.session_id for session in sessions)
+        now_s = time.time()
+        presence = Presence(
+            store,
+            Frees(),  # type: ignore[arg-type]
+            grace_s=1800.0,
+            clock=lambda: now_s,
+        )
+        await presence.look()
+        assert freed == []
+        now_s += 3600
+        presence.heard(asking)
+        await presence.look()
+        assert freed == [silent]
+        assert await store.runs.lapsed_sessions() == [silent]
+        # Known again after a restart, and taken back when its client is heard.
+        again = Presence(store, Frees(), grace_s=1800.0)  # type: ignore[arg-type]
+        await again.start()
+        again.heard(silent)
+        await again.close()
+        await store.runs.finish_session(asking, "success", None)
+        assert await store.runs.lapsed_sessions() == []
+    finally:
+        store.close()
