@@ -177,10 +177,10 @@ class Saving:
         self, model: Model, step: Step, request: SaveWeightsForSamplerRequest, run: RunWork
     ) -> bytes:
         number = request.sampling_session_seq_id
-        if number is None:
+        if number is None or number < 0:
             raise UserFailure(
                 "save_weights_for_sampler needs a `path` (a name for the checkpoint) or a "
-                "`sampling_session_seq_id` (a number for the sampler it makes)."
+                "`sampling_session_seq_id` (a number, from 0, for the sampler it makes)."
             )
         session = await self._store.runs.session(model.session_id)
         dialect = Dialect.of(session.sdk_version if session else None)

@@ -99,6 +99,16 @@ async def test_a_step_with_a_setting_nobody_knows_keeps_its_place_and_fails(api:
     assert await api.value(await api.optim_step(model, 2)) == 0
 
 
+async def test_a_number_far_beyond_any_training_is_malformed(api: Api) -> None:
+    """Taken in, it would make every later step of the model come too late."""
+    model = await api.model()
+    for seq_id in (2**31, 2**63 - 1):
+        body = {"model_id": model, "seq_id": seq_id, "adam_params": {}}
+        answer = await api.post("optim_step", body)
+        assert answer.status == 422
+        assert answer.json["detail"][0]["loc"] == ["body", "seq_id"]
+
+
 @pytest.mark.parametrize("seq_id", [None, 0])
 async def test_a_step_without_a_number_is_malformed(api: Api, seq_id: int | None) -> None:
     model = await api.model()

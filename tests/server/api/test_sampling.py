@@ -104,6 +104,27 @@ async def test_making_a_sampler_twice_makes_one(api: Api) -> None:
     assert "model_path" not in about.json
 
 
+async def test_a_sampler_s_number_never_stands_for_another_model(api: Api) -> None:
+    model = await api.model()
+    session = model.partition(":")[0]
+    saved = await api.result(
+        await api.step(
+            "save_weights_for_sampler", model_id=model, seq_id=1, sampling_session_seq_id=0
+        )
+    )
+    assert saved["sampling_session_id"] == f"{session}:sample:0"
+    body = {"session_id": session, "sampling_session_seq_id": 0, "base_model": BASE}
+    answer = await api.post("create_sampling_session", body)
+    assert answer.status == 422
+    assert "Use the next free number" in answer.json["detail"][0]["msg"]
+    negative = await api.result(
+        await api.step(
+            "save_weights_for_sampler", model_id=model, seq_id=2, sampling_session_seq_id=-1
+        )
+    )
+    assert negative["category"] == "user"
+
+
 async def test_an_old_sampler_never_follows_training(api: Api) -> None:
     session = await api.session()
     model = await api.model(session)

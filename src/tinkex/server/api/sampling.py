@@ -65,6 +65,13 @@ async def create_sampling_session(request: Request) -> Response:
         ),
         number,
     )
+    if (sampler.base_model, sampler.model_path) != (source.base_model, source.model_path):
+        raise WireError.at(
+            ("sampling_session_seq_id",),
+            f"{number} of this session is a sampler of {sampler.model_path or sampler.base_model}, "
+            "so it cannot be another one. Use the next free number.",
+            "sampling_session_seq_id_reused",
+        )
     return answer(CreateSamplingSessionResponse(sampling_session_id=sampler.sampling_session_id))
 
 

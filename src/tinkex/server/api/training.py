@@ -32,6 +32,9 @@ NumberedStep = (
     | SaveWeightsExternalRequest
 )
 
+# Protobuf has 32 bits for it; JSON must not bring more.
+LARGEST_SEQ_ID = 2**31 - 1
+
 # Smaller bodies are decoded where they arrive: moving to a thread would cost more.
 INLINE_DECODE_BYTES = 128 * 1024
 
@@ -105,11 +108,12 @@ async def accept_step(
     tokens: int = 0,
 ) -> Response:
     """A numbered step of a model."""
-    if seq_id is None or seq_id < 1:
+    # A stray number far ahead would, once its gap is closed, leave every later step too late.
+    if seq_id is None or not 1 <= seq_id <= LARGEST_SEQ_ID:
         found = "is missing" if seq_id is None else f"is {seq_id}"
         raise WireError.at(
             ("seq_id",),
-            f"seq_id {found}; steps of a model are numbered from 1, without gaps.",
+            f"seq_id {found}; steps of a model are numbered from 1, without gaps, in 32 bits.",
             "missing" if seq_id is None else "value_error",
         )
     await context.open_session(request, model.session_id)
