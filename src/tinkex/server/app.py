@@ -35,6 +35,7 @@ from tinkex.server.api.context import Context
 from tinkex.server.dispatch import Dispatcher
 from tinkex.server.executor import Executor
 from tinkex.server.futures import Futures
+from tinkex.server.janitor import Janitor
 from tinkex.server.presence import Presence
 from tinkex.server.settings import Settings
 from tinkex.server.signing import Signer
@@ -129,10 +130,14 @@ def create_app(settings: Settings, executor: Executor, store: Store) -> FastAPI:
         )
         await dispatcher.start()
         await presence.start()
+        janitor = Janitor(settings=settings, store=store, dispatcher=dispatcher, futures=waiting)
+        janitor.start()
+        app.state.janitor = janitor
         try:
             yield
         finally:
             waiting.release()
+            await janitor.close()
             await presence.close()
             await dispatcher.close()
             await executor.close()

@@ -9,6 +9,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
+from tinkex.server.store import audit
 from tinkex.server.store import requests as requests_
 from tinkex.server.store.database import Database
 from tinkex.server.store.tables import custom_losses, models, requests, samplers, sessions
@@ -142,6 +143,8 @@ class Runs:
                     "seen_s": now_s,
                 },
             )
+            details = {"session_id": session_id, "sdk_version": sdk_version}
+            audit.note(connection, owner=owner, event="session.created", details=details)
             return Session(
                 session_id=session_id,
                 owner=owner,
@@ -212,8 +215,15 @@ class Runs:
             sessions.update()
             .where(sessions.c.session_id == session_id, sessions.c.finished_s.is_(None))
             .values(finished_s=time.time(), finish_reason=reason, finish_detail=detail)
+            .returning(sessions.c.owner)
         )
-        await self._database.write(lambda connection: connection.execute(statement))
+        details = {"session_id": session_id, "reason": reason}
+
+        def act(connection: sa.Connection) -> None:
+            if (row := connection.execute(statement).first()) is not None:
+                audit.note(connection, owner=row.owner, event="session.finished", details=details)
+
+        await self._database.write(act)
 
     async def create_model(
         self,

@@ -2,13 +2,18 @@
 
 from pathlib import Path
 
+from tinkex.server.store.audit import Audit
 from tinkex.server.store.catalog import Catalog
 from tinkex.server.store.checkpoints import Checkpoints
 from tinkex.server.store.database import Database
 from tinkex.server.store.files import Files
+from tinkex.server.store.history import History
 from tinkex.server.store.keys import Keys
 from tinkex.server.store.requests import Requests
+from tinkex.server.store.retention import Retention
 from tinkex.server.store.runs import Runs
+from tinkex.server.store.snapshots import Snapshots
+from tinkex.server.store.usage import Usage
 
 
 class Store:
@@ -20,8 +25,13 @@ class Store:
         self.keys = Keys(database)
         self.requests = Requests(database, files)
         self.runs = Runs(database)
+        self.history = History(database)
+        self.usage = Usage(database)
+        self.audit = Audit(database)
         self.checkpoints = Checkpoints(database, files, folder)
         self.catalog = Catalog(database)
+        self.snapshots = Snapshots(database, files, folder)
+        self.retention = Retention(database, files, folder)
 
     @property
     def commits(self) -> int:

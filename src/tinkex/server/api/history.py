@@ -1,0 +1,268 @@
+"""Sessions of the past and present: lists, details, search, projects, and traces."""
+
+import json
+import time
+from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Query
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tinkex.server.api.auth import owner_of
+from tinkex.server.api.context import answer, context_of, describe, read_json
+from tinkex.server.api.errors import Refusal
+from tinkex.server.api.sessions import LONGEST_PROJECT
+from tinkex.server.store.history import Holdings, PastSession, Span
+from tinkex.wire.base import StrictModel
+from tinkex.wire.codec import JSON_TYPE
+from tinkex.wire.errors import WireError
+from tinkex.wire.runs import (
+    ClientFinishedSessionStatusQuery,
+    ClientSessionFinished,
+    GetSessionResponse,
+    ListSessionsResponse,
+    SessionActive,
+    SessionCancelled,
+    SessionSearchCursor,
+    SessionSearchRequest,
+    SessionSearchResponse,
+    SessionStatus,
+    SessionStatusQuery,
+    SessionSummary,
+    UserSearchOwner,
+)
+
+router = APIRouter(prefix="/api/v1", tags=["sessions"])
+
+#: Where sessions are that named no project.
+NO_PROJECT = "default"
+
+Limit = Annotated[int, Query(ge=0, le=10_000)]
+Offset = Annotated[int, Query(ge=0, le=2**53)]
+# Nobody sees the sessions of others, so both mean the same.
+Scope = Annotated[Literal["owned", "accessible"], Query()]
+
+
+class SetSessionProjectRequest(StrictModel):
+    project_id: str
+
+
+class TraceExportResponse(StrictModel):
+    status: Literal["pending", "ready", "failed"]
+    url: str | None = None
+    error: str | None = None
+
+
+@router.get("/sessions")
+async def list_sessions(
+    request: Request, limit: Limit = 20, offset: Offset = 0, access_scope: Scope = "owned"
+) -> Response:
+    """Newest first."""
+    found = await context_of(request).store.history.ids(
+        owner=owner_of(request), limit=limit, offset=offset
+    )
+    return answer(ListSessionsResponse(sessions=found))
+
+
+@router.post("/sessions/search", openapi_extra=dict(describe(SessionSearchRequest)))
+async def search_sessions(request: Request) -> Response:
+    """Newest first, page by page."""
+    asked = await read_json(request, SessionSearchRequest)
+    owner = owner_of(request)
+    found: list[PastSession] = []
+    history = context_of(request).store.history
+    if not isinstance(asked.owner, UserSearchOwner) or owner in asked.owner.owner_urns:
+        found = await history.search(
+            owner=owner,
+            session_id=asked.session_id,
+            after=None if asked.cursor is None else _place(asked.cursor),
+            wanted=lambda session: _is_wanted(session, asked),
+            # One more tells whether there is another page.
+            limit=asked.limit + 1,
+        )
+    page = found[: asked.limit]
+    holdings = await history.holdings([one.session_id for one in page], now_s=time.time())
+    return answer(
+        SessionSearchResponse(
+            sessions=[_summary(one, holdings[one.session_id]) for one in page],
+            next_cursor=_cursor(page[-1]) if len(found) > len(page) else None,
+        )
+    )
+
+
+@router.get("/sessions/{session_id}")
+async def get_session(request: Request, session_id: str, access_scope: Scope = "owned") -> Response:
+    session = await _session(request, session_id)
+    runs, samplers = await context_of(request).store.history.made_in(session_id)
+    return answer(
+        GetSessionResponse(
+            training_run_ids=runs,
+            sampler_ids=samplers,
+            user_metadata=texts(session.user_metadata),
+            display_name=session.display_name,
+        )
+    )
+
+
+@router.put(
+    "/sessions/{session_id}/project",
+    status_code=204,
+    openapi_extra=dict(describe(SetSessionProjectRequest)),
+)
+async def set_project(request: Request, session_id: str) -> Response:
+    asked = await read_json(request, SetSessionProjectRequest)
+    if not 1 <= len(asked.project_id) <= LONGEST_PROJECT:
+        raise WireError.at(
+            ("project_id",),
+            f"{len(asked.project_id)} characters; 1 to {LONGEST_PROJECT} are allowed.",
+        )
+    session = await _session(request, session_id)
+    context = context_of(request)
+    await context.store.history.set_project(session_id, asked.project_id, owner=session.owner)
+    context.forget_session(session_id)
+    return Response(status_code=204)
+
+
+@router.get("/sessions/{session_id}/trace_export")
+async def trace_export(request: Request, session_id: str) -> Response:
+    """A link to the trace; it is made when the link is opened, so it is ready at once."""
+    await _session(request, session_id)
+    context = context_of(request)
+    path = _trace_path(session_id)
+    query = context.signer.sign(path, lasts_s=context.settings.link_s)
+    base = context.settings.public_url.rstrip("/") or str(request.base_url).rstrip("/")
+    return answer(TraceExportResponse(status="ready", url=f"{base}{path}?{query}"))
+
+
+@router.get("/signed/traces/{session_id}")
+async def trace(request: Request, session_id: str, expires: str, signature: str) -> Response:
+    """What such a link leads to: one line of time for each model and sampler of a session."""
+    context = context_of(request)
+    if not context.signer.opens(_trace_path(session_id), expires, signature):
+        raise Refusal(
+            403, "this link has expired, or is not one of this server. Ask for a new one."
+        )
+    spans = await context.store.history.spans(session_id)
+    events = list(_trace_events(spans, now_s=time.time()))
+    body = json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}).encode()
+    headers = {"Content-Disposition": f'attachment; filename="{session_id}.json"'}
+    return Response(body, media_type=JSON_TYPE, headers=headers)
+
+
+def session_status(session: PastSession) -> SessionStatus:
+    """What became of a session: its client's word, else its silence, else it goes on."""
+    if session.finished_s is not None:
+        return ClientSessionFinished.model_validate(
+            {"reason": {"type": session.finish_reason}, "detail": session.finish_detail}
+        )
+    if session.lapsed_s is not None:
+        return SessionCancelled(detail="its client fell silent; a heartbeat brings it back.")
+    return SessionActive()
+
+
+def texts(metadata: Mapping[str, Any] | None) -> dict[str, str] | None:
+    """Any JSON was taken in; what goes out is text."""
+    if metadata is None:
+        return None
+    return {
+        key: value if isinstance(value, str) else json.dumps(value)
+        for key, value in metadata.items()
+    }
+
+
+async def _session(request: Request, session_id: str) -> PastSession:
+    context = context_of(request)
+    # The one look-up that knows owners, then the rest of the row.
+    await context.session(request, session_id)
+    session = await context.store.history.session(session_id)
+    if session is None:
+        raise LookupError(session_id)
+    return session
+
+
+def _is_wanted(session: PastSession, asked: SessionSearchRequest) -> bool:
+    if asked.project_ids is not None and (session.project_id or NO_PROJECT) not in (
+        asked.project_ids
+    ):
+        return False
+    if asked.display_name is not None and (
+        asked.display_name.lower() not in (session.display_name or "").lower()
+    ):
+        return False
+    known = texts(session.user_metadata) or {}
+    if any(known.get(key) != value for key, value in asked.user_metadata.items()):
+        return False
+    if asked.statuses is None:
+        return True
+    status = session_status(session)
+    return any(_has_status(status, query) for query in asked.statuses)
+
+
+def _has_status(status: SessionStatus, query: SessionStatusQuery) -> bool:
+    if status.type != query.type:
+        return False
+    if isinstance(query, ClientFinishedSessionStatusQuery) and query.reasons is not None:
+        return isinstance(status, ClientSessionFinished) and status.reason.type in query.reasons
+    return True
+
+
+def _summary(session: PastSession, holdings: Holdings) -> SessionSummary:
+    return SessionSummary(
+        session_id=session.session_id,
+        created_at=_moment(session),
+        owner=session.owner,
+        project_id=session.project_id or NO_PROJECT,
+        status=session_status(session),
+        checkpoints_count=holdings.checkpoints,
+        display_name=session.display_name,
+        user_metadata=texts(session.user_metadata),
+        checkpoint_storage_bytes=holdings.size_bytes,
+    )
+
+
+def _cursor(session: PastSession) -> SessionSearchCursor:
+    return SessionSearchCursor(last_created_at=_moment(session), last_session_id=session.session_id)
+
+
+def _moment(session: PastSession) -> datetime:
+    microseconds, _ = session.place
+    return datetime.fromtimestamp(microseconds // 1_000_000, UTC).replace(
+        microsecond=microseconds % 1_000_000
+    )
+
+
+def _place(cursor: SessionSearchCursor) -> tuple[int, str]:
+    moment = cursor.last_created_at.astimezone(UTC)
+    whole = int(moment.replace(microsecond=0).timestamp())
+    return whole * 1_000_000 + moment.microsecond, cursor.last_session_id
+
+
+def _trace_path(session_id: str) -> str:
+    return f"/api/v1/signed/traces/{session_id}"
+
+
+def _trace_events(spans: Iterable[Span], *, now_s: float) -> Iterable[dict[str, Any]]:
+    """Chrome's trace format, which Perfetto reads: each model or sampler as a process."""
+    tracks: dict[str, int] = {}
+    for span in spans:
+        if span.track not in tracks:
+            tracks[span.track] = len(tracks) + 1
+            yield {
+                "name": "process_name",
+                "ph": "M",
+                "pid": tracks[span.track],
+                "args": {"name": span.track},
+            }
+        common = {
+            "name": span.kind,
+            "cat": span.kind,
+            "id": span.request_id,
+            "pid": tracks[span.track],
+            "tid": 1,
+        }
+        told = {"request_id": span.request_id, "seq_id": span.seq_id, "status": span.status}
+        # Pairs, not whole slices: requests of one model overlap while they wait.
+        yield {**common, "ph": "b", "ts": span.created_s * 1e6, "args": told}
+        yield {**common, "ph": "e", "ts": (span.finished_s or now_s) * 1e6}

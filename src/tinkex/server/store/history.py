@@ -1,0 +1,231 @@
+"""Sessions as their owner finds them again: lists, search, what was made in one, and its trace."""
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sqlalchemy as sa
+
+from tinkex.server.store import audit
+from tinkex.server.store.database import Database
+from tinkex.server.store.tables import (
+    checkpoint_names,
+    checkpoint_versions,
+    models,
+    requests,
+    samplers,
+    sessions,
+)
+
+# Rows of one read while searching: conditions on free-form metadata are not for the database.
+SEARCHED_TOGETHER = 500
+# Newest requests in one trace; a viewer shows no more than this in a useful way.
+MOST_SPANS = 100_000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PastSession:
+    """Everything that was said about a session."""
+
+    session_id: str
+    owner: str
+    sdk_version: str | None
+    tags: Sequence[str]
+    user_metadata: Mapping[str, Any]
+    project_id: str | None
+    display_name: str | None
+    created_s: float
+    seen_s: float
+    finished_s: float | None
+    finish_reason: str | None
+    finish_detail: str | None
+    lapsed_s: float | None
+
+    @property
+    def place(self) -> tuple[int, str]:
+        """Where it stands in a list; in microseconds, which is what travels."""
+        return round(self.created_s * 1_000_000), self.session_id
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Holdings:
+    """Checkpoints that were saved in a session and are still there."""
+
+    checkpoints: int
+    size_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Span:
+    """When one request came and when it was finished."""
+
+    request_id: str
+    kind: str
+    #: The model or the sampler it belongs to.
+    track: str
+    seq_id: int | None
+    status: str
+    created_s: float
+    finished_s: float | None
+
+
+_SESSION = tuple(
+    sessions.c[name] for name in PastSession.__dataclass_fields__ if name in sessions.c
+)
+_NEWEST_FIRST = (sessions.c.created_s.desc(), sessions.c.session_id.desc())
+
+
+class History:
+    """Reads of sessions. Looks only at one owner's, except where an id was checked before."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    async def ids(self, *, owner: str, limit: int, offset: int) -> list[str]:
+        """Of an owner's sessions, newest first."""
+        statement = (
+            sa.select(sessions.c.session_id)
+            .where(sessions.c.owner == owner)
+            .order_by(*_NEWEST_FIRST)
+            .limit(limit)
+            .offset(offset)
+        )
+        return await self._database.read(
+            lambda connection: list(connection.execute(statement).scalars())
+        )
+
+    async def session(self, session_id: str) -> PastSession | None:
+        statement = sa.select(*_SESSION).where(sessions.c.session_id == session_id)
+
+        def act(connection: sa.Connection) -> PastSession | None:
+            row = connection.execute(statement).first()
+            return None if row is None else PastSession(**row._mapping)
+
+        return await self._database.read(act)
+
+    async def made_in(self, session_id: str) -> tuple[list[str], list[str]]:
+        """Ids of the models and of the samplers of a session, in the order of their numbers."""
+        of_models = (
+            sa.select(models.c.model_id)
+            .where(models.c.session_id == session_id)
+            .order_by(models.c.model_seq_id)
+        )
+        of_samplers = (
+            sa.select(samplers.c.sampling_session_id)
+            .where(samplers.c.session_id == session_id)
+            .order_by(samplers.c.sampling_session_seq_id)
+        )
+        return await self._database.read(
+            lambda connection: (
+                list(connection.execute(of_models).scalars()),
+                list(connection.execute(of_samplers).scalars()),
+            )
+        )
+
+    async def search(
+        self,
+        *,
+        owner: str,
+        session_id: str | None,
+        after: tuple[int, str] | None,
+        wanted: Callable[[PastSession], bool],
+        limit: int,
+    ) -> list[PastSession]:
+        """The owner's next sessions that are wanted, newest first."""
+        statement = sa.select(*_SESSION).where(sessions.c.owner == owner).order_by(*_NEWEST_FIRST)
+        if session_id is not None:
+            statement = statement.where(sessions.c.session_id == session_id)
+        if after is not None:
+            # A microsecond too many; the exact place is compared below.
+            statement = statement.where(sessions.c.created_s <= (after[0] + 1) / 1_000_000)
+
+        def act(connection: sa.Connection) -> list[PastSession]:
+            found: list[PastSession] = []
+            for session in _streamed(connection, statement):
+                if (after is None or session.place < after) and wanted(session):
+                    found.append(session)
+                    if len(found) == limit:
+                        break
+            return found
+
+        return await self._database.read(act)
+
+    async def holdings(self, session_ids: Collection[str], *, now_s: float) -> dict[str, Holdings]:
+        """What is kept of each of these sessions."""
+        named = (
+            sa.select(models.c.session_id, sa.func.count().label("number"))
+            .join_from(checkpoint_names, models, checkpoint_names.c.model_id == models.c.model_id)
+            .where(
+                models.c.session_id.in_(session_ids),
+                sa.or_(
+                    checkpoint_names.c.expires_s.is_(None), checkpoint_names.c.expires_s > now_s
+                ),
+            )
+            .group_by(models.c.session_id)
+        )
+        kept = (
+            sa.select(models.c.session_id, sa.func.sum(checkpoint_versions.c.size_bytes))
+            .join_from(
+                checkpoint_versions, models, checkpoint_versions.c.model_id == models.c.model_id
+            )
+            .where(
+                models.c.session_id.in_(session_ids), checkpoint_versions.c.discarded_s.is_(None)
+            )
+            .group_by(models.c.session_id)
+        )
+
+        def act(connection: sa.Connection) -> dict[str, Holdings]:
+            numbers = {row[0]: int(row[1]) for row in connection.execute(named)}
+            sizes = {row[0]: int(row[1]) for row in connection.execute(kept)}
+            return {
+                one: Holdings(checkpoints=numbers.get(one, 0), size_bytes=sizes.get(one, 0))
+                for one in session_ids
+            }
+
+        return await self._database.read(act)
+
+    async def set_project(self, session_id: str, project_id: str, *, owner: str) -> None:
+        """Move a session, and with it all that was made in it."""
+        statement = (
+            sessions.update()
+            .where(sessions.c.session_id == session_id)
+            .values(project_id=project_id)
+        )
+        details = {"session_id": session_id, "project_id": project_id}
+
+        def act(connection: sa.Connection) -> None:
+            connection.execute(statement)
+            audit.note(connection, owner=owner, event="project.session_moved", details=details)
+
+        await self._database.write(act)
+
+    async def spans(self, session_id: str) -> list[Span]:
+        """The requests of a session that are still known, oldest first."""
+        statement = (
+            sa.select(
+                requests.c.request_id,
+                requests.c.kind,
+                sa.func.coalesce(
+                    requests.c.model_id, requests.c.sampling_session_id, requests.c.session_id
+                ).label("track"),
+                requests.c.seq_id,
+                requests.c.status,
+                requests.c.created_s,
+                requests.c.finished_s,
+            )
+            .where(requests.c.session_id == session_id)
+            .order_by(requests.c.created_s.desc())
+            .limit(MOST_SPANS)
+        )
+        found = await self._database.read(
+            lambda connection: [Span(**row._mapping) for row in connection.execute(statement)]
+        )
+        return found[::-1]
+
+
+def _streamed(
+    connection: sa.Connection, statement: sa.Select[*tuple[Any, ...]]
+) -> Iterator[PastSession]:
+    result = connection.execution_options(yield_per=SEARCHED_TOGETHER).execute(statement)
+    for row in result:
+        yield PastSession(**row._mapping)
