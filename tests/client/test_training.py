@@ -181,6 +181,23 @@ def test_an_unanswered_call_leaves_no_gap(monkeypatch, datum):
     service.close("success").result(5)
 
 
+def test_a_number_that_the_server_says_is_taken_is_no_gap(monkeypatch):
+    """Servers refuse a number that comes again as another kind of step; it has arrived then."""
+    monkeypatch.setenv("TINKEX_GIVE_UP_S", "0.2")
+    fake = FakeService()
+    service = fake.client()
+    training = service.create_lora_training_client("fake/model")
+    fake.script("optim_step", *[Lost(after=True)] * 50)
+    with pytest.raises(tinkex.APIConnectionError):
+        training.optim_step(ADAM).result(10)
+    fake._scripts["optim_step"].clear()
+    fake.script("forward_backward", Answer(status=422, body={"detail": "already used"}))
+    training.save_state("after").result(5)
+    training.optim_step(ADAM).result(5)
+    assert ran(fake) == [(1, "optim_step"), (2, "save_weights"), (3, "optim_step")]
+    service.close("success").result(5)
+
+
 def test_nothing_is_sent_and_no_number_used_for_data_that_cannot_be(fake, training, datum):
     pointer = types.Datum(
         model_input=types.ModelInput(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import warnings
 from collections.abc import Callable, Sequence
@@ -14,7 +15,7 @@ from pydantic import BaseModel
 
 from tinkex.client import tokenizer
 from tinkex.client.chunks import cut, datum_bytes
-from tinkex.client.errors import APIStatusError
+from tinkex.client.errors import APIStatusError, UnprocessableEntityError
 from tinkex.client.futures import Promise, awaits, refuse_to_block, submits, waits
 from tinkex.client.merge import merge
 from tinkex.client.ordering import Fate, Numbers, Turnstile
@@ -49,6 +50,8 @@ from tinkex.wire.training import (
     OptimStepRequest,
     OptimStepResponse,
 )
+
+log = logging.getLogger("tinkex.training")
 
 R = TypeVar("R", bound=BaseModel | Payload)
 T = TypeVar("T")
@@ -497,7 +500,12 @@ class TrainingClient:
     async def _fill_gaps(self, connection: Connection) -> None:
         """Give the server something to run for numbers that an earlier call could not use."""
         for number, half_a_batch in sorted(self._numbers.gaps.items()):
-            await self._submit(connection, _filler(self.model_id, half_a_batch), number)
+            try:
+                await self._submit(connection, _filler(self.model_id, half_a_batch), number)
+            except UnprocessableEntityError:
+                # Taken by another kind of step: what we got no answer to had arrived after all.
+                # Asked again and again, it would stop this client for good.
+                log.debug("step %d of %s needs no filling", number, self.model_id)
             del self._numbers.gaps[number]
 
     async def _finish(
