@@ -10,6 +10,7 @@ import itertools
 import json
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -228,74 +229,73 @@ class NeverHolds(Fault):
     """A poll is answered at once while there is no result: clients ask again without a pause."""
 
 
+class Proxy:
+    """Passes everything on to a right server, through a fault."""
+
+    def __init__(self, url: str, fault: Fault, session: aiohttp.ClientSession) -> None:
+        self.url = url
+        self.fault = fault
+        self.session = session
+
+    async def handle(self, request: web.Request) -> web.Response:
+        asked = Message(request.path, await request.read(), request.headers.get("Content-Type", ""))
+        got = self.fault.request(asked)
+        if got is None:
+            got = await self.passed_on(request, asked)
+            self.fault.answer(asked, got)
+        return web.Response(
+            status=got.status, body=got.body, headers={"Content-Type": got.content_type}
+        )
+
+    async def passed_on(self, request: web.Request, asked: Message) -> Message:
+        headers = {
+            name: value
+            for name, value in request.headers.items()
+            if name.lower() not in ("host", "content-length")
+        }
+        is_poll = request.path.endswith("/retrieve_future")
+        never_holds = is_poll and isinstance(self.fault, NeverHolds)
+        try:
+            async with self.session.request(
+                request.method,
+                f"{self.url}{request.raw_path}",
+                data=asked.body,
+                headers=headers,
+                timeout=aiohttp.ClientTimeout(total=0.05 if never_holds else 60),
+            ) as answered:
+                kind = answered.headers.get("Content-Type", "")
+                return Message(request.path, await answered.read(), kind, answered.status)
+        except TimeoutError:
+            pending = {"type": "try_again", "request_id": "-", "queue_state": "active"}
+            return Message(request.path, json.dumps(pending).encode(), "application/json", 408)
+
+
 @contextmanager
 def in_front_of(url: str, fault: Fault) -> Iterator[str]:
     """The address of a proxy with the fault, until the block ends."""
+    address: Future[str] = Future()
     loop = asyncio.new_event_loop()
-    started: asyncio.Future[str] = loop.create_future()
     stop = asyncio.Event()
 
     async def serve() -> None:
-        patience = aiohttp.ClientTimeout(total=0.05 if isinstance(fault, NeverHolds) else 60)
         async with aiohttp.ClientSession() as session:
-
-            async def handle(request: web.Request) -> web.Response:
-                kind = request.headers.get("Content-Type", "")
-                asked = Message(request.path, await request.read(), kind)
-                got = fault.request(asked)
-                if got is None:
-                    headers = {
-                        name: value
-                        for name, value in request.headers.items()
-                        if name.lower() not in ("host", "content-length")
-                    }
-                    is_poll = request.path.endswith("/retrieve_future")
-                    try:
-                        async with session.request(
-                            request.method,
-                            f"{url}{request.raw_path}",
-                            data=asked.body,
-                            headers=headers,
-                            timeout=patience if is_poll else aiohttp.ClientTimeout(total=60),
-                        ) as answered:
-                            got = Message(
-                                request.path,
-                                await answered.read(),
-                                answered.headers.get("Content-Type", ""),
-                                answered.status,
-                            )
-                    except TimeoutError:
-                        pending = {"type": "try_again", "request_id": "-", "queue_state": "active"}
-                        got = Message(request.path, json.dumps(pending).encode(), kind, 408)
-                    fault.answer(asked, got)
-                return web.Response(
-                    status=got.status, body=got.body, headers={"Content-Type": got.content_type}
-                )
-
             app = web.Application(client_max_size=2**26)
-            app.router.add_route("*", "/{path:.*}", handle)
-            runner = web.AppRunner(app, access_log=None)
-            await runner.setup()
-            site = web.TCPSite(runner, "127.0.0.1", 0, shutdown_timeout=1)
-            await site.start()
-            started.set_result(f"http://127.0.0.1:{runner.addresses[0][1]}")
+            app.router.add_route("*", "/{path:.*}", Proxy(url, fault, session).handle)
+            runner = web.AppRunner(app, access_log=None, shutdown_timeout=1)
+            try:
+                await runner.setup()
+                await web.TCPSite(runner, "127.0.0.1", 0).start()
+                address.set_result(f"http://127.0.0.1:{runner.addresses[0][1]}")
+            except Exception as error:
+                address.set_exception(error)
+                raise
             await stop.wait()
             await runner.cleanup()
 
-    task = loop.create_task(serve())
-
-    def run_loop() -> None:
-        asyncio.set_event_loop(loop)
-        loop.run_until_complete(task)
-
-    thread = threading.Thread(target=run_loop, daemon=True)
+    thread = threading.Thread(target=lambda: loop.run_until_complete(serve()), daemon=True)
     thread.start()
-
-    async def address() -> str:
-        return await started
-
     try:
-        yield asyncio.run_coroutine_threadsafe(address(), loop).result(10)
+        yield address.result(10)
     finally:
         loop.call_soon_threadsafe(stop.set)
         thread.join(10)

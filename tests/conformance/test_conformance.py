@@ -154,10 +154,11 @@ def test_an_address_without_a_server_is_an_error_with_a_hint() -> None:
 
 
 def test_pytest_runs_the_checks_too(server: Server) -> None:
-    options = ["--tinkex-url", server.url, "-k", "unknown_base_model or keys_keep"]
-    quiet = ["-q", "-p", "no:cacheprovider", "-c", os.devnull]
+    options = ["-k", "unknown_base_model or keys_keep", "-q", "-c", os.devnull]
+    options += ["-p", "no:cacheprovider"]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "--pyargs", "tinkex.conformance", *options, *quiet],
+        [sys.executable, "-m", "pytest", "--pyargs", "tinkex.conformance", *options],
+        env={**os.environ, "TINKER_BASE_URL": server.url},
         capture_output=True,
         text=True,
         timeout=50,

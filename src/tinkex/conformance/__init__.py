@@ -2,7 +2,7 @@
 Checks that any Tinker server should pass, run over plain HTTP.
 
     tinkex conformance http://127.0.0.1:8000 --key tml-...
-    pytest --pyargs tinkex.conformance --tinkex-url http://127.0.0.1:8000
+    TINKER_BASE_URL=http://127.0.0.1:8000 pytest --pyargs tinkex.conformance
 
 Each check is a function that names the requirement it is about and says in a sentence what is right.
 It needs the wire types and NumPy, no torch, and makes sessions, models and checkpoints of its own.

@@ -1,4 +1,4 @@
-"""Options of `pytest --pyargs tinkex.conformance`."""
+"""Which server `pytest --pyargs tinkex.conformance` is about: the environment says, as for clients."""
 
 import os
 
@@ -6,30 +6,15 @@ import pytest
 
 from tinkex.conformance.remote import Remote
 
-OPTIONS = {
-    "--tinkex-url": ("base URL of the server under test", "TINKER_BASE_URL"),
-    "--tinkex-key": ("its API key", "TINKER_API_KEY"),
-    "--tinkex-other-key": ("a key of another owner", "TINKEX_OTHER_API_KEY"),
-    "--tinkex-base-model": ("base model to use; the first served one by default", ""),
-}
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    group = parser.getgroup("tinkex", "a Tinker server under test")
-    for name, (what, variable) in OPTIONS.items():
-        default = os.environ.get(variable) if variable else None
-        told = f"{what} ({variable})" if variable else what
-        group.addoption(name, default=default, help=told)
-
 
 @pytest.fixture(scope="session")
-def remote(request: pytest.FixtureRequest) -> Remote:
-    url = request.config.getoption("--tinkex-url")
+def remote() -> Remote:
+    url = os.environ.get("TINKER_BASE_URL")
     if not url:
-        pytest.skip("no server to test: give --tinkex-url or set TINKER_BASE_URL")
+        pytest.skip("no server to test: set TINKER_BASE_URL, and TINKER_API_KEY if it has keys")
     return Remote(
         url,
-        key=request.config.getoption("--tinkex-key") or "tml-conformance",
-        other_key=request.config.getoption("--tinkex-other-key"),
-        base_model=request.config.getoption("--tinkex-base-model"),
+        key=os.environ.get("TINKER_API_KEY") or "tml-conformance",
+        other_key=os.environ.get("TINKEX_OTHER_API_KEY"),
+        base_model=os.environ.get("TINKEX_BASE_MODEL"),
     )
