@@ -1,6 +1,9 @@
 """Checkpoint folders: whole or not at all, and refused with reasons when they do not fit."""
 
 import json
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -143,3 +146,45 @@ def test_other_tensors_than_pairs_are_refused(engine: Engine, model: str, saved:
     save_file(tensors, file)
     with pytest.raises(UserFailure, match="only lora_A and lora_B"):
         engine.load(model, saved, optimizer=False)
+
+
+SAVES_FOR_EVER = """
+import sys, itertools
+from pathlib import Path
+import torch
+from tinkex.engine import Engine, EngineSettings
+from tinkex.wire.training import AdamOptimizerConfig, LoraConfig
+
+torch.set_num_threads(1)
+model, out = Path(sys.argv[1]), Path(sys.argv[2])
+engine = Engine(EngineSettings(name="tiny", folder=model, device="cpu", kv_tokens=64))
+engine.create("m", LoraConfig(rank=64, seed=1), AdamOptimizerConfig())
+for number in itertools.count():
+    engine.save("m", out / str(number), optimizer=True)
+"""
+
+
+def test_a_process_killed_while_it_saves_leaves_nothing_half_written_to_see(
+    engine: Engine, tiny_folder: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    command = [sys.executable, "-c", SAVES_FOR_EVER, str(tiny_folder), str(out)]
+    with subprocess.Popen(command) as child:
+        try:
+            # The first saves are whole; then right into the middle of one.
+            while not (out / "2").exists() or not list(out.glob(".*.part/*.safetensors")):
+                assert child.poll() is None
+                time.sleep(0.0005)
+        finally:
+            child.kill()
+    seen = [folder for folder in out.iterdir() if not folder.name.startswith(".")]
+    assert len(seen) >= 3
+    engine.create("after", LoraConfig(rank=64), AdamOptimizerConfig())
+    try:
+        for folder in seen:
+            engine.load("after", folder, optimizer=True)
+        # What is left of the last one is in nobody's way.
+        engine.save("after", out / str(len(seen)), optimizer=True)
+    finally:
+        engine.drop("after")
