@@ -77,9 +77,14 @@ def cases(engine: Engine, tmp_path: Path) -> Iterator[dict[str, Any]]:
         engine.drop(name)
 
 
-@pytest.mark.parametrize("max_tokens", [10_000, 60, 20])
+@pytest.mark.parametrize(("max_tokens", "chunk_rows"), [(10_000, None), (60, 7), (20, None)])
 def test_a_mixed_batch_gives_each_model_what_it_gets_alone(
-    engine: Engine, cases: dict[str, Any], tmp_path: Path, max_tokens: int
+    engine: Engine,
+    cases: dict[str, Any],
+    tmp_path: Path,
+    max_tokens: int,
+    chunk_rows: int | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     alone = {}
     for name, asked in cases.items():
@@ -87,6 +92,8 @@ def test_a_mixed_batch_gives_each_model_what_it_gets_alone(
         alone[name] = output, flat(gradients(engine, name, tmp_path / f"{name}-alone"))
         engine.clear_gradients(name)
     passes = {name: engine.begin_pass(name, asked, backward=True) for name, asked in cases.items()}
+    if chunk_rows is not None:  # chunks of the head that cut through models and losses
+        monkeypatch.setattr(engine.model.head, "chunk_rows", chunk_rows)
     mixer, batches = Mixer(), 0
     while queues := [
         Queue(model_id=name, backward=True, lengths=running.waiting)
