@@ -137,8 +137,7 @@ def peft_step(model: torch.nn.Module, tokens: Sequence[np.ndarray]) -> Step:
 
 
 def our_pass(engine: Engine, tokens: Sequence[np.ndarray], model_ids: Sequence[str]) -> Step:
-    """All rows, row n on the n-th model, in batches that fit memory; gradients and no step."""
-    together = max(1, engine.max_batch_tokens // 128)
+    """One micro-batch of all rows, row n on the n-th model; gradients and no step."""
     asked = [work([row]) for row in tokens] if len(model_ids) > 1 else [work(tokens)]
 
     def step() -> object:
@@ -146,11 +145,7 @@ def our_pass(engine: Engine, tokens: Sequence[np.ndarray], model_ids: Sequence[s
             engine.begin_pass(model_id, one, backward=True)
             for model_id, one in zip(model_ids, asked, strict=True)
         ]
-        if len(passes) == 1:
-            while passes[0].waiting:
-                engine.run_together([(passes[0], together)])
-        for start in range(0, len(passes) if len(passes) > 1 else 0, together):
-            engine.run_together([(running, 1) for running in passes[start : start + together]])
+        engine.run_together([(running, len(running.waiting)) for running in passes])
         return [running.output() for running in passes]
 
     return step
@@ -208,8 +203,7 @@ def measure(name: str, folder: Path, rounds: int) -> list[Row]:
     rows.append(
         Row(
             model=name,
-            case=f"{MANY} adapters beside one: {MANY} x 128, "
-            f"{min(MANY, engine.max_batch_tokens // 128)} rows a batch",
+            case=f"{MANY} adapters beside one: one batch of {MANY} x 128",
             ours=MANY * 128 / many,
             theirs=MANY * 128 / one,
             ratio=many / one,
