@@ -9,7 +9,6 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 from pydantic import BaseModel
-from pydantic.json_schema import models_json_schema
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -36,6 +35,7 @@ from tinkex.server.dispatch import Dispatcher
 from tinkex.server.executor import Executor
 from tinkex.server.futures import Futures
 from tinkex.server.janitor import Janitor
+from tinkex.server.openapi import complete
 from tinkex.server.presence import Presence
 from tinkex.server.settings import Settings
 from tinkex.server.signing import Signer
@@ -214,13 +214,7 @@ def _describe_bodies(app: FastAPI) -> None:
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
-            schema = generate()
-            _, bodies = models_json_schema(
-                [(body, "validation") for body in BODIES],
-                ref_template="#/components/schemas/{model}",
-            )
-            components = schema.setdefault("components", {}).setdefault("schemas", {})
-            components.update(bodies.get("$defs", {}))
+            complete(generate(), BODIES)
         return app.openapi_schema or {}
 
     app.openapi = openapi  # type: ignore[method-assign]
