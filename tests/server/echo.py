@@ -117,6 +117,16 @@ class EchoExecutor:
                 assert work.folder
                 value = int((work.folder / "value").read_text())
                 self.models[work.model_id] = Number(value=value)
+            case Task.SNAPSHOT:
+                assert work.folder
+                work.folder.mkdir(parents=True)
+                model = self.models[work.model_id]
+                (work.folder / "number").write_text(f"{model.value} {model.gradient}")
+                return b'{"size_bytes": 3}'
+            case Task.RESTORE:
+                assert work.folder
+                value, gradient = (work.folder / "number").read_text().split()
+                self.models[work.model_id] = Number(value=int(value), gradient=int(gradient))
             case Task.DROP:
                 self.models.pop(work.model_id, None)
             case Task.SAMPLE:

@@ -12,7 +12,7 @@ import logging
 import secrets
 import time
 from collections import defaultdict
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,9 +27,10 @@ from tinkex.server.executor import (
     Work,
     WorkFailed,
 )
-from tinkex.server.futures import Futures, Settled
+from tinkex.server.futures import ONE_REQUEST, Futures, Settled
 from tinkex.server.plan import Cause, Kind, Line, Step, Turn
 from tinkex.server.saving import Saving
+from tinkex.server.shares import Ask, Load, Shares, Waiting
 from tinkex.server.store import CustomLoss, Model, RequestRow, Status, Store
 from tinkex.server.store.requests import INLINE_BYTES
 from tinkex.wire.codec import encode_json
@@ -80,6 +81,8 @@ class _Run:
     #: Results reach the writer in the order of their steps.
     commit_order: asyncio.Lock = field(default_factory=asyncio.Lock)
     settling: set[asyncio.Task[None]] = field(default_factory=set)
+    #: Seconds that engines computed for it.
+    computed_s: float = 0.0
     #: How often each step was with an engine that died.
     deaths: dict[int, int] = field(default_factory=dict)
     #: Steps, and bytes of payloads, since the last snapshot.
@@ -116,6 +119,11 @@ class Dispatcher:
         self._tasks: set[asyncio.Task[None]] = set()
         #: Samples that are waited for, by request: cancelling one of these cancels the sample.
         self._samples: dict[str, tuple[str, asyncio.Task[_Ending]]] = {}
+        self._shares: defaultdict[str, Shares] = defaultdict(Shares)
+        #: Turns that have a place, or wait for one; and the requests in those turns.
+        self._given: dict[Ask, asyncio.Event] = {}
+        self._asking: dict[str, tuple[Shares, Ask]] = {}
+        self._max_training: dict[str, int] = {}
         self._closing = False
         #: Seconds of computing and number of operations, by task; for the metrics page.
         self.computed: dict[Task, tuple[int, float]] = {}
@@ -150,10 +158,16 @@ class Dispatcher:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def expect(
-        self, request_id: str, *, owner: str, base_model: str, payload: bytes | None = None
+        self,
+        request_id: str,
+        *,
+        owner: str,
+        base_model: str,
+        payload: bytes | None = None,
+        load: Load = ONE_REQUEST,
     ) -> None:
         """Somebody may wait for this request from now on."""
-        self._futures.expect(request_id, owner=owner, base_model=base_model)
+        self._futures.expect(request_id, owner=owner, base_model=base_model, load=load)
         # Large ones are files already, and the engine reads them itself.
         if (
             payload is not None
@@ -213,9 +227,30 @@ class Dispatcher:
         """A loss was accepted: let the engines look at it."""
         self._spawn(self._create_loss(row))
 
-    def waiting_for(self, base_model: str) -> str | None:
-        """Why work on this base model waits, when something is in the way."""
-        return self._executor.waiting_for(base_model)
+    def allow(self, owner: str, max_training: int) -> None:
+        """From now on so many models of this owner may train at once; 0 is any number."""
+        self._max_training[owner] = max_training
+
+    def awaits(self, model_id: str, seq_id: int) -> bool:
+        """Whether later steps of a model wait for this one."""
+        run = self._runs.get(model_id)
+        return run is not None and run.line.awaits(seq_id)
+
+    def standing(self, request_id: str, base_model: str) -> Waiting:
+        """How an unfinished request stands, and what is in its way."""
+        if (reason := self._executor.waiting_for(base_model)) is not None:
+            return Waiting(state="paused_capacity", reason=reason)
+        if (held := self._asking.get(request_id)) is not None:
+            shares, ask = held
+            return shares.why(ask)
+        stats = self._executor.stats(base_model)
+        if request_id in self._samples and stats is not None and stats.samples_waiting:
+            return Waiting(
+                state="paused_capacity",
+                reason=f"the engine is full: {stats.sequences_running} sequences are being "
+                f"sampled, and {stats.samples_waiting} samples wait",
+            )
+        return Waiting(state="active")
 
     # -- one model ---------------------------------------------------------------------------
 
@@ -271,7 +306,8 @@ class Dispatcher:
             if turn.refusal is not None:
                 await self._refuse(run, turn)
             else:
-                await self._run_turn(run, turn)
+                async with self._place(run, turn):
+                    await self._run_turn(run, turn)
         except EngineLost:
             unfinished = [step for step in turn.steps if step.seq_id in run.line.running]
             run.line.put_back(unfinished)
@@ -301,6 +337,31 @@ class Dispatcher:
         for step in turn.steps:
             refused = _Ending(error=turn.refusal, category="user", cause=turn.cause)
             await self._end(run, step, refused)
+
+    @contextlib.asynccontextmanager
+    async def _place(self, run: _Run, turn: Turn) -> AsyncIterator[None]:
+        """One of the engine's places for training, once this owner's turn for it has come."""
+        shares = self._shares[run.model.base_model]
+        owner = run.model.owner
+        ask = Ask(owner=owner, most=self._max_training.get(owner, 0))
+        given = self._given[ask] = asyncio.Event()
+        self._asking.update({step.request_id: (shares, ask) for step in turn.steps})
+        computed_s = run.computed_s
+        shares.ask(ask)
+        try:
+            self._give_places(shares)
+            await given.wait()
+            yield
+        finally:
+            del self._given[ask]
+            for step in turn.steps:
+                self._asking.pop(step.request_id, None)
+            shares.done(ask, used_s=run.computed_s - computed_s)
+            self._give_places(shares)
+
+    def _give_places(self, shares: Shares) -> None:
+        while (ask := shares.take()) is not None:
+            self._given[ask].set()
 
     async def _run_turn(self, run: _Run, turn: Turn) -> None:
         incarnation = await self._alive(run)
@@ -576,6 +637,7 @@ class Dispatcher:
     async def _run_work(self, run: _Run, work: Work, incarnation: int) -> Outcome:
         outcome = await self._executor.run(run.model.base_model, work, incarnation=incarnation)
         self._count(work.task, outcome)
+        run.computed_s += outcome.compute_s
         return outcome
 
     # -- outside the order of steps ----------------------------------------------------------

@@ -40,6 +40,8 @@ class Task(enum.Enum):
     OPTIM_STEP = enum.auto()
     SAVE = enum.auto()
     LOAD = enum.auto()
+    SNAPSHOT = enum.auto()  # everything a model is
+    RESTORE = enum.auto()  # and back to it, after CREATE
     CLEAR_GRADIENTS = enum.auto()
     DROP = enum.auto()  # forget an adapter
     SAMPLE = enum.auto()
@@ -65,7 +67,7 @@ class Work:
     session_id: str = ""
     #: REGISTER_LOSS only.
     loss_id: str = ""
-    #: SAVE, LOAD: the checkpoint. SAMPLE: the adapter, None is the base model.
+    #: SAVE, LOAD, SNAPSHOT, RESTORE: the files. SAMPLE: the adapter, None is the base model.
     folder: Path | None = None
     #: SAVE, LOAD: with the optimizer's state.
     optimizer: bool = False
@@ -448,6 +450,10 @@ def _order(ticket: int, work: Work) -> frames.Order:
             order.load.CopyFrom(
                 frames_pb2.Load(model_id=model_id, folder=folder, optimizer=work.optimizer)
             )
+        case Task.SNAPSHOT:
+            order.snapshot.CopyFrom(frames_pb2.Snapshot(model_id=model_id, folder=folder))
+        case Task.RESTORE:
+            order.restore.CopyFrom(frames_pb2.Restore(model_id=model_id, folder=folder))
         case Task.CLEAR_GRADIENTS:
             order.clear_gradients.model_id = model_id
         case Task.DROP:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from tinkex.server.completions import Completions
 from tinkex.server.plan import Kind
+from tinkex.server.shares import Load
 from tinkex.server.store import RequestRow, Status, Store
 from tinkex.server.store.requests import ResultGone, given_s
 
@@ -15,6 +16,9 @@ from tinkex.server.store.requests import ResultGone, given_s
 KEPT_BYTES = 64 * 2**20
 # No server gave out a request before 2025.
 FIRST_S = 1735689600.0
+
+NOTHING = Load()
+ONE_REQUEST = Load(requests=1)
 
 
 class UnknownRequest(LookupError):
@@ -39,6 +43,7 @@ class _Promise:
     owner: str
     base_model: str
     event: asyncio.Event
+    load: Load
     settled: Settled | None = None
 
 
@@ -50,6 +55,7 @@ class Futures:
         #: Results are kept at least this long.
         self._kept_s = kept_s
         self._open: dict[str, _Promise] = {}
+        self._loads: dict[str, Load] = {}
         self._kept: OrderedDict[str, Settled] = OrderedDict()
         self._kept_bytes = 0
         self._closing = False
@@ -59,10 +65,20 @@ class Futures:
     async def start(self) -> None:
         await self.completions.start()
 
-    def expect(self, request_id: str, *, owner: str, base_model: str) -> None:
+    def expect(
+        self, request_id: str, *, owner: str, base_model: str, load: Load = ONE_REQUEST
+    ) -> None:
         """This process will settle that request."""
-        promise = _Promise(owner=owner, base_model=base_model, event=asyncio.Event())
-        self._open.setdefault(request_id, promise)
+        if request_id in self._open:
+            return
+        self._open[request_id] = _Promise(
+            owner=owner, base_model=base_model, event=asyncio.Event(), load=load
+        )
+        self._loads[owner] = self.load(owner) + load
+
+    def load(self, owner: str) -> Load:
+        """What of an owner is accepted and not finished."""
+        return self._loads.get(owner, NOTHING)
 
     def settle(self, settled: Settled) -> None:
         """The result is on disk: wake everybody who waits for it."""
@@ -70,6 +86,9 @@ class Futures:
         if promise is not None:
             promise.settled = settled
             promise.event.set()
+            self._loads[promise.owner] -= promise.load
+            if not self._loads[promise.owner].requests:
+                del self._loads[promise.owner]
         self._keep(settled)
 
     async def wait(self, request_id: str, *, owner: str, within_s: float) -> Settled | None:

@@ -149,6 +149,10 @@ class Line:
             self.held[step.seq_id] = step
             self.next_seq = min(self.next_seq, step.seq_id)
 
+    def awaits(self, seq_id: int) -> bool:
+        """Whether steps behind this number are here already, and wait for it."""
+        return any(number > seq_id for number in self.held)
+
     def gap(self) -> Gap | None:
         """The missing number that others wait for, once nothing else can run."""
         if self._gap_since_s is None or self.running or not self.held:
@@ -212,13 +216,23 @@ def spoiled_by(seq_id: int, failure: str) -> str:
     )
 
 
-def restored(finished: Sequence[tuple[Step, str | None]]) -> Line:
-    """The line of a model as its finished steps, in order, left it."""
-    line = Line()
+def restored(
+    finished: Sequence[tuple[Step, str | None]], *, next_seq: int = 0, spoiled: str | None = None
+) -> Line:
+    """The line of a model as its finished steps, in order, left it; from a snapshot if given."""
+    line = Line(next_seq=next_seq, spoiled=spoiled)
     for step, failure in finished:
         line._learn(step, failure)
         line.next_seq = max(line.next_seq, step.seq_id + 1)
     return line
+
+
+def forgotten() -> str:
+    """What a step answers whose model was silent for so long that its state was deleted."""
+    return (
+        "this model is not kept any more: its session ended or was silent for too long. Its "
+        "checkpoints are: make a new model from one with create_training_client_from_state."
+    )
 
 
 def late(seq_id: int) -> str:

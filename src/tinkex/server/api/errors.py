@@ -3,8 +3,9 @@ From what went wrong to what the client sees: the one table.
 
 * 400  sound, and refused: the detail says what is allowed
 * 404  no such thing, or not this owner's
-* 410  the session was finished
+* 410  the session was finished; a result was kept long enough
 * 413  too large
+* 429  over a limit of the owner's own; to be sent again a little later
 * 422  malformed: the detail lists each field with its path
 * 500  a bug, with an id that is in the log
 
@@ -13,6 +14,7 @@ Work that was accepted and then failed is not here: that arrives through its fut
 
 import logging
 import secrets
+from collections.abc import Mapping
 from typing import Any
 
 from starlette.exceptions import HTTPException
@@ -20,6 +22,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
 from tinkex.server.futures import UnknownRequest
+from tinkex.server.store.requests import ResultGone
 from tinkex.wire.errors import TooLarge, UserFailure, WireError
 
 log = logging.getLogger("tinkex.server.api")
@@ -28,10 +31,13 @@ log = logging.getLogger("tinkex.server.api")
 class Refusal(Exception):
     """A request that is answered with a status and a reason."""
 
-    def __init__(self, status: int, detail: Any) -> None:
+    def __init__(
+        self, status: int, detail: Any, *, headers: Mapping[str, str] | None = None
+    ) -> None:
         super().__init__(str(detail))
         self.status = status
         self.detail = detail
+        self.headers = headers
 
 
 def missing(what: str, name: str, advice: str) -> Refusal:
@@ -42,7 +48,7 @@ def missing(what: str, name: str, advice: str) -> Refusal:
 def refused(_request: Request, error: Exception) -> Response:
     if not isinstance(error, Refusal):
         raise error
-    return JSONResponse({"detail": error.detail}, error.status)
+    return JSONResponse({"detail": error.detail}, error.status, error.headers)
 
 
 def malformed(_request: Request, error: Exception) -> Response:
@@ -63,6 +69,14 @@ def unknown_request(_request: Request, error: Exception) -> Response:
         "server, another data folder or another owner; submit the work again."
     )
     return JSONResponse({"detail": detail}, 404)
+
+
+def result_gone(_request: Request, error: Exception) -> Response:
+    detail = (
+        f"the result of request {str(error)[:200]!r} is not kept any more. Results are kept for a "
+        "while after they were fetched; the work itself was done."
+    )
+    return JSONResponse({"detail": detail}, 410)
 
 
 def by_status(request: Request, error: Exception) -> Response:
@@ -95,6 +109,7 @@ HANDLERS: dict[Any, Any] = {
     WireError: malformed,
     UserFailure: cannot,
     UnknownRequest: unknown_request,
+    ResultGone: result_gone,
     HTTPException: by_status,
     ClientDisconnect: gone,
     Exception: bug,

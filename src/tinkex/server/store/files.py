@@ -1,9 +1,14 @@
 """Payloads, results and checkpoints outside the database: durable before a row points to them."""
 
+import contextlib
+import math
 import os
 import secrets
 import shutil
+from collections.abc import Mapping
+from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import fsspec  # type: ignore[import-untyped]
 from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
@@ -71,6 +76,22 @@ class Files:
         elif self._filesystem.exists(f"{self._root}/{place}"):
             self._filesystem.rm(f"{self._root}/{place}", recursive=True)
 
+    def older(self, room: str, depth: int, *, before_s: float) -> list[str]:
+        """What lies so many names below a room and was last written before then."""
+        found: dict[str, float] = {}
+        if self.local is not None:
+            for path in (self.local / room).glob("/".join("*" * depth)):
+                with contextlib.suppress(FileNotFoundError):
+                    found[str(path.relative_to(self.local))] = path.stat().st_mtime
+        elif self._filesystem.exists(f"{self._root}/{room}"):
+            root = self._root.strip("/")
+            listed = self._filesystem.find(f"{self._root}/{room}", detail=True)
+            for name, facts in listed.items():
+                below = name.strip("/").removeprefix(root).strip("/").split("/")
+                place = "/".join(below[: depth + 1])
+                found[place] = max(found.get(place, 0.0), _written_s(facts))
+        return [place for place, at_s in found.items() if at_s < before_s]
+
     def upload(self, folder: Path, place: str) -> None:
         """Copy a finished folder to a root that is not local; the local copy is a cache."""
         if self.local is None:
@@ -87,6 +108,17 @@ class Files:
         except OSError:
             # Somebody else brought it first: the same immutable files.
             shutil.rmtree(part, ignore_errors=True)
+
+
+def _written_s(facts: Mapping[str, Any]) -> float:
+    """When a file of another store was written; in the future when it does not tell."""
+    for key in ("mtime", "LastModified", "created", "updated"):
+        at = facts.get(key)
+        if isinstance(at, datetime):
+            return at.timestamp()
+        if isinstance(at, int | float):
+            return float(at)
+    return math.inf
 
 
 def write_durably(path: Path, data: bytes) -> None:

@@ -63,6 +63,8 @@ class Order(_message.Message):
     SAMPLE_FIELD_NUMBER: _builtins.int
     CANCEL_FIELD_NUMBER: _builtins.int
     REGISTER_LOSS_FIELD_NUMBER: _builtins.int
+    SNAPSHOT_FIELD_NUMBER: _builtins.int
+    RESTORE_FIELD_NUMBER: _builtins.int
     ticket: _builtins.int
     @_builtins.property
     def create(self) -> Global___Create: ...
@@ -84,6 +86,10 @@ class Order(_message.Message):
     def cancel(self) -> Global___Cancel: ...
     @_builtins.property
     def register_loss(self) -> Global___RegisterLoss: ...
+    @_builtins.property
+    def snapshot(self) -> Global___Snapshot: ...
+    @_builtins.property
+    def restore(self) -> Global___Restore: ...
     def __init__(
         self,
         *,
@@ -98,12 +104,14 @@ class Order(_message.Message):
         sample: Global___Sample | None = ...,
         cancel: Global___Cancel | None = ...,
         register_loss: Global___RegisterLoss | None = ...,
+        snapshot: Global___Snapshot | None = ...,
+        restore: Global___Restore | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "clear_gradients", b"clear_gradients", "create", b"create", "drop", b"drop", "load", b"load", "optim_step", b"optim_step", "register_loss", b"register_loss", "run_pass", b"run_pass", "sample", b"sample", "save", b"save", "work", b"work"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "clear_gradients", b"clear_gradients", "create", b"create", "drop", b"drop", "load", b"load", "optim_step", b"optim_step", "register_loss", b"register_loss", "restore", b"restore", "run_pass", b"run_pass", "sample", b"sample", "save", b"save", "snapshot", b"snapshot", "work", b"work"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "clear_gradients", b"clear_gradients", "create", b"create", "drop", b"drop", "load", b"load", "optim_step", b"optim_step", "register_loss", b"register_loss", "run_pass", b"run_pass", "sample", b"sample", "save", b"save", "ticket", b"ticket", "work", b"work"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "clear_gradients", b"clear_gradients", "create", b"create", "drop", b"drop", "load", b"load", "optim_step", b"optim_step", "register_loss", b"register_loss", "restore", b"restore", "run_pass", b"run_pass", "sample", b"sample", "save", b"save", "snapshot", b"snapshot", "ticket", b"ticket", "work", b"work"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_work: _TypeAlias = _typing.Literal["create", "run_pass", "optim_step", "save", "load", "clear_gradients", "drop", "sample", "cancel", "register_loss"]  # noqa: Y015
+    _WhichOneofReturnType_work: _TypeAlias = _typing.Literal["create", "run_pass", "optim_step", "save", "load", "clear_gradients", "drop", "sample", "cancel", "register_loss", "snapshot", "restore"]  # noqa: Y015
     _WhichOneofArgType_work: _TypeAlias = _typing.Literal["work", b"work"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_work) -> _WhichOneofReturnType_work | None: ...
 
@@ -241,6 +249,52 @@ class Load(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Load: _TypeAlias = Load  # noqa: Y015
+
+@_typing.final
+class Snapshot(_message.Message):
+    """Everything a model is, gradients too; and back to it, into a model that was just created."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_ID_FIELD_NUMBER: _builtins.int
+    FOLDER_FIELD_NUMBER: _builtins.int
+    model_id: _builtins.str
+    folder: _builtins.str
+    def __init__(
+        self,
+        *,
+        model_id: _builtins.str = ...,
+        folder: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["folder", b"folder", "model_id", b"model_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Snapshot: _TypeAlias = Snapshot  # noqa: Y015
+
+@_typing.final
+class Restore(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_ID_FIELD_NUMBER: _builtins.int
+    FOLDER_FIELD_NUMBER: _builtins.int
+    model_id: _builtins.str
+    folder: _builtins.str
+    def __init__(
+        self,
+        *,
+        model_id: _builtins.str = ...,
+        folder: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["folder", b"folder", "model_id", b"model_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Restore: _TypeAlias = Restore  # noqa: Y015
 
 @_typing.final
 class ClearGradients(_message.Message):

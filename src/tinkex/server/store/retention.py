@@ -1,0 +1,347 @@
+"""What may be deleted, and deleting it: rows first, then the files that only they pointed to."""
+
+import functools
+import time
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import sqlalchemy as sa
+
+from tinkex.server.store.database import Database
+from tinkex.server.store.files import Files
+from tinkex.server.store.requests import Status
+from tinkex.server.store.tables import (
+    audit,
+    checkpoint_names,
+    checkpoint_versions,
+    completions,
+    models,
+    requests,
+    samplers,
+    sessions,
+    snapshots,
+    telemetry,
+)
+
+#: Where files and folders are that rows point to, and how many names deep below that.
+ROOMS = {"payloads": 2, "results": 2, "checkpoints": 4, "snapshots": 2}
+# Parameters of one statement; every database takes as many.
+AT_ONCE = 500
+# Pages given back to the system at a time.
+PAGES_AT_ONCE = 2000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Named:
+    """A checkpoint's name, as far as keeping it goes."""
+
+    model_id: str
+    kind: str
+    name: str
+    saved_s: float
+    public: bool
+
+
+class Retention:
+    """Every call does a bounded piece of work, and can be made again after a crash in it."""
+
+    def __init__(self, database: Database, files: Files, folder: Path) -> None:
+        self._database = database
+        self._files = files
+        #: Checkpoints are here too when the store is elsewhere.
+        self._cache = None if files.local is not None else folder
+
+    # -- requests ----------------------------------------------------------------------------
+
+    async def drop_results(
+        self, *, fetched_before_s: float, unfetched_before_s: float, abandoned_before_s: float
+    ) -> list[str]:
+        """
+        Some requests whose time has come, without their results from now on.
+
+        The row goes too, unless its model may have to be built again from it.
+        """
+        old = sa.or_(
+            requests.c.fetched_s < fetched_before_s,
+            sa.and_(requests.c.fetched_s.is_(None), requests.c.finished_s < unfetched_before_s),
+        )
+        has_result = sa.or_(requests.c.result.is_not(None), requests.c.result_place.is_not(None))
+        # The bound on `finished_s` is implied by the others, and finds the index.
+        latest_s = max(fetched_before_s, unfetched_before_s)
+        needed = _needed(abandoned_before_s)
+        statement = (
+            sa.select(
+                requests.c.request_id,
+                requests.c.model_id,
+                requests.c.payload_place,
+                requests.c.result_place,
+                requests.c.created_s,
+                needed.label("needed"),
+            )
+            .select_from(_WITH_SESSION)
+            .where(requests.c.finished_s < latest_s, old, sa.or_(has_result, sa.not_(needed)))
+            .limit(AT_ONCE)
+        )
+
+        def act(connection: sa.Connection) -> tuple[list[str], list[str]]:
+            rows = connection.execute(statement).all()
+            stripped = [row.request_id for row in rows if row.needed]
+            deleted = [row.request_id for row in rows if not row.needed]
+            connection.execute(
+                requests.update()
+                .where(requests.c.request_id.in_(stripped))
+                .values(result=None, result_place=None)
+            )
+            connection.execute(requests.delete().where(requests.c.request_id.in_(deleted)))
+            newest: dict[str, float] = {}
+            for row in rows:
+                if row.model_id is not None and not row.needed:
+                    newest[row.model_id] = max(newest.get(row.model_id, 0.0), row.created_s)
+            for model_id, last_s in newest.items():
+                _note_last_request(connection, model_id, last_s)
+            places = [row.result_place for row in rows]
+            places += [row.payload_place for row in rows if not row.needed]
+            return stripped + deleted, [place for place in places if place is not None]
+
+        request_ids, places = await self._database.write(act)
+        await self._remove(places)
+        return request_ids
+
+    async def drop_events(
+        self, *, completions_before_s: float, telemetry_before_s: float, audit_before_s: float
+    ) -> None:
+        def act(connection: sa.Connection) -> None:
+            for table, before_s in (
+                (completions, completions_before_s),
+                (telemetry, telemetry_before_s),
+                (audit, audit_before_s),
+            ):
+                connection.execute(table.delete().where(table.c.at_s < before_s))
+
+        await self._database.write(act)
+
+    # -- snapshots ---------------------------------------------------------------------------
+
+    async def without_snapshot(
+        self, *, silent_before_s: float, abandoned_before_s: float, most: int
+    ) -> list[str]:
+        """Models of silent sessions whose log has steps that no snapshot is past."""
+        newest = sa.func.coalesce(snapshots.c.seq_id, -1)
+        behind = (
+            sa.select(requests.c.request_id)
+            .where(
+                requests.c.model_id == models.c.model_id,
+                requests.c.seq_id > newest,
+                requests.c.status == Status.DONE,
+            )
+            .exists()
+        )
+        statement = (
+            sa.select(models.c.model_id)
+            .join(sessions, sessions.c.session_id == models.c.session_id)
+            .outerjoin(snapshots, snapshots.c.model_id == models.c.model_id)
+            .where(sa.not_(_ended(abandoned_before_s)), sessions.c.seen_s < silent_before_s, behind)
+            .order_by(sessions.c.seen_s)
+            .limit(most)
+        )
+        return await self._database.read(lambda connection: list(connection.scalars(statement)))
+
+    async def drop_snapshots(self, *, abandoned_before_s: float) -> None:
+        """Snapshots of models that nobody can go on with."""
+        waiting = (
+            sa.select(requests.c.request_id)
+            .where(requests.c.model_id == snapshots.c.model_id)
+            .where(requests.c.status == Status.WAITING)
+            .exists()
+        )
+        statement = (
+            sa.select(snapshots.c.model_id, snapshots.c.place)
+            .join(models, models.c.model_id == snapshots.c.model_id)
+            .join(sessions, sessions.c.session_id == models.c.session_id)
+            .where(_ended(abandoned_before_s), sa.not_(waiting))
+            .limit(AT_ONCE)
+        )
+
+        def act(connection: sa.Connection) -> list[str]:
+            rows = connection.execute(statement).all()
+            gone = [row.model_id for row in rows]
+            connection.execute(snapshots.delete().where(snapshots.c.model_id.in_(gone)))
+            return [row.place for row in rows]
+
+        await self._remove(await self._database.write(act))
+
+    # -- checkpoints -------------------------------------------------------------------------
+
+    async def drop_expired_names(self, *, now_s: float) -> None:
+        statement = checkpoint_names.delete().where(checkpoint_names.c.expires_s <= now_s)
+        await self._database.write(lambda connection: connection.execute(statement))
+
+    async def crowded(self, *, keep_last: int) -> list[Named]:
+        """All names of runs that have more of a kind than are to be kept."""
+        columns = [checkpoint_names.c[name] for name in Named.__dataclass_fields__]
+        crowd = (
+            sa.select(checkpoint_names.c.model_id, checkpoint_names.c.kind)
+            .group_by(checkpoint_names.c.model_id, checkpoint_names.c.kind)
+            .having(sa.func.count() > keep_last)
+            .limit(AT_ONCE)
+            .subquery()
+        )
+        statement = sa.select(*columns).join(
+            crowd,
+            sa.and_(
+                crowd.c.model_id == checkpoint_names.c.model_id,
+                crowd.c.kind == checkpoint_names.c.kind,
+            ),
+        )
+        return await self._database.read(
+            lambda connection: [Named(**row._mapping) for row in connection.execute(statement)]
+        )
+
+    async def drop_names(self, names: Iterable[Named]) -> None:
+        def act(connection: sa.Connection) -> None:
+            for name in names:
+                connection.execute(
+                    checkpoint_names.delete().where(
+                        checkpoint_names.c.model_id == name.model_id,
+                        checkpoint_names.c.kind == name.kind,
+                        checkpoint_names.c.name == name.name,
+                        # Not the one that has taken its place meanwhile.
+                        checkpoint_names.c.saved_s == name.saved_s,
+                    )
+                )
+
+        await self._database.write(act)
+
+    async def drop_versions(self, *, abandoned_before_s: float) -> None:
+        """Saves that no name, no open sampler and no model that is built again can mean."""
+        version_id = checkpoint_versions.c.version_id
+        named = sa.select(checkpoint_names.c.name).where(
+            checkpoint_names.c.version_id == version_id
+        )
+        sampled = (
+            sa.select(samplers.c.sampling_session_id)
+            .join(sessions, sessions.c.session_id == samplers.c.session_id)
+            .where(samplers.c.version_id == version_id, sa.not_(_ended(abandoned_before_s)))
+        )
+        asked = (
+            sa.select(requests.c.request_id)
+            .select_from(_WITH_SESSION)
+            .where(
+                requests.c.version_id == version_id,
+                sa.or_(
+                    requests.c.status == Status.WAITING,
+                    sa.and_(requests.c.kind == "load_weights", _needed(abandoned_before_s)),
+                ),
+            )
+        )
+        statement = (
+            sa.select(version_id, checkpoint_versions.c.place)
+            .where(
+                checkpoint_versions.c.discarded_s.is_(None),
+                sa.not_(named.exists()),
+                sa.not_(sampled.exists()),
+                sa.not_(asked.exists()),
+            )
+            .limit(AT_ONCE)
+        )
+
+        def act(connection: sa.Connection) -> list[str]:
+            rows = connection.execute(statement).all()
+            gone = [row.version_id for row in rows]
+            connection.execute(
+                checkpoint_versions.update()
+                .where(version_id.in_(gone))
+                .values(discarded_s=time.time())
+            )
+            return [row.place for row in rows]
+
+        await self._remove(await self._database.write(act))
+
+    # -- files -------------------------------------------------------------------------------
+
+    async def sweep(self, *, before_s: float) -> int:
+        """Delete files that no row points to and that nobody is about to; how many."""
+        swept = 0
+        for room, depth in ROOMS.items():
+            places = await self._database.in_thread(
+                functools.partial(self._files.older, room, depth, before_s=before_s)
+            )
+            for start in range(0, len(places), AT_ONCE):
+                some = places[start : start + AT_ONCE]
+                known = await self._known(room, some)
+                lost = [place for place in some if place not in known]
+                await self._remove(lost)
+                swept += len(lost)
+        return swept
+
+    async def _known(self, room: str, places: Collection[str]) -> set[str]:
+        columns = {
+            "payloads": requests.c.payload_place,
+            "results": requests.c.result_place,
+            "checkpoints": checkpoint_versions.c.place,
+            "snapshots": snapshots.c.place,
+        }
+        statement = sa.select(columns[room]).where(columns[room].in_(places))
+        if room == "checkpoints":
+            statement = statement.where(checkpoint_versions.c.discarded_s.is_(None))
+        return await self._database.read(lambda connection: set(connection.scalars(statement)))
+
+    async def shrink(self) -> None:
+        """Give free pages of the database back to the system."""
+
+        def act(connection: sa.Connection) -> None:
+            if connection.dialect.name == "sqlite":
+                connection.exec_driver_sql(f"PRAGMA incremental_vacuum({PAGES_AT_ONCE})").all()
+
+        await self._database.write(act)
+
+    async def _remove(self, places: Sequence[str]) -> None:
+        if places:
+            await self._database.in_thread(lambda: self._remove_all(places))
+
+    def _remove_all(self, places: Sequence[str]) -> None:
+        for place in places:
+            self._files.remove(place)
+            if self._cache is not None:
+                Files(str(self._cache)).remove(place)
+
+
+_WITH_SESSION = (
+    requests.outerjoin(models, models.c.model_id == requests.c.model_id)
+    .outerjoin(sessions, sessions.c.session_id == models.c.session_id)
+    .outerjoin(snapshots, snapshots.c.model_id == requests.c.model_id)
+)
+
+
+_OTHERS = requests.alias("others")
+_WAITS = sa.select(_OTHERS.c.request_id).where(
+    _OTHERS.c.model_id == requests.c.model_id, _OTHERS.c.status == Status.WAITING
+)
+
+
+def _ended(abandoned_before_s: float) -> sa.ColumnElement[bool]:
+    """Sessions in which nothing new can happen."""
+    return sa.or_(sessions.c.finished_s.is_not(None), sessions.c.seen_s < abandoned_before_s)
+
+
+def _needed(abandoned_before_s: float) -> sa.ColumnElement[bool]:
+    """Steps that their model may have to be built again from."""
+    return sa.and_(
+        requests.c.model_id.is_not(None),
+        requests.c.seq_id.is_not(None),
+        requests.c.seq_id > sa.func.coalesce(snapshots.c.seq_id, -1),
+        # What was accepted before the end is still run.
+        sa.or_(sa.not_(_ended(abandoned_before_s)), _WAITS.exists()),
+    )
+
+
+def _note_last_request(connection: sa.Connection, model_id: str, last_s: float) -> None:
+    connection.execute(
+        models.update()
+        .where(
+            models.c.model_id == model_id,
+            sa.or_(models.c.last_request_s.is_(None), models.c.last_request_s < last_s),
+        )
+        .values(last_request_s=last_s)
+    )
