@@ -7,13 +7,14 @@ READY := $(VENV)/.ready
 # The official SDKs that `make test` runs unmodified, each in a cached environment of its own.
 SDKS := 0.36.0 0.4.1
 
-.PHONY: help setup demo test matrix check format bench proto clean
+.PHONY: help setup demo test matrix fuzz check format bench proto clean
 
 help:
 	@echo "make setup   a .venv with everything (idempotent)"
 	@echo "make demo    fine-tune the embedded model and see it change"
 	@echo "make test    the whole test suite"
 	@echo "make matrix  thirteen official SDKs against one server; writes docs/reference/sdk-matrix.md"
+	@echo "make fuzz    thousands of strange requests to one server"
 	@echo "make check   lint, format and types"
 	@echo "make bench   benchmarks; reports go to benchmarks/results"
 
@@ -38,6 +39,9 @@ test: setup
 
 matrix: setup
 	@$(BIN)/python tests/together/matrix.py
+
+fuzz: setup
+	@$(BIN)/python tests/fuzz/fuzzing.py
 
 check: setup
 	@$(BIN)/ruff check

@@ -1,0 +1,26 @@
+"""Strange requests, a few of them; `make fuzz` sends thousands."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from fuzz import fuzzing
+from server.echo import EchoExecutor
+from server.hosting import hosted
+from serving import Server
+
+
+@pytest.mark.anyio
+async def test_no_json_is_answered_with_a_server_error(tmp_path: Path) -> None:
+    async with hosted(EchoExecutor(), tmp_path, gap_s=0.2, long_poll_s=0.1) as api:
+        url = str(api.http._base_url).rstrip("/")
+        told = await asyncio.to_thread(fuzzing.schemathesis, url, cases=6, within_s=50)
+    assert "No issues found" in told
+
+
+def test_no_protobuf_is_answered_with_a_server_error(server: Server) -> None:
+    found = fuzzing.protobuf(server.url, bodies=150)
+    assert not found.wrong
+    assert found.statuses[422] > 10
+    assert found.outcomes["user"] > 10
