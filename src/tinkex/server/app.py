@@ -13,6 +13,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tinkex.server.api import (
+    audit,
+    billing,
     checkpoints,
     copies,
     downloads,
@@ -60,6 +62,8 @@ HOT_ROUTES: dict[str, Callable[[Request], Any]] = {
 }
 
 ROUTERS = (
+    audit.router,
+    billing.router,
     checkpoints.router,
     copies.router,
     downloads.router,

@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Self
 
+from tinkex.server.prices import Prices
+
 MEBIBYTE = 2**20
 
 #: Settings that a key may have its own values of.
@@ -98,8 +100,12 @@ class Settings:
     orphan_s: float = 3600.0
     #: A session that was silent for so long does not keep files for its samplers any more.
     abandoned_s: float = 7 * 24 * 3600.0
-    #: How long telemetry is kept.
+    #: How long telemetry of clients is kept, scrubbed; 0 drops it.
     telemetry_kept_s: float = 7 * 24 * 3600.0
+    #: US dollars for a million tokens: BASE=USD or BASE=TRAINING/PREFILL/CACHED/SAMPLED, * for any.
+    prices: tuple[str, ...] = ()
+    #: US dollars for a gigabyte of checkpoints in a month; 0 is no price.
+    price_gb_month: float = 0.0
     #: How long entries of the audit log are kept.
     audit_kept_s: float = 400 * 24 * 3600.0
 
@@ -137,6 +143,12 @@ class Settings:
                     f"--{name.replace('_', '-')} {value} is negative.",
                     hint="0 lets the engine choose.",
                 )
+        try:
+            Prices.parse(self.prices)
+        except ValueError as error:
+            raise SettingsError(
+                f"{error}.", hint="Give NAME=USD or NAME=TRAINING/PREFILL/CACHED/SAMPLED."
+            ) from None
         for name in LIMITS:
             if (value := getattr(self, name)) < 0:
                 raise SettingsError(f"{name} {value} is negative.", hint="0 is no limit.")
@@ -179,6 +191,7 @@ class Settings:
     def from_json(cls, text: str) -> Self:
         values = json.loads(text)
         values["models"] = tuple(values["models"])
+        values["prices"] = tuple(values["prices"])
         return cls(**values)
 
 

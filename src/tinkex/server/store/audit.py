@@ -78,8 +78,3 @@ class Audit:
             lambda connection: [AuditEntry(**row._mapping) for row in connection.execute(statement)]
         )
         return found[::-1]
-
-    async def expire(self, *, before_s: float) -> int:
-        """Delete what is older; how many entries that were. For the janitor."""
-        statement = audit.delete().where(audit.c.at_s < before_s)
-        return await self._database.write(lambda connection: connection.execute(statement).rowcount)

@@ -242,11 +242,6 @@ class Requests:
             lambda connection: connection.execute(statement).scalar_one()
         )
 
-    async def expire_completions(self, *, before_s: float) -> int:
-        """Delete older events, whose results are gone as well. For the janitor."""
-        statement = completions.delete().where(completions.c.at_s < before_s)
-        return await self._database.write(lambda connection: connection.execute(statement).rowcount)
-
     async def get(self, request_id: str) -> RequestRow | None:
         statement = sa.select(*_ROW).where(requests.c.request_id == request_id)
         return await self._database.read(

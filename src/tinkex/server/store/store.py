@@ -13,6 +13,7 @@ from tinkex.server.store.requests import Requests
 from tinkex.server.store.retention import Retention
 from tinkex.server.store.runs import Runs
 from tinkex.server.store.snapshots import Snapshots
+from tinkex.server.store.telemetry import Telemetry
 from tinkex.server.store.usage import Usage
 
 
@@ -28,6 +29,7 @@ class Store:
         self.history = History(database)
         self.usage = Usage(database)
         self.audit = Audit(database)
+        self.telemetry = Telemetry(database)
         self.checkpoints = Checkpoints(database, files, folder)
         self.catalog = Catalog(database)
         self.snapshots = Snapshots(database, files, folder)
