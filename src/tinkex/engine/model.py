@@ -45,8 +45,9 @@ TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 6e-2}
 PROBE_LENGTHS = (16, 48)
 PROBE_RANK = 8
 
-#: A backward pass works with this much more than what was kept for it.
-WORK = 1.25
+#: A backward pass works with more than what was kept for it. Measured on a 135M model on a CPU, with
+#: 512 and 1024 tokens: 1.7 MB a token at the peak, 1.2 MB kept.
+WORK = 1.4
 
 
 class UnsupportedModel(ValueError):
