@@ -10,6 +10,7 @@ from typing import Any
 
 import aiohttp
 import uvicorn
+from fastapi import FastAPI
 
 from server.echo import BASE
 from tinkex.server.app import create_app
@@ -43,6 +44,18 @@ class Api:
 
     http: aiohttp.ClientSession
     base_model: str = BASE
+    #: The application, where it runs in this process.
+    app: FastAPI | None = None
+
+    async def tidy(self) -> None:
+        """One pass of the janitor, now."""
+        assert self.app is not None
+        await self.app.state.janitor.tidy()
+
+    async def call(self, method: str, path: str, body: Any = None) -> int:
+        """The status of a call whose answer has no content."""
+        async with self.http.request(method, f"/api/v1/{path}", json=body) as got:
+            return got.status
 
     async def post(self, path: str, body: Any, *, headers: dict[str, str] | None = None) -> Answer:
         is_bytes = isinstance(body, bytes)
@@ -181,6 +194,7 @@ async def hosted(executor: Executor, folder: Path, **settings: Any) -> AsyncIter
         host, port = server.servers[0].sockets[0].getsockname()
         url = f"http://{host}:{port}"
         async with connected(url) as api:
+            api.app = app
             yield api
     finally:
         if server.started:

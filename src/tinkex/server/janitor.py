@@ -47,7 +47,7 @@ def limits(settings: Settings, *, now_s: float) -> Limits:
     return Limits(
         fetched_s=now_s - settings.result_kept_s,
         unfetched_s=now_s - settings.unfetched_kept_s,
-        silent_s=now_s - SILENT_S,
+        silent_s=now_s - max(SILENT_S, settings.session_grace_s),
         abandoned_s=now_s - settings.abandoned_s,
         orphan_s=now_s - settings.orphan_s,
         telemetry_s=now_s - settings.telemetry_kept_s,
@@ -130,7 +130,8 @@ class Janitor:
             self._swept_s = self._clock()
             if swept := await retention.sweep(before_s=until.orphan_s):
                 log.info("deleted %d files and folders that nothing refers to", swept)
-        await retention.shrink()
+        while await retention.shrink():
+            await asyncio.sleep(BREATH_S)
 
     async def _write_down(self, until: Limits) -> None:
         """Models whose client is silent need no log once they are written down."""

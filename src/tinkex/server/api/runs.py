@@ -1,5 +1,6 @@
 """Training runs and checkpoints: lists, details, and what their owner may change."""
 
+import json
 import time
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -10,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tinkex.server.api.auth import owner_of
-from tinkex.server.api.context import answer, context_of, describe, dialect_of, read_json
+from tinkex.server.api.context import answer, context_of, describe, dialect_of, read_body
 from tinkex.server.api.errors import Refusal
 from tinkex.server.saving import EXTERNAL, SAMPLER, TRAINING, check_ttl, no_checkpoint, tinker_path
 from tinkex.server.store.catalog import Run, Saved
@@ -21,6 +22,7 @@ from tinkex.wire.checkpoints import (
     Cursor,
     SetCheckpointTtlRequest,
 )
+from tinkex.wire.codec import decode_json
 from tinkex.wire.runs import TrainingRun, TrainingRunsResponse
 
 router = APIRouter(prefix="/api/v1", tags=["runs"])
@@ -114,11 +116,22 @@ async def unpublish(request: Request, run: str, kind: str, name: str) -> Respons
 )
 async def set_ttl(request: Request, run: str, kind: str, name: str) -> Response:
     """Seconds from now; null keeps it for good."""
-    asked = await read_json(request, SetCheckpointTtlRequest)
+    ttl_s = _ttl(await read_body(request))
     key = await _key(request, run, kind, name)
-    check_ttl(asked.ttl_seconds)
-    expires_s = None if asked.ttl_seconds is None else time.time() + asked.ttl_seconds
+    check_ttl(ttl_s)
+    expires_s = None if ttl_s is None else time.time() + ttl_s
     return _changed(await context_of(request).store.catalog.set_expiry(expires_s, **key), key)
+
+
+def _ttl(body: bytes) -> int | None:
+    """Here, and only here, null means something that a missing field does not."""
+    try:
+        asked = json.loads(body)
+    except ValueError:
+        asked = None
+    if isinstance(asked, dict) and asked.get("ttl_seconds", "") is None:
+        return None
+    return decode_json(SetCheckpointTtlRequest, body).ttl_seconds
 
 
 def time_of(seconds: float) -> datetime:

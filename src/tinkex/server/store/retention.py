@@ -29,7 +29,9 @@ ROOMS = {"payloads": 2, "results": 2, "checkpoints": 4, "snapshots": 2}
 # Parameters of one statement; every database takes as many.
 AT_ONCE = 500
 # Pages given back to the system at a time.
-PAGES_AT_ONCE = 2000
+PAGES_AT_ONCE = 1000
+# Those that the next requests need anyway stay.
+PAGES_LEFT = 250
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -287,14 +289,20 @@ class Retention:
             statement = statement.where(checkpoint_versions.c.discarded_s.is_(None))
         return await self._database.read(lambda connection: set(connection.scalars(statement)))
 
-    async def shrink(self) -> None:
-        """Give free pages of the database back to the system."""
+    async def shrink(self) -> int:
+        """Give some free pages of the database back to the system; how many."""
 
-        def act(connection: sa.Connection) -> None:
+        def act(connection: sa.Connection) -> int:
             if connection.dialect.name == "sqlite":
-                connection.exec_driver_sql(f"PRAGMA incremental_vacuum({PAGES_AT_ONCE})").all()
+                free = connection.exec_driver_sql("PRAGMA freelist_count").scalar_one()
+                pages = min(PAGES_AT_ONCE, max(0, free - PAGES_LEFT))
+                # Python's driver takes one step of this statement, and a step is a page.
+                for _ in range(pages):
+                    connection.exec_driver_sql("PRAGMA incremental_vacuum(1)")
+                return pages
+            return 0
 
-        await self._database.write(act)
+        return await self._database.write(act)
 
     async def _remove(self, places: Sequence[str]) -> None:
         if places:

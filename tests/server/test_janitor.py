@@ -1,0 +1,272 @@
+"""What is deleted, when, and that nothing needed is: results, payloads, checkpoints, lost files."""
+
+import contextlib
+import os
+import sqlite3
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from server.echo import EchoExecutor
+from server.hosting import Api, hosted
+from tinkex.server.executor import Task
+from tinkex.server.janitor import Janitor, surplus
+from tinkex.server.store.retention import Named
+
+pytestmark = pytest.mark.anyio
+
+HOUR_S = 3600.0
+
+
+@asynccontextmanager
+async def kept(echo: EchoExecutor, folder: Path, **settings: Any) -> AsyncIterator[Api]:
+    """A server whose janitor comes only when it is called."""
+    async with hosted(echo, folder, janitor_s=0, **settings) as api:
+        yield api
+
+
+async def tidy_in(api: Api, seconds: float) -> None:
+    """The janitor's pass, as if so much time had gone by."""
+    assert api.app
+    context = api.app.state.context
+    janitor = Janitor(
+        settings=context.settings,
+        store=context.store,
+        dispatcher=context.dispatcher,
+        futures=context.futures,
+        clock=lambda: time.time() + seconds,
+    )
+    # What was fetched is written down a little later than everything else.
+    await context.store.runs.session("none")
+    await context.store._database.write(lambda connection: None)
+    await janitor.tidy()
+
+
+def rows(folder: Path) -> int:
+    with contextlib.closing(sqlite3.connect(folder / "tinkex.db")) as connection:
+        return int(connection.execute("SELECT count(*) FROM requests").fetchone()[0])
+
+
+async def asked(api: Api, session: str, seq_id: int) -> str:
+    body = {"session_id": session, "sampling_session_seq_id": 0, "base_model": api.base_model}
+    sampler = (await api.post("create_sampling_session", body)).json["sampling_session_id"]
+    sample = {
+        "sampling_session_id": sampler,
+        "seq_id": seq_id,
+        "prompt": {"chunks": [{"tokens": [1]}]},
+        "sampling_params": {},
+        "num_samples": 1,
+    }
+    return str((await api.post("asample", sample)).json["request_id"])
+
+
+async def test_a_result_goes_an_hour_after_it_was_fetched_and_a_day_after_it_was_not(
+    echo: EchoExecutor, tmp_path: Path
+) -> None:
+    async with kept(echo, tmp_path, result_kept_s=HOUR_S) as api:
+        session = await api.session()
+        fetched, waiting = await asked(api, session, 0), await asked(api, session, 1)
+        first = await api.result(fetched)
+        # The second was asked after the first, and is finished too once a third is.
+        await api.result(await asked(api, session, 2))
+        await tidy_in(api, 0.9 * HOUR_S)
+        assert await api.result(fetched) == first
+        await tidy_in(api, 1.1 * HOUR_S)
+        assert rows(tmp_path) == 1
+        await tidy_in(api, 23 * HOUR_S)
+        assert rows(tmp_path) == 1
+        await tidy_in(api, 25 * HOUR_S)
+        assert rows(tmp_path) == 0
+    async with hosted(echo, tmp_path, result_kept_s=0.0, janitor_s=0) as api:
+        gone = await api.poll(waiting)
+        assert gone.status == 410
+        assert "not kept" in gone.json["detail"]
+        assert (await api.poll("never-given")).status == 404
+
+
+async def test_steps_are_kept_until_a_snapshot_is_past_them(
+    echo: EchoExecutor, tmp_path: Path
+) -> None:
+    async with kept(echo, tmp_path, snapshot_steps=4, session_grace_s=1e9) as api:
+        model = await api.model()
+        large = await api.forward_backward(model, 1, tokens=40_000)
+        await api.passed(large)
+        assert [*(tmp_path / "payloads").glob("*/*")]
+        await tidy_in(api, 25 * HOUR_S)
+        # Its result has gone, it has not: the model may have to be built again.
+        assert (await api.poll(large)).status == 410
+        echo.die()
+        value = await api.value(await api.optim_step(model, 2))
+        assert value == 40_000
+        await api.passed(await api.forward_backward(model, 3, tokens=5))
+        assert await api.value(await api.optim_step(model, 4)) == 80_005
+        assert echo.tasks(Task.SNAPSHOT)
+        assert not [*(tmp_path / "payloads").glob("*/*")]
+        await tidy_in(api, 25 * HOUR_S)
+        assert rows(tmp_path) <= 2
+        # And it goes on from there, in an engine that never saw the beginning.
+        echo.die()
+        await api.passed(await api.forward_backward(model, 5, tokens=1))
+        assert Task.RESTORE in echo.tasks()
+    async with kept(EchoExecutor(), tmp_path, snapshot_steps=4) as api:
+        assert await api.value(await api.optim_step(model, 6)) == 160_011
+        late = await api.result(await api.optim_step(model, 2))
+        assert late["category"] == "user"
+
+
+async def test_a_snapshot_remembers_that_gradients_are_incomplete(
+    echo: EchoExecutor, tmp_path: Path
+) -> None:
+    async with kept(echo, tmp_path, snapshot_steps=2) as api:
+        model = await api.model()
+        failed = await api.result(await api.forward_backward(model, 1, loss="nonsense"))
+        assert failed["category"] == "user"
+        await api.passed(await api.forward_backward(model, 2, tokens=3))
+        assert echo.tasks(Task.SNAPSHOT)
+        await tidy_in(api, 25 * HOUR_S)
+    async with kept(EchoExecutor(), tmp_path) as api:
+        refused = await api.result(await api.optim_step(model, 3))
+        assert "gradients are incomplete" in refused["error"]
+        assert await api.value(await api.optim_step(model, 4)) == 0
+
+
+async def test_models_of_silent_sessions_are_written_down_and_come_back(
+    echo: EchoExecutor, tmp_path: Path
+) -> None:
+    async with kept(echo, tmp_path) as api:
+        model = await api.model()
+        await api.passed(await api.forward_backward(model, 1, tokens=7))
+        await tidy_in(api, 25 * HOUR_S)
+        assert echo.tasks(Task.SNAPSHOT) == [Task.SNAPSHOT]
+        await tidy_in(api, 25 * HOUR_S)
+        assert rows(tmp_path) == 0
+        assert echo.tasks(Task.SNAPSHOT) == [Task.SNAPSHOT]
+        echo.die()
+        assert await api.value(await api.optim_step(model, 2)) == 7
+
+
+async def test_a_session_that_is_over_keeps_nothing_but_its_checkpoints(
+    echo: EchoExecutor, tmp_path: Path
+) -> None:
+    async with kept(echo, tmp_path, snapshot_steps=2) as api:
+        session = await api.session()
+        model = await api.model(session)
+        for seq_id in (1, 2, 3):
+            await api.value(await api.optim_step(model, seq_id))
+        saved = await api.result(
+            await api.step("save_weights", model_id=model, seq_id=4, path="kept")
+        )
+        await api.post(f"sessions/{session}/finish", {"reason": {"type": "success"}})
+        await tidy_in(api, 25 * HOUR_S)
+        assert rows(tmp_path) == 0
+        assert not [*(tmp_path / "snapshots").glob("*/*")]
+        about = await api.post("weights_info", {"tinker_path": saved["path"]})
+        assert about.status == 200
+        run = (await api.get(f"/api/v1/training_runs/{model}")).json
+        assert run["last_request_time"]
+
+
+async def test_expired_checkpoints_are_deleted_from_the_disk(
+    echo: EchoExecutor, tmp_path: Path
+) -> None:
+    async with kept(echo, tmp_path) as api:
+        model = await api.model()
+        for seq_id, ttl_s in ((1, 3600), (2, None)):
+            asked = await api.step(
+                "save_weights", model_id=model, seq_id=seq_id, path=f"n{seq_id}", ttl_seconds=ttl_s
+            )
+            await api.result(asked)
+        await tidy_in(api, 0.5 * HOUR_S)
+        assert len([*(tmp_path / "checkpoints").glob("*/*/*/*")]) == 2
+        await tidy_in(api, 1.5 * HOUR_S)
+        assert [path.parent.name for path in (tmp_path / "checkpoints").glob("*/*/*/*")] == ["n2"]
+
+
+async def test_a_run_keeps_its_last_checkpoints_of_each_kind(
+    echo: EchoExecutor, tmp_path: Path
+) -> None:
+    async with kept(echo, tmp_path, keep_last=2) as api:
+        model = await api.model()
+        for seq_id in range(1, 6):
+            await api.result(
+                await api.step("save_weights", model_id=model, seq_id=seq_id, path=f"n{seq_id}")
+            )
+        await api.call("POST", f"training_runs/{model}/checkpoints/weights/n1/publish")
+        await tidy_in(api, 0)
+        listed = (await api.get("/api/v1/checkpoints")).json["checkpoints"]
+        assert [each["checkpoint_id"][-2:] for each in listed] == ["n5", "n4", "n1"]
+        assert len([*(tmp_path / "checkpoints").glob("*/*/*/*")]) == 3
+
+
+def test_surplus_is_counted_by_run_and_kind() -> None:
+    names = [
+        Named(model_id=model, kind=kind, name=str(n), saved_s=float(n), public=n == 0)
+        for model in "ab"
+        for kind in ("weights", "sampler_weights")
+        for n in range(4)
+    ]
+    gone = surplus(names, keep_last=2)
+    assert {(name.model_id, name.kind, name.name) for name in gone} == {
+        (model, kind, "1") for model in "ab" for kind in ("weights", "sampler_weights")
+    }
+    assert surplus(names, keep_last=4) == []
+
+
+async def test_files_that_nothing_refers_to_are_swept_once_they_are_old(
+    echo: EchoExecutor, tmp_path: Path
+) -> None:
+    async with kept(echo, tmp_path) as api:
+        model = await api.model()
+        await api.result(await api.step("save_weights", model_id=model, seq_id=1, path="kept"))
+        await api.forward_backward(model, 2, tokens=40_000)
+        lost = [
+            tmp_path / "payloads" / "ab" / "lost",
+            tmp_path / "results" / "cd" / ".lost.part",
+            tmp_path / "checkpoints" / model / "weights" / "kept" / ".lost.part" / "file",
+            tmp_path / "snapshots" / model / "lost" / "file",
+        ]
+        old_s = time.time() - 2 * HOUR_S
+        for path in lost:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("lost")
+            os.utime(path, (old_s, old_s))
+            if path.name == "file":
+                os.utime(path.parent, (old_s, old_s))
+        young = tmp_path / "payloads" / "ab" / "young"
+        young.write_text("about to be referred to")
+        needed = [path for path in found(tmp_path, "payloads") if path not in (lost[0], young)]
+        assert len(needed) == 1
+        await tidy_in(api, 0)
+        assert not any(path.exists() for path in lost)
+        assert young.exists()
+        assert needed[0].exists()
+        assert len([*(tmp_path / "checkpoints").glob("*/*/*/*")]) == 1
+
+
+async def test_the_disk_is_bounded(echo: EchoExecutor, tmp_path: Path) -> None:
+    """`benchmarks/bench_disk.py` in small: five times the work, the same room."""
+    async with kept(echo, tmp_path, snapshot_steps=50) as api:
+        model = await api.model()
+        sizes = []
+        for start in range(1, 1001, 2):
+            passed = await api.forward_backward(model, start, tokens=200)
+            stepped = await api.optim_step(model, start + 1)
+            await api.passed(passed)
+            await api.value(stepped)
+            if (start + 1) % 200 == 0:
+                await tidy_in(api, 2 * HOUR_S)
+                sizes.append(folder_bytes(tmp_path))
+        assert rows(tmp_path) < 200
+        assert sizes[-1] < 1.2 * sizes[0], sizes
+
+
+def found(folder: Path, room: str) -> list[Path]:
+    return [*(folder / room).glob("*/*")]
+
+
+def folder_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
