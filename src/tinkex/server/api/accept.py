@@ -1,12 +1,42 @@
 """Accept before acknowledging: the row is on disk, then the client hears the request's id."""
 
+from starlette.requests import Request
 from starlette.responses import Response
 
+from tinkex.server.api.auth import caller_of
 from tinkex.server.api.context import Context, answer
+from tinkex.server.api.errors import Refusal
 from tinkex.server.plan import Kind
+from tinkex.server.shares import Limits, Load, over_limit
 from tinkex.server.store import Accepted, NewRequest, RequestRow, Status
 from tinkex.wire.errors import WireError
 from tinkex.wire.futures import UntypedAPIFuture
+
+# The official clients take this, or a second of their own, and send the request again.
+RETRY_AFTER_S = 1
+
+
+def load_of(new: NewRequest) -> Load:
+    """What a request adds to its owner's account."""
+    samples = new.sequences if new.kind == Kind.SAMPLE else 0
+    return Load(requests=1, tokens=new.tokens, samples=samples)
+
+
+def admit(request: Request, context: Context, new: NewRequest) -> None:
+    """
+    Refuse what is over the limits of its owner, for now: a 429.
+
+    A step that others of its model wait for is always let in: they would hold its place for ever.
+    """
+    caller = caller_of(request)
+    limits = Limits.of(context.settings, caller.limits)
+    context.dispatcher.allow(caller.owner, limits.max_training)
+    refusal = over_limit(context.futures.load(caller.owner), load_of(new), limits)
+    if refusal is None:
+        return
+    if new.model_id is not None and context.dispatcher.awaits(new.model_id, new.seq_id or 0):
+        return
+    raise Refusal(429, refusal, headers={"Retry-After": str(RETRY_AFTER_S)})
 
 
 async def accepted(context: Context, new: NewRequest) -> Response:
@@ -56,7 +86,11 @@ async def _hand_on(context: Context, new: NewRequest, first: Accepted) -> None:
     row = row_of(new, first)
     dispatcher = context.dispatcher
     dispatcher.expect(
-        row.request_id, owner=row.owner, base_model=row.base_model, payload=new.payload
+        row.request_id,
+        owner=row.owner,
+        base_model=row.base_model,
+        payload=new.payload,
+        load=load_of(new),
     )
     match new.kind:
         case Kind.SAMPLE:

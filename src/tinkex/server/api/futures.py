@@ -92,12 +92,12 @@ def _event(event: Completion) -> FutureCompletion:
 
 def _try_again(context: Context, request_id: str) -> Response:
     base_model = context.futures.base_model(request_id)
-    reason = None if base_model is None else context.dispatcher.waiting_for(base_model)
+    standing = context.dispatcher.standing(request_id, base_model or "")
     return answer(
         TryAgainResponse(
             request_id=request_id,
-            queue_state="active" if reason is None else "paused_capacity",
-            queue_state_reason=reason,
+            queue_state=standing.state,
+            queue_state_reason=standing.reason,
         ),
         # A 408 is what every version polls again after without a word to its user.
         status=408,

@@ -7,7 +7,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tinkex.server.api.accept import accepted
+from tinkex.server.api.accept import accepted, admit
 from tinkex.server.api.auth import owner_of
 from tinkex.server.api.context import Context, answer, context_of, describe, read_body, read_json
 from tinkex.server.api.errors import Refusal
@@ -174,6 +174,7 @@ async def _accept_sample(
         version_id=source.version_id,
         tokens=tokens,
     )
+    admit(request, context, new)
     return await accepted(context, new)
 
 

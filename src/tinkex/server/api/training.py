@@ -6,7 +6,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tinkex.server.api.accept import accepted
+from tinkex.server.api.accept import accepted, admit
 from tinkex.server.api.context import Context, context_of, describe, read_body
 from tinkex.server.plan import Kind
 from tinkex.server.store import Model, NewRequest
@@ -128,4 +128,5 @@ async def accept_step(
         version_id=version_id,
         tokens=tokens,
     )
+    admit(request, context, new)
     return await accepted(context, new)
