@@ -22,16 +22,15 @@ KNOWN = {
     "proto_write_fwdbwd": ((0, 19, 0), (0, 24, 1)),
     "fwd_via_fwdbwd": ((0, 22, 3), (0, 24, 1)),
     "custom_loss_server_side": ((0, 36, 0), (0, 36, 0)),
+    "create_model_via_load_weights": ((0, 24, 1), (0, 36, 0)),
+    "sample_use_retrieve_futures": ((0, 26, 2), (0, 36, 0)),
+    "sample_join_sampling_session": ((0, 32, 0), (0, 36, 0)),
 }
-#: Endpoints that this server does not have.
-NEEDS_AN_ENDPOINT = {
-    "pjwt_auth_enabled",
-    "create_model_via_load_weights",
-    "sample_use_retrieve_futures",
-    "sample_join_sampling_session",
-    "grpc_target",
-    "enable_grpc_retrieve_future",
-}
+#: Endpoints that this server does not have, or has only when it is told to.
+NEEDS_AN_ENDPOINT = {"pjwt_auth_enabled", "grpc_target", "enable_grpc_retrieve_future"}
+VIA_LOAD = {"create_model_via_load_weights": True}
+POLLER = {**VIA_LOAD, "sample_use_retrieve_futures": True}
+JOINING = {**POLLER, "sample_join_sampling_session": True}
 RELEASES = [
     "0.4.1", "0.5.0", "0.6.0", "0.7.0", "0.10.0", "0.14.0", "0.16.1", "0.18.0", "0.18.1", "0.18.2",
     "0.19.0", "0.20.0", "0.21.0", "0.22.0", "0.22.1", "0.22.2", "0.22.3", "0.22.4", "0.23.0", "0.24.0",
@@ -48,9 +47,13 @@ RELEASES = [
         ("0.19.0", PROTOBUF),
         ("0.22.2", PROTOBUF),
         ("0.22.3", BOTH),
-        ("0.24.1", BOTH),
-        ("0.25.0", {}),
-        ("0.36.0", {"custom_loss_server_side": True}),
+        ("0.24.1", {**BOTH, **VIA_LOAD}),
+        ("0.25.0", VIA_LOAD),
+        ("0.26.1", VIA_LOAD),
+        ("0.26.2", POLLER),
+        ("0.31.0", POLLER),
+        ("0.32.0", JOINING),
+        ("0.36.0", {**JOINING, "custom_loss_server_side": True}),
         ("0.37.0", {}),
         ("1.0.0", {}),
         ("99.99.99", {}),

@@ -31,9 +31,8 @@ CANCELS_SAMPLES: Final[Version] = (0, 26, 0)
 
 #: Flags for `client/config`, by the releases [first, last] that are sent them. Left alone, though a
 #: release knows them: `parallel_fwdbwd_chunks` and `use_pyqwest_transport` (defaults are right);
-#: `proto_compress_fwdbwd` (a local network is faster than zstd); everything that needs an endpoint
-#: of its own (`pjwt_auth_enabled`, `sample_use_retrieve_futures`,
-#: `sample_join_sampling_session`, gRPC).
+#: `proto_compress_fwdbwd` (a local network is faster than zstd); `pjwt_auth_enabled`, which is the
+#: server's to choose; gRPC.
 _CLIENT_CONFIG: Final[tuple[tuple[Version, Version, Mapping[str, Any]], ...]] = (
     # Passes as protobuf: faster on both sides, and NaN can travel.
     ((0, 19, 0), (0, 24, 1), {"proto_write_fwdbwd": True}),
@@ -41,6 +40,10 @@ _CLIENT_CONFIG: Final[tuple[tuple[Version, Version, Mapping[str, Any]], ...]] = 
     ((0, 22, 3), (0, 24, 1), {"fwd_via_fwdbwd": True}),
     # A model from a checkpoint: one step instead of a question, a creation and a load.
     ((0, 24, 1), (0, 36, 0), {"create_model_via_load_weights": True}),
+    # One poll for all samples of a client; each result is fetched when it is there.
+    ((0, 26, 2), (0, 36, 0), {"sample_use_retrieve_futures": True}),
+    # Copies of a client get a number of their own instead of drawing one.
+    ((0, 32, 0), (0, 36, 0), {"sample_join_sampling_session": True}),
     # Losses that users wrote run beside the model: one pass instead of two.
     ((0, 36, 0), (0, 36, 0), {"custom_loss_server_side": True}),
 )
