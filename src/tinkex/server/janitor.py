@@ -130,7 +130,8 @@ class Janitor:
             self._swept_s = self._clock()
             if swept := await retention.sweep(before_s=until.orphan_s):
                 log.info("deleted %d files and folders that nothing refers to", swept)
-        while await retention.shrink():
+        while pages := await retention.shrink():
+            log.debug("gave %d pages of the database back", pages)
             await asyncio.sleep(BREATH_S)
 
     async def _write_down(self, until: Limits) -> None:

@@ -294,7 +294,7 @@ class Retention:
 
         def act(connection: sa.Connection) -> int:
             if connection.dialect.name == "sqlite":
-                free = connection.exec_driver_sql("PRAGMA freelist_count").scalar_one()
+                free: int = connection.exec_driver_sql("PRAGMA freelist_count").scalar_one()
                 pages = min(PAGES_AT_ONCE, max(0, free - PAGES_LEFT))
                 # Python's driver takes one step of this statement, and a step is a page.
                 for _ in range(pages):

@@ -1,0 +1,52 @@
+"""Checkpoints as files through the unmodified official SDKs 0.4.1 and 0.36.0."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import sdk_envs
+from serving import TINY, Server
+
+PROGRAM = Path(__file__).with_name("files_program.py")
+
+pytestmark = [pytest.mark.sdk, pytest.mark.timeout(120)]
+
+
+def run(version: str, server: Server, folder: Path) -> dict[str, Any]:
+    done = subprocess.run(
+        [sdk_envs.ensure(version), PROGRAM, TINY, str(folder)],
+        env={**os.environ, "TINKER_BASE_URL": server.url, "TINKER_API_KEY": "tml-any-key-will-do"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, f"{done.stderr[-4000:]}\nserver: {''.join(server.log[-40:])}"
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+def test_the_newest_exports_downloads_and_copies_and_the_oldest_fetches_an_archive(
+    server: Server, tmp_path: Path
+) -> None:
+    new = run("0.36.0", server, tmp_path)
+    assert sorted(new["files"]) == ["adapter_config.json", "adapter_model.safetensors"]
+    assert all(new["files"].values())
+    assert new["downloaded"][0] == 0, new["downloaded"]
+    assert "adapter_model.safetensors" in new["downloaded"][2]
+    assert new["copied"].startswith("tinker://")
+    assert new["copied"].endswith("/weights/state")
+    assert new["loaded"] == TINY
+    assert new["kinds"] == ["external", "training"]
+    assert new["expires"] == [True]
+    assert new["expires_not"] == [False]
+    # There is an export on the server now, and the old client lists without tripping over it.
+    old = run("0.4.1", server, tmp_path)
+    assert sorted(old["sizes"]) == ["adapter_config.json", "adapter_model.safetensors"]
+    assert old["sizes"]["adapter_model.safetensors"] > 1000
+    assert 0 < old["left_s"] <= 900
+    assert old["listed"] >= 2
