@@ -15,6 +15,7 @@ from server.echo import BASE, EchoExecutor
 from server.hosting import Api, hosted
 from tinkex.server.executor import Outcome, Task, Work
 from tinkex.server.prices import Prices
+from tinkex.server.store import open_store
 from tinkex.wire.proto import tinkex_wire_pb2 as pb
 
 pytestmark = pytest.mark.anyio
@@ -206,6 +207,37 @@ async def test_changes_are_in_the_audit_log(api: Api) -> None:
     assert await audited(api, f"?day={today - timedelta(days=2)}") == []
     for wrong in ("?event_type=weather", "?day=tomorrow"):
         assert (await api.get(f"/api/v1/audit{wrong}")).status == 422
+
+
+async def test_checkpoints_and_keys_are_in_the_audit_log(api: Api, tmp_path: Path) -> None:
+    model_id = await api.model()
+    await api.result(await api.step("save_weights", model_id=model_id, seq_id=1, path="a"))
+    url = f"/api/v1/training_runs/{model_id}/checkpoints/weights/a"
+    async with api.http.post(f"{url}/publish") as answer:
+        assert answer.status == 204
+    for _ in range(2):
+        async with api.http.delete(url) as answer:
+            assert answer.status in (204, 404)
+    entries = await audited(api, "?event_type=checkpoints")
+    assert [event for event, _ in entries] == [
+        "checkpoint.saved",
+        "checkpoint.published",
+        "checkpoint.deleted",
+    ]
+    assert {told["tinker_path"] for _, told in entries} == {f"tinker://{model_id}/weights/a"}
+
+    store = open_store(
+        db_url=f"sqlite:///{tmp_path / 'other.db'}", storage_url=str(tmp_path), folder=tmp_path
+    )
+    key, secret = await store.keys.create(owner="somebody", name="laptop")
+    for _ in range(2):
+        await store.keys.revoke(key.key_id)
+    found = await store.audit.entries(
+        owner="somebody", topic="organizations", since_s=0, until_s=2e10
+    )
+    store.close()
+    assert [entry.event for entry in found] == ["key.created", "key.revoked"]
+    assert not any(secret in str(entry.details) for entry in found)
 
 
 SECRET = "tml-" + "a" * 32

@@ -7,7 +7,8 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from tinkex.server.store.checkpoints import VERSION, Version
+from tinkex.server.store import audit
+from tinkex.server.store.checkpoints import VERSION, Version, note_saved
 from tinkex.server.store.database import Database
 from tinkex.server.store.runs import Model
 from tinkex.server.store.tables import (
@@ -140,17 +141,23 @@ class Catalog:
     async def delete(self, *, model_id: str, kind: str, name: str) -> bool:
         """Take the name away; whether it was there. Its files go when nothing uses them."""
         statement = checkpoint_names.delete().where(_is(model_id, kind, name), alive(time.time()))
-        return await self._change(statement)
+        return await self._change(statement, "checkpoint.deleted", (model_id, kind, name))
 
     async def set_public(self, public: bool, *, model_id: str, kind: str, name: str) -> bool:
         statement = checkpoint_names.update().where(_is(model_id, kind, name), alive(time.time()))
-        return await self._change(statement.values(public=public))
+        event = "checkpoint.published" if public else "checkpoint.unpublished"
+        return await self._change(statement.values(public=public), event, (model_id, kind, name))
 
     async def set_expiry(
         self, expires_s: float | None, *, model_id: str, kind: str, name: str
     ) -> bool:
         statement = checkpoint_names.update().where(_is(model_id, kind, name), alive(time.time()))
-        return await self._change(statement.values(expires_s=expires_s))
+        return await self._change(
+            statement.values(expires_s=expires_s),
+            "checkpoint.expiry_set",
+            (model_id, kind, name),
+            expires_s=expires_s,
+        )
 
     async def add_copy(
         self,
@@ -193,14 +200,31 @@ class Catalog:
                     "public": False,
                 },
             )
+            note_saved(connection, version, "checkpoint.copied")
             return version
 
         return await self._database.write(act)
 
-    async def _change(self, statement: sa.Update | sa.Delete) -> bool:
-        return await self._database.write(
-            lambda connection: connection.execute(statement).rowcount > 0
-        )
+    async def _change(
+        self,
+        statement: sa.Update | sa.Delete,
+        event: str,
+        key: tuple[str, str, str],
+        **details: object,
+    ) -> bool:
+        """Change a name, and say so in the audit log; whether it was there."""
+        model_id, kind, name = key
+        told = {"model_id": model_id, "tinker_path": f"tinker://{model_id}/{kind}/{name}"}
+        whose = sa.select(models.c.owner).where(models.c.model_id == model_id)
+
+        def act(connection: sa.Connection) -> bool:
+            if not connection.execute(statement).rowcount:
+                return False
+            owner = connection.execute(whose).scalar_one()
+            audit.note(connection, owner=owner, event=event, details={**told, **details})
+            return True
+
+        return await self._database.write(act)
 
 
 def alive(now_s: float) -> sa.ColumnElement[bool]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
+from tinkex.server.store import audit
 from tinkex.server.store import requests as requests_
 from tinkex.server.store.database import Database
 from tinkex.server.store.files import Files
@@ -122,6 +123,7 @@ class Checkpoints:
                 _point_name(connection, version, naming)
             if sampler is not None and insert_sampler(connection, *sampler) != sampler[0]:
                 raise SamplerTaken
+            note_saved(connection, version, "checkpoint.saved")
             requests_.set_done(connection, request_id, result, version_id=version.version_id)
 
         await self._database.write(act)
@@ -192,6 +194,17 @@ class Checkpoints:
     async def copy_files(self, source: Version, target: Version) -> None:
         """The same files a second time, without the room where links can be had."""
         await self._database.in_thread(lambda: self._files.copy(source.place, target.place))
+
+
+def note_saved(connection: sa.Connection, version: Version, event: str) -> None:
+    """Say in the audit log, inside a transaction, that there is a new checkpoint."""
+    name = version.name or f".{version.version_id}"
+    details = {
+        "model_id": version.model_id,
+        "tinker_path": f"tinker://{version.model_id}/{version.kind}/{name}",
+        "size_bytes": version.size_bytes,
+    }
+    audit.note(connection, owner=version.owner, event=event, details=details)
 
 
 def _point_name(connection: sa.Connection, version: Version, naming: Naming) -> None:

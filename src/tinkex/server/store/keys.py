@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import sqlalchemy as sa
 
+from tinkex.server.store import audit
 from tinkex.server.store.database import Database
 from tinkex.server.store.runs import BASE62
 from tinkex.server.store.tables import api_keys
@@ -55,6 +56,11 @@ def hashed(secret: str) -> str:
     return hashlib.sha256(secret.encode()).hexdigest()
 
 
+def _told(key: ApiKey) -> dict[str, object]:
+    """What the audit log says of a key; nothing that opens anything."""
+    return {"key_id": key.key_id, "name": key.name, "hint": key.hint}
+
+
 class Keys:
     """The rows of keys."""
 
@@ -86,7 +92,9 @@ class Keys:
         def act(connection: sa.Connection) -> ApiKey:
             connection.execute(api_keys.insert(), values)
             mine = sa.select(*_KEY).where(api_keys.c.hash == values["hash"])
-            return ApiKey(**connection.execute(mine).one()._mapping)
+            key = ApiKey(**connection.execute(mine).one()._mapping)
+            audit.note(connection, owner=owner, event="key.created", details=_told(key))
+            return key
 
         return await self._database.write(act), secret
 
@@ -118,8 +126,15 @@ class Keys:
             api_keys.update()
             .where(api_keys.c.key_id == key_id, api_keys.c.revoked_s.is_(None))
             .values(revoked_s=time.time())
+            .returning(*_KEY)
         )
-        await self._database.write(lambda connection: connection.execute(statement))
+
+        def act(connection: sa.Connection) -> None:
+            if (row := connection.execute(statement).first()) is not None:
+                key = ApiKey(**row._mapping)
+                audit.note(connection, owner=key.owner, event="key.revoked", details=_told(key))
+
+        await self._database.write(act)
 
     def used(self, key_id: int) -> None:
         """Note, some time soon, that a key was used."""
