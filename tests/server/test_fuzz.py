@@ -24,3 +24,13 @@ def test_no_protobuf_is_answered_with_a_server_error(server: Server) -> None:
     assert not found.wrong
     assert found.statuses[422] > 10
     assert found.outcomes["user"] > 10
+
+
+@pytest.mark.anyio
+async def test_an_image_of_unknown_length_is_not_a_bug_of_the_server(tmp_path: Path) -> None:
+    """Found by fuzzing: tokens were counted before anybody knew how many an image has."""
+    image = {"type": "image", "data": "", "format": "png"}
+    async with hosted(EchoExecutor(), tmp_path) as api:
+        body = {"prompt": {"chunks": [image]}, "base_model": api.base_model, "sampling_params": {}}
+        answer = await api.post("asample", body)
+    assert answer.status < 500, answer

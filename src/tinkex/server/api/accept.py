@@ -11,6 +11,7 @@ from tinkex.server.shares import Limits, Load, over_limit
 from tinkex.server.store import Accepted, NewRequest, RequestRow, Status
 from tinkex.wire.errors import WireError
 from tinkex.wire.futures import UntypedAPIFuture
+from tinkex.wire.inputs import EncodedTextChunk, ModelInput
 
 # The official clients take this, or a second of their own, and send the request again.
 RETRY_AFTER_S = 1
@@ -59,6 +60,14 @@ async def accepted(context: Context, new: NewRequest) -> Response:
             sample_sequence_ids=ids if new.kind == Kind.SAMPLE else None,
         )
     )
+
+
+def tokens_known(prompt: ModelInput) -> int:
+    """Tokens, as far as they are known here: what an image comes to is the engine's to say."""
+    try:
+        return prompt.length
+    except ValueError:
+        return sum(c.length for c in prompt.chunks if isinstance(c, EncodedTextChunk))
 
 
 def row_of(new: NewRequest, first: Accepted) -> RequestRow:

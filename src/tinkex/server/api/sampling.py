@@ -7,7 +7,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tinkex.server.api.accept import accepted, admit
+from tinkex.server.api.accept import accepted, admit, tokens_known
 from tinkex.server.api.auth import owner_of
 from tinkex.server.api.context import Context, answer, context_of, describe, read_body, read_json
 from tinkex.server.api.errors import Refusal
@@ -120,7 +120,7 @@ async def asample(request: Request) -> Response:
         sampling_session_id=asked.sampling_session_id,
         seq_id=asked.seq_id,
         sequences=asked.num_samples,
-        tokens=asked.prompt.length,
+        tokens=tokens_known(asked.prompt),
     )
 
 

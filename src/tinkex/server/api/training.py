@@ -6,7 +6,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tinkex.server.api.accept import accepted, admit
+from tinkex.server.api.accept import accepted, admit, tokens_known
 from tinkex.server.api.context import Context, context_of, describe, read_body
 from tinkex.server.plan import Kind
 from tinkex.server.store import Model, NewRequest
@@ -57,7 +57,7 @@ async def _pass(request: Request, *, forward_only: bool) -> Response:
     context = context_of(request)
     model = await context.model(request, asked.model_id)
     kind = Kind.FORWARD if forward_only or said_forward else Kind.FORWARD_BACKWARD
-    tokens = sum(datum.model_input.length for datum in asked.forward_backward_input.data)
+    tokens = sum(tokens_known(datum.model_input) for datum in asked.forward_backward_input.data)
     return await accept_step(request, context, model, kind, asked.seq_id, payload, tokens=tokens)
 
 
