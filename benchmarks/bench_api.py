@@ -1,0 +1,404 @@
+"""
+What does the web process cost for each request, and does that grow with the number in flight?
+
+    python benchmarks/bench_api.py [--requests 4000] [--no-sdk]
+
+An engine that answers at once stands behind the `Executor` seam. A bare HTTP client in another process
+keeps 1, 100 or 2,000 samples in flight; each is one submission and one result, durable before they
+are answered. The server's CPU time is read from /proc. The rival is a faithful small model of
+servers that poll a table: its engine looks every 100 ms, its API every 50 ms. The official SDK's
+own CPU time would hide the server's, so it is measured once, for the record.
+"""
+
+import argparse
+import asyncio
+import datetime
+import itertools
+import json
+import os
+import platform
+import resource
+import sqlite3
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+import uvicorn
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tests"))
+
+import sdk_envs
+from tinkex.server.executor import Outcome, ServedModel, Task, Work
+from tinkex.wire.codec import PROTOBUF_TYPE
+from tinkex.wire.protobuf import encode_sample_response
+from tinkex.wire.sampling import SampledSequence, SampleResponse
+
+BASE = "bench/instant"
+SDK = "0.36.0"
+IN_FLIGHT = (1, 100, 2000)
+CLOCK_HZ = os.sysconf("SC_CLK_TCK")
+ENGINE_POLL_S, API_POLL_S = 0.1, 0.05
+MOST_GROWTH, MOST_LATENCY = 1.3, 0.1
+
+TOKENS = np.arange(16, dtype=np.int32)
+RESULT = encode_sample_response(
+    SampleResponse(
+        sequences=[
+            SampledSequence(
+                "length", "", tokens_np=TOKENS, logprobs_np=np.full(16, -0.5, np.float32)
+            )
+        ]
+    )
+)
+
+#: Runs in the SDK's environment; prints seconds and CPU seconds.
+PROGRAM = """
+import json, sys, time
+import tinker
+from tinker import types
+
+base, count = json.loads(sys.argv[1])
+sampler = tinker.ServiceClient().create_sampling_client(base_model=base)
+prompt = types.ModelInput.from_ints(list(range(100)))
+params = types.SamplingParams(max_tokens=16)
+for _ in range(20):
+    sampler.sample(prompt, 1, params).result()
+began, cpu = time.perf_counter(), time.process_time()
+for future in [sampler.sample(prompt, 1, params) for _ in range(count)]:
+    future.result()
+print(json.dumps([time.perf_counter() - began, time.process_time() - cpu]))
+"""
+
+
+class InstantExecutor:
+    """An engine that is never the reason for a wait."""
+
+    served = (ServedModel(name=BASE, folder=Path("/"), max_context_length=8192),)
+
+    async def start(self) -> None:
+        pass
+
+    async def close(self) -> None:
+        pass
+
+    async def ready(self, base_model: str) -> int:
+        return 1
+
+    async def run(self, base_model: str, work: Work, *, incarnation: int | None = None) -> Outcome:
+        return Outcome(result=RESULT if work.task is Task.SAMPLE else b"{}", compute_s=0.0)
+
+    def waiting_for(self, base_model: str) -> str | None:
+        return None
+
+    def stats(self, base_model: str) -> None:
+        return None
+
+
+def serve_instant(folder: Path) -> Any:
+    from tinkex.server.app import create_app
+    from tinkex.server.settings import Settings
+    from tinkex.server.store import open_store
+
+    chosen = Settings(data=str(folder))
+    store = open_store(db_url=chosen.db_url, storage_url=chosen.storage_url, folder=chosen.folder)
+    return create_app(chosen, InstantExecutor(), store)
+
+
+def serve_polling(folder: Path) -> Any:
+    """A table of requests that an engine and every waiting client look at again and again."""
+    from starlette.applications import Starlette
+    from starlette.requests import Request
+    from starlette.responses import JSONResponse, Response
+    from starlette.routing import Route
+
+    table = sqlite3.connect(folder / "queue.db", isolation_level=None)
+    table.execute("PRAGMA journal_mode=WAL")
+    table.execute("CREATE TABLE requests (id TEXT PRIMARY KEY, body BLOB, result BLOB)")
+
+    async def engine() -> None:
+        while True:
+            waiting = table.execute("SELECT id FROM requests WHERE result IS NULL").fetchall()
+            for (request_id,) in waiting:
+                table.execute("UPDATE requests SET result=? WHERE id=?", (RESULT, request_id))
+            await asyncio.sleep(ENGINE_POLL_S)
+
+    async def submit(request: Request) -> Response:
+        request_id = uuid.uuid4().hex
+        table.execute(
+            "INSERT INTO requests VALUES (?, ?, NULL)", (request_id, await request.body())
+        )
+        return JSONResponse({"request_id": request_id})
+
+    async def retrieve(request: Request) -> Response:
+        request_id = (await request.json())["request_id"]
+        while True:
+            (result,) = table.execute(
+                "SELECT result FROM requests WHERE id=?", (request_id,)
+            ).fetchone()
+            if result is not None:
+                return Response(result, media_type=PROTOBUF_TYPE)
+            await asyncio.sleep(API_POLL_S)
+
+    async def session(request: Request) -> Response:
+        return JSONResponse({"session_id": "s", "sampling_session_id": "s:sample:0"})
+
+    app = Starlette(
+        routes=[
+            Route("/api/v1/asample", submit, methods=["POST"]),
+            Route("/api/v1/retrieve_future", retrieve, methods=["POST"]),
+            Route("/api/v1/create_session", session, methods=["POST"]),
+            Route("/api/v1/create_sampling_session", session, methods=["POST"]),
+        ]
+    )
+
+    async def with_engine(scope: Any, receive: Any, send: Any) -> None:
+        if not hasattr(app.state, "engine"):
+            app.state.engine = asyncio.create_task(engine())
+        await app(scope, receive, send)
+
+    return with_engine
+
+
+SERVERS = {"tinkex": serve_instant, "table": serve_polling}
+
+
+def serve(kind: str, folder: Path) -> None:
+    """The server's process."""
+    app = SERVERS[kind](folder)
+    lifespan = "on" if kind == "tinkex" else "off"
+    config = uvicorn.Config(
+        app, port=0, log_config=None, access_log=False, lifespan=lifespan, timeout_keep_alive=120
+    )
+    server = uvicorn.Server(config)
+
+    async def run() -> None:
+        serving = asyncio.create_task(server.serve())
+        while not server.started:  # noqa: ASYNC110 (uvicorn tells by a flag)
+            await asyncio.sleep(0.01)
+        print(f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}", flush=True)
+        await serving
+
+    asyncio.run(run())
+
+
+@dataclass(frozen=True)
+class Server:
+    url: str
+    pid: int
+
+    def cpu_s(self) -> float:
+        fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / CLOCK_HZ
+
+
+@contextmanager
+def started(kind: str) -> Iterator[Server]:
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, __file__, "--serve", kind, "--folder", folder]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert process.stdout
+        try:
+            yield Server(process.stdout.readline().strip(), process.pid)
+        finally:
+            process.terminate()
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+@dataclass(frozen=True)
+class Measured:
+    server: str
+    in_flight: int
+    requests: int
+    per_s: float
+    cpu_ms: float
+    p50_ms: float
+    p99_ms: float
+
+
+class Load:
+    """A bare client: submits a sample, fetches its result."""
+
+    def __init__(self, http: aiohttp.ClientSession, sampler: str) -> None:
+        self.http = http
+        self.sampler = sampler
+        self.numbers = itertools.count()
+        self.prompt = {"chunks": [{"type": "encoded_text", "tokens": list(range(100))}]}
+
+    async def post(self, path: str, body: dict[str, Any], accept: str = "application/json") -> Any:
+        sent = {"Content-Type": "application/json", "X-API-Key": "tml-bench", "Accept": accept}
+        data = json.dumps(body).encode()
+        async with self.http.post(f"/api/v1/{path}", data=data, headers=sent) as got:
+            found = await got.read()
+            assert got.status == 200, (got.status, found)
+            return found
+
+    async def sample(self) -> None:
+        body = {
+            "sampling_session_id": self.sampler,
+            "seq_id": next(self.numbers),
+            "num_samples": 1,
+            "prompt": self.prompt,
+            "sampling_params": {"max_tokens": 16, "seed": 1},
+        }
+        accepted = json.loads(await self.post("asample", body))
+        asked = {"request_id": accepted["request_id"], "allow_metadata_only": False}
+        assert await self.post("retrieve_future", asked, PROTOBUF_TYPE) == RESULT
+
+    async def keep(self, in_flight: int, requests: int) -> list[float]:
+        """So many samples, so many at a time; seconds of each."""
+        took: list[float] = []
+        left = itertools.count(requests, -1)
+
+        async def worker() -> None:
+            while next(left) > 0:
+                began = time.perf_counter()
+                await self.sample()
+                took.append(time.perf_counter() - began)
+
+        await asyncio.gather(*(worker() for _ in range(in_flight)))
+        return took
+
+
+async def measure(name: str, server: Server, in_flight: int, requests: int) -> Measured:
+    connector = aiohttp.TCPConnector(limit=0)
+    patience = aiohttp.ClientTimeout(total=120)
+    async with aiohttp.ClientSession(server.url, connector=connector, timeout=patience) as http:
+        load = Load(http, "")
+        body = {"tags": [], "user_metadata": {}, "sdk_version": SDK}
+        session = json.loads(await load.post("create_session", body))["session_id"]
+        asked = {"session_id": session, "sampling_session_seq_id": 0, "base_model": BASE}
+        made = json.loads(await load.post("create_sampling_session", asked))
+        load.sampler = made["sampling_session_id"]
+        # Connections and caches are made before the clock starts.
+        await load.keep(in_flight, max(in_flight, min(200, requests // 4)))
+        cpu_s, began = server.cpu_s(), time.perf_counter()
+        took = sorted(await load.keep(in_flight, requests))
+        wall_s = time.perf_counter() - began
+        used_s = server.cpu_s() - cpu_s
+    return Measured(
+        server=name,
+        in_flight=in_flight,
+        requests=len(took),
+        per_s=len(took) / wall_s,
+        cpu_ms=1000 * used_s / len(took),
+        p50_ms=1000 * statistics.median(took),
+        p99_ms=1000 * took[int(0.99 * len(took))],
+    )
+
+
+def through_sdk(server: Server, requests: int) -> tuple[float, float, float]:
+    """Samples a second, CPU ms of the server and of the SDK for each."""
+    env = {**os.environ, "TINKER_BASE_URL": server.url, "TINKER_API_KEY": "tml-bench"}
+    cpu_s = server.cpu_s()
+    done = subprocess.run(
+        [sdk_envs.ensure(SDK), "-c", PROGRAM, json.dumps([BASE, requests])],
+        env=env,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    wall_s, sdk_s = json.loads(done.stdout.splitlines()[-1])
+    return (
+        requests / wall_s,
+        1000 * (server.cpu_s() - cpu_s) / requests,
+        1000 * sdk_s / requests,
+    )
+
+
+def report(rows: list[Measured], sdk: tuple[float, float, float] | None, command: str) -> str:
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.strip()
+    at = {(row.server, row.in_flight): row for row in rows}
+    growth = at["tinkex", 2000].cpu_ms / at["tinkex", 100].cpu_ms
+    latency = at["tinkex", 1].p50_ms / at["table", 1].p50_ms
+    machine = (
+        f"{datetime.date.today()}, commit {commit}, {os.cpu_count()} CPU cores shared with other "
+        f"work (load {os.getloadavg()[0]:.1f}), {platform.system()} {platform.machine()}, Python "
+        f"{platform.python_version()}, uvicorn {version('uvicorn')}; `{command}`"
+    )
+    what = (
+        "One request is a submission (100 prompt tokens) and its result (16 tokens), both durable "
+        "before they are answered; the engine answers at once. CPU is the web process's alone."
+    )
+    cost = (
+        f"Cost at 2,000 in flight over that at 100: {growth:.2f} (goal ≤ {MOST_GROWTH}: "
+        f"{'met' if growth <= MOST_GROWTH else 'missed'})."
+    )
+    wait = (
+        f"Latency at 1 in flight over that of a table that is polled: {latency:.3f} (goal ≤ "
+        f"{MOST_LATENCY}: {'met' if latency <= MOST_LATENCY else 'missed'})."
+    )
+    table = [
+        f"| {row.server} | {row.in_flight} | {row.requests} | {row.per_s:.0f} | "
+        f"{row.cpu_ms:.2f} | {row.p50_ms:.1f} | {row.p99_ms:.1f} |"
+        for row in rows
+    ]
+    lines = [
+        *("# Requests through the web process", "", machine, "", what, ""),
+        "| server | in flight | requests | requests/s | server CPU ms each | p50 ms | p99 ms |",
+        "|---|---:|---:|---:|---:|---:|---:|",
+        *(*table, "", cost, "", wait),
+    ]
+    if sdk is not None:
+        told = (
+            f"Through the official SDK {SDK}: {sdk[0]:.0f} samples/s, {sdk[1]:.2f} ms of server CPU "
+            f"and {sdk[2]:.2f} ms of the SDK's own for each."
+        )
+        lines += ["", told]
+    return "\n".join([*lines, ""])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--requests", type=int, default=4000)
+    parser.add_argument("--no-sdk", action="store_true")
+    parser.add_argument("--serve", choices=SERVERS)
+    parser.add_argument("--folder", type=Path)
+    options = parser.parse_args()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 20_000)), hard))
+    if options.serve:
+        serve(options.serve, options.folder)
+        return
+    rows = []
+    with started("tinkex") as server:
+        for in_flight in IN_FLIGHT:
+            requests = options.requests // 8 if in_flight == 1 else options.requests
+            rows.append(asyncio.run(measure("tinkex", server, in_flight, requests)))
+            print(rows[-1])
+        sdk = None if options.no_sdk else through_sdk(server, options.requests // 8)
+    with started("table") as server:
+        for in_flight in IN_FLIGHT[:2]:  # with more, its polls alone fill a core
+            requests = 40 if in_flight == 1 else 1000
+            rows.append(asyncio.run(measure("table", server, in_flight, requests)))
+            print(rows[-1])
+    words = [f"--requests {options.requests}", *(["--no-sdk"] if options.no_sdk else [])]
+    text = report(rows, sdk, " ".join(["python benchmarks/bench_api.py", *words]))
+    name = f"api_{os.cpu_count()}cpu_{datetime.date.today()}.md"
+    (ROOT / "benchmarks" / "results" / name).write_text(text)
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
