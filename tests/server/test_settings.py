@@ -1,5 +1,7 @@
 """Settings: where they come from, what is refused, and what is never printed."""
 
+from pathlib import Path
+
 import pytest
 
 from tinkex.server.settings import Settings, SettingsError
@@ -67,3 +69,64 @@ def test_passwords_are_not_printed() -> None:
 def test_settings_survive_the_way_to_another_process() -> None:
     settings = Settings(models=("a=b", "c"), port=1)
     assert Settings.from_json(settings.to_json()) == settings
+
+
+def written(folder: Path, text: str) -> Path:
+    file = folder / "tinkex.toml"
+    file.write_text(text)
+    return file
+
+
+def test_the_file_of_the_data_folder_comes_after_flags_and_environment(tmp_path: Path) -> None:
+    written(tmp_path, 'port = 1\nlong_poll_s = 2\nmodels = ["a", "b=c"]\njwt = true\ngap_s = 3')
+    env = {"TINKEX_DATA": str(tmp_path), "TINKEX_GAP_S": "4"}
+    settings = Settings.from_sources({"port": 9}, env)
+    assert (settings.port, settings.gap_s, settings.long_poll_s) == (9, 4.0, 2.0)
+    assert settings.models == ("a", "b=c")
+    assert settings.jwt is True
+    assert settings.config == str(tmp_path / "tinkex.toml")
+    assert any("tinkex.toml" in line for line in settings.lines())
+
+
+def test_a_file_that_is_named_may_say_where_the_data_is(tmp_path: Path) -> None:
+    file = written(tmp_path, f'data = "{tmp_path / "elsewhere"}"')
+    settings = Settings.from_sources({"config": str(file)}, {})
+    assert settings.folder == tmp_path / "elsewhere"
+    assert Settings.from_sources({}, {"TINKEX_CONFIG": str(file)}).folder == settings.folder
+
+
+@pytest.mark.parametrize(
+    ("text", "said", "hint"),
+    [
+        ("\nprot = 1", "line 2: prot is not a setting", "Did you mean port?"),
+        ("port = 1\n\ngap_s = true", "line 3: gap_s = True is not a number", "gap_s = 1.5"),
+        ('port = "8000"', "line 1: port = '8000' is not a whole number", "port = 8"),
+        ("models = [1]", "line 1: models = [1] is not a list of texts", 'models = ["text"]'),
+        ("jwt = 1", "line 1: jwt = 1 is not a truth value", "jwt = true"),
+        ("# limits\n[limits]\na = 1", "line 2: limits is not a setting", ""),
+        ("port =", "is not TOML", "port = 8000"),
+        ("port = 70000", "line 1: port 70000 is not a port", "1 to 65535"),
+        ("\n\nmax_samples = -1", "line 3: max_samples -1 is negative", "0 or more"),
+        ('dtype = "float8"', "line 1: dtype float8 is not known", "`bfloat16`"),
+        ('data = "/x"', "line 1: the file of a data folder", "--config"),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_named_with_its_line(
+    tmp_path: Path, text: str, said: str, hint: str
+) -> None:
+    file = written(tmp_path, text)
+    with pytest.raises(SettingsError) as refused:
+        Settings.from_sources({"data": str(tmp_path)}, {})
+    assert said in str(refused.value)
+    assert str(file) in str(refused.value)
+    assert hint in refused.value.hint
+
+
+def test_a_variable_with_a_value_that_cannot_be_is_named() -> None:
+    with pytest.raises(SettingsError, match="TINKEX_PORT: port 70000 is not a port"):
+        Settings.from_sources({}, {"TINKEX_PORT": "70000"})
+
+
+def test_a_file_that_is_named_and_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="cannot be read"):
+        Settings.from_sources({"config": str(tmp_path / "no.toml")}, {})

@@ -40,6 +40,17 @@ PARTS = ("alembic", "fastapi", "fsspec", "sqlalchemy", "uvicorn", "torch", "tran
 @click.option("--adapter-gb", type=float, help="Of that, for adapters.  [default: the rest]")
 @click.option("--kv-tokens", type=int, help="Tokens kept for sampling.  [default: what fits]")
 @click.option("--batch-tokens", type=int, help="Most tokens in a pass.  [default: what fits]")
+@click.option("--jwt", is_flag=True, default=None, help="Clients exchange keys for tokens.")
+@click.option("--session-grace-s", type=float, help="Silence that frees memory.  [default: 1800]")
+@click.option("--max-requests", type=int, help="Unfinished requests per owner.  [default: any]")
+@click.option("--max-queued-tokens", type=int, help="Tokens in those requests.  [default: any]")
+@click.option("--max-samples", type=int, help="Sequences sampled per owner.  [default: any]")
+@click.option("--max-training", type=int, help="Models training per owner.  [default: any]")
+@click.option("--keep-last", type=int, help="Checkpoints a run keeps.  [default: all]")
+@click.option("--public-url", metavar="URL", help="Address for links.  [default: as asked]")
+@click.option(
+    "--config", metavar="FILE", help="TOML file of settings.  [default: DATA/tinkex.toml]"
+)
 @click.option("--deterministic", is_flag=True, default=None, help="Same requests, same bits.")
 def command(models: tuple[str, ...], **flags: Any) -> None:
     """Serve models to every Tinker client on this machine.
@@ -48,7 +59,9 @@ def command(models: tuple[str, ...], **flags: Any) -> None:
 
         tinkex ready at http://HOST:PORT
 
-    Every option can be set as TINKEX_<OPTION> in the environment; options win.
+    Every option can also be set as TINKEX_<OPTION> in the environment, or in a TOML file; an option
+    wins over the environment, and that over the file. There are more settings than options:
+    docs/reference/settings.md lists all.
     """
     try:
         from tinkex.models.resolve import ModelNotFound

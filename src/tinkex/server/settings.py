@@ -1,8 +1,15 @@
-"""What a server is told: flags over `TINKEX_*` environment over defaults. Printed without secrets."""
+"""
+What a server is told: flags over `TINKEX_*` environment over one TOML file over defaults.
 
+Checked before anything starts, and printed without secrets.
+"""
+
+import difflib
 import ipaddress
 import json
 import os
+import re
+import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -12,16 +19,28 @@ from tinkex.server.prices import Prices
 
 MEBIBYTE = 2**20
 
-#: Settings that a key may have its own values of.
-LIMITS = ("max_requests", "max_queued_tokens", "max_samples", "max_training")
+CONFIG_FILE = "tinkex.toml"
+KINDS = {
+    bool: "a truth value",
+    int: "a whole number",
+    float: "a number",
+    str: "a text",
+    tuple: "a list of texts",
+}
+EXAMPLES = {bool: "true", int: "8", float: "1.5", str: '"text"', tuple: '["text"]'}
+
+#: Settings that are one of a few words.
+CHOICES = {"dtype": ("auto", "float32", "bfloat16"), "executor": ("local",)}
 
 
 class SettingsError(ValueError):
     """A setting is missing or wrong: nothing was started."""
 
-    def __init__(self, message: str, *, hint: str) -> None:
+    def __init__(self, message: str, *, hint: str, setting: str = "") -> None:
         super().__init__(message)
         self.hint = hint
+        #: The one that is wrong, when it is one.
+        self.setting = setting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,8 +49,11 @@ class Settings:
 
     #: Models to serve: NAME, FOLDER or NAME=FOLDER.
     models: tuple[str, ...] = ()
+    #: A TOML file with settings; by default `tinkex.toml` in the data folder, if it is there.
+    config: str = ""
+    #: Address to listen on. One that other machines can reach needs keys.
     host: str = "127.0.0.1"
-    #: 0 picks a free one.
+    #: Port to listen on; 0 picks a free one.
     port: int = 8000
     #: Folder of the database, payloads, results and checkpoints.
     data: str = ""
@@ -39,11 +61,15 @@ class Settings:
     db: str = ""
     #: Folder or fsspec URL of payloads and results; empty means the data folder.
     storage: str = ""
+    #: Where engines compute: cpu, cuda, cuda:1, ...; auto is CUDA when there is one.
     device: str = "auto"
+    #: Numbers of the base model: auto, float32 or bfloat16.
     dtype: str = "auto"
+    #: Where engines run; the one form is `local`.
     executor: str = "local"
     #: Threads an engine computes with; 0 leaves the choice to the engine.
     threads: int = 0
+    #: Same requests, same bits, at some cost of speed.
     deterministic: bool = False
     #: Memory an engine may take of its device, in gigabytes; 0 is all that is free at start.
     memory_gb: float = 0.0
@@ -72,7 +98,7 @@ class Settings:
     session_grace_s: float = 1800.0
     #: Most requests of one owner that are accepted and not finished; 0 is no limit.
     max_requests: int = 0
-    #: Most tokens of those requests; 0 is no limit.
+    #: Most tokens of prompts and examples in those requests; 0 is no limit.
     max_queued_tokens: int = 0
     #: Most sequences that one owner has sampled at once; 0 is no limit.
     max_samples: int = 0
@@ -113,48 +139,71 @@ class Settings:
     def from_sources(
         cls, flags: Mapping[str, Any], env: Mapping[str, str] = os.environ
     ) -> "Settings":
-        """Flags that were given (not None), then `TINKEX_<NAME>`, then defaults; checked."""
-        values: dict[str, Any] = {}
+        """Flags that were given (not None), `TINKEX_<NAME>`, the file, defaults; checked."""
+        given = {name: value for name, value in flags.items() if value is not None}
+        sources = {name: _flag(name) for name in given}
         for field in fields(cls):
-            name = f"TINKEX_{field.name.upper()}"
-            if flags.get(field.name) is not None:
-                values[field.name] = flags[field.name]
-            elif field.name == "data" and not env.get(name):
-                values["data"] = str(default_data_folder(env))
-            elif env.get(name):
-                values[field.name] = _parse(name, env[name], type(field.default))
-        settings = cls(**values)
-        settings.check()
+            variable = f"TINKEX_{field.name.upper()}"
+            if field.name not in given and (text := env.get(variable)):
+                given[field.name] = _parse(variable, text, type(field.default))
+                sources[field.name] = variable
+        data = str(given.get("data") or default_data_folder(env))
+        if file := _config_file(given.get("config"), data):
+            given["config"] = str(file)
+            for name, (value, source) in _read_file(file, in_data=Path(data)).items():
+                if name not in given:
+                    given[name], sources[name] = value, source
+        given.setdefault("data", data)
+        settings = cls(**given)
+        try:
+            settings.check()
+        except SettingsError as error:
+            source = sources.get(error.setting, "")
+            if not source or source.startswith("--"):
+                raise
+            raise SettingsError(
+                f"{source}: {error}", hint=error.hint, setting=error.setting
+            ) from None
         return settings
 
     def check(self) -> None:
-        """Refuse mixes that cannot work or would not be safe."""
+        """Refuse what cannot work."""
         if not 0 <= self.port <= 65535:
             raise SettingsError(
-                f"--port {self.port} is not a port.", hint="Use 1 to 65535, or 0 for a free one."
+                f"port {self.port} is not a port.",
+                hint="Use 1 to 65535, or 0 for a free one.",
+                setting="port",
             )
-        if self.executor != "local":
-            raise SettingsError(
-                f"--executor {self.executor} is not known.", hint="The one form is `local`."
-            )
-        for name in ("threads", "memory_gb", "adapter_gb", "kv_tokens", "batch_tokens"):
-            if (value := getattr(self, name)) < 0:
+        for name, choices in CHOICES.items():
+            if (value := getattr(self, name)) not in choices:
                 raise SettingsError(
-                    f"--{name.replace('_', '-')} {value} is negative.",
-                    hint="0 lets the engine choose.",
+                    f"{name} {value} is not known.",
+                    hint=f"Use {' or '.join(f'`{choice}`' for choice in choices)}.",
+                    setting=name,
                 )
         try:
             Prices.parse(self.prices)
         except ValueError as error:
             raise SettingsError(
-                f"{error}.", hint="Give NAME=USD or NAME=TRAINING/PREFILL/CACHED/SAMPLED."
+                f"{error}.",
+                hint="Give NAME=USD or NAME=TRAINING/PREFILL/CACHED/SAMPLED.",
+                setting="prices",
             ) from None
-        for name in LIMITS:
-            if (value := getattr(self, name)) < 0:
-                raise SettingsError(f"{name} {value} is negative.", hint="0 is no limit.")
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, int | float) and value < 0:
+                raise SettingsError(
+                    f"{field.name} {value} is negative.",
+                    hint=f"Use 0 or more; the default is {field.default}.",
+                    setting=field.name,
+                )
         for name in ("jwt_s", "session_grace_s"):
-            if (value := getattr(self, name)) <= 0:
-                raise SettingsError(f"{name} {value} is not a time.", hint="Give seconds above 0.")
+            if getattr(self, name) == 0:
+                raise SettingsError(
+                    f"{name} is 0, which is no time at all.",
+                    hint="Give seconds above 0.",
+                    setting=name,
+                )
 
     def check_reachable(self, *, has_keys: bool) -> None:
         """A server that everybody can reach, and use, is not started."""
@@ -193,6 +242,71 @@ class Settings:
         values["models"] = tuple(values["models"])
         values["prices"] = tuple(values["prices"])
         return cls(**values)
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _config_file(asked: str | None, data: str) -> Path | None:
+    """The file with settings: the one that was named, else that of the data folder."""
+    if asked:
+        return Path(asked).expanduser().absolute()
+    usual = Path(data).expanduser().absolute() / CONFIG_FILE
+    return usual if usual.exists() else None
+
+
+def _read_file(file: Path, *, in_data: Path) -> dict[str, tuple[Any, str]]:
+    """Each setting of a TOML file with where it stands; what is not a setting is refused."""
+    try:
+        text = file.read_text()
+        values = tomllib.loads(text)
+    except OSError as error:
+        raise SettingsError(
+            f"the settings file {file} cannot be read: {error.strerror}.",
+            hint="Name another one with --config.",
+        ) from None
+    except ValueError as error:
+        raise SettingsError(
+            f"{file} is not TOML: {error}.", hint="Lines look like: port = 8000"
+        ) from None
+    kinds = {field.name: type(field.default) for field in fields(Settings)}
+    found = {}
+    for name, value in values.items():
+        source = f"{file} line {_line(text, name)}"
+        if name not in kinds or name == "config":
+            near = difflib.get_close_matches(name, set(kinds) - {"config"}, n=1)
+            raise SettingsError(
+                f"{source}: {name} is not a setting.",
+                hint=f"Did you mean {near[0]}?" if near else "docs/reference/settings.md has all.",
+            )
+        if name == "data" and file == in_data.expanduser().absolute() / CONFIG_FILE:
+            raise SettingsError(
+                f"{source}: the file of a data folder cannot name another data folder.",
+                hint="Leave `data` out, or give the file with --config.",
+            )
+        found[name] = (_of_kind(source, name, value, kinds[name]), source)
+    return found
+
+
+def _of_kind(source: str, name: str, value: Any, kind: type) -> Any:
+    """A value of a file as its setting takes it; a whole number may stand for any number."""
+    if kind is float and type(value) is int:
+        return float(value)
+    if kind is tuple and isinstance(value, list) and all(isinstance(one, str) for one in value):
+        return tuple(value)
+    if type(value) is not kind:
+        raise SettingsError(
+            f"{source}: {name} = {value!r} is not {KINDS[kind]}.",
+            hint=f"Write it like: {name} = {EXAMPLES[kind]}",
+        )
+    return value
+
+
+def _line(text: str, name: str) -> int:
+    """Where a key stands in a file; tables and quoted keys are found as well."""
+    key = re.compile(rf"""^\s*\[?\s*["']?{re.escape(name)}["']?\s*[=.\]]""")
+    return next((n for n, line in enumerate(text.splitlines(), 1) if key.match(line)), 1)
 
 
 def default_data_folder(env: Mapping[str, str]) -> Path:
