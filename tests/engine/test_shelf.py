@@ -98,21 +98,34 @@ def test_whoever_was_used_last_stays(engine_with: Make, one_adapter: int) -> Non
     assert engine.has("b")  # never "not loaded"
 
 
-def test_a_pass_under_way_keeps_its_adapter(engine_with: Make, one_adapter: int) -> None:
+def test_a_pass_goes_on_although_its_adapter_was_away(engine_with: Make, one_adapter: int) -> None:
     engine = engine_with(adapter_bytes=one_adapter)
     engine.create("a", LORA, AdamOptimizerConfig())
-    data = work([weighted(np.random.default_rng(0), 6)])
-    running = engine.begin_pass("a", data, backward=True)
-    engine.create("b", LORA, AdamOptimizerConfig())  # over the budget rather than under a pass
-    assert engine._adapters.use(Tier.DEVICE).count == 2
-    while waiting := running.waiting:
-        engine.run_together([(running, len(waiting))])
-    del running
+    rng = np.random.default_rng(0)
+    running = engine.begin_pass("a", work([weighted(rng, 6), weighted(rng, 4)]), backward=True)
+    engine.run_together([(running, 1)])
+    engine.create("b", LORA, AdamOptimizerConfig())
+    assert engine._adapters.use(Tier.DISK).count == 1
+    engine.run_together([(running, 1)])
+    assert len(running.output().loss_fn_outputs) == 2
+    assert engine.optim_step("b", AdamParams())["grad_norm:mean"] == 0
+    assert engine.optim_step("a", AdamParams())["grad_norm:mean"] > 0
+
+
+def test_a_micro_batch_keeps_its_adapters_together(engine_with: Make, one_adapter: int) -> None:
+    engine = engine_with(adapter_bytes=one_adapter)  # over the budget rather than under a pass
+    rng = np.random.default_rng(0)
+    passes = []
+    for name in ("a", "b"):
+        engine.create(name, LORA, AdamOptimizerConfig())
+        passes.append(engine.begin_pass(name, work([weighted(rng, 6)]), backward=True))
+    engine.run_together([(one, 1) for one in passes])
+    for name in ("a", "b"):
+        assert engine.optim_step(name, AdamParams())["grad_norm:mean"] > 0
+    passes.clear()
     gc.collect()
-    engine.optim_step("b", AdamParams())
     engine.create("c", LORA, AdamOptimizerConfig())
     assert engine._adapters.use(Tier.DEVICE).count == 1
-    assert engine.optim_step("a", AdamParams())["grad_norm:mean"] > 0
 
 
 def test_samplers_count_and_give_way_first(

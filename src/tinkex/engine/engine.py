@@ -131,6 +131,7 @@ class Engine:
         if backward:
             longest = max(len(row.tokens_N) for row in rows)
             self._adapters.make_pass_room(
+                model_id,
                 longest * self.model.bytes_per_token,
                 f"training on a sequence of {longest} tokens",
                 "Cut the sequence",

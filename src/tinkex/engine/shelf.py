@@ -81,6 +81,8 @@ class Shelf:
         self._spills = 0
         #: Who is on the way back and so no longer counts where it was.
         self._returning: _Entry | None = None
+        #: Whose room is being made: it does not leave for itself.
+        self._kept: _Entry | None = None
         self._folder = folder
         if folder is not None and folder.exists():
             shutil.rmtree(folder)
@@ -142,10 +144,18 @@ class Shelf:
         self._free(max(over, size - self.available()))
         self._insist(size, what, "Use a smaller rank, or train fewer kinds of layers")
 
-    def make_pass_room(self, size: int, what: str, advice: str) -> None:
-        """Room for what a pass keeps of its tokens. The plan has it; others may have taken it."""
-        self._free(size - self.available())
-        self._insist(size, what, advice)
+    def make_pass_room(self, model_id: str, size: int, what: str, advice: str) -> None:
+        """
+        Room for what a pass of this model keeps of its tokens, beside the model's own adapter.
+
+        The plan has it; others may have taken it.
+        """
+        self._kept = self._entries[model_id]
+        try:
+            self._free(size - self.available())
+            self._insist(size, what, advice)
+        finally:
+            self._kept = None
 
     def available(self) -> int:
         """What could be taken now, within the limit that was set."""
@@ -170,7 +180,10 @@ class Shelf:
         """Everything that takes memory of the device and could leave it."""
         own = [
             Resident(
-                name=model_id, size=entry.size, last_used=entry.last_used, busy=bool(entry.users)
+                name=model_id,
+                size=entry.size,
+                last_used=entry.last_used,
+                busy=bool(entry.users) or entry is self._kept,
             )
             for model_id, entry in self._entries.items()
             if entry.tier is Tier.DEVICE
