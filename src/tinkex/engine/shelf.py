@@ -1,6 +1,6 @@
 """Training adapters in memory, on the host or on disk: whoever is asked for comes back.
 
-The least used give way when memory is short. A pass that is under way keeps its adapter in place.
+The least used give way when memory is short. A micro-batch keeps the adapters it uses in place.
 What is on disk here is only a cache of a running engine: folders of an earlier one are removed.
 """
 
