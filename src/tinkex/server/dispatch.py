@@ -293,8 +293,8 @@ class Dispatcher:
                     break
                 await self._take_turn(run, turn)
                 if (
-                    run.steps_since >= self._snapshot_steps
-                    or run.bytes_since >= self._snapshot_bytes
+                    0 < self._snapshot_steps <= run.steps_since
+                    or 0 < self._snapshot_bytes <= run.bytes_since
                 ):
                     await self._snapshot(run)
         finally:
