@@ -224,7 +224,7 @@ def test_our_flags_made_each_client_send_a_forward_the_best_way_it_can(version, 
         "application/x-protobuf" if binary else "application/json"
     )
     assert forward.seq_id == 1
-    assert bool(Dialect.of(version).client_config()) == (version == "0.22.3")
+    assert ("fwd_via_fwdbwd" in Dialect.of(version).client_config()) == (version == "0.22.3")
 
 
 def test_negative_weights_arrive():
