@@ -57,7 +57,7 @@ BOUNDS = {
     "gradient": {"float32": 2e-3, "bfloat16": 0.15},
     "curve": {"float32": 1e-2, "bfloat16": 0.1},
     "mixed": {"float32": 1e-4, "bfloat16": 5e-2},
-    "sampled max": {"float32": 1e-3, "bfloat16": 0.25},
+    "sampled max": {"float32": 1e-4, "bfloat16": 5e-2},
     "sampled mean": {"float32": 1e-4, "bfloat16": 5e-2},
     "exact": {"float32": 0.0, "bfloat16": 0.0},
     "learned": {"float32": 0.5, "bfloat16": 0.5},
