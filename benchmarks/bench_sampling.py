@@ -238,15 +238,8 @@ def measure(name: str, folder: Path, *, repeats: int, scale: float) -> list[Row]
 # -- report ---------------------------------------------------------------------------------------
 
 
-def report(rows: list[Row], command: str) -> str:
+def report(rows: list[Row], command: str, commit: str) -> str:
     by = {(row.model, row.case, row.way): row for row in rows}
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.strip()
     today = f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}"
     lines = [
         "# Sampling on a CPU",
@@ -282,6 +275,14 @@ def main() -> None:
     parser.add_argument("--no-report", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    # Now: others may commit while this runs.
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.strip()
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as place:
         for name in options.models.split(","):
@@ -289,7 +290,7 @@ def main() -> None:
             # The embedded model has 33 times the parameters: shorter requests, the same mix.
             scale = 0.5 if name == "embedded" else 1.0
             rows += measure(name, folder, repeats=options.repeats, scale=scale)
-    text = report(rows, f"python benchmarks/bench_sampling.py --repeats {options.repeats}")
+    text = report(rows, f"python benchmarks/bench_sampling.py --repeats {options.repeats}", commit)
     print("\n" + text)
     if not options.no_report:
         name = f"sampling_{os.cpu_count()}cpu_{datetime.datetime.now(datetime.UTC):%Y-%m-%d}"
