@@ -14,6 +14,7 @@ from tinkex.server.api.auth import owner_of
 from tinkex.server.api.context import answer, context_of, describe, read_json
 from tinkex.server.api.errors import Refusal
 from tinkex.server.api.sessions import LONGEST_PROJECT
+from tinkex.server.presence import session_status
 from tinkex.server.store.history import Holdings, PastSession, Span
 from tinkex.wire.base import StrictModel
 from tinkex.wire.codec import JSON_TYPE
@@ -23,8 +24,6 @@ from tinkex.wire.runs import (
     ClientSessionFinished,
     GetSessionResponse,
     ListSessionsResponse,
-    SessionActive,
-    SessionCancelled,
     SessionSearchCursor,
     SessionSearchRequest,
     SessionSearchResponse,
@@ -149,17 +148,6 @@ async def trace(request: Request, session_id: str, expires: str, signature: str)
     body = json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}).encode()
     headers = {"Content-Disposition": f'attachment; filename="{session_id}.json"'}
     return Response(body, media_type=JSON_TYPE, headers=headers)
-
-
-def session_status(session: PastSession) -> SessionStatus:
-    """What became of a session: its client's word, else its silence, else it goes on."""
-    if session.finished_s is not None:
-        return ClientSessionFinished.model_validate(
-            {"reason": {"type": session.finish_reason}, "detail": session.finish_detail}
-        )
-    if session.lapsed_s is not None:
-        return SessionCancelled(detail="its client fell silent; a heartbeat brings it back.")
-    return SessionActive()
 
 
 def texts(metadata: Mapping[str, Any] | None) -> dict[str, str] | None:
