@@ -25,6 +25,9 @@ from conformance.faults import (
 from serving import Server
 from tinkex.conformance import CHECKS, Remote, Report, Verdict, run
 
+# The first test that wants the report waits for all checks.
+pytestmark = pytest.mark.timeout(180)
+
 
 @pytest.fixture(scope="module")
 def report(server: Server) -> Report:
