@@ -31,7 +31,7 @@ from tinkex.server.api import (
     telemetry,
     training,
 )
-from tinkex.server.api.auth import Authentication, Gate
+from tinkex.server.api.auth import Authentication, Caller, Gate
 from tinkex.server.api.context import Context
 from tinkex.server.dispatch import Dispatcher
 from tinkex.server.executor import Executor
@@ -166,15 +166,19 @@ def create_app(settings: Settings, executor: Executor, store: Store) -> FastAPI:
 async def metrics(request: Request) -> Response:
     """What Prometheus scrapes."""
     registry = CollectorRegistry()
-    registry.register(_Figures(request.app.state.context))
+    # With a key, of its owner only; without one, where only this machine can ask, of all.
+    caller: Caller | None = getattr(request.state, "caller", None)
+    owner = None if caller is None else caller.owner
+    registry.register(_Figures(request.app.state.context, owner))
     return Response(generate_latest(registry), media_type="text/plain; version=0.0.4")
 
 
 class _Figures(Collector):
     """Figures that are kept anyway, read when somebody asks."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: Context, owner: str | None) -> None:
         self._context = context
+        self._owner = owner
 
     def collect(self) -> Iterable[Metric]:
         yield GaugeMetricFamily(
@@ -194,7 +198,27 @@ class _Figures(Collector):
             operations.add_metric([task.name.lower()], count)
         yield seconds
         yield operations
+        yield from self._shares()
         yield from engine_gauges(self._context.executor)
+
+    def _shares(self) -> Iterable[Metric]:
+        """What each owner has, and has had, of the engines."""
+        used = CounterMetricFamily(
+            "tinkex_owner_compute_seconds",
+            "Seconds engines computed for an owner",
+            labels=["owner"],
+        )
+        waiting = GaugeMetricFamily(
+            "tinkex_owner_requests_open", "Requests of an owner that wait or run", labels=["owner"]
+        )
+        for owner, seconds in self._context.dispatcher.used_s.items():
+            if self._owner in (None, owner):
+                used.add_metric([owner], seconds)
+        for owner, load in self._context.futures.loads.items():
+            if self._owner in (None, owner):
+                waiting.add_metric([owner], load.requests)
+        yield used
+        yield waiting
 
 
 def engine_gauges(executor: Executor) -> Iterable[Metric]:

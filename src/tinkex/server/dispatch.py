@@ -127,6 +127,8 @@ class Dispatcher:
         self._closing = False
         #: Seconds of computing and number of operations, by task; for the metrics page.
         self.computed: dict[Task, tuple[int, float]] = {}
+        #: Seconds of computing by owner: who has which share.
+        self.used_s: defaultdict[str, float] = defaultdict(float)
 
     async def start(self) -> None:
         """Take up what an earlier process accepted and did not finish."""
@@ -638,6 +640,7 @@ class Dispatcher:
         outcome = await self._executor.run(run.model.base_model, work, incarnation=incarnation)
         self._count(work.task, outcome)
         run.computed_s += outcome.compute_s
+        self.used_s[run.model.owner] += outcome.compute_s
         return outcome
 
     # -- outside the order of steps ----------------------------------------------------------
@@ -681,6 +684,7 @@ class Dispatcher:
                     raise
             else:
                 self._count(work.task, outcome)
+                self.used_s[row.owner] += outcome.compute_s
                 return _Ending(result=outcome.result)
         raise AssertionError("unreachable")
 

@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from tinkex.server.completions import Completions
@@ -75,6 +75,11 @@ class Futures:
             owner=owner, base_model=base_model, event=asyncio.Event(), load=load
         )
         self._loads[owner] = self.load(owner) + load
+
+    @property
+    def loads(self) -> Mapping[str, Load]:
+        """What each owner has accepted and not finished."""
+        return self._loads
 
     def load(self, owner: str) -> Load:
         """What of an owner is accepted and not finished."""

@@ -240,9 +240,17 @@ async def test_every_route_needs_a_key_and_none_tells_of_anothers_things(
 async def test_metrics_need_a_key_once_other_machines_can_ask(
     echo: EchoExecutor, tmp_path: Path
 ) -> None:
-    await new_key(tmp_path, "alice")
-    async with hosted(echo, tmp_path, host="0.0.0.0") as api:
+    alices, bobs = await new_key(tmp_path, "alice"), await new_key(tmp_path, "bob")
+    async with (
+        hosted(echo, tmp_path, host="0.0.0.0") as api,
+        with_key(api, alices) as alice,
+        with_key(api, bobs) as bob,
+    ):
         assert (await api.get("/metrics")).status == 401
+        await alice.model()
+        hers = 'tinkex_owner_compute_seconds_total{owner="alice"}'
+        assert hers in (await alice.get("/metrics")).body.decode()
+        assert "alice" not in (await bob.get("/metrics")).body.decode()
     async with hosted(EchoExecutor(), tmp_path) as api:
         assert (await api.get("/metrics")).status == 200
         assert (await api.get("/api/v1/healthz")).status == 200
