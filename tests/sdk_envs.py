@@ -56,7 +56,14 @@ def ensure_torch() -> Path:
     return site_packages("torch")
 
 
-def _made(name: str, wanted: Sequence[str], shared: Sequence[str]) -> Path:
+def ensure_cookbook(version: str) -> Path:
+    """The interpreter of an environment with the official cookbook and the newest SDK."""
+    wanted = [f"tinker-cookbook[math-rl,multiplayer-rl]=={version}", "tinker==0.36.0"]
+    # It wants an older transformers than ours, so none of our pins but torch's.
+    return _made(f"cookbook-{version}", wanted, ["torch"], pinned=False)
+
+
+def _made(name: str, wanted: Sequence[str], shared: Sequence[str], *, pinned: bool = True) -> Path:
     home = environment(name)
     ready = home / ".ready"
     if ready.exists():
@@ -74,7 +81,8 @@ def _made(name: str, wanted: Sequence[str], shared: Sequence[str]) -> Path:
             folders = "".join(f"{site_packages(other)}\n" for other in shared)
             (site_packages(name) / "shared.pth").write_text(folders)
             install = ["-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-            subprocess.run([interpreter(name), *install, "-c", CONSTRAINTS, *wanted], check=True)
+            pins = ["-c", str(CONSTRAINTS)] if pinned else []
+            subprocess.run([interpreter(name), *install, *pins, *wanted], check=True)
             ready.touch()
             print(f"... {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
     return interpreter(name)
