@@ -247,6 +247,31 @@ async def test_files_that_nothing_refers_to_are_swept_once_they_are_old(
         assert len([*(tmp_path / "checkpoints").glob("*/*/*/*")]) == 1
 
 
+async def test_another_store_is_tidied_too(echo: EchoExecutor, tmp_path: Path) -> None:
+    store = f"memory://{tmp_path.name}"
+    async with kept(echo, tmp_path, storage=store, snapshot_steps=2) as api:
+        model = await api.model()
+        for seq_id in (1, 2):
+            await api.passed(await api.forward_backward(model, seq_id, tokens=40_000))
+        for seq_id in (3, 4):
+            await api.result(
+                await api.step("save_weights", model_id=model, seq_id=seq_id, path=f"n{seq_id}")
+            )
+        await api.call("DELETE", f"training_runs/{model}/checkpoints/weights/n3")
+        assert api.app
+        files = api.app.state.context.store.files
+        lost = files.put("payloads", b"lost")
+        await tidy_in(api, 25 * HOUR_S)
+        later_s = time.time() + HOUR_S
+        assert files.older("payloads", 2, before_s=later_s) == []
+        assert len(files.older("snapshots", 2, before_s=later_s)) == 1
+        (place,) = files.older("checkpoints", 4, before_s=later_s)
+        assert "/n4/" in place
+        assert lost
+        echo.die()
+        assert await api.value(await api.optim_step(model, 5)) == 80_000
+
+
 async def test_the_disk_is_bounded(echo: EchoExecutor, tmp_path: Path) -> None:
     """`benchmarks/bench_disk.py` in small: five times the work, the same room."""
     async with kept(echo, tmp_path, snapshot_steps=50) as api:
