@@ -27,7 +27,8 @@ ROOMS = {
     "server.store": "wire sqlalchemy alembic fsspec",
     "server.executor": "wire server.plan",
     "server.api": "wire server.store server.plan server.executor server.dispatch server.futures "
-    "server.saving server.settings server.presence server.shares server.signing server.tokens fastapi starlette",
+    "server.prices server.saving server.settings server.presence server.shares server.signing "
+    "server.tokens fastapi starlette",
     "server": "wire models server uvicorn prometheus_client fastapi starlette pydantic ~pyrage",
     "conformance": "wire numpy",
     "conformance.conftest": "conformance pytest",
