@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from google.protobuf.message import Message
 
 __all__ = [
+    "count_sample_tokens",
     "decode_forward_backward_output",
     "decode_forward_backward_request",
     "decode_sample_response",
@@ -310,6 +311,14 @@ def encode_sample_response(response: SampleResponse) -> bytes:
         _write_tensor(message.prompt_alt_tokens.tokens, response.prompt_alt_tokens.tokens)
         _write_tensor(message.prompt_alt_tokens.logprobs, response.prompt_alt_tokens.logprobs)
     return _bytes(message)
+
+
+def count_sample_tokens(body: bytes) -> tuple[int, int]:
+    """Of a sample's answer: prompt tokens that were cached, and tokens drawn; no arrays are made."""
+    message = _parse(pb.SampleResponse, body)
+    # Tokens are 32 bits each.
+    drawn = sum(len(sequence.tokens) for sequence in message.sequences) // 4
+    return message.prompt_cache_hit_tokens, drawn
 
 
 def decode_sample_response(

@@ -9,13 +9,12 @@ import time
 from collections.abc import Iterator
 
 import sqlalchemy as sa
-from google.protobuf.message import DecodeError
 
 from tinkex.server.store.tables import usage
-from tinkex.wire.proto import tinkex_wire_pb2 as pb
+from tinkex.wire.errors import WireError
+from tinkex.wire.protobuf import count_sample_tokens
 
 HOUR_S = 3600
-TOKEN_BYTES = 4  # of a sampled token in a result
 
 TRAINING = "training"  # tokens of the examples of forward and forward_backward
 PREFILL = "prefill"  # prompt tokens that were computed
@@ -73,12 +72,11 @@ def _amounts(kind: str, tokens: int, result: bytes) -> Iterator[tuple[str, int]]
         yield TRAINING, tokens
     if kind == _SAMPLE:
         try:
-            response = pb.SampleResponse.FromString(result)
-        except DecodeError:
+            hits, sampled = count_sample_tokens(result)
+        except WireError:
             # Whatever an engine answered is stored as it is; it must not cost the user the result.
-            response = pb.SampleResponse()
-        cached = min(response.prompt_cache_hit_tokens, tokens)
-        sampled = sum(len(sequence.tokens) for sequence in response.sequences) // TOKEN_BYTES
+            hits, sampled = 0, 0
+        cached = min(hits, tokens)
         for what, amount in ((PREFILL, tokens - cached), (CACHED, cached), (SAMPLED, sampled)):
             if amount:
                 yield what, amount
