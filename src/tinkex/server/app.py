@@ -154,10 +154,11 @@ def create_app(settings: Settings, executor: Executor, store: Store) -> FastAPI:
     )
     app.state.gate = Gate(store.keys, Tokens.of_folder(settings.folder))
     app.add_middleware(Authentication, host=settings.host)
-    for router in ROUTERS:
-        app.include_router(router)
+    # Routes are tried in order, and each try costs: the hot ones come first.
     for path, endpoint in HOT_ROUTES.items():
         app.add_route(path, endpoint, methods=["POST"])
+    for router in ROUTERS:
+        app.include_router(router)
     app.add_route("/metrics", metrics, methods=["GET"])
     _describe_bodies(app)
     return app
