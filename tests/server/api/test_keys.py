@@ -35,6 +35,31 @@ async def test_a_server_without_keys_takes_everybody_as_local(api: Api) -> None:
     assert about["key_id"] == 0
 
 
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Host": "evil.example"},  # a name that was pointed at this machine
+        {"Host": "evil.example:8000"},
+        {"Host": "[::2]:8000"},
+        {"Origin": "https://evil.example"},  # a page of another site, in a browser here
+    ],
+)
+async def test_without_keys_a_web_page_of_another_site_is_refused(
+    api: Api, headers: dict[str, str]
+) -> None:
+    body = {"tags": [], "user_metadata": {}, "sdk_version": "0.36.0"}
+    refused = await api.post("create_session", body, headers=headers)
+    assert refused.status == 403
+    assert "tinkex key create" in refused.json["detail"]
+
+
+@pytest.mark.parametrize("host", ["localhost:8000", "127.0.0.1", "[::1]:9", "127.3.2.1:80"])
+async def test_every_name_of_this_machine_is_taken(api: Api, host: str) -> None:
+    body = {"tags": [], "user_metadata": {}, "sdk_version": "0.36.0"}
+    headers = {"Host": host, "Origin": f"http://{host}"}
+    assert (await api.post("create_session", body, headers=headers)).status == 200
+
+
 async def test_the_first_key_closes_a_running_server(api: Api, tmp_path: Path, quick: None) -> None:
     session = await api.session()
     key = await new_key(tmp_path, "local", name="mine")

@@ -9,6 +9,7 @@ import hashlib
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from urllib.parse import urlsplit
 
 from starlette.requests import HTTPConnection
 from starlette.responses import JSONResponse
@@ -181,6 +182,8 @@ class Authentication:
             request = HTTPConnection(scope)
             try:
                 caller = await gate_of(request).caller(request.headers.get("x-api-key"))
+                if caller.key_id is None:
+                    refuse_other_sites(request.headers)
             except Refusal as refusal:
                 await _swallow(receive)
                 await JSONResponse({"detail": refusal.detail}, refusal.status)(scope, receive, send)
@@ -190,6 +193,27 @@ class Authentication:
 
     def _is_open(self, path: str) -> bool:
         return path in OPEN_PATHS or path in self._local_paths or path.startswith(SIGNED_PREFIXES)
+
+
+def refuse_other_sites(headers: Mapping[str, str]) -> None:
+    """
+    Without keys, being on this machine is the permission; a web page in its browser is not.
+
+    A page of another site says so in `Origin`, and one that had its own name pointed here says
+    so in `Host`.
+    """
+    for name, url in (("Host", f"//{headers.get('host', '')}"), ("Origin", headers.get("origin"))):
+        try:
+            site = urlsplit(url).hostname if url else None
+        except ValueError:
+            site = url
+        if site and not is_loopback(site):
+            raise Refusal(
+                403,
+                f"this server has no keys, so it answers only to this machine, and {name} is "
+                f"{site[:200]!r}. Use http://127.0.0.1 or localhost, or make a key with "
+                "`tinkex key create`.",
+            )
 
 
 async def _swallow(receive: Receive) -> None:
