@@ -187,7 +187,9 @@ class Connection:
 
     async def post(self, path: str, body: Any) -> tuple[int, bytes]:
         data = json.dumps(body).encode()
-        head = f"POST /api/v1/{path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        head = (
+            f"POST /api/v1/{path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+        )
         self._writer.write(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
         head_bytes = await self._reader.readuntil(b"\r\n\r\n")
         status = int(head_bytes[9:12])
