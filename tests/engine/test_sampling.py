@@ -112,6 +112,12 @@ def test_without_stop_the_end_of_a_turn_stops_and_an_empty_list_never_does(
     never = sample(engine, request(max_tokens=length + 5, temperature=3.0, stop=[])).sequences[0]
     assert never.tokens[:length] == by_default.tokens
     assert (len(never.tokens), never.stop_reason) == (length + 5, "length")
+    # A text comes on top of the model's own end; token ids are an exact choice.
+    by_text = sample(engine, request(max_tokens=1900, temperature=3.0, stop="nothing like it"))
+    assert by_text.sequences[0].tokens == by_default.tokens
+    absent = next(token for token in range(400) if token not in never.tokens)
+    by_id = sample(engine, request(max_tokens=length + 5, temperature=3.0, stop=[absent]))
+    assert by_id.sequences[0].tokens == never.tokens
 
 
 def test_no_max_tokens_means_up_to_the_context(engine: Engine) -> None:

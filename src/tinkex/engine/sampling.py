@@ -261,7 +261,14 @@ class Sampler:
             raise UserFailure(
                 f"sampling_params.stop holds token {outside[0]}; ids go from 0 to {vocabulary - 1}."
             )
-        return Stops(token_ids=ids, texts=texts, decode=self._decoder() if texts else None)
+        if not texts:
+            return Stops(token_ids=ids)
+        # A text comes on top of the end that the model itself sets: programs that stop at a line
+        # break do not expect a second turn behind the end of the first. Token ids, and the empty
+        # list, are an exact choice.
+        return Stops(
+            token_ids=ids | self._model.eos_token_ids, texts=texts, decode=self._decoder()
+        )
 
     def _decoder(self) -> Decode:
         if self._tokenizer is None:
