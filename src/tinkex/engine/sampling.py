@@ -266,9 +266,7 @@ class Sampler:
         # A text comes on top of the end that the model itself sets: programs that stop at a line
         # break do not expect a second turn behind the end of the first. Token ids, and the empty
         # list, are an exact choice.
-        return Stops(
-            token_ids=ids | self._model.eos_token_ids, texts=texts, decode=self._decoder()
-        )
+        return Stops(token_ids=ids | self._model.eos_token_ids, texts=texts, decode=self._decoder())
 
     def _decoder(self) -> Decode:
         if self._tokenizer is None:
