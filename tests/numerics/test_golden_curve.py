@@ -15,6 +15,6 @@ def test_the_first_steps_give_the_recorded_losses() -> None:
     done = subprocess.run(
         [sys.executable, str(SCRIPT), "--steps", "3"], capture_output=True, text=True, check=False
     )
-    if done.returncode == 2:
+    if done.returncode == 75:  # offline, and the model was never fetched; anything else counts
         pytest.skip(done.stdout)
     assert done.returncode == 0, done.stdout + done.stderr
