@@ -185,6 +185,28 @@ def test_samples_and_training_of_several_models_take_turns(engine: Engine) -> No
     assert len(samples.pop()) == 12
 
 
+def test_a_streamed_sample_tells_its_tokens_before_it_is_answered(engine: Engine) -> None:
+    request = SampleRequest(
+        num_samples=2,
+        prompt=ModelInput.from_ints([1, 2, 3]),
+        sampling_params=SamplingParams(max_tokens=40, seed=4, stop=[]),
+    )
+    payload = frames_pb2.Payload(inline=encode_json(request))
+    ticket = engine.order(sample=frames_pb2.Sample(payload=payload, streams=True))
+    tokens: list[list[int]] = [[], []]
+    bursts = 0
+    while (report := engine.report()).WhichOneof("body") == "grown":
+        assert report.ticket == ticket
+        bursts += 1
+        for grown in report.grown.sequences:
+            assert grown.start == len(tokens[grown.sequence])
+            assert len(grown.tokens) == len(grown.logprobs)
+            tokens[grown.sequence] += grown.tokens
+    assert bursts >= 5
+    answer = decode_sample_response(report.done.result)
+    assert [sequence.tokens for sequence in answer.sequences] == tokens
+
+
 def test_a_save_is_whole_and_can_be_loaded_and_sampled(engine: Engine, tmp_path: Path) -> None:
     engine.create("saved")
     engine.ask(run_pass=pass_of("saved"))

@@ -28,7 +28,7 @@ from tinkex.engine.model import BaseModel
 from tinkex.engine.optimizer import optimizer_step
 from tinkex.engine.pack import Limits, check, fitting
 from tinkex.engine.residency import SHARES, MemoryPlan, Tier, memory_plan
-from tinkex.engine.sampling import Finished, Sampler
+from tinkex.engine.sampling import Finished, Grown, Sampler
 from tinkex.engine.settings import EngineFacts, EngineSettings, EngineStats
 from tinkex.engine.shelf import Shelf
 from tinkex.engine.training import Part, Pass, run_together
@@ -213,12 +213,19 @@ class Engine:
     # -- sampling ---------------------------------------------------------------------------------
 
     def submit(
-        self, ticket: int, request: SampleRequest, *, adapter: Path | None, owner: str = ""
+        self,
+        ticket: int,
+        request: SampleRequest,
+        *,
+        adapter: Path | None,
+        owner: str = "",
+        streams: bool = False,
     ) -> None:
         """
         Puts a sample in line; `adapter` is an immutable checkpoint folder, None the base.
 
-        Owners share the sampler evenly, whoever sends more.
+        Owners share the sampler evenly, whoever sends more. With `streams` its tokens are in
+        `grown` as they are drawn.
         """
         if self._sampler is None:
             self._sampler = Sampler(
@@ -231,7 +238,7 @@ class Engine:
             )
             self._adapters.sampler = self._sampler
             self._adapters.cache_taken = self.plan.cache
-        self._sampler.submit(ticket, request, adapter, owner=owner)
+        self._sampler.submit(ticket, request, adapter, owner=owner, streams=streams)
 
     def cancel(self, ticket: int) -> None:
         if self._sampler is not None:
@@ -240,6 +247,10 @@ class Engine:
     def advance(self) -> list[Finished]:
         """Admits what waits and draws a burst of tokens; returns what is answered."""
         return [] if self._sampler is None else self._sampler.advance()
+
+    def grown(self) -> list[Grown]:
+        """Tokens of streamed samples that were drawn since this was last asked."""
+        return [] if self._sampler is None else self._sampler.grown()
 
     def stats(self) -> EngineStats:
         tiers = {tier: self._adapters.use(tier) for tier in Tier}

@@ -12,6 +12,7 @@ Nobody waits for somebody else's whole step.
 import argparse
 import contextlib
 import fcntl
+import itertools
 import json
 import logging
 import os
@@ -22,13 +23,14 @@ import sys
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tinkex.engine import Engine, EngineSettings
 from tinkex.engine.mixing import Mixer, Queue
 from tinkex.engine.pack import no_custom_loss
+from tinkex.engine.sampling import Grown
 from tinkex.engine.training import Pass
 from tinkex.wire import frames
 from tinkex.wire.codec import decode_json, encode_json
@@ -195,6 +197,7 @@ class Worker:
                 request,
                 adapter=Path(folder) if folder else None,
                 owner=order.sample.owner,
+                streams=order.sample.streams,
             )
         except Exception as error:  # noqa: BLE001  every failure is an answer to one order
             self._sample_began_s.pop(order.ticket, None)
@@ -212,7 +215,13 @@ class Worker:
             self._wire.send(_done(order.ticket, b"{}", 0.0))
 
     def _decode(self) -> None:
-        for finished in self._engine.advance():
+        answered = self._engine.advance()
+        for ticket, grown in itertools.groupby(
+            sorted(self._engine.grown(), key=lambda grown: grown.ticket),
+            key=lambda grown: grown.ticket,
+        ):
+            self._wire.send(_grown(ticket, grown))
+        for finished in answered:
             began_s = self._sample_began_s.pop(finished.ticket, time.perf_counter())
             outcome = finished.outcome
             if isinstance(outcome, Exception):
@@ -425,6 +434,16 @@ def _bytes(payload: frames_pb2.Payload) -> bytes:
 
 def _done(ticket: int, result: bytes, compute_s: float) -> frames.Report:
     return frames.Report(ticket=ticket, done=frames_pb2.Done(result=result, compute_s=compute_s))
+
+
+def _grown(ticket: int, grown: Iterable[Grown]) -> frames.Report:
+    sequences = [
+        frames_pb2.Tokens(
+            sequence=each.sequence, start=each.start, tokens=each.tokens, logprobs=each.logprobs
+        )
+        for each in grown
+    ]
+    return frames.Report(ticket=ticket, grown=frames_pb2.Grown(sequences=sequences))
 
 
 def _failed(ticket: int, error: Exception) -> frames.Report:

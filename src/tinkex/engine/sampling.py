@@ -91,6 +91,18 @@ class Finished:
     outcome: SampleResponse | Exception
 
 
+@dataclass(frozen=True, kw_only=True)
+class Grown:
+    """Tokens that a sequence of a streamed request got since it was last asked about."""
+
+    ticket: int
+    sequence: int
+    #: The place of the first of them.
+    start: int
+    tokens: list[int]
+    logprobs: list[float]
+
+
 @dataclass(kw_only=True)
 class _Answer:
     """What is known of one request's answer."""
@@ -125,6 +137,8 @@ class Sampler:
         self._adapters: OrderedDict[str, SamplerAdapter] = OrderedDict()
         self._last_used: dict[str, int] = {}
         self._answers: dict[int, _Answer] = {}
+        #: Streamed sequences with tokens that were not told yet, in the order they got them.
+        self._grown: dict[SampleSequence, None] = {}
         self._tokenizer: Tokenizer | None = None
         count, kind = max(1, kv_tokens // PAGE_TOKENS), model.device.type
         most_idle = 0
@@ -160,10 +174,17 @@ class Sampler:
         return self._schedule
 
     def submit(
-        self, ticket: int, wire: SampleRequest, adapter: Path | None, *, owner: str = ""
+        self,
+        ticket: int,
+        wire: SampleRequest,
+        adapter: Path | None,
+        *,
+        owner: str = "",
+        streams: bool = False,
     ) -> None:
         """Checks the request and puts it in line; a `UserFailure` means that nothing happened."""
-        request = self._checked(ticket, wire, None if adapter is None else str(adapter), owner)
+        key = None if adapter is None else str(adapter)
+        request = self._checked(ticket, wire, key, owner, streams)
         if adapter is not None:
             self._load_adapter(adapter)
         self._answers[ticket] = _Answer(
@@ -174,6 +195,7 @@ class Sampler:
     def cancel(self, ticket: int) -> None:
         self._schedule.cancel(ticket)
         self._answers.pop(ticket, None)
+        self._grown = {each: None for each in self._grown if each.request.ticket != ticket}
 
     def advance(self) -> list[Finished]:
         """A burst of steps for everybody; ends early when a request is answered."""
@@ -196,10 +218,27 @@ class Sampler:
         self._drop_idle_adapters()
         return finished
 
+    def grown(self) -> list[Grown]:
+        """The tokens of streamed requests that were not told yet, also of those just answered."""
+        grown, self._grown = self._grown, {}
+        told = []
+        for sequence in grown:
+            start, sequence.told = sequence.told, len(sequence.tokens)
+            told.append(
+                Grown(
+                    ticket=sequence.request.ticket,
+                    sequence=sequence.index,
+                    start=start,
+                    tokens=sequence.tokens[start:],
+                    logprobs=sequence.logprobs[start:],
+                )
+            )
+        return told
+
     # -- requests ---------------------------------------------------------------------------------
 
     def _checked(
-        self, ticket: int, wire: SampleRequest, adapter: AdapterKey, owner: str
+        self, ticket: int, wire: SampleRequest, adapter: AdapterKey, owner: str, streams: bool
     ) -> Request:
         refuse_unsupported(wire)
         prompt = checked_tokens(wire.prompt, self._limits, where="prompt").tolist()
@@ -226,6 +265,7 @@ class Sampler:
             stops=self._stops(params),
             questions=check_questions(wire, len(prompt), self._limits.vocab_size),
             owner=owner,
+            streams=streams,
         )
 
     def _new_tokens(self, prompt: int, max_tokens: int | None) -> int:
@@ -409,6 +449,8 @@ class Sampler:
         picked = pick(logits_SV, draws)
         for at, sequence in enumerate(sequences):
             sequence.append(picked.tokens[at], picked.logprobs[at], picked.tops[at])
+            if sequence.request.streams:
+                self._grown[sequence] = None
 
     def _copy(self, copies: Sequence[CopyRows]) -> None:
         for source, target, length in copies:

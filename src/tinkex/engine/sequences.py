@@ -112,6 +112,8 @@ class Request:
     questions: PromptQuestions = field(default_factory=PromptQuestions)
     #: Who asked: owners share the sampler evenly.
     owner: str = ""
+    #: Tokens are told as they are drawn.
+    streams: bool = False
 
 
 @dataclass(kw_only=True, eq=False, slots=True)
@@ -129,6 +131,8 @@ class SampleSequence:
     #: Order of admission: the youngest makes room when pages run out.
     age: int = 0
     stop_reason: Literal["length", "stop"] | None = None
+    #: So many of the tokens have been told.
+    told: int = 0
 
     @property
     def known(self) -> int:

@@ -73,6 +73,8 @@ class Work:
     optimizer: bool = False
     #: SAMPLE: who asked; owners share an engine evenly.
     owner: str = ""
+    #: SAMPLE: called with tokens as they are drawn; an engine that starts over begins at 0 again.
+    on_tokens: Callable[[frames_pb2.Tokens], None] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -214,6 +216,7 @@ class _Engine:
         self._incarnation = 0
         self._tickets = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[Outcome]] = {}
+        self._listening: dict[int, Callable[[frames_pb2.Tokens], None]] = {}
         self._writer: asyncio.StreamWriter | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._up = asyncio.Event()
@@ -252,6 +255,8 @@ class _Engine:
         ticket = next(self._tickets)
         answer: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         self._waiting[ticket] = answer
+        if work.on_tokens is not None:
+            self._listening[ticket] = work.on_tokens
         try:
             self._writer.write(frames.frame(_order(ticket, work)))
             await self._writer.drain()
@@ -263,6 +268,7 @@ class _Engine:
             raise
         finally:
             self._waiting.pop(ticket, None)
+            self._listening.pop(ticket, None)
 
     def _give_up(self, work: Work, ticket: int) -> None:
         """Nobody waits for a sample any more; other work is never stopped half-way."""
@@ -362,6 +368,10 @@ class _Engine:
             case "done":
                 outcome = Outcome(result=report.done.result, compute_s=report.done.compute_s)
                 self._answer(report.ticket, lambda waiter: waiter.set_result(outcome))
+            case "grown":
+                if (listener := self._listening.get(report.ticket)) is not None:
+                    for tokens in report.grown.sequences:
+                        listener(tokens)
             case "failed":
                 failure = WorkFailed(report.failed.category, report.failed.message)
                 self._answer(report.ticket, lambda waiter: waiter.set_exception(failure))
@@ -466,6 +476,11 @@ def _order(ticket: int, work: Work) -> frames.Order:
             )
         case Task.SAMPLE:
             order.sample.CopyFrom(
-                frames_pb2.Sample(payload=payload, adapter_folder=folder, owner=work.owner)
+                frames_pb2.Sample(
+                    payload=payload,
+                    adapter_folder=folder,
+                    owner=work.owner,
+                    streams=work.on_tokens is not None,
+                )
             )
     return order
