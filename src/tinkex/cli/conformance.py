@@ -7,7 +7,7 @@ import sys
 
 import click
 
-from tinkex.cli.group import CommandFailed
+from tinkex.cli.failures import CommandFailed
 from tinkex.conformance import CHECKS, Outcome, Remote, Report, Verdict, run
 from tinkex.conformance.remote import Unexpected
 

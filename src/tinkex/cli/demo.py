@@ -30,7 +30,7 @@ from rich.table import Table
 
 from tinkex.cli import curve
 from tinkex.cli.demo_report import Exchange, Outcome, as_html
-from tinkex.cli.group import CommandFailed
+from tinkex.cli.failures import CommandFailed
 from tinkex.cli.progress import fetch_progress
 from tinkex.models.resolve import DEFAULT_MODEL, ModelNotFound, resolve
 

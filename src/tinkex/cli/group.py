@@ -1,10 +1,12 @@
-"""The table of subcommands, each in a module of its own, and how their errors are shown."""
+"""The table of subcommands, each in a module of its own, and the options that all of them share."""
 
 import importlib
 from dataclasses import dataclass
-from typing import IO, Any
+from typing import Any
 
 import click
+
+from tinkex.cli.failures import CommandFailed, explained
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,30 +30,20 @@ SUBCOMMANDS = {
     "merge": Subcommand(
         module="tinkex.cli.merge", help="Add an adapter into its base model: a full model folder."
     ),
+    "model": Subcommand(module="tinkex.cli.model", help="Which base models a service offers."),
+    "sample": Subcommand(module="tinkex.cli.sample", help="Ask a model something, from the shell."),
     "serve": Subcommand(
         module="tinkex.cli.serve", help="Serve models to every Tinker client on this machine."
     ),
     "tiny-model": Subcommand(
         module="tinkex.cli.tiny_model", help="Write a small random model, for tests and trials."
     ),
+    "version": Subcommand(module="tinkex.cli.version", help="Which tinkex this is."),
 }
 
 
-class CommandFailed(click.ClickException):
-    """What went wrong, and what to do next."""
-
-    def __init__(self, message: str, *, hint: str | None = None) -> None:
-        super().__init__(message)
-        self.hint = hint
-
-    def show(self, file: IO[Any] | None = None) -> None:
-        click.echo(f"error: {self.message}", err=True)
-        if self.hint:
-            click.echo(f"hint: {self.hint}", err=True)
-
-
 class LazyGroup(click.Group):
-    """A group that imports a subcommand only to run it."""
+    """A group that imports a subcommand only to run it, and puts errors into words."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted(SUBCOMMANDS)
@@ -68,16 +60,30 @@ class LazyGroup(click.Group):
         with formatter.section("Commands"):
             formatter.write_dl([(name, SUBCOMMANDS[name].help) for name in sorted(SUBCOMMANDS)])
 
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except (click.ClickException, click.exceptions.Exit, click.Abort):
+            raise
+        except Exception as error:
+            said = explained(error)
+            if said is None:
+                raise
+            raise said from error
+
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="tinkex", prog_name="tinkex")
-def command() -> None:
+@click.option(
+    "--format",
+    "-f",
+    type=click.Choice(["table", "json"]),
+    default="table",
+    show_default=True,
+    help="For people, or for programs.",
+)
+def command(format: str) -> None:
     """The Tinker training API, as software you own."""
 
 
-def needs(error: ModuleNotFoundError, what: str, extra: str) -> CommandFailed:
-    """A part that is not installed, and how to get it."""
-    return CommandFailed(
-        f"{what} needs {error.name}, which is not installed.",
-        hint=f"pip install 'tinkex[{extra}]'",
-    )
+__all__ = ["SUBCOMMANDS", "CommandFailed", "LazyGroup", "command"]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from tinkex.cli.group import CommandFailed, needs
+from tinkex.cli.failures import CommandFailed, needs
 
 if TYPE_CHECKING:
     from tinkex.server.store import ApiKey, Keys

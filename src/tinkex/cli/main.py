@@ -2,10 +2,15 @@
 
 import sys
 
+#: What shells expect of a program that Ctrl-C has ended.
+INTERRUPTED = 130
+
 
 def main() -> None:
     """Run the command line; errors are a message and a hint, not a traceback."""
     try:
+        import click
+
         from tinkex.cli.group import command
     except ModuleNotFoundError as error:
         # click and rich are extras: the client library does without them.
@@ -15,7 +20,18 @@ def main() -> None:
             file=sys.stderr,
         )
         sys.exit(2)
-    command()
+    try:
+        status = command.main(standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        status = error.exit_code
+    except click.Abort as error:
+        print("Stopped.", file=sys.stderr)
+        status = INTERRUPTED if isinstance(error.__cause__, KeyboardInterrupt) else 1
+    except KeyboardInterrupt:
+        print("Stopped.", file=sys.stderr)
+        status = INTERRUPTED
+    sys.exit(status if isinstance(status, int) else 0)
 
 
 if __name__ == "__main__":

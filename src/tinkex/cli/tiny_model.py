@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from tinkex.cli.group import CommandFailed, needs
+from tinkex.cli.failures import CommandFailed, needs
 
 
 @click.command("tiny-model")

@@ -1,0 +1,49 @@
+"""`tinkex model`: the base models of a service."""
+
+from __future__ import annotations
+
+import click
+
+from tinkex.cli.failures import CommandFailed
+from tinkex.cli.output import NONE, as_json, show_json, show_table, yes
+from tinkex.cli.remote import address, talks_to_a_service
+
+
+@click.group("model")
+def command() -> None:
+    """Which base models a service offers."""
+
+
+@command.command("list")
+@click.argument("substring", required=False)
+@talks_to_a_service
+def list_(substring: str | None) -> None:
+    """Show the base models, or those with SUBSTRING in their names."""
+    from tinkex.client.service import ServiceClient
+
+    offered = ServiceClient(**address()).get_server_capabilities().supported_models
+    wanted = (substring or "").lower()
+    models = [model for model in offered if wanted in (model.model_name or "").lower()]
+    if not models:
+        names = ", ".join(model.model_name or NONE for model in offered) or "none at all"
+        raise CommandFailed(
+            f"no model has {substring!r} in its name."
+            if substring
+            else "the service offers no models.",
+            hint=f"It offers: {names}.",
+        )
+    if as_json():
+        show_json({"models": models})
+        return
+    show_table(
+        ("Model", "Max context", "Trainable", "Sampleable"),
+        [
+            (
+                model.model_name or NONE,
+                NONE if model.max_context_length is None else str(model.max_context_length),
+                yes(model.trainable),
+                yes(model.sampleable),
+            )
+            for model in models
+        ],
+    )

@@ -1,0 +1,128 @@
+"""What commands print: tables for people, JSON for programs, and how sizes and times are worded."""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any, TextIO
+
+import click
+
+NONE = "N/A"
+_UNITS = (("minute", 60), ("hour", 3600), ("day", 86_400), ("week", 604_800))
+#: Further away than this, a date says more than a distance.
+_DISTANT_S = 30 * 86_400
+
+
+def as_json() -> bool:
+    """Whether the user asked for JSON, before the subcommand or after it."""
+    ctx = click.get_current_context(silent=True)
+    while ctx is not None:
+        if (chosen := ctx.params.get("format")) is not None:
+            return bool(chosen == "json")
+        ctx = ctx.parent
+    return False
+
+
+def show_json(value: Any) -> None:
+    """JSON with ISO 8601 times, on stdout."""
+    click.echo(json.dumps(plain(value), indent=2, ensure_ascii=False))
+
+
+def plain(value: Any) -> Any:
+    """A value of JSON's own types; times become ISO 8601."""
+    if hasattr(value, "model_dump"):
+        return value.model_dump(mode="json")
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, datetime):
+        return value.isoformat()
+    return value
+
+
+def show_table(
+    columns: Sequence[str], rows: Sequence[Sequence[str]], *, title: str | None = None
+) -> None:
+    """
+    Rows under headings. On a terminal with lines and colour; elsewhere plain and never cut, so
+    that `grep` and `awk` see whole ids.
+    """
+    if sys.stdout.isatty():
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(title=title, title_justify="left")
+        for number, column in enumerate(columns):
+            table.add_column(column, style="cyan" if number == 0 else None, overflow="fold")
+        for row in rows:
+            # Text, because what users name their things must not be read as markup.
+            table.add_row(*map(Text, row))
+        Console().print(table)
+        return
+    if title:
+        click.echo(title, err=True)
+    cells = [list(columns), *map(list, rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    for row in cells:
+        padded = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        click.echo("  ".join(padded).rstrip())
+
+
+def show_properties(properties: Mapping[str, str], *, title: str | None = None) -> None:
+    """One thing, a line for each of its properties."""
+    show_table(("Property", "Value"), list(properties.items()), title=title)
+
+
+def write_csv(path: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+    """Rows as CSV, in a file or (`-`) on stdout; None is an empty cell."""
+
+    def write(file: TextIO) -> None:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(columns)
+        writer.writerows(["" if cell is None else cell for cell in row] for row in rows)
+
+    if path == "-":
+        write(sys.stdout)
+        return
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        write(file)
+
+
+def size(count: int | None) -> str:
+    """`1.5 MB`, in steps of 1024."""
+    if count is None:
+        return NONE
+    amount = float(count)
+    for unit in ("B", "KB", "MB", "GB"):
+        if amount < 1024:
+            return f"{amount:.1f} {unit}"
+        amount /= 1024
+    return f"{amount:.1f} TB"
+
+
+def ago(moment: datetime | None, *, now: datetime | None = None) -> str:
+    """`3 hours ago`, `in 2 days`; a date when it is more than a month away."""
+    if moment is None:
+        return NONE
+    if moment.tzinfo is None:
+        moment = moment.replace(tzinfo=UTC)
+    distance_s = ((now or datetime.now(UTC)) - moment).total_seconds()
+    span_s = abs(distance_s)
+    if span_s > _DISTANT_S:
+        return moment.astimezone(UTC).date().isoformat()
+    if span_s < 60:
+        return "just now" if distance_s >= 0 else "in less than a minute"
+    unit, seconds = next(pair for pair in reversed(_UNITS) if span_s >= pair[1])
+    number = int(span_s // seconds)
+    text = f"{number} {unit}{'' if number == 1 else 's'}"
+    return f"{text} ago" if distance_s > 0 else f"in {text}"
+
+
+def yes(value: bool | None) -> str:
+    return NONE if value is None else ("yes" if value else "no")

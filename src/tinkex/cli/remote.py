@@ -1,0 +1,107 @@
+"""What the commands that talk to a service share: which one, with which key, and whole lists of it."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+if TYPE_CHECKING:
+    from tinkex.client.admin import AdminClient
+    from tinkex.client.rest import RestClient
+
+T = TypeVar("T")
+
+_OPTIONS = (
+    click.option(
+        "--base-url",
+        metavar="URL",
+        help="The service.  [default: TINKER_BASE_URL, else the hosted one]",
+    ),
+    click.option(
+        "--api-key",
+        metavar="KEY",
+        help="The key.  [default: TINKER_API_KEY, else the stored one]",
+    ),
+    click.option(
+        "--format",
+        "-f",
+        type=click.Choice(["table", "json"]),
+        help="As the option before the subcommand.",
+    ),
+)
+
+
+def talks_to_a_service(command: Callable[..., T]) -> Callable[..., T]:
+    """Options that say which service is meant; the command finds them through `rest()` & co."""
+
+    @functools.wraps(command)
+    def without(*args: Any, base_url: None, api_key: None, format: None, **kwargs: Any) -> T:
+        return command(*args, **kwargs)
+
+    decorated: Callable[..., T] = without
+    for option in reversed(_OPTIONS):
+        decorated = option(decorated)
+    return decorated
+
+
+def address() -> dict[str, str | None]:
+    """`base_url` and `api_key` as given to the running command."""
+    params = click.get_current_context().params
+    return {name: params.get(name) for name in ("base_url", "api_key")}
+
+
+def rest() -> RestClient:
+    from tinkex.client.rest import RestClient
+
+    return RestClient(**address())
+
+
+def admin() -> AdminClient:
+    from tinkex.client.admin import AdminClient
+
+    return AdminClient(**address())
+
+
+def pages(
+    fetch: Callable[[int, int], tuple[list[T], int]],
+    *,
+    limit: int,
+    page: int,
+    what: str,
+    quiet: bool,
+) -> tuple[list[T], int]:
+    """
+    The first `limit` things (0: all) of a list that comes in pages, and how many there are.
+
+    `fetch` takes (limit, offset) and returns a page and the total.
+    """
+    found: list[T] = []
+    with counting(what, quiet=quiet) as show:
+        while True:
+            wanted = page if limit == 0 else min(page, limit - len(found))
+            items, total = fetch(wanted, len(found))
+            found += items
+            goal = total if limit == 0 else min(limit, total)
+            show(len(found), goal)
+            # A page without items ends it too: things may be deleted while we look.
+            if len(found) >= goal or not items:
+                return found, max(total, len(found))
+
+
+@contextmanager
+def counting(what: str, *, quiet: bool) -> Iterator[Callable[[int, int], None]]:
+    """Progress of a long list on a terminal's stderr; nothing elsewhere."""
+    if quiet or not sys.stderr.isatty():
+        yield lambda done, total: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bars:
+        task = bars.add_task(what, total=None)
+        yield lambda done, total: bars.update(task, completed=done, total=total)

@@ -1,0 +1,17 @@
+"""`tinkex version`: which release this is, and which protocol it speaks."""
+
+import click
+
+from tinkex.cli.output import as_json, show_json
+
+
+@click.command("version")
+def command() -> None:
+    """Which tinkex this is."""
+    from tinkex.client.settings import PROTOCOL_VERSION
+    from tinkex.client.version import __version__
+
+    if as_json():
+        show_json({"version": __version__, "protocol": PROTOCOL_VERSION})
+    else:
+        click.echo(f"tinkex {__version__}")
