@@ -1,0 +1,120 @@
+"""What everything that runs requests shares: background tasks, engine time, results to the disk."""
+
+import asyncio
+import logging
+import secrets
+from collections import defaultdict
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+from tinkex.server.dispatch.payloads import Payloads
+from tinkex.server.executor import Executor, Outcome, Work
+from tinkex.server.executor import Task as Doing
+from tinkex.server.futures import Futures, Settled
+from tinkex.server.plan import Cause, Kind
+from tinkex.server.store import RequestRow, Store
+
+log = logging.getLogger("tinkex.server.dispatch")
+
+# A request that was with an engine each time it died is not tried for ever.
+MOST_ATTEMPTS = 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ending:
+    """What became of a request."""
+
+    result: bytes = b""
+    error: str | None = None
+    category: str | None = None
+    cause: Cause = Cause.WORK
+    #: The commit has happened already, together with other rows.
+    committed: bool = False
+
+
+class Desk:
+    """One for each dispatcher. A result is committed before its waiters are woken."""
+
+    def __init__(self, *, store: Store, executor: Executor, futures: Futures) -> None:
+        self.store = store
+        self.executor = executor
+        self.futures = futures
+        self.payloads = Payloads(store)
+        self.closing = False
+        #: Seconds of computing and number of operations, by task; for the metrics page.
+        self.computed: dict[Doing, tuple[int, float]] = {}
+        #: Seconds of computing by owner: who has which share.
+        self.used_s: defaultdict[str, float] = defaultdict(float)
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """In the background, until it is done or the server stops."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._over)
+        return task
+
+    def _over(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("a background task failed", exc_info=error)
+
+    async def stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def run(
+        self, base_model: str, work: Work, *, owner: str, incarnation: int | None = None
+    ) -> Outcome:
+        """Let an engine do this, on its owner's account."""
+        outcome = await self.executor.run(base_model, work, incarnation=incarnation)
+        count, seconds = self.computed.get(work.task, (0, 0.0))
+        self.computed[work.task] = (count + 1, seconds + outcome.compute_s)
+        self.used_s[owner] += outcome.compute_s
+        return outcome
+
+    async def commit(self, request_id: str, ending: Ending) -> asyncio.Future[Any]:
+        """Queue the result for the disk; what is answered is done once it is there."""
+        requests = self.store.requests
+        if ending.error is not None:
+            category = ending.category or "server"
+            return requests.fail(request_id, ending.error, category=category, cause=ending.cause)
+        place = await requests.keep(ending.result)
+        return requests.finish(request_id, ending.result, place)
+
+    async def settle(self, row: RequestRow, ending: Ending) -> None:
+        """A request outside the order of steps is over."""
+        self.payloads.forget(row.request_id)
+        event = await (await self.commit(row.request_id, ending))
+        self.wake(row.request_id, row.owner, Kind(row.kind), row.session_id, ending)
+        # After the result: who hears of it fetches it at once.
+        if event is not None:
+            self.futures.completions.add(event)
+
+    def wake(
+        self, request_id: str, owner: str, kind: Kind, session_id: str | None, ending: Ending
+    ) -> None:
+        self.futures.settle(
+            Settled(
+                request_id=request_id,
+                owner=owner,
+                kind=kind,
+                session_id=session_id,
+                result=ending.result,
+                error=ending.error,
+                category=ending.category,
+            )
+        )
+
+
+def bug(error: Exception) -> Ending:
+    """A bug fails what met it, and is in the log under the id that its user sees."""
+    number = secrets.token_hex(4)
+    log.error("bug %s", number, exc_info=error)
+    return Ending(
+        error=f"the server failed unexpectedly ({type(error).__name__}). "
+        f"Its log has the details under the id {number}.",
+        category="server",
+    )

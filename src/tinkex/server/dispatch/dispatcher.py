@@ -1,0 +1,217 @@
+"""
+The dispatcher: takes what was accepted, and knows how each request stands.
+
+Steps go to `turns`, samples to `samples`; this file only shows them the way.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Mapping
+
+from tinkex.server.dispatch import orders
+from tinkex.server.dispatch.desk import Desk, Ending
+from tinkex.server.dispatch.losses import Losses
+from tinkex.server.dispatch.places import Places
+from tinkex.server.dispatch.revival import Revival
+from tinkex.server.dispatch.run import Run, Runs, step_of
+from tinkex.server.dispatch.samples import Samples
+from tinkex.server.dispatch.snapshots import Snapshots
+from tinkex.server.dispatch.steps import Steps
+from tinkex.server.dispatch.turns import Turns
+from tinkex.server.executor import EngineLost, EngineRefused, Executor, Task, WorkFailed
+from tinkex.server.futures import ONE_REQUEST, Futures
+from tinkex.server.plan import Kind
+from tinkex.server.saving import Saving
+from tinkex.server.shares import Load, Waiting
+from tinkex.server.store import RequestRow, Store
+from tinkex.wire.codec import encode_json
+from tinkex.wire.training import UnloadModelResponse
+
+# How long a stopping server waits for results to reach the disk.
+SETTLE_S = 5.0
+
+
+class Dispatcher:
+    """Runs what was accepted. Belongs to one event loop; `start` before, `close` after."""
+
+    def __init__(
+        self,
+        *,
+        store: Store,
+        executor: Executor,
+        futures: Futures,
+        gap_s: float,
+        snapshot_steps: int = 200,
+        snapshot_bytes: int = 64 * 2**20,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        desk = Desk(store=store, executor=executor, futures=futures)
+        saving = Saving(store)
+        revival = Revival(desk, saving)
+        self._desk = desk
+        self._store = store
+        self._runs = Runs(store)
+        self._places = Places()
+        self._samples = Samples(desk)
+        self._losses = Losses(desk, self._runs)
+        self._snapshots = Snapshots(
+            desk, revival, steps=snapshot_steps, payload_bytes=snapshot_bytes
+        )
+        self._turns = Turns(
+            desk,
+            revival=revival,
+            steps=Steps(desk, revival, saving),
+            places=self._places,
+            snapshots=self._snapshots,
+            gap_s=gap_s,
+            clock=clock,
+        )
+
+    async def start(self) -> None:
+        """Take up what an earlier process accepted and did not finish."""
+        futures = self._desk.futures
+        await futures.start()
+        for row in await self._store.requests.waiting():
+            futures.expect(row.request_id, owner=row.owner, base_model=row.base_model)
+            if row.kind == Kind.SAMPLE:
+                self.sample(row)
+            elif row.kind == Kind.UNLOAD_MODEL:
+                self.unload(row)
+            elif row.kind == Kind.CREATE_CUSTOM_LOSS:
+                self.create_loss(row)
+            else:
+                await self.step(row)
+
+    async def close(self) -> None:
+        """Stop; what is unfinished is on disk and waits for the next start."""
+        self._desk.closing = True
+        for run in self._runs.opened():
+            if run.gap_timer is not None:
+                run.gap_timer.cancel()
+        # Results that are on their way to the disk get there, so that they need not be computed
+        # again.
+        settling = [task for run in self._runs.opened() for task in run.settling]
+        if settling:
+            await asyncio.wait(settling, timeout=SETTLE_S)
+        await self._desk.stop()
+
+    def expect(
+        self,
+        request_id: str,
+        *,
+        owner: str,
+        base_model: str,
+        payload: bytes | None = None,
+        load: Load = ONE_REQUEST,
+    ) -> None:
+        """Somebody may wait for this request from now on."""
+        self._desk.futures.expect(request_id, owner=owner, base_model=base_model, load=load)
+        if payload is not None:
+            self._desk.payloads.keep(request_id, payload)
+
+    async def step(self, row: RequestRow) -> None:
+        """A step was accepted: run it when its turn comes."""
+        if row.model_id is None or row.seq_id is None:
+            raise ValueError(f"request {row.request_id} is not a step of a model")
+        run = await self._runs.open(row.model_id, first_seq=row.seq_id)
+        self._turns.arrive(run, step_of(row))
+
+    def sample(self, row: RequestRow) -> None:
+        """A sample was accepted: run it now."""
+        self._desk.spawn(self._samples.run(row))
+
+    def cancel(self, request_id: str, *, owner: str) -> None:
+        """
+        Give up a sample that nobody waits for any more.
+
+        Harmless for everything else: what is finished stays so, and a step of a model is never
+        taken out of its line.
+        """
+        self._samples.cancel(request_id, owner=owner)
+
+    def create_loss(self, row: RequestRow) -> None:
+        """A loss was accepted: let the engines look at it."""
+        self._desk.spawn(self._losses.create(row))
+
+    def unload(self, row: RequestRow) -> None:
+        """Free a model's memory; its next step brings it back from its log."""
+        if row.model_id is None:
+            raise ValueError(f"request {row.request_id} names no model")
+        self._desk.spawn(self._unload(row, row.model_id))
+
+    async def _unload(self, row: RequestRow, model_id: str) -> None:
+        run = await self._runs.open(model_id)
+        run.live_in = None
+        ending = Ending(result=encode_json(UnloadModelResponse(model_id=model_id)))
+        try:
+            await self._desk.executor.run(run.model.base_model, orders.drop(model_id))
+        except (EngineLost, EngineRefused):
+            pass
+        except WorkFailed as failed:
+            ending = Ending(error=failed.message, category=failed.category)
+        await self._desk.settle(row, ending)
+
+    def free_session(self, session_id: str) -> None:
+        """Take a session's idle models out of memory; the next step of each brings it back."""
+        for run in self._runs.opened():
+            idle = run.driver is None and run.live_in is not None and not self._desk.closing
+            if idle and run.model.session_id == session_id:
+                self._turns.between(run, self._free(run))
+
+    async def _free(self, run: Run) -> None:
+        await run.settled()
+        run.live_in = None
+        with contextlib.suppress(EngineLost, EngineRefused, WorkFailed):
+            await self._desk.executor.run(run.model.base_model, orders.drop(run.model.model_id))
+
+    async def snapshot(self, model_id: str) -> bool:
+        """Write a model's state down now, between two of its steps; whether that was possible."""
+        run = await self._runs.open(model_id)
+        while run.driver is not None:
+            await asyncio.wait({run.driver})
+        if self._desk.closing or run.line.stillborn is not None:
+            return False
+        written = False
+
+        async def write() -> None:
+            nonlocal written
+            written = await self._snapshots.write(run)
+
+        await asyncio.wait({self._turns.between(run, write())})
+        return written
+
+    def allow(self, owner: str, max_training: int) -> None:
+        """From now on so many models of this owner may train at once; 0 is any number."""
+        self._places.allow(owner, max_training)
+
+    def awaits(self, model_id: str, seq_id: int) -> bool:
+        """Whether later steps of a model wait for this one."""
+        run = self._runs.get(model_id)
+        return run is not None and run.line.awaits(seq_id)
+
+    def standing(self, request_id: str, base_model: str) -> Waiting:
+        """How an unfinished request stands, and what is in its way."""
+        executor = self._desk.executor
+        if (reason := executor.waiting_for(base_model)) is not None:
+            return Waiting(state="paused_capacity", reason=reason)
+        if (waiting := self._places.why(request_id)) is not None:
+            return waiting
+        stats = executor.stats(base_model)
+        if request_id in self._samples and stats is not None and stats.samples_waiting:
+            return Waiting(
+                state="paused_capacity",
+                reason=f"the engine is full: {stats.sequences_running} sequences are being "
+                f"sampled, and {stats.samples_waiting} samples wait",
+            )
+        return Waiting(state="active")
+
+    @property
+    def computed(self) -> Mapping[Task, tuple[int, float]]:
+        """Number of operations and seconds of computing, by task."""
+        return self._desk.computed
+
+    @property
+    def used_s(self) -> Mapping[str, float]:
+        """Seconds of computing by owner: who has which share."""
+        return self._desk.used_s

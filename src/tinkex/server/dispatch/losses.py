@@ -1,0 +1,50 @@
+"""Custom losses: every engine that has a model of the session looks at a new one."""
+
+from tinkex.server.dispatch import orders
+from tinkex.server.dispatch.desk import MOST_ATTEMPTS, Desk, Ending, bug
+from tinkex.server.dispatch.run import Runs
+from tinkex.server.executor import EngineLost, EngineRefused, WorkFailed
+from tinkex.server.store import RequestRow
+from tinkex.wire.codec import encode_json
+from tinkex.wire.custom_loss import CreateCustomLossResponse
+
+
+class Losses:
+    """Outside the order of steps."""
+
+    def __init__(self, desk: Desk, runs: Runs) -> None:
+        self._desk = desk
+        self._runs = runs
+
+    async def create(self, row: RequestRow) -> None:
+        """To its end, good or bad."""
+        try:
+            ending = await self._perform(row)
+        except (WorkFailed, EngineRefused) as failed:
+            category = failed.category if isinstance(failed, WorkFailed) else "server"
+            ending = Ending(error=str(failed), category=category)
+        except EngineLost as lost:
+            if self._desk.closing:
+                return
+            ending = Ending(error=f"{lost}, {MOST_ATTEMPTS} times", category="server")
+        except Exception as error:  # noqa: BLE001  a bug must fail one request and be seen
+            ending = bug(error)
+        await self._desk.settle(row, ending)
+
+    async def _perform(self, row: RequestRow) -> Ending:
+        loss = await self._desk.store.runs.custom_loss(row.request_id)
+        # Engines that meet a model of this session later get its losses then.
+        alive = {
+            run.model.base_model
+            for run in self._runs.opened()
+            if run.model.session_id == loss.session_id and run.live_in is not None
+        }
+        for base_model in sorted(alive | {row.base_model}):
+            for attempt in range(MOST_ATTEMPTS):
+                try:
+                    await self._desk.executor.run(base_model, orders.register(loss))
+                    break
+                except EngineLost:
+                    if self._desk.closing or attempt == MOST_ATTEMPTS - 1:
+                        raise
+        return Ending(result=encode_json(CreateCustomLossResponse(loss_id=loss.loss_id)))

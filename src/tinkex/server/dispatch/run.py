@@ -1,0 +1,85 @@
+"""One model that has had work since this process started: its line, its engine, what it costs."""
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from tinkex.server import plan
+from tinkex.server.plan import Cause, Kind, Line, Step
+from tinkex.server.store import Model, RequestRow, Status, Store
+
+
+@dataclass(slots=True)
+class Run:
+    """Changed by whoever is in its driver's place, one at a time."""
+
+    model: Model
+    line: Line
+    #: The engine incarnation that has this model in memory, as its log says.
+    live_in: int | None = None
+    driver: asyncio.Task[None] | None = None
+    gap_timer: asyncio.TimerHandle | None = None
+    #: Results reach the writer in the order of their steps.
+    commit_order: asyncio.Lock = field(default_factory=asyncio.Lock)
+    settling: set[asyncio.Task[None]] = field(default_factory=set)
+    #: Seconds that engines computed for it.
+    computed_s: float = 0.0
+    #: How often each step was with an engine that died.
+    deaths: dict[int, int] = field(default_factory=dict)
+    #: Steps, and bytes of payloads, since the last snapshot.
+    steps_since: int = 0
+    bytes_since: int = 0
+
+    async def settled(self) -> None:
+        """Until every result of this model is on disk."""
+        await asyncio.gather(*self.settling, return_exceptions=True)
+
+
+class Runs:
+    """The runs of this process, each read from its log the first time it is asked for."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._runs: dict[str, Run] = {}
+        self._opening: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+
+    def get(self, model_id: str) -> Run | None:
+        """The run if this process has opened it."""
+        return self._runs.get(model_id)
+
+    def opened(self) -> Iterable[Run]:
+        return self._runs.values()
+
+    async def open(self, model_id: str, *, first_seq: int = 0) -> Run:
+        """The run of a model; `first_seq` is where a model begins whose log was deleted."""
+        async with self._opening[model_id]:
+            if (run := self._runs.get(model_id)) is not None:
+                return run
+            model = await self._store.runs.model(model_id)
+            if model is None:
+                raise LookupError(f"model {model_id} is not in the database")
+            snapshot = await self._store.snapshots.newest(model_id)
+            after = -1 if snapshot is None else snapshot.seq_id
+            finished = [
+                (step_of(row), row.error if row.status is Status.FAILED else None)
+                for row in await self._store.requests.log(model_id, after=after)
+                # The line had gone on without it.
+                if row.cause != Cause.LATE
+            ]
+            spoiled = None if snapshot is None else snapshot.spoiled
+            line = plan.restored(finished, next_seq=after + 1, spoiled=spoiled)
+            if snapshot is None and not await self._store.requests.has_steps(model_id):
+                line.stillborn, line.next_seq = plan.forgotten(), first_seq
+            run = Run(model=model, line=line, steps_since=len(finished))
+            self._runs[model_id] = run
+            return run
+
+
+def step_of(row: RequestRow) -> Step:
+    return Step(
+        seq_id=row.seq_id or 0,
+        request_id=row.request_id,
+        kind=Kind(row.kind),
+        creates=row.kind == Kind.LOAD_WEIGHTS and row.seq_id == 0,
+    )

@@ -1,0 +1,68 @@
+"""Samples: outside the order of steps, all at once, and given up when nobody wants them."""
+
+import asyncio
+
+from tinkex.server.dispatch import orders
+from tinkex.server.dispatch.desk import MOST_ATTEMPTS, Desk, Ending, bug
+from tinkex.server.executor import EngineLost, EngineRefused, WorkFailed
+from tinkex.server.store import RequestRow
+
+
+class Samples:
+    """Those that run or wait in an engine now."""
+
+    def __init__(self, desk: Desk) -> None:
+        self._desk = desk
+        #: By request: cancelling one of these cancels the sample.
+        self._running: dict[str, tuple[str, asyncio.Task[Ending]]] = {}
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._running
+
+    def cancel(self, request_id: str, *, owner: str) -> None:
+        """Give one up that nobody waits for any more; harmless if it is not running."""
+        running_owner, work = self._running.get(request_id, (None, None))
+        if work is not None and running_owner == owner:
+            work.cancel()
+
+    async def run(self, row: RequestRow) -> None:
+        """To its end, good or bad."""
+        work = asyncio.create_task(self._perform(row))
+        self._running[row.request_id] = (row.owner, work)
+        try:
+            await asyncio.wait({work})
+            ending = work.result()
+        except asyncio.CancelledError:
+            if not work.cancelled():
+                # It is this task that was cancelled: the server stops, and the sample runs again.
+                work.cancel()
+                raise
+            ending = Ending(error="cancelled: the client gave up on it.", category="user")
+        except (WorkFailed, EngineRefused) as failed:
+            category = failed.category if isinstance(failed, WorkFailed) else "server"
+            ending = Ending(error=str(failed), category=category)
+        except EngineLost as lost:
+            if self._desk.closing:
+                return
+            ending = Ending(error=f"{lost}, {MOST_ATTEMPTS} times", category="server")
+        except Exception as error:  # noqa: BLE001  a bug must fail one sample and be seen
+            ending = bug(error)
+        finally:
+            del self._running[row.request_id]
+        await self._desk.settle(row, ending)
+
+    async def _perform(self, row: RequestRow) -> Ending:
+        folder = None
+        if row.version_id is not None:
+            folder = await self._desk.store.checkpoints.open(row.version_id)
+        payload = await self._desk.payloads.get(row.request_id)
+        work = orders.sample(row.owner, folder, payload)
+        for attempt in range(MOST_ATTEMPTS):
+            try:
+                outcome = await self._desk.run(row.base_model, work, owner=row.owner)
+            except EngineLost:
+                if self._desk.closing or attempt == MOST_ATTEMPTS - 1:
+                    raise
+            else:
+                return Ending(result=outcome.result)
+        raise AssertionError("unreachable")

@@ -1,0 +1,162 @@
+"""
+Turn after turn of each model, for as long as its next step is there.
+
+What runs when is decided in `plan`; this is the loop around it.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from tinkex.server import plan
+from tinkex.server.dispatch import orders
+from tinkex.server.dispatch.desk import Desk, Ending, bug
+from tinkex.server.dispatch.places import Places
+from tinkex.server.dispatch.revival import Revival
+from tinkex.server.dispatch.run import Run
+from tinkex.server.dispatch.snapshots import Snapshots
+from tinkex.server.dispatch.steps import Steps
+from tinkex.server.executor import EngineLost, EngineRefused, WorkFailed
+from tinkex.server.plan import Cause, Step, Turn
+
+
+class Turns:
+    """At most one driver for each model: it alone runs steps, or stands in their way."""
+
+    def __init__(
+        self,
+        desk: Desk,
+        *,
+        revival: Revival,
+        steps: Steps,
+        places: Places,
+        snapshots: Snapshots,
+        gap_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._desk = desk
+        self._revival = revival
+        self._steps = steps
+        self._places = places
+        self._snapshots = snapshots
+        self._gap_s = gap_s
+        self._clock = clock
+
+    def arrive(self, run: Run, step: Step) -> None:
+        """A step has come: it runs when its turn comes."""
+        if run.line.arrive(step, now_s=self._clock()):
+            self._drive(run)
+        else:
+            late = Ending(error=plan.late(step.seq_id), category="user", cause=Cause.LATE)
+            self._desk.spawn(self._steps.settle(run, step, late))
+
+    def between(self, run: Run, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Do this in the driver's place, so that a step that comes now waits for it."""
+
+        async def drive() -> None:
+            try:
+                await work
+            finally:
+                run.driver = None
+            self._drive(run)
+
+        run.driver = self._desk.spawn(drive())
+        return run.driver
+
+    def _drive(self, run: Run) -> None:
+        if run.driver is None and not self._desk.closing:
+            run.driver = self._desk.spawn(self._drive_on(run))
+
+    async def _drive_on(self, run: Run) -> None:
+        """Take turn after turn until the next step has not come."""
+        try:
+            while not self._desk.closing:
+                # After a death one at a time, to learn which step it was.
+                most = 1 if run.deaths else None
+                turn = run.line.take(now_s=self._clock(), most=most)
+                if turn is None:
+                    break
+                await self._take(run, turn)
+                if self._snapshots.due(run):
+                    await self._snapshots.write(run)
+        finally:
+            run.driver = None
+        self._watch_gap(run)
+
+    async def _take(self, run: Run, turn: Turn) -> None:
+        try:
+            if turn.refusal is not None:
+                await self._refuse(run, turn)
+            else:
+                async with self._places.place(run, turn):
+                    await self._run(run, turn)
+        except EngineLost:
+            unfinished = [step for step in turn.steps if step.seq_id in run.line.running]
+            run.line.put_back(unfinished)
+        except EngineRefused as refused:
+            await self._fail(run, turn, Ending(error=str(refused), category="server"))
+        except WorkFailed as failed:
+            # Not a step but building the model again: it is tried anew at the next step.
+            run.live_in = None
+            text = f"this model could not be built again from its log: {failed.message}"
+            await self._fail(run, turn, Ending(error=text, category="server"))
+        except Exception as error:  # noqa: BLE001  a bug must fail steps, not stop the model
+            run.live_in = None
+            await self._fail(run, turn, bug(error))
+
+    async def _run(self, run: Run, turn: Turn) -> None:
+        incarnation = await self._revival.alive(run)
+        # At hand before any step starts: while a large one is being found, a small one behind it
+        # would overtake it on the way to the engine.
+        payloads = await asyncio.gather(
+            *(self._desk.payloads.get(step.request_id) for step in turn.steps),
+            return_exceptions=True,
+        )
+        # Tasks start in this order, so the engine gets the steps in the order of their numbers.
+        running = [
+            asyncio.create_task(self._steps.run(run, step, payload, incarnation))
+            for step, payload in zip(turn.steps, payloads, strict=True)
+        ]
+        try:
+            outcomes = await asyncio.gather(*running, return_exceptions=True)
+        except asyncio.CancelledError:
+            for task in running:
+                task.cancel()
+            raise
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException):
+                raise outcome
+
+    async def _fail(self, run: Run, turn: Turn, ending: Ending) -> None:
+        for step in turn.steps:
+            if step.seq_id in run.line.running:
+                await self._steps.end(run, step, ending)
+
+    async def _refuse(self, run: Run, turn: Turn) -> None:
+        if turn.clears_gradients and run.line.stillborn is None:
+            work = orders.clear_gradients(run.model.model_id)
+            # Gradients that died with their engine are gone. What is built again from the log
+            # stops at these refusals: put back, the steps would run as if nothing were missing.
+            with contextlib.suppress(EngineLost):
+                await self._revival.work(run, work, await self._revival.alive(run))
+        for step in turn.steps:
+            refused = Ending(error=turn.refusal, category="user", cause=turn.cause)
+            await self._steps.end(run, step, refused)
+
+    def _watch_gap(self, run: Run) -> None:
+        """Set the clock for a number that others wait for."""
+        if run.gap_timer is not None:
+            run.gap_timer.cancel()
+            run.gap_timer = None
+        gap = run.line.gap()
+        if gap is None or self._desk.closing:
+            return
+        left_s = max(0.0, gap.since_s + self._gap_s - self._clock())
+        run.gap_timer = asyncio.get_running_loop().call_later(left_s, self._gap_over, run, gap)
+
+    def _gap_over(self, run: Run, gap: plan.Gap) -> None:
+        run.gap_timer = None
+        if run.line.gap() == gap and run.driver is None:
+            self.between(run, self._take(run, run.line.close_gap(now_s=self._clock())))
