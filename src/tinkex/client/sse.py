@@ -1,0 +1,130 @@
+"""
+Server-sent events, decoded as they come: bytes in, events out, wherever the network cut them.
+
+The rules are those of the HTML standard's event streams. The decoder is pure; `EventStream` is the
+loop around it.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+# Not `str.splitlines`: that also splits where JSON texts may not be split.
+_LINE_END = re.compile("\r\n|\n|\r")
+_NUMBER = re.compile("[0-9]+")
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSentEvent:
+    """One event of a stream."""
+
+    #: What kind of event; None where the server does not say, which means "message".
+    event: str | None = None
+    data: str = ""
+    #: The last id the server gave, by this event or an earlier one.
+    id: str | None = None
+    #: Milliseconds to wait before connecting again, if this event says so.
+    retry: int | None = None
+
+    def json(self) -> Any:
+        return json.loads(self.data)
+
+
+class EventDecoder:
+    """Takes bytes in any pieces and gives the events that they complete."""
+
+    def __init__(self) -> None:
+        self._text = codecs.getincrementaldecoder("utf-8")("replace")
+        self._begun = False
+        #: The last piece ended in a carriage return; a line feed that follows belongs to it.
+        self._after_return = False
+        self._line: list[str] = []
+        self._last_id: str | None = None
+        self._clear()
+
+    def _clear(self) -> None:
+        self._event: str | None = None
+        self._data: list[str] = []
+        self._retry: int | None = None
+
+    def feed(self, chunk: bytes) -> list[ServerSentEvent]:
+        """
+        The events that are complete with this piece.
+
+        What the stream ends in the middle of is no event: there is no call for the end.
+        """
+        text = self._text.decode(chunk)
+        if text and not self._begun:
+            self._begun = True
+            text = text.removeprefix("\ufeff")
+        if text and self._after_return:
+            self._after_return = False
+            text = text.removeprefix("\n")
+        if not text:
+            return []
+        self._after_return = text.endswith("\r")
+        first, *rest = _LINE_END.split(text)
+        self._line.append(first)
+        if not rest:
+            return []
+        lines = ["".join(self._line), *rest]
+        self._line = [lines.pop()]
+        return [event for line in lines if (event := self._take(line)) is not None]
+
+    def _take(self, line: str) -> ServerSentEvent | None:
+        if not line:
+            return self._complete()
+        name, _, value = line.partition(":")
+        value = value.removeprefix(" ")
+        match name:
+            case "event":
+                self._event = value or None
+            case "data":
+                self._data.append(value)
+            case "id" if "\0" not in value:
+                self._last_id = value or None
+            case "retry" if _NUMBER.fullmatch(value):
+                self._retry = int(value)
+            case _:  # a comment (no name), or a field from the future
+                pass
+        return None
+
+    def _complete(self) -> ServerSentEvent | None:
+        event = None
+        if self._data:
+            data = "\n".join(self._data)
+            event = ServerSentEvent(self._event, data, self._last_id, self._retry)
+        self._clear()
+        return event
+
+
+class Consumed(RuntimeError):
+    """What comes over the network once was asked for twice."""
+
+
+class EventStream:
+    """The events of an answer whose body is still coming. Can be read once."""
+
+    def __init__(self, chunks: AsyncIterator[bytes]) -> None:
+        self._chunks = chunks
+        self._begun = False
+
+    def __aiter__(self) -> AsyncIterator[ServerSentEvent]:
+        if self._begun:
+            raise Consumed(
+                "The events of this stream have been read already, and a stream comes only once. "
+                "Keep what you need while you read it, or send the request again."
+            )
+        self._begun = True
+        return self._read()
+
+    async def _read(self) -> AsyncIterator[ServerSentEvent]:
+        decoder = EventDecoder()
+        async for chunk in self._chunks:
+            for event in decoder.feed(chunk):
+                yield event
