@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from tinkex.client.futures import Promise, awaits, refuse_to_block, waits
+from tinkex.client.rest import RestClient
 from tinkex.client.results import QueueLog, Wanted
 from tinkex.client.retry import RetryConfig
 from tinkex.client.sampling import SamplingClient, open_sampler
@@ -32,6 +33,7 @@ from tinkex.wire.training import (
 
 if TYPE_CHECKING:
     from tinkex.client.session import MakeTransport
+    from tinkex.client.telemetry import Telemetry
 
 CONSOLE_URL = "https://tinker.thinkingmachines.ai"
 
@@ -91,6 +93,10 @@ class ServiceClient:
         """The page of this session, or the list of sessions before there is one."""
         session_id = self._session.session_id
         return f"{CONSOLE_URL}/sessions" + (f"/{session_id}" if session_id else "")
+
+    def get_telemetry(self) -> Telemetry | None:
+        """What reports about this session; None before there is one, or switched off."""
+        return self._session.telemetry
 
     # -- capabilities ----------------------------------------------------------------------------
 
@@ -293,6 +299,30 @@ class ServiceClient:
 
     create_sampling_client = waits(_create_sampling_client)
     create_sampling_client_async = awaits(_create_sampling_client)
+
+    # -- what is there ---------------------------------------------------------------------------
+
+    def create_rest_client(self) -> RestClient:
+        """Deprecated: `RestClient()` needs no session."""
+        warnings.warn(
+            "create_rest_client() is deprecated: write RestClient(base_url=..., api_key=...), "
+            "which needs no ServiceClient.",
+            FutureWarning,
+            stacklevel=2,
+        )
+        return RestClient(self.holder)
+
+    def copy_weights(
+        self,
+        path: str,
+        *,
+        ttl_seconds: int | None = None,
+        weights_access_token: str | None = None,
+    ) -> Promise[str]:
+        """A copy of a checkpoint in the project of this client; its path."""
+        return RestClient(self.holder).copy_weights(
+            path, ttl_seconds=ttl_seconds, weights_access_token=weights_access_token
+        )
 
     # -- the end ---------------------------------------------------------------------------------
 

@@ -155,6 +155,11 @@ class Session:
         """None until the first operation that needs a session."""
         return self._session_id
 
+    @property
+    def telemetry(self) -> Telemetry | None:
+        """What reports about this session; None before there is one, or switched off."""
+        return self._telemetry
+
     # -- running work ----------------------------------------------------------------------------
 
     def run(self, work: Coroutine[Any, Any, T], *, yields_to_waiter: bool = False) -> Promise[T]:

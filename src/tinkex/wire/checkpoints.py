@@ -13,6 +13,7 @@ from tinkex.wire.training import AdamOptimizerConfig, OptimizerConfig, optimizer
 
 __all__ = [
     "Checkpoint",
+    "CheckpointArchiveUrlResponse",
     "CheckpointType",
     "CheckpointsListResponse",
     "CopyWeightsRequest",
@@ -174,6 +175,12 @@ class SaveWeightsExternalResponseInternal(LenientModel):
 class ExternalWeightsUrlsResponse(LenientModel):
     #: Signed address of each file, by its path inside the checkpoint.
     urls: dict[str, str]
+    expires: datetime
+
+
+class CheckpointArchiveUrlResponse(LenientModel):
+    #: Signed address of a tar of the files.
+    url: str
     expires: datetime
 
 

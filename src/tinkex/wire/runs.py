@@ -55,6 +55,7 @@ __all__ = [
     "SessionStatusQuery",
     "SessionSummary",
     "SupportedModel",
+    "TraceExportResponse",
     "TrainingRun",
     "TrainingRunsResponse",
     "UserSearchOwner",
@@ -401,3 +402,14 @@ class SessionSummary(LenientModel):
 class SessionSearchResponse(LenientModel):
     sessions: list[SessionSummary]
     next_cursor: SessionSearchCursor | None = None
+
+
+# -- what happened in a session ------------------------------------------------------------------
+
+
+class TraceExportResponse(LenientModel):
+    """A trace is made on request, and that may take a while."""
+
+    status: Literal["pending", "ready", "failed"]
+    url: str | None = None
+    error: str | None = None

@@ -30,6 +30,7 @@ from tinkex.wire.runs import (
     SessionStatus,
     SessionStatusQuery,
     SessionSummary,
+    TraceExportResponse,
     UserSearchOwner,
 )
 
@@ -46,12 +47,6 @@ Scope = Annotated[Literal["owned", "accessible"], Query()]
 
 class SetSessionProjectRequest(StrictModel):
     project_id: str
-
-
-class TraceExportResponse(StrictModel):
-    status: Literal["pending", "ready", "failed"]
-    url: str | None = None
-    error: str | None = None
 
 
 @router.get("/sessions")

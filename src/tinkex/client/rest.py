@@ -1,0 +1,542 @@
+"""RestClient: runs, checkpoints, sessions and samplers that exist: lists, details, changes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+import uuid
+import warnings
+from datetime import UTC, date, datetime, timedelta
+
+from tinkex.client import arguments, futures
+from tinkex.client.admin import AdminClient, redirected
+from tinkex.client.arguments import AccessScope, AuditEvents, checkpoint_at, checkpoint_url, segment
+from tinkex.client.errors import APIStatusError, ExperimentalWarning
+from tinkex.client.futures import Promise, awaits
+from tinkex.client.pages import Page, Pages, by_offset
+from tinkex.client.session import Connection
+from tinkex.client.sessionless import Sessionless
+from tinkex.client.transport import Kind
+from tinkex.wire.billing import (
+    AuditLogResponse,
+    BillingUsageResponse,
+    CurrentCheckpointStorageUsageResponse,
+)
+from tinkex.wire.checkpoints import (
+    Checkpoint,
+    CheckpointArchiveUrlResponse,
+    CheckpointsListResponse,
+    CopyWeightsRequest,
+    CopyWeightsResponse,
+    ExternalWeightsUrlsResponse,
+    WeightsInfoRequest,
+    WeightsInfoResponse,
+)
+from tinkex.wire.runs import (
+    GetSessionResponse,
+    ListSessionsResponse,
+    SessionSearchCursor,
+    SessionSearchRequest,
+    SessionSearchResponse,
+    SessionSummary,
+    TraceExportResponse,
+    TrainingRun,
+    TrainingRunsResponse,
+    WhoamiResponse,
+)
+from tinkex.wire.sampling import GetSamplerResponse
+
+log = logging.getLogger("tinkex.rest")
+
+#: A trace takes seconds at best: a first look soon, then at the pace that services expect.
+FIRST_LOOK_S = 0.5
+LOOK_EVERY_S = 5.0
+#: How long a link works when the service does not say.
+ARCHIVE_LASTS = timedelta(minutes=15)
+
+
+class RestClient(Sessionless):
+    """
+    What is on the service, without a session of one's own.
+
+        rest = tinkex.RestClient()
+        for run in rest.all_training_runs():
+            print(run.training_run_id, run.base_model)
+        await rest.publish_checkpoint_from_tinker_path_async("tinker://RUN/weights/NAME")
+
+    Every method returns a future at once, to wait for or to await; its `_async` twin returns the
+    value. Wrong arguments are a `ValueError` at once: nothing was sent.
+    """
+
+    # -- training runs ---------------------------------------------------------------------------
+
+    def get_training_run(
+        self, training_run_id: str, access_scope: AccessScope = "owned"
+    ) -> Promise[TrainingRun]:
+        """One run: its base model, its adapter, its last checkpoints."""
+        return self._ask(
+            "GET",
+            f"training_runs/{segment('training_run_id', training_run_id)}",
+            answer=TrainingRun,
+            query={"access_scope": arguments.scope(access_scope)},
+            about=f"asking about run {training_run_id}",
+        )
+
+    get_training_run_async = awaits(get_training_run)
+
+    def get_training_run_by_tinker_path(
+        self, tinker_path: str, access_scope: AccessScope = "owned"
+    ) -> Promise[TrainingRun]:
+        """The run that a checkpoint was saved from."""
+        run, _ = checkpoint_at(tinker_path)
+        return self.get_training_run(run, access_scope)
+
+    get_training_run_by_tinker_path_async = awaits(get_training_run_by_tinker_path)
+
+    def get_weights_info_by_tinker_path(self, tinker_path: str) -> Promise[WeightsInfoResponse]:
+        """What a new model must be like to load a checkpoint."""
+        checkpoint_at(tinker_path)
+        return self._ask(
+            "POST",
+            "weights_info",
+            WeightsInfoRequest(tinker_path=tinker_path),
+            answer=WeightsInfoResponse,
+            about=f"asking about {tinker_path}",
+        )
+
+    get_weights_info_by_tinker_path_async = awaits(get_weights_info_by_tinker_path)
+
+    def list_training_runs(
+        self,
+        limit: int = 20,
+        offset: int = 0,
+        access_scope: AccessScope = "owned",
+        project_id: str | None = None,
+    ) -> Promise[TrainingRunsResponse]:
+        """A page of runs, newest first."""
+        return self._ask(
+            "GET",
+            "training_runs",
+            answer=TrainingRunsResponse,
+            query={
+                "limit": arguments.count("limit", limit),
+                "offset": arguments.count("offset", offset),
+                "access_scope": arguments.scope(access_scope),
+                "project_id": project_id,
+            },
+            about="listing training runs",
+        )
+
+    list_training_runs_async = awaits(list_training_runs)
+
+    def all_training_runs(
+        self, access_scope: AccessScope = "owned", project_id: str | None = None
+    ) -> Pages[TrainingRun]:
+        """Every run, newest first: `for` or `async for`."""
+        arguments.scope(access_scope)
+        return by_offset(
+            lambda limit, offset: self.list_training_runs(limit, offset, access_scope, project_id),
+            lambda found: found.training_runs,
+            lambda run: run.training_run_id,
+            size=100,
+        )
+
+    # -- checkpoints -----------------------------------------------------------------------------
+
+    def list_checkpoints(self, training_run_id: str) -> Promise[CheckpointsListResponse]:
+        """All checkpoints of a run."""
+        return self._ask(
+            "GET",
+            f"training_runs/{segment('training_run_id', training_run_id)}/checkpoints",
+            answer=CheckpointsListResponse,
+            about=f"listing the checkpoints of {training_run_id}",
+        )
+
+    list_checkpoints_async = awaits(list_checkpoints)
+
+    def list_user_checkpoints(
+        self, limit: int = 100, offset: int = 0
+    ) -> Promise[CheckpointsListResponse]:
+        """A page of all checkpoints, newest first."""
+        return self._ask(
+            "GET",
+            "checkpoints",
+            answer=CheckpointsListResponse,
+            query={
+                "limit": arguments.count("limit", limit),
+                "offset": arguments.count("offset", offset),
+            },
+            about="listing checkpoints",
+        )
+
+    list_user_checkpoints_async = awaits(list_user_checkpoints)
+
+    def all_user_checkpoints(self) -> Pages[Checkpoint]:
+        """Every checkpoint, newest first: `for` or `async for`."""
+        return by_offset(
+            self.list_user_checkpoints,
+            lambda found: found.checkpoints,
+            lambda checkpoint: checkpoint.tinker_path,
+            size=1000,
+        )
+
+    def delete_checkpoint(self, training_run_id: str, checkpoint_id: str) -> Promise[None]:
+        """Delete a checkpoint for good. `checkpoint_id` is like `weights/0001`."""
+        return self._ask(
+            "DELETE",
+            checkpoint_url(training_run_id, checkpoint_id),
+            answer=type(None),
+            about=f"deleting {checkpoint_id} of {training_run_id}",
+        )
+
+    delete_checkpoint_async = awaits(delete_checkpoint)
+
+    def delete_checkpoint_from_tinker_path(self, tinker_path: str) -> Promise[None]:
+        """Delete a checkpoint for good."""
+        return self.delete_checkpoint(*checkpoint_at(tinker_path))
+
+    delete_checkpoint_from_tinker_path_async = awaits(delete_checkpoint_from_tinker_path)
+
+    def publish_checkpoint_from_tinker_path(self, tinker_path: str) -> Promise[None]:
+        """Let everybody read a checkpoint who knows its path."""
+        return self._ask(
+            "POST",
+            f"{checkpoint_url(*checkpoint_at(tinker_path))}/publish",
+            answer=type(None),
+            about=f"publishing {tinker_path}",
+        )
+
+    publish_checkpoint_from_tinker_path_async = awaits(publish_checkpoint_from_tinker_path)
+
+    def unpublish_checkpoint_from_tinker_path(self, tinker_path: str) -> Promise[None]:
+        """Take that back."""
+        return self._ask(
+            "DELETE",
+            f"{checkpoint_url(*checkpoint_at(tinker_path))}/publish",
+            answer=type(None),
+            about=f"unpublishing {tinker_path}",
+        )
+
+    unpublish_checkpoint_from_tinker_path_async = awaits(unpublish_checkpoint_from_tinker_path)
+
+    def set_checkpoint_ttl_from_tinker_path(
+        self, tinker_path: str, ttl_seconds: int | None
+    ) -> Promise[None]:
+        """Let a checkpoint expire so many seconds from now; None keeps it."""
+        # A plain dict: here the null is the message.
+        return self._ask(
+            "PUT",
+            f"{checkpoint_url(*checkpoint_at(tinker_path))}/ttl",
+            {"ttl_seconds": arguments.ttl(ttl_seconds)},
+            answer=type(None),
+            about=f"setting the expiry of {tinker_path}",
+        )
+
+    set_checkpoint_ttl_from_tinker_path_async = awaits(set_checkpoint_ttl_from_tinker_path)
+
+    def copy_weights(
+        self,
+        path: str,
+        destination_project_id: str | None = None,
+        *,
+        ttl_seconds: int | None = None,
+        weights_access_token: str | None = None,
+    ) -> Promise[str]:
+        """
+        A copy of a checkpoint, one's own or (with a key of its owner) somebody's; its path.
+
+        It goes into the project given, else into that of TINKER_PROJECT_ID.
+        """
+        checkpoint_at(path)
+        project = destination_project_id or self.holder.settings.project_id
+        if not project:
+            raise ValueError(
+                "A copy needs a project to go into: pass destination_project_id=..., or set "
+                "TINKER_PROJECT_ID."
+            )
+        body = CopyWeightsRequest(
+            destination_project_id=project,
+            source_path=path,
+            ttl_seconds=arguments.ttl(ttl_seconds),
+        )
+        # One key for all attempts: a repeat finds the copy that the first one made.
+        headers = {"X-Idempotency-Key": str(uuid.uuid4())}
+        if weights_access_token:
+            headers["X-Tinker-Weights-Access-Token"] = weights_access_token
+
+        async def work(connection: Connection) -> str:
+            copied = await connection.calls.call(
+                "POST",
+                "copy_weights",
+                body,
+                answer=CopyWeightsResponse,
+                kind=Kind.TRAIN,
+                headers=headers,
+                about=f"copying {path}",
+            )
+            return copied.tinker_path
+
+        return self._run(work, "POST", "copy_weights")
+
+    copy_weights_async = awaits(copy_weights)
+
+    # -- files -----------------------------------------------------------------------------------
+
+    def get_external_weights_urls(self, tinker_path: str) -> Promise[ExternalWeightsUrlsResponse]:
+        """A link for each file of a checkpoint that `save_weights_external` made."""
+        run, checkpoint = checkpoint_at(tinker_path)
+        if not checkpoint.startswith("external_weights/"):
+            raise ValueError(
+                f"{tinker_path} was not saved for other programs. Only "
+                "tinker://RUN/external_weights/NAME, as save_weights_external() returns it, has "
+                "a link for each file; tinkex.download_checkpoint() fetches every kind."
+            )
+        return self._ask(
+            "GET",
+            f"{checkpoint_url(run, checkpoint)}/external_weights_urls",
+            answer=ExternalWeightsUrlsResponse,
+            about=f"asking for the files of {tinker_path}",
+        )
+
+    get_external_weights_urls_async = awaits(get_external_weights_urls)
+
+    def get_checkpoint_archive_url(
+        self, training_run_id: str, checkpoint_id: str
+    ) -> Promise[CheckpointArchiveUrlResponse]:
+        """A link to a tar of the adapter's files. Not every service has these."""
+        path = f"{checkpoint_url(training_run_id, checkpoint_id)}/archive"
+
+        async def work(connection: Connection) -> CheckpointArchiveUrlResponse:
+            try:
+                return await connection.calls.call(
+                    "GET",
+                    path,
+                    answer=CheckpointArchiveUrlResponse,
+                    kind=Kind.TRAIN,
+                    about=f"asking for an archive of {checkpoint_id} of {training_run_id}",
+                )
+            except APIStatusError as error:
+                url = redirected(error)
+                if url is None:
+                    raise
+                expires = _expiry(error.response.headers.get("expires"))
+                return CheckpointArchiveUrlResponse(url=url, expires=expires)
+
+        return self._run(work, "GET", path)
+
+    get_checkpoint_archive_url_async = awaits(get_checkpoint_archive_url)
+
+    def get_checkpoint_archive_url_from_tinker_path(
+        self, tinker_path: str
+    ) -> Promise[CheckpointArchiveUrlResponse]:
+        """The same, by path."""
+        return self.get_checkpoint_archive_url(*checkpoint_at(tinker_path))
+
+    get_checkpoint_archive_url_from_tinker_path_async = awaits(
+        get_checkpoint_archive_url_from_tinker_path
+    )
+
+    # -- sessions and samplers -------------------------------------------------------------------
+
+    def get_session(
+        self, session_id: str, access_scope: AccessScope = "owned"
+    ) -> Promise[GetSessionResponse]:
+        """The runs and samplers of a session."""
+        return self._ask(
+            "GET",
+            f"sessions/{segment('session_id', session_id)}",
+            answer=GetSessionResponse,
+            query={"access_scope": arguments.scope(access_scope)},
+            about=f"asking about session {session_id}",
+        )
+
+    get_session_async = awaits(get_session)
+
+    def list_sessions(
+        self, limit: int = 20, offset: int = 0, access_scope: AccessScope = "owned"
+    ) -> Promise[ListSessionsResponse]:
+        """A page of session ids, newest first."""
+        return self._ask(
+            "GET",
+            "sessions",
+            answer=ListSessionsResponse,
+            query={
+                "limit": arguments.count("limit", limit),
+                "offset": arguments.count("offset", offset),
+                "access_scope": arguments.scope(access_scope),
+            },
+            about="listing sessions",
+        )
+
+    list_sessions_async = awaits(list_sessions)
+
+    def all_sessions(self, access_scope: AccessScope = "owned") -> Pages[str]:
+        """The ids of all sessions, newest first: `for` or `async for`."""
+        arguments.scope(access_scope)
+        return by_offset(
+            lambda limit, offset: self.list_sessions(limit, offset, access_scope),
+            lambda found: found.sessions,
+            lambda session_id: session_id,
+            size=100,
+        )
+
+    def search_sessions(self, request: SessionSearchRequest) -> Promise[SessionSearchResponse]:
+        """Sessions by metadata, project, owner or state. Experimental."""
+        _warn("search_sessions() is experimental: it may change or go.", ExperimentalWarning)
+        return self._search(request)
+
+    search_sessions_async = awaits(search_sessions)
+
+    def all_found_sessions(self, request: SessionSearchRequest) -> Pages[SessionSummary]:
+        """Everything that a search finds: `for` or `async for`. Experimental."""
+        _warn("all_found_sessions() is experimental: it may change or go.", ExperimentalWarning)
+
+        def fetch(place: SessionSearchCursor | None) -> Promise[SessionSearchResponse]:
+            return self._search(request.model_copy(update={"cursor": place}) if place else request)
+
+        return Pages(
+            fetch,
+            lambda _, found: Page(found.sessions, found.next_cursor),
+            lambda found: found.session_id,
+        )
+
+    def _search(self, request: SessionSearchRequest) -> Promise[SessionSearchResponse]:
+        if not isinstance(request, SessionSearchRequest):
+            raise TypeError(
+                f"search_sessions() takes a types.SessionSearchRequest, not a "
+                f"{type(request).__name__}."
+            )
+        return self._ask(
+            "POST",
+            "sessions/search",
+            request,
+            answer=SessionSearchResponse,
+            about="searching sessions",
+        )
+
+    def assign_session_project(self, session_id: str, project_id: str) -> Promise[None]:
+        """Move a session, and what belongs to it, into a project."""
+        segment("project_id", project_id)
+        return self._ask(
+            "PUT",
+            f"sessions/{segment('session_id', session_id)}/project",
+            {"project_id": project_id},
+            answer=type(None),
+            about=f"moving session {session_id}",
+        )
+
+    assign_session_project_async = awaits(assign_session_project)
+
+    def export_session_trace(self, session_id: str) -> Promise[str]:
+        """A link to a session's trace, once the service has made it."""
+        path = f"sessions/{segment('session_id', session_id)}/trace_export"
+
+        async def work(connection: Connection) -> str:
+            pause_s = FIRST_LOOK_S
+            while True:
+                trace = await connection.calls.call(
+                    "GET",
+                    path,
+                    answer=TraceExportResponse,
+                    kind=Kind.TRAIN,
+                    about=f"exporting the trace of session {session_id}",
+                )
+                if trace.status == "ready" and trace.url:
+                    return trace.url
+                if trace.status != "pending":
+                    raise RuntimeError(
+                        f"The service could not export the trace of session {session_id}: "
+                        f"{trace.error or trace.status}."
+                    )
+                if pause_s == FIRST_LOOK_S:
+                    log.warning("the trace of session %s is being made; waiting", session_id)
+                await asyncio.sleep(pause_s)
+                pause_s = LOOK_EVERY_S
+
+        return self._run(work, "GET", path)
+
+    export_session_trace_async = awaits(export_session_trace)
+
+    def get_sampler(self, sampler_id: str) -> Promise[GetSamplerResponse]:
+        """The base model and the weights that a sampling session samples from."""
+        return self._ask(
+            "GET",
+            f"samplers/{segment('sampler_id', sampler_id)}",
+            answer=GetSamplerResponse,
+            about=f"asking about sampler {sampler_id}",
+        )
+
+    get_sampler_async = awaits(get_sampler)
+
+    # -- who is asking ---------------------------------------------------------------------------
+
+    def whoami(self) -> Promise[WhoamiResponse]:
+        """Whom the credential in use belongs to, as the token says."""
+
+        async def work(connection: Connection) -> WhoamiResponse:
+            claims = await connection.credential.claims()
+            return WhoamiResponse(
+                user_urn=claims["sub"], org_urn=claims["org_id"], email=claims.get("email")
+            )
+
+        return self._run(work, "GET", "auth/token")
+
+    whoami_async = awaits(whoami)
+
+    # -- moved to AdminClient --------------------------------------------------------------------
+
+    def get_audit_log(
+        self, event_type: AuditEvents = "all", day: date | None = None
+    ) -> Promise[AuditLogResponse]:
+        """Deprecated: use `AdminClient`."""
+        _moved("get_audit_log")
+        return self._admin().get_audit_log(event_type, day)
+
+    get_audit_log_async = awaits(get_audit_log)
+
+    def get_billing_usage(
+        self, starting_on: datetime | str, ending_before: datetime | str
+    ) -> Promise[BillingUsageResponse]:
+        """Deprecated: use `AdminClient`."""
+        _moved("get_billing_usage")
+        return self._admin().get_billing_usage(starting_on, ending_before)
+
+    get_billing_usage_async = awaits(get_billing_usage)
+
+    def get_current_checkpoint_storage_usage(
+        self, project_id: str | None = None
+    ) -> Promise[CurrentCheckpointStorageUsageResponse]:
+        """Deprecated: use `AdminClient`."""
+        _moved("get_current_checkpoint_storage_usage")
+        return self._admin().get_current_checkpoint_storage_usage(project_id)
+
+    get_current_checkpoint_storage_usage_async = awaits(get_current_checkpoint_storage_usage)
+
+    def _admin(self) -> AdminClient:
+        admin = AdminClient(self._open_holder())
+        admin._timeout_s = self._timeout_s
+        return admin
+
+
+def _expiry(text: str | None) -> datetime:
+    """The date in a header; a service that says none means a quarter of an hour."""
+    from email.utils import parsedate_to_datetime
+
+    try:
+        expires = parsedate_to_datetime(text or "")
+    except ValueError:
+        return datetime.now(UTC) + ARCHIVE_LASTS
+    return expires.replace(tzinfo=UTC) if expires.tzinfo is None else expires
+
+
+def _moved(name: str) -> None:
+    _warn(f"RestClient.{name}() is deprecated: use AdminClient.{name}().", FutureWarning)
+
+
+def _warn(text: str, category: type[Warning]) -> None:
+    """Points at the caller's line, past the `_async` twin and `_moved`."""
+    level = 2
+    while sys._getframe(level - 1).f_code.co_filename in (__file__, futures.__file__):
+        level += 1
+    warnings.warn(text, category, stacklevel=level)
