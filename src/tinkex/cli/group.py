@@ -18,6 +18,11 @@ class Subcommand:
 
 
 SUBCOMMANDS = {
+    "auth": Subcommand(module="tinkex.cli.auth", help="Store a key; see who you are."),
+    "billing": Subcommand(module="tinkex.cli.billing", help="What was used, and what it costs."),
+    "checkpoint": Subcommand(
+        module="tinkex.cli.checkpoint", help="List, download, publish and delete saved weights."
+    ),
     "conformance": Subcommand(
         module="tinkex.cli.conformance", help="Check that a Tinker server does what it should."
     ),
@@ -31,10 +36,12 @@ SUBCOMMANDS = {
         module="tinkex.cli.merge", help="Add an adapter into its base model: a full model folder."
     ),
     "model": Subcommand(module="tinkex.cli.model", help="Which base models a service offers."),
+    "run": Subcommand(module="tinkex.cli.run", help="List training runs and look at one."),
     "sample": Subcommand(module="tinkex.cli.sample", help="Ask a model something, from the shell."),
     "serve": Subcommand(
         module="tinkex.cli.serve", help="Serve models to every Tinker client on this machine."
     ),
+    "session": Subcommand(module="tinkex.cli.session", help="Export what a session did."),
     "tiny-model": Subcommand(
         module="tinkex.cli.tiny_model", help="Write a small random model, for tests and trials."
     ),

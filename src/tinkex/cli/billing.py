@@ -1,0 +1,144 @@
+"""`tinkex billing`: what was used by the hour, and what checkpoints take up."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from tinkex.cli.output import NONE, as_json, show_json, show_table, write_csv
+from tinkex.cli.output import size as shown_size
+from tinkex.cli.remote import admin, talks_to_a_service
+
+if TYPE_CHECKING:
+    from tinkex.wire.billing import BillingUsageEvent
+
+USAGE = (
+    "bucket_start",
+    "bucket_end",
+    "type",
+    "base_model",
+    "user_id",
+    "user_name",
+    "project_id",
+    "session_id",
+    "cached",
+    "token_count",
+    "count",
+    "gigabyte_hours",
+    "estimated_cost_usd",
+    "effective_rate_usd_per_million_tokens",
+    "effective_rate_usd_per_gigabyte_month",
+)
+#: What people look at first; the rest is in CSV and JSON.
+USAGE_SHOWN = ("bucket_start", "type", "base_model", "user_name", "amount", "estimated_cost_usd")
+STORAGE = (
+    "project_id",
+    "org_user_urn",
+    "user_email",
+    "user_name",
+    "checkpoint_count",
+    "size_bytes",
+    "size_gigabytes",
+    "estimated_monthly_cost_usd",
+)
+
+
+@click.group("billing")
+def command() -> None:
+    """What was used, and what it costs."""
+
+
+@command.command("usage")
+@click.argument("starting_on", metavar="START")
+@click.argument("ending_before", metavar="END")
+@click.option("--csv", "csv_path", metavar="FILE", help="Write rows as CSV; - is stdout.")
+@click.option("--sessions-csv", metavar="FILE", help="Write the sessions' metadata as CSV.")
+@talks_to_a_service
+def usage(
+    starting_on: str, ending_before: str, csv_path: str | None, sessions_csv: str | None
+) -> None:
+    """Show what was used from START to before END, by the hour.
+
+    Both are dates or times in UTC, such as 2027-01-31 or 2027-01-31T12:00:00Z.
+    """
+    if csv_path == sessions_csv == "-":
+        raise click.UsageError("Only one of --csv and --sessions-csv can be stdout.")
+    answer = admin().get_billing_usage(starting_on, ending_before).result()
+    rows = [_usage_row(event) for event in answer.data]
+    if csv_path:
+        write_csv(csv_path, USAGE, [[row.get(name) for name in USAGE] for row in rows])
+    if sessions_csv:
+        write_csv(
+            sessions_csv,
+            ("session_id", "user_metadata"),
+            [
+                (session_id, json.dumps(session.user_metadata or {}, ensure_ascii=False))
+                for session_id, session in answer.sessions.items()
+            ],
+        )
+    if csv_path or sessions_csv:
+        return
+    if as_json():
+        show_json(answer)
+        return
+    through = f"; costs are complete to {answer.cost_data_through:%Y-%m-%d %H:%M} UTC" * bool(
+        answer.cost_data_through
+    )
+    show_table(
+        [name.replace("_", " ").capitalize() for name in USAGE_SHOWN],
+        [_cells({**row, "amount": _amount(row)}, USAGE_SHOWN) for row in rows],
+        title=f"{len(rows)} entries{through}",
+    )
+
+
+@command.command("checkpoint-storage")
+@click.option("--project-id", metavar="ID", help="Only this project.")
+@click.option("--csv", "csv_path", metavar="FILE", help="Write rows as CSV; - is stdout.")
+@talks_to_a_service
+def checkpoint_storage(project_id: str | None, csv_path: str | None) -> None:
+    """Show what saved weights take up now, by project and owner."""
+    answer = admin().get_current_checkpoint_storage_usage(project_id).result()
+    rows = [item.model_dump(mode="json") for item in answer.data]
+    if csv_path:
+        write_csv(csv_path, STORAGE, [[row[name] for name in STORAGE] for row in rows])
+    elif as_json():
+        show_json(answer)
+    else:
+        show_table(
+            ("Project", "Owner", "Checkpoints", "Size", "Cost a month (USD)"),
+            [
+                (
+                    item.project_id or NONE,
+                    item.user_name or item.user_email or item.org_user_urn or NONE,
+                    str(item.checkpoint_count),
+                    shown_size(item.size_bytes),
+                    _cell(item.estimated_monthly_cost_usd),
+                )
+                for item in answer.data
+            ],
+        )
+
+
+def _usage_row(event: BillingUsageEvent) -> dict[str, Any]:
+    """One level: what the event is about beside when and whose it is."""
+    row = event.model_dump(mode="json")
+    return {**row, **row.pop("event_info")}
+
+
+def _amount(row: dict[str, Any]) -> str:
+    for name, unit in (("token_count", "tokens"), ("count", "checkpoints")):
+        if row.get(name) is not None:
+            return f"{row[name]} {unit}"
+    return f"{row.get('gigabyte_hours', 0):.3f} GB hours"
+
+
+def _cells(row: dict[str, Any], names: Sequence[str]) -> list[str]:
+    return [_cell(row.get(name)) for name in names]
+
+
+def _cell(value: Any) -> str:
+    # A cost that should be there and is not known yet is `null`: it is not zero.
+    return "null" if value is None else str(value)

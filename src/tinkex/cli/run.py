@@ -1,0 +1,121 @@
+"""`tinkex run`: training runs, listed and looked at."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from tinkex.cli.output import NONE, ago, as_json, show_json, show_properties, show_table, yes
+from tinkex.cli.remote import pages, rest, talks_to_a_service
+
+if TYPE_CHECKING:
+    from tinkex.wire.checkpoints import Checkpoint
+    from tinkex.wire.runs import TrainingRun
+
+PAGE = 100
+COLUMNS = {
+    "id": "Run",
+    "model": "Model",
+    "owner": "Owner",
+    "lora": "LoRA",
+    "updated": "Updated",
+    "status": "Status",
+    "checkpoint": "Last checkpoint",
+    "checkpoint_time": "Saved",
+}
+USUAL = "id,model,lora,updated,status"
+
+
+@click.group("run")
+def command() -> None:
+    """List training runs and look at one."""
+
+
+def _columns(ctx: click.Context, param: click.Parameter, text: str) -> list[str]:
+    names = [name for name in map(str.strip, text.split(",")) if name]
+    wrong = [name for name in names if name not in COLUMNS]
+    if wrong or not names:
+        found = f"{', '.join(map(repr, wrong))} is no column" if wrong else "no column is named"
+        raise click.BadParameter(f"{found}. There are: {', '.join(COLUMNS)}.")
+    return names
+
+
+@command.command("list")
+@click.option("--limit", type=click.IntRange(0), default=20, show_default=True, help="0 shows all.")
+@click.option(
+    "--columns",
+    "-c",
+    default=USUAL,
+    show_default=True,
+    callback=_columns,
+    help=f"Some of: {', '.join(COLUMNS)}.",
+)
+@talks_to_a_service
+def list_(limit: int, columns: list[str]) -> None:
+    """Show the training runs, the latest first."""
+    client = rest()
+
+    def fetch(count: int, offset: int) -> tuple[list[TrainingRun], int]:
+        page = client.list_training_runs(limit=count, offset=offset).result()
+        return page.training_runs, page.cursor.total_count
+
+    runs, total = pages(fetch, limit=limit, page=PAGE, what="Training runs", quiet=as_json())
+    if as_json():
+        show_json({"runs": runs, "total": total, "shown": len(runs)})
+        return
+    more = (
+        f", {total - len(runs)} more not shown (--limit 0 shows all)" if total > len(runs) else ""
+    )
+    show_table(
+        [COLUMNS[name] for name in columns],
+        [[_cells(run)[name] for name in columns] for run in runs],
+        title=f"{len(runs)} training runs{more}",
+    )
+
+
+@command.command("info")
+@click.argument("run_id")
+@talks_to_a_service
+def info(run_id: str) -> None:
+    """Show one training run."""
+    run = rest().get_training_run(run_id).result()
+    if as_json():
+        show_json(run)
+        return
+    show_properties(
+        {
+            "Run": run.training_run_id,
+            "Base model": run.base_model,
+            "Owner": run.model_owner,
+            "LoRA": yes(run.is_lora),
+            "LoRA rank": NONE if run.lora_rank is None else str(run.lora_rank),
+            "Status": _status(run),
+            "Last request": ago(run.last_request_time),
+            "Last checkpoint": _saved(run.last_checkpoint),
+            "Last sampler checkpoint": _saved(run.last_sampler_checkpoint),
+            **{f"Metadata {key}": value for key, value in (run.user_metadata or {}).items()},
+        }
+    )
+
+
+def _cells(run: TrainingRun) -> dict[str, str]:
+    last = run.last_checkpoint
+    return {
+        "id": run.training_run_id,
+        "model": run.base_model,
+        "owner": run.model_owner,
+        "lora": f"rank {run.lora_rank}" if run.is_lora and run.lora_rank else yes(run.is_lora),
+        "updated": ago(run.last_request_time),
+        "status": _status(run),
+        "checkpoint": last.checkpoint_id if last else NONE,
+        "checkpoint_time": ago(last.time if last else None),
+    }
+
+
+def _status(run: TrainingRun) -> str:
+    return "failed" if run.corrupted else "active"
+
+
+def _saved(checkpoint: Checkpoint | None) -> str:
+    return NONE if checkpoint is None else f"{checkpoint.tinker_path} ({ago(checkpoint.time)})"

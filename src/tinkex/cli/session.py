@@ -1,0 +1,52 @@
+"""`tinkex session`: what a session did, as a trace for a viewer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from tinkex.cli.failures import CommandFailed
+from tinkex.cli.output import as_json, show_json
+from tinkex.cli.output import size as shown_size
+from tinkex.cli.remote import counting, rest, talks_to_a_service
+
+
+@click.group("session")
+def command() -> None:
+    """Export what a session did."""
+
+
+@command.command("export-trace")
+@click.argument("session_id")
+@click.option(
+    "--output",
+    "-o",
+    type=click.Path(path_type=Path),
+    help="Where to write.  [default: SESSION_ID.pftrace]",
+)
+@click.option("--url-only", is_flag=True, help="Print a link instead, which needs no key.")
+@talks_to_a_service
+def export_trace(session_id: str, output: Path | None, url_only: bool) -> None:
+    """Download the trace of a session, to look at in a trace viewer."""
+    if url_only and output:
+        raise click.UsageError("Give either --output or --url-only.")
+    click.echo("Preparing the trace ...", err=True)
+    url = rest().export_session_trace(session_id).result()
+    if url_only:
+        if as_json():
+            show_json({"session_id": session_id, "url": url})
+        else:
+            click.echo(url)
+        return
+    from tinkex.client.download import fetch_file
+
+    target = output or Path(f"{session_id}.pftrace".replace("/", "_").replace(":", "_"))
+    if target.is_dir():
+        raise CommandFailed(f"{target} is a folder.", hint="Give the name of a file to --output.")
+    with counting("Downloading", quiet=as_json()) as show:
+        written = fetch_file(url, target, progress=show)
+    if as_json():
+        show_json({"session_id": session_id, "destination": str(target), "size_bytes": written})
+    else:
+        click.echo(f"{target} ({shown_size(written)})", err=True)
