@@ -13,7 +13,7 @@ import pytest
 import tinkex
 from tinkex import SamplingParams, types
 from tinkex.client import session as session_module
-from tinkex.testing import Answer, FakeService, Lost
+from tinkex.testing import Answer, Lost
 
 
 def endpoints(fake):
@@ -203,11 +203,3 @@ def test_a_session_nobody_refers_to_goes_away_with_its_connection(fake):
 def test_unknown_arguments_are_named(fake):
     with pytest.warns(FutureWarning, match="ignores colour"):
         fake.client(colour="red")
-
-
-def test_a_service_that_wants_tokens_exchanged_is_refused_clearly():
-    fake = FakeService(config={"pjwt_auth_enabled": True})
-    service = fake.client()
-    with pytest.raises(tinkex.TinkerError, match="short-lived tokens"):
-        service.get_server_capabilities()
-    service.close("errored").result(5)

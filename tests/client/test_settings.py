@@ -1,5 +1,6 @@
 """Where settings come from, and that keys stay out of sight."""
 
+import copy
 import json
 import pickle
 
@@ -101,7 +102,9 @@ def test_a_key_does_not_print():
     settings = Settings(base_url="http://a", api_key=ApiKey(KEY), headers={"X-Secret": KEY})
     assert KEY not in repr(settings)
     assert KEY not in f"{settings.api_key}"
-    assert pickle.loads(pickle.dumps(settings.api_key)) == settings.api_key
+    with pytest.raises(TypeError, match="not pickled"):
+        pickle.dumps(settings)
+    assert copy.deepcopy(settings) == settings
 
 
 def test_limits_are_shared_by_url_and_key_and_by_nothing_less():

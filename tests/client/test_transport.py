@@ -21,7 +21,6 @@ from tinkex.client.transport import (
     Request,
     TooSlow,
     Unreachable,
-    proxy_for,
 )
 from tinkex.testing import Lost
 
@@ -155,44 +154,7 @@ def test_each_kind_of_work_has_connections_of_its_own(fake, loopback):
     assert asyncio.run(main()).status_code == 200
 
 
-# -- proxies and certificates ------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("env", "url", "expected"),
-    [
-        ({}, "http://a.example", None),
-        ({"HTTP_PROXY": "http://p:1"}, "http://a.example", "http://p:1"),
-        ({"http_proxy": "http://p:1"}, "https://a.example", None),
-        ({"https_proxy": "http://p:2"}, "https://a.example", "http://p:2"),
-        ({"ALL_PROXY": "http://p:3"}, "https://a.example", "http://p:3"),
-        ({"http_proxy": "http://p:1", "no_proxy": "a.example"}, "http://a.example", None),
-        ({"http_proxy": "http://p:1", "no_proxy": "127.0.0.1"}, "http://127.0.0.1:8000", None),
-    ],
-)
-def test_the_environment_names_the_proxy(monkeypatch, env, url, expected):
-    for name in ("http_proxy", "https_proxy", "all_proxy", "no_proxy"):
-        monkeypatch.delenv(name, raising=False)
-        monkeypatch.delenv(name.upper(), raising=False)
-    for name, value in env.items():
-        monkeypatch.setenv(name, value)
-    assert proxy_for(url) == expected
-
-
-def test_a_kind_of_proxy_that_cannot_be_used_is_refused(monkeypatch):
-    monkeypatch.setenv("all_proxy", "socks5://p:1")
-    monkeypatch.delenv("http_proxy", raising=False)
-    with pytest.raises(tinkex.TinkerError, match="HTTP proxy"):
-        proxy_for("http://a.example")
-
-
-def test_a_proxy_is_used_and_not_only_configured(fake, loopback, monkeypatch):
-    # The loopback server takes absolute addresses as a proxy would.
-    monkeypatch.setenv("http_proxy", loopback.url)
-    monkeypatch.delenv("no_proxy", raising=False)
-    with tinkex.ServiceClient(base_url="http://nowhere.invalid", api_key="tml-x") as service:
-        assert service.get_server_capabilities().supported_models
-    assert fake.requests[-1].headers["host"] == "nowhere.invalid"
+# -- certificates ------------------------------------------------------------------------------------
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl to make a certificate")

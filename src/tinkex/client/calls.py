@@ -4,23 +4,27 @@ The ladder from a typed call to bytes; each rung adds one thing.
     Calls.call              typed request in, typed answer out
       Calls._retrying       asks the policy, waits, tries again: the only layer that repeats
         Calls.once          one exchange, failures mapped to our errors
-          Transport.send    bytes and headers
+          Calls._send       with the credential of this moment
+            Transport.send  bytes and headers
 """
 
 from __future__ import annotations
 
 import asyncio
+import copy
 import logging
 import platform
 import random
 import sys
 import uuid
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from datetime import UTC, datetime
 from time import monotonic
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from tinkex.client.backpressure import Lane
+from tinkex.client.credentials import Credential
 from tinkex.client.errors import (
     APIConnectionError,
     APIResponseValidationError,
@@ -39,6 +43,12 @@ log = logging.getLogger("tinkex.calls")
 T = TypeVar("T")
 
 DEADLINE_S = 60.0
+KEY_HEADER = "X-API-Key"
+#: Headers that may be logged with their values: we make them, and they hold no secret.
+_HARMLESS = frozenset({"accept", "content-type", "content-encoding", "x-idempotency-key"})
+_SECRET = frozenset(
+    {"x-api-key", "x-tinker-weights-access-token", "cf-access-client-secret", "authorization"}
+)
 
 
 def client_headers(version: str) -> dict[str, str]:
@@ -69,6 +79,7 @@ class Calls:
         *,
         headers: Mapping[str, str],
         base_url: str | None = None,
+        credential: Credential | None = None,
         clock: Callable[[], float] = monotonic,
         rng: random.Random | None = None,
     ) -> None:
@@ -78,10 +89,18 @@ class Calls:
         self._clock = clock
         self._rng = rng or random.Random()
         self._root = base_url or settings.base_url
-        key = {"X-API-Key": settings.api_key.value} if settings.api_key else {}
-        self._headers = {**headers, **key, **settings.headers}
+        self._headers = merged(headers, settings.headers)
+        self._signs_itself = any(name.lower() == KEY_HEADER.lower() for name in settings.headers)
+        #: Asked before every attempt.
+        self.credential = credential or settings.credential()
         #: Whether the service has ever answered: an address that is wrong should fail soon.
         self.reached = False
+
+    def asking_as(self, credential: Credential) -> Self:
+        """The same service, asked with another credential."""
+        sibling = copy.copy(self)
+        sibling.credential = credential
+        return sibling
 
     async def call(
         self,
@@ -168,7 +187,7 @@ class Calls:
     async def once(self, request: Request, *, about: str = "") -> Response:
         """One exchange. Raises for every status that is not a success."""
         try:
-            response = await self._transport.send(request)
+            response = await self._send(request)
         except TooSlow as error:
             timeout = APITimeoutError(request.bare())
             _amend(timeout, self._where(request, about, f"{error}"))
@@ -195,6 +214,41 @@ class Calls:
             raise status_error(response, about=about)
         return response
 
+    async def _send(self, request: Request) -> Response:
+        """One exchange in the caller's name; a second one if only the token was too old."""
+        signed = await self.signed(request)
+        response = await self._exchange(signed)
+        refused = response.status_code == 401 and signed is not request
+        if refused and await self.credential.renew(signed.headers[KEY_HEADER]):
+            response = await self._exchange(await self.signed(request))
+        return response
+
+    async def signed(self, request: Request) -> Request:
+        """The request with the credential of this moment, unless it carries one already."""
+        if self._signs_itself or KEY_HEADER in request.headers:
+            return request
+        token = await self.credential.token()
+        if token is None:
+            return request
+        return replace(request, headers={**request.headers, KEY_HEADER: token})
+
+    async def _exchange(self, request: Request) -> Response:
+        telling = log.isEnabledFor(logging.DEBUG)
+        if telling:
+            log.debug("%s %s %s", request.method, request.path, _shown(request.headers))
+        started = self._clock()
+        response = await self._transport.send(request)
+        if telling:
+            log.debug(
+                "%s %s: %d, %d bytes after %.3f s",
+                request.method,
+                request.path,
+                response.status_code,
+                len(response.content),
+                self._clock() - started,
+            )
+        return response if response.status_code < 300 else _without_secrets(response, request)
+
     def request(
         self,
         method: str,
@@ -213,7 +267,7 @@ class Calls:
             # One for all attempts: a server that knows it can tell a repeat from a new request.
             sent["X-Idempotency-Key"] = f"tinkex-{uuid.uuid4()}"
         if headers:
-            sent.update(headers)
+            sent = merged(sent, headers)
         data = body if body is None or isinstance(body, bytes) else encode_json(body)
         return Request(
             method=method,
@@ -230,6 +284,32 @@ class Calls:
             f"{about}{request.method} {request.url}: {found}. "
             "Check that the server runs and that base_url (TINKER_BASE_URL) is right."
         )
+
+
+def merged(headers: Mapping[str, str], over: Mapping[str, str]) -> dict[str, str]:
+    """Both; where the names differ in letter case only, the second counts."""
+    if not over:
+        return dict(headers)
+    replaced = {name.lower() for name in over}
+    kept = {name: value for name, value in headers.items() if name.lower() not in replaced}
+    return {**kept, **over}
+
+
+def _without_secrets(response: Response, request: Request) -> Response:
+    """Some gateways answer with the request they refuse, and errors are printed and kept."""
+    content = response.content
+    for name, value in request.headers.items():
+        if name.lower() in _SECRET and value:
+            content = content.replace(value.encode(), b"***")
+    return response if content == response.content else replace(response, content=content)
+
+
+def _shown(headers: Mapping[str, str]) -> dict[str, str]:
+    """For the log: names, and only such values as cannot be secret."""
+    return {
+        name: value if name.lower() in _HARMLESS or name.lower().startswith("x-stainless") else "…"
+        for name, value in headers.items()
+    }
 
 
 def decode(answer: type[T], response: Response, *, about: str = "") -> T:

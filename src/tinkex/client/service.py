@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from tinkex.client import custom_loss
 from tinkex.client.futures import Promise, awaits, refuse_to_block, waits
 from tinkex.client.rest import RestClient
 from tinkex.client.results import QueueLog, Wanted
@@ -14,6 +15,7 @@ from tinkex.client.retry import RetryConfig
 from tinkex.client.sampling import SamplingClient, open_sampler
 from tinkex.client.session import CloseStatus, Connection, Session, closed
 from tinkex.client.settings import Settings
+from tinkex.client.sign_in import lent
 from tinkex.client.training import TrainingClient
 from tinkex.client.transport import Kind
 from tinkex.wire.checkpoints import (
@@ -22,6 +24,7 @@ from tinkex.wire.checkpoints import (
     WeightsInfoRequest,
     WeightsInfoResponse,
 )
+from tinkex.wire.custom_loss import CustomLossInputRank
 from tinkex.wire.runs import GetServerCapabilitiesResponse
 from tinkex.wire.training import (
     AdamOptimizerConfig,
@@ -32,6 +35,7 @@ from tinkex.wire.training import (
 )
 
 if TYPE_CHECKING:
+    from tinkex.client.custom_loss import LossHandle, PerDatumLossFn
     from tinkex.client.session import MakeTransport
     from tinkex.client.telemetry import Telemetry
 
@@ -62,18 +66,26 @@ class ServiceClient:
     ) -> None:
         # For users' tests: `tinkex.testing.FakeService` stands where the network begins.
         make_transport: MakeTransport | None = kwargs.pop("_make_transport", None)
+        settings: Settings | None = kwargs.pop("settings", None)
         if kwargs:
             warnings.warn(
                 f"ServiceClient ignores {', '.join(sorted(kwargs))}: unknown arguments.",
                 FutureWarning,
                 stacklevel=2,
             )
-        settings = Settings.resolve(
-            base_url=base_url,
-            api_key=api_key,
-            project_id=project_id,
-            headers=default_headers_overrides,
-        )
+        arguments = {
+            "base_url": base_url,
+            "api_key": api_key,
+            "project_id": project_id,
+            "headers": default_headers_overrides,
+        }
+        if settings is None:
+            settings = Settings.resolve(**arguments)  # type: ignore[arg-type]
+        elif given := [name for name, value in arguments.items() if value is not None]:
+            raise ValueError(
+                f"ServiceClient got settings and also {', '.join(given)}: "
+                "give these to Settings.resolve(...)."
+            )
         more: dict[str, Any] = {} if make_transport is None else {"make_transport": make_transport}
         self._session = Session(
             settings, user_metadata=user_metadata, display_name=display_name, **more
@@ -261,17 +273,29 @@ class ServiceClient:
     async def _weights_info(
         self, connection: Connection, path: str, weights_access_token: str | None
     ) -> WeightsInfoResponse:
-        # Somebody else's checkpoint is asked about with the key that may see it.
-        headers = {"X-API-Key": weights_access_token} if weights_access_token else None
-        return await connection.calls.call(
+        calls = connection.calls
+        if weights_access_token:
+            # Somebody else's checkpoint is asked about with the key that may see it.
+            calls = await lent(calls, connection.config, weights_access_token)
+        return await calls.call(
             "POST",
             "weights_info",
             WeightsInfoRequest(tinker_path=path),
             answer=WeightsInfoResponse,
             kind=Kind.SESSION,
-            headers=headers,
             about=f"asking about {path}",
         )
+
+    def create_custom_loss(
+        self, fn: PerDatumLossFn, input_ranks: Mapping[str, CustomLossInputRank]
+    ) -> Promise[LossHandle]:
+        """
+        A loss of your own for `forward_backward_custom`, traced once and run for each datum.
+
+        `fn(logprobs, *loss_fn_inputs)` returns a scalar and a dict of metrics; `input_ranks`
+        says how many dimensions each parameter has.
+        """
+        return custom_loss.create(self.holder, fn, input_ranks)
 
     # -- sampling --------------------------------------------------------------------------------
 

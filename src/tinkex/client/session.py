@@ -25,11 +25,14 @@ from pydantic import BaseModel
 from tinkex.client import loop as background_loop
 from tinkex.client.backpressure import Budget, Lane, Lanes
 from tinkex.client.calls import Calls, client_headers
+from tinkex.client.credentials import Credential
 from tinkex.client.errors import APIStatusError, TinkerError
 from tinkex.client.futures import Promise, settle
 from tinkex.client.results import QueueObserver, Results, Wanted
 from tinkex.client.settings import LOCAL, PROTOCOL_VERSION, Settings
+from tinkex.client.sign_in import sign_in
 from tinkex.client.telemetry import Telemetry
+from tinkex.client.tokens import Exchanged
 from tinkex.client.transport import HttpTransport, Kind, Transport, most_polls
 from tinkex.wire.base import Payload
 from tinkex.wire.futures import UntypedAPIFuture
@@ -63,7 +66,7 @@ MakeTransport = Callable[[str, Settings], Transport]
 
 
 def http_transport(base_url: str, settings: Settings) -> Transport:
-    return HttpTransport(base_url, ca_bundle=settings.ca_bundle)
+    return HttpTransport(base_url, ca_bundle=settings.ca_bundle, proxy=settings.proxy)
 
 
 @dataclass(eq=False)
@@ -75,6 +78,8 @@ class Connection:
     calls: Calls
     results: Results
     lane: Lane
+    #: Who is asking.
+    credential: Credential
     config: ClientConfigResponse
     dynamic: ClientDynamicConfigResponse
     #: Background work that ends with the session.
@@ -138,6 +143,9 @@ class Session:
         self._telemetry: Telemetry | None = None
         self._model_numbers = itertools.count()
         self._sampler_numbers = itertools.count()
+        self._loss_numbers = itertools.count()
+        #: Custom losses of this session: digest -> name.
+        self.losses: dict[str, str] = {}
         self._begin()
 
     def __repr__(self) -> str:
@@ -249,12 +257,8 @@ class Session:
                 answer=ClientConfigResponse,
                 about="asking for the client configuration",
             )
-            key = self.settings.api_key
-            if config.pjwt_auth_enabled and not (key and key.value.startswith("eyJ")):
-                raise TinkerError(
-                    f"{url} wants keys to be exchanged for short-lived tokens, which this version "
-                    "of tinkex cannot do. Pass a JWT (eyJ...) as api_key, or use another service."
-                )
+            credential = await sign_in(self.settings, calls, config)
+            calls = calls.asking_as(credential)
             dynamic = await self._fetch_dynamic(calls)
         except BaseException:
             await transport.close()
@@ -270,9 +274,14 @@ class Session:
             calls=calls,
             results=Results(calls),
             lane=lane,
+            credential=credential,
             config=config,
             dynamic=dynamic,
         )
+        if isinstance(credential, Exchanged):
+            chore = asyncio.create_task(credential.keep_fresh())
+            background_loop.keep(chore)
+            connection.chores.append(chore)
         # A session that nobody refers to any more takes its connection with it.
         weakref.finalize(
             self, _abandon, background_loop.background(), connection, self._server
@@ -379,6 +388,10 @@ class Session:
     def next_sampler_number(self) -> int:
         self._check_own("samplers")
         return next(self._sampler_numbers)
+
+    def next_loss_number(self) -> int:
+        self._check_own("custom losses")
+        return next(self._loss_numbers)
 
     def _check_own(self, what: str) -> None:
         # Numbers are the session's; another process would give the same ones again, and the

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import ipaddress
-import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from urllib.parse import urlsplit, urlunsplit
 
+from tinkex.client import credentials, stored_keys
+from tinkex.client.credentials import ApiKey, Credential
 from tinkex.client.errors import TinkerError
+from tinkex.client.proxies import proxy_for
+
+__all__ = ["ApiKey", "Settings", "is_loopback", "normalise_url", "setting"]
 
 #: The version of the protocol we speak; servers choose their dialect by it.
 PROTOCOL_VERSION = "0.36.0"
@@ -22,32 +26,38 @@ LOCAL = "local"
 _TRUE = frozenset({"1", "true", "yes", "on"})
 
 
-@dataclass(frozen=True, slots=True)
-class ApiKey:
-    """A credential that does not print, and is never part of a repr or an error."""
-
-    value: str = field(repr=False)
-
-    @property
-    def digest(self) -> str:
-        """Tells keys apart where the key itself must not be kept."""
-        return hashlib.sha256(self.value.encode()).hexdigest()
-
-
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Everything a client may be told. Arguments win over environment over files over defaults."""
+    """
+    Everything a client may be told. Arguments win over environment over files over defaults.
+
+        settings = tinkex.Settings.resolve(base_url="local", first_contact_s=5)
+        service = tinkex.ServiceClient(settings=settings)
+
+    `resolve` reads the environment, once. Nothing reads it again later.
+    """
 
     #: Service root without a trailing slash, or "local" for an embedded server.
     base_url: str = DEFAULT_URL
+    #: The key or token to send. The stored one, where neither a key nor a command is given.
     api_key: ApiKey | None = None
+    #: Shell command that prints a credential. May hold secrets, so not printed.
+    credential_cmd: str | None = field(default=None, repr=False)
+    #: How long that command may take.
+    credential_cmd_s: float = 30.0
+    #: Project of new sessions, and where copies of weights go.
     project_id: str | None = None
     #: Tags of new sessions, in the order given.
     tags: tuple[str, ...] = ()
+    #: Names that `SamplingClient.feature_gates` shows; nothing else reads them.
+    feature_gates: tuple[str, ...] = ("async_sampling",)
     #: Extra headers on every request; they win over our own. May hold secrets, so not printed.
     headers: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}), repr=False)
+    #: HTTP proxy for this service. May hold a password, so not printed.
+    proxy: str | None = field(default=None, repr=False)
     #: PEM file with the certificates to trust instead of the system's.
     ca_bundle: str | None = None
+    #: Whether the client reports sessions and kinds of errors to the service.
     telemetry: bool = True
     #: A server that has never answered is given up after this long.
     first_contact_s: float = 30.0
@@ -62,16 +72,28 @@ class Settings:
         *,
         base_url: str | None = None,
         api_key: str | None = None,
+        credential_cmd: str | None = None,
+        credential_cmd_s: float | None = None,
         project_id: str | None = None,
+        tags: Iterable[str] | None = None,
         headers: Mapping[str, str] | None = None,
+        proxy: str | None = None,
+        ca_bundle: str | None = None,
+        telemetry: bool | None = None,
+        first_contact_s: float | None = None,
+        give_up_s: float | None = None,
+        reconnect_s: float | None = None,
         env: Mapping[str, str] = os.environ,
         home: Path | None = None,
     ) -> Settings:
+        """What is given here, else in the environment, else in files, else the default."""
         url = normalise_url(base_url or setting("BASE_URL", env) or DEFAULT_URL)
-        key = api_key or setting("API_KEY", env)
-        if not key and not is_loopback(url):
-            # The stored key belongs to the hosted service; a local one never gets to see it.
-            key = _stored_key(home or Path.home())
+        # A key from an editor or a shell often ends in a line break, which no header may hold.
+        given = (api_key or setting("API_KEY", env) or "").strip()
+        command = credential_cmd or setting("CREDENTIAL_CMD", env)
+        key = ApiKey(given) if given else None
+        if key is None and command is None:
+            key = _stored_key(url, home)
         cloudflare = {
             header: env[name]
             for header, name in (
@@ -80,27 +102,49 @@ class Settings:
             )
             if env.get(name)
         }
-        return cls(
+        settings = cls(
             base_url=url,
-            api_key=_checked_key(key or None, url),
+            api_key=key,
+            credential_cmd=command,
+            credential_cmd_s=_seconds("CREDENTIAL_CMD_S", credential_cmd_s, env, 30.0),
             project_id=project_id or setting("PROJECT_ID", env),
-            tags=tuple(
-                dict.fromkeys(
-                    tag for tag in map(str.strip, (setting("TAGS", env) or "").split(",")) if tag
-                )
-            ),
+            tags=_names(tags if tags is not None else setting("TAGS", env)),
+            feature_gates=_names(setting("FEATURE_GATES", env)) or cls.feature_gates,
             headers=MappingProxyType({**cloudflare, **(headers or {})}),
-            ca_bundle=setting("CA_BUNDLE", env) or env.get("SSL_CERT_FILE") or None,
-            telemetry=(setting("TELEMETRY", env) or "1").lower() in _TRUE,
-            first_contact_s=_seconds("FIRST_CONTACT_S", env, cls.first_contact_s),
-            give_up_s=_seconds("GIVE_UP_S", env, cls.give_up_s),
-            reconnect_s=_seconds("RECONNECT_S", env, cls.reconnect_s),
+            # Only this machine can answer there, so no proxy can help.
+            proxy=proxy or (None if is_loopback(url) else proxy_for(url, env)),
+            ca_bundle=ca_bundle or setting("CA_BUNDLE", env) or env.get("SSL_CERT_FILE") or None,
+            telemetry=(setting("TELEMETRY", env) or "1").lower() in _TRUE
+            if telemetry is None
+            else telemetry,
+            first_contact_s=_seconds("FIRST_CONTACT_S", first_contact_s, env, 30.0),
+            give_up_s=_seconds("GIVE_UP_S", give_up_s, env, 300.0),
+            reconnect_s=_seconds("RECONNECT_S", reconnect_s, env, 3600.0),
         )
+        settings.credential()  # a key that is missing or malformed is told at once
+        return settings
+
+    def credential(self, *, enforce_cmd: bool = False) -> Credential:
+        """What goes into `X-API-Key`, before any exchange for a token."""
+        found = credentials.resolve(
+            self.api_key,
+            self.credential_cmd,
+            service=self.base_url,
+            needed=not is_loopback(self.base_url),
+            enforce_cmd=enforce_cmd,
+        )
+        if isinstance(found, credentials.Command):
+            return credentials.Printed(found, limit_s=self.credential_cmd_s)
+        return credentials.Fixed(found)
 
     @property
     def lane(self) -> tuple[str, str]:
         """What shares limits: the same service asked with the same credential."""
-        return self.base_url, self.api_key.digest if self.api_key else ""
+        if self.api_key is not None:
+            return self.base_url, self.api_key.digest
+        if self.credential_cmd is not None:
+            return self.base_url, hashlib.sha256(self.credential_cmd.encode()).hexdigest()
+        return self.base_url, ""
 
 
 def setting(name: str, env: Mapping[str, str]) -> str | None:
@@ -142,48 +186,31 @@ def is_loopback(url: str) -> bool:
         return False
 
 
-def _seconds(name: str, env: Mapping[str, str], default: float) -> float:
-    text = setting(name, env)
-    if text is None:
+def _seconds(name: str, given: float | None, env: Mapping[str, str], default: float) -> float:
+    text = setting(name, env) if given is None else None
+    found: object = given if text is None else text
+    if found is None:
         return default
+    where = f"TINKEX_{name}" if given is None else name.lower()
     try:
-        value = float(text)
-    except ValueError:
+        value = float(found)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
         value = -1.0
     if not value > 0:
-        raise TinkerError(f"TINKEX_{name}={text!r} is not a number of seconds above zero.")
+        raise TinkerError(f"{where}={found!r} is not a number of seconds above zero.")
     return value
 
 
-def _checked_key(key: str | None, url: str) -> ApiKey | None:
-    if key is None:
-        if is_loopback(url):
-            return None
-        raise TinkerError(
-            f"No API key for {url}. Pass api_key=..., set TINKER_API_KEY (or TINKEX_API_KEY), "
-            "or store a default key in ~/.tinker/credentials.json."
-        )
-    # A key from an editor or a shell often ends in a line break, which no header may hold.
-    key = key.strip()
-    if not key.startswith(("tml-", "eyJ")):
-        raise TinkerError(
-            "The API key must start with 'tml-' (a key) or 'eyJ' (a JWT); "
-            f"the one given has {len(key)} characters and starts with neither. "
-            "Check api_key=... and TINKER_API_KEY."
-        )
-    return ApiKey(key)
+def _names(given: str | Iterable[str] | None) -> tuple[str, ...]:
+    """In the order given, without blanks around them, each once."""
+    parts = given.split(",") if isinstance(given, str) else given or ()
+    return tuple(dict.fromkeys(name for name in map(str.strip, parts) if name))
 
 
-def _stored_key(home: Path) -> str | None:
-    path = home / ".tinker" / "credentials.json"
-    try:
-        stored = json.loads(path.read_text(encoding="utf-8"))
-        default = stored.get("default")
-        return None if default is None else str(stored["keys"][default]["key"])
-    except FileNotFoundError:
+def _stored_key(url: str, home: Path | None) -> ApiKey | None:
+    if url == LOCAL:
         return None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise TinkerError(
-            f"{path} cannot be read as stored credentials ({type(error).__name__}). "
-            "Mend or delete it, or pass api_key=..."
-        ) from error
+    stored = stored_keys.read(stored_keys.place(home))
+    # A key that was stored without its service is not for this machine: it never gets to see it.
+    key_id = stored.of(url, is_local=is_loopback(url))
+    return None if key_id is None else stored.keys[key_id].key
