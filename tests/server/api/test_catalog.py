@@ -179,6 +179,31 @@ async def test_an_archive_is_a_tar_behind_a_signed_link(api: Api) -> None:
     assert (await api.get(place.replace("/a/", "/b/"))).status == 404
 
 
+async def test_a_part_of_an_archive_can_be_asked_for_so_that_a_download_goes_on(api: Api) -> None:
+    model = await api.model()
+    await saved(api, model, 1, "a")
+    place = f"{RUNS}/{model}/checkpoints/weights/a/archive"
+    async with api.http.get(place) as got:
+        whole, link, tag = await got.read(), str(got.url), got.headers["ETag"]
+
+    async def part(asked: str, **headers: str) -> tuple[int, str | None, bytes]:
+        async with api.http.get(link, headers={"Range": asked, **headers}) as got:
+            return got.status, got.headers.get("Content-Range"), await got.read()
+
+    size = len(whole)
+    for start, stop in ((0, 1), (100, 600), (512, 513), (700, size), (size - 1, size)):
+        asked = f"bytes={start}-{stop - 1}"
+        expected = (206, f"bytes {start}-{stop - 1}/{size}", whole[start:stop])
+        assert await part(asked) == expected
+        assert await part(asked, **{"If-Range": tag}) == expected
+    assert await part("bytes=513-") == (206, f"bytes 513-{size - 1}/{size}", whole[513:])
+    assert await part(f"bytes={size}-") == (416, f"bytes */{size}", b"")
+    # Another version than the one the first part came from, and what is no single range.
+    assert await part("bytes=513-", **{"If-Range": '"other"'}) == (200, None, whole)
+    for asked in ("bytes=9-3", "bytes=-5", "bytes=1-2,5-6", "lines=1-", "bytes=" + "9" * 5000):
+        assert await part(asked) == (200, None, whole)
+
+
 async def test_an_export_has_a_link_for_each_file(api: Api) -> None:
     model = await api.model()
     result = await exported(api, model, 1, "e")

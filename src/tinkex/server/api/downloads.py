@@ -1,6 +1,7 @@
 """Checkpoints as files: links that work without a key for a while, and what is behind them."""
 
 import asyncio
+import re
 import tarfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -78,47 +79,99 @@ async def download(
     if file != ARCHIVE:
         return FileResponse(folder / file, media_type="application/octet-stream", filename=file)
     files = await asyncio.to_thread(_adapter_files, folder)
-    members = await asyncio.to_thread(_opened, files)
-    size = sum(512 + _padded(info.size) for info, _ in members) + END_BYTES
+    members = await asyncio.to_thread(_opened, files, int(version.created_s))
+    parts = _tar_parts(members)
+    size = sum(length for _, length in parts)
+    tag = f'"{version_id}"'
     headers = {
-        "Content-Length": str(size),
+        "Accept-Ranges": "bytes",
+        "ETag": tag,
         "Content-Disposition": f'attachment; filename="{version_id}.tar"',
     }
-    return StreamingResponse(_tar(members), media_type="application/x-tar", headers=headers)
+    # A version never changes, so any cut-off download of it can go on where it stopped.
+    wanted = None
+    if request.headers.get("if-range", tag) == tag:
+        wanted = _range(request.headers.get("range", ""), size)
+    start, stop = wanted or (0, size)
+    if start >= size:
+        for _, member in members:
+            member.close()
+        return Response(status_code=416, headers={"Content-Range": f"bytes */{size}"})
+    headers["Content-Length"] = str(stop - start)
+    if wanted:
+        headers["Content-Range"] = f"bytes {start}-{stop - 1}/{size}"
+    return StreamingResponse(
+        _pieces(parts, start, stop),
+        status_code=206 if wanted else 200,
+        media_type="application/x-tar",
+        headers=headers,
+    )
 
 
 END_BYTES = 2 * tarfile.BLOCKSIZE
+
+RANGE = re.compile(r"bytes=(\d{1,18})-(\d{0,18})")
+
+
+def _range(asked: str, size: int) -> tuple[int, int] | None:
+    """First byte and the one after the last; None for the whole, as for what is not one range."""
+    found = RANGE.fullmatch(asked.strip())
+    if found is None:
+        return None
+    start, last = int(found[1]), int(found[2] or size - 1)
+    return None if last < start < size else (start, min(last + 1, size))
 
 
 def _adapter_files(folder: Path) -> list[Path]:
     return sorted(file for file in folder.iterdir() if file.name not in LEFT_OUT)
 
 
-def _opened(files: Sequence[Path]) -> list[tuple[tarfile.TarInfo, BinaryIO]]:
+def _opened(files: Sequence[Path], saved_s: int) -> list[tuple[tarfile.TarInfo, BinaryIO]]:
     """Held open from the start: a checkpoint that is deleted meanwhile still arrives whole."""
     members: list[tuple[tarfile.TarInfo, BinaryIO]] = []
     with ExitStack() as stack:
         for file in files:
             opened = stack.enter_context(file.open("rb"))
             info = tarfile.TarInfo(file.name)
-            status = file.stat()
-            info.size, info.mtime, info.mode = status.st_size, int(status.st_mtime), 0o644
+            # The time of the save, not the file's: the same bytes wherever it was fetched to.
+            info.size, info.mtime, info.mode = file.stat().st_size, saved_s, 0o644
             members.append((info, opened))
         stack.pop_all()
     return members
 
 
-def _tar(members: Sequence[tuple[tarfile.TarInfo, BinaryIO]]) -> Iterator[bytes]:
-    """The archive piece by piece; never more than one in memory."""
+Part = tuple[bytes | BinaryIO, int]
+
+
+def _tar_parts(members: Sequence[tuple[tarfile.TarInfo, BinaryIO]]) -> list[Part]:
+    """What the archive is made of, and how long each part is."""
+    parts: list[Part] = []
+    for info, file in members:
+        head = info.tobuf(tarfile.USTAR_FORMAT)
+        fill = bytes(_padded(info.size) - info.size)
+        parts += [(head, len(head)), (file, info.size), (fill, len(fill))]
+    return [*parts, (bytes(END_BYTES), END_BYTES)]
+
+
+def _pieces(parts: Sequence[Part], start: int, stop: int) -> Iterator[bytes]:
+    """Bytes `start` to `stop` of the archive; never more than one piece in memory."""
     with ExitStack() as stack:
-        for _, file in members:
-            stack.enter_context(file)
-        for info, file in members:
-            yield info.tobuf(tarfile.USTAR_FORMAT)
-            while piece := file.read(PIECE_BYTES):
-                yield piece
-            yield b"\0" * (_padded(info.size) - info.size)
-        yield b"\0" * END_BYTES
+        for part, _ in parts:
+            if not isinstance(part, bytes):
+                stack.enter_context(part)
+        place = 0
+        for part, size in parts:
+            first, last = max(start - place, 0), min(stop - place, size)
+            place += size
+            if first >= last:
+                continue
+            if isinstance(part, bytes):
+                yield part[first:last]
+            else:
+                part.seek(first)
+                while first < last and (piece := part.read(min(PIECE_BYTES, last - first))):
+                    first += len(piece)
+                    yield piece
 
 
 def _padded(size: int) -> int:
