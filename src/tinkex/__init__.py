@@ -11,7 +11,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from tinkex import resources as resources
     from tinkex import types
+    from tinkex.client.admin import AdminClient
     from tinkex.client.errors import (
         APIConnectionError,
         APIError,
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
         UnprocessableEntityError,
     )
     from tinkex.client.futures import APIFuture
+    from tinkex.client.options import RequestOptions, Timeout
+    from tinkex.client.rest import RestClient
     from tinkex.client.retry import RetryConfig
     from tinkex.client.sampling import SamplingClient
     from tinkex.client.service import ServiceClient
@@ -80,6 +84,7 @@ __all__ = [
     "APITimeoutError",
     "AdamOptimizerConfig",
     "AdamParams",
+    "AdminClient",
     "AuthenticationError",
     "BadRequestError",
     "BillingError",
@@ -107,6 +112,8 @@ __all__ = [
     "PromptProvenanceSpan",
     "RateLimitError",
     "RequestFailedError",
+    "RequestOptions",
+    "RestClient",
     "RetryConfig",
     "SampleRequest",
     "SampleResponse",
@@ -118,6 +125,7 @@ __all__ = [
     "StopReason",
     "TensorData",
     "TensorDtype",
+    "Timeout",
     "TinkerError",
     "TrainingClient",
     "TrainingRun",
@@ -129,6 +137,7 @@ __all__ = [
 
 #: Where each name lives. The imports above say the same to type checkers; a test compares them.
 _HOMES = {
+    "client.admin": "AdminClient",
     "client.errors": (
         "APIConnectionError APIError APIResponseValidationError APIStatusError APITimeoutError "
         "AuthenticationError BadRequestError BillingError ConflictError ExperimentalWarning "
@@ -136,6 +145,8 @@ _HOMES = {
         "RequestFailedError TinkerError UnprocessableEntityError"
     ),
     "client.futures": "APIFuture",
+    "client.options": "RequestOptions Timeout",
+    "client.rest": "RestClient",
     "client.retry": "RetryConfig",
     "client.sampling": "SamplingClient",
     "client.service": "ServiceClient",
@@ -154,12 +165,14 @@ _HOMES = {
         "LoraConfig ModelID OptimParams OptimStepRequest OptimStepResponse"
     ),
 }
+#: Rooms that may be reached by attribute without an import of their own, as upstream.
+_MODULES = ("resources", "types")
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> Any:
-    if name == "types":
-        return importlib.import_module("tinkex.types")
+    if name in _MODULES:
+        return importlib.import_module(f"tinkex.{name}")
     home = _HOME_OF.get(name)
     if home is None:
         raise AttributeError(f"module 'tinkex' has no attribute {name!r}")

@@ -15,7 +15,12 @@ SOURCE = Path(__file__).parents[2] / "src" / "tinkex"
 #: name that fits a file counts. "~" allows it inside functions only: loaded when used.
 ROOMS = {
     "": "client wire types",
-    "types": "wire",
+    "aliases": "",
+    "as_tinker": "client",
+    "lib": "client aliases",
+    "proto": "wire aliases",
+    "resources": "client wire types aliases",
+    "types": "wire aliases",
     "testing": "client wire ~engine",
     "wire": "pydantic pydantic_core google ~numpy ~torch ~zstandard",
     "client": "wire pydantic ~numpy ~models ~zstandard",

@@ -131,6 +131,29 @@ def _wake(waiter: asyncio.Future[None]) -> None:
         waiter.set_result(None)
 
 
+class AwaitableConcurrentFuture(APIFuture[T]):
+    """Somebody's `concurrent.futures.Future`, made awaitable. Ours are that already."""
+
+    def __init__(self, future: concurrent.futures.Future[T]) -> None:
+        self._future = future
+
+    def future(self) -> concurrent.futures.Future[T]:
+        return self._future
+
+    def result(self, timeout: float | None = None) -> T:
+        if not self._future.done():
+            refuse_to_block("result", "result_async")
+        return self._future.result(timeout)
+
+    async def result_async(self, timeout: float | None = None) -> T:  # noqa: ASYNC109 (as upstream)
+        # Shielded: whoever stops waiting does not take the result away from the others.
+        async with asyncio.timeout(timeout):
+            return await asyncio.shield(asyncio.wrap_future(self._future))
+
+
+AwaitableConcurrentFuture.register(Promise)  # whatever we hand out passes `isinstance`
+
+
 def refuse_to_block(name: str, twin: str) -> None:
     """Raise where blocking would wait for itself; warn by name where it only stops a loop."""
     if background_loop.on_background_thread():

@@ -1,0 +1,25 @@
+"""The clients and their futures, where the official client keeps them."""
+
+from __future__ import annotations
+
+from tinkex.aliases import aliases as _aliases
+from tinkex.client.futures import APIFuture, AwaitableConcurrentFuture
+from tinkex.client.sampling import SamplingClient
+from tinkex.client.service import ServiceClient
+from tinkex.client.training import TrainingClient
+
+__all__ = [
+    "APIFuture",
+    "AwaitableConcurrentFuture",
+    "SamplingClient",
+    "ServiceClient",
+    "TrainingClient",
+]
+
+__path__.append(
+    _aliases(
+        __name__,
+        "admin_client api_future custom_loss rest_client sampling_client service_client "
+        "training_client",
+    )
+)

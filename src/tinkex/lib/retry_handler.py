@@ -1,0 +1,7 @@
+"""`tinkex.RetryConfig`, where the official client hides it."""
+
+from __future__ import annotations
+
+from tinkex.client.retry import RetryConfig
+
+__all__ = ["RetryConfig"]
