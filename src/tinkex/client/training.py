@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import monotonic
-from typing import Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from pydantic import BaseModel
 
@@ -26,8 +26,11 @@ from tinkex.client.session import Connection, Session, closed
 from tinkex.client.transport import Kind
 from tinkex.wire.base import Payload
 from tinkex.wire.checkpoints import (
+    CONSOLE_URL,
     LoadWeightsRequest,
     LoadWeightsResponse,
+    SaveWeightsExternalRequest,
+    SaveWeightsExternalResponse,
     SaveWeightsForSamplerRequest,
     SaveWeightsForSamplerResponse,
     SaveWeightsForSamplerResponseInternal,
@@ -49,7 +52,12 @@ from tinkex.wire.training import (
     OptimParamsBase,
     OptimStepRequest,
     OptimStepResponse,
+    UnloadModelRequest,
+    UnloadModelResponse,
 )
+
+if TYPE_CHECKING:
+    from tinkex.client.telemetry import Telemetry
 
 log = logging.getLogger("tinkex.training")
 
@@ -261,6 +269,41 @@ class TrainingClient:
 
     save_weights_for_sampler_async = submits(save_weights_for_sampler)
 
+    def save_weights_external(
+        self,
+        name: str,
+        ttl_seconds: int | None = None,
+        age_encryption_recipients: list[str] | None = None,
+    ) -> Promise[SaveWeightsExternalResponse]:
+        """
+        Save weights as files for other programs: an adapter folder of the PEFT library.
+
+        `tinkex.download_checkpoint` fetches it. With age keys the files are locked, and only
+        whoever has one of the matching secret keys can read them.
+        """
+        recipients = list(age_encryption_recipients) if age_encryption_recipients else None
+
+        def encode(number: int) -> bytes:
+            return encode_json(
+                SaveWeightsExternalRequest(
+                    model_id=self.model_id,
+                    path=name,
+                    seq_id=number,
+                    ttl_seconds=ttl_seconds,
+                    age_encryption_recipients=recipients,
+                )
+            )
+
+        return self._single(
+            "save_weights_external",
+            encode,
+            "SaveWeightsExternal",
+            SaveWeightsExternalResponse,
+            _same,
+        )
+
+    save_weights_external_async = submits(save_weights_external)
+
     def _save_weights_and_get_sampling_client(
         self,
         name: str | None = None,
@@ -389,6 +432,36 @@ class TrainingClient:
         refuse_to_block("get_tokenizer", "asyncio.to_thread(training.get_tokenizer)")
         info = self._get_info().block().model_data
         return tokenizer.load(info.model_name or "", info.tokenizer_id)
+
+    def get_console_url(self) -> str:
+        """The page of the hosted service about this run."""
+        return f"{CONSOLE_URL}/training_runs/{self.model_id}"
+
+    def get_telemetry(self) -> Telemetry | None:
+        """What reports about this session; None if that is switched off."""
+        return self.holder.telemetry
+
+    # -- the end ---------------------------------------------------------------------------------
+
+    def unload_model(self) -> Promise[UnloadModelResponse]:
+        """
+        Free what the model takes up on the server. Checkpoints stay; the model cannot be used again.
+
+        Takes no place in the order: wait for what must be done first. Not every service has it.
+        """
+
+        async def work() -> UnloadModelResponse:
+            return await self.holder.submit(
+                await self.holder.connect(),
+                "unload_model",
+                UnloadModelRequest(model_id=self.model_id),
+                Wanted(request_type="UnloadModel", answer=UnloadModelResponse),
+                observer=self._queue_log,
+            )
+
+        return self.holder.run(work())
+
+    unload_model_async = submits(unload_model)
 
     # -- the order -------------------------------------------------------------------------------
 
