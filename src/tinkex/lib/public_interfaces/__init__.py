@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from tinkex.aliases import aliases as _aliases
+from tinkex.client.admin import AdminClient
 from tinkex.client.futures import APIFuture, AwaitableConcurrentFuture
+from tinkex.client.rest import RestClient
 from tinkex.client.sampling import SamplingClient
 from tinkex.client.service import ServiceClient
 from tinkex.client.training import TrainingClient
 
 __all__ = [
     "APIFuture",
+    "AdminClient",
     "AwaitableConcurrentFuture",
+    "RestClient",
     "SamplingClient",
     "ServiceClient",
     "TrainingClient",
