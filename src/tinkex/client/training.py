@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from time import monotonic
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
 
 from pydantic import BaseModel
 
-from tinkex.client import tokenizer
+from tinkex.client import custom_loss, tokenizer
 from tinkex.client.chunks import cut, datum_bytes
 from tinkex.client.errors import APIStatusError, UnprocessableEntityError
 from tinkex.client.futures import Promise, awaits, refuse_to_block, submits, waits
@@ -57,6 +59,7 @@ from tinkex.wire.training import (
 )
 
 if TYPE_CHECKING:
+    from tinkex.client.custom_loss import CustomLoss
     from tinkex.client.telemetry import Telemetry
 
 log = logging.getLogger("tinkex.training")
@@ -106,6 +109,8 @@ class TrainingClient:
         self._turnstile = Turnstile()
         self._numbers = Numbers()
         self._pid = os.getpid()
+        #: Where a custom loss of ours is being computed.
+        self._loss_thread: int | None = None
         self._queue_log = QueueLog(f"Training of {model_id}")
 
     def __repr__(self) -> str:
@@ -150,13 +155,24 @@ class TrainingClient:
         *,
         forward_only: bool,
     ) -> Promise[ForwardBackwardOutput]:
+        config: dict[str, float | str] | None = (
+            dict(loss_fn_config.items()) if loss_fn_config else None
+        )
+        parts = self._pass_parts(data, loss_fn, config, forward_only=forward_only)
+        return self._step(parts, self._pass_wanted(request_type), merge)
+
+    def _pass_parts(
+        self,
+        data: Sequence[Datum],
+        loss_fn: LossFnType = "cross_entropy",
+        config: dict[str, float | str] | None = None,
+        *,
+        forward_only: bool,
+    ) -> Callable[[Connection], list[Part]]:
         data = list(data)  # the caller may go on changing its list
         if not data:
             raise ValueError("data is empty: a pass needs at least one Datum.")
         _check_sendable(data)
-        config: dict[str, float | str] | None = (
-            dict(loss_fn_config.items()) if loss_fn_config else None
-        )
         # Checks the name of the loss here, where the caller sees it.
         ForwardBackwardInput(data=data, loss_fn=loss_fn, loss_fn_config=config)
         sizes = [datum_bytes(datum) for datum in data]
@@ -179,12 +195,32 @@ class TrainingClient:
                 )
             ]
 
-        wanted = Wanted(
+        return parts
+
+    @staticmethod
+    def _pass_wanted(request_type: str) -> Wanted[ForwardBackwardOutput]:
+        return Wanted(
             request_type=request_type,
             answer=ForwardBackwardOutput,
             read_protobuf=decode_forward_backward_output,
         )
-        return self._step(parts, wanted, merge)
+
+    def _forward_backward_custom(
+        self,
+        data: list[Datum],
+        loss_fn: CustomLoss,
+        *,
+        loss_type_input: Literal["logprobs"] | None = None,
+    ) -> Promise[Promise[ForwardBackwardOutput]]:
+        """
+        The same with a loss of your own: a function of (data, logprobs) or a `LossHandle`.
+
+        Returns the future once the loss is computed, which happens on a thread of its own.
+        """
+        return custom_loss.start(self, data, loss_fn, loss_type_input)
+
+    forward_backward_custom = waits(_forward_backward_custom)
+    forward_backward_custom_async = awaits(_forward_backward_custom)
 
     # -- optimizer -------------------------------------------------------------------------------
 
@@ -485,6 +521,14 @@ class TrainingClient:
         wanted: Wanted[R],
         finish: Callable[[list[R]], T],
     ) -> Promise[T]:
+        return self._place(lambda _: self._send(parts), wanted, finish)
+
+    def _place(
+        self,
+        send: Callable[[Promise[T]], Coroutine[Any, Any, tuple[Connection, list[Accepted]]]],
+        wanted: Wanted[R],
+        finish: Callable[[list[R]], T],
+    ) -> Promise[T]:
         """
         Take the next place in the order, here in the caller's thread, and do the rest later.
 
@@ -497,25 +541,42 @@ class TrainingClient:
                 f"{self!r} belongs to process {self._pid}; in a forked process its steps would "
                 "be numbered twice. Create a client here from a checkpoint, or sample only."
             )
+        if self._loss_thread == threading.get_ident():
+            raise RuntimeError(
+                "A custom loss cannot call the client whose step it belongs to: that call comes "
+                "after the step, and the step waits for the loss. Other clients may be called."
+            )
         promise: Promise[T] = Promise()
         ticket = self._turnstile.take()
 
+        async def in_turn() -> tuple[Connection, list[Accepted]]:
+            # From here on the step runs, whoever stops waiting; cancelled before, it never existed.
+            if not promise.set_running_or_notify_cancel():
+                raise asyncio.CancelledError
+            return await send(promise)
+
         def begin() -> asyncio.Task[T]:
             # Both at once, before anything can be cancelled: every ticket must be started.
-            submission = self._turnstile.start(ticket, lambda: self._send(promise, parts))
+            submission = self._turnstile.start(ticket, in_turn)
             self.holder.track(submission)
             return asyncio.ensure_future(self._finish(submission, wanted, finish))
 
         self.holder.start(promise, begin)
         return promise
 
+    @contextmanager
+    def _computing_a_loss(self) -> Iterator[None]:
+        """While a custom loss runs on this thread. One at a time: each has its place in the order."""
+        self._loss_thread = threading.get_ident()
+        try:
+            yield
+        finally:
+            self._loss_thread = None
+
     async def _send(
-        self, promise: Promise[Any], parts: Callable[[Connection], list[Part]]
+        self, parts: Callable[[Connection], list[Part]]
     ) -> tuple[Connection, list[Accepted]]:
-        """Our turn: number the parts, submit them, account for every number."""
-        # From here on the step runs, whoever stops waiting; cancelled before, it never existed.
-        if not promise.set_running_or_notify_cancel():
-            raise asyncio.CancelledError
+        """In our turn: number the parts, submit them, account for every number."""
         connection = await self.holder.connect()
         await self._fill_gaps(connection)
         todo = parts(connection)
@@ -587,8 +648,12 @@ class TrainingClient:
         wanted: Wanted[R],
         finish: Callable[[list[R]], T],
     ) -> T:
-        connection, accepted = await asyncio.shield(submission)
-        results = await _all(
+        return finish(await self._fetch(*await asyncio.shield(submission), wanted))
+
+    async def _fetch(
+        self, connection: Connection, accepted: list[Accepted], wanted: Wanted[R]
+    ) -> list[R]:
+        return await _all(
             connection.results.fetch(
                 each.request_id,
                 wanted,
@@ -597,7 +662,6 @@ class TrainingClient:
             )
             for each in accepted
         )
-        return finish(results)
 
 
 def _same(value: R) -> R:
