@@ -210,13 +210,12 @@ async def run_command(command: Command, *, limit_s: float) -> str:
         async with asyncio.timeout(limit_s):
             out, err = await process.communicate()
     except TimeoutError:
+        await _end(process)
         raise TinkerError(
             f"The credential command printed nothing whole within {limit_s:g} s and was ended. "
             "It cannot ask questions: no terminal is attached. Check TINKER_CREDENTIAL_CMD, or "
             "give it longer with TINKEX_CREDENTIAL_CMD_S."
         ) from None
-    finally:
-        _end(process)
     value = out.decode("utf-8", "replace").strip()
     if process.returncode:
         raise TinkerError(
@@ -236,14 +235,16 @@ async def run_command(command: Command, *, limit_s: float) -> str:
     return value
 
 
-def _end(process: asyncio.subprocess.Process) -> None:
-    if process.returncode is not None:
-        return
+async def _end(process: asyncio.subprocess.Process) -> None:
     with contextlib.suppress(ProcessLookupError):
         if sys.platform == "win32":
             process.kill()
         else:
             os.killpg(process.pid, signal.SIGKILL)
+    # Read to the end, which closes the pipes; unless something that left the group holds them.
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(1.0):
+            await process.communicate()
 
 
 def _last_words(stderr: bytes, secret: str) -> str:
