@@ -27,6 +27,15 @@ def segments(name: str, value: object) -> str:
     return "/".join(segment(name, part) for part in parts)
 
 
+def check_tinker_path(path: str) -> None:
+    """Weights are named by what a save returned."""
+    if not path.startswith("tinker://"):
+        raise ValueError(
+            f"{path!r} is not a path of saved weights: it must start with 'tinker://', as "
+            "save_state() and save_weights_for_sampler() return it."
+        )
+
+
 def checkpoint_at(tinker_path: object) -> tuple[str, str]:
     """Run and checkpoint of a `tinker://` path."""
     parsed = ParsedCheckpointTinkerPath.from_tinker_path(str(tinker_path))

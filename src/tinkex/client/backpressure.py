@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from time import monotonic
 from weakref import WeakValueDictionary
 
+from tinkex.client.admission import Admission
+
 #: While a 402 is tolerated, this long between attempts.
 BILLING_PAUSE_S = 5.0
 #: This long without a 402 closes the window; the next one opens a fresh window.
@@ -91,7 +93,9 @@ class Lane:
     backoff: Backoff = field(default_factory=Backoff)
     billing: BillingPause = field(default_factory=BillingPause)
     #: Samples under way, submission to result.
-    samples: Budget = field(default_factory=lambda: Budget(2_000))
+    samples: Admission = field(default_factory=lambda: Admission(2_000))
+    #: Results that are known to be there, being fetched: many would only open connections.
+    fetches: Budget = field(default_factory=lambda: Budget(64))
     #: Bytes of prompts being submitted.
     sample_bytes: Budget = field(default_factory=lambda: Budget(10 * 1024 * 1024))
     #: Bytes of training data being submitted.

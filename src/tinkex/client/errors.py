@@ -17,6 +17,7 @@ Which of them are worth another try is decided in `retry.py` alone. All of them 
 
 from __future__ import annotations
 
+import copy
 import json
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -252,3 +253,13 @@ def _body(response: Response) -> object | None:
         return json.loads(text) if text else None
     except ValueError:
         return text[:2000]
+
+
+def own_copy(error: BaseException) -> BaseException:
+    """One for each who is told: an exception raised in two places mixes up its tracebacks."""
+    try:
+        twin = copy.copy(error)
+    except Exception:  # noqa: BLE001 (an exception of a kind that cannot be copied)
+        return error
+    twin.__cause__ = error.__cause__
+    return twin

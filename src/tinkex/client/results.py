@@ -122,6 +122,43 @@ class Pace:
         return delay_s * (1 - 0.25 * self._rng.random())
 
 
+class Patience:
+    """What a poll that failed means: wait so long, or give up. One table for every kind of poll."""
+
+    def __init__(self, calls: Calls, *, clock: Callable[[], float], rng: random.Random) -> None:
+        self.pace = Pace(rng)
+        self._calls = calls
+        self._clock = clock
+        self._last_contact = clock()
+        self._bad_requests = 0
+
+    def answered(self) -> None:
+        self._last_contact = self._clock()
+        self._bad_requests = 0
+
+    def pause_s(self, error: APIConnectionError | APIStatusError) -> float:
+        """Seconds before the next poll. Raises the error when there is no point in one."""
+        if not isinstance(error, APIStatusError):
+            if self._clock() - self._last_contact > self._calls.settings.reconnect_s:
+                raise error
+            return self.pace.after_failure(error)
+        self._last_contact = self._clock()
+        if error.status_code == 400 and self._bad_requests < MAX_400:
+            self._bad_requests += 1
+            return self.pace.after_failure(error)
+        if error.status_code == 402:
+            pause = self._calls.lane.billing.pause_s()
+            if pause is None:
+                raise error
+            return pause
+        if error.status_code == 400 or not is_retryable(error):
+            raise error
+        delay = self.pace.after_failure(error)
+        if error.status_code == 429:
+            self._calls.lane.backoff.ask(delay)
+        return delay
+
+
 class Results:
     """Waits for promises of one service. Belongs to one event loop."""
 
@@ -143,14 +180,21 @@ class Results:
         *,
         observer: QueueObserver | None = None,
         round_trip_s: float | None = None,
+        size: int | None = None,
     ) -> T:
-        """The result of a promise; raises `RequestFailedError` if the server could not keep it."""
-        pace = Pace(self._rng)
-        polls = bad_requests = 0
-        may_withhold = True
-        last_contact = self._clock()
+        """
+        The result of a promise; raises `RequestFailedError` if the server could not keep it.
+
+        Where the `size` of the result is known, room is made for it first. Otherwise a large one
+        is announced by the server, and fetched when there is room.
+        """
+        patience = Patience(self._calls, clock=self._clock, rng=self._rng)
+        polls = 0
+        may_withhold = size is None
         about = f"result of {wanted.request_type} request {request_id}"
         async with contextlib.AsyncExitStack() as room:
+            if size is not None:
+                await room.enter_async_context(self._calls.lane.result_bytes.hold(size))
             while True:
                 headers = {
                     "X-Tinker-Request-Type": wanted.request_type,
@@ -173,35 +217,16 @@ class Results:
                         ),
                         about=about,
                     )
-                except APIConnectionError as error:
-                    if self._clock() - last_contact > self._calls.settings.reconnect_s:
-                        raise
-                    await asyncio.sleep(pace.after_failure(error))
-                    continue
-                except APIStatusError as error:
-                    last_contact = self._clock()
-                    if error.status_code == 408:
-                        bad_requests = 0
+                except (APIConnectionError, APIStatusError) as error:
+                    if isinstance(error, APIStatusError) and error.status_code == 408:
+                        patience.answered()
                         _tell(observer, error.body)
-                        await asyncio.sleep(pace.after_not_yet(last_contact - asked_at))
-                    elif error.status_code == 400 and bad_requests < MAX_400:
-                        bad_requests += 1
-                        await asyncio.sleep(pace.after_failure(error))
-                    elif error.status_code == 402:
-                        pause = self._calls.lane.billing.pause_s()
-                        if pause is None:
-                            raise
-                        await asyncio.sleep(pause)
-                    elif error.status_code != 400 and is_retryable(error):
-                        delay = pace.after_failure(error)
-                        if error.status_code == 429:
-                            self._calls.lane.backoff.ask(delay)
-                        await asyncio.sleep(delay)
+                        delay = patience.pace.after_not_yet(self._clock() - asked_at)
                     else:
-                        raise
+                        delay = patience.pause_s(error)
+                    await asyncio.sleep(delay)
                     continue
-                last_contact = self._clock()
-                bad_requests = 0
+                patience.answered()
                 try:
                     answer = read_answer(response, wanted)
                 except ValueError as error:
@@ -215,14 +240,14 @@ class Results:
                     raise RequestFailedError(answer.error, request_id, answer.category)
                 if isinstance(answer, TryAgainResponse):
                     _tell(observer, answer.model_dump())
-                    await asyncio.sleep(pace.after_not_yet(last_contact - asked_at))
+                    await asyncio.sleep(patience.pace.after_not_yet(self._clock() - asked_at))
                 elif isinstance(answer, CompleteMetadata):
                     if may_withhold:
                         may_withhold = False
                         size = answer.response_payload_size
                         await room.enter_async_context(self._calls.lane.result_bytes.hold(size))
                     else:  # asked not to, and it withheld the result all the same
-                        await asyncio.sleep(pace.after_not_yet(0.0))
+                        await asyncio.sleep(patience.pace.after_not_yet(0.0))
                 else:
                     return answer
 

@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-import asyncio
-import itertools
 import math
 import os
-import random
+import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
-from time import monotonic
 from typing import Any, TypeVar
 from urllib.parse import quote
 
-from tinkex.client import tokenizer
-from tinkex.client.backpressure import Budget
-from tinkex.client.chunks import input_bytes
-from tinkex.client.errors import APIConnectionError, APIStatusError, RequestFailedError
+from tinkex.client import handles, tokenizer
+from tinkex.client.arguments import check_tinker_path
+from tinkex.client.desk import Desk
 from tinkex.client.futures import Promise, awaits, refuse_to_block, waits
-from tinkex.client.results import QueueLog, Wanted
-from tinkex.client.retry import RetryConfig, is_retryable, is_user_error
-from tinkex.client.session import Connection, Session
-from tinkex.client.settings import Settings
-from tinkex.client.transport import Kind, Request
-from tinkex.wire.codec import encode_json
-from tinkex.wire.futures import UntypedAPIFuture
+from tinkex.client.handles import Passport
+from tinkex.client.results import QueueLog
+from tinkex.client.retry import RetryConfig
+from tinkex.client.session import Session
+from tinkex.client.settings import setting
+from tinkex.client.stubborn import RetryHandler
+from tinkex.client.telemetry import Telemetry
 from tinkex.wire.inputs import ModelInput
-from tinkex.wire.protobuf import decode_sample_response
 from tinkex.wire.sampling import (
     CreateSamplingSessionRequest,
     CreateSamplingSessionResponse,
@@ -38,13 +32,6 @@ from tinkex.wire.sampling import (
 from tinkex.wire.tensors import TensorData
 
 T = TypeVar("T")
-
-#: Each clone numbers its samples from a multiple of this.
-CLONE_STRIDE = 1_000_000_000
-#: A token in the JSON of a prompt has about this many bytes.
-BYTES_PER_TOKEN = 10
-#: "Busy" with a prompt above this size is waited out longer.
-LARGE_PROMPT_BYTES = 128 * 1024
 
 
 class Sampler(GetSamplerResponse):
@@ -75,33 +62,95 @@ class SamplingClient:
         record_stability_info: bool = False,
     ) -> None:
         self.holder = holder
+        #: Words of TINKER_FEATURE_GATES; programs read them, nothing here depends on them.
+        self.feature_gates = {
+            gate.strip()
+            for gate in (setting("FEATURE_GATES", os.environ) or "async_sampling").split(",")
+        }
         self._sampling_session_id = sampling_session_id
         self._retry = retry_config
         self._record_stability_info = record_stability_info
         self._queue_log = QueueLog(f"Sampling from {sampling_session_id}")
-        self._rng = random.Random()
         self._begin(shadow)
 
     def _begin(self, clone: bool) -> None:
-        self._pid = os.getpid()
-        # A copy must not number its samples like the original: equal numbers are one request.
-        clone_id = random.SystemRandom().randint(1, CLONE_STRIDE) if clone else 0
-        self._numbers = itertools.count(CLONE_STRIDE * clone_id)
-        self._slots: Budget | None = None
-        self._progress = _Progress()
+        #: How this client insists; its `config` is the `retry_config`.
+        self.retry_handler = RetryHandler(self._retry or RetryConfig(max_connections=None))
+        self._desk = Desk(
+            self.holder,
+            self._sampling_session_id,
+            clone=clone,
+            handler=self.retry_handler,
+            observer=self,
+        )
+
+    @staticmethod
+    def create(
+        holder: Session,
+        *,
+        model_path: str | None = None,
+        base_model: str | None = None,
+        sampling_session_id: str | None = None,
+        retry_config: RetryConfig | None = None,
+        record_stability_info: bool = False,
+    ) -> Promise[SamplingClient]:
+        """A client of saved weights, of a base model, or of a sampling session that exists."""
+        if sampling_session_id is not None:
+            made: Promise[SamplingClient] = Promise()
+            made.finish(
+                SamplingClient(
+                    holder,
+                    sampling_session_id=sampling_session_id,
+                    retry_config=retry_config,
+                    record_stability_info=record_stability_info,
+                )
+            )
+            return made
+        if model_path is None and base_model is None:
+            raise ValueError("Say what to sample from: model_path='tinker://...' or base_model.")
+        if model_path is not None:
+            check_tinker_path(model_path)
+        return holder.run(
+            open_sampler(
+                holder,
+                model_path=model_path,
+                base_model=base_model,
+                retry_config=retry_config,
+                record_stability_info=record_stability_info,
+            )
+        )
 
     def __repr__(self) -> str:
         return f"<SamplingClient of {self._sampling_session_id}>"
 
+    # -- other processes -------------------------------------------------------------------------
+
     def __reduce__(self) -> tuple[Any, ...]:
-        return _unpickle, (
-            _Pickled(
-                session_id=self.holder.session_id,
-                sampling_session_id=self._sampling_session_id,
-                base_url=self.holder.settings.base_url,
-                retry_config=self._retry,
-                record_stability_info=self._record_stability_info,
-            ),
+        handles.leaving(self.holder)
+        return _copied, (self._passport(),)
+
+    def get_sampler_handle(self) -> str:
+        """Text from which another process makes a client of the same weights. Holds no key."""
+        handles.leaving(self.holder)
+        return self._passport().to_handle()
+
+    @staticmethod
+    def from_sampler_handle(handle: str, *, api_key: str | None = None) -> SamplingClient:
+        """
+        A client from `get_sampler_handle()`. The key is the argument, or found as for a new client.
+
+        A handle names the service that will be asked, with your key: take it from whom you trust.
+        """
+        passport = Passport.from_handle(handle)
+        return _copied(passport, handles.arrive(passport, api_key=api_key))
+
+    def _passport(self) -> Passport:
+        return Passport(
+            session_id=self.holder.session_id,
+            sampling_session_id=self._sampling_session_id,
+            base_url=self.holder.settings.base_url,
+            retry_config=self._retry,
+            record_stability_info=self._record_stability_info,
         )
 
     # -- sampling --------------------------------------------------------------------------------
@@ -174,7 +223,8 @@ class SamplingClient:
                 )
             return list(found)
 
-        return self._run(request, logprobs)
+        # Started over even where samples are not: it draws nothing that could differ.
+        return self._run(request, logprobs, insists=True)
 
     compute_logprobs_async = awaits(compute_logprobs)
 
@@ -209,75 +259,22 @@ class SamplingClient:
             about=f"asking about {self._sampling_session_id}",
         )
 
+    def get_telemetry(self) -> Telemetry | None:
+        """What reports about this client's session."""
+        return self.holder.telemetry
+
     # -- the work --------------------------------------------------------------------------------
 
     def _run(
-        self, request: SampleRequest, finish: Callable[[SampleRequest, SampleResponse], T]
+        self,
+        request: SampleRequest,
+        finish: Callable[[SampleRequest, SampleResponse], T],
+        *,
+        insists: bool = False,
     ) -> Promise[T]:
-        if self._pid != os.getpid():
+        if self._desk.pid != os.getpid():
             self._begin(clone=True)  # a forked child is a copy too
-
-        async def work() -> T:
-            return finish(request, await self._sample(request))
-
-        return self.holder.run(work(), yields_to_waiter=True)
-
-    async def _sample(self, request: SampleRequest) -> SampleResponse:
-        connection, _ = await self.holder.open()
-        config = self._retry or RetryConfig(max_connections=None)
-        if self._slots is None:
-            self._slots = Budget(config.max_connections or 2**31)
-        stuck_s = None
-        if config.enable_stuck_detection and connection.config.sample_enable_stuck_detection:
-            stuck_s = config.progress_timeout
-        with self._progress.watch(stuck_s):
-            async with self._slots.hold(1), connection.lane.samples.hold(1):
-                attempt = 0
-                while True:
-                    attempt += 1
-                    try:
-                        answer = await self._attempt(connection, request)
-                    except Exception as error:
-                        if not config.enable_retry_logic or connection.config.sample_no_retries:
-                            raise
-                        if not _worth_starting_over(error, config):
-                            raise
-                        self._progress.last_error = error
-                        await asyncio.sleep(config.delay_s(attempt, rng=self._rng))
-                    else:
-                        self._progress.succeeded()
-                        return answer
-
-    async def _attempt(self, connection: Connection, request: SampleRequest) -> SampleResponse:
-        """One submission and its result, under a number of its own."""
-        number = next(self._numbers)
-        size = input_bytes(request.prompt, per_token=BYTES_PER_TOKEN)
-        started = monotonic()
-        async with connection.lane.sample_bytes.hold(size):
-            promised = await connection.calls.call(
-                "POST",
-                "asample",
-                encode_json(request.model_copy(update={"seq_id": number})),
-                answer=UntypedAPIFuture,
-                kind=Kind.SAMPLE,
-                headers={"X-Tinker-Sampling-Backpressure": "1"},
-                busy_s=5.0 if size > LARGE_PROMPT_BYTES else 1.0,
-                about=f"sample {number} of {self._sampling_session_id}",
-            )
-
-        def read(body: bytes) -> SampleResponse:
-            return decode_sample_response(body, promised.sample_sequence_ids)
-
-        try:
-            return await connection.results.fetch(
-                promised.request_id,
-                Wanted(request_type="Sample", answer=SampleResponse, read_protobuf=read),
-                observer=self,
-                round_trip_s=monotonic() - started,
-            )
-        except asyncio.CancelledError:
-            self.holder.cancel_later(connection, promised.request_id)
-            raise
+        return self._desk.hand_in(request, finish, insists=insists)
 
     def on_queue_state_change(self, queue_state: str, queue_state_reason: str | None) -> None:
         """Called while samples wait; logs the reason, at most once a minute. May be overridden."""
@@ -314,13 +311,41 @@ async def open_sampler(
     )
 
 
-def _worth_starting_over(error: Exception, config: RetryConfig) -> bool:
-    """Whether a failed sample may be sent again under a new number."""
-    if isinstance(error, RequestFailedError):
-        return not is_user_error(error)
-    if isinstance(error, APIStatusError) and error.status_code == 410:
-        return True  # the result is gone; a sample can simply be drawn again
-    return is_retryable(error) or isinstance(error, config.retryable_exceptions)
+def draw(holder: Session, request: SampleRequest) -> Promise[SampleResponse]:
+    """
+    One sample as it goes over the wire, for what `SamplingClient` does not offer.
+
+    The request names its model in one of the protocol's three ways: `sampling_session_id`,
+    `model_path` or `base_model`. Limits and waiting are those of every other sample.
+    """
+    if not (request.sampling_session_id or request.model_path or request.base_model):
+        raise ValueError(
+            "This SampleRequest names no model. Set one of sampling_session_id, model_path "
+            "('tinker://...') and base_model."
+        )
+    desk = _desks.get(holder)
+    if desk is None or desk.pid != os.getpid():
+        desk = _desks[holder] = Desk(
+            holder,
+            None,
+            clone=True,  # not to be taken for the samples of a session's own client
+            handler=RetryHandler(RetryConfig(max_connections=None)),
+            observer=QueueLog("Sampling"),
+        )
+    return desk.hand_in(request, _checked)
+
+
+_desks: weakref.WeakKeyDictionary[Session, Desk] = weakref.WeakKeyDictionary()
+
+
+def _copied(passport: Passport, holder: Session | None = None) -> SamplingClient:
+    return SamplingClient(
+        holder or handles.arrive(passport),
+        sampling_session_id=passport.sampling_session_id,
+        shadow=True,
+        retry_config=passport.retry_config,
+        record_stability_info=passport.record_stability_info,
+    )
 
 
 def _checked(request: SampleRequest, answer: SampleResponse) -> SampleResponse:
@@ -339,99 +364,3 @@ def _checked(request: SampleRequest, answer: SampleResponse) -> SampleResponse:
                 f"{last_n} positions; it may predate prompt_logprobs_last_n."
             )
     return answer
-
-
-class _Progress:
-    """Notices when no sample of a client has finished for too long, and fails all that wait."""
-
-    def __init__(self) -> None:
-        self.last_error: Exception | None = None
-        self._waiting: set[asyncio.Task[Any]] = set()
-        self._stuck: set[asyncio.Task[Any]] = set()
-        self._last = 0.0
-        self._timer: asyncio.TimerHandle | None = None
-
-    def succeeded(self) -> None:
-        self._last = monotonic()
-
-    def watch(self, timeout_s: float | None) -> _Watch:
-        return _Watch(self, timeout_s)
-
-    def _enter(self, task: asyncio.Task[Any], timeout_s: float | None) -> None:
-        if timeout_s is None:
-            return
-        if not self._waiting:
-            self._last = monotonic()  # it was idle until now
-        self._waiting.add(task)
-        if self._timer is None:
-            self._arm(timeout_s, timeout_s)
-
-    def _arm(self, delay_s: float, timeout_s: float) -> None:
-        loop = asyncio.get_running_loop()
-        self._timer = loop.call_later(delay_s, self._look, timeout_s)
-
-    def _look(self, timeout_s: float) -> None:
-        self._timer = None
-        if not self._waiting:
-            return
-        left = self._last + timeout_s - monotonic()
-        if left > 0:
-            self._arm(left, timeout_s)
-            return
-        for task in self._waiting:
-            self._stuck.add(task)
-            task.cancel()
-
-    def _leave(self, task: asyncio.Task[Any]) -> bool:
-        """Whether the task was given up as stuck."""
-        self._waiting.discard(task)
-        if not self._waiting and self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        was_stuck = task in self._stuck
-        self._stuck.discard(task)
-        return was_stuck
-
-
-class _Watch:
-    def __init__(self, progress: _Progress, timeout_s: float | None) -> None:
-        self._progress = progress
-        self._timeout_s = timeout_s
-
-    def __enter__(self) -> None:
-        task = asyncio.current_task()
-        assert task is not None, "samples run in tasks"
-        self._task = task
-        self._progress._enter(task, self._timeout_s)
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        stuck = self._progress._leave(self._task)
-        if stuck and kind is not None and issubclass(kind, asyncio.CancelledError):
-            self._task.uncancel()
-            seen = self._progress.last_error
-            raise APIConnectionError(
-                Request(method="POST", url="asample"),
-                f"No sample of this client finished for {self._timeout_s:g} s, so all that wait "
-                f"are given up (RetryConfig.progress_timeout). Last error: {seen or 'none'}.",
-            )
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Pickled:
-    """What a copy needs to know. No key: that is found again where the copy is made."""
-
-    session_id: str | None
-    sampling_session_id: str
-    base_url: str
-    retry_config: RetryConfig | None
-    record_stability_info: bool
-
-
-def _unpickle(state: _Pickled) -> SamplingClient:
-    return SamplingClient(
-        Session(Settings.resolve(base_url=state.base_url), session_id=state.session_id),
-        sampling_session_id=state.sampling_session_id,
-        shadow=True,
-        retry_config=state.retry_config,
-        record_stability_info=state.record_stability_info,
-    )

@@ -8,11 +8,12 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from tinkex.client import custom_loss
+from tinkex.client.arguments import check_tinker_path
 from tinkex.client.futures import Promise, awaits, refuse_to_block, waits
 from tinkex.client.rest import RestClient
 from tinkex.client.results import QueueLog, Wanted
 from tinkex.client.retry import RetryConfig
-from tinkex.client.sampling import SamplingClient, open_sampler
+from tinkex.client.sampling import SamplingClient
 from tinkex.client.session import CloseStatus, Connection, Session, closed
 from tinkex.client.settings import Settings
 from tinkex.client.sign_in import lent
@@ -307,18 +308,12 @@ class ServiceClient:
         record_stability_info: bool = False,
     ) -> Promise[SamplingClient]:
         """Samples from saved weights (`model_path`) or from a base model as it is."""
-        if model_path is None and base_model is None:
-            raise ValueError("Say what to sample from: model_path='tinker://...' or base_model.")
-        if model_path is not None:
-            check_tinker_path(model_path)
-        return self.holder.run(
-            open_sampler(
-                self.holder,
-                model_path=model_path,
-                base_model=base_model,
-                retry_config=retry_config,
-                record_stability_info=record_stability_info,
-            )
+        return SamplingClient.create(
+            self.holder,
+            model_path=model_path,
+            base_model=base_model,
+            retry_config=retry_config,
+            record_stability_info=record_stability_info,
         )
 
     create_sampling_client = waits(_create_sampling_client)
@@ -385,11 +380,3 @@ def _reason(raised: type[BaseException] | None) -> tuple[CloseStatus, str | None
     if raised is None:
         return "success", None
     return "errored" if issubclass(raised, Exception) else "interrupted", raised.__name__
-
-
-def check_tinker_path(path: str) -> None:
-    if not path.startswith("tinker://"):
-        raise ValueError(
-            f"{path!r} is not a path of saved weights: it must start with 'tinker://', as "
-            "save_state() and save_weights_for_sampler() return it."
-        )

@@ -17,14 +17,15 @@ import weakref
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from time import monotonic
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
 from urllib.parse import quote
 
 from pydantic import BaseModel
 
 from tinkex.client import loop as background_loop
-from tinkex.client.backpressure import Budget, Lane, Lanes
+from tinkex.client.backpressure import Lane, Lanes
 from tinkex.client.calls import Calls, client_headers
+from tinkex.client.cancels import Cancels
 from tinkex.client.credentials import Credential
 from tinkex.client.errors import APIStatusError, TinkerError
 from tinkex.client.futures import Promise, settle
@@ -33,7 +34,7 @@ from tinkex.client.settings import LOCAL, PROTOCOL_VERSION, Settings
 from tinkex.client.sign_in import sign_in
 from tinkex.client.telemetry import Telemetry
 from tinkex.client.tokens import Exchanged
-from tinkex.client.transport import HttpTransport, Kind, Transport, most_polls
+from tinkex.client.transport import HttpTransport, Kind, Request, Transport, most_polls
 from tinkex.wire.base import Payload
 from tinkex.wire.futures import UntypedAPIFuture
 from tinkex.wire.runs import (
@@ -59,10 +60,17 @@ HEARTBEAT_EVERY_S = 10.0
 HEARTBEAT_QUIET_S = 120.0
 #: Saying goodbye must not hold up a program whose server is gone.
 FINISH_GIVE_UP_S = 10.0
-CANCEL_DEADLINE_S = 30.0
+#: The server's wishes are asked for again no sooner than this.
+LEAST_REFRESH_S = 10.0
 
 CloseStatus = Literal["success", "errored", "interrupted"]
 MakeTransport = Callable[[str, Settings], Transport]
+
+
+class Closeable(Protocol):
+    """Something of a session's that has work waiting."""
+
+    def close(self) -> None: ...
 
 
 def http_transport(base_url: str, settings: Settings) -> Transport:
@@ -82,6 +90,7 @@ class Connection:
     credential: Credential
     config: ClientConfigResponse
     dynamic: ClientDynamicConfigResponse
+    cancels: Cancels
     #: Background work that ends with the session.
     chores: list[asyncio.Task[None]] = field(default_factory=list)
 
@@ -137,7 +146,7 @@ class Session:
         self._session_id = session_id
         self._user_metadata = dict(user_metadata or {})
         self._display_name = display_name
-        self._make_transport = make_transport
+        self.make_transport = make_transport
         self._server: LocalServer | None = None
         self._home = os.getpid()
         self._telemetry: Telemetry | None = None
@@ -155,6 +164,7 @@ class Session:
         """Nothing connected yet, in this process."""
         self._pid = os.getpid()
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._closing_too: weakref.WeakSet[Closeable] = weakref.WeakSet()
         self._connected = Once(self._connect)
         self._opened = Once(self._open)
 
@@ -184,29 +194,38 @@ class Session:
         dropped: Callable[[], None] | None = None,
     ) -> None:
         """Make a task on the background loop and let the promise have its outcome."""
-        if self.closed:
+        try:
+            loop = self.loop()
+        except RuntimeError:
             if dropped is not None:
                 dropped()
+            raise
+        loop.call_soon_threadsafe(lambda: self.follow(make(), promise))
+
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The loop that this session's work runs on, if it may still do any."""
+        if self.closed:
             raise closed()
         if self._pid != os.getpid():
             _inherited.append((self._connected, self._opened, self._tasks))
             if self._session_id is None:
                 self._home = os.getpid()  # the parent had no session yet: this one is ours
             self._begin()
-        loop = background_loop.background()
+        return background_loop.background()
 
-        def begin() -> None:
-            task = make()
-            self.track(task)
-            task.add_done_callback(functools.partial(settle, promise))
-            task.add_done_callback(self._note_failure)
-            if promise.cancelled():
-                task.cancel()
-            promise.add_done_callback(
-                lambda done: loop.call_soon_threadsafe(task.cancel) if done.cancelled() else None
-            )
+    def follow(self, task: asyncio.Task[T], promise: Promise[T]) -> None:
+        """Give the promise the outcome of a task of this session; cancelled, it cancels the task."""
+        self.track(task)
+        task.add_done_callback(functools.partial(settle, promise))
+        task.add_done_callback(self._note_failure)
+        loop = task.get_loop()
+        promise.add_done_callback(
+            lambda done: loop.call_soon_threadsafe(task.cancel) if done.cancelled() else None
+        )
 
-        loop.call_soon_threadsafe(begin)
+    def at_close(self, waiting: Closeable) -> None:
+        """Close this too when the session closes. Kept weakly."""
+        self._closing_too.add(waiting)
 
     def _note_failure(self, task: asyncio.Task[Any]) -> None:
         # After the promise has its outcome: whoever waits is not kept waiting for this.
@@ -243,7 +262,7 @@ class Session:
             if self._server is None:
                 self._server = await asyncio.to_thread(local.attach)
             url = self._server.url
-        transport = self._make_transport(url, self.settings)
+        transport = self.make_transport(url, self.settings)
         _transports.add(transport)
         lane = _lanes_here().get((url, self.settings.lane[1]))
         calls = Calls(
@@ -264,7 +283,9 @@ class Session:
             await transport.close()
             raise
         lane.billing.patience_s = config.billing_exception_max_pause_duration_sec
-        lane.samples.size = min(config.sample_max_concurrent_requests, most_polls())
+        lane.samples.size = config.sample_max_concurrent_requests
+        if not config.sample_use_retrieve_futures:  # then each sample holds a connection
+            lane.samples.size = min(lane.samples.size, most_polls())
         lane.sample_bytes.size = config.sample_dispatch_bytes_semaphore_size
         lane.result_bytes.size = config.inflight_response_bytes_semaphore_size
         lane.training_bytes.size = config.fwdbwd_dispatch_bytes_semaphore_size
@@ -277,7 +298,9 @@ class Session:
             credential=credential,
             config=config,
             dynamic=dynamic,
+            cancels=Cancels(calls, background_loop.keep),
         )
+        connection.cancels.dynamic = dynamic
         if isinstance(credential, Exchanged):
             chore = asyncio.create_task(credential.keep_fresh())
             background_loop.keep(chore)
@@ -360,26 +383,10 @@ class Session:
             promised.request_id, wanted, observer=observer, round_trip_s=monotonic() - started
         )
 
-    def cancel_later(self, connection: Connection, request_id: str) -> None:
+    def cancel_later(self, connection: Connection, request: str | Request) -> None:
         """Tell the server that nobody wants this sample any more, if it cares to know."""
-        if self.closed or not connection.dynamic.sample_cancel_enabled:
-            return
-
-        async def cancel() -> None:
-            async with _cancels_here().hold(1):
-                try:
-                    await connection.calls.call(
-                        "POST",
-                        "cancel_future",
-                        {"request_id": request_id},
-                        answer=type(None),
-                        kind=Kind.RETRIEVE,
-                        deadline_s=CANCEL_DEADLINE_S,
-                    )
-                except TinkerError as error:
-                    log.debug("cancelling request %s failed: %s", request_id, error)
-
-        background_loop.keep(asyncio.create_task(cancel()))
+        if not self.closed:
+            connection.cancels.later(request)
 
     def next_model_number(self) -> int:
         self._check_own("models")
@@ -424,6 +431,8 @@ class Session:
     async def _close(self, status: CloseStatus, detail: str | None) -> None:
         if self._pid != os.getpid():  # a forked child that never sent anything
             return
+        for waiting in list(self._closing_too):
+            waiting.close()
         for task in list(self._tasks):
             task.cancel()
         connection = self._connected.value
@@ -488,12 +497,13 @@ def _late_beat(last: float, error: TinkerError) -> None:
 async def _refresh(connection: Connection, session: weakref.ref[Session]) -> None:
     """Keep the server's wishes current; an old wish is better than none."""
     while True:
-        await asyncio.sleep(max(connection.dynamic.refresh_interval_sec, 10.0))
+        await asyncio.sleep(max(connection.dynamic.refresh_interval_sec, LEAST_REFRESH_S))
         here = session()
         if here is None:
             return
         try:
             connection.dynamic = await here._fetch_dynamic(connection.calls)
+            connection.cancels.dynamic = connection.dynamic
         except TinkerError as error:
             log.debug("dynamic configuration not refreshed: %s", error)
         del here
@@ -502,7 +512,6 @@ async def _refresh(connection: Connection, session: weakref.ref[Session]) -> Non
 # -- per process -------------------------------------------------------------------------------------
 
 _lanes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Lanes] = weakref.WeakKeyDictionary()
-_cancels: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Budget] = weakref.WeakKeyDictionary()
 _transports: weakref.WeakSet[Transport] = weakref.WeakSet()
 #: What a forked child got from its parent and must neither use nor tear down.
 _inherited: list[Any] = []
@@ -520,10 +529,6 @@ if hasattr(os, "register_at_fork"):  # not on Windows
 
 def _lanes_here() -> Lanes:
     return _lanes.setdefault(asyncio.get_running_loop(), Lanes())
-
-
-def _cancels_here() -> Budget:
-    return _cancels.setdefault(asyncio.get_running_loop(), Budget(64))
 
 
 def _abandon(

@@ -1,0 +1,322 @@
+"""
+The samples of one client: let in, numbered, sent, waited for, started over where that is harmless.
+
+Any thread may hand one in; everything else happens on the background loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import random
+from collections import deque
+from collections.abc import Callable, Iterator
+from time import monotonic
+from typing import Any, Generic, TypeVar
+
+from tinkex.client.admission import Line
+from tinkex.client.chunks import input_bytes
+from tinkex.client.errors import own_copy
+from tinkex.client.futures import Promise
+from tinkex.client.poller import Poller
+from tinkex.client.results import QueueObserver, Wanted
+from tinkex.client.session import Connection, Session, closed
+from tinkex.client.stubborn import RetryHandler
+from tinkex.client.transport import Kind
+from tinkex.wire.codec import encode_json
+from tinkex.wire.futures import SamplingSessionFuturesTarget, UntypedAPIFuture
+from tinkex.wire.protobuf import decode_sample_response
+from tinkex.wire.sampling import (
+    JoinSamplingSessionRequest,
+    JoinSamplingSessionResponse,
+    SampleRequest,
+    SampleResponse,
+)
+
+T = TypeVar("T")
+
+#: Each clone numbers its samples from a multiple of this.
+CLONE_STRIDE = 1_000_000_000
+#: A token in the JSON of a prompt has about this many bytes.
+BYTES_PER_TOKEN = 10
+#: "Busy" with a prompt above this size is waited out longer.
+LARGE_PROMPT_BYTES = 128 * 1024
+
+
+class Sample(Generic[T]):
+    """One call of the user's, until it is answered."""
+
+    __slots__ = ("finish", "insists", "promise", "request", "task")
+
+    def __init__(
+        self,
+        request: SampleRequest,
+        finish: Callable[[SampleRequest, SampleResponse], T],
+        *,
+        insists: bool,
+    ) -> None:
+        self.request = request
+        self.finish = finish
+        #: Started over even where the server asks clients not to.
+        self.insists = insists
+        self.promise: Promise[T] = Promise(yields_to_waiter=True)
+        self.task: asyncio.Task[T] | None = None
+
+
+class Desk:
+    """Where the samples of one client in one process are handed in."""
+
+    def __init__(
+        self,
+        holder: Session,
+        sampling_session_id: str | None,
+        *,
+        clone: bool,
+        handler: RetryHandler,
+        observer: QueueObserver,
+    ) -> None:
+        self.pid = os.getpid()
+        self._holder = holder
+        self._sampling_session_id = sampling_session_id
+        self._clone = clone
+        self._handler = handler
+        self._observer = observer
+        self._rng = random.Random()
+        #: Handed in, and not seen by the loop yet. Appending is safe from any thread.
+        self._arrived: deque[Sample[Any]] = deque()
+        self._rung = False
+        self._line: Line[Sample[Any]] = Line(self._begin, handler.config.max_connections)
+        self._inside: set[Sample[Any]] = set()
+        self._opening: asyncio.Task[None] | None = None
+        self._connection: Connection | None = None
+        self._numbers: Iterator[int] = iter(())
+        self._poller: Poller | None = None
+
+    def hand_in(
+        self,
+        request: SampleRequest,
+        finish: Callable[[SampleRequest, SampleResponse], T],
+        *,
+        insists: bool = False,
+    ) -> Promise[T]:
+        """Queue a sample; never blocks. From any thread."""
+        loop = self._holder.loop()
+        sample = Sample(request, finish, insists=insists)
+        self._arrived.append(sample)
+        if not self._rung:  # one wake-up for a thousand calls in a row
+            self._rung = True
+            loop.call_soon_threadsafe(self._look)
+        return sample.promise
+
+    # -- on the loop -----------------------------------------------------------------------------
+
+    def _look(self) -> None:
+        self._rung = False  # first: what arrives from now on rings again
+        new = [self._arrived.popleft() for _ in range(len(self._arrived))]
+        if self._holder.closed:  # since they were handed in
+            for sample in new:
+                sample.promise.fail(closed())
+        elif self._connection is None:
+            self._line.waiting.extend(new)
+            if self._opening is None:
+                self._opening = asyncio.get_running_loop().create_task(self._open())
+                self._holder.track(self._opening)
+                self._opening.add_done_callback(self._opened)
+        else:
+            self._join(self._connection, new)
+
+    async def _open(self) -> None:
+        """What has to be known before the first sample: the server's wishes, and our number."""
+        self._holder.at_close(self)
+        connection, _ = await self._holder.open()
+        clone_id = 0
+        sampler = self._sampling_session_id
+        if self._clone:
+            # A copy must not number its samples like the original: equal numbers are one request.
+            if connection.config.sample_join_sampling_session and sampler is not None:
+                joined = await connection.calls.call(
+                    "POST",
+                    "join_sampling_session",
+                    JoinSamplingSessionRequest(sampling_session_id=sampler),
+                    answer=JoinSamplingSessionResponse,
+                    about=f"joining {sampler}",
+                )
+                clone_id = joined.client_counter
+            else:
+                clone_id = random.SystemRandom().randint(1, CLONE_STRIDE)
+        self._numbers = itertools.count(CLONE_STRIDE * clone_id)
+        if connection.config.sample_use_retrieve_futures and sampler is not None:
+            self._poller = Poller(
+                connection.calls,
+                SamplingSessionFuturesTarget(
+                    sampling_session_id=sampler, cloned_sampler_id=clone_id
+                ),
+                keep=self._holder.track,
+                rng=self._rng,
+            )
+        self._connection = connection
+
+    def _opened(self, task: asyncio.Task[None]) -> None:
+        self._opening = None
+        if self._connection is not None:
+            self._join(self._connection, [])
+            return
+        error = closed() if task.cancelled() else task.exception()
+        self._fail_waiting(lambda: own_copy(error or closed()))
+
+    def _join(self, connection: Connection, new: list[Sample[Any]]) -> None:
+        self._handler.watch(self._give_up, connection.config.sample_enable_stuck_detection)
+        connection.lane.samples.join(self._line, new)
+
+    def _begin(self, sample: Sample[Any]) -> bool:
+        connection = self._connection
+        if connection is None or sample.promise.done():
+            return False  # taken back while it waited
+        sample.task = asyncio.get_running_loop().create_task(self._draw(connection, sample))
+        self._inside.add(sample)
+        self._holder.follow(sample.task, sample.promise)
+
+        def ended(_: object) -> None:
+            self._inside.discard(sample)
+            connection.lane.samples.leave(self._line)
+            if self._line.idle:
+                self._handler.rest()
+
+        sample.task.add_done_callback(ended)
+        return True
+
+    def close(self) -> None:
+        """The session ends: what was let in is cancelled by it, what waits is told here."""
+        self._fail_waiting(closed)
+
+    def _give_up(self, stuck: Callable[[], Exception]) -> None:
+        self._fail_waiting(stuck)
+        for sample in list(self._inside):
+            sample.promise.fail(stuck())
+            if sample.task is not None:
+                sample.task.cancel()
+
+    def _fail_waiting(self, error: Callable[[], BaseException]) -> None:
+        waiting = list(self._line.waiting)
+        self._line.waiting.clear()
+        for sample in waiting:
+            sample.promise.fail(error())
+
+    # -- one sample ------------------------------------------------------------------------------
+
+    async def _draw(self, connection: Connection, sample: Sample[T]) -> T:
+        insists = sample.insists or not connection.config.sample_no_retries
+        if sample.request.seq_id is not None:
+            insists = False  # the number that was asked for is used up
+        failures = 0
+        while True:
+            sent = False
+
+            def was_sent() -> None:
+                nonlocal sent
+                sent = True
+
+            try:
+                answer = await self._attempt(connection, sample.request, was_sent)
+            except Exception as error:
+                failures += 1
+                delay = self._handler.again_after_s(error, failures, sent=sent, rng=self._rng)
+                if delay is None or not insists:
+                    raise
+                await asyncio.sleep(delay)
+            else:
+                self._handler.succeeded()
+                return sample.finish(sample.request, answer)
+
+    async def _attempt(
+        self, connection: Connection, request: SampleRequest, was_sent: Callable[[], None]
+    ) -> SampleResponse:
+        """One submission and its result, under a number of its own."""
+        # Only a sampling session numbers its samples, and one who numbers them himself means it.
+        fixed = request.sampling_session_id is None or request.seq_id is not None
+        number = None if fixed else next(self._numbers)
+        poller = self._poller
+        started = monotonic()
+        if poller is None:
+            promised = await self._submit(connection, request, number)
+        else:
+            with poller.expecting():
+                promised = await self._submit(connection, request, number)
+                poller.register(promised.request_id)
+        round_trip_s = monotonic() - started
+        was_sent()
+
+        def read(body: bytes) -> SampleResponse:
+            return decode_sample_response(body, promised.sample_sequence_ids)
+
+        try:
+            return await self._result(
+                connection,
+                promised.request_id,
+                Wanted(request_type="Sample", answer=SampleResponse, read_protobuf=read),
+                round_trip_s,
+            )
+        except asyncio.CancelledError:
+            self._holder.cancel_later(connection, promised.request_id)
+            raise
+
+    async def _submit(
+        self, connection: Connection, request: SampleRequest, number: int | None
+    ) -> UntypedAPIFuture:
+        size = input_bytes(request.prompt, per_token=BYTES_PER_TOKEN)
+        async with connection.lane.sample_bytes.hold(size):
+            # Encoded only now: ten thousand waiting prompts are not ten thousand bodies.
+            body = encode_json(
+                request if number is None else request.model_copy(update={"seq_id": number})
+            )
+            try:
+                return await connection.calls.call(
+                    "POST",
+                    "asample",
+                    body,
+                    answer=UntypedAPIFuture,
+                    kind=Kind.SAMPLE,
+                    headers={"X-Tinker-Sampling-Backpressure": "1"},
+                    busy_s=5.0 if size > LARGE_PROMPT_BYTES else 1.0,
+                    about=_named(request, number),
+                )
+            except asyncio.CancelledError:
+                if request.sampling_session_id is not None:
+                    self._holder.cancel_later(
+                        connection, connection.calls.request("POST", "asample", body)
+                    )
+                raise
+
+    async def _result(
+        self,
+        connection: Connection,
+        request_id: str,
+        wanted: Wanted[SampleResponse],
+        round_trip_s: float,
+    ) -> SampleResponse:
+        poller, fetch = self._poller, connection.results.fetch
+        observer = self._handler.observing(self._observer)
+        if poller is None:
+            return await fetch(request_id, wanted, observer=observer, round_trip_s=round_trip_s)
+        event = await poller.finished(request_id)
+        if event is None:
+            with poller.asking():
+                return await fetch(request_id, wanted, observer=observer, round_trip_s=round_trip_s)
+        try:
+            async with connection.lane.fetches.hold(1):
+                return await fetch(
+                    request_id,
+                    wanted,
+                    observer=observer,
+                    round_trip_s=round_trip_s,
+                    size=getattr(event, "response_payload_uncompressed_size", None) or 0,
+                )
+        finally:
+            poller.fetched(request_id)
+
+
+def _named(request: SampleRequest, number: int | None) -> str:
+    model = request.sampling_session_id or request.model_path or request.base_model
+    number = request.seq_id if number is None else number
+    return f"a sample of {model}" if number is None else f"sample {number} of {model}"
