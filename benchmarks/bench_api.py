@@ -29,6 +29,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -176,7 +177,11 @@ SERVERS = {"tinkex": serve_instant, "table": serve_polling}
 
 def serve(kind: str, folder: Path) -> None:
     """The server's process."""
+    from tinkex.server.garbage import collect_rarely
+
     app = SERVERS[kind](folder)
+    if kind == "tinkex":
+        collect_rarely()  # as `tinkex.server.web` does
     lifespan = "on" if kind == "tinkex" else "off"
     config = uvicorn.Config(
         app, port=0, log_config=None, access_log=False, lifespan=lifespan, timeout_keep_alive=120
@@ -332,10 +337,11 @@ def report(rows: list[Measured], sdk: tuple[float, float, float] | None, command
     at = {(row.server, row.in_flight): row for row in rows}
     growth = at["tinkex", 2000].cpu_ms / at["tinkex", 100].cpu_ms
     latency = at["tinkex", 1].p50_ms / at["table", 1].p50_ms
+    parser = "httptools" if find_spec("httptools") else "h11"
     machine = (
         f"{datetime.date.today()}, commit {commit}, {os.cpu_count()} CPU cores shared with other "
         f"work (load {os.getloadavg()[0]:.1f}), {platform.system()} {platform.machine()}, Python "
-        f"{platform.python_version()}, uvicorn {version('uvicorn')}; `{command}`"
+        f"{platform.python_version()}, uvicorn {version('uvicorn')} with {parser}; `{command}`"
     )
     what = (
         "One request is a submission (100 prompt tokens) and its result (16 tokens), both durable "

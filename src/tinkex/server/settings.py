@@ -5,6 +5,7 @@ Checked before anything starts, and printed without secrets.
 """
 
 import difflib
+import functools
 import ipaddress
 import json
 import os
@@ -85,6 +86,8 @@ class Settings:
     max_decoded_bytes: int = 256 * MEBIBYTE
     #: How long a poll for a result is held. The official client gives up after 45 s.
     long_poll_s: float = 30.0
+    #: How long a sample goes on whose stream broke; a client that comes back by then loses nothing.
+    stream_grace_s: float = 5.0
     #: How long later steps wait for a missing number. The official client retries for 300 s.
     gap_s: float = 360.0
     #: Results up to this size are sent with the first answer, larger ones are announced first.
@@ -315,6 +318,7 @@ def default_data_folder(env: Mapping[str, str]) -> Path:
     return (Path(base) if base else Path("~/.local/share").expanduser()) / "tinkex"
 
 
+@functools.lru_cache(maxsize=64)
 def is_loopback(host: str) -> bool:
     """Whether only this machine can reach a server on `host`."""
     if host == "localhost":

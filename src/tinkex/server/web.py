@@ -24,6 +24,7 @@ from tinkex.models.resolve import ModelSource, describe
 from tinkex.server.api.context import Context
 from tinkex.server.app import create_app
 from tinkex.server.executor import EngineOptions, EngineRefused, LocalExecutor, ServedModel
+from tinkex.server.garbage import collect_rarely
 from tinkex.server.settings import Settings
 from tinkex.server.store import open_store
 
@@ -94,6 +95,7 @@ async def serve(
         server_header=False,
     )
     server = Server(config, app)
+    collect_rarely()
     # When the supervisor is gone nobody would start this process again: leave in order.
     loop = asyncio.get_running_loop()
     loop.add_reader(lifeline, lambda: server.leave(loop, lifeline))
