@@ -28,6 +28,7 @@ from tinkex.server.api import (
     runs,
     sampling,
     sessions,
+    streaming,
     telemetry,
     training,
 )
@@ -59,6 +60,7 @@ HOT_ROUTES: dict[str, Callable[[Request], Any]] = {
     "/api/v1/forward_backward": training.forward_backward,
     "/api/v1/retrieve_future": futures.retrieve_future,
     "/api/v1/retrieve_futures": futures.retrieve_futures,
+    "/api/v1/stream_sample": streaming.stream_sample,
 }
 
 ROUTERS = (

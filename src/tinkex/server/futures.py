@@ -45,6 +45,9 @@ class _Promise:
     event: asyncio.Event
     load: Load
     settled: Settled | None = None
+    #: How often somebody has begun to wait for it, and how many wait now.
+    asked: int = 0
+    waiting: int = 0
 
 
 class Futures:
@@ -58,7 +61,8 @@ class Futures:
         self._loads: dict[str, Load] = {}
         self._kept: OrderedDict[str, Settled] = OrderedDict()
         self._kept_bytes = 0
-        self._closing = False
+        #: The server is stopping: nothing is waited for any more.
+        self.closing = False
         #: The same events once more, for clients that wait for many at once.
         self.completions = Completions(store)
 
@@ -105,14 +109,28 @@ class Futures:
             return await self._read(request_id, owner)
         if promise.owner != owner:
             raise UnknownRequest(request_id)
-        if within_s <= 0 or self._closing:
+        promise.asked += 1
+        if within_s <= 0 or self.closing:
             return promise.settled
+        promise.waiting += 1
         try:
             async with asyncio.timeout(within_s):
                 await promise.event.wait()
         except TimeoutError:
             return None
+        finally:
+            promise.waiting -= 1
         return promise.settled
+
+    def asked(self, request_id: str) -> int:
+        """How often somebody has begun to wait for an open request."""
+        promise = self._open.get(request_id)
+        return 0 if promise is None else promise.asked
+
+    def awaited(self, request_id: str) -> bool:
+        """Whether somebody waits for an open request now."""
+        promise = self._open.get(request_id)
+        return promise is not None and promise.waiting > 0
 
     def base_model(self, request_id: str) -> str | None:
         """What an open request computes on."""
@@ -125,7 +143,7 @@ class Futures:
 
     def release(self) -> None:
         """The server is stopping: let every waiting poll go, it comes back to the next one."""
-        self._closing = True
+        self.closing = True
         for promise in self._open.values():
             promise.event.set()
         self.completions.release()

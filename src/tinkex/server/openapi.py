@@ -179,11 +179,28 @@ _RESULT = {
     PROTOBUF_TYPE: {"schema": {"type": "string", "format": "binary"}},
 }
 
+_EVENTS = {
+    "text/event-stream": {
+        "schema": {
+            "type": "string",
+            "description": "Events `accepted` (`request_id`, `sample_sequence_ids`), `token` "
+            "(`sequence`, `tokens`, `logprobs`) as they come, and `done` (the answer as JSON) or "
+            "`error` (`error`, `category`).",
+        }
+    }
+}
+
+_STREAM = _route(
+    "sampling", "Draw sequences, and read them while they are drawn", "SampleRequest", _EVENTS
+)
+_STREAM["post"]["operationId"] = "streamSample"  # `asample` has the name of the body
+
 #: Path -> what it does.
 HOT_PATHS: Mapping[str, Schema] = {
     "/api/v1/asample": _route(
         "sampling", "Draw sequences", "SampleRequest", _body("UntypedAPIFuture")
     ),
+    "/api/v1/stream_sample": _STREAM,
     "/api/v1/forward": _route(
         "training",
         "A forward pass, as clients before 0.25 send it",

@@ -6,6 +6,7 @@ from starlette.responses import Response
 from tinkex.server.api.auth import caller_of
 from tinkex.server.api.context import Context, answer
 from tinkex.server.api.errors import Refusal
+from tinkex.server.dispatch.tap import Tap
 from tinkex.server.plan import Kind
 from tinkex.server.shares import Limits, Load, over_limit
 from tinkex.server.store import Accepted, NewRequest, RequestRow, Status
@@ -42,6 +43,23 @@ def admit(request: Request, context: Context, new: NewRequest) -> None:
 
 async def accepted(context: Context, new: NewRequest) -> Response:
     """Store the request, or find its earlier self; hand it on if it is new; answer its id."""
+    first = await take(context, new)
+    return answer(
+        UntypedAPIFuture(
+            request_id=first.request_id,
+            model_id=new.model_id,
+            sample_sequence_ids=sequence_ids(first) if new.kind == Kind.SAMPLE else None,
+        )
+    )
+
+
+def sequence_ids(first: Accepted) -> list[str]:
+    """The names of a sample's sequences, before they exist."""
+    return [f"{first.request_id}-{index}" for index in range(first.sequences)]
+
+
+async def take(context: Context, new: NewRequest, *, tap: Tap | None = None) -> Accepted:
+    """The same without the answer; a new sample tells its tokens to the tap."""
     first = await context.store.requests.accept(new)
     if first.kind != new.kind:
         raise WireError.at(
@@ -51,15 +69,8 @@ async def accepted(context: Context, new: NewRequest) -> Response:
             "seq_id_reused",
         )
     if first.is_new:
-        await _hand_on(context, new, first)
-    ids = [f"{first.request_id}-{index}" for index in range(first.sequences)]
-    return answer(
-        UntypedAPIFuture(
-            request_id=first.request_id,
-            model_id=new.model_id,
-            sample_sequence_ids=ids if new.kind == Kind.SAMPLE else None,
-        )
-    )
+        await _hand_on(context, new, first, tap)
+    return first
 
 
 def tokens_known(prompt: ModelInput) -> int:
@@ -91,7 +102,7 @@ def row_of(new: NewRequest, first: Accepted) -> RequestRow:
     )
 
 
-async def _hand_on(context: Context, new: NewRequest, first: Accepted) -> None:
+async def _hand_on(context: Context, new: NewRequest, first: Accepted, tap: Tap | None) -> None:
     row = row_of(new, first)
     dispatcher = context.dispatcher
     dispatcher.expect(
@@ -103,7 +114,7 @@ async def _hand_on(context: Context, new: NewRequest, first: Accepted) -> None:
     )
     match new.kind:
         case Kind.SAMPLE:
-            dispatcher.sample(row)
+            dispatcher.sample(row, tap)
         case Kind.UNLOAD_MODEL:
             dispatcher.unload(row)
         case _:

@@ -101,18 +101,23 @@ async def get_sampler(request: Request, sampling_session_id: str) -> Response:
 
 
 async def asample(request: Request) -> Response:
+    return await accepted(context_of(request), await asked_sample(request))
+
+
+async def asked_sample(request: Request) -> NewRequest:
+    """The sample that a body asks for, checked and within its owner's limits."""
     body = await read_body(request)
     context = context_of(request)
     try:
         asked = decode_json(SampleRequest, body)
     except UserFailure as failure:
-        return await _accept_unsound(request, context, failure, body)
+        return await _unsound(request, context, failure, body)
     source = await _sampled_from(request, context, asked)
     if asked.sampling_params.seed is None:
         # Fixed here, so that a sample that runs again after a crash draws the same tokens.
         params = asked.sampling_params.model_copy(update={"seed": secrets.randbits(31)})
         asked = asked.model_copy(update={"sampling_params": params})
-    return await _accept_sample(
+    return _new_sample(
         context,
         request,
         source,
@@ -124,16 +129,16 @@ async def asample(request: Request) -> Response:
     )
 
 
-async def _accept_unsound(
+async def _unsound(
     request: Request, context: Context, failure: UserFailure, body: bytes
-) -> Response:
+) -> NewRequest:
     """A sound body that asks for something unknown: accepted, and fails as the user's."""
     sampling_session_id = failure.request.get("sampling_session_id")
     if not isinstance(sampling_session_id, str):
         raise failure
     sampler = await context.sampler(request, sampling_session_id)
     seq_id, sequences = failure.request.get("seq_id"), failure.request.get("num_samples", 1)
-    return await _accept_sample(
+    return _new_sample(
         context,
         request,
         _of_sampler(sampler),
@@ -144,7 +149,7 @@ async def _accept_unsound(
     )
 
 
-async def _accept_sample(
+def _new_sample(
     context: Context,
     request: Request,
     source: _Source,
@@ -154,7 +159,7 @@ async def _accept_sample(
     seq_id: int | None,
     sequences: int,
     tokens: int = 0,
-) -> Response:
+) -> NewRequest:
     if not 1 <= sequences <= MOST_SEQUENCES:
         raise WireError.at(
             ("num_samples",),
@@ -175,7 +180,7 @@ async def _accept_sample(
         tokens=tokens,
     )
     admit(request, context, new)
-    return await accepted(context, new)
+    return new
 
 
 async def _sampled_from(request: Request, context: Context, asked: SampleRequest) -> _Source:

@@ -18,6 +18,7 @@ from tinkex.server.dispatch.run import Run, Runs, step_of
 from tinkex.server.dispatch.samples import Samples
 from tinkex.server.dispatch.snapshots import Snapshots
 from tinkex.server.dispatch.steps import Steps
+from tinkex.server.dispatch.tap import Tap
 from tinkex.server.dispatch.turns import Turns
 from tinkex.server.executor import EngineLost, EngineRefused, Executor, Task, WorkFailed
 from tinkex.server.futures import ONE_REQUEST, Futures
@@ -117,9 +118,19 @@ class Dispatcher:
         run = await self._runs.open(row.model_id, first_seq=row.seq_id)
         self._turns.arrive(run, step_of(row))
 
-    def sample(self, row: RequestRow) -> None:
-        """A sample was accepted: run it now."""
+    def sample(self, row: RequestRow, tap: Tap | None = None) -> None:
+        """A sample was accepted: run it now, and tell its tokens to the tap as they are drawn."""
+        if tap is not None:
+            self._samples.open_tap(row.request_id, tap)
         self._desk.spawn(self._samples.run(row))
+
+    def tap(self, request_id: str) -> Tap | None:
+        """Where the tokens of a running sample can be read, if it was begun with a tap."""
+        return self._samples.tap(request_id)
+
+    def abandon(self, request_id: str, *, owner: str, after_s: float) -> None:
+        """The reader of a sample is gone: give it up unless somebody asks for it by then."""
+        self._desk.spawn(self._samples.abandon(request_id, owner=owner, after_s=after_s))
 
     def cancel(self, request_id: str, *, owner: str) -> None:
         """

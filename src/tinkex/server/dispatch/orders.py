@@ -1,5 +1,6 @@
 """What engines are told for each kind of request. Pure: from stored things to work."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ from tinkex.server.executor import Task, Work
 from tinkex.server.plan import Kind
 from tinkex.server.store import CustomLoss, Model
 from tinkex.wire.codec import encode_json
+from tinkex.wire.proto import frames_pb2
 
 
 def create(model: Model) -> Work:
@@ -37,8 +39,15 @@ def pass_or_step(model: Model, kind: Kind, payload: bytes | Path) -> Work:
     )
 
 
-def sample(owner: str, folder: Path | None, payload: bytes | Path) -> Work:
-    return Work(task=Task.SAMPLE, folder=folder, owner=owner, **_carried(payload))
+def sample(
+    owner: str,
+    folder: Path | None,
+    payload: bytes | Path,
+    on_tokens: Callable[[frames_pb2.Tokens], None] | None = None,
+) -> Work:
+    return Work(
+        task=Task.SAMPLE, folder=folder, owner=owner, on_tokens=on_tokens, **_carried(payload)
+    )
 
 
 def drop(model_id: str) -> Work:

@@ -4,6 +4,7 @@ import asyncio
 
 from tinkex.server.dispatch import orders
 from tinkex.server.dispatch.desk import MOST_ATTEMPTS, Desk, Ending, bug
+from tinkex.server.dispatch.tap import Tap
 from tinkex.server.executor import EngineLost, EngineRefused, WorkFailed
 from tinkex.server.store import RequestRow
 
@@ -15,6 +16,8 @@ class Samples:
         self._desk = desk
         #: By request: cancelling one of these cancels the sample.
         self._running: dict[str, tuple[str, asyncio.Task[Ending]]] = {}
+        #: Of those that are read while they are drawn.
+        self._taps: dict[str, Tap] = {}
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._running
@@ -24,6 +27,22 @@ class Samples:
         running_owner, work = self._running.get(request_id, (None, None))
         if work is not None and running_owner == owner:
             work.cancel()
+
+    def open_tap(self, request_id: str, tap: Tap) -> None:
+        """Before it runs: its tokens are told to this one."""
+        self._taps[request_id] = tap
+
+    def tap(self, request_id: str) -> Tap | None:
+        """None if it does not run any more, or nobody asked for its tokens when it began."""
+        return self._taps.get(request_id)
+
+    async def abandon(self, request_id: str, *, owner: str, after_s: float) -> None:
+        """Give one up whose reader is gone, unless somebody asks for it in the meantime."""
+        futures = self._desk.futures
+        asked = futures.asked(request_id)
+        await asyncio.sleep(after_s)
+        if futures.asked(request_id) == asked and not futures.awaited(request_id):
+            self.cancel(request_id, owner=owner)
 
     async def run(self, row: RequestRow) -> None:
         """To its end, good or bad."""
@@ -49,6 +68,7 @@ class Samples:
             ending = bug(error)
         finally:
             del self._running[row.request_id]
+            self._taps.pop(row.request_id, None)
         await self._desk.settle(row, ending)
 
     async def _perform(self, row: RequestRow) -> Ending:
@@ -56,7 +76,8 @@ class Samples:
         if row.version_id is not None:
             folder = await self._desk.store.checkpoints.open(row.version_id)
         payload = await self._desk.payloads.get(row.request_id)
-        work = orders.sample(row.owner, folder, payload)
+        tap = self._taps.get(row.request_id)
+        work = orders.sample(row.owner, folder, payload, None if tap is None else tap.hear)
         for attempt in range(MOST_ATTEMPTS):
             try:
                 outcome = await self._desk.run(row.base_model, work, owner=row.owner)
