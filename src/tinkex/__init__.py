@@ -8,12 +8,15 @@ Every name promised to users is listed here, and is loaded when it is first used
 from __future__ import annotations
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from tinkex import auth as auth
     from tinkex import resources as resources
     from tinkex import types
     from tinkex.client.admin import AdminClient
+    from tinkex.client.custom_loss import LossHandle, PerDatumLossFn
     from tinkex.client.errors import (
         APIConnectionError,
         APIError,
@@ -39,6 +42,7 @@ if TYPE_CHECKING:
     from tinkex.client.retry import RetryConfig
     from tinkex.client.sampling import SamplingClient
     from tinkex.client.service import ServiceClient
+    from tinkex.client.settings import Settings
     from tinkex.client.training import TrainingClient
     from tinkex.client.version import __version__
     from tinkex.wire.checkpoints import Checkpoint, CheckpointType, ParsedCheckpointTinkerPath
@@ -100,6 +104,7 @@ __all__ = [
     "ForwardBackwardOutput",
     "InternalServerError",
     "LoraConfig",
+    "LossHandle",
     "ModelID",
     "ModelInput",
     "ModelInputChunk",
@@ -108,6 +113,7 @@ __all__ = [
     "OptimStepRequest",
     "OptimStepResponse",
     "ParsedCheckpointTinkerPath",
+    "PerDatumLossFn",
     "PermissionDeniedError",
     "PromptProvenanceSpan",
     "RateLimitError",
@@ -122,6 +128,7 @@ __all__ = [
     "SamplingClient",
     "SamplingParams",
     "ServiceClient",
+    "Settings",
     "StopReason",
     "TensorData",
     "TensorDtype",
@@ -132,12 +139,14 @@ __all__ = [
     "UnprocessableEntityError",
     "__title__",
     "__version__",
+    "auth",
     "types",
 ]
 
 #: Where each name lives. The imports above say the same to type checkers; a test compares them.
 _HOMES = {
     "client.admin": "AdminClient",
+    "client.custom_loss": "LossHandle PerDatumLossFn",
     "client.errors": (
         "APIConnectionError APIError APIResponseValidationError APIStatusError APITimeoutError "
         "AuthenticationError BadRequestError BillingError ConflictError ExperimentalWarning "
@@ -150,6 +159,7 @@ _HOMES = {
     "client.retry": "RetryConfig",
     "client.sampling": "SamplingClient",
     "client.service": "ServiceClient",
+    "client.settings": "Settings",
     "client.training": "TrainingClient",
     "client.version": "__version__",
     "wire.checkpoints": "Checkpoint CheckpointType ParsedCheckpointTinkerPath",
@@ -166,7 +176,7 @@ _HOMES = {
     ),
 }
 #: Rooms that may be reached by attribute without an import of their own, as upstream.
-_MODULES = ("resources", "types")
+_MODULES = ("auth", "resources", "types")
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 
 
@@ -183,3 +193,7 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+if os.environ.get("TINKEX_LOG") or os.environ.get("TINKER_LOG"):
+    importlib.import_module("tinkex.client.logs").configure(os.environ)
