@@ -334,9 +334,14 @@ def _checked(answer: Any) -> tuple[torch.Tensor, dict[str, float]]:
             f"The metrics are a {type(metrics).__name__}; they must be a dict."
         )
     try:
-        return loss, {str(name): float(value) for name, value in metrics.items()}
+        return loss, {str(name): _number(value) for name, value in metrics.items()}
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"Every metric must be one number: {error}") from error
+
+
+def _number(value: Any) -> float:
+    # Torch warns where a tensor with a gradient becomes a number; a metric is meant to.
+    return float(value.detach() if hasattr(value, "detach") else value)
 
 
 def _weights(index: int, gradient: torch.Tensor | None) -> TensorData:
@@ -396,7 +401,7 @@ def _summed(handle: LossHandle) -> CustomLossFnV1:
             loss, metrics = handle.graph(leaf.clone(), *inputs)
             losses.append(loss.reshape(()))
             for name, value in metrics.items():
-                values.setdefault(name, []).append(float(value))
+                values.setdefault(name, []).append(_number(value))
         return torch.stack(losses).sum(), {
             name: math.fsum(each) / (len(each) if name.endswith(":mean") else 1)
             for name, each in values.items()
