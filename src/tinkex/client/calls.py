@@ -2,7 +2,7 @@
 The ladder from a typed call to bytes; each rung adds one thing.
 
     Calls.call              typed request in, typed answer out
-      Calls._retrying       asks the policy, waits, tries again: the only layer that repeats
+      Calls.insisting       asks the policy, waits, tries again: the only layer that repeats
         Calls.once          one exchange, failures mapped to our errors
           Calls._send       with the credential of this moment
             Transport.send  bytes and headers
@@ -17,7 +17,8 @@ import platform
 import random
 import sys
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 from time import monotonic
@@ -35,12 +36,21 @@ from tinkex.client.errors import (
 )
 from tinkex.client.retry import RetryPolicy, retry_after_s
 from tinkex.client.settings import PROTOCOL_VERSION, Settings
-from tinkex.client.transport import Kind, Request, Response, TooSlow, Transport, Unreachable
+from tinkex.client.transport import (
+    Kind,
+    Request,
+    Response,
+    Streamed,
+    TooSlow,
+    Transport,
+    Unreachable,
+)
 from tinkex.wire.codec import JSON_TYPE, decode_json, encode_json
 
 log = logging.getLogger("tinkex.calls")
 
 T = TypeVar("T")
+A = TypeVar("A", bound=Response | Streamed)
 
 DEADLINE_S = 60.0
 KEY_HEADER = "X-API-Key"
@@ -124,34 +134,42 @@ class Calls:
         `busy_s` a 429 is no failure but "slow down": it is waited out, that long where the server
         names no time, as often as it comes.
         """
-        response = await self._retrying(
-            self.request(
-                method,
-                path,
-                body,
-                kind=kind,
-                content_type=content_type,
-                headers=headers,
-                deadline_s=deadline_s,
-            ),
-            give_up_s=self.settings.give_up_s if give_up_s is None else give_up_s,
+        request = self.request(
+            method,
+            path,
+            body,
+            kind=kind,
+            content_type=content_type,
+            headers=headers,
+            deadline_s=deadline_s,
+        )
+        response = await self.insisting(
+            lambda: self.once(request, about=about),
+            path=path,
+            give_up_s=give_up_s,
             busy_s=busy_s,
-            about=about,
         )
         if answer is type(None):
             return None
         return decode(answer, response, about=about)
 
-    async def _retrying(
-        self, request: Request, *, give_up_s: float, busy_s: float | None, about: str
-    ) -> Response:
+    async def insisting(
+        self,
+        attempt_once: Callable[[], Awaitable[T]],
+        *,
+        path: str,
+        give_up_s: float | None = None,
+        busy_s: float | None = None,
+    ) -> T:
+        """What `attempt_once` comes to, tried again under the policy."""
+        give_up_s = self.settings.give_up_s if give_up_s is None else give_up_s
         started = self._clock()
         attempt = 0
         while True:
             attempt += 1
             await self.lane.backoff.wait()
             try:
-                return await self.once(request, about=about)
+                return await attempt_once()
             except (APIConnectionError, APIStatusError) as error:
                 now = datetime.now(UTC)
                 elapsed = self._clock() - started
@@ -181,13 +199,32 @@ class Calls:
                     raise
                 if status == 429:
                     self.lane.backoff.ask(delay)
-                log.debug("attempt %d of %s failed; again in %.2f s", attempt, request.path, delay)
+                log.debug("attempt %d of %s failed; again in %.2f s", attempt, path, delay)
                 await asyncio.sleep(delay)
 
     async def once(self, request: Request, *, about: str = "") -> Response:
         """One exchange. Raises for every status that is not a success."""
+        with self.network_errors(request, about=about):
+            response = await self._send(request, self._exchange)
+        self._heard(response)
+        if response.status_code >= 300:
+            raise self._refusal(request, response, about)
+        return response
+
+    async def open(self, request: Request, *, about: str = "") -> Streamed:
+        """The same, for an answer that is read as it comes. To be closed by the caller."""
+        with self.network_errors(request, about=about):
+            answer = await self._send(request, self._stream)
+        self._heard(answer)
+        if isinstance(answer, Response):
+            raise self._refusal(request, answer, about)
+        return answer
+
+    @contextmanager
+    def network_errors(self, request: Request, *, about: str = "") -> Iterator[None]:
+        """What transports raise, as the errors that users see."""
         try:
-            response = await self._send(request)
+            yield
         except TooSlow as error:
             timeout = APITimeoutError(request.bare())
             _amend(timeout, self._where(request, about, f"{error}"))
@@ -196,32 +233,35 @@ class Calls:
             raise APIConnectionError(
                 request.bare(), f"Connection error. {self._where(request, about, str(error))}"
             ) from error
+
+    def _heard(self, answer: Response | Streamed) -> None:
         self.reached = True
-        if note := response.headers.get("x-deprecation-note"):
+        if note := answer.headers.get("x-deprecation-note"):
             level = logging.WARNING
-            if response.headers.get("x-deprecation-level") == "error":
+            if answer.headers.get("x-deprecation-level") == "error":
                 level = logging.ERROR
             log.log(level, "%s", note)
-        status = response.status_code
-        if status == 400 and not response.content:
+
+    def _refusal(
+        self, request: Request, response: Response, about: str
+    ) -> APIConnectionError | APIStatusError:
+        if response.status_code == 400 and not response.content:
             # Servers give their 400s a body; an empty one is a proxy in between that lost it.
-            raise APIConnectionError(
+            return APIConnectionError(
                 request.bare(),
                 "Connection error. "
                 + self._where(request, about, "an empty 400, as broken proxies send it"),
             )
-        if status >= 300:
-            raise status_error(response, about=about)
-        return response
+        return status_error(response, about=about)
 
-    async def _send(self, request: Request) -> Response:
+    async def _send(self, request: Request, exchange: Callable[[Request], Awaitable[A]]) -> A:
         """One exchange in the caller's name; a second one if only the token was too old."""
         signed = await self.signed(request)
-        response = await self._exchange(signed)
-        refused = response.status_code == 401 and signed is not request
+        answer = await exchange(signed)
+        refused = answer.status_code == 401 and signed is not request
         if refused and await self.credential.renew(signed.headers[KEY_HEADER]):
-            response = await self._exchange(await self.signed(request))
-        return response
+            answer = await exchange(await self.signed(request))
+        return answer
 
     async def signed(self, request: Request) -> Request:
         """The request with the credential of this moment, unless it carries one already."""
@@ -231,6 +271,13 @@ class Calls:
         if token is None:
             return request
         return replace(request, headers={**request.headers, KEY_HEADER: token})
+
+    async def _stream(self, request: Request) -> Streamed | Response:
+        """An answer that is still coming; a refusal is read to its end."""
+        streamed = await self._transport.stream(request)
+        if streamed.status_code < 300:
+            return streamed
+        return _without_secrets(await streamed.whole(), request)
 
     async def _exchange(self, request: Request) -> Response:
         telling = log.isEnabledFor(logging.DEBUG)
@@ -307,8 +354,10 @@ def _without_secrets(response: Response, request: Request) -> Response:
 def _shown(headers: Mapping[str, str]) -> dict[str, str]:
     """For the log: names, and only such values as cannot be secret."""
     return {
-        name: value if name.lower() in _HARMLESS or name.lower().startswith("x-stainless") else "…"
+        name: value if low in _HARMLESS or low.startswith("x-tinker-request") else "…"
         for name, value in headers.items()
+        # The same every time.
+        if not (low := name.lower()).startswith(("x-stainless", "user-agent"))
     }
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+
 from tinkex.client.calls import Calls
 from tinkex.client.credentials import ApiKey, Credential, Fixed
+from tinkex.client.errors import APIResponseValidationError, TinkerError
 from tinkex.client.settings import Settings
 from tinkex.client.tokens import Exchanged, is_passport
 from tinkex.wire.runs import AuthTokenResponse, ClientConfigResponse
@@ -37,12 +40,18 @@ async def lent(calls: Calls, config: ClientConfigResponse, token: str) -> Calls:
 
 async def exchange(calls: Calls, *, insist: bool) -> str:
     """A token for the credential that `calls` asks with."""
-    answer = await calls.call(
-        "POST",
-        "auth/token",
-        {},
-        answer=AuthTokenResponse,
-        give_up_s=None if insist else 0.0,
-        about="exchanging the key for a token",
+    with contextlib.suppress(APIResponseValidationError):
+        answer = await calls.call(
+            "POST",
+            "auth/token",
+            {},
+            answer=AuthTokenResponse,
+            give_up_s=None if insist else 0.0,
+            about="exchanging the key for a token",
+        )
+        return answer.jwt
+    # Not that error itself: it quotes the answer, which may hold a token all the same.
+    raise TinkerError(
+        "exchanging the key for a token: the answer to POST auth/token has no field `jwt`. "
+        "Is base_url the address of a Tinker service?"
     )
-    return answer.jwt

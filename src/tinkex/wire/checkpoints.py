@@ -6,7 +6,7 @@ from datetime import datetime
 from typing import Any, Final, Literal
 from urllib.parse import quote
 
-from pydantic import field_validator
+from pydantic import Field, field_validator
 
 from tinkex.wire.base import LenientModel, StrictModel
 from tinkex.wire.training import AdamOptimizerConfig, OptimizerConfig, optimizer_config_from
@@ -206,7 +206,7 @@ class LoadWeightsRequest(StrictModel):
     optimizer: bool
     optimizer_config: OptimizerConfig | None = None
     #: Key of the account that owns the checkpoint, if that is another one.
-    weights_access_token: str | None = None
+    weights_access_token: str | None = Field(default=None, repr=False)
     type: Literal["load_weights"] = "load_weights"
 
     @field_validator("optimizer_config", mode="before")
@@ -229,7 +229,7 @@ class CopyWeightsRequest(StrictModel):
     destination_project_id: str | None = None
     source_path: str
     ttl_seconds: int | None = None
-    weights_access_token: str | None = None
+    weights_access_token: str | None = Field(default=None, repr=False)
 
 
 class CopyWeightsResponse(LenientModel):

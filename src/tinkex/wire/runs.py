@@ -114,7 +114,7 @@ class ClientDynamicConfigResponse(LenientModel):
 
 
 class AuthTokenResponse(LenientModel):
-    jwt: str
+    jwt: str = Field(repr=False)
 
 
 class WhoamiResponse(LenientModel):
