@@ -20,6 +20,7 @@ import asyncio
 import itertools
 import json
 import math
+import re
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping
@@ -28,7 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import unquote
 
-from tinkex.client.transport import Request, Response, TooSlow, Transport, Unreachable
+from tinkex.client.transport import Request, Response, Streamed, TooSlow, Transport, Unreachable
 from tinkex.wire.checkpoints import (
     LoadWeightsRequest,
     SaveWeightsForSamplerRequest,
@@ -240,6 +241,8 @@ class FakeService:
         try:
             if endpoint == "retrieve_future":
                 return await self._retrieve(headers, body)
+            if endpoint == "stream_sample":
+                return 200, "text/event-stream", self._stream(decode_json(SampleRequest, body))
             body = decompress(body, headers.get("content-encoding"), max_bytes=MAX_BODY_BYTES)
             found = self._handle(method, endpoint, headers, body)
         except WireError as error:
@@ -455,6 +458,26 @@ class FakeService:
             self._keep(request_id, (response.model_dump(), encode_sample_response(response)))
         return accepted
 
+    def _stream(self, request: SampleRequest) -> bytes:
+        """The events of a sample: the first token, the others, and the answer."""
+        accepted = self._sample(request)
+        result = self._results[accepted["request_id"]]
+        events: list[tuple[str, Any]] = [("accepted", accepted)]
+        if isinstance(result, UserFailure):
+            events.append(("error", {"error": str(result), "category": "user"}))
+        else:
+            drawn = list(enumerate(result[0]["sequences"]))
+            for part in (slice(None, 1), slice(1, None)):
+                for index, sequence in drawn:
+                    tokens, logprobs = sequence["tokens"][part], sequence["logprobs"][part]
+                    told = {"sequence": index, "tokens": tokens, "logprobs": logprobs}
+                    events.append(("token", told))
+            ids = {"sample_sequence_ids": accepted["sample_sequence_ids"]}
+            events.append(("done", {**result[0], **ids}))
+        return b"".join(
+            b"event: %s\ndata: %s\n\n" % (name.encode(), _body(data)) for name, data in events
+        )
+
 
 _Step = tuple[str, "int | None", str, Callable[[_Model], _Result]]
 _STEPS: dict[str, Callable[[FakeService, Mapping[str, str], bytes], _Step]] = {
@@ -538,6 +561,23 @@ class _FakeTransport:
             headers={name.lower(): value for name, value in headers.items()},
             content=body,
             request=request.bare(),
+        )
+
+    async def stream(self, request: Request) -> Streamed:
+        """Whole events one after the other, as a service sends them that draws token by token."""
+        answer = await self.send(request)
+        pieces = iter(re.split(rb"(?<=\n\n)", answer.content))
+
+        async def read() -> bytes:
+            await asyncio.sleep(0)
+            return next(filter(None, pieces), b"")
+
+        return Streamed(
+            status_code=answer.status_code,
+            headers=answer.headers,
+            request=answer.request,
+            read=read,
+            close=lambda: None,
         )
 
     async def close(self) -> None:

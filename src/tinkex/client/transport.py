@@ -10,7 +10,8 @@ import asyncio
 import enum
 import json
 import ssl
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import urlsplit
@@ -96,6 +97,37 @@ class Response:
         return json.loads(self.content)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Streamed:
+    """One answer whose body is still coming. To be closed; belongs to one event loop."""
+
+    status_code: int
+    headers: Mapping[str, str]
+    #: Without headers and body.
+    request: Request
+    #: The next bytes, none at the end. Raises `Unreachable` when they do not come.
+    read: Callable[[], Awaitable[bytes]] = field(repr=False)
+    #: Hangs up, unless everything was read: then the connection serves others.
+    close: Callable[[], None] = field(repr=False)
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        while chunk := await self.read():
+            yield chunk
+
+    async def whole(self) -> Response:
+        """The same answer, read to the end and closed."""
+        try:
+            content = b"".join([chunk async for chunk in self.chunks()])
+        finally:
+            self.close()
+        return Response(
+            status_code=self.status_code,
+            headers=self.headers,
+            content=content,
+            request=self.request,
+        )
+
+
 class Unreachable(Exception):
     """No whole answer came back: refused, reset, cut short. Raised by transports only."""
 
@@ -114,6 +146,9 @@ class Transport(Protocol):
 
     async def send(self, request: Request) -> Response: ...
 
+    async def stream(self, request: Request) -> Streamed:
+        """The same, without waiting for the body; the deadline is for each piece of it."""
+
     async def close(self) -> None: ...
 
 
@@ -131,33 +166,43 @@ class HttpTransport:
         self._tls: ssl.SSLContext | None = None
 
     async def send(self, request: Request) -> Response:
-        import aiohttp
-
-        session = self._sessions.get(request.kind) or self._open(request.kind)
-        try:
-            async with (
-                asyncio.timeout(request.deadline_s),
-                session.request(
-                    request.method,
-                    request.url,
-                    data=request.body,
-                    headers=request.headers,
-                    proxy=self._proxy,
-                    allow_redirects=False,
-                ) as answer,
-            ):
+        with _failures(request):
+            async with asyncio.timeout(request.deadline_s), self._ask(request) as answer:
                 return Response(
                     status_code=answer.status,
-                    headers={name.lower(): value for name, value in answer.headers.items()},
+                    headers=_headers(answer),
                     content=await answer.read(),
                     request=request.bare(),
                 )
-        except TimeoutError as error:
-            raise TooSlow(f"no answer within {request.deadline_s:g} s") from error
-        except aiohttp.InvalidURL as error:
-            raise TinkerError(f"{request.url!r} is not a URL that can be asked.") from error
-        except (aiohttp.ClientError, OSError, asyncio.IncompleteReadError) as error:
-            raise Unreachable(str(error) or type(error).__name__) from error
+
+    async def stream(self, request: Request) -> Streamed:
+        with _failures(request):
+            async with asyncio.timeout(request.deadline_s):
+                answer = await self._ask(request)
+
+        async def read() -> bytes:
+            with _failures(request):
+                async with asyncio.timeout(request.deadline_s):
+                    return await answer.content.readany()
+
+        return Streamed(
+            status_code=answer.status,
+            headers=_headers(answer),
+            request=request.bare(),
+            read=read,
+            close=answer.close,
+        )
+
+    def _ask(self, request: Request) -> aiohttp.client._RequestContextManager:
+        session = self._sessions.get(request.kind) or self._open(request.kind)
+        return session.request(
+            request.method,
+            request.url,
+            data=request.body,
+            headers=request.headers,
+            proxy=self._proxy,
+            allow_redirects=False,
+        )
 
     async def close(self) -> None:
         sessions, self._sessions = self._sessions, {}
@@ -184,6 +229,25 @@ class HttpTransport:
         )
         self._sessions[kind] = session
         return session
+
+
+def _headers(answer: aiohttp.ClientResponse) -> dict[str, str]:
+    return {name.lower(): value for name, value in answer.headers.items()}
+
+
+@contextmanager
+def _failures(request: Request) -> Iterator[None]:
+    """What goes wrong on the network, in words of ours."""
+    import aiohttp
+
+    try:
+        yield
+    except TimeoutError as error:
+        raise TooSlow(f"no answer within {request.deadline_s:g} s") from error
+    except aiohttp.InvalidURL as error:
+        raise TinkerError(f"{request.url!r} is not a URL that can be asked.") from error
+    except (aiohttp.ClientError, OSError, asyncio.IncompleteReadError) as error:
+        raise Unreachable(str(error) or type(error).__name__) from error
 
 
 def _tls(ca_bundle: str | None) -> ssl.SSLContext:
