@@ -15,6 +15,8 @@ from tinkex.client.admission import Admission
 
 #: While a 402 is tolerated, this long between attempts.
 BILLING_PAUSE_S = 5.0
+#: Users are told this often that they are paused.
+BILLING_WARN_S = 60.0
 #: This long without a 402 closes the window; the next one opens a fresh window.
 BILLING_FORGET_S = 300.0
 
@@ -76,6 +78,15 @@ class BillingPause:
         self._clock = clock
         self._opened = -math.inf
         self._last = -math.inf
+        self._told = -math.inf
+
+    def is_news(self) -> bool:
+        """Whether it is time to tell the user that things are paused, once for all who wait."""
+        now = self._clock()
+        if now - self._told < BILLING_WARN_S:
+            return False
+        self._told = now
+        return True
 
     def pause_s(self) -> float | None:
         """Seconds to wait after a 402, or None when patience has run out."""

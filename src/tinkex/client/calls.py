@@ -178,7 +178,8 @@ class Calls:
                     pause = self.lane.billing.pause_s()
                     if pause is None:
                         raise
-                    log.warning("paused by the service: %s", error.message)
+                    if self.lane.billing.is_news():
+                        log.warning("paused by the service: %s", error.message)
                     await asyncio.sleep(pause)
                     continue
                 if status == 429 and busy_s is not None:

@@ -1,0 +1,63 @@
+"""`TINKER_LOG` (§2.5), in programs of their own."""
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+
+def stderr_of(program, **env):
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", textwrap.dedent(program)],
+        env={**os.environ, **env},
+        capture_output=True,
+        text=True,
+        timeout=40,
+        check=True,
+    )
+    return done.stderr
+
+
+USE = """
+import logging, sys
+{before}
+import tinkex
+from tinkex.testing import FakeService
+{after}
+with FakeService().client(api_key="tml-secret-key") as service:
+    service.get_server_capabilities()
+logging.getLogger("tinkex.x").info("told")
+"""
+
+
+@pytest.mark.parametrize("name", ["TINKER_LOG", "TINKEX_LOG"])
+def test_debug_shows_requests_and_no_secret(name):
+    said = stderr_of(USE.format(before="", after=""), **{name: "debug"})
+    assert "- DEBUG] POST /api/v1/client/config" in said
+    assert "get_server_capabilities: 200" in said
+    assert said.count("told") == 1
+    assert "tml-secret" not in said
+
+
+def test_info_shows_less_and_nothing_is_shown_unasked():
+    said = stderr_of(USE.format(before="", after=""), TINKER_LOG="info")
+    assert "told" in said
+    assert "DEBUG" not in said
+    assert stderr_of(USE.format(before="", after=""), TINKER_LOG="verbose") == ""
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_program_that_sets_up_logging_gets_each_record_once_and_in_its_own_way(when):
+    places = {"before": "", "after": ""}
+    places[when] = "logging.basicConfig(format='MINE %(message)s')"
+    said = stderr_of(USE.format(**places), TINKER_LOG="debug")
+    assert said.count("told") == 1
+    assert "MINE told" in said
+    assert "- DEBUG]" not in said
+
+
+def test_the_root_logger_is_not_touched():
+    check = "assert logging.getLogger().handlers == []; assert logging.getLogger().level == 30"
+    stderr_of(USE.format(before="", after=check), TINKER_LOG="debug")
