@@ -1,0 +1,333 @@
+"""
+Terms to add to a custom loss: penalties on logprobs, distances to a reference, and their sum.
+
+    from tinkex import regularizers as reg
+
+    loss = reg.regularized(my_loss, reg.Term(reg.KL("reverse"), weight=0.1))
+    training.forward_backward_custom(data, loss)
+
+A regularizer is a function of a `Batch` that returns one number as a tensor; those here are such
+functions with settings, and any function of your own will do. All sum over the batch, as losses
+do. They need torch, which is loaded when one is called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+from tinkex.client.custom_loss import CustomLossFnV1, need_torch
+from tinkex.wire.inputs import Datum
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = [
+    "KL",
+    "L1",
+    "L2",
+    "Batch",
+    "Consistency",
+    "ElasticNet",
+    "Entropy",
+    "GradientPenalty",
+    "Orthogonality",
+    "Regularizer",
+    "Term",
+    "regularized",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """What a regularizer looks at."""
+
+    data: Sequence[Datum]
+    #: For each datum [positions], or [positions, K] where it has K targets for each position.
+    logprobs: Sequence[Tensor]
+    #: The loss without any regularizer, still differentiable.
+    loss: Tensor
+
+    def inputs(self, name: str) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """(index, logprobs, loss_fn_inputs[name]) of each datum; `ValueError` where it lacks."""
+        for index, (datum, logprobs) in enumerate(zip(self.data, self.logprobs, strict=True)):
+            tensor = datum.loss_fn_inputs.get(name)
+            if tensor is None:
+                raise ValueError(
+                    f"data[{index}] has no {name!r}, which a regularizer compares with; its "
+                    f"loss_fn_inputs are {sorted(datum.loss_fn_inputs)}."
+                )
+            given = tensor.to_torch().to(logprobs)
+            if given.shape != logprobs.shape:
+                raise ValueError(
+                    f"data[{index}]: {name!r} has shape {tuple(given.shape)}, the logprobs "
+                    f"{tuple(logprobs.shape)}; a regularizer compares them one by one."
+                )
+            yield index, logprobs, given
+
+
+Regularizer: TypeAlias = Callable[[Batch], "Tensor"]
+
+
+# -- size ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class L1:
+    """The sum of |x - center| over all logprobs: most of them stay where they are."""
+
+    center: float = 0.0
+
+    def __call__(self, batch: Batch) -> Tensor:
+        return _total((each - self.center).abs().sum() for each in batch.logprobs)
+
+
+@dataclass(frozen=True)
+class L2:
+    """The sum of (x - center)^2 over all logprobs: none goes far."""
+
+    center: float = 0.0
+
+    def __call__(self, batch: Batch) -> Tensor:
+        return _total((each - self.center).square().sum() for each in batch.logprobs)
+
+
+@dataclass(frozen=True)
+class ElasticNet:
+    """`l1_ratio` of L1 and the rest of L2."""
+
+    l1_ratio: float = 0.5
+    center: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.l1_ratio <= 1.0:
+            raise ValueError(f"l1_ratio is {self.l1_ratio}; it lies between 0 and 1.")
+
+    def __call__(self, batch: Batch) -> Tensor:
+        return self.l1_ratio * L1(self.center)(batch) + (1 - self.l1_ratio) * L2(self.center)(batch)
+
+
+# -- distributions ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Entropy:
+    """
+    The sum over positions of the entropy among their K targets, which are taken as all there is.
+
+    With a temperature, of softmax(logprobs / temperature). A negative weight keeps the model
+    undecided, a positive one makes it decide.
+    """
+
+    temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.temperature > 0.0:
+            raise ValueError(f"temperature is {self.temperature}; it must be above 0.")
+
+    def __call__(self, batch: Batch) -> Tensor:
+        terms = []
+        for index, each in enumerate(batch.logprobs):
+            if each.dim() != 2:
+                raise ValueError(
+                    f"data[{index}] has one target for each position; an entropy needs several: "
+                    "target_tokens of shape [positions, K]."
+                )
+            share = (each / self.temperature).log_softmax(dim=-1)
+            terms.append(-(share.exp() * share).sum())
+        return _total(terms)
+
+
+@dataclass(frozen=True)
+class KL:
+    """
+    The distance of the model p to a reference q, whose logprobs each datum carries.
+
+    "reverse" is KL(p, q), "forward" KL(q, p), "symmetric" their mean. With K targets for each
+    position it is the KL among those, taken as all there is. With one, which the model itself
+    must have drawn, it is an estimate without bias that is never negative: for r = q / p
+    "reverse" is r - 1 - log r and "forward" is r log r - (r - 1).
+    """
+
+    direction: Literal["forward", "reverse", "symmetric"] = "reverse"
+    #: The name of the reference's logprobs among the `loss_fn_inputs`.
+    reference: str = "reference_logprobs"
+
+    def __post_init__(self) -> None:
+        if self.direction not in ("forward", "reverse", "symmetric"):
+            raise ValueError(
+                f"direction is {self.direction!r}; allowed: 'forward', 'reverse', 'symmetric'."
+            )
+
+    def __call__(self, batch: Batch) -> Tensor:
+        terms = []
+        for _, logprobs, reference in batch.inputs(self.reference):
+            forward, reverse = _divergences(logprobs, reference)
+            match self.direction:
+                case "forward":
+                    terms.append(forward)
+                case "reverse":
+                    terms.append(reverse)
+                case "symmetric":
+                    terms.append((forward + reverse) / 2)
+        return _total(terms)
+
+
+def _divergences(logprobs: Tensor, reference: Tensor) -> tuple[Tensor, Tensor]:
+    if logprobs.dim() == 2:
+        p, q = logprobs.log_softmax(dim=-1), reference.log_softmax(dim=-1)
+        return (q.exp() * (q - p)).sum(), (p.exp() * (p - q)).sum()
+    log_r = reference - logprobs
+    r = log_r.exp()
+    return (r * log_r - (r - 1)).sum(), (r - 1 - log_r).sum()
+
+
+# -- between datums --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Consistency:
+    """
+    How far two views of one example differ: the sum over pairs of their mean distance.
+
+    Pairs are neighbours (0 and 1, 2 and 3, ...) unless given; both have the same shape.
+    """
+
+    distance: Literal["squared", "absolute"] = "squared"
+    pairs: Sequence[tuple[int, int]] | None = None
+
+    def __post_init__(self) -> None:
+        if self.distance not in ("squared", "absolute"):
+            raise ValueError(f"distance is {self.distance!r}; allowed: 'squared', 'absolute'.")
+
+    def __call__(self, batch: Batch) -> Tensor:
+        pairs = self.pairs
+        if pairs is None:
+            if len(batch.logprobs) % 2:
+                raise ValueError(
+                    f"{len(batch.logprobs)} datums are no pairs; say which as Consistency(pairs=...)."
+                )
+            pairs = [(index, index + 1) for index in range(0, len(batch.logprobs), 2)]
+        terms = []
+        for one, other in pairs:
+            _check_alike(batch, one, other)
+            apart = batch.logprobs[one] - batch.logprobs[other]
+            terms.append((apart.square() if self.distance == "squared" else apart.abs()).mean())
+        return _total(terms)
+
+
+@dataclass(frozen=True)
+class Orthogonality:
+    """The sum of cos^2 of the angle between the logprobs of any two datums, which are alike."""
+
+    def __call__(self, batch: Batch) -> Tensor:
+        import torch
+
+        for index in range(1, len(batch.logprobs)):
+            _check_alike(batch, 0, index)
+        rows = torch.stack([each.flatten() for each in batch.logprobs])
+        units = torch.nn.functional.normalize(rows, dim=1)
+        return (units @ units.T).square().triu(diagonal=1).sum()
+
+
+def _check_alike(batch: Batch, one: int, other: int) -> None:
+    shapes = [tuple(batch.logprobs[index].shape) for index in (one, other)]
+    if shapes[0] != shapes[1]:
+        raise ValueError(
+            f"data[{one}] and data[{other}] have logprobs of shape {shapes[0]} and {shapes[1]}; "
+            "only those of one shape can be compared."
+        )
+
+
+# -- the gradient ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class GradientPenalty:
+    """(norm - target)^2, of the gradient of the loss by all logprobs: no step larger than wanted."""
+
+    target: float = 1.0
+
+    def __call__(self, batch: Batch) -> Tensor:
+        return (_norm(batch.loss, batch.logprobs, differentiable=True) - self.target).square()
+
+
+# -- the sum ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Term:
+    """A regularizer, how much it counts, and what it is called in the metrics."""
+
+    regularizer: Regularizer
+    weight: float = 1.0
+    name: str = ""
+
+    @property
+    def label(self) -> str:
+        """Its name, else that of its function, else of its type."""
+        own = self.name or getattr(self.regularizer, "__name__", type(self.regularizer).__name__)
+        return own.strip("<>").lower()
+
+
+def regularized(
+    loss_fn: CustomLossFnV1, *terms: Term | Regularizer, gradient_norms: bool = True
+) -> CustomLossFnV1:
+    """
+    A custom loss that is `loss_fn` plus the weighted terms.
+
+    Metrics, besides those of `loss_fn`: `regularizer/base:sum`, its loss; for each term
+    `regularizer/NAME:sum`, its value before weighting; and, unless `gradient_norms` is off,
+    `gradient_norm/NAME:mean`, how hard the weighted term (or `base`) pulls at the logprobs.
+    """
+    named: dict[str, Term] = {}
+    for each in terms:
+        term = each if isinstance(each, Term) else Term(each)
+        if term.label in named or term.label == "base" or ":" in term.label:
+            raise ValueError(
+                f"a term is called {term.label!r}; names are without ':', other than 'base', and "
+                "each is there once. Name it: Term(regularizer, name=...)."
+            )
+        named[term.label] = term
+
+    def loss(data: list[Datum], logprobs: list[Tensor]) -> tuple[Tensor, Mapping[str, Any]]:
+        base, metrics = loss_fn(data, logprobs)
+        batch = Batch(data=data, logprobs=logprobs, loss=base)
+        parts = {"base": base}
+        told = dict(metrics)
+        told["regularizer/base:sum"] = base.detach()
+        for name, term in named.items():
+            value = term.regularizer(batch)
+            parts[name] = term.weight * value
+            told[f"regularizer/{name}:sum"] = value.detach()
+        if gradient_norms:
+            for name, part in parts.items():
+                told[f"gradient_norm/{name}:mean"] = _norm(part, logprobs)
+        return _total(part.reshape(()) for part in parts.values()), told
+
+    need_torch()
+    return loss
+
+
+def _norm(value: Tensor, logprobs: Sequence[Tensor], *, differentiable: bool = False) -> Tensor:
+    """The length of the gradient of `value` by all logprobs; 0 where it does not depend on them."""
+    import torch
+
+    if not value.requires_grad:
+        return torch.zeros(())
+    gradients: Sequence[Tensor | None] = torch.autograd.grad(
+        value.sum(),
+        list(logprobs),
+        retain_graph=True,
+        create_graph=differentiable,
+        allow_unused=True,
+    )
+    found = [each.flatten() for each in gradients if each is not None]
+    return torch.linalg.vector_norm(torch.cat(found)) if found else torch.zeros(())
+
+
+def _total(terms: Any) -> Tensor:
+    import torch
+
+    return torch.stack(list(terms)).sum()
