@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 # Passes of one model that are with the engine together: enough that it never waits for the
 # next chunk, few enough that another model's turn comes soon.
 PASSES_TOGETHER = 4
+# Refused numbers that are remembered for a model; a client in order has one.
+MOST_REFUSED = 1000
 
 
 class Kind(enum.StrEnum):
@@ -58,6 +60,8 @@ class Turn:
     cause: Cause = Cause.WORK
     #: The engine must drop the gradients it holds for this model.
     clears_gradients: bool = False
+    #: The step was refused when it came, so nothing of it is stored yet.
+    unfiled: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,6 +108,9 @@ class Line:
     held: dict[int, Step] = field(default_factory=dict)
     #: Steps that were handed out and are not finished.
     running: dict[int, Step] = field(default_factory=dict)
+    #: Numbers whose requests were refused when they came, and why. Their senders may try again
+    #: with the same number, until a later one shows that they went on.
+    refused: dict[int, tuple[Kind, str]] = field(default_factory=dict)
     #: Why gradients are incomplete: a pass since the last optimizer step failed.
     spoiled: str | None = None
     #: Why there is no model: its creation failed.
@@ -115,12 +122,23 @@ class Line:
         if step.seq_id < self.next_seq:
             return False
         self.held[step.seq_id] = step
+        self.refused.pop(step.seq_id, None)
         self._mark_gap(now_s)
         return True
 
+    def refuse(self, seq_id: int, kind: Kind, reason: str) -> None:
+        """A step was malformed: if later ones come, they need not wait for its number."""
+        taken = seq_id in self.held or seq_id < self.next_seq
+        if not taken and len(self.refused) < MOST_REFUSED:
+            self.refused[seq_id] = (kind, reason)
+
     def take(self, *, now_s: float, most: int | None = None) -> Turn | None:
         """The steps that run now, or None while one is running or the next has not come."""
-        if self.running or self.next_seq not in self.held:
+        if self.running:
+            return None
+        if self.held and self.next_seq in self.refused:
+            return self._take_refused(now_s)
+        if self.next_seq not in self.held:
             return None
         steps = tuple(self._head(most or PASSES_TOGETHER))
         for step in steps:
@@ -169,6 +187,7 @@ class Line:
             steps.append(step)
             self.running[step.seq_id] = step
             self.next_seq += 1
+        self.refused = {n: why for n, why in self.refused.items() if n >= self.next_seq}
         self._gap_since_s = None
         self._mark_gap(now_s)
         numbers = str(missing) if first == missing + 1 else f"{missing} to {first - 1}"
@@ -178,6 +197,22 @@ class Line:
         )
         # Whatever the missing step was, the gradients are not what its client thinks.
         return Turn(steps=tuple(steps), refusal=refusal, cause=Cause.GAP, clears_gradients=True)
+
+    def _take_refused(self, now_s: float) -> Turn:
+        """A number whose request was refused, and whose sender went on: it has failed."""
+        kind, reason = self.refused.pop(self.next_seq)
+        step = Step(seq_id=self.next_seq, request_id="", kind=kind)
+        self.running[step.seq_id] = step
+        self.next_seq += 1
+        self._gap_since_s = None
+        self._mark_gap(now_s)
+        return Turn(
+            steps=(step,),
+            refusal=reason,
+            # As after any optimizer step that failed.
+            clears_gradients=kind is Kind.OPTIM_STEP,
+            unfiled=True,
+        )
 
     def _head(self, most: int) -> Iterable[Step]:
         """The next step, and with it the passes that follow a pass without a gap."""

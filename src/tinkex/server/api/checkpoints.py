@@ -11,6 +11,7 @@ from tinkex.server.api.accept import row_of
 from tinkex.server.api.auth import reader_owners
 from tinkex.server.api.context import Context, answer, context_of, describe, read_body, read_json
 from tinkex.server.api.errors import Refusal
+from tinkex.server.api.numbers import numbered
 from tinkex.server.api.reading import readable
 from tinkex.server.api.training import NumberedStep, accept_step, step_address
 from tinkex.server.plan import Kind
@@ -37,6 +38,7 @@ class WeightsInfoRequest(StrictModel):
 
 
 @router.post("/save_weights", openapi_extra=dict(describe(SaveWeightsRequest)))
+@numbered(Kind.SAVE_WEIGHTS)
 async def save_weights(request: Request) -> Response:
     return await _step(request, SaveWeightsRequest, Kind.SAVE_WEIGHTS)
 
@@ -44,16 +46,19 @@ async def save_weights(request: Request) -> Response:
 @router.post(
     "/save_weights_for_sampler", openapi_extra=dict(describe(SaveWeightsForSamplerRequest))
 )
+@numbered(Kind.SAVE_FOR_SAMPLER)
 async def save_weights_for_sampler(request: Request) -> Response:
     return await _step(request, SaveWeightsForSamplerRequest, Kind.SAVE_FOR_SAMPLER)
 
 
 @router.post("/save_weights_external", openapi_extra=dict(describe(SaveWeightsExternalRequest)))
+@numbered(Kind.SAVE_EXTERNAL)
 async def save_weights_external(request: Request) -> Response:
     return await _step(request, SaveWeightsExternalRequest, Kind.SAVE_EXTERNAL)
 
 
 @router.post("/load_weights", openapi_extra=dict(describe(LoadWeightsRequest)))
+@numbered(Kind.LOAD_WEIGHTS)
 async def load_weights(request: Request) -> Response:
     """Into a model there is (`model_id`, `seq_id`), or a new one (`session_id`, `model_seq_id`)."""
     body = await read_body(request)

@@ -27,6 +27,10 @@ T = TypeVar("T")
 # minutes; so a body that is too large is swallowed first, up to so many times the limit.
 SWALLOWED = 8
 MOST_CACHED = 10_000
+# Of a body that is too large, its two ends are kept, to see whose step it was.
+KEPT_END_BYTES = 4096
+#: Where in the scope of a request its body is, for who must say whose step was refused.
+SENT = "tinkex.sent"
 
 _SDK_AGENT = re.compile(r"AsyncTinker/Python (\S+)")
 
@@ -118,19 +122,25 @@ async def read_body(request: Request) -> bytes:
     limit = settings.max_body_bytes
     body = bytearray()
     total = 0
+    tail = b""
     async for part in request.stream():
         total += len(part)
         if total <= limit:
             body += part
-        elif total > limit * SWALLOWED:
+            continue
+        tail = (tail + part)[-KEPT_END_BYTES:]
+        if total > limit * SWALLOWED:
             break
     if total > limit:
+        request.scope[SENT] = bytes(body[:KEPT_END_BYTES]) + b" " + tail
         raise TooLarge(
             f"the body has {total} bytes or more, and {limit} are allowed. Send fewer or shorter "
             "examples in one request, or start the server with a larger TINKEX_MAX_BODY_BYTES."
         )
     encoding = request.headers.get("content-encoding")
-    return decompress(bytes(body), encoding, max_bytes=settings.max_decoded_bytes)
+    unpacked = decompress(bytes(body), encoding, max_bytes=settings.max_decoded_bytes)
+    request.scope[SENT] = unpacked
+    return unpacked
 
 
 async def read_json(request: Request, message: type[T]) -> T:

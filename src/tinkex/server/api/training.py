@@ -8,6 +8,7 @@ from starlette.responses import Response
 
 from tinkex.server.api.accept import accepted, admit, tokens_known
 from tinkex.server.api.context import Context, context_of, describe, read_body
+from tinkex.server.api.numbers import LARGEST_SEQ_ID, numbered
 from tinkex.server.plan import Kind
 from tinkex.server.store import Model, NewRequest
 from tinkex.wire.checkpoints import (
@@ -32,17 +33,16 @@ NumberedStep = (
     | SaveWeightsExternalRequest
 )
 
-# Protobuf has 32 bits for it; JSON must not bring more.
-LARGEST_SEQ_ID = 2**31 - 1
-
 # Smaller bodies are decoded where they arrive: moving to a thread would cost more.
 INLINE_DECODE_BYTES = 128 * 1024
 
 
+@numbered(Kind.FORWARD)
 async def forward(request: Request) -> Response:
     return await _pass(request, forward_only=True)
 
 
+@numbered(Kind.FORWARD_BACKWARD)
 async def forward_backward(request: Request) -> Response:
     return await _pass(request, forward_only=False)
 
@@ -71,6 +71,7 @@ def _decode(body: bytes, is_protobuf: bool) -> tuple[ForwardBackwardRequest, boo
 
 
 @router.post("/optim_step", openapi_extra=dict(describe(OptimStepRequest)))
+@numbered(Kind.OPTIM_STEP)
 async def optim_step(request: Request) -> Response:
     body = await read_body(request)
     model_id, seq_id = step_address(OptimStepRequest, body)

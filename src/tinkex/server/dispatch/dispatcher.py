@@ -118,6 +118,11 @@ class Dispatcher:
         run = await self._runs.open(row.model_id, first_seq=row.seq_id)
         self._turns.arrive(run, step_of(row))
 
+    async def refuse(self, model_id: str, seq_id: int, kind: Kind, reason: str) -> None:
+        """A step was refused: if its sender goes on, it counts as failed with this reason."""
+        run = await self._runs.open(model_id, first_seq=seq_id)
+        self._turns.refuse(run, seq_id, kind, reason)
+
     def sample(self, row: RequestRow, tap: Tap | None = None) -> None:
         """A sample was accepted: run it now, and tell its tokens to the tap as they are drawn."""
         if tap is not None:

@@ -9,8 +9,9 @@ from tinkex.server.dispatch.desk import MOST_ATTEMPTS, Desk, Ending, bug
 from tinkex.server.dispatch.revival import Revival
 from tinkex.server.dispatch.run import Run
 from tinkex.server.executor import EngineLost, Outcome, Work, WorkFailed
-from tinkex.server.plan import Kind, Step
+from tinkex.server.plan import Cause, Kind, Step
 from tinkex.server.saving import Saving
+from tinkex.server.store import NewRequest
 from tinkex.wire.codec import encode_json
 from tinkex.wire.errors import UserFailure
 from tinkex.wire.training import CreateModelResponse
@@ -102,6 +103,23 @@ class Steps:
         settling.add_done_callback(run.settling.discard)
         if step.kind not in _SETTLED_BEHIND:
             await asyncio.shield(settling)
+
+    async def file_refused(self, run: Run, step: Step, reason: str) -> None:
+        """A step that was never accepted, and has failed: nobody waits for it."""
+        model = run.model
+        run.line.finish(step, failure=reason)
+        run.steps_since += 1
+        new = NewRequest(
+            owner=model.owner,
+            kind=step.kind,
+            base_model=model.base_model,
+            payload=b"",
+            session_id=model.session_id,
+            model_id=model.model_id,
+            seq_id=step.seq_id,
+        )
+        async with run.commit_order:
+            await self._desk.store.requests.file_refused(new, reason, cause=Cause.WORK)
 
     async def settle(self, run: Run, step: Step, ending: Ending) -> None:
         """Store what became of a step, after those before it, and wake its waiters."""

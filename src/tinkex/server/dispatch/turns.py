@@ -19,7 +19,7 @@ from tinkex.server.dispatch.run import Run
 from tinkex.server.dispatch.snapshots import Snapshots
 from tinkex.server.dispatch.steps import Steps
 from tinkex.server.executor import EngineLost, EngineRefused, WorkFailed
-from tinkex.server.plan import Cause, Step, Turn
+from tinkex.server.plan import Cause, Kind, Step, Turn
 
 
 class Turns:
@@ -51,6 +51,11 @@ class Turns:
         else:
             late = Ending(error=plan.late(step.seq_id), category="user", cause=Cause.LATE)
             self._desk.spawn(self._steps.settle(run, step, late))
+
+    def refuse(self, run: Run, seq_id: int, kind: Kind, reason: str) -> None:
+        """A step was malformed: those behind it need not wait for its number."""
+        run.line.refuse(seq_id, kind, reason)
+        self._drive(run)
 
     def between(self, run: Run, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Do this in the driver's place, so that a step that comes now waits for it."""
@@ -142,6 +147,9 @@ class Turns:
             with contextlib.suppress(EngineLost):
                 await self._revival.work(run, work, await self._revival.alive(run))
         for step in turn.steps:
+            if turn.unfiled:
+                await self._steps.file_refused(run, step, turn.refusal or "")
+                continue
             refused = Ending(error=turn.refusal, category="user", cause=turn.cause)
             await self._steps.end(run, step, refused)
 

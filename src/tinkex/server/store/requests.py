@@ -183,6 +183,17 @@ class Requests:
             place = await self._database.in_thread(lambda: self._files.put("payloads", new.payload))
         return await self._database.write(lambda connection: insert(connection, new, place))
 
+    async def file_refused(self, new: NewRequest, error: str, *, cause: str) -> None:
+        """A step that was refused takes its number, failed as the user's, unless it is taken."""
+
+        def act(connection: sa.Connection) -> None:
+            first = insert(connection, new, None)
+            if first.is_new:
+                values = _failure(first.request_id, error, category="user", cause=cause)
+                _finish(connection, values, None)
+
+        await self._database.write(act)
+
     async def keep(self, result: bytes) -> str | None:
         """Make a large result durable; its place for `finish`, or None for a small one."""
         if len(result) <= INLINE_BYTES:
@@ -207,14 +218,7 @@ class Requests:
         self, request_id: str, error: str, *, category: str, cause: str
     ) -> asyncio.Future[Completion | None]:
         """Done when awaited; in the order of the calls. A finished request stays as it was."""
-        values = {
-            "finished": request_id,
-            "status": Status.FAILED,
-            "error": error,
-            "category": category,
-            "cause": cause,
-            "finished_s": time.time(),
-        }
+        values = _failure(request_id, error, category=category, cause=cause)
         return self._database.submit(lambda connection: _finish(connection, values, None))
 
     async def completions(
@@ -369,6 +373,17 @@ def set_done(
     if version_id is not None:
         values["version_id"] = version_id
     return _finish(connection, values, result)
+
+
+def _failure(request_id: str, error: str, *, category: str, cause: str) -> dict[str, object]:
+    return {
+        "finished": request_id,
+        "status": Status.FAILED,
+        "error": error,
+        "category": category,
+        "cause": cause,
+        "finished_s": time.time(),
+    }
 
 
 def _finish(

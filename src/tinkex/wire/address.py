@@ -1,0 +1,99 @@
+"""Whose step a body was that could not be read: the model and the number, where they still show."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from pydantic_core import from_json
+
+__all__ = ["Address", "address_in_json", "address_in_protobuf"]
+
+_MODEL = re.compile(rb'"model_id"\s*:\s*"([^"\\]{1,500})"')
+_NUMBER = re.compile(rb'"seq_id"\s*:\s*(\d{1,10})\b')
+
+#: Field numbers of `ForwardBackwardRequest`.
+_MODEL_ID, _SEQ_ID, _FORWARD_ONLY = 1, 2, 6
+_VARINT, _EIGHT_BYTES, _BYTES, _FOUR_BYTES = 0, 1, 2, 5
+
+
+class Address(NamedTuple):
+    """A step of a model."""
+
+    model_id: str
+    seq_id: int
+    forward_only: bool = False
+
+
+def address_in_json(body: bytes) -> Address | None:
+    """From a JSON body that is unsound, or of which only the ends are left."""
+    try:
+        value = from_json(body)
+    except ValueError:
+        return _among_the_ruins(body)
+    if not isinstance(value, dict):
+        return None
+    model_id, seq_id = value.get("model_id"), value.get("seq_id")
+    if not isinstance(model_id, str) or type(seq_id) is not int:
+        return None
+    return Address(model_id, seq_id)
+
+
+def _among_the_ruins(body: bytes) -> Address | None:
+    """Only what is said once: a second one may be part of the data."""
+    models, numbers = set(_MODEL.findall(body)), set(_NUMBER.findall(body))
+    if len(models) != 1 or len(numbers) != 1:
+        return None
+    return Address(models.pop().decode(errors="replace"), int(numbers.pop()))
+
+
+def address_in_protobuf(body: bytes) -> Address | None:
+    """From the bytes of a pass, up to where they stop making sense."""
+    model_id, seq_id, forward_only = "", 0, False
+    for field, value in _fields(body):
+        if field == _MODEL_ID and isinstance(value, bytes):
+            model_id = value.decode(errors="replace")
+        elif field == _SEQ_ID and isinstance(value, int):
+            seq_id = value
+        elif field == _FORWARD_ONLY and isinstance(value, int):
+            forward_only = bool(value)
+    return Address(model_id, seq_id, forward_only) if model_id and seq_id else None
+
+
+def _fields(body: bytes) -> Iterator[tuple[int, int | bytes]]:
+    """The top level of a message: the number of each field, and its varint or its bytes."""
+    at = 0
+    while at < len(body):
+        key, at = _varint(body, at)
+        field, wire_type = key >> 3, key & 7
+        if at < 0 or not field:
+            return
+        value: int | bytes
+        if wire_type == _VARINT:
+            value, at = _varint(body, at)
+            size = 0
+        elif wire_type == _BYTES:
+            size, at = _varint(body, at)
+        else:
+            size = {_EIGHT_BYTES: 8, _FOUR_BYTES: 4}.get(wire_type, -1)
+        if at < 0 or size < 0 or at + size > len(body):
+            return
+        if wire_type != _VARINT:
+            # Examples may be large, and nothing in them is looked for.
+            value = body[at : at + size] if field == _MODEL_ID else b""
+        yield field, value
+        at += size
+
+
+def _varint(body: bytes, at: int) -> tuple[int, int]:
+    """The number there and where it ends; -1 for the end when there is none."""
+    value = shift = 0
+    while at < len(body) and shift < 64:
+        byte = body[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, at
+        shift += 7
+    return 0, -1

@@ -1,0 +1,144 @@
+"""A refused step keeps nobody waiting: who goes on after it is told what was wrong with it."""
+
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from server.echo import EchoExecutor
+from server.hosting import PROTOBUF, Api, hosted, pass_body
+from tinkex.server.executor import Task
+from tinkex.wire.address import Address, address_in_json, address_in_protobuf
+
+pytestmark = pytest.mark.anyio
+
+LIMIT = 100_000
+
+
+@pytest.fixture
+async def api(echo: EchoExecutor, tmp_path: Path) -> AsyncIterator[Api]:
+    """Gaps stay open for ever here: what does not wait for them shows."""
+    async with hosted(echo, tmp_path, gap_s=3600.0, long_poll_s=5.0, max_body_bytes=LIMIT) as api:
+        yield api
+
+
+def as_json(model: str, number: int, *, data: Any) -> bytes:
+    # The number comes last, as the oldest clients send it.
+    work = {"data": data, "loss_fn": "cross_entropy"}
+    return json.dumps(
+        {"forward_backward_input": work, "model_id": model, "seq_id": number}
+    ).encode()
+
+
+def malformed(model: str) -> tuple[str, bytes, dict[str, str], int]:
+    return "forward_backward", as_json(model, 1, data=[{"model_input": 5}]), {}, 422
+
+
+def cut_off(model: str) -> tuple[str, bytes, dict[str, str], int]:
+    return "forward_backward", pass_body(model, 1)[:-3], PROTOBUF, 422
+
+
+def too_large(model: str) -> tuple[str, bytes, dict[str, str], int]:
+    return "forward_backward", pass_body(model, 1, tokens=LIMIT // 4), PROTOBUF, 413
+
+
+def too_large_json(model: str) -> tuple[str, bytes, dict[str, str], int]:
+    tokens = {"chunks": [{"tokens": [1] * LIMIT}]}
+    body = as_json(model, 1, data=[{"model_input": tokens, "loss_fn_inputs": {}}])
+    return "forward_backward", body, {}, 413
+
+
+@pytest.mark.parametrize("case", [malformed, cut_off, too_large, too_large_json])
+async def test_the_next_optim_step_fails_with_what_was_wrong_with_the_pass(
+    api: Api, echo: EchoExecutor, case: Any
+) -> None:
+    model = await api.model()
+    route, body, headers, status = case(model)
+    refused = await api.post(route, body, headers=headers)
+    assert refused.status == status
+    stepped = await api.result(await api.optim_step(model, 2))
+    assert stepped["category"] == "user"
+    assert "forward_backward step 1" in stepped["error"]
+    assert "refused when it came" in stepped["error"]
+    assert echo.tasks(Task.OPTIM_STEP) == []
+    # And the model goes on at once.
+    await api.forward_backward(model, 3, tokens=4)
+    assert await api.value(await api.optim_step(model, 4)) == 4
+
+
+async def test_steps_that_came_first_do_not_wait_for_one_that_is_refused(api: Api) -> None:
+    model = await api.model()
+    behind = await api.optim_step(model, 2)
+    assert (await api.post("forward_backward", as_json(model, 1, data="x"))).status == 422
+    assert "refused when it came" in (await api.result(behind))["error"]
+
+
+async def test_a_refused_optim_step_takes_its_gradients_with_it(api: Api) -> None:
+    model = await api.model()
+    await api.forward_backward(model, 1, tokens=9)
+    refused = await api.post("optim_step", {"model_id": model, "seq_id": 2, "adam_params": 5})
+    assert refused.status == 422
+    await api.forward_backward(model, 3, tokens=2)
+    assert await api.value(await api.optim_step(model, 4)) == 2
+
+
+async def test_a_refused_save_is_passed_over(api: Api) -> None:
+    model = await api.model()
+    await api.forward_backward(model, 1, tokens=9)
+    body = {"model_id": model, "seq_id": 2, "path": "a", "ttl_seconds": "long"}
+    assert (await api.post("save_weights", body)).status == 422
+    assert await api.value(await api.optim_step(model, 3)) == 9
+
+
+async def test_a_number_that_was_refused_may_be_used_again(api: Api) -> None:
+    """Until its sender goes on: our client numbers its next step so."""
+    model = await api.model()
+    assert (await api.post("forward_backward", as_json(model, 1, data="x"))).status == 422
+    await api.forward_backward(model, 1, tokens=5)
+    assert await api.value(await api.optim_step(model, 2)) == 5
+
+
+async def test_after_its_sender_went_on_a_refused_number_is_spent(
+    api: Api, echo: EchoExecutor
+) -> None:
+    model = await api.model()
+    assert (await api.post("forward_backward", as_json(model, 1, data="x"))).status == 422
+    await api.result(await api.optim_step(model, 2))
+    again = await api.result(await api.forward_backward(model, 1))
+    assert again["category"] == "user"
+    assert "refused when it came" in again["error"]
+    assert echo.tasks(Task.PASS) == []
+
+
+async def test_an_accepted_step_is_not_undone_by_a_malformed_repeat(api: Api) -> None:
+    model = await api.model()
+    behind = await api.optim_step(model, 3)
+    await api.forward_backward(model, 2, tokens=5)
+    assert (await api.post("forward_backward", as_json(model, 2, data="x"))).status == 422
+    await api.forward_backward(model, 1, tokens=2)
+    assert await api.value(behind) == 7
+
+
+async def test_a_refusal_survives_the_death_of_the_engine(api: Api, echo: EchoExecutor) -> None:
+    model = await api.model()
+    await api.forward_backward(model, 1, tokens=9)
+    assert (
+        await api.post("optim_step", {"model_id": model, "seq_id": 2, "adam_params": 5})
+    ).status == 422
+    await api.passed(await api.forward_backward(model, 3, tokens=2))
+    echo.die()
+    assert await api.value(await api.optim_step(model, 4)) == 2
+
+
+def test_an_address_is_read_only_where_it_is_beyond_doubt() -> None:
+    assert address_in_json(b'{"model_id": "m", "seq_id": 3, "x"') == Address("m", 3)
+    assert address_in_json(b'{"model_id": "m", "seq_id": 3, "seq_id": 4, "x"') is None
+    assert address_in_json(b'{"model_id": "m", "seq_id": true}') is None
+    assert address_in_json(b"[1") is None
+    whole = pass_body("m", 3, forward_only=True)
+    assert address_in_protobuf(whole) == Address("m", 3, True)
+    assert address_in_protobuf(whole[:40]) == Address("m", 3, False)
+    assert address_in_protobuf(b"\xff" * 40) is None
+    assert address_in_protobuf(b"") is None
