@@ -10,6 +10,7 @@ the `types` module as an argument, and nothing here may import either package at
 from __future__ import annotations
 
 import inspect
+import os
 import sys
 import time
 from typing import Any
@@ -198,7 +199,9 @@ def main(base_url: str) -> None:
         training.load_state_with_optimizer(state.path).result()
     named = training.save_weights_for_sampler("sampler-1").result()
     sampling_sessions(service, training, types, named.path)
-    time.sleep(11)  # the client sends a heartbeat and its telemetry every ten seconds
+    time.sleep(
+        float(os.environ.get("RECORDING_WAITS_S", "11"))
+    )  # the client sends a heartbeat and its telemetry every ten seconds
     if hasattr(service, "close"):
         service.close("success").result()
     print("accepted", tinker.__version__)

@@ -4,9 +4,12 @@ Record what an official client sends, and check that it reads what we answer.
 
     python tests/data/wire/record.py PYTHON_OF_AN_SDK [PYTHON_OF_ANOTHER ...]
 
+    python tests/data/wire/record.py --calls PYTHON_OF_0.36.0
+
 Starts a small server on loopback that answers with our own encoders, runs `program.py` against it
 under the given interpreter (whose environment has one release of the `tinker` package), and writes
-every request to `tests/data/wire/VERSION/ENDPOINT.json`. The program checks what it got back, so a
+every request to `tests/data/wire/VERSION/ENDPOINT.json`. With `--calls` it runs `calls.py` and writes
+to `tests/data/wire/calls.json`, the headers of REST calls included. The program checks what it got back, so a
 recording also says that this release accepted our answers. What differs from run to run (ids,
 times) is replaced. Tests read the recordings and never run this.
 """
@@ -19,9 +22,12 @@ import re
 import subprocess
 import sys
 import threading
+import time
+from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import numpy as np
 
@@ -41,6 +47,54 @@ KEPT_HEADERS = (
     "x-tinker-request-type",
     "x-tinker-sampling-backpressure",
 )
+#: With --calls also these.
+CALLS_HEADERS = (*KEPT_HEADERS, "x-tinker-weights-access-token")
+#: With --calls the server switches on what clients do only when told to.
+CALLS_FLAGS = {
+    "custom_loss_server_side": True,
+    "sample_join_sampling_session": True,
+    "sample_use_retrieve_futures": True,
+}
+NEVER = [6, 6, 6]
+NEVER_READY = "never"
+
+TIME = "2026-01-01T00:00:00Z"
+RUN = {
+    "training_run_id": "session-1:train:0",
+    "base_model": BASE_MODEL,
+    "model_owner": "owner",
+    "is_lora": True,
+    "lora_rank": 8,
+    "last_request_time": TIME,
+}
+CHECKPOINT = {
+    "checkpoint_id": "weights/first",
+    "checkpoint_type": "training",
+    "time": TIME,
+    "tinker_path": "tinker://session-1:train:0/weights/first",
+}
+CURSOR = {"offset": 0, "limit": 20, "total_count": 1}
+#: What the REST routes answer: method and pattern of the path -> body.
+REST = (
+    ("GET", r"training_runs", {"training_runs": [RUN], "cursor": CURSOR}),
+    ("GET", r"(training_runs/[^/]+/)?checkpoints", {"checkpoints": [CHECKPOINT], "cursor": CURSOR}),
+    ("GET", r"training_runs/[^/]+", RUN),
+    ("GET", r".*/external_weights_urls", {"urls": {"a": "http://127.0.0.1:9/a"}, "expires": TIME}),
+    ("DELETE", r"training_runs/.*", {}),
+    ("POST", r"training_runs/.*/publish", {}),
+    ("PUT", r"training_runs/.*/ttl", {}),
+    ("POST", r"copy_weights", {"tinker_path": CHECKPOINT["tinker_path"]}),
+    ("GET", r"sessions", {"sessions": [SESSION]}),
+    ("GET", r"sessions/[^/]+", {"training_run_ids": [], "sampler_ids": []}),
+    ("GET", r"sessions/.*/trace_export", {"status": "ready", "url": "http://127.0.0.1:9/trace"}),
+    ("PUT", r"sessions/.*/project", {}),
+    ("POST", r"sessions/search", {"sessions": []}),
+    ("GET", r"samplers/.*", {"sampler_id": f"{SESSION}:sample:0", "base_model": BASE_MODEL}),
+    ("GET", r"audit", {"entries": []}),
+    ("GET", r"billing/usage/events", {"data": []}),
+    ("GET", r"billing/usage/checkpoints/current", {"data": []}),
+    ("POST", r"weights_info", {"base_model": BASE_MODEL, "is_lora": True, "lora_rank": 8}),
+)
 
 REPLACEMENTS = (
     (re.compile(r'(elapsed_time\\":)[0-9.e-]+'), r"\g<1>0.5"),
@@ -57,11 +111,16 @@ class Recorder(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self) -> None:
+    def __init__(self, *, calls: bool = False) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
+        self.calls = calls
+        #: How often each thing was seen that a program waits for.
+        self.seen: Counter[str] = Counter()
         self.requests: list[dict[str, Any]] = []
         self.results: dict[str, Any] = {}
         self.asked: set[str] = set()
+        self.reported: set[str] = set()
+        self.waiting_in_vain = False
         self.version = ""
         self.lock = threading.Lock()
 
@@ -77,8 +136,19 @@ class Recorder(ThreadingHTTPServer):
 
     # -- one method for each kind of request ---------------------------------------------------
 
-    def answer(self, path: str, body: bytes, content_type: str) -> Any:
-        name = path.partition("?")[0].removeprefix("/api/v1/").replace("/", "_")
+    def answer(self, method: str, path: str, body: bytes, content_type: str) -> Any:
+        route, _, endpoint = path.partition("?")[0].partition("/api/v1/")
+        if route.startswith("/seen/"):
+            return {"count": self.seen[unquote(route.removeprefix("/seen/"))]}
+        name = endpoint.replace("/", "_")
+        self.seen[name] += 1
+        if self.waiting_in_vain and name.startswith("retrieve_future"):
+            self.seen["polls in vain"] += 1
+        if route == "/plain" and name == "client_config":
+            return {}
+        for verb, pattern, answer in REST:
+            if verb == method and re.fullmatch(pattern, endpoint):
+                return answer
         if name.startswith("sessions_"):
             return {}
         handler = getattr(self, "on_" + name, None)
@@ -92,7 +162,7 @@ class Recorder(ThreadingHTTPServer):
         config = Dialect.of(request.sdk_version).client_config()
         if Dialect.of(request.sdk_version).reads_protobuf_only:
             config["fwdbwd_max_chunk_len"] = 2  # so that a small batch has several parts
-        return config
+        return config | CALLS_FLAGS if self.calls else config
 
     def on_client_dynamic_config(self, body: bytes) -> Any:
         return Dialect.of(self.version).dynamic_config()
@@ -171,6 +241,36 @@ class Recorder(ThreadingHTTPServer):
             types.SaveWeightsForSamplerResponseInternal(path=path, sampling_session_id=session)
         )
 
+    def on_save_weights_external(self, body: bytes) -> Any:
+        request = codec.decode_json(types.SaveWeightsExternalRequest, body)
+        path = f"tinker://{request.model_id}/external_weights/{request.path}"
+        return self.promise(types.SaveWeightsExternalResponse(path=path))
+
+    def on_create_custom_loss(self, body: bytes) -> Any:
+        codec.decode_json(types.CreateCustomLossRequest, body)
+        return self.promise(types.CreateCustomLossResponse(loss_id="loss-1"))
+
+    def on_join_sampling_session(self, body: bytes) -> Any:
+        codec.decode_json(types.JoinSamplingSessionRequest, body)
+        return types.JoinSamplingSessionResponse(client_counter=1)
+
+    def on_cancel_future(self, body: bytes) -> Any:
+        return {}
+
+    def on_retrieve_futures(self, body: bytes) -> Any:
+        """Everything that is there and was not reported back, at once or a little later."""
+        request = codec.decode_json(types.FuturesRetrieveRequest, body)
+        with self.lock:
+            self.reported.update(request.retrieved_request_ids)
+            done = [
+                {"state": "finished", "request_id": name}
+                for name, result in self.results.items()
+                if isinstance(result, types.SampleResponse) and name not in self.reported
+            ]
+        if not done:
+            time.sleep(0.05)
+        return {"completions": done, "cursor": 1}
+
     def on_load_weights(self, body: bytes) -> Any:
         request = codec.decode_json(types.LoadWeightsRequest, body)
         return self.promise(types.LoadWeightsResponse(path=request.path))
@@ -184,10 +284,16 @@ class Recorder(ThreadingHTTPServer):
     def on_asample(self, body: bytes) -> Any:
         request = codec.decode_json(types.SampleRequest, body)
         ids = [f"sequence-{i}" for i in range(request.num_samples)]
+        if request.prompt.chunks[0].length == 3 and request.prompt.to_ints() == NEVER:
+            self.waiting_in_vain = True
+            return {"request_id": NEVER_READY, "sample_sequence_ids": ids}
         return self.promise(_sample(request, ids), sample_sequence_ids=ids)
 
     def on_retrieve_future(self, body: bytes) -> Any:
         request = codec.decode_json(types.FutureRetrieveRequest, body)
+        if request.request_id == NEVER_READY:
+            time.sleep(0.05)
+            return 408, types.TryAgainResponse(request_id=NEVER_READY, queue_state="active")
         if not self.asked:  # the very first one is told to wait
             self.asked.add(request.request_id)
             return 408, types.TryAgainResponse(
@@ -217,7 +323,8 @@ def _sample(request: types.SampleRequest, ids: list[str]) -> types.SampleRespons
         )
     prompt = topk_prompt = target = alt = None
     if request.prompt_logprobs:
-        prompt = [float("nan"), *(-0.5 * i for i in range(1, length))]
+        first = max(1, length - (request.prompt_logprobs_last_n or length))
+        prompt = [-0.5 * i if i >= first else float("nan") for i in range(length)]
     if request.topk_prompt_logprobs:
         rows = [None, *[[(3, -0.5), (4, -1.5)] for _ in range(1, length)]]
         rows[2] = [(3, -0.5)]
@@ -246,11 +353,18 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         self._serve()
 
+    def do_PUT(self) -> None:
+        self._serve()
+
+    def do_DELETE(self) -> None:
+        self._serve()
+
     def _serve(self) -> None:
         body = self.rfile.read(int(self.headers.get("content-length") or 0))
         self._remember(body)
         try:
-            answer = self.server.answer(self.path, body, self.headers.get("content-type") or "")
+            kind = self.headers.get("content-type") or ""
+            answer = self.server.answer(self.command, self.path, body, kind)
         except Exception as error:
             print("cannot answer", self.path, repr(error), body[:400], file=sys.stderr)
             return self._send(500, codec.JSON_TYPE, codec.encode_json({"detail": repr(error)}))
@@ -276,7 +390,10 @@ class Handler(BaseHTTPRequestHandler):
         return codec.JSON_TYPE, codec.encode_json(answer)
 
     def _remember(self, body: bytes) -> None:
-        kept = {name: self.headers[name] for name in KEPT_HEADERS if name in self.headers}
+        if self.path.startswith("/seen/"):
+            return
+        names = CALLS_HEADERS if self.server.calls else KEPT_HEADERS
+        kept = {name: self.headers[name] for name in names if name in self.headers}
         request = {"method": self.command, "path": self.path, "headers": kept}
         if "protobuf" in kept.get("content-type", ""):
             request["body_base64"] = base64.b64encode(body).decode()
@@ -294,7 +411,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def endpoint(path: str) -> str:
-    return path.partition("?")[0].removeprefix("/api/v1/").replace("/", "_").replace(SESSION, "ID")
+    return path.partition("?")[0].partition("/api/v1/")[2].replace("/", "_").replace(SESSION, "ID")
 
 
 def write(version: str, requests: list[dict[str, Any]]) -> None:
@@ -314,20 +431,71 @@ def write(version: str, requests: list[dict[str, Any]]) -> None:
         (folder / f"{name}.json").write_text(text + "\n")
 
 
+def run(command: list[str], recorder: Recorder, **environment: str) -> None:
+    """Run a program against the recorder until it ends."""
+    threading.Thread(target=recorder.serve_forever, daemon=True).start()
+    env = {"TINKER_API_KEY": "tml-recording", "PATH": "/usr/bin:/bin", "HOME": "/nonexistent"}
+    try:
+        subprocess.run(command, env=env | environment, timeout=300, check=True)
+    finally:
+        recorder.shutdown()
+        recorder.server_close()
+
+
 def record(python: str) -> str:
     recorder = Recorder()
-    thread = threading.Thread(target=recorder.serve_forever, daemon=True)
-    thread.start()
-    env = {"TINKER_API_KEY": "tml-recording", "PATH": "/usr/bin:/bin", "HOME": "/nonexistent"}
-    command = [python, str(HERE / "program.py"), recorder.url]
-    run = subprocess.run(command, env=env, timeout=300, check=False)
-    recorder.shutdown()
-    if run.returncode:
-        raise SystemExit(f"the program failed under {python}; nothing was written.")
+    run([python, str(HERE / "program.py"), recorder.url], recorder)
     write(recorder.version, recorder.requests)
     return recorder.version
 
 
+#: How often these are sent depends on the clock.
+BY_THE_CLOCK = ("retrieve_future", "retrieve_futures", "session_heartbeat", "telemetry")
+
+
+def told(requests: list[dict[str, Any]]) -> dict[str, Any]:
+    """
+    What is compared: requests in the order in which they came, without what differs from run to
+    run; and of those that come by the clock the kinds there are.
+    """
+    text = json.dumps([request | {"path": unquote(request["path"])} for request in requests])
+    for pattern, replacement in REPLACEMENTS:
+        text = pattern.sub(replacement, text)
+    compared: list[dict[str, Any]] = []
+    kinds: dict[str, list[Any]] = {name: [] for name in BY_THE_CLOCK}
+    for request in json.loads(text):
+        name = endpoint(request["path"])
+        if name not in kinds:
+            compared.append(request)
+        elif (kind := shape(json.loads(request["body"]))) not in kinds[name]:
+            kinds[name].append(kind)
+    return {"requests": compared, "by the clock": {n: sorted(k, key=str) for n, k in kinds.items()}}
+
+
+def shape(value: Any) -> Any:
+    """The fields of a message and their types; of a list what its first object has."""
+    if isinstance(value, dict):
+        return {name: shape(item) for name, item in sorted(value.items())}
+    if isinstance(value, list):
+        return [shape(item) for item in value[:1] if isinstance(item, dict)]
+    return type(value).__name__
+
+
+def record_calls(python: str) -> str:
+    import sdk_envs
+
+    recorder = Recorder(calls=True)
+    torch = str(sdk_envs.ensure_torch())
+    run([python, str(HERE / "calls.py"), recorder.url, torch], recorder)
+    text = json.dumps(told(recorder.requests), indent=1, ensure_ascii=False)
+    (HERE / "calls.json").write_text(text + "\n")
+    return recorder.version
+
+
 if __name__ == "__main__":
-    for interpreter in sys.argv[1:]:
-        print("recorded", record(interpreter), file=sys.stderr)
+    sys.path.append(str(HERE.parents[1]))
+    if sys.argv[1] == "--calls":
+        print("recorded", record_calls(sys.argv[2]), file=sys.stderr)
+    else:
+        for interpreter in sys.argv[1:]:
+            print("recorded", record(interpreter), file=sys.stderr)

@@ -1,0 +1,105 @@
+"""
+Our client sends what the official client sends: the same calls, compared field by field.
+
+`tests/data/wire/calls.py` and `program.py` were run under the official client 0.36.0 and recorded
+(`record.py`). Here they run under ours, through `tinkex.as_tinker`, against the same recorder.
+"""
+
+import base64
+import importlib.util
+import json
+import sys
+from collections import defaultdict
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from tinkex.wire.proto import tinkex_wire_pb2 as pb
+
+DATA = Path(__file__).parents[1] / "data" / "wire"
+SOURCE = Path(__file__).parents[2] / "src"
+
+#: What the two clients ask for at other times, and as often as they like.
+HANDSHAKE = {"/api/v1/client/config", "/api/v1/client/dynamic_config"}
+
+
+@cache
+def record() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("record_wire", DATA / "record.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def run(program: str, *, calls: bool) -> dict[str, Any]:
+    """What our client sends for a program."""
+    recorder = record().Recorder(calls=calls)
+    command = [sys.executable, "-W", "ignore", "-m", "tinkex.as_tinker", str(DATA / program)]
+    record().run([*command, recorder.url], recorder, PYTHONPATH=str(SOURCE), RECORDING_WAITS_S="0")
+    return record().told(recorder.requests)
+
+
+@pytest.fixture(scope="module")
+def ours() -> dict[str, Any]:
+    return run("calls.py", calls=True)
+
+
+@cache
+def theirs() -> dict[str, Any]:
+    return json.loads((DATA / "calls.json").read_text())
+
+
+def by_call(requests: list[dict[str, Any]]) -> dict[str, list[Any]]:
+    """Method and path -> headers and decoded bodies, in the order in which they were sent."""
+    groups: dict[str, list[Any]] = defaultdict(list)
+    for request in requests:
+        path = request["path"].removeprefix("/plain")
+        name = f"{request['method']} {request['path']}"
+        if path in HANDSHAKE:
+            groups[name] = [meaning(request)]
+        else:
+            groups[name].append(meaning(request))
+    return dict(groups)
+
+
+def meaning(request: dict[str, Any]) -> Any:
+    """A request without its spelling: JSON as values, protobuf as a message."""
+    headers = {
+        name: value for name, value in request["headers"].items() if name != "content-encoding"
+    }
+    if "body_base64" in request:
+        body = base64.b64decode(request["body_base64"])
+        return headers, pb.ForwardBackwardRequest.FromString(body)
+    return headers, json.loads(request["body"]) if request.get("body") else None
+
+
+def test_the_same_calls_are_sent(ours):
+    assert sorted(by_call(ours["requests"])) == sorted(by_call(theirs()["requests"]))
+
+
+@pytest.mark.parametrize("call", sorted(by_call(theirs()["requests"])))
+def test_a_call_sends_what_the_official_client_sends(call, ours):
+    assert by_call(ours["requests"])[call] == by_call(theirs()["requests"])[call]
+
+
+@pytest.mark.parametrize("endpoint", ["retrieve_future", "retrieve_futures", "telemetry"])
+def test_what_goes_by_the_clock_has_the_fields_of_the_official_client(endpoint, ours):
+    found = ours["by the clock"][endpoint]
+    assert found
+    for kind in found:
+        assert kind in theirs()["by the clock"][endpoint]
+
+
+def test_the_recorded_program_sends_the_same_under_our_client():
+    """Batches in parts, pictures, CSR tensors, provenance, every kind of sampler."""
+    recorded = [
+        request
+        for path in sorted((DATA / "0.36.0").glob("*.json"))
+        if path.stem not in record().BY_THE_CLOCK
+        for request in json.loads(path.read_text())
+    ]
+
+    assert by_call(run("program.py", calls=False)["requests"]) == by_call(recorded)
