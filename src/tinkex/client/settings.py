@@ -16,7 +16,7 @@ from tinkex.client.credentials import ApiKey, Credential
 from tinkex.client.errors import TinkerError
 from tinkex.client.proxies import proxy_for
 
-__all__ = ["ApiKey", "Settings", "is_loopback", "normalise_url", "setting"]
+__all__ = ["ApiKey", "Settings", "is_loopback", "normalise_url", "service_url", "setting"]
 
 #: The version of the protocol we speak; servers choose their dialect by it.
 PROTOCOL_VERSION = "0.36.0"
@@ -87,7 +87,7 @@ class Settings:
         home: Path | None = None,
     ) -> Settings:
         """What is given here, else in the environment, else in files, else the default."""
-        url = normalise_url(base_url or setting("BASE_URL", env) or DEFAULT_URL)
+        url = service_url(base_url, env)
         # A key from an editor or a shell often ends in a line break, which no header may hold.
         given = (api_key or setting("API_KEY", env) or "").strip()
         command = credential_cmd or setting("CREDENTIAL_CMD", env)
@@ -150,6 +150,11 @@ class Settings:
 def setting(name: str, env: Mapping[str, str]) -> str | None:
     """`TINKEX_<name>`, else `TINKER_<name>`; empty counts as unset."""
     return env.get(f"TINKEX_{name}") or env.get(f"TINKER_{name}") or None
+
+
+def service_url(given: str | None, env: Mapping[str, str] = os.environ) -> str:
+    """Which service is meant, in its one spelling."""
+    return normalise_url(given or setting("BASE_URL", env) or DEFAULT_URL)
 
 
 def normalise_url(url: str) -> str:

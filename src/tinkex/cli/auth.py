@@ -1,0 +1,237 @@
+"""`tinkex auth`: a key kept on this machine, and who one is with it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote, urlsplit
+
+import click
+
+from tinkex.cli.failures import CommandFailed
+from tinkex.cli.output import NONE, as_json, show_json, show_properties, yes
+from tinkex.cli.remote import address, talks_to_a_service
+
+if TYPE_CHECKING:
+    from tinkex.client.session import Connection
+    from tinkex.client.stored_keys import StoredKeys
+
+
+@click.group("auth")
+def command() -> None:
+    """Store a key on this machine; see whether it works, and whose it is.
+
+    Keys are kept in ~/.tinker/credentials.json, which the official client reads too.
+    """
+
+
+@command.command("login")
+@talks_to_a_service
+def login() -> None:
+    """Check a key and store it for this service.
+
+    The key is asked for, or read from stdin where that is no terminal.
+    """
+    from tinkex.client import probe, stored_keys
+    from tinkex.client.credentials import ApiKey
+    from tinkex.client.settings import LOCAL, Settings
+
+    service, stored, found = _stored()
+    if service == LOCAL:
+        raise CommandFailed(
+            "the server of base_url 'local' runs in this account and needs no key.",
+            hint="Say which service is meant with --base-url.",
+        )
+    if found is not None:
+        raise CommandFailed(
+            f"a key for {service} is stored already: {_named(stored, found)}.",
+            hint="`tinkex auth logout` removes it.",
+        )
+    key = ApiKey((address()["api_key"] or _asked_for(service)).strip())
+    if (problem := key.problem) is not None:
+        raise CommandFailed(
+            "a key must start with 'tml-' (or 'eyJ', if it is a token); the one given "
+            f"{problem if key.value else 'is empty'}.",
+            hint="Copy the whole key, and nothing else.",
+        )
+    about = probe.ask(Settings.resolve(base_url=service, api_key=key.value), probe.own_key)
+    if not about.get("key_id"):
+        raise CommandFailed(
+            f"{service} knows no keys: it takes everybody on its machine, so none was stored.",
+            hint="`tinkex key create` makes keys for a server of your own.",
+        )
+    key_id, details = _key_id(service, about), about.get("details") or {}
+    entry = stored_keys.StoredKey(
+        key=key,
+        name=str(about.get("name") or key_id),
+        note=about.get("note") or None,
+        details=details,
+        base_url=service,
+    )
+    stored = stored.with_key(key_id, entry)
+    if stored.default is None:  # another service's default stays what it is
+        stored = stored.with_default(key_id)
+    stored_keys.write(stored_keys.place(), stored)
+    if os.environ.get("TINKER_API_KEY") or os.environ.get("TINKEX_API_KEY"):
+        click.echo("note: TINKER_API_KEY is set and wins over the stored key.", err=True)
+    told = {"base_url": service, "key": entry.name, **_owner(details)}
+    if as_json():
+        show_json(told)
+        return
+    click.echo(f"Stored the key {entry.name} of {told['email'] or NONE} for {service}.")
+
+
+@command.command("logout")
+@talks_to_a_service
+def logout() -> None:
+    """Forget the stored key for this service.
+
+    A key that was made for this machine is deleted on the service too.
+    """
+    from tinkex.client import probe, stored_keys
+    from tinkex.client.errors import TinkerError
+    from tinkex.client.settings import DEFAULT_URL, Settings
+
+    service, stored, key_id = _stored()
+    if key_id is None:
+        raise CommandFailed(
+            f"no key for {service} is stored.", hint="`tinkex auth login` stores one."
+        )
+    entry, failure = stored.keys[key_id], None
+    if entry.type == "generated":
+        settings = Settings.resolve(base_url=service, api_key=entry.key.value)
+        try:
+            probe.ask(settings, probe.delete_own_key)
+        except TinkerError as error:
+            failure = error
+    deleted = entry.type == "generated" and failure is None
+    stored_keys.write(stored_keys.place(), stored.without(key_id))
+    name = entry.name or key_id
+    if as_json():
+        show_json({"base_url": service, "removed": name, "deleted_on_service": deleted})
+    else:
+        click.echo(f"Removed the key {name} for {service} from this machine.")
+    if failure is not None:
+        raise CommandFailed(
+            f"the key was removed here, and could not be deleted on the service: {failure}",
+            hint="It still works elsewhere: delete it on the service's page of keys.",
+        )
+    if not deleted:
+        where = f" at {_console()}/keys/{quote(key_id, safe='')}" if service == DEFAULT_URL else ""
+        click.echo(f"The key itself still works. Delete it{where} if nobody uses it.", err=True)
+
+
+@command.command("status")
+@talks_to_a_service
+def status() -> None:
+    """Say whether there are credentials, and whether the service takes them. Exit 1 on a no."""
+    from tinkex.client import probe
+    from tinkex.client.errors import TinkerError
+    from tinkex.client.settings import Settings
+
+    settings, problem = None, None
+    try:
+        settings = Settings.resolve(**_given())
+        probe.ask(settings, probe.capabilities)
+    except TinkerError as error:
+        problem = str(error)
+    has_credentials, is_accessible = settings is not None, problem is None
+    if as_json():
+        show_json(
+            {
+                "credentials_available": has_credentials,
+                "service_accessible": is_accessible,
+                "problem": problem,
+            }
+        )
+    else:
+        click.echo(f"Credentials available: {yes(has_credentials)}")
+        click.echo(f"Service accessible: {yes(is_accessible)}")
+        if problem:
+            click.echo(problem, err=True)
+    if problem:
+        raise click.exceptions.Exit(1)
+
+
+@command.command("whoami")
+@talks_to_a_service
+def whoami() -> None:
+    """Show whose key is used: email, user, organisation."""
+    from tinkex.client import probe
+    from tinkex.client.settings import Settings
+
+    async def who(connection: Connection) -> dict[str, str | None]:
+        try:
+            claims = await connection.credential.claims()
+        except RuntimeError:  # a plain key: the service knows whose
+            return _owner((await probe.own_key(connection)).get("details") or {})
+        return {
+            "email": claims.get("email") or None,
+            "user": claims.get("sub") or None,
+            "organization": claims.get("org_id") or None,
+        }
+
+    owner = probe.ask(Settings.resolve(**_given()), who)
+    if as_json():
+        show_json(owner)
+        return
+    show_properties({name.capitalize(): value or NONE for name, value in owner.items()})
+
+
+def _given() -> dict[str, Any]:
+    return dict(address())
+
+
+def _stored() -> tuple[str, StoredKeys, str | None]:
+    """Which service is meant, all stored keys, and the id of the one for it."""
+    from tinkex.client import stored_keys
+    from tinkex.client.settings import is_loopback, service_url
+
+    service = service_url(address()["base_url"])
+    stored = stored_keys.read(stored_keys.place())
+    return service, stored, stored.of(service, is_local=is_loopback(service))
+
+
+def _asked_for(service: str) -> str:
+    from tinkex.client.settings import DEFAULT_URL
+
+    if not sys.stdin.isatty():
+        return sys.stdin.readline()
+    if service == DEFAULT_URL:
+        name = quote(f"tinkex-cli-{platform.node()}", safe="")
+        click.echo(f"Make a key at {_console()}/keys?new_key=true&key_name={name}", err=True)
+    else:
+        click.echo("Whoever runs the server makes keys with `tinkex key create`.", err=True)
+    key: str = click.prompt("API key", hide_input=True, err=True)
+    return key
+
+
+def _console() -> str:
+    from tinkex.client.service import CONSOLE_URL
+
+    return CONSOLE_URL
+
+
+def _key_id(service: str, about: dict[str, Any]) -> str:
+    """The service's number of the key; with its host, where other services may use the same."""
+    from tinkex.client.settings import DEFAULT_URL
+
+    number = str(about["key_id"])
+    return number if service == DEFAULT_URL else f"{number}@{urlsplit(service).netloc}"
+
+
+def _named(stored: StoredKeys, key_id: str) -> str:
+    entry = stored.keys[key_id]
+    email = _owner(entry.details or {})["email"]
+    return (entry.name or key_id) + (f" of {email}" if email else "")
+
+
+def _owner(details: Any) -> dict[str, str | None]:
+    def told(part: str, name: str) -> str | None:
+        value = (details.get(part) or {}).get(name)
+        return str(value) if value else None
+
+    email = told("user_details", "email")
+    return {"email": email, "user": email, "organization": told("org_details", "name")}

@@ -1,0 +1,108 @@
+"""Our client on our server with keys: tokens that expire under a running loop, and refusals."""
+
+import asyncio
+import time
+from pathlib import Path
+
+import pytest
+
+import tinkex
+from server.echo import BASE, EchoExecutor
+from server.hosting import Api, hosted
+from server.tenants import new_key, revoke
+from tinkex import types
+from tinkex.client.session import Connection
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture(scope="module")
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+def address(api: Api) -> str:
+    return str(api.http._base_url).rstrip("/")
+
+
+def connection(service: tinkex.ServiceClient) -> Connection:
+    found = service.holder._connected.value
+    assert found is not None
+    return found
+
+
+DATUM = types.Datum(
+    model_input=types.ModelInput.from_ints([1, 2, 3]),
+    loss_fn_inputs={"target_tokens": [2, 3, 4], "weights": [1.0, 1.0, 1.0]},
+)
+
+
+async def test_tokens_expire_under_a_long_loop_and_nobody_notices(
+    anyio_backend: str, tmp_path: Path
+) -> None:
+    key = await new_key(tmp_path, "alice", project_id="vision")
+    async with hosted(EchoExecutor(), tmp_path, jwt=True, jwt_s=2.0) as api:
+        service = tinkex.ServiceClient(base_url=address(api), api_key=key)
+        training = await service.create_lora_training_client_async(BASE)
+        sampling = await service.create_sampling_client_async(base_model=BASE)
+        tokens, began, rounds = set(), time.monotonic(), 0
+        while time.monotonic() - began < 3.5:
+            step = training.forward_backward([DATUM], "cross_entropy")
+            training.optim_step(types.AdamParams())
+            sample = sampling.sample(
+                types.ModelInput.from_ints([1, 2]), 1, types.SamplingParams(max_tokens=1)
+            )
+            await asyncio.gather(step, sample)
+            tokens.add(await connection(service).credential.token())
+            rounds += 1
+            await asyncio.sleep(0.02)
+        assert rounds > 15
+        assert 2 <= len(tokens) < rounds / 2  # renewed as they end, and not for every request
+        assert all(token is not None and token.startswith("eyJ") for token in tokens)
+        await asyncio.sleep(2.2)  # idle for longer than a token lasts
+        await service.get_server_capabilities_async()
+        claims = await connection(service).credential.claims()
+        assert claims["sub"] == "tml:user:alice"
+        assert claims["org_id"] == "vision"
+        await service.close("success")
+
+
+async def test_a_server_with_keys_and_without_tokens_takes_the_key_itself(
+    anyio_backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = await new_key(tmp_path, "alice")
+    monkeypatch.setenv("TINKER_CREDENTIAL_CMD", f"echo {key}")
+    monkeypatch.delenv("TINKER_API_KEY", raising=False)
+    async with hosted(EchoExecutor(), tmp_path) as api:
+        service = tinkex.ServiceClient(base_url=address(api))
+        await service.get_server_capabilities_async()
+        with pytest.raises(RuntimeError, match="takes the key itself"):
+            await connection(service).credential.claims()
+        await service.close("success")
+
+
+async def test_a_missing_a_wrong_and_a_revoked_key_are_told_apart(
+    anyio_backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TINKER_API_KEY", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    key = await new_key(tmp_path, "alice", name="old laptop")
+    async with hosted(EchoExecutor(), tmp_path, jwt=True, jwt_s=2.0) as api:
+
+        async def refusal(api_key: str | None) -> str:
+            service = tinkex.ServiceClient(base_url=address(api), api_key=api_key)
+            with pytest.raises(tinkex.AuthenticationError) as caught:
+                await service.get_server_capabilities_async()
+            await service.close("errored")
+            return str(caught.value)
+
+        assert "came without one" in await refusal(None)
+        assert "not known" in await refusal("tml-of-another-server")
+        running = tinkex.ServiceClient(base_url=address(api), api_key=key)
+        await running.get_server_capabilities_async()
+        await revoke(tmp_path, 1)
+        await asyncio.sleep(2.1)  # the server believes what it knows of a key for two seconds
+        with pytest.raises(tinkex.AuthenticationError, match="revoked"):
+            await running.get_server_capabilities_async()
+        await running.close("errored")
+        assert "revoked" in await refusal(key)
