@@ -28,10 +28,43 @@ def test_a_prompt_is_built_by_appending_and_the_old_one_stays():
     longer = PROMPT.append_int(4).append(EncodedTextChunk(tokens=[5, 6]))
 
     assert longer.to_ints() == [1, 2, 3, 4, 5, 6]
-    assert [chunk.length for chunk in longer.chunks] == [3, 1, 2]
+    assert [chunk.length for chunk in longer.chunks] == [4, 2]
     assert longer.length == 6
     assert PROMPT.to_ints() == [1, 2, 3]
     assert ModelInput.empty().to_ints() == []
+
+
+def test_a_token_joins_the_text_before_it_and_starts_one_after_a_picture():
+    picture = ImageChunk(data=b"x", format="png", expected_tokens=5)
+    prompt = ModelInput.empty().append_int(1).append_int(2).append(picture).append_int(3)
+
+    assert [chunk.type for chunk in prompt.chunks] == ["encoded_text", "image", "encoded_text"]
+    assert prompt.chunks[0].tokens == [1, 2]
+    for wrong in (2**31, 1.5, "3"):
+        with pytest.raises(ValueError):  # noqa: PT011 (the words are those of any prompt)
+            prompt.append_int(wrong)
+
+
+class Words:
+    """A tokenizer of any make: each word is the number it spells."""
+
+    def encode(self, text, *, add_special_tokens):
+        return [0] * add_special_tokens + [int(word) for word in text.split()]
+
+
+class Wrapped(Words):
+    def encode(self, text, *, add_special_tokens):
+        class Encoding:
+            ids = Words.encode(self, text, add_special_tokens=add_special_tokens)
+
+        return Encoding()
+
+
+@pytest.mark.parametrize("tokenizer", [Words(), Wrapped()])
+def test_a_prompt_is_made_from_text_by_whoever_can_encode(tokenizer):
+    assert ModelInput.from_text("5 6 7", tokenizer).to_ints() == [0, 5, 6, 7]
+    bare = ModelInput.from_text("5 6", tokenizer, add_special_tokens=False)
+    assert bare.to_ints() == [5, 6]
 
 
 def test_tokens_are_copied_and_read_only():

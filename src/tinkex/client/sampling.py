@@ -18,8 +18,10 @@ from tinkex.client.results import QueueLog
 from tinkex.client.retry import RetryConfig
 from tinkex.client.session import Session
 from tinkex.client.settings import setting
+from tinkex.client.streaming import SampleStream, Told
 from tinkex.client.stubborn import RetryHandler
 from tinkex.client.telemetry import Telemetry
+from tinkex.client.text import SpeaksText
 from tinkex.wire.inputs import ModelInput
 from tinkex.wire.sampling import (
     CreateSamplingSessionRequest,
@@ -40,7 +42,7 @@ class Sampler(GetSamplerResponse):
     tokenizer_id: str | None = None
 
 
-class SamplingClient:
+class SamplingClient(SpeaksText):
     """
     Samples from one set of weights.
 

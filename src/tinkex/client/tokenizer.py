@@ -1,13 +1,14 @@
 """
 The tokenizer that belongs to a model. Everything heavy is imported when one is asked for.
 
-A model's folder or its files in the Hugging Face cache are enough, with `tokenizers` alone;
-transformers is only used for models that have no fast tokenizer.
+A model's folder or its files in the Hugging Face cache are enough, with `tokenizers` alone and
+without a network; transformers is only used for models that have no tokenizer.json.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 import os
 from pathlib import Path
 from typing import Any
@@ -30,50 +31,57 @@ FILES = (
 )
 
 
+#: Models that share the tokenizer of another.
+SAME_AS = {"moonshotai/Kimi-K2.5-Text-Only": "moonshotai/Kimi-K2.5"}
+#: Tokenizers that are not on the hub begin so.
+PRIVATE = ("TML/", "thinkingmachines/")
+
+
+class TokenizerUnavailable(TinkerError, RuntimeError):
+    """No tokenizer could be had; says what was tried."""
+
+
 def tokenizer_id_of(model_name: str, tokenizer_id: str | None) -> str:
     """Where the tokenizer of a model is found: what the server says, else a rule by name. Pure."""
+    if tokenizer_id and os.path.isabs(tokenizer_id):
+        return tokenizer_id  # a folder, which may hold a colon of its own
     if tokenizer_id:
-        # A suffix after ":" names a variant of the model; a folder may hold a colon of its own.
-        return tokenizer_id if os.path.isabs(tokenizer_id) else tokenizer_id.partition(":")[0]
-    name = model_name.partition(":")[0]
-    if name.startswith("meta-llama/Llama-3"):
-        return LLAMA_MIRROR  # the original is gated
-    if name == "moonshotai/Kimi-K2.5-Text-Only":
-        return "moonshotai/Kimi-K2.5"
-    return "/".join(name.split("/")[:2])
+        found = tokenizer_id.partition(":")[0]
+    else:
+        # What follows a ":" names a variant of the model, as does a third part.
+        name = model_name.partition(":")[0]
+        mirrored = name.startswith("meta-llama/Llama-3")  # the original is gated
+        found = LLAMA_MIRROR if mirrored else "/".join(name.split("/")[:2])
+    return SAME_AS.get(found, found)
 
 
 @functools.lru_cache(maxsize=32)
 def load(model_name: str, tokenizer_id: str | None = None) -> Any:
     """The tokenizer of a model, kept for the rest of the process."""
     found = tokenizer_id_of(model_name, tokenizer_id)
+    if not found:
+        raise TokenizerUnavailable("The server names neither the model nor its tokenizer.")
     if Path(found).is_dir():
         return _from_folder(Path(found))
-    if found.startswith(("TML/", "thinkingmachines/")):
-        raise TinkerError(
-            f"The tokenizer {found!r} is not public: it comes with the package tml_tokenizers."
-        )
-    if found not in PINNED:
-        folder = _from_hub_cache(found) or _embedded(found) or _from_hub(found)
-        if folder is not None:
+    if found.startswith(PRIVATE) and (private := _private(found)) is not None:
+        return private
+    tried: list[str] = []
+    for look in (_from_hub_cache, _embedded, _from_hub):
+        folder = look(found, tried)
+        if folder is not None and (folder / "tokenizer.json").is_file():
             return _from_folder(folder)
-    try:
-        from transformers import AutoTokenizer
-    except ModuleNotFoundError as error:
-        raise TinkerError(
-            f"No tokenizer.json for {found!r} was found in the Hugging Face cache or on the hub. "
-            "If the model is local, give its folder; if its tokenizer is code of its own, "
-            "pip install transformers."
-        ) from error
-    pinned = {"revision": PINNED[found], "trust_remote_code": True} if found in PINNED else {}
-    try:
-        return AutoTokenizer.from_pretrained(found, use_fast=True, **pinned)
-    except (OSError, ValueError) as error:
-        raise TinkerError(
-            f"No tokenizer for {found!r} was found in the Hugging Face cache or on the hub: "
-            f"{str(error).splitlines()[0]} A TrainingClient's get_tokenizer() asks the server, "
-            "which may know a folder on this machine."
-        ) from error
+        if folder is not None:
+            # It has files, but none that `tokenizers` reads: it is code, or an older format.
+            return _from_transformers(found, tried)
+    raise _unavailable(found, tried)
+
+
+def _unavailable(found: str, tried: list[str]) -> TokenizerUnavailable:
+    return TokenizerUnavailable(
+        f"No tokenizer for {found!r}. Tried: {'; '.join(tried)}. Download it once where there is "
+        "a network, or name a model whose folder is on this machine: a TrainingClient's "
+        "get_tokenizer() asks the server, which may know one."
+    )
 
 
 def _from_folder(folder: Path) -> Any:
@@ -82,31 +90,75 @@ def _from_folder(folder: Path) -> Any:
     try:
         return load_tokenizer(folder)
     except TokenizerError as error:
-        raise TinkerError(str(error)) from error
+        raise TokenizerUnavailable(str(error)) from error
 
 
-def _from_hub_cache(name: str) -> Path | None:
+def _private(name: str) -> Any:
+    """A tokenizer from a package of its maker's; None where that package does not have it."""
+    try:
+        module = importlib.import_module("tml_tokenizers.tinker_tokenizers")
+    except ImportError as error:
+        raise TokenizerUnavailable(
+            f"The tokenizer {name!r} is not public: it comes with the package tml_tokenizers, "
+            "which is not installed. Or build prompts with tml-renderers, from PyPI."
+        ) from error
+    return module.get_tinker_tokenizer(name)
+
+
+def _from_hub_cache(name: str, tried: list[str]) -> Path | None:
     from tinkex.models.resolve import hub_cache
 
-    snapshots = hub_cache(os.environ) / f"models--{name.replace('/', '--')}" / "snapshots"
-    found = sorted(snapshots.glob("*/tokenizer.json"), key=lambda path: path.stat().st_mtime)
+    cache = hub_cache(os.environ)
+    tried.append(f"the Hugging Face cache in {cache} (not there)")
+    repository = cache / f"models--{name.replace('/', '--')}"
+    revision = PINNED.get(name)
+    if revision is None and (main := repository / "refs" / "main").is_file():
+        revision = main.read_text().strip()
+    here = repository / "snapshots"
+    if revision is not None and (here / revision / "tokenizer.json").is_file():
+        return here / revision
+    if name in PINNED:
+        return None  # another revision is other code
+    found = sorted(here.glob("*/tokenizer.json"), key=lambda path: path.stat().st_mtime)
     return found[-1].parent if found else None
 
 
-def _embedded(name: str) -> Path | None:
+def _embedded(name: str, tried: list[str]) -> Path | None:
     from tinkex.models.embedded import ensure_embedded
     from tinkex.models.resolve import DEFAULT_MODEL
 
     return ensure_embedded() if name == DEFAULT_MODEL else None
 
 
-def _from_hub(name: str) -> Path | None:
+def _from_hub(name: str, tried: list[str]) -> Path | None:
     try:
         from huggingface_hub import snapshot_download
     except ModuleNotFoundError:
+        tried.append("the hub (huggingface_hub is not installed: pip install 'tinkex[tokenizer]')")
         return None
     try:
-        folder = Path(snapshot_download(name, allow_patterns=list(FILES)))
-    except Exception:  # noqa: BLE001 (not there, not reachable, not allowed: transformers says which)
+        return Path(snapshot_download(name, revision=PINNED.get(name), allow_patterns=list(FILES)))
+    except Exception as error:  # noqa: BLE001 (not there, not reachable, not allowed: told in the end)
+        tried.append(f"the hub ({_first_line(error)})")
         return None
-    return folder if (folder / "tokenizer.json").is_file() else None
+
+
+def _from_transformers(name: str, tried: list[str]) -> Any:
+    """For what has no tokenizer.json. Code of a model's own runs at the revisions we know only."""
+    try:
+        from transformers import AutoTokenizer
+    except ModuleNotFoundError as error:
+        raise TokenizerUnavailable(
+            f"{name!r} has no tokenizer.json, so its tokenizer needs transformers, which is not "
+            "installed: pip install transformers."
+        ) from error
+    pinned = {"revision": PINNED[name], "trust_remote_code": True} if name in PINNED else {}
+    try:
+        return AutoTokenizer.from_pretrained(name, use_fast=True, **pinned)
+    except (OSError, ValueError, ImportError) as error:
+        tried.append(f"transformers ({_first_line(error)})")
+        raise _unavailable(name, tried) from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -25,6 +25,7 @@ from tinkex.client.results import QueueLog, Wanted
 from tinkex.client.retry import RetryConfig, is_retryable
 from tinkex.client.sampling import SamplingClient, open_sampler
 from tinkex.client.session import Connection, Session, closed
+from tinkex.client.text import SpeaksText
 from tinkex.client.transport import Kind
 from tinkex.wire.base import Payload
 from tinkex.wire.checkpoints import (
@@ -90,7 +91,7 @@ class Accepted:
     round_trip_s: float
 
 
-class TrainingClient:
+class TrainingClient(SpeaksText):
     """
     Trains one LoRA adapter.
 

@@ -1,14 +1,14 @@
 """
 What a model reads: prompts made of chunks, and training examples made of a prompt and tensors.
 
-Knows nothing of tokenizers: a token is a number.
+Needs no tokenizer: a token is a number. Who has one may hand it over.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol, Self, TypeAlias
 
 from pydantic.fields import FieldInfo
 
@@ -43,6 +43,13 @@ __all__ = [
     "SampledProvenanceSpan",
     "chunk_from",
 ]
+
+
+class Encodes(Protocol):
+    """A tokenizer: of `tokenizers`, of transformers, ours, or a client of ours."""
+
+    def encode(self, text: Any, /, *, add_special_tokens: bool) -> Any: ...
+
 
 # -- prompts -------------------------------------------------------------------------------------
 
@@ -89,6 +96,18 @@ class ModelInput(Payload):
         return cls(chunks=[EncodedTextChunk(tokens)])
 
     @classmethod
+    def from_text(
+        cls, text: str, tokenizer: Encodes, *, add_special_tokens: bool = True
+    ) -> ModelInput:
+        """
+        A prompt of text, by a tokenizer or by a client, which knows its own.
+
+        Tokenizers put what their model expects at the start of a text, unless told not to.
+        """
+        encoded = tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return cls.from_ints(getattr(encoded, "ids", encoded))  # `tokenizers` wraps them
+
+    @classmethod
     def empty(cls) -> ModelInput:
         return cls(chunks=[])
 
@@ -97,8 +116,14 @@ class ModelInput(Payload):
         return type(self)(chunks=[*self.chunks, chunk])
 
     def append_int(self, token: int) -> ModelInput:
-        """A new prompt that ends with `token`, as a chunk of its own."""
-        return self.append(EncodedTextChunk([token]))
+        """A new prompt that ends with `token`; it joins the text before it, if there is any."""
+        import numpy as np
+
+        added = EncodedTextChunk([token])
+        if not self.chunks or not isinstance(last := self.chunks[-1], EncodedTextChunk):
+            return self.append(added)
+        longer = EncodedTextChunk(np.concatenate([last.tokens_np, added.tokens_np]))
+        return type(self)(chunks=[*self.chunks[:-1], longer])
 
     @property
     def length(self) -> int:
