@@ -1,0 +1,500 @@
+"""Downloads against a stand-in that cuts, stalls, forgets and lies."""
+
+import asyncio
+import base64
+import functools
+import hashlib
+import io
+import json
+import re
+import tarfile
+import threading
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tinkex
+from standin import Asked, Reply, Standin, reply_json, standing_in
+from tinkex.client import download as module
+from tinkex.client.download import (
+    check_target,
+    download_checkpoint,
+    download_checkpoint_async,
+    resumable,
+    safe_path,
+)
+from tinkex.client.fetching import DownloadFailed, Facts, Links, facts_of
+from tinkex.client.rest import RestClient
+from tinkex.client.retry import RetryPolicy
+
+EXPORT = "tinker://s:train:0/external_weights/e"
+SAMPLER = "tinker://s:train:0/sampler_weights/w"
+STATE = "tinker://s:train:0/weights/w"
+
+
+class Files:
+    """A service with one checkpoint, and a place where its files lie."""
+
+    def __init__(self, files: dict[str, bytes]) -> None:
+        self.files = files
+        self.url = ""
+        self.tag = '"1"'
+        self.lasts = timedelta(minutes=15)
+        self.signatures = 0
+        #: Asked for each file request: a reply instead of the right one, or None.
+        self.fault: Callable[[str, Asked], Reply | None] = lambda name, asked: None
+        self.headers: dict[str, str] = {}
+        self.ranges = True
+
+    def __call__(self, asked: Asked) -> Reply:
+        path = asked.path.partition("?")[0].removeprefix("/api/v1/")
+        if path.startswith("client/"):
+            return reply_json({})
+        expires = datetime.now(UTC) + self.lasts
+        if path.endswith("/external_weights_urls"):
+            self.signatures += 1
+            urls = {name: f"{self.url}/files/{name}?sig={self.signatures}" for name in self.files}
+            return reply_json({"urls": urls, "expires": expires.isoformat()})
+        if path.endswith("/archive"):
+            self.signatures += 1
+            url = f"{self.url}/files/archive.tar?sig={self.signatures}"
+            return reply_json({"url": url, "expires": expires.isoformat()})
+        name = path.removeprefix("/files/")
+        if name not in self.files:
+            return reply_json({"detail": f"nothing at {path}"}, 404)
+        return self.fault(name, asked) or self.whole(name, asked)
+
+    def whole(self, name: str, asked: Asked) -> Reply:
+        body = self.files[name]
+        headers = {"ETag": self.tag, **self.headers}
+        found = re.fullmatch(r"bytes=(\d+)-(\d*)", asked.headers.get("range", ""))
+        if found and self.ranges and asked.headers.get("if-range", self.tag) == self.tag:
+            start, stop = int(found[1]), int(found[2] or len(body) - 1) + 1
+            if start >= len(body):
+                return Reply(status=416, headers={"Content-Range": f"bytes */{len(body)}"})
+            headers["Content-Range"] = f"bytes {start}-{stop - 1}/{len(body)}"
+            return Reply(status=206, body=body[start:stop], headers=headers)
+        return Reply(body=body, headers=headers)
+
+
+@pytest.fixture
+def files() -> Files:
+    return Files(
+        {"adapter_config.json": b"{}", "adapter_model.safetensors": bytes(range(256)) * 40}
+    )
+
+
+@pytest.fixture
+def here(files: Files) -> Iterator[Standin]:
+    with standing_in(files) as running:
+        files.url = running.url
+        yield running
+
+
+@pytest.fixture
+def rest(here: Standin) -> Iterator[RestClient]:
+    with RestClient(base_url=here.url, api_key="tml-secret") as client:
+        yield client
+
+
+@pytest.fixture(autouse=True)
+def _quick_fetches(monkeypatch: pytest.MonkeyPatch) -> None:
+    quick = functools.partial(RetryPolicy, first_delay_s=0.02)
+    monkeypatch.setattr("tinkex.client.fetching.RetryPolicy", quick)
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    found = (file for file in folder.rglob("*") if file.is_file())
+    return {str(file.relative_to(folder)): file.read_bytes() for file in found}
+
+
+def fetched(here: Standin, name: str) -> list[str]:
+    """The ranges that were asked for, without the first look."""
+    asked = [each for each in here.asked if each.path.startswith(f"/files/{name}")]
+    return [each.headers["range"] for each in asked if each.headers["range"] != "bytes=0-0"]
+
+
+def tar(members: dict[str, bytes]) -> bytes:
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w:gz") as archive:
+        for name, data in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            archive.addfile(info, io.BytesIO(data))
+    return packed.getvalue()
+
+
+def test_files_arrive_whole_with_progress_and_without_our_key(
+    here: Standin, files: Files, rest: RestClient, tmp_path: Path
+) -> None:
+    seen: list[tuple[int, int]] = []
+    target = tmp_path / "deep" / "adapter"
+    folder = download_checkpoint(
+        EXPORT, target, rest=rest, progress=lambda done, total: seen.append((done, total))
+    )
+    assert folder == target
+    assert content(folder) == files.files
+    assert [each.name for each in target.parent.iterdir()] == ["adapter"]
+    assert seen[0] == (0, 10242)
+    assert seen[-1] == (10242, 10242)
+    assert seen == sorted(seen)
+    links = [each for each in here.asked if each.path.startswith("/files/")]
+    assert links
+    assert all("tml-secret" not in str(each.headers) for each in links)
+
+
+def test_defect_21_a_connection_that_breaks_is_taken_up_where_it_broke(
+    here: Standin, files: Files, rest: RestClient, tmp_path: Path
+) -> None:
+    def cut(name: str, asked: Asked) -> Reply | None:
+        wanted = asked.headers["range"]
+        if name == "adapter_model.safetensors" and wanted in ("bytes=0-", "bytes=1000-"):
+            right = files.whole(name, asked)
+            return Reply(
+                status=right.status, body=right.body, headers=right.headers, cut_after=1000
+            )
+        return None
+
+    files.fault = cut
+    folder = download_checkpoint(EXPORT, tmp_path / "a", rest=rest)
+    assert content(folder) == files.files
+    assert fetched(here, "adapter_model") == ["bytes=0-", "bytes=1000-", "bytes=2000-"]
+
+
+def test_defect_21_a_download_that_failed_goes_on_later(
+    here: Standin, files: Files, rest: RestClient, tmp_path: Path
+) -> None:
+    def fail(name: str, asked: Asked) -> Reply | None:
+        if name != "adapter_model.safetensors" or asked.headers["range"] == "bytes=0-0":
+            return None
+        if asked.headers["range"] == "bytes=0-":
+            right = files.whole(name, asked)
+            return Reply(status=206, body=right.body, headers=right.headers, cut_after=5000)
+        return reply_json({"detail": "not today"}, 400)
+
+    files.fault = fail
+    target = tmp_path / "a"
+    with pytest.raises(tinkex.BadRequestError, match="not today") as failure:
+        download_checkpoint(EXPORT, target, rest=rest)
+    assert "sig=" not in repr(failure.value.request)
+    assert not target.exists()
+    files.fault = lambda name, asked: None
+    here.asked.clear()
+    seen: list[int] = []
+    download_checkpoint(EXPORT, target, rest=rest, progress=lambda done, _: seen.append(done))
+    assert content(target) == files.files
+    assert seen[0] >= 5000
+    assert fetched(here, "adapter_model") == ["bytes=5000-"]
+    assert [each.name for each in tmp_path.iterdir()] == ["a"]
+
+
+def test_what_is_left_of_another_version_is_not_mixed_in(
+    here: Standin, files: Files, rest: RestClient, tmp_path: Path
+) -> None:
+    test_defect_21_a_download_that_failed_goes_on_later(here, files, rest, tmp_path)
+    part = tmp_path / "b.part" / "files"
+    part.mkdir(parents=True)
+    (part / "adapter_model.safetensors").write_bytes(b"something else")
+    (part / "no longer there").write_bytes(b"x")
+    note = {"path": EXPORT, "files": {"adapter_model.safetensors": ['"0"', 10240]}}
+    (part.parent / "download.json").write_text(json.dumps(note))
+    assert content(download_checkpoint(EXPORT, tmp_path / "b", rest=rest)) == files.files
+
+
+def test_a_service_that_knows_no_ranges_is_asked_from_the_beginning(
+    here: Standin, files: Files, rest: RestClient, tmp_path: Path
+) -> None:
+    files.ranges = False
+    cuts = iter([1000, 2000])
+
+    def cut(name: str, asked: Asked) -> Reply | None:
+        if name != "adapter_model.safetensors" or asked.headers["range"] == "bytes=0-0":
+            return None
+        after = next(cuts, None)
+        right = files.whole(name, asked)
+        return Reply(body=right.body, headers=right.headers, cut_after=after)
+
+    files.fault = cut
+    assert content(download_checkpoint(EXPORT, tmp_path / "a", rest=rest)) == files.files
+
+
+def test_a_file_that_changes_meanwhile_is_an_error(
+    here: Standin, files: Files, rest: RestClient, tmp_path: Path
+) -> None:
+    def change(name: str, asked: Asked) -> Reply | None:
+        if asked.headers["range"] == "bytes=0-0":
+            return None
+        files.tag = '"2"'
+        files.files = {name: body + b"more" for name, body in files.files.items()}
+        return None
+
+    files.fault = change
+    with pytest.raises(DownloadFailed, match="changed"):
+        download_checkpoint(EXPORT, tmp_path / "a", rest=rest)
+    assert not (tmp_path / "a").exists()
+
+
+def test_defect_21_a_checksum_is_verified_where_the_service_gives_one(
+    here: Standin, files: Files, rest: RestClient, tmp_path: Path
+) -> None:
+    files.files = {"model": b"right"}
+    digest = base64.b64encode(hashlib.sha256(b"right").digest()).decode()
+    files.headers = {"Repr-Digest": f"sha-256=:{digest}:"}
+    assert content(download_checkpoint(EXPORT, tmp_path / "a", rest=rest)) == {"model": b"right"}
+    files.files = {"model": b"wrong"}
+    with pytest.raises(DownloadFailed, match="checksum"):
+        download_checkpoint(EXPORT, tmp_path / "b", rest=rest)
+    assert not (tmp_path / "b").exists()
+
+
+def test_links_are_signed_anew_when_they_are_refused(
+    here: Standin, files: Files, rest: RestClient, tmp_path: Path
+) -> None:
+    files.fault = lambda name, asked: (
+        reply_json({"detail": "expired"}, 403) if asked.path.endswith("sig=1") else None
+    )
+    assert content(download_checkpoint(EXPORT, tmp_path / "a", rest=rest)) == files.files
+    assert files.signatures == 2
+    files.fault = lambda name, asked: reply_json({"detail": "never"}, 403)
+    with pytest.raises(tinkex.PermissionDeniedError, match="never"):
+        download_checkpoint(EXPORT, tmp_path / "b", rest=rest)
+
+
+def test_links_are_signed_anew_before_they_expire() -> None:
+    now = datetime(2026, 1, 1, tzinfo=UTC)
+    made: list[datetime] = []
+
+    def renew() -> tuple[dict[str, str], datetime]:
+        made.append(now)
+        return {"a": f"http://x/{len(made)}"}, now + timedelta(minutes=15)
+
+    links = Links(renew, now=lambda: now)
+    assert links.names() == ["a"]
+    assert links.get("a") == "http://x/1"
+    now += timedelta(minutes=9)
+    assert links.get("a") == "http://x/1"
+    now += timedelta(minutes=2)  # four minutes are left
+    assert links.get("a") == "http://x/2"
+    links.refused("a", "http://x/1")  # an old one
+    assert links.get("a") == "http://x/2"
+    links.refused("a", "http://x/2")
+    assert links.get("a") == "http://x/3"
+    with pytest.raises(DownloadFailed, match="gone"):
+        links.get("b")
+
+
+def test_an_archive_is_unpacked(
+    here: Standin, files: Files, rest: RestClient, tmp_path: Path
+) -> None:
+    inside = {"adapter_config.json": b"{}", "more/weights.bin": b"w" * 3000}
+    files.files = {"archive.tar": tar(inside)}
+    for path in (SAMPLER, STATE):
+        target = tmp_path / path.split("/")[3]
+        assert content(download_checkpoint(path, target, rest=rest)) == inside
+
+
+NAMES = ["../x", "/etc/x", "a/../../x", "..", "a\\..\\x", "C:x", "a/./..", "", ".", "a/ /b", "\0"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_name_that_leads_out_of_the_folder_is_refused(name: str) -> None:
+    with pytest.raises(DownloadFailed, match="leads out"):
+        safe_path(name)
+
+
+def test_a_checkpoint_that_wants_to_write_elsewhere_writes_nothing(
+    here: Standin, files: Files, rest: RestClient, tmp_path: Path
+) -> None:
+    outside = tmp_path / "outside"
+    files.files = {"../../outside": b"x"}
+    with pytest.raises(DownloadFailed, match="leads out"):
+        download_checkpoint(EXPORT, tmp_path / "a", rest=rest)
+    files.files = {"archive.tar": tar({"../../../outside": b"x"})}
+    with pytest.raises(DownloadFailed, match="leads out"):
+        download_checkpoint(STATE, tmp_path / "b", rest=rest)
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w") as archive:
+        link = tarfile.TarInfo("weights")
+        link.type, link.linkname = tarfile.SYMTYPE, str(outside)
+        archive.addfile(link)
+    files.files = {"archive.tar": packed.getvalue()}
+    with pytest.raises(DownloadFailed, match="no plain file"):
+        download_checkpoint(STATE, tmp_path / "c", rest=rest)
+    files.files = {"archive.tar": b"this is no archive" * 100}
+    with pytest.raises(DownloadFailed, match="damaged"):
+        download_checkpoint(STATE, tmp_path / "d", rest=rest)
+    assert not outside.exists()
+    assert not any((tmp_path / name).exists() for name in "abcd")
+
+
+def test_a_link_to_a_file_of_this_machine_is_refused(
+    here: Standin, files: Files, rest: RestClient, tmp_path: Path
+) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("s")
+    files.url = f"file://{secret}#"
+    with pytest.raises(DownloadFailed, match="http"):
+        download_checkpoint(EXPORT, tmp_path / "a", rest=rest)
+
+
+def test_a_folder_that_is_there_is_replaced_only_when_asked_to(
+    here: Standin, files: Files, rest: RestClient, tmp_path: Path
+) -> None:
+    target = tmp_path / "a"
+    target.mkdir()
+    check_target(target, overwrite=False)  # an empty one is fine
+    (target / "mine").write_text("kept")
+    with pytest.raises(FileExistsError, match="overwrite=True"):
+        download_checkpoint(EXPORT, target, rest=rest)
+    assert [each for each in here.asked if "external" in each.path] == []
+    files.fault = lambda name, asked: reply_json({"detail": "no"}, 404)
+    with pytest.raises(tinkex.NotFoundError):
+        download_checkpoint(EXPORT, target, rest=rest, overwrite=True)
+    assert content(target) == {"mine": b"kept"}
+    files.fault = lambda name, asked: None
+    download_checkpoint(EXPORT, target, rest=rest, overwrite=True)
+    assert content(target) == files.files
+    assert [each.name for each in tmp_path.iterdir()] == ["a"]
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(FileExistsError, match="is a file"):
+        download_checkpoint(EXPORT, tmp_path / "file", rest=rest, overwrite=True)
+
+
+def test_two_downloads_into_one_folder_do_not_mix(
+    here: Standin, files: Files, rest: RestClient, tmp_path: Path
+) -> None:
+    begun, go = threading.Event(), threading.Event()
+
+    def hold(name: str, asked: Asked) -> Reply | None:
+        begun.set()
+        go.wait(10)
+        return None
+
+    files.fault = hold
+    outcome: list[Path] = []
+    first = threading.Thread(
+        target=lambda: outcome.append(download_checkpoint(EXPORT, tmp_path / "a", rest=rest))
+    )
+    first.start()
+    assert begun.wait(10)
+    with pytest.raises(RuntimeError, match="Another download"):
+        download_checkpoint(EXPORT, tmp_path / "a", rest=rest)
+    go.set()
+    first.join(10)
+    assert content(outcome[0]) == files.files
+
+
+def test_a_disk_that_is_too_small_is_noticed_before(
+    here: Standin, files: Files, rest: RestClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Usage:
+        free = 100
+
+    monkeypatch.setattr(module.shutil, "disk_usage", lambda _: Usage)
+    with pytest.raises(OSError, match="10,242 bytes are needed and 100 are free"):
+        download_checkpoint(EXPORT, tmp_path / "a", rest=rest)
+
+
+def test_coroutines_can_wait_and_stop(
+    here: Standin, files: Files, rest: RestClient, tmp_path: Path
+) -> None:
+    async def whole() -> Path:
+        return await download_checkpoint_async(EXPORT, tmp_path / "a", rest=rest)
+
+    assert content(asyncio.run(whole())) == files.files
+    begun, go = threading.Event(), threading.Event()
+
+    def hold(name: str, asked: Asked) -> Reply | None:
+        if asked.headers["range"] != "bytes=0-0":
+            begun.set()
+            go.wait(10)
+        return None
+
+    files.fault = hold
+
+    async def stopped() -> None:
+        task = asyncio.create_task(download_checkpoint_async(EXPORT, tmp_path / "b", rest=rest))
+        await asyncio.to_thread(begun.wait, 10)
+        task.cancel()
+        go.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(stopped())
+    assert not (tmp_path / "b").exists()
+
+    async def blocking() -> None:
+        files.fault = lambda name, asked: None
+        download_checkpoint(EXPORT, tmp_path / "c", rest=rest)
+
+    with pytest.warns(RuntimeWarning, match="download_checkpoint_async"):
+        asyncio.run(blocking())
+
+
+def test_without_archives_a_sampler_checkpoint_has_no_files_and_says_so(
+    here: Standin, files: Files, tmp_path: Path
+) -> None:
+    info = {"base_model": "m", "is_lora": True, "lora_rank": 4}
+
+    def answer(asked: Asked) -> Reply:
+        if asked.path.endswith("weights_info") and SAMPLER in asked.body.decode():
+            return reply_json(info)
+        if "archive" in asked.path or "weights_info" in asked.path:
+            return reply_json({"detail": "there is no such thing"}, 404)
+        return files(asked)
+
+    with standing_in(answer) as bare, RestClient(base_url=bare.url) as rest:
+        with pytest.raises(DownloadFailed, match="save_weights_external"):
+            download_checkpoint(SAMPLER, tmp_path / "a", rest=rest)
+        with pytest.raises(tinkex.NotFoundError, match="no such thing"):
+            download_checkpoint(STATE, tmp_path / "b", rest=rest)
+
+
+def test_what_is_no_path_is_refused_at_once(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="Invalid tinker path"):
+        download_checkpoint("tinker://a/b", tmp_path / "a")
+
+
+@pytest.mark.parametrize(
+    ("status", "headers", "expected"),
+    [
+        (206, {"content-range": "bytes 0-0/9", "etag": '"a"'}, (9, '"a"')),
+        (200, {"content-length": "9", "etag": 'W/"a"', "last-modified": "then"}, (9, "then")),
+        (416, {"content-range": "bytes */0"}, (0, None)),
+    ],
+)
+def test_what_a_service_says_about_a_file_is_read(
+    status: int, headers: dict[str, str], expected: tuple[int, str | None]
+) -> None:
+    facts = facts_of(status, headers)
+    assert (facts.size, facts.tag) == expected
+
+
+@pytest.mark.parametrize(
+    ("status", "headers"),
+    [(206, {}), (200, {}), (200, {"content-length": "9", "content-encoding": "gzip"})],
+)
+def test_a_file_of_unknown_size_is_refused(status: int, headers: dict[str, str]) -> None:
+    with pytest.raises(DownloadFailed, match="how large"):
+        facts_of(status, headers)
+
+
+@pytest.mark.parametrize(
+    ("state", "expected"),
+    [
+        ({"path": EXPORT, "files": {"f": ["t", 9]}}, True),
+        ({"path": EXPORT, "files": {"f": ["u", 9]}}, False),
+        ({"path": EXPORT, "files": {"f": ["t", 8]}}, False),
+        ({"path": STATE, "files": {"f": ["t", 9]}}, False),
+        ({"path": EXPORT, "files": []}, False),
+        ({}, False),
+    ],
+)
+def test_only_the_beginning_of_the_same_file_is_kept(state: dict[str, Any], expected: bool) -> None:
+    facts = Facts(size=9, tag="t", sha256=None)
+    assert resumable(state, EXPORT, "f", facts, 5) is expected
+    assert not resumable(state, EXPORT, "f", Facts(size=9, tag=None, sha256=None), 5)
+    assert not resumable(state, EXPORT, "f", facts, 10)
