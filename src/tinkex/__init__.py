@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from tinkex import types
     from tinkex.client.admin import AdminClient
     from tinkex.client.custom_loss import LossHandle, PerDatumLossFn
+    from tinkex.client.download import download_checkpoint, download_checkpoint_async
     from tinkex.client.errors import (
         APIConnectionError,
         APIError,
@@ -140,6 +141,8 @@ __all__ = [
     "__title__",
     "__version__",
     "auth",
+    "download_checkpoint",
+    "download_checkpoint_async",
     "types",
 ]
 
@@ -147,6 +150,7 @@ __all__ = [
 _HOMES = {
     "client.admin": "AdminClient",
     "client.custom_loss": "LossHandle PerDatumLossFn",
+    "client.download": "download_checkpoint download_checkpoint_async",
     "client.errors": (
         "APIConnectionError APIError APIResponseValidationError APIStatusError APITimeoutError "
         "AuthenticationError BadRequestError BillingError ConflictError ExperimentalWarning "
