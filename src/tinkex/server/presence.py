@@ -9,9 +9,9 @@ the mark away. Only a session that its own client finished is over for good.
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
-from typing import Protocol
+from typing import Any, Protocol
 
 from tinkex.server.dispatch import Dispatcher
 from tinkex.server.store import Store
@@ -22,6 +22,7 @@ from tinkex.wire.runs import (
     ClientSessionFinishSuccess,
     SessionActive,
     SessionCancelled,
+    SessionFailed,
 )
 
 log = logging.getLogger("tinkex.server.presence")
@@ -49,15 +50,19 @@ class SessionTimes(Protocol):
     def finish_detail(self) -> str | None: ...
     @property
     def lapsed_s(self) -> float | None: ...
+    @property
+    def failure(self) -> Mapping[str, Any] | None: ...
 
 
 def session_status(
     row: SessionTimes,
-) -> SessionActive | SessionCancelled | ClientSessionFinished:
-    """How a session stands, and why. What its client said counts more than silence."""
+) -> SessionActive | SessionCancelled | SessionFailed | ClientSessionFinished:
+    """How a session stands, and why. What its client said counts most, silence least."""
     if row.finished_s is not None:
         reason = _REASONS.get(row.finish_reason or "", ClientSessionFinishInterrupted)()
         return ClientSessionFinished(reason=reason, detail=row.finish_detail)
+    if row.failure is not None:
+        return SessionFailed.model_validate(row.failure)
     if row.lapsed_s is not None:
         heard = datetime.fromtimestamp(row.seen_s, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
         return SessionCancelled(

@@ -2,8 +2,10 @@
 
 import asyncio
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,6 +25,7 @@ class Times:
     finish_reason: str | None = None
     finish_detail: str | None = None
     lapsed_s: float | None = None
+    failure: Mapping[str, Any] | None = None
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from tinkex.server.api.auth import owner_of
 from tinkex.server.api.context import Context, context_of, dialect_of
 from tinkex.server.api.futures import INLINE_ENCODE_BYTES
 from tinkex.server.api.sampling import asked_sample
-from tinkex.server.dispatch.desk import bug
+from tinkex.server.dispatch.ending import bug
 from tinkex.server.dispatch.tap import Tap
 from tinkex.server.futures import Settled, UnknownRequest
 from tinkex.server.store import Accepted

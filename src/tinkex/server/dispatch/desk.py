@@ -2,35 +2,23 @@
 
 import asyncio
 import logging
-import secrets
 from collections import defaultdict
 from collections.abc import Coroutine
-from dataclasses import dataclass
 from typing import Any
 
+from tinkex.server.dispatch.ending import Ending
+from tinkex.server.dispatch.failures import Failures
 from tinkex.server.dispatch.payloads import Payloads
 from tinkex.server.executor import Executor, Outcome, Work
 from tinkex.server.executor import Task as Doing
 from tinkex.server.futures import Futures, Settled
-from tinkex.server.plan import Cause, Kind
+from tinkex.server.plan import Kind
 from tinkex.server.store import RequestRow, Store
 
 log = logging.getLogger("tinkex.server.dispatch")
 
 # A request that was with an engine each time it died is not tried for ever.
 MOST_ATTEMPTS = 3
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Ending:
-    """What became of a request."""
-
-    result: bytes = b""
-    error: str | None = None
-    category: str | None = None
-    cause: Cause = Cause.WORK
-    #: The commit has happened already, together with other rows.
-    committed: bool = False
 
 
 class Desk:
@@ -41,6 +29,7 @@ class Desk:
         self.executor = executor
         self.futures = futures
         self.payloads = Payloads(store)
+        self.failures = Failures(store)
         self.closing = False
         #: Seconds of computing and number of operations, by task; for the metrics page.
         self.computed: dict[Doing, tuple[int, float]] = {}
@@ -87,6 +76,14 @@ class Desk:
     async def settle(self, row: RequestRow, ending: Ending) -> None:
         """A request outside the order of steps is over."""
         self.payloads.forget(row.request_id)
+        self.failures.settled(
+            ending,
+            request_id=row.request_id,
+            kind=Kind(row.kind),
+            session_id=row.session_id,
+            model_id=row.model_id,
+            sampling_session_id=row.sampling_session_id,
+        )
         event = await (await self.commit(row.request_id, ending))
         self.wake(row.request_id, row.owner, Kind(row.kind), row.session_id, ending)
         # After the result: who hears of it fetches it at once.
@@ -107,14 +104,3 @@ class Desk:
                 category=ending.category,
             )
         )
-
-
-def bug(error: Exception) -> Ending:
-    """A bug fails what met it, and is in the log under the id that its user sees."""
-    number = secrets.token_hex(4)
-    log.error("bug %s", number, exc_info=error)
-    return Ending(
-        error=f"the server failed unexpectedly ({type(error).__name__}). "
-        f"Its log has the details under the id {number}.",
-        category="server",
-    )

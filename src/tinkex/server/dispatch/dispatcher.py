@@ -10,7 +10,8 @@ import time
 from collections.abc import Callable, Mapping
 
 from tinkex.server.dispatch import orders
-from tinkex.server.dispatch.desk import Desk, Ending
+from tinkex.server.dispatch.desk import Desk
+from tinkex.server.dispatch.ending import Ending
 from tinkex.server.dispatch.losses import Losses
 from tinkex.server.dispatch.places import Places
 from tinkex.server.dispatch.revival import Revival
@@ -73,6 +74,7 @@ class Dispatcher:
         """Take up what an earlier process accepted and did not finish."""
         futures = self._desk.futures
         await futures.start()
+        await self._desk.failures.start()
         for row in await self._store.requests.waiting():
             futures.expect(row.request_id, owner=row.owner, base_model=row.base_model)
             if row.kind == Kind.SAMPLE:

@@ -1,7 +1,8 @@
 """Custom losses: every engine that has a model of the session looks at a new one."""
 
 from tinkex.server.dispatch import orders
-from tinkex.server.dispatch.desk import MOST_ATTEMPTS, Desk, Ending, bug
+from tinkex.server.dispatch.desk import MOST_ATTEMPTS, Desk
+from tinkex.server.dispatch.ending import Ending, bug
 from tinkex.server.dispatch.run import Runs
 from tinkex.server.executor import EngineLost, EngineRefused, WorkFailed
 from tinkex.server.store import RequestRow

@@ -3,7 +3,8 @@
 import asyncio
 
 from tinkex.server.dispatch import orders
-from tinkex.server.dispatch.desk import MOST_ATTEMPTS, Desk, Ending, bug
+from tinkex.server.dispatch.desk import MOST_ATTEMPTS, Desk
+from tinkex.server.dispatch.ending import Ending, bug
 from tinkex.server.dispatch.tap import Tap
 from tinkex.server.executor import EngineLost, EngineRefused, WorkFailed
 from tinkex.server.store import RequestRow
@@ -58,8 +59,9 @@ class Samples:
                 raise
             ending = Ending(error="cancelled: the client gave up on it.", category="user")
         except (WorkFailed, EngineRefused) as failed:
+            refused = isinstance(failed, EngineRefused)
             category = failed.category if isinstance(failed, WorkFailed) else "server"
-            ending = Ending(error=str(failed), category=category)
+            ending = Ending(error=str(failed), category=category, lasting=refused)
         except EngineLost as lost:
             if self._desk.closing:
                 return

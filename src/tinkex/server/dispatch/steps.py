@@ -5,7 +5,8 @@ from pathlib import Path
 
 from tinkex.server import plan
 from tinkex.server.dispatch import orders
-from tinkex.server.dispatch.desk import MOST_ATTEMPTS, Desk, Ending, bug
+from tinkex.server.dispatch.desk import MOST_ATTEMPTS, Desk
+from tinkex.server.dispatch.ending import Ending, bug
 from tinkex.server.dispatch.revival import Revival
 from tinkex.server.dispatch.run import Run
 from tinkex.server.executor import EngineLost, Outcome, Work, WorkFailed
@@ -124,9 +125,17 @@ class Steps:
     async def settle(self, run: Run, step: Step, ending: Ending) -> None:
         """Store what became of a step, after those before it, and wake its waiters."""
         self._desk.payloads.forget(step.request_id)
+        model = run.model
+        self._desk.failures.settled(
+            ending,
+            request_id=step.request_id,
+            kind=step.kind,
+            session_id=model.session_id,
+            model_id=model.model_id,
+            creates=step.kind is Kind.CREATE_MODEL or step.creates,
+        )
         if not ending.committed:
             async with run.commit_order:
                 commit = await self._desk.commit(step.request_id, ending)
             await commit
-        model = run.model
         self._desk.wake(step.request_id, model.owner, step.kind, model.session_id, ending)

@@ -12,7 +12,8 @@ from typing import Any
 
 from tinkex.server import plan
 from tinkex.server.dispatch import orders
-from tinkex.server.dispatch.desk import Desk, Ending, bug
+from tinkex.server.dispatch.desk import Desk
+from tinkex.server.dispatch.ending import Ending, bug
 from tinkex.server.dispatch.places import Places
 from tinkex.server.dispatch.revival import Revival
 from tinkex.server.dispatch.run import Run
@@ -101,12 +102,12 @@ class Turns:
             unfinished = [step for step in turn.steps if step.seq_id in run.line.running]
             run.line.put_back(unfinished)
         except EngineRefused as refused:
-            await self._fail(run, turn, Ending(error=str(refused), category="server"))
+            await self._fail(run, turn, Ending(error=str(refused), category="server", lasting=True))
         except WorkFailed as failed:
             # Not a step but building the model again: it is tried anew at the next step.
             run.live_in = None
             text = f"this model could not be built again from its log: {failed.message}"
-            await self._fail(run, turn, Ending(error=text, category="server"))
+            await self._fail(run, turn, Ending(error=text, category="server", lasting=True))
         except Exception as error:  # noqa: BLE001  a bug must fail steps, not stop the model
             run.live_in = None
             await self._fail(run, turn, bug(error))

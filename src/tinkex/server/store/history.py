@@ -40,6 +40,7 @@ class PastSession:
     finish_reason: str | None
     finish_detail: str | None
     lapsed_s: float | None
+    failure: Mapping[str, Any] | None
 
     @property
     def place(self) -> tuple[int, str]:

@@ -209,6 +209,19 @@ class Runs:
         )
         self._database.write_later(lambda connection: connection.execute(statement))
 
+    def mark_failed(self, session_id: str, failure: Mapping[str, Any] | None) -> None:
+        """Note, with the next transaction, why a session has failed, or that it has not."""
+        statement = (
+            sessions.update()
+            .where(sessions.c.session_id == session_id)
+            .values(failure=None if failure is None else dict(failure))
+        )
+        self._database.write_later(lambda connection: connection.execute(statement))
+
+    async def failed_sessions(self) -> list[str]:
+        statement = sa.select(sessions.c.session_id).where(sessions.c.failure.is_not(None))
+        return await self._database.read(lambda connection: _texts(connection, statement))
+
     async def finish_session(self, session_id: str, reason: str, detail: str | None) -> None:
         """The first reason stays."""
         statement = (

@@ -30,6 +30,8 @@ sessions = sa.Table(
     sa.Column("finish_detail", sa.Text),
     # Since when its client has been taken for gone. It may come back: that empties this again.
     sa.Column("lapsed_s", sa.Float),
+    # What of it failed, and why; empty again once its work succeeds.
+    sa.Column("failure", sa.JSON(none_as_null=True)),
     # A repeated `create_session` finds its first self.
     sa.UniqueConstraint("owner", "idempotency_key"),
     # Lists of an owner's sessions, newest first.

@@ -1,0 +1,34 @@
+"""What becomes of a request: a result, or a failure that says whose it is."""
+
+import logging
+import secrets
+from dataclasses import dataclass
+
+from tinkex.server.plan import Cause
+
+log = logging.getLogger("tinkex.server.dispatch")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ending:
+    """How a request ended."""
+
+    result: bytes = b""
+    error: str | None = None
+    category: str | None = None
+    cause: Cause = Cause.WORK
+    #: The commit has happened already, together with other rows.
+    committed: bool = False
+    #: The next request of its kind would end the same way.
+    lasting: bool = False
+
+
+def bug(error: Exception) -> Ending:
+    """A bug fails what met it, and is in the log under the id that its user sees."""
+    number = secrets.token_hex(4)
+    log.error("bug %s", number, exc_info=error)
+    return Ending(
+        error=f"the server failed unexpectedly ({type(error).__name__}). "
+        f"Its log has the details under the id {number}.",
+        category="server",
+    )
