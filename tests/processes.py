@@ -1,4 +1,4 @@
-"""Whether a process has ended, for tests that wait for one they did not start themselves."""
+"""Processes that a test did not start itself: which there are, and whether one has ended."""
 
 import time
 from pathlib import Path
@@ -16,3 +16,12 @@ def gone(pid: int, within_s: float = 15) -> bool:
             return True
         time.sleep(0.02)
     return False
+
+
+def children(pid: int) -> list[int]:
+    """Processes that this one started."""
+    return [
+        int(child)
+        for tasks in Path(f"/proc/{pid}/task").glob("*/children")
+        for child in tasks.read_text().split()
+    ]

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from processes import children
 from server.api.test_custom_losses import NODES, loss
 from server.hosting import Api, connected
 from serving import TINY, Server, serving
@@ -22,15 +23,6 @@ def own_server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> It
     """A server that may be hurt."""
     with serving(f"{TINY}={tiny_model}", data=tmp_path_factory.mktemp("data")) as server:
         yield server
-
-
-def children(pid: int) -> list[int]:
-    """Processes that this one started."""
-    return [
-        int(child)
-        for tasks in Path(f"/proc/{pid}/task").glob("*/children")
-        for child in tasks.read_text().split()
-    ]
 
 
 def mapped(pid: int) -> str:

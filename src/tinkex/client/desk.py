@@ -11,7 +11,8 @@ import itertools
 import os
 import random
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
 from time import monotonic
 from typing import Any, Generic, TypeVar
 
@@ -22,6 +23,7 @@ from tinkex.client.futures import Promise
 from tinkex.client.poller import Poller
 from tinkex.client.results import QueueObserver, Wanted
 from tinkex.client.session import Connection, Session, closed
+from tinkex.client.streaming import Told, answers_all, open_stream
 from tinkex.client.stubborn import RetryHandler
 from tinkex.client.transport import Kind
 from tinkex.wire.codec import encode_json
@@ -47,7 +49,7 @@ LARGE_PROMPT_BYTES = 128 * 1024
 class Sample(Generic[T]):
     """One call of the user's, until it is answered."""
 
-    __slots__ = ("finish", "insists", "promise", "request", "task")
+    __slots__ = ("finish", "insists", "promise", "request", "task", "told")
 
     def __init__(
         self,
@@ -55,11 +57,14 @@ class Sample(Generic[T]):
         finish: Callable[[SampleRequest, SampleResponse], T],
         *,
         insists: bool,
+        told: Told | None = None,
     ) -> None:
         self.request = request
         self.finish = finish
         #: Started over even where the server asks clients not to.
         self.insists = insists
+        #: For one that is read while it is drawn.
+        self.told = told
         self.promise: Promise[T] = Promise(yields_to_waiter=True)
         self.task: asyncio.Task[T] | None = None
 
@@ -99,10 +104,13 @@ class Desk:
         finish: Callable[[SampleRequest, SampleResponse], T],
         *,
         insists: bool = False,
+        told: Told | None = None,
     ) -> Promise[T]:
         """Queue a sample; never blocks. From any thread."""
         loop = self._holder.loop()
-        sample = Sample(request, finish, insists=insists)
+        sample = Sample(request, finish, insists=insists, told=told)
+        if told is not None:
+            sample.promise.add_done_callback(lambda _: told.end())
         self._arrived.append(sample)
         if not self._rung:  # one wake-up for a thousand calls in a row
             self._rung = True
@@ -218,24 +226,36 @@ class Desk:
                 sent = True
 
             try:
-                answer = await self._attempt(connection, sample.request, was_sent)
+                answer = await self._attempt(connection, sample.request, was_sent, sample.told)
             except Exception as error:
                 failures += 1
                 delay = self._handler.again_after_s(error, failures, sent=sent, rng=self._rng)
                 if delay is None or not insists:
                     raise
+                if sample.told is not None and sample.told.begun:
+                    raise  # other tokens would follow those that were read
                 await asyncio.sleep(delay)
             else:
                 self._handler.succeeded()
+                if sample.told is not None:
+                    sample.told.complete(answer)
                 return sample.finish(sample.request, answer)
 
     async def _attempt(
-        self, connection: Connection, request: SampleRequest, was_sent: Callable[[], None]
+        self,
+        connection: Connection,
+        request: SampleRequest,
+        was_sent: Callable[[], None],
+        told: Told | None,
     ) -> SampleResponse:
         """One submission and its result, under a number of its own."""
         # Only a sampling session numbers its samples, and one who numbers them himself means it.
         fixed = request.sampling_session_id is None or request.seq_id is not None
         number = None if fixed else next(self._numbers)
+        if told is not None:
+            streamed = await self._streamed(connection, request, number, was_sent, told)
+            if streamed is not None:
+                return streamed
         poller = self._poller
         started = monotonic()
         if poller is None:
@@ -246,16 +266,9 @@ class Desk:
                 poller.register(promised.request_id)
         round_trip_s = monotonic() - started
         was_sent()
-
-        def read(body: bytes) -> SampleResponse:
-            return decode_sample_response(body, promised.sample_sequence_ids)
-
         try:
             return await self._result(
-                connection,
-                promised.request_id,
-                Wanted(request_type="Sample", answer=SampleResponse, read_protobuf=read),
-                round_trip_s,
+                connection, promised.request_id, _wanted(promised), round_trip_s
             )
         except asyncio.CancelledError:
             self._holder.cancel_later(connection, promised.request_id)
@@ -264,6 +277,23 @@ class Desk:
     async def _submit(
         self, connection: Connection, request: SampleRequest, number: int | None
     ) -> UntypedAPIFuture:
+        async with self._submitting(connection, request, number) as (body, busy_s):
+            return await connection.calls.call(
+                "POST",
+                "asample",
+                body,
+                answer=UntypedAPIFuture,
+                kind=Kind.SAMPLE,
+                headers={"X-Tinker-Sampling-Backpressure": "1"},
+                busy_s=busy_s,
+                about=_named(request, number),
+            )
+
+    @asynccontextmanager
+    async def _submitting(
+        self, connection: Connection, request: SampleRequest, number: int | None
+    ) -> AsyncIterator[tuple[bytes, float]]:
+        """The body to send, and how long "busy" is waited out; one given up inside is taken back."""
         size = input_bytes(request.prompt, per_token=BYTES_PER_TOKEN)
         async with connection.lane.sample_bytes.hold(size):
             # Encoded only now: ten thousand waiting prompts are not ten thousand bodies.
@@ -271,22 +301,44 @@ class Desk:
                 request if number is None else request.model_copy(update={"seq_id": number})
             )
             try:
-                return await connection.calls.call(
-                    "POST",
-                    "asample",
-                    body,
-                    answer=UntypedAPIFuture,
-                    kind=Kind.SAMPLE,
-                    headers={"X-Tinker-Sampling-Backpressure": "1"},
-                    busy_s=5.0 if size > LARGE_PROMPT_BYTES else 1.0,
-                    about=_named(request, number),
-                )
+                yield body, 5.0 if size > LARGE_PROMPT_BYTES else 1.0
             except asyncio.CancelledError:
                 if request.sampling_session_id is not None:
                     self._holder.cancel_later(
                         connection, connection.calls.request("POST", "asample", body)
                     )
                 raise
+
+    async def _streamed(
+        self,
+        connection: Connection,
+        request: SampleRequest,
+        number: int | None,
+        was_sent: Callable[[], None],
+        told: Told,
+    ) -> SampleResponse | None:
+        """One submission that is read while it is drawn; None where the service has no streams."""
+        async with self._submitting(connection, request, number) as (body, busy_s):
+            stream = await open_stream(
+                connection.calls, body, busy_s=busy_s, about=_named(request, number)
+            )
+        if stream is None:
+            return None
+        was_sent()
+        request_id = stream.promised.request_id
+        try:
+            answer = await stream.read(told)
+            if answer is not None and answers_all(request):
+                return answer
+            # Broken off, it is fetched like any other: nothing is lost, nothing drawn twice.
+            return await connection.results.fetch(
+                request_id,
+                _wanted(stream.promised),
+                observer=self._handler.observing(self._observer),
+            )
+        except asyncio.CancelledError:
+            self._holder.cancel_later(connection, request_id)
+            raise
 
     async def _result(
         self,
@@ -314,6 +366,13 @@ class Desk:
                 )
         finally:
             poller.fetched(request_id)
+
+
+def _wanted(promised: UntypedAPIFuture) -> Wanted[SampleResponse]:
+    def read(body: bytes) -> SampleResponse:
+        return decode_sample_response(body, promised.sample_sequence_ids)
+
+    return Wanted(request_type="Sample", answer=SampleResponse, read_protobuf=read)
 
 
 def _named(request: SampleRequest, number: int | None) -> str:

@@ -17,7 +17,6 @@ from tinkex.client.handles import Passport
 from tinkex.client.results import QueueLog
 from tinkex.client.retry import RetryConfig
 from tinkex.client.session import Session
-from tinkex.client.settings import setting
 from tinkex.client.streaming import SampleStream, Told
 from tinkex.client.stubborn import RetryHandler
 from tinkex.client.telemetry import Telemetry
@@ -65,10 +64,7 @@ class SamplingClient(SpeaksText):
     ) -> None:
         self.holder = holder
         #: Words of TINKER_FEATURE_GATES; programs read them, nothing here depends on them.
-        self.feature_gates = {
-            gate.strip()
-            for gate in (setting("FEATURE_GATES", os.environ) or "async_sampling").split(",")
-        }
+        self.feature_gates = set(holder.settings.feature_gates)
         self._sampling_session_id = sampling_session_id
         self._retry = retry_config
         self._record_stability_info = record_stability_info
@@ -170,6 +166,64 @@ class SamplingClient(SpeaksText):
         prompt_logprobs_last_n: int | None = None,
     ) -> Promise[SampleResponse]:
         """Draw `num_samples` sequences that continue the prompt."""
+        request = self._asked(
+            prompt,
+            num_samples,
+            sampling_params,
+            include_prompt_logprobs,
+            topk_prompt_logprobs,
+            topk_sample_logprobs,
+            target_prompt_logprobs,
+            prompt_alt_tokens_k,
+            prompt_logprobs_last_n,
+        )
+        return self._run(request, _checked)
+
+    sample_async = awaits(sample)
+
+    def sample_stream(
+        self,
+        prompt: ModelInput,
+        num_samples: int,
+        sampling_params: SamplingParams,
+        include_prompt_logprobs: bool = False,
+        topk_prompt_logprobs: int = 0,
+        topk_sample_logprobs: int = 0,
+        target_prompt_logprobs: TensorData | None = None,
+        prompt_alt_tokens_k: int = 0,
+        prompt_logprobs_last_n: int | None = None,
+    ) -> SampleStream:
+        """
+        The same, read while it is drawn: `for event in stream`, or `async for`.
+
+        Its `response()` is what `sample` answers. A service without streams tells it all at the end.
+        """
+        request = self._asked(
+            prompt,
+            num_samples,
+            sampling_params,
+            include_prompt_logprobs,
+            topk_prompt_logprobs,
+            topk_sample_logprobs,
+            target_prompt_logprobs,
+            prompt_alt_tokens_k,
+            prompt_logprobs_last_n,
+        )
+        told = Told()
+        return SampleStream(self._run(request, _checked, told=told), told)
+
+    def _asked(
+        self,
+        prompt: ModelInput,
+        num_samples: int,
+        sampling_params: SamplingParams,
+        include_prompt_logprobs: bool,
+        topk_prompt_logprobs: int,
+        topk_sample_logprobs: int,
+        target_prompt_logprobs: TensorData | None,
+        prompt_alt_tokens_k: int,
+        prompt_logprobs_last_n: int | None,
+    ) -> SampleRequest:
         if target_prompt_logprobs is not None:
             target = target_prompt_logprobs
             if target.dtype != "int64" or target.shape is None or len(target.shape) != 2:
@@ -186,7 +240,7 @@ class SamplingClient(SpeaksText):
                 )
             if not include_prompt_logprobs:
                 raise ValueError("prompt_logprobs_last_n needs include_prompt_logprobs=True.")
-        request = SampleRequest(
+        return SampleRequest(
             num_samples=num_samples,
             prompt=prompt,
             sampling_params=sampling_params,
@@ -199,9 +253,6 @@ class SamplingClient(SpeaksText):
             prompt_logprobs_last_n=prompt_logprobs_last_n,
             record_stability_info=self._record_stability_info,
         )
-        return self._run(request, _checked)
-
-    sample_async = awaits(sample)
 
     def compute_logprobs(
         self, prompt: ModelInput, prompt_logprobs_last_n: int | None = None
@@ -273,10 +324,11 @@ class SamplingClient(SpeaksText):
         finish: Callable[[SampleRequest, SampleResponse], T],
         *,
         insists: bool = False,
+        told: Told | None = None,
     ) -> Promise[T]:
         if self._desk.pid != os.getpid():
             self._begin(clone=True)  # a forked child is a copy too
-        return self._desk.hand_in(request, finish, insists=insists)
+        return self._desk.hand_in(request, finish, insists=insists, told=told)
 
     def on_queue_state_change(self, queue_state: str, queue_state_reason: str | None) -> None:
         """Called while samples wait; logs the reason, at most once a minute. May be overridden."""
