@@ -17,6 +17,7 @@ results stay readable) and has a toy for a model: each `optim_step` makes every 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
 import math
@@ -46,7 +47,7 @@ from tinkex.wire.codec import (
 )
 from tinkex.wire.dialect import wants_protobuf
 from tinkex.wire.errors import UserFailure, WireError
-from tinkex.wire.futures import FutureRetrieveRequest
+from tinkex.wire.futures import FutureRetrieveRequest, FuturesRetrieveRequest
 from tinkex.wire.protobuf import (
     decode_forward_backward_request,
     encode_forward_backward_output,
@@ -55,6 +56,7 @@ from tinkex.wire.protobuf import (
 from tinkex.wire.runs import CreateSessionRequest
 from tinkex.wire.sampling import (
     CreateSamplingSessionRequest,
+    JoinSamplingSessionRequest,
     SampledSequence,
     SampleRequest,
     SampleResponse,
@@ -74,6 +76,8 @@ if TYPE_CHECKING:
 __all__ = ["Answer", "FakeService", "Hold", "Lost", "Seen", "write_tiny_model"]
 
 MAX_BODY_BYTES = 512 * 1024 * 1024
+#: Clones of a sampling client number their samples from multiples of this.
+CLONE_STRIDE = 10**9
 
 
 def write_tiny_model(
@@ -173,6 +177,7 @@ class FakeService:
         dynamic_config: Mapping[str, Any] | None = None,
         base_models: tuple[str, ...] = ("fake/model",),
         hold_s: float = 0.2,
+        sample_s: float = 0.0,
     ) -> None:
         self.base_models = base_models
         #: Everything that arrived, in order of arrival.
@@ -184,6 +189,8 @@ class FakeService:
         self._config = dict(config or {})
         self._dynamic_config = dict(dynamic_config or {})
         self._hold_s = hold_s
+        #: A sample that is not streamed takes this long.
+        self._sample_s = sample_s
         self._ids = itertools.count(1)
         self._models: dict[str, _Model] = {}
         self._checkpoints: dict[str, _Model] = {}
@@ -191,6 +198,10 @@ class FakeService:
         self._by_number: dict[tuple[str, int], dict[str, Any]] = {}
         self._results: dict[str, _Result | UserFailure] = {}
         self._ready: dict[str, asyncio.Event] = {}
+        #: The ids of finished samples by sampling session and clone, and who waits for more.
+        self._finished: dict[tuple[str, int], list[str]] = defaultdict(list)
+        self._more: dict[tuple[str, int], asyncio.Event] = defaultdict(asyncio.Event)
+        self._clones = itertools.count(1)
         self._scripts: dict[str, list[Answer | Lost]] = defaultdict(list)
         self._holds: dict[str, Hold] = {}
 
@@ -241,6 +252,8 @@ class FakeService:
         try:
             if endpoint == "retrieve_future":
                 return await self._retrieve(headers, body)
+            if endpoint == "retrieve_futures":
+                return 200, JSON_TYPE, _body(await self._events(body))
             if endpoint == "stream_sample":
                 return 200, "text/event-stream", self._stream(decode_json(SampleRequest, body))
             body = decompress(body, headers.get("content-encoding"), max_bytes=MAX_BODY_BYTES)
@@ -290,6 +303,9 @@ class FakeService:
                 return self._open_sampler(
                     f"{opened.session_id}:sample:{number}", opened.base_model, opened.model_path
                 )
+            case "POST", "join_sampling_session":
+                self._samplers[decode_json(JoinSamplingSessionRequest, body).sampling_session_id]
+                return {"client_counter": next(self._clones)}
             case "POST", "create_model":
                 return self._create_model(decode_json(CreateModelRequest, body))
             case "POST", "asample":
@@ -325,6 +341,33 @@ class FakeService:
         if packed is not None and wants_protobuf(headers.get("accept")):
             return 200, PROTOBUF_TYPE, packed
         return 200, JSON_TYPE, _body(plain)
+
+    async def _events(self, body: bytes) -> dict[str, Any]:
+        """Which samples of one client have finished since its last question."""
+        asked = decode_json(FuturesRetrieveRequest, body)
+        target = (asked.target.sampling_session_id, asked.target.cloned_sampler_id)
+        self._samplers[target[0]]
+        finished = self._finished[target]
+        if len(finished) <= asked.prev_cursor:
+            self._more[target].clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._hold_s):
+                    await self._more[target].wait()
+        return {
+            "completions": [self._event(each) for each in finished[asked.prev_cursor :]],
+            "cursor": len(finished),
+        }
+
+    def _event(self, request_id: str) -> dict[str, Any]:
+        result = self._results[request_id]
+        if isinstance(result, UserFailure):
+            return {"state": "failed", "request_id": request_id}
+        size = len(result[1] or b"")
+        return {
+            "state": "finished",
+            "request_id": request_id,
+            "response_payload_uncompressed_size": size,
+        }
 
     # -- models and their steps ------------------------------------------------------------------
 
@@ -440,22 +483,37 @@ class FakeService:
 
     def _sample(self, request: SampleRequest) -> dict[str, Any]:
         sampler_id, number = request.sampling_session_id or "", request.seq_id or 0
-        sampler = self._samplers[sampler_id]
-        if (known := self._by_number.get((sampler_id, number))) is not None:
-            return known
+        path = request.model_path
+        if sampler_id:
+            path = self._samplers[sampler_id]["model_path"]
+            if (known := self._by_number.get((sampler_id, number))) is not None:
+                return known
+        elif path is None and request.base_model not in self.base_models:
+            raise KeyError(f"base model {request.base_model!r}")
         request_id = self._promise()
-        accepted = self._by_number[sampler_id, number] = {
+        accepted = {
             "request_id": request_id,
             "sample_sequence_ids": [f"q-{request_id}-{i}" for i in range(request.num_samples)],
         }
-        path = sampler["model_path"]
+        if sampler_id:
+            self._by_number[sampler_id, number] = accepted
         steps = self._checkpoints[path].steps if path else 0
-        try:
-            response = _toy_sample(request, steps)
-        except UserFailure as failure:
-            self._keep(request_id, failure)
+
+        def draw() -> None:
+            try:
+                response = _toy_sample(request, steps)
+            except UserFailure as failure:
+                self._keep(request_id, failure)
+            else:
+                self._keep(request_id, (response.model_dump(), encode_sample_response(response)))
+            target = (sampler_id, number // CLONE_STRIDE)
+            self._finished[target].append(request_id)
+            self._more[target].set()
+
+        if self._sample_s:
+            asyncio.get_running_loop().call_later(self._sample_s, draw)
         else:
-            self._keep(request_id, (response.model_dump(), encode_sample_response(response)))
+            draw()
         return accepted
 
     def _stream(self, request: SampleRequest) -> bytes:

@@ -28,8 +28,11 @@ from tinkex.wire.futures import (
     SamplingSessionFuturesTarget,
 )
 
-#: So many samples of a client may ask for themselves: for a few, that is one request less each.
-FEW = 4
+#: So many samples of a client ask for themselves: one request less each, and they hold few
+#: connections (docs/decisions/0041-a-few-samples-ask-for-themselves.md).
+FEW = 64
+#: After news this long until the next poll: what finishes meanwhile is told by one answer.
+GATHER_S = 0.01
 
 
 class Poller:
@@ -156,14 +159,14 @@ class Poller:
             answer = decode(FuturesRetrieveResponse, response, about="waiting for samples")
             patience.answered()
             self._fetched.difference_update(reported)
-            self._cursor = max(self._cursor, answer.cursor)
             for event in answer.completions:
                 self._hand_over(event)
-            held_s = self._clock() - asked_at
-            if answer.completions:
-                await asyncio.sleep(0)  # those just told may have something to report
+            if answer.cursor > self._cursor:
+                self._cursor = answer.cursor
+                await asyncio.sleep(GATHER_S)
             else:
                 self._send_a_scout()
+                held_s = self._clock() - asked_at
                 await asyncio.sleep(patience.pace.after_not_yet(held_s))
 
     def _hand_over(self, event: FutureCompletion) -> None:
