@@ -1,15 +1,23 @@
 """Where settings come from, and that keys stay out of sight."""
 
 import copy
+import dataclasses
 import json
+import os
 import pickle
+import time
 
 import pytest
 
-from tinkex import TinkerError
-from tinkex.client.settings import ApiKey, Settings, is_loopback, normalise_url
+import tinkex
+from loopback import Loopback
+from tinkex import TinkerError, types
+from tinkex.client.settings import DEFAULT_URL, ApiKey, Settings, is_loopback, normalise_url
+from tinkex.client.stored_keys import StoredKey, StoredKeys, place, write
+from tinkex.testing import Answer, FakeService
 
 KEY = "tml-secret-0123456789"
+SLOW = {"retry-after": "1"}
 
 
 @pytest.mark.parametrize(
@@ -113,3 +121,142 @@ def test_limits_are_shared_by_url_and_key_and_by_nothing_less():
     assert a.lane != Settings(base_url="http://b", api_key=ApiKey(KEY)).lane
     assert a.lane != Settings(base_url="http://a", api_key=ApiKey(KEY + "1")).lane
     assert KEY not in str(a.lane)
+
+
+# -- H10: one frozen object --------------------------------------------------------------------------
+
+
+def test_h10_arguments_win_over_the_environment_over_the_file_over_defaults(tmp_path):
+    stored = StoredKeys().with_key("1", StoredKey(key=ApiKey("tml-stored"))).with_default("1")
+    write(place(tmp_path), stored)
+    env = {"TINKER_API_KEY": "tml-env", "TINKER_GIVE_UP_S": "7", "TINKER_BASE_URL": "https://env"}
+
+    def resolved(env, **arguments):
+        found = Settings.resolve(env=env, home=tmp_path, **arguments)
+        return found.base_url, found.api_key.value, found.give_up_s
+
+    assert resolved({}) == (DEFAULT_URL, "tml-stored", 300.0)
+    assert resolved(env) == ("https://env", "tml-env", 7.0)
+    given = {"base_url": "https://arg", "api_key": "tml-arg", "give_up_s": 9}
+    assert resolved(env, **given) == ("https://arg", "tml-arg", 9.0)
+
+
+def test_h10_every_variable_of_the_official_client_is_read_under_both_names(tmp_path):
+    common = {
+        "API_KEY": KEY,
+        "CREDENTIAL_CMD": "echo tml-x",
+        "BASE_URL": "https://a.example/",
+        "PROJECT_ID": "p",
+        "TAGS": " b ,a,, b",
+        "TELEMETRY": "0",
+        "FEATURE_GATES": "x, y",
+    }
+    for prefix in ("TINKER_", "TINKEX_"):
+        env = {prefix + name: value for name, value in common.items()}
+        found = Settings.resolve(env=env, home=tmp_path)
+        assert found.api_key == ApiKey(KEY)
+        assert found.credential_cmd == "echo tml-x"
+        assert found.base_url == "https://a.example"
+        assert found.project_id == "p"
+        assert found.tags == ("b", "a")  # trimmed, each once, in the order given
+        assert not found.telemetry
+        assert found.feature_gates == ("x", "y")
+        assert "echo" not in repr(found)
+    empty = {"TINKER_TAGS": "", "TINKER_FEATURE_GATES": "", "TINKER_PROJECT_ID": ""}
+    found = Settings.resolve(base_url="local", env=empty, home=tmp_path)
+    assert (found.tags, found.project_id) == ((), None)
+    assert found.feature_gates == ("async_sampling",)
+
+
+def test_h10_settings_are_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Settings().base_url = "http://a"
+    with pytest.raises(TypeError):
+        Settings.resolve(base_url="local", env={}).headers["X"] = "y"
+
+
+def test_h10_a_wrong_argument_is_named(tmp_path):
+    with pytest.raises(TinkerError, match="give_up_s=-1 is not"):
+        Settings.resolve(base_url="local", give_up_s=-1, env={}, home=tmp_path)
+
+
+class Watched(dict):
+    """An environment that notes who looks at it."""
+
+    def __init__(self, env):
+        super().__init__(env)
+        self.asked = []
+
+    def __getitem__(self, name):
+        self.asked.append(name)
+        return super().__getitem__(name)
+
+    def get(self, name, default=None):
+        self.asked.append(name)
+        return super().get(name, default)
+
+    def __contains__(self, name):
+        self.asked.append(name)
+        return super().__contains__(name)
+
+
+def test_h10_nothing_reads_the_environment_again_once_a_client_works(fake, datum, monkeypatch):
+    with fake.client() as service:
+        training = service.create_lora_training_client("fake/model")
+        sampling = service.create_sampling_client(base_model="fake/model")
+        prompt, params = types.ModelInput.from_ints([1, 2]), types.SamplingParams(max_tokens=1)
+
+        def work():
+            training.forward_backward([datum], "cross_entropy").result(5)
+            training.optim_step(types.AdamParams()).result(5)
+            sampling.sample(prompt, 1, params).result(5)
+
+        work()  # what is loaded on first use may look
+        watched = Watched(os.environ)
+        monkeypatch.setattr(os, "environ", watched)
+        work()
+        assert watched.asked == []
+
+
+def test_h8_spellings_of_one_service_share_and_different_ones_do_not(tmp_path):
+    def lane(url, key=KEY):
+        return Settings.resolve(base_url=url, api_key=key, env={}, home=tmp_path).lane
+
+    assert lane("https://Host.example:443/a/") == lane("https://host.example/a")
+    assert lane("https://host.example/a") != lane("https://host.example/b")
+    assert lane("https://host.example/a") != lane("https://host.example/a", KEY + "2")
+
+
+def test_h8_two_services_in_one_process_share_neither_pools_nor_limits_nor_telemetry():
+    with Loopback(FakeService()) as here, Loopback(FakeService()) as there:
+        a = tinkex.ServiceClient(base_url=here.url, api_key="tml-a")
+        b = tinkex.ServiceClient(base_url=there.url, api_key="tml-b")
+        c = tinkex.ServiceClient(base_url=here.url + "/", api_key="tml-c")
+        for service in (a, b, c):
+            service.create_lora_training_client("fake/model")
+        found = [service.holder._connected.value for service in (a, b, c)]
+        for part in ("transport", "lane", "calls"):
+            assert len({id(getattr(each, part)) for each in found}) == 3
+        # Told to wait, the one waits; another service, or the same with another key, does not.
+        here.fake.script("get_server_capabilities", Answer(status=429, headers=SLOW))
+        waiting = a._get_server_capabilities()
+        while not found[0].lane.backoff.left_s:
+            time.sleep(0.005)
+        began = time.monotonic()
+        b.get_server_capabilities()
+        c.get_server_capabilities()
+        assert time.monotonic() - began < 0.5
+        assert not waiting.done()
+        assert waiting.result(10).supported_models
+        sessions = [service.holder.session_id for service in (a, b, c)]
+        for service in (a, b, c):
+            service.close("success").result(5)
+    assert {seen.headers["x-api-key"] for seen in there.fake.requests} == {"tml-b"}
+    assert {seen.headers["x-api-key"] for seen in here.fake.requests} == {"tml-a", "tml-c"}
+    reported = {
+        (seen.headers["x-api-key"], seen.json()["session_id"])
+        for fake in (here.fake, there.fake)
+        for seen in fake.requests
+        if seen.endpoint == "telemetry"
+    }
+    assert reported == set(zip(("tml-a", "tml-b", "tml-c"), sessions, strict=True))

@@ -36,9 +36,9 @@ Times (`…_s`) are in seconds.
 """
 
 
-def meanings() -> dict[str, str]:
+def meanings(settings: type = Settings) -> dict[str, str]:
     """The comments above the fields."""
-    source = inspect.getsource(Settings)
+    source = inspect.getsource(settings)
     lines = source.splitlines()
     told = {}
     for node in ast.parse(source).body[0].body:  # type: ignore[attr-defined]
