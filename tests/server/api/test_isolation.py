@@ -95,6 +95,12 @@ BODIES: Mapping[str, Mapping[str, Any]] = {
     "session_heartbeat": {"session_id": "{session}"},
     "sessions/{session_id}/finish": {"reason": {"type": "success"}},
     "sessions/{session_id}/project": {"project_id": "p"},
+    "stream_sample": {
+        "sampling_session_id": "{sampler}",
+        "seq_id": 9,
+        "prompt": {"chunks": [{"tokens": [1]}]},
+        "sampling_params": {"max_tokens": 1},
+    },
     "training_runs/{run}/checkpoints/{kind}/{name}/ttl": {"ttl_seconds": 3600},
     "unload_model": {"model_id": "{model}"},
     "weights_info": {"tinker_path": "{path}"},
@@ -220,12 +226,16 @@ async def test_every_route_needs_a_key_and_none_tells_of_anothers_things(
                 body, headers = pass_body(things["model"], 9), PROTOBUF
             status, text = await asked(bob, method, path, body, headers)
             assert status == 404, f"{where} with another owner's ids answered {status} {text}"
+            if method == "GET":  # nothing is published, so a wider look finds no more
+                status, text = await asked(bob, method, f"{path}?access_scope=accessible")
+                assert status == 404, f"{where} when accessible answered {status} {text}"
         assert len(echo.ran) == before
         for thing in ("session", "model", "path"):
             for method, route in sorted(WITHOUT_IDS):
                 if method == "GET" and (method, route) in table and route != "/metrics":
-                    _, text = await asked(bob, method, route)
-                    assert things[thing] not in text, f"{route} tells of another owner's {thing}"
+                    for scope in ("owned", "accessible"):
+                        _, text = await asked(bob, method, f"{route}?access_scope={scope}")
+                        assert things[thing] not in text, f"{route} tells of another's {thing}"
         # All of it is still there for its owner.
         status, _ = await asked(
             alice, "POST", f"{V1}/session_heartbeat", {"session_id": things["session"]}

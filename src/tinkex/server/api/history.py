@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from tinkex.server.api.auth import owner_of
 from tinkex.server.api.context import answer, context_of, describe, read_json
-from tinkex.server.api.errors import Refusal
+from tinkex.server.api.errors import Refusal, missing
 from tinkex.server.api.sessions import LONGEST_PROJECT
 from tinkex.server.presence import session_status
 from tinkex.server.store.history import Holdings, PastSession, Span
@@ -24,6 +24,7 @@ from tinkex.wire.runs import (
     ClientSessionFinished,
     GetSessionResponse,
     ListSessionsResponse,
+    OwnSearchOwner,
     SessionSearchCursor,
     SessionSearchRequest,
     SessionSearchResponse,
@@ -41,7 +42,7 @@ NO_PROJECT = "default"
 
 Limit = Annotated[int, Query(ge=0, le=10_000)]
 Offset = Annotated[int, Query(ge=0, le=2**53)]
-# Nobody sees the sessions of others, so both mean the same.
+# `accessible`: also sessions in which others published a checkpoint, and of them only that.
 Scope = Annotated[Literal["owned", "accessible"], Query()]
 
 
@@ -55,7 +56,10 @@ async def list_sessions(
 ) -> Response:
     """Newest first."""
     found = await context_of(request).store.history.ids(
-        owner=owner_of(request), limit=limit, offset=offset
+        owner=owner_of(request),
+        published=access_scope == "accessible",
+        limit=limit,
+        offset=offset,
     )
     return answer(ListSessionsResponse(sessions=found))
 
@@ -65,19 +69,20 @@ async def search_sessions(request: Request) -> Response:
     """Newest first, page by page."""
     asked = await read_json(request, SessionSearchRequest)
     owner = owner_of(request)
-    found: list[PastSession] = []
     history = context_of(request).store.history
-    if not isinstance(asked.owner, UserSearchOwner) or owner in asked.owner.owner_urns:
-        found = await history.search(
-            owner=owner,
-            session_id=asked.session_id,
-            after=None if asked.cursor is None else _place(asked.cursor),
-            wanted=lambda session: _is_wanted(session, asked),
-            # One more tells whether there is another page.
-            limit=asked.limit + 1,
-        )
+    found = await history.search(
+        owner=owner,
+        published=not isinstance(asked.owner, OwnSearchOwner),
+        session_id=asked.session_id,
+        after=None if asked.cursor is None else _place(asked.cursor),
+        wanted=lambda session: _is_wanted(session, asked),
+        # One more tells whether there is another page.
+        limit=asked.limit + 1,
+    )
     page = found[: asked.limit]
-    holdings = await history.holdings([one.session_id for one in page], now_s=time.time())
+    holdings = await history.holdings(
+        [one.session_id for one in page], reader=owner, now_s=time.time()
+    )
     return answer(
         SessionSearchResponse(
             sessions=[_summary(one, holdings[one.session_id]) for one in page],
@@ -88,8 +93,10 @@ async def search_sessions(request: Request) -> Response:
 
 @router.get("/sessions/{session_id}")
 async def get_session(request: Request, session_id: str, access_scope: Scope = "owned") -> Response:
-    session = await _session(request, session_id)
-    runs, samplers = await context_of(request).store.history.made_in(session_id)
+    session = await _session(request, session_id, published=access_scope == "accessible")
+    runs, samplers = await context_of(request).store.history.made_in(
+        session_id, reader=owner_of(request)
+    )
     return answer(
         GetSessionResponse(
             training_run_ids=runs,
@@ -155,17 +162,18 @@ def texts(metadata: Mapping[str, Any] | None) -> dict[str, str] | None:
     }
 
 
-async def _session(request: Request, session_id: str) -> PastSession:
-    context = context_of(request)
-    # The one look-up that knows owners, then the rest of the row.
-    await context.session(request, session_id)
-    session = await context.store.history.session(session_id)
+async def _session(request: Request, session_id: str, *, published: bool = False) -> PastSession:
+    session = await context_of(request).store.history.session(
+        session_id, reader=owner_of(request), published=published
+    )
     if session is None:
-        raise LookupError(session_id)
+        raise missing("session", session_id, "Create one with create_session.")
     return session
 
 
 def _is_wanted(session: PastSession, asked: SessionSearchRequest) -> bool:
+    if isinstance(asked.owner, UserSearchOwner) and session.owner not in asked.owner.owner_urns:
+        return False
     if asked.project_ids is not None and (session.project_id or NO_PROJECT) not in (
         asked.project_ids
     ):

@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from tinkex.server.api.auth import owner_of
 from tinkex.server.api.context import answer, context_of, describe, dialect_of, read_body
-from tinkex.server.api.errors import Refusal
+from tinkex.server.api.errors import Refusal, missing
 from tinkex.server.saving import EXTERNAL, SAMPLER, TRAINING, check_ttl, no_checkpoint, tinker_path
 from tinkex.server.store.catalog import Run, Saved
 from tinkex.wire.checkpoints import (
@@ -29,7 +29,7 @@ router = APIRouter(prefix="/api/v1", tags=["runs"])
 
 Limit = Annotated[int, Query(ge=0, le=10_000)]
 Offset = Annotated[int, Query(ge=0, le=2**53)]
-# Nothing of others is in any list: what they publish is read by those who know its path.
+# `accessible`: also what others have published, and of it only that.
 Scope = Annotated[Literal["owned", "accessible"], Query()]
 
 CHECKPOINT = "/training_runs/{run}/checkpoints/{kind}/{name}"
@@ -46,7 +46,11 @@ async def list_training_runs(
     """Newest first."""
     catalog = context_of(request).store.catalog
     runs, total = await catalog.runs(
-        owner=owner_of(request), project_id=project_id, limit=limit, offset=offset
+        owner=owner_of(request),
+        project_id=project_id,
+        published=access_scope == "accessible",
+        limit=limit,
+        offset=offset,
     )
     return answer(
         TrainingRunsResponse(
@@ -58,30 +62,35 @@ async def list_training_runs(
 
 @router.get("/training_runs/{run}")
 async def get_training_run(request: Request, run: str, access_scope: Scope = "owned") -> Response:
-    context = context_of(request)
-    await context.model(request, run)
-    found = await context.store.catalog.run(run)
-    if found is None:
-        raise LookupError(run)
-    return answer(_run(found))
+    return answer(_run(await _readable(request, run, access_scope)))
 
 
 @router.get("/training_runs/{run}/checkpoints")
-async def list_run_checkpoints(request: Request, run: str) -> Response:
+async def list_run_checkpoints(
+    request: Request, run: str, access_scope: Scope = "owned"
+) -> Response:
     """All of a run, newest first."""
-    context = context_of(request)
-    model = await context.model(request, run)
-    found, _ = await context.store.catalog.checkpoints(
-        owner=model.owner, kinds=_kinds(request), model_id=model.model_id
+    await _readable(request, run, access_scope)
+    found, _ = await context_of(request).store.catalog.checkpoints(
+        owner=owner_of(request),
+        kinds=_kinds(request),
+        model_id=run,
+        published=access_scope == "accessible",
     )
     return answer(CheckpointsListResponse(checkpoints=[_checkpoint(saved) for saved in found]))
 
 
 @router.get("/checkpoints")
-async def list_checkpoints(request: Request, limit: Limit = 100, offset: Offset = 0) -> Response:
+async def list_checkpoints(
+    request: Request, limit: Limit = 100, offset: Offset = 0, access_scope: Scope = "owned"
+) -> Response:
     """All of an owner, newest first."""
     found, total = await context_of(request).store.catalog.checkpoints(
-        owner=owner_of(request), kinds=_kinds(request), limit=limit, offset=offset
+        owner=owner_of(request),
+        kinds=_kinds(request),
+        published=access_scope == "accessible",
+        limit=limit,
+        offset=offset,
     )
     return answer(
         CheckpointsListResponse(
@@ -121,6 +130,17 @@ async def set_ttl(request: Request, run: str, kind: str, name: str) -> Response:
     check_ttl(ttl_s)
     expires_s = None if ttl_s is None else time.time() + ttl_s
     return _changed(await context_of(request).store.catalog.set_expiry(expires_s, **key), key)
+
+
+async def _readable(request: Request, run: str, access_scope: Scope) -> Run:
+    """A run of the caller's or, if asked for, one of which something is published."""
+    context = context_of(request)
+    if access_scope == "owned":
+        await context.model(request, run)
+    found = await context.store.catalog.run(run, reader=owner_of(request))
+    if found is None:
+        raise missing("model", run, "Create one with create_model.")
+    return found
 
 
 def _ttl(body: bytes) -> int | None:

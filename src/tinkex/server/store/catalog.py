@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import sqlalchemy as sa
@@ -81,18 +81,20 @@ class Catalog:
         owner: str,
         kinds: Collection[str],
         model_id: str | None = None,
+        published: bool = False,
         limit: int | None = None,
         offset: int = 0,
     ) -> tuple[list[Saved], int]:
-        """A page, newest first, and how many there are."""
-        mine = [
-            checkpoint_versions.c.owner == owner,
+        """A page, newest first, and how many there are; also of what others published if asked."""
+        of_owner = checkpoint_versions.c.owner == owner
+        readable = [
+            sa.or_(of_owner, checkpoint_names.c.public) if published else of_owner,
             checkpoint_names.c.kind.in_(sorted(kinds)),
             alive(time.time()),
         ]
         if model_id is not None:
-            mine.append(checkpoint_names.c.model_id == model_id)
-        chosen = _SAVED.where(*mine)
+            readable.append(checkpoint_names.c.model_id == model_id)
+        chosen = _SAVED.where(*readable)
         # Two saves of one moment have an order too, or pages would overlap.
         page = chosen.order_by(checkpoint_names.c.saved_s.desc(), *_KEY)
         page = page.limit(limit).offset(offset)
@@ -114,10 +116,24 @@ class Catalog:
         return await self._database.read(act)
 
     async def runs(
-        self, *, owner: str, project_id: str | None, limit: int, offset: int
+        self,
+        *,
+        owner: str,
+        project_id: str | None,
+        limit: int,
+        offset: int,
+        published: bool = False,
     ) -> tuple[list[Run], int]:
-        """A page, newest first, and how many there are."""
-        chosen = sa.select(models.c.model_id).where(models.c.owner == owner)
+        """
+        A page, newest first, and how many there are.
+
+        If asked, also the runs of which others published something; in a project, one's own only.
+        """
+        of_owner = models.c.owner == owner
+        shared = published and project_id is None
+        chosen = sa.select(models.c.model_id).where(
+            sa.or_(of_owner, shares_something(time.time())) if shared else of_owner
+        )
         if project_id is not None:
             chosen = chosen.join(sessions, sessions.c.session_id == models.c.session_id).where(
                 sessions.c.project_id == project_id
@@ -128,13 +144,18 @@ class Catalog:
 
         def act(connection: sa.Connection) -> tuple[list[Run], int]:
             ids = list(connection.scalars(page))
-            return _runs(connection, ids), connection.scalar(count) or 0
+            return _runs(connection, ids, owner), connection.scalar(count) or 0
 
         return await self._database.read(act)
 
-    async def run(self, model_id: str) -> Run | None:
+    async def run(self, model_id: str, *, reader: str) -> Run | None:
+        """A run as this owner may see it; None if nothing of it is theirs or published."""
+
         def act(connection: sa.Connection) -> Run | None:
-            return next(iter(_runs(connection, [model_id])), None)
+            found = next(iter(_runs(connection, [model_id], reader)), None)
+            if found is None or (found.model.owner != reader and not found.newest):
+                return None
+            return found
 
         return await self._database.read(act)
 
@@ -233,6 +254,13 @@ def alive(now_s: float) -> sa.ColumnElement[bool]:
     return sa.or_(expires_s.is_(None), expires_s > now_s)
 
 
+def shares_something(now_s: float) -> sa.ColumnElement[bool]:
+    """Models of which a checkpoint is published."""
+    return sa.exists().where(
+        checkpoint_names.c.model_id == models.c.model_id, checkpoint_names.c.public, alive(now_s)
+    )
+
+
 def _is(model_id: str, kind: str, name: str) -> sa.ColumnElement[bool]:
     return sa.and_(
         checkpoint_names.c.model_id == model_id,
@@ -241,8 +269,8 @@ def _is(model_id: str, kind: str, name: str) -> sa.ColumnElement[bool]:
     )
 
 
-def _runs(connection: sa.Connection, ids: Sequence[str]) -> list[Run]:
-    """Runs in the order of their ids."""
+def _runs(connection: sa.Connection, ids: Sequence[str], reader: str) -> list[Run]:
+    """Runs in the order of their ids; of those of others only what was published."""
     last = (
         sa.select(sa.func.max(requests.c.created_s))
         .where(requests.c.model_id == models.c.model_id)
@@ -252,7 +280,7 @@ def _runs(connection: sa.Connection, ids: Sequence[str]) -> list[Run]:
         models.c.model_id.in_(ids)
     )
     newest: dict[str, dict[str, Saved]] = {}
-    for saved in _newest(connection, ids):
+    for saved in _newest(connection, ids, reader):
         newest.setdefault(saved.model_id, {})[saved.kind] = saved
     found = {}
     for row in connection.execute(chosen):
@@ -260,13 +288,18 @@ def _runs(connection: sa.Connection, ids: Sequence[str]) -> list[Run]:
         last_s = values.pop("last_s") or values["last_request_s"] or values["created_s"]
         del values["last_request_s"]
         model = Model(**values)
+        if model.owner != reader:
+            model = replace(model, user_metadata=None)
+            shown = newest.get(model.model_id, {}).values()
+            last_s = max((saved.saved_s for saved in shown), default=model.created_s)
         found[model.model_id] = Run(
             model=model, last_request_s=last_s, newest=newest.get(model.model_id, {})
         )
     return [found[model_id] for model_id in ids if model_id in found]
 
 
-def _newest(connection: sa.Connection, ids: Sequence[str]) -> list[Saved]:
+def _newest(connection: sa.Connection, ids: Sequence[str], reader: str) -> list[Saved]:
+    own = sa.select(models.c.model_id).where(models.c.owner == reader)
     place = (
         sa.func.row_number()
         .over(
@@ -277,7 +310,11 @@ def _newest(connection: sa.Connection, ids: Sequence[str]) -> list[Saved]:
     )
     ranked = (
         sa.select(*_KEY, place)
-        .where(checkpoint_names.c.model_id.in_(ids), alive(time.time()))
+        .where(
+            checkpoint_names.c.model_id.in_(ids),
+            sa.or_(checkpoint_names.c.public, checkpoint_names.c.model_id.in_(own)),
+            alive(time.time()),
+        )
         .subquery()
     )
     first = _SAVED.join(

@@ -1,12 +1,14 @@
 """Sessions as their owner finds them again: lists, search, what was made in one, and its trace."""
 
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import sqlalchemy as sa
 
 from tinkex.server.store import audit
+from tinkex.server.store.catalog import alive, shares_something
 from tinkex.server.store.database import Database
 from tinkex.server.store.tables import (
     checkpoint_names,
@@ -41,6 +43,20 @@ class PastSession:
     finish_detail: str | None
     lapsed_s: float | None
     failure: Mapping[str, Any] | None
+
+    def shown_to(self, reader: str) -> "PastSession":
+        """What this owner may know: of another's session, that it is there and whose it is."""
+        if self.owner == reader:
+            return self
+        return replace(
+            self,
+            tags=(),
+            user_metadata={},
+            project_id=None,
+            display_name=None,
+            finish_detail=None,
+            failure=None,
+        )
 
     @property
     def place(self) -> tuple[int, str]:
@@ -77,16 +93,18 @@ _NEWEST_FIRST = (sessions.c.created_s.desc(), sessions.c.session_id.desc())
 
 
 class History:
-    """Reads of sessions. Looks only at one owner's, except where an id was checked before."""
+    """Reads of sessions, as their owner may see them, or as others may who were shown a part."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    async def ids(self, *, owner: str, limit: int, offset: int) -> list[str]:
-        """Of an owner's sessions, newest first."""
+    async def ids(
+        self, *, owner: str, limit: int, offset: int, published: bool = False
+    ) -> list[str]:
+        """Of an owner's sessions, newest first; also of those of which others published a run."""
         statement = (
             sa.select(sessions.c.session_id)
-            .where(sessions.c.owner == owner)
+            .where(_readable(owner, published))
             .order_by(*_NEWEST_FIRST)
             .limit(limit)
             .offset(offset)
@@ -95,25 +113,35 @@ class History:
             lambda connection: list(connection.execute(statement).scalars())
         )
 
-    async def session(self, session_id: str) -> PastSession | None:
-        statement = sa.select(*_SESSION).where(sessions.c.session_id == session_id)
+    async def session(
+        self, session_id: str, *, reader: str, published: bool = False
+    ) -> PastSession | None:
+        """A session as this owner may see it."""
+        statement = sa.select(*_SESSION).where(
+            sessions.c.session_id == session_id, _readable(reader, published)
+        )
 
         def act(connection: sa.Connection) -> PastSession | None:
             row = connection.execute(statement).first()
-            return None if row is None else PastSession(**row._mapping)
+            return None if row is None else PastSession(**row._mapping).shown_to(reader)
 
         return await self._database.read(act)
 
-    async def made_in(self, session_id: str) -> tuple[list[str], list[str]]:
-        """Ids of the models and of the samplers of a session, in the order of their numbers."""
+    async def made_in(self, session_id: str, *, reader: str) -> tuple[list[str], list[str]]:
+        """
+        Ids of the models and of the samplers of a session, in the order of their numbers.
+
+        Of another's session only the models of which something is published.
+        """
+        shown = sa.or_(models.c.owner == reader, shares_something(time.time()))
         of_models = (
             sa.select(models.c.model_id)
-            .where(models.c.session_id == session_id)
+            .where(models.c.session_id == session_id, shown)
             .order_by(models.c.model_seq_id)
         )
         of_samplers = (
             sa.select(samplers.c.sampling_session_id)
-            .where(samplers.c.session_id == session_id)
+            .where(samplers.c.session_id == session_id, samplers.c.owner == reader)
             .order_by(samplers.c.sampling_session_seq_id)
         )
         return await self._database.read(
@@ -127,13 +155,15 @@ class History:
         self,
         *,
         owner: str,
+        published: bool = False,
         session_id: str | None,
         after: tuple[int, str] | None,
         wanted: Callable[[PastSession], bool],
         limit: int,
     ) -> list[PastSession]:
-        """The owner's next sessions that are wanted, newest first."""
-        statement = sa.select(*_SESSION).where(sessions.c.owner == owner).order_by(*_NEWEST_FIRST)
+        """The next sessions that are wanted, as their reader may see them, newest first."""
+        readable = _readable(owner, published)
+        statement = sa.select(*_SESSION).where(readable).order_by(*_NEWEST_FIRST)
         if session_id is not None:
             statement = statement.where(sessions.c.session_id == session_id)
         if after is not None:
@@ -142,7 +172,8 @@ class History:
 
         def act(connection: sa.Connection) -> list[PastSession]:
             found: list[PastSession] = []
-            for session in _streamed(connection, statement):
+            for row in _streamed(connection, statement):
+                session = row.shown_to(owner)
                 if (after is None or session.place < after) and wanted(session):
                     found.append(session)
                     if len(found) == limit:
@@ -151,16 +182,17 @@ class History:
 
         return await self._database.read(act)
 
-    async def holdings(self, session_ids: Collection[str], *, now_s: float) -> dict[str, Holdings]:
-        """What is kept of each of these sessions."""
+    async def holdings(
+        self, session_ids: Collection[str], *, reader: str, now_s: float
+    ) -> dict[str, Holdings]:
+        """What is kept of each of these sessions; of those of others, what is published."""
         named = (
             sa.select(models.c.session_id, sa.func.count().label("number"))
             .join_from(checkpoint_names, models, checkpoint_names.c.model_id == models.c.model_id)
             .where(
                 models.c.session_id.in_(session_ids),
-                sa.or_(
-                    checkpoint_names.c.expires_s.is_(None), checkpoint_names.c.expires_s > now_s
-                ),
+                sa.or_(models.c.owner == reader, checkpoint_names.c.public),
+                alive(now_s),
             )
             .group_by(models.c.session_id)
         )
@@ -170,7 +202,9 @@ class History:
                 checkpoint_versions, models, checkpoint_versions.c.model_id == models.c.model_id
             )
             .where(
-                models.c.session_id.in_(session_ids), checkpoint_versions.c.discarded_s.is_(None)
+                models.c.session_id.in_(session_ids),
+                models.c.owner == reader,
+                checkpoint_versions.c.discarded_s.is_(None),
             )
             .group_by(models.c.session_id)
         )
@@ -222,6 +256,15 @@ class History:
             lambda connection: [Span(**row._mapping) for row in connection.execute(statement)]
         )
         return found[::-1]
+
+
+def _readable(owner: str, published: bool) -> sa.ColumnElement[bool]:
+    """Sessions of this owner and, if asked for, those of which others published a checkpoint."""
+    own = sessions.c.owner == owner
+    if not published:
+        return own
+    shared = sa.select(models.c.session_id).where(shares_something(time.time()))
+    return sa.or_(own, sessions.c.session_id.in_(shared))
 
 
 def _streamed(

@@ -1,0 +1,129 @@
+"""`accessible` lists what others have published, and nothing else of theirs; `owned` one's own only."""
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from server.echo import EchoExecutor
+from server.hosting import Api, hosted
+from server.tenants import new_key, with_key
+
+pytestmark = pytest.mark.anyio
+
+V1 = "/api/v1"
+SECRET = "not-for-bob"
+
+
+@dataclass
+class Shared:
+    """Alice has published one checkpoint of the first of her two models."""
+
+    alice: Api
+    bob: Api
+    session: str
+    model: str
+    other: str
+
+
+@pytest.fixture
+async def shared(echo: EchoExecutor, tmp_path: Path) -> AsyncIterator[Shared]:
+    alices, bobs = await new_key(tmp_path, "alice"), await new_key(tmp_path, "bob")
+    async with (
+        hosted(echo, tmp_path) as nobody,
+        with_key(nobody, alices) as alice,
+        with_key(nobody, bobs) as bob,
+    ):
+        body = {
+            "tags": [SECRET],
+            "user_metadata": {"k": SECRET},
+            "sdk_version": "0.36.0",
+            "display_name": SECRET,
+            "project_id": SECRET,
+        }
+        session = (await alice.post("create_session", body)).json["session_id"]
+        model, other = [await alice.model(session, number=number) for number in range(2)]
+        for number, name in enumerate(("shown", SECRET), 1):
+            await alice.result(
+                await alice.step("save_weights", model_id=model, seq_id=number, path=name)
+            )
+        await alice.result(await alice.step("save_weights", model_id=other, seq_id=1, path=SECRET))
+        assert await alice.call("POST", f"training_runs/{model}/checkpoints/weights/shown/publish")
+        yield Shared(alice, bob, session, model, other)
+
+
+async def asked(api: Api, path: str) -> Any:
+    answer = await api.get(f"{V1}/{path}")
+    assert answer.status == 200, answer
+    assert api.http.headers["X-API-Key"]
+    return answer.json
+
+
+async def test_others_find_the_run_and_the_checkpoint_that_were_published(shared: Shared) -> None:
+    bob, model = shared.bob, shared.model
+    runs = await asked(bob, "training_runs?access_scope=accessible")
+    assert [run["training_run_id"] for run in runs["training_runs"]] == [model]
+    assert runs["cursor"]["total_count"] == 1
+    (run,) = runs["training_runs"]
+    assert run["model_owner"] == "alice"
+    assert run["last_checkpoint"]["checkpoint_id"] == "weights/shown"
+    one = await asked(bob, f"training_runs/{model}?access_scope=accessible")
+    assert one == run
+    for path in ("checkpoints", f"training_runs/{model}/checkpoints"):
+        listed = await asked(bob, f"{path}?access_scope=accessible")
+        assert [each["checkpoint_id"] for each in listed["checkpoints"]] == ["weights/shown"]
+    for told in (runs, one):
+        assert SECRET not in str(told)
+
+
+async def test_others_find_the_session_of_it_without_what_its_owner_wrote(shared: Shared) -> None:
+    bob, session = shared.bob, shared.session
+    assert await asked(bob, "sessions?access_scope=accessible") == {"sessions": [session]}
+    assert await asked(bob, f"sessions/{session}?access_scope=accessible") == {
+        "training_run_ids": [shared.model],
+        "sampler_ids": [],
+        "user_metadata": {},
+    }
+    for owner in ({"type": "accessible"}, {"type": "user", "owner_urns": ["alice"]}):
+        found = (await bob.post("sessions/search", {"owner": owner})).json
+        (summary,) = found["sessions"]
+        assert (summary["session_id"], summary["owner"]) == (session, "alice")
+        assert summary["checkpoints_count"] == 1
+        assert SECRET not in str(found)
+    # Nor can it be guessed by searching for it.
+    for guess in ({"user_metadata": {"k": SECRET}}, {"project_ids": [SECRET]}):
+        body = {"owner": {"type": "accessible"}, **guess}
+        assert (await bob.post("sessions/search", body)).json["sessions"] == []
+    nobody = {"owner": {"type": "user", "owner_urns": ["carol"]}}
+    assert (await bob.post("sessions/search", nobody)).json["sessions"] == []
+
+
+async def test_by_default_everybody_finds_only_their_own(shared: Shared) -> None:
+    bob = shared.bob
+    assert (await asked(bob, "training_runs"))["training_runs"] == []
+    assert (await asked(bob, "checkpoints"))["checkpoints"] == []
+    assert await asked(bob, "sessions") == {"sessions": []}
+    assert (await bob.post("sessions/search", {})).json["sessions"] == []
+    for path in (f"training_runs/{shared.model}", f"sessions/{shared.session}"):
+        assert (await bob.get(f"{V1}/{path}")).status == 404
+    unpublished = f"{V1}/training_runs/{shared.other}?access_scope=accessible"
+    assert (await bob.get(unpublished)).status == 404
+
+
+async def test_the_owner_sees_all_of_it_either_way(shared: Shared) -> None:
+    for scope in ("owned", "accessible"):
+        runs = await asked(shared.alice, f"training_runs?access_scope={scope}")
+        assert len(runs["training_runs"]) == 2
+        assert runs["training_runs"][1]["last_checkpoint"]["checkpoint_id"] == f"weights/{SECRET}"
+        session = await asked(shared.alice, f"sessions/{shared.session}?access_scope={scope}")
+        assert session["display_name"] == SECRET
+
+
+async def test_what_is_withdrawn_is_in_no_list_of_others_any_more(shared: Shared) -> None:
+    path = f"training_runs/{shared.model}/checkpoints/weights/shown/publish"
+    assert await shared.alice.call("DELETE", path) == 204
+    assert await asked(shared.bob, "sessions?access_scope=accessible") == {"sessions": []}
+    runs = await asked(shared.bob, "training_runs?access_scope=accessible")
+    assert runs["training_runs"] == []
