@@ -115,7 +115,7 @@ def test_settings_of_a_client_can_be_given_in_code(fake):
         assert service.holder.settings.first_contact_s == 1
     created = next(seen for seen in fake.requests if seen.endpoint == "create_session")
     assert created.json()["tags"] == ["a"]
-    with pytest.raises(ValueError, match="settings and also base_url"):
+    with pytest.raises(ValueError, match="settings, and also base_url"):
         tinkex.ServiceClient(base_url="local", settings=settings)
 
 

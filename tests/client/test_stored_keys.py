@@ -1,10 +1,13 @@
 """The file of stored keys (§2.3)."""
 
 import json
+import os
 import stat
+import subprocess
 
 import pytest
 
+import sdk_envs
 from tinkex import TinkerError
 from tinkex.client.credentials import ApiKey
 from tinkex.client.settings import DEFAULT_URL, Settings
@@ -111,3 +114,28 @@ def test_h8_a_stored_key_is_sent_only_to_the_service_it_belongs_to(tmp_path):
     assert key_for("http://127.0.0.1:8001") is None
     with pytest.raises(TinkerError, match="No API key"):
         key_for("https://elsewhere.example")
+
+
+@pytest.mark.sdk
+def test_the_official_client_reads_what_we_write_and_we_what_it_writes(tmp_path):
+    stored = (
+        StoredKeys()
+        .with_key("1", StoredKey(key=ApiKey(KEY), name="one", base_url=DEFAULT_URL))
+        .with_key("2@h", StoredKey(key=ApiKey("tml-other"), name="two", note="n", base_url=OTHER))
+        .with_default("1")
+    )
+    write(place(tmp_path), stored)
+    python = str(sdk_envs.ensure("0.36.0"))
+    env = {**os.environ, "HOME": str(tmp_path), "TINKER_API_KEY": ""}
+
+    def official(*args):
+        return subprocess.run(
+            [python, *args], env=env, capture_output=True, text=True, timeout=60, check=True
+        ).stdout
+
+    told = official("-c", "import tinker; print(tinker.auth.get_tinker_token())")
+    assert told.strip() == KEY
+    official("-m", "tinker.cli", "auth", "logout")
+    left = read(place(tmp_path))
+    assert left.default is None
+    assert {key_id: key.key.value for key_id, key in left.keys.items()} == {"2@h": "tml-other"}

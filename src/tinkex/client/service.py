@@ -74,17 +74,18 @@ class ServiceClient:
                 FutureWarning,
                 stacklevel=2,
             )
-        arguments = {
-            "base_url": base_url,
-            "api_key": api_key,
-            "project_id": project_id,
-            "headers": default_headers_overrides,
-        }
         if settings is None:
-            settings = Settings.resolve(**arguments)  # type: ignore[arg-type]
-        elif given := [name for name, value in arguments.items() if value is not None]:
+            settings = Settings.resolve(
+                base_url=base_url,
+                api_key=api_key,
+                project_id=project_id,
+                headers=default_headers_overrides,
+            )
+        elif any(each is not None for each in (base_url, api_key, project_id)) or (
+            default_headers_overrides is not None
+        ):
             raise ValueError(
-                f"ServiceClient got settings and also {', '.join(given)}: "
+                "ServiceClient got settings, and also base_url, api_key, project_id or headers: "
                 "give these to Settings.resolve(...)."
             )
         more: dict[str, Any] = {} if make_transport is None else {"make_transport": make_transport}
