@@ -27,6 +27,7 @@ ROOMS = {
     "client.custom_loss": "client wire ~numpy ~torch",
     "client.tracing": "client wire ~torch",
     "regularizers": "client wire ~torch",
+    "client.hub": "client wire ~huggingface_hub",
     "client.transport": "client wire ~aiohttp",
     "client.tokenizer": "client wire ~models ~tokenizers ~transformers ~huggingface_hub",
     "models": "~numpy ~tokenizers ~huggingface_hub ~jinja2",
