@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Iterable
 from typing import Any, Generic, TypeVar
 
 E = TypeVar("E")
@@ -60,23 +58,6 @@ class Admission:
         self._queue(line)
         self._let_in()
 
-    @asynccontextmanager
-    async def hold(self, amount: int = 1) -> AsyncIterator[None]:
-        """The same for one that comes alone and can wait by itself."""
-        lone: Line[asyncio.Future[None]] = Line(_wake)
-        entered = asyncio.get_running_loop().create_future()
-        self.join(lone, [entered])
-        try:
-            await entered
-        except asyncio.CancelledError:
-            if lone.inside:  # let in at the very moment it gave up
-                self.leave(lone)
-            raise
-        try:
-            yield
-        finally:
-            self.leave(lone)
-
     def _queue(self, line: Line[Any]) -> None:
         if line.waiting and line.inside < line.limit and not line._in_turn:
             line._in_turn = True
@@ -92,10 +73,3 @@ class Admission:
                     self.used += 1
                     break
             self._queue(line)
-
-
-def _wake(entered: asyncio.Future[None]) -> bool:
-    if entered.done():
-        return False
-    entered.set_result(None)
-    return True

@@ -1,0 +1,186 @@
+"""Ten thousand samples at once: fair, early, bounded; nothing that waits costs a task."""
+
+import asyncio
+import gc
+import re
+import time
+
+import pytest
+
+from tinkex import RetryConfig, SamplingParams, types
+from tinkex.client import loop as background_loop
+from tinkex.client.admission import Admission, Line
+from tinkex.testing import FakeService
+from tinkex.wire.protobuf import encode_sample_response
+
+PROMPT = types.ModelInput.from_ints(list(range(64)))
+PARAMS = SamplingParams(max_tokens=4)
+MANY = 10_000
+NUMBER = re.compile(rb'"seq_id":(\d+)')
+#: Of memory for one waiting call at most: the request, its future, its place in the queue.
+MOST_BYTES_EACH = 6_000
+
+
+def rss_bytes():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096
+
+
+class Instant(FakeService):
+    """Answers samples from what it has at hand: what is measured is the client."""
+
+    def __init__(self, **settings):
+        super().__init__(**settings)
+        self.numbers = []
+        self._packed = encode_sample_response(
+            types.SampleResponse([types.SampledSequence("stop", "", [1, 2], [-0.5, -0.5])])
+        )
+
+    async def answer(self, method, endpoint, headers, body):
+        if endpoint == "asample":
+            self.numbers.append(int(NUMBER.search(body)[1]))
+            if hold := self._holds.get(endpoint):
+                await hold._wait()
+            promise = b'{"request_id": "r", "sample_sequence_ids": ["q"]}'
+            return 200, {"content-type": "application/json"}, promise
+        if endpoint == "retrieve_future":
+            return 200, {"content-type": "application/x-protobuf"}, self._packed
+        return await super().answer(method, endpoint, headers, body)
+
+
+def asked_by(fake):
+    return [s.json()["sampling_session_id"] for s in fake.requests if s.endpoint == "asample"]
+
+
+def tasks_on_the_loop():
+    async def count():
+        return len(asyncio.all_tasks())
+
+    return asyncio.run_coroutine_threadsafe(count(), background_loop.background()).result(5)
+
+
+def test_ten_thousand_waiting_samples_are_bounded_in_memory_and_tasks_and_come_in_order():
+    fake = Instant(config={"sample_max_concurrent_requests": 100})
+    with fake.client() as service:
+        sampling = service.create_sampling_client(base_model="fake/model")
+        sampling.sample(PROMPT, 1, PARAMS).result(5)
+        hold = fake.hold("asample")
+        gc.collect()
+        before = rss_bytes()
+        futures = [sampling.sample(PROMPT, 1, PARAMS) for _ in range(MANY)]
+        assert hold.arrived.wait(5)
+        assert rss_bytes() - before < MANY * MOST_BYTES_EACH
+        assert tasks_on_the_loop() < 200
+        assert len(fake.numbers) <= 101
+        hold.release()
+        futures[0].result(5)
+        done = sum(future.done() for future in futures)
+        assert done < MANY / 2, "the first result came after half of all the others"
+        assert all(future.result(30).sequences for future in futures)
+        assert fake.numbers == list(range(MANY + 1))
+
+
+def test_clients_of_one_service_take_turns():
+    fake = FakeService(config={"sample_max_concurrent_requests": 4})
+    with fake.client() as service:
+        greedy = service.create_sampling_client(base_model="fake/model")
+        modest = service.create_sampling_client(base_model="fake/model")
+        hold = fake.hold("asample")
+        first = [greedy.sample(PROMPT, 1, PARAMS) for _ in range(400)]
+        assert hold.arrived.wait(5)
+        second = [modest.sample(PROMPT, 1, PARAMS) for _ in range(10)]
+        hold.release()
+        [future.result(10) for future in first + second]
+        order = asked_by(fake)
+        last = max(i for i, name in enumerate(order) if name == modest._sampling_session_id)
+        assert last < 60, f"the client with ten samples was served after {last} others"
+
+
+def test_prompts_are_bounded_in_bytes_too():
+    config = {"sample_dispatch_bytes_semaphore_size": 2_000}  # three prompts of 64 tokens
+    fake = FakeService(config=config)
+    with fake.client() as service:
+        sampling = service.create_sampling_client(base_model="fake/model")
+        hold = fake.hold("asample")
+        futures = [sampling.sample(PROMPT, 1, PARAMS) for _ in range(50)]
+        assert hold.arrived.wait(5)
+        time.sleep(0.05)
+        assert len(asked_by(fake)) == 3
+        hold.release()
+        assert all(future.result(10).sequences for future in futures)
+
+
+def test_sampling_never_blocks_the_caller_or_its_loop():
+    fake = FakeService()
+    with fake.client() as service:
+        sampling = service.create_sampling_client(base_model="fake/model")
+        hold = fake.hold("asample")
+
+        async def main():
+            # Every call has returned, and the loop goes on, before the server answers any.
+            work = [
+                asyncio.create_task(sampling.sample_async(PROMPT, 1, PARAMS)) for _ in range(200)
+            ]
+            await asyncio.sleep(0)
+            assert not any(task.done() for task in work)
+            hold.release()
+            return await asyncio.gather(*work)
+
+        assert len(asyncio.run(main())) == 200
+
+
+def test_waiting_samples_of_a_closed_client_are_told_at_once():
+    fake = FakeService(config={"sample_max_concurrent_requests": 1})
+    other, service = fake.client(), fake.client()
+    holding = other.create_sampling_client(base_model="fake/model")
+    sampling = service.create_sampling_client(base_model="fake/model")
+    hold = fake.hold("retrieve_future")
+    first = holding.sample(PROMPT, 1, PARAMS)  # has the only place
+    assert hold.arrived.wait(5)
+    futures = [sampling.sample(PROMPT, 1, PARAMS) for _ in range(100)]
+    service.close("success").result(5)
+    for future in futures:
+        with pytest.raises(RuntimeError, match="closed"):
+            future.result(5)
+    hold.release()
+    assert first.result(5).sequences  # its sibling goes on
+    other.close("success").result(5)
+
+
+def test_a_sample_taken_back_while_it_waits_is_never_sent():
+    fake = FakeService()
+    with fake.client() as service:
+        config = RetryConfig(max_connections=1)
+        sampling = service.create_sampling_client(base_model="fake/model", retry_config=config)
+        hold = fake.hold("asample")
+        first, second, third = (sampling.sample(PROMPT, 1, PARAMS) for _ in range(3))
+        assert hold.arrived.wait(5)
+        assert second.cancel()
+        hold.release()
+        assert first.result(5).sequences
+        assert third.result(5).sequences
+        assert len(asked_by(fake)) == 2
+
+
+# -- who is let in -----------------------------------------------------------------------------------
+
+
+def test_lines_take_turns_and_keep_to_their_own_limits():
+    inside = []
+
+    def begin(entry):
+        inside.append(entry)
+        return True
+
+    door = Admission(4)
+    one, two = Line(begin, limit=None), Line(begin, limit=1)
+    door.join(one, ["a1", "a2"])
+    door.join(two, ["b1", "b2"])
+    door.join(one, ["a3", "a4", "a5"])
+    assert inside == ["a1", "a2", "b1", "a3"]
+    door.leave(one)
+    assert inside[-1] == "a4"  # b2 must wait for b1
+    door.leave(two)
+    door.leave(one)
+    assert inside[-2:] == ["b2", "a5"] or inside[-2:] == ["a5", "b2"]
+    assert door.used == 4
