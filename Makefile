@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 # The official SDKs that `make test` runs unmodified, each in a cached environment of its own.
 SDKS := 0.36.0 0.4.1
 
-.PHONY: help setup demo test matrix fuzz cookbook check format bench proto clean
+.PHONY: help setup demo test matrix fuzz cookbook defects check format bench proto clean
 
 help:
 	@echo "make setup   a .venv with everything (idempotent)"
@@ -16,6 +16,7 @@ help:
 	@echo "make matrix  thirteen official SDKs against one server; writes docs/reference/sdk-matrix.md"
 	@echo "make fuzz    thousands of strange requests to one server"
 	@echo "make cookbook  recipes of the official cookbook on the embedded model; writes docs/reference/cookbook.md"
+	@echo "make defects  the official client's defects, tried on both clients; writes docs/reference/defects.md"
 	@echo "make check   lint, format and types"
 	@echo "make bench   benchmarks; reports go to benchmarks/results"
 
@@ -46,6 +47,9 @@ fuzz: setup
 
 cookbook: setup
 	@$(BIN)/python tests/cookbook/recipes.py
+
+defects: setup
+	@$(BIN)/python tests/defects/table.py
 
 check: setup
 	@$(BIN)/ruff check

@@ -1,0 +1,776 @@
+"""
+The official client's known defects, each as a program that either client runs, and a judge.
+
+A program talks to the fake service through a real socket and prints one JSON value. `{package}` in
+its text is `tinker` or `tinkex`. The judge gets that value and what the service saw, and returns
+None when all is well, else what went wrong.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import textwrap
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from tinkex.testing import Answer, FakeService
+
+KEY = "tml-defect-test-key-0123456789"
+
+Judge = Callable[[Any, FakeService], str | None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    #: The number in the list of defects, with a letter where one has several faces.
+    number: str
+    title: str
+    program: str
+    judge: Judge
+    service: Callable[[], FakeService] = FakeService
+    #: A program that is not done by then hangs.
+    limit_s: float = 60.0
+    env: Mapping[str, str] = field(default_factory=dict)
+    needs_torch: bool = False
+
+
+PRELUDE = """
+import asyncio, json, os, sys, threading, time
+import {package} as tinker
+from {package} import types
+
+def say(value):
+    sys.stdout.write(json.dumps(value, default=str) + "\\n")
+    sys.stdout.flush()
+    os._exit(0)  # not through exit handlers: what they do is not what is asked here
+
+def datum(tokens=(1, 2, 3)):
+    targets = [token + 1 for token in tokens]
+    return types.Datum(
+        model_input=types.ModelInput.from_ints(list(tokens)),
+        loss_fn_inputs={"target_tokens": targets, "weights": [1.0] * len(targets)},
+    )
+
+def trainer(**settings):
+    service = tinker.ServiceClient(**settings)
+    return service, service.create_lora_training_client("fake/model", rank=4)
+
+def outcome(work):
+    started = time.monotonic()
+    try:
+        work()
+        kind, text = "ok", ""
+    except BaseException as error:
+        kind, text = type(error).__mro__[0].__name__, str(error)[:300]
+        bases = [base.__name__ for base in type(error).__mro__]
+        return {"kind": kind, "text": text, "bases": bases, "s": time.monotonic() - started}
+    return {"kind": kind, "text": text, "bases": [], "s": time.monotonic() - started}
+
+ADAM = types.AdamParams(learning_rate=1e-3)
+PARAMS = types.SamplingParams(max_tokens=2)
+PROMPT = types.ModelInput.from_ints([1, 2, 3])
+"""
+
+
+def program(case: Case, package: str) -> str:
+    text = textwrap.dedent(PRELUDE) + textwrap.dedent(case.program)
+    return text.replace("{package}", package)
+
+
+# -- services with a flaw ----------------------------------------------------------------------------
+
+
+class Slow(FakeService):
+    """Some endpoints take their time."""
+
+    def __init__(self, delays: Mapping[str, float], **settings: Any) -> None:
+        super().__init__(**settings)
+        self._delays = delays
+
+    async def answer(self, method: str, endpoint: str, headers: Any, body: bytes) -> Any:
+        await asyncio.sleep(self._delays.get(endpoint, 0.0))
+        return await super().answer(method, endpoint, headers, body)
+
+
+class Failing(FakeService):
+    """Some endpoints always answer the same."""
+
+    def __init__(self, answers: Mapping[str, Answer], **settings: Any) -> None:
+        super().__init__(**settings)
+        self._answers = answers
+
+    async def answer(self, method: str, endpoint: str, headers: Any, body: bytes) -> Any:
+        if endpoint in self._answers:
+            self.script(endpoint, self._answers[endpoint])
+        return await super().answer(method, endpoint, headers, body)
+
+
+class SecondFails(FakeService):
+    """The first pass that arrives is refused; chunks in parallel send the second one first."""
+
+    def __init__(self) -> None:
+        super().__init__(config={"fwdbwd_max_chunk_len": 2})
+        self.script("forward_backward", Answer(status=422, body={"detail": "refused"}))
+
+
+def _seen(fake: FakeService, endpoint: str) -> list[Any]:
+    return [seen for seen in fake.requests if seen.endpoint == endpoint]
+
+
+def _bodies(fake: FakeService, *endpoints: str) -> list[dict[str, Any]]:
+    return [seen.json() for seen in fake.requests if seen.endpoint in endpoints]
+
+
+# -- judges ------------------------------------------------------------------------------------------
+
+
+def finished(value: Any, fake: FakeService) -> str | None:
+    return None if value == "finished" else f"it said {value!r}"
+
+
+def in_order(value: Any, fake: FakeService) -> str | None:
+    saves = {body["path"]: body["seq_id"] for body in _bodies(fake, "save_weights_for_sampler")}
+    steps = {
+        body["adam_params"]["learning_rate"]: body["seq_id"] for body in _bodies(fake, "optim_step")
+    }
+    wrong = sum(saves[f"n{i}"] > steps[i / 1000 + 0.001] for i in range(len(saves)))
+    return (
+        f"{wrong} of {len(saves)} saves came after the step that followed them" if wrong else None
+    )
+
+
+def no_key_told(value: Any, fake: FakeService) -> str | None:
+    if any(KEY.encode() in seen.body for seen in _seen(fake, "telemetry")):
+        return "the API key is in a telemetry event"
+    return None
+
+
+def soon(limit_s: float) -> Judge:
+    def judge(value: Any, fake: FakeService) -> str | None:
+        if value["kind"] == "ok":
+            return "no error at all"
+        return f"the error came after {value['s']:.1f} s" if value["s"] > limit_s else None
+
+    return judge
+
+
+def calm_polls(value: Any, fake: FakeService) -> str | None:
+    count = len(_seen(fake, "retrieve_future"))
+    return f"{count} polls in two seconds" if count > 60 else None
+
+
+def is_a(*bases: str) -> Judge:
+    def judge(value: Any, fake: FakeService) -> str | None:
+        if not set(bases) & set(value["bases"]):
+            return f"it is {_article(value['kind'])}"
+        return None
+
+    return judge
+
+
+def true(words: str) -> Judge:
+    def judge(value: Any, fake: FakeService) -> str | None:
+        if value is True:
+            return None
+        return words if value is False else f"{words}: {value}"
+
+    return judge
+
+
+def _article(noun: str) -> str:
+    return f"{'an' if noun[0] in 'AEIOU' else 'a'} {noun}"
+
+
+def no_gap(value: Any, fake: FakeService) -> str | None:
+    numbers = sorted(body["seq_id"] for body in _bodies(fake, "optim_step"))
+    expected = list(range(1, len(numbers) + 1))
+    return None if numbers == expected else f"numbers {numbers}, so one was skipped"
+
+
+def one_sampler_number(value: Any, fake: FakeService) -> str | None:
+    numbers = {
+        body["sampling_session_seq_id"] for body in _bodies(fake, "save_weights_for_sampler")
+    }
+    return None if len(numbers) == 1 else f"one save went under the numbers {sorted(numbers)}"
+
+
+def real_round_trip(value: Any, fake: FakeService) -> str | None:
+    times = [
+        float(seen.headers["x-tinker-create-promise-roundtrip-time"])
+        for seen in _seen(fake, "retrieve_future")
+        if "x-tinker-create-promise-roundtrip-time" in seen.headers
+        and seen.headers.get("x-tinker-request-type") in ("Sample", "asample", "AsyncSample")
+    ] or [
+        float(seen.headers["x-tinker-create-promise-roundtrip-time"])
+        for seen in _seen(fake, "retrieve_future")
+        if "x-tinker-create-promise-roundtrip-time" in seen.headers
+    ]
+    return None if max(times, default=0) >= 0.2 else f"it told {max(times, default=0):.3f} s of 0.3"
+
+
+def few_sockets(value: Any, fake: FakeService) -> str | None:
+    return None if value <= 3 else f"{value} sockets stayed open after ten closed clients"
+
+
+# -- the list ----------------------------------------------------------------------------------------
+
+CASES = (
+    Case(
+        number="1a",
+        title="a chunk that fails wedges the training client",
+        service=SecondFails,
+        program="""
+            service, training = trainer()
+            outcome(lambda: training.forward_backward([datum()] * 5, "cross_entropy").result(10))
+            outcome(lambda: training.optim_step(ADAM).result(10))
+            done = outcome(lambda: training.forward([datum()], "cross_entropy").result(10))
+            say("finished" if "Timeout" not in done["kind"] else "a later call never finished")
+        """,
+        judge=finished,
+    ),
+    Case(
+        number="1b",
+        title="a call that is cancelled while it waits for its turn wedges the client",
+        service=lambda: Slow({"forward_backward": 1.0}),
+        program="""
+            async def main():
+                service = tinker.ServiceClient()
+                training = await service.create_lora_training_client_async("fake/model", rank=4)
+                first = await training.forward_backward_async([datum()], "cross_entropy")
+                second = await training.forward_backward_async([datum()], "cross_entropy")
+                try:
+                    await asyncio.wait_for(second.result_async(), 0.2)
+                except (TimeoutError, asyncio.TimeoutError):
+                    pass
+                await first
+                last = await training.optim_step_async(ADAM)
+                try:
+                    await asyncio.wait_for(last.result_async(), 8)
+                    return "finished"
+                except (TimeoutError, asyncio.TimeoutError):
+                    return "a later call never finished"
+            say(asyncio.run(main()))
+        """,
+        judge=finished,
+    ),
+    Case(
+        number="2",
+        title="a step issued after save_weights_for_sampler overtakes it",
+        program="""
+            service, training = trainer()
+            futures = []
+            for i in range(50):
+                futures.append(training.save_weights_for_sampler(f"n{i}"))
+                futures.append(training.optim_step(types.AdamParams(learning_rate=i / 1000 + 0.001)))
+            for future in futures:
+                future.result(20)
+            say("done")
+        """,
+        judge=in_order,
+    ),
+    Case(
+        number="3",
+        title="two coroutines that start the client at once deadlock",
+        service=lambda: Slow({"create_session": 0.3, "client/config": 0.1}),
+        program="""
+            async def main():
+                service = tinker.ServiceClient()
+                await asyncio.gather(
+                    service.create_lora_training_client_async("fake/model", rank=4),
+                    service.get_server_capabilities_async(),
+                )
+            threading.Timer(10, say, ["it hangs"]).start()
+            asyncio.run(main())
+            say("finished")
+        """,
+        judge=finished,
+    ),
+    Case(
+        number="4",
+        title="a client in a forked process hangs",
+        program="""
+            import warnings
+            warnings.simplefilter("ignore")
+            service = tinker.ServiceClient()
+            sampling = service.create_sampling_client(base_model="fake/model")
+            sampling.sample(PROMPT, 1, PARAMS).result(10)
+            reader, writer = os.pipe()
+            if os.fork() == 0:
+                done = outcome(lambda: sampling.sample(PROMPT, 1, PARAMS).result(8))
+                os.write(writer, done["kind"].encode())
+                os._exit(0)
+            os.close(writer)
+            kind = os.read(reader, 100).decode()
+            say("finished" if kind == "ok" else kind)
+        """,
+        judge=finished,
+    ),
+    Case(
+        number="5a",
+        title="the API key travels in a telemetry event",
+        service=lambda: Failing({"retrieve_future": Answer(status=403, body={"detail": "no"})}),
+        program="""
+            service = tinker.ServiceClient()
+            outcome(lambda: service.create_lora_training_client("fake/model", rank=4))
+            time.sleep(3)  # telemetry is sent in the background
+            say("done")
+        """,
+        judge=no_key_told,
+    ),
+    Case(
+        number="5b",
+        title="a pickled client holds the API key in clear text",
+        program="""
+            import pickle
+            service = tinker.ServiceClient()
+            sampling = service.create_sampling_client(base_model="fake/model")
+            say(os.environ["TINKER_API_KEY"].encode() not in pickle.dumps(sampling))
+        """,
+        judge=true("the key is in the pickle"),
+    ),
+    Case(
+        number="6a",
+        title="a failing telemetry endpoint delays the user's error",
+        service=lambda: Failing(
+            {
+                "telemetry": Answer(status=500, body={"detail": "no"}),
+                "forward_backward": Answer(status=422, body={"detail": "no"}),
+            }
+        ),
+        program="""
+            service, training = trainer()
+            say(outcome(lambda: training.forward_backward([datum()], "cross_entropy").result(40)))
+        """,
+        judge=soon(2.0),
+    ),
+    Case(
+        number="6b",
+        title="a malformed path is reported late",
+        service=lambda: Failing({"telemetry": Answer(status=500, body={"detail": "no"})}),
+        program="""
+            rest = tinker.RestClient()
+            say(outcome(lambda: rest.publish_checkpoint_from_tinker_path("tinker://x").result(40)))
+        """,
+        judge=soon(2.0),
+    ),
+    Case(
+        number="6c",
+        title="use after close is reported late",
+        service=lambda: Failing({"telemetry": Answer(status=500, body={"detail": "no"})}),
+        program="""
+            service, training = trainer()
+            service.close("success").result(40)
+            say(outcome(lambda: training.forward([datum()], "cross_entropy").result(40)))
+        """,
+        judge=soon(2.0),
+        limit_s=100,
+    ),
+    Case(
+        number="7",
+        title="a server that answers polls at once is polled in a busy loop",
+        service=lambda: Failing(
+            {"retrieve_future": Answer(status=408, body={"queue_state": "active"})}
+        ),
+        program="""
+            service = tinker.ServiceClient()
+            def work():
+                service.create_lora_training_client("fake/model", rank=4)
+            threading.Thread(target=work, daemon=True).start()
+            time.sleep(2)
+            say("done")
+        """,
+        judge=calm_polls,
+    ),
+    Case(
+        number="8",
+        title="402 during start-up is an AttributeError",
+        service=lambda: _scripted("client/config", Answer(status=402, body={"detail": "pay"})),
+        program="""
+            say(outcome(lambda: tinker.ServiceClient().get_server_capabilities())["kind"] == "ok")
+        """,
+        judge=true("it failed instead of pausing"),
+    ),
+    Case(
+        number="9a",
+        title="an _async constructor blocks the caller's event loop",
+        service=lambda: Slow({"create_session": 3.0}),
+        program="""
+            async def main():
+                worst, last = 0.0, time.monotonic()
+                async def tick():
+                    nonlocal worst, last
+                    while True:
+                        await asyncio.sleep(0.01)
+                        now = time.monotonic()
+                        worst, last = max(worst, now - last), now
+                ticking = asyncio.create_task(tick())
+                service = tinker.ServiceClient()
+                await service.create_lora_training_client_async("fake/model", rank=4)
+                await asyncio.sleep(0.05)
+                return worst < 1.5 or f"{worst:.1f} s"
+            say(asyncio.run(main()))
+        """,
+        judge=true("the loop stood still"),
+    ),
+    Case(
+        number="9b",
+        title="save_weights_and_get_sampling_client_async blocks the caller's event loop",
+        service=lambda: Slow({"save_weights_for_sampler": 3.0}),
+        program="""
+            async def main():
+                service = tinker.ServiceClient()
+                training = await service.create_lora_training_client_async("fake/model", rank=4)
+                worst, last = 0.0, time.monotonic()
+                async def tick():
+                    nonlocal worst, last
+                    while True:
+                        await asyncio.sleep(0.01)
+                        now = time.monotonic()
+                        worst, last = max(worst, now - last), now
+                ticking = asyncio.create_task(tick())
+                await asyncio.sleep(0.05)
+                worst = 0.0
+                await training.save_weights_and_get_sampling_client_async()
+                return worst < 1.5 or f"{worst:.1f} s"
+            say(asyncio.run(main()))
+        """,
+        judge=true("the loop stood still"),
+    ),
+    Case(
+        number="9c",
+        title="a custom loss runs on the client's own loop and stops its heartbeats",
+        needs_torch=True,
+        program="""
+            service, training = trainer()
+            threads = []
+            def loss(data, logprobs):
+                threads.append(threading.current_thread())
+                try:
+                    asyncio.get_running_loop()
+                    threads.append("a loop runs here")
+                except RuntimeError:
+                    pass
+                return -sum(part.sum() for part in logprobs), {}
+            training.forward_backward_custom([datum()], loss).result(10)
+            say("a loop runs here" not in threads)
+        """,
+        judge=true("the loss ran on an event loop"),
+    ),
+    Case(
+        number="10",
+        title="an unreachable server is reported after minutes",
+        program="""
+            done = outcome(lambda: tinker.ServiceClient(base_url="http://127.0.0.1:9")
+                           .get_server_capabilities())
+            say(done)
+        """,
+        judge=soon(35.0),
+        env={"TINKEX_FIRST_CONTACT_S": "3"},
+    ),
+    Case(
+        number="11",
+        title="closed clients keep their sockets",
+        program="""
+            import gc
+            def sockets():
+                links = []
+                for name in os.listdir("/proc/self/fd"):
+                    try:
+                        links.append(os.readlink(f"/proc/self/fd/{name}"))
+                    except OSError:
+                        pass
+                return sum(link.startswith("socket:") for link in links)
+            def once():
+                service = tinker.ServiceClient()
+                sampling = service.create_sampling_client(base_model="fake/model")
+                sampling.sample(PROMPT, 1, PARAMS).result(10)
+                service.close("success").result(10)
+            once()
+            gc.collect()
+            before = sockets()
+            for _ in range(10):
+                once()
+            gc.collect()
+            time.sleep(0.5)
+            say(sockets() - before)
+        """,
+        judge=few_sockets,
+    ),
+    Case(
+        number="12a",
+        title="a poll that is refused is a ValueError",
+        service=lambda: _scripted("retrieve_future", Answer(status=404, body={"detail": "gone"})),
+        program="""
+            service = tinker.ServiceClient()
+            say(outcome(lambda: service.create_lora_training_client("fake/model", rank=4)))
+        """,
+        judge=is_a("NotFoundError"),
+    ),
+    Case(
+        number="12b",
+        title="a promise that is gone is a private exception",
+        service=lambda: _scripted("retrieve_future", Answer(status=410, body={"detail": "gone"})),
+        program="""
+            service = tinker.ServiceClient()
+            say(outcome(lambda: service.create_lora_training_client("fake/model", rank=4)))
+        """,
+        judge=is_a("TinkerError"),
+    ),
+    Case(
+        number="12c",
+        title="a list under an unknown key is a bare KeyError",
+        program="""
+            say(outcome(lambda: types.Datum(
+                model_input=types.ModelInput.from_ints([1]), loss_fn_inputs={"foo": [1.5]})))
+        """,
+        judge=lambda value, fake: (
+            None
+            if value["kind"] == "ok" or "KeyError" not in value["bases"]
+            else "it is a KeyError"
+        ),
+    ),
+    Case(
+        number="12d",
+        title="a metric without a colon breaks the result",
+        service=lambda: OddMetric(),
+        program="""
+            service, training = trainer()
+            say(outcome(lambda: training.forward([datum()], "cross_entropy").result(10))["kind"]
+                == "ok")
+        """,
+        judge=true("the result is lost"),
+    ),
+    Case(
+        number="12e",
+        title="wrong arguments are AssertionErrors, gone under -O",
+        program="""
+            service = tinker.ServiceClient()
+            say(outcome(lambda: service.create_lora_training_client(
+                "fake/model", train_mlp=False, train_attn=False, train_unembed=False)))
+        """,
+        judge=is_a("ValueError"),
+    ),
+    Case(
+        number="13",
+        title="APITimeoutError cannot be unpickled",
+        program="""
+            import pickle
+            try:
+                import httpx
+                request = httpx.Request("GET", "http://x")
+            except ImportError:
+                from tinkex.client.transport import Request
+                request = Request(method="GET", url="http://x", headers={}, body=None)
+            error = tinker.APITimeoutError(request)
+            say(outcome(lambda: pickle.loads(pickle.dumps(error)))["kind"] == "ok")
+        """,
+        judge=true("it cannot"),
+    ),
+    Case(
+        number="14a",
+        title="a datum that cannot be sent burns a number",
+        program="""
+            service, training = trainer()
+            picture = types.ImageAssetPointerChunk(
+                format="png", location="x", expected_tokens=1)
+            bad = types.Datum(model_input=types.ModelInput(chunks=[picture]),
+                loss_fn_inputs={"target_tokens": [1], "weights": [1.0]})
+            outcome(lambda: training.forward_backward([bad], "cross_entropy").result(10))
+            training.optim_step(ADAM)
+            time.sleep(1)
+            say("done")
+        """,
+        judge=no_gap,
+    ),
+    Case(
+        number="14b",
+        title="a repeated ephemeral save takes a new sampler number each time",
+        service=lambda: _scripted(
+            "save_weights_for_sampler", Answer(status=500), Answer(status=500)
+        ),
+        program="""
+            service, training = trainer()
+            training.save_weights_and_get_sampling_client()
+            say("done")
+        """,
+        judge=one_sampler_number,
+    ),
+    Case(
+        number="15",
+        title="asking a custom-loss future twice changes its metrics",
+        needs_torch=True,
+        program="""
+            service, training = trainer()
+            def loss(data, logprobs):
+                return -2 * sum(part.sum() for part in logprobs), {}
+            future = training.forward_backward_custom([datum()], loss)
+            first = dict(future.result(10).metrics)
+            say(dict(future.result(10).metrics) == first)
+        """,
+        judge=true("they differ"),
+    ),
+    Case(
+        number="16",
+        title="a pickled client forgets its retry_config",
+        program="""
+            import pickle
+            from {package}.lib.retry_handler import RetryConfig
+            service = tinker.ServiceClient()
+            mine = RetryConfig(progress_timeout=123.0)
+            sampling = service.create_sampling_client(base_model="fake/model", retry_config=mine)
+            copy = pickle.loads(pickle.dumps(sampling))
+            say(copy.retry_handler.config.progress_timeout == 123.0)
+        """,
+        judge=true("it is not the one given"),
+    ),
+    Case(
+        number="17",
+        title="the round trip of a sample is reported as zero",
+        service=lambda: Slow({"asample": 0.3}),
+        program="""
+            service = tinker.ServiceClient()
+            sampling = service.create_sampling_client(base_model="fake/model")
+            sampling.sample(PROMPT, 1, PARAMS).result(10)
+            say("done")
+        """,
+        judge=real_round_trip,
+    ),
+    Case(
+        number="18a",
+        title="a tensor changes when the caller's array does",
+        program="""
+            import numpy as np
+            array = np.ones(3, dtype=np.float32)
+            tensor = types.TensorData.from_numpy(array)
+            array[0] = 7.0
+            say(tensor.tolist() == [1.0, 1.0, 1.0])
+        """,
+        judge=true("it did"),
+    ),
+    Case(
+        number="18b",
+        title="a torch tensor with a gradient cannot be sent",
+        needs_torch=True,
+        program="""
+            import torch
+            tensor = torch.ones(3, requires_grad=True)
+            say(outcome(lambda: types.TensorData.from_torch(tensor))["kind"] == "ok")
+        """,
+        judge=true("it cannot"),
+    ),
+    Case(
+        number="20",
+        title="importing loads hundreds of modules",
+        program="""
+            import subprocess
+            count = int(subprocess.run(
+                [sys.executable, "-c", "import sys, {package}; print(len(sys.modules))"],
+                capture_output=True, text=True, check=True).stdout)
+            say(count < 150 or count)
+        """,
+        judge=true("as many as this"),
+    ),
+    Case(
+        number="22a",
+        title="ids in paths are not quoted",
+        program="""
+            rest = tinker.RestClient()
+            outcome(lambda: rest.get_training_run("a?b=c").result(10))
+            say("done")
+        """,
+        judge=lambda value, fake: (
+            "part of the id was read as a query" if _seen(fake, "training_runs/a") else None
+        ),
+    ),
+    Case(
+        number="22b",
+        title="sample() returns a future that cannot be awaited",
+        program="""
+            async def main():
+                service = tinker.ServiceClient()
+                sampling = await service.create_sampling_client_async(base_model="fake/model")
+                await sampling.sample(PROMPT, 1, PARAMS)
+            say(outcome(lambda: asyncio.run(main()))["kind"] == "ok")
+        """,
+        judge=true("it cannot"),
+    ),
+    Case(
+        number="22c",
+        title="RetryConfig cannot be imported from the root",
+        program="""
+            say(hasattr(tinker, "RetryConfig"))
+        """,
+        judge=true("it cannot"),
+    ),
+    Case(
+        number="23",
+        title="a bfloat16 tensor in a sample answer is converted by value",
+        service=lambda: Bfloat16(),
+        program="""
+            import numpy as np
+            service = tinker.ServiceClient()
+            sampling = service.create_sampling_client(base_model="fake/model")
+            wanted = types.TensorData(data=[1, 2, 3], dtype="int64", shape=[3, 1])
+            answer = sampling.sample(
+                PROMPT, 1, PARAMS, include_prompt_logprobs=True, target_prompt_logprobs=wanted
+            ).result(10)
+            said = answer.target_prompt_logprobs
+            say(np.asarray(said.to_numpy()).reshape(-1).tolist() == [1.0, 1.0, 1.0])
+        """,
+        judge=true("1.0 came as something else"),
+    ),
+)
+
+
+def _scripted(endpoint: str, *answers: Answer) -> FakeService:
+    fake = FakeService()
+    fake.script(endpoint, *answers)
+    return fake
+
+
+class OddMetric(FakeService):
+    """Its passes report a metric whose name has no colon."""
+
+    async def answer(self, method: str, endpoint: str, headers: Any, body: bytes) -> Any:
+        from tinkex.wire.protobuf import (
+            decode_forward_backward_output,
+            encode_forward_backward_output,
+        )
+        from tinkex.wire.training import ForwardBackwardOutput
+
+        status, sent, answer = await super().answer(method, endpoint, headers, body)
+        if endpoint == "retrieve_future" and "protobuf" in sent.get("content-type", ""):
+            output = decode_forward_backward_output(answer)
+            answer = encode_forward_backward_output(
+                ForwardBackwardOutput(
+                    loss_fn_output_type=output.loss_fn_output_type,
+                    loss_fn_outputs=output.loss_fn_outputs,
+                    metrics={**output.metrics, "plain": 1.0},
+                )
+            )
+        return status, sent, answer
+
+
+class Bfloat16(FakeService):
+    """Its samples carry the asked-for logprobs, all 1.0, as bfloat16."""
+
+    async def answer(self, method: str, endpoint: str, headers: Any, body: bytes) -> Any:
+        from tinkex.wire.proto import tinkex_wire_pb2 as pb
+
+        status, sent, answer = await super().answer(method, endpoint, headers, body)
+        if endpoint == "retrieve_future" and "protobuf" in sent.get("content-type", ""):
+            message = pb.SampleResponse.FromString(answer)
+            tensor = message.target_prompt_logprobs
+            tensor.dtype = pb.DTYPE_BFLOAT16
+            tensor.dense = b"\x80\x3f" * 3
+            tensor.shape[:] = [3, 1]
+            answer = message.SerializeToString()
+        return status, sent, answer
+
+
+def read(stdout: str) -> Any:
+    """The last line that a program printed."""
+    lines = stdout.strip().splitlines()
+    return json.loads(lines[-1]) if lines else None
