@@ -32,20 +32,21 @@ def export_trace(session_id: str, output: Path | None, url_only: bool) -> None:
     if url_only and output:
         raise click.UsageError("Give either --output or --url-only.")
     click.echo("Preparing the trace ...", err=True)
-    url = rest().export_session_trace(session_id).result()
+    client = rest()
+    url = client.export_session_trace(session_id).result()
     if url_only:
         if as_json():
             show_json({"session_id": session_id, "url": url})
         else:
             click.echo(url)
         return
-    from tinkex.client.download import fetch_file
+    from tinkex.client.fetching import fetch_file
 
     target = output or Path(f"{session_id}.pftrace".replace("/", "_").replace(":", "_"))
     if target.is_dir():
         raise CommandFailed(f"{target} is a folder.", hint="Give the name of a file to --output.")
     with counting("Downloading", quiet=as_json()) as show:
-        written = fetch_file(url, target, progress=show)
+        written = fetch_file(url, target, settings=client.holder.settings, progress=show)
     if as_json():
         show_json({"session_id": session_id, "destination": str(target), "size_bytes": written})
     else:

@@ -247,6 +247,33 @@ class Fetcher:
         )
 
 
+def fetch_file(
+    link: str,
+    target: Path,
+    *,
+    settings: Settings,
+    progress: Callable[[int, int], None] | None = None,
+) -> int:
+    """One file from one link, in place when it is whole. Returns its size."""
+    fetcher = Fetcher(settings, threading.Event())
+    # It is asked for at once, and a single link cannot be renewed.
+    links = Links(lambda: ({target.name: link}, datetime.now(UTC) + timedelta(hours=1)))
+    facts = fetcher.look(links, target.name)
+    part = target.with_name(target.name + ".part")
+    part.unlink(missing_ok=True)
+    done = 0
+
+    def moved(count: int) -> None:
+        nonlocal done
+        done += count
+        if progress:
+            progress(done, facts.size)
+
+    fetcher.fetch(links, target.name, facts, part, moved)
+    part.replace(target)
+    return facts.size
+
+
 class _Answer:
     """An answer whose broken connection is our error. Header names are lower case."""
 
