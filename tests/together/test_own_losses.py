@@ -1,8 +1,13 @@
 """Losses written by users against the built-in ones, on the tiny model: numbers and parameters."""
 
 import dataclasses
+import json
+import os
 import random
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -169,3 +174,27 @@ def test_several_targets_for_each_position_work_too(service):
         client.optim_step(types.AdamParams(learning_rate=1e-2))
         after = client.forward_backward_custom([datum], loss)
     assert after.result(30).metrics["loss:sum"] < before.metrics["loss:sum"]
+
+
+def test_a_program_written_for_the_official_client_gets_the_same_numbers(
+    server: Server, tiny_model: Path
+) -> None:
+    """The program that `test_custom_loss` runs on the official client, unchanged, on ours."""
+    vocabulary = json.loads((tiny_model / "config.json").read_text())["vocab_size"]
+    program = Path(__file__).with_name("custom_loss_program.py")
+    done = subprocess.run(
+        [sys.executable, "-m", "tinkex.as_tinker", program, TINY, str(vocabulary), "no-folder"],
+        env={**os.environ, "TINKER_BASE_URL": server.url, "TINKER_API_KEY": "tml-any-key"},
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["loss_id"]
+    assert found["server_metrics"]["loss:sum"] == pytest.approx(
+        found["client_metrics"]["by_hand"], rel=1e-4
+    )
+    assert found["server"] == pytest.approx(found["client"], abs=2e-4)
+    assert found["own_ppo"] == pytest.approx(found["built_in"], abs=2e-4)
