@@ -228,7 +228,8 @@ def test_an_organisation_that_enforces_the_command_is_obeyed(monkeypatch):
 
 def test_a_refused_token_is_renewed_once_and_a_refused_key_is_an_error():
     old, new = jwt("old"), jwt("new")
-    fake = exchanging(given(old), given(new), Answer(status=401), Answer(status=401))
+    revoked = Answer(status=401, body={"detail": "revoked"})
+    fake = exchanging(given(old), given(new), Answer(status=503), revoked)
     with fake.client() as service:
         service.get_server_capabilities()
         fake.script("get_server_capabilities", Answer(status=401))
@@ -238,9 +239,12 @@ def test_a_refused_token_is_renewed_once_and_a_refused_key_is_an_error():
             ("auth/token", "tml-fake"),
             ("get_server_capabilities", new),
         ]
-        fake.script("get_server_capabilities", Answer(status=401, body={"detail": "revoked"}))
-        with pytest.raises(tinkex.AuthenticationError, match="revoked"):
-            service.get_server_capabilities()
+        # Where no new token is to be had, the error is the refusal; or why the key is refused.
+        too_old = Answer(status=401, body={"detail": "too old"})
+        for words in ("too old", "revoked"):
+            fake.script("get_server_capabilities", too_old)
+            with pytest.raises(tinkex.AuthenticationError, match=words):
+                service.get_server_capabilities()
     static = FakeService()
     with static.client() as service:
         static.script("get_server_capabilities", Answer(status=401))

@@ -46,7 +46,7 @@ async def test_tokens_expire_under_a_long_loop_and_nobody_notices(
         training = await service.create_lora_training_client_async(BASE)
         sampling = await service.create_sampling_client_async(base_model=BASE)
         tokens, began, rounds = set(), time.monotonic(), 0
-        while time.monotonic() - began < 3.5:
+        while time.monotonic() - began < 2.6:
             step = training.forward_backward([DATUM], "cross_entropy")
             training.optim_step(types.AdamParams())
             sample = sampling.sample(
@@ -56,7 +56,7 @@ async def test_tokens_expire_under_a_long_loop_and_nobody_notices(
             tokens.add(await connection(service).credential.token())
             rounds += 1
             await asyncio.sleep(0.02)
-        assert rounds > 15
+        assert rounds > 10
         assert 2 <= len(tokens) < rounds / 2  # renewed as they end, and not for every request
         assert all(token is not None and token.startswith("eyJ") for token in tokens)
         await asyncio.sleep(2.2)  # idle for longer than a token lasts

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tinkex.client.credentials import Credential, Flight
-from tinkex.client.errors import TinkerError
+from tinkex.client.errors import AuthenticationError, TinkerError
 
 log = logging.getLogger("tinkex.tokens")
 
@@ -115,8 +115,10 @@ class Exchanged(Credential):
             return True
         try:
             return (await self._fetching.join(self._fetch)).text != refused
+        except AuthenticationError:
+            raise  # the key itself is refused: that says more than "the token is too old"
         except TinkerError:
-            return False  # the refusal itself says more
+            return False
 
     async def keep_fresh(self) -> None:
         """Renew the token ahead of time, for as long as this task lives."""
