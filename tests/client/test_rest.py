@@ -112,6 +112,28 @@ def test_defect_6_wrong_arguments_are_refused_at_once_and_nothing_is_sent(
     assert here.standin.asked == []
 
 
+def test_defect_6_errors_are_not_delayed_by_telemetry_that_cannot_be_sent(here: Service) -> None:
+    here.script["POST /api/v1/create_session"] = reply_json({"session_id": "s"})
+    here.script["POST /api/v1/telemetry"] = reply_json({"detail": "down"}, 500)
+    here.script["GET /api/v1/samplers/x"] = reply_json({"detail": "malformed"}, 422)
+    service = tinkex.ServiceClient(base_url=here.url)
+    rest = RestClient(service.holder)
+    began = time.monotonic()
+    with pytest.raises(tinkex.NotFoundError):
+        service.create_sampling_client(base_model="m")
+    assert service.get_telemetry() is not None
+    with pytest.raises(tinkex.UnprocessableEntityError, match="malformed"):
+        rest.get_sampler("x").result(10)
+    with pytest.raises(ValueError, match="Invalid tinker path"):
+        rest.get_training_run_by_tinker_path("nonsense")
+    assert time.monotonic() - began < 2
+    service.close("success").result(10)
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match="closed"):
+        rest.get_sampler("x")
+    assert time.monotonic() - began < 1
+
+
 @pytest.mark.parametrize(
     ("method", "args", "says"),
     [
