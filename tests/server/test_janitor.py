@@ -200,6 +200,38 @@ async def test_a_run_keeps_its_last_checkpoints_of_each_kind(
         listed = (await api.get("/api/v1/checkpoints")).json["checkpoints"]
         assert [each["checkpoint_id"][-2:] for each in listed] == ["n5", "n4", "n1"]
         assert len([*(tmp_path / "checkpoints").glob("*/*/*/*")]) == 3
+        assert await deletions(api) == [("n2", "keep_last"), ("n3", "keep_last")]
+
+
+async def deletions(api: Api) -> list[tuple[str, str]]:
+    """What the audit log says of checkpoints that went without being asked to."""
+    day = time.strftime("%Y-%m-%d", time.gmtime())
+    entries = (await api.get(f"/api/v1/audit?date={day}")).json["entries"]
+    told = [each["event_details"] for each in entries if each["event"] == "checkpoint.deleted"]
+    return sorted((each["tinker_path"][-2:], each["reason"]) for each in told)
+
+
+async def test_an_expired_checkpoint_is_in_no_list_and_its_end_in_the_audit_log(
+    echo: EchoExecutor, tmp_path: Path
+) -> None:
+    async with kept(echo, tmp_path) as api:
+        model = await api.model()
+        for seq_id, more in ((1, {}), (2, {"ttl_seconds": 3600})):
+            body = {"model_id": model, "seq_id": seq_id, "path": f"n{seq_id}", **more}
+            await api.result(await api.step("save_weights", **body))
+        run = (await api.get(f"/api/v1/training_runs/{model}")).json
+        assert run["last_checkpoint"]["checkpoint_id"] == "weights/n2"
+        with contextlib.closing(sqlite3.connect(tmp_path / "tinkex.db")) as connection:
+            connection.execute("UPDATE checkpoint_names SET expires_s=1 WHERE name='n2'")
+            connection.commit()
+        run = (await api.get(f"/api/v1/training_runs/{model}")).json
+        assert run["last_checkpoint"]["checkpoint_id"] == "weights/n1"
+        assert await deletions(api) == []
+        await tidy_in(api, 0)
+        assert await deletions(api) == [("n2", "expired")]
+        await api.call("DELETE", f"training_runs/{model}/checkpoints/weights/n1")
+        run = (await api.get(f"/api/v1/training_runs/{model}")).json
+        assert run.get("last_checkpoint") is None
 
 
 def test_surplus_is_counted_by_run_and_kind() -> None:

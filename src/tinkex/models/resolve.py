@@ -67,7 +67,7 @@ def resolve(
     Tried in this order: alias, local folder, Hugging Face cache, the embedded model, hub download.
     Raises `ModelNotFound` with what was tried.
     """
-    if "=" in spec and not Path(spec).is_dir():
+    if "=" in spec and not Path(spec).expanduser().is_dir():
         name, _, target = spec.partition("=")
         if not name or not target:
             raise ModelNotFound(f"{spec!r}: an alias is NAME=FOLDER, with something on both sides.")

@@ -123,6 +123,7 @@ def create_app(settings: Settings, executor: Executor, store: Store) -> FastAPI:
             gap_s=settings.gap_s,
             snapshot_steps=settings.snapshot_steps,
             snapshot_bytes=settings.snapshot_bytes,
+            max_training=settings.max_training,
         )
         presence = Presence(store, dispatcher, grace_s=settings.session_grace_s)
         app.state.context = Context(

@@ -134,7 +134,7 @@ class Supervisor:
             *("--lifeline-fd", str(lifeline)),
         ]
         for source in self._sources:
-            command += ["--model", f"{source.name}={source.folder}"]
+            command += ["--model", source.name, str(source.folder)]
         return command
 
     def _pause(self, seconds: float) -> None:

@@ -1,7 +1,7 @@
 """
 The web process: uvicorn on a socket the supervisor opened. Started by `run`, never by hand.
 
-    python -m tinkex.server.web --fd N --report-fd N --lifeline-fd N --model NAME=FOLDER < SETTINGS
+    python -m tinkex.server.web --fd N --report-fd N --lifeline-fd N --model NAME FOLDER < SETTINGS
 
 It says one word on the report pipe: `ready`, or `failed` with the reason.
 """
@@ -144,13 +144,17 @@ def _engine_options(settings: Settings, served: Sequence[ServedModel]) -> Engine
     )
 
 
-def main() -> None:
+def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--fd", type=int, required=True)
     parser.add_argument("--report-fd", type=int, required=True)
     parser.add_argument("--lifeline-fd", type=int, required=True)
-    parser.add_argument("--model", action="append", default=[])
-    options = parser.parse_args()
+    parser.add_argument("--model", nargs=2, action="append", default=[])
+    return parser
+
+
+def main() -> None:
+    options = parser().parse_args()
     logging.basicConfig(
         stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(name)s %(message)s"
     )
@@ -159,8 +163,7 @@ def main() -> None:
     reporter = Reporter(options.report_fd)
     settings = Settings.from_json(sys.stdin.read())
     served = []
-    for spec in options.model:
-        name, _, folder = spec.partition("=")
+    for name, folder in options.model:
         facts = describe(ModelSource(name=name, folder=Path(folder)))
         served.append(
             ServedModel(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
@@ -218,6 +218,9 @@ _CATCH_ALLS: Final = frozenset({"OptimParamsBase", "OptimizerConfigBase"})
 
 def _field_errors(error: ValidationError) -> Iterable[FieldError]:
     items = error.errors(include_url=False, include_input=False)
+    if unions := list(_union_errors(items)):
+        items = [item for item in items if not _STOP.issubset(item["loc"])]
+        yield from unions
     helpful = [item for item in items if not _CATCH_ALLS.intersection(item["loc"])]
     for item in helpful or items:
         item["loc"] = tuple(part for part in item["loc"] if part not in _CHOICES | _CATCH_ALLS)
@@ -225,7 +228,23 @@ def _field_errors(error: ValidationError) -> Iterable[FieldError]:
         if isinstance(inner, WireError):
             yield from inner.under(*item["loc"]).errors
         else:
-            yield FieldError(tuple(item["loc"]), item["msg"], item["type"])
+            loc = tuple(item["loc"])
+            if item["type"] == "missing" and loc == ("optim_params",):
+                loc = ("adam_params",)  # its name on the wire
+            yield FieldError(loc, item["msg"], item["type"])
+
+
+#: A field with many shapes: what is wrong with each of them helps nobody.
+_STOP: Final = frozenset({"sampling_params", "stop"})
+
+
+def _union_errors(items: Sequence[Any]) -> Iterable[FieldError]:
+    if any(_STOP.issubset(item["loc"]) for item in items):
+        yield FieldError(
+            ("sampling_params", "stop"),
+            "a text, a list of texts or a list of token ids is needed.",
+            "stop_type",
+        )
 
 
 _noted: set[tuple[str, str]] = set()

@@ -87,7 +87,7 @@ CASES: list[tuple[str, Case, int, str]] = [
         "no optimizer parameters",
         post("optim_step", {"model_id": "{model}", "seq_id": 1}),
         422,
-        "par",
+        '["body","adam_params"]',
     ),
     ("a pass without a number", post("forward_backward", PASS), 422, "seq_id"),
     (
@@ -113,6 +113,19 @@ CASES: list[tuple[str, Case, int, str]] = [
         ),
         422,
         '"data",0,"model_input"',
+    ),
+    (
+        "a stop that is neither text nor tokens",
+        post(
+            "asample",
+            {
+                "base_model": BASE,
+                "prompt": {"chunks": [{"tokens": [1]}]},
+                "sampling_params": {"max_tokens": 1, "stop": [1.5]},
+            },
+        ),
+        422,
+        '[{"loc":["body","sampling_params","stop"],"msg":"a text, a list of texts or',
     ),
     ("protobuf cut off", protobuf(lambda body: body[:-3], PROTOBUF), 422, "detail"),
     ("protobuf that is noise", protobuf(lambda _: b"\xff" * 40, PROTOBUF), 422, "detail"),

@@ -130,6 +130,26 @@ async def test_models_over_the_limit_are_held_and_told_why(
         await asyncio.gather(api.passed(running), api.passed(held))
 
 
+@pytest.mark.parametrize("by_key", [False, True])
+async def test_work_that_a_restart_takes_up_is_held_by_the_limit_at_once(
+    echo: EchoExecutor, tmp_path: Path, by_key: bool
+) -> None:
+    settings: dict[str, Any] = {"long_poll_s": 0.05, "max_training": 0 if by_key else 1}
+    key = await new_key(tmp_path, "alice", limits={"max_training": 1}) if by_key else None
+    async with hosted(echo, tmp_path, **settings) as nobody, with_key(nobody, key) as api:
+        models = [await api.model(), await api.model()]
+        echo.open.clear()
+        asked = [await api.forward_backward(model, 1) for model in models]
+    again = EchoExecutor()
+    again.open.clear()
+    async with hosted(again, tmp_path, **settings) as nobody, with_key(nobody, key) as api:
+        await again.entered.acquire()
+        told = [(await api.poll(request_id)).json["queue_state"] for request_id in asked]
+        assert sorted(told) == ["active", "paused_rate_limit"]
+        again.open.set()
+        await asyncio.gather(*(api.passed(request_id) for request_id in asked))
+
+
 class FullExecutor(EchoExecutor):
     """An engine that says it has no room for more samples."""
 

@@ -2,6 +2,7 @@
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -134,6 +135,51 @@ async def test_making_a_model_twice_makes_one(api: Api, echo: EchoExecutor) -> N
     assert len({answer.body for answer in answers}) == 1
     await api.result(answers[0].json["request_id"])
     assert echo.tasks(Task.CREATE) == [Task.CREATE]
+
+
+@pytest.mark.parametrize(
+    "change", [{"lora_config": {"rank": 8}}, {"user_metadata": {"a": "b"}}, {"load": True}]
+)
+async def test_a_number_of_a_model_means_one_model(
+    api: Api, echo: EchoExecutor, change: dict[str, Any]
+) -> None:
+    """A repeat with other settings must not be answered with the first model, as if it had them."""
+    session = await api.session()
+    body: dict[str, Any] = {
+        "session_id": session,
+        "model_seq_id": 0,
+        "base_model": "test/echo",
+        "lora_config": {"rank": 4},
+    }
+    made = await api.post("create_model", body)
+    await api.result(made.json["request_id"])
+    saved = await api.step("save_weights", model_id=made.json["model_id"], seq_id=1, path="a")
+    path = (await api.result(saved))["path"]
+    if change.pop("load", False):
+        other = {"session_id": session, "model_seq_id": 0, "path": path, "optimizer": False}
+        answer = await api.post("load_weights", other)
+    else:
+        answer = await api.post("create_model", {**body, **change})
+    assert answer.status == 422
+    assert answer.json["detail"][0]["loc"] == ["body", "model_seq_id"]
+    assert (await api.post("create_model", body)).body == made.body
+    assert echo.tasks(Task.CREATE) == [Task.CREATE]
+
+
+async def test_a_model_made_twice_from_a_checkpoint_is_one(api: Api, echo: EchoExecutor) -> None:
+    model = await api.model()
+    saved = await api.step("save_weights", model_id=model, seq_id=1, path="a")
+    body = {
+        "session_id": await api.session(),
+        "model_seq_id": 0,
+        "path": (await api.result(saved))["path"],
+        "optimizer": False,
+    }
+    first = await api.post("load_weights", body)
+    assert first.status == 200
+    assert (await api.post("load_weights", body)).body == first.body
+    other = await api.post("load_weights", {**body, "optimizer": True})
+    assert other.status == 422
 
 
 async def test_steps_of_a_model_that_could_not_be_made_fail_with_the_reason(api: Api) -> None:

@@ -205,3 +205,22 @@ async def test_an_unfinished_sample_is_taken_up_by_the_next_process(tmp_path: Pa
         request = (await api.post("asample", body)).json["request_id"]
     async with hosted(EchoExecutor(), tmp_path) as api:
         assert (await api.result(request))["sequences"][0]["tokens"] == [7]
+
+
+@pytest.mark.parametrize("params", [{}, {"typical_p": 0.5}])
+async def test_nothing_is_sampled_in_a_session_that_is_over(
+    api: Api, params: dict[str, Any]
+) -> None:
+    """Whatever it asks for: a setting nobody knows is no way in."""
+    sampler = await base_sampler(api)
+    session = sampler.partition(":")[0]
+    assert (
+        await api.post(f"sessions/{session}/finish", {"reason": {"type": "success"}})
+    ).status < 300
+    body = {
+        "sampling_session_id": sampler,
+        "seq_id": 0,
+        "prompt": PROMPT,
+        "sampling_params": params,
+    }
+    assert (await api.post("asample", body)).status == 410

@@ -1,5 +1,7 @@
 """Accept before acknowledging: the row is on disk, then the client hears the request's id."""
 
+import asyncio
+
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -71,6 +73,24 @@ async def take(context: Context, new: NewRequest, *, tap: Tap | None = None) -> 
     if first.is_new:
         await _hand_on(context, new, first, tap)
     return first
+
+
+async def made_before(context: Context, new: NewRequest, first: Accepted) -> None:
+    """
+    A model that is made a second time must be the same one: nothing would show the difference.
+
+    A 422 and no 409, which clients send again for minutes.
+    """
+    payload = await context.store.requests.payload(first.request_id)
+    before = payload if isinstance(payload, bytes) else await asyncio.to_thread(payload.read_bytes)
+    if first.kind == new.kind and before == new.payload:
+        return
+    raise WireError.at(
+        ("model_seq_id",),
+        f"model {new.model_id} was already made, with other settings ({first.kind}). A repeat "
+        "must say the same; use the next free number for another model.",
+        "model_seq_id_reused",
+    )
 
 
 def tokens_known(prompt: ModelInput) -> int:

@@ -7,7 +7,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tinkex.server.api.accept import row_of
+from tinkex.server.api.accept import made_before, row_of
 from tinkex.server.api.auth import reader_owners
 from tinkex.server.api.context import Context, answer, context_of, describe, read_body, read_json
 from tinkex.server.api.errors import Refusal
@@ -65,7 +65,7 @@ async def load_weights(request: Request) -> Response:
     asked = decode_json(LoadWeightsRequest, body)
     context = context_of(request)
     if asked.model_id is None and asked.session_id is not None:
-        return await _create_from(request, context, asked, body)
+        return await _create_from(request, context, asked)
     if asked.model_id is None:
         raise WireError.at(
             ("model_id",), "give `model_id` and `seq_id`, or `session_id` and `model_seq_id`."
@@ -115,9 +115,7 @@ async def _step(request: Request, message: type[NumberedStep], kind: Kind) -> Re
     return await accept_step(request, context, model, kind, seq_id, body)
 
 
-async def _create_from(
-    request: Request, context: Context, asked: LoadWeightsRequest, body: bytes
-) -> Response:
+async def _create_from(request: Request, context: Context, asked: LoadWeightsRequest) -> Response:
     """A new model whose step 0 is this load."""
     session = await context.open_session(request, asked.session_id or "")
     if asked.model_seq_id is None or asked.model_seq_id < 0:
@@ -145,7 +143,7 @@ async def _create_from(
         owner=model.owner,
         kind=Kind.LOAD_WEIGHTS,
         base_model=model.base_model,
-        payload=_without_token(asked, body),
+        payload=encode_json(asked.model_copy(update={"weights_access_token": None})),
         session_id=session.session_id,
         model_id=model.model_id,
         seq_id=0,
@@ -159,6 +157,8 @@ async def _create_from(
             first.request_id, owner=model.owner, base_model=model.base_model, payload=new.payload
         )
         await context.dispatcher.step(row_of(new, first))
+    else:
+        await made_before(context, new, first)
     return answer(UntypedAPIFuture(request_id=first.request_id, model_id=model.model_id))
 
 

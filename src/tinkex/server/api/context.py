@@ -1,7 +1,7 @@
 """What every route needs: the parts of the server, and look-ups that know the owner."""
 
 import re
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -9,6 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tinkex.server.api.auth import owner_of
+from tinkex.server.api.cache import Cache
 from tinkex.server.api.errors import Refusal, missing
 from tinkex.server.dispatch import Dispatcher
 from tinkex.server.executor import Executor, ServedModel
@@ -26,7 +27,6 @@ T = TypeVar("T")
 # A client that has begun to send would read a refusal as a broken connection and try again for
 # minutes; so a body that is too large is swallowed first, up to so many times the limit.
 SWALLOWED = 8
-MOST_CACHED = 10_000
 # Of a body that is too large, its two ends are kept, to see whose step it was.
 KEPT_END_BYTES = 4096
 #: Where in the scope of a request its body is, for who must say whose step was refused.
@@ -47,12 +47,18 @@ class Context:
     presence: Presence
     #: Signs links to files.
     signer: Signer
-    _sessions: dict[str, Session] = field(default_factory=dict)
-    _models: dict[str, Model] = field(default_factory=dict)
-    _samplers: dict[str, Sampler] = field(default_factory=dict)
+    _sessions: Cache[Session] = field(init=False)
+    _models: Cache[Model] = field(init=False)
+    _samplers: Cache[Sampler] = field(init=False)
+
+    def __post_init__(self) -> None:
+        runs = self.store.runs
+        object.__setattr__(self, "_sessions", Cache(runs.session))
+        object.__setattr__(self, "_models", Cache(runs.model))
+        object.__setattr__(self, "_samplers", Cache(runs.sampler))
 
     async def session(self, request: Request, session_id: str) -> Session:
-        session = await _cached(self._sessions, session_id, self.store.runs.session)
+        session = await self._sessions.get(session_id)
         if session is None or session.owner != owner_of(request):
             raise missing("session", session_id, "Create one with create_session.")
         return session
@@ -69,16 +75,16 @@ class Context:
 
     def forget_session(self, session_id: str) -> None:
         """Its row has changed."""
-        self._sessions.pop(session_id, None)
+        self._sessions.forget(session_id)
 
     async def model(self, request: Request, model_id: str) -> Model:
-        model = await _cached(self._models, model_id, self.store.runs.model)
+        model = await self._models.get(model_id)
         if model is None or model.owner != owner_of(request):
             raise missing("model", model_id, "Create one with create_model.")
         return model
 
     async def sampler(self, request: Request, sampling_session_id: str) -> Sampler:
-        sampler = await _cached(self._samplers, sampling_session_id, self.store.runs.sampler)
+        sampler = await self._samplers.get(sampling_session_id)
         if sampler is None or sampler.owner != owner_of(request):
             raise missing(
                 "sampling session", sampling_session_id, "Create one with create_sampling_session."
@@ -164,17 +170,3 @@ def describe(message: type[Any]) -> Mapping[str, Any]:
     """OpenAPI for a route that reads its body itself; the schema is added with the others."""
     schema = {"$ref": f"#/components/schemas/{message.__name__}"}
     return {"requestBody": {"required": True, "content": {JSON_TYPE: {"schema": schema}}}}
-
-
-async def _cached(
-    cache: dict[str, T], key: str, read: Callable[[str], Awaitable[T | None]]
-) -> T | None:
-    """Rows that never change, or whose change is announced; forgotten all at once when many."""
-    if (found := cache.get(key)) is not None:
-        return found
-    row = await read(key)
-    if row is not None:
-        if len(cache) >= MOST_CACHED:
-            cache.clear()
-        cache[key] = row
-    return row

@@ -7,7 +7,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tinkex.server.api.accept import accepted, row_of
+from tinkex.server.api.accept import accepted, made_before, row_of
 from tinkex.server.api.auth import owner_of
 from tinkex.server.api.context import answer, context_of, describe, read_json
 from tinkex.server.api.errors import Refusal
@@ -68,6 +68,8 @@ async def create_model(request: Request) -> Response:
             first.request_id, owner=model.owner, base_model=base.name, payload=new.payload
         )
         await context.dispatcher.step(row_of(new, first))
+    else:
+        await made_before(context, new, first)
     return answer(UntypedAPIFuture(request_id=first.request_id, model_id=model.model_id))
 
 

@@ -137,6 +137,7 @@ async def _unsound(
     if not isinstance(sampling_session_id, str):
         raise failure
     sampler = await context.sampler(request, sampling_session_id)
+    await context.open_session(request, sampler.session_id)
     seq_id, sequences = failure.request.get("seq_id"), failure.request.get("num_samples", 1)
     return _new_sample(
         context,

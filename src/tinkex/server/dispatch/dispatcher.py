@@ -46,6 +46,7 @@ class Dispatcher:
         gap_s: float,
         snapshot_steps: int = 200,
         snapshot_bytes: int = 64 * 2**20,
+        max_training: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         desk = Desk(store=store, executor=executor, futures=futures)
@@ -54,7 +55,7 @@ class Dispatcher:
         self._desk = desk
         self._store = store
         self._runs = Runs(store)
-        self._places = Places()
+        self._places = Places(max_training=max_training)
         self._samples = Samples(desk)
         self._losses = Losses(desk, self._runs)
         self._snapshots = Snapshots(
@@ -75,6 +76,11 @@ class Dispatcher:
         futures = self._desk.futures
         await futures.start()
         await self._desk.failures.start()
+        # Before any work of theirs is taken up: who asks for more brings the limits of their key.
+        now_s = time.time()
+        for key in await self._store.keys.all():
+            if key.state(now_s) == "active" and "max_training" in key.limits:
+                self.allow(key.owner, key.limits["max_training"])
         for row in await self._store.requests.waiting():
             futures.expect(row.request_id, owner=row.owner, base_model=row.base_model)
             if row.kind == Kind.SAMPLE:

@@ -13,7 +13,9 @@ from tinkex.server.shares import Ask, Shares, Waiting
 class Places:
     """Who is next is decided in `shares`; this wakes them."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, max_training: int = 0) -> None:
+        #: Of each owner who was not given a number of their own; 0 is any number.
+        self._max_training_each = max_training
         self._shares: defaultdict[str, Shares] = defaultdict(Shares)
         #: Turns that have a place, or wait for one; and the requests in those turns.
         self._given: dict[Ask, asyncio.Event] = {}
@@ -36,7 +38,7 @@ class Places:
         """One of the engine's places for training, once this owner's turn for it has come."""
         shares = self._shares[run.model.base_model]
         owner = run.model.owner
-        ask = Ask(owner=owner, most=self._max_training.get(owner, 0))
+        ask = Ask(owner=owner, most=self._max_training.get(owner, self._max_training_each))
         given = self._given[ask] = asyncio.Event()
         self._asking.update({step.request_id: (shares, ask) for step in turn.steps})
         computed_s = run.computed_s

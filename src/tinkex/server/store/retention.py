@@ -8,6 +8,7 @@ from pathlib import Path
 
 import sqlalchemy as sa
 
+from tinkex.server.store.audit import note
 from tinkex.server.store.database import Database
 from tinkex.server.store.files import Files
 from tinkex.server.store.requests import Status
@@ -177,7 +178,9 @@ class Retention:
 
     async def drop_expired_names(self, *, now_s: float) -> None:
         statement = checkpoint_names.delete().where(checkpoint_names.c.expires_s <= now_s)
-        await self._database.write(lambda connection: connection.execute(statement))
+        await self._database.write(
+            lambda connection: _drop_named(connection, statement, reason="expired")
+        )
 
     async def crowded(self, *, keep_last: int) -> list[Named]:
         """All names of runs that have more of a kind than are to be kept."""
@@ -203,15 +206,14 @@ class Retention:
     async def drop_names(self, names: Iterable[Named]) -> None:
         def act(connection: sa.Connection) -> None:
             for name in names:
-                connection.execute(
-                    checkpoint_names.delete().where(
-                        checkpoint_names.c.model_id == name.model_id,
-                        checkpoint_names.c.kind == name.kind,
-                        checkpoint_names.c.name == name.name,
-                        # Not the one that has taken its place meanwhile.
-                        checkpoint_names.c.saved_s == name.saved_s,
-                    )
+                statement = checkpoint_names.delete().where(
+                    checkpoint_names.c.model_id == name.model_id,
+                    checkpoint_names.c.kind == name.kind,
+                    checkpoint_names.c.name == name.name,
+                    # Not the one that has taken its place meanwhile.
+                    checkpoint_names.c.saved_s == name.saved_s,
                 )
+                _drop_named(connection, statement, reason="keep_last")
 
         await self._database.write(act)
 
@@ -342,6 +344,18 @@ def _needed(abandoned_before_s: float) -> sa.ColumnElement[bool]:
         # What was accepted before the end is still run.
         sa.or_(sa.not_(_ended(abandoned_before_s)), _WAITS.exists()),
     )
+
+
+def _drop_named(connection: sa.Connection, statement: sa.Delete, *, reason: str) -> None:
+    """Delete names, and say so to their owners."""
+    key = (checkpoint_names.c.model_id, checkpoint_names.c.kind, checkpoint_names.c.name)
+    gone = connection.execute(statement.returning(*key)).all()
+    for model_id, kind, name in gone:
+        owner = connection.scalar(sa.select(models.c.owner).where(models.c.model_id == model_id))
+        if owner is not None:
+            path = f"tinker://{model_id}/{kind}/{name}"
+            details = {"model_id": model_id, "tinker_path": path, "reason": reason}
+            note(connection, owner=owner, event="checkpoint.deleted", details=details)
 
 
 def _note_last_request(connection: sa.Connection, model_id: str, last_s: float) -> None:

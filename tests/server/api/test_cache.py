@@ -1,0 +1,42 @@
+"""Rows are kept for the next request, and never as they were before a change."""
+
+import asyncio
+
+import pytest
+
+from tinkex.server.api.cache import Cache
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_what_was_read_while_it_changed_is_not_kept() -> None:
+    """A session that is finished while another request looks it up must not stay open."""
+    rows = {"s": "open"}
+    go_on = asyncio.Event()
+
+    async def slow(key: str) -> str | None:
+        found = rows.get(key)
+        await go_on.wait()
+        return found
+
+    cache = Cache(slow)
+    reading = asyncio.create_task(cache.get("s"))
+    await asyncio.sleep(0)
+    rows["s"] = "finished"
+    cache.forget("s")
+    go_on.set()
+    assert await reading == "open"
+    assert await cache.get("s") == "finished"
+
+
+async def test_a_row_is_read_once_and_a_missing_one_again() -> None:
+    asked: list[str] = []
+
+    async def read(key: str) -> str | None:
+        asked.append(key)
+        return None if key == "missing" else key
+
+    cache = Cache(read)
+    for key in ("a", "a", "missing", "missing"):
+        await cache.get(key)
+    assert asked == ["a", "missing", "missing"]
