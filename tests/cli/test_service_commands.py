@@ -202,6 +202,14 @@ def test_a_checkpoint_is_downloaded_once_and_whole(
     assert shell("checkpoint", "download", saved.state, "-o", str(tmp_path), "--force").code == 0
 
 
+def test_pushing_without_a_login_on_the_hub_says_how_to_get_one(
+    shell: Shell, saved: Saved, tmp_path: Path
+) -> None:
+    refused = shell("checkpoint", "push-hf", saved.sampler, env={"HF_TOKEN_PATH": str(tmp_path / "none")})
+    assert refused.code == 1
+    assert "hf auth login" in refused.err
+
+
 def test_a_trace_is_exported_or_linked(shell: Shell, saved: Saved, tmp_path: Path) -> None:
     url = shell("session", "export-trace", saved.session_id, "--url-only").out.strip()
     assert url.startswith("http")

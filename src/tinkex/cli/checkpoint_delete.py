@@ -133,8 +133,8 @@ def _delete_all(client: RestClient, paths: list[str]) -> list[tuple[str, str]]:
             )
             for future in done:
                 path = running.pop(future)
-                if (error := future.exception()) is not None:
-                    failed.append((path, str(error)))
+                if (reason := future.exception()) is not None:
+                    failed.append((path, str(reason)))
             show(len(paths) - len(waiting) - len(running), len(paths))
     return failed
 

@@ -69,5 +69,57 @@ def _downloaded(client: RestClient, path: str, target: Path, *, force: bool) -> 
 
 @click.command("push-hf")
 @click.argument("checkpoint_path", metavar="PATH")
-def push_hf(checkpoint_path: str) -> None:
-    """placeholder"""
+@click.option("--repo", "-r", metavar="NAME", help="USER/NAME on the hub.  [default: made from it]")
+@click.option("--public", is_flag=True, help="Make a new repository public.")
+@click.option("--revision", metavar="BRANCH", help="Where in it.  [default: made from PATH]")
+@click.option("--commit-message", metavar="TEXT")
+@click.option("--create-pr", is_flag=True, help="Open a pull request instead of committing.")
+@click.option("--allow-pattern", multiple=True, metavar="GLOB", help="Only such files.")
+@click.option("--ignore-pattern", multiple=True, metavar="GLOB", help="No such files.")
+@click.option("--no-model-card", is_flag=True, help="Don't write a README.md.")
+@talks_to_a_service
+def push_hf(
+    checkpoint_path: str,
+    repo: str | None,
+    public: bool,
+    revision: str | None,
+    commit_message: str | None,
+    create_pr: bool,
+    allow_pattern: tuple[str, ...],
+    ignore_pattern: tuple[str, ...],
+    no_model_card: bool,
+) -> None:
+    """Put an adapter on the Hugging Face hub, with a model card.
+
+    Needs a login there (`hf auth login`, or HF_TOKEN).
+    """
+    import tempfile
+
+    from tinkex.client.hub import push_to_hub
+
+    with tempfile.TemporaryDirectory() as work:
+        target = Path(work) / folder_name(checkpoint_path)
+        folder = _downloaded(rest(), checkpoint_path, target, force=False)
+        pushed = push_to_hub(
+            checkpoint_path,
+            folder,
+            repo=repo,
+            revision=revision,
+            public=public,
+            commit_message=commit_message,
+            create_pr=create_pr,
+            allow_patterns=allow_pattern or None,
+            ignore_patterns=ignore_pattern or None,
+            model_card=not no_model_card,
+        )
+    if as_json():
+        show_json(
+            {
+                "checkpoint_path": checkpoint_path,
+                "repo_id": pushed.repo_id,
+                "revision": pushed.revision,
+                "url": pushed.url,
+            }
+        )
+    else:
+        click.echo(pushed.url)

@@ -6,7 +6,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 import click
 
@@ -49,10 +49,15 @@ def talks_to_a_service(command: Callable[..., T]) -> Callable[..., T]:
     return decorated
 
 
-def address() -> dict[str, str | None]:
-    """`base_url` and `api_key` as given to the running command."""
+class Address(TypedDict):
+    base_url: str | None
+    api_key: str | None
+
+
+def address() -> Address:
+    """The service and the key as given to the running command."""
     params = click.get_current_context().params
-    return {name: params.get(name) for name in ("base_url", "api_key")}
+    return Address(base_url=params.get("base_url"), api_key=params.get("api_key"))
 
 
 def rest() -> RestClient:
