@@ -18,7 +18,9 @@ import venv
 from collections.abc import Sequence
 from pathlib import Path
 
-CONSTRAINTS = Path(__file__).resolve().parent.parent / "constraints.txt"
+ROOT = Path(__file__).resolve().parent.parent
+CONSTRAINTS = ROOT / "constraints.txt"
+INSTALL = ("-m", "pip", "install", "--quiet", "--disable-pip-version-check")
 
 
 def cache_folder() -> Path:
@@ -58,9 +60,23 @@ def ensure_torch() -> Path:
 
 def ensure_cookbook(version: str) -> Path:
     """The interpreter of an environment with the official cookbook and the newest SDK."""
-    wanted = [f"tinker-cookbook[math-rl,multiplayer-rl]=={version}", "tinker==0.36.0"]
+    # Its tutorials are marimo notebooks.
+    wanted = [f"tinker-cookbook[math-rl,multiplayer-rl]=={version}", "tinker==0.36.0", "marimo"]
     # It wants an older transformers than ours, so none of our pins but torch's.
     return _made(f"cookbook-{version}", wanted, ["torch"], pinned=False)
+
+
+def ensure_alone(name: str, wanted: str) -> Path:
+    """The interpreter of an environment with one package and what that needs, and no more."""
+    return _made(f"alone-{name}", [wanted], [])
+
+
+def ensure_this_client() -> Path:
+    """The same with this tree as a user gets it by `pip install tinkex`."""
+    python = ensure_alone("tinkex", str(ROOT))
+    again = ["--force-reinstall", "--no-deps", str(ROOT)]  # the tree may have changed
+    subprocess.run([python, *INSTALL, *again], check=True)
+    return python
 
 
 def _made(name: str, wanted: Sequence[str], shared: Sequence[str], *, pinned: bool = True) -> Path:
@@ -80,9 +96,8 @@ def _made(name: str, wanted: Sequence[str], shared: Sequence[str], *, pinned: bo
             venv.create(home, with_pip=True)
             folders = "".join(f"{site_packages(other)}\n" for other in shared)
             (site_packages(name) / "shared.pth").write_text(folders)
-            install = ["-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
             pins = ["-c", str(CONSTRAINTS)] if pinned else []
-            subprocess.run([interpreter(name), *install, *pins, *wanted], check=True)
+            subprocess.run([interpreter(name), *INSTALL, *pins, *wanted], check=True)
             ready.touch()
             print(f"... {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
     return interpreter(name)
