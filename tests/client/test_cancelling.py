@@ -149,11 +149,11 @@ def test_a_fork_while_samples_are_under_way_loses_none_and_can_sample_itself(fak
         until(lambda: count(fake, "retrieve_future") == 5)
         child = os.fork()
         if child == 0:
+            code = 1
             try:
-                found = sampling.sample(PROMPT, 1, PARAMS).result(10).sequences
-                os._exit(0 if found else 1)
-            except BaseException:
-                os._exit(2)
+                code = 0 if sampling.sample(PROMPT, 1, PARAMS).result(10).sequences else 2
+            finally:
+                os._exit(code)
         assert all(future.result(5).sequences for future in futures)
         assert os.waitpid(child, 0)[1] == 0
         numbers = [s.json()["seq_id"] for s in fake.requests if s.endpoint == "asample"]

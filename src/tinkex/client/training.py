@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import os
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Coroutine, Iterator, Sequence
@@ -763,12 +765,25 @@ def _check_sendable(data: Sequence[Datum]) -> None:
 
 
 def _zstd(body: bytes) -> bytes | None:
-    """The body compressed, or None where the package is missing: servers take both."""
+    """The body compressed, or None where nothing here can: servers take both."""
     try:
+        if sys.version_info >= (3, 14):
+            from compression import zstd
+
+            return zstd.compress(body, level=1)
         import zstandard
-    except ModuleNotFoundError:
+    except ImportError:
+        _say_once_that_bodies_stay_large()
         return None
     return bytes(zstandard.ZstdCompressor(level=1).compress(body))
+
+
+@functools.cache
+def _say_once_that_bodies_stay_large() -> None:
+    log.debug(
+        "The server asks for compressed batches, and there is no zstd here: sent as they are. "
+        "pip install 'tinkex[zstd]', or use Python 3.14."
+    )
 
 
 def _deprecated(name: str, instead: str) -> None:
