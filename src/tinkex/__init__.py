@@ -44,9 +44,11 @@ if TYPE_CHECKING:
     from tinkex.client.sampling import SamplingClient
     from tinkex.client.service import ServiceClient
     from tinkex.client.settings import Settings
+    from tinkex.client.streaming import SampleStream
     from tinkex.client.training import TrainingClient
     from tinkex.client.version import __version__
     from tinkex.wire.checkpoints import Checkpoint, CheckpointType, ParsedCheckpointTinkerPath
+    from tinkex.wire.growing import SampledTokens
     from tinkex.wire.inputs import (
         Datum,
         DmelChunk,
@@ -124,8 +126,10 @@ __all__ = [
     "RetryConfig",
     "SampleRequest",
     "SampleResponse",
+    "SampleStream",
     "SampledProvenanceSpan",
     "SampledSequence",
+    "SampledTokens",
     "SamplingClient",
     "SamplingParams",
     "ServiceClient",
@@ -164,9 +168,11 @@ _HOMES = {
     "client.sampling": "SamplingClient",
     "client.service": "ServiceClient",
     "client.settings": "Settings",
+    "client.streaming": "SampleStream",
     "client.training": "TrainingClient",
     "client.version": "__version__",
     "wire.checkpoints": "Checkpoint CheckpointType ParsedCheckpointTinkerPath",
+    "wire.growing": "SampledTokens",
     "wire.inputs": (
         "Datum DmelChunk EncodedTextChunk ModelInput ModelInputChunk PromptProvenanceSpan "
         "SampledProvenanceSpan"

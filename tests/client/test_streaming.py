@@ -176,6 +176,33 @@ def test_what_went_wrong_is_raised_where_it_is_read_and_by_the_answer(sampling):
         stream.response(5)
 
 
+def failing(*tokens: int) -> Answer:
+    """A sample that the server could not finish, after these tokens."""
+    events = ['event: accepted\ndata: {"request_id":"r","sample_sequence_ids":["a"]}']
+    for token in tokens:
+        told = f'{{"sequence":0,"tokens":[{token}],"logprobs":[-0.5]}}'
+        events.append(f"event: token\ndata: {told}")
+    events.append('event: error\ndata: {"error":"out of memory","category":"server"}')
+    return Answer(status=200, body="".join(f"{event}\n\n" for event in events).encode())
+
+
+def test_a_sample_that_failed_before_its_first_token_is_drawn_anew(fake, sampling):
+    fake.script("stream_sample", failing())
+    stream = sampling.sample_stream(PROMPT, 1, PARAMS)
+    assert gathered(stream)[0] == {0: [1, 2, 3, 1, 2, 3, 1]}
+    first, second = (seen.json()["seq_id"] for seen in asked(fake, "stream_sample"))
+    assert first != second
+
+
+def test_a_sample_that_failed_later_is_not_for_other_tokens_would_follow(fake, sampling):
+    fake.script("stream_sample", failing(9))
+    stream = sampling.sample_stream(PROMPT, 1, PARAMS)
+    assert next(stream).tokens == [9]
+    with pytest.raises(tinkex.RequestFailedError, match="out of memory"):
+        next(stream)
+    assert len(asked(fake, "stream_sample")) == 1
+
+
 def test_arguments_are_checked_as_those_of_sample(sampling):
     with pytest.raises(ValueError, match="prompt_logprobs_last_n"):
         sampling.sample_stream(PROMPT, 1, PARAMS, prompt_logprobs_last_n=3)

@@ -81,3 +81,18 @@ def wrong(training: tinkex.TrainingClient, data: list[types.Datum]) -> None:
     training.forward_backward(data, "cross_entropi")  # type: ignore[arg-type]
     training.optim_step(1e-4)  # type: ignore[arg-type]
     training.save_state()  # type: ignore[call-arg]
+
+
+def stream(sampling: tinkex.SamplingClient) -> list[float]:
+    prompt = types.ModelInput.from_ints([1, 2, 3])
+    with sampling.sample_stream(prompt, 1, types.SamplingParams(max_tokens=3)) as stream:
+        assert_type(stream, tinkex.SampleStream)
+        numbers = [number for event in stream for number in event.logprobs]
+    assert_type(stream.response(timeout=1.0), types.SampleResponse)
+    return numbers
+
+
+async def stream_async(stream: tinkex.SampleStream) -> list[int]:
+    async for event in stream:
+        assert_type(event, tinkex.SampledTokens)
+    return (await stream.response_async()).sequences[0].tokens
