@@ -12,7 +12,7 @@ from tinkex.client.credentials import Fixed
 from tinkex.client.errors import APIStatusError
 from tinkex.client.futures import Promise, awaits
 from tinkex.client.session import Connection
-from tinkex.client.sessionless import Sessionless, with_query
+from tinkex.client.sessionless import Sessionless, sdk_headers, with_query
 from tinkex.client.transport import Kind, Request
 from tinkex.wire.billing import (
     AuditLogResponse,
@@ -43,7 +43,12 @@ class AdminClient(Sessionless):
             calls, about = connection.calls, "asking for the audit log"
             try:
                 return await calls.call(
-                    "GET", path, answer=AuditLogResponse, kind=Kind.TRAIN, about=about
+                    "GET",
+                    path,
+                    answer=AuditLogResponse,
+                    kind=Kind.TRAIN,
+                    headers=sdk_headers("get_audit_log"),
+                    about=about,
                 )
             except APIStatusError as error:
                 url = redirected(error)
@@ -71,6 +76,7 @@ class AdminClient(Sessionless):
                 f"ending_before ({end.isoformat()}) must be after starting_on ({start.isoformat()})."
             )
         return self._ask(
+            "get_billing_usage",
             "GET",
             "billing/usage/events",
             answer=BillingUsageResponse,
@@ -85,6 +91,7 @@ class AdminClient(Sessionless):
     ) -> Promise[CurrentCheckpointStorageUsageResponse]:
         """What checkpoints take up now, by project and owner."""
         return self._ask(
+            "get_current_checkpoint_storage_usage",
             "GET",
             "billing/usage/checkpoints/current",
             answer=CurrentCheckpointStorageUsageResponse,

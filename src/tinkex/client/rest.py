@@ -16,7 +16,7 @@ from tinkex.client.errors import APIStatusError, ExperimentalWarning
 from tinkex.client.futures import Promise, awaits
 from tinkex.client.pages import Page, Pages, by_offset
 from tinkex.client.session import Connection
-from tinkex.client.sessionless import Sessionless
+from tinkex.client.sessionless import Sessionless, sdk_headers
 from tinkex.client.transport import Kind
 from tinkex.wire.billing import (
     AuditLogResponse,
@@ -75,7 +75,13 @@ class RestClient(Sessionless):
         self, training_run_id: str, access_scope: AccessScope = "owned"
     ) -> Promise[TrainingRun]:
         """One run: its base model, its adapter, its last checkpoints."""
+        return self._run_called("get_training_run", training_run_id, access_scope)
+
+    def _run_called(
+        self, name: str, training_run_id: str, access_scope: AccessScope
+    ) -> Promise[TrainingRun]:
         return self._ask(
+            name,
             "GET",
             f"training_runs/{segment('training_run_id', training_run_id)}",
             answer=TrainingRun,
@@ -90,7 +96,7 @@ class RestClient(Sessionless):
     ) -> Promise[TrainingRun]:
         """The run that a checkpoint was saved from."""
         run, _ = checkpoint_at(tinker_path)
-        return self.get_training_run(run, access_scope)
+        return self._run_called("get_training_run_by_tinker_path", run, access_scope)
 
     get_training_run_by_tinker_path_async = awaits(get_training_run_by_tinker_path)
 
@@ -98,6 +104,7 @@ class RestClient(Sessionless):
         """What a new model must be like to load a checkpoint."""
         checkpoint_at(tinker_path)
         return self._ask(
+            "get_weights_info_by_tinker_path",
             "POST",
             "weights_info",
             WeightsInfoRequest(tinker_path=tinker_path),
@@ -116,6 +123,7 @@ class RestClient(Sessionless):
     ) -> Promise[TrainingRunsResponse]:
         """A page of runs, newest first."""
         return self._ask(
+            "list_training_runs",
             "GET",
             "training_runs",
             answer=TrainingRunsResponse,
@@ -147,6 +155,7 @@ class RestClient(Sessionless):
     def list_checkpoints(self, training_run_id: str) -> Promise[CheckpointsListResponse]:
         """All checkpoints of a run."""
         return self._ask(
+            "list_checkpoints",
             "GET",
             f"training_runs/{segment('training_run_id', training_run_id)}/checkpoints",
             answer=CheckpointsListResponse,
@@ -160,6 +169,7 @@ class RestClient(Sessionless):
     ) -> Promise[CheckpointsListResponse]:
         """A page of all checkpoints, newest first."""
         return self._ask(
+            "list_user_checkpoints",
             "GET",
             "checkpoints",
             answer=CheckpointsListResponse,
@@ -183,7 +193,11 @@ class RestClient(Sessionless):
 
     def delete_checkpoint(self, training_run_id: str, checkpoint_id: str) -> Promise[None]:
         """Delete a checkpoint for good. `checkpoint_id` is like `weights/0001`."""
+        return self._delete("delete_checkpoint", training_run_id, checkpoint_id)
+
+    def _delete(self, name: str, training_run_id: str, checkpoint_id: str) -> Promise[None]:
         return self._ask(
+            name,
             "DELETE",
             checkpoint_url(training_run_id, checkpoint_id),
             answer=type(None),
@@ -194,13 +208,14 @@ class RestClient(Sessionless):
 
     def delete_checkpoint_from_tinker_path(self, tinker_path: str) -> Promise[None]:
         """Delete a checkpoint for good."""
-        return self.delete_checkpoint(*checkpoint_at(tinker_path))
+        return self._delete("delete_checkpoint_from_tinker_path", *checkpoint_at(tinker_path))
 
     delete_checkpoint_from_tinker_path_async = awaits(delete_checkpoint_from_tinker_path)
 
     def publish_checkpoint_from_tinker_path(self, tinker_path: str) -> Promise[None]:
         """Let everybody read a checkpoint who knows its path."""
         return self._ask(
+            "publish_checkpoint_from_tinker_path",
             "POST",
             f"{checkpoint_url(*checkpoint_at(tinker_path))}/publish",
             answer=type(None),
@@ -212,6 +227,7 @@ class RestClient(Sessionless):
     def unpublish_checkpoint_from_tinker_path(self, tinker_path: str) -> Promise[None]:
         """Take that back."""
         return self._ask(
+            "unpublish_checkpoint_from_tinker_path",
             "DELETE",
             f"{checkpoint_url(*checkpoint_at(tinker_path))}/publish",
             answer=type(None),
@@ -226,6 +242,7 @@ class RestClient(Sessionless):
         """Let a checkpoint expire so many seconds from now; None keeps it."""
         # A plain dict: here the null is the message.
         return self._ask(
+            "set_checkpoint_ttl_from_tinker_path",
             "PUT",
             f"{checkpoint_url(*checkpoint_at(tinker_path))}/ttl",
             {"ttl_seconds": arguments.ttl(ttl_seconds)},
@@ -261,7 +278,7 @@ class RestClient(Sessionless):
             ttl_seconds=arguments.ttl(ttl_seconds),
         )
         # One key for all attempts: a repeat finds the copy that the first one made.
-        headers = {"X-Idempotency-Key": str(uuid.uuid4())}
+        headers = {**sdk_headers("copy_weights"), "X-Idempotency-Key": str(uuid.uuid4())}
         if weights_access_token:
             headers["X-Tinker-Weights-Access-Token"] = weights_access_token
 
@@ -293,6 +310,7 @@ class RestClient(Sessionless):
                 "a link for each file; tinkex.download_checkpoint() fetches every kind."
             )
         return self._ask(
+            "get_external_weights_urls",
             "GET",
             f"{checkpoint_url(run, checkpoint)}/external_weights_urls",
             answer=ExternalWeightsUrlsResponse,
@@ -314,6 +332,7 @@ class RestClient(Sessionless):
                     path,
                     answer=CheckpointArchiveUrlResponse,
                     kind=Kind.TRAIN,
+                    headers=sdk_headers("get_checkpoint_archive_url"),
                     about=f"asking for an archive of {checkpoint_id} of {training_run_id}",
                 )
             except APIStatusError as error:
@@ -344,6 +363,7 @@ class RestClient(Sessionless):
     ) -> Promise[GetSessionResponse]:
         """The runs and samplers of a session."""
         return self._ask(
+            "get_session",
             "GET",
             f"sessions/{segment('session_id', session_id)}",
             answer=GetSessionResponse,
@@ -358,6 +378,7 @@ class RestClient(Sessionless):
     ) -> Promise[ListSessionsResponse]:
         """A page of session ids, newest first."""
         return self._ask(
+            "list_sessions",
             "GET",
             "sessions",
             answer=ListSessionsResponse,
@@ -408,6 +429,7 @@ class RestClient(Sessionless):
                 f"{type(request).__name__}."
             )
         return self._ask(
+            "search_sessions",
             "POST",
             "sessions/search",
             request,
@@ -419,6 +441,7 @@ class RestClient(Sessionless):
         """Move a session, and what belongs to it, into a project."""
         segment("project_id", project_id)
         return self._ask(
+            "assign_session_project",
             "PUT",
             f"sessions/{segment('session_id', session_id)}/project",
             {"project_id": project_id},
@@ -440,6 +463,7 @@ class RestClient(Sessionless):
                     path,
                     answer=TraceExportResponse,
                     kind=Kind.TRAIN,
+                    headers=sdk_headers("export_session_trace"),
                     about=f"exporting the trace of session {session_id}",
                 )
                 if trace.status == "ready" and trace.url:
@@ -461,6 +485,7 @@ class RestClient(Sessionless):
     def get_sampler(self, sampler_id: str) -> Promise[GetSamplerResponse]:
         """The base model and the weights that a sampling session samples from."""
         return self._ask(
+            "get_sampler",
             "GET",
             f"samplers/{segment('sampler_id', sampler_id)}",
             answer=GetSamplerResponse,

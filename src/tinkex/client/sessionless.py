@@ -19,7 +19,7 @@ from urllib.parse import urlencode
 from tinkex.client.errors import APITimeoutError
 from tinkex.client.futures import Promise, refuse_to_block
 from tinkex.client.session import Connection, Session
-from tinkex.client.settings import Settings
+from tinkex.client.settings import PROTOCOL_VERSION, Settings
 from tinkex.client.transport import Kind, Request
 
 if TYPE_CHECKING:
@@ -73,17 +73,18 @@ class Sessionless:
 
     def _ask(
         self,
+        name: str,
         method: str,
         path: str,
         body: Any = None,
         *,
         answer: type[T],
         query: Mapping[str, object] | None = None,
-        headers: Mapping[str, str] | None = None,
         about: str,
     ) -> Promise[T]:
-        """One request, whose arguments have been checked, and its answer."""
+        """The request of the method called `name`, whose arguments have been checked."""
         path = with_query(path, query)
+        headers = sdk_headers(name)
 
         async def work(connection: Connection) -> T:
             return await connection.calls.call(
@@ -146,6 +147,11 @@ class Sessionless:
         traceback: TracebackType | None,
     ) -> None:
         await self.close()
+
+
+def sdk_headers(name: str) -> dict[str, str]:
+    """Which method asks: services count by it."""
+    return {"x-sdk-version": PROTOCOL_VERSION, "x-sdk-method": name}
 
 
 def with_query(path: str, query: Mapping[str, object] | None) -> str:
