@@ -11,7 +11,7 @@ from tinkex.cli.checkpoint_files import download, push_hf
 from tinkex.cli.failures import CommandFailed
 from tinkex.cli.output import NONE, ago, as_json, plain, show_json, show_properties, show_table, yes
 from tinkex.cli.output import size as shown_size
-from tinkex.cli.remote import pages, rest, talks_to_a_service
+from tinkex.cli.remote import at_least, limited, pages, rest, talks_to_a_service
 
 if TYPE_CHECKING:
     from tinkex.client.rest import RestClient
@@ -35,7 +35,7 @@ command.add_command(push_hf)
 
 @command.command("list")
 @click.option("--run-id", metavar="RUN", help="Only those of one training run.")
-@click.option("--limit", type=click.IntRange(0), default=20, show_default=True, help="0 shows all.")
+@limited
 @talks_to_a_service
 def list_(run_id: str | None, limit: int) -> None:
     """Show checkpoints, the latest first."""
@@ -141,7 +141,13 @@ def unpublish(checkpoint_path: str) -> None:
 
 @command.command("set-ttl")
 @click.argument("checkpoint_path", metavar="PATH")
-@click.option("--ttl", type=click.IntRange(1), metavar="SECONDS", help="Delete it after this long.")
+@click.option(
+    "--ttl",
+    type=int,
+    callback=at_least(1),
+    metavar="SECONDS",
+    help="Delete it after this long.",
+)
 @click.option("--remove", is_flag=True, help="Keep it for good.")
 @talks_to_a_service
 def set_ttl(checkpoint_path: str, ttl: int | None, remove: bool) -> None:

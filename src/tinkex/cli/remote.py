@@ -36,6 +36,27 @@ _OPTIONS = (
 )
 
 
+def at_least(least: int) -> Callable[[click.Context, click.Parameter, int | None], int | None]:
+    """A check for options that are plain integers, as in the official client."""
+
+    def check(ctx: click.Context, param: click.Parameter, value: int | None) -> int | None:
+        if value is not None and value < least:
+            raise click.BadParameter(f"{value} is less than {least}.")
+        return value
+
+    return check
+
+
+limited = click.option(
+    "--limit",
+    type=int,
+    default=20,
+    show_default=True,
+    callback=at_least(0),
+    help="At most so many; 0 shows all.",
+)
+
+
 def talks_to_a_service(command: Callable[..., T]) -> Callable[..., T]:
     """Options that say which service is meant; the command finds them through `rest()` & co."""
 

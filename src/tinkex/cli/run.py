@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from tinkex.cli.output import NONE, ago, as_json, show_json, show_properties, show_table, yes
-from tinkex.cli.remote import pages, rest, talks_to_a_service
+from tinkex.cli.remote import limited, pages, rest, talks_to_a_service
 
 if TYPE_CHECKING:
     from tinkex.wire.checkpoints import Checkpoint
@@ -32,8 +32,8 @@ def command() -> None:
     """List training runs and look at one."""
 
 
-def _columns(ctx: click.Context, param: click.Parameter, text: str) -> list[str]:
-    names = [name for name in map(str.strip, text.split(",")) if name]
+def _columns(ctx: click.Context, param: click.Parameter, text: str | None) -> list[str]:
+    names = [name for name in map(str.strip, (USUAL if text is None else text).split(",")) if name]
     wrong = [name for name in names if name not in COLUMNS]
     if wrong or not names:
         found = f"{', '.join(map(repr, wrong))} is no column" if wrong else "no column is named"
@@ -42,14 +42,12 @@ def _columns(ctx: click.Context, param: click.Parameter, text: str) -> list[str]
 
 
 @command.command("list")
-@click.option("--limit", type=click.IntRange(0), default=20, show_default=True, help="0 shows all.")
+@limited
 @click.option(
     "--columns",
     "-c",
-    default=USUAL,
-    show_default=True,
     callback=_columns,
-    help=f"Some of: {', '.join(COLUMNS)}.",
+    help=f"Some of: {', '.join(COLUMNS)}.  [default: {USUAL}]",
 )
 @talks_to_a_service
 def list_(limit: int, columns: list[str]) -> None:
