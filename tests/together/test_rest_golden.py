@@ -1,0 +1,59 @@
+"""Every REST call as the official SDK 0.36.0 sends it, field by field."""
+
+import subprocess
+import sys
+from pathlib import Path
+from urllib.parse import parse_qsl, urlsplit
+
+import pytest
+
+import sdk_envs
+from standin import Asked, Reply, reply_json, standing_in
+
+PROGRAM = Path(__file__).with_name("rest_calls_program.py")
+#: Said in the same words by both.
+SAME = [
+    "accept",
+    "content-type",
+    "x-api-key",
+    "x-sdk-method",
+    "x-sdk-version",
+    "x-stainless-package-version",
+    "x-tinker-weights-access-token",
+]
+
+pytestmark = [pytest.mark.sdk, pytest.mark.timeout(120)]
+
+
+def answer(asked: Asked) -> Reply:
+    if "/client/" in asked.path or asked.path.endswith("/telemetry"):
+        return reply_json({"status": "accepted"} if "telemetry" in asked.path else {})
+    return reply_json({"detail": "no"}, 422)
+
+
+def sent(python: str | Path, package: str) -> list[dict[str, object]]:
+    with standing_in(answer) as service:
+        subprocess.run([python, PROGRAM, package, service.url], check=True, timeout=100)
+    asked = [
+        each
+        for each in service.asked
+        if "/client/" not in each.path and not each.path.endswith("/telemetry")
+    ]
+    return [
+        {
+            "method": each.method,
+            "path": urlsplit(each.path).path,
+            "query": parse_qsl(urlsplit(each.path).query),
+            "body": each.json() if each.body else None,
+            "repeatable": "x-idempotency-key" in each.headers,
+            **{name: each.headers.get(name) for name in SAME},
+        }
+        for each in asked
+    ]
+
+
+def test_every_rest_call_is_the_official_clients_field_by_field() -> None:
+    theirs = sent(sdk_envs.ensure("0.36.0"), "tinker")
+    ours = sent(sys.executable, "tinkex")
+    assert len(theirs) == 27
+    assert ours == theirs
