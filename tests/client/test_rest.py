@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from datetime import UTC, date, datetime
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -328,6 +329,14 @@ def test_o7_every_call_gives_one_kind_of_future_and_every_twin_the_value(
             continue
         assert inspect.iscoroutinefunction(getattr(RestClient, name)) == name.endswith("_async")
         assert name.endswith("_async") or f"{name}_async" in public
+
+
+def test_the_reference_has_every_method() -> None:
+    page = Path(__file__).parents[2] / "docs" / "reference" / "rest.md"
+    text = page.read_text()
+    for client in (RestClient, AdminClient):
+        names = {name for name in dir(client) if not name.startswith("_")} - {"holder"}
+        assert [name for name in names if f"`{name.removesuffix('_async')}" not in text] == []
 
 
 def test_o7_waiting_for_an_answer_on_an_event_loop_is_warned_about_by_name(
