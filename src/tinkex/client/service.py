@@ -20,6 +20,7 @@ from tinkex.client.sign_in import lent
 from tinkex.client.training import TrainingClient
 from tinkex.client.transport import Kind
 from tinkex.wire.checkpoints import (
+    CONSOLE_URL,
     LoadWeightsRequest,
     LoadWeightsResponse,
     WeightsInfoRequest,
@@ -39,8 +40,6 @@ if TYPE_CHECKING:
     from tinkex.client.custom_loss import LossHandle, PerDatumLossFn
     from tinkex.client.session import MakeTransport
     from tinkex.client.telemetry import Telemetry
-
-CONSOLE_URL = "https://tinker.thinkingmachines.ai"
 
 
 class ServiceClient:
