@@ -278,7 +278,7 @@ class Session:
             )
             credential = await sign_in(self.settings, calls, config)
             calls = calls.asking_as(credential)
-            dynamic = await self._fetch_dynamic(calls)
+            dynamic = await self._fetch_dynamic(calls, ClientDynamicConfigResponse())
         except BaseException:
             await transport.close()
             raise
@@ -311,7 +311,9 @@ class Session:
         ).atexit = False
         return connection
 
-    async def _fetch_dynamic(self, calls: Calls) -> ClientDynamicConfigResponse:
+    async def _fetch_dynamic(
+        self, calls: Calls, known: ClientDynamicConfigResponse, *, give_up_s: float | None = None
+    ) -> ClientDynamicConfigResponse:
         try:
             return await calls.call(
                 "POST",
@@ -319,10 +321,11 @@ class Session:
                 ClientConfigRequest(sdk_version=PROTOCOL_VERSION),
                 answer=ClientDynamicConfigResponse,
                 deadline_s=10.0,
+                give_up_s=give_up_s,
             )
         except APIStatusError as error:
             if error.status_code == 404:  # servers before 0.25 have none
-                return ClientDynamicConfigResponse()
+                return known
             raise
 
     async def _open(self) -> str:
@@ -502,7 +505,9 @@ async def _refresh(connection: Connection, session: weakref.ref[Session]) -> Non
         if here is None:
             return
         try:
-            connection.dynamic = await here._fetch_dynamic(connection.calls)
+            connection.dynamic = await here._fetch_dynamic(
+                connection.calls, connection.dynamic, give_up_s=0.0
+            )
             connection.cancels.dynamic = connection.dynamic
         except TinkerError as error:
             log.debug("dynamic configuration not refreshed: %s", error)

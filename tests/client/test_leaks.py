@@ -1,0 +1,105 @@
+"""What a closed or forgotten client leaves behind: nothing."""
+
+import asyncio
+import gc
+import os
+import time
+import weakref
+
+import pytest
+
+import tinkex
+from tinkex import SamplingParams, types
+from tinkex.client import loop as background_loop
+from tinkex.testing import FakeService
+
+PROMPT = types.ModelInput.from_ints([5, 6, 7])
+PARAMS = SamplingParams(max_tokens=4)
+
+pytestmark = pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts in /proc")
+
+
+def sockets():
+    names = []
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            names.append(os.readlink(f"/proc/self/fd/{name}"))
+        except FileNotFoundError:
+            continue  # the one that listed them
+    return sum(name.startswith("socket:") for name in names)
+
+
+def tasks():
+    async def count():
+        return len(asyncio.all_tasks())
+
+    return asyncio.run_coroutine_threadsafe(count(), background_loop.background()).result(5)
+
+
+def settled(count, most, seconds=10.0):
+    """Closing a connection takes the loops a few turns."""
+    deadline = time.monotonic() + seconds
+    while (found := count()) > most and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return found
+
+
+def use(url):
+    """A session with all kinds of connections; returns what must not outlive it."""
+    service = tinkex.ServiceClient(base_url=url)
+    training = service.create_lora_training_client("fake/model")
+    training.optim_step(tinkex.AdamParams()).result(5)
+    sampling = service.create_sampling_client(base_model="fake/model")
+    futures = [sampling.sample(PROMPT, 1, PARAMS) for _ in range(100)]
+    assert all(future.result(10).sequences for future in futures)
+    connection = service.holder._connected.value
+    assert connection is not None
+    return service, [weakref.ref(each) for each in (service.holder, sampling, connection)]
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_closed_sessions_free_their_sockets_tasks_and_objects(loopback, fake, shared):
+    fake._config["sample_use_retrieve_futures"] = shared
+    service, _ = use(loopback.url)  # what the process keeps anyway
+    service.close("success").result(5)
+    del service
+    gc.collect()
+    before = settled(sockets, 0, seconds=0.3), settled(tasks, 0, seconds=0.1)
+    alive = []
+    for _ in range(5):
+        service, made = use(loopback.url)
+        service.close("success").result(5)
+        alive += made
+        del service
+    gc.collect()
+    assert settled(sockets, before[0]) <= before[0]
+    assert settled(tasks, before[1]) <= before[1]
+    gc.collect()
+    assert not [ref() for ref in alive if ref() is not None]
+
+
+def test_a_client_that_is_only_forgotten_leaves_nothing_either(loopback):
+    service, _ = use(loopback.url)
+    service.close("success").result(5)
+    before = settled(sockets, 0, seconds=0.3)
+    service, made = use(loopback.url)
+    del service
+    gc.collect()
+    assert settled(sockets, before) <= before
+    gc.collect()
+    assert not [ref() for ref in made if ref() is not None]
+
+
+def test_results_nobody_asked_for_do_not_pile_up():
+    fake = FakeService(config={"sample_use_retrieve_futures": True}, sample_s=0.005, hold_s=0.05)
+    with fake.client() as service:
+        sampling = service.create_sampling_client(base_model="fake/model")
+        for _ in range(3):
+            for future in [sampling.sample(PROMPT, 1, PARAMS) for _ in range(200)]:
+                future.cancel()
+        sampling.sample(PROMPT, 1, PARAMS).result(10)
+        desk = sampling._desk
+        assert settled(lambda: len(desk._inside) + len(desk._line.waiting), 0) == 0
+        assert settled(lambda: len(desk._poller._early) + len(desk._poller._waiting), 0) == 0
+        assert settled(lambda: len(desk._poller._fetched), 0) == 0
+        assert not service.holder._tasks or settled(lambda: len(service.holder._tasks), 0) == 0
