@@ -1,11 +1,13 @@
 """User code that must type-check; never run."""
 
+import asyncio
 import concurrent.futures
 from typing import assert_type
 
 import tinkex
 from tinkex import types
 from tinkex.client.futures import Promise
+from tinkex.lib import public_interfaces, retry_handler
 
 
 def datum(tokens: list[int]) -> types.Datum:
@@ -96,3 +98,81 @@ async def stream_async(stream: tinkex.SampleStream) -> list[int]:
     async for event in stream:
         assert_type(event, tinkex.SampledTokens)
     return (await stream.response_async()).sequences[0].tokens
+
+
+# -- the twins: from one definition a blocking form and an `_async` one ---------------------------
+
+
+async def twins(
+    service: tinkex.ServiceClient, training: tinkex.TrainingClient, sampling: tinkex.SamplingClient
+) -> None:
+    # `waits` and `awaits`: the value, with the parameters of the definition.
+    assert_type(service.create_sampling_client(base_model="base"), tinkex.SamplingClient)
+    assert_type(await service.create_sampling_client_async("tinker://a"), tinkex.SamplingClient)
+    assert_type(sampling.get_base_model(), str)
+    service.create_lora_training_client("base", rang=8)  # type: ignore[call-arg]
+    await training.get_info_async("x")  # type: ignore[call-arg]
+    # `submits`: the future, which is awaited once more.
+    stepped = await training.optim_step_async(types.AdamParams())
+    assert_type(stepped, Promise[types.OptimStepResponse])
+    assert_type(await stepped, types.OptimStepResponse)
+    loaded: tinkex.APIFuture[types.LoadWeightsResponse] = training.load_state("tinker://a")
+    assert_type(await loaded, types.LoadWeightsResponse)
+    # Any future is good for `concurrent.futures` and `asyncio` alike.
+    concurrent.futures.wait([training.forward([], "cross_entropy")])
+    assert_type(
+        await asyncio.gather(stepped, loaded),
+        tuple[types.OptimStepResponse, types.LoadWeightsResponse],
+    )
+
+
+async def rest(client: tinkex.RestClient, admin: tinkex.AdminClient) -> None:
+    assert_type(client.get_training_run("run").result(), types.TrainingRun)
+    assert_type(await client.get_training_run_async("run"), types.TrainingRun)
+    assert_type(await client.list_checkpoints_async("run"), types.CheckpointsListResponse)
+    assert_type(await client.delete_checkpoint("run", "weights/a"), None)
+    assert_type(await client.copy_weights_async("tinker://a"), str)
+    assert_type(admin.get_audit_log().result(), types.AuditLogResponse)
+    client.list_sessions(access_scope="mine")  # type: ignore[arg-type]
+
+
+async def streams(sampling: tinkex.SamplingClient, prompt: types.ModelInput) -> None:
+    stream = sampling.sample_stream(prompt, 1, types.SamplingParams())
+    async for event in stream:
+        assert_type(event, tinkex.SampledTokens)
+    assert_type(stream.response(), types.SampleResponse)
+
+
+async def single_endpoints(service: tinkex.ServiceClient, request: types.SampleRequest) -> None:
+    promised = await tinkex.resources.AsyncSamplingResource(service).asample(request=request)
+    assert_type(promised, types.UntypedAPIFuture)
+    asked = types.FutureRetrieveRequest(request_id=promised.request_id)
+    futures = tinkex.resources.AsyncFuturesResource(service)
+    raw = await futures.with_raw_response.retrieve(request=asked)
+    assert_type(raw, tinkex.AsyncAPIResponse)
+    assert_type(await raw.parse(to=types.SampleResponse), types.SampleResponse)
+
+
+def options() -> None:
+    assert_type(tinkex.Timeout(60, connect=5).connect, float | None)
+    made: tinkex.RequestOptions = {"timeout": tinkex.Timeout(5), "max_retries": 3}
+    assert_type(made["max_retries"], int)
+    wrong: tinkex.RequestOptions = {"retries": 3}  # type: ignore[typeddict-unknown-key]
+    del wrong
+    tinkex.Timeout("5")  # type: ignore[arg-type]
+
+
+def where_the_official_client_keeps_them() -> None:
+    assert_type(public_interfaces.ServiceClient(), tinkex.ServiceClient)
+    assert_type(retry_handler.RetryConfig(), tinkex.RetryConfig)
+    plain: concurrent.futures.Future[int] = concurrent.futures.Future()
+    wrapped = public_interfaces.AwaitableConcurrentFuture(plain)
+    assert_type(wrapped.result(), int)
+
+
+def built() -> None:
+    assert_type(types.SampledSequence("stop", "q-1").tokens, list[int])
+    tensor = types.TensorData(data=[1], dtype="int64")
+    assert_type(tensor, types.TensorData)
+    types.TensorData(data=[1], dtype="int32")  # type: ignore[arg-type]
+    types.Datum(model_inputs=1)  # type: ignore[call-arg]

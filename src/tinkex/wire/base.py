@@ -108,16 +108,18 @@ def unknown_field(name: str, known: Iterable[str]) -> str:
 class _NamesTheNearestField(type):
     """Gives the slotted types the same message for a misspelt keyword as the strict models."""
 
-    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return super().__call__(*args, **kwargs)
-        except TypeError:
-            # Looked at only once the call has failed, so that a sound one pays nothing.
-            known = list(inspect.signature(cls.__init__).parameters)[1:]  # type: ignore[misc]
-            for name in kwargs:
-                if name not in known:
-                    raise TypeError(f"{cls.__name__}: {unknown_field(name, known)}") from None
-            raise
+    if not TYPE_CHECKING:  # pyright believes a metaclass, and would not look at `__init__`
+
+        def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return super().__call__(*args, **kwargs)
+            except TypeError:
+                # Looked at only once the call has failed, so that a sound one pays nothing.
+                known = list(inspect.signature(cls.__init__).parameters)[1:]
+                for name in kwargs:
+                    if name not in known:
+                        raise TypeError(f"{cls.__name__}: {unknown_field(name, known)}") from None
+                raise
 
 
 class Payload(metaclass=_NamesTheNearestField):
