@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     )
     from tinkex.client.futures import APIFuture
     from tinkex.client.options import RequestOptions, Timeout
+    from tinkex.client.raw import APIResponse as APIResponse
+    from tinkex.client.raw import AsyncAPIResponse as AsyncAPIResponse
     from tinkex.client.rest import RestClient
     from tinkex.client.retry import RetryConfig
     from tinkex.client.sampling import SamplingClient
@@ -163,6 +165,7 @@ _HOMES = {
     ),
     "client.futures": "APIFuture",
     "client.options": "RequestOptions Timeout",
+    "client.raw": "APIResponse AsyncAPIResponse",
     "client.rest": "RestClient",
     "client.retry": "RetryConfig",
     "client.sampling": "SamplingClient",

@@ -20,6 +20,7 @@ from tinkex.aliases import aliases as _aliases
 from tinkex.client.calls import DEADLINE_S, decode
 from tinkex.client.errors import APIStatusError
 from tinkex.client.options import Timeout
+from tinkex.client.raw import AsyncAPIResponse, Raw
 from tinkex.client.session import Session
 from tinkex.client.transport import Kind
 from tinkex.wire.codec import JSON_TYPE, PROTOBUF_TYPE
@@ -30,10 +31,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AsyncFuturesResource",
+    "AsyncFuturesResourceWithRawResponse",
     "AsyncModelsResource",
     "AsyncSamplingResource",
     "AsyncServiceResource",
     "AsyncTelemetryResource",
+    "AsyncTelemetryResourceWithRawResponse",
     "AsyncTrainingResource",
     "AsyncWeightsResource",
 ]
@@ -269,6 +272,11 @@ class AsyncSamplingResource(_Resource):
 
 
 class AsyncFuturesResource(_Resource):
+    @property
+    def with_raw_response(self) -> AsyncFuturesResourceWithRawResponse:
+        """The same, with answers as they are on the wire: status, headers, bytes."""
+        return AsyncFuturesResourceWithRawResponse(self)
+
     async def retrieve(
         self,
         *,
@@ -314,7 +322,34 @@ class AsyncFuturesResource(_Resource):
         )
 
 
+class AsyncFuturesResourceWithRawResponse:
+    def __init__(self, futures: AsyncFuturesResource) -> None:
+        self._raw = Raw(futures._session)
+
+    async def retrieve(
+        self,
+        *,
+        request: types.FutureRetrieveRequest,
+        extra_headers: Headers | None = None,
+        timeout: TimeoutLike = 45.0,  # noqa: ASYNC109 (as upstream)
+        max_retries: int | None = 0,
+    ) -> AsyncAPIResponse:
+        return await self._raw.request_async(
+            "POST",
+            "retrieve_future",
+            request,
+            headers=extra_headers,
+            timeout=_seconds(timeout),
+            max_retries=max_retries,
+        )
+
+
 class AsyncTelemetryResource(_Resource):
+    @property
+    def with_raw_response(self) -> AsyncTelemetryResourceWithRawResponse:
+        """The same, with answers as they are on the wire."""
+        return AsyncTelemetryResourceWithRawResponse(self)
+
     async def send(
         self,
         *,
@@ -323,4 +358,19 @@ class AsyncTelemetryResource(_Resource):
     ) -> types.TelemetryResponse:
         return await self._ask(
             "POST", "telemetry", request, answer=types.TelemetryResponse, timeout=timeout
+        )
+
+
+class AsyncTelemetryResourceWithRawResponse:
+    def __init__(self, telemetry: AsyncTelemetryResource) -> None:
+        self._raw = Raw(telemetry._session)
+
+    async def send(
+        self,
+        *,
+        request: types.TelemetrySendRequest,
+        timeout: TimeoutLike = 5.0,  # noqa: ASYNC109 (as upstream)
+    ) -> AsyncAPIResponse:
+        return await self._raw.request_async(
+            "POST", "telemetry", request, timeout=_seconds(timeout)
         )
