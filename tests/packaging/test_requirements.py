@@ -1,4 +1,8 @@
-"""Every requirement of the server has a test that exists: `tests/requirements.toml`."""
+"""
+Every requirement has a test that exists: `tests/requirements.toml`.
+
+The table begins with the whole list (`[lines]`), so that a line nobody has tested is seen.
+"""
 
 import ast
 import tomllib
@@ -11,9 +15,22 @@ import pytest
 from tinkex.conformance import CHECKS
 
 ROOT = Path(__file__).parents[2]
+RECIPES = "tests/cookbook/recipes.py"
 TABLE: dict[str, Any] = tomllib.loads((ROOT / "tests" / "requirements.toml").read_text())
+LINES: dict[str, Any] = TABLE.pop("lines")
 ROWS = {name: row for name, row in TABLE.items() if name != "needs"} | {
     f"needs.{name}": row for name, row in TABLE["needs"].items()
+}
+LEDGER = [f"{letter}{n}" for letter, last in LINES["ledger"].items() for n in range(1, last + 1)]
+NEEDS = [f"needs.{name}" for name in LINES["needs"]]
+
+#: Lines whose tests are still being written.
+PENDING: set[str] = {
+    *(f"T{n}" for n in (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 13, 14, 15, 16, 17)),
+    *(f"O{n}" for n in (1, 2, 3, 4, 5, 6, 8)),
+    *(f"H{n}" for n in (1, 2, 3, 4, 5, 6, 7, 12)),
+    *("E1", "E2", "E3", "M5"),
+    *("needs.cookbook-rl-loop", "needs.cookbook-tutorials"),
 }
 
 
@@ -24,18 +41,40 @@ def functions_of(file: str) -> set[str]:
     return {node.name for node in ast.walk(tree) if isinstance(node, functions)}
 
 
-def test_every_row_of_the_server_s_requirements_is_there() -> None:
-    assert [name for name in ROWS if name.startswith("S")] == [f"S{n}" for n in range(1, 17)]
+@cache
+def recipes() -> set[str]:
+    """What `make cookbook` tries, by name."""
+    nodes = ast.walk(ast.parse((ROOT / RECIPES).read_text()))
+    keys = [key for node in nodes if isinstance(node, ast.Dict) for key in node.keys]
+    return {str(key.value) for key in keys if isinstance(key, ast.Constant)}
+
+
+def test_no_line_of_the_list_is_without_tests() -> None:
+    missing = [name for name in LEDGER + NEEDS if name not in ROWS and name not in PENDING]
+    assert not missing, f"add these to tests/requirements.toml: {', '.join(missing)}"
+
+
+def test_the_list_is_whole() -> None:
+    """As many lines as the requirements have; and every need in the table is one of the list."""
+    assert LINES["ledger"] == {"T": 17, "O": 9, "H": 12, "E": 4, "M": 5, "S": 16}
+    assert [name for name in ROWS if name.startswith("needs.") and name not in NEEDS] == []
+    assert len(NEEDS) == 23
+    assert all(LINES["needs"].values())
+
+
+def test_what_is_pending_is_a_line_of_the_list() -> None:
+    assert set(LEDGER + NEEDS) >= PENDING
 
 
 @pytest.mark.parametrize("name", ROWS)
 def test_the_tests_of_a_requirement_exist(name: str) -> None:
     row = ROWS[name]
     assert row["says"]
-    assert row["tests"]
-    for node in row["tests"]:
+    assert row.get("tests") or row.get("recipes")
+    for node in row.get("tests", []):
         file, _, test = node.partition("::")
         assert test in functions_of(file), f"{name} names {node}, which is not there"
+    assert set(row.get("recipes", [])) <= recipes(), f"{name}: no such recipe in {RECIPES}"
     known = {check.name for check in CHECKS}
     assert set(row.get("checks", [])) <= known
 
