@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from google.protobuf.message import DecodeError, EncodeError
 
+from tinkex.wire import datums
 from tinkex.wire.chunks import Chunk, DmelChunk, EncodedTextChunk, ImageChunk
 from tinkex.wire.errors import UserFailure, WireError
 from tinkex.wire.inputs import (
@@ -67,21 +68,26 @@ def encode_forward_backward_request(
 ) -> bytes:
     """One pass. Equal requests give equal bytes."""
     work = request.forward_backward_input
-    message = pb.ForwardBackwardRequest(
-        model_id=request.model_id,
-        seq_id=request.seq_id or 0,
-        loss_fn=work.loss_fn,
-        forward_only=forward_only,
-    )
+    # In the order of the field numbers: the data lie between what is written before and after.
+    before = pb.ForwardBackwardRequest(model_id=request.model_id, seq_id=request.seq_id or 0)
+    after = pb.ForwardBackwardRequest(loss_fn=work.loss_fn, forward_only=forward_only)
     for name, value in (work.loss_fn_config or {}).items():
         if isinstance(value, str):
-            message.loss_fn_config_v2[name].text = value
+            after.loss_fn_config_v2[name].text = value
         else:
-            message.loss_fn_config[name] = value
-            message.loss_fn_config_v2[name].number = value
+            after.loss_fn_config[name] = value
+            after.loss_fn_config_v2[name].number = value
+    parts: list[Any] = [_bytes(before)]
     for position, datum in enumerate(work.data):
-        _write_datum(message.data.add(), datum, position)
-    return _bytes(message)
+        parts += datums.framed(datum) or _other_datum(datum, position)
+    parts.append(_bytes(after))
+    return b"".join(parts)
+
+
+def _other_datum(datum: Datum, position: int) -> Sequence[Any]:
+    message = pb.Datum()
+    _write_datum(message, datum, position)
+    return datums.as_entry(_bytes(message))
 
 
 def decode_forward_backward_request(body: bytes) -> tuple[ForwardBackwardRequest, bool]:

@@ -1,0 +1,101 @@
+"""
+Training data straight to protobuf bytes: each array is copied once.
+
+A message object would copy every array twice more. What `framed` writes are the bytes that the
+generated code writes for the same `Datum`; it knows text and dense tensors, which nearly all
+training data is, and leaves the rest to that code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from tinkex.wire.chunks import EncodedTextChunk
+from tinkex.wire.inputs import Datum
+from tinkex.wire.proto import tinkex_wire_pb2 as pb
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    #: What `b"".join` takes: heads and tails are bytes, arrays are joined where they lie.
+    Part = bytes | npt.NDArray[Any]
+
+# Tags of the fields, all of wire type 2 (a length follows) but the last.
+_REQUEST_DATA = b"\x1a"
+_DATUM_INPUT = b"\x0a"
+_DATUM_TENSORS = b"\x12"
+_CHUNK_TEXT = _TEXT_TOKENS = _TENSOR_DENSE = _ENTRY_KEY = b"\x0a"
+_ENTRY_VALUE = b"\x12"
+_TENSOR_SHAPE = b"\x22"
+_TENSOR_DTYPE = b"\x18"
+
+
+def framed(datum: Datum) -> list[Part] | None:
+    """The datum as one entry of a request's data, in parts to be joined; None if it has more."""
+    import numpy as np
+
+    if datum.model_input_spans or datum.loss_fn_input_spans:
+        return None
+    parts: list[Part] = [b""]
+    size = 0
+    for chunk in datum.model_input.chunks:
+        if not isinstance(chunk, EncodedTextChunk):
+            return None
+        tokens = np.ascontiguousarray(chunk.tokens_np, "<i4")
+        head = _text_head(tokens.nbytes)
+        parts += (head, tokens)
+        size += len(head) + tokens.nbytes
+    for name, tensor in sorted(datum.loss_fn_inputs.items()):
+        if tensor.is_sparse:
+            return None
+        stored, number = _STORED[tensor.dtype]
+        values = np.ascontiguousarray(tensor.values_np, stored)
+        head, tail = _tensor_frame(name, values.nbytes, number, tuple(tensor.shape or ()))
+        parts += (head, values, tail)
+        size += len(head) + values.nbytes + len(tail)
+    parts[0] = _REQUEST_DATA + _varint(size)
+    return parts
+
+
+def as_entry(datum: bytes) -> Sequence[Part]:
+    """The same for a datum that the generated code has written."""
+    return _REQUEST_DATA + _varint(len(datum)), datum
+
+
+_STORED = {"int64": ("<i8", pb.DTYPE_INT64), "float32": ("<f4", pb.DTYPE_FLOAT32)}
+
+
+# A batch has few lengths, so the frames around its arrays are made once.
+@lru_cache(4096)
+def _text_head(nbytes: int) -> bytes:
+    # Only a field of bytes that belongs to no choice is left out when it is empty.
+    tokens = _TEXT_TOKENS + _varint(nbytes) if nbytes else b""
+    text = _CHUNK_TEXT + _varint(len(tokens) + nbytes) + tokens
+    return _DATUM_INPUT + _varint(len(text) + nbytes) + text
+
+
+@lru_cache(4096)
+def _tensor_frame(
+    name: str, nbytes: int, dtype: int, shape: tuple[int, ...]
+) -> tuple[bytes, bytes]:
+    sizes = b"".join(map(_varint, shape))
+    tail = _TENSOR_DTYPE + _varint(dtype)
+    if sizes:
+        tail += _TENSOR_SHAPE + _varint(len(sizes)) + sizes
+    dense = _TENSOR_DENSE + _varint(nbytes)
+    text = name.encode()
+    key = _ENTRY_KEY + _varint(len(text)) + text
+    value = _ENTRY_VALUE + _varint(len(dense) + nbytes + len(tail)) + dense
+    head = key + value
+    return _DATUM_TENSORS + _varint(len(head) + nbytes + len(tail)) + head, tail
+
+
+def _varint(number: int) -> bytes:
+    found = bytearray()
+    while number > 127:
+        found.append(number & 127 | 128)
+        number >>= 7
+    found.append(number)
+    return bytes(found)
