@@ -240,6 +240,16 @@ async def test_a_sample_begun_without_a_stream_is_told_at_its_end(api: Api, drip
     assert names == ["token", "token", "done"]
 
 
+async def test_who_leaves_a_sample_that_others_began_does_not_end_it(api: Api, drip: Drip) -> None:
+    named = await named_sampler(api)
+    promised = (await api.post("asample", {**BODY, **named})).json
+    async with streamed(api, **named) as events:
+        await events.next()
+    await asyncio.sleep(0.2)  # longer than the grace
+    drip.fall(6)
+    assert "sequences" in await api.result(promised["request_id"])
+
+
 async def test_work_that_fails_is_told_with_its_reason_and_whose_it_is(
     api: Api, drip: Drip
 ) -> None:

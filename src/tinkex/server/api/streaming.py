@@ -110,7 +110,8 @@ class _Told:
             ending = bug(failure)
             yield error(ending.error or "", ending.category)
         finally:
-            if not over:
+            # One that `asample` began has others who wait for it.
+            if not over and self._tap is not None:
                 self._context.dispatcher.abandon(
                     self._request_id,
                     owner=self._owner,
