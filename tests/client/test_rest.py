@@ -5,6 +5,7 @@ import base64
 import gc
 import inspect
 import json
+import os
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -535,6 +536,26 @@ def test_o9_a_connection_that_nobody_uses_any_more_is_closed(here: Service) -> N
         gc.collect()
         time.sleep(0.01)
     assert lane not in sessionless._holders
+
+
+def test_a_forked_child_asks_on_a_connection_of_its_own(here: Service) -> None:
+    here.script["GET /api/v1/sessions?limit=20&offset=0&access_scope=owned"] = reply_json(
+        {"sessions": []}
+    )
+    with RestClient(base_url=here.url, api_key="tml-fork") as rest:
+        rest.list_sessions().result(5)
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                rest.list_sessions().result(5)
+                RestClient(base_url=here.url, api_key="tml-fork").list_sessions().result(5)
+                code = 0
+            finally:
+                os._exit(code)
+        assert os.waitpid(child, 0)[1] == 0
+        rest.list_sessions().result(5)
+    assert len(here.asked) == 4
 
 
 def test_keys_are_in_no_repr(here: Service) -> None:
