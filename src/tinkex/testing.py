@@ -27,7 +27,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 from urllib.parse import unquote
 
 from tinkex.client.transport import Request, Response, Streamed, TooSlow, Transport, Unreachable
@@ -70,10 +70,12 @@ from tinkex.wire.training import (
 )
 
 if TYPE_CHECKING:
+    from aiohttp import web
+
     from tinkex.client.service import ServiceClient
     from tinkex.client.settings import Settings
 
-__all__ = ["Answer", "FakeService", "Hold", "Lost", "Seen", "write_tiny_model"]
+__all__ = ["Answer", "FakeService", "Hold", "Loopback", "Lost", "Seen", "write_tiny_model"]
 
 MAX_BODY_BYTES = 512 * 1024 * 1024
 #: Clones of a sampling client number their samples from multiples of this.
@@ -196,6 +198,7 @@ class FakeService:
         self._checkpoints: dict[str, _Model] = {}
         self._samplers: dict[str, dict[str, Any]] = {}
         self._by_number: dict[tuple[str, int], dict[str, Any]] = {}
+        self._kinds: dict[tuple[str, int], str] = {}
         self._results: dict[str, _Result | UserFailure] = {}
         self._ready: dict[str, asyncio.Event] = {}
         #: The ids of finished samples by sampling session and clone, and who waits for more.
@@ -215,6 +218,15 @@ class FakeService:
     def transport(self, base_url: str, settings: Settings | None = None) -> Transport:
         """The network, as a client sees it."""
         return _FakeTransport(self)
+
+    def serve(self) -> Loopback:
+        """
+        The same service on a real socket of this machine, for programs in other processes.
+
+            with fake.serve() as running:
+                subprocess.run([...], env={"TINKER_BASE_URL": running.url, ...})
+        """
+        return Loopback(self)
 
     def script(self, endpoint: str, *answers: Answer | Lost) -> None:
         """What the next requests to an endpoint meet, in this order, before normal work goes on."""
@@ -393,6 +405,12 @@ class FakeService:
         model = self._models[model_id]
         if not number or number < 1:
             raise WireError(f"seq_id: steps are numbered from 1, not {number}.")
+        first = self._kinds.setdefault((model_id, number), name)
+        if first != name:
+            raise WireError(
+                f"seq_id: step {number} of this model was already used for {first}, so it cannot "
+                f"be {name}."
+            )
         if (known := self._by_number.get((model_id, number))) is not None:
             return known
         request_id = self._promise()
@@ -648,3 +666,56 @@ def _lost(fault: Lost) -> Unreachable:
 
 def _body(value: Any) -> bytes:
     return value if isinstance(value, bytes) else encode_json(value)
+
+
+# -- on a socket ---------------------------------------------------------------------------------
+
+
+class Loopback:
+    """A fake service behind a real socket, on a thread of its own; see `FakeService.serve`."""
+
+    def __init__(self, fake: FakeService) -> None:
+        self.fake = fake
+        #: Where it listens; set once it runs.
+        self.url = ""
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        self._ready.wait(10)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join(10)
+
+    async def _serve(self) -> None:
+        from aiohttp import web
+
+        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+        app = web.Application(client_max_size=MAX_BODY_BYTES)
+        app.router.add_route("*", "/{tail:.*}", self._answer)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        host, port = runner.addresses[0][:2]
+        self.url = f"http://{host}:{port}"
+        self._ready.set()
+        await self._stop.wait()
+        await runner.cleanup()
+
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
+        from aiohttp import web
+
+        _, _, endpoint = request.path.partition("/api/v1/")
+        try:
+            status, headers, body = await self.fake.answer(
+                request.method, endpoint, request.headers, await request.read()
+            )
+        except Unreachable:
+            assert request.transport is not None
+            request.transport.abort()
+            raise web.HTTPInternalServerError from None
+        return web.Response(status=status, headers=headers, body=body)

@@ -1,0 +1,75 @@
+"""`tinkex.testing`, as users' tests see it."""
+
+import subprocess
+import sys
+
+import pytest
+
+import tinkex
+from tinkex import types
+from tinkex.testing import Answer, FakeService, Lost
+
+pytest_plugins = ["pytester"]
+
+
+def test_a_number_used_for_another_kind_of_step_is_refused_as_by_a_server(fake, datum):
+    first = fake.client()
+    training = first.create_lora_training_client("fake/model")
+    training.forward_backward([datum], "cross_entropy").result(5)
+    twin = tinkex.TrainingClient(first.holder, 0, training.model_id)  # numbers from 1 again
+
+    with pytest.raises(tinkex.UnprocessableEntityError, match="already used for forward_backward"):
+        twin.optim_step(types.AdamParams()).result(5)
+
+    assert twin.forward_backward([datum], "cross_entropy").result(5).metrics  # number 2
+    first.close("success").result(5)
+
+
+def test_a_fake_on_a_socket_serves_programs_in_other_processes():
+    program = (
+        "import tinkex\n"
+        "with tinkex.ServiceClient() as service:\n"
+        "    print(service.get_server_capabilities().supported_models[0].model_name)\n"
+    )
+    with FakeService(base_models=("my/model",)).serve() as running:
+        done = subprocess.run(
+            [sys.executable, "-c", program],
+            env={"TINKER_BASE_URL": running.url, "PYTHONPATH": ":".join(sys.path)},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=30,
+        )
+    assert (done.stdout, done.stderr) == ("my/model\n", "")
+
+
+def test_the_fixture_gives_a_service_to_a_program_that_knows_nothing_of_it(pytester):
+    pytester.makeconftest('pytest_plugins = ["tinkex.pytest_plugin"]')
+    pytester.makepyfile(
+        """
+        import tinkex
+
+        def program():
+            with tinkex.ServiceClient() as service:
+                training = service.create_lora_training_client("fake/model")
+                training.optim_step(tinkex.AdamParams(learning_rate=1e-4)).result()
+
+        def test_one_step(tinkex_service):
+            program()
+            assert [kind for _, _, kind in tinkex_service.ran] == ["optim_step"]
+
+        def test_another_test_starts_with_nothing(tinkex_service):
+            assert tinkex_service.requests == []
+        """
+    )
+    pytester.runpytest_inprocess("-p", "no:randomly").assert_outcomes(passed=2)
+
+
+def test_what_goes_wrong_is_scripted(fake, service, datum):
+    fake.script("forward_backward", Lost(after=True), Answer(status=503))
+    training = service.create_lora_training_client("fake/model")
+
+    training.forward_backward([datum], "cross_entropy").result(10)
+
+    assert len([seen for seen in fake.requests if seen.endpoint == "forward_backward"]) == 3
+    assert len(fake.ran) == 1
