@@ -121,7 +121,7 @@ class _Told:
     async def _until_settled(self) -> AsyncGenerator[bytes]:
         """Tokens as they come, until the sample is over or the server stops."""
         futures = self._context.futures
-        beat_s = min(BEAT_S, self._context.settings.long_poll_s)
+        beat_s = min(BEAT_S, self._context.settings.long_poll_s or BEAT_S)
         while True:
             waiting = asyncio.ensure_future(
                 futures.wait(self._request_id, owner=self._owner, within_s=beat_s)
