@@ -209,7 +209,7 @@ def _asked_for(service: str) -> str:
 
 
 def _console() -> str:
-    from tinkex.client.service import CONSOLE_URL
+    from tinkex.wire.checkpoints import CONSOLE_URL
 
     return CONSOLE_URL
 
