@@ -158,6 +158,8 @@ class EngineOptions:
     spill_folder: Path | None = None
     #: Engines that share this file compute one at a time. None when there is only one.
     turn_file: Path | None = None
+    #: Of several engines, one that nobody asked for so long leaves the memory; 0 is never.
+    idle_s: float = 0.0
 
 
 class LocalExecutor:
@@ -166,14 +168,29 @@ class LocalExecutor:
     def __init__(self, served: Sequence[ServedModel], options: EngineOptions) -> None:
         self.served = tuple(served)
         self._engines = {model.name: _Engine(model, options) for model in served}
+        #: Idle engines leave the memory after this; 0 is never. A single one has nobody to make room for.
+        self.unloads_after_s = options.idle_s if len(self._engines) > 1 else 0.0
+        self._watching: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         # A single model is loaded at once: "ready" then means that work starts without a wait.
         # Several would compete for the memory before anybody asked.
         if len(self._engines) == 1:
             await next(iter(self._engines.values())).ready()
+        if self.unloads_after_s > 0:
+            self._watching = asyncio.create_task(self._watch())
+
+    async def _watch(self) -> None:
+        """The memory of a model that nobody uses is for the others."""
+        while True:
+            await asyncio.sleep(self.unloads_after_s / 4)
+            for engine in self._engines.values():
+                engine.rest_if_idle(self.unloads_after_s)
 
     async def close(self) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.gather(self._watching, return_exceptions=True)
         await asyncio.gather(*(engine.close() for engine in self._engines.values()))
 
     async def ready(self, base_model: str) -> int:
@@ -221,6 +238,9 @@ class _Engine:
         self._process: asyncio.subprocess.Process | None = None
         self._up = asyncio.Event()
         self._keeper: asyncio.Task[None] | None = None
+        #: The keeper of a child that was sent away, until that is gone.
+        self._leaving: asyncio.Task[None] | None = None
+        self._asked_s = 0.0
         self._refused: EngineRefused | None = None
         self._closing = False
         #: What the engine said last of its sizes; None while there is none.
@@ -239,8 +259,9 @@ class _Engine:
     async def ready(self) -> int:
         if self._refused is not None:
             raise self._refused
+        self._asked_s = asyncio.get_running_loop().time()
         if self._keeper is None and not self._closing:
-            self._keeper = asyncio.create_task(self._keep())
+            self._keeper = asyncio.create_task(self._keep(after=self._leaving))
         if not self._up.is_set():
             await self._up.wait()
         if self._refused is not None:
@@ -269,6 +290,20 @@ class _Engine:
         finally:
             self._waiting.pop(ticket, None)
             self._listening.pop(ticket, None)
+            self._asked_s = asyncio.get_running_loop().time()
+
+    def rest_if_idle(self, idle_s: float) -> None:
+        """Send a child away that has had nothing to do for so long; the next request starts one."""
+        idle = self._up.is_set() and not self._waiting and not self._closing
+        if self._keeper is None or not idle:
+            return
+        if asyncio.get_running_loop().time() - self._asked_s < idle_s:
+            return
+        log.info("the engine of %s was idle for %.0f s and is unloaded", self._model.name, idle_s)
+        self._leaving, self._keeper = self._keeper, None
+        # Who asks from now on waits for the next child.
+        self._up.clear()
+        self._leaving.cancel()
 
     def _give_up(self, work: Work, ticket: int) -> None:
         """Nobody waits for a sample any more; other work is never stopped half-way."""
@@ -281,13 +316,17 @@ class _Engine:
         self._closing = True
         if self._writer is not None:
             self._writer.close()
-        if self._keeper is not None:
-            self._keeper.cancel()
-            await asyncio.gather(self._keeper, return_exceptions=True)
+        for keeper in (self._keeper, self._leaving):
+            if keeper is not None:
+                keeper.cancel()
+                await asyncio.gather(keeper, return_exceptions=True)
         self._up.set()
 
-    async def _keep(self) -> None:
+    async def _keep(self, *, after: asyncio.Task[None] | None) -> None:
         """Start the child again whenever it dies, a little later each time."""
+        if after is not None:
+            # Two children would not fit the memory, nor the folder they spill to.
+            await asyncio.wait({after})
         loop = asyncio.get_running_loop()
         delay_s = 0.0
         while True:

@@ -80,6 +80,9 @@ class Settings:
     kv_tokens: int = 0
     #: Most tokens in one pass; 0 is the engine's own limit, or what fits.
     batch_tokens: int = 0
+    #: Where several base models are served, one that nobody asked for so long leaves the memory,
+    #: and comes back when somebody does; 0 keeps all.
+    engine_idle_s: float = 1800.0
     #: Largest request body as it arrives.
     max_body_bytes: int = 64 * MEBIBYTE
     #: Largest request body after decompression.

@@ -139,6 +139,7 @@ def _engine_options(settings: Settings, served: Sequence[ServedModel]) -> Engine
         kv_tokens=settings.kv_tokens,
         batch_tokens=settings.batch_tokens,
         spill_folder=settings.folder / "spill",
+        idle_s=settings.engine_idle_s,
         # Engines on one processor would only slow each other down.
         turn_file=settings.folder / "turn.lock" if len(served) > 1 else None,
     )
