@@ -96,7 +96,11 @@ class NoArchives(RestClient):
 
     def get_checkpoint_archive_url(self, *_: Any) -> Any:
         return self._ask(
-            "GET", "no/such/endpoint", answer=type(None), about="asking for an archive"
+            "an archive",
+            "GET",
+            "no/such/endpoint",
+            answer=type(None),
+            about="asking for an archive",
         )
 
 
