@@ -53,6 +53,9 @@ class SamplingClient(SpeaksText):
     other process takes its own from the environment.
     """
 
+    #: How this client insists; its `config` is the `retry_config`.
+    retry_handler: RetryHandler
+
     def __init__(
         self,
         holder: Session,
@@ -68,11 +71,12 @@ class SamplingClient(SpeaksText):
         self._sampling_session_id = sampling_session_id
         self._retry = retry_config
         self._record_stability_info = record_stability_info
-        self._queue_log = QueueLog(f"Sampling from {sampling_session_id}")
+        self._queue_log = QueueLog(
+            f"Sampling from {sampling_session_id}", telemetry=lambda: self.holder.telemetry
+        )
         self._begin(shadow)
 
     def _begin(self, clone: bool) -> None:
-        #: How this client insists; its `config` is the `retry_config`.
         self.retry_handler = RetryHandler(self._retry or RetryConfig(max_connections=None))
         self._desk = Desk(
             self.holder,
@@ -384,7 +388,7 @@ def draw(holder: Session, request: SampleRequest) -> Promise[SampleResponse]:
             None,
             clone=True,  # not to be taken for the samples of a session's own client
             handler=RetryHandler(RetryConfig(max_connections=None)),
-            observer=QueueLog("Sampling"),
+            observer=QueueLog("Sampling", telemetry=lambda: holder.telemetry),
         )
     return desk.hand_in(request, _checked)
 
