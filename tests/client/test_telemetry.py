@@ -76,12 +76,13 @@ def test_a_service_that_never_answers_it_delays_the_end_by_a_moment_at_most(fake
     assert time.monotonic() - started < 2
 
 
-def test_the_queue_is_bounded_and_keeps_the_newest():
-    queue = telemetry.Telemetry("s")
-    for number in range(3 * telemetry.MOST_EVENTS):
-        queue.note_error(ValueError(number))
-    assert len(queue._events) == telemetry.MOST_EVENTS
-    assert queue._events[-1].event_session_index == 3 * telemetry.MOST_EVENTS
+def test_e2_the_queue_is_bounded_and_keeps_the_newest(fake, service):
+    service.create_sampling_client(base_model="fake/model")
+    queue = service.get_telemetry()
+    for number in range(2 * telemetry.MOST_EVENTS):
+        queue.log("mine", {"number": number})
+    assert len(queue._events) == telemetry.MOST_EVENTS == 10_000
+    assert queue._events[-1].index == 2 * telemetry.MOST_EVENTS
 
 
 def test_batches_are_sent_now_and_then(fake, monkeypatch):

@@ -12,6 +12,8 @@ from time import monotonic
 from weakref import WeakValueDictionary
 
 from tinkex.client.admission import Admission
+from tinkex.client.breaker import Breaker
+from tinkex.client.transport import Kind
 
 #: While a 402 is tolerated, this long between attempts.
 BILLING_PAUSE_S = 5.0
@@ -103,6 +105,8 @@ class Lane:
 
     backoff: Backoff = field(default_factory=Backoff)
     billing: BillingPause = field(default_factory=BillingPause)
+    #: Where the settings ask for them.
+    breakers: dict[Kind, Breaker] = field(default_factory=dict)
     #: Samples under way, submission to result.
     samples: Admission = field(default_factory=lambda: Admission(2_000))
     #: Results that are known to be there, being fetched: many would only open connections.

@@ -24,7 +24,9 @@ from datetime import UTC, datetime
 from time import monotonic
 from typing import Any, Self, TypeVar
 
+from tinkex.client import metrics, otel
 from tinkex.client.backpressure import Lane
+from tinkex.client.breaker import Breaker, CircuitOpenError
 from tinkex.client.credentials import Credential
 from tinkex.client.errors import (
     APIConnectionError,
@@ -103,6 +105,9 @@ class Calls:
         self._signs_itself = any(name.lower() == KEY_HEADER.lower() for name in settings.headers)
         #: Asked before every attempt.
         self.credential = credential or settings.credential()
+        #: Is told of every 429, with the seconds that everybody waits.
+        self.when_busy: Callable[[float], None] = lambda _: None
+        self.tracing = otel.tracing() if settings.otel else None
         #: Whether the service has ever answered: an address that is wrong should fail soon.
         self.reached = False
 
@@ -146,6 +151,7 @@ class Calls:
         response = await self.insisting(
             lambda: self.once(request, about=about),
             path=path,
+            kind=kind,
             give_up_s=give_up_s,
             busy_s=busy_s,
         )
@@ -158,19 +164,28 @@ class Calls:
         attempt_once: Callable[[], Awaitable[T]],
         *,
         path: str,
+        kind: Kind = Kind.SESSION,
         give_up_s: float | None = None,
         busy_s: float | None = None,
     ) -> T:
         """What `attempt_once` comes to, tried again under the policy."""
+        breaker = self._breaker(kind)
         give_up_s = self.settings.give_up_s if give_up_s is None else give_up_s
         started = self._clock()
         attempt = 0
         while True:
             attempt += 1
-            await self.lane.backoff.wait()
+            await self._wait_while_busy()
+            if breaker is not None and (left_s := breaker.blocked_s()) is not None:
+                raise self._not_asked(path, kind, left_s)
             try:
-                return await attempt_once()
+                answer = await attempt_once()
+                if breaker is not None:
+                    breaker.succeeded()
+                return answer
             except (APIConnectionError, APIStatusError) as error:
+                if breaker is not None:
+                    breaker.failed(error)
                 now = datetime.now(UTC)
                 elapsed = self._clock() - started
                 status = error.status_code if isinstance(error, APIStatusError) else None
@@ -183,7 +198,7 @@ class Calls:
                     await asyncio.sleep(pause)
                     continue
                 if status == 429 and busy_s is not None:
-                    self.lane.backoff.ask(_asked_s(error, now) or busy_s)
+                    self.slow_down(path, _asked_s(error, now) or busy_s)
                     continue
                 if not self.reached:
                     give_up_s = min(give_up_s, self.settings.first_contact_s)
@@ -199,9 +214,39 @@ class Calls:
                         _amend(error, f"Gave up after {attempt} attempts in {elapsed:.0f} s.")
                     raise
                 if status == 429:
-                    self.lane.backoff.ask(delay)
+                    self.slow_down(path, delay)
+                metrics.here.count("retries", endpoint(path))
                 log.debug("attempt %d of %s failed; again in %.2f s", attempt, path, delay)
                 await asyncio.sleep(delay)
+
+    def slow_down(self, path: str, delay_s: float) -> None:
+        """Told "busy": everybody of this lane waits so long."""
+        self.lane.backoff.ask(delay_s)
+        metrics.here.count("rate_limited", endpoint(path))
+        self.when_busy(delay_s)
+
+    async def _wait_while_busy(self) -> None:
+        if self.lane.backoff.left_s > 0:
+            started = self._clock()
+            await self.lane.backoff.wait()
+            metrics.here.observe("wait", "backoff", self._clock() - started)
+
+    def _breaker(self, kind: Kind) -> Breaker | None:
+        # Telemetry fails in silence, and must not speak for the service.
+        if self.settings.breaker is None or kind is Kind.TELEMETRY:
+            return None
+        if kind not in self.lane.breakers:
+            self.lane.breakers[kind] = Breaker(self.settings.breaker, self._clock)
+        return self.lane.breakers[kind]
+
+    def _not_asked(self, path: str, kind: Kind, left_s: float) -> CircuitOpenError:
+        return CircuitOpenError(
+            Request(method="POST", url=f"{self._root}/api/v1/{path}", kind=kind),
+            f"Connection error. {path} was not sent: {self._root} failed {kind.value} requests too "
+            f"often in a row (Settings.breaker). It is asked again in {left_s:.0f} s; try then, or "
+            "look at the server's log.",
+            left_s,
+        )
 
     async def once(self, request: Request, *, about: str = "") -> Response:
         """One exchange. Raises for every status that is not a success."""
@@ -275,7 +320,9 @@ class Calls:
 
     async def _stream(self, request: Request) -> Streamed | Response:
         """An answer that is still coming; a refusal is read to its end."""
-        streamed = await self._transport.stream(request)
+        with _Measured(request, self._clock) as measured:
+            streamed = await self._transport.stream(request)
+            measured.status = streamed.status_code
         if streamed.status_code < 300:
             return streamed
         return _without_secrets(await streamed.whole(), request)
@@ -285,7 +332,9 @@ class Calls:
         if telling:
             log.debug("%s %s %s", request.method, request.path, _shown(request.headers))
         started = self._clock()
-        response = await self._transport.send(request)
+        with _Measured(request, self._clock) as measured:
+            response = await self._transport.send(request)
+            measured.status, measured.size = response.status_code, len(response.content)
         if telling:
             log.debug(
                 "%s %s: %d, %d bytes after %.3f s",
@@ -316,6 +365,8 @@ class Calls:
             sent["X-Idempotency-Key"] = f"tinkex-{uuid.uuid4()}"
         if headers:
             sent = merged(sent, headers)
+        if self.tracing is not None:
+            self.tracing.inject(sent)
         data = body if body is None or isinstance(body, bytes) else encode_json(body)
         return Request(
             method=method,
@@ -332,6 +383,37 @@ class Calls:
             f"{about}{request.method} {request.url}: {found}. "
             "Check that the server runs and that base_url (TINKER_BASE_URL) is right."
         )
+
+
+# Not a generator: every request passes here, and this takes half the time.
+class _Measured:
+    """Around one exchange: counts it, its bytes and its time."""
+
+    __slots__ = ("_clock", "_endpoint", "_size", "_started", "size", "status")
+
+    def __init__(self, request: Request, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._endpoint = endpoint(request.url.partition("/api/v1/")[2])
+        self._size = len(request.body or b"")
+        self._started = 0.0
+        #: None where no answer came.
+        self.status: int | None = None
+        self.size = 0
+
+    def __enter__(self) -> Self:
+        metrics.here.asked(self._endpoint, self._size)
+        self._started = self._clock()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        status = "none" if self.status is None else str(self.status)
+        taken_s = self._clock() - self._started
+        metrics.here.answered(self._endpoint, status, self.size, taken_s)
+
+
+def endpoint(path: str) -> str:
+    """The name to count a path under: its first word, without ids."""
+    return path.partition("?")[0].partition("/")[0]
 
 
 def merged(headers: Mapping[str, str], over: Mapping[str, str]) -> dict[str, str]:

@@ -128,7 +128,9 @@ async def _upload(
             graph=traced.graph,
         ),
         Wanted(request_type="CreateCustomLoss", answer=CreateCustomLossResponse),
-        observer=QueueLog(f"Creation of the loss {traced.name}"),
+        observer=QueueLog(
+            f"Creation of the loss {traced.name}", telemetry=lambda: holder.telemetry
+        ),
     )
     return created.loss_id
 

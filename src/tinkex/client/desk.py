@@ -7,6 +7,7 @@ Any thread may hand one in; everything else happens on the background loop.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import itertools
 import os
 import random
@@ -16,10 +17,12 @@ from contextlib import asynccontextmanager
 from time import monotonic
 from typing import Any, Generic, TypeVar
 
+from tinkex.client import metrics
 from tinkex.client.admission import Line
 from tinkex.client.chunks import input_bytes
 from tinkex.client.errors import own_copy
 from tinkex.client.futures import Promise
+from tinkex.client.operations import Operation
 from tinkex.client.poller import Poller
 from tinkex.client.results import QueueObserver, Wanted
 from tinkex.client.session import Connection, Session, closed
@@ -49,7 +52,7 @@ LARGE_PROMPT_BYTES = 128 * 1024
 class Sample(Generic[T]):
     """One call of the user's, until it is answered."""
 
-    __slots__ = ("finish", "insists", "promise", "request", "task", "told")
+    __slots__ = ("arrived", "context", "finish", "insists", "promise", "request", "task", "told")
 
     def __init__(
         self,
@@ -58,7 +61,11 @@ class Sample(Generic[T]):
         *,
         insists: bool,
         told: Told | None = None,
+        context: contextvars.Context | None = None,
     ) -> None:
+        self.arrived = monotonic()
+        #: The caller's, where its traces are to show this sample.
+        self.context = context
         self.request = request
         self.finish = finish
         #: Started over even where the server asks clients not to.
@@ -108,7 +115,9 @@ class Desk:
     ) -> Promise[T]:
         """Queue a sample; never blocks. From any thread."""
         loop = self._holder.loop()
-        sample = Sample(request, finish, insists=insists, told=told)
+        context = contextvars.copy_context() if self._holder.settings.otel else None
+        sample = Sample(request, finish, insists=insists, told=told, context=context)
+        metrics.here.change("samples_waiting", "sample", 1)
         if told is not None:
             sample.promise.add_done_callback(lambda _: told.end())
         self._arrived.append(sample)
@@ -123,6 +132,7 @@ class Desk:
         self._rung = False  # first: what arrives from now on rings again
         new = [self._arrived.popleft() for _ in range(len(self._arrived))]
         if self._holder.closed:  # since they were handed in
+            metrics.here.change("samples_waiting", "sample", -len(new))
             for sample in new:
                 sample.promise.fail(closed())
         elif self._connection is None:
@@ -179,9 +189,14 @@ class Desk:
 
     def _begin(self, sample: Sample[Any]) -> bool:
         connection = self._connection
+        metrics.here.change("samples_waiting", "sample", -1)
         if connection is None or sample.promise.done():
             return False  # taken back while it waited
-        sample.task = asyncio.get_running_loop().create_task(self._draw(connection, sample))
+        metrics.here.observe("wait", "sample", monotonic() - sample.arrived)
+        if sample.context is None:
+            sample.task = self._start(connection, sample)
+        else:
+            sample.task = sample.context.run(self._start, connection, sample)
         self._inside.add(sample)
         self._holder.follow(sample.task, sample.promise)
 
@@ -193,6 +208,13 @@ class Desk:
 
         sample.task.add_done_callback(ended)
         return True
+
+    def _start(self, connection: Connection, sample: Sample[T]) -> asyncio.Task[T]:
+        operation = Operation("sample", self._holder.tracing, self._sampling_session_id or "")
+        with operation.current():
+            return operation.follow(
+                asyncio.get_running_loop().create_task(self._draw(connection, sample))
+            )
 
     def close(self) -> None:
         """The session ends: what was let in is cancelled by it, what waits is told here."""
@@ -208,6 +230,7 @@ class Desk:
     def _fail_waiting(self, error: Callable[[], BaseException]) -> None:
         waiting = list(self._line.waiting)
         self._line.waiting.clear()
+        metrics.here.change("samples_waiting", "sample", -len(waiting))
         for sample in waiting:
             sample.promise.fail(error())
 

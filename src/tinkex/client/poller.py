@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import itertools
 import random
 from collections import deque
@@ -118,7 +119,10 @@ class Poller:
 
     def _wake(self) -> None:
         if self._task is None:
-            self._task = asyncio.get_running_loop().create_task(self._poll())
+            # For many samples, so in the name of none of them.
+            self._task = asyncio.get_running_loop().create_task(
+                self._poll(), context=contextvars.Context()
+            )
             self._task.add_done_callback(self._ended)
             self._keep(self._task)
 

@@ -15,10 +15,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from time import monotonic
-from typing import Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from pydantic import BaseModel
 
+from tinkex.client import queue_states
 from tinkex.client.calls import Calls
 from tinkex.client.errors import (
     APIConnectionError,
@@ -36,6 +37,9 @@ from tinkex.wire.futures import (
     TryAgainResponse,
     read_future,
 )
+
+if TYPE_CHECKING:
+    from tinkex.client.telemetry import Telemetry
 
 log = logging.getLogger("tinkex.results")
 
@@ -155,7 +159,7 @@ class Patience:
             raise error
         delay = self.pace.after_failure(error)
         if error.status_code == 429:
-            self._calls.lane.backoff.ask(delay)
+            self._calls.slow_down("retrieve_future", delay)
         return delay
 
 
@@ -192,7 +196,9 @@ class Results:
         polls = 0
         may_withhold = size is None
         about = f"result of {wanted.request_type} request {request_id}"
+        telling = _Telling(observer)
         async with contextlib.AsyncExitStack() as room:
+            room.callback(telling.over)
             if size is not None:
                 await room.enter_async_context(self._calls.lane.result_bytes.hold(size))
             while True:
@@ -220,7 +226,7 @@ class Results:
                 except (APIConnectionError, APIStatusError) as error:
                     if isinstance(error, APIStatusError) and error.status_code == 408:
                         patience.answered()
-                        _tell(observer, error.body)
+                        telling.hear(error.body)
                         delay = patience.pace.after_not_yet(self._clock() - asked_at)
                     else:
                         delay = patience.pause_s(error)
@@ -239,7 +245,7 @@ class Results:
                 if isinstance(answer, RequestFailedResponse):
                     raise RequestFailedError(answer.error, request_id, answer.category)
                 if isinstance(answer, TryAgainResponse):
-                    _tell(observer, answer.model_dump())
+                    telling.hear(answer.model_dump())
                     await asyncio.sleep(patience.pace.after_not_yet(self._clock() - asked_at))
                 elif isinstance(answer, CompleteMetadata):
                     if may_withhold:
@@ -252,30 +258,69 @@ class Results:
                     return answer
 
 
-def _tell(observer: QueueObserver | None, body: object) -> None:
-    if observer is None or not isinstance(body, dict):
-        return
-    state, reason = body.get("queue_state"), body.get("queue_state_reason")
-    if not isinstance(state, str):
-        return
-    try:
-        observer.on_queue_state_change(state, reason if isinstance(reason, str) else None)
-    except Exception:
-        log.exception("a queue-state observer failed; the request goes on")
+class _Telling:
+    """Passes on what polls say about the queue, and at the end that the waiting is over."""
+
+    def __init__(self, observer: QueueObserver | None) -> None:
+        self._observer = observer
+        self._state = "active"
+
+    def hear(self, body: object) -> None:
+        if not isinstance(body, dict):
+            return
+        state, reason = body.get("queue_state"), body.get("queue_state_reason")
+        if isinstance(state, str):
+            self._tell(state, reason if isinstance(reason, str) else None)
+
+    def over(self) -> None:
+        if self._state != "active":
+            self._tell("active", None)
+
+    def _tell(self, state: str, reason: str | None) -> None:
+        self._state = state
+        if self._observer is None:
+            return
+        try:
+            self._observer.on_queue_state_change(state, reason)
+        except Exception:
+            log.exception("a queue-state observer failed; the request goes on")
 
 
 class QueueLog:
-    """The usual observer: one line a minute at most while something waits for a reason."""
+    """
+    The usual observer: one line a minute at most while something waits for a reason.
 
-    def __init__(self, subject: str, clock: Callable[[], float] = monotonic) -> None:
+    Changes are also published to `on_queue_state` callbacks, and counted by the telemetry of the
+    session.
+    """
+
+    def __init__(
+        self,
+        subject: str,
+        clock: Callable[[], float] = monotonic,
+        *,
+        telemetry: Callable[[], Telemetry | None] = lambda: None,
+    ) -> None:
         self._subject = subject
         self._clock = clock
+        self._telemetry = telemetry
         self._last = -QUEUE_LOG_EVERY_S
+        self._known: tuple[str, str | None] = ("active", None)
 
     def on_queue_state_change(self, queue_state: str, queue_state_reason: str | None) -> None:
+        reason = None
+        if queue_state != "active":
+            reason = queue_state_reason or QUEUE_REASONS.get(
+                queue_state, "the service gave no reason"
+            )
+        if (queue_state, reason) != self._known:
+            self._known = (queue_state, reason)
+            if telemetry := self._telemetry():
+                telemetry.note_queue_state(queue_state)
+            queue_states.publish(
+                queue_states.QueueState(subject=self._subject, state=queue_state, reason=reason)
+            )
         now = self._clock()
-        if queue_state == "active" or now - self._last < QUEUE_LOG_EVERY_S:
-            return
-        self._last = now
-        reason = queue_state_reason or QUEUE_REASONS.get(queue_state, "the service gave no reason")
-        log.warning("%s is paused: %s", self._subject, reason)
+        if reason is not None and now - self._last >= QUEUE_LOG_EVERY_S:
+            self._last = now
+            log.warning("%s is paused: %s", self._subject, reason)

@@ -27,12 +27,33 @@ def is_retryable(error: BaseException) -> bool:
 
 
 def is_user_error(error: BaseException) -> bool:
-    """Whether the request was wrong, rather than the service or the network (requirement E1)."""
+    """
+    Whether the request was wrong, rather than the service or the network (requirement E1).
+
+    Asks the exception itself, then what caused it, then what was being handled; the first that
+    tells decides. 408, 409, 410 and 429 are not the user's doing (upstream counts some as such).
+    """
+    waiting, seen = [error], set()
+    while waiting:
+        link = waiting.pop()
+        if id(link) in seen:
+            continue
+        seen.add(id(link))
+        if (verdict := _is_users(link)) is not None:
+            return verdict
+        waiting += [each for each in (link.__context__, link.__cause__) if each is not None]
+    return False
+
+
+def _is_users(error: BaseException) -> bool | None:
+    """What one exception alone tells; None if it does not."""
     category = getattr(error, "category", None)
     if category is not None:
         return str(getattr(category, "value", category)) == "user"
     status = getattr(error, "status_code", None)
-    return isinstance(status, int) and 400 <= status < 500 and status not in (408, 409, 410, 429)
+    if isinstance(status, int) and status >= 400:
+        return status < 500 and status not in (408, 409, 410, 429)
+    return False if isinstance(error, APIConnectionError) else None
 
 
 def retry_after_s(headers: Mapping[str, str], *, now: datetime) -> float | None:

@@ -72,7 +72,7 @@ class SamplingClient(SpeaksText):
         self._retry = retry_config
         self._record_stability_info = record_stability_info
         self._queue_log = QueueLog(
-            f"Sampling from {sampling_session_id}", telemetry=lambda: self.holder.telemetry
+            f"Sampling from {sampling_session_id}", telemetry=lambda: holder.telemetry
         )
         self._begin(shadow)
 

@@ -181,9 +181,12 @@ class ServiceClient:
                 optimizer_config=optimizer or AdamOptimizerConfig(),
             ),
             Wanted(request_type="CreateModel", answer=CreateModelResponse),
-            observer=QueueLog(f"Creation of a model over {base_model}"),
+            observer=self._watching(f"Creation of a model over {base_model}"),
         )
         return TrainingClient(self.holder, number, created.model_id)
+
+    def _watching(self, subject: str) -> QueueLog:
+        return QueueLog(subject, telemetry=lambda: self._session.telemetry)
 
     def _create_training_client_from_state(
         self,
@@ -247,7 +250,7 @@ class ServiceClient:
                     weights_access_token=weights_access_token,
                 ),
                 Wanted(request_type="LoadWeights", answer=LoadWeightsResponse),
-                observer=QueueLog(f"Restoring {path}"),
+                observer=self._watching(f"Restoring {path}"),
             )
             # The grammar of ids is part of the protocol where servers set this flag.
             return TrainingClient(self.holder, number, f"{session_id}:train:{number}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import contextvars
 import functools
 import itertools
 import logging
@@ -23,6 +24,7 @@ from urllib.parse import quote
 from pydantic import BaseModel
 
 from tinkex.client import loop as background_loop
+from tinkex.client import operations, otel, telemetry
 from tinkex.client.backpressure import Lane, Lanes
 from tinkex.client.calls import Calls, client_headers
 from tinkex.client.cancels import Cancels
@@ -49,6 +51,7 @@ from tinkex.wire.runs import (
 
 if TYPE_CHECKING:
     from tinkex.client.local import LocalServer
+    from tinkex.client.otel import Tracing
 
 log = logging.getLogger("tinkex.session")
 
@@ -91,6 +94,8 @@ class Connection:
     config: ClientConfigResponse
     dynamic: ClientDynamicConfigResponse
     cancels: Cancels
+    #: Reports about the session, once there is one and unless switched off.
+    telemetry: Telemetry | None = None
     #: Background work that ends with the session.
     chores: list[asyncio.Task[None]] = field(default_factory=list)
 
@@ -149,7 +154,6 @@ class Session:
         self.make_transport = make_transport
         self._server: LocalServer | None = None
         self._home = os.getpid()
-        self._telemetry: Telemetry | None = None
         self._model_numbers = itertools.count()
         self._sampler_numbers = itertools.count()
         self._loss_numbers = itertools.count()
@@ -163,6 +167,7 @@ class Session:
     def _begin(self) -> None:
         """Nothing connected yet, in this process."""
         self._pid = os.getpid()
+        self._telemetry: Telemetry | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
         self._closing_too: weakref.WeakSet[Closeable] = weakref.WeakSet()
         self._connected = Once(self._connect)
@@ -177,6 +182,11 @@ class Session:
     def telemetry(self) -> Telemetry | None:
         """What reports about this session; None before there is one, or switched off."""
         return self._telemetry
+
+    @property
+    def tracing(self) -> Tracing | None:
+        """What makes spans of operations, where the settings ask for it."""
+        return otel.tracing() if self.settings.otel else None
 
     # -- running work ----------------------------------------------------------------------------
 
@@ -357,10 +367,13 @@ class Session:
             _refresh(connection, weakref.ref(self)),
         ]
         if self.settings.telemetry:
-            self._telemetry = Telemetry(self._session_id)
-            chores.append(self._telemetry.send_regularly(connection.calls))
+            self._telemetry = Telemetry(self._session_id, connection.calls)
+            connection.telemetry = self._telemetry
+            connection.calls.when_busy = self._telemetry.note_busy
+            chores.append(self._telemetry.send_regularly())
         for chore in chores:
-            task = asyncio.create_task(chore)
+            # Of nobody's operation, though somebody's operation was the first.
+            task = asyncio.create_task(chore, context=contextvars.Context())
             background_loop.keep(task)
             connection.chores.append(task)
         return self._session_id
@@ -378,13 +391,15 @@ class Session:
         observer: QueueObserver | None = None,
     ) -> R:
         """Send a request that answers with a promise, and wait for what was promised."""
-        started = monotonic()
-        promised = await connection.calls.call(
-            "POST", path, body, answer=UntypedAPIFuture, kind=kind, about=wanted.request_type
-        )
-        return await connection.results.fetch(
-            promised.request_id, wanted, observer=observer, round_trip_s=monotonic() - started
-        )
+        name = operations.named(wanted.request_type)
+        with operations.during(name, connection.calls.tracing, self._session_id or ""):
+            started = monotonic()
+            promised = await connection.calls.call(
+                "POST", path, body, answer=UntypedAPIFuture, kind=kind, about=wanted.request_type
+            )
+            return await connection.results.fetch(
+                promised.request_id, wanted, observer=observer, round_trip_s=monotonic() - started
+            )
 
     def cancel_later(self, connection: Connection, request: str | Request) -> None:
         """Tell the server that nobody wants this sample any more, if it cares to know."""
@@ -445,7 +460,7 @@ class Session:
             for chore in connection.chores:
                 chore.cancel()
             if self._telemetry is not None:
-                await self._telemetry.end(connection.calls)
+                await self._telemetry.end()
             if self._session_id is not None and not self.joined and self._home == os.getpid():
                 try:
                     async with asyncio.timeout(FINISH_GIVE_UP_S):
@@ -547,6 +562,8 @@ def _abandon(
     async def stop() -> None:
         for chore in connection.chores:
             chore.cancel()
+        if connection.telemetry is not None:
+            await connection.telemetry.end()
         await connection.transport.close()
 
     def begin() -> None:
@@ -563,9 +580,10 @@ def _hang_up() -> None:
         return
 
     async def stop() -> None:
+        await telemetry.end_all()
         await asyncio.gather(*(each.close() for each in transports), return_exceptions=True)
 
     try:
-        asyncio.run_coroutine_threadsafe(stop(), background_loop.background()).result(1.0)
+        asyncio.run_coroutine_threadsafe(stop(), background_loop.background()).result(2.0)
     except Exception:
         log.debug("connections were not closed in time", exc_info=True)

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from urllib.parse import urlsplit, urlunsplit
 
 from tinkex.client import credentials, stored_keys
+from tinkex.client.breaker import BreakerPolicy
 from tinkex.client.credentials import ApiKey, Credential
 from tinkex.client.errors import TinkerError
 from tinkex.client.proxies import proxy_for
@@ -65,6 +66,10 @@ class Settings:
     give_up_s: float = 300.0
     #: A result that was promised is asked for this long while the server cannot be reached.
     reconnect_s: float = 3600.0
+    #: Fail at once while a service keeps failing; None insists all the same.
+    breaker: BreakerPolicy | None = None
+    #: Spans and metrics for OpenTelemetry, and `traceparent` on requests (extra `otel`).
+    otel: bool = False
 
     @classmethod
     def resolve(
@@ -83,6 +88,8 @@ class Settings:
         first_contact_s: float | None = None,
         give_up_s: float | None = None,
         reconnect_s: float | None = None,
+        breaker: BreakerPolicy | None = None,
+        otel: bool | None = None,
         env: Mapping[str, str] = os.environ,
         home: Path | None = None,
     ) -> Settings:
@@ -120,6 +127,8 @@ class Settings:
             first_contact_s=_seconds("FIRST_CONTACT_S", first_contact_s, env, 30.0),
             give_up_s=_seconds("GIVE_UP_S", give_up_s, env, 300.0),
             reconnect_s=_seconds("RECONNECT_S", reconnect_s, env, 3600.0),
+            breaker=breaker or BreakerPolicy.parse(setting("BREAKER", env) or "off"),
+            otel=(setting("OTEL", env) or "0").lower() in _TRUE if otel is None else otel,
         )
         settings.credential()  # a key that is missing or malformed is told at once
         return settings

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
 
 from pydantic import BaseModel
 
-from tinkex.client import custom_loss, tokenizer
+from tinkex.client import custom_loss, operations, tokenizer
 from tinkex.client.chunks import cut, datum_bytes
 from tinkex.client.errors import APIStatusError, UnprocessableEntityError
 from tinkex.client.futures import Promise, awaits, refuse_to_block, submits, waits
@@ -114,7 +114,7 @@ class TrainingClient(SpeaksText):
         self._pid = os.getpid()
         #: Where a custom loss of ours is being computed.
         self._loss_thread: int | None = None
-        self._queue_log = QueueLog(f"Training of {model_id}")
+        self._queue_log = QueueLog(f"Training of {model_id}", telemetry=lambda: holder.telemetry)
 
     def __repr__(self) -> str:
         return f"<TrainingClient of {self.model_id}>"
@@ -559,10 +559,16 @@ class TrainingClient(SpeaksText):
             return await send(promise)
 
         def begin() -> asyncio.Task[T]:
-            # Both at once, before anything can be cancelled: every ticket must be started.
-            submission = self._turnstile.start(ticket, in_turn)
-            self.holder.track(submission)
-            return asyncio.ensure_future(self._finish(submission, wanted, finish))
+            operation = operations.Operation(
+                operations.named(wanted.request_type), self.holder.tracing, self.model_id
+            )
+            with operation.current():
+                # Both at once, before anything can be cancelled: every ticket must be started.
+                submission = self._turnstile.start(ticket, in_turn)
+                self.holder.track(submission)
+                return operation.follow(
+                    asyncio.create_task(self._finish(submission, wanted, finish))
+                )
 
         self.holder.start(promise, begin)
         return promise
