@@ -20,6 +20,7 @@ from standin import Asked, Reply, Standin, reply_json, standing_in
 from tinkex import AdminClient, RestClient, types
 from tinkex.client import rest as rest_module
 from tinkex.client import sessionless
+from tinkex.client.rest import owner_in
 from tinkex.testing import FakeService
 
 RUN = "s:train:0"
@@ -402,12 +403,12 @@ def test_a_call_can_have_a_time_out_of_its_own(here: Service, rest: RestClient) 
 
 
 def test_whoami_reads_the_token_and_sends_nothing(here: Service) -> None:
-    claims = {"iss": "passport-x", "sub": "urn:me", "org_id": "urn:us", "email": "me@us.invalid"}
+    claims = {"iss": "passport-x", "sub": "tml:user:me", "org_id": "us", "email": "me@us.invalid"}
     middle = base64.urlsafe_b64encode(json.dumps(claims).encode()).decode().rstrip("=")
     with RestClient(base_url=here.url, api_key=f"eyJhbGciOiJub25lIn0.{middle}.x") as rest:
         me = rest.whoami().result(10)
         assert me == types.WhoamiResponse(
-            user_urn="urn:me", org_urn="urn:us", email="me@us.invalid"
+            user_urn="tml:user:me", org_urn="tml:organization:us", email="me@us.invalid"
         )
         assert asyncio.run(rest.whoami_async()) == me
     with (
@@ -416,6 +417,16 @@ def test_whoami_reads_the_token_and_sends_nothing(here: Service) -> None:
     ):
         rest.whoami().result(10)
     assert here.asked == []
+
+
+def test_a_token_that_does_not_say_whose_it_is_is_told_apart() -> None:
+    urn = "tml:organization:us"
+    assert owner_in({"sub": "a", "org_id": urn, "email": 3}) == types.WhoamiResponse(
+        user_urn="a", org_urn=urn
+    )
+    for claims in ({"sub": "a"}, {"org_id": "b"}, {"sub": 1, "org_id": 2}):
+        with pytest.raises(RuntimeError, match="whose it is"):
+            owner_in(claims)
 
 
 # -- pages -------------------------------------------------------------------------------------------

@@ -7,11 +7,15 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import tinkex
+from server.echo import EchoExecutor
+from server.hosting import hosted
+from server.tenants import new_key
 from serving import TINY, Server
 from tinkex import AdminClient, RestClient, types
 
@@ -166,6 +170,19 @@ def test_sessions_and_samplers_are_described_moved_found_and_traced(
 def test_a_plain_key_does_not_say_whose_it_is(rest: RestClient, call: Call) -> None:
     with pytest.raises(RuntimeError, match="token"):
         call(rest, "whoami")
+
+
+def test_a_token_says_whose_it_is(tmp_path: Path) -> None:
+    async def asked() -> list[types.WhoamiResponse]:
+        key = await new_key(tmp_path, "alice", project_id="vision")
+        async with hosted(EchoExecutor(), tmp_path, jwt=True) as api:
+            url = str(api.http._base_url).rstrip("/")
+            async with RestClient(base_url=url, api_key=key) as rest:
+                return [await rest.whoami(), await rest.whoami_async()]
+
+    # As the official client reads the same server's token (see test_official_keys).
+    me = types.WhoamiResponse(user_urn="tml:user:alice", org_urn="tml:organization:vision")
+    assert [one.model_copy(update={"email": None}) for one in asyncio.run(asked())] == [me, me]
 
 
 def test_the_admin_client_tells_what_was_done_and_used(

@@ -7,7 +7,9 @@ import logging
 import sys
 import uuid
 import warnings
+from collections.abc import Mapping
 from datetime import UTC, date, datetime, timedelta
+from typing import Any
 
 from tinkex.client import arguments, futures
 from tinkex.client.admin import AdminClient, redirected
@@ -52,6 +54,7 @@ log = logging.getLogger("tinkex.rest")
 #: A trace takes seconds at best: a first look soon, then at the pace that services expect.
 FIRST_LOOK_S = 0.5
 LOOK_EVERY_S = 5.0
+ORGANISATION = "tml:organization:"
 #: How long a link works when the service does not say.
 ARCHIVE_LASTS = timedelta(minutes=15)
 
@@ -500,10 +503,7 @@ class RestClient(Sessionless):
         """Whom the credential in use belongs to, as the token says."""
 
         async def work(connection: Connection) -> WhoamiResponse:
-            claims = await connection.credential.claims()
-            return WhoamiResponse(
-                user_urn=claims["sub"], org_urn=claims["org_id"], email=claims.get("email")
-            )
+            return owner_in(await connection.credential.claims())
 
         return self._run(work, "GET", "auth/token")
 
@@ -542,6 +542,21 @@ class RestClient(Sessionless):
         admin = AdminClient(self._open_holder())
         admin._timeout_s = self._timeout_s
         return admin
+
+
+def owner_in(claims: Mapping[str, Any]) -> WhoamiResponse:
+    """Whom a token belongs to. Organisations are written as names in tokens, and as URNs here."""
+    user, organisation, email = (claims.get(name) for name in ("sub", "org_id", "email"))
+    if isinstance(user, str) and isinstance(organisation, str):
+        return WhoamiResponse(
+            user_urn=user,
+            org_urn=ORGANISATION + organisation.removeprefix(ORGANISATION),
+            email=email if isinstance(email, str) else None,
+        )
+    raise RuntimeError(
+        "The token does not say whose it is: it has no `sub` and `org_id`, as tokens of the "
+        "service have. Use a key, or a token that `POST /api/v1/auth/token` gave."
+    )
 
 
 def _expiry(text: str | None) -> datetime:
