@@ -33,6 +33,7 @@ from urllib.parse import unquote
 from tinkex.client.transport import Request, Response, Streamed, TooSlow, Transport, Unreachable
 from tinkex.wire.checkpoints import (
     LoadWeightsRequest,
+    SaveWeightsExternalRequest,
     SaveWeightsForSamplerRequest,
     SaveWeightsRequest,
     WeightsInfoRequest,
@@ -67,6 +68,7 @@ from tinkex.wire.training import (
     ForwardBackwardInput,
     ForwardBackwardOutput,
     OptimStepRequest,
+    UnloadModelRequest,
 )
 
 if TYPE_CHECKING:
@@ -320,6 +322,8 @@ class FakeService:
                 return {"client_counter": next(self._clones)}
             case "POST", "create_model":
                 return self._create_model(decode_json(CreateModelRequest, body))
+            case "POST", "unload_model":
+                return self._unload(decode_json(UnloadModelRequest, body))
             case "POST", "asample":
                 return self._sample(decode_json(SampleRequest, body))
             case "POST", _ if first in _STEPS:
@@ -399,6 +403,12 @@ class FakeService:
             self._keep(request_id, ({"model_id": model_id}, None))
         return accepted
 
+    def _unload(self, request: UnloadModelRequest) -> dict[str, Any]:
+        del self._models[request.model_id]
+        request_id = self._promise()
+        self._keep(request_id, ({"model_id": request.model_id}, None))
+        return {"request_id": request_id}
+
     def _step(self, kind: str, headers: Mapping[str, str], body: bytes) -> dict[str, Any]:
         """Accept a step at once, and run all steps whose turn has come."""
         model_id, number, name, run = _STEPS[kind](self, headers, body)
@@ -471,6 +481,14 @@ class FakeService:
             return self._open_sampler(sampler, None, path), None
 
         return request.model_id, request.seq_id, "save_weights_for_sampler", run
+
+    def _save_external(self, headers: Mapping[str, str], body: bytes) -> _Step:
+        request = decode_json(SaveWeightsExternalRequest, body)
+
+        def run(model: _Model) -> _Result:
+            return {"path": self._save(request.model_id, "external_weights", request.path, model)}, None
+
+        return request.model_id, request.seq_id, "save_weights_external", run
 
     def _load_weights(self, headers: Mapping[str, str], body: bytes) -> _Step:
         request = decode_json(LoadWeightsRequest, body)
@@ -562,6 +580,7 @@ _STEPS: dict[str, Callable[[FakeService, Mapping[str, str], bytes], _Step]] = {
     "optim_step": FakeService._optim_step,
     "save_weights": FakeService._save_weights,
     "save_weights_for_sampler": FakeService._save_for_sampler,
+    "save_weights_external": FakeService._save_external,
     "load_weights": FakeService._load_weights,
 }
 
