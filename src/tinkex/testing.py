@@ -486,7 +486,8 @@ class FakeService:
         request = decode_json(SaveWeightsExternalRequest, body)
 
         def run(model: _Model) -> _Result:
-            return {"path": self._save(request.model_id, "external_weights", request.path, model)}, None
+            path = self._save(request.model_id, "external_weights", request.path, model)
+            return {"path": path}, None
 
         return request.model_id, request.seq_id, "save_weights_external", run
 
