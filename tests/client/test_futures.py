@@ -8,7 +8,7 @@ import warnings
 
 import pytest
 
-from tinkex import APIFuture, SamplingParams, types
+from tinkex import APIFuture, SamplingClient, SamplingParams, types
 from tinkex.client import loop as background_loop
 from tinkex.client.futures import Promise
 
@@ -159,3 +159,16 @@ def test_twins_are_coroutines_with_the_same_parameters_and_words():
             assert twin.__name__ == name
             assert twin.__doc__
             assert twin.__doc__ == plain.__doc__
+
+
+def test_a_method_that_a_subclass_overrides_is_called_by_its_twin(service):
+    class Canned(SamplingClient):
+        def sample(self, *args, **kwargs):
+            answer = concurrent.futures.Future()  # a plain one, as test doubles make them
+            answer.set_result("canned")
+            return answer
+
+    sampling = service.create_sampling_client(base_model="fake/model")
+    sampling.__class__ = Canned
+
+    assert asyncio.run(sampling.sample_async("prompt", 1, None)) == "canned"

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import functools
 import inspect
+import operator
 import os
 import sys
 import warnings
@@ -188,7 +190,9 @@ def settle(promise: Promise[T], task: asyncio.Task[T]) -> None:
 
 
 # The twins. A method is written once, as a function that returns a promise at once; the spellings
-# of the official client are made from it here. `_name` gives `name` and `name_async`.
+# of the official client are made from it here. `_name` gives `name` and `name_async`. A definition
+# that is public itself is looked up when its twin is called: programs replace `sample`, and
+# subclasses override it, and mean `sample_async` too.
 
 
 def waits(start: Callable[Concatenate[S, P], Promise[T]]) -> Callable[Concatenate[S, P], T]:
@@ -207,8 +211,13 @@ def awaits(
 ) -> Callable[Concatenate[S, P], Coroutine[Any, Any, T]]:
     """The `_async` form that returns the value."""
 
+    now = _looked_up(start)
+
     async def twin(self: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return await start(self, *args, **kwargs)
+        started = now(self)(*args, **kwargs)
+        if not isinstance(started, APIFuture) and isinstance(started, concurrent.futures.Future):
+            return await AwaitableConcurrentFuture(started)  # of somebody's own `sample`
+        return await started
 
     return _spelt(twin, start.__name__.lstrip("_") + "_async", start)
 
@@ -218,10 +227,21 @@ def submits(
 ) -> Callable[Concatenate[S, P], Coroutine[Any, Any, Promise[T]]]:
     """The `_async` form that returns the future: await it twice, or keep it for later."""
 
+    now = _looked_up(start)
+
     async def twin(self: S, /, *args: P.args, **kwargs: P.kwargs) -> Promise[T]:
-        return start(self, *args, **kwargs)
+        return now(self)(*args, **kwargs)
 
     return _spelt(twin, start.__name__.lstrip("_") + "_async", start)
+
+
+def _looked_up(
+    start: Callable[Concatenate[S, P], Promise[T]],
+) -> Callable[[S], Callable[P, Promise[T]]]:
+    """How the method that `start` defines is found on an object."""
+    if start.__name__.startswith("_"):
+        return lambda self: functools.partial(start, self)
+    return operator.attrgetter(start.__name__)
 
 
 F = TypeVar("F", bound=Callable[..., Any])
