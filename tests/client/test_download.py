@@ -363,6 +363,17 @@ def test_a_folder_that_is_there_is_replaced_only_when_asked_to(
         download_checkpoint(EXPORT, tmp_path / "file", rest=rest, overwrite=True)
 
 
+def test_the_folder_may_be_the_one_we_stand_in(
+    here: Standin, files: Files, rest: RestClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert content(download_checkpoint(EXPORT, "a", rest=rest)) == files.files
+    assert content(tmp_path / "a") == files.files
+    monkeypatch.chdir(tmp_path / "a")
+    with pytest.raises(FileExistsError):
+        download_checkpoint(EXPORT, ".", rest=rest)
+
+
 def test_two_downloads_into_one_folder_do_not_mix(
     here: Standin, files: Files, rest: RestClient, tmp_path: Path
 ) -> None:

@@ -100,7 +100,8 @@ def _download(
     if rest is None:
         with RestClient() as own:
             return _download(path, folder, own, overwrite, progress, stop)
-    part = folder.with_name(folder.name + ".part")
+    here = folder.absolute()
+    part = here.with_name(f"{here.name}.part")
     fetcher = Fetcher(rest.holder.settings, stop)
     with contextlib.ExitStack() as stack:
         if parsed.checkpoint_type == "external":
