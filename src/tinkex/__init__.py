@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from tinkex import resources as resources
     from tinkex import types
     from tinkex.client.admin import AdminClient
+    from tinkex.client.breaker import BreakerPolicy, CircuitOpenError
     from tinkex.client.custom_loss import LossHandle, PerDatumLossFn
     from tinkex.client.download import download_checkpoint, download_checkpoint_async
     from tinkex.client.errors import (
@@ -38,9 +39,13 @@ if TYPE_CHECKING:
         UnprocessableEntityError,
     )
     from tinkex.client.futures import APIFuture
+    from tinkex.client.metrics import metrics_snapshot, reset_metrics
     from tinkex.client.options import RequestOptions, Timeout
+    from tinkex.client.progress import progress
+    from tinkex.client.queue_states import QueueState, on_queue_state
     from tinkex.client.raw import APIResponse as APIResponse
     from tinkex.client.raw import AsyncAPIResponse as AsyncAPIResponse
+    from tinkex.client.recovery import Recovery, recovering, recovering_async
     from tinkex.client.rest import RestClient
     from tinkex.client.retry import RetryConfig
     from tinkex.client.sampling import SamplingClient
@@ -97,8 +102,10 @@ __all__ = [
     "AuthenticationError",
     "BadRequestError",
     "BillingError",
+    "BreakerPolicy",
     "Checkpoint",
     "CheckpointType",
+    "CircuitOpenError",
     "ConflictError",
     "Datum",
     "DimuonOptimizerConfig",
@@ -121,7 +128,9 @@ __all__ = [
     "PerDatumLossFn",
     "PermissionDeniedError",
     "PromptProvenanceSpan",
+    "QueueState",
     "RateLimitError",
+    "Recovery",
     "RequestFailedError",
     "RequestOptions",
     "RestClient",
@@ -149,12 +158,19 @@ __all__ = [
     "auth",
     "download_checkpoint",
     "download_checkpoint_async",
+    "metrics_snapshot",
+    "on_queue_state",
+    "progress",
+    "recovering",
+    "recovering_async",
+    "reset_metrics",
     "types",
 ]
 
 #: Where each name lives. The imports above say the same to type checkers; a test compares them.
 _HOMES = {
     "client.admin": "AdminClient",
+    "client.breaker": "BreakerPolicy CircuitOpenError",
     "client.custom_loss": "LossHandle PerDatumLossFn",
     "client.download": "download_checkpoint download_checkpoint_async",
     "client.errors": (
@@ -164,7 +180,11 @@ _HOMES = {
         "RequestFailedError TinkerError UnprocessableEntityError"
     ),
     "client.futures": "APIFuture",
+    "client.metrics": "metrics_snapshot reset_metrics",
     "client.options": "RequestOptions Timeout",
+    "client.progress": "progress",
+    "client.queue_states": "QueueState on_queue_state",
+    "client.recovery": "Recovery recovering recovering_async",
     "client.raw": "APIResponse AsyncAPIResponse",
     "client.rest": "RestClient",
     "client.retry": "RetryConfig",

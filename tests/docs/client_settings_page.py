@@ -36,7 +36,7 @@ Times (`…_s`) are in seconds. What may hold a secret (key, command, headers, p
 
 TAIL = """
 Lists (`tags`, `feature_gates`) are separated by commas; blanks around a name are dropped, each name counts once, and the order is kept.
-`telemetry` is on for `1`, `true`, `yes` and `on`. How a key is chosen: [credentials](../guides/credentials.md).
+`telemetry` and `otel` are on for `1`, `true`, `yes` and `on`. `TINKEX_BREAKER` is `on`, `off` or `FAILURES/SECONDS` ([observing](../guides/observing.md)). How a key is chosen: [credentials](../guides/credentials.md).
 
 A server on this machine (`127.0.0.1`, `localhost`, `local`) is never asked through a proxy.
 

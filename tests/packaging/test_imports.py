@@ -28,6 +28,8 @@ ROOMS = {
     "client.custom_loss": "client wire ~numpy ~torch",
     "client.tracing": "client wire ~torch",
     "regularizers": "client wire ~torch",
+    "client.otel": "client ~opentelemetry",
+    "client.progress": "client ~rich",
     "client.hub": "client wire ~huggingface_hub",
     "client.transport": "client wire ~aiohttp",
     "client.tokenizer": "client wire ~models ~tokenizers ~transformers ~huggingface_hub",
