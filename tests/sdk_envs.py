@@ -13,6 +13,8 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
+import tempfile
 import time
 import venv
 from collections.abc import Sequence
@@ -66,6 +68,36 @@ def ensure_cookbook(version: str) -> Path:
     return _made(f"cookbook-{version}", wanted, ["torch"], pinned=False)
 
 
+def ensure_cookbook_without_sdk(version: str) -> Path:
+    """The same packages without the official SDK, and this tree's client in its place."""
+    listed = [str(ensure_cookbook(version)), "-m", "pip", "freeze", "--local"]
+    frozen = subprocess.run(listed, capture_output=True, text=True, check=True).stdout
+    wanted = [line for line in frozen.splitlines() if not line.startswith("tinker==")]
+    python = _made(
+        f"cookbook-{version}-without-sdk",
+        ["--no-deps", *wanted],
+        ["torch"],
+        pinned=False,
+    )
+    return _with_this_tree(python)
+
+
+def cookbook_tutorials(version: str) -> Path:
+    """The folder of the tutorials, which are in the source distribution only."""
+    home = cache_folder() / "sdk" / f"tinker_cookbook-{version}"
+    tutorials = home / f"tinker_cookbook-{version}" / "tutorials"
+    if not tutorials.exists():
+        source = ["--no-deps", "--no-binary", ":all:", f"tinker-cookbook=={version}"]
+        quiet = ["--quiet", "--disable-pip-version-check"]
+        with tempfile.TemporaryDirectory(dir=home.parent) as folder:
+            command = [sys.executable, "-m", "pip", "download", *quiet, "-d", folder, *source]
+            subprocess.run(command, check=True)
+            with tarfile.open(next(Path(folder).glob("*.tar.gz"))) as archive:
+                archive.extractall(Path(folder) / "all", filter="data")
+            (Path(folder) / "all").rename(home)
+    return tutorials
+
+
 def ensure_alone(name: str, wanted: str) -> Path:
     """The interpreter of an environment with one package and what that needs, and no more."""
     return _made(f"alone-{name}", [wanted], [])
@@ -73,8 +105,12 @@ def ensure_alone(name: str, wanted: str) -> Path:
 
 def ensure_this_client() -> Path:
     """The same with this tree as a user gets it by `pip install tinkex`."""
-    python = ensure_alone("tinkex", str(ROOT))
-    again = ["--force-reinstall", "--no-deps", str(ROOT)]  # the tree may have changed
+    return _with_this_tree(ensure_alone("tinkex", str(ROOT)))
+
+
+def _with_this_tree(python: Path) -> Path:
+    """Installed again each time: the tree may have changed."""
+    again = ["--force-reinstall", "--no-deps", str(ROOT)]
     subprocess.run([python, *INSTALL, *again], check=True)
     return python
 
@@ -90,7 +126,7 @@ def _made(name: str, wanted: Sequence[str], shared: Sequence[str], *, pinned: bo
     with (home.parent / f"{home.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # two runs at once make it once
         if not ready.exists():
-            print(f"Setting up {' '.join(wanted)} ...", file=sys.stderr, flush=True)
+            print(f"Setting up {name} ...", file=sys.stderr, flush=True)
             started = time.monotonic()
             shutil.rmtree(home, ignore_errors=True)
             venv.create(home, with_pip=True)

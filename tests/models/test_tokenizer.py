@@ -100,3 +100,8 @@ def test_no_template_and_no_tokenizer_say_what_to_do(folder, tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(TokenizerError, match="save_pretrained"):
         load_tokenizer(tmp_path / "empty")
+
+
+def test_it_knows_the_model_it_belongs_to_else_its_folder(folder):
+    assert load_tokenizer(folder, name="Qwen/Qwen3-8B").name_or_path == "Qwen/Qwen3-8B"
+    assert load_tokenizer(folder).name_or_path == str(folder)

@@ -62,14 +62,14 @@ def load(model_name: str, tokenizer_id: str | None = None) -> Any:
     if not found:
         raise TokenizerUnavailable("The server names neither the model nor its tokenizer.")
     if Path(found).is_dir():
-        return _from_folder(Path(found))
+        return _from_folder(Path(found), model_name)
     if found.startswith(PRIVATE) and (private := _private(found)) is not None:
         return private
     tried: list[str] = []
     for look in (_from_hub_cache, _embedded, _from_hub):
         folder = look(found, tried)
         if folder is not None and (folder / "tokenizer.json").is_file():
-            return _from_folder(folder)
+            return _from_folder(folder, model_name)
         if folder is not None:
             # It has files, but none that `tokenizers` reads: it is code, or an older format.
             return _from_transformers(found, tried)
@@ -84,11 +84,11 @@ def _unavailable(found: str, tried: list[str]) -> TokenizerUnavailable:
     )
 
 
-def _from_folder(folder: Path) -> Any:
+def _from_folder(folder: Path, model_name: str) -> Any:
     from tinkex.models.tokenizer import TokenizerError, load_tokenizer
 
     try:
-        return load_tokenizer(folder)
+        return load_tokenizer(folder, name=model_name or None)
     except TokenizerError as error:
         raise TokenizerUnavailable(str(error)) from error
 

@@ -19,7 +19,7 @@ class TokenizerError(ValueError):
     """The folder has no tokenizer that can be used, or the tokenizer cannot do what was asked."""
 
 
-def load_tokenizer(folder: str | Path) -> Tokenizer:
+def load_tokenizer(folder: str | Path, *, name: str | None = None) -> Tokenizer:
     """The tokenizer in this folder: `tokenizer.json`, and `tokenizer_config.json` if there is one."""
     folder = Path(folder)
     if not (folder / "tokenizer.json").is_file():
@@ -34,7 +34,7 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
             "Tokenizing needs tokenizers, which is not installed: pip install 'tinkex[tokenizer]'"
         ) from error
     backend = Backend.from_file(str(folder / "tokenizer.json"))
-    return Tokenizer(backend, config=_config_of(folder))
+    return Tokenizer(backend, config=_config_of(folder), name=name or str(folder))
 
 
 def _config_of(folder: Path) -> dict[str, Any]:
@@ -57,11 +57,15 @@ class Tokenizer:
         text = tokenizer.decode(ids, skip_special_tokens=True)
     """
 
-    def __init__(self, backend: tokenizers.Tokenizer, *, config: Mapping[str, Any]) -> None:
+    def __init__(
+        self, backend: tokenizers.Tokenizer, *, config: Mapping[str, Any], name: str = ""
+    ) -> None:
         # A saved tokenizer may carry the padding of its training run; ids here are as they are.
         backend.no_padding()
         backend.no_truncation()
         self.backend = backend
+        #: The model it belongs to, or its folder: programs choose their chat format by it.
+        self.name_or_path = name
         self._config = config
         self._templates: dict[str, jinja2.Template] = {}
 
