@@ -24,7 +24,7 @@ ROOMS = {
     "pytest_plugin": "pytest ~testing",
     "testing": "client wire ~engine ~aiohttp",
     "wire": "pydantic pydantic_core google ~numpy ~torch ~zstandard",
-    "client": "wire pydantic ~numpy ~models ~zstandard",
+    "client": "wire pydantic ~numpy ~models ~zstandard ~compression",  # the last: Python 3.14's own
     "client.custom_loss": "client wire ~numpy ~torch",
     "client.tracing": "client wire ~torch",
     "regularizers": "client wire ~torch",
