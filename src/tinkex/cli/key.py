@@ -134,7 +134,7 @@ def _with_keys(act: "Callable[[Keys], Awaitable[T]]", *, data: str | None, db: s
     """Open the server's store for one act."""
     try:
         from tinkex.server.settings import Settings, SettingsError
-        from tinkex.server.store import open_store
+        from tinkex.server.store import DatabaseRefused, open_store
     except ModuleNotFoundError as error:
         raise needs(error, "`tinkex key`", "all") from error
     try:
@@ -149,6 +149,8 @@ def _with_keys(act: "Callable[[Keys], Awaitable[T]]", *, data: str | None, db: s
         raise CommandFailed(
             f"the data folder {settings.folder} cannot be opened: {error.strerror}."
         ) from error
+    except DatabaseRefused as error:
+        raise CommandFailed(str(error)) from error
 
     async def opened() -> T:
         return await act(store.keys)

@@ -203,11 +203,14 @@ def open_socket(settings: Settings) -> socket.socket:
 
 def _has_keys(settings: Settings) -> bool:
     """Asked before anything is opened to the world; only then does this process speak SQL."""
-    from tinkex.server.store import open_store
+    from tinkex.server.store import DatabaseRefused, open_store
 
-    store = open_store(
-        db_url=settings.db_url, storage_url=settings.storage_url, folder=settings.folder
-    )
+    try:
+        store = open_store(
+            db_url=settings.db_url, storage_url=settings.storage_url, folder=settings.folder
+        )
+    except DatabaseRefused as refused:
+        raise StartFailed(str(refused)) from refused
     try:
         return asyncio.run(store.keys.any())
     finally:

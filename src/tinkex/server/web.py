@@ -26,7 +26,7 @@ from tinkex.server.app import create_app
 from tinkex.server.executor import EngineOptions, EngineRefused, LocalExecutor, ServedModel
 from tinkex.server.garbage import collect_rarely
 from tinkex.server.settings import Settings
-from tinkex.server.store import open_store
+from tinkex.server.store import DatabaseRefused, open_store
 
 log = logging.getLogger("tinkex.server.web")
 
@@ -80,9 +80,17 @@ async def serve(
     reporter: Reporter,
 ) -> bool:
     """Serve until told to stop; False when it could not begin."""
-    store = open_store(
-        db_url=settings.db_url, storage_url=settings.storage_url, folder=settings.folder
-    )
+    try:
+        store = open_store(
+            db_url=settings.db_url,
+            storage_url=settings.storage_url,
+            folder=settings.folder,
+            alone=True,
+        )
+    except DatabaseRefused as refused:
+        log.error("%s", refused)
+        reporter.say(f"failed\n{refused}")
+        return False
     executor = LocalExecutor(served, _engine_options(settings, served))
     app = create_app(settings, executor, store)
     config = uvicorn.Config(

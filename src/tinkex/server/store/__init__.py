@@ -1,6 +1,7 @@
 """Rows and files: the only room that speaks SQL. Knows nothing of HTTP or of engines."""
 
 from tinkex.server.store.checkpoints import Checkpoints, Version
+from tinkex.server.store.database import DatabaseRefused
 from tinkex.server.store.keys import ApiKey, Keys
 from tinkex.server.store.requests import (
     Accepted,
@@ -19,6 +20,7 @@ __all__ = [
     "Checkpoints",
     "Completion",
     "CustomLoss",
+    "DatabaseRefused",
     "Keys",
     "Model",
     "NewRequest",

@@ -12,7 +12,7 @@ from alembic import command
 from alembic.config import Config
 from sqlalchemy import event
 
-from tinkex.server.store import tally
+from tinkex.server.store import postgres, tally
 from tinkex.server.store.writer import Writer
 
 T = TypeVar("T")
@@ -20,14 +20,33 @@ T = TypeVar("T")
 # Reads are short; more threads than this only take turns at the same two cores.
 READERS = 4
 
+ALLOWED = "Use sqlite:///FILE or postgresql+psycopg://USER:PASSWORD@HOST/NAME."
+
+
+class DatabaseRefused(Exception):
+    """The database cannot be used; the text says why, and holds no password."""
+
 
 class Database:
-    """The writer and the readers of one database. Closing is safe to repeat."""
+    """
+    The writer and the readers of one database. Closing is safe to repeat.
 
-    def __init__(self, url: str) -> None:
-        self._writing = _engine(url, begin="BEGIN IMMEDIATE", pool_size=1)
-        self._reading = _engine(url, begin="BEGIN", pool_size=READERS)
-        migrate(self._writing)
+    `alone` is for servers: it refuses a database that another one works on. SQLite is in a
+    folder, and that is locked as a whole.
+    """
+
+    def __init__(self, url: str, *, alone: bool = False) -> None:
+        self._writing, self._reading = _engines(url, alone=alone)
+        try:
+            migrate(self._writing)
+        except postgres.DatabaseHeld as error:
+            raise DatabaseRefused(str(error)) from None
+        except sa.exc.OperationalError as error:
+            reason = str(error.orig).strip().partition("\n")[0]
+            raise DatabaseRefused(
+                f"the database {self._writing.url!r} cannot be used: {reason}. "
+                "See that it runs and lets this machine in, or choose another with --db."
+            ) from error
         self._threads = ThreadPoolExecutor(READERS, thread_name_prefix="tinkex-reader")
         self.writer = Writer(self._writing, last=tally.write, undone=tally.forget)
 
@@ -58,6 +77,13 @@ class Database:
         self._writing.dispose()
 
     def _read(self, act: Callable[[sa.Connection], T]) -> T:
+        try:
+            with self._reading.connect() as connection:
+                return act(connection)
+        except sa.exc.DBAPIError as error:
+            if not error.connection_invalidated:
+                raise
+        # The database was started again since this connection was made; the next is a new one.
         with self._reading.connect() as connection:
             return act(connection)
 
@@ -72,15 +98,35 @@ def migrate(engine: sa.Engine) -> None:
         command.upgrade(config, "head")
 
 
-def _engine(url: str, *, begin: str, pool_size: int) -> sa.Engine:
-    engine = sa.create_engine(url, pool_size=pool_size, max_overflow=0)
-    if engine.dialect.name == "sqlite":
-        _prepare_sqlite(engine, begin)
-    return engine
+def _engines(url: str, *, alone: bool) -> tuple[sa.Engine, sa.Engine]:
+    """The one that writes and the one that reads."""
+    try:
+        backend = sa.make_url(url).get_backend_name()
+        if backend not in ("sqlite", "postgresql"):
+            raise DatabaseRefused(f"--db is a database of {backend}. {ALLOWED}")
+        writing = sa.create_engine(url, pool_size=1, max_overflow=0)
+        reading = sa.create_engine(url, pool_size=READERS, max_overflow=0)
+    except ModuleNotFoundError as error:
+        raise DatabaseRefused(
+            f"the database needs {error.name}, which is not installed. "
+            "Run `pip install 'tinkex[postgres]'`, or leave out --db for SQLite."
+        ) from error
+    except sa.exc.ArgumentError as error:
+        raise DatabaseRefused(f"--db is no URL of a database. {ALLOWED}") from error
+    if backend == "sqlite":
+        _prepare_sqlite(writing, "BEGIN IMMEDIATE")
+        _prepare_sqlite(reading, "BEGIN")
+    else:
+        postgres.prepare_writer(writing, alone=alone)
+        # All statements of one read see the same commits, as with SQLite.
+        reading = reading.execution_options(
+            isolation_level="REPEATABLE READ", postgresql_readonly=True
+        )
+    return writing, reading
 
 
 def _prepare_sqlite(engine: sa.Engine, begin: str) -> None:
-    """The pragmas behind the promises; elsewhere they are the database's defaults."""
+    """The pragmas behind the promises."""
 
     @event.listens_for(engine, "connect")
     def _connected(connection: Any, _record: object) -> None:

@@ -44,7 +44,7 @@ class Store:
         self._database.close()
 
 
-def open_store(*, db_url: str, storage_url: str, folder: Path) -> Store:
-    """Open, or make, the store; its schema is brought up to date."""
+def open_store(*, db_url: str, storage_url: str, folder: Path, alone: bool = False) -> Store:
+    """Open, or make, the store; its schema is brought up to date. Servers are `alone` on it."""
     folder.mkdir(parents=True, exist_ok=True)
-    return Store(database=Database(db_url), files=Files(storage_url), folder=folder)
+    return Store(database=Database(db_url, alone=alone), files=Files(storage_url), folder=folder)

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -20,6 +21,9 @@ log = logging.getLogger("tinkex.server.store")
 LAZY_AFTER_S = 5.0
 # Keeps one transaction, and so the wait of the first in it, short under a flood.
 MOST_TOGETHER = 500
+# A database that is started again is waited for; whoever writes meanwhile waits as well.
+AWAY_S = 30.0
+AWAY_RETRY_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +38,8 @@ class Writer:
 
     While one transaction is being forced to disk the next writes gather, so the disk is asked
     once for all of them. An act that raises undoes only itself: the others of its group are
-    run again, each in a transaction of its own.
+    run again, each in a transaction of its own. When the connection is lost the group is run
+    again on the next one: acts find what an earlier run of them did, should it have been kept.
     """
 
     def __init__(
@@ -48,6 +53,8 @@ class Writer:
         self._eager: list[_Write] = []
         self._lazy: list[_Write] = []
         self._closing = False
+        #: Until when a database that is away is waited for; None while it is there.
+        self._away_until_s: float | None = None
         #: Transactions committed, for the benchmark of group commit.
         self.commits = 0
         self._thread = threading.Thread(target=self._run, name="tinkex-writer", daemon=True)
@@ -112,7 +119,11 @@ class Writer:
                 if self._last is not None:
                     self._last(connection)
         except Exception as error:  # noqa: BLE001  whatever an act raises is its caller's to see
-            if self._undone is not None:
+            if connection.invalidated:
+                if self._waits_for_database(error):
+                    self._commit(connection, group)
+                    return
+            elif self._undone is not None:
                 self._undone(connection)
             if len(group) > 1:
                 for write in group:
@@ -123,6 +134,18 @@ class Writer:
                 log.warning("a background write failed: %s", error)
             return
         self.commits += 1
+        self._away_until_s = None
         for write, answer in zip(group, answers, strict=True):
             if write.promise is not None:
                 write.promise.set_result(answer)
+
+    def _waits_for_database(self, error: Exception) -> bool:
+        """Sleep before the next try; False when there have been enough."""
+        now_s = time.monotonic()
+        if self._away_until_s is None:
+            log.error("the connection to the database was lost, trying again: %s", error)
+            self._away_until_s = now_s + AWAY_S
+        if self._closing or now_s > self._away_until_s or not isinstance(error, sa.exc.DBAPIError):
+            return False
+        time.sleep(AWAY_RETRY_S)
+        return True

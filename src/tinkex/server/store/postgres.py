@@ -1,0 +1,77 @@
+"""PostgreSQL made to keep the promises that SQLite's pragmas keep: durable commits, one server."""
+
+import os
+import socket
+import time
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy import event
+
+# Any number will do that no other program takes; the second half of the lock is the schema.
+LOCK = 0x74696E6B
+# A server that was killed just now may hold it for a moment.
+LOCK_WAIT_S = 5.0
+LOCK_RETRY_S = 0.1
+
+# What is said of a server that holds a database; PostgreSQL cuts it to 63 bytes.
+_NAME = "tinkex serve, process {process} on {host}"
+
+_SETTINGS = (
+    # Databases that are told to forget the newest commits in a crash are told not to.
+    """
+    SELECT set_config('synchronous_commit', 'on', false)
+    WHERE current_setting('synchronous_commit') = 'off'
+    """,
+    # A machine that vanished gives its lock back within half a minute, not two hours.
+    "SET tcp_keepalives_idle = 10",
+    "SET tcp_keepalives_interval = 5",
+    "SET tcp_keepalives_count = 3",
+)
+_TAKE = f"SELECT pg_try_advisory_lock({LOCK}, hashtext(current_schema()))"
+_HOLDER = f"""
+    SELECT a.application_name FROM pg_locks l JOIN pg_stat_activity a ON a.pid = l.pid
+    WHERE l.locktype = 'advisory' AND l.classid = {LOCK} AND l.granted
+    AND l.database = (SELECT oid FROM pg_database WHERE datname = current_database())
+    AND l.objid = (hashtext(current_schema())::bigint & 4294967295)::oid
+    """
+
+
+class DatabaseHeld(Exception):
+    """Another server works on the database."""
+
+
+def prepare_writer(engine: sa.Engine, *, alone: bool) -> None:
+    """
+    Commits are on disk; with `alone`, every connection that writes holds the database's lock.
+
+    The lock belongs to the connection that writes, so a server that loses the one has lost the
+    other: two servers never write to one database, whatever the network does between them.
+    """
+
+    @event.listens_for(engine, "connect")
+    def _connected(connection: Any, _record: object) -> None:
+        try:
+            with connection.cursor() as cursor:
+                for statement in _SETTINGS:
+                    cursor.execute(statement)
+                if alone:
+                    name = _NAME.format(process=os.getpid(), host=socket.gethostname())
+                    cursor.execute("SELECT set_config('application_name', %s, false)", (name,))
+                    _take_lock(cursor)
+            connection.commit()
+        except BaseException:
+            connection.close()
+            raise
+
+
+def _take_lock(cursor: Any) -> None:
+    deadline_s = time.monotonic() + LOCK_WAIT_S
+    while not cursor.execute(_TAKE).fetchone()[0]:
+        if time.monotonic() > deadline_s:
+            row = cursor.execute(_HOLDER).fetchone()
+            raise DatabaseHeld(
+                f"another server ({row[0] if row else 'unknown'}) holds the database. Use that "
+                "one, stop it, or choose another database with --db."
+            )
+        time.sleep(LOCK_RETRY_S)
