@@ -58,9 +58,11 @@ from tinkex.wire.runs import CreateSessionRequest
 from tinkex.wire.sampling import (
     CreateSamplingSessionRequest,
     JoinSamplingSessionRequest,
+    PromptAltTokens,
     SampledSequence,
     SampleRequest,
     SampleResponse,
+    TopkLogprobs,
 )
 from tinkex.wire.tensors import TensorData
 from tinkex.wire.training import (
@@ -79,6 +81,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Answer", "FakeService", "Hold", "Loopback", "Lost", "Seen", "write_tiny_model"]
 
+#: When everything happened, as lists tell it.
+A_TIME = "2026-01-01T00:00:00Z"
 MAX_BODY_BYTES = 512 * 1024 * 1024
 #: Clones of a sampling client number their samples from multiples of this.
 CLONE_STRIDE = 10**9
@@ -279,8 +283,14 @@ class FakeService:
         return 200, JSON_TYPE, _body(found)
 
     def _handle(self, method: str, endpoint: str, headers: Mapping[str, str], body: bytes) -> Any:
-        first, _, rest = endpoint.partition("/")
+        first, _, rest = endpoint.partition("?")[0].partition("/")
         match method, first:
+            case "GET", "training_runs" | "checkpoints":
+                return self._lists(first, unquote(rest))
+            case "DELETE", "training_runs":
+                run, _, name = unquote(rest).partition("/checkpoints/")
+                del self._checkpoints[f"tinker://{run}/{name}"]
+                return {}
             case "GET", "healthz":
                 return {"status": "ok"}
             case "GET", "get_server_capabilities":
@@ -507,6 +517,28 @@ class FakeService:
         self._checkpoints[path] = _Model(model.base_model, model.rank, model.steps)
         return path
 
+    def _lists(self, what: str, rest: str) -> dict[str, Any]:
+        """Runs and checkpoints, as the `RestClient` asks for them; everything is on one page."""
+        run, _, part = rest.partition("/")
+        if run and run not in self._models:
+            raise KeyError(f"training run {run}")
+        if what == "checkpoints" or part:
+            found = [_checkpoint(path) for path in self._checkpoints if run in path]
+            return {"checkpoints": found, "cursor": _page(found)}
+        runs = [self._run(name) for name in self._models if name == (run or name)]
+        return runs[0] if run else {"training_runs": runs, "cursor": _page(runs)}
+
+    def _run(self, model_id: str) -> dict[str, Any]:
+        model = self._models[model_id]
+        return {
+            "training_run_id": model_id,
+            "base_model": model.base_model,
+            "model_owner": "fake",
+            "is_lora": True,
+            "lora_rank": model.rank,
+            "last_request_time": A_TIME,
+        }
+
     # -- sampling --------------------------------------------------------------------------------
 
     def _open_sampler(
@@ -617,21 +649,53 @@ def _toy_sample(request: SampleRequest, steps: int) -> SampleResponse:
     prompt = request.prompt.to_ints()
     if not prompt:
         raise UserFailure("the prompt is empty")
+    logprob = toy_logprob(steps)
     count = request.sampling_params.max_tokens or len(prompt)
     tokens = list(itertools.islice(itertools.cycle(prompt), count))
     sequence = SampledSequence(
         "length",
         "",
         tokens,  # type: ignore[arg-type]
-        [toy_logprob(steps)] * count,  # type: ignore[arg-type]
+        [logprob] * count,  # type: ignore[arg-type]
     )
-    logprobs = None
+    if request.topk_sample_logprobs:
+        rows = [[(token, logprob)] for token in tokens]
+        sequence = sequence.model_copy(update={"topk_logprobs_np": TopkLogprobs.from_rows(rows)})
+    answer: dict[str, Any] = {"sequences": [sequence] * request.num_samples}
     if request.prompt_logprobs:
-        logprobs = [math.nan] + [toy_logprob(steps)] * (len(prompt) - 1)
-    return SampleResponse(
-        [sequence] * request.num_samples,
-        logprobs,  # type: ignore[arg-type]
-    )
+        told = request.prompt_logprobs_last_n or len(prompt)
+        first = max(1, len(prompt) - told)
+        answer["prompt_logprobs_np"] = [math.nan] * first + [logprob] * (len(prompt) - first)
+    if request.topk_prompt_logprobs:
+        rows = [[(token, logprob)] for token in prompt[1:]]
+        answer["topk_prompt_logprobs_np"] = TopkLogprobs.from_rows([None, *rows])
+    if (wanted := request.target_prompt_logprobs) is not None:
+        shape = list(wanted.to_numpy().shape)
+        answer["target_prompt_logprobs"] = _filled(logprob, "float32", shape)
+    if request.prompt_alt_tokens_k:
+        shape = [len(prompt), request.prompt_alt_tokens_k]
+        answer["prompt_alt_tokens"] = PromptAltTokens(
+            _filled(prompt[0], "int64", shape), _filled(logprob, "float32", shape)
+        )
+    return SampleResponse(**answer)
+
+
+def _filled(value: float, dtype: Literal["int64", "float32"], shape: list[int]) -> TensorData:
+    return TensorData(data=[value] * math.prod(shape), dtype=dtype, shape=shape)
+
+
+def _checkpoint(path: str) -> dict[str, Any]:
+    kind, name = path.split("/")[-2:]
+    return {
+        "checkpoint_id": f"{kind}/{name}",
+        "checkpoint_type": {"weights": "training", "sampler_weights": "sampler"}[kind],
+        "time": A_TIME,
+        "tinker_path": path,
+    }
+
+
+def _page(found: list[Any]) -> dict[str, int]:
+    return {"offset": 0, "limit": len(found), "total_count": len(found)}
 
 
 class _FakeTransport:

@@ -12,6 +12,8 @@ import tinkex
 from tinkex import RetryConfig, SamplingClient, SamplingParams, types
 from tinkex.client.session import Session
 from tinkex.testing import Answer, FakeService, Lost
+from tinkex.wire.codec import PROTOBUF_TYPE
+from tinkex.wire.protobuf import encode_sample_response
 
 PROMPT = types.ModelInput.from_ints([5, 6, 7])
 PARAMS = SamplingParams(max_tokens=4)
@@ -196,7 +198,14 @@ def test_arguments_that_make_no_sense_are_refused_before_anything_is_sent(
     assert not numbers(fake)
 
 
-def test_a_server_that_ignores_what_was_asked_is_noticed(sampling):
+def test_a_server_that_ignores_what_was_asked_is_noticed(fake, sampling):
+    sequence = types.SampledSequence("length", "", [1], [-1.0])
+    ignorant = Answer(
+        status=200,
+        body=encode_sample_response(types.SampleResponse([sequence], [-1.0] * PROMPT.length)),
+        headers={"content-type": PROTOBUF_TYPE},
+    )
+    fake.script("retrieve_future", ignorant, ignorant)
     with pytest.raises(RuntimeError, match="prompt_alt_tokens"):
         sampling.sample(PROMPT, 1, PARAMS, prompt_alt_tokens_k=2).result(5)
     with pytest.raises(RuntimeError, match="last_n"):

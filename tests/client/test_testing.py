@@ -73,3 +73,45 @@ def test_what_goes_wrong_is_scripted(fake, service, datum):
 
     assert len([seen for seen in fake.requests if seen.endpoint == "forward_backward"]) == 3
     assert len(fake.ran) == 1
+
+
+def test_the_fake_lists_what_was_made_and_forgets_what_was_deleted(fake, service):
+    training = service.create_lora_training_client("fake/model", rank=4)
+    path = training.save_state("one").result(5).path
+    training.save_weights_for_sampler("two").result(5)
+    with pytest.warns(FutureWarning):
+        rest = service.create_rest_client()
+
+    runs = rest.list_training_runs().result(5).training_runs
+    assert [(run.training_run_id, run.lora_rank) for run in runs] == [(training.model_id, 4)]
+    assert rest.get_training_run(training.model_id).result(5).base_model == "fake/model"
+    kept = rest.list_checkpoints(training.model_id).result(5).checkpoints
+    assert [checkpoint.checkpoint_type for checkpoint in kept] == ["training", "sampler"]
+    rest.delete_checkpoint_from_tinker_path(path).result(5)
+    assert len(rest.list_user_checkpoints().result(5).checkpoints) == 1
+    with pytest.raises(tinkex.NotFoundError):
+        rest.get_training_run("other").result(5)
+
+
+def test_the_fake_answers_every_question_a_sample_may_ask(service):
+    sampling = service.create_sampling_client(base_model="fake/model")
+    prompt = types.ModelInput.from_ints([5, 6, 7])
+
+    answer = sampling.sample(
+        prompt,
+        2,
+        types.SamplingParams(max_tokens=2),
+        include_prompt_logprobs=True,
+        prompt_logprobs_last_n=1,
+        topk_prompt_logprobs=1,
+        topk_sample_logprobs=1,
+        target_prompt_logprobs=types.TensorData(data=[6, 7], dtype="int64", shape=[2, 1]),
+        prompt_alt_tokens_k=1,
+    ).result(5)
+
+    assert answer.prompt_logprobs[:2] == [None, None]
+    assert answer.prompt_logprobs[2] < 0
+    assert [row and row[0][0] for row in answer.topk_prompt_logprobs] == [None, 6, 7]
+    assert [row[0][0] for row in answer.sequences[0].topk_logprobs] == [5, 6]
+    assert answer.target_prompt_logprobs.shape == [2, 1]
+    assert answer.prompt_alt_tokens.tokens.shape == [3, 1]
