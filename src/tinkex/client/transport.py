@@ -69,6 +69,8 @@ class Request:
     #: Seconds from start to the last byte of the answer.
     deadline_s: float = 60.0
     kind: Kind = Kind.SESSION
+    #: What it can be found by: the same for all its attempts.
+    request_id: str | None = None
 
     @property
     def path(self) -> str:
@@ -76,7 +78,7 @@ class Request:
 
     def bare(self) -> Request:
         """What an error may keep: where it went, nothing of what it carried."""
-        return Request(method=self.method, url=self.url, kind=self.kind)
+        return Request(method=self.method, url=self.url, kind=self.kind, request_id=self.request_id)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
