@@ -25,6 +25,8 @@ def counted(fake, endpoint):
         Lost(),
         Lost(after=True),
         Lost(slow=True),
+        Answer(status=200, body=b'{"session_i'),  # damaged on its way
+        Answer(status=200, body=b"<html>"),
     ],
     ids=str,
 )
@@ -45,7 +47,6 @@ def test_what_may_pass_is_repeated_with_the_same_idempotency_key(fake, service, 
         (Answer(status=503, headers={"x-should-retry": "false"}), tinkex.InternalServerError),
         (Answer(status=307, headers={"location": "https://x"}), tinkex.APIStatusError),
         (Answer(status=200, body={"odd": 1}), tinkex.APIResponseValidationError),
-        (Answer(status=200, body=b"<html>"), tinkex.APIResponseValidationError),
     ],
     ids=str,
 )
@@ -54,6 +55,13 @@ def test_what_will_not_pass_is_raised_at_once(fake, service, fault, kind):
     with pytest.raises(kind):
         service.create_lora_training_client("fake/model")
     assert len(counted(fake, "create_session")) == 1
+
+
+def test_a_page_that_is_not_of_this_protocol_is_given_up_soon(fake, service):
+    fake.script("create_session", *[Answer(status=200, body=b"<html>")] * 9)
+    with pytest.raises(tinkex.APIResponseValidationError, match="Is base_url the address"):
+        service.create_lora_training_client("fake/model")
+    assert len(counted(fake, "create_session")) == 4
 
 
 def test_a_failure_is_not_remembered(fake, service):

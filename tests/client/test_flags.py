@@ -91,7 +91,8 @@ def test_an_answer_with_too_few_sequences_is_an_error_that_says_so(fake, service
     fake.script("asample", Answer(status=200, body=promise))
     one = pb.SampleResponse(sequences=[pb.SampledSequence(tokens=b"\1\0\0\0")])
     body, kind = one.SerializeToString(), {"content-type": "application/x-protobuf"}
-    fake.script("retrieve_future", Answer(status=200, body=body, headers=kind))
+    # Once it could have been damaged on its way.
+    fake.script("retrieve_future", *[Answer(status=200, body=body, headers=kind)] * 4)
     with pytest.raises(tinkex.APIResponseValidationError, match="1 came for 2 sequence ids"):
         sampling.sample(PROMPT, 2, PARAMS).result(5)
 

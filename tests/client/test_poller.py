@@ -112,6 +112,7 @@ def test_a_shared_poll_that_fails_is_repeated(fake, sampling, answers):
         ([Answer(status=401)], tinkex.AuthenticationError),
         ([Answer(status=400, body={"detail": "?"})] * 4, tinkex.BadRequestError),
         ([Answer(status=200, body={"odd": 1})], tinkex.APIResponseValidationError),
+        ([Answer(status=200, body=b"<html>")] * 4, tinkex.APIResponseValidationError),
     ],
 )
 def test_a_final_answer_reaches_every_sample_that_waits_as_a_tinker_error(

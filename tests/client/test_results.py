@@ -9,7 +9,9 @@ import pytest
 import tinkex
 from tinkex.client.results import Pace, QueueLog
 from tinkex.testing import Answer, Lost
+from tinkex.wire.digest import content_digest
 
+PROTOBUF = {"content-type": "application/x-protobuf"}
 PENDING = {"type": "try_again", "request_id": "r", "queue_state": "paused_capacity"}
 
 
@@ -32,6 +34,10 @@ def polls(fake):
         [Answer(status=429, headers={"retry-after-ms": "5"})],
         [Answer(status=400, body={"detail": "?"})] * 3,  # a proxy's, three in a row at most
         [Answer(status=400)],  # empty: a proxy's for sure
+        [Answer(status=200, body=b"<html>"), Answer(status=200, body=b'{"metr')],
+        [Answer(status=200, body=b"\x0a\xff", headers=PROTOBUF)],
+        # Cut between two fields it is protobuf still, and only its fingerprint tells.
+        [Answer(status=200, headers=PROTOBUF | {"content-digest": content_digest(b"whole")})],
         [Lost()],
         [Lost(after=True)],
         [Lost(slow=True)],
@@ -54,7 +60,7 @@ def test_a_poll_that_brings_nothing_is_repeated(fake, training, datum, answers):
         ([Answer(status=410)], tinkex.APIStatusError),
         ([Answer(status=422)], tinkex.UnprocessableEntityError),
         ([Answer(status=400, body={"detail": "?"})] * 4, tinkex.BadRequestError),
-        ([Answer(status=200, body=b"not json")], tinkex.APIResponseValidationError),
+        ([Answer(status=200, body=b"not json")] * 4, tinkex.APIResponseValidationError),
         ([Answer(status=200, body={"odd": 1})], tinkex.APIResponseValidationError),
         ([Answer(status=200, body=[1])], tinkex.APIResponseValidationError),
     ],

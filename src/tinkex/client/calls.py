@@ -30,13 +30,15 @@ from tinkex.client.breaker import Breaker, CircuitOpenError
 from tinkex.client.credentials import Credential
 from tinkex.client.errors import (
     APIConnectionError,
+    APIError,
     APIResponseValidationError,
     APIStatusError,
     APITimeoutError,
     TinkerError,
+    identified,
     status_error,
 )
-from tinkex.client.retry import RetryPolicy, retry_after_s
+from tinkex.client.retry import MOST_GARBLED, RetryPolicy, retry_after_s
 from tinkex.client.settings import PROTOCOL_VERSION, Settings
 from tinkex.client.transport import (
     Kind,
@@ -47,7 +49,9 @@ from tinkex.client.transport import (
     Transport,
     Unreachable,
 )
-from tinkex.wire.codec import JSON_TYPE, decode_json, encode_json
+from tinkex.wire.codec import JSON_TYPE, NOT_JSON, decode_json, encode_json
+from tinkex.wire.digest import is_intact
+from tinkex.wire.errors import WireError
 
 log = logging.getLogger("tinkex.calls")
 
@@ -148,16 +152,13 @@ class Calls:
             headers=headers,
             deadline_s=deadline_s,
         )
-        response = await self.insisting(
-            lambda: self.once(request, about=about),
-            path=path,
-            kind=kind,
-            give_up_s=give_up_s,
-            busy_s=busy_s,
-        )
-        if answer is type(None):
-            return None
-        return decode(answer, response, about=about)
+
+        async def asked() -> T:
+            response = await self.once(request, about=about)
+            # Read here: an answer that was damaged on its way is asked for again.
+            return None if answer is type(None) else decode(answer, response, about=about)
+
+        return await self.insisting(asked, path=path, kind=kind, give_up_s=give_up_s, busy_s=busy_s)
 
     async def insisting(
         self,
@@ -172,7 +173,7 @@ class Calls:
         breaker = self._breaker(kind)
         give_up_s = self.settings.give_up_s if give_up_s is None else give_up_s
         started = self._clock()
-        attempt = 0
+        attempt = garbled = 0
         while True:
             attempt += 1
             await self._wait_while_busy()
@@ -183,9 +184,12 @@ class Calls:
                 if breaker is not None:
                     breaker.succeeded()
                 return answer
-            except (APIConnectionError, APIStatusError) as error:
+            except (APIConnectionError, APIStatusError, APIResponseValidationError) as error:
                 if breaker is not None:
                     breaker.failed(error)
+                garbled += isinstance(error, APIResponseValidationError)
+                if garbled > MOST_GARBLED:
+                    raise
                 now = datetime.now(UTC)
                 elapsed = self._clock() - started
                 status = error.status_code if isinstance(error, APIStatusError) else None
@@ -335,6 +339,8 @@ class Calls:
         with _Measured(request, self._clock) as measured:
             response = await self._transport.send(request)
             measured.status, measured.size = response.status_code, len(response.content)
+        if not is_intact(response.content, response.headers.get("content-digest")):
+            raise Unreachable("the answer was damaged on its way (its Content-Digest is another's)")
         if telling:
             log.debug(
                 "%s %s: %d, %d bytes after %.3f s",
@@ -359,10 +365,11 @@ class Calls:
     ) -> Request:
         """What `once` sends: our headers, and the body encoded."""
         sent = dict(self._headers)
+        request_id = None
         if method != "GET":
             sent["Content-Type"] = content_type
             # One for all attempts: a server that knows it can tell a repeat from a new request.
-            sent["X-Idempotency-Key"] = f"tinkex-{uuid.uuid4()}"
+            request_id = sent["X-Idempotency-Key"] = f"tinkex-{uuid.uuid4()}"
         if headers:
             sent = merged(sent, headers)
         if self.tracing is not None:
@@ -375,12 +382,13 @@ class Calls:
             body=data,
             deadline_s=deadline_s,
             kind=kind,
+            request_id=request_id,
         )
 
     def _where(self, request: Request, about: str, found: str) -> str:
         about = f"{about}: " if about else ""
         return (
-            f"{about}{request.method} {request.url}: {found}. "
+            f"{about}{request.method} {request.url}{identified(request)}: {found}. "
             "Check that the server runs and that base_url (TINKER_BASE_URL) is right."
         )
 
@@ -450,15 +458,18 @@ def decode(answer: type[T], response: Response, *, about: str = "") -> T:
         return decode_json(answer, response.content)
     except ValueError as error:
         what = f"{about}: " if about else ""
-        raise APIResponseValidationError(
+        unreadable = APIResponseValidationError(
             response,
             response.text[:2000],
-            f"{what}the answer to {response.request.method} {response.request.path} is not a "
-            f"{answer.__name__}: {error}. Is base_url the address of a Tinker service?",
-        ) from error
+            f"{what}the answer to {response.request.method} {response.request.path}"
+            f"{identified(response.request, response)} is not a {answer.__name__}: {error}. "
+            "Is base_url the address of a Tinker service?",
+        )
+        unreadable.garbled = isinstance(error, WireError) and error.errors[0].type == NOT_JSON
+        raise unreadable from error
 
 
-def _asked_s(error: APIConnectionError | APIStatusError, now: datetime) -> float | None:
+def _asked_s(error: APIError, now: datetime) -> float | None:
     if isinstance(error, APIStatusError):
         return retry_after_s(error.response.headers, now=now)
     return None

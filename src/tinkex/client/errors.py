@@ -71,7 +71,7 @@ class APIError(TinkerError):
     """An exchange with the service went wrong."""
 
     message: str
-    #: What was sent: method and URL, without headers and body.
+    #: What was sent: method, URL and id, without headers and body.
     request: Request
     #: The decoded JSON of the answer, else its text, else None.
     body: object | None
@@ -88,6 +88,8 @@ class APIResponseValidationError(APIError):
 
     response: Response
     status_code: int
+    #: Whether the bytes make no sense at all: such an answer was damaged on its way.
+    garbled: bool = False
 
     def __init__(self, response: Response, body: object | None, message: str | None = None) -> None:
         super().__init__(
@@ -218,10 +220,13 @@ _BY_STATUS: dict[int, type[APIStatusError]] = {
 }
 
 _HINTS = {
+    400: "Change the request; the same one will fail again.",
     401: "Check api_key=... or TINKER_API_KEY, and that base_url is the service it belongs to.",
     402: "Check the billing state of the account, then run the program again.",
     403: "The key is known but may not do this.",
     404: "Check the id or path, that it belongs to this key, and that base_url is right.",
+    408: "The service did not get to it in time. Try again later.",
+    409: "It is in the way of something else. See how things stand, then decide.",
     410: "The server no longer keeps it. Start again from the last saved checkpoint.",
     413: "Send less at once.",
     422: "The request itself is malformed; the answer names the field.",
@@ -238,13 +243,21 @@ def status_error(response: Response, *, about: str = "") -> APIStatusError:
     elif status >= 500:
         hint = "The cause is on the server: see its log."
     else:
-        hint = _HINTS.get(status, "")
+        hint = _HINTS.get(status, _HINTS[400])
     found = f" - {body}" if body not in (None, "") else ""
     where = f"{response.request.method} {response.request.path}"
+    where += identified(response.request, response)
     about = f"{about}: " if about else ""
     text = f"Error code: {status}{found}\n({about}{where}. {hint}".rstrip() + ")"
     fallback = InternalServerError if status >= 500 else APIStatusError
     return _BY_STATUS.get(status, fallback)(text, response, body)
+
+
+def identified(request: Request, response: Response | None = None) -> str:
+    """The id to look for in logs, as a part of a sentence; the service's own if it gives one."""
+    given = None if response is None else response.headers.get("x-request-id")
+    request_id = given or request.request_id
+    return f" (request {request_id})" if request_id else ""
 
 
 def _body(response: Response) -> object | None:

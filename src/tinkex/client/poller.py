@@ -19,7 +19,12 @@ from collections.abc import Callable, Iterator
 from time import monotonic
 
 from tinkex.client.calls import Calls, decode
-from tinkex.client.errors import APIConnectionError, APIStatusError, own_copy
+from tinkex.client.errors import (
+    APIConnectionError,
+    APIResponseValidationError,
+    APIStatusError,
+    own_copy,
+)
 from tinkex.client.results import POLL_DEADLINE_S, Patience
 from tinkex.client.transport import Kind
 from tinkex.wire.futures import (
@@ -157,10 +162,10 @@ class Poller:
                     ),
                     about=f"waiting for samples of {self._target.sampling_session_id}",
                 )
-            except (APIConnectionError, APIStatusError) as error:
+                answer = decode(FuturesRetrieveResponse, response, about="waiting for samples")
+            except (APIConnectionError, APIStatusError, APIResponseValidationError) as error:
                 await asyncio.sleep(patience.pause_s(error))
                 continue
-            answer = decode(FuturesRetrieveResponse, response, about="waiting for samples")
             patience.answered()
             self._fetched.difference_update(reported)
             for event in answer.completions:

@@ -23,11 +23,12 @@ from tinkex.client import queue_states
 from tinkex.client.calls import Calls
 from tinkex.client.errors import (
     APIConnectionError,
+    APIError,
     APIResponseValidationError,
     APIStatusError,
     RequestFailedError,
 )
-from tinkex.client.retry import is_retryable, retry_after_s
+from tinkex.client.retry import MOST_GARBLED, is_retryable, retry_after_s
 from tinkex.client.transport import Kind, Response
 from tinkex.wire.base import Payload
 from tinkex.wire.codec import JSON_TYPE, PROTOBUF_TYPE
@@ -76,6 +77,10 @@ class Wanted(Generic[T]):
     read_protobuf: Callable[[bytes], T] | None = None
 
 
+class Garbled(ValueError):
+    """Bytes that are no message."""
+
+
 def read_answer(
     response: Response, wanted: Wanted[T]
 ) -> T | TryAgainResponse | CompleteMetadata | RequestFailedResponse:
@@ -83,11 +88,14 @@ def read_answer(
     if PROTOBUF_TYPE in response.headers.get("content-type", ""):
         if wanted.read_protobuf is None:
             raise ValueError(f"protobuf is not expected for a {wanted.request_type} result")
-        return wanted.read_protobuf(response.content)
+        try:
+            return wanted.read_protobuf(response.content)
+        except ValueError as error:
+            raise Garbled(f"{error}") from error
     try:
         body = json.loads(response.content)
     except ValueError as error:
-        raise ValueError(f"neither JSON nor protobuf: {error}") from error
+        raise Garbled(f"neither JSON nor protobuf: {error}") from error
     if not isinstance(body, dict):
         raise ValueError(  # noqa: TRY004 (bad bytes, not a bad argument)
             f"a JSON {type(body).__name__} where an object is expected"
@@ -95,6 +103,22 @@ def read_answer(
     if "error" in body:
         body = {"category": "unknown", **body}
     return read_future(body, wanted.answer)
+
+
+def _read(
+    response: Response, wanted: Wanted[T], about: str
+) -> T | TryAgainResponse | CompleteMetadata | RequestFailedResponse:
+    try:
+        return read_answer(response, wanted)
+    except ValueError as error:
+        unreadable = APIResponseValidationError(
+            response,
+            response.text[:2000],
+            f"{about}: the answer cannot be read: {error}. The server and this client "
+            "disagree about the protocol; report this with the versions of both.",
+        )
+        unreadable.garbled = isinstance(error, Garbled)
+        raise unreadable from error
 
 
 class Pace:
@@ -135,13 +159,20 @@ class Patience:
         self._clock = clock
         self._last_contact = clock()
         self._bad_requests = 0
+        self._garbled = 0
 
     def answered(self) -> None:
         self._last_contact = self._clock()
         self._bad_requests = 0
+        self._garbled = 0
 
-    def pause_s(self, error: APIConnectionError | APIStatusError) -> float:
+    def pause_s(self, error: APIError) -> float:
         """Seconds before the next poll. Raises the error when there is no point in one."""
+        if isinstance(error, APIResponseValidationError):
+            self._garbled += 1
+            if not is_retryable(error) or self._garbled > MOST_GARBLED:
+                raise error
+            return self.pace.after_failure(error)
         if not isinstance(error, APIStatusError):
             if self._clock() - self._last_contact > self._calls.settings.reconnect_s:
                 raise error
@@ -223,7 +254,8 @@ class Results:
                         ),
                         about=about,
                     )
-                except (APIConnectionError, APIStatusError) as error:
+                    answer = _read(response, wanted, about)
+                except (APIConnectionError, APIStatusError, APIResponseValidationError) as error:
                     if isinstance(error, APIStatusError) and error.status_code == 408:
                         patience.answered()
                         telling.hear(error.body)
@@ -233,15 +265,6 @@ class Results:
                     await asyncio.sleep(delay)
                     continue
                 patience.answered()
-                try:
-                    answer = read_answer(response, wanted)
-                except ValueError as error:
-                    raise APIResponseValidationError(
-                        response,
-                        response.text[:2000],
-                        f"{about}: the answer cannot be read: {error}. The server and this client "
-                        "disagree about the protocol; report this with the versions of both.",
-                    ) from error
                 if isinstance(answer, RequestFailedResponse):
                     raise RequestFailedError(answer.error, request_id, answer.category)
                 if isinstance(answer, TryAgainResponse):

@@ -8,16 +8,28 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from tinkex.client.errors import APIConnectionError, APIStatusError
+from tinkex.client.errors import (
+    APIConnectionError,
+    APIResponseValidationError,
+    APIStatusError,
+)
 
 #: A server that asks for more patience than this is asked again after it all the same.
 LONGEST_RETRY_AFTER_S = 60.0
+#: Answers damaged on their way, to one request; one more, and it is no accident.
+MOST_GARBLED = 3
 
 
 def is_retryable(error: BaseException) -> bool:
-    """The one answer, for every layer. Connection errors, time-outs, 408, 409, 429 and 5xx."""
+    """
+    The one answer, for every layer.
+
+    Connection errors, time-outs, answers damaged on their way, 408, 409, 429 and 5xx.
+    """
     if isinstance(error, APIConnectionError):
         return True
+    if isinstance(error, APIResponseValidationError):
+        return error.garbled
     if not isinstance(error, APIStatusError):
         return False
     word = error.response.headers.get("x-should-retry", "").strip().lower()

@@ -37,6 +37,7 @@ from tinkex.wire.training import (
 
 __all__ = [
     "JSON_TYPE",
+    "NOT_JSON",
     "PROTOBUF_TYPE",
     "decode_forward_json",
     "decode_json",
@@ -46,6 +47,8 @@ __all__ = [
 
 JSON_TYPE: Final = "application/json"
 PROTOBUF_TYPE: Final = "application/x-protobuf"
+#: The type of the error for a body that is not JSON at all.
+NOT_JSON: Final = "json_invalid"
 
 T = TypeVar("T")
 
@@ -147,7 +150,7 @@ def _parse(body: bytes) -> Any:
     try:
         return from_json(body, allow_inf_nan=False, cache_strings="keys")
     except ValueError as error:
-        raise WireError.at((), f"this is not JSON: {error}.", "json_invalid") from None
+        raise WireError.at((), f"this is not JSON: {error}.", NOT_JSON) from None
 
 
 def _ready(type_: type[StrictModel], value: Any) -> Any:

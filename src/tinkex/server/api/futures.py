@@ -13,6 +13,7 @@ from tinkex.server.plan import PASSES, Kind
 from tinkex.server.store import Completion
 from tinkex.wire.codec import JSON_TYPE, PROTOBUF_TYPE, encode_json
 from tinkex.wire.dialect import Dialect, wants_protobuf
+from tinkex.wire.digest import content_digest
 from tinkex.wire.errors import RequestErrorCategory, UserFailure, WireError
 from tinkex.wire.futures import (
     CancelFutureRequest,
@@ -112,7 +113,8 @@ async def _result(request: Request, context: Context, settled: Settled) -> Respo
         session = await context.session(request, settled.session_id)
     dialect = dialect_of(request, session)
     if wants_protobuf(request.headers.get("accept")) and _reads_protobuf(settled, dialect):
-        return Response(settled.result, media_type=PROTOBUF_TYPE)
+        digest = {"Content-Digest": content_digest(settled.result)}
+        return Response(settled.result, media_type=PROTOBUF_TYPE, headers=digest)
     try:
         if len(settled.result) <= INLINE_ENCODE_BYTES:
             body = _as_json(settled, dialect)

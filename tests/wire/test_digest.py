@@ -1,0 +1,22 @@
+"""Fingerprints of bodies."""
+
+from tinkex.wire.digest import content_digest, is_intact
+
+# RFC 9530, appendix D: the digest of this representation.
+BODY = b'{"hello": "world"}\n'
+DIGEST = "sha-256=:RK/0qy18MlBSVnWgjwz6lZEWjP/lF5HF9bvEF8FabDg=:"
+
+
+def test_the_form_is_that_of_the_standard():
+    assert content_digest(BODY) == DIGEST
+
+
+def test_another_body_is_told_apart():
+    assert is_intact(BODY, DIGEST)
+    assert not is_intact(BODY[:-1], DIGEST)
+
+
+def test_what_is_not_announced_or_not_ours_to_read_is_taken_as_it_is():
+    assert is_intact(BODY, None)
+    assert is_intact(BODY, "sha-512=:AAAA:")
+    assert is_intact(BODY, f"{DIGEST}, sha-512=:AAAA:")
