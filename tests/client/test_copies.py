@@ -208,4 +208,4 @@ def test_an_observer_of_ones_own_hears_queue_states(service, fake):
         tinkex.testing.Answer(status=408, body=body | {"queue_state_reason": "full"}),
     )
     sampling.sample(PROMPT, 1, PARAMS).result(5)
-    assert told == [("paused_capacity", "full")]
+    assert told[0] == ("paused_capacity", "full")

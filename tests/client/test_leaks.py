@@ -11,6 +11,7 @@ import pytest
 import tinkex
 from tinkex import SamplingParams, types
 from tinkex.client import loop as background_loop
+from tinkex.client import poller
 from tinkex.testing import FakeService
 
 PROMPT = types.ModelInput.from_ints([5, 6, 7])
@@ -50,7 +51,7 @@ def use(url):
     training = service.create_lora_training_client("fake/model")
     training.optim_step(tinkex.AdamParams()).result(5)
     sampling = service.create_sampling_client(base_model="fake/model")
-    futures = [sampling.sample(PROMPT, 1, PARAMS) for _ in range(100)]
+    futures = [sampling.sample(PROMPT, 1, PARAMS) for _ in range(30)]
     assert all(future.result(10).sequences for future in futures)
     connection = service.holder._connected.value
     assert connection is not None
@@ -58,15 +59,16 @@ def use(url):
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_closed_sessions_free_their_sockets_tasks_and_objects(loopback, fake, shared):
+def test_closed_sessions_free_their_sockets_tasks_and_objects(loopback, fake, shared, monkeypatch):
+    monkeypatch.setattr(poller, "FEW", 4)
     fake._config["sample_use_retrieve_futures"] = shared
     service, _ = use(loopback.url)  # what the process keeps anyway
     service.close("success").result(5)
     del service
     gc.collect()
-    before = settled(sockets, 0, seconds=0.3), settled(tasks, 0, seconds=0.1)
+    before = settled(sockets, 0, seconds=0.1), settled(tasks, 0, seconds=0.1)
     alive = []
-    for _ in range(5):
+    for _ in range(3):
         service, made = use(loopback.url)
         service.close("success").result(5)
         alive += made
@@ -81,7 +83,7 @@ def test_closed_sessions_free_their_sockets_tasks_and_objects(loopback, fake, sh
 def test_a_client_that_is_only_forgotten_leaves_nothing_either(loopback):
     service, _ = use(loopback.url)
     service.close("success").result(5)
-    before = settled(sockets, 0, seconds=0.3)
+    before = settled(sockets, 0, seconds=0.1)
     service, made = use(loopback.url)
     del service
     gc.collect()
