@@ -142,6 +142,7 @@ def test_waiting_samples_of_a_closed_client_are_told_at_once():
     for future in futures:
         with pytest.raises(RuntimeError, match="closed"):
             future.result(5)
+    assert sampling.retry_handler._timer is None  # nothing is watched any more
     hold.release()
     assert first.result(5).sequences  # its sibling goes on
     other.close("success").result(5)

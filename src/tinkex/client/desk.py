@@ -219,6 +219,7 @@ class Desk:
     def close(self) -> None:
         """The session ends: what was let in is cancelled by it, what waits is told here."""
         self._fail_waiting(closed)
+        self._handler.rest()
 
     def _give_up(self, stuck: Callable[[], Exception]) -> None:
         self._fail_waiting(stuck)
