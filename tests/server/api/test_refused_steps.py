@@ -9,7 +9,7 @@ import pytest
 
 from server.echo import EchoExecutor
 from server.hosting import PROTOBUF, Api, hosted, pass_body
-from tinkex.server.executor import Task
+from tinkex.server.executor import EngineRefused, Task
 from tinkex.wire.address import Address, address_in_json, address_in_protobuf
 
 pytestmark = pytest.mark.anyio
@@ -130,6 +130,30 @@ async def test_a_refusal_survives_the_death_of_the_engine(api: Api, echo: EchoEx
     await api.passed(await api.forward_backward(model, 3, tokens=2))
     echo.die()
     assert await api.value(await api.optim_step(model, 4)) == 2
+
+
+class Absent(EchoExecutor):
+    """An engine that can be kept from starting."""
+
+    starts = True
+
+    async def ready(self, base_model: str) -> int:
+        if not self.starts:
+            raise EngineRefused("the engine does not start")
+        return await super().ready(base_model)
+
+
+async def test_a_refused_step_has_failed_whatever_the_engine_does(tmp_path: Path) -> None:
+    absent = Absent()
+    async with hosted(absent, tmp_path, gap_s=3600.0, long_poll_s=5.0) as api:
+        model = await api.model()
+        absent.starts = False
+        bad = {"model_id": model, "seq_id": 1, "adam_params": 5}
+        assert (await api.post("optim_step", bad)).status == 422
+        behind = await api.result(await api.optim_step(model, 2))
+        assert behind["category"] == "server"
+        again = await api.result(await api.optim_step(model, 1))
+        assert "refused when it came" in again["error"]
 
 
 def test_an_address_is_read_only_where_it_is_beyond_doubt() -> None:

@@ -137,7 +137,11 @@ class Turns:
 
     async def _fail(self, run: Run, turn: Turn, ending: Ending) -> None:
         for step in turn.steps:
-            if step.seq_id in run.line.running:
+            if step.seq_id not in run.line.running:
+                continue
+            if turn.unfiled:  # it has failed already, and nobody waits for it
+                await self._steps.file_refused(run, step, turn.refusal or "")
+            else:
                 await self._steps.end(run, step, ending)
 
     async def _refuse(self, run: Run, turn: Turn) -> None:
