@@ -61,6 +61,22 @@ def test_many_may_start_the_same_session_at_once(fake, service):
     assert endpoints(fake).count("create_session") == 1
 
 
+def test_training_clients_and_capabilities_may_be_asked_for_together(service):
+    """Defect 3: with a lock around the start, the two wait for each other."""
+
+    async def main():
+        async with asyncio.timeout(5):
+            return await asyncio.gather(
+                service.create_lora_training_client_async("fake/model"),
+                service.get_server_capabilities_async(),
+                service.create_sampling_client_async(base_model="fake/model"),
+            )
+
+    training, capabilities, sampling = asyncio.run(main())
+    assert capabilities.supported_models[0].model_name == "fake/model"
+    assert training.holder is sampling.holder
+
+
 def test_starting_does_not_block_the_callers_loop(fake, service):
     async def main():
         hold = fake.hold("create_session")
