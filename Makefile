@@ -55,6 +55,7 @@ check: setup
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
 	@$(BIN)/mypy
+	@$(BIN)/pyright -p tests/typing/pyrightconfig.json --pythonpath $(BIN)/python
 
 format: setup
 	@$(BIN)/ruff check --fix
