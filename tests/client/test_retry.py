@@ -1,5 +1,6 @@
 """What is worth another try, and when: tables of decisions."""
 
+import itertools
 import pickle
 import random
 from datetime import UTC, datetime
@@ -127,8 +128,33 @@ def test_what_is_not_retryable_is_given_up_at_once():
         (ValueError("no"), False),
     ],
 )
-def test_user_errors_are_4xx_that_a_retry_would_not_mend(error, expected):
+def test_e1_user_errors_are_4xx_that_a_retry_would_not_mend(error, expected):
     assert is_user_error(error) is expected
+
+
+def linked(*errors, by="__cause__"):
+    """The first, and each is because of the next."""
+    for error, next_one in itertools.pairwise(errors):
+        setattr(error, by, next_one)
+    return errors[0]
+
+
+@pytest.mark.parametrize("by", ["__cause__", "__context__"])
+def test_e1_an_error_is_the_users_if_what_led_to_it_was(by):
+    assert is_user_error(linked(ValueError(), KeyError(), answered(404), by=by))
+    assert not is_user_error(linked(ValueError(), KeyError(), answered(503), by=by))
+    # The nearest that tells decides: the service did not answer, whatever was going on before.
+    assert not is_user_error(linked(APIConnectionError(REQUEST), answered(404), by=by))
+    server = RequestFailedError("no", "r", types.RequestErrorCategory.Server)
+    assert not is_user_error(linked(ValueError(), server, answered(400), by=by))
+
+
+def test_e1_errors_that_lead_to_each_other_are_looked_at_once():
+    first, second = ValueError(), KeyError()
+    first.__cause__, second.__context__ = second, first
+    assert not is_user_error(first)
+    second.__cause__ = answered(422)
+    assert is_user_error(first)
 
 
 def test_retry_config_is_hashable_survives_pickling_and_refuses_nonsense():

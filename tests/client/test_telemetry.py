@@ -1,6 +1,9 @@
 """Telemetry is small, scrubbed, bounded, and in nobody's way."""
 
 import json
+import os
+import subprocess
+import sys
 import time
 
 import pytest
@@ -26,7 +29,7 @@ def fail_once(fake, service):
         service.create_lora_training_client("fake/model", user_metadata={"who": "Alice"})
 
 
-def test_a_session_reports_its_start_its_errors_and_its_end(fake):
+def test_e2_a_session_reports_its_start_its_errors_and_its_end(fake):
     with fake.client() as service:
         fail_once(fake, service)
     found = events(fake)
@@ -40,7 +43,7 @@ def test_a_session_reports_its_start_its_errors_and_its_end(fake):
     }
 
 
-def test_nothing_secret_is_reported(fake):
+def test_e2_nothing_secret_is_reported(fake):
     with fake.client(default_headers_overrides={"X-Other": "tml-header"}) as service:
         fail_once(fake, service)
     for seen in sent(fake):
@@ -48,7 +51,7 @@ def test_nothing_secret_is_reported(fake):
             assert word not in seen.body
 
 
-def test_it_can_be_switched_off(fake, monkeypatch):
+def test_e2_it_can_be_switched_off(fake, monkeypatch):
     monkeypatch.setenv("TINKER_TELEMETRY", "0")
     with fake.client() as service:
         service.create_lora_training_client("fake/model")
@@ -101,3 +104,127 @@ def test_batches_are_sent_now_and_then(fake, monkeypatch):
     assert batch["process_uuid"]
     kinds = [event.get("event_data", {}).get("category") for event in events(fake)]
     assert kinds == [None, "user", "user", "user", None]
+
+
+def test_e2_what_is_not_the_users_doing_is_an_unhandled_exception_without_its_words(fake, service):
+    training = service.create_lora_training_client("fake/model")
+    body = {"error": "tml-secret of Alice", "category": "server"}
+    fake.script("retrieve_future", Answer(status=200, body=body))
+    with pytest.raises(tinkex.RequestFailedError, match="Alice"):
+        training.optim_step(tinkex.AdamParams()).result(5)
+    service.close("success").result(5)
+    found = next(each for each in events(fake) if each["event"] == "UNHANDLED_EXCEPTION")
+    assert found["error_type"] == "RequestFailedError"
+    assert found["error_message"] == "category server"
+    assert found["severity"] == "ERROR"
+    assert found["traceback"].splitlines()[-1].startswith("tinkex/client/results.py:")
+    for seen in sent(fake):
+        assert b"Alice" not in seen.body
+        assert __file__.encode() not in seen.body
+
+
+def test_e2_events_have_the_shape_that_services_know(fake):
+    with fake.client() as service:
+        fail_once(fake, service)
+    for event in events(fake):
+        assert len(event["event_id"]) == 36
+        assert event["timestamp"].startswith("20")
+        assert event["severity"] in ("INFO", "WARNING")
+    assert events(fake)[-1]["duration"].startswith("0:00:0")
+
+
+def test_e2_users_log_events_of_their_own_under_the_session(fake):
+    with fake.client() as service:
+        assert service.get_telemetry() is None  # no session yet
+        training = service.create_lora_training_client("fake/model")
+        telemetry = training.get_telemetry()
+        data = {"loss": 0.5}
+        assert telemetry.log("epoch", data, severity="DEBUG")
+        data["loss"] = 7.0
+        for bad in ({"x": object()}, {"x": float("nan")}, {"x": "y" * 100_000}, [1]):
+            assert not telemetry.log("epoch", bad)
+        assert not telemetry.log("epoch", {}, severity="LOUD")
+    assert not telemetry.log("late")
+    mine = [each for each in events(fake) if each.get("event_name") == "epoch"]
+    assert [(each["event_data"], each["severity"]) for each in mine] == [({"loss": 0.5}, "DEBUG")]
+
+
+def test_e2_a_batch_has_a_hundred_events_and_is_sent_three_times_at_most(fake, monkeypatch):
+    monkeypatch.setattr(telemetry, "SEND_EVERY_S", 0.01)
+    fake.script("telemetry", *[Answer(status=503)] * 4)
+    with fake.client() as service:
+        reporter = service.create_lora_training_client("fake/model").get_telemetry()
+        for number in range(250):
+            reporter.log("mine", {"number": number})
+        deadline = time.monotonic() + 5
+        while len(sent(fake)) < 6 and time.monotonic() < deadline:
+            time.sleep(0.005)
+    batches = [
+        [each["event_session_index"] for each in seen.json()["events"]] for seen in sent(fake)
+    ]
+    assert all(len(batch) <= 100 for batch in batches)
+    first = batches[0]
+    assert batches[:3] == [first] * 3  # then it is dropped
+    assert not set(first) & {index for batch in batches[3:] for index in batch}
+    assert batches[3] == batches[4]  # the next one: refused once, then taken
+    kept = {index for batch in batches[3:] for index in batch}
+    assert kept == set(range(len(first), 252))
+
+
+def test_e2_no_error_waits_for_telemetry(fake, service):
+    """The promise has its error before anything is noted."""
+    training = service.create_lora_training_client("fake/model")
+    order = []
+
+    class Slow(telemetry.Telemetry):
+        def note_error(self, error):
+            order.append("noted")
+
+    service.holder._telemetry.__class__ = Slow
+    fake.script("optim_step", Answer(status=422))
+    future = training.optim_step(tinkex.AdamParams())
+    future.add_done_callback(lambda _: order.append("told"))
+    with pytest.raises(tinkex.UnprocessableEntityError):
+        future.result(5)
+    deadline = time.monotonic() + 5
+    while len(order) < 2 and time.monotonic() < deadline:
+        time.sleep(0.005)
+    assert order == ["told", "noted"]
+
+
+PROGRAM = """
+import os, sys
+import tinkex
+service = tinkex.ServiceClient(base_url=sys.argv[1])
+sampling = service.create_sampling_client(base_model="fake/model")
+sampling.get_telemetry().log("mine")
+if sys.argv[2] == "fork" and os.fork() == 0:
+    prompt = tinkex.ModelInput.from_ints([1])
+    sampling.sample(prompt, 1, tinkex.SamplingParams(max_tokens=1)).result(10)
+    service.close("success").result(10)
+    os._exit(0)
+if sys.argv[2] == "fork":
+    os.wait()
+"""
+
+
+@pytest.mark.parametrize("how", ["leave", "fork"])
+def test_e2_what_is_left_is_sent_when_the_program_ends_and_a_fork_is_another_process(loopback, how):
+    if how == "fork" and not hasattr(os, "fork"):
+        pytest.skip("no fork here")
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, loopback.url, how],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    batches = [seen.json() for seen in sent(loopback.fake)]
+    kinds = [[event["event"] for event in batch["events"]] for batch in batches]
+    assert ["SESSION_START", "GENERIC_EVENT", "SESSION_END"] in kinds
+    processes = {batch["process_uuid"] for batch in batches}
+    assert len(processes) == len(batches) == (2 if how == "fork" else 1)
+    assert len({batch["session_id"] for batch in batches}) == 1
+    for batch in batches:  # each process counts its own
+        assert batch["events"][0]["event_session_index"] == 0

@@ -1,0 +1,163 @@
+"""Counts, levels and times of the clients of a process."""
+
+import json
+import os
+import time
+
+import pytest
+
+import tinkex
+from tinkex import types
+from tinkex.client import metrics
+from tinkex.client.metrics import Histogram, Metrics
+from tinkex.testing import Answer, FakeService, Lost
+
+
+@pytest.fixture(autouse=True)
+def _anew():
+    tinkex.reset_metrics()
+
+
+def train(fake: FakeService, datum: types.Datum) -> None:
+    with fake.client() as service:
+        training = service.create_lora_training_client("fake/model")
+        training.forward_backward([datum], "cross_entropy").result(5)
+        training.optim_step(tinkex.AdamParams()).result(5)
+
+
+def test_requests_operations_bytes_and_times_are_counted_by_name(fake, datum):
+    train(fake, datum)
+    seen = tinkex.metrics_snapshot()
+    counters, latency = seen["counters"], seen["latency_s"]
+    assert counters["operations_done.create_model"] == 1
+    assert counters["operations_done.forward_backward"] == 1
+    assert counters["operations_done.optim_step"] == 1
+    assert counters["requests.forward_backward"] == counters["requests.optim_step"] == 1
+    assert counters["requests.sessions"] == 1  # the id in its path is no name
+    body = next(seen.body for seen in fake.requests if seen.endpoint == "forward_backward")
+    assert counters["bytes_sent.forward_backward"] == len(body)
+    assert counters["bytes_received.retrieve_future"] > 0
+    assert latency["operation.forward_backward"]["count"] == 1
+    assert 0 < latency["operation.forward_backward"]["p50"] <= 5
+    assert set(seen["gauges"].values()) == {0}
+    json.dumps(seen)  # plain
+
+
+def test_failures_retries_and_busy_answers_are_counted(fake, datum):
+    fake.script(
+        "optim_step",
+        Lost(),
+        Answer(status=500),
+        Answer(status=429, headers={"retry-after-ms": "1"}),
+    )
+    train(fake, datum)
+    with fake.client() as service, pytest.raises(tinkex.RequestFailedError):
+        service.create_lora_training_client("no/model")
+    seen = tinkex.metrics_snapshot()
+    assert seen["counters"]["retries.optim_step"] == 3
+    assert seen["counters"]["rate_limited.optim_step"] == 1
+    assert seen["counters"]["statuses.none"] == 1
+    assert seen["counters"]["statuses.429"] == 1
+    assert seen["counters"]["operations_failed.create_model"] == 1
+
+
+def test_how_long_everybody_waited_for_a_busy_service_is_a_time(fake, service):
+    fake.script("asample", Answer(status=429, headers={"retry-after-ms": "30"}))
+    sampling = service.create_sampling_client(base_model="fake/model")
+    prompt = types.ModelInput.from_ints([1])
+    sampling.sample(prompt, 1, types.SamplingParams(max_tokens=1)).result(5)
+    assert tinkex.metrics_snapshot()["latency_s"]["wait.backoff"]["max"] >= 0.03
+
+
+def test_samples_that_wait_are_a_level_and_how_long_they_waited_a_time(fake):
+    hold = fake.hold("asample")
+    service = fake.client()
+    sampling = service.create_sampling_client(
+        base_model="fake/model", retry_config=tinkex.RetryConfig(max_connections=1)
+    )
+    prompt = types.ModelInput.from_ints([1])
+    futures = [sampling.sample(prompt, 1, types.SamplingParams(max_tokens=1)) for _ in range(5)]
+    hold.arrived.wait(5)
+    gauges = tinkex.metrics_snapshot()["gauges"]
+    assert gauges["samples_waiting.sample"] == 4
+    assert gauges["operations_in_flight.sample"] == 1
+    hold.release()
+    for future in futures:
+        future.result(5)
+    service.close("success").result(5)
+    seen = tinkex.metrics_snapshot()
+    assert set(seen["gauges"].values()) == {0}
+    assert seen["latency_s"]["wait.sample"]["count"] == 5
+
+
+@pytest.mark.parametrize("how", ["cancel", "close"])
+def test_levels_come_back_to_zero_whatever_ends_the_waiting(fake, how):
+    hold = fake.hold("asample")
+    service = fake.client()
+    sampling = service.create_sampling_client(
+        base_model="fake/model", retry_config=tinkex.RetryConfig(max_connections=1)
+    )
+    prompt = types.ModelInput.from_ints([1])
+    futures = [sampling.sample(prompt, 1, types.SamplingParams(max_tokens=1)) for _ in range(5)]
+    hold.arrived.wait(5)
+    if how == "cancel":
+        for future in futures:
+            future.cancel()
+    hold.release()
+    service.close("success").result(5)
+    deadline = time.monotonic() + 5
+    while any(tinkex.metrics_snapshot()["gauges"].values()) and time.monotonic() < deadline:
+        time.sleep(0.005)
+    assert set(tinkex.metrics_snapshot()["gauges"].values()) == {0}
+
+
+def test_percentiles_are_right_within_a_few_percent():
+    times = Histogram()
+    for number in range(1, 1001):
+        times.observe(number / 1000)
+    seen = times.snapshot()
+    assert seen["count"] == 1000
+    assert seen["mean"] == pytest.approx(0.5005)
+    assert seen["p50"] == pytest.approx(0.5, rel=0.07)
+    assert seen["p95"] == pytest.approx(0.95, rel=0.07)
+    assert seen["p99"] == pytest.approx(0.99, rel=0.07)
+    assert seen["max"] == 1.0
+    assert Histogram().snapshot()["p99"] == 0.0
+    for odd in (0.0, -1.0, 1e9):
+        times.observe(odd)
+
+
+def test_memory_is_bounded_however_many_names_there_are():
+    here = Metrics()
+    for number in range(3 * metrics.MOST_NAMES):
+        here.count("requests", f"name-{number}")
+        here.observe("request", f"name-{number}", 0.1)
+    seen = here.snapshot()
+    assert len(seen["counters"]) <= metrics.MOST_NAMES + 1
+    assert len(seen["latency_s"]) <= metrics.MOST_NAMES + 1
+    assert sum(seen["counters"].values()) == 3 * metrics.MOST_NAMES
+
+
+def test_an_observation_is_cheap():
+    here = Metrics()
+    for _ in range(1000):
+        here.observe("request", "asample", 0.1)
+    started = time.process_time()
+    for _ in range(20_000):
+        here.observe("request", "asample", 0.1)
+    each_s = (time.process_time() - started) / 20_000
+    assert each_s < 10e-6  # 1 to 2 µs where nothing else runs
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_forked_child_counts_for_itself(fake, datum):
+    train(fake, datum)
+    read, write = os.pipe()
+    child = os.fork()
+    if not child:
+        os.write(write, json.dumps(tinkex.metrics_snapshot()["counters"]).encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert os.read(read, 100_000) == b"{}"
+    os.close(read)
+    os.close(write)

@@ -1,0 +1,135 @@
+"""Why requests wait reaches the user: a log line, a callback, a progress display (O8)."""
+
+import io
+import json
+import time
+
+import pytest
+
+import tinkex
+from tinkex import types
+from tinkex.client import queue_states
+from tinkex.client.progress import Row, in_words
+from tinkex.testing import Answer
+
+
+def paused(reason: str | None = "two jobs ahead") -> Answer:
+    body = {"type": "try_again", "request_id": "r", "queue_state": "paused_capacity"}
+    return Answer(status=408, body={**body, "queue_state_reason": reason})
+
+
+def test_o8_a_callback_is_told_what_waits_why_and_that_it_goes_on(fake, service, datum, caplog):
+    told: list[tinkex.QueueState] = []
+    training = service.create_lora_training_client("fake/model")
+    fake.script("retrieve_future", paused(), paused(), paused("one job ahead"))
+    with tinkex.on_queue_state(told.append):
+        training.forward_backward([datum], "cross_entropy").result(5)
+    subject = f"Training of {training.model_id}"
+    assert [(each.subject, each.state, each.reason) for each in told] == [
+        (subject, "paused_capacity", "two jobs ahead"),
+        (subject, "paused_capacity", "one job ahead"),
+        (subject, "active", None),
+    ]
+    lines = [record.getMessage() for record in caplog.records if "paused" in record.getMessage()]
+    assert lines == [f"{subject} is paused: two jobs ahead"]  # once a minute
+    fake.script("retrieve_future", paused())
+    training.optim_step(tinkex.AdamParams()).result(5)
+    assert len(told) == 3  # the block has ended
+
+
+def test_o8_samples_and_new_models_tell_too_and_a_state_without_a_reason_gets_one(fake, service):
+    told: list[tinkex.QueueState] = []
+    watch = tinkex.on_queue_state(told.append)
+    fake.script("retrieve_future", paused(None))
+    service.create_lora_training_client("fake/model")
+    sampling = service.create_sampling_client(base_model="fake/model")
+    fake.script("retrieve_future", paused())
+    prompt = types.ModelInput.from_ints([1])
+    sampling.sample(prompt, 1, types.SamplingParams(max_tokens=1)).result(5)
+    watch.stop()
+    watch.stop()
+    assert told[0].subject == "Creation of a model over fake/model"
+    assert told[0].reason == "the service is short of capacity"
+    assert told[2].subject.startswith("Sampling from ")
+
+
+def test_o8_a_callback_that_fails_stops_nothing(fake, service, datum, caplog):
+    def fails(state: tinkex.QueueState) -> None:
+        raise ValueError("mine")
+
+    training = service.create_lora_training_client("fake/model")
+    fake.script("retrieve_future", paused())
+    with tinkex.on_queue_state(fails):
+        training.forward_backward([datum], "cross_entropy").result(5)
+    assert "a queue-state callback failed" in caplog.text
+
+
+def test_o8_nothing_is_paused_once_a_request_was_given_up(fake, datum):
+    service = fake.client()
+    training = service.create_lora_training_client("fake/model")
+    fake.script("retrieve_future", *[paused()] * 1000)
+    training.forward_backward([datum], "cross_entropy")
+    wait_for(queue_states.paused)
+    service.close("success").result(5)
+    wait_for(lambda: not queue_states.paused())
+
+
+def wait_for(condition) -> None:
+    deadline = time.monotonic() + 5
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_e3_queue_states_and_backpressure_are_counted_in_telemetry(fake, datum):
+    with fake.client() as service:
+        training = service.create_lora_training_client("fake/model")
+        fake.script("optim_step", *[Answer(status=429, headers={"retry-after-ms": "20"})] * 2)
+        fake.script("retrieve_future", paused(), paused())
+        training.forward_backward([datum], "cross_entropy").result(5)
+        training.optim_step(tinkex.AdamParams()).result(5)
+    sent = [seen for seen in fake.requests if seen.endpoint == "telemetry"]
+    events = [event for seen in sent for event in json.loads(seen.body)["events"]]
+    found = {each["event_name"]: each["event_data"] for each in events if "event_name" in each}
+    assert found["backpressure"] == {"rate_limited": 2, "longest_wait_s": 0.02}
+    assert found["queue_states"] == {"paused_capacity": 1, "active": 1}
+
+
+# -- the display -------------------------------------------------------------------------------------
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("out", [io.StringIO(), Terminal()], ids=["file", "terminal"])
+def test_o8_progress_shows_what_is_under_way_and_why_it_waits(fake, service, out):
+    sampling = service.create_sampling_client(base_model="fake/model")
+    fake.script("retrieve_future", *[paused()] * 1000)
+    prompt = types.ModelInput.from_ints([1])
+    with tinkex.progress(out, every_s=0.01):
+        futures = [sampling.sample(prompt, 1, types.SamplingParams(max_tokens=1)) for _ in range(3)]
+        wait_for(lambda: "two jobs ahead" in out.getvalue())
+        fake._scripts["retrieve_future"].clear()
+        for future in futures:
+            future.result(5)
+    text = out.getvalue()
+    assert "sample" in text
+    assert "3/3" in text
+    if not out.isatty():
+        assert "in flight" in text
+        assert text.splitlines()[-1] == "tinkex: sample 3/3"
+        assert len(text.splitlines()) == len(set(text.splitlines()))  # only what has changed
+
+
+def test_progress_in_words():
+    row = Row(name="sample", done=12, failed=1, in_flight=5, waiting=22)
+    assert in_words([row], []) == "sample 12/40, 5 in flight, 22 waiting, 1 failed"
+
+
+def test_progress_of_nothing_says_nothing():
+    out = io.StringIO()
+    with tinkex.progress(out):
+        pass
+    assert out.getvalue() == ""
