@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from postgres import Postgres, binaries, postgres_server
 from serving import TINY, Server, serving
 
 
@@ -22,6 +23,15 @@ def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     """One server for all tests that only want to talk to one."""
     data = tmp_path_factory.mktemp("server-data")
     with serving(f"{TINY}={tiny_model}", data=data) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[Postgres]:
+    """One PostgreSQL for all tests that want a database in it."""
+    if binaries() is None:
+        pytest.skip("no PostgreSQL is installed (Debian: apt install postgresql)")
+    with postgres_server() as running:
         yield running
 
 

@@ -66,6 +66,8 @@ def postgres_server(*settings: str) -> Iterator[Postgres]:
         [
             *(found / "initdb", "-D", data, "-U", "postgres", "--auth=scram-sha-256"),
             *(f"--pwfile={home / 'password'}", "--no-sync", "--encoding=UTF8", "--no-locale"),
+            # Texts are sorted as in most installations, not by their bytes.
+            *("--locale-provider=icu", "--icu-locale=en"),
         ],
         user=user,
         cwd=home,
