@@ -10,7 +10,7 @@ import pytest
 from tinkex import RetryConfig, SamplingParams, types
 from tinkex.client import loop as background_loop
 from tinkex.client.admission import Admission, Line
-from tinkex.testing import FakeService
+from tinkex.testing import Answer, FakeService
 from tinkex.wire.protobuf import encode_sample_response
 
 PROMPT = types.ModelInput.from_ints(list(range(64)))
@@ -161,6 +161,22 @@ def test_a_sample_taken_back_while_it_waits_is_never_sent():
         assert first.result(5).sequences
         assert third.result(5).sequences
         assert len(asked_by(fake)) == 2
+
+
+def test_a_service_that_was_busy_is_not_flooded_when_it_is_back():
+    fake = FakeService()
+    with fake.client() as service:
+        sampling = service.create_sampling_client(base_model="fake/model")
+        fake.script("asample", Answer(status=429, headers={"retry-after-ms": "5"}))
+        sampling.sample(PROMPT, 1, PARAMS).result(5)
+        sent = len(asked_by(fake))
+        hold = fake.hold("asample")
+        futures = [sampling.sample(PROMPT, 1, PARAMS) for _ in range(50)]
+        assert hold.arrived.wait(5)
+        time.sleep(0.05)
+        assert len(asked_by(fake)) == sent + 10
+        hold.release()
+        assert all(future.result(10).sequences for future in futures)
 
 
 # -- who is let in -----------------------------------------------------------------------------------

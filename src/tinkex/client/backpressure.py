@@ -15,6 +15,8 @@ from tinkex.client.admission import Admission
 from tinkex.client.breaker import Breaker
 from tinkex.client.transport import Kind
 
+#: For this long after a back-off samples are sent a few at a time.
+CAREFUL_S = 10.0
 #: While a 402 is tolerated, this long between attempts.
 BILLING_PAUSE_S = 5.0
 #: Users are told this often that they are paused.
@@ -66,6 +68,11 @@ class Backoff:
     def left_s(self) -> float:
         return max(0.0, self._until - self._clock())
 
+    @property
+    def recent(self) -> bool:
+        """Whether the service was busy a moment ago, and may be again."""
+        return self._clock() < self._until + CAREFUL_S
+
     async def wait(self) -> None:
         while (left := self.left_s) > 0:  # noqa: ASYNC110 (the moment may move while we wait)
             # Not all at the same moment, or the first ones back would be told "busy" again.
@@ -111,6 +118,8 @@ class Lane:
     samples: Admission = field(default_factory=lambda: Admission(2_000))
     #: Results that are known to be there, being fetched: many would only open connections.
     fetches: Budget = field(default_factory=lambda: Budget(64))
+    #: Samples being submitted while the service was busy a moment ago.
+    careful: Budget = field(default_factory=lambda: Budget(10))
     #: Bytes of prompts being submitted.
     sample_bytes: Budget = field(default_factory=lambda: Budget(10 * 1024 * 1024))
     #: Bytes of training data being submitted.

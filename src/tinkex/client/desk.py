@@ -13,7 +13,7 @@ import os
 import random
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from time import monotonic
 from typing import Any, Generic, TypeVar
 
@@ -319,7 +319,9 @@ class Desk:
     ) -> AsyncIterator[tuple[bytes, float]]:
         """The body to send, and how long "busy" is waited out; one given up inside is taken back."""
         size = input_bytes(request.prompt, per_token=BYTES_PER_TOKEN)
-        async with connection.lane.sample_bytes.hold(size):
+        lane = connection.lane
+        careful = lane.careful.hold(1) if lane.backoff.recent else nullcontext()
+        async with careful, lane.sample_bytes.hold(size):
             # Encoded only now: ten thousand waiting prompts are not ten thousand bodies.
             body = encode_json(
                 request if number is None else request.model_copy(update={"seq_id": number})
