@@ -183,8 +183,9 @@ def recovering(
 
         def train(run: tinkex.Recovery) -> None:
             for step in range(run.step, 1000):
-                run.training.forward_backward(batch(step), "cross_entropy")
+                done = run.training.forward_backward(batch(step), "cross_entropy")
                 run.training.optim_step(tinkex.AdamParams(learning_rate=1e-4)).result()
+                done.result()
                 if step % 50 == 49:
                     run.save(step + 1)
 
