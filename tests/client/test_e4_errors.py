@@ -101,7 +101,7 @@ def test_e4_the_services_own_id_of_a_request_is_named_where_it_gives_one(fake, s
 
 
 def test_e4_a_request_that_was_not_sent_says_so_and_when_it_will_be(fake):
-    settings = Settings(base_url="http://127.0.0.1:9", breaker=BreakerPolicy(failures=1))
+    settings = Settings(base_url="http://127.0.0.1:8", breaker=BreakerPolicy(failures=1))
     service = tinkex.ServiceClient(settings=settings, _make_transport=fake.transport)
     training = service.create_lora_training_client("fake/model")
     fake.script("optim_step", Lost())

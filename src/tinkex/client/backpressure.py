@@ -12,7 +12,7 @@ from time import monotonic
 from weakref import WeakValueDictionary
 
 from tinkex.client.admission import Admission
-from tinkex.client.breaker import Breaker
+from tinkex.client.breaker import Breaker, BreakerPolicy
 from tinkex.client.transport import Kind
 
 #: For this long after a back-off samples are sent a few at a time.
@@ -112,8 +112,8 @@ class Lane:
 
     backoff: Backoff = field(default_factory=Backoff)
     billing: BillingPause = field(default_factory=BillingPause)
-    #: Where the settings ask for them.
-    breakers: dict[Kind, Breaker] = field(default_factory=dict)
+    #: Where settings ask for them, by kind of work; each policy has its own.
+    breakers: dict[tuple[Kind, BreakerPolicy], Breaker] = field(default_factory=dict)
     #: Samples under way, submission to result.
     samples: Admission = field(default_factory=lambda: Admission(2_000))
     #: Results that are known to be there, being fetched: many would only open connections.

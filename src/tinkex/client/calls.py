@@ -237,11 +237,12 @@ class Calls:
 
     def _breaker(self, kind: Kind) -> Breaker | None:
         # Telemetry fails in silence, and must not speak for the service.
-        if self.settings.breaker is None or kind is Kind.TELEMETRY:
+        policy = self.settings.breaker
+        if policy is None or kind is Kind.TELEMETRY:
             return None
-        if kind not in self.lane.breakers:
-            self.lane.breakers[kind] = Breaker(self.settings.breaker, self._clock)
-        return self.lane.breakers[kind]
+        if (kind, policy) not in self.lane.breakers:
+            self.lane.breakers[kind, policy] = Breaker(policy, self._clock)
+        return self.lane.breakers[kind, policy]
 
     def _not_asked(self, path: str, kind: Kind, left_s: float) -> CircuitOpenError:
         return CircuitOpenError(
