@@ -42,7 +42,6 @@ RENAMED = {"<issue_start>": "<think>", "<issue_comment>": "</think>"}
 R = (f"model_name={DEFAULT_MODEL}", "renderer_name=qwen3_instruct")
 PPO = '{"clip_low_threshold":0.8,"clip_high_threshold":1.2}'
 LIMIT_S = 900
-WORDS = ("ant", "bee", "box", "cat", "cup", "dog", "egg", "fox", "hat", "key", "map", "owl", "sun")
 
 Metrics = list[dict[str, Any]]
 
@@ -181,9 +180,13 @@ def prepared(folder: Path, model: Path) -> None:
     parts = [f"  - split: {part}\n    path: {part}.jsonl\n" for part in ("train", "test")]
     about = f"---\nconfigs:\n- config_name: main\n  data_files:\n{''.join(parts)}---\n"
     (questions / "README.md").write_text(about)
+    # So easy that a small model is right now and then, even in 16 tokens.
     asked = [
-        {"question": f"How many letters are in {word}?", "answer": "Count them.\n#### 3"}
-        for word in WORDS
+        {
+            "question": f"1 + 1 = \\boxed{{2}}, 1 + 2 = \\boxed{{3}}, 2 + {n % 3} = ",
+            "answer": f"Add them.\n#### {2 + n % 3}",
+        }
+        for n in range(16)
     ]
     for part in ("train", "test"):
         write_lines(questions / f"{part}.jsonl", asked)
@@ -274,11 +277,11 @@ def page(outcomes: list[Outcome]) -> str:
     return "\n".join([*lines, ""])
 
 
-def kept(new: list[Outcome]) -> list[Outcome]:
-    """These outcomes and, for what was not run this time, the last ones."""
+def kept(new: Outcome) -> list[Outcome]:
+    """This outcome and the last one of everything else."""
     file = sdk_envs.cache_folder() / "sdk" / f"cookbook-{VERSION}.json"
     old = [Outcome(**row) for row in json.loads(file.read_text())] if file.exists() else []
-    at = {(outcome.name, outcome.client): outcome for outcome in [*old, *new]}
+    at = {(outcome.name, outcome.client): outcome for outcome in [*old, new]}
     file.write_text(json.dumps([asdict(outcome) for outcome in at.values()]))
     return list(at.values())
 
@@ -303,10 +306,10 @@ def main() -> int:
                 for client, python in pythons.items():
                     outcome = tried(name, client, python, server.url, folder)
                     outcomes.append(outcome)
+                    PAGE.write_text(page(kept(outcome)))
                     word = "runs" if outcome.passed else "FAILS"
                     took = f"{outcome.seconds:.0f} s"
                     print(f"{name}, {client}, {word}: {outcome.seen} ({took})", flush=True)
-    PAGE.write_text(page(kept(outcomes)))
     print(f"wrote {PAGE.relative_to(ROOT)}")
     return 0 if all(outcome.passed for outcome in outcomes) else 1
 
