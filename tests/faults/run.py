@@ -18,6 +18,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -28,6 +29,27 @@ from faults.program import SESSIONS, TRAINERS, Plan
 from faults.proof import BASE, TINY, Outcome, check, through, through_echo, tiny_server
 from faults.proxy import FAULTS
 from tinkex.testing import write_tiny_model
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What the page tells of one run."""
+
+    wall_s: float
+    #: By endpoint; by fault; by endpoint and fault.
+    requests: Counter[str]
+    met: Counter[str]
+    met_by: Counter[tuple[str, str]]
+
+    @classmethod
+    def of(cls, outcome: Outcome) -> Figures:
+        proxy = outcome.proxy
+        return cls(outcome.wall_s, proxy.requests, proxy.met, proxy.met_by)
+
+    def __str__(self) -> str:
+        asked, met = self.requests.total(), self.met.total()
+        return f"{asked:,} requests, {met:,} faults, {self.wall_s:.0f} s"
+
 
 PAGE = ROOT / "docs" / "reference" / "faults.md"
 SERVERS = {"tiny": "the tiny model", "echo": "whole numbers"}
@@ -42,17 +64,17 @@ def main() -> None:
     parser.add_argument("--server", choices=[*SERVERS, "both"], default="both")
     parser.add_argument("--no-page", action="store_true", help="do not write the page")
     given = parser.parse_args()
-    done: dict[str, tuple[Outcome, Outcome]] = {}
+    done: dict[str, tuple[Figures, Figures]] = {}
     for name in SERVERS:
         if given.server in (name, "both"):
             with tempfile.TemporaryDirectory() as folder:
-                done[name] = _both(name, given, Path(folder))
+                done[name] = both_ways(name, given, Path(folder))
     if not given.no_page:
         PAGE.write_text(page(given, done))
         print(f"written: {PAGE.relative_to(ROOT)}")
 
 
-def _both(name: str, given: argparse.Namespace, folder: Path) -> tuple[Outcome, Outcome]:
+def both_ways(name: str, given: argparse.Namespace, folder: Path) -> tuple[Figures, Figures]:
     with ExitStack() as stack:
         go: Callable[..., Outcome]
         if name == "tiny":
@@ -65,35 +87,29 @@ def _both(name: str, given: argparse.Namespace, folder: Path) -> tuple[Outcome, 
             folders = iter((folder / "calm", folder / "faulty"))
             go = lambda **how: through_echo(plan, next(folders), **how)
         calm = go(seed=given.seed, rate=0.0)
-        print(f"{name}, no faults: {_line(calm)}", flush=True)
+        print(f"{name}, no faults: {Figures.of(calm)}", flush=True)
         try:
             faulty = go(seed=given.seed, rate=given.rate)
-            print(f"{name}, faults:    {_line(faulty)}", flush=True)
+            print(f"{name}, faults:    {Figures.of(faulty)}", flush=True)
             check(plan, calm, faulty)
         except BaseException:
             print(f"FAILED with {name}, --seed {given.seed} --rate {given.rate}", flush=True)
             raise
     print(f"{name}: the same results, nothing lost, nothing twice", flush=True)
-    return calm, faulty
+    return Figures.of(calm), Figures.of(faulty)
 
 
-def _line(outcome: Outcome) -> str:
-    asked, met = outcome.proxy.requests.total(), outcome.proxy.met.total()
-    return f"{outcome.wall_s:.0f} s, {asked} requests, {met} faults"
-
-
-def page(given: argparse.Namespace, done: dict[str, tuple[Outcome, Outcome]]) -> str:
+def page(given: argparse.Namespace, done: dict[str, tuple[Figures, Figures]]) -> str:
     totals = "\n".join(
-        f"| {SERVERS[name]} | {_row(calm)} | {_row(faulty)} |"
-        for name, (calm, faulty) in done.items()
+        f"| {SERVERS[name]} | {calm} | {faulty} |" for name, (calm, faulty) in done.items()
     )
     met: Counter[str] = Counter()
     asked: Counter[str] = Counter()
     by_endpoint: Counter[str] = Counter()
     for _, faulty in done.values():
-        met += faulty.proxy.met
-        asked += faulty.proxy.requests
-        for (endpoint, _), count in faulty.proxy.met_by.items():
+        met += faulty.met
+        asked += faulty.requests
+        for (endpoint, _), count in faulty.met_by.items():
             by_endpoint[endpoint] += count
     faults = "\n".join(f"| {name} | {met[name]:,} |" for name in FAULTS)
     endpoints = "\n".join(
@@ -146,11 +162,6 @@ times; then it is an `APIResponseValidationError`.
 two fields would read as a whole message.
 - A result is asked for again for an hour; a stream that breaks off is fetched like any other sample.
 """
-
-
-def _row(outcome: Outcome) -> str:
-    asked, met = outcome.proxy.requests.total(), outcome.proxy.met.total()
-    return f"{asked:,} requests, {met:,} faults, {outcome.wall_s:.0f} s"
 
 
 if __name__ == "__main__":
