@@ -34,6 +34,13 @@ def choose_dtype(settings: EngineSettings, device: torch.device) -> torch.dtype:
     return DTYPES[settings.dtype]
 
 
+def is_broken(error: BaseException) -> bool:
+    """Whether the device is lost to this process: after such an error every call fails."""
+    return isinstance(error, torch.AcceleratorError) and not isinstance(
+        error, torch.OutOfMemoryError
+    )
+
+
 def available_bytes(device: torch.device) -> int:
     """Memory that could be taken now without pushing anything out."""
     if device.type == "cuda":

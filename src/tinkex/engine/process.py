@@ -23,11 +23,13 @@ import sys
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NoReturn
 
 from tinkex.engine import Engine, EngineSettings
+from tinkex.engine.devices import is_broken
 from tinkex.engine.mixing import Mixer, Queue
 from tinkex.engine.pack import no_custom_loss
 from tinkex.engine.sampling import Grown
@@ -55,6 +57,9 @@ log = logging.getLogger("tinkex.engine.process")
 
 #: Sampling and training take turns of about equal length, up to so many seconds.
 LONGEST_DEBT_S = 1.0
+
+#: What the process ends with when its device is lost to it.
+BROKEN_STATUS = 70
 
 #: How often sizes and counts are told while there is work.
 STATS_S = 1.0
@@ -275,8 +280,7 @@ class Worker:
         try:
             self._engine.run_together([(running, count) for _, running, count in cuts])
         except Exception as error:  # noqa: BLE001  it fails those who took part, and nobody else
-            for job, running, _ in cuts:
-                self._finish(running.model_id, job, _failed(job.order.ticket, error))
+            self._fail_together([job for job, _, _ in cuts], passes, error)
             return
         elapsed_s = time.perf_counter() - began_s
         left = [sum(running.waiting) for _, running, _ in cuts]
@@ -285,6 +289,20 @@ class Worker:
             job.compute_s += elapsed_s * (had - has) / max(1, sum(before) - sum(left))
             if not has:
                 self._finish(running.model_id, job, _answered(job, running))
+
+    def _fail_together(
+        self, took_part: Sequence[Job], passes: Mapping[str, Sequence[Job]], error: Exception
+    ) -> None:
+        """A micro-batch failed: one that was alone in it is to blame; several are tried apart."""
+        if len(took_part) == 1:
+            (job,) = took_part
+            self._finish(_model_of(job), job, _failed(job.order.ticket, error))
+            return
+        log.error("a micro-batch of %d requests failed", len(took_part), exc_info=error)
+        # With those behind them: gradients may be half added, so their models are built again.
+        for model_id in dict.fromkeys(_model_of(job) for job in took_part):
+            for job in passes[model_id]:
+                self._finish(model_id, job, _muddled(job.order.ticket, error))
 
     def _open_passes(self) -> dict[str, list[Job]]:
         """The passes in front of each model's line, checked and ready; models in their turn."""
@@ -388,6 +406,10 @@ class Worker:
         return encode_json(OptimStepResponse(metrics=metrics))
 
 
+def _model_of(job: Job) -> str:
+    return str(job.order.run_pass.model_id)
+
+
 def _is_pass(job: Job) -> bool:
     return job.order.WhichOneof("work") == "run_pass"
 
@@ -446,8 +468,24 @@ def _grown(ticket: int, grown: Iterable[Grown]) -> frames.Report:
     return frames.Report(ticket=ticket, grown=frames_pb2.Grown(sequences=sequences))
 
 
+def _muddled(ticket: int, error: Exception) -> frames.Report:
+    if is_broken(error):
+        _give_out(error)
+    message = f"a batch of several requests failed ({type(error).__name__}: {error})"
+    failed = frames_pb2.Failed(category=frames.MUDDLED, message=message)
+    return frames.Report(ticket=ticket, failed=failed)
+
+
+def _give_out(error: Exception) -> NoReturn:
+    """The device does nothing right any more: only another process can use it."""
+    log.critical("the device is broken for this process", exc_info=error)
+    os._exit(BROKEN_STATUS)
+
+
 def _failed(ticket: int, error: Exception) -> frames.Report:
     """What cannot be done is the user's to read; everything else is a bug with a number."""
+    if is_broken(error):
+        _give_out(error)
     if isinstance(error, UserFailure):
         failed = frames_pb2.Failed(category="user", message=str(error))
     else:

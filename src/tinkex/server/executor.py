@@ -12,6 +12,7 @@ import hashlib
 import itertools
 import logging
 import os
+import signal
 import socket
 import sys
 from collections.abc import Callable, Sequence
@@ -107,6 +108,14 @@ class WorkFailed(Exception):
 
 class EngineLost(Exception):
     """The engine died, or is not the one that was meant."""
+
+
+class WorkMuddled(EngineLost):
+    """
+    Work failed beside other work, and nobody knows whose fault it is.
+
+    The engine lives; what it holds of the model is not to be used any more.
+    """
 
 
 class EngineRefused(Exception):
@@ -243,6 +252,8 @@ class _Engine:
         self._asked_s = 0.0
         self._refused: EngineRefused | None = None
         self._closing = False
+        #: Whether the child that is up, or was last, has finished any work.
+        self._answered = False
         #: What the engine said last of its sizes; None while there is none.
         self.stats: frames_pb2.Stats | None = None
 
@@ -331,6 +342,7 @@ class _Engine:
         delay_s = 0.0
         while True:
             began_s = loop.time()
+            self._answered = False
             try:
                 await self._live_once()
             except EngineRefused as refused:
@@ -339,7 +351,8 @@ class _Engine:
                     self._refused = refused
                     self._up.set()
                     return
-            if loop.time() - began_s > STEADY_S:
+            # One that did something was well: it need not wait as one that cannot come up.
+            if self._answered or loop.time() - began_s > STEADY_S:
                 delay_s = 0.0
             log.error(
                 "the engine of %s died; starting it again in %.1f s", self._model.name, delay_s
@@ -370,9 +383,8 @@ class _Engine:
             self._writer = None
             self._process = None
             ours.close()
-            self._lose_everything()
-            if process is not None:
-                await _ended(process)
+            how = "" if process is None else await _ended(process)
+            self._lose_everything(how)
 
     async def _listen(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -405,6 +417,7 @@ class _Engine:
             case "refused":
                 raise EngineRefused(report.refused.message)
             case "done":
+                self._answered = True
                 outcome = Outcome(result=report.done.result, compute_s=report.done.compute_s)
                 self._answer(report.ticket, lambda waiter: waiter.set_result(outcome))
             case "grown":
@@ -412,7 +425,7 @@ class _Engine:
                     for tokens in report.grown.sequences:
                         listener(tokens)
             case "failed":
-                failure = WorkFailed(report.failed.category, report.failed.message)
+                failure = _failure(report.failed)
                 self._answer(report.ticket, lambda waiter: waiter.set_exception(failure))
 
     def _answer(self, ticket: int, act: Callable[[asyncio.Future[Outcome]], None]) -> None:
@@ -420,20 +433,31 @@ class _Engine:
         if waiter is not None and not waiter.done():
             act(waiter)
 
-    def _lose_everything(self) -> None:
+    def _lose_everything(self, how: str) -> None:
         for waiter in self._waiting.values():
             if not waiter.done():
-                waiter.set_exception(EngineLost(f"the engine of {self._model.name} was lost"))
+                text = f"the engine of {self._model.name} was lost{how}"
+                waiter.set_exception(EngineLost(text))
 
 
-async def _ended(process: asyncio.subprocess.Process) -> None:
-    """The child has left, or is made to; never left behind."""
+def _failure(failed: frames_pb2.Failed) -> Exception:
+    if failed.category == frames.MUDDLED:
+        return WorkMuddled(failed.message)
+    return WorkFailed(failed.category, failed.message)
+
+
+async def _ended(process: asyncio.subprocess.Process) -> str:
+    """The child has left, or is made to; never left behind. How it ended, in words."""
     try:
         await asyncio.wait_for(process.wait(), LEAVE_S)
     except (TimeoutError, asyncio.CancelledError):
         if process.returncode is None:
             process.kill()
         await process.wait()
+    status = process.returncode or 0
+    if status < 0:
+        return f" ({signal.Signals(-status).name})"
+    return f" (exit status {status})"
 
 
 def _command(descriptor: int, model: ServedModel, options: EngineOptions) -> list[str]:

@@ -28,8 +28,8 @@ log = logging.getLogger("tinkex.server.run")
 
 FIRST_DELAY_S = 0.2
 LONGEST_DELAY_S = 5.0
-# A web process that ran this long before it died is started again without a wait.
-STEADY_S = 10.0
+# A web process that got ready and ran this long before it died starts again without a wait.
+STEADY_S = 3.0
 # A web process that drains gets this much longer than it was told before it is killed.
 PATIENCE_S = 5.0
 BACKLOG = 2048
@@ -80,12 +80,13 @@ class Supervisor:
         ready = False
         while not self._stopping:
             began_s = time.monotonic()
-            ready = self._live_once(first=not ready, on_ready=on_ready) or ready
+            well = self._live_once(first=not ready, on_ready=on_ready)
+            ready = ready or well
             if self._stopping:
                 break
             if not ready:
                 raise StartFailed("the web process ended before it was ready; its log is above")
-            if time.monotonic() - began_s > STEADY_S:
+            if well and time.monotonic() - began_s > STEADY_S:
                 delay_s = 0.0
             log.error("the web process died; starting it again in %.1f s", delay_s)
             self._pause(delay_s)

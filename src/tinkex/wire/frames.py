@@ -6,6 +6,8 @@ from typing import Protocol
 from tinkex.wire.proto.frames_pb2 import Order, Report
 
 LENGTH = struct.Struct("<I")
+#: Category of work that failed beside other work: whose fault it was is not known.
+MUDDLED = "muddled"
 
 
 class _Message(Protocol):
@@ -24,4 +26,4 @@ def body_length(head: bytes) -> int:
     return length
 
 
-__all__ = ["LENGTH", "Order", "Report", "body_length", "frame"]
+__all__ = ["LENGTH", "MUDDLED", "Order", "Report", "body_length", "frame"]

@@ -6,19 +6,17 @@ from collections import defaultdict
 from collections.abc import Coroutine
 from typing import Any
 
+from tinkex.server.dispatch.company import Company
 from tinkex.server.dispatch.ending import Ending
 from tinkex.server.dispatch.failures import Failures
 from tinkex.server.dispatch.payloads import Payloads
-from tinkex.server.executor import Executor, Outcome, Work
+from tinkex.server.executor import EngineLost, Executor, Outcome, Work
 from tinkex.server.executor import Task as Doing
 from tinkex.server.futures import Futures, Settled
 from tinkex.server.plan import Kind
 from tinkex.server.store import RequestRow, Store
 
 log = logging.getLogger("tinkex.server.dispatch")
-
-# A request that was with an engine each time it died is not tried for ever.
-MOST_ATTEMPTS = 3
 
 
 class Desk:
@@ -30,6 +28,8 @@ class Desk:
         self.futures = futures
         self.payloads = Payloads(store)
         self.failures = Failures(store)
+        #: By base model: who is with its engine together.
+        self.companies: defaultdict[str, Company] = defaultdict(Company)
         self.closing = False
         #: Seconds of computing and number of operations, by task; for the metrics page.
         self.computed: dict[Doing, tuple[int, float]] = {}
@@ -63,6 +63,21 @@ class Desk:
         self.computed[work.task] = (count + 1, seconds + outcome.compute_s)
         self.used_s[owner] += outcome.compute_s
         return outcome
+
+    async def insist(self, row: RequestRow, work: Work, *, base_model: str = "") -> Outcome:
+        """The same for a request outside the order of steps, however often its engine dies."""
+        base_model = base_model or row.base_model
+        company = self.companies[base_model]
+        try:
+            while True:
+                async with company.visit(row.request_id) as visit:
+                    try:
+                        return await self.run(base_model, work, owner=row.owner)
+                    except EngineLost:
+                        if self.closing or company.lost(row.request_id, visit):
+                            raise
+        finally:
+            company.over(row.request_id)
 
     async def commit(self, request_id: str, ending: Ending) -> asyncio.Future[Any]:
         """Queue the result for the disk; what is answered is done once it is there."""

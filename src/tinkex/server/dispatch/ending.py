@@ -4,6 +4,7 @@ import logging
 import secrets
 from dataclasses import dataclass
 
+from tinkex.server.dispatch.company import MOST_DEATHS
 from tinkex.server.plan import Cause
 
 log = logging.getLogger("tinkex.server.dispatch")
@@ -21,6 +22,16 @@ class Ending:
     committed: bool = False
     #: The next request of its kind would end the same way.
     lasting: bool = False
+
+
+def deadly(reason: str) -> Ending:
+    """The engine dies of it, so the others must not meet it again."""
+    return Ending(
+        error=f"the engine died {MOST_DEATHS} times while this request was running, the last time "
+        f"with nothing else beside it, so it is not tried again: {reason}. "
+        "The server's log says more.",
+        category="server",
+    )
 
 
 def bug(error: Exception) -> Ending:

@@ -1,8 +1,8 @@
 """Custom losses: every engine that has a model of the session looks at a new one."""
 
 from tinkex.server.dispatch import orders
-from tinkex.server.dispatch.desk import MOST_ATTEMPTS, Desk
-from tinkex.server.dispatch.ending import Ending, bug
+from tinkex.server.dispatch.desk import Desk
+from tinkex.server.dispatch.ending import Ending, bug, deadly
 from tinkex.server.dispatch.run import Runs
 from tinkex.server.executor import EngineLost, EngineRefused, WorkFailed
 from tinkex.server.store import RequestRow
@@ -27,7 +27,7 @@ class Losses:
         except EngineLost as lost:
             if self._desk.closing:
                 return
-            ending = Ending(error=f"{lost}, {MOST_ATTEMPTS} times", category="server")
+            ending = deadly(str(lost))
         except Exception as error:  # noqa: BLE001  a bug must fail one request and be seen
             ending = bug(error)
         await self._desk.settle(row, ending)
@@ -41,11 +41,5 @@ class Losses:
             if run.model.session_id == loss.session_id and run.live_in is not None
         }
         for base_model in sorted(alive | {row.base_model}):
-            for attempt in range(MOST_ATTEMPTS):
-                try:
-                    await self._desk.executor.run(base_model, orders.register(loss))
-                    break
-                except EngineLost:
-                    if self._desk.closing or attempt == MOST_ATTEMPTS - 1:
-                        raise
+            await self._desk.insist(row, orders.register(loss), base_model=base_model)
         return Ending(result=encode_json(CreateCustomLossResponse(loss_id=loss.loss_id)))

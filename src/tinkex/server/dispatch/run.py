@@ -25,8 +25,6 @@ class Run:
     settling: set[asyncio.Task[None]] = field(default_factory=set)
     #: Seconds that engines computed for it.
     computed_s: float = 0.0
-    #: How often each step was with an engine that died.
-    deaths: dict[int, int] = field(default_factory=dict)
     #: Steps, and bytes of payloads, since the last snapshot.
     steps_since: int = 0
     bytes_since: int = 0

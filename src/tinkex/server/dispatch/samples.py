@@ -3,8 +3,8 @@
 import asyncio
 
 from tinkex.server.dispatch import orders
-from tinkex.server.dispatch.desk import MOST_ATTEMPTS, Desk
-from tinkex.server.dispatch.ending import Ending, bug
+from tinkex.server.dispatch.desk import Desk
+from tinkex.server.dispatch.ending import Ending, bug, deadly
 from tinkex.server.dispatch.tap import Tap
 from tinkex.server.executor import EngineLost, EngineRefused, WorkFailed
 from tinkex.server.store import RequestRow
@@ -65,7 +65,7 @@ class Samples:
         except EngineLost as lost:
             if self._desk.closing:
                 return
-            ending = Ending(error=f"{lost}, {MOST_ATTEMPTS} times", category="server")
+            ending = deadly(str(lost))
         except Exception as error:  # noqa: BLE001  a bug must fail one sample and be seen
             ending = bug(error)
         finally:
@@ -80,12 +80,5 @@ class Samples:
         payload = await self._desk.payloads.get(row.request_id)
         tap = self._taps.get(row.request_id)
         work = orders.sample(row.owner, folder, payload, None if tap is None else tap.hear)
-        for attempt in range(MOST_ATTEMPTS):
-            try:
-                outcome = await self._desk.run(row.base_model, work, owner=row.owner)
-            except EngineLost:
-                if self._desk.closing or attempt == MOST_ATTEMPTS - 1:
-                    raise
-            else:
-                return Ending(result=outcome.result)
-        raise AssertionError("unreachable")
+        outcome = await self._desk.insist(row, work)
+        return Ending(result=outcome.result)

@@ -34,10 +34,12 @@ class Snapshots:
         model_id, seq_id = run.model.model_id, run.line.next_seq - 1
         place, folder = kept.new_place(model_id)
         try:
-            incarnation = await self._revival.alive(run)
-            await run.settled()
-            work = Work(task=Task.SNAPSHOT, model_id=model_id, folder=folder)
-            outcome = await self._revival.work(run, work, incarnation)
+            # As any work: nobody is with an engine while a suspect is alone with it.
+            async with self._desk.companies[run.model.base_model].visit():
+                incarnation = await self._revival.alive(run)
+                await run.settled()
+                work = Work(task=Task.SNAPSHOT, model_id=model_id, folder=folder)
+                outcome = await self._revival.work(run, work, incarnation)
             return await kept.save(
                 model_id=model_id,
                 seq_id=seq_id,

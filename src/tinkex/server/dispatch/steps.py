@@ -5,7 +5,7 @@ from pathlib import Path
 
 from tinkex.server import plan
 from tinkex.server.dispatch import orders
-from tinkex.server.dispatch.desk import MOST_ATTEMPTS, Desk
+from tinkex.server.dispatch.desk import Desk
 from tinkex.server.dispatch.ending import Ending, bug
 from tinkex.server.dispatch.revival import Revival
 from tinkex.server.dispatch.run import Run
@@ -39,23 +39,13 @@ class Steps:
                 raise payload
             ending = await self._perform(run, step, payload, incarnation)
         except EngineLost:
-            if self._desk.closing:
-                raise
-            deaths = run.deaths[step.seq_id] = run.deaths.get(step.seq_id, 0) + 1
-            if deaths < MOST_ATTEMPTS:
-                raise
-            ending = Ending(
-                error=f"the engine died {deaths} times while this request was running, so it is "
-                "not tried again. The server's log says why the engine died.",
-                category="server",
-            )
+            raise  # whether it is tried again, its turn decides
         except WorkFailed as failed:
             ending = Ending(error=failed.message, category=failed.category)
         except UserFailure as failed:
             ending = Ending(error=str(failed), category="user")
         except Exception as error:  # noqa: BLE001  a bug must fail one step, not stop the model
             ending = bug(error)
-        run.deaths.pop(step.seq_id, None)
         if ending.category == "server" and step.kind not in plan.PASSES:
             # Half a step may have happened: the model is built again before its next one.
             run.live_in = None
@@ -99,6 +89,7 @@ class Steps:
         """The step is over: let the line go on, store the result, wake the waiters."""
         run.line.finish(step, failure=ending.error)
         run.steps_since += 1
+        self._desk.companies[run.model.base_model].over(step.request_id)
         settling = self._desk.spawn(self.settle(run, step, ending))
         run.settling.add(settling)
         settling.add_done_callback(run.settling.discard)

@@ -12,14 +12,15 @@ from typing import Any
 
 from tinkex.server import plan
 from tinkex.server.dispatch import orders
+from tinkex.server.dispatch.company import SUSPECT, Visit
 from tinkex.server.dispatch.desk import Desk
-from tinkex.server.dispatch.ending import Ending, bug
+from tinkex.server.dispatch.ending import Ending, bug, deadly
 from tinkex.server.dispatch.places import Places
 from tinkex.server.dispatch.revival import Revival
 from tinkex.server.dispatch.run import Run
 from tinkex.server.dispatch.snapshots import Snapshots
 from tinkex.server.dispatch.steps import Steps
-from tinkex.server.executor import EngineLost, EngineRefused, WorkFailed
+from tinkex.server.executor import EngineLost, EngineRefused, WorkFailed, WorkMuddled
 from tinkex.server.plan import Cause, Kind, Step, Turn
 
 
@@ -79,9 +80,7 @@ class Turns:
         """Take turn after turn until the next step has not come."""
         try:
             while not self._desk.closing:
-                # After a death one at a time, to learn which step it was.
-                most = 1 if run.deaths else None
-                turn = run.line.take(now_s=self._clock(), most=most)
+                turn = run.line.take(now_s=self._clock(), most=self._most(run))
                 if turn is None:
                     break
                 await self._take(run, turn)
@@ -91,16 +90,26 @@ class Turns:
             run.driver = None
         self._watch_gap(run)
 
+    def _most(self, run: Run) -> int | None:
+        """After a death one at a time, to learn which step it was."""
+        company = self._desk.companies[run.model.base_model]
+        first = run.line.held.get(run.line.next_seq)
+        return 1 if first is not None and company.deaths(first.request_id) else None
+
     async def _take(self, run: Run, turn: Turn) -> None:
+        company = self._desk.companies[run.model.base_model]
         try:
             if turn.refusal is not None:
                 await self._refuse(run, turn)
-            else:
-                async with self._places.place(run, turn):
+                return
+            async with (
+                self._places.place(run, turn),
+                company.visit(*(step.request_id for step in turn.steps)) as visit,
+            ):
+                try:
                     await self._run(run, turn)
-        except EngineLost:
-            unfinished = [step for step in turn.steps if step.seq_id in run.line.running]
-            run.line.put_back(unfinished)
+                except EngineLost as lost:
+                    await self._lost(run, turn, visit, lost)
         except EngineRefused as refused:
             await self._fail(run, turn, Ending(error=str(refused), category="server", lasting=True))
         except WorkFailed as failed:
@@ -111,6 +120,25 @@ class Turns:
         except Exception as error:  # noqa: BLE001  a bug must fail steps, not stop the model
             run.live_in = None
             await self._fail(run, turn, bug(error))
+
+    async def _lost(self, run: Run, turn: Turn, visit: Visit, lost: EngineLost) -> None:
+        """What was with an engine that died is tried again, unless it is what killed it."""
+        muddled = isinstance(lost, WorkMuddled)
+        if muddled:
+            # That engine lives, and what it holds of this model is not what the log says.
+            run.live_in = None
+        unfinished = [step for step in turn.steps if step.seq_id in run.line.running]
+        guilty = False
+        if not self._desk.closing:
+            company = self._desk.companies[run.model.base_model]
+            # Neighbours in a batch are told apart at once: each is alone the next time.
+            times = SUSPECT if muddled else 1
+            found = [company.lost(step.request_id, visit, times=times) for step in unfinished]
+            guilty = found == [True]
+        if guilty:
+            await self._steps.end(run, unfinished[0], deadly(str(lost)))
+        else:
+            run.line.put_back(unfinished)
 
     async def _run(self, run: Run, turn: Turn) -> None:
         incarnation = await self._revival.alive(run)

@@ -1,0 +1,103 @@
+"""
+Who is with an engine together, so that one that kills it is found and the others are not blamed.
+
+An engine takes everything with it that it was working on. What was lost once is simply tried again:
+most deaths have nothing to do with the work. What was lost twice is a suspect, and is tried apart
+from everybody else, alone or at first in small groups. What dies alone is the culprit; the others
+are cleared.
+"""
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+#: Lost so often, the last time alone: it is not tried again.
+MOST_DEATHS = 3
+#: Lost so often: tried apart from the others.
+SUSPECT = MOST_DEATHS - 1
+#: So many suspects are tried one by one at once; more are narrowed down, this many groups at a time.
+FEW = 16
+GROUPS = 8
+
+
+def width(suspects: int, deaths: int) -> int:
+    """How many suspects run together, of so many that were lost so often."""
+    if suspects <= FEW:
+        return 1
+    return max(1, int(suspects / GROUPS ** (deaths - SUSPECT + 1)))
+
+
+@dataclass(slots=True, eq=False)
+class Visit:
+    """One turn of a model, or one sample, with an engine."""
+
+    deaths: int
+    #: Nobody else was with the engine at any time of this visit.
+    alone: bool = True
+    _enter: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def is_suspect(self) -> bool:
+        return self.deaths >= SUSPECT
+
+
+class Company:
+    """The visitors of one base model's engine, in the order in which they came."""
+
+    def __init__(self) -> None:
+        self._deaths: dict[str, int] = {}
+        self._inside: set[Visit] = set()
+        self._waiting: deque[Visit] = deque()
+
+    def deaths(self, request_id: str) -> int:
+        """How often this request was with an engine that died."""
+        return self._deaths.get(request_id, 0)
+
+    def lost(self, request_id: str, visit: Visit, *, times: int = 1) -> bool:
+        """A request was lost with its engine; whether it is the one that kills it."""
+        deaths = self._deaths[request_id] = self.deaths(request_id) + times
+        guilty = visit.alone and deaths >= MOST_DEATHS
+        if guilty:
+            # Whoever shared an engine with it was lost because of it.
+            self._deaths.clear()
+        return guilty
+
+    def over(self, request_id: str) -> None:
+        """A request has its result."""
+        self._deaths.pop(request_id, None)
+
+    @contextlib.asynccontextmanager
+    async def visit(self, *request_ids: str) -> AsyncIterator[Visit]:
+        """With the engine, once those may come in who have been lost as often as these."""
+        visit = Visit(max(map(self.deaths, request_ids), default=0))
+        self._waiting.append(visit)
+        self._let_in()
+        try:
+            await visit._enter.wait()
+            yield visit
+        finally:
+            self._inside.discard(visit)
+            with contextlib.suppress(ValueError):
+                self._waiting.remove(visit)
+            self._let_in()
+
+    def _let_in(self) -> None:
+        """Strictly in order: suspects keep nobody out for ever, and are not kept out either."""
+        while self._waiting and self._may_enter(self._waiting[0]):
+            visit = self._waiting.popleft()
+            if self._inside:
+                visit.alone = False
+                for other in self._inside:
+                    other.alone = False
+            self._inside.add(visit)
+            visit._enter.set()
+
+    def _may_enter(self, visit: Visit) -> bool:
+        if not visit.is_suspect:
+            return not any(other.is_suspect for other in self._inside)
+        if any(not other.is_suspect for other in self._inside):
+            return False
+        suspects = sum(other.is_suspect for other in (*self._waiting, *self._inside))
+        return len(self._inside) < width(suspects, visit.deaths)
