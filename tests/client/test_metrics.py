@@ -14,8 +14,15 @@ from tinkex.testing import Answer, FakeService, Lost
 
 
 @pytest.fixture(autouse=True)
-def _anew():
-    tinkex.reset_metrics()
+def _alone(monkeypatch):
+    """What other tests left running counts elsewhere."""
+    monkeypatch.setattr(metrics, "here", Metrics())
+
+
+def levels() -> set[float]:
+    """Of operations; sessions of other tests may still send heartbeats."""
+    gauges = tinkex.metrics_snapshot()["gauges"].items()
+    return {value for name, value in gauges if name.startswith(("operations", "samples"))}
 
 
 def train(fake: FakeService, datum: types.Datum) -> None:
@@ -39,7 +46,8 @@ def test_requests_operations_bytes_and_times_are_counted_by_name(fake, datum):
     assert counters["bytes_received.retrieve_future"] > 0
     assert latency["operation.forward_backward"]["count"] == 1
     assert 0 < latency["operation.forward_backward"]["p50"] <= 5
-    assert set(seen["gauges"].values()) == {0}
+    assert levels() == {0}
+    assert seen["gauges"]["requests_in_flight.optim_step"] == 0
     json.dumps(seen)  # plain
 
 
@@ -86,7 +94,7 @@ def test_samples_that_wait_are_a_level_and_how_long_they_waited_a_time(fake):
         future.result(5)
     service.close("success").result(5)
     seen = tinkex.metrics_snapshot()
-    assert set(seen["gauges"].values()) == {0}
+    assert levels() == {0}
     assert seen["latency_s"]["wait.sample"]["count"] == 5
 
 
@@ -106,9 +114,19 @@ def test_levels_come_back_to_zero_whatever_ends_the_waiting(fake, how):
     hold.release()
     service.close("success").result(5)
     deadline = time.monotonic() + 5
-    while any(tinkex.metrics_snapshot()["gauges"].values()) and time.monotonic() < deadline:
+    while levels() != {0} and time.monotonic() < deadline:
         time.sleep(0.005)
-    assert set(tinkex.metrics_snapshot()["gauges"].values()) == {0}
+    assert levels() == {0}
+
+
+def test_reset_forgets_counts_and_times_and_keeps_levels(fake, datum):
+    train(fake, datum)
+    metrics.here.change("operations_in_flight", "sample", 1)
+    tinkex.reset_metrics()
+    seen = tinkex.metrics_snapshot()
+    assert "operations_done.optim_step" not in seen["counters"]
+    assert "operation.optim_step" not in seen["latency_s"]
+    assert seen["gauges"]["operations_in_flight.sample"] == 1
 
 
 def test_percentiles_are_right_within_a_few_percent():

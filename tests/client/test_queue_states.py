@@ -8,9 +8,16 @@ import pytest
 
 import tinkex
 from tinkex import types
-from tinkex.client import queue_states
+from tinkex.client import metrics, queue_states
 from tinkex.client.progress import Row, in_words
 from tinkex.testing import Answer
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch):
+    """What other tests left running is not shown here."""
+    monkeypatch.setattr(metrics, "here", metrics.Metrics())
+    monkeypatch.setattr(queue_states, "_paused", {})
 
 
 def paused(reason: str | None = "two jobs ahead") -> Answer:

@@ -182,8 +182,10 @@ def test_e2_no_error_waits_for_telemetry(fake, service):
 
     service.holder._telemetry.__class__ = Slow
     fake.script("optim_step", Answer(status=422))
+    hold = fake.hold("optim_step")
     future = training.optim_step(tinkex.AdamParams())
     future.add_done_callback(lambda _: order.append("told"))
+    hold.release()
     with pytest.raises(tinkex.UnprocessableEntityError):
         future.result(5)
     deadline = time.monotonic() + 5

@@ -398,10 +398,11 @@ class Calls:
 class _Measured:
     """Around one exchange: counts it, its bytes and its time."""
 
-    __slots__ = ("_clock", "_endpoint", "_size", "_started", "size", "status")
+    __slots__ = ("_clock", "_endpoint", "_metrics", "_size", "_started", "size", "status")
 
     def __init__(self, request: Request, clock: Callable[[], float]) -> None:
         self._clock = clock
+        self._metrics = metrics.here
         self._endpoint = endpoint(request.url.partition("/api/v1/")[2])
         self._size = len(request.body or b"")
         self._started = 0.0
@@ -410,14 +411,14 @@ class _Measured:
         self.size = 0
 
     def __enter__(self) -> Self:
-        metrics.here.asked(self._endpoint, self._size)
+        self._metrics.asked(self._endpoint, self._size)
         self._started = self._clock()
         return self
 
     def __exit__(self, *_: object) -> None:
         status = "none" if self.status is None else str(self.status)
         taken_s = self._clock() - self._started
-        metrics.here.answered(self._endpoint, status, self.size, taken_s)
+        self._metrics.answered(self._endpoint, status, self.size, taken_s)
 
 
 def endpoint(path: str) -> str:

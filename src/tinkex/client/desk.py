@@ -89,6 +89,7 @@ class Desk:
         observer: QueueObserver,
     ) -> None:
         self.pid = os.getpid()
+        self._metrics = metrics.here
         self._holder = holder
         self._sampling_session_id = sampling_session_id
         self._clone = clone
@@ -117,7 +118,7 @@ class Desk:
         loop = self._holder.loop()
         context = contextvars.copy_context() if self._holder.settings.otel else None
         sample = Sample(request, finish, insists=insists, told=told, context=context)
-        metrics.here.change("samples_waiting", "sample", 1)
+        self._metrics.change("samples_waiting", "sample", 1)
         if told is not None:
             sample.promise.add_done_callback(lambda _: told.end())
         self._arrived.append(sample)
@@ -132,7 +133,7 @@ class Desk:
         self._rung = False  # first: what arrives from now on rings again
         new = [self._arrived.popleft() for _ in range(len(self._arrived))]
         if self._holder.closed:  # since they were handed in
-            metrics.here.change("samples_waiting", "sample", -len(new))
+            self._metrics.change("samples_waiting", "sample", -len(new))
             for sample in new:
                 sample.promise.fail(closed())
         elif self._connection is None:
@@ -189,10 +190,10 @@ class Desk:
 
     def _begin(self, sample: Sample[Any]) -> bool:
         connection = self._connection
-        metrics.here.change("samples_waiting", "sample", -1)
+        self._metrics.change("samples_waiting", "sample", -1)
         if connection is None or sample.promise.done():
             return False  # taken back while it waited
-        metrics.here.observe("wait", "sample", monotonic() - sample.arrived)
+        self._metrics.observe("wait", "sample", monotonic() - sample.arrived)
         if sample.context is None:
             sample.task = self._start(connection, sample)
         else:
@@ -231,7 +232,7 @@ class Desk:
     def _fail_waiting(self, error: Callable[[], BaseException]) -> None:
         waiting = list(self._line.waiting)
         self._line.waiting.clear()
-        metrics.here.change("samples_waiting", "sample", -len(waiting))
+        self._metrics.change("samples_waiting", "sample", -len(waiting))
         for sample in waiting:
             sample.promise.fail(error())
 

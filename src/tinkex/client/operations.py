@@ -21,13 +21,14 @@ T = TypeVar("T")
 class Operation:
     """Begun; `follow` the task that does it, and it ends when that does."""
 
-    __slots__ = ("_name", "_span", "_started")
+    __slots__ = ("_metrics", "_name", "_span", "_started")
 
     def __init__(self, name: str, tracing: Tracing | None, about: str) -> None:
         self._name = name
         self._started = monotonic()
         self._span: Span | None = None if tracing is None else tracing.begin(name, about)
-        metrics.here.change("operations_in_flight", name, 1)
+        self._metrics = metrics.here
+        self._metrics.change("operations_in_flight", name, 1)
 
     def current(self) -> AbstractContextManager[None]:
         """Tasks that are made inside belong to this operation, and so do their requests."""
@@ -46,9 +47,9 @@ class Operation:
         outcome = "done" if error is None else "failed"
         if isinstance(error, asyncio.CancelledError):
             outcome = "cancelled"
-        metrics.here.change("operations_in_flight", self._name, -1)
-        metrics.here.count(f"operations_{outcome}", self._name)
-        metrics.here.observe("operation", self._name, taken_s)
+        self._metrics.change("operations_in_flight", self._name, -1)
+        self._metrics.count(f"operations_{outcome}", self._name)
+        self._metrics.observe("operation", self._name, taken_s)
         if self._span is not None:
             self._span.end(outcome, error, taken_s)
 

@@ -8,7 +8,6 @@ program, which sets the providers; without any, all of this does nothing.
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -105,11 +104,7 @@ def _observed(family: str, options: CallbackOptions) -> Iterable[Observation]:
     return [Observation(value, {key: name}) for name, value in metrics.here.family(family).items()]
 
 
-@functools.lru_cache(maxsize=1)
-def _tracing(pid: int) -> Tracing:
-    return Tracing()
-
-
+@functools.cache
 def tracing() -> Tracing:
-    """Made once for each process. Raises `TinkerError` where the extra is missing."""
-    return _tracing(os.getpid())
+    """Made once. Raises `TinkerError` where the extra is missing."""
+    return Tracing()

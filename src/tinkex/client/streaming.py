@@ -256,7 +256,7 @@ async def open_stream(calls: Calls, body: bytes, *, busy_s: float, about: str) -
 
     try:
         # Until it is accepted a lost request is sent again: its number makes it the same one.
-        return await calls.insisting(once, path="stream_sample", busy_s=busy_s)
+        return await calls.insisting(once, path="stream_sample", kind=Kind.SAMPLE, busy_s=busy_s)
     except APIStatusError as error:
         if error.status_code not in (404, 405):
             raise

@@ -54,6 +54,8 @@ DEADLINE_S = 5.0
 MOST_SENDS = 3
 #: At the end of a session, this long and no longer.
 LAST_SEND_S = 1.0
+#: Places in our code that an event names, the innermost.
+MOST_FRAMES = 20
 #: What a user logs may have so many bytes of JSON.
 MOST_DATA_BYTES = 64 * 1024
 
@@ -127,6 +129,8 @@ class Telemetry:
 
         Returns whether it was taken: the data must be JSON of at most 64 KiB.
         """
+        if self._ended:
+            return False
         try:
             # Through JSON, so that what is changed later is not what is sent.
             text = json.dumps(dict(event_data or {}), allow_nan=False)
@@ -142,7 +146,7 @@ class Telemetry:
         except (TypeError, ValueError, RecursionError) as error:
             log.debug("event %r was not taken: %s", event_name, error)
             return False
-        return not self._ended
+        return True
 
     def note_error(self, error: BaseException) -> None:
         """Remember that an operation failed, and how; not with which words."""
@@ -263,12 +267,16 @@ class Telemetry:
 
 def own_frames(error: BaseException) -> str:
     """Where in our own code it was raised: no line of source, and no file of anybody else's."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return "\n".join(
-        f"{Path(frame.filename).relative_to(_PACKAGE.parent).as_posix()}:{frame.lineno} {frame.name}"
-        for frame in frames
-        if Path(frame.filename).is_relative_to(_PACKAGE)
+    places = (
+        (Path(frame.f_code.co_filename), line, frame.f_code.co_name)
+        for frame, line in traceback.walk_tb(error.__traceback__)
     )
+    ours = [
+        f"{file.relative_to(_PACKAGE.parent).as_posix()}:{line} {name}"
+        for file, line, name in places
+        if file.is_relative_to(_PACKAGE)
+    ]
+    return "\n".join(ours[-MOST_FRAMES:])
 
 
 _live: weakref.WeakSet[Telemetry] = weakref.WeakSet()
