@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tinkex.engine import Engine, EngineSettings
+from tinkex.engine.devices import is_broken
 from tinkex.engine.process import Wire, Worker
 from tinkex.wire import frames
 from tinkex.wire.inputs import Datum, ModelInput
@@ -167,6 +168,31 @@ def test_a_refused_pass_is_answered_and_the_others_run(turns: Turns) -> None:
     said = turns.turn()
     assert said[bad].failed.category == "user"
     assert said[good].done.result
+
+
+def test_a_batch_that_fails_blames_the_one_that_was_alone_in_it(
+    turns: Turns, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_cuts: object) -> None:
+        raise RuntimeError("half-way")
+
+    monkeypatch.setattr(turns.worker._engine, "run_together", fail)
+    shared = [turns.order(run_pass=passes(name, 1, 4)) for name in "aab"]
+    # It would run on what the batch left of its model, so it is tried again as well.
+    behind = turns.order(run_pass=passes("a", 1, 4, backward=False))
+    said = turns.turn()
+    assert sorted(said) == sorted([*shared, behind])
+    assert {report.failed.category for report in said.values()} == {frames.MUDDLED}
+    alone = turns.order(run_pass=passes("a", 1, 4))
+    failed = turns.turn()[alone].failed
+    assert failed.category == "server"
+    assert "half-way" in failed.message
+
+
+def test_a_device_that_is_lost_is_told_from_one_that_is_full() -> None:
+    assert is_broken(torch.AcceleratorError("CUDA error: device-side assert triggered"))
+    assert not is_broken(torch.OutOfMemoryError("CUDA out of memory"))
+    assert not is_broken(RuntimeError("a bug"))
 
 
 def test_deterministic_engines_never_mix(turns_on: Callable[[bool], Turns]) -> None:

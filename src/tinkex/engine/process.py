@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -280,7 +280,7 @@ class Worker:
         try:
             self._engine.run_together([(running, count) for _, running, count in cuts])
         except Exception as error:  # noqa: BLE001  it fails those who took part, and nobody else
-            self._fail_together([job for job, _, _ in cuts], passes, error)
+            self._fail_together([job for job, _, _ in cuts], error)
             return
         elapsed_s = time.perf_counter() - began_s
         left = [sum(running.waiting) for _, running, _ in cuts]
@@ -290,9 +290,7 @@ class Worker:
             if not has:
                 self._finish(running.model_id, job, _answered(job, running))
 
-    def _fail_together(
-        self, took_part: Sequence[Job], passes: Mapping[str, Sequence[Job]], error: Exception
-    ) -> None:
+    def _fail_together(self, took_part: Sequence[Job], error: Exception) -> None:
         """A micro-batch failed: one that was alone in it is to blame; several are tried apart."""
         if len(took_part) == 1:
             (job,) = took_part
@@ -301,7 +299,7 @@ class Worker:
         log.error("a micro-batch of %d requests failed", len(took_part), exc_info=error)
         # With those behind them: gradients may be half added, so their models are built again.
         for model_id in dict.fromkeys(_model_of(job) for job in took_part):
-            for job in passes[model_id]:
+            for job in [job for job in self._training[model_id] if _is_pass(job)]:
                 self._finish(model_id, job, _muddled(job.order.ticket, error))
 
     def _open_passes(self) -> dict[str, list[Job]]:
