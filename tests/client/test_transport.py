@@ -1,6 +1,7 @@
 """The real transport over real sockets."""
 
 import asyncio
+import itertools
 import shlex
 import shutil
 import ssl
@@ -97,6 +98,40 @@ def test_a_server_that_cuts_its_answer_short_is_noticed():
             await server.wait_closed()
 
     asyncio.run(main())
+
+
+def test_what_comes_unasked_is_not_taken_for_the_next_answer():
+    """A server that says everything twice, the second time while nobody asks."""
+
+    async def main() -> list[bytes]:
+        repeated = asyncio.Semaphore(0)
+        numbers = itertools.count(1)
+
+        async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readuntil(b"\r\n\r\n")
+            answer = b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\n\r\n%d" % next(numbers)
+            writer.write(answer)
+            await asyncio.sleep(0.05)  # the first one is read by then, or this shows nothing
+            writer.write(answer)
+            await writer.drain()
+            repeated.release()
+            await reader.read()
+            writer.close()
+
+        server = await asyncio.start_server(talk, "127.0.0.1", 0)
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        transport = HttpTransport(url)
+        bodies = []
+        for _ in range(3):
+            got = await transport.send(Request(method="GET", url=url, deadline_s=5))
+            bodies.append(got.content)
+            await repeated.acquire()
+            await asyncio.sleep(0.01)  # for the loop to read it
+        await transport.close()
+        server.close()
+        return bodies
+
+    assert asyncio.run(main()) == [b"1", b"2", b"3"]
 
 
 def test_redirects_are_not_followed_and_no_header_is_made_up():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import functools
 import json
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
@@ -216,7 +217,7 @@ class HttpTransport:
 
         if self._tls is None and self._base_url.startswith("https:"):
             self._tls = _tls(self._ca_bundle)
-        connector = aiohttp.TCPConnector(
+        connector = _connector()(
             limit=CONNECTIONS[kind],
             keepalive_timeout=KEEP_ALIVE_S,
             ssl=self._tls if self._tls is not None else True,
@@ -231,6 +232,28 @@ class HttpTransport:
         )
         self._sessions[kind] = session
         return session
+
+
+@functools.cache
+def _connector() -> type[aiohttp.TCPConnector]:
+    import aiohttp
+
+    class Connector(aiohttp.TCPConnector):
+        """
+        Uses no connection again on which something came while nobody had asked.
+
+        It would be taken for the answer to the next request: gateways say 408 before they hang up,
+        and broken ones send an answer twice, or more of it than they announced.
+        """
+
+        async def connect(self, *args: Any, **named: Any) -> aiohttp.connector.Connection:
+            while True:
+                connection = await super().connect(*args, **named)
+                if connection.protocol is None or not connection.protocol.should_close:
+                    return connection
+                connection.close()
+
+    return Connector
 
 
 def _headers(answer: aiohttp.ClientResponse) -> dict[str, str]:
