@@ -1,0 +1,190 @@
+"""PostgreSQL keeps what SQLite keeps: one server, durable commits, and a lost connection is a pause."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+from alembic.autogenerate import compare_metadata
+from alembic.migration import MigrationContext
+
+from postgres import Postgres
+from server.store.test_store import a_model, step
+from tinkex.server.plan import Kind
+from tinkex.server.store import DatabaseRefused, Store, open_store, postgres, writer
+from tinkex.server.store.database import migrate
+from tinkex.server.store.tables import metadata
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def url(postgres: Postgres) -> str:
+    return postgres.database()
+
+
+def opened(url: str, folder: Path) -> Store:
+    return open_store(db_url=url, storage_url=str(folder), folder=folder, alone=True)
+
+
+@pytest.fixture
+async def store(url: str, tmp_path: Path) -> AsyncIterator[Store]:
+    store = opened(url, tmp_path)
+    yield store
+    store.close()
+
+
+async def cut(store: Store) -> None:
+    """End every connection to the store's database, as a restart of it does."""
+    statement = sa.text(
+        "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
+        " WHERE datname = current_database() AND pid <> pg_backend_pid()"
+    )
+    await store._database.read(lambda connection: connection.execute(statement).all())
+
+
+def test_the_migrations_make_the_tables_that_the_code_uses(url: str) -> None:
+    migrated = sa.create_engine(url)
+    migrate(migrated)
+    with migrated.connect() as connection:
+        context = MigrationContext.configure(connection, opts={"compare_type": True})
+        assert compare_metadata(context, metadata) == []
+        # Alembic does not compare these.
+        checks = {one["name"] for one in sa.inspect(connection).get_check_constraints("requests")}
+    migrated.dispose()
+    assert checks == {"ck_requests_error", "ck_requests_finished", "ck_requests_status"}
+
+
+async def test_a_database_that_a_server_holds_is_refused_until_it_is_closed(
+    url: str, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(postgres, "LOCK_WAIT_S", 0.2)
+    with pytest.raises(DatabaseRefused, match=r"another server \(tinkex serve, process \d+ on .*"):
+        opened(url, tmp_path)
+    # Those who only look, or make a key, are let in.
+    beside = open_store(db_url=url, storage_url=str(tmp_path), folder=tmp_path)
+    await beside.keys.create(owner="local")
+    beside.close()
+    assert await store.keys.any()
+    store.close()
+    monkeypatch.undo()
+    opened(url, tmp_path).close()
+
+
+def test_a_database_that_is_not_there_is_refused_without_its_password(
+    url: str, tmp_path: Path
+) -> None:
+    with pytest.raises(DatabaseRefused, match=r"postgres:\*\*\*@.*/nowhere cannot be used: ") as no:
+        opened(f"{url.rpartition('/')[0]}/nowhere", tmp_path)
+    assert sa.make_url(url).password not in str(no.value)
+
+
+async def test_connections_that_are_cut_are_made_again_and_nothing_is_done_twice(
+    store: Store,
+) -> None:
+    model = await a_model(store)
+    for seq_id in range(1, 4):
+        new = step(model, seq_id, Kind.FORWARD_BACKWARD)
+        first = await store.requests.accept(new)
+        await cut(store)
+        # Both the one that writes and the one that reads are gone.
+        await store.requests.finish(first.request_id, b"{}", None)
+        assert await store.requests.result(first.request_id) == b"{}"
+        assert not (await store.requests.accept(new)).is_new
+    assert [row.seq_id for row in await store.requests.log(model)] == [1, 2, 3]
+
+
+async def test_a_server_that_lost_its_database_to_another_writes_nothing(
+    url: str, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = await a_model(store)
+    monkeypatch.setattr(postgres, "LOCK_WAIT_S", 2.0)
+    waiting = asyncio.create_task(asyncio.to_thread(opened, url, tmp_path))
+    while not await _waits_for_lock(store):
+        assert not waiting.done()
+        await asyncio.sleep(0.01)
+    await cut_writer(store)
+    other = await waiting
+    monkeypatch.setattr(postgres, "LOCK_WAIT_S", 0.2)
+    with pytest.raises(postgres.DatabaseHeld):
+        await store.requests.accept(step(model, 1))
+    assert (await other.requests.accept(step(model, 1))).is_new
+    other.close()
+    # It is free again.
+    assert not (await store.requests.accept(step(model, 1))).is_new
+
+
+async def _waits_for_lock(store: Store) -> bool:
+    """Whether a second server has come: it has a connection with a server's name."""
+    statement = sa.text(
+        "SELECT count(*) FROM pg_stat_activity"
+        " WHERE datname = current_database() AND application_name LIKE 'tinkex serve%'"
+    )
+    return bool(await store._database.read(lambda connection: connection.scalar(statement)) > 1)
+
+
+async def cut_writer(store: Store) -> None:
+    statement = sa.text(
+        "SELECT pg_terminate_backend(pid) FROM pg_locks WHERE locktype = 'advisory' AND granted"
+        " AND database = (SELECT oid FROM pg_database WHERE datname = current_database())"
+    )
+    await store._database.read(lambda connection: connection.execute(statement).all())
+
+
+async def test_a_database_that_stays_away_fails_the_writes_that_waited(
+    store: Store, postgres: Postgres, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer, "AWAY_S", 0.3)
+    model = await a_model(store)
+    name = sa.make_url(url).database
+    with postgres.connect() as admin:
+        admin.execute(f"ALTER DATABASE {name} ALLOW_CONNECTIONS false".encode())
+        admin.execute(
+            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = %s", [name]
+        )
+        with pytest.raises(sa.exc.OperationalError):
+            await store.requests.accept(step(model, 1))
+        admin.execute(f"ALTER DATABASE {name} ALLOW_CONNECTIONS true".encode())
+    assert (await store.requests.accept(step(model, 1))).is_new
+
+
+async def test_commits_are_durable_even_where_the_database_is_told_to_be_quick(
+    postgres: Postgres, url: str, tmp_path: Path
+) -> None:
+    name = sa.make_url(url).database
+    with postgres.connect() as admin:
+        admin.execute(f"ALTER DATABASE {name} SET synchronous_commit = off".encode())
+    store = opened(url, tmp_path)
+    show = sa.text("SHOW synchronous_commit")
+    assert await store._database.write(lambda connection: connection.scalar(show)) == "on"
+    store.close()
+
+
+async def test_many_writes_share_few_commits(store: Store) -> None:
+    model = await a_model(store)
+    before = store.commits
+    accepted = await asyncio.gather(
+        *(store.requests.accept(step(model, seq_id)) for seq_id in range(1, 201))
+    )
+    assert len({one.request_id for one in accepted}) == 200
+    assert store.commits - before < 50
+
+
+async def test_one_bad_write_undoes_only_itself(store: Store) -> None:
+    model = await a_model(store)
+
+    def bad(connection: sa.Connection) -> None:
+        connection.execute(sa.text("SELECT 1/0"))
+
+    writes = [
+        store.requests.accept(step(model, 1)),
+        store._database.write(bad),
+        store.requests.accept(step(model, 2)),
+    ]
+    one, refused, two = await asyncio.gather(*writes, return_exceptions=True)
+    assert isinstance(refused, sa.exc.DBAPIError)
+    assert {row.request_id for row in await store.requests.waiting()} >= {
+        one.request_id,
+        two.request_id,
+    }
