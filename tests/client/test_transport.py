@@ -125,7 +125,7 @@ def test_what_comes_unasked_is_not_taken_for_the_next_answer():
         for _ in range(3):
             got = await transport.send(Request(method="GET", url=url, deadline_s=5))
             bodies.append(got.content)
-            await repeated.acquire()
+            await asyncio.wait_for(repeated.acquire(), 5)
             await asyncio.sleep(0.01)  # for the loop to read it
         await transport.close()
         server.close()
