@@ -43,7 +43,9 @@ from tinkex.server.presence import Presence
 from tinkex.server.settings import Settings
 from tinkex.server.signing import Signer
 from tinkex.server.store import Store
+from tinkex.server.store.trouble import KINDS
 from tinkex.server.tokens import Tokens
+from tinkex.server.watch import Watch
 from tinkex.wire import checkpoints as wire_checkpoints
 from tinkex.wire import custom_loss as wire_custom_loss
 from tinkex.wire import futures as wire_futures
@@ -135,6 +137,8 @@ def create_app(settings: Settings, executor: Executor, store: Store) -> FastAPI:
             presence=presence,
             signer=Signer.of_folder(settings.folder),
         )
+        watch = Watch(settings, store)
+        await watch.start()
         await dispatcher.start()
         await presence.start()
         janitor = Janitor(settings=settings, store=store, dispatcher=dispatcher, futures=waiting)
@@ -145,6 +149,7 @@ def create_app(settings: Settings, executor: Executor, store: Store) -> FastAPI:
         finally:
             waiting.release()
             await janitor.close()
+            await watch.close()
             await presence.close()
             await dispatcher.close()
             await executor.close()
@@ -191,6 +196,13 @@ class _Figures(Collector):
         yield CounterMetricFamily(
             "tinkex_store_commits", "Transactions committed", self._context.store.commits
         )
+        trouble = self._context.store.condition.trouble
+        troubles = GaugeMetricFamily(
+            "tinkex_storage_trouble", "1 while nothing new can be stored", labels=["kind"]
+        )
+        for kind in KINDS:
+            troubles.add_metric([kind], int(trouble is not None and trouble.kind == kind))
+        yield troubles
         seconds = CounterMetricFamily(
             "tinkex_engine_compute_seconds", "Seconds engines computed", labels=["task"]
         )

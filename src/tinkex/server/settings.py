@@ -87,6 +87,8 @@ class Settings:
     max_body_bytes: int = 64 * MEBIBYTE
     #: Largest request body after decompression.
     max_decoded_bytes: int = 256 * MEBIBYTE
+    #: Largest body of any other request than a pass or a sample, before and after decompression.
+    max_message_bytes: int = 4 * MEBIBYTE
     #: How long a poll for a result is held. The official client gives up after 45 s.
     long_poll_s: float = 30.0
     #: How long a sample goes on whose stream broke; a client that comes back by then loses nothing.
@@ -130,6 +132,8 @@ class Settings:
     janitor_s: float = 60.0
     #: How old a file must be that nothing refers to before it is taken for left behind.
     orphan_s: float = 3600.0
+    #: Room on the disk that is kept for results, in mebibytes: with less, nothing new is taken in.
+    reserve_mb: float = 64.0
     #: A session that was silent for so long does not keep files for its samplers any more.
     abandoned_s: float = 7 * 24 * 3600.0
     #: How long telemetry of clients is kept, scrubbed; 0 drops it.

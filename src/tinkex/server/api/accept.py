@@ -62,6 +62,7 @@ def sequence_ids(first: Accepted) -> list[str]:
 
 async def take(context: Context, new: NewRequest, *, tap: Tap | None = None) -> Accepted:
     """The same without the answer; a new sample tells its tokens to the tap."""
+    context.store.condition.refuse_any()
     first = await context.store.requests.accept(new)
     if first.kind != new.kind:
         raise WireError.at(

@@ -8,6 +8,7 @@ From what went wrong to what the client sees: the one table.
 * 429  over a limit of the owner's own; to be sent again a little later
 * 422  malformed: the detail lists each field with its path
 * 500  a bug, with an id that is in the log
+* 503  the disk or the database takes nothing now; to be sent again
 
 Work that was accepted and then failed is not here: that arrives through its future.
 """
@@ -22,10 +23,17 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
 from tinkex.server.futures import UnknownRequest
+from tinkex.server.store import Damaged, StorageTrouble
 from tinkex.server.store.requests import ResultGone
 from tinkex.wire.errors import TooLarge, UserFailure, WireError
 
+# What was sent may be quoted in what is answered.
+LONGEST_DETAIL = 4_000
+
 log = logging.getLogger("tinkex.server.api")
+
+# Somebody has to make room first.
+TROUBLE_RETRY_S = 5
 
 
 class Refusal(Exception):
@@ -60,7 +68,7 @@ def malformed(_request: Request, error: Exception) -> Response:
 
 def cannot(_request: Request, error: Exception) -> Response:
     # Steps and samples never get here: theirs become failed futures.
-    return JSONResponse({"detail": str(error)}, 400)
+    return JSONResponse({"detail": str(error)[:LONGEST_DETAIL]}, 400)
 
 
 def unknown_request(_request: Request, error: Exception) -> Response:
@@ -77,6 +85,19 @@ def result_gone(_request: Request, error: Exception) -> Response:
         "while after they were fetched; the work itself was done."
     )
     return JSONResponse({"detail": detail}, 410)
+
+
+def storage_trouble(_request: Request, error: Exception) -> Response:
+    """Official clients send a 503 again for five minutes; a disk is often cleared by then."""
+    return JSONResponse({"detail": str(error)}, 503, {"Retry-After": str(TROUBLE_RETRY_S)})
+
+
+def damaged(request: Request, error: Exception) -> Response:
+    """No 5xx: asking again does not bring it back."""
+    number = secrets.token_hex(4)
+    log.error("damage %s in %s %s: %s", number, request.method, request.url.path, error)
+    detail = f"{error}. The server's log has this under the id {number}."
+    return JSONResponse({"detail": detail}, 404)
 
 
 def by_status(request: Request, error: Exception) -> Response:
@@ -110,6 +131,8 @@ HANDLERS: dict[Any, Any] = {
     UserFailure: cannot,
     UnknownRequest: unknown_request,
     ResultGone: result_gone,
+    StorageTrouble: storage_trouble,
+    Damaged: damaged,
     HTTPException: by_status,
     ClientDisconnect: gone,
     Exception: bug,

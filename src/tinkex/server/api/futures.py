@@ -10,6 +10,7 @@ from tinkex.server.api.auth import owner_of
 from tinkex.server.api.context import Context, answer, context_of, describe, dialect_of, read_json
 from tinkex.server.futures import Settled
 from tinkex.server.plan import PASSES, Kind
+from tinkex.server.shares import Waiting
 from tinkex.server.store import Completion
 from tinkex.wire.codec import JSON_TYPE, PROTOBUF_TYPE, encode_json
 from tinkex.wire.dialect import Dialect, wants_protobuf
@@ -94,6 +95,9 @@ def _event(event: Completion) -> FutureCompletion:
 def _try_again(context: Context, request_id: str) -> Response:
     base_model = context.futures.base_model(request_id)
     standing = context.dispatcher.standing(request_id, base_model or "")
+    if (trouble := context.store.condition.trouble) is not None:
+        # Its result may be there already, and wait for the disk.
+        standing = Waiting(state="paused_capacity", reason=trouble.text)
     return answer(
         TryAgainResponse(
             request_id=request_id,

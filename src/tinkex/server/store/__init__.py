@@ -13,6 +13,7 @@ from tinkex.server.store.requests import (
 )
 from tinkex.server.store.runs import CustomLoss, Model, Runs, Sampler, Session
 from tinkex.server.store.store import Store, open_store
+from tinkex.server.store.trouble import Damaged, StorageTrouble
 
 __all__ = [
     "Accepted",
@@ -20,6 +21,7 @@ __all__ = [
     "Checkpoints",
     "Completion",
     "CustomLoss",
+    "Damaged",
     "DatabaseRefused",
     "Keys",
     "Model",
@@ -30,6 +32,7 @@ __all__ = [
     "Sampler",
     "Session",
     "Status",
+    "StorageTrouble",
     "Store",
     "Version",
     "open_store",

@@ -126,7 +126,7 @@ class Checkpoints:
             note_saved(connection, version, "checkpoint.saved")
             requests_.set_done(connection, request_id, result, version_id=version.version_id)
 
-        await self._database.write(act)
+        await self._database.write(act, must=True)
 
     async def find(self, path: str, *, readers: Collection[str]) -> Version | None:
         """

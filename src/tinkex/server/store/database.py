@@ -13,6 +13,7 @@ from alembic.config import Config
 from sqlalchemy import event
 
 from tinkex.server.store import postgres, tally
+from tinkex.server.store.trouble import Condition, StorageTrouble
 from tinkex.server.store.writer import Writer
 
 T = TypeVar("T")
@@ -37,7 +38,11 @@ class Database:
 
     def __init__(self, url: str, *, alone: bool = False) -> None:
         self._writing, self._reading = _engines(url, alone=alone)
+        #: Whether it can be written, and believed.
+        self.condition = Condition()
         try:
+            if alone:
+                _check_sound(self._writing)
             migrate(self._writing)
         except postgres.DatabaseHeld as error:
             raise DatabaseRefused(str(error)) from None
@@ -48,15 +53,21 @@ class Database:
                 "See that it runs and lets this machine in, or choose another with --db."
             ) from error
         self._threads = ThreadPoolExecutor(READERS, thread_name_prefix="tinkex-reader")
-        self.writer = Writer(self._writing, last=tally.write, undone=tally.forget)
+        self.writer = Writer(
+            self._writing, last=tally.write, undone=tally.forget, condition=self.condition
+        )
 
-    async def write(self, act: Callable[[sa.Connection], T]) -> T:
-        """Run `act` in a transaction; answers once that is on disk."""
-        return await self.writer.submit(act)
+    async def write(self, act: Callable[[sa.Connection], T], *, must: bool = False) -> T:
+        """
+        Run `act` in a transaction; answers once that is on disk.
 
-    def submit(self, act: Callable[[sa.Connection], T]) -> asyncio.Future[T]:
+        While the disk takes nothing this raises StorageTrouble, or waits if it `must` be written.
+        """
+        return await self.writer.submit(act, must=must)
+
+    def submit(self, act: Callable[[sa.Connection], T], *, must: bool = False) -> asyncio.Future[T]:
         """The same, with its place among the writes taken at the call."""
-        return self.writer.submit(act)
+        return self.writer.submit(act, must=must)
 
     def write_later(self, act: Callable[[sa.Connection], object]) -> None:
         """Run `act` with some later transaction; lost if the process dies before."""
@@ -77,15 +88,41 @@ class Database:
         self._writing.dispose()
 
     def _read(self, act: Callable[[sa.Connection], T]) -> T:
+        self.condition.check()
         try:
             with self._reading.connect() as connection:
                 return act(connection)
         except sa.exc.DBAPIError as error:
             if not error.connection_invalidated:
+                if (trouble := self.condition.note(error)) is not None:
+                    raise StorageTrouble(trouble) from error
                 raise
         # The database was started again since this connection was made; the next is a new one.
-        with self._reading.connect() as connection:
-            return act(connection)
+        try:
+            with self._reading.connect() as connection:
+                return act(connection)
+        except sa.exc.DBAPIError as error:
+            if (trouble := self.condition.note(error)) is not None:
+                raise StorageTrouble(trouble) from error
+            raise
+
+
+def _check_sound(engine: sa.Engine) -> None:
+    """Refuse a SQLite file whose pages do not fit together: its answers may be wrong."""
+    if engine.dialect.name != "sqlite":
+        return
+    try:
+        with engine.connect() as connection:
+            found = connection.exec_driver_sql("PRAGMA quick_check(3)").scalars().all()
+    except sa.exc.DatabaseError as error:
+        if isinstance(error, sa.exc.OperationalError):
+            raise
+        found = [str(error.orig)]
+    if found != ["ok"]:
+        raise DatabaseRefused(
+            f"the database {engine.url.database} is damaged: {'; '.join(map(str, found))}. Run "
+            "`tinkex doctor --data DIR` to see what is left, and `tinkex restore` for a back-up."
+        )
 
 
 def migrate(engine: sa.Engine) -> None:

@@ -1,6 +1,7 @@
 """Payloads, results and checkpoints outside the database: durable before a row points to them."""
 
 import contextlib
+import hashlib
 import math
 import os
 import secrets
@@ -13,6 +14,11 @@ from typing import Any
 import fsspec  # type: ignore[import-untyped]
 from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
 
+from tinkex.server.store.trouble import Damaged
+
+# Of the fingerprint in a file's name.
+FINGERPRINT_DIGITS = 32
+
 
 class Files:
     """Named bytes below one root: a local folder, or any fsspec URL."""
@@ -24,8 +30,8 @@ class Files:
         self.local: Path | None = Path(root) if isinstance(filesystem, LocalFileSystem) else None
 
     def put(self, room: str, data: bytes) -> str:
-        """Write `data` for good and answer its place below the root."""
-        name = secrets.token_hex(16)
+        """Write `data` for good and answer its place below the root, which tells what is in it."""
+        name = f"{secrets.token_hex(16)}.{hashlib.sha256(data).hexdigest()[:FINGERPRINT_DIGITS]}"
         place = f"{room}/{name[:2]}/{name}"
         if self.local is None:
             self._filesystem.pipe_file(f"{self._root}/{place}", data)
@@ -34,9 +40,18 @@ class Files:
         return place
 
     def get(self, place: str) -> bytes:
-        if self.local is not None:
-            return (self.local / place).read_bytes()
-        data: bytes = self._filesystem.cat_file(f"{self._root}/{place}")
+        """What was put there, and nothing else: raises Damaged."""
+        try:
+            if self.local is not None:
+                data = (self.local / place).read_bytes()
+            else:
+                data = self._filesystem.cat_file(f"{self._root}/{place}")
+        except FileNotFoundError:
+            raise Damaged(f"is missing: there is no file {place}") from None
+        # Names from before there were fingerprints have no such part.
+        fingerprint = place.rpartition("/")[2].partition(".")[2]
+        if fingerprint and not hashlib.sha256(data).hexdigest().startswith(fingerprint):
+            raise Damaged(f"is damaged: the {len(data)} bytes of {place} are not what was written")
         return data
 
     def path(self, place: str) -> Path | None:
@@ -108,6 +123,16 @@ class Files:
         except OSError:
             # Somebody else brought it first: the same immutable files.
             shutil.rmtree(part, ignore_errors=True)
+
+
+def fingerprint(folder: Path) -> str:
+    """Of all files of a folder, names and bytes."""
+    whole = hashlib.sha256()
+    for file in sorted(folder.iterdir()):
+        with file.open("rb") as opened:
+            digest = hashlib.file_digest(opened, "sha256").hexdigest()
+        whole.update(f"{file.name}\0{digest}\0".encode())
+    return whole.hexdigest()
 
 
 def _written_s(facts: Mapping[str, Any]) -> float:

@@ -15,9 +15,13 @@ from tinkex.server.store import tally
 from tinkex.server.store.database import Database
 from tinkex.server.store.files import Files
 from tinkex.server.store.tables import completions, requests
+from tinkex.server.store.trouble import FILES, Damaged, StorageTrouble
 
 # Larger payloads and results are files of their own: rows stay small enough to copy.
 INLINE_BYTES = 64 * 1024
+
+# A result that the disk does not take is offered again this often.
+KEEP_RETRY_S = 0.5
 
 # Each copy of a sampling client numbers its samples from its own number times this.
 SAMPLES_OF_A_CLONE = 10**9
@@ -180,7 +184,7 @@ class Requests:
         """On disk when this answers; a repeat of an accepted request finds the first."""
         place = None
         if len(new.payload) > INLINE_BYTES:
-            place = await self._database.in_thread(lambda: self._files.put("payloads", new.payload))
+            place = await self._put("payloads", new.payload)
         return await self._database.write(lambda connection: insert(connection, new, place))
 
     async def file_refused(self, new: NewRequest, error: str, *, cause: str) -> None:
@@ -192,26 +196,52 @@ class Requests:
                 values = _failure(first.request_id, error, category="user", cause=cause)
                 _finish(connection, values, None)
 
-        await self._database.write(act)
+        await self._database.write(act, must=True)
 
     async def keep(self, result: bytes) -> str | None:
-        """Make a large result durable; its place for `finish`, or None for a small one."""
+        """
+        Make a large result durable; its place for `finish`, or None for a small one.
+
+        It was promised: while the disk does not take it, it waits here.
+        """
         if len(result) <= INLINE_BYTES:
             return None
-        return await self._database.in_thread(lambda: self._files.put("results", result))
+        while True:
+            try:
+                return await self._put("results", result)
+            except StorageTrouble:
+                await asyncio.sleep(KEEP_RETRY_S)
+
+    async def _put(self, room: str, data: bytes) -> str:
+        condition = self._database.condition
+        try:
+            place = await self._database.in_thread(lambda: self._files.put(room, data))
+        except OSError as error:
+            if condition.note(error, FILES) is None:
+                raise
+            raise condition.refusal(error) from error
+        condition.clear(FILES)
+        return place
+
+    async def _get(self, request_id: str, what: str, place: str) -> bytes:
+        try:
+            return await self._database.in_thread(lambda: self._files.get(place))
+        except Damaged as error:
+            raise Damaged(f"the {what} of request {request_id} {error}") from error
 
     def finish(
         self, request_id: str, result: bytes, place: str | None
     ) -> asyncio.Future[Completion | None]:
         """Done when awaited; in the order of the calls. A finished request stays as it was."""
         return self._database.submit(
-            lambda connection: set_done(connection, request_id, result, place=place)
+            lambda connection: set_done(connection, request_id, result, place=place), must=True
         )
 
     async def finish_load(self, request_id: str, result: bytes, version_id: str) -> None:
         """A load is done, and building the model again will load the same version."""
         await self._database.write(
-            lambda connection: set_done(connection, request_id, result, version_id=version_id)
+            lambda connection: set_done(connection, request_id, result, version_id=version_id),
+            must=True,
         )
 
     def fail(
@@ -219,7 +249,9 @@ class Requests:
     ) -> asyncio.Future[Completion | None]:
         """Done when awaited; in the order of the calls. A finished request stays as it was."""
         values = _failure(request_id, error, category=category, cause=cause)
-        return self._database.submit(lambda connection: _finish(connection, values, None))
+        return self._database.submit(
+            lambda connection: _finish(connection, values, None), must=True
+        )
 
     async def completions(
         self, sampling_session_id: str, clone_id: int, *, after: int, up_to: int
@@ -257,14 +289,15 @@ class Requests:
         statement = sa.select(requests.c.payload, requests.c.payload_place).where(
             requests.c.request_id == request_id
         )
-        row = await self._database.read(lambda connection: connection.execute(statement).one())
+        row = await self._database.read(lambda connection: connection.execute(statement).first())
+        if row is None or (row.payload is None and row.payload_place is None):
+            raise Damaged(f"the payload of request {request_id} is not kept any more")
         if row.payload_place is None:
             return bytes(row.payload)
         place: str = row.payload_place
-        file = self._files.path(place)
-        if file is not None:
-            return file
-        return await self._database.in_thread(lambda: self._files.get(place))
+        payload = await self._get(request_id, "payload", place)
+        # Engines on this machine read the file themselves; it has been looked at now.
+        return self._files.path(place) or payload
 
     async def result(self, request_id: str) -> bytes:
         """The normal form of what came out."""
@@ -278,8 +311,7 @@ class Requests:
             raise ResultGone(request_id)
         if row.result_place is None:
             return bytes(row.result)
-        place: str = row.result_place
-        return await self._database.in_thread(lambda: self._files.get(place))
+        return await self._get(request_id, "result", row.result_place)
 
     async def waiting(self) -> list[RequestRow]:
         """What was accepted and not finished, oldest first: the work of a new start."""

@@ -1,6 +1,10 @@
 """The store as one thing to open and close: database, files, and the rooms over them."""
 
+import contextlib
+import secrets
 from pathlib import Path
+
+import sqlalchemy as sa
 
 from tinkex.server.store.audit import Audit
 from tinkex.server.store.catalog import Catalog
@@ -14,7 +18,11 @@ from tinkex.server.store.retention import Retention
 from tinkex.server.store.runs import Runs
 from tinkex.server.store.snapshots import Snapshots
 from tinkex.server.store.telemetry import Telemetry
+from tinkex.server.store.trouble import FILES, Condition, StorageTrouble
 from tinkex.server.store.usage import Usage
+
+# Enough to show that a disk has room again.
+PROBE = bytes(2**20)
 
 
 class Store:
@@ -40,8 +48,37 @@ class Store:
         """Transactions committed since opening."""
         return self._database.writer.commits
 
+    @property
+    def condition(self) -> Condition:
+        """Whether anything is wrong with the disk or the database."""
+        return self._database.condition
+
+    async def probe(self) -> None:
+        """Write something everywhere; `condition` then tells how that went."""
+        with contextlib.suppress(StorageTrouble):
+            await self._database.write(_touch)
+        try:
+            await self._database.in_thread(self._probe_files)
+        except OSError as error:
+            if self.condition.note(error, FILES) is None:
+                raise
+        else:
+            self.condition.clear(FILES)
+
+    def _probe_files(self) -> None:
+        place = self.files.put("probe", PROBE)
+        self.files.remove(place)
+
     def close(self) -> None:
         self._database.close()
+
+
+def _touch(connection: sa.Connection) -> None:
+    if connection.dialect.name == "sqlite":
+        # Nobody reads this number; another one than before makes the page be written.
+        connection.exec_driver_sql(f"PRAGMA user_version = {secrets.randbelow(2**31)}")
+    else:
+        connection.exec_driver_sql("UPDATE alembic_version SET version_num = version_num")
 
 
 def open_store(*, db_url: str, storage_url: str, folder: Path, alone: bool = False) -> Store:

@@ -1,0 +1,192 @@
+"""
+When the disk or the database fails: what it is, whether it may pass, and what to do about it.
+
+    trouble = trouble_of(error)      # None: the error is somebody else's
+
+What `Condition` holds is the state of the whole store: new work is refused while there is any.
+"""
+
+import errno
+import logging
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import sqlalchemy as sa
+
+log = logging.getLogger("tinkex.server.store")
+
+#: Parts of a store that can be in trouble by themselves.
+DATABASE = "database"
+FILES = "files"
+ROOM = "reserve of room"
+
+FULL = "full"
+READ_ONLY = "read_only"
+FAILING = "failing"
+AWAY = "away"
+CORRUPT = "corrupt"
+KINDS = (FULL, READ_ONLY, FAILING, AWAY, CORRUPT)
+
+_ERRNOS = {
+    errno.ENOSPC: FULL,
+    errno.EDQUOT: FULL,
+    # A limit on the size of files, as `ulimit -f` sets it, is a disk that ends early.
+    errno.EFBIG: FULL,
+    errno.EROFS: READ_ONLY,
+    errno.EACCES: READ_ONLY,
+    errno.EPERM: READ_ONLY,
+    errno.EIO: FAILING,
+}
+# By the first word group of SQLite's names for its errors.
+_SQLITE = {
+    "SQLITE_FULL": FULL,
+    "SQLITE_READONLY": READ_ONLY,
+    "SQLITE_CANTOPEN": READ_ONLY,
+    "SQLITE_IOERR": FAILING,
+    "SQLITE_CORRUPT": CORRUPT,
+    "SQLITE_NOTADB": CORRUPT,
+}
+# By the SQLSTATE of PostgreSQL.
+_POSTGRES = {
+    "53100": FULL,
+    "25006": READ_ONLY,
+    "58030": FAILING,
+    "XX001": CORRUPT,
+    "XX002": CORRUPT,
+}
+
+_WORDS = {
+    FULL: "the disk of this server is full",
+    READ_ONLY: "this server cannot write to its data folder or its database",
+    FAILING: "the disk of this server fails",
+    AWAY: "the database of this server cannot be reached",
+    CORRUPT: "the database of this server is damaged",
+}
+_ADVICE = {
+    FULL: "Make room on it; the server goes on by itself.",
+    READ_ONLY: "Make them writable for the server's user; the server goes on by itself.",
+    FAILING: "Look at the disk and the system's log; the server goes on by itself when it can.",
+    AWAY: "See that it runs and lets this machine in; the server goes on by itself.",
+    CORRUPT: "Stop the server, run `tinkex doctor`, and restore a back-up if it says so.",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trouble:
+    """Why nothing can be stored now."""
+
+    kind: str
+    #: What the system said.
+    reason: str
+
+    @property
+    def passes(self) -> bool:
+        """Whether it is worth trying again."""
+        return self.kind != CORRUPT
+
+    @property
+    def text(self) -> str:
+        """For clients: nothing is lost, and whose turn it is."""
+        return f"{_WORDS[self.kind]} ({self.reason}). Nothing new is taken in meanwhile."
+
+    @property
+    def advice(self) -> str:
+        return _ADVICE[self.kind]
+
+
+class StorageTrouble(Exception):
+    """Something could not be stored, or not be read: the request may be sent again."""
+
+    def __init__(self, trouble: Trouble) -> None:
+        super().__init__(trouble.text)
+        self.trouble = trouble
+
+
+class Damaged(Exception):
+    """A file that a row points to is missing, or is not what was written; the text names it."""
+
+
+def trouble_of(error: BaseException | None) -> Trouble | None:
+    """What an error says about the disk or the database; None when it says nothing."""
+    for one in _causes(error):
+        if isinstance(one, StorageTrouble):
+            return one.trouble
+        if isinstance(one, sa.exc.DBAPIError) and one.connection_invalidated:
+            return Trouble(kind=AWAY, reason=str(one.orig).strip().partition("\n")[0])
+        name = getattr(one, "sqlite_errorname", None) or ""
+        for prefix, kind in _SQLITE.items():
+            if name.startswith(prefix):
+                return Trouble(kind=kind, reason=str(one))
+        if (kind := _POSTGRES.get(getattr(one, "sqlstate", None) or "", "")) != "":
+            return Trouble(kind=kind, reason=str(one).strip().partition("\n")[0])
+        if isinstance(one, OSError) and (kind := _ERRNOS.get(one.errno or 0, "")) != "":
+            return Trouble(kind=kind, reason=one.strerror or str(one))
+    return None
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """An error, and what it was made from."""
+    while error is not None:
+        yield error
+        driver = error.orig if isinstance(error, sa.exc.DBAPIError) else None
+        error = driver or error.__cause__
+
+
+class Condition:
+    """
+    How the store is, part by part, for all threads.
+
+    A part is well again once it was written. A database that is damaged stays so until a restart.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._troubles: dict[str, Trouble] = {}
+
+    @property
+    def trouble(self) -> Trouble | None:
+        """The worst there is."""
+        with self._lock:
+            return min(self._troubles.values(), key=lambda one: one.passes, default=None)
+
+    def note(self, error: BaseException, part: str = DATABASE) -> Trouble | None:
+        """What an error says about the store; from now on its state, if anything."""
+        trouble = trouble_of(error)
+        if trouble is None:
+            return None
+        with self._lock:
+            before = self._troubles.get(part)
+            if before is None or before.passes:
+                self._troubles[part] = trouble
+        if before is None or (before.passes and before.kind != trouble.kind):
+            log.error("%s %s", trouble.text, trouble.advice)
+        return trouble
+
+    def clear(self, part: str = DATABASE) -> None:
+        """Something was written: the trouble of this part, if there was any, is over."""
+        # Asked without the lock, because it is asked for every write; a late answer is harmless.
+        if part not in self._troubles:
+            return
+        with self._lock:
+            if not self._troubles[part].passes:
+                return
+            del self._troubles[part]
+        log.warning("the %s of this server can be written again", part)
+
+    def refuse_any(self) -> None:
+        """For new work: raises while anything is wrong."""
+        if self._troubles and (trouble := self.trouble) is not None:
+            raise StorageTrouble(trouble)
+
+    def check(self) -> None:
+        """Refuse to go on with a database that is damaged: what it answers may be wrong."""
+        if self._troubles and (trouble := self.trouble) is not None and not trouble.passes:
+            raise StorageTrouble(trouble)
+
+    def refusal(self, error: BaseException) -> StorageTrouble:
+        """For who must be told that nothing was stored."""
+        trouble = trouble_of(error) or self.trouble
+        refusal = StorageTrouble(trouble or Trouble(kind=FAILING, reason=str(error)))
+        refusal.__cause__ = error
+        return refusal
