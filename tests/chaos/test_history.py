@@ -1,0 +1,141 @@
+"""The checker finds what it is there to find, and nothing in a history that is right."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from chaos.history import Event, Recorder, check
+from chaos.machines import Numbers, Twin
+
+PATH, OTHER = "tinker://s:train:0/weights/a", "tinker://s:train:0/sampler_weights/b"
+
+
+def good() -> list[Event]:
+    """Two clients: one trains, saves and samples, the other loads what the first saved."""
+    machine = Numbers()
+    history: list[Event] = []
+    one, two = Recorder("one", history.append), Recorder("two", history.append)
+
+    def do(
+        who: Recorder, kind: str, target: str = "", asked: Any = None, answer: Any = None
+    ) -> None:
+        who.answer(who.submit(kind, target, asked), answer)
+
+    do(one, "create", "m")
+    # Submitted together, answered in another order.
+    numbers = [one.submit("pass", "m", 4), one.submit("pass", "m", 2), one.submit("step", "m")]
+    one.answer(numbers[2], 7)
+    one.answer(numbers[0], [0, 4])
+    one.answer(numbers[1], [0, 6])
+    do(one, "save", "m", "a", PATH)
+    do(one, "list", "m", None, [PATH])
+    do(one, "pass", "m", 5, [7, 5])
+    do(one, "step", "m", None, 27)
+    do(one, "save_for_sampler", "m", "b", OTHER)
+    do(two, "create", "n")
+    do(two, "load", "n", PATH)
+    do(two, "forward", "n", None, [7, 0])
+    drawn = machine.draw((27, 0), [9, 3, 2])
+    do(one, "sample", OTHER, [9, 3, 2], drawn)
+    do(one, "step", "m", None, 82)
+    do(two, "sample", OTHER, [9, 3, 2], drawn)
+    return history
+
+
+def at(history: list[Event], kind: str, *, nth: int = 0) -> tuple[int, int]:
+    """Places of the submission and of the answer of the n-th operation of a kind."""
+    asked = [place for place, event in enumerate(history) if event.kind == kind][nth]
+    name = (history[asked].client, history[asked].operation)
+    answered = next(
+        place
+        for place, event in enumerate(history)
+        if event.answered and (event.client, event.operation) == name
+    )
+    return asked, answered
+
+
+def changed(kind: str, answer: Any, *, nth: int = 0) -> Callable[[list[Event]], None]:
+    def plant(history: list[Event]) -> None:
+        _, place = at(history, kind, nth=nth)
+        history[place] = replace(history[place], answer=answer)
+
+    return plant
+
+
+def never_answered(history: list[Event]) -> None:
+    del history[at(history, "step")[1]]
+
+
+def answered_twice(history: list[Event]) -> None:
+    history.append(history[at(history, "step")[1]])
+
+
+def answered_too_early(history: list[Event]) -> None:
+    asked, answered = at(history, "save")
+    history.insert(asked, history.pop(answered))
+
+
+def failed(history: list[Event]) -> None:
+    _, place = at(history, "sample")
+    history[place] = replace(history[place], answer=None, error="500")
+
+
+def loads_what_nobody_saved(history: list[Event]) -> None:
+    asked, _ = at(history, "load")
+    history[asked] = replace(history[asked], asked="tinker://nowhere")
+
+
+PLANTED = {
+    "a step is lost": ("order", changed("step", 9, nth=1)),
+    "a step is doubled": ("order", changed("step", 22, nth=0)),
+    "a pass is applied twice": ("order", changed("pass", [0, 10], nth=1)),
+    "two passes change places": ("order", changed("pass", [0, 2], nth=1)),
+    "a gradient is not lost by a step": ("order", changed("pass", [7, 11], nth=2)),
+    "a load brings older weights": ("order", changed("forward", [0, 0])),
+    "a load brings newer weights": ("order", changed("forward", [27, 0])),
+    "a load brings what was never saved": ("read your writes", loads_what_nobody_saved),
+    "a list lacks a checkpoint": ("read your writes", changed("list", [])),
+    "a list knows the future": ("read your writes", changed("list", [PATH, OTHER])),
+    "a sampler changes": ("immutable", changed("sample", [1, 2], nth=1)),
+    "a sampler is another one from the beginning": ("immutable", changed("sample", [5, 6])),
+    "an answer never comes": ("lost", never_answered),
+    "an answer comes twice": ("once", answered_twice),
+    "an answer comes before its question": ("once", answered_too_early),
+    "a client sees an error": ("error", failed),
+}
+
+
+def test_nothing_is_found_where_nothing_is_wrong() -> None:
+    assert check(good(), Numbers()) == []
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_what_was_planted_is_found(name: str) -> None:
+    rule, plant = PLANTED[name]
+    history = good()
+    plant(history)
+    assert rule in {violation.rule for violation in check(history, Numbers())}
+
+
+def test_some_of_it_is_found_without_knowing_what_a_model_does() -> None:
+    history = good()
+    changed("sample", [1, 2], nth=1)(history)
+    assert [violation.rule for violation in check(history)] == ["immutable"]
+
+
+def test_events_travel_as_lines() -> None:
+    for event in good():
+        assert Event.of(event.line()) == event
+
+
+def test_a_twin_is_compared_to_the_last_bit_or_within_a_tolerance() -> None:
+    exact = Twin(answers=[[1.0, 2.0]], samples={}, tolerance=0.0)
+    loose = replace(exact, tolerance=1e-3)
+    near = [1.0, 2.0001]
+    assert exact.same([1.0, 2.0], [1.0, 2.0])
+    assert not exact.same([1.0, 2.0], near)
+    assert loose.same({"logprobs": [1.0, 2.0]}, {"logprobs": near})
+    assert not loose.same([1.0, 2.0], [1.0, 2.1])
+    assert not loose.same([1.0, 2.0], [1.0])
