@@ -180,7 +180,7 @@ def prepared(folder: Path, model: Path) -> None:
     parts = [f"  - split: {part}\n    path: {part}.jsonl\n" for part in ("train", "test")]
     about = f"---\nconfigs:\n- config_name: main\n  data_files:\n{''.join(parts)}---\n"
     (questions / "README.md").write_text(about)
-    # So easy that a small model is right now and then, even in 16 tokens.
+    # In the form of the real one: the answer stands after four number signs.
     asked = [
         {
             "question": f"1 + 1 = \\boxed{{2}}, 1 + 2 = \\boxed{{3}}, 2 + {n % 3} = ",
