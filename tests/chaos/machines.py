@@ -51,14 +51,14 @@ class Twin:
     """
 
     #: The twin's answers, by the number of steps before; None where nothing is compared.
-    answers: Sequence[Any]
+    answers: Mapping[int, Any]
     #: The twin's samples: by the number of steps before the save, and the question.
     samples: Mapping[tuple[int, str], Any]
     #: Relative difference that numbers may have; 0 is to the last bit.
     tolerance: float
 
-    def begin(self, asked: Any) -> int:
-        return 0
+    def begin(self, asked: int) -> int:
+        return asked
 
     def apply(self, state: int, kind: str, asked: Any) -> tuple[int, Any]:
         expected = None if kind.startswith("save") else self.answers[state]

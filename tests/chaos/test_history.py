@@ -131,7 +131,7 @@ def test_events_travel_as_lines() -> None:
 
 
 def test_a_twin_is_compared_to_the_last_bit_or_within_a_tolerance() -> None:
-    exact = Twin(answers=[[1.0, 2.0]], samples={}, tolerance=0.0)
+    exact = Twin(answers={0: [1.0, 2.0]}, samples={}, tolerance=0.0)
     loose = replace(exact, tolerance=1e-3)
     near = [1.0, 2.0001]
     assert exact.same([1.0, 2.0], [1.0, 2.0])

@@ -1,0 +1,35 @@
+"""
+Processes are killed at random moments while the official SDK and tinkex train and sample.
+
+No client sees an error, no step is lost or doubled, samplers answer as they did, and the weights at
+the end are those of an undisturbed run. The same with many more kills: `make chaos`.
+"""
+
+from pathlib import Path
+
+import pytest
+
+import sdk_envs
+from chaos.kills import run
+
+pytestmark = [pytest.mark.sdk, pytest.mark.timeout(300)]
+
+SEED = 6
+
+
+@pytest.mark.parametrize(("deterministic", "kills"), [(True, 6), (False, 4)])
+def test_a_crash_is_a_pause(
+    tiny_model: Path, tmp_path: Path, *, deterministic: bool, kills: int
+) -> None:
+    report = run(
+        model=tiny_model,
+        data=tmp_path,
+        sdk=sdk_envs.ensure("0.36.0"),
+        seed=SEED,
+        kills=kills,
+        deterministic=deterministic,
+        steps=8,
+    )
+    told = "\n".join([*report.lines(), *map(str, report.violations), *report.log[-100:]])
+    assert sum(report.dealt.values()) == kills, told
+    assert report.is_good(deterministic=deterministic), told
