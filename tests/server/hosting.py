@@ -15,6 +15,7 @@ from fastapi import FastAPI
 from server.echo import BASE
 from tinkex.server.app import create_app
 from tinkex.server.executor import Executor
+from tinkex.server.head import protocol
 from tinkex.server.settings import Settings
 from tinkex.server.store import open_store
 from tinkex.wire.codec import PROTOBUF_TYPE
@@ -184,7 +185,15 @@ async def hosted(executor: Executor, folder: Path, **settings: Any) -> AsyncIter
     chosen = Settings(data=str(folder), **settings)
     store = open_store(db_url=chosen.db_url, storage_url=chosen.storage_url, folder=chosen.folder)
     app = create_app(chosen, executor, store)
-    config = uvicorn.Config(app, host="127.0.0.1", port=0, log_config=None, lifespan="on")
+    config = uvicorn.Config(
+        app,
+        host="127.0.0.1",
+        port=0,
+        http=protocol(),
+        ws="none",
+        log_config=None,
+        lifespan="on",
+    )
     server = uvicorn.Server(config)
     started = asyncio.create_task(server.serve())
     try:

@@ -25,6 +25,7 @@ from tinkex.server.api.context import Context
 from tinkex.server.app import create_app
 from tinkex.server.executor import EngineOptions, EngineRefused, LocalExecutor, ServedModel
 from tinkex.server.garbage import collect_rarely
+from tinkex.server.head import protocol
 from tinkex.server.settings import Settings
 from tinkex.server.store import DatabaseRefused, open_store
 
@@ -95,6 +96,9 @@ async def serve(
     app = create_app(settings, executor, store)
     config = uvicorn.Config(
         app,
+        http=protocol(),
+        # Nothing here speaks WebSocket: what nobody uses is not reachable either.
+        ws="none",
         lifespan="on",
         log_config=None,
         access_log=False,

@@ -98,7 +98,7 @@ def _spellings(model: type[BaseModel]) -> Iterable[str]:
 
 def unknown_field(name: str, known: Iterable[str]) -> str:
     """What to tell somebody who wrote `name` where only `known` exist."""
-    known = sorted(known)
+    known, name = sorted(known), name[:200]
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     if near:
         return f"unknown field `{name}`; did you mean `{near[0]}`?"

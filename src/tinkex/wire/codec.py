@@ -20,6 +20,7 @@ from pydantic_core import from_json, to_json
 from tinkex.wire.base import Payload, StrictModel, json_kind, unknown_field
 from tinkex.wire.checkpoints import LoadWeightsRequest
 from tinkex.wire.errors import FieldError, TooLarge, UserFailure, WireError
+from tinkex.wire.limits import LONGEST_NAME, MOST_MEMBERS, check_fields, check_json
 from tinkex.wire.runs import CreateSessionRequest
 from tinkex.wire.sampling import SampleRequest, SamplingParams
 from tinkex.wire.telemetry import TelemetrySendRequest
@@ -43,6 +44,7 @@ __all__ = [
     "decode_json",
     "decompress",
     "encode_json",
+    "parse_json",
 ]
 
 JSON_TYPE: Final = "application/json"
@@ -123,7 +125,7 @@ def decode_json(type_: type[T], body: bytes) -> T:
     `WireError` with the path of each field that is missing or mistyped; `UserFailure` for a setting
     this version does not know, with the message's other fields in its `request`.
     """
-    value = _parse(body)
+    value = parse_json(body)
     kind: Any = type_  # a class, or a union of some
     if isinstance(kind, type) and issubclass(kind, StrictModel):
         value = _ready(kind, value)
@@ -134,7 +136,7 @@ def decode_json(type_: type[T], body: bytes) -> T:
 
 def decode_forward_json(body: bytes) -> tuple[ForwardBackwardRequest, bool]:
     """A pass sent as JSON, and whether it is forward only: that shows in the key of its input."""
-    value = _parse(body)
+    value = parse_json(body)
     if not isinstance(value, dict):
         raise WireError.at((), f"an object is needed, not {json_kind(value)}.", "dict_type")
     forward_only = "forward_input" in value and "forward_backward_input" not in value
@@ -146,7 +148,9 @@ def decode_forward_json(body: bytes) -> tuple[ForwardBackwardRequest, bool]:
     return ForwardBackwardRequest(request.forward_input, request.model_id, request.seq_id), True
 
 
-def _parse(body: bytes) -> Any:
+def parse_json(body: bytes) -> Any:
+    """Any JSON of a bounded size and depth; `WireError` for anything else."""
+    check_json(body)
     try:
         return from_json(body, allow_inf_nan=False, cache_strings="keys")
     except ValueError as error:
@@ -163,6 +167,7 @@ def _ready(type_: type[StrictModel], value: Any) -> Any:
     ready = {key: item for key, item in value.items() if key in known and item is not None}
     for key, item in ready.items():
         _check_size((key,), item)
+    check_fields(type_.__name__, ready)
     for key, default in _FILLED_IN.get(type_, {}).items():
         ready.setdefault(key, default)
     for key, part_type in _PARTS.get(type_, {}).items():
@@ -256,6 +261,7 @@ _noted: set[tuple[str, str]] = set()
 def _note_ignored(message: str, value: Mapping[str, Any], known: Iterable[str]) -> None:
     """Say once what is ignored. The set is bounded: the names are the sender's."""
     for key in value.keys() - set(known):
+        key = key[:LONGEST_NAME]
         if (message, key) not in _noted and len(_noted) < 1000:
             _noted.add((message, key))
             log.debug("ignored field", extra={"message_type": message, "field": key})
@@ -289,7 +295,7 @@ def _unzstd(body: bytes, max_bytes: int) -> bytes:
     import zstandard
 
     parts: list[bytes] = []
-    size = at = 0
+    size = at = members = 0
     unpacker = zstandard.ZstdDecompressor(max_window_size=2**27).decompressobj()
     try:
         while at < len(body):
@@ -302,7 +308,9 @@ def _unzstd(body: bytes, max_bytes: int) -> bytes:
                 break
             if unpacker.eof:
                 at -= len(unpacker.unused_data)
+                members += 1
                 if at < len(body):
+                    _check_members(members)
                     unpacker = zstandard.ZstdDecompressor(max_window_size=2**27).decompressobj()
     except zstandard.ZstdError as error:
         raise WireError.at((), f"this is not zstd: {error}.") from None
@@ -312,17 +320,29 @@ def _unzstd(body: bytes, max_bytes: int) -> bytes:
 
 
 def _gunzip(body: bytes, max_bytes: int) -> bytes:
-    unpacked = b""
+    unpacked = bytearray()
     rest = body
+    members = 0
     while rest:
+        _check_members(members)
+        members += 1
         unpacker = zlib.decompressobj(wbits=31)
         try:
             unpacked += unpacker.decompress(rest, max_bytes + 1 - len(unpacked))
         except zlib.error as error:
             raise WireError.at((), f"this is not gzip: {error}.") from None
         if len(unpacked) > max_bytes:
-            return unpacked
+            break
         if not unpacker.eof:
             raise WireError.at((), "this gzip body is cut off.")
         rest = unpacker.unused_data
-    return unpacked
+    return bytes(unpacked)
+
+
+def _check_members(members: int) -> None:
+    """Thousands of tiny ones would take a server minutes."""
+    if members >= MOST_MEMBERS:
+        raise TooLarge(
+            f"the body is packed in more than {MOST_MEMBERS} parts, which is the most that is "
+            "allowed. Compress it in one."
+        )

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from enum import StrEnum, auto
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 __all__ = [
     "FieldError",
@@ -22,6 +22,11 @@ __all__ = [
     "UserFailure",
     "WireError",
 ]
+
+
+#: Of an answer: so many errors, and so many characters of each.
+MOST_TOLD: Final = 20
+LONGEST_TOLD: Final = 1_000
 
 
 class RequestErrorCategory(StrEnum):
@@ -78,10 +83,10 @@ class WireError(ValueError):
         return type(self)([error._replace(loc=(*outer, *error.loc)) for error in self.errors])
 
     def detail(self) -> list[dict[str, Any]]:
-        """The body of a 422: `{"detail": error.detail()}`."""
+        """The body of a 422: `{"detail": error.detail()}`. What the sender sent is cut short."""
         return [
-            {"loc": ["body", *error.loc], "msg": error.msg, "type": error.type}
-            for error in self.errors
+            {"loc": ["body", *map(_short, error.loc)], "msg": _short(error.msg), "type": error.type}
+            for error in self.errors[:MOST_TOLD]
         ]
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -113,6 +118,12 @@ class UserFailure(Exception):
 
 def _user_failure(message: str, request: Mapping[str, Any]) -> UserFailure:
     return UserFailure(message, request=request)
+
+
+def _short(part: str | int) -> str | int:
+    if isinstance(part, int) or len(part) <= LONGEST_TOLD:
+        return part
+    return f"{part[:LONGEST_TOLD]}... ({len(part)} characters)"
 
 
 def path_of(loc: tuple[str | int, ...]) -> str:

@@ -23,6 +23,14 @@ from tinkex.wire.chunks import (
     chunk_from,
 )
 from tinkex.wire.errors import WireError
+from tinkex.wire.limits import (
+    LONGEST_NAME,
+    MOST_CHUNKS,
+    MOST_SPANS,
+    MOST_TENSORS,
+    check_count,
+    check_text,
+)
 from tinkex.wire.tensors import TensorData, TensorDtype, compact_from_torch, tensor_from
 
 if TYPE_CHECKING:
@@ -88,6 +96,8 @@ class ModelInput(Payload):
     def _read(cls, value: Mapping[str, Any]) -> Self:
         if "chunks" not in value:
             raise WireError.at(("chunks",), "Field required", "missing")
+        if isinstance(value["chunks"], list):
+            check_count(("chunks",), len(value["chunks"]), MOST_CHUNKS, "chunks")
         return cls(value["chunks"])
 
     @classmethod
@@ -270,8 +280,10 @@ class Datum(Payload):
             raise WireError.at(
                 ("loss_fn_inputs",), f"an object is needed, not {json_kind(inputs)}."
             )
+        check_count(("loss_fn_inputs",), len(inputs), MOST_TENSORS, "tensors")
         tensors = {}
         for key, item in inputs.items():
+            check_text(("loss_fn_inputs", key), key, LONGEST_NAME)
             try:
                 tensors[key] = TensorData.model_validate(item)
             except WireError as error:
@@ -344,6 +356,7 @@ def _spans_from(value: Any, name: str) -> ProvenanceSpans | None:
         return None
     if not isinstance(value, list):
         raise WireError.at((name,), f"a list is needed, not {json_kind(value)}.", "list_type")
+    check_count((name,), len(value), MOST_SPANS, "spans")
     spans: ProvenanceSpans = []
     for position, item in enumerate(value):
         if isinstance(item, (PromptProvenanceSpan, SampledProvenanceSpan)):
@@ -358,6 +371,7 @@ def _spans_from(value: Any, name: str) -> ProvenanceSpans | None:
             ) from None
         if not isinstance(span.sequence_id, str):
             raise WireError.at((name, position, "sequence_id"), "a text is needed.")
+        check_text((name, position, "sequence_id"), span.sequence_id, LONGEST_NAME)
         for key, number in (("offset", span.offset), ("length", span.length)):
             if type(number) is not int or not 0 <= number < 2**63:
                 raise WireError.at((name, position, key), "a count of 64 bits, from 0, is needed.")

@@ -26,6 +26,16 @@ from tinkex.wire.inputs import (
     ProvenanceSpans,
     SampledProvenanceSpan,
 )
+from tinkex.wire.limits import (
+    LONGEST_NAME,
+    MOST_CHUNKS,
+    MOST_DATUMS,
+    MOST_SPANS,
+    MOST_TENSORS,
+    check_count,
+    check_protobuf,
+    check_text,
+)
 from tinkex.wire.proto import tinkex_wire_pb2 as pb
 from tinkex.wire.sampling import PromptAltTokens, SampledSequence, SampleResponse, TopkLogprobs
 from tinkex.wire.tensors import TensorData
@@ -92,6 +102,7 @@ def _other_datum(datum: Datum, position: int) -> Sequence[Any]:
 
 def decode_forward_backward_request(body: bytes) -> tuple[ForwardBackwardRequest, bool]:
     """The pass, and whether it is forward only."""
+    check_protobuf(body, pb.ForwardBackwardRequest.DESCRIPTOR)
     message = _parse(pb.ForwardBackwardRequest, body)
     if not message.model_id:
         raise WireError.at(("model_id",), "Field required", "missing")
@@ -99,13 +110,17 @@ def decode_forward_backward_request(body: bytes) -> tuple[ForwardBackwardRequest
         raise WireError.at(("seq_id",), f"steps are numbered from 1, not {message.seq_id}.")
     if not message.loss_fn:
         raise WireError.at(("loss_fn",), "Field required", "missing")
+    check_count(("data",), len(message.data), MOST_DATUMS, "examples")
     data = [_read_datum(datum, ("data", i)) for i, datum in enumerate(message.data)]
     work = ForwardBackwardInput._of(data, message.loss_fn, _read_loss_config(message))
+    work.check_sizes()
     request = ForwardBackwardRequest(work, message.model_id, message.seq_id or None)
     return request, message.forward_only
 
 
 def _read_loss_config(message: pb.ForwardBackwardRequest) -> Mapping[str, float | str] | None:
+    settings = max(len(message.loss_fn_config), len(message.loss_fn_config_v2))
+    check_count(("loss_fn_config",), settings, MOST_TENSORS, "settings")
     if not message.loss_fn_config_v2:
         return dict(message.loss_fn_config) or None
     config: dict[str, float | str] = {}
@@ -127,6 +142,10 @@ def _write_datum(message: pb.Datum, datum: Datum, position: int) -> None:
 
 
 def _read_datum(message: pb.Datum, loc: Loc) -> Datum:
+    check_count((*loc, "model_input"), len(message.model_input), MOST_CHUNKS, "chunks")
+    check_count((*loc, "loss_fn_inputs"), len(message.loss_fn_inputs), MOST_TENSORS, "tensors")
+    for name in message.loss_fn_inputs:
+        check_text((*loc, "loss_fn_inputs", name), name, LONGEST_NAME)
     chunks = [
         _read_chunk(chunk, (*loc, "model_input", i)) for i, chunk in enumerate(message.model_input)
     ]
@@ -186,6 +205,7 @@ def _write_spans(message: Any, spans: ProvenanceSpans | None) -> None:
 
 
 def _read_spans(message: Sequence[pb.ProvenanceSpan], loc: Loc) -> ProvenanceSpans | None:
+    check_count(loc, len(message), MOST_SPANS, "spans")
     spans: ProvenanceSpans = []
     for position, item in enumerate(message):
         kind = item.WhichOneof("span")
@@ -194,6 +214,7 @@ def _read_spans(message: Sequence[pb.ProvenanceSpan], loc: Loc) -> ProvenanceSpa
         span = item.prompt_tokens if kind == "prompt_tokens" else item.sampled_tokens
         if span.offset < 0 or span.length < 0:
             raise WireError.at((*loc, position), "offset and length are counted from 0.")
+        check_text((*loc, position, "sequence_id"), span.sequence_id, LONGEST_NAME)
         made = PromptProvenanceSpan if kind == "prompt_tokens" else SampledProvenanceSpan
         spans.append(made(sequence_id=span.sequence_id, offset=span.offset, length=span.length))
     return spans or None

@@ -25,7 +25,15 @@ from pydantic import (
 from tinkex.wire.base import LenientModel, Payload, StrictModel, json_kind, unknown_field
 from tinkex.wire.errors import WireError
 from tinkex.wire.inputs import Datum
-from tinkex.wire.tensors import TensorData
+from tinkex.wire.limits import (
+    LONGEST_NAME,
+    LONGEST_TEXT,
+    MOST_DATUMS,
+    MOST_TENSORS,
+    check_count,
+    check_text,
+)
+from tinkex.wire.tensors import MAX_DENSE_CELLS, TensorData
 
 __all__ = [
     "AdamOptimizerConfig",
@@ -241,6 +249,7 @@ class ForwardBackwardInput(Payload):
         data = value.get("data")
         if not isinstance(data, list):
             raise _wanted("data", data, "a list of examples")
+        check_count(("data",), len(data), MOST_DATUMS, "examples")
         loss_fn = value.get("loss_fn")
         if not isinstance(loss_fn, str) or not loss_fn:
             raise _wanted("loss_fn", loss_fn, "the name of a loss")
@@ -259,9 +268,33 @@ class ForwardBackwardInput(Payload):
             config = {
                 key: item if isinstance(item, str) else float(item) for key, item in config.items()
             }
-        return cls._of(
+        work = cls._of(
             [_datum_at(item, position) for position, item in enumerate(data)], loss_fn, config
         )
+        work.check_sizes()
+        return work
+
+    def check_sizes(self) -> None:
+        """`WireError` for what would come out too large, or goes into every message and table."""
+        check_text(("loss_fn",), self.loss_fn, LONGEST_NAME)
+        config = self.loss_fn_config or {}
+        check_count(("loss_fn_config",), len(config), MOST_TENSORS, "settings")
+        for name, value in config.items():
+            check_text(("loss_fn_config", name), name, LONGEST_NAME)
+            if isinstance(value, str):
+                check_text(("loss_fn_config", name), value, LONGEST_TEXT)
+        # Each alone may claim this many: all of a batch are dense at the same time.
+        cells = 0
+        for position, datum in enumerate(self.data):
+            for name, tensor in datum.loss_fn_inputs.items():
+                cells += tensor.size if tensor.is_sparse else 0
+                if cells > MAX_DENSE_CELLS:
+                    raise WireError.at(
+                        ("data", position, "loss_fn_inputs", name, "shape"),
+                        f"the sparse tensors up to here have {cells} cells; at most "
+                        f"{MAX_DENSE_CELLS} are allowed in one request. Send it in parts.",
+                        "too_many",
+                    )
 
 
 def _datum_at(value: Any, position: int) -> Datum:

@@ -1,5 +1,6 @@
 """What every route needs: the parts of the server, and look-ups that know the owner."""
 
+import asyncio
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -27,6 +28,8 @@ T = TypeVar("T")
 # A client that has begun to send would read a refusal as a broken connection and try again for
 # minutes; so a body that is too large is swallowed first, up to so many times the limit.
 SWALLOWED = 8
+# Smaller bodies are unpacked and decoded where they arrive: moving to a thread would cost more.
+INLINE_BYTES = 128 * 1024
 # Of a body that is too large, its two ends are kept, to see whose step it was.
 KEPT_END_BYTES = 4096
 #: Where in the scope of a request its body is, for who must say whose step was refused.
@@ -122,10 +125,14 @@ def context_of(request: Request) -> Context:
     return context
 
 
-async def read_body(request: Request) -> bytes:
-    """The body, unpacked, within the limits."""
+async def read_body(request: Request, *, has_data: bool = False) -> bytes:
+    """The body, unpacked, within the limits: wide ones for passes and samples, which have data."""
     settings = context_of(request).settings
     limit = settings.max_body_bytes
+    unpacked_limit = settings.max_decoded_bytes
+    if not has_data:
+        limit = min(limit, settings.max_message_bytes)
+        unpacked_limit = min(unpacked_limit, settings.max_message_bytes)
     body = bytearray()
     total = 0
     tail = b""
@@ -140,13 +147,26 @@ async def read_body(request: Request) -> bytes:
     if total > limit:
         request.scope[SENT] = bytes(body[:KEPT_END_BYTES]) + b" " + tail
         raise TooLarge(
-            f"the body has {total} bytes or more, and {limit} are allowed. Send fewer or shorter "
-            "examples in one request, or start the server with a larger TINKEX_MAX_BODY_BYTES."
+            f"the body has {total} bytes or more, and {limit} are allowed. {_advice(has_data)}"
         )
     encoding = request.headers.get("content-encoding")
-    unpacked = decompress(bytes(body), encoding, max_bytes=settings.max_decoded_bytes)
+    packed = bytes(body)
+    del body
+    if encoding is None or len(packed) <= INLINE_BYTES:
+        unpacked = decompress(packed, encoding, max_bytes=unpacked_limit)
+    else:
+        unpacked = await asyncio.to_thread(decompress, packed, encoding, max_bytes=unpacked_limit)
     request.scope[SENT] = unpacked
     return unpacked
+
+
+def _advice(has_data: bool) -> str:
+    if has_data:
+        return (
+            "Send fewer or shorter examples in one request, or start the server with a larger "
+            "TINKEX_MAX_BODY_BYTES."
+        )
+    return "The server's setting is TINKEX_MAX_MESSAGE_BYTES."
 
 
 async def read_json(request: Request, message: type[T]) -> T:

@@ -1,6 +1,5 @@
 """Training runs and checkpoints: lists, details, and what their owner may change."""
 
-import json
 import time
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -22,7 +21,7 @@ from tinkex.wire.checkpoints import (
     Cursor,
     SetCheckpointTtlRequest,
 )
-from tinkex.wire.codec import decode_json
+from tinkex.wire.codec import decode_json, parse_json
 from tinkex.wire.runs import TrainingRun, TrainingRunsResponse
 
 router = APIRouter(prefix="/api/v1", tags=["runs"])
@@ -146,7 +145,7 @@ async def _readable(request: Request, run: str, access_scope: Scope) -> Run:
 def _ttl(body: bytes) -> int | None:
     """Here, and only here, null means something that a missing field does not."""
     try:
-        asked = json.loads(body)
+        asked: object = parse_json(body)
     except ValueError:
         asked = None
     if isinstance(asked, dict) and asked.get("ttl_seconds", "") is None:

@@ -1,5 +1,6 @@
 """Sampling sessions, and samples. Each sample runs at once; a repeat finds its first self."""
 
+import asyncio
 import secrets
 from dataclasses import dataclass
 
@@ -9,7 +10,15 @@ from starlette.responses import Response
 
 from tinkex.server.api.accept import accepted, admit, tokens_known
 from tinkex.server.api.auth import owner_of
-from tinkex.server.api.context import Context, answer, context_of, describe, read_body, read_json
+from tinkex.server.api.context import (
+    INLINE_BYTES,
+    Context,
+    answer,
+    context_of,
+    describe,
+    read_body,
+    read_json,
+)
 from tinkex.server.api.errors import Refusal
 from tinkex.server.api.reading import readable
 from tinkex.server.plan import Kind
@@ -106,10 +115,13 @@ async def asample(request: Request) -> Response:
 
 async def asked_sample(request: Request) -> NewRequest:
     """The sample that a body asks for, checked and within its owner's limits."""
-    body = await read_body(request)
+    body = await read_body(request, has_data=True)
     context = context_of(request)
     try:
-        asked = decode_json(SampleRequest, body)
+        if len(body) <= INLINE_BYTES:
+            asked = decode_json(SampleRequest, body)
+        else:
+            asked = await asyncio.to_thread(decode_json, SampleRequest, body)
     except UserFailure as failure:
         return await _unsound(request, context, failure, body)
     source = await _sampled_from(request, context, asked)

@@ -7,7 +7,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tinkex.server.api.accept import accepted, admit, tokens_known
-from tinkex.server.api.context import Context, context_of, describe, read_body
+from tinkex.server.api.context import INLINE_BYTES, Context, context_of, describe, read_body
 from tinkex.server.api.numbers import LARGEST_SEQ_ID, numbered
 from tinkex.server.plan import Kind
 from tinkex.server.store import Model, NewRequest
@@ -33,9 +33,6 @@ NumberedStep = (
     | SaveWeightsExternalRequest
 )
 
-# Smaller bodies are decoded where they arrive: moving to a thread would cost more.
-INLINE_DECODE_BYTES = 128 * 1024
-
 
 @numbered(Kind.FORWARD)
 async def forward(request: Request) -> Response:
@@ -48,9 +45,9 @@ async def forward_backward(request: Request) -> Response:
 
 
 async def _pass(request: Request, *, forward_only: bool) -> Response:
-    body = await read_body(request)
+    body = await read_body(request, has_data=True)
     is_protobuf = PROTOBUF_TYPE in request.headers.get("content-type", "")
-    if len(body) <= INLINE_DECODE_BYTES:
+    if len(body) <= INLINE_BYTES:
         asked, said_forward, payload = _decode(body, is_protobuf)
     else:
         asked, said_forward, payload = await asyncio.to_thread(_decode, body, is_protobuf)

@@ -1,0 +1,186 @@
+"""
+How much of everything a request may hold, looked at before anything is built from it.
+
+A body of a few bytes must not become gigabytes: in JSON three bytes are an object, in protobuf two
+are a message. So the parts of a large body are counted first, and every list, text and table of a
+message has an end. Over it is a `TooLarge` (the whole) or a `WireError` with the field (a part).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+from tinkex.wire.errors import TooLarge, WireError
+
+if TYPE_CHECKING:
+    from google.protobuf.descriptor import Descriptor
+
+__all__ = ["check_count", "check_fields", "check_json", "check_protobuf", "check_text"]
+
+#: Smaller bodies cannot become large whatever they hold, and are not counted.
+COUNTED_BYTES: Final = 2**20
+
+# -- of a whole body -----------------------------------------------------------------------------
+
+#: Objects and lists in a JSON body. An empty one is 2 bytes there and 64 in memory.
+MOST_CONTAINERS: Final = 2**18
+#: Numbers, texts and keys in a JSON body; each is up to 100 bytes in memory.
+MOST_VALUES: Final = 2**22
+#: Fields of all messages in a protobuf body. An empty message is 2 bytes there and 60 in memory.
+MOST_FIELDS: Final = 2**19
+#: Members of a gzip body, frames of a zstd body: each costs as much as a thousand bytes.
+MOST_MEMBERS: Final = 1_000
+
+# -- of a pass or a sample -----------------------------------------------------------------------
+
+#: Examples in one pass. The official client sends at most 1024.
+MOST_DATUMS: Final = 2**14
+#: Pieces of one prompt or example.
+MOST_CHUNKS: Final = 2**14
+#: Tensors of one example, and settings of one loss.
+MOST_TENSORS: Final = 64
+#: Runs of tokens whose origin is told, for one example.
+MOST_SPANS: Final = 2**14
+#: Characters of the name of a tensor, a setting, a loss, a key.
+LONGEST_NAME: Final = 200
+
+# -- of any other message ------------------------------------------------------------------------
+
+#: Characters of any text.
+LONGEST_TEXT: Final = 4_000
+#: Items of any list: tags, stop texts, projects.
+MOST_ITEMS: Final = 1_000
+#: Keys of any object: metadata.
+MOST_KEYS: Final = 256
+#: Characters of all texts and keys of one field, and one more for each value.
+LARGEST_FIELD: Final = 2**16
+#: Requests that one poll says it has fetched.
+MOST_FETCHED: Final = 50_000
+
+#: Fields with limits of their own, by the type of the message.
+_OWN: Final[Mapping[str, frozenset[str]]] = {
+    "CreateCustomLossRequest": frozenset({"graph"}),
+    "FuturesRetrieveRequest": frozenset({"retrieved_request_ids"}),
+    "SampleRequest": frozenset({"prompt", "target_prompt_logprobs"}),
+}
+
+
+def check_json(body: bytes) -> None:
+    """`TooLarge` for a body that would become many times larger in memory."""
+    if len(body) <= COUNTED_BYTES:
+        return
+    # Signs inside texts are counted too; bodies of this size that are mostly text are pictures
+    # in base64, which has none of these.
+    containers = body.count(b"{") + body.count(b"[")
+    if containers > MOST_CONTAINERS:
+        raise TooLarge(
+            f"the body has {containers} objects and lists, and {MOST_CONTAINERS} are allowed."
+        )
+    values = body.count(b",") + containers
+    if values > MOST_VALUES:
+        raise TooLarge(
+            f"the body has {values} values, and {MOST_VALUES} are allowed. Send fewer or shorter "
+            "examples in one request, or send protobuf."
+        )
+
+
+def check_protobuf(body: bytes, message: Descriptor) -> None:
+    """The same for protobuf: its fields are counted without making them."""
+    if len(body) > COUNTED_BYTES:
+        _count_fields(memoryview(body), message, 0)
+
+
+def check_count(loc: tuple[str | int, ...], count: int, most: int, what: str) -> None:
+    if count > most:
+        raise WireError.at(loc, f"{count} {what}; at most {most} are allowed.", "too_many")
+
+
+def check_text(loc: tuple[str | int, ...], text: str, longest: int = LONGEST_TEXT) -> None:
+    if len(text) > longest:
+        raise WireError.at(
+            loc, f"{len(text)} characters; at most {longest} are allowed.", "too_long"
+        )
+
+
+def check_fields(message: str, value: Mapping[str, Any]) -> None:
+    """Every field of a message of this type that has no limits of its own."""
+    own = _OWN.get(message, frozenset())
+    for name, item in value.items():
+        if name not in own:
+            _weighed((name,), item, 0)
+    fetched = value.get("retrieved_request_ids")
+    if isinstance(fetched, list):
+        check_count(("retrieved_request_ids",), len(fetched), MOST_FETCHED, "requests")
+        for position, item in enumerate(fetched):
+            if isinstance(item, str):
+                check_text(("retrieved_request_ids", position), item, LONGEST_NAME)
+
+
+def _weighed(loc: tuple[str | int, ...], value: Any, weight: int) -> int:
+    """What was weighed so far and this value; the parser has seen to it that it is not deep."""
+    weight += 1
+    if isinstance(value, str):
+        check_text(loc, value)
+        weight += len(value)
+    elif isinstance(value, list):
+        check_count(loc, len(value), MOST_ITEMS, "items")
+        for position, item in enumerate(value):
+            weight = _weighed((*loc, position), item, weight)
+    elif isinstance(value, dict):
+        check_count(loc, len(value), MOST_KEYS, "keys")
+        for key, item in value.items():
+            check_text((*loc, key[:LONGEST_NAME]), key, LONGEST_NAME)
+            weight = _weighed((*loc, key), item, weight + len(key))
+    if weight > LARGEST_FIELD:
+        raise WireError.at(
+            loc[:1], f"more than {LARGEST_FIELD} characters in all are not allowed.", "too_long"
+        )
+    return weight
+
+
+# Wire types of protobuf.
+_VARINT, _EIGHT_BYTES, _BYTES, _FOUR_BYTES = 0, 1, 2, 5
+
+
+def _count_fields(body: memoryview, message: Descriptor, count: int) -> int:
+    """Counts as far as the bytes make sense; the parser says where they stop."""
+    known = message.fields_by_number
+    at, end = 0, len(body)
+    while at < end:
+        key, at = _varint(body, at)
+        count += 1
+        if count > MOST_FIELDS:
+            raise TooLarge(
+                f"the body has more than {MOST_FIELDS} fields, which is the most that is allowed. "
+                "Send fewer examples in one request."
+            )
+        wire_type = key & 7
+        if wire_type == _VARINT:
+            _, at = _varint(body, at)
+        elif wire_type == _BYTES:
+            size, at = _varint(body, at)
+            field = known.get(key >> 3)
+            if field is not None and field.message_type is not None:
+                count = _count_fields(body[at : at + size], field.message_type, count)
+            elif field is not None and field.is_packed:
+                count += size
+            at += size
+        elif wire_type in (_EIGHT_BYTES, _FOUR_BYTES):
+            at += 8 if wire_type == _EIGHT_BYTES else 4
+        else:
+            return count
+    return count
+
+
+def _varint(body: memoryview, at: int) -> tuple[int, int]:
+    """The number there and where it ends; past the end when there is none."""
+    value = shift = 0
+    while at < len(body) and shift < 64:
+        byte = body[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, at
+        shift += 7
+    return 0, len(body) + 1
