@@ -32,6 +32,8 @@ from tinkex.wire.training import UnloadModelResponse
 
 # How long a stopping server waits for results to reach the disk.
 SETTLE_S = 5.0
+# How often is looked whether steps of a client that left still wait for a missing number.
+GAP_LOOK_S = 1.0
 
 
 class Dispatcher:
@@ -177,11 +179,23 @@ class Dispatcher:
         await self._desk.settle(row, ending)
 
     def free_session(self, session_id: str) -> None:
-        """Take a session's idle models out of memory; the next step of each brings it back."""
+        """Take a session's models out of memory; the next step of each brings it back."""
         for run in self._runs.opened():
-            idle = run.driver is None and run.live_in is not None and not self._desk.closing
-            if idle and run.model.session_id == session_id:
-                self._turns.between(run, self._free(run))
+            if run.model.session_id == session_id and not self._desk.closing:
+                self._desk.spawn(self._retire(run))
+
+    async def _retire(self, run: Run) -> None:
+        """Out of the engine's memory and out of ours, once nothing of it runs or waits."""
+        while (driver := run.driver) is not None or run.line.held:
+            # Steps behind a number that does not come are given up after a while.
+            await (asyncio.sleep(GAP_LOOK_S) if driver is None else asyncio.wait({driver}))
+        if self._desk.closing:
+            return
+        if run.live_in is not None:
+            await asyncio.wait({self._turns.between(run, self._free(run))})
+            while run.driver is not None:
+                await asyncio.wait({run.driver})
+        self._runs.forget(run)
 
     async def _free(self, run: Run) -> None:
         await run.settled()
@@ -191,18 +205,19 @@ class Dispatcher:
 
     async def snapshot(self, model_id: str) -> bool:
         """Write a model's state down now, between two of its steps; whether that was possible."""
-        run = await self._runs.open(model_id)
-        while run.driver is not None:
+        while (run := await self._runs.open(model_id)).driver is not None:
             await asyncio.wait({run.driver})
         if self._desk.closing or run.line.stillborn is not None:
             return False
-        written = False
+        written, was_live = False, run.live_in is not None
 
         async def write() -> None:
             nonlocal written
             written = await self._snapshots.write(run)
 
         await asyncio.wait({self._turns.between(run, write())})
+        if not was_live:
+            self._desk.spawn(self._retire(run))
         return written
 
     def allow(self, owner: str, max_training: int) -> None:

@@ -29,6 +29,12 @@ class Run:
     steps_since: int = 0
     bytes_since: int = 0
 
+    @property
+    def is_idle(self) -> bool:
+        """Nothing of it runs, waits, or is known here only."""
+        waits = self.line.held or self.line.running or self.line.refused
+        return self.driver is None and not self.settling and not waits
+
     async def settled(self) -> None:
         """Until every result of this model is on disk."""
         await asyncio.gather(*self.settling, return_exceptions=True)
@@ -48,6 +54,15 @@ class Runs:
 
     def opened(self) -> Iterable[Run]:
         return self._runs.values()
+
+    def forget(self, run: Run) -> None:
+        """Its log has all there is to know; while something of it is only here it stays."""
+        model_id = run.model.model_id
+        if not run.is_idle or self._runs.get(model_id) is not run:
+            return
+        del self._runs[model_id]
+        if (opening := self._opening.get(model_id)) is not None and not opening.locked():
+            del self._opening[model_id]
 
     async def open(self, model_id: str, *, first_seq: int = 0) -> Run:
         """The run of a model; `first_seq` is where a model begins whose log was deleted."""
