@@ -52,7 +52,7 @@ def plan(seed: int, kills: int) -> list[Blow]:
     blows = []
     for _ in range(kills):
         victim = rng.choices(VICTIMS, [4, 4, 2])[0]
-        if blows and rng.random() < 0.6:
+        if blows and rng.random() < 0.7:
             blows.append(Blow(victim=victim, after=0, delay_s=rng.uniform(0.0, 1.5)))
         else:
             after = rng.randrange(1, 30)
