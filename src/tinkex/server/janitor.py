@@ -27,6 +27,8 @@ SWEEP_EVERY_S = 1800.0
 # A session that was silent for this long has its models written down.
 SILENT_S = 900.0
 SNAPSHOTS_AT_ONCE = 4
+# How long there is a way back behind a snapshot, should its files be damaged.
+WAY_BACK_S = 24 * 3600.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,6 +113,7 @@ class Janitor:
         until = limits(self._settings, now_s=self._clock())
         retention = self._store.retention
         await self._write_down(until)
+        await retention.drop_older_snapshots(before_s=self._clock() - WAY_BACK_S)
         while dropped := await retention.drop_results(
             fetched_before_s=until.fetched_s,
             unfetched_before_s=until.unfetched_s,

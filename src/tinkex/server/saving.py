@@ -6,11 +6,12 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from tinkex.server.executor import Outcome, Task, Work
+from tinkex.server.executor import Outcome, Task, Work, WorkFailed
 from tinkex.server.locking import check_recipients, lock_files
 from tinkex.server.plan import Kind, Step
 from tinkex.server.store import Model, Sampler, Store, Version
 from tinkex.server.store.checkpoints import NameTaken, Naming, SamplerTaken
+from tinkex.server.store.trouble import FILES, told_by
 from tinkex.wire.checkpoints import (
     LoadWeightsRequest,
     LoadWeightsResponse,
@@ -32,6 +33,9 @@ EXTERNAL = "external_weights"
 LONGEST_NAME = 200
 SHORTEST_TTL_S = 3600
 LONGEST_TTL_S = 10 * 365 * 24 * 3600
+# A save for which the disk has no room is tried again this often, and given up after so long.
+ROOM_RETRY_S = 2.0
+ROOM_PATIENCE_S = 600.0
 
 RunWork = Callable[[Work], Awaitable[Outcome]]
 
@@ -128,7 +132,8 @@ class Saving:
         folder = checkpoints.folder(version)
         # What is to be locked never has the name that is served.
         written = folder.with_name(f".{folder.name}.open") if recipients else folder
-        outcome = await run(Work(task=Task.SAVE, model_id=model.model_id, folder=written))
+        work = Work(task=Task.SAVE, model_id=model.model_id, folder=written)
+        outcome = await self._with_room(run, work)
         size_bytes: int = json.loads(outcome.result)["size_bytes"]
         if recipients:
             size_bytes = await asyncio.to_thread(lock_files, written, folder, recipients)
@@ -218,15 +223,26 @@ class Saving:
         version = checkpoints.new_version(
             owner=model.owner, model_id=model.model_id, kind=kind, name=name
         )
-        outcome = await run(
-            Work(
-                task=Task.SAVE,
-                model_id=model.model_id,
-                folder=checkpoints.folder(version),
-                optimizer=kind == TRAINING,
-            )
+        work = Work(
+            task=Task.SAVE,
+            model_id=model.model_id,
+            folder=checkpoints.folder(version),
+            optimizer=kind == TRAINING,
         )
+        outcome = await self._with_room(run, work)
         return version.sized(json.loads(outcome.result)["size_bytes"])
+
+    async def _with_room(self, run: RunWork, work: Work) -> Outcome:
+        """A save was accepted: while the disk has no room for it, it waits."""
+        until_s = time.monotonic() + ROOM_PATIENCE_S
+        while True:
+            try:
+                return await run(work)
+            except WorkFailed as failed:
+                trouble = self._store.condition.note(told_by(failed.message), FILES)
+                if trouble is None or time.monotonic() > until_s:
+                    raise
+            await asyncio.sleep(ROOM_RETRY_S)
 
 
 def check_name(name: str) -> None:

@@ -127,6 +127,8 @@ class World:
     versions: dict[str, Version] = field(default_factory=dict)
     names: dict[Name, Named] = field(default_factory=dict)
     snapshots: dict[str, Snapshot] = field(default_factory=dict)
+    #: The one before the newest, or None for the beginning; nothing when there is no way back.
+    older: dict[str, Snapshot | None] = field(default_factory=dict)
     keys: dict[int, Key] = field(default_factory=dict)
     #: By owner, hour, session and what was used.
     usage: dict[tuple[str, int, str, str], int] = field(default_factory=dict)
@@ -166,6 +168,8 @@ class World:
         if request.model_id is None:
             return False
         snapshot = self.snapshots.get(request.model_id)
+        if request.model_id in self.older:
+            snapshot = self.older[request.model_id]
         if request.seq_id <= (-1 if snapshot is None else snapshot.seq_id):
             return False
         of_model = self.models[request.model_id]
@@ -240,9 +244,31 @@ class World:
         ]
         if any(one.status == "waiting" for one in past):
             return False
+        before = self.snapshots.get(new.model_id)
         for one in past:
-            one.payload = None
+            if before is not None and one.seq_id <= before.seq_id:
+                one.payload = None
+        self.older[new.model_id] = before
         self.snapshots[new.model_id] = new
+        return True
+
+    def drop_older_snapshots(self, before_s: float) -> None:
+        for model_id in list(self.older):
+            newest = self.snapshots[model_id]
+            if newest.created_s < before_s:
+                del self.older[model_id]
+                for one in self.requests.values():
+                    if one.model_id == model_id and one.seq_id <= newest.seq_id:
+                        one.payload = None
+
+    def fall_back(self, model_id: str) -> bool:
+        """The newest is damaged: whether there is anything to go on from."""
+        if model_id not in self.older:
+            return False
+        before = self.older.pop(model_id)
+        del self.snapshots[model_id]
+        if before is not None:
+            self.snapshots[model_id] = before
         return True
 
     def drop_snapshots(self, abandoned_before_s: float) -> None:
@@ -250,6 +276,7 @@ class World:
             session_id = self.models[model_id].session_id
             if self.ended(session_id, abandoned_before_s) and not self.waiting(model_id):
                 del self.snapshots[model_id]
+                self.older.pop(model_id, None)
 
     def drop_names(self, gone: list[Named], at_s: float) -> None:
         for name in gone:

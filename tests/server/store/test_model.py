@@ -40,6 +40,7 @@ from tinkex.server.plan import Kind
 from tinkex.server.store import (
     Accepted,
     Completion,
+    Damaged,
     Model,
     NewRequest,
     Sampler,
@@ -78,7 +79,7 @@ OWNERS = st.sampled_from(["ann", "bob"])
 PICK = st.integers(0, 15)
 AGES_S = st.sampled_from([0.0, 10.0, 1000.0, 50_000.0])
 KINDS = ("weights", "sampler_weights")
-NAMES = st.sampled_from(["a", "b", "c"])
+NAMES = st.sampled_from(["a", "a", "b"])
 LARGE = b"x" * (INLINE_BYTES + 1)
 BASE = "b"
 
@@ -159,7 +160,11 @@ class StoreMachine(RuleBasedStateMachine):
             self.create_model(1, 0)
             self.create_sampler(1, 0, join=False)
             self.accept_steps(1, [1, 2], Kind.FORWARD_BACKWARD, large=owner == "bob")
-            self.accept_samples(1, 0, [0])
+            self.accept_samples(1, 0, [0, 1])
+            while self.world.waiting():
+                self.finish_requests([0, 1], "small", again=False)
+            self.save_checkpoint(1, "weights", "a", False, 500.0, None)
+            self.load_checkpoint(1, 1)
 
     def teardown(self) -> None:
         self.store.close()
@@ -565,11 +570,11 @@ class StoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.world.models)
     @rule(
         number=PICK,
-        kind=st.sampled_from(KINDS),
+        kind=st.sampled_from([KINDS[0], *KINDS]),
         name=NAMES,
         overwrite=st.booleans(),
         ttl_s=st.sampled_from([None, None, 500.0]),
-        sampler_number=st.sampled_from([None, None, 0, 1]),
+        sampler_number=st.sampled_from([None, None, None, 0, 1]),
     )
     def save_checkpoint(
         self,
@@ -635,7 +640,11 @@ class StoreMachine(RuleBasedStateMachine):
         request.version_id = version.version_id
         self.world.audit.append((now_s, "checkpoint.saved"))
         self.world.versions[version.version_id] = told.Version(
-            **{each.name: getattr(version, each.name) for each in fields(version)}
+            **{
+                each.name: getattr(version, each.name)
+                for each in fields(told.Version)
+                if each.name != "discarded_s"
+            }
         )
         if sampler is not None and sampler_number is not None:
             self.world.samplers[sampler.sampling_session_id] = told.Sampler(
@@ -670,13 +679,13 @@ class StoreMachine(RuleBasedStateMachine):
         else:
             assert found is None
 
-    @precondition(lambda self: self.world.names and self.world.waiting())
+    @precondition(lambda self: self.world.names)
     @rule(number=PICK, request_number=PICK)
     def load_checkpoint(self, number: int, request_number: int) -> None:
         now_s = self.later()
         named = self.pick(list(self.world.names.values()), number)
         model = self.some_model(request_number)
-        new = self.step(model, 50 + number, Kind.LOAD_WEIGHTS)
+        new = self.step(model, 10 + number % 4, Kind.LOAD_WEIGHTS)
         request = self.take(new, self.run(self.store.requests.accept(new)), now_s)
         if request.status != "waiting" or request.kind != Kind.LOAD_WEIGHTS:
             return
@@ -784,7 +793,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.world.audit = [one for one in self.world.audit if one[0] >= before_s]
 
     @precondition(lambda self: self.world.models)
-    @rule(number=PICK, seq_id=st.integers(0, 9), spoiled=st.sampled_from([None, "nan"]))
+    @rule(number=PICK, seq_id=st.sampled_from([1, 2, 3, 9]), spoiled=st.sampled_from([None, "nan"]))
     def save_snapshot(self, number: int, seq_id: int, spoiled: str | None) -> None:
         """Whatever number: it is refused while a step up to it has no result."""
         now_s = self.later()
@@ -832,6 +841,30 @@ class StoreMachine(RuleBasedStateMachine):
         }
         self.run(self.store.retention.drop_snapshots(abandoned_before_s=now_s - abandoned_s))
         self.world.drop_snapshots(now_s - abandoned_s)
+
+    @rule(age_s=AGES_S)
+    def drop_older_snapshots(self, age_s: float) -> None:
+        now_s = self.later()
+        self.run(self.store.retention.drop_older_snapshots(before_s=now_s - age_s))
+        self.world.drop_older_snapshots(now_s - age_s)
+
+    @precondition(lambda self: self.world.snapshots)
+    @rule(number=PICK)
+    def damage_snapshot(self, number: int) -> None:
+        """The one before it, or the beginning, takes its place; or nobody does, and it is said."""
+        self.later()
+        bad = self.pick(list(self.world.snapshots.values()), number)
+        file = self.folder / bad.place / "state"
+        text = file.read_text()
+        file.write_text("torn")
+        if self.world.fall_back(bad.model_id):
+            found = self.run(self.store.snapshots.sound(bad.model_id))
+            before = self.world.snapshots.get(bad.model_id)
+            assert (found and found.place) == (before and before.place)
+        else:
+            with pytest.raises(Damaged, match="not kept any more"):
+                self.run(self.store.snapshots.sound(bad.model_id))
+            file.write_text(text)
 
     @rule()
     def sweep(self) -> None:
@@ -905,6 +938,11 @@ class StoreMachine(RuleBasedStateMachine):
         assert in_order(rows, world.requests.values()) == in_order(
             [asdict(one) for one in world.requests.values()], world.requests.values()
         )
+        ways_back = {row["model_id"]: row["place"] for row in found["older_snapshots"]}
+        assert ways_back == {
+            model_id: None if older is None else older.place
+            for model_id, older in world.older.items()
+        }
         used = {
             (row["owner"], row["hour"], row["session_id"], row["what"]): row["amount"]
             for row in found["usage"]
@@ -926,7 +964,7 @@ class StoreMachine(RuleBasedStateMachine):
     def compare_files(self, found: dict[str, list[dict[str, Any]]]) -> None:
         """What is referred to is there; anything else was left by work that came to nothing."""
         known = {row["place"] for row in found["checkpoint_versions"] if not row["discarded_s"]}
-        known |= {row["place"] for row in found["snapshots"]}
+        known |= {row["place"] for row in found["snapshots"] + found["older_snapshots"]}
         for row in found["requests"]:
             known |= {row["payload_place"], row["result_place"]}
         known -= {None}

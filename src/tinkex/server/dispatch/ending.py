@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from tinkex.server.dispatch.company import MOST_DEATHS
 from tinkex.server.plan import Cause
+from tinkex.server.store import Damaged
 
 log = logging.getLogger("tinkex.server.dispatch")
 
@@ -37,6 +38,10 @@ def deadly(reason: str) -> Ending:
 def bug(error: Exception) -> Ending:
     """A bug fails what met it, and is in the log under the id that its user sees."""
     number = secrets.token_hex(4)
+    if isinstance(error, Damaged):
+        log.error("damage %s: %s", number, error)
+        text = f"{error}. The server's log has this under the id {number}."
+        return Ending(error=text, category="server")
     log.error("bug %s", number, exc_info=error)
     return Ending(
         error=f"the server failed unexpectedly ({type(error).__name__}). "

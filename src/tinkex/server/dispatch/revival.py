@@ -59,7 +59,7 @@ class Revival:
                 await self.work(run, orders.register(loss), incarnation)
 
     async def _replay(self, run: Run, incarnation: int) -> None:
-        snapshot = await self._store.snapshots.newest(run.model.model_id)
+        snapshot = await self._store.snapshots.sound(run.model.model_id)
         if snapshot is not None:
             folder = await self._store.snapshots.open(snapshot)
             await self.work(run, orders.create(run.model), incarnation)

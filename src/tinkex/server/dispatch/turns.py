@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from typing import Any
 
 from tinkex.server import plan
@@ -22,6 +23,7 @@ from tinkex.server.dispatch.snapshots import Snapshots
 from tinkex.server.dispatch.steps import Steps
 from tinkex.server.executor import EngineLost, EngineRefused, WorkFailed, WorkMuddled
 from tinkex.server.plan import Cause, Kind, Step, Turn
+from tinkex.server.store import Damaged
 
 
 class Turns:
@@ -117,6 +119,10 @@ class Turns:
             run.live_in = None
             text = f"this model could not be built again from its log: {failed.message}"
             await self._fail(run, turn, Ending(error=text, category="server", lasting=True))
+        except Damaged as damaged:
+            run.live_in = None
+            reason = Damaged(f"this model cannot be built again: {damaged}")
+            await self._fail(run, turn, replace(bug(reason), lasting=True))
         except Exception as error:  # noqa: BLE001  a bug must fail steps, not stop the model
             run.live_in = None
             await self._fail(run, turn, bug(error))

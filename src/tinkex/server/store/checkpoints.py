@@ -1,5 +1,6 @@
 """Checkpoints: immutable versions, and the names that point to them."""
 
+import contextlib
 import secrets
 import time
 from collections.abc import Collection, Mapping
@@ -12,9 +13,10 @@ import sqlalchemy as sa
 from tinkex.server.store import audit
 from tinkex.server.store import requests as requests_
 from tinkex.server.store.database import Database
-from tinkex.server.store.files import Files
+from tinkex.server.store.files import Files, fault, fingerprint
 from tinkex.server.store.runs import Sampler, insert_sampler
 from tinkex.server.store.tables import checkpoint_names, checkpoint_versions
+from tinkex.server.store.trouble import Damaged
 from tinkex.wire.checkpoints import ParsedCheckpointTinkerPath
 from tinkex.wire.errors import UserFailure
 
@@ -54,7 +56,8 @@ class Naming:
     user_metadata: Mapping[str, Any] | None
 
 
-VERSION = tuple(column for column in checkpoint_versions.c if column.name != "discarded_s")
+_OURS = ("discarded_s", "fingerprint")
+VERSION = tuple(column for column in checkpoint_versions.c if column.name not in _OURS)
 
 
 class Checkpoints:
@@ -65,6 +68,8 @@ class Checkpoints:
         self._files = files
         #: Where the engine writes and reads; the store itself when that is local.
         self._folder = files.local or folder
+        #: Versions whose files this process has looked at: they never change.
+        self._sound: set[str] = set()
 
     def new_version(self, *, owner: str, model_id: str, kind: str, name: str | None) -> Version:
         """A version with a folder of its own, not saved yet."""
@@ -94,8 +99,28 @@ class Checkpoints:
                 "deleted or has expired."
             )
         folder = self._folder / version.place
-        await self._database.in_thread(lambda: self._files.download(version.place, folder))
+        if not await self._database.in_thread(lambda: self._brought(version, folder)):
+            raise _unreadable(version, f"is missing: there is no folder {version.place}")
+        if version.version_id not in self._sound:
+            await self._check(version, folder)
         return folder
+
+    def _brought(self, version: Version, folder: Path) -> bool:
+        """Whether the files are on this machine now."""
+        with contextlib.suppress(FileNotFoundError):
+            self._files.download(version.place, folder)
+        return folder.is_dir()
+
+    async def _check(self, version: Version, folder: Path) -> None:
+        """Raises Damaged unless the files are what was saved. They are read once, then believed."""
+        statement = sa.select(checkpoint_versions.c.fingerprint).where(
+            checkpoint_versions.c.version_id == version.version_id
+        )
+        written = await self._database.read(lambda connection: connection.scalar(statement))
+        problem = await self._database.in_thread(lambda: fault(folder, version.place, written))
+        if problem is not None:
+            raise _unreadable(version, problem)
+        self._sound.add(version.version_id)
 
     async def is_taken(self, *, model_id: str, kind: str, name: str) -> bool:
         version, _ = await self._named(model_id, kind, name)
@@ -112,13 +137,12 @@ class Checkpoints:
     ) -> None:
         """The version, its name or its sampler, and the request's result: all or nothing."""
         folder = self._folder / version.place
+        written = await self._database.in_thread(lambda: fingerprint(folder))
         await self._database.in_thread(lambda: self._files.upload(folder, version.place))
 
         def act(connection: sa.Connection) -> None:
-            connection.execute(
-                checkpoint_versions.insert(),
-                {column.name: getattr(version, column.name) for column in VERSION},
-            )
+            values = {column.name: getattr(version, column.name) for column in VERSION}
+            connection.execute(checkpoint_versions.insert(), {**values, "fingerprint": written})
             if naming is not None:
                 _point_name(connection, version, naming)
             if sampler is not None and insert_sampler(connection, *sampler) != sampler[0]:
@@ -194,6 +218,14 @@ class Checkpoints:
     async def copy_files(self, source: Version, target: Version) -> None:
         """The same files a second time, without the room where links can be had."""
         await self._database.in_thread(lambda: self._files.copy(source.place, target.place))
+
+
+def _unreadable(version: Version, problem: str) -> Damaged:
+    name = version.name or f".{version.version_id}"
+    return Damaged(
+        f"checkpoint tinker://{version.model_id}/{version.kind}/{name} cannot be read: its folder "
+        f"{problem}"
+    )
 
 
 def note_saved(connection: sa.Connection, version: Version, event: str) -> None:

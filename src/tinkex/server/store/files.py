@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import json
 import math
 import os
 import secrets
@@ -80,6 +81,17 @@ class Files:
         part.rename(folder)
         sync(folder.parent)
 
+    def move(self, place: str, target: str) -> None:
+        """Another place for what is there, if anything is."""
+        if self.local is None:
+            if self._filesystem.exists(f"{self._root}/{place}"):
+                self._filesystem.mv(
+                    f"{self._root}/{place}", f"{self._root}/{target}", recursive=True
+                )
+        elif (self.local / place).exists():
+            (self.local / target).parent.mkdir(parents=True, exist_ok=True)
+            (self.local / place).rename(self.local / target)
+
     def remove(self, place: str) -> None:
         """Delete a file or a folder; nothing happens when it is not there."""
         if self.local is not None:
@@ -133,6 +145,38 @@ def fingerprint(folder: Path) -> str:
             digest = hashlib.file_digest(opened, "sha256").hexdigest()
         whole.update(f"{file.name}\0{digest}\0".encode())
     return whole.hexdigest()
+
+
+def fault(folder: Path, place: str, written: str | None) -> str | None:
+    """What is wrong with the files of a folder; None when they are what was written."""
+    if not folder.is_dir():
+        return f"is missing: there is no folder {place}"
+    for file in sorted(folder.glob("*.safetensors")):
+        if (problem := tensor_fault(file)) is not None:
+            return f"is damaged: {place}/{file.name} {problem}"
+    if written is not None and fingerprint(folder) != written:
+        return f"is damaged: the files in {place} are not what was written"
+    return None
+
+
+def tensor_fault(file: Path) -> str | None:
+    """What is wrong with a safetensors file, by its head and its length."""
+    size = file.stat().st_size
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        if length > size:
+            return f"ends after {size} bytes, within its head"
+        try:
+            head = json.loads(opened.read(length))
+            end = max(
+                (about["data_offsets"][1] for key, about in head.items() if key != "__metadata__"),
+                default=0,
+            )
+        except (ValueError, KeyError, TypeError, AttributeError):
+            return "has a head that cannot be read"
+    if 8 + length + end != size:
+        return f"has {size} bytes instead of {8 + length + end}"
+    return None
 
 
 def _written_s(facts: Mapping[str, Any]) -> float:

@@ -5,6 +5,7 @@ import time
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import sqlalchemy as sa
 
@@ -12,12 +13,14 @@ from tinkex.server.store.audit import note
 from tinkex.server.store.database import Database
 from tinkex.server.store.files import Files
 from tinkex.server.store.requests import Status
+from tinkex.server.store.snapshots import cut_log, drop_older
 from tinkex.server.store.tables import (
     audit,
     checkpoint_names,
     checkpoint_versions,
     completions,
     models,
+    older_snapshots,
     requests,
     samplers,
     sessions,
@@ -169,8 +172,29 @@ class Retention:
         def act(connection: sa.Connection) -> list[str]:
             rows = connection.execute(statement).all()
             gone = [row.model_id for row in rows]
+            places = [row.place for row in rows]
+            for model_id in gone:
+                places += drop_older(connection, model_id)
             connection.execute(snapshots.delete().where(snapshots.c.model_id.in_(gone)))
-            return [row.place for row in rows]
+            return places
+
+        await self._remove(await self._database.write(act))
+
+    async def drop_older_snapshots(self, *, before_s: float) -> None:
+        """The way back behind a snapshot that has been the newest since then."""
+        statement = (
+            sa.select(snapshots.c.model_id, snapshots.c.seq_id)
+            .join(older_snapshots, older_snapshots.c.model_id == snapshots.c.model_id)
+            .where(snapshots.c.created_s < before_s)
+            .limit(AT_ONCE)
+        )
+
+        def act(connection: sa.Connection) -> list[str]:
+            places = []
+            for row in connection.execute(statement).all():
+                places += drop_older(connection, row.model_id)
+                places += cut_log(connection, row.model_id, up_to=row.seq_id)
+            return places
 
         await self._remove(await self._database.write(act))
 
@@ -286,9 +310,13 @@ class Retention:
             "checkpoints": checkpoint_versions.c.place,
             "snapshots": snapshots.c.place,
         }
+        statement: sa.Select[Any] | sa.CompoundSelect[Any]
         statement = sa.select(columns[room]).where(columns[room].in_(places))
         if room == "checkpoints":
             statement = statement.where(checkpoint_versions.c.discarded_s.is_(None))
+        elif room == "snapshots":
+            older = older_snapshots.c.place
+            statement = statement.union(sa.select(older).where(older.in_(places)))
         return await self._database.read(lambda connection: set(connection.scalars(statement)))
 
     async def shrink(self) -> int:
@@ -321,6 +349,7 @@ _WITH_SESSION = (
     requests.outerjoin(models, models.c.model_id == requests.c.model_id)
     .outerjoin(sessions, sessions.c.session_id == models.c.session_id)
     .outerjoin(snapshots, snapshots.c.model_id == requests.c.model_id)
+    .outerjoin(older_snapshots, older_snapshots.c.model_id == requests.c.model_id)
 )
 
 
@@ -340,7 +369,7 @@ def _needed(abandoned_before_s: float) -> sa.ColumnElement[bool]:
     return sa.and_(
         requests.c.model_id.is_not(None),
         requests.c.seq_id.is_not(None),
-        requests.c.seq_id > sa.func.coalesce(snapshots.c.seq_id, -1),
+        requests.c.seq_id > sa.func.coalesce(older_snapshots.c.seq_id, snapshots.c.seq_id, -1),
         # What was accepted before the end is still run.
         sa.or_(sa.not_(_ended(abandoned_before_s)), _WAITS.exists()),
     )

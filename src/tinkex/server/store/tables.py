@@ -71,6 +71,8 @@ checkpoint_versions = sa.Table(
     sa.Column("created_s", sa.Float, nullable=False),
     # Since when nothing needs its files; they may be gone.
     sa.Column("discarded_s", sa.Float),
+    # Of its files, to see whether they are still what was written; none on rows from before.
+    sa.Column("fingerprint", sa.String(64)),
     # Two saves never share a folder.
     sa.UniqueConstraint("place"),
 )
@@ -164,6 +166,23 @@ snapshots = sa.Table(
     # Why the next optimizer step is refused, if it is.
     sa.Column("spoiled", sa.Text),
     sa.Column("created_s", sa.Float, nullable=False),
+    # Of its files, to see whether they are still what was written; none on rows from before.
+    sa.Column("fingerprint", sa.String(64)),
+    sa.UniqueConstraint("place"),
+)
+
+# The one before the newest, for a while, with the steps since: the newest may be damaged.
+older_snapshots = sa.Table(
+    "older_snapshots",
+    metadata,
+    sa.Column("model_id", sa.ForeignKey("models.model_id"), primary_key=True),
+    sa.Column("seq_id", sa.BigInteger, nullable=False),
+    # None is the beginning, -1: the whole log is there.
+    sa.Column("place", sa.String(1000)),
+    sa.Column("size_bytes", sa.BigInteger, nullable=False),
+    sa.Column("spoiled", sa.Text),
+    sa.Column("created_s", sa.Float, nullable=False),
+    sa.Column("fingerprint", sa.String(64)),
     sa.UniqueConstraint("place"),
 )
 

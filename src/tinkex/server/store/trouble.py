@@ -8,6 +8,8 @@ What `Condition` holds is the state of the whole store: new work is refused whil
 
 import errno
 import logging
+import os
+import re
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -55,6 +57,8 @@ _POSTGRES = {
     "XX001": CORRUPT,
     "XX002": CORRUPT,
 }
+
+_NUMBER = re.compile(r"(?:Errno|os error) (\d{1,3})\b")
 
 _WORDS = {
     FULL: "the disk of this server is full",
@@ -123,6 +127,13 @@ def trouble_of(error: BaseException | None) -> Trouble | None:
         if isinstance(one, OSError) and (kind := _ERRNOS.get(one.errno or 0, "")) != "":
             return Trouble(kind=kind, reason=one.strerror or str(one))
     return None
+
+
+def told_by(message: str) -> OSError:
+    """The error of another process, as Python and Rust put its number into words."""
+    found = _NUMBER.search(message)
+    number = int(found[1]) if found else 0
+    return OSError(number, os.strerror(number))
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
