@@ -3,7 +3,8 @@ Long runs under kills: `make chaos`.
 
     python tests/chaos/run.py --kills 100 --seed 1
 
-Two thirds of the kills hit a deterministic server, where the final weights must have the same bits,
+First a history of many operations over whole numbers, under kills and a faulty network. Then the
+real engine: two thirds of the kills hit a deterministic server, where the final weights must have the same bits,
 the others one with default settings. A run that fails names its seed.
 """
 
@@ -13,18 +14,20 @@ import argparse
 import sys
 import tempfile
 import time
+import warnings
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import sdk_envs
-from chaos import kills
+from chaos import bulk, kills
 from tinkex.testing import write_tiny_model
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--operations", type=int, default=10_000, help="of the history; 0: none")
     parser.add_argument("--seed", type=int, default=None, help="default: another one each time")
     parser.add_argument("--mode", choices=("both", "deterministic", "default"), default="both")
     options = parser.parse_args()
@@ -37,8 +40,12 @@ def main() -> int:
     sdk = sdk_envs.ensure("0.36.0")
     good = True
     with tempfile.TemporaryDirectory(prefix="tinkex-chaos-") as folder:
+        if options.operations:
+            good = history(Path(folder) / "history", seed, options.operations)
         model = write_tiny_model(Path(folder) / "tiny", arch="llama")
         for deterministic, count in shares.items():
+            if not count:
+                continue
             mode = "deterministic" if deterministic else "default"
             _say(f"seed {seed}, {count} kills, {mode} server")
             report = kills.run(
@@ -59,6 +66,22 @@ def main() -> int:
         "nothing was lost" if good else f"FAILED; again with --seed {seed} --kills {options.kills}"
     )
     return 0 if good else 1
+
+
+def history(folder: Path, seed: int, operations: int) -> bool:
+    """Whether everything was answered as if it had been done one after the other."""
+    _say(f"seed {seed}, a history of {operations} operations")
+    warnings.simplefilter("ignore", FutureWarning)  # loading into a model that exists
+    report = bulk.run(
+        folder=folder,
+        seed=seed,
+        operations=operations,
+        web_kills=operations // 500,
+        engine_deaths=operations // 200,
+    )
+    for line in (*report.lines(), *map(str, report.violations[:20])):
+        _say(f"  {line}")
+    return not report.violations and not report.errors
 
 
 def _say(text: str) -> None:
