@@ -89,7 +89,7 @@ def wait_for(condition) -> None:
 
 
 def test_e3_queue_states_and_backpressure_are_counted_in_telemetry(fake, datum):
-    with fake.client() as service:
+    with fake.client(api_key="tml-busy") as service:
         training = service.create_lora_training_client("fake/model")
         fake.script("optim_step", *[Answer(status=429, headers={"retry-after-ms": "20"})] * 2)
         fake.script("retrieve_future", paused(), paused())
