@@ -6,6 +6,7 @@ first poll of a client on, so that a poll that follows another reads nothing fro
 """
 
 import asyncio
+import time
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -16,6 +17,9 @@ from tinkex.server.store import Completion, Store
 # What nobody reads any more is dropped, and read from the database should it be asked for.
 MOST_LOGS = 4_000
 MOST_EVENTS = 20_000
+UNREAD_S = 120.0
+# In one answer; the next poll, from its cursor on, gets the next ones at once.
+MOST_TOLD = 1_000
 
 _Client = tuple[str, int]
 
@@ -28,6 +32,7 @@ class _Tail:
     events: list[Completion] = field(default_factory=list)
     more: asyncio.Event = field(default_factory=asyncio.Event)
     waiting: int = 0
+    read_s: float = 0.0
 
     def after(self, cursor: int) -> list[Completion]:
         return self.events[bisect_right(self.events, cursor, key=_position) :]
@@ -75,14 +80,16 @@ class Completions:
     async def after(
         self, sampling_session_id: str, clone_id: int, *, cursor: int, within_s: float
     ) -> Sequence[Completion]:
-        """The client's events after a position, as soon as there is one; none when time is up."""
+        """The client's next events after a position, once there is one; none when time is up."""
         tail = self._tail((sampling_session_id, clone_id))
         tail.waiting += 1
         try:
             older = await self._older(tail, sampling_session_id, clone_id, cursor)
             tail.seen(cursor)
+            if len(older) == MOST_TOLD:  # there may be more of these before those here
+                return older
             if older or tail.events or within_s <= 0 or self._closing:
-                return [*older, *tail.events]
+                return [*older, *tail.events[: MOST_TOLD - len(older)]]
             tail.more.clear()
             async with asyncio.timeout(within_s):
                 await tail.more.wait()
@@ -90,19 +97,20 @@ class Completions:
             pass
         finally:
             tail.waiting -= 1
-        return tail.after(cursor)
+            tail.read_s = time.monotonic()
+        return tail.after(cursor)[:MOST_TOLD]
 
     async def _older(
         self, tail: _Tail, sampling_session_id: str, clone_id: int, cursor: int
     ) -> list[Completion]:
-        """What is only in the database of what the client has not seen."""
+        """What is only in the database of what the client has not seen; the first of it."""
         older: list[Completion] = []
         floor = cursor
         # Another poll of the same client may have moved events there in the meantime.
         while floor < tail.floor:
             floor = tail.floor
             older = await self._store.requests.completions(
-                sampling_session_id, clone_id, after=cursor, up_to=floor
+                sampling_session_id, clone_id, after=cursor, up_to=floor, most=MOST_TOLD
             )
         return older
 
@@ -115,14 +123,21 @@ class Completions:
     def _tail(self, client: _Client) -> _Tail:
         tail = self._tails.get(client)
         if tail is None:
-            tail = self._tails[client] = _Tail(floor=self._newest)
-            if len(self._tails) > MOST_LOGS:
-                self._drop_one()
+            self._drop_unread()
+            tail = _Tail(floor=self._newest, read_s=time.monotonic())
+            self._tails[client] = tail
         self._tails.move_to_end(client)
         return tail
 
-    def _drop_one(self) -> None:
+    def _drop_unread(self) -> None:
+        """Logs of clients that are gone, and those read longest ago when there are too many."""
+        fresh_s = time.monotonic() - UNREAD_S
+        too_many = len(self._tails) + 1 - MOST_LOGS
+        gone: list[_Client] = []
         for client, tail in self._tails.items():
+            if tail.read_s > fresh_s and len(gone) >= too_many:
+                break
             if not tail.waiting:
-                del self._tails[client]
-                return
+                gone.append(client)
+        for client in gone:
+            del self._tails[client]

@@ -254,9 +254,15 @@ class Requests:
         )
 
     async def completions(
-        self, sampling_session_id: str, clone_id: int, *, after: int, up_to: int
+        self,
+        sampling_session_id: str,
+        clone_id: int,
+        *,
+        after: int,
+        up_to: int,
+        most: int | None = None,
     ) -> list[Completion]:
-        """A part of one client's log, in order."""
+        """The beginning of a part of one client's log, in order."""
         statement = (
             sa.select(*_COMPLETION)
             .where(
@@ -266,6 +272,7 @@ class Requests:
                 completions.c.position <= up_to,
             )
             .order_by(completions.c.position)
+            .limit(most)
         )
         return await self._database.read(
             lambda connection: [Completion(**row._mapping) for row in connection.execute(statement)]
