@@ -64,7 +64,7 @@ def postgres_server(*settings: str) -> Iterator[Postgres]:
     data = home / "data"
     made = subprocess.run(
         [
-            *(found / "initdb", "-D", data, "-U", "postgres", "--auth=scram-sha-256"),
+            *(found / "initdb", "-D", data, "-U", "postgres", "--auth=password"),
             *(f"--pwfile={home / 'password'}", "--no-sync", "--encoding=UTF8", "--no-locale"),
             # Texts are sorted as in most installations, not by their bytes.
             *("--locale-provider=icu", "--icu-locale=en"),

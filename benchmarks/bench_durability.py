@@ -1,0 +1,385 @@
+"""
+What does it cost that nothing is lost?
+
+    python benchmarks/bench_durability.py [--pairs 12] [--rounds 5] [--no-training]
+
+Training: two servers with the embedded model take turns, a few steps each. One is as it comes, but
+snapshots every 10 steps instead of 200. The other has its data folder in memory, where forcing a
+commit to disk does nothing, and takes no snapshots: nothing of it outlives the machine.
+
+Store: small requests are accepted by 200 at a time, with group commit and with a commit for each
+(the writer takes one write at a time), in turns, on SQLite and on PostgreSQL with fsync on.
+
+HTTP: two web processes that differ in the same way, one sample in flight and 200, in turns.
+"""
+
+import argparse
+import asyncio
+import datetime
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "benchmarks")]
+
+import bench_api
+
+import tinkex
+from postgres import binaries, postgres_server
+from processes import children
+from serving import serving
+from tinkex import types
+from tinkex.models.resolve import DEFAULT_MODEL
+from tinkex.server.store import Model, NewRequest, Store, open_store, writer
+
+MEMORY = Path("/dev/shm")
+SNAPSHOT_STEPS = 10
+STEPS, ROWS, TOKENS = 3, 2, 48
+CONCURRENT = 200
+LEAST_TRAINING, LEAST_ACCEPTED, LEAST_HTTP = 0.95, 5.0, 1.0
+# Two equal servers differ by as much between two runs on a busy machine.
+NOISE = 0.05
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The same thing measured on both sides, in turns; more is better."""
+
+    name: str
+    unit: str
+    durable: list[float]
+    other: list[float]
+    least: float
+
+    @property
+    def ratio(self) -> float:
+        """Of the medians: one slow moment of the machine is not a side's fault."""
+        return statistics.median(self.durable) / statistics.median(self.other)
+
+
+def in_turns(rounds: int, sides: Sequence[Callable[[], float]]) -> list[list[float]]:
+    """Each side once a round; who begins changes, so that neither has the better place."""
+    found: list[list[float]] = [[] for _ in sides]
+    for number in range(rounds):
+        order = range(len(sides)) if number % 2 == 0 else reversed(range(len(sides)))
+        for side in order:
+            found[side].append(sides[side]())
+    return found
+
+
+# -- training -------------------------------------------------------------------------------------
+
+
+def datum(row: int) -> types.Datum:
+    tokens = [(17 * row + 31 * place) % 5000 + 10 for place in range(TOKENS + 1)]
+    return types.Datum(
+        model_input=types.ModelInput.from_ints(tokens[:-1]),
+        loss_fn_inputs={"target_tokens": tokens[1:], "weights": [1.0] * TOKENS},
+    )
+
+
+class Trainer:
+    """A client that trains as people do: the next batch is sent while this one is computed."""
+
+    def __init__(self, url: str) -> None:
+        self._service = tinkex.ServiceClient(base_url=url)
+        self._training = self._service.create_lora_training_client(DEFAULT_MODEL, rank=32, seed=1)
+        self._data = [datum(row) for row in range(ROWS)]
+        self.steps = 0
+        self.run()
+
+    def run(self) -> float:
+        """Tokens a second over some steps."""
+        began = time.perf_counter()
+        sent = []
+        for _ in range(STEPS):
+            sent.append(self._training.forward_backward(self._data, "cross_entropy"))
+            sent.append(self._training.optim_step(types.AdamParams(learning_rate=1e-4)))
+        for future in sent:
+            future.result()
+        self.steps += STEPS
+        return STEPS * ROWS * TOKENS / (time.perf_counter() - began)
+
+    def close(self) -> None:
+        self._service.close()
+
+
+@contextmanager
+def trainer(folder: Path, snapshot_steps: int) -> Iterator[Trainer]:
+    os.environ["TINKEX_SNAPSHOT_STEPS"] = str(snapshot_steps)
+    try:
+        with serving(DEFAULT_MODEL, data=folder) as server:
+            assert children(server.process.pid)
+            client = Trainer(server.url)
+            yield client
+            client.close()
+    finally:
+        del os.environ["TINKEX_SNAPSHOT_STEPS"]
+
+
+def measure_training(pairs: int) -> tuple[Pair, int]:
+    """And the snapshots that were taken meanwhile."""
+    with ExitStack() as stack:
+        disk = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        memory = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=MEMORY)))
+        durable = stack.enter_context(trainer(disk, SNAPSHOT_STEPS))
+        other = stack.enter_context(trainer(memory, 10**9))
+        on, off = in_turns(pairs, [durable.run, other.run])
+        assert list((disk / "snapshots").glob("*/*")), "no snapshot was taken"
+        assert not list((memory / "snapshots").glob("*/*"))
+        taken = 2 * durable.steps // SNAPSHOT_STEPS
+    pair = Pair("training, embedded model", "tokens/s", on, off, LEAST_TRAINING)
+    return pair, taken
+
+
+# -- the store ------------------------------------------------------------------------------------
+
+
+@contextmanager
+def a_commit_each() -> Iterator[None]:
+    """The writer takes one write at a time."""
+    together, writer.MOST_TOGETHER = writer.MOST_TOGETHER, 1
+    try:
+        yield
+    finally:
+        writer.MOST_TOGETHER = together
+
+
+class Acceptor:
+    """Accepts small steps of models, each model a new one."""
+
+    def __init__(self, store: Store, runner: asyncio.Runner, requests: int) -> None:
+        self._store = store
+        self._runner = runner
+        self._requests = requests
+        self._models = 0
+
+    def grouped(self) -> float:
+        return self._runner.run(self._accept())
+
+    def each(self) -> float:
+        with a_commit_each():
+            return self._runner.run(self._accept())
+
+    async def _accept(self) -> float:
+        """Requests a second."""
+        model_id = await self._model()
+        numbers = iter(range(1, self._requests + 1))
+
+        async def worker() -> None:
+            for seq_id in numbers:
+                await self._store.requests.accept(self._step(model_id, seq_id))
+
+        began = time.perf_counter()
+        await asyncio.gather(*(worker() for _ in range(CONCURRENT)))
+        return self._requests / (time.perf_counter() - began)
+
+    async def _model(self) -> str:
+        session = await self._store.runs.create_session(
+            owner="local",
+            sdk_version=None,
+            tags=[],
+            user_metadata={},
+            project_id=None,
+            display_name=None,
+            idempotency_key=None,
+        )
+        model = Model(
+            model_id=f"{session.session_id}:train:0",
+            owner="local",
+            session_id=session.session_id,
+            base_model="b",
+            lora_config={},
+            optimizer_config={},
+            user_metadata=None,
+            created_s=time.time(),
+        )
+        await self._store.runs.create_model(
+            model=model, model_seq_id=0, request=self._step(model.model_id, 0)
+        )
+        return model.model_id
+
+    def _step(self, model_id: str, seq_id: int) -> NewRequest:
+        return NewRequest(
+            owner="local",
+            kind="optim_step",
+            base_model="b",
+            payload=b'{"adam_params":{"learning_rate":0.0001}}',
+            model_id=model_id,
+            seq_id=seq_id,
+        )
+
+
+def measure_store(name: str, url: str, folder: Path, rounds: int, requests: int) -> Pair:
+    store = open_store(db_url=url, storage_url=str(folder), folder=folder)
+    try:
+        with asyncio.Runner() as runner:
+            acceptor = Acceptor(store, runner, requests)
+            acceptor.grouped()
+            grouped, each = in_turns(rounds, [acceptor.grouped, acceptor.each])
+    finally:
+        store.close()
+    title = f"accepting at {CONCURRENT}, {name}"
+    return Pair(title, "requests/s", grouped, each, LEAST_ACCEPTED)
+
+
+def measure_stores(rounds: int, requests: int) -> list[Pair]:
+    found = []
+    with tempfile.TemporaryDirectory() as folder:
+        url = f"sqlite:///{Path(folder) / 'tinkex.db'}"
+        found.append(measure_store("SQLite", url, Path(folder), rounds, requests))
+    if binaries() is not None:
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            postgres_server("fsync=on", "full_page_writes=on") as running,
+        ):
+            url = running.database()
+            found.append(measure_store("PostgreSQL", url, Path(folder), rounds, requests))
+    return found
+
+
+# -- HTTP -----------------------------------------------------------------------------------------
+
+
+@contextmanager
+def started(kind: str) -> Iterator[bench_api.Server]:
+    """A web process of this file's own."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, __file__, "--serve", kind, "--folder", folder]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert process.stdout
+        try:
+            yield bench_api.Server(process.stdout.readline().strip(), process.pid)
+        finally:
+            process.terminate()
+            process.wait(30)
+            process.stdout.close()
+
+
+def measure_http(rounds: int, requests: int) -> list[Pair]:
+    with started("group") as grouped, started("each") as each:
+
+        def once(server: bench_api.Server, in_flight: int, count: int) -> float:
+            """Requests a second; one in flight is the inverse of a latency, so take its median."""
+            found = asyncio.run(bench_api.measure("", server, in_flight, count))
+            return 1000 / found.p50_ms if in_flight == 1 else found.per_s
+
+        pairs = []
+        for in_flight, count in ((1, requests // 8), (CONCURRENT, requests)):
+            sides = [partial(once, side, in_flight, count) for side in (grouped, each)]
+            found = in_turns(rounds, sides)
+            title = f"samples over HTTP, {in_flight} in flight"
+            pairs.append(Pair(title, "requests/s", found[0], found[1], LEAST_HTTP))
+        return pairs
+
+
+# -- the report -----------------------------------------------------------------------------------
+
+HEAD = (
+    "| what | unit | as it is | beside it | ratio | bar | |",
+    "|---|---|---:|---:|---:|---:|---|",
+)
+ACCEPTING = (
+    f"Accepting: small requests from {CONCURRENT} tasks, each answered when it is on disk. "
+    "Beside it: a commit for each request. PostgreSQL has fsync on."
+)
+HTTP = (
+    "HTTP: a submission and its result, both durable, through a web process of its own. Beside it: "
+    "a web process that commits each write by itself. For one in flight, the inverse of the median "
+    "latency."
+)
+TRAINING = (
+    f"Training: {ROWS} x {TOKENS} tokens, rank 32, {STEPS} steps a turn, one thread, through our "
+    f"client; a snapshot every {SNAPSHOT_STEPS} requests (by default 200), about {{snapshots}} in "
+    "all. Beside it: the data folder in memory and no snapshots. Rows are written there too: what "
+    "SQL costs is in both, and is the inverse of the rows about accepting."
+)
+
+
+def met(pair: Pair) -> bool:
+    noise = NOISE if pair.least == LEAST_HTTP else 0.0
+    return pair.ratio >= pair.least - noise
+
+
+def row(pair: Pair) -> str:
+    spread = [
+        f"{statistics.median(side):,.0f} ({min(side):,.0f} to {max(side):,.0f})"
+        for side in (pair.durable, pair.other)
+    ]
+    bar = f"≥ {pair.least:g}" + (f" (noise {NOISE:g})" if pair.least == LEAST_HTTP else "")
+    verdict = "met" if met(pair) else "missed"
+    return f"| {pair.name} | {pair.unit} | {spread[0]} | {spread[1]} | {pair.ratio:.2f} | {bar} | {verdict} |"
+
+
+def report(pairs: Sequence[Pair], snapshots: int | None, command: str) -> str:
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    ).stdout.strip()
+    today = datetime.datetime.now(datetime.UTC).date().isoformat()
+    about = (
+        f"{today}, commit {commit}, {os.cpu_count()} CPU cores shared with other work (load "
+        f"{os.getloadavg()[0]:.1f}), {platform.system()} {platform.machine()}, "
+        f"Python {platform.python_version()}; `{command}`"
+    )
+    lines = [
+        "# What durability costs",
+        about,
+        "Both sides run in turns in one run; medians, and the slowest and the fastest turn.",
+        "\n".join([*HEAD, *(row(pair) for pair in pairs)]),
+        ACCEPTING,
+        HTTP,
+    ]
+    if snapshots is not None:
+        lines.append(TRAINING.format(snapshots=snapshots))
+    return "\n\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--pairs", type=int, default=12, help="turns of training")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of everything else")
+    parser.add_argument("--requests", type=int, default=2000)
+    parser.add_argument("--no-training", action="store_true")
+    parser.add_argument("--out", type=Path, help="where the report goes")
+    parser.add_argument("--serve", choices=["group", "each"], help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.serve:
+        if options.serve == "each":
+            writer.MOST_TOGETHER = 1
+        bench_api.serve("tinkex", options.folder)
+        return
+    pairs, snapshots = [], None
+    pairs += measure_stores(options.rounds, options.requests)
+    pairs += measure_http(options.rounds, options.requests)
+    if not options.no_training:
+        training, snapshots = measure_training(options.pairs)
+        pairs.insert(0, training)
+    command = " ".join(["python benchmarks/bench_durability.py", *sys.argv[1:]])
+    text = report(pairs, snapshots, command)
+    print(text)
+    today = datetime.datetime.now(datetime.UTC).date().isoformat()
+    name = f"durability_{os.cpu_count()}cpu_{today}.md"
+    out = options.out or ROOT / "benchmarks" / "results" / name
+    out.parent.mkdir(exist_ok=True)
+    out.write_text(text)
+    if missed := [pair.name for pair in pairs if not met(pair)]:
+        sys.exit(f"missed: {', '.join(missed)}")
+
+
+if __name__ == "__main__":
+    main()
