@@ -134,7 +134,8 @@ client logged no error and no traceback.
 {totals}
 
 "Whole numbers" is the real server with an executor that counts what it runs. A shorter run is part \
-of `make test` (`tests/faults/test_faults.py`).
+of `make test` (`tests/faults/test_faults.py`), and so are ten sessions from beginning to end with \
+every second request spoiled, for the endpoints that a long run asks a few times only.
 
 ## What was met
 

@@ -1,13 +1,19 @@
 """The short form of tests/faults/run.py: what a failing network does to results is nothing."""
 
+import sqlite3
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 
 import pytest
 
+import tinkex
+from faults.echo import echoing
 from faults.program import Plan
 from faults.proof import BASE, TINY, check, through, through_echo, tiny_server
-from faults.proxy import FAULTS, Dice
+from faults.proxy import FAULTS, Dice, in_front_of
+from tinkex import types
 from tinkex.client.retry import RetryPolicy
 
 SEED = 1
@@ -54,3 +60,49 @@ def test_the_same_seed_brings_the_same_faults():
     thrown = [[dice.throw("asample")[0] for _ in range(50)] for dice in (one, two, other)]
     assert thrown[0] == thrown[1] != thrown[2]
     assert set(thrown[0]) - {None} <= FAULTS.keys()
+
+
+def test_sessions_models_and_samplers_begin_once_and_end_on_a_failing_network(tmp_path: Path):
+    """The endpoints that a long run asks a few times only, spoiled every second time."""
+    count = 10
+
+    def whole_life(url: str) -> list[int]:
+        with tinkex.ServiceClient(base_url=url) as service:
+            assert service.get_server_capabilities().supported_models[0].model_name == BASE
+            service.create_sampling_client(base_model=BASE)
+            training = service.create_lora_training_client(BASE, rank=4)
+            training.optim_step(types.AdamParams(learning_rate=1e-2)).result(60)
+            sampling = training.save_weights_and_get_sampling_client()
+            params = types.SamplingParams(max_tokens=3, seed=1)
+            prompt = types.ModelInput.from_ints([1, 2])
+            return sampling.sample(prompt, 1, params).result(60).sequences[0].tokens
+
+    with (
+        echoing(tmp_path) as (url, executor),
+        in_front_of(url, seed=SEED, rate=0.5) as proxy,
+        ThreadPoolExecutor(count) as pool,
+    ):
+        lives = list(pool.map(whole_life, [proxy.url] * count))
+    assert lives == [lives[0]] * count
+    assert list(executor.steps().values()) == [1] * count
+    assert len(executor.prompts()) == count
+    with closing(sqlite3.connect(tmp_path / "tinkex.db")) as db:
+        rows = [
+            db.execute(f"SELECT count(*) FROM {table}").fetchone()[0]
+            for table in ("sessions", "models", "samplers")
+        ]
+        ended = db.execute("SELECT count(*) FROM sessions WHERE finish_reason = 'success'")
+        assert rows == [count, count, 2 * count]
+        assert ended.fetchone()[0] == count
+    spoiled = {endpoint for endpoint, _ in proxy.met_by}
+    assert spoiled >= {
+        "client/config",
+        "client/dynamic_config",
+        "create_session",
+        "create_sampling_session",
+        "create_model",
+        "get_server_capabilities",
+        "save_weights_for_sampler",
+        "sessions/*/finish",
+        "telemetry",
+    }
