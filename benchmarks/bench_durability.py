@@ -111,7 +111,7 @@ class Trainer:
         return STEPS * ROWS * TOKENS / (time.perf_counter() - began)
 
     def close(self) -> None:
-        self._service.close()
+        self._service.close("completed").result()
 
 
 @contextmanager
@@ -363,12 +363,14 @@ def main() -> None:
             writer.MOST_TOGETHER = 1
         bench_api.serve("tinkex", options.folder)
         return
-    pairs, snapshots = [], None
-    pairs += measure_stores(options.rounds, options.requests)
-    pairs += measure_http(options.rounds, options.requests)
+    pairs: list[Pair] = []
+    snapshots = None
     if not options.no_training:
         training, snapshots = measure_training(options.pairs)
-        pairs.insert(0, training)
+        pairs.append(training)
+        print(row(training), flush=True)
+    pairs += measure_stores(options.rounds, options.requests)
+    pairs += measure_http(options.rounds, options.requests)
     command = " ".join(["python benchmarks/bench_durability.py", *sys.argv[1:]])
     text = report(pairs, snapshots, command)
     print(text)

@@ -60,6 +60,7 @@ from tinkex.server.store import (
     telemetry,
 )
 from tinkex.server.store.checkpoints import NameTaken, Naming, SamplerTaken
+from tinkex.server.store.files import ROOMS
 from tinkex.server.store.requests import INLINE_BYTES, SAMPLES_OF_A_CLONE, ResultGone
 from tinkex.server.store.tables import metadata
 from tinkex.wire.protobuf import encode_sample_response
@@ -969,7 +970,7 @@ class StoreMachine(RuleBasedStateMachine):
             known |= {row["payload_place"], row["result_place"]}
         known -= {None}
         there = set()
-        for room, depth in retention.ROOMS.items():
+        for room, depth in ROOMS.items():
             for path in (self.folder / room).glob("/".join("*" * depth)):
                 there.add(str(path.relative_to(self.folder)))
         assert known <= there
@@ -1066,7 +1067,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 @pytest.mark.filterwarnings("ignore:Exception in thread tinkex-writer")
 @pytest.mark.timeout(3600 if EXAMPLES else 180)
 def test_on_sqlite_the_store_does_what_its_model_does(folder: Path, clock: Clock) -> None:
-    check(f"sqlite:///{folder / 'tinkex.db'}", folder, clock, examples=30)
+    check(f"sqlite:///{folder / 'tinkex.db'}", folder, clock, examples=20)
 
 
 @pytest.mark.filterwarnings("ignore:Exception in thread tinkex-writer")
@@ -1074,4 +1075,4 @@ def test_on_sqlite_the_store_does_what_its_model_does(folder: Path, clock: Clock
 def test_on_postgresql_the_store_does_what_its_model_does(
     folder: Path, clock: Clock, postgres: Postgres
 ) -> None:
-    check(postgres.database(), folder, clock, examples=30)
+    check(postgres.database(), folder, clock, examples=12)
