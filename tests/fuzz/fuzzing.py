@@ -1,19 +1,24 @@
 """
 Strange requests, many of them: no answer may be a 5xx, none may hang, no work fail as the server's.
 
-    python tests/fuzz/fuzzing.py [CASES_FOR_EACH_ROUTE] [PROTOBUF_BODIES]       (`make fuzz`)
+    python tests/fuzz/fuzzing.py [--bodies 50000] [--graphs 1000] [--cases 100] [--passes 3000] [--seed N]
 
-JSON is made by schemathesis from the server's own OpenAPI page; protobuf by mutating what the official
-client really sent (tests/data/wire).
+`make fuzz` runs all of it. Bodies are mutations of what official clients really sent (tests/data/wire),
+sent to the application in this process; graphs are hostile custom losses for the engine's interpreter.
+Schemathesis makes JSON from the server's own OpenAPI page, and passes are run by a real engine. The seed
+of a run that found something finds it again. `python tests/fuzz/corpus.py` keeps interesting bodies for
+`make test`.
 """
 
 # ruff: noqa: T201
 
+import argparse
+import asyncio
 import base64
 import json
 import os
 import random
-import struct
+import resource
 import subprocess
 import sys
 import tempfile
@@ -26,6 +31,8 @@ sys.path[:0] = [str(HERE.parent)]
 
 from google.protobuf.message import DecodeError
 
+from fuzz import bodies
+from fuzz.mutating import bent, mutated
 from serving import TINY, serving
 from tinkex.conformance.remote import Remote, Trainee, Unexpected
 from tinkex.testing import write_tiny_model
@@ -35,6 +42,11 @@ from tinkex.wire.proto import tinkex_wire_pb2 as pb
 RECORDED = HERE.parent / "data" / "wire"
 #: An answer that takes longer hangs. Polls are held longer; the servers here hold them shortly.
 SLOWEST_S = 20
+MEBIBYTE = 2**20
+#: The last quarter of a run may have so many times the memory of the first.
+MOST_GROWTH = 1.1
+#: Memory that the process of the graphs may ask for.
+GRAPH_BYTES = 8 * 2**30
 
 
 def schemathesis(url: str, *, cases: int, seed: int = 1, within_s: float = 600) -> str:
@@ -98,67 +110,6 @@ def recorded_passes() -> list[bytes]:
     return [base64.b64decode(request["body_base64"]) for request in recorded]
 
 
-def mutated(body: bytes, draw: random.Random) -> bytes:
-    """The body with a few bytes changed, cut out, repeated or put in."""
-    changed = bytearray(body)
-    for _ in range(draw.choice([1, 1, 1, 2, 4, 16])):
-        place = draw.randrange(len(changed) + 1)
-        length = draw.choice([1, 1, 2, 4, 8, 64])
-        match draw.randrange(5):
-            case 0:
-                changed[place : place + length] = draw.randbytes(
-                    len(changed[place : place + length])
-                )
-            case 1:
-                del changed[place : place + length]
-            case 2:
-                changed[place:place] = changed[place : place + length]
-            case 3:
-                changed[place:place] = draw.randbytes(length)
-            case _:
-                changed[place : place + 1] = bytes([draw.choice([0, 1, 0x7F, 0x80, 0xFF])])
-        if not changed:
-            break
-    return bytes(changed)
-
-
-def bent(message: pb.ForwardBackwardRequest, draw: random.Random) -> bytes:
-    """A sound message that asks for something odd: names, shapes, types, tokens, numbers."""
-    for datum in draw.sample(list(message.data), k=min(2, len(message.data))):
-        inputs = datum.loss_fn_inputs
-        name = draw.choice(sorted(inputs) or ["weights"])
-        tensor = inputs[name]
-        match draw.randrange(9):
-            case 0:
-                del inputs[name]
-            case 1:
-                inputs[draw.choice(["weights", "logprobs", "nobody-knows-this"])].CopyFrom(tensor)
-            case 2:
-                tensor.dtype = draw.choice([0, 1, 2, 3, 4])
-            case 3:
-                tensor.shape[:] = draw.choice([[], [0], [-1], [2**62, 4], [1, 1, 1], [3, -5]])
-            case 4:
-                tensor.dense = tensor.dense[: draw.randrange(len(tensor.dense) + 1)]
-            case 5:
-                odd = draw.choice([float("nan"), float("inf"), 1e38, -1e38, 1e-45])
-                tensor.dense = struct.pack("<f", odd) * (len(tensor.dense) // 4)
-            case 6:
-                tokens = [draw.choice([-1, 0, 2**31 - 1, -(2**31), 5]) for _ in range(5)]
-                datum.model_input.add().encoded_text.tokens = struct.pack("<5i", *tokens)
-            case 7:
-                del datum.model_input[:]
-            case _:
-                csr = tensor.sparse_csr
-                csr.values, csr.crow_indices = draw.randbytes(8), draw.randbytes(16)
-                csr.col_indices = draw.randbytes(16)
-    if draw.random() < 0.3:
-        message.loss_fn = draw.choice(["ppo", "cispo", "dro", "gspo", "custom", "", "x" * 3000])
-    if draw.random() < 0.3:
-        key = draw.choice(["clip_low_threshold", "beta", "loss_id", ""])
-        message.loss_fn_config[key] = draw.choice([float("nan"), -1.0, 1e308, 0.0])
-    return message.SerializeToString()
-
-
 def protobuf(url: str, *, bodies: int, seed: int = 1) -> Found:
     """Send mutated passes to a real model and wait for what they come to."""
     remote = Remote(url)
@@ -203,23 +154,78 @@ def _is_next(body: bytes, model: Trainee) -> bool:
     return (message.model_id, message.seq_id) == (model.model_id, model.next)
 
 
-def main(cases: int, bodies: int) -> int:
+def against_a_server(cases: int, passes: int, seed: int) -> list[str]:
+    """Schemathesis, and passes that a real engine runs."""
     with tempfile.TemporaryDirectory() as folder:
         model = write_tiny_model(Path(folder) / "model", arch="llama")
         os.environ["TINKEX_LONG_POLL_S"] = "2"
         with serving(f"{TINY}={model}", data=Path(folder) / "data") as server:
             try:
-                print(schemathesis(server.url, cases=cases, seed=random.randrange(10**6)))
+                print(schemathesis(server.url, cases=cases, seed=seed))
             except AssertionError as error:
-                print(error)
                 print("".join(server.log[-200:]), file=sys.stderr)
-                return 1
-            found = protobuf(server.url, bodies=bodies, seed=random.randrange(10**6))
-            print(f"protobuf: {dict(found.statuses)}, futures: {dict(found.outcomes)}")
-            print("\n".join(found.wrong))
-            return 1 if found.wrong else 0
+                return [str(error)]
+            found = protobuf(server.url, bodies=passes, seed=seed)
+            print(f"passes: {dict(found.statuses)}, futures: {dict(found.outcomes)}")
+            return found.wrong
+
+
+def mutated_bodies(count: int, seed: int) -> list[str]:
+    """Bodies to the application in this process; those that are interesting go into the corpus."""
+    with tempfile.TemporaryDirectory() as folder:
+        found = asyncio.run(_bodies(Path(folder), count, seed))
+    first, last = found.quarters()
+    print(
+        f"bodies: {count} in {found.took_s:.0f} s, slowest {found.slowest_s:.2f} s, "
+        f"{dict(found.statuses)}, {len(found.interesting)} kinds of answers; resident memory "
+        f"{first / MEBIBYTE:.0f} MiB in the first quarter, {last / MEBIBYTE:.0f} in the last"
+    )
+    if last > first * MOST_GROWTH + 20 * MEBIBYTE:
+        found.wrong.append(f"memory grew from {first:.0f} to {last:.0f} bytes")
+    return found.wrong
+
+
+async def _bodies(folder: Path, count: int, seed: int) -> bodies.Found:
+    async with bodies.line(folder) as line:
+        return await bodies.fuzzed(line, bodies=count, seed=seed, say=print)
+
+
+def hostile_graphs(count: int, seed: int) -> list[str]:
+    """In a process of their own, which has a limit on its memory and its time."""
+    done = subprocess.run(
+        [sys.executable, str(HERE / "graphs.py"), str(count), str(seed)],
+        capture_output=True,
+        text=True,
+        timeout=3600,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_DATA, (GRAPH_BYTES, GRAPH_BYTES)),
+        check=False,
+    )
+    if done.returncode:
+        return [f"the interpreter ended with {done.returncode}: {done.stderr[-4000:]}"]
+    found = json.loads(done.stdout)
+    wrong: list[str] = found.pop("wrong")
+    print(f"graphs: {count}, {found}")
+    if found["last_quarter_bytes"] > found["first_quarter_bytes"] * MOST_GROWTH + 50 * MEBIBYTE:
+        wrong.append("memory grew")
+    return wrong
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--cases", type=int, default=100, help="of schemathesis, for each route")
+    parser.add_argument("--passes", type=int, default=3_000, help="to a real engine")
+    parser.add_argument("--bodies", type=int, default=50_000, help="to the application alone")
+    parser.add_argument("--graphs", type=int, default=1_000, help="to the interpreter of losses")
+    parser.add_argument("--seed", type=int, default=random.randrange(10**6))
+    chosen = parser.parse_args()
+    print(f"seed {chosen.seed}")
+    wrong = mutated_bodies(chosen.bodies, chosen.seed) if chosen.bodies else []
+    wrong += hostile_graphs(chosen.graphs, chosen.seed) if chosen.graphs else []
+    if chosen.cases or chosen.passes:
+        wrong += against_a_server(chosen.cases, chosen.passes, chosen.seed)
+    print("\n".join(wrong) or "nothing was wrong")
+    return 1 if wrong else 0
 
 
 if __name__ == "__main__":
-    numbers = [int(word) for word in sys.argv[1:]]
-    sys.exit(main(*(numbers + [100, 3000][len(numbers) :])))
+    sys.exit(main())
