@@ -30,8 +30,11 @@ types: Any = importlib.import_module(f"{WHICH}.types")
 VOCABULARY = 400
 #: Steps of training with each model before it is left.
 STEPS = 6
-#: How long a checkpoint is kept, at the least the API knows.
-TTL_S = 20
+#: Samples that are asked for at once.
+BURST = 24
+#: The least the API knows; so visitors delete checkpoints of theirs, all but the newest.
+TTL_S = 3600
+CHECKPOINTS = 6
 
 rng = random.Random(SEED)
 done: Counter[str] = Counter()
@@ -99,7 +102,7 @@ class Visit:
         done["saves"] += 2
 
     def burst(self) -> None:
-        asked = [self.sampler.sample(prompt(), rng.randrange(1, 4), params()) for _ in range(60)]
+        asked = [self.sampler.sample(prompt(), rng.randrange(1, 4), params()) for _ in range(BURST)]
         for one in asked:
             one.result()
         done["samples"] += len(asked)
@@ -125,11 +128,14 @@ class Visit:
         asyncio.run(begin())
         done["cancelled"] += 3
 
-    def list(self) -> None:
+    def look_through(self) -> None:
         self.rest.list_training_runs(limit=20).result()
-        self.rest.list_user_checkpoints(limit=20).result()
         self.rest.list_sessions(limit=20).result()
         self.service.get_server_capabilities()
+        kept = self.rest.list_user_checkpoints(limit=100).result().checkpoints
+        for one in sorted(kept, key=lambda one: one.time)[:-CHECKPOINTS]:
+            self.rest.delete_checkpoint_from_tinker_path(one.tinker_path).result()
+            done["deleted"] += 1
         done["listings"] += 4
 
     def refused(self) -> None:
@@ -192,7 +198,7 @@ def main() -> None:
     errors: list[str] = []
     try:
         visit = Visit()
-        actions = [visit.train, visit.burst, visit.give_up, visit.list, visit.refused]
+        actions = [visit.train, visit.burst, visit.give_up, visit.look_through, visit.refused]
         actions += [visit.logprobs, visit.burst]
         if WHICH == "tinkex":
             actions += [visit.stream, visit.download]
@@ -203,7 +209,7 @@ def main() -> None:
                     act()
         done[visit.leave()] += 1
     except BaseException:  # noqa: BLE001  whatever it is, it is what the soak looks for
-        errors.append(traceback.format_exc())
+        errors.append(" ".join(traceback.format_exc().split())[-500:])
     sys.stdout.write(json.dumps({"done": done, "errors": errors}) + "\n")
     sys.stdout.flush()
     # Nothing is tidied up: who leaves in order has said so.

@@ -1,6 +1,9 @@
 """How often the web process looks for garbage: rarely, and never among what it was born with."""
 
+import ctypes
 import gc
+import sys
+from collections.abc import Callable
 
 # Most of what a request makes is freed by counting references. With Python's defaults (700 new
 # objects) thousands of requests in flight are walked through again and again, for nothing.
@@ -13,3 +16,29 @@ def collect_rarely() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(NEW_OBJECTS, YOUNG_ROUNDS, YOUNG_ROUNDS)
+
+
+def collect_young() -> None:
+    """
+    Free what came lately and is held by nothing but itself: errors with their frames.
+
+    By the clock, because a quiet server would wait for hours until there is enough of it.
+    """
+    gc.collect(1)
+
+
+def give_back() -> None:
+    """Let the system have memory that the allocator keeps although nothing is in it."""
+    if _trim is not None:
+        _trim(0)
+
+
+def _find_trim() -> Callable[[int], int] | None:
+    """Only the GNU library has it, and only there it is needed."""
+    if sys.platform != "linux":
+        return None
+    trim: Callable[[int], int] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    return trim
+
+
+_trim = _find_trim()

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from tinkex.server.dispatch import Dispatcher
 from tinkex.server.futures import Futures
+from tinkex.server.garbage import collect_young, give_back
 from tinkex.server.settings import Settings
 from tinkex.server.store import Store
 from tinkex.server.store.retention import Named
@@ -136,6 +137,8 @@ class Janitor:
         while pages := await retention.shrink():
             log.debug("gave %d pages of the database back", pages)
             await asyncio.sleep(BREATH_S)
+        collect_young()
+        await asyncio.to_thread(give_back)
 
     async def _write_down(self, until: Limits) -> None:
         """Models whose client is silent need no log once they are written down."""

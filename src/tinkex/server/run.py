@@ -33,6 +33,10 @@ STEADY_S = 3.0
 # A web process that drains gets this much longer than it was told before it is killed.
 PATIENCE_S = 5.0
 BACKLOG = 2048
+# The GNU library gives each of many threads a heap of its own, and what one of them frees is of no
+# use to the others: memory would grow for hours.
+HEAPS = {"MALLOC_ARENA_MAX": "2"}
+LOCK_FILE = "server.lock"
 
 
 class StartFailed(Exception):
@@ -108,6 +112,7 @@ class Supervisor:
                 stdout=sys.stderr.fileno(),
                 # Signals are passed on from here; a Ctrl-C must not reach it a second time.
                 process_group=0,
+                env={**HEAPS, **os.environ},
             )
             self._child = child
             _tell(child, self._settings.to_json())
@@ -168,7 +173,7 @@ def hold_folder(folder: Path) -> Iterator[None]:
     """One server at a time for each data folder; the system frees it however we end."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / "server.lock").open("a+")
+        lock = (folder / LOCK_FILE).open("a+")
     except OSError as error:
         raise SettingsError(
             f"the data folder {folder} cannot be written: {error.strerror}.",
@@ -188,6 +193,20 @@ def hold_folder(folder: Path) -> Iterator[None]:
         lock.write(f"{os.getpid()}\n")
         lock.flush()
         yield
+
+
+def holder_of(folder: Path) -> str | None:
+    """The process that holds a data folder; None when nobody does."""
+    try:
+        lock = (folder / LOCK_FILE).open()
+    except FileNotFoundError:
+        return None
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return lock.read().strip() or "unknown"
+        return None
 
 
 def open_socket(settings: Settings) -> socket.socket:

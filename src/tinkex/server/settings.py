@@ -112,6 +112,14 @@ class Settings:
     max_samples: int = 0
     #: Most models of one owner that train at once; 0 is no limit. The others wait their turn.
     max_training: int = 0
+    #: Most requests of all owners together that are accepted and not finished; 0 is no limit.
+    max_open: int = 20_000
+    #: Most connections; who comes beyond them is told to come back. 0 is no limit.
+    max_connections: int = 10_000
+    #: How long a connection may take for the head of a request; 0 is no limit.
+    head_s: float = 30.0
+    #: A body or an answer of which less than 4 KiB moves in so long is given up; 0 is no limit.
+    stall_s: float = 60.0
     #: How long a stopping server waits for running requests.
     drain_s: float = 10.0
     #: The server's address as clients see it, for links in answers; empty is as they asked.

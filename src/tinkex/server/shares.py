@@ -72,6 +72,16 @@ def over_limit(load: Load, new: Load, limits: Limits) -> str | None:
     return None
 
 
+def all_full(unfinished: int, most: int) -> str | None:
+    """Why the server takes nothing more from anybody; None when it does."""
+    if not most or unfinished < most:
+        return None
+    return (
+        f"the server has {unfinished} requests that are not finished, and takes {most} at once. "
+        "Send this again when some are done."
+    )
+
+
 @dataclass(frozen=True, eq=False, kw_only=True, slots=True)
 class Ask:
     """One model that has a turn to take."""

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import resource
 import socket
 import sys
 from collections.abc import Sequence
@@ -26,6 +27,7 @@ from tinkex.server.app import create_app
 from tinkex.server.executor import EngineOptions, EngineRefused, LocalExecutor, ServedModel
 from tinkex.server.garbage import collect_rarely
 from tinkex.server.head import protocol
+from tinkex.server.patience import patient
 from tinkex.server.settings import Settings
 from tinkex.server.store import DatabaseRefused, open_store
 
@@ -96,17 +98,19 @@ async def serve(
     app = create_app(settings, executor, store)
     config = uvicorn.Config(
         app,
-        http=protocol(),
+        http=patient(protocol(), head_s=settings.head_s, stall_s=settings.stall_s),
         # Nothing here speaks WebSocket: what nobody uses is not reachable either.
         ws="none",
         lifespan="on",
         log_config=None,
         access_log=False,
         timeout_keep_alive=KEEP_ALIVE_S,
+        limit_concurrency=settings.max_connections or None,
         timeout_graceful_shutdown=int(settings.drain_s),
         server_header=False,
     )
     server = Server(config, app)
+    _allow_descriptors()
     collect_rarely()
     # When the supervisor is gone nobody would start this process again: leave in order.
     loop = asyncio.get_running_loop()
@@ -138,6 +142,12 @@ async def _begin(
         return False
     reporter.say("ready\n")
     return True
+
+
+def _allow_descriptors() -> None:
+    """Each connection needs one, and many systems give a process 1,024 unless it asks."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _engine_options(settings: Settings, served: Sequence[ServedModel]) -> EngineOptions:

@@ -10,7 +10,7 @@ from tinkex.server.api.context import Context, answer
 from tinkex.server.api.errors import Refusal
 from tinkex.server.dispatch.tap import Tap
 from tinkex.server.plan import Kind
-from tinkex.server.shares import Limits, Load, over_limit
+from tinkex.server.shares import Limits, Load, all_full, over_limit
 from tinkex.server.store import Accepted, NewRequest, RequestRow, Status
 from tinkex.wire.errors import WireError
 from tinkex.wire.futures import UntypedAPIFuture
@@ -28,7 +28,7 @@ def load_of(new: NewRequest) -> Load:
 
 def admit(request: Request, context: Context, new: NewRequest) -> None:
     """
-    Refuse what is over the limits of its owner, for now: a 429.
+    Refuse what is over the limits of its owner, or of the server, for now: a 429.
 
     A step that others of its model wait for is always let in: they would hold its place for ever.
     """
@@ -36,6 +36,7 @@ def admit(request: Request, context: Context, new: NewRequest) -> None:
     limits = Limits.of(context.settings, caller.limits)
     context.dispatcher.allow(caller.owner, limits.max_training)
     refusal = over_limit(context.futures.load(caller.owner), load_of(new), limits)
+    refusal = refusal or all_full(len(context.futures), context.settings.max_open)
     if refusal is None:
         return
     if new.model_id is not None and context.dispatcher.awaits(new.model_id, new.seq_id or 0):
