@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 # The official SDKs that `make test` runs unmodified, each in a cached environment of its own.
 SDKS := 0.36.0 0.4.1
 
-.PHONY: help setup demo test matrix fuzz cookbook defects check format bench proto clean
+.PHONY: help setup demo test matrix fuzz cookbook defects faults chaos soak check format bench proto clean
 
 help:
 	@echo "make setup   a .venv with everything (idempotent)"
@@ -15,8 +15,11 @@ help:
 	@echo "make test    the whole test suite"
 	@echo "make matrix  thirteen official SDKs against one server; writes docs/reference/sdk-matrix.md"
 	@echo "make fuzz    thousands of strange requests to one server"
-	@echo "make cookbook  recipes of the official cookbook on the embedded model; writes docs/reference/cookbook.md"
+	@echo "make cookbook  recipes of the official cookbook, with the official SDK and with tinkex; writes docs/reference/cookbook.md"
 	@echo "make defects  the official client's defects, tried on both clients; writes docs/reference/defects.md"
+	@echo "make faults  2,000 steps and 5,000 samples over a network that fails all the time; writes docs/reference/faults.md"
+	@echo "make chaos   a hundred kill -9 of the server under running clients"
+	@echo "make soak    twenty minutes of mixed tenants: memory and descriptors stay flat"
 	@echo "make check   lint, format and types"
 	@echo "make bench   benchmarks; reports go to benchmarks/results"
 
@@ -50,6 +53,17 @@ cookbook: setup
 
 defects: setup
 	@$(BIN)/python tests/defects/table.py
+
+faults: setup
+	@$(BIN)/python tests/faults/run.py
+
+chaos: setup
+	@$(BIN)/python tests/sdk_envs.py $(SDKS)
+	@$(BIN)/python tests/chaos/run.py
+
+soak: setup
+	@$(BIN)/python tests/sdk_envs.py $(SDKS)
+	@$(BIN)/python tests/soak/soak.py
 
 check: setup
 	@$(BIN)/ruff check
