@@ -1,24 +1,27 @@
 """
-No route without a key, and no route that tells one owner of another's things.
+Every route, and who asks: its owner, another owner, a revoked key, no key, and about what is published.
 
-Made from the application's own table of routes: a route that is new fails here until it is said
-which ids it takes.
+Made from the application's own table of routes. What is expected of each route stands in `EXPECTED`;
+a route that is not there, or a word in its path that nobody explained, fails the suite.
 """
 
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
+from starlette.requests import Request
+from starlette.responses import Response
 from starlette.routing import Route
 
 from server.echo import EchoExecutor
 from server.hosting import PROTOBUF, Api, hosted, pass_body
-from server.tenants import new_key, with_key
-from tinkex.server.api.auth import OPEN_PATHS, SIGNED_PREFIXES
+from server.tenants import new_key, revoke, with_key
+from tinkex.server.api.auth import LOCAL_PATHS, OPEN_PATHS, SIGNED_PREFIXES
 from tinkex.server.app import create_app
 from tinkex.server.settings import Settings
 from tinkex.server.store import open_store
@@ -26,99 +29,170 @@ from tinkex.server.store import open_store
 pytestmark = pytest.mark.anyio
 
 V1 = "/api/v1"
+CHECKPOINT = f"{V1}/training_runs/{{run}}/checkpoints/{{kind}}/{{name}}"
 
-#: Routes that name nobody's things: they answer about the caller, or about the server.
-WITHOUT_IDS = {
-    ("DELETE", f"{V1}/auth/apikey/me"),
-    ("GET", f"{V1}/audit"),
-    ("GET", f"{V1}/auth/apikey/me"),
-    ("GET", f"{V1}/billing/usage/checkpoints/current"),
-    ("GET", f"{V1}/billing/usage/events"),
-    ("GET", f"{V1}/checkpoints"),
-    ("GET", f"{V1}/get_server_capabilities"),
-    ("GET", f"{V1}/sessions"),
-    ("GET", f"{V1}/training_runs"),
-    ("GET", "/metrics"),
-    ("POST", f"{V1}/auth/apikey"),
-    ("POST", f"{V1}/auth/token"),
-    ("POST", f"{V1}/client/config"),
-    ("POST", f"{V1}/client/dynamic_config"),
-    ("POST", f"{V1}/create_session"),
-    ("POST", f"{V1}/sessions/search"),
-    ("POST", f"{V1}/telemetry"),
+#: What a route is about, and so who may ask what of it.
+#: `open` says nothing of anybody; `signed` has its permission in its address; `machine` is open to this
+#: machine only; `caller` answers about who asks; `silent` is harmless whatever it names, and the same
+#: for all; `owned` names things, for their owner only; `shared` names what may be published.
+Sort = Literal["open", "signed", "machine", "caller", "silent", "owned", "shared"]
+
+
+@dataclass(frozen=True)
+class Expected:
+    sort: Sort
+    #: What its owner is answered; the body, if it takes one, is made of the owner's things.
+    status: int = 200
+    body: Any = None
+    #: The part of the address after `?`, where one is needed.
+    query: str = ""
+
+
+SAMPLE = {
+    "sampling_session_id": "{sampler}",
+    "prompt": {"chunks": [{"tokens": [1]}]},
+    "sampling_params": {"max_tokens": 1},
+}
+GRAPH = {
+    "session_id": "{session}",
+    "custom_loss_seq_id": 0,
+    "name": "total",
+    "inputs": [{"name": "logprobs", "rank": 1}],
+    "graph": {"format": 1, "nodes": []},
+}
+POLL = {
+    "target": {
+        "type": "sampling_session",
+        "sampling_session_id": "{sampler}",
+        "cloned_sampler_id": 0,
+    },
+    "prev_cursor": 0,
+    "timeout": 0,
 }
 
-#: A body for each route that takes ids in one, made of somebody's things.
-BODIES: Mapping[str, Mapping[str, Any]] = {
-    "asample": {
-        "sampling_session_id": "{sampler}",
-        "seq_id": 9,
-        "prompt": {"chunks": [{"tokens": [1]}]},
-        "sampling_params": {"max_tokens": 1},
-    },
-    "copy_weights": {"source_path": "{path}", "destination_project_id": "p"},
-    "create_custom_loss": {
-        "session_id": "{session}",
-        "custom_loss_seq_id": 0,
-        "name": "total",
-        "inputs": [{"name": "logprobs", "rank": 1}],
-        "graph": {"format": 1, "nodes": []},
-    },
-    "create_model": {
-        "session_id": "{session}",
-        "model_seq_id": 5,
-        "base_model": "test/echo",
-        "lora_config": {"rank": 8},
-    },
-    "create_sampling_session": {
-        "session_id": "{session}",
-        "sampling_session_seq_id": 5,
-        "base_model": "test/echo",
-    },
-    "forward": {"model_id": "{model}", "seq_id": 9, "forward_input": {"data": [], "loss_fn": "x"}},
-    "get_info": {"model_id": "{model}"},
-    "join_sampling_session": {"sampling_session_id": "{sampler}"},
-    "load_weights": {"model_id": "{model}", "seq_id": 9, "path": "{path}", "optimizer": False},
-    "optim_step": {"model_id": "{model}", "seq_id": 9, "adam_params": {}},
-    "retrieve_future": {"request_id": "{request}"},
-    "retrieve_futures": {
-        "target": {
-            "type": "sampling_session",
-            "sampling_session_id": "{sampler}",
-            "cloned_sampler_id": 0,
+#: In the order in which the owner asks: steps have numbers, and what ends something comes last.
+EXPECTED: Mapping[tuple[str, str], Expected] = {
+    ("GET", f"{V1}/healthz"): Expected("open"),
+    ("GET", "/api/unauthed/auth-config"): Expected("open", 404),
+    ("GET", "/docs"): Expected("open"),
+    ("GET", "/docs/oauth2-redirect"): Expected("open"),
+    ("GET", "/redoc"): Expected("open"),
+    ("GET", "/openapi.json"): Expected("open"),
+    ("GET", f"{V1}/signed/traces/{{session_id}}"): Expected(
+        "signed", 403, query="expires=9999999999&signature=0"
+    ),
+    ("GET", f"{V1}/downloads/{{version_id}}/{{file}}"): Expected(
+        "signed", 403, query="expires=9999999999&signature=0"
+    ),
+    ("GET", "/metrics"): Expected("machine"),
+    ("GET", f"{V1}/audit"): Expected("caller"),
+    ("GET", f"{V1}/auth/apikey/me"): Expected("caller"),
+    ("POST", f"{V1}/auth/apikey"): Expected("caller", 403),
+    ("POST", f"{V1}/auth/token"): Expected("caller"),
+    ("GET", f"{V1}/billing/usage/checkpoints/current"): Expected("caller"),
+    ("GET", f"{V1}/billing/usage/events"): Expected(
+        "caller", query="starting_on=2026-01-01T00:00:00Z&ending_before=2026-01-02T00:00:00Z"
+    ),
+    ("GET", f"{V1}/checkpoints"): Expected("caller"),
+    ("GET", f"{V1}/get_server_capabilities"): Expected("caller"),
+    ("GET", f"{V1}/sessions"): Expected("caller"),
+    ("GET", f"{V1}/training_runs"): Expected("caller"),
+    ("POST", f"{V1}/client/config"): Expected("caller", body={"sdk_version": "0.36.0"}),
+    ("POST", f"{V1}/client/dynamic_config"): Expected("caller", body={"sdk_version": "0.36.0"}),
+    ("POST", f"{V1}/create_session"): Expected(
+        "caller", body={"tags": [], "user_metadata": {}, "sdk_version": "0.36.0"}
+    ),
+    ("POST", f"{V1}/sessions/search"): Expected("caller", body={"owner": {"type": "accessible"}}),
+    ("POST", f"{V1}/telemetry"): Expected("caller", body={"events": []}),
+    ("POST", f"{V1}/cancel_future"): Expected("silent", body={"request_id": "{request}"}),
+    # Reading.
+    ("GET", f"{V1}/samplers/{{sampling_session_id}}"): Expected("owned"),
+    ("GET", f"{V1}/sessions/{{session_id}}"): Expected("shared"),
+    ("GET", f"{V1}/sessions/{{session_id}}/trace_export"): Expected("owned"),
+    ("GET", f"{V1}/training_runs/{{run}}"): Expected("shared"),
+    ("GET", f"{V1}/training_runs/{{run}}/checkpoints"): Expected("shared"),
+    ("GET", f"{CHECKPOINT}/archive"): Expected("shared", 302),
+    ("GET", f"{CHECKPOINT}/external_weights_urls"): Expected("shared", 400),
+    ("POST", f"{V1}/weights_info"): Expected("shared", body={"tinker_path": "{path}"}),
+    ("POST", f"{V1}/get_info"): Expected("owned", body={"model_id": "{model}"}),
+    ("POST", f"{V1}/retrieve_future"): Expected("owned", body={"request_id": "{request}"}),
+    ("POST", f"{V1}/retrieve_futures"): Expected("owned", body=POLL),
+    # Making something.
+    ("POST", f"{V1}/session_heartbeat"): Expected("owned", body={"session_id": "{session}"}),
+    ("POST", f"{V1}/asample"): Expected("owned", body={**SAMPLE, "seq_id": 9}),
+    ("POST", f"{V1}/stream_sample"): Expected("owned", body={**SAMPLE, "seq_id": 10}),
+    ("POST", f"{V1}/create_custom_loss"): Expected("owned", body=GRAPH),
+    ("POST", f"{V1}/create_model"): Expected(
+        "owned",
+        body={
+            "session_id": "{session}",
+            "model_seq_id": 5,
+            "base_model": "test/echo",
+            "lora_config": {"rank": 8},
         },
-        "prev_cursor": 0,
-    },
-    "save_weights": {"model_id": "{model}", "seq_id": 9, "path": "b"},
-    "save_weights_external": {"model_id": "{model}", "seq_id": 9, "path": "b"},
-    "save_weights_for_sampler": {"model_id": "{model}", "seq_id": 9, "path": "b"},
-    "session_heartbeat": {"session_id": "{session}"},
-    "sessions/{session_id}/finish": {"reason": {"type": "success"}},
-    "sessions/{session_id}/project": {"project_id": "p"},
-    "stream_sample": {
-        "sampling_session_id": "{sampler}",
-        "seq_id": 9,
-        "prompt": {"chunks": [{"tokens": [1]}]},
-        "sampling_params": {"max_tokens": 1},
-    },
-    "training_runs/{run}/checkpoints/{kind}/{name}/ttl": {"ttl_seconds": 3600},
-    "unload_model": {"model_id": "{model}"},
-    "weights_info": {"tinker_path": "{path}"},
+    ),
+    ("POST", f"{V1}/create_sampling_session"): Expected(
+        "owned",
+        body={
+            "session_id": "{session}",
+            "sampling_session_seq_id": 5,
+            "base_model": "test/echo",
+        },
+    ),
+    ("POST", f"{V1}/join_sampling_session"): Expected(
+        "owned", body={"sampling_session_id": "{sampler}"}
+    ),
+    # Into one's own project: of another's checkpoint it asks only to read it.
+    ("POST", f"{V1}/copy_weights"): Expected(
+        "shared", body={"source_path": "{path}", "destination_project_id": "p"}
+    ),
+    # Steps.
+    ("POST", f"{V1}/forward_backward"): Expected("owned", body=3),
+    ("POST", f"{V1}/forward"): Expected(
+        "owned",
+        body={"model_id": "{model}", "seq_id": 4, "forward_input": {"data": [], "loss_fn": "x"}},
+    ),
+    ("POST", f"{V1}/optim_step"): Expected(
+        "owned", body={"model_id": "{model}", "seq_id": 5, "adam_params": {}}
+    ),
+    ("POST", f"{V1}/save_weights"): Expected(
+        "owned", body={"model_id": "{model}", "seq_id": 6, "path": "b"}
+    ),
+    ("POST", f"{V1}/save_weights_external"): Expected(
+        "owned", body={"model_id": "{model}", "seq_id": 7, "path": "b"}
+    ),
+    ("POST", f"{V1}/save_weights_for_sampler"): Expected(
+        "owned", body={"model_id": "{model}", "seq_id": 8, "path": "b"}
+    ),
+    ("POST", f"{V1}/load_weights"): Expected(
+        "owned", body={"model_id": "{model}", "seq_id": 9, "path": "{path}", "optimizer": False}
+    ),
+    ("POST", f"{V1}/unload_model"): Expected("owned", body={"model_id": "{model}"}),
+    # Changing, and ending.
+    ("PUT", f"{V1}/sessions/{{session_id}}/project"): Expected(
+        "owned", 204, body={"project_id": "p"}
+    ),
+    ("PUT", f"{CHECKPOINT}/ttl"): Expected("owned", 204, body={"ttl_seconds": 3600}),
+    ("POST", f"{CHECKPOINT}/publish"): Expected("owned", 204),
+    ("DELETE", f"{CHECKPOINT}/publish"): Expected("owned", 204),
+    ("DELETE", CHECKPOINT): Expected("owned", 204),
+    ("POST", f"{V1}/sessions/{{session_id}}/finish"): Expected(
+        "owned", body={"reason": {"type": "success"}}
+    ),
+    ("DELETE", f"{V1}/auth/apikey/me"): Expected("caller"),
 }
 
-#: The words for ids in the paths of routes.
+#: The words in the paths of routes.
 IN_PATHS = {
     "session_id": "{session}",
     "model_id": "{model}",
     "run": "{model}",
     "kind": "weights",
     "name": "a",
-    "checkpoint_id:path": "weights/a",
     "sampling_session_id": "{sampler}",
+    "version_id": "v",
+    "file": "archive.tar",
 }
-
-#: Harmless whatever it names, and the same for all: nothing can be learnt from it.
-SILENT = {("POST", f"{V1}/cancel_future")}
 
 
 def routes(app: FastAPI) -> Iterator[tuple[str, str]]:
@@ -132,33 +206,45 @@ def routes(app: FastAPI) -> Iterator[tuple[str, str]]:
                 yield method, route.path
 
 
-def is_open(path: str) -> bool:
-    return path in OPEN_PATHS or path.startswith(SIGNED_PREFIXES)
+def unclassified(app: FastAPI) -> set[tuple[str, str]]:
+    """Routes of which nobody has said who may ask what."""
+    return set(routes(app)) - EXPECTED.keys()
 
 
 @pytest.fixture
-def table(tmp_path: Path) -> list[tuple[str, str]]:
+def app(tmp_path: Path) -> Iterator[FastAPI]:
     settings = Settings(data=str(tmp_path / "other"))
     store = open_store(
         db_url=settings.db_url, storage_url=settings.storage_url, folder=settings.folder
     )
     try:
-        found = list(routes(create_app(settings, EchoExecutor(), store)))
-        assert ("POST", f"{V1}/create_session") in found
-        return found
+        yield create_app(settings, EchoExecutor(), store)
     finally:
         store.close()
 
 
-async def asked(
-    api: Api, method: str, path: str, body: Any = None, headers: Mapping[str, str] | None = None
-) -> tuple[int, str]:
-    data = body if isinstance(body, bytes) else json.dumps(body or {}).encode()
-    sent = {"Content-Type": "application/json", **(headers or {})}
-    async with api.http.request(
-        method, path, data=None if method == "GET" else data, headers=sent, allow_redirects=False
-    ) as got:
-        return got.status, (await got.read()).decode(errors="replace")
+def test_every_route_is_classified_and_every_classified_route_exists(app: FastAPI) -> None:
+    assert not unclassified(app), "say in EXPECTED who may ask what of these routes"
+    assert not EXPECTED.keys() - set(routes(app)), "these routes are gone"
+    for (_, path), expected in EXPECTED.items():
+        gate_lets_in = path in OPEN_PATHS or path.startswith(SIGNED_PREFIXES)
+        assert gate_lets_in == (expected.sort in ("open", "signed")), path
+        assert (path in LOCAL_PATHS) == (expected.sort == "machine"), path
+
+
+def test_a_new_route_fails_until_it_is_classified(app: FastAPI) -> None:
+    async def forgotten(_request: Request) -> Response:
+        return Response()
+
+    app.add_route(f"{V1}/forgotten/{{model_id}}", forgotten, methods=["GET"])
+    app.add_api_route(f"{V1}/forgotten", forgotten, methods=["DELETE"])
+    assert unclassified(app) == {
+        ("GET", f"{V1}/forgotten/{{model_id}}"),
+        ("DELETE", f"{V1}/forgotten"),
+    }
+
+
+# -- asking --------------------------------------------------------------------------------------
 
 
 def filled(value: Any, things: Mapping[str, str]) -> Any:
@@ -170,6 +256,38 @@ def filled(value: Any, things: Mapping[str, str]) -> Any:
     if isinstance(value, list):
         return [filled(inner, things) for inner in value]
     return value
+
+
+def address(route: str, things: Mapping[str, str]) -> str:
+    path = route
+    for word, thing in IN_PATHS.items():
+        path = path.replace("{" + word + "}", filled(thing, things))
+    assert "{" not in path, f"{route}: say in IN_PATHS what its words mean"
+    return path
+
+
+async def asked(
+    api: Api, key: tuple[str, str], things: Mapping[str, str], query: str = ""
+) -> tuple[int, str]:
+    """A route of the table, about somebody's things."""
+    method, route = key
+    expected = EXPECTED[key]
+    body: Any = expected.body
+    headers = {"Content-Type": "application/json"}
+    if isinstance(body, int):  # the number of a pass, which is protobuf
+        data, headers = pass_body(things["model"], body), PROTOBUF
+    else:
+        data = json.dumps(filled(body or {}, things)).encode()
+    path = address(route, things)
+    query = "&".join(filter(None, (expected.query, query)))
+    async with api.http.request(
+        method,
+        f"{path}?{query}" if query else path,
+        data=None if method == "GET" else data,
+        headers=headers,
+        allow_redirects=False,
+    ) as got:
+        return got.status, (await got.read()).decode(errors="replace")
 
 
 async def things_of(api: Api) -> dict[str, str]:
@@ -192,59 +310,62 @@ async def things_of(api: Api) -> dict[str, str]:
     }
 
 
-async def test_every_route_needs_a_key_and_none_tells_of_anothers_things(
-    echo: EchoExecutor, tmp_path: Path, table: list[tuple[str, str]]
+async def test_every_route_answers_each_of_five_askers_as_expected(
+    echo: EchoExecutor, tmp_path: Path
 ) -> None:
-    alices = await new_key(tmp_path, "alice")
-    bobs = await new_key(tmp_path, "bob")
+    keys = {name: await new_key(tmp_path, name) for name in ("alice", "bob", "carol")}
+    await revoke(tmp_path, 3)
+    wrong: list[str] = []
+    cells = 0
+
+    def check(who: str, key: tuple[str, str], got: tuple[int, str], *wanted: int) -> None:
+        nonlocal cells
+        cells += 1
+        if got[0] not in wanted:
+            wrong.append(f"{who}: {key} answered {got[0]} {got[1][:200]}, expected {wanted}")
+
     async with (
-        hosted(echo, tmp_path) as nobody,
-        with_key(nobody, alices) as alice,
-        with_key(nobody, bobs) as bob,
+        hosted(echo, tmp_path, long_poll_s=0.05) as nobody,
+        with_key(nobody, keys["alice"]) as alice,
+        with_key(nobody, keys["bob"]) as bob,
+        with_key(nobody, keys["carol"]) as revoked,
     ):
         things = await things_of(alice)
         before = len(echo.ran)
-        for method, route in table:
-            where = f"{method} {route}"
-            if is_open(route):
-                continue
-            path = route
-            for word, thing in IN_PATHS.items():
-                path = path.replace("{" + word + "}", filled(thing, things))
-            assert "{" not in path, f"{where}: say in IN_PATHS what its words mean"
-            if route != "/metrics":
-                status, text = await asked(nobody, method, path)
-                assert status == 401, f"{where} without a key answered {status} {text}"
-            if (method, route) in WITHOUT_IDS | SILENT:
-                continue
-            key = route.removeprefix(f"{V1}/")
-            assert path != route or key in BODIES or key == "forward_backward", (
-                f"{where} is new: say in BODIES or WITHOUT_IDS which ids it takes"
-            )
-            body, headers = filled(BODIES.get(key, {}), things), {}
-            if key == "forward_backward":
-                body, headers = pass_body(things["model"], 9), PROTOBUF
-            status, text = await asked(bob, method, path, body, headers)
-            assert status == 404, f"{where} with another owner's ids answered {status} {text}"
-            if method == "GET":  # nothing is published, so a wider look finds no more
-                status, text = await asked(bob, method, f"{path}?access_scope=accessible")
-                assert status == 404, f"{where} when accessible answered {status} {text}"
-        assert len(echo.ran) == before
-        for thing in ("session", "model", "path"):
-            for method, route in sorted(WITHOUT_IDS):
-                if method == "GET" and (method, route) in table and route != "/metrics":
-                    for scope in ("owned", "accessible"):
-                        _, text = await asked(bob, method, f"{route}?access_scope={scope}")
-                        assert things[thing] not in text, f"{route} tells of another's {thing}"
-        # All of it is still there for its owner.
-        status, _ = await asked(
-            alice, "POST", f"{V1}/session_heartbeat", {"session_id": things["session"]}
-        )
-        assert status == 200
-        status, _ = await asked(
-            alice, "POST", f"{V1}/weights_info", {"tinker_path": things["path"]}
-        )
-        assert status == 200
+        for key, expected in EXPECTED.items():
+            needs_key = expected.sort not in ("open", "signed", "machine")
+            refusal = 401 if needs_key else expected.status
+            check("no key", key, await asked(nobody, key, things), refusal)
+            check("revoked key", key, await asked(revoked, key, things), refusal)
+            if key == ("DELETE", f"{V1}/auth/apikey/me"):
+                continue  # would take bob's key; its owner's turn is the last
+            hidden = expected.sort in ("owned", "shared")
+            for query in ("", "access_scope=accessible"):
+                if not query or key[0] == "GET":
+                    got = await asked(bob, key, things, query)
+                    check("another owner", key, got, 404 if hidden else expected.status)
+                    told = [thing for thing in things.values() if thing in got[1]]
+                    if told and expected.sort == "caller":
+                        wrong.append(f"another owner: {key} tells of {told}")
+        assert len(echo.ran) == before, "another owner's request was run"
+
+        # What is published may be read, and nothing more; the rest of its run stays hidden.
+        publish = ("POST", f"{CHECKPOINT}/publish")
+        assert (await asked(alice, publish, things))[0] == 204
+        for key, expected in EXPECTED.items():
+            if expected.sort == "owned":
+                got = await asked(bob, key, things)
+                check("another owner, published", key, got, 404)
+            elif expected.sort == "shared":
+                got = await asked(bob, key, things, "access_scope=accessible")
+                check("another owner, published", key, got, expected.status)
+        assert len(echo.ran) == before, "another owner's request was run"
+
+        # All of it is still there for its owner, whose things these are.
+        for key, expected in EXPECTED.items():
+            check("owner", key, await asked(alice, key, things), expected.status)
+    assert not wrong, "\n".join(wrong)
+    assert cells > 5 * len(EXPECTED) - 30
 
 
 async def test_metrics_need_a_key_once_other_machines_can_ask(

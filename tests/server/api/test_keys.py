@@ -42,6 +42,10 @@ async def test_a_server_without_keys_takes_everybody_as_local(api: Api) -> None:
         {"Host": "evil.example:8000"},
         {"Host": "[::2]:8000"},
         {"Origin": "https://evil.example"},  # a page of another site, in a browser here
+        {"Origin": "null"},  # a file, or a frame in a sandbox
+        {"Origin": "http://127.0.0.1.evil.example"},
+        {"Origin": "http://127.0.0.1@evil.example"},
+        {"Origin": "file://"},
     ],
 )
 async def test_without_keys_a_web_page_of_another_site_is_refused(
@@ -51,6 +55,15 @@ async def test_without_keys_a_web_page_of_another_site_is_refused(
     refused = await api.post("create_session", body, headers=headers)
     assert refused.status == 403
     assert "tinkex key create" in refused.json["detail"]
+
+
+@pytest.mark.parametrize("headers", [{"Host": "evil.example"}, {"Origin": "http://evil.example"}])
+async def test_metrics_without_a_key_are_not_for_web_pages_of_other_sites(
+    api: Api, headers: dict[str, str]
+) -> None:
+    async with api.http.get("/metrics", headers=headers) as got:
+        assert got.status == 403
+    assert (await api.get("/metrics")).status == 200
 
 
 @pytest.mark.parametrize("host", ["localhost:8000", "127.0.0.1", "[::1]:9", "127.3.2.1:80"])

@@ -178,21 +178,29 @@ class Authentication:
         self._local_paths = LOCAL_PATHS if is_loopback(host) else frozenset()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and not self._is_open(scope["path"]):
+        if scope["type"] == "http" and not _is_open(scope["path"]):
             request = HTTPConnection(scope)
             try:
-                caller = await gate_of(request).caller(request.headers.get("x-api-key"))
-                if caller.key_id is None:
+                if scope["path"] in self._local_paths:
                     refuse_other_sites(request.headers)
+                else:
+                    scope.setdefault("state", {})["caller"] = await _caller_of(request)
             except Refusal as refusal:
                 await _swallow(receive)
                 await JSONResponse({"detail": refusal.detail}, refusal.status)(scope, receive, send)
                 return
-            scope.setdefault("state", {})["caller"] = caller
         await self._app(scope, receive, send)
 
-    def _is_open(self, path: str) -> bool:
-        return path in OPEN_PATHS or path in self._local_paths or path.startswith(SIGNED_PREFIXES)
+
+def _is_open(path: str) -> bool:
+    return path in OPEN_PATHS or path.startswith(SIGNED_PREFIXES)
+
+
+async def _caller_of(request: HTTPConnection) -> Caller:
+    caller = await gate_of(request).caller(request.headers.get("x-api-key"))
+    if caller.key_id is None:
+        refuse_other_sites(request.headers)
+    return caller
 
 
 def refuse_other_sites(headers: Mapping[str, str]) -> None:
@@ -200,19 +208,18 @@ def refuse_other_sites(headers: Mapping[str, str]) -> None:
     Without keys, being on this machine is the permission; a web page in its browser is not.
 
     A page of another site says so in `Origin`, and one that had its own name pointed here says
-    so in `Host`.
+    so in `Host`. A page without a site, such as a file or a frame in a sandbox, says `null`.
     """
     for name, url in (("Host", f"//{headers.get('host', '')}"), ("Origin", headers.get("origin"))):
         try:
-            site = urlsplit(url).hostname if url else None
+            site = (urlsplit(url).hostname or url.strip("/")) if url else None
         except ValueError:
             site = url
         if site and not is_loopback(site):
             raise Refusal(
                 403,
-                f"this server has no keys, so it answers only to this machine, and {name} is "
-                f"{site[:200]!r}. Use http://127.0.0.1 or localhost, or make a key with "
-                "`tinkex key create`.",
+                f"without a key only this machine is answered, and {name} is {site[:200]!r}. Use "
+                "http://127.0.0.1 or localhost, or make a key with `tinkex key create`.",
             )
 
 
