@@ -19,6 +19,9 @@ class Subcommand:
 
 SUBCOMMANDS = {
     "auth": Subcommand(module="tinkex.cli.auth", help="Store a key; see who you are."),
+    "backup": Subcommand(
+        module="tinkex.cli.backup", help="Copy what a server keeps, also while it runs."
+    ),
     "billing": Subcommand(module="tinkex.cli.billing", help="What was used, and what it costs."),
     "checkpoint": Subcommand(
         module="tinkex.cli.checkpoint", help="List, download, publish and delete saved weights."
@@ -29,6 +32,9 @@ SUBCOMMANDS = {
     "demo": Subcommand(
         module="tinkex.cli.demo", help="Fine-tune a small model here and now, and see it change."
     ),
+    "doctor": Subcommand(
+        module="tinkex.cli.doctor", help="Look at a server's data folder, and repair it."
+    ),
     "key": Subcommand(
         module="tinkex.cli.key", help="Make, list and revoke the API keys of a server."
     ),
@@ -36,6 +42,7 @@ SUBCOMMANDS = {
         module="tinkex.cli.merge", help="Add an adapter into its base model: a full model folder."
     ),
     "model": Subcommand(module="tinkex.cli.model", help="Which base models a service offers."),
+    "restore": Subcommand(module="tinkex.cli.restore", help="Make a data folder from a back-up."),
     "run": Subcommand(module="tinkex.cli.run", help="List training runs and look at one."),
     "sample": Subcommand(module="tinkex.cli.sample", help="Ask a model something, from the shell."),
     "serve": Subcommand(

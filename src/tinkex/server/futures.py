@@ -1,16 +1,19 @@
 """Results that were promised: who waits for one sleeps on an event, and is woken by the commit."""
 
 import asyncio
+import logging
 import time
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tinkex.server.completions import Completions
 from tinkex.server.plan import Kind
 from tinkex.server.shares import Load
-from tinkex.server.store import RequestRow, Status, Store
+from tinkex.server.store import Damaged, RequestRow, Status, Store
 from tinkex.server.store.requests import ResultGone, given_s
+
+log = logging.getLogger("tinkex.server.futures")
 
 # Finished results are kept in memory for the poll that is about to come; the rest are read back.
 KEPT_BYTES = 64 * 2**20
@@ -158,7 +161,11 @@ class Futures:
             return None
         result = b""
         if row.status is Status.DONE:
-            result = await self._store.requests.result(request_id)
+            try:
+                result = await self._store.requests.result(request_id)
+            except Damaged as damaged:
+                log.error("%s", damaged)
+                row = replace(row, error=f"{damaged}. The work was done.", category="server")
         settled = settled_from(row, result)
         self._keep(settled)
         return settled

@@ -125,10 +125,16 @@ def _check_sound(engine: sa.Engine) -> None:
         )
 
 
-def migrate(engine: sa.Engine) -> None:
-    """Bring the schema to the newest version; nothing happens when it is there."""
+def migrations() -> Config:
+    """What alembic must know to find the versions of the schema."""
     config = Config()
     config.set_main_option("script_location", str(Path(__file__).parent / "migrations"))
+    return config
+
+
+def migrate(engine: sa.Engine) -> None:
+    """Bring the schema to the newest version; nothing happens when it is there."""
+    config = migrations()
     logging.getLogger("alembic").setLevel(logging.WARNING)
     with engine.connect() as connection:
         config.attributes["connection"] = connection
@@ -141,8 +147,10 @@ def _engines(url: str, *, alone: bool) -> tuple[sa.Engine, sa.Engine]:
         backend = sa.make_url(url).get_backend_name()
         if backend not in ("sqlite", "postgresql"):
             raise DatabaseRefused(f"--db is a database of {backend}. {ALLOWED}")
-        writing = sa.create_engine(url, pool_size=1, max_overflow=0)
-        reading = sa.create_engine(url, pool_size=READERS, max_overflow=0)
+        # Errors are logged, and what was to be written belongs to somebody.
+        hidden = {"hide_parameters": True, "max_overflow": 0}
+        writing = sa.create_engine(url, pool_size=1, **hidden)
+        reading = sa.create_engine(url, pool_size=READERS, **hidden)
     except ModuleNotFoundError as error:
         raise DatabaseRefused(
             f"the database needs {error.name}, which is not installed. "
@@ -155,6 +163,8 @@ def _engines(url: str, *, alone: bool) -> tuple[sa.Engine, sa.Engine]:
         _prepare_sqlite(reading, "BEGIN")
     else:
         postgres.prepare_writer(writing, alone=alone)
+        postgres.prepare_texts(writing)
+        postgres.prepare_texts(reading)
         # All statements of one read see the same commits, as with SQLite.
         reading = reading.execution_options(
             isolation_level="REPEATABLE READ", postgresql_readonly=True

@@ -21,6 +21,10 @@ from tinkex.server.store.trouble import Damaged
 FINGERPRINT_DIGITS = 32
 
 
+#: Where files and folders are that rows point to, and how many names deep below that.
+ROOMS = {"payloads": 2, "results": 2, "checkpoints": 4, "snapshots": 2}
+
+
 class Files:
     """Named bytes below one root: a local folder, or any fsspec URL."""
 
@@ -54,6 +58,11 @@ class Files:
         if fingerprint and not hashlib.sha256(data).hexdigest().startswith(fingerprint):
             raise Damaged(f"is damaged: the {len(data)} bytes of {place} are not what was written")
         return data
+
+    def exists(self, place: str) -> bool:
+        if self.local is not None:
+            return (self.local / place).exists()
+        return bool(self._filesystem.exists(f"{self._root}/{place}"))
 
     def path(self, place: str) -> Path | None:
         """The file itself, where it is one on this machine."""
@@ -118,6 +127,14 @@ class Files:
                 place = "/".join(below[: depth + 1])
                 found[place] = max(found.get(place, 0.0), _written_s(facts))
         return [place for place, at_s in found.items() if at_s < before_s]
+
+    def all_places(self) -> list[str]:
+        """Everything that rows may point to, or have pointed to."""
+        return [
+            place
+            for room, depth in ROOMS.items()
+            for place in self.older(room, depth, before_s=math.inf)
+        ]
 
     def upload(self, folder: Path, place: str) -> None:
         """Copy a finished folder to a root that is not local; the local copy is a cache."""

@@ -11,7 +11,7 @@ import sqlalchemy as sa
 
 from tinkex.server.store.audit import note
 from tinkex.server.store.database import Database
-from tinkex.server.store.files import Files
+from tinkex.server.store.files import ROOMS, Files
 from tinkex.server.store.requests import Status
 from tinkex.server.store.snapshots import cut_log, drop_older
 from tinkex.server.store.tables import (
@@ -28,8 +28,6 @@ from tinkex.server.store.tables import (
     telemetry,
 )
 
-#: Where files and folders are that rows point to, and how many names deep below that.
-ROOMS = {"payloads": 2, "results": 2, "checkpoints": 4, "snapshots": 2}
 # Parameters of one statement; every database takes as many.
 AT_ONCE = 500
 # Pages given back to the system at a time.

@@ -1,0 +1,39 @@
+"""`tinkex backup`: a copy of a server's data folder as it is at one moment, also while it runs."""
+
+from pathlib import Path
+
+import click
+
+from tinkex.cli.data_folder import of_a_data_folder, settings_of
+from tinkex.cli.failures import CommandFailed
+from tinkex.cli.output import as_json, show_json, size
+
+
+@click.command("backup")
+@click.argument("target", type=click.Path(path_type=Path))
+@of_a_data_folder
+def command(
+    target: Path, data: str | None, db: str | None, storage: str | None, format: str | None
+) -> None:
+    """Copy everything a server keeps to a new folder TARGET. The server may run meanwhile.
+
+    The copy holds the server's secrets and everybody's work: it is readable by its owner alone.
+    `tinkex restore` makes a data folder of it, and `tinkex doctor --data TARGET` looks at it.
+    """
+    settings = settings_of("backup", data=data, db=db, storage=storage)
+    from tinkex.server.backup import BackupFailed, take
+
+    try:
+        taken = take(settings, target)
+    except BackupFailed as error:
+        raise CommandFailed(str(error), hint=error.hint) from error
+    if as_json():
+        show_json({"folder": str(target), "files": taken.files, "bytes": taken.bytes})
+    else:
+        click.echo(f"{taken.files} files, {size(taken.bytes)}, in {target}", err=True)
+    if taken.missing:
+        click.echo(
+            f"warning: {len(taken.missing)} files were missing in the data folder itself; "
+            "`tinkex doctor` names them.",
+            err=True,
+        )

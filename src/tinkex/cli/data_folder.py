@@ -1,0 +1,51 @@
+"""What the commands that work on a server's data folder share: its options, and its settings."""
+
+import importlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from tinkex.cli.failures import CommandFailed, needs
+
+if TYPE_CHECKING:
+    from tinkex.server.settings import Settings
+
+_OPTIONS = (
+    click.option(
+        "--data",
+        metavar="DIR",
+        help="The server's data folder.  [default: ~/.local/share/tinkex]",
+    ),
+    click.option("--db", metavar="URL", help="Its database, if given to `serve`."),
+    click.option("--storage", metavar="URL", help="Its storage, if given to `serve`."),
+    click.option(
+        "--format",
+        "-f",
+        type=click.Choice(["table", "json"]),
+        help="As the option before the subcommand.",
+    ),
+)
+
+
+def of_a_data_folder(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Options that say which folder is meant."""
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
+
+
+def settings_of(
+    what: str, *, data: str | None, db: str | None = None, storage: str | None = None
+) -> "Settings":
+    """As `tinkex serve` would read them: options, environment, the folder's own file."""
+    try:
+        # What these commands need of it needs the most.
+        importlib.import_module("tinkex.server.doctor")
+        from tinkex.server.settings import Settings, SettingsError
+    except ModuleNotFoundError as error:
+        raise needs(error, f"`tinkex {what}`", "all") from error
+    try:
+        return Settings.from_sources({"data": data, "db": db, "storage": storage})
+    except SettingsError as error:
+        raise CommandFailed(str(error), hint=error.hint) from error

@@ -1,0 +1,69 @@
+"""`tinkex doctor`: what is wrong with a server's data folder, and what can be put right."""
+
+import sys
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+import click
+
+from tinkex.cli.data_folder import of_a_data_folder, settings_of
+from tinkex.cli.failures import CommandFailed
+from tinkex.cli.output import as_json, show_json, show_table
+
+if TYPE_CHECKING:
+    from tinkex.server.doctor import Finding
+
+
+@click.command("doctor")
+@of_a_data_folder
+@click.option("--repair", is_flag=True, help="Put right what can be without losing anything.")
+def command(
+    data: str | None, db: str | None, storage: str | None, format: str | None, repair: bool
+) -> None:
+    """Look at a server's data folder, every row and every file of it, and say what was found.
+
+    Changes nothing without --repair, and may be used beside a running server. --repair is refused
+    beside one. It deletes files that nothing refers to, sets damaged snapshots aside when the model
+    can be built without them, makes indexes anew, and brings an old database up to date.
+
+    The exit status is 1 when there is a problem, and 0 when there is none (any more).
+    """
+    settings = settings_of("doctor", data=data, db=db, storage=storage)
+    from tinkex.server import doctor
+    from tinkex.server.settings import SettingsError
+    from tinkex.server.store import DatabaseRefused
+
+    done: list[str] = []
+    if repair:
+        try:
+            done = doctor.repair(settings)
+        except SettingsError as error:
+            raise CommandFailed(f"nothing was repaired: {error}", hint=error.hint) from error
+        except DatabaseRefused as error:
+            raise CommandFailed(f"nothing was repaired: {error}") from error
+    findings = doctor.examine(settings)
+    problems = [one for one in findings if one.level is doctor.Level.PROBLEM]
+    if as_json():
+        show_json(
+            {
+                "folder": str(settings.folder),
+                "sound": not problems,
+                "repaired": done,
+                "findings": [_plain(finding) for finding in findings],
+            }
+        )
+    else:
+        for line in done:
+            click.echo(f"repaired: {line}", err=True)
+        rows = [(one.level.value, one.about, _sentence(one)) for one in findings]
+        show_table(("State", "About", "Finding"), rows)
+    sys.exit(1 if problems else 0)
+
+
+def _sentence(finding: "Finding") -> str:
+    return f"{finding.text}. {finding.advice}" if finding.advice else f"{finding.text}."
+
+
+def _plain(finding: "Finding") -> dict[str, object]:
+    repairable = finding.repair is not None
+    return {**asdict(finding), "level": finding.level.value, "repair": repairable}

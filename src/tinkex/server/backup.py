@@ -1,0 +1,194 @@
+"""
+Back-ups of a data folder, also of one that a server works on, and back again.
+
+    taken = take(settings, target)     # a folder like the data folder, of one moment
+    restore(target, folder)
+
+The database is copied first, by SQLite itself, as it is at one moment. Files never change once they
+have their name, so they are copied after it; what the server deleted meanwhile is no part of a
+newer copy of the database, which is then taken instead.
+"""
+
+import json
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+from tinkex.server.settings import CONFIG_FILE, Settings
+from tinkex.server.signing import KEY_FILE as SIGNING_KEY
+from tinkex.server.store.files import Files
+from tinkex.server.store.inspection import CannotCopy, copy_database, places_of, version_of
+from tinkex.server.tokens import KEY_FILE as TOKENS_KEY
+
+DATABASE = "tinkex.db"
+ABOUT = "backup.json"
+FORMAT = 1
+# Beside the database and the files.
+ALONGSIDE = (SIGNING_KEY, TOKENS_KEY, CONFIG_FILE)
+# A server deletes in small steps, minutes apart.
+MOST_ROUNDS = 5
+
+
+class BackupFailed(Exception):
+    """Nothing was written; the text says why."""
+
+    def __init__(self, message: str, *, hint: str) -> None:
+        super().__init__(message)
+        self.hint = hint
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class About:
+    """What a back-up says of itself."""
+
+    format: int
+    tinkex: str
+    taken_s: float
+    database_version: str | None
+    files: int
+    bytes: int
+    #: What was missing in the data folder itself.
+    missing: tuple[str, ...]
+
+
+def take(settings: Settings, target: Path) -> About:
+    """Everything a server needs to go on from this moment, in a new folder."""
+    database, root = _local(settings)
+    target = target.absolute()
+    if target.exists():
+        raise BackupFailed(f"{target} exists already.", hint="Give a folder that does not.")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    part = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
+    part.mkdir(mode=0o700)
+    try:
+        taken = _fill(part, database, root, settings.folder)
+        (part / ABOUT).write_text(json.dumps(asdict(taken), indent=2) + "\n")
+        # Once for all files, and then the name that says that they are there.
+        os.sync()
+        part.rename(target)
+    except BaseException:
+        shutil.rmtree(part, ignore_errors=True)
+        raise
+    return taken
+
+
+def _fill(part: Path, database: Path, root: Path, folder: Path) -> About:
+    places: set[str] = set()
+    missing: list[str] = []
+    try:
+        for _ in range(MOST_ROUNDS):
+            copy_database(database, part / DATABASE)
+            places = places_of(f"sqlite:///{part / DATABASE}")
+            missing = [place for place in sorted(places) if not _copied(root, part, place)]
+            if not missing:
+                break
+    except CannotCopy as error:
+        raise BackupFailed(
+            f"the database cannot be copied: {error}.",
+            hint="`tinkex doctor` says what is wrong with it.",
+        ) from error
+    _prune(part, keep=places)
+    for name in ALONGSIDE:
+        if (folder / name).exists():
+            shutil.copy2(folder / name, part / name)
+    files = [file for file in part.rglob("*") if file.is_file()]
+    return About(
+        format=FORMAT,
+        tinkex=version("tinkex"),
+        taken_s=time.time(),
+        database_version=version_of(f"sqlite:///{part / DATABASE}"),
+        files=len(files),
+        bytes=sum(file.stat().st_size for file in files),
+        missing=tuple(missing),
+    )
+
+
+def _copied(root: Path, part: Path, place: str) -> bool:
+    """Whether a file or folder is in the copy now; False when it is gone from where it was."""
+    source, target = root / place, part / place
+    if target.exists():
+        return True
+    target.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = target.with_name(f".{target.name}.part")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    try:
+        if source.is_dir():
+            shutil.copytree(source, unfinished)
+        else:
+            shutil.copyfile(source, unfinished)
+    except (FileNotFoundError, shutil.Error):
+        # Deleted just now, or while it was being copied.
+        shutil.rmtree(unfinished, ignore_errors=True)
+        return False
+    unfinished.rename(target)
+    return True
+
+
+def _prune(part: Path, *, keep: Iterable[str]) -> None:
+    """Copies that only an earlier round needed."""
+    files, wanted = Files(str(part)), set(keep)
+    for place in files.all_places():
+        if place not in wanted:
+            files.remove(place)
+
+
+def about(source: Path) -> About:
+    """What a back-up says of itself; raises when it is none."""
+    try:
+        told = json.loads((source / ABOUT).read_text())
+        found = About(**{**told, "missing": tuple(told["missing"])})
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise BackupFailed(
+            f"{source} is no back-up: {ABOUT} in it cannot be read ({error}).",
+            hint="Name a folder that `tinkex backup` has written.",
+        ) from error
+    if found.format != FORMAT:
+        raise BackupFailed(
+            f"{source} was written by tinkex {found.tinkex} in a form that is not known here.",
+            hint="Use that version, or a newer one.",
+        )
+    return found
+
+
+def restore(source: Path, folder: Path) -> About:
+    """A new data folder from a back-up, which stays as it is."""
+    found = about(source)
+    folder = folder.absolute()
+    if folder.exists() and any(folder.iterdir()):
+        raise BackupFailed(
+            f"the data folder {folder} is not empty.",
+            hint="Restore into a new folder, or move this one away first.",
+        )
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    part = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.part")
+    try:
+        shutil.copytree(source, part)
+        (part / ABOUT).unlink()
+        os.sync()
+        if folder.exists():
+            folder.rmdir()
+        part.rename(folder)
+    except BaseException:
+        shutil.rmtree(part, ignore_errors=True)
+        raise
+    return found
+
+
+def _local(settings: Settings) -> tuple[Path, Path]:
+    """The database file and the root of the files, where both are on this machine."""
+    root = Files(settings.storage_url).local
+    if root is None or not settings.db_url.startswith("sqlite:///"):
+        raise BackupFailed(
+            "only a SQLite database and a local folder can be copied here.",
+            hint="Take the database's own back-up first (pg_dump), then copy the storage: files "
+            "never change once they are written.",
+        )
+    database = Path(settings.db_url.removeprefix("sqlite:///"))
+    if not database.is_file():
+        raise BackupFailed(f"there is no database {database}.", hint="Check --data and --db.")
+    return database, root

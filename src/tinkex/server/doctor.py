@@ -1,0 +1,328 @@
+"""
+What is wrong with a data folder, in words, and which of it can be put right without losing anything.
+
+    report = examine(settings)       # changes nothing; also beside a running server
+    repaired = repair(settings)      # never beside one
+
+`diagnose` decides, from facts alone.
+"""
+
+import asyncio
+import enum
+import os
+import re
+import shutil
+import stat
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tinkex.server.run import hold_folder, holder_of
+from tinkex.server.settings import MEBIBYTE, Settings
+from tinkex.server.signing import KEY_FILE as SIGNING_KEY
+from tinkex.server.store import Store, open_store
+from tinkex.server.store.files import Files
+from tinkex.server.store.inspection import (
+    CHECKPOINT,
+    OLDER_SNAPSHOT,
+    PAYLOAD,
+    RESULT,
+    SNAPSHOT,
+    Broken,
+    Facts,
+    inspect,
+    rebuild_indexes,
+    remove,
+)
+from tinkex.server.tokens import KEY_FILE as TOKENS_KEY
+
+# Of many alike, so many are named.
+MOST_NAMED = 5
+# Beside a running server younger files may be about to be pointed to.
+YOUNG_S = 3600.0
+
+_INDEX = re.compile(r"(missing from|wrong # of entries in|non-unique entry in) index")
+
+
+class Level(enum.StrEnum):
+    FINE = "fine"
+    NOTE = "note"  # worth knowing, nothing to do
+    PROBLEM = "problem"
+
+
+class Repair(enum.Enum):
+    """What can be put right by itself."""
+
+    MIGRATE = enum.auto()
+    INDEXES = enum.auto()
+    SNAPSHOTS = enum.auto()
+    ORPHANS = enum.auto()
+    KEYS = enum.auto()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """One thing that was looked at, and what to do about it."""
+
+    level: Level
+    about: str
+    text: str
+    advice: str = ""
+    repair: Repair | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """The folder itself."""
+
+    folder: Path
+    exists: bool
+    writable: bool
+    free_bytes: int
+    #: The process that holds it, if one does.
+    holder: str | None
+    #: Secrets that others on this machine can read.
+    open_secrets: tuple[str, ...]
+
+
+def place_of(settings: Settings) -> Place:
+    folder = settings.folder
+    exists = folder.is_dir()
+    secrets = [folder / name for name in (SIGNING_KEY, TOKENS_KEY)]
+    return Place(
+        folder=folder,
+        exists=exists,
+        writable=exists and os.access(folder, os.R_OK | os.W_OK | os.X_OK),
+        free_bytes=shutil.disk_usage(folder).free if exists else 0,
+        holder=holder_of(folder) if exists else None,
+        open_secrets=tuple(
+            file.name
+            for file in secrets
+            if file.exists() and stat.S_IMODE(file.stat().st_mode) & 0o077
+        ),
+    )
+
+
+def diagnose(place: Place, facts: Facts, *, reserve_mb: float) -> Iterator[Finding]:
+    """Everything there is to say, most basic first. Pure."""
+    yield from _about_folder(place, reserve_mb)
+    yield from _about_database(facts)
+    if facts.version != facts.newest_version or facts.damage or facts.refused:
+        return
+    yield from _about_files(facts)
+    yield from _about_logs(facts)
+
+
+def _about_folder(place: Place, reserve_mb: float) -> Iterator[Finding]:
+    about = "folder"
+    if not place.writable:
+        yield Finding(
+            level=Level.PROBLEM,
+            about=about,
+            text=f"{place.folder} cannot be written by this user",
+            advice="Make it belong to the user that runs the server.",
+        )
+    else:
+        yield Finding(level=Level.FINE, about=about, text=f"{place.folder} can be written")
+    if place.holder is not None:
+        yield Finding(
+            level=Level.NOTE,
+            about="lock",
+            text=f"a server (process {place.holder}) runs on it",
+            advice="Files of the last hour are not looked at for being left behind.",
+        )
+    free = f"{place.free_bytes / MEBIBYTE:,.0f} MiB are free"
+    if place.free_bytes < reserve_mb * MEBIBYTE:
+        yield Finding(
+            level=Level.PROBLEM,
+            about="room",
+            text=f"{free}, and a server takes nothing new in with less than {reserve_mb:g} MiB",
+            advice="Make room on the disk, or set reserve_mb.",
+        )
+    else:
+        yield Finding(level=Level.FINE, about="room", text=free)
+    if place.open_secrets:
+        yield Finding(
+            level=Level.PROBLEM,
+            about="keys",
+            text=f"others on this machine can read {', '.join(place.open_secrets)}",
+            advice="They open links and tokens of this server. --repair closes them.",
+            repair=Repair.KEYS,
+        )
+
+
+def _about_database(facts: Facts) -> Iterator[Finding]:
+    about = "database"
+    if facts.refused is not None:
+        yield Finding(
+            level=Level.PROBLEM,
+            about=about,
+            text=f"it cannot be opened: {facts.refused}",
+            advice="Check --data and --db. If it is lost, restore a back-up: `tinkex restore`.",
+        )
+    elif facts.damage:
+        only_indexes = all(_INDEX.search(line) for line in facts.damage)
+        yield Finding(
+            level=Level.PROBLEM,
+            about=about,
+            text=f"it is damaged: {_some(facts.damage, '; ')}",
+            advice="Only indexes are, and those --repair makes anew."
+            if only_indexes
+            else "Keep a copy of the folder and restore a back-up: `tinkex restore`.",
+            repair=Repair.INDEXES if only_indexes else None,
+        )
+    elif facts.version == facts.newest_version:
+        yield Finding(level=Level.FINE, about=about, text=f"sound, of version {facts.version}")
+    elif facts.version is not None and facts.version not in facts.known_versions:
+        yield Finding(
+            level=Level.PROBLEM,
+            about=about,
+            text=f"it is of version {facts.version}, and this tinkex knows {facts.newest_version}",
+            advice="It was made by a newer tinkex: use that one.",
+        )
+    else:
+        yield Finding(
+            level=Level.PROBLEM,
+            about=about,
+            text=f"it is of version {facts.version}, and the newest is {facts.newest_version}",
+            advice="--repair, or the next start of the server, brings it up to date.",
+            repair=Repair.MIGRATE,
+        )
+
+
+_ADVICE = {
+    PAYLOAD: "Its request fails, or its model cannot be built again. Restore it from a back-up.",
+    RESULT: "Its client hears that the result is lost. Restore it from a back-up.",
+    CHECKPOINT: "It cannot be loaded, sampled or downloaded. Restore its folder from a back-up, or "
+    "delete the checkpoint.",
+    OLDER_SNAPSHOT: "The newest one is used; the next one takes its place.",
+    SNAPSHOT: "Its model cannot be built again. Restore the folder from a back-up, or go on from a "
+    "checkpoint.",
+}
+
+
+def _about_files(facts: Facts) -> Iterator[Finding]:
+    for broken in facts.broken:
+        mendable = torn(broken, facts)
+        yield Finding(
+            level=Level.PROBLEM,
+            about=broken.what,
+            text=f"that of {broken.name} {broken.problem}",
+            advice="The one before it and the log can take its place: --repair, or the server."
+            if mendable
+            else _ADVICE[broken.what],
+            repair=Repair.SNAPSHOTS if mendable else None,
+        )
+    if not facts.broken:
+        counted = f"{facts.looked_at} files and folders are what was written"
+        yield Finding(level=Level.FINE, about="files", text=counted)
+    if facts.orphans:
+        rooms = Counter(place.partition("/")[0] for place in facts.orphans)
+        counts = ", ".join(f"{count} in {room}" for room, count in sorted(rooms.items()))
+        yield Finding(
+            level=Level.NOTE,
+            about="left behind",
+            text=f"nothing refers to {counts}",
+            advice="The server deletes them after an hour; --repair does now.",
+            repair=Repair.ORPHANS,
+        )
+    if facts.set_aside:
+        yield Finding(
+            level=Level.NOTE,
+            about="set aside",
+            text=f"{facts.set_aside} damaged snapshots lie in set-aside",
+            advice="Nothing uses them: delete the folder when nobody wants to look at them.",
+        )
+
+
+def _about_logs(facts: Facts) -> Iterator[Finding]:
+    for hole in facts.holes:
+        yield Finding(
+            level=Level.PROBLEM,
+            about="log",
+            text=f"steps {_some([str(number) for number in hole.seq_ids], ', ')} of "
+            f"{hole.model_id} are missing",
+            advice="The model cannot be built again if its newest snapshot is lost too.",
+        )
+    if not facts.holes:
+        yield Finding(level=Level.FINE, about="logs", text="no step of any model is missing")
+
+
+def torn(broken: Broken, facts: Facts) -> bool:
+    """Whether it is a snapshot that can be done without."""
+    return broken.what == SNAPSHOT and broken.name in facts.way_back
+
+
+def _some(names: Sequence[str], between: str) -> str:
+    shown = between.join(names[:MOST_NAMED])
+    more = len(names) - MOST_NAMED
+    return f"{shown} and {more} more" if more > 0 else shown
+
+
+def _facts(settings: Settings, *, held: bool) -> Facts:
+    return inspect(
+        settings.db_url,
+        Files(settings.storage_url),
+        young_s=YOUNG_S if held else 0.0,
+        abandoned_s=settings.abandoned_s,
+    )
+
+
+def examine(settings: Settings) -> list[Finding]:
+    """Look at everything, and change nothing."""
+    place = place_of(settings)
+    if not place.exists:
+        text = f"there is no folder {place.folder}"
+        return [Finding(level=Level.PROBLEM, about="folder", text=text, advice="Check --data.")]
+    facts = _facts(settings, held=place.holder is not None)
+    return list(diagnose(place, facts, reserve_mb=settings.reserve_mb))
+
+
+def repair(settings: Settings) -> list[str]:
+    """Put right what can be without losing anything; what was done. Raises beside a server."""
+    done: list[str] = []
+    with hold_folder(settings.folder):
+        wanted = {finding.repair for finding in examine(settings)}
+        if Repair.INDEXES in wanted:
+            rebuild_indexes(settings.db_url)
+            done.append("made the indexes of the database anew")
+        if Repair.MIGRATE in wanted:
+            _open(settings).close()
+            done.append("brought the database up to date")
+        # What was behind it could not be seen before.
+        facts = _facts(settings, held=False)
+        done += _repair_snapshots(settings, facts)
+        if facts.orphans:
+            remove(Files(settings.storage_url), facts.orphans)
+            done.append(f"deleted {len(facts.orphans)} files and folders that nothing refers to")
+        for name in place_of(settings).open_secrets:
+            (settings.folder / name).chmod(0o600)
+            done.append(f"made {name} readable for its owner alone")
+    return done
+
+
+def _repair_snapshots(settings: Settings, facts: Facts) -> list[str]:
+    models = [broken.name for broken in facts.broken if torn(broken, facts)]
+    if not models:
+        return []
+    store = _open(settings)
+
+    async def act() -> None:
+        for model_id in models:
+            await store.snapshots.sound(model_id)
+
+    try:
+        asyncio.run(act())
+    finally:
+        store.close()
+    return [f"set the damaged snapshot of {model_id} aside" for model_id in models]
+
+
+def _open(settings: Settings) -> Store:
+    return open_store(
+        db_url=settings.db_url,
+        storage_url=settings.storage_url,
+        folder=settings.folder,
+        alone=True,
+    )

@@ -1,0 +1,304 @@
+"""Looks at a store without changing it: is what the rows say there, and is it what was written?"""
+
+import contextlib
+import sqlite3
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import sqlalchemy as sa
+from alembic.migration import MigrationContext
+from alembic.script import ScriptDirectory
+
+from tinkex.server.store.database import migrations
+from tinkex.server.store.files import ROOMS, Files, fault
+from tinkex.server.store.requests import Status
+from tinkex.server.store.snapshots import ASIDE
+from tinkex.server.store.tables import (
+    checkpoint_versions,
+    models,
+    older_snapshots,
+    requests,
+    sessions,
+    snapshots,
+)
+from tinkex.server.store.trouble import Damaged
+
+PAYLOAD = "payload"
+RESULT = "result"
+CHECKPOINT = "checkpoint"
+SNAPSHOT = "snapshot"
+OLDER_SNAPSHOT = "older snapshot"
+
+# Of what is wrong with a database, as much is told.
+MOST_PROBLEMS = 20
+# Steps that a model is built again from, and that carry something.
+_CARRIES = ("create_model", "forward_backward", "optim_step", "load_weights")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Broken:
+    """A file or folder that a row points to and that is not what was written."""
+
+    what: str
+    #: Of the request, version or model.
+    name: str
+    place: str
+    problem: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Hole:
+    """A model that cannot be built again from its log."""
+
+    model_id: str
+    #: Numbers of steps that are missing, or have lost what they carried.
+    seq_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Facts:
+    """What was found."""
+
+    #: Why the database cannot be opened, if it cannot.
+    refused: str | None = None
+    #: What the database itself says is wrong with it.
+    damage: tuple[str, ...] = ()
+    #: Of the schema; None is one without any.
+    version: str | None = None
+    newest_version: str = ""
+    known_versions: frozenset[str] = frozenset()
+    #: How many files and folders were looked at.
+    looked_at: int = 0
+    broken: tuple[Broken, ...] = ()
+    #: Files that no row points to.
+    orphans: tuple[str, ...] = ()
+    holes: tuple[Hole, ...] = ()
+    #: Models that have a snapshot and a way back behind it.
+    way_back: frozenset[str] = frozenset()
+    #: Snapshots that were damaged and are not used any more.
+    set_aside: int = 0
+
+
+def inspect(url: str, files: Files, *, young_s: float, abandoned_s: float) -> Facts:
+    """Files younger than that may belong to a request that is being accepted now."""
+    scripts = ScriptDirectory.from_config(migrations())
+    newest = scripts.get_current_head() or ""
+    known = frozenset(script.revision for script in scripts.walk_revisions())
+    database = sa.make_url(url).database
+    if url.startswith("sqlite") and (not database or not Path(database).is_file()):
+        return Facts(refused=f"there is no file {database}", newest_version=newest)
+    engine = sa.create_engine(url)
+    try:
+        with engine.connect() as connection:
+            damage = _damage(connection)
+            version = (
+                None if damage else MigrationContext.configure(connection).get_current_revision()
+            )
+            if damage or version != newest:
+                return Facts(
+                    damage=damage, version=version, newest_version=newest, known_versions=known
+                )
+            return _look(
+                connection,
+                files,
+                newest=newest,
+                known=known,
+                young_s=young_s,
+                abandoned_s=abandoned_s,
+            )
+    except sa.exc.DBAPIError as error:
+        reason = str(error.orig).strip().partition("\n")[0]
+        if isinstance(error, sa.exc.OperationalError):
+            return Facts(refused=reason, newest_version=newest)
+        return Facts(damage=(reason,), newest_version=newest)
+    finally:
+        engine.dispose()
+
+
+def _damage(connection: sa.Connection) -> tuple[str, ...]:
+    if connection.dialect.name != "sqlite":
+        return ()
+    found = connection.exec_driver_sql(f"PRAGMA integrity_check({MOST_PROBLEMS})").scalars().all()
+    problems = [str(line) for line in found if line != "ok"]
+    if not problems:
+        rows = connection.exec_driver_sql("PRAGMA foreign_key_check").all()
+        problems = [f"a row of {row[0]} points to no row of {row[2]}" for row in rows]
+    return tuple(problems[:MOST_PROBLEMS])
+
+
+def _look(
+    connection: sa.Connection,
+    files: Files,
+    *,
+    newest: str,
+    known: frozenset[str],
+    young_s: float,
+    abandoned_s: float,
+) -> Facts:
+    broken, places = [], set()
+    for what, name, place, written in _pointers(connection):
+        places.add(place)
+        if (problem := _problem(files, what, place, written)) is not None:
+            broken.append(Broken(what=what, name=name, place=place, problem=problem))
+    before_s = time.time() - young_s
+    orphans = [
+        place
+        for room, depth in ROOMS.items()
+        for place in files.older(room, depth, before_s=before_s)
+        if place not in places
+    ]
+    return Facts(
+        version=newest,
+        newest_version=newest,
+        known_versions=known,
+        looked_at=len(places),
+        broken=tuple(broken),
+        orphans=tuple(sorted(orphans)),
+        holes=tuple(_holes(connection, seen_after_s=time.time() - abandoned_s)),
+        way_back=frozenset(connection.scalars(sa.select(older_snapshots.c.model_id))),
+        set_aside=len(files.older(f"{ASIDE}/snapshots", 2, before_s=float("inf"))),
+    )
+
+
+def _pointers(connection: sa.Connection) -> Iterator[tuple[str, str, str, str | None]]:
+    """What, whose, where, and the fingerprint of it if the row has one."""
+    columns: tuple[tuple[str, Any, Any, Any], ...] = (
+        (PAYLOAD, requests.c.request_id, requests.c.payload_place, sa.null()),
+        (RESULT, requests.c.request_id, requests.c.result_place, sa.null()),
+        (SNAPSHOT, snapshots.c.model_id, snapshots.c.place, snapshots.c.fingerprint),
+        (
+            OLDER_SNAPSHOT,
+            older_snapshots.c.model_id,
+            older_snapshots.c.place,
+            older_snapshots.c.fingerprint,
+        ),
+    )
+    for what, name, place, written in columns:
+        statement = sa.select(name, place, written).where(place.is_not(None))
+        for row in connection.execute(statement):
+            yield what, row[0], row[1], row[2]
+    versions = checkpoint_versions.c
+    statement = sa.select(versions.model_id, versions.kind, versions.name, versions.version_id)
+    statement = statement.add_columns(versions.place, versions.fingerprint)
+    for row in connection.execute(statement.where(versions.discarded_s.is_(None))):
+        name = row.name or f".{row.version_id}"
+        yield CHECKPOINT, f"tinker://{row.model_id}/{row.kind}/{name}", row.place, row.fingerprint
+
+
+def _problem(files: Files, what: str, place: str, written: str | None) -> str | None:
+    if what in (PAYLOAD, RESULT):
+        try:
+            files.get(place)
+        except Damaged as damaged:
+            return str(damaged)
+        return None
+    if files.local is not None:
+        return fault(files.local / place, place, written)
+    # What is far away is only looked for: it has checks of its own.
+    return None if files.exists(place) else f"is missing: there is no folder {place}"
+
+
+def _holes(connection: sa.Connection, *, seen_after_s: float) -> Iterator[Hole]:
+    """Models of open sessions whose logs have steps missing, after the last way to begin."""
+    begins = sa.func.coalesce(older_snapshots.c.seq_id, snapshots.c.seq_id, -1)
+    empty = sa.and_(requests.c.payload.is_(None), requests.c.payload_place.is_(None))
+    statement = (
+        sa.select(
+            requests.c.model_id,
+            requests.c.seq_id,
+            requests.c.cause,
+            begins.label("begins"),
+            sa.and_(empty, requests.c.status == Status.DONE, requests.c.kind.in_(_CARRIES)).label(
+                "empty"
+            ),
+        )
+        .join(models, models.c.model_id == requests.c.model_id)
+        .join(sessions, sessions.c.session_id == models.c.session_id)
+        .outerjoin(snapshots, snapshots.c.model_id == requests.c.model_id)
+        .outerjoin(older_snapshots, older_snapshots.c.model_id == requests.c.model_id)
+        .where(
+            requests.c.seq_id > begins,
+            requests.c.status != Status.WAITING,
+            sessions.c.finished_s.is_(None),
+            sessions.c.seen_s > seen_after_s,
+        )
+        .order_by(requests.c.model_id, requests.c.seq_id)
+    )
+    missing: defaultdict[str, list[int]] = defaultdict(list)
+    last: dict[str, int] = {}
+    for row in connection.execute(statement):
+        before = last.get(row.model_id, row.begins)
+        # A number that never came is no hole: the steps behind it say so.
+        if row.cause != "gap":
+            missing[row.model_id] += range(before + 1, row.seq_id)
+        if row.empty:
+            missing[row.model_id].append(row.seq_id)
+        last[row.model_id] = row.seq_id
+    for model_id, seq_ids in missing.items():
+        if seq_ids:
+            yield Hole(model_id=model_id, seq_ids=tuple(seq_ids))
+
+
+def remove(files: Files, places: tuple[str, ...]) -> None:
+    """Delete what no row points to."""
+    for place in places:
+        files.remove(place)
+
+
+def rebuild_indexes(url: str) -> None:
+    """Make them anew from the tables."""
+    engine = sa.create_engine(url)
+    with contextlib.closing(engine.raw_connection()) as connection:
+        connection.cursor().execute("REINDEX")
+        connection.commit()
+    engine.dispose()
+
+
+class CannotCopy(Exception):
+    """The database is not one that can be copied; the text says why."""
+
+
+def copy_database(source: Path, target: Path) -> None:
+    """As it is at one moment, while others write to it; sound, or not at all."""
+    target.unlink(missing_ok=True)
+    try:
+        with (
+            contextlib.closing(sqlite3.connect(source)) as original,
+            contextlib.closing(sqlite3.connect(target)) as copy,
+        ):
+            original.backup(copy)
+            # One file, without a log beside it.
+            copy.execute("PRAGMA journal_mode = DELETE")
+            found = copy.execute("PRAGMA quick_check(3)").fetchall()
+    except sqlite3.Error as error:
+        raise CannotCopy(str(error)) from error
+    if found != [("ok",)]:
+        raise CannotCopy(f"it is damaged: {'; '.join(line for (line,) in found)}")
+
+
+def places_of(url: str) -> set[str]:
+    """All files and folders that the rows point to."""
+    engine = sa.create_engine(url)
+    try:
+        with engine.connect() as connection:
+            return {place for _, _, place, _ in _pointers(connection)}
+    except sa.exc.DBAPIError as error:
+        raise CannotCopy(
+            f"its tables are not those of this version ({error.orig}); start the server once"
+        ) from error
+    finally:
+        engine.dispose()
+
+
+def version_of(url: str) -> str | None:
+    """Of the schema."""
+    engine = sa.create_engine(url)
+    try:
+        with engine.connect() as connection:
+            return MigrationContext.configure(connection).get_current_revision()
+    finally:
+        engine.dispose()
