@@ -12,7 +12,7 @@ from alembic.migration import MigrationContext
 from postgres import Postgres
 from server.store.test_store import a_model, step
 from tinkex.server.plan import Kind
-from tinkex.server.store import DatabaseRefused, Store, open_store, postgres, writer
+from tinkex.server.store import DatabaseRefused, StorageTrouble, Store, open_store, postgres, writer
 from tinkex.server.store.database import migrate
 from tinkex.server.store.tables import metadata
 
@@ -143,7 +143,7 @@ async def test_a_database_that_stays_away_fails_the_writes_that_waited(
         admin.execute(
             "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = %s", [name]
         )
-        with pytest.raises(sa.exc.OperationalError):
+        with pytest.raises((sa.exc.OperationalError, StorageTrouble)):
             await store.requests.accept(step(model, 1))
         admin.execute(f"ALTER DATABASE {name} ALLOW_CONNECTIONS true".encode())
     assert (await store.requests.accept(step(model, 1))).is_new
@@ -188,3 +188,29 @@ async def test_one_bad_write_undoes_only_itself(store: Store) -> None:
         one.request_id,
         two.request_id,
     }
+
+
+async def test_a_text_with_a_nul_character_is_taken_without_it(store: Store) -> None:
+    session = await store.runs.create_session(
+        owner="local",
+        sdk_version="1\0",
+        tags=["t\0"],
+        user_metadata={"k\0": "v\0"},
+        project_id=None,
+        display_name="a\0b",
+        idempotency_key=None,
+    )
+    past = await store.history.session(session.session_id, reader="local")
+    assert past is not None
+    assert (past.display_name, past.tags) == ("a\ufffdb", ["t\0"])
+    assert past.user_metadata == {"k\0": "v\0"}
+    assert await store.runs.session("no\0body") is None
+
+
+async def test_what_was_to_be_written_is_not_in_the_text_of_an_error(store: Store) -> None:
+    statement = sa.text("SELECT CAST(:secret AS INTEGER)")
+    with pytest.raises(sa.exc.DBAPIError) as failed:
+        await store._database.write(
+            lambda connection: connection.execute(statement, {"secret": "[]"})
+        )
+    assert "parameters hidden" in str(failed.value)

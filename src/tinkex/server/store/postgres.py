@@ -1,8 +1,9 @@
-"""PostgreSQL made to keep the promises that SQLite's pragmas keep: durable commits, one server."""
+"""PostgreSQL made to keep the promises that SQLite keeps: durable commits, one server, any text."""
 
 import os
 import socket
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import sqlalchemy as sa
@@ -63,6 +64,32 @@ def prepare_writer(engine: sa.Engine, *, alone: bool) -> None:
         except BaseException:
             connection.close()
             raise
+
+
+def prepare_texts(engine: sa.Engine) -> None:
+    """
+    No text has a NUL character, which PostgreSQL does not take.
+
+    Nothing of ours has one. What a client puts into a name is stored without it, and an id with
+    one in it is nobody's.
+    """
+
+    @event.listens_for(engine, "before_cursor_execute", retval=True)
+    def _executing(
+        _connection: object, _cursor: object, statement: str, parameters: Any, *_: object
+    ) -> tuple[str, Any]:
+        if isinstance(parameters, Mapping):
+            return statement, _without_nul(parameters)
+        return statement, [_without_nul(each) for each in parameters]
+
+
+def _without_nul(parameters: Mapping[str, Any]) -> Mapping[str, Any]:
+    if not any(isinstance(value, str) and "\0" in value for value in parameters.values()):
+        return parameters
+    return {
+        name: value.replace("\0", "\ufffd") if isinstance(value, str) else value
+        for name, value in parameters.items()
+    }
 
 
 def _take_lock(cursor: Any) -> None:
