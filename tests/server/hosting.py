@@ -15,9 +15,9 @@ from fastapi import FastAPI
 from server.echo import BASE
 from tinkex.server.app import create_app
 from tinkex.server.executor import Executor
-from tinkex.server.head import protocol
 from tinkex.server.settings import Settings
 from tinkex.server.store import open_store
+from tinkex.server.web import uvicorn_config
 from tinkex.wire.codec import PROTOBUF_TYPE
 from tinkex.wire.inputs import Datum, ModelInput
 from tinkex.wire.protobuf import decode_forward_backward_output, encode_forward_backward_request
@@ -47,6 +47,7 @@ class Api:
     base_model: str = BASE
     #: The application, where it runs in this process.
     app: FastAPI | None = None
+    server: uvicorn.Server | None = None
 
     async def tidy(self) -> None:
         """One pass of the janitor, now."""
@@ -185,15 +186,8 @@ async def hosted(executor: Executor, folder: Path, **settings: Any) -> AsyncIter
     chosen = Settings(data=str(folder), **settings)
     store = open_store(db_url=chosen.db_url, storage_url=chosen.storage_url, folder=chosen.folder)
     app = create_app(chosen, executor, store)
-    config = uvicorn.Config(
-        app,
-        host="127.0.0.1",
-        port=0,
-        http=protocol(),
-        ws="none",
-        log_config=None,
-        lifespan="on",
-    )
+    config = uvicorn_config(app, chosen)
+    config.port = 0
     server = uvicorn.Server(config)
     started = asyncio.create_task(server.serve())
     try:
@@ -203,7 +197,7 @@ async def hosted(executor: Executor, folder: Path, **settings: Any) -> AsyncIter
         host, port = server.servers[0].sockets[0].getsockname()
         url = f"http://{host}:{port}"
         async with connected(url) as api:
-            api.app = app
+            api.app, api.server = app, server
             yield api
     finally:
         if server.started:

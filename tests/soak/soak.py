@@ -241,7 +241,9 @@ def report(
         lines.append(f"| {tenant.owner} | {client} | {_counts(tenant.done)} |")
     lines.append(f"| eve | plain sockets | {_counts(rude.done)} |")
     lines += ["", f"Errors that were not expected: {len(errors)}.", ""]
-    lines += [f"```\n{error}\n```" for error in errors[:10]]
+    # The same one again and again is told once.
+    distinct = {error.split(":", 2)[-1][-100:]: error for error in errors}
+    lines += [f"```\n{error}\n```" for error in list(distinct.values())[:20]]
     return "\n".join(lines).rstrip() + "\n"
 
 

@@ -79,9 +79,9 @@ class Visit:
 
     def train(self) -> None:
         """Two models side by side, a sampler of each step, checkpoints that are kept for a while."""
+        rank = rng.choice((4, 8))
         models = [
-            self.service.create_lora_training_client(base_model=BASE, rank=rng.choice((4, 8)))
-            for _ in range(2)
+            self.service.create_lora_training_client(base_model=BASE, rank=rank) for _ in range(2)
         ]
         step = types.AdamParams(learning_rate=1e-3)
         for number in range(STEPS):

@@ -18,13 +18,13 @@ def collect_rarely() -> None:
     gc.set_threshold(NEW_OBJECTS, YOUNG_ROUNDS, YOUNG_ROUNDS)
 
 
-def collect_young() -> None:
+def collect() -> None:
     """
-    Free what came lately and is held by nothing but itself: errors with their frames.
+    Free what is held by nothing but itself: errors with their frames, connections that ended.
 
     By the clock, because a quiet server would wait for hours until there is enough of it.
     """
-    gc.collect(1)
+    gc.collect()
 
 
 def give_back() -> None:

@@ -96,20 +96,7 @@ async def serve(
         return False
     executor = LocalExecutor(served, _engine_options(settings, served))
     app = create_app(settings, executor, store)
-    config = uvicorn.Config(
-        app,
-        http=patient(protocol(), head_s=settings.head_s, stall_s=settings.stall_s),
-        # Nothing here speaks WebSocket: what nobody uses is not reachable either.
-        ws="none",
-        lifespan="on",
-        log_config=None,
-        access_log=False,
-        timeout_keep_alive=KEEP_ALIVE_S,
-        limit_concurrency=settings.max_connections or None,
-        timeout_graceful_shutdown=int(settings.drain_s),
-        server_header=False,
-    )
-    server = Server(config, app)
+    server = Server(uvicorn_config(app, settings), app)
     _allow_descriptors()
     collect_rarely()
     # When the supervisor is gone nobody would start this process again: leave in order.
@@ -142,6 +129,23 @@ async def _begin(
         return False
     reporter.say("ready\n")
     return True
+
+
+def uvicorn_config(app: FastAPI, settings: Settings) -> uvicorn.Config:
+    """How connections are treated."""
+    return uvicorn.Config(
+        app,
+        http=patient(protocol(), head_s=settings.head_s, stall_s=settings.stall_s),
+        # Nothing here speaks WebSocket: what nobody uses is not reachable either.
+        ws="none",
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        limit_concurrency=settings.max_connections or None,
+        timeout_graceful_shutdown=int(settings.drain_s),
+        server_header=False,
+    )
 
 
 def _allow_descriptors() -> None:
