@@ -1,0 +1,122 @@
+"""A back-up of a server that runs, restored elsewhere: models go on from that moment."""
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from server.echo import EchoExecutor
+from server.hosting import Api, connected, hosted
+from server.storage.commands import tinkex
+from server.storage.test_damage import LARGE, overwrite_pages, snapshot, trained
+from serving import TINY, serving
+from tinkex.server.backup import About, BackupFailed, restore, take
+from tinkex.server.doctor import Level, examine
+from tinkex.server.settings import Settings
+
+pytestmark = pytest.mark.anyio
+
+
+def clean(folder: Path) -> bool:
+    found = examine(Settings(data=str(folder)))
+    return all(finding.level is Level.FINE for finding in found)
+
+
+async def taken(data: Path, target: Path) -> About:
+    return await asyncio.to_thread(take, Settings(data=str(data)), target)
+
+
+async def test_work_goes_on_while_it_is_copied_and_the_copy_is_of_one_moment(
+    echo: EchoExecutor, tmp_path: Path
+) -> None:
+    data, target, elsewhere = (tmp_path / name for name in ("data", "backup", "elsewhere"))
+    done: dict[int, float] = {}
+    async with hosted(echo, data) as api:
+        model = await api.model()
+        await api.passed(await api.forward_backward(model, 1, tokens=LARGE))
+        await snapshot(api, model)
+
+        async def train() -> None:
+            for seq_id in range(2, 2000):
+                # The value shows the number of steps: each doubles it and adds.
+                if seq_id % 2:
+                    await api.forward_backward(model, seq_id, tokens=1)
+                else:
+                    done[seq_id] = await api.value(await api.optim_step(model, seq_id))
+                if seq_id % 50 == 0:
+                    await snapshot(api, model)
+                if copying.done():
+                    return
+
+        copying = asyncio.create_task(taken(data, target))
+        await train()
+        about = await copying
+        assert about.missing == ()
+        # The original is not disturbed.
+        assert clean(data)
+    assert clean(target)
+    restore(target, elsewhere)
+    assert clean(elsewhere)
+    async with hosted(EchoExecutor(), elsewhere) as api:
+        row = (await api.get(f"/api/v1/training_runs/{model}")).json
+        assert row["training_run_id"] == model
+        assert api.app
+        log = await api.app.state.context.store.requests.log(model)
+        last = max(row.seq_id for row in log)
+        # An even number is a step whose value is known; an odd one left a gradient of one token.
+        finished = last - last % 2
+        value = await api.value(await api.optim_step(model, last + 1))
+        assert value == 2 * done.get(finished, 0) + last % 2 or finished not in done
+
+
+async def test_a_real_server_is_copied_while_it_trains(tiny_model: Path, tmp_path: Path) -> None:
+    first, target, second = (tmp_path / name for name in ("first", "backup", "second"))
+    spec, args = f"{TINY}={tiny_model}", ("--deterministic",)
+    with serving(spec, data=first, args=args) as running:
+        async with connected(running.url, TINY) as api:
+            model = await api.model()
+            await _step(api, model, 1)
+            made = await tinkex("backup", str(target), "--data", str(first), "--format", "json")
+            assert made.returncode == 0, made.stderr
+            assert json.loads(made.stdout)["files"] > 0
+            expected = [await _step(api, model, seq_id) for seq_id in (3, 5)]
+    again = await tinkex("backup", str(target), "--data", str(first))
+    assert "exists already" in again.stderr
+    back = await tinkex("restore", str(target), "--data", str(second))
+    assert back.returncode == 0, back.stderr
+    looked = await tinkex("doctor", "--data", str(second))
+    assert looked.returncode == 0, looked.stdout
+    with serving(spec, data=second, args=args) as running:
+        async with connected(running.url, TINY) as api:
+            assert [await _step(api, model, seq_id) for seq_id in (3, 5)] == expected
+
+
+async def _step(api: Api, model: str, seq_id: int) -> float:
+    """One pass and one step; the loss before it."""
+    passed = await api.passed(await api.forward_backward(model, seq_id, tokens=8))
+    await api.result(await api.optim_step(model, seq_id + 1, learning_rate=1e-2))
+    return passed.metrics["loss:sum"]
+
+
+async def test_what_cannot_be_copied_or_restored_is_refused(
+    echo: EchoExecutor, tmp_path: Path
+) -> None:
+    data = tmp_path / "data"
+    async with hosted(echo, data) as api:
+        await trained(api, await api.model(), 1)
+    target = tmp_path / "target"
+    with pytest.raises(BackupFailed, match="there is no database"):
+        take(Settings(data=str(tmp_path / "nothing")), target)
+    with pytest.raises(BackupFailed, match="only a SQLite database"):
+        take(Settings(data=str(data), db="postgresql+psycopg://h/d"), target)
+    with pytest.raises(BackupFailed, match="is no back-up"):
+        restore(data, tmp_path / "new")
+    take(Settings(data=str(data)), target)
+    with pytest.raises(BackupFailed, match="is not empty"):
+        restore(target, data)
+    assert (target.stat().st_mode & 0o777) == 0o700
+    overwrite_pages(data / "tinkex.db", "requests")
+    with pytest.raises(BackupFailed, match="damaged|malformed"):
+        take(Settings(data=str(data)), tmp_path / "another")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "target"]

@@ -1,0 +1,196 @@
+"""`tinkex doctor` on real data folders, whole and broken in every way it knows."""
+
+import asyncio
+import json
+import os
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from server.echo import EchoExecutor
+from server.hosting import Api, hosted
+from server.storage.commands import tinkex
+from server.storage.test_damage import LARGE, overwrite_pages, snapshot, tear, trained
+from tinkex.server.doctor import Finding, Level, examine, repair
+from tinkex.server.run import hold_folder
+from tinkex.server.settings import Settings, SettingsError
+
+pytestmark = pytest.mark.anyio
+
+
+async def filled(folder: Path) -> str:
+    """A data folder with something of everything; the model in it."""
+    async with hosted(EchoExecutor(), folder, janitor_s=0) as api:
+        model = await api.model()
+        await trained(api, model, 1)
+        await snapshot(api, model)
+        await api.passed(await api.forward_backward(model, 3, tokens=LARGE))
+        await snapshot(api, model)
+        await api.result(await api.step("save_weights", model_id=model, seq_id=4, path="kept"))
+    return model
+
+
+def problems(folder: Path, **settings: Any) -> list[Finding]:
+    found = examine(Settings(data=str(folder), **settings))
+    return [finding for finding in found if finding.level is Level.PROBLEM]
+
+
+async def mended(folder: Path) -> list[str]:
+    """What --repair did."""
+    return await asyncio.to_thread(repair, Settings(data=str(folder)))
+
+
+def told(folder: Path) -> str:
+    return "\n".join(f"{finding.about}: {finding.text}" for finding in problems(folder))
+
+
+async def test_a_sound_folder_is_sound(tmp_path: Path) -> None:
+    await filled(tmp_path)
+    assert problems(tmp_path) == []
+    about = {finding.about for finding in examine(Settings(data=str(tmp_path)))}
+    assert about == {"folder", "room", "database", "files", "logs"}
+    assert await mended(tmp_path) == []
+
+
+async def test_everything_that_is_broken_is_named(tmp_path: Path) -> None:
+    await filled(tmp_path)
+    (payload,) = (tmp_path / "payloads").glob("*/*")
+    payload.unlink()
+    (result,) = (tmp_path / "results").glob("*/*")
+    result.write_bytes(b"something else")
+    (value,) = (tmp_path / "checkpoints").glob("*/weights/kept/*/value")
+    value.write_text("9")
+    (tmp_path / "signing.key").chmod(0o644)
+    said = told(tmp_path)
+    assert "payload: that of" in said
+    assert "is missing" in said
+    assert "result: that of" in said
+    assert "checkpoint: that of tinker://" in said
+    assert "keys: others on this machine can read signing.key" in said
+    assert "reserve_mb" in problems(tmp_path, reserve_mb=2.0**40)[0].advice
+
+
+async def test_a_torn_snapshot_is_mended_and_the_model_goes_on(tmp_path: Path) -> None:
+    model = await filled(tmp_path)
+    with sqlite3.connect(tmp_path / "tinkex.db") as connection:
+        (place,) = connection.execute("SELECT place FROM snapshots").fetchone()
+    connection.close()
+    tear(tmp_path / place)
+    (finding,) = problems(tmp_path)
+    assert finding.about == "snapshot"
+    assert await mended(tmp_path) == [f"set the damaged snapshot of {model} aside"]
+    assert problems(tmp_path) == []
+    async with hosted(EchoExecutor(), tmp_path) as api:
+        assert await api.value(await api.optim_step(model, 5)) == 2 + LARGE
+
+
+async def test_what_was_left_behind_is_deleted_and_keys_are_closed(tmp_path: Path) -> None:
+    await filled(tmp_path)
+    left = [
+        tmp_path / "payloads" / "ab" / ".part",
+        tmp_path / "snapshots" / "model" / "folder" / "file",
+        tmp_path / "checkpoints" / "model" / "weights" / "name" / "version" / "file",
+    ]
+    for file in left:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("left")
+    (tmp_path / "tokens.key").chmod(0o640)
+    assert "deleted 3 files" in (await mended(tmp_path))[0]
+    assert not any(file.exists() for file in left)
+    assert (tmp_path / "tokens.key").stat().st_mode & 0o777 == 0o600
+    assert problems(tmp_path) == []
+
+
+async def test_a_missing_step_of_a_log_is_found(tmp_path: Path) -> None:
+    async with hosted(EchoExecutor(), tmp_path) as api:
+        model = await api.model()
+        await trained(api, model, 1, 3)
+    with sqlite3.connect(tmp_path / "tinkex.db") as connection:
+        connection.execute("DELETE FROM requests WHERE seq_id = 2")
+        connection.execute("UPDATE requests SET payload = NULL WHERE seq_id = 3")
+    connection.close()
+    assert f"steps 2, 3 of {model} are missing" in told(tmp_path)
+
+
+async def test_a_damaged_database_is_said_to_be_and_not_touched(tmp_path: Path) -> None:
+    await filled(tmp_path)
+    overwrite_pages(tmp_path / "tinkex.db", "models")
+    before = (tmp_path / "tinkex.db").read_bytes()
+    (finding,) = problems(tmp_path)
+    assert finding.about == "database"
+    assert "damaged" in finding.text
+    assert "tinkex restore" in finding.advice
+    assert finding.repair is None
+    await mended(tmp_path)
+    assert (tmp_path / "tinkex.db").read_bytes() == before
+
+
+async def test_indexes_are_made_anew(tmp_path: Path) -> None:
+    await filled(tmp_path)
+    # An index that was not told of a row, as a write that was lost leaves it: it is taken out of
+    # the schema while the row goes, and put back.
+    name = ("ix_requests_session_id",)
+    with schema(tmp_path) as connection:
+        entry = connection.execute("SELECT * FROM sqlite_master WHERE name = ?", name).fetchone()
+        connection.execute("DELETE FROM sqlite_master WHERE name = ?", name)
+    with schema(tmp_path) as connection:
+        connection.execute("DELETE FROM requests WHERE seq_id = 0")
+        connection.execute("INSERT INTO sqlite_master VALUES (?, ?, ?, ?, ?)", entry)
+    (finding,) = problems(tmp_path)
+    assert "ix_requests_session_id" in finding.text
+    assert "made the indexes of the database anew" in await mended(tmp_path)
+    assert problems(tmp_path) == []
+
+
+@contextmanager
+def schema(folder: Path) -> Iterator[sqlite3.Connection]:
+    """The database, with its schema open to changes."""
+    with closing(sqlite3.connect(folder / "tinkex.db")) as connection, connection:
+        connection.execute("PRAGMA writable_schema = ON")
+        yield connection
+
+
+async def test_an_old_database_is_brought_up_to_date(tmp_path: Path) -> None:
+    await filled(tmp_path)
+    with sqlite3.connect(tmp_path / "tinkex.db") as connection:
+        connection.execute("ALTER TABLE snapshots DROP COLUMN fingerprint")
+        connection.execute("ALTER TABLE checkpoint_versions DROP COLUMN fingerprint")
+        connection.execute("DROP TABLE older_snapshots")
+        connection.execute("UPDATE alembic_version SET version_num = '0006'")
+    connection.close()
+    (finding,) = problems(tmp_path)
+    assert "0006" in finding.text
+    assert (await mended(tmp_path))[0] == "brought the database up to date"
+    with sqlite3.connect(tmp_path / "tinkex.db") as connection:
+        connection.execute("UPDATE alembic_version SET version_num = '9999'")
+    connection.close()
+    (finding,) = problems(tmp_path)
+    assert "newer tinkex" in finding.advice
+
+
+async def test_beside_a_server_it_looks_and_does_not_repair(api: Api, tmp_path: Path) -> None:
+    await api.model()
+    with hold_folder(tmp_path):
+        said = [finding.text for finding in examine(Settings(data=str(tmp_path)))]
+        assert f"a server (process {os.getpid()}) runs on it" in said
+        with pytest.raises(SettingsError, match=f"process {os.getpid()}"):
+            await mended(tmp_path)
+
+
+async def test_the_command_says_it_for_people_and_for_programs(tmp_path: Path) -> None:
+    await filled(tmp_path)
+    done = await tinkex("doctor", "--data", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert "no step of any model is missing" in done.stdout
+    (result,) = (tmp_path / "results").glob("*/*")
+    result.unlink()
+    done = await tinkex("doctor", "--data", str(tmp_path), "--format", "json")
+    assert done.returncode == 1
+    found = json.loads(done.stdout)
+    assert found["sound"] is False
+    (problem,) = [one for one in found["findings"] if one["level"] == "problem"]
+    assert problem["about"] == "result"
