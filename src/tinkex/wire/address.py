@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 from pydantic_core import from_json
 
+from tinkex.wire.limits import COUNTED_BYTES
+
 __all__ = ["Address", "address_in_json", "address_in_protobuf"]
 
 _MODEL = re.compile(rb'"model_id"\s*:\s*"([^"\\]{1,500})"')
@@ -15,6 +17,9 @@ _NUMBER = re.compile(rb'"seq_id"\s*:\s*(\d{1,10})\b')
 
 #: Field numbers of `ForwardBackwardRequest`.
 _MODEL_ID, _SEQ_ID, _FORWARD_ONLY = 1, 2, 6
+#: Of a body that is nothing but tiny fields, the rest is not looked at.
+_MOST_FIELDS = 2**15
+_END_BYTES = 4096
 _VARINT, _EIGHT_BYTES, _BYTES, _FOUR_BYTES = 0, 1, 2, 5
 
 
@@ -28,6 +33,9 @@ class Address(NamedTuple):
 
 def address_in_json(body: bytes) -> Address | None:
     """From a JSON body that is unsound, or of which only the ends are left."""
+    if len(body) > COUNTED_BYTES:
+        # It may have been refused for what it would become: it is not read again.
+        return _among_the_ruins(body[:_END_BYTES] + b" " + body[-_END_BYTES:])
     try:
         value = from_json(body)
     except ValueError:
@@ -64,7 +72,9 @@ def address_in_protobuf(body: bytes) -> Address | None:
 def _fields(body: bytes) -> Iterator[tuple[int, int | bytes]]:
     """The top level of a message: the number of each field, and its varint or its bytes."""
     at = 0
-    while at < len(body):
+    for _ in range(_MOST_FIELDS):
+        if at >= len(body):
+            return
         key, at = _varint(body, at)
         field, wire_type = key >> 3, key & 7
         if at < 0 or not field:

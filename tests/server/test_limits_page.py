@@ -1,0 +1,128 @@
+"""Over every limit, a clear refusal that names the field; and the page of limits is the list of them."""
+
+import gzip
+import json
+import resource
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import zstandard
+
+from docs.limits_page import PAGE, ROOT, page
+from server.echo import EchoExecutor
+from server.hosting import PROTOBUF, Api, hosted
+from server.limits import LIMITS, SMALL, Ids, Limit
+from tinkex.server.api import telemetry
+from tinkex.server.store import telemetry as kept_telemetry
+from tinkex.wire import errors, limits
+
+pytestmark = pytest.mark.anyio
+
+TRIED = [limit for limit in LIMITS if limit.case is not None]
+
+
+@pytest.fixture(scope="module")
+async def small(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Api]:
+    """One server for all cases: it must survive each."""
+    folder = tmp_path_factory.mktemp("small")
+    async with hosted(EchoExecutor(), folder, long_poll_s=0.1, **SMALL) as api:
+        yield api
+
+
+async def ids_of(api: Api) -> Ids:
+    session = await api.session()
+    model = await api.model(session)
+    body = {"session_id": session, "sampling_session_seq_id": 0, "base_model": api.base_model}
+    sampler = await api.post("create_sampling_session", body)
+    return Ids(session, model, sampler.json["sampling_session_id"])
+
+
+@pytest.mark.parametrize("limit", TRIED, ids=[limit.what for limit in TRIED])
+async def test_over_each_limit_there_is_a_clear_answer(small: Api, limit: Limit) -> None:
+    assert limit.case
+    answer = await limit.case(small, await ids_of(small))
+    text = answer.body.decode()
+    assert len(text) < 20_000
+    assert limit.says in text, text[:500]
+    if limit.answer == "user":
+        assert answer.json["category"] == "user"
+        return
+    assert answer.status == int(limit.answer), text[:500]
+    if limit.answer == "422":
+        assert any(limit.says in map(str, error["loc"]) for error in answer.json["detail"]) or (
+            limit.says == "recursion"
+        ), text[:500]
+
+
+def test_the_page_of_limits_is_the_one_that_would_be_written_now() -> None:
+    assert PAGE.read_text() == page(), "run: python tests/docs/limits_page.py"
+    for limit in LIMITS:
+        if limit.case is None:
+            file, _, name = limit.test.partition("::")
+            assert f"def {name}(" in (ROOT / file).read_text(), f"{limit.what}: {limit.test}"
+
+
+async def test_answers_quote_little_of_what_was_sent(small: Api) -> None:
+    body = {"tags": list(range(900)), "user_metadata": {}, "sdk_version": "0.36.0"}
+    answer = await small.post("create_session", body)
+    assert answer.status == 422
+    assert len(answer.json["detail"]) == errors.MOST_TOLD
+    datum = {
+        "model_input": {"chunks": [{"tokens": [1]}]},
+        "loss_fn_inputs": {"w": {"data": [1.0], "dtype": "float32", "shape": ["x" * 100_000]}},
+    }
+    sent = {
+        "model_id": "m",
+        "seq_id": 1,
+        "forward_backward_input": {"data": [datum], "loss_fn": "x"},
+    }
+    answer = await small.post("forward_backward", sent)
+    assert answer.status == 422
+    assert "shape" in answer.json["detail"][0]["loc"]
+    assert len(answer.body) < 2 * errors.LONGEST_TOLD
+
+
+async def test_telemetry_over_its_limits_is_accepted_and_not_kept(tmp_path: Path) -> None:
+    """Anything else than a 200 would be sent again every second."""
+    async with hosted(EchoExecutor(), tmp_path) as api:
+        assert api.app
+        store = api.app.state.context.store
+        event = {"event": "GENERIC_EVENT", "event_id": "x" * 5_000}
+        few = {"session_id": "few", "events": [event] * (kept_telemetry.MOST_EVENTS // 2)}
+        many = {"session_id": "many", "events": [{}] * (kept_telemetry.MOST_EVENTS + 9)}
+        large = {"session_id": "large", "events": [{}], "x": "x" * telemetry.MOST_BYTES}
+        deep = b"[" * 500_000
+        for body in (few, many, large, deep):
+            sent = body if isinstance(body, bytes) else json.dumps(body).encode()
+            headers = {"Content-Encoding": "gzip"}
+            answer = await api.post("telemetry", gzip.compress(sent), headers=headers)
+            assert answer.status == 200
+        for name, kept in (("few", 50), ("many", 100), ("large", 0)):
+            while len(found := await store.telemetry.of_session(name, owner="local")) < kept:
+                pass
+            assert len(found) == kept
+            assert len(str(found)) < 100 * 1_000
+
+
+async def test_a_small_body_does_not_become_a_large_one_before_it_is_refused(
+    tmp_path: Path,
+) -> None:
+    """Messages of two bytes, objects of three: hundreds of times larger in memory."""
+    async with hosted(EchoExecutor(), tmp_path) as api:
+        await api.model()
+        began = time.monotonic()
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        packed = {**PROTOBUF, "Content-Encoding": "zstd"}
+        many = zstandard.compress(b"\x1a\x00" * 2**24)
+        assert (await api.post("forward_backward", many, headers=packed)).status == 413
+        objects = zstandard.compress(b'{"prompt": [' + b"{}," * 2**23 + b"{}]}")
+        headers = {"Content-Encoding": "zstd"}
+        assert (await api.post("asample", objects, headers=headers)).status == 413
+        grown_mib = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024
+    # Refused while it is counted, and not read once more to see whose it was.
+    assert time.monotonic() - began < 15
+    # Both are 32 MiB or less unpacked; built, they would be 1 GiB and more.
+    assert grown_mib < 250
+    assert limits.MOST_FIELDS < 2**24
