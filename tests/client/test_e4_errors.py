@@ -1,6 +1,7 @@
 """E4: every exception of the client names what failed, the request id, and what to do next."""
 
 import importlib
+import pickle
 import pkgutil
 import re
 
@@ -115,8 +116,11 @@ def test_e4_a_corrupted_run_is_named(service):
     assert re.search(rf"{training.model_id}.*Start again", str(corrupted(training)))
 
 
-def test_e4_mistakes_in_arguments_are_told_before_anything_is_sent(service):
+def test_e4_mistakes_in_arguments_are_told_before_anything_is_sent(fake, service):
     training = service.create_lora_training_client("fake/model")
+    sampling = service.create_sampling_client(base_model="fake/model")
+    params = types.SamplingParams(max_tokens=1)
+    before = len(fake.requests)
     datum = types.Datum(
         model_input=types.ModelInput.from_ints([1]), loss_fn_inputs={"target_tokens": [1]}
     )
@@ -124,11 +128,27 @@ def test_e4_mistakes_in_arguments_are_told_before_anything_is_sent(service):
         (lambda: training.forward_backward([], "ppo"), "at least one Datum"),
         (lambda: training.forward_backward([1], "ppo"), r"data\[0\] is a int"),
         (lambda: training.forward_backward([datum], "pppo"), "did you mean `ppo`"),
+        (lambda: training.forward_backward(datum, "ppo"), "data is a Datum; .* list of Datum"),
+        (lambda: training.forward_backward("text", "ppo"), "data is a str"),
+        (lambda: training.forward_backward([datum], print), "forward_backward_custom"),
+        (
+            lambda: training.forward_backward([datum], "ppo", {"clip": [1]}),
+            r"loss_fn_config\['clip'\] is a list; it must be a number or a text",
+        ),
+        (lambda: training.forward_backward([datum], "ppo", ["clip"]), "must be a dict"),
+        (lambda: training.forward_backward_custom(datum, print), "data is a Datum"),
         (lambda: training.optim_step(None), r"AdamParams\(learning_rate"),
         (lambda: service.create_sampling_client(), "base_model"),
+        (lambda: sampling.sample("text", 1, params), r"ModelInput.from_text\(text, tokenizer\)"),
+        (lambda: sampling.sample_stream([1, 2], 1, params), "prompt is a list"),
+        (lambda: sampling.compute_logprobs([1, 2]), r"ModelInput.from_ints\(tokens\)"),
+        (lambda: service.close("done"), "'done'; it must be one of success, errored, interrupted"),
+        (lambda: pickle.dumps(service), "ServiceClient cannot be pickled"),
     ):
         with pytest.raises((ValueError, TypeError), match=says):
             call()
+    assert len(fake.requests) == before
+    assert not service.holder.closed  # a status that does not exist ends nothing
 
 
 def kinds(root: type[BaseException]) -> set[type[BaseException]]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from datetime import UTC, date, datetime
 from typing import Literal, get_args
 from urllib.parse import quote
 
 from tinkex.wire.checkpoints import ParsedCheckpointTinkerPath
+from tinkex.wire.inputs import Datum, ModelInput
 
 AccessScope = Literal["owned", "accessible"]
 AuditEvents = Literal["all", "checkpoints", "projects", "teams", "organizations"]
@@ -95,3 +97,62 @@ def moment(name: str, value: object) -> datetime:
             f"{name} is {value!r}; it must be a time, such as '2026-01-31T15:00Z'."
         ) from None
     return found.replace(tzinfo=UTC) if found.tzinfo is None else found.astimezone(UTC)
+
+
+def batch(data: object) -> list[Datum]:
+    """The examples of a pass, in a list of our own: the caller may go on changing theirs."""
+    if not isinstance(data, Iterable) or isinstance(data, str | bytes | Mapping):
+        raise TypeError(f"data is a {type(data).__name__}; a pass takes a list of Datum.")
+    found = list(data)
+    if not found:
+        raise ValueError("data is empty: a pass needs at least one Datum.")
+    for index, datum in enumerate(found):
+        if not isinstance(datum, Datum):
+            raise TypeError(
+                f"data[{index}] is a {type(datum).__name__}; a pass takes a list of Datum."
+            )
+        if any(chunk.type == "image_asset_pointer" for chunk in datum.model_input.chunks):
+            raise ValueError(
+                f"data[{index}] holds an ImageAssetPointerChunk, which a training pass cannot "
+                "carry. Send the image itself as an ImageChunk."
+            )
+    return found
+
+
+def loss_name(loss_fn: object) -> None:
+    """Which losses there are is checked with the request; that it is a name, here."""
+    if not isinstance(loss_fn, str):
+        raise TypeError(
+            f"loss_fn is a {type(loss_fn).__name__}; it must be the name of a loss, such as "
+            "'cross_entropy'. forward_backward_custom() takes a loss of your own."
+        )
+
+
+def loss_config(config: object) -> dict[str, float | str] | None:
+    """The settings of a loss, as they travel: numbers and texts."""
+    if not config:
+        return None
+    if not isinstance(config, Mapping):
+        raise TypeError(f"loss_fn_config is a {type(config).__name__}; it must be a dict.")
+    found: dict[str, float | str] = {}
+    for name, value in config.items():
+        try:
+            found[name] = value if isinstance(value, str) else float(value)
+        except (TypeError, ValueError):
+            raise TypeError(
+                f"loss_fn_config[{name!r}] is a {type(value).__name__}; "
+                "it must be a number or a text."
+            ) from None
+    return found
+
+
+def prompt(value: object) -> ModelInput:
+    """What a sample continues. A text is no prompt: only a tokenizer knows its tokens."""
+    if isinstance(value, ModelInput):
+        return value
+    if isinstance(value, Mapping):  # as `model_dump` writes one
+        return ModelInput.model_validate(value)
+    raise TypeError(
+        f"prompt is a {type(value).__name__}; it must be a ModelInput: "
+        "ModelInput.from_ints(tokens), or ModelInput.from_text(text, tokenizer)."
+    )

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Concatenate, TypeAlias, TypeVar, Union
 
-from tinkex.client import tracing
+from tinkex.client import arguments, tracing
 from tinkex.client.futures import Promise
 from tinkex.client.merge import merge
 from tinkex.client.results import QueueLog, Wanted
@@ -159,7 +159,7 @@ def start(
         )
         if loss_type_input != "logprobs":
             raise ValueError(f"loss_type_input is {loss_type_input!r}; only 'logprobs' exists.")
-    data = list(data)
+    data = arguments.batch(data)
     if isinstance(loss_fn, LossHandle):
         _check_fits(loss_fn, client.holder.session_id, data)
         if loss_fn.loss_id is not None:

@@ -228,7 +228,7 @@ class RestClient(Sessionless):
     publish_checkpoint_from_tinker_path_async = awaits(publish_checkpoint_from_tinker_path)
 
     def unpublish_checkpoint_from_tinker_path(self, tinker_path: str) -> Promise[None]:
-        """Take that back."""
+        """Make a published checkpoint one's own alone again."""
         return self._ask(
             "unpublish_checkpoint_from_tinker_path",
             "DELETE",
@@ -352,7 +352,7 @@ class RestClient(Sessionless):
     def get_checkpoint_archive_url_from_tinker_path(
         self, tinker_path: str
     ) -> Promise[CheckpointArchiveUrlResponse]:
-        """The same, by path."""
+        """A link to a tar of the adapter's files, by path. Not every service has these."""
         return self.get_checkpoint_archive_url(*checkpoint_at(tinker_path))
 
     get_checkpoint_archive_url_from_tinker_path_async = awaits(

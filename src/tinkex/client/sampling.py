@@ -9,8 +9,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 from urllib.parse import quote
 
-from tinkex.client import handles, tokenizer
-from tinkex.client.arguments import check_tinker_path
+from tinkex.client import arguments, handles, tokenizer
 from tinkex.client.desk import Desk
 from tinkex.client.futures import Promise, awaits, refuse_to_block, waits
 from tinkex.client.handles import Passport
@@ -111,7 +110,7 @@ class SamplingClient(SpeaksText):
         if model_path is None and base_model is None:
             raise ValueError("Say what to sample from: model_path='tinker://...' or base_model.")
         if model_path is not None:
-            check_tinker_path(model_path)
+            arguments.check_tinker_path(model_path)
         return holder.run(
             open_sampler(
                 holder,
@@ -198,7 +197,7 @@ class SamplingClient(SpeaksText):
         prompt_logprobs_last_n: int | None = None,
     ) -> SampleStream:
         """
-        The same, read while it is drawn: `for event in stream`, or `async for`.
+        `sample`, read while it is drawn: `for event in stream`, or `async for`.
 
         Its `response()` is what `sample` answers. A service without streams tells it all at the end.
         """
@@ -246,7 +245,7 @@ class SamplingClient(SpeaksText):
                 raise ValueError("prompt_logprobs_last_n needs include_prompt_logprobs=True.")
         return SampleRequest(
             num_samples=num_samples,
-            prompt=prompt,
+            prompt=arguments.prompt(prompt),
             sampling_params=sampling_params,
             sampling_session_id=self._sampling_session_id,
             prompt_logprobs=include_prompt_logprobs,
@@ -264,7 +263,7 @@ class SamplingClient(SpeaksText):
         """The logprob of each token of the prompt; None for the first, which nothing precedes."""
         request = SampleRequest(
             num_samples=1,
-            prompt=prompt,
+            prompt=arguments.prompt(prompt),
             sampling_params=SamplingParams(max_tokens=1),
             sampling_session_id=self._sampling_session_id,
             prompt_logprobs=True,

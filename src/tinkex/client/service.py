@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from tinkex.client import custom_loss
 from tinkex.client.arguments import check_tinker_path
@@ -94,6 +94,12 @@ class ServiceClient:
 
     def __repr__(self) -> str:
         return f"<ServiceClient of {self._session!r}>"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "A ServiceClient cannot be pickled: its session belongs to this process. "
+            "Send a SamplingClient, or create a ServiceClient in the other process."
+        )
 
     @property
     def holder(self) -> Session:

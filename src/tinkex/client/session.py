@@ -18,13 +18,13 @@ import weakref
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from time import monotonic
-from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar, get_args
 from urllib.parse import quote
 
 from pydantic import BaseModel
 
+from tinkex.client import arguments, operations, otel, telemetry
 from tinkex.client import loop as background_loop
-from tinkex.client import operations, otel, telemetry
 from tinkex.client.backpressure import Lane, Lanes
 from tinkex.client.calls import Calls, client_headers
 from tinkex.client.cancels import Cancels
@@ -431,6 +431,7 @@ class Session:
 
     def close(self, status: CloseStatus, detail: str | None = None) -> Promise[None]:
         """End the session. The first call wins; nothing can be sent afterwards."""
+        arguments.one_of("status", status, get_args(CloseStatus))
         promise: Promise[None] = Promise()
         if self.closed:
             promise.finish(None)

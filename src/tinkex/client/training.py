@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
 
 from pydantic import BaseModel
 
-from tinkex.client import custom_loss, operations, tokenizer
+from tinkex.client import arguments, custom_loss, operations, tokenizer
 from tinkex.client.chunks import cut, datum_bytes
 from tinkex.client.errors import APIStatusError, UnprocessableEntityError
 from tinkex.client.futures import Promise, awaits, refuse_to_block, submits, waits
@@ -144,7 +144,7 @@ class TrainingClient(SpeaksText):
         loss_fn: LossFnType,
         loss_fn_config: LossConfig | None = None,
     ) -> Promise[ForwardBackwardOutput]:
-        """The same, and the gradients are added to those since the last `optim_step`."""
+        """The loss of a batch; its gradients are added to those since the last `optim_step`."""
         return self._pass("ForwardBackward", data, loss_fn, loss_fn_config, forward_only=False)
 
     forward_backward_async = submits(forward_backward)
@@ -158,9 +158,7 @@ class TrainingClient(SpeaksText):
         *,
         forward_only: bool,
     ) -> Promise[ForwardBackwardOutput]:
-        config: dict[str, float | str] | None = (
-            dict(loss_fn_config.items()) if loss_fn_config else None
-        )
+        config = arguments.loss_config(loss_fn_config)
         parts = self._pass_parts(data, loss_fn, config, forward_only=forward_only)
         return self._step(parts, self._pass_wanted(request_type), merge)
 
@@ -172,10 +170,8 @@ class TrainingClient(SpeaksText):
         *,
         forward_only: bool,
     ) -> Callable[[Connection], list[Part]]:
-        data = list(data)  # the caller may go on changing its list
-        if not data:
-            raise ValueError("data is empty: a pass needs at least one Datum.")
-        _check_sendable(data)
+        data = arguments.batch(data)
+        arguments.loss_name(loss_fn)
         # Checks the name of the loss here, where the caller sees it.
         ForwardBackwardInput(data=data, loss_fn=loss_fn, loss_fn_config=config)
         sizes = [datum_bytes(datum) for datum in data]
@@ -216,7 +212,7 @@ class TrainingClient(SpeaksText):
         loss_type_input: Literal["logprobs"] | None = None,
     ) -> Promise[Promise[ForwardBackwardOutput]]:
         """
-        The same with a loss of your own: a function of (data, logprobs) or a `LossHandle`.
+        `forward_backward` with a loss of your own: a function of (data, logprobs) or a `LossHandle`.
 
         Returns the future once the loss is computed, which happens on a thread of its own.
         """
@@ -754,20 +750,6 @@ def _filler(model_id: str, half_a_batch: bool) -> Part:
         ),
         content_type=PROTOBUF_TYPE,
     )
-
-
-def _check_sendable(data: Sequence[Datum]) -> None:
-    for index, datum in enumerate(data):
-        if not isinstance(datum, Datum):
-            raise TypeError(
-                f"data[{index}] is a {type(datum).__name__}; a pass takes a list of Datum."
-            )
-        for chunk in datum.model_input.chunks:
-            if chunk.type == "image_asset_pointer":
-                raise ValueError(
-                    f"data[{index}] holds an ImageAssetPointerChunk, which a training pass cannot "
-                    "carry. Send the image itself as an ImageChunk."
-                )
 
 
 def _zstd(body: bytes) -> bytes | None:
