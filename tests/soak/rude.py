@@ -77,7 +77,11 @@ class Rude:
         """Asks for a result and is gone, without a goodbye."""
         with closing(self._connect()) as asking:
             asking.sendall(self._asking("asample", most=300))
-            answer = asking.recv(65536).partition(b"\r\n\r\n")[2]
+            answer = b""
+            # It comes in one piece or in two, and has no braces before its body.
+            while not answer.endswith(b"}"):
+                answer += asking.recv(65536)
+            answer = answer.partition(b"\r\n\r\n")[2]
         polling = self._connect()
         body = json.dumps({"request_id": json.loads(answer)["request_id"]}).encode()
         polling.sendall(self._head("retrieve_future", len(body)) + body)
