@@ -36,7 +36,6 @@ import bench_api
 
 import tinkex
 from postgres import binaries, postgres_server
-from processes import children
 from serving import serving
 from tinkex import types
 from tinkex.models.resolve import DEFAULT_MODEL
@@ -111,20 +110,16 @@ class Trainer:
         return STEPS * ROWS * TOKENS / (time.perf_counter() - began)
 
     def close(self) -> None:
-        self._service.close("completed").result()
+        self._service.close("success").result()
 
 
 @contextmanager
 def trainer(folder: Path, snapshot_steps: int) -> Iterator[Trainer]:
-    os.environ["TINKEX_SNAPSHOT_STEPS"] = str(snapshot_steps)
-    try:
-        with serving(DEFAULT_MODEL, data=folder) as server:
-            assert children(server.process.pid)
-            client = Trainer(server.url)
-            yield client
-            client.close()
-    finally:
-        del os.environ["TINKEX_SNAPSHOT_STEPS"]
+    folder.joinpath("tinkex.toml").write_text(f"snapshot_steps = {snapshot_steps}\n")
+    with serving(DEFAULT_MODEL, data=folder) as server:
+        client = Trainer(server.url)
+        yield client
+        client.close()
 
 
 def measure_training(pairs: int) -> tuple[Pair, int]:

@@ -75,7 +75,7 @@ def test_training_goes_on_after_everything_was_killed(
         assert everything == sorted(everything, reverse=True)
         assert sampler.sample(prompt, 1, params).result().sequences[0].tokens == sampled
         refused_beside(model, url, tmp_path / "other")
-        service.close("completed").result()
+        service.close("success").result()
     assert not (data / "tinkex.db").exists()
     assert sa.make_url(url).password not in "".join(server.log)
 

@@ -69,7 +69,7 @@ from tinkex.wire.sampling import SampledSequence, SampleResponse
 T = TypeVar("T")
 
 EXAMPLES = os.environ.get("TINKEX_PROPERTY_EXAMPLES")
-STEPS = 40
+STEPS = 50
 
 #: Everything in the store that asks what time it is.
 TIMED = (
@@ -164,7 +164,7 @@ class StoreMachine(RuleBasedStateMachine):
             self.accept_samples(1, 0, [0, 1])
             while self.world.waiting():
                 self.finish_requests([0, 1], "small", again=False)
-            self.save_checkpoint(1, "weights", "a", False, 500.0, None)
+            self.save_checkpoint(1, "weights", "a", 0.0, False, 500.0, None)
             self.load_checkpoint(1, 1)
 
     def teardown(self) -> None:
@@ -546,8 +546,14 @@ class StoreMachine(RuleBasedStateMachine):
                 one.fetched_s = now_s
         self.flush()
 
-    @precondition(lambda self: self.world.requests)
-    @rule(number=PICK)
+    @rule(number=PICK, owner=OWNERS)
+    def look(self, number: int, owner: str) -> None:
+        if self.world.requests:
+            self.read_request(number)
+        if self.world.names:
+            self.find_checkpoint(number, owner)
+        self.list_checkpoints(owner)
+
     def read_request(self, number: int) -> None:
         """Through the front door, whatever the tables say."""
         one = self.pick(list(self.world.requests.values()), number)
@@ -573,7 +579,8 @@ class StoreMachine(RuleBasedStateMachine):
         number=PICK,
         kind=st.sampled_from([KINDS[0], *KINDS]),
         name=NAMES,
-        overwrite=st.booleans(),
+        after_s=st.sampled_from([0.0, 600.0]),
+        overwrite=st.sampled_from([False, False, True]),
         ttl_s=st.sampled_from([None, None, 500.0]),
         sampler_number=st.sampled_from([None, None, None, 0, 1]),
     )
@@ -582,11 +589,13 @@ class StoreMachine(RuleBasedStateMachine):
         number: int,
         kind: str,
         name: str,
+        after_s: float,
         overwrite: bool,
         ttl_s: float | None,
         sampler_number: int | None,
     ) -> None:
         """Under a name or, with the number of a sampler, under none."""
+        self.clock.now_s += after_s
         now_s = self.later()
         model = self.some_model(number)
         steps = [one for one in self.world.requests.values() if one.model_id == model.model_id]
@@ -665,8 +674,6 @@ class StoreMachine(RuleBasedStateMachine):
                 expires_s=expires_s,
             )
 
-    @precondition(lambda self: self.world.names)
-    @rule(number=PICK, owner=OWNERS)
     def find_checkpoint(self, number: int, owner: str) -> None:
         named = self.pick(list(self.world.names.values()), number)
         path = f"tinker://{named.model_id}/{named.kind}/{named.name}"
@@ -720,7 +727,6 @@ class StoreMachine(RuleBasedStateMachine):
         if alive:
             self.world.audit.append((now_s, event))
 
-    @rule(owner=OWNERS)
     def list_checkpoints(self, owner: str) -> None:
         found, count = self.run(
             self.store.catalog.checkpoints(owner=owner, kinds=KINDS, published=True)
@@ -737,14 +743,33 @@ class StoreMachine(RuleBasedStateMachine):
 
     # -- keeping and deleting ----------------------------------------------------------------
 
-    @rule()
+    @rule(
+        parts=st.sampled_from([range(8), range(8), *([part] for part in range(8))]),
+        ages_s=st.tuples(AGES_S, AGES_S, AGES_S),
+        keep_last=st.integers(1, 3),
+    )
+    def tidy(
+        self, parts: Sequence[int], ages_s: tuple[float, float, float], keep_last: int
+    ) -> None:
+        """As the janitor does: everything in turn, or it dies after any of it."""
+        for part in parts:
+            (
+                lambda: self.drop_results(*ages_s),
+                lambda: self.drop_events(ages_s[0]),
+                lambda: self.drop_expired_names(),
+                lambda: self.keep_last_names(keep_last),
+                lambda: self.drop_versions(ages_s[2]),
+                lambda: self.drop_snapshots(*ages_s[1:]),
+                lambda: self.drop_older_snapshots(ages_s[0]),
+                lambda: self.sweep(),
+            )[part]()
+
     def drop_expired_names(self) -> None:
         now_s = self.later()
         self.run(self.store.retention.drop_expired_names(now_s=now_s))
         gone = [one for one in self.world.names.values() if not one.alive(now_s)]
         self.world.drop_names(gone, now_s)
 
-    @rule(keep_last=st.integers(1, 2))
     def keep_last_names(self, keep_last: int) -> None:
         now_s = self.later()
         crowd = self.run(self.store.retention.crowded(keep_last=keep_last))
@@ -759,7 +784,6 @@ class StoreMachine(RuleBasedStateMachine):
                 of_kind.sort(key=lambda one: -one.saved_s)
                 self.world.drop_names([one for one in of_kind[keep_last:] if not one.public], now_s)
 
-    @rule(age_s=AGES_S)
     def drop_versions(self, age_s: float) -> None:
         now_s = self.later()
         self.run(self.store.retention.drop_versions(abandoned_before_s=now_s - age_s))
@@ -767,7 +791,6 @@ class StoreMachine(RuleBasedStateMachine):
             if version.discarded_s is None and not self.world.in_use(version, now_s - age_s):
                 version.discarded_s = now_s
 
-    @rule(fetched_s=AGES_S, unfetched_s=AGES_S, abandoned_s=AGES_S)
     def drop_results(self, fetched_s: float, unfetched_s: float, abandoned_s: float) -> None:
         now_s = self.later()
         bounds = {
@@ -780,7 +803,6 @@ class StoreMachine(RuleBasedStateMachine):
         assert set(dropped) == self.world.drop_results(**bounds)
         self.gone |= before - set(self.world.requests)
 
-    @rule(age_s=AGES_S)
     def drop_events(self, age_s: float) -> None:
         before_s = self.later() - age_s
         self.run(
@@ -794,11 +816,15 @@ class StoreMachine(RuleBasedStateMachine):
         self.world.audit = [one for one in self.world.audit if one[0] >= before_s]
 
     @precondition(lambda self: self.world.models)
-    @rule(number=PICK, seq_id=st.sampled_from([1, 2, 3, 9]), spoiled=st.sampled_from([None, "nan"]))
-    def save_snapshot(self, number: int, seq_id: int, spoiled: str | None) -> None:
-        """Whatever number: it is refused while a step up to it has no result."""
+    @rule(number=PICK, step_number=PICK, spoiled=st.sampled_from([None, "nan"]))
+    def save_snapshot(self, number: int, step_number: int, spoiled: str | None) -> None:
+        """After any step: it is refused while a step up to it has no result."""
         now_s = self.later()
         model = self.some_model(number)
+        steps = {
+            one.seq_id for one in self.world.requests.values() if one.model_id == model.model_id
+        }
+        seq_id = self.pick(sorted(steps) or [0], step_number)
         known = self.world.snapshots.get(model.model_id)
         seq_id = max(seq_id, -1 if known is None else known.seq_id)
         place, folder = self.store.snapshots.new_place(model.model_id)
@@ -823,7 +849,6 @@ class StoreMachine(RuleBasedStateMachine):
             opened = self.run(self.store.snapshots.open(newest))
             assert (opened / "state").read_text() == newest.place
 
-    @rule(silent_s=AGES_S, abandoned_s=AGES_S)
     def drop_snapshots(self, silent_s: float, abandoned_s: float) -> None:
         now_s = self.later()
         behind = self.run(
@@ -843,7 +868,6 @@ class StoreMachine(RuleBasedStateMachine):
         self.run(self.store.retention.drop_snapshots(abandoned_before_s=now_s - abandoned_s))
         self.world.drop_snapshots(now_s - abandoned_s)
 
-    @rule(age_s=AGES_S)
     def drop_older_snapshots(self, age_s: float) -> None:
         now_s = self.later()
         self.run(self.store.retention.drop_older_snapshots(before_s=now_s - age_s))
@@ -867,7 +891,6 @@ class StoreMachine(RuleBasedStateMachine):
                 self.run(self.store.snapshots.sound(bad.model_id))
             file.write_text(text)
 
-    @rule()
     def sweep(self) -> None:
         """Nothing is left on disk that nothing refers to."""
         swept = self.run(self.store.retention.sweep(before_s=float("inf")))
@@ -876,7 +899,13 @@ class StoreMachine(RuleBasedStateMachine):
 
     # -- keys --------------------------------------------------------------------------------
 
-    @rule(owner=OWNERS, ttl_s=st.sampled_from([None, 500.0]))
+    @rule(owner=OWNERS, number=PICK, act=st.sampled_from(["create", "use", "revoke"]))
+    def keep_keys(self, owner: str, number: int, act: str) -> None:
+        if act == "create" or not self.world.keys:
+            self.create_key(owner, [None, 500.0][number % 2])
+        else:
+            self.use_key(number, revoke=act == "revoke")
+
     def create_key(self, owner: str, ttl_s: float | None) -> None:
         now_s = self.later()
         expires_s = None if ttl_s is None else now_s + ttl_s
@@ -888,8 +917,6 @@ class StoreMachine(RuleBasedStateMachine):
         )
         self.world.audit.append((now_s, "key.created"))
 
-    @precondition(lambda self: self.world.keys)
-    @rule(number=PICK, revoke=st.booleans())
     def use_key(self, number: int, revoke: bool) -> None:
         now_s = self.later()
         key = self.pick(list(self.world.keys.values()), number)
