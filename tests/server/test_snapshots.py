@@ -1,16 +1,38 @@
 """A model that is written down and built again by a real engine is the same to the last bit."""
 
+import asyncio
 import os
 import signal
 from pathlib import Path
 
 import pytest
 
+from server.echo import EchoExecutor
 from server.hosting import Api, hosted
 from serving import TINY
-from tinkex.server.executor import EngineOptions, LocalExecutor, ServedModel
+from tinkex.server.executor import (
+    EngineOptions,
+    LocalExecutor,
+    Outcome,
+    ServedModel,
+    Task,
+    Work,
+)
 
 pytestmark = pytest.mark.anyio
+
+
+def whole(folder: Path) -> list[Path]:
+    return [*folder.glob("[!.]*")]
+
+
+async def not_empty(folder: Path) -> None:
+    """Until it has something in it that is whole."""
+    for _ in range(2000):
+        if whole(folder):
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError(f"{folder} stayed empty")
 
 
 async def loss(api: Api, model: str, seq_id: int) -> float:
@@ -43,7 +65,8 @@ async def test_an_engine_that_is_killed_goes_on_from_the_snapshot(
                 found.append(await loss(api, model, seq_id))
                 # The fifth step leaves a gradient that the sixth uses.
                 if seq_id == 5 and model == disturbed:
-                    assert [*(tmp_path / "snapshots" / model).iterdir()]
+                    # Written while the model could go on.
+                    await not_empty(tmp_path / "snapshots" / model)
                     engine = executor.process_id(TINY)
                     assert engine
                     os.kill(engine, signal.SIGKILL)
@@ -52,3 +75,41 @@ async def test_an_engine_that_is_killed_goes_on_from_the_snapshot(
             found.append(await loss(api, model, 7))
     assert losses[disturbed] == losses[twin]
     assert losses[twin][-1] < losses[twin][0]
+
+
+class SlowDisk(EchoExecutor):
+    """Copies a model at once, and takes its time to write the copy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.copied, self.write = asyncio.Event(), asyncio.Event()
+
+    async def run(self, base_model: str, work: Work, *, incarnation: int | None = None) -> Outcome:
+        outcome = await super().run(base_model, work, incarnation=incarnation)
+        if work.task is Task.SNAPSHOT:
+            self.copied.set()
+            await self.write.wait()
+        return outcome
+
+
+async def test_a_model_goes_on_while_its_snapshot_is_written(tmp_path: Path) -> None:
+    executor = SlowDisk()
+    async with hosted(executor, tmp_path, snapshot_steps=3, janitor_s=0) as api:
+        model = await api.model()
+        await api.forward_backward(model, 1, tokens=3)
+        first = await api.optim_step(model, 2)
+        assert await api.value(first) == 3
+        await executor.copied.wait()
+        for seq_id in (3, 5, 7):
+            await api.forward_backward(model, seq_id, tokens=1)
+            last = await api.optim_step(model, seq_id + 1)
+        assert await api.value(last) == 31
+        # An engine that dies now: the model waits for its snapshot, and begins with it.
+        executor.die()
+        executor.write.set()
+        await api.forward_backward(model, 9, tokens=2)
+        assert await api.value(await api.optim_step(model, 10)) == 64
+        assert Task.RESTORE in executor.tasks()
+        built_again = executor.ran[-1 - executor.tasks()[::-1].index(Task.RESTORE) :]
+        # The steps behind the snapshot and the new ones, none of those before it.
+        assert [work.task for work in built_again].count(Task.OPTIM_STEP) in (1, 4)

@@ -17,8 +17,8 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -55,9 +55,10 @@ class SavedAdapter:
 def save(adapter: TrainingAdapter, folder: Path, *, base_model: str, optimizer: bool) -> int:
     """Writes the folder and returns its size in bytes."""
     with whole_folder(folder) as part:
-        _write_weights(adapter, part, base_model)
+        _weights(adapter).write(part / WEIGHTS)
+        _config(adapter, base_model).write(part / CONFIG)
         if optimizer:
-            _write_optimizer(adapter, part)
+            _optimizer(adapter).write(part / OPTIMIZER)
     return size_bytes(folder)
 
 
@@ -65,17 +66,60 @@ def snapshot(
     adapter: TrainingAdapter, folder: Path, *, base_model: str, meta: Mapping[str, Any]
 ) -> int:
     """A checkpoint that also has the gradients, so that training goes on as if never stopped."""
+    with whole_folder(folder) as part:
+        for name, content in _everything(adapter, base_model, meta):
+            content().write(part / name)
+    return size_bytes(folder)
+
+
+def copy(adapter: TrainingAdapter, *, base_model: str, meta: Mapping[str, Any]) -> Copied:
+    """The same for a caller that writes it later, while the model goes on."""
+    return Copied({name: content() for name, content in _everything(adapter, base_model, meta)})
+
+
+@dataclass(frozen=True)
+class Copied:
+    """Everything a model is, apart from it: another thread may write it."""
+
+    files: Mapping[str, _File]
+
+    def write(self, folder: Path) -> int:
+        """Writes the folder and returns its size in bytes."""
+        with whole_folder(folder) as part:
+            for name, file in self.files.items():
+                file.write(part / name)
+        return size_bytes(folder)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _File:
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    metadata: Mapping[str, str] | None = None
+    #: Instead of tensors.
+    text: str | None = None
+
+    def write(self, path: Path) -> None:
+        if self.text is not None:
+            path.write_text(self.text)
+        else:
+            metadata = None if self.metadata is None else dict(self.metadata)
+            save_file(dict(self.tensors), path, metadata=metadata)
+
+
+def _everything(
+    adapter: TrainingAdapter, base_model: str, meta: Mapping[str, Any]
+) -> Iterator[tuple[str, Callable[[], _File]]]:
+    """What a snapshot is made of; each file is copied when it is asked for."""
     notes = {
         "lora_config": adapter.lora.model_dump(),
         "optimizer": adapter.optimizer,
         "meta": dict(meta),
     }
-    with whole_folder(folder) as part:
-        _write_weights(adapter, part, base_model)
-        _write_optimizer(adapter, part)
-        save_file(named(adapter.grad, adapter.layout), part / GRADIENTS)
-        (part / SNAPSHOT).write_text(json.dumps(notes, indent=2))
-    return size_bytes(folder)
+    yield WEIGHTS, lambda: _weights(adapter)
+    yield CONFIG, lambda: _config(adapter, base_model)
+    yield OPTIMIZER, lambda: _optimizer(adapter)
+    yield GRADIENTS, lambda: _File(tensors=named(adapter.grad, adapter.layout))
+    yield SNAPSHOT, lambda: _File(text=json.dumps(notes, indent=2))
 
 
 def load(adapter: TrainingAdapter, folder: Path, *, optimizer: bool) -> None:
@@ -260,10 +304,12 @@ def size_bytes(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.iterdir())
 
 
-def _write_weights(adapter: TrainingAdapter, folder: Path, base_model: str) -> None:
-    save_file(named(adapter.master, adapter.layout), folder / WEIGHTS, metadata={"format": "pt"})
-    config = peft_config(adapter, base_model)
-    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+def _weights(adapter: TrainingAdapter) -> _File:
+    return _File(tensors=named(adapter.master, adapter.layout), metadata={"format": "pt"})
+
+
+def _config(adapter: TrainingAdapter, base_model: str) -> _File:
+    return _File(text=json.dumps(peft_config(adapter, base_model), indent=2) + "\n")
 
 
 def peft_config(adapter: TrainingAdapter, base_model: str) -> dict[str, Any]:
@@ -293,12 +339,12 @@ class Moments:
     step: int
 
 
-def _write_optimizer(adapter: TrainingAdapter, folder: Path) -> None:
+def _optimizer(adapter: TrainingAdapter) -> _File:
     tensors = {f"m:{key}": t for key, t in named(adapter.m, adapter.layout).items()}
     if len(adapter.v):
         tensors |= {f"v:{key}": t for key, t in named(adapter.v, adapter.layout).items()}
     tensors["step"] = torch.tensor(adapter.step)
-    save_file(tensors, folder / OPTIMIZER, metadata={"optimizer": adapter.optimizer})
+    return _File(tensors=tensors, metadata={"optimizer": adapter.optimizer})
 
 
 def _read_optimizer(adapter: TrainingAdapter, folder: Path) -> Moments:

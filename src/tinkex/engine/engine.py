@@ -201,6 +201,11 @@ class Engine:
             self._adapter(model_id), folder, base_model=self.settings.name, meta=meta
         )
 
+    def copy(self, model_id: str, meta: Mapping[str, Any]) -> checkpoints.Copied:
+        """The same for a caller that writes it later, in a thread of its own."""
+        adapter = self._adapter(model_id)
+        return checkpoints.copy(adapter, base_model=self.settings.name, meta=meta)
+
     def restore(self, model_id: str, folder: Path) -> dict[str, Any]:
         """Back to a snapshot, creating the model if need be; returns the caller's notes."""
         if not self.has(model_id):

@@ -76,6 +76,7 @@ class Wire:
     def __init__(self, descriptor: int) -> None:
         self._socket = socket.socket(fileno=descriptor)
         self.inbox: queue.SimpleQueue[frames.Order] = queue.SimpleQueue()
+        self._sending = threading.Lock()
 
     def listen(self) -> None:
         """Read orders for ever, in a thread of its own."""
@@ -83,7 +84,9 @@ class Wire:
 
     def send(self, report: frames.Report) -> None:
         try:
-            self._socket.sendall(frames.frame(report))
+            # Snapshots are answered by the thread that wrote them.
+            with self._sending:
+                self._socket.sendall(frames.frame(report))
         except OSError:
             _leave()
 
@@ -133,6 +136,8 @@ class Worker:
         self._trained_s = self._sampled_s = 0.0
         self._told_s = 0.0
         self._told: frames_pb2.Stats | None = None
+        #: Writes a snapshot, or has written one.
+        self._writing: threading.Thread | None = None
 
     def run(self) -> None:
         while True:
@@ -245,6 +250,9 @@ class Worker:
 
     def _operate(self, model_id: str) -> None:
         job = self._training[model_id][0]
+        if job.order.WhichOneof("work") == "snapshot":
+            self._snapshot(model_id, job)
+            return
         began_s = time.perf_counter()
         try:
             result = self._train(job)
@@ -253,6 +261,31 @@ class Worker:
         else:
             compute_s = time.perf_counter() - began_s
             self._finish(model_id, job, _done(job.order.ticket, result, compute_s))
+
+    def _snapshot(self, model_id: str, job: Job) -> None:
+        """Copy the model now, and write the copy while everybody goes on."""
+        ticket, folder = job.order.ticket, Path(job.order.snapshot.folder)
+        # One copy in memory at a time.
+        if self._writing is not None:
+            self._writing.join()
+        try:
+            copied = self._engine.copy(model_id, {})
+        except Exception as error:  # noqa: BLE001  every failure is an answer to one order
+            self._finish(model_id, job, _failed(ticket, error))
+            return
+        self._over(model_id, job)
+
+        def write() -> None:
+            began_s = time.perf_counter()
+            try:
+                result = json.dumps({"size_bytes": copied.write(folder)}).encode()
+            except Exception as error:  # noqa: BLE001  every failure is an answer to one order
+                self._wire.send(_failed(ticket, error))
+            else:
+                self._wire.send(_done(ticket, result, time.perf_counter() - began_s))
+
+        self._writing = threading.Thread(target=write, name="tinkex-snapshot", daemon=True)
+        self._writing.start()
 
     def _run_passes(self) -> None:
         """One micro-batch, of rows from every model that has a pass in front and can join."""
@@ -347,6 +380,9 @@ class Worker:
     def _finish(self, model_id: str, job: Job, report: frames.Report) -> None:
         """Answer an order, and let its model's line go on at the end of the models' line."""
         self._wire.send(report)
+        self._over(model_id, job)
+
+    def _over(self, model_id: str, job: Job) -> None:
         waiting = self._training.pop(model_id)
         waiting.remove(job)
         if waiting:
@@ -370,11 +406,6 @@ class Worker:
             case "load":
                 load = order.load
                 engine.load(load.model_id, Path(load.folder), optimizer=load.optimizer)
-            case "snapshot":
-                size_bytes = engine.snapshot(
-                    order.snapshot.model_id, Path(order.snapshot.folder), {}
-                )
-                return json.dumps({"size_bytes": size_bytes}).encode()
             case "restore":
                 engine.restore(order.restore.model_id, Path(order.restore.folder))
             case "clear_gradients":

@@ -37,6 +37,8 @@ class Revival:
         if run.live_in != incarnation:
             # The log is complete once every result of this model is on disk.
             await run.settled()
+            # And stays as it is while it is read: a snapshot would cut it.
+            await run.written()
             await self._register_losses(run, incarnation)
             await self._replay(run, incarnation)
             run.live_in = incarnation

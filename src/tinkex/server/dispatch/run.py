@@ -25,6 +25,8 @@ class Run:
     settling: set[asyncio.Task[None]] = field(default_factory=set)
     #: Seconds that engines computed for it.
     computed_s: float = 0.0
+    #: The snapshot that is being written while the model goes on.
+    writing: asyncio.Task[None] | None = None
     #: Steps, and bytes of payloads, since the last snapshot.
     steps_since: int = 0
     bytes_since: int = 0
@@ -38,6 +40,12 @@ class Run:
     async def settled(self) -> None:
         """Until every result of this model is on disk."""
         await asyncio.gather(*self.settling, return_exceptions=True)
+
+    async def written(self) -> None:
+        """Until no snapshot of this model is under way."""
+        if self.writing is not None:
+            await asyncio.wait({self.writing})
+            self.writing = None
 
 
 class Runs:

@@ -1,12 +1,17 @@
-"""Snapshots between two steps: a model's state in one place, so that its log can be cut."""
+"""Snapshots: a model's state between two steps, written down while it goes on, so that its log can be cut."""
 
+import asyncio
+import contextlib
 import json
 import logging
+from collections.abc import Coroutine
+from typing import Any
 
 from tinkex.server.dispatch.desk import Desk
 from tinkex.server.dispatch.revival import Revival
 from tinkex.server.dispatch.run import Run
-from tinkex.server.executor import EngineLost, EngineRefused, Task, Work
+from tinkex.server.executor import EngineLost, EngineRefused, Task, Work, WorkFailed
+from tinkex.server.store import Damaged
 
 log = logging.getLogger("tinkex.server.dispatch")
 
@@ -22,30 +27,56 @@ class Snapshots:
         self._payload_bytes = payload_bytes
 
     def due(self, run: Run) -> bool:
+        if run.writing is not None and not run.writing.done():
+            return False  # the next one when this one is written
         return 0 < self._steps <= run.steps_since or 0 < self._payload_bytes <= run.bytes_since
 
     async def write(self, run: Run) -> bool:
-        """Everything up to the last finished step is kept in one place from now on."""
+        """Everything up to the last finished step is kept in one place once this returns True."""
+        written = await self.begin(run)
+        return written is not None and await written
+
+    async def begin(self, run: Run) -> asyncio.Future[bool] | None:
+        """
+        Take one of what the model is now; steps that come later run while it is written.
+
+        The engine copies the model when the order reaches it, before any later step's.
+        """
+        await run.written()
         # Tried again after as much again, whatever becomes of it.
         run.steps_since = run.bytes_since = 0
         if run.line.stillborn is not None or run.line.running:
-            return False
+            return None
+        async with contextlib.AsyncExitStack() as stack:
+            # As any work: nobody is with an engine while a suspect is alone with it.
+            visit = self._desk.companies[run.model.base_model].visit()
+            await stack.enter_async_context(visit)
+            try:
+                incarnation = await self._revival.alive(run)
+            except (EngineLost, EngineRefused, WorkFailed, Damaged) as lost:
+                log.info("no snapshot of %s: %s", run.model.model_id, lost)
+                return None
+            await run.settled()
+            taking = self._take(run, incarnation, run.line.next_seq - 1, run.line.spoiled)
+            written: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+            run.writing = self._desk.spawn(_until_over(taking, written, stack.pop_all()))
+        # So its order is with the engine before anything that is asked for later.
+        await asyncio.sleep(0)
+        return written
+
+    async def _take(self, run: Run, incarnation: int, seq_id: int, spoiled: str | None) -> bool:
         kept = self._desk.store.snapshots
-        model_id, seq_id = run.model.model_id, run.line.next_seq - 1
+        model_id = run.model.model_id
         place, folder = kept.new_place(model_id)
         try:
-            # As any work: nobody is with an engine while a suspect is alone with it.
-            async with self._desk.companies[run.model.base_model].visit():
-                incarnation = await self._revival.alive(run)
-                await run.settled()
-                work = Work(task=Task.SNAPSHOT, model_id=model_id, folder=folder)
-                outcome = await self._revival.work(run, work, incarnation)
+            work = Work(task=Task.SNAPSHOT, model_id=model_id, folder=folder)
+            outcome = await self._revival.work(run, work, incarnation)
             return await kept.save(
                 model_id=model_id,
                 seq_id=seq_id,
                 place=place,
                 size_bytes=json.loads(outcome.result)["size_bytes"],
-                spoiled=run.line.spoiled,
+                spoiled=spoiled,
             )
         except (EngineLost, EngineRefused) as lost:
             log.info("no snapshot of %s: %s", model_id, lost)
@@ -53,3 +84,15 @@ class Snapshots:
             # The model goes on: its log is complete without a snapshot.
             log.exception("no snapshot of %s", model_id)
         return False
+
+
+async def _until_over(
+    taking: Coroutine[Any, Any, bool],
+    written: asyncio.Future[bool],
+    visit: contextlib.AsyncExitStack,
+) -> None:
+    try:
+        async with visit:
+            written.set_result(await taking)
+    finally:
+        written.cancel()  # nothing, unless the server stops

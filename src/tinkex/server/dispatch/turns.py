@@ -66,8 +66,10 @@ class Turns:
 
         async def drive() -> None:
             try:
+                await run.written()
                 await work
             finally:
+                work.close()
                 run.driver = None
             self._drive(run)
 
@@ -87,7 +89,7 @@ class Turns:
                     break
                 await self._take(run, turn)
                 if self._snapshots.due(run):
-                    await self._snapshots.write(run)
+                    await self._snapshots.begin(run)
         finally:
             run.driver = None
         self._watch_gap(run)
