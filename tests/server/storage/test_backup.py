@@ -10,7 +10,7 @@ from server.echo import EchoExecutor
 from server.hosting import Api, connected, hosted
 from server.storage.commands import tinkex
 from server.storage.test_damage import LARGE, overwrite_pages, snapshot, trained
-from serving import TINY, serving
+from serving import TINY, Server, serving
 from tinkex.server.backup import About, BackupFailed, restore, take
 from tinkex.server.doctor import Level, examine
 from tinkex.server.settings import Settings
@@ -21,6 +21,10 @@ pytestmark = pytest.mark.anyio
 def clean(folder: Path) -> bool:
     found = examine(Settings(data=str(folder)))
     return all(finding.level is Level.FINE for finding in found)
+
+
+def list_of(folder: Path) -> list[Path]:
+    return [*folder.iterdir()]
 
 
 async def taken(data: Path, target: Path) -> About:
@@ -70,26 +74,26 @@ async def test_work_goes_on_while_it_is_copied_and_the_copy_is_of_one_moment(
         assert value == 2 * done.get(finished, 0) + last % 2 or finished not in done
 
 
-async def test_a_real_server_is_copied_while_it_trains(tiny_model: Path, tmp_path: Path) -> None:
-    first, target, second = (tmp_path / name for name in ("first", "backup", "second"))
-    spec, args = f"{TINY}={tiny_model}", ("--deterministic",)
-    with serving(spec, data=first, args=args) as running:
-        async with connected(running.url, TINY) as api:
-            model = await api.model()
-            await _step(api, model, 1)
-            made = await tinkex("backup", str(target), "--data", str(first), "--format", "json")
-            assert made.returncode == 0, made.stderr
-            assert json.loads(made.stdout)["files"] > 0
-            expected = [await _step(api, model, seq_id) for seq_id in (3, 5)]
-    again = await tinkex("backup", str(target), "--data", str(first))
-    assert "exists already" in again.stderr
-    back = await tinkex("restore", str(target), "--data", str(second))
+@pytest.mark.timeout(120)
+async def test_a_real_server_is_copied_while_it_trains(
+    server: Server, tiny_model: Path, tmp_path: Path
+) -> None:
+    target, elsewhere = tmp_path / "backup", tmp_path / "elsewhere"
+    async with connected(server.url, TINY) as api:
+        model = await api.model()
+        await _step(api, model, 1)
+        made = await tinkex("backup", str(target), "--data", str(server.data), "-f", "json")
+        assert made.returncode == 0, made.stderr
+        assert json.loads(made.stdout)["files"] > 0
+        expected = [await _step(api, model, seq_id) for seq_id in (3, 5)]
+    back = await tinkex("restore", str(target), "--data", str(elsewhere))
     assert back.returncode == 0, back.stderr
-    looked = await tinkex("doctor", "--data", str(second))
-    assert looked.returncode == 0, looked.stdout
-    with serving(spec, data=second, args=args) as running:
-        async with connected(running.url, TINY) as api:
-            assert [await _step(api, model, seq_id) for seq_id in (3, 5)] == expected
+    assert clean(elsewhere)
+    with serving(f"{TINY}={tiny_model}", data=elsewhere) as restored:
+        async with connected(restored.url, TINY) as api:
+            losses = [await _step(api, model, seq_id) for seq_id in (3, 5)]
+    assert losses == pytest.approx(expected, rel=1e-4)
+    assert losses[1] < losses[0]
 
 
 async def _step(api: Api, model: str, seq_id: int) -> float:
@@ -115,8 +119,11 @@ async def test_what_cannot_be_copied_or_restored_is_refused(
     take(Settings(data=str(data)), target)
     with pytest.raises(BackupFailed, match="is not empty"):
         restore(target, data)
+    with pytest.raises(BackupFailed, match="exists already"):
+        take(Settings(data=str(data)), target)
     assert (target.stat().st_mode & 0o777) == 0o700
     overwrite_pages(data / "tinkex.db", "requests")
-    with pytest.raises(BackupFailed, match="damaged|malformed"):
+    with pytest.raises(BackupFailed, match=r"damaged|malformed"):
         take(Settings(data=str(data)), tmp_path / "another")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "target"]
+    # Nothing half-made is left.
+    assert {path.name for path in list_of(tmp_path)} == {"data", "target"}

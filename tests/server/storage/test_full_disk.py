@@ -12,6 +12,8 @@ import pytest
 from server.echo import EchoExecutor
 from server.hosting import Api, hosted
 from server.storage.failing import FULL, READ_ONLY, FailingFileSystem
+from tinkex.server import saving
+from tinkex.server.executor import Outcome, Task, Work, WorkFailed
 from tinkex.server.store.trouble import trouble_of
 
 pytestmark = pytest.mark.anyio
@@ -85,6 +87,32 @@ async def test_a_read_only_disk_takes_no_new_work(echo: EchoExecutor, tmp_path: 
         FailingFileSystem.error = None
         await until_well(api)
         assert await api.value(await api.optim_step(model, 2)) == 0
+
+
+class Cramped(EchoExecutor):
+    """An engine whose disk is too full for a save, for a while."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.refusals = 2
+
+    async def run(self, base_model: str, work: Work, *, incarnation: int | None = None) -> Outcome:
+        if work.task is Task.SAVE and self.refusals:
+            self.refusals -= 1
+            raise WorkFailed("server", "the engine failed: No space left on device (os error 28)")
+        return await super().run(base_model, work, incarnation=incarnation)
+
+
+async def test_a_save_waits_for_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saving, "ROOM_RETRY_S", 0.05)
+    echo = Cramped()
+    async with hosted(echo, tmp_path) as api:
+        model = await api.model()
+        save = await api.step("save_weights", model_id=model, seq_id=1, path="kept")
+        saved = await api.result(save)
+        assert saved["path"] == f"tinker://{model}/weights/kept"
+        assert echo.refusals == 0
+        await until_well(api)
 
 
 async def test_room_is_kept_for_results(echo: EchoExecutor, tmp_path: Path) -> None:

@@ -1,0 +1,82 @@
+"""
+A real server whose disk ends, and comes back: no step is lost, and nobody restarts anything.
+
+The limit on the size of files (`ulimit -f`) of the web process is the disk that ends: every write of
+SQLite and of files fails from one moment on, as on a full disk.
+"""
+
+import asyncio
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from processes import children
+from server.hosting import Api, connected
+from serving import TINY, Server
+
+pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120)]
+
+
+@contextmanager
+def full_disk(server: Server) -> Iterator[None]:
+    """The web process can write no byte to any file until the block ends."""
+    (web,) = children(server.process.pid)
+    before = resource.prlimit(web, resource.RLIMIT_FSIZE)
+    resource.prlimit(web, resource.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        yield
+    finally:
+        resource.prlimit(web, resource.RLIMIT_FSIZE, before)
+
+
+async def loss(api: Api, request_id: str) -> float:
+    return (await api.passed(request_id)).metrics["loss:sum"]
+
+
+async def test_steps_on_their_way_arrive_when_there_is_room_again(server: Server) -> None:
+    async with connected(server.url, TINY) as api:
+        model = await api.model()
+        first = await api.forward_backward(model, 1, tokens=8)
+        known = await loss(api, first)
+        # Waits for its number, so that it runs while nothing can be written.
+        behind = await api.optim_step(model, 3, learning_rate=1e-2)
+        with full_disk(server):
+            body = {"model_id": model, "seq_id": 2, "adam_params": {"learning_rate": 1e-2}}
+            refused = await api.post("optim_step", body)
+            assert refused.status == 503
+            assert "disk" in refused.json["detail"]
+            health = await api.get("/api/v1/healthz")
+            assert health.status == 503
+            # What is there is still handed out.
+            assert await loss(api, first) == known
+            assert (await api.get(f"/api/v1/training_runs/{model}")).status == 200
+        # Its client sends it again, as after any 503.
+        for _ in range(300):
+            taken = await api.post("optim_step", body)
+            if taken.status == 200:
+                break
+            await asyncio.sleep(0.1)
+        assert "metrics" in await api.result(taken.json["request_id"])
+        assert "metrics" in await api.result(behind)
+        assert await loss(api, await api.forward_backward(model, 4, tokens=8)) < known
+        assert (await api.get("/api/v1/healthz")).status == 200
+
+
+async def test_a_result_that_cannot_be_written_is_kept_until_it_can(server: Server) -> None:
+    async with connected(server.url, TINY) as api:
+        model = await api.model()
+        passes = [await api.forward_backward(model, number, tokens=8) for number in range(1, 9)]
+        step = await api.optim_step(model, 9, learning_rate=1e-2)
+        with full_disk(server):
+            # Until something was computed that cannot be stored, if it is not all done already.
+            for _ in range(50):
+                if (await api.get("/api/v1/healthz")).status == 503:
+                    break
+                await asyncio.sleep(0.02)
+        losses = [await loss(api, one) for one in passes]
+        assert len(set(losses)) == 1
+        assert "metrics" in await api.result(step)
+        later = await api.forward_backward(model, 10, tokens=8)
+        assert await loss(api, later) < losses[0]

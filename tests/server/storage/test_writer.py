@@ -1,0 +1,97 @@
+"""A database that takes nothing for a while: promises are kept in order, the rest is refused."""
+
+import asyncio
+import sqlite3
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from tinkex.server.store import NewRequest, Status, StorageTrouble, Store, open_store
+
+pytestmark = pytest.mark.anyio
+
+NEW = NewRequest(owner="o", kind="sample", base_model="b", payload=b"p")
+#: More than the free pages of a new database hold.
+RESULT = b"r" * 60_000
+
+
+@pytest.fixture
+async def store(tmp_path: Path, anyio_backend: str) -> AsyncIterator[Store]:
+    opened = open_store(
+        db_url=f"sqlite:///{tmp_path / 'tinkex.db'}", storage_url=str(tmp_path), folder=tmp_path
+    )
+    yield opened
+    opened.close()
+
+
+async def writing(store: Store) -> sqlite3.Connection:
+    """The connection of the thread that writes."""
+    found = await store._database.write(lambda connection: connection.connection.driver_connection)
+    assert isinstance(found, sqlite3.Connection)
+    return found
+
+
+@contextmanager
+def full(connection: sqlite3.Connection) -> Iterator[None]:
+    """SQLite's own limit: no page more than there are."""
+    (pages,) = connection.execute("PRAGMA page_count").fetchone()
+    connection.execute(f"PRAGMA max_page_count = {pages}")
+    try:
+        yield
+    finally:
+        # Unless it was closed meanwhile.
+        with suppress(sqlite3.ProgrammingError):
+            connection.execute("PRAGMA max_page_count = 1000000000")
+
+
+async def test_results_wait_in_their_order_and_new_requests_are_refused(store: Store) -> None:
+    first, second = [(await store.requests.accept(NEW)).request_id for _ in range(2)]
+    with full(await writing(store)):
+        large = store.requests.finish(first, RESULT, None)
+        # Small enough to be written: it must not overtake, or a crash now would change the order.
+        small = store.requests.finish(second, b"s", None)
+        with pytest.raises(StorageTrouble, match="full"):
+            await store.requests.accept(NEW)
+        assert store.condition.trouble is not None
+        assert store.condition.trouble.kind == "full"
+        rows = await store.requests.waiting()
+        assert {row.request_id for row in rows} == {first, second}
+        assert not large.done()
+    async with asyncio.timeout(10):
+        await asyncio.gather(large, small)
+    assert store.condition.trouble is None
+    assert await store.requests.result(first) == RESULT
+    assert (await store.requests.accept(NEW)).is_new
+
+
+async def test_a_read_only_database_is_noticed_and_left(store: Store) -> None:
+    connection = await writing(store)
+    first = (await store.requests.accept(NEW)).request_id
+    connection.execute("PRAGMA query_only = ON")
+    with pytest.raises(StorageTrouble, match="cannot write"):
+        await store.requests.accept(NEW)
+    failing = store.requests.fail(first, "e", category="server", cause="work")
+    await store.probe()
+    assert store.condition.trouble is not None
+    assert store.condition.trouble.kind == "read_only"
+    connection.execute("PRAGMA query_only = OFF")
+    async with asyncio.timeout(10):
+        await failing
+    row = await store.requests.get(first)
+    assert row is not None
+    assert row.status is Status.FAILED
+    assert store.condition.trouble is None
+
+
+async def test_a_store_that_is_closed_on_a_full_disk_closes(store: Store) -> None:
+    first = (await store.requests.accept(NEW)).request_id
+    with full(await writing(store)):
+        waiting = store.requests.finish(first, RESULT, None)
+        with pytest.raises(StorageTrouble):
+            await store.requests.accept(NEW)
+        await asyncio.to_thread(store.close)
+        # It is computed again after a start.
+        with pytest.raises(StorageTrouble):
+            await waiting
