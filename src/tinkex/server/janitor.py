@@ -30,8 +30,6 @@ COLLECT_EVERY_S = 60.0
 # A session that was silent for this long has its models written down.
 SILENT_S = 900.0
 SNAPSHOTS_AT_ONCE = 4
-# How long there is a way back behind a snapshot, should its files be damaged.
-WAY_BACK_S = 24 * 3600.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,6 +40,7 @@ class Limits:
     unfetched_s: float
     silent_s: float
     abandoned_s: float
+    way_back_s: float
     orphan_s: float
     telemetry_s: float
     audit_s: float
@@ -54,6 +53,7 @@ def limits(settings: Settings, *, now_s: float) -> Limits:
         unfetched_s=now_s - settings.unfetched_kept_s,
         silent_s=now_s - max(SILENT_S, settings.session_grace_s),
         abandoned_s=now_s - settings.abandoned_s,
+        way_back_s=now_s - settings.way_back_s,
         orphan_s=now_s - settings.orphan_s,
         telemetry_s=now_s - settings.telemetry_kept_s,
         audit_s=now_s - settings.audit_kept_s,
@@ -117,7 +117,7 @@ class Janitor:
         until = limits(self._settings, now_s=self._clock())
         retention = self._store.retention
         await self._write_down(until)
-        await retention.drop_older_snapshots(before_s=self._clock() - WAY_BACK_S)
+        await retention.drop_older_snapshots(before_s=until.way_back_s)
         while dropped := await retention.drop_results(
             fetched_before_s=until.fetched_s,
             unfetched_before_s=until.unfetched_s,

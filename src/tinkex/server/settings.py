@@ -134,6 +134,9 @@ class Settings:
     snapshot_steps: int = 200
     #: Or after so many bytes of requests.
     snapshot_bytes: int = 64 * MEBIBYTE
+    #: How long the snapshot before the newest, and the requests since, are kept: the newest may turn
+    #: out damaged. 0 is until the next look.
+    way_back_s: float = 24 * 3600.0
     #: Checkpoints of one kind that a run keeps, the newest; published ones stay. 0 keeps all.
     keep_last: int = 0
     #: How often what may go is deleted; 0 deletes nothing.
