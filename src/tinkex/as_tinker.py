@@ -131,13 +131,18 @@ def _teach_children() -> None:
     spawn.get_preparation_data = get_preparation_data
 
 
+USAGE = """\
+Usage: python -m tinkex.as_tinker PROGRAM.py [ARGUMENT ...]
+       python -m tinkex.as_tinker -m MODULE [ARGUMENT ...]"""
+
+
 def main(arguments: Sequence[str]) -> None:
     """`PROGRAM ARGUMENT...` or `-m MODULE ARGUMENT...`, run as `python` would."""
-    if not arguments or arguments[0] in ("-h", "--help") or list(arguments) == ["-m"]:
-        raise SystemExit(
-            "Usage: python -m tinkex.as_tinker PROGRAM.py [ARGUMENT ...]\n"
-            "       python -m tinkex.as_tinker -m MODULE [ARGUMENT ...]"
-        )
+    if arguments and arguments[0] in ("-h", "--help"):
+        sys.stdout.write(USAGE + "\n")
+        return
+    if not arguments or list(arguments) == ["-m"]:
+        raise SystemExit(USAGE)
     if arguments[0] == "-m":
         sys.argv = list(arguments[1:])
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)

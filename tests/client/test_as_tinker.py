@@ -169,6 +169,8 @@ def test_a_module_runs_unchanged_with_its_workers(tmp_path):
 
 def test_a_program_that_is_not_there_or_not_named_says_so(tmp_path):
     assert "Usage: python -m tinkex.as_tinker" in run("-m", "tinkex.as_tinker", cwd=tmp_path).stderr
+    helped = run("-m", "tinkex.as_tinker", "--help", cwd=tmp_path)
+    assert (helped.returncode, helped.stdout[:6]) == (0, "Usage:")
     done = run("-m", "tinkex.as_tinker", "nothing.py", cwd=tmp_path)
     assert done.returncode == 1
     assert "nothing.py" in done.stderr

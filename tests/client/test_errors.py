@@ -1,6 +1,7 @@
 """Errors cross processes, keep no secrets, and say what to do next."""
 
 import pickle
+import traceback
 
 import pytest
 
@@ -105,3 +106,10 @@ def test_the_tree_is_that_of_the_official_client():
     assert issubclass(tinkex.RequestFailedError, tinkex.TinkerError)
     assert not issubclass(tinkex.RequestFailedError, tinkex.APIError)
     assert issubclass(tinkex.ExperimentalWarning, FutureWarning)
+
+
+def test_a_traceback_names_an_error_as_programs_write_it():
+    for kind in (tinkex.TinkerError, tinkex.NotFoundError, tinkex.RequestFailedError):
+        assert traceback.format_exception_only(kind.__new__(kind))[0].startswith(
+            f"tinkex.{kind.__name__}"
+        )

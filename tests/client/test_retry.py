@@ -92,6 +92,16 @@ def test_delays_double_up_to_the_longest(attempt, low, high):
         assert low <= delay <= high
 
 
+def test_h3_delays_are_spread_so_that_clients_do_not_come_back_together():
+    def delay(seed):
+        return RetryPolicy().delay_s(
+            5, answered(503), elapsed_s=0, now=NOW, rng=random.Random(seed)
+        )
+
+    assert len({delay(seed) for seed in range(20)}) == 20
+    assert delay(1) == delay(1)
+
+
 def test_the_servers_wish_comes_before_our_own_delay():
     error = answered(503, retry_after="3")
     assert RetryPolicy().delay_s(9, error, elapsed_s=0, now=NOW, rng=random.Random(0)) == 3.0

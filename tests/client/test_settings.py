@@ -35,10 +35,18 @@ def test_a_service_has_one_spelling(given, normal):
     assert normalise_url(given) == normal
 
 
-@pytest.mark.parametrize("bad", ["", "host", "ftp://host", "http://", "http://host:port"])
+@pytest.mark.parametrize(
+    "bad", ["", "host", "ftp://host", "http://", "http://host:port", "http://[::1"]
+)
 def test_an_address_that_is_none_is_refused_with_what_to_write(bad):
     with pytest.raises(TinkerError, match="http://HOST:PORT"):
         normalise_url(bad)
+
+
+def test_a_password_in_an_address_is_refused_and_not_shown():
+    with pytest.raises(TinkerError, match="default_headers_overrides") as caught:
+        normalise_url("https://user:hidden@host.example")
+    assert "hidden" not in str(caught.value)
 
 
 def test_our_names_win_over_the_official_ones_and_arguments_over_both(tmp_path):

@@ -1,9 +1,10 @@
 """`python -m tinkex.cli` is the `tinkex` command."""
 
-from tinkex.cli.group import command as cli
 from tinkex.cli.main import main
 
-__all__ = ["cli"]
-
 if __name__ == "__main__":
-    main()
+    main()  # which says what to install where click is missing
+else:
+    from tinkex.cli.group import command as cli
+
+    __all__ = ["cli"]

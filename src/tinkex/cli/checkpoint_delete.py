@@ -110,9 +110,8 @@ def _confirmed(paths: list[str], found: list[Checkpoint]) -> bool:
     for path in paths:
         click.echo(f"  {path}  {shown_size(sizes.get(path))}", err=True)
     total = sum(size or 0 for size in sizes.values())
-    return click.confirm(
-        f"Delete {len(paths)} checkpoints ({shown_size(total)}) for good?", err=True
-    )
+    what = "1 checkpoint" if len(paths) == 1 else f"{len(paths)} checkpoints"
+    return click.confirm(f"Delete {what} ({shown_size(total)}) for good?", err=True)
 
 
 def _delete_all(client: RestClient, paths: list[str]) -> list[tuple[str, str]]:

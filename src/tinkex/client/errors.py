@@ -276,3 +276,9 @@ def own_copy(error: BaseException) -> BaseException:
         return error
     twin.__cause__ = error.__cause__
     return twin
+
+
+# Tracebacks read `tinkex.NotFoundError`: the name that programs write.
+for _kind in [each for each in globals().values() if isinstance(each, type)]:
+    if issubclass(_kind, TinkerError | ExperimentalWarning):
+        _kind.__module__ = "tinkex"

@@ -171,12 +171,17 @@ def normalise_url(url: str) -> str:
     url = url.strip()
     if url == LOCAL:
         return url
-    parts = urlsplit(url)
     try:
+        parts = urlsplit(url)
         port = parts.port
     except ValueError:
-        port = -1
-    if parts.scheme.lower() not in ("http", "https") or not parts.hostname or port == -1:
+        parts, port = urlsplit(""), None
+    if "@" in parts.netloc:  # not shown: addresses stand in logs, handles and errors
+        raise TinkerError(
+            "base_url holds a user name or password. Write it without them, and send them as "
+            "default_headers_overrides={'Authorization': 'Basic ...'}."
+        )
+    if parts.scheme.lower() not in ("http", "https") or not parts.hostname:
         raise TinkerError(
             f"base_url {url!r} is not an address of a service. "
             "Write http://HOST:PORT or https://HOST/PATH, or 'local' for an embedded server."

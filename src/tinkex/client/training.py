@@ -480,7 +480,10 @@ class TrainingClient(SpeaksText):
 
     def unload_model(self) -> Promise[UnloadModelResponse]:
         """
-        Free what the model takes up on the server. Checkpoints stay; the model cannot be used again.
+        Free what the model takes up on the server, now and not when the session ends.
+
+        Checkpoints stay. What a later call to the model meets is the service's to say: ours loads
+        it again, others may refuse it.
 
         Takes no place in the order: wait for what must be done first. Not every service has it.
         """
