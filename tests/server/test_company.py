@@ -192,8 +192,10 @@ async def test_visitors_come_in_by_turns_and_a_suspect_is_alone() -> None:
         tasks.append(asyncio.create_task(come(name)))
         await asyncio.sleep(0)
     assert inside == ["b"]
+    assert [name for name in "abcd" if company.keeps_out(name)] == ["a", "c", "d"]
     leave.set()
     assert await asyncio.gather(*tasks) == [True, True, False, False]
+    assert not any(company.keeps_out(name) for name in "abcd")
 
 
 async def test_one_that_gives_up_waiting_keeps_nobody_out() -> None:

@@ -50,10 +50,15 @@ class Company:
         self._deaths: dict[str, int] = {}
         self._inside: set[Visit] = set()
         self._waiting: deque[Visit] = deque()
+        self._kept_out: set[str] = set()
 
     def deaths(self, request_id: str) -> int:
         """How often this request was with an engine that died."""
         return self._deaths.get(request_id, 0)
+
+    def keeps_out(self, request_id: str) -> bool:
+        """Whether it waits because suspects are tried, or because it is one."""
+        return request_id in self._kept_out
 
     def lost(self, request_id: str, visit: Visit, *, times: int = 1) -> bool:
         """A request was lost with its engine; whether it is the one that kills it."""
@@ -75,9 +80,13 @@ class Company:
         self._waiting.append(visit)
         self._let_in()
         try:
-            await visit._enter.wait()
+            if not visit._enter.is_set():
+                self._kept_out.update(request_ids)
+                await visit._enter.wait()
+                self._kept_out.difference_update(request_ids)
             yield visit
         finally:
+            self._kept_out.difference_update(request_ids)
             self._inside.discard(visit)
             with contextlib.suppress(ValueError):
                 self._waiting.remove(visit)

@@ -234,6 +234,12 @@ class Dispatcher:
         executor = self._desk.executor
         if (reason := executor.waiting_for(base_model)) is not None:
             return Waiting(state="paused_capacity", reason=reason)
+        if self._desk.companies[base_model].keeps_out(request_id):
+            return Waiting(
+                state="paused_capacity",
+                reason=f"the engine of {base_model} died more than once; what was with it is "
+                "tried a little at a time, to find what kills it",
+            )
         if (waiting := self._places.why(request_id)) is not None:
             return waiting
         stats = executor.stats(base_model)
