@@ -8,7 +8,7 @@ import warnings
 
 import pytest
 
-from tinkex import APIFuture, SamplingClient, SamplingParams, types
+from tinkex import AdamParams, APIFuture, SamplingClient, SamplingParams, types
 from tinkex.client import loop as background_loop
 from tinkex.client.futures import Promise
 
@@ -75,6 +75,25 @@ def test_cancelling_the_one_who_awaits_a_training_step_does_not_cancel_the_step(
     hold.release()
     assert future.result(5).metrics["loss:sum"] > 0
     assert not future.cancelled()
+
+
+def test_o5_nor_one_that_still_waits_for_its_turn(fake, training, datum):
+    hold = fake.hold("forward_backward")
+    first = training.forward_backward([datum], "cross_entropy")
+    behind = training.optim_step(AdamParams())
+
+    async def main():
+        task = asyncio.ensure_future(behind.result_async())
+        await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(main())
+    hold.release()
+    first.result(5)
+    assert behind.result(5).metrics
+    assert [kind for _, _, kind in fake.ran] == ["forward_backward", "optim_step"]
 
 
 def test_futures_of_samples_are_concurrent_futures_that_can_be_awaited(service):

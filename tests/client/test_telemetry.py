@@ -194,6 +194,15 @@ def test_e2_no_error_waits_for_telemetry(fake, service):
     assert order == ["told", "noted"]
 
 
+def test_e2_the_end_does_not_wait_for_a_service_that_is_slow_to_take_it(fake, monkeypatch):
+    monkeypatch.setattr(telemetry, "LAST_SEND_S", 0.05)
+    service = fake.client()
+    service.create_lora_training_client("fake/model")
+    hold = fake.hold("telemetry")
+    service.close("success").result(30)  # or `TimeoutError`: nobody has let go
+    hold.release()
+
+
 PROGRAM = """
 import os, sys
 import tinkex
