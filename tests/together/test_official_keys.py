@@ -12,6 +12,7 @@ import sdk_envs
 from server.echo import BASE, EchoExecutor
 from server.hosting import Api, hosted
 from server.tenants import new_key, revoke
+from tinkex.server import completions
 
 PROGRAM = Path(__file__).with_name("keys_program.py")
 
@@ -73,6 +74,29 @@ async def test_a_client_over_its_limit_slows_down_and_loses_nothing(
         assert status == 0, errors[-4000:]
         await opening
     assert (told["first"], told["second"]) == (12, 2)
+
+
+async def test_a_long_log_of_samples_is_read_in_pieces(
+    anyio_backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server tells so many at once; the client polls on from there by itself."""
+    monkeypatch.setattr(completions, "MOST_TOLD", 2)
+    told_at_once: list[int] = []
+    after = completions.Completions.after
+
+    async def counted(*args: Any, **options: Any) -> Any:
+        events = await after(*args, **options)
+        told_at_once.append(len(events))
+        return events
+
+    monkeypatch.setattr(completions.Completions, "after", counted)
+    key = await new_key(tmp_path, "alice")
+    async with hosted(EchoExecutor(), tmp_path) as api:
+        status, told, errors = await ran(api, key, pause_s=0.0)
+    assert status == 0, errors[-4000:]
+    assert (told["first"], told["second"]) == (12, 2)
+    assert max(told_at_once) == 2
+    assert sum(told_at_once) >= 12
 
 
 async def test_a_revoked_key_is_told_so_at_once(anyio_backend: str, tmp_path: Path) -> None:

@@ -40,3 +40,21 @@ async def test_a_row_is_read_once_and_a_missing_one_again() -> None:
     for key in ("a", "a", "missing", "missing"):
         await cache.get(key)
     assert asked == ["a", "missing", "missing"]
+
+
+async def test_rows_that_nobody_asks_for_are_forgotten_and_the_others_stay() -> None:
+    asked: list[str] = []
+    now_s = 0.0
+
+    async def read(key: str) -> str | None:
+        asked.append(key)
+        return key
+
+    cache = Cache(read, clock=lambda: now_s)
+    for now_s in (0.0, 150.0, 300.0, 450.0):
+        await cache.get("used")
+        await cache.get(f"once at {now_s}")
+    assert len(cache._new) + len(cache._old) <= 4
+    await cache.get("once at 0.0")
+    assert asked.count("used") == 1
+    assert asked.count("once at 0.0") == 2

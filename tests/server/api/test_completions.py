@@ -9,6 +9,7 @@ import pytest
 
 from server.echo import BASE, EchoExecutor
 from server.hosting import Api, hosted
+from tinkex.server import completions
 
 pytestmark = pytest.mark.anyio
 
@@ -116,6 +117,51 @@ async def test_copies_of_a_client_hear_of_their_own_samples_only(api: Api) -> No
     assert [event["request_id"] for event in events] == [mine]
     events, _ = await poll_for(api, sampler, 1, clone=3)
     assert [event["request_id"] for event in events] == [theirs]
+
+
+async def test_a_long_log_is_told_in_pieces_from_memory_and_from_disk(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(completions, "MOST_TOLD", 3)
+    sampler = await a_sampler(api)
+    ids = [await sample(api, sampler, number) for number in range(8)]
+    for request_id in ids:
+        await api.result(request_id)
+    # Nobody had asked before, so these are on disk only; what comes now is in memory as well.
+    found, cursor = await poll(api, sampler, 0)
+    assert len(found) == 3
+    ids += [await sample(api, sampler, 8 + number) for number in range(8)]
+    for request_id in ids:
+        await api.result(request_id)
+    sizes = []
+    while len(found) < 16:
+        events, cursor = await poll(api, sampler, cursor, timeout=0)
+        sizes.append(len(events))
+        found += events
+    assert max(sizes) == 3
+    assert sorted(event["request_id"] for event in found) == sorted(ids)
+    assert await poll(api, sampler, cursor, timeout=0) == ([], cursor)
+
+
+async def test_logs_of_clients_that_are_gone_leave_memory_and_are_read_again(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert api.app is not None
+    kept = api.app.state.context.futures.completions._tails
+    samplers = [await a_sampler(api) for _ in range(5)]
+    request_id = await sample(api, samplers[0], 0)
+    (event,), cursor = await poll(api, samplers[0], 0)
+    assert event["request_id"] == request_id
+    # Too many: those read longest ago go.
+    monkeypatch.setattr(completions, "MOST_LOGS", 2)
+    for sampler in samplers[1:3]:
+        await poll(api, sampler, 0, timeout=0)
+    assert [client[0] for client in kept] == samplers[1:3]
+    # Not read for long: they go when another one comes.
+    monkeypatch.setattr(completions, "UNREAD_S", 0.0)
+    await poll(api, samplers[3], 0, timeout=0)
+    assert [client[0] for client in kept] == samplers[3:4]
+    assert await poll(api, samplers[0], 0) == ([event], cursor)
 
 
 async def test_a_failed_sample_is_told_as_failed(api: Api, echo: EchoExecutor) -> None:
