@@ -22,6 +22,7 @@ from types import FrameType
 
 from tinkex.models.cache import plain_lines
 from tinkex.models.resolve import DEFAULT_MODEL, ModelSource, resolve
+from tinkex.server import logs
 from tinkex.server.settings import Settings, SettingsError, is_loopback
 
 log = logging.getLogger("tinkex.server.run")
@@ -45,9 +46,7 @@ class StartFailed(Exception):
 
 def run(settings: Settings, *, announce: Callable[[str], None]) -> int:
     """Serve until SIGTERM or SIGINT; the exit status. `announce` gets the one line of "ready"."""
-    logging.basicConfig(
-        stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(name)s %(message)s"
-    )
+    logs.begin()
     for line in settings.lines():
         log.info("setting %s", line)
     if not is_loopback(settings.host):

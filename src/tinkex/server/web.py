@@ -22,6 +22,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from tinkex.models.resolve import ModelSource, describe
+from tinkex.server import logs
 from tinkex.server.api.context import Context
 from tinkex.server.app import create_app
 from tinkex.server.executor import EngineOptions, EngineRefused, LocalExecutor, ServedModel
@@ -182,9 +183,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     options = parser().parse_args()
-    logging.basicConfig(
-        stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(name)s %(message)s"
-    )
+    logs.begin()
     # Its starting and stopping is the supervisor's to tell.
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     reporter = Reporter(options.report_fd)

@@ -12,10 +12,9 @@ from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 from starlette.requests import HTTPConnection
-from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from tinkex.server.api.errors import Refusal
+from tinkex.server.api.errors import Refusal, told
 from tinkex.server.settings import is_loopback
 from tinkex.server.store import ApiKey, Keys
 from tinkex.server.tokens import BadToken, Tokens
@@ -187,7 +186,7 @@ class Authentication:
                     scope.setdefault("state", {})["caller"] = await _caller_of(request)
             except Refusal as refusal:
                 await _swallow(receive)
-                await JSONResponse({"detail": refusal.detail}, refusal.status)(scope, receive, send)
+                await told({"detail": refusal.detail}, refusal.status)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 

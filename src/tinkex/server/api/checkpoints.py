@@ -13,7 +13,7 @@ from tinkex.server.api.context import Context, answer, context_of, describe, rea
 from tinkex.server.api.errors import Refusal
 from tinkex.server.api.numbers import numbered
 from tinkex.server.api.reading import readable
-from tinkex.server.api.training import NumberedStep, accept_step, step_address
+from tinkex.server.api.training import NumberedStep, accept_step, read_step
 from tinkex.server.plan import Kind
 from tinkex.server.saving import refuse_external
 from tinkex.server.store import Model, NewRequest
@@ -77,7 +77,7 @@ async def load_weights(request: Request) -> Response:
         model,
         Kind.LOAD_WEIGHTS,
         asked.seq_id,
-        _without_token(asked, body),
+        _without_token(asked),
         version_id=await _foreign(request, context, model, asked),
     )
 
@@ -100,19 +100,17 @@ async def _foreign(
     return version.version_id
 
 
-def _without_token(asked: LoadWeightsRequest, body: bytes) -> bytes:
+def _without_token(asked: LoadWeightsRequest) -> bytes:
     """What is stored: never somebody's key."""
-    if asked.weights_access_token is None:
-        return body
     return encode_json(asked.model_copy(update={"weights_access_token": None}))
 
 
 async def _step(request: Request, message: type[NumberedStep], kind: Kind) -> Response:
     body = await read_body(request)
-    model_id, seq_id = step_address(message, body)
+    model_id, seq_id, payload = read_step(message, body)
     context = context_of(request)
     model = await context.model(request, model_id)
-    return await accept_step(request, context, model, kind, seq_id, body)
+    return await accept_step(request, context, model, kind, seq_id, payload)
 
 
 async def _create_from(request: Request, context: Context, asked: LoadWeightsRequest) -> Response:

@@ -1,5 +1,6 @@
 """Copies of checkpoints, one's own or another owner's, as runs of their own."""
 
+import hashlib
 import time
 
 from fastapi import APIRouter
@@ -71,6 +72,11 @@ async def copy_weights(request: Request) -> Response:
     return answer(CopyWeightsResponse(tinker_path=path))
 
 
+def _copy_key(key: str) -> str:
+    """Hashed, as those of sessions: a header may hold anything."""
+    return f"copy:{hashlib.sha256(key.encode()).hexdigest()}"
+
+
 async def _place(
     request: Request, context: Context, asked: CopyWeightsRequest
 ) -> tuple[Session, int]:
@@ -94,6 +100,6 @@ async def _place(
         user_metadata={},
         project_id=asked.destination_project_id,
         display_name=None,
-        idempotency_key=None if key is None else f"copy:{key}"[:200],
+        idempotency_key=None if key is None else _copy_key(key),
     )
     return session, 0

@@ -18,6 +18,7 @@ import secrets
 from collections.abc import Mapping
 from typing import Any
 
+from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
@@ -25,7 +26,8 @@ from starlette.responses import JSONResponse, Response
 from tinkex.server.futures import UnknownRequest
 from tinkex.server.store import Damaged, StorageTrouble
 from tinkex.server.store.requests import ResultGone
-from tinkex.wire.errors import TooLarge, UserFailure, WireError
+from tinkex.wire.errors import FieldError, TooLarge, UserFailure, WireError
+from tinkex.wire.scrubbing import scrubbed_value
 
 # What was sent may be quoted in what is answered.
 LONGEST_DETAIL = 4_000
@@ -53,22 +55,36 @@ def missing(what: str, name: str, advice: str) -> Refusal:
     return Refusal(404, f"there is no {what} {name[:200]!r} on this server. {advice}")
 
 
+def told(body: dict[str, Any], status: int, headers: Mapping[str, str] | None = None) -> Response:
+    """An answer quotes what was sent, and that may be a key in the wrong place."""
+    return JSONResponse(scrubbed_value(body), status, headers)
+
+
 def refused(_request: Request, error: Exception) -> Response:
     if not isinstance(error, Refusal):
         raise error
-    return JSONResponse({"detail": error.detail}, error.status, error.headers)
+    return told({"detail": error.detail}, error.status, error.headers)
 
 
 def malformed(_request: Request, error: Exception) -> Response:
     if not isinstance(error, WireError):
         raise error
     status = 413 if isinstance(error, TooLarge) else 422
-    return JSONResponse({"detail": error.detail()}, status)
+    return told({"detail": error.detail()}, status)
+
+
+def malformed_address(_request: Request, error: Exception) -> Response:
+    """What FastAPI refuses of a query; without the value, and in the form of all the others."""
+    if not isinstance(error, RequestValidationError):
+        raise error
+    found = [FieldError(tuple(item["loc"]), item["msg"], item["type"]) for item in error.errors()]
+    detail = [{**one, "loc": one["loc"][1:]} for one in WireError(found).detail()]
+    return told({"detail": detail}, 422)
 
 
 def cannot(_request: Request, error: Exception) -> Response:
     # Steps and samples never get here: theirs become failed futures.
-    return JSONResponse({"detail": str(error)[:LONGEST_DETAIL]}, 400)
+    return told({"detail": str(error)[:LONGEST_DETAIL]}, 400)
 
 
 def unknown_request(_request: Request, error: Exception) -> Response:
@@ -76,7 +92,7 @@ def unknown_request(_request: Request, error: Exception) -> Response:
         f"there is no request {str(error)[:200]!r} on this server. It may belong to another "
         "server, another data folder or another owner; submit the work again."
     )
-    return JSONResponse({"detail": detail}, 404)
+    return told({"detail": detail}, 404)
 
 
 def result_gone(_request: Request, error: Exception) -> Response:
@@ -84,12 +100,12 @@ def result_gone(_request: Request, error: Exception) -> Response:
         f"the result of request {str(error)[:200]!r} is not kept any more. Results are kept for a "
         "while after they were fetched; the work itself was done."
     )
-    return JSONResponse({"detail": detail}, 410)
+    return told({"detail": detail}, 410)
 
 
 def storage_trouble(_request: Request, error: Exception) -> Response:
     """Official clients send a 503 again for five minutes; a disk is often cleared by then."""
-    return JSONResponse({"detail": str(error)}, 503, {"Retry-After": str(TROUBLE_RETRY_S)})
+    return told({"detail": str(error)}, 503, {"Retry-After": str(TROUBLE_RETRY_S)})
 
 
 def damaged(request: Request, error: Exception) -> Response:
@@ -97,7 +113,7 @@ def damaged(request: Request, error: Exception) -> Response:
     number = secrets.token_hex(4)
     log.error("damage %s in %s %s: %s", number, request.method, request.url.path, error)
     detail = f"{error}. The server's log has this under the id {number}."
-    return JSONResponse({"detail": detail}, 404)
+    return told({"detail": detail}, 404)
 
 
 def by_status(request: Request, error: Exception) -> Response:
@@ -110,7 +126,7 @@ def by_status(request: Request, error: Exception) -> Response:
             f"this server has no {request.method} {request.url.path[:200]}. Routes are listed at "
             "/docs; clients expect them below /api/v1 of the base URL."
         )
-    return JSONResponse({"detail": detail}, error.status_code, headers=error.headers)
+    return told({"detail": detail}, error.status_code, error.headers)
 
 
 def gone(_request: Request, _error: Exception) -> Response:
@@ -122,12 +138,13 @@ def bug(request: Request, error: Exception) -> Response:
     number = secrets.token_hex(4)
     log.error("bug %s in %s %s", number, request.method, request.url.path, exc_info=error)
     detail = f"the server failed unexpectedly; its log has the details under the id {number}."
-    return JSONResponse({"detail": detail}, 500)
+    return told({"detail": detail}, 500)
 
 
 HANDLERS: dict[Any, Any] = {
     Refusal: refused,
     WireError: malformed,
+    RequestValidationError: malformed_address,
     UserFailure: cannot,
     UnknownRequest: unknown_request,
     ResultGone: result_gone,

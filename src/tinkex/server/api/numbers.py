@@ -18,6 +18,7 @@ from tinkex.server.plan import Kind
 from tinkex.wire.address import Address, address_in_json, address_in_protobuf
 from tinkex.wire.codec import PROTOBUF_TYPE
 from tinkex.wire.errors import UserFailure, WireError
+from tinkex.wire.scrubbing import scrubbed
 
 Route = Callable[[Request], Awaitable[Response]]
 
@@ -62,7 +63,10 @@ async def _note(request: Request, kind: Kind, reason: str) -> None:
     if address.forward_only and kind is Kind.FORWARD_BACKWARD:
         kind = Kind.FORWARD
     await context.dispatcher.refuse(
-        model.model_id, address.seq_id, kind, f"it was refused when it came: {reason[:2000]}"
+        model.model_id,
+        address.seq_id,
+        kind,
+        f"it was refused when it came: {scrubbed(reason[:2000])}",
     )
 
 

@@ -34,6 +34,7 @@ from tinkex.wire.sampling import (
     JoinSamplingSessionResponse,
     SampleRequest,
 )
+from tinkex.wire.scrubbing import scrubbed
 
 router = APIRouter(prefix="/api/v1", tags=["sampling"])
 
@@ -155,7 +156,7 @@ async def _unsound(
         context,
         request,
         _of_sampler(sampler),
-        payload=body,
+        payload=scrubbed(body.decode(errors="replace")).encode(),
         sampling_session_id=sampling_session_id,
         seq_id=seq_id if isinstance(seq_id, int) else None,
         sequences=sequences if isinstance(sequences, int) else 1,

@@ -16,12 +16,13 @@ from tinkex.wire.checkpoints import (
     SaveWeightsForSamplerRequest,
     SaveWeightsRequest,
 )
-from tinkex.wire.codec import PROTOBUF_TYPE, decode_forward_json, decode_json
+from tinkex.wire.codec import PROTOBUF_TYPE, decode_forward_json, decode_json, encode_json
 from tinkex.wire.errors import UserFailure, WireError
 from tinkex.wire.protobuf import (
     decode_forward_backward_request,
     encode_forward_backward_request,
 )
+from tinkex.wire.scrubbing import scrubbed
 from tinkex.wire.training import ForwardBackwardRequest, OptimStepRequest
 
 router = APIRouter(prefix="/api/v1", tags=["training"])
@@ -71,18 +72,19 @@ def _decode(body: bytes, is_protobuf: bool) -> tuple[ForwardBackwardRequest, boo
 @numbered(Kind.OPTIM_STEP)
 async def optim_step(request: Request) -> Response:
     body = await read_body(request)
-    model_id, seq_id = step_address(OptimStepRequest, body)
+    model_id, seq_id, payload = read_step(OptimStepRequest, body)
     context = context_of(request)
     model = await context.model(request, model_id)
-    return await accept_step(request, context, model, Kind.OPTIM_STEP, seq_id, body)
+    return await accept_step(request, context, model, Kind.OPTIM_STEP, seq_id, payload)
 
 
-def step_address(message: type[NumberedStep], body: bytes) -> tuple[str, int | None]:
+def read_step(message: type[NumberedStep], body: bytes) -> tuple[str, int | None, bytes]:
     """
-    The model and the number of a step, once its body is known to be sound.
+    The model and the number of a step, once its body is known to be sound, and what is stored.
 
     A sound body that asks for something unknown keeps its place in the order: it is accepted, and
-    fails as the user's when its turn comes, so that the steps behind it do not wait for it.
+    fails as the user's when its turn comes, so that the steps behind it do not wait for it. What
+    nobody knows may be anything, a key too, so that is taken out.
     """
     try:
         asked = decode_json(message, body)
@@ -90,8 +92,8 @@ def step_address(message: type[NumberedStep], body: bytes) -> tuple[str, int | N
         model_id, seq_id = failure.request.get("model_id"), failure.request.get("seq_id")
         if not isinstance(model_id, str) or not isinstance(seq_id, int):
             raise
-        return model_id, seq_id
-    return asked.model_id, asked.seq_id
+        return model_id, seq_id, scrubbed(body.decode(errors="replace")).encode()
+    return asked.model_id, asked.seq_id, encode_json(asked)
 
 
 async def accept_step(

@@ -1,6 +1,5 @@
 """What clients tell about themselves: named fields only, cut to size, for a limited time."""
 
-import re
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,6 +8,7 @@ import sqlalchemy as sa
 
 from tinkex.server.store.database import Database
 from tinkex.server.store.tables import telemetry
+from tinkex.wire.scrubbing import scrubbed as without_secrets
 
 # An SDK sends up to 100 at once.
 MOST_EVENTS = 100
@@ -26,7 +26,6 @@ FIELDS = (
     "error_type",
     "error_message",
 )
-_SECRETS = re.compile(r"tml-[\w-]+|eyJ[\w.-]+")
 
 _INSERT = telemetry.insert()
 
@@ -37,7 +36,7 @@ def scrubbed(event: Mapping[str, Any]) -> dict[str, Any]:
     for name in FIELDS:
         value = event.get(name)
         if isinstance(value, str):
-            kept[name] = _SECRETS.sub("***", value[: 2 * LONGEST_TEXT])[:LONGEST_TEXT]
+            kept[name] = without_secrets(value[: 2 * LONGEST_TEXT])[:LONGEST_TEXT]
         elif isinstance(value, int) and abs(value) < 2**53:
             kept[name] = value
     return kept
@@ -55,9 +54,9 @@ class Telemetry:
         rows = [
             {
                 "owner": owner,
-                "session_id": session_id[:120],
+                "session_id": without_secrets(session_id)[:120],
                 "at_s": now_s,
-                "event": {**scrubbed(event), "client": about[:LONGEST_TEXT]},
+                "event": {**scrubbed(event), "client": without_secrets(about)[:LONGEST_TEXT]},
             }
             for event in events[:MOST_EVENTS]
             if isinstance(event, Mapping)

@@ -1,0 +1,22 @@
+"""The log of a server process: one line for each event on standard error, without keys and tokens."""
+
+import logging
+import sys
+
+from tinkex.wire.scrubbing import scrubbed
+
+FORMAT = "%(asctime)s %(name)s %(message)s"
+
+
+class ScrubbedFormatter(logging.Formatter):
+    """Takes secrets out of the finished text: of the message, and of a traceback below it."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return scrubbed(super().format(record))
+
+
+def begin() -> None:
+    """What every logger of this process writes from now on."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(ScrubbedFormatter(FORMAT))
+    logging.basicConfig(handlers=[handler], level=logging.INFO)

@@ -1,0 +1,180 @@
+"""Keys and tokens in every odd place: none is in the log, in the data folder, in an answer, in metrics."""
+
+import io
+import json
+import logging
+import pickle
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from yarl import URL
+
+from server.echo import EchoExecutor
+from server.hosting import PROTOBUF, Api, hosted, pass_body
+from server.tenants import everything_kept, new_key, revoke, with_key
+from tinkex.server.api.auth import WEIGHTS_TOKEN
+from tinkex.server.api.errors import Refusal
+from tinkex.server.logs import FORMAT, ScrubbedFormatter
+from tinkex.server.settings import Settings
+from tinkex.wire.errors import UserFailure, WireError
+from tinkex.wire.scrubbing import scrubbed, scrubbed_value
+
+pytestmark = pytest.mark.anyio
+
+SESSION = {"tags": [], "user_metadata": {}, "sdk_version": "0.36.0"}
+
+
+@pytest.fixture
+def log() -> Iterator[io.StringIO]:
+    """All that a server process would write, and what it would write if it were asked for more."""
+    written = io.StringIO()
+    handler = logging.StreamHandler(written)
+    handler.setFormatter(ScrubbedFormatter(FORMAT))
+    root = logging.getLogger()
+    before = root.level
+    root.addHandler(handler)
+    root.setLevel(logging.DEBUG)
+    yield written
+    root.setLevel(before)
+    root.removeHandler(handler)
+
+
+class Told:
+    """Asks, and keeps every answer."""
+
+    def __init__(self, api: Api) -> None:
+        self._api = api
+        self.answers: list[str] = []
+        self.statuses: set[int] = set()
+
+    async def ask(
+        self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None
+    ) -> str:
+        data = body if isinstance(body, bytes) else json.dumps(body or {}).encode()
+        sent = {"Content-Type": "application/json", **(headers or {})}
+        url = URL(f"{str(self._api.http._base_url).rstrip('/')}{path}", encoded=True)
+        async with self._api.http.request(
+            method, url, data=data, headers=sent, allow_redirects=False
+        ) as got:
+            text = (await got.read()).decode(errors="replace")
+            self.answers.append(f"{dict(got.headers)}\n{text}")
+            self.statuses.add(got.status)
+            return text
+
+
+async def odd_requests(told: Told, secret: str, model: str, session: str) -> None:
+    """The secret wherever somebody might put it by mistake, or on purpose."""
+    v1 = "/api/v1"
+    for name in ("X-API-Key", "Authorization", "Cookie", WEIGHTS_TOKEN, "X-Idempotency-Key"):
+        for value in (secret, f"Bearer {secret}", f"{secret}x"):
+            await told.ask("POST", f"{v1}/create_session", SESSION, {name: value})
+            copy = {"source_path": f"tinker://{model}/weights/a", "destination_project_id": "p"}
+            await told.ask("POST", f"{v1}/copy_weights", copy, {name: value})
+    await told.ask("GET", "/metrics", headers={"Host": secret})
+    for query in (f"limit={secret}", f"api_key={secret}", f"offset={secret}&access_scope={secret}"):
+        await told.ask("GET", f"{v1}/sessions?{query}")
+    await told.ask("GET", f"{v1}/audit?day={secret}&event_type={secret}")
+    for path in (
+        *(f"sessions/{secret}", f"training_runs/{secret}", f"samplers/{secret}", secret),
+        f"training_runs/{model}/checkpoints/weights/{secret}/archive",
+        f"downloads/{secret}/x?expires=1&signature={secret}",
+        f"signed/traces/{secret}?expires=1&signature={secret}",
+    ):
+        await told.ask("GET", f"{v1}/{path}")
+        await told.ask("DELETE", f"{v1}/{path}")
+    for route in ("create_session", "get_info", "asample", "forward_backward", "optim_step"):
+        for body in (
+            secret.encode(),
+            {secret: secret},
+            {"model_id": secret, "session_id": secret, "seq_id": secret},
+            {**SESSION, "tags": secret},
+            {"model_id": model, "seq_id": 99, "adam_params": {secret: 1}},
+            {"prompt": {"chunks": [{"type": secret}]}, "sampling_params": {"stop": {"x": secret}}},
+        ):
+            await told.ask("POST", f"{v1}/{route}", body)
+    await told.ask("POST", f"{v1}/create_session", SESSION, {"Content-Encoding": secret})
+    await told.ask("POST", f"{v1}/forward_backward", pass_body(secret, 1), PROTOBUF)
+    await told.ask("POST", f"{v1}/retrieve_future", {"request_id": secret})
+    lora = {"session_id": session, "model_seq_id": 8, "lora_config": {"rank": 8}}
+    await told.ask("POST", f"{v1}/create_model", {**lora, "base_model": secret})
+    load = {"model_id": model, "path": f"tinker://{model}/weights/a", "optimizer": False}
+    for number in (5, 6):
+        body = {**load, "seq_id": number, "weights_access_token": secret}
+        await told.ask("POST", f"{v1}/load_weights", body)
+    made = {"session_id": session, "model_seq_id": 3, "path": load["path"]}
+    await told.ask("POST", f"{v1}/load_weights", {**made, "weights_access_token": secret})
+    event = {
+        "event": "UNHANDLED_EXCEPTION",
+        "event_id": "1",
+        "error_type": f"X{secret}",
+        "error_message": f"401 for {secret}",
+        "traceback": secret,
+        "event_data": {"headers": {"X-API-Key": secret}},
+    }
+    batch = {"events": [event], "platform": secret, "sdk_version": secret, "session_id": session}
+    await told.ask("POST", f"{v1}/telemetry", batch)
+
+
+async def test_no_secret_is_logged_kept_or_answered(
+    tmp_path: Path, log: io.StringIO, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = {name: await new_key(tmp_path, name) for name in ("alice", "bob", "carol")}
+    await revoke(tmp_path, 3)
+    async with (
+        hosted(EchoExecutor(), tmp_path, jwt=True, long_poll_s=0.05, gap_s=0.1) as nobody,
+        with_key(nobody, keys["alice"]) as alice,
+    ):
+        token = (await alice.post("auth/token", {})).json["jwt"]
+        session = await alice.session()
+        model = await alice.model(session)
+        await alice.result(await alice.step("save_weights", model_id=model, seq_id=1, path="a"))
+        told = Told(alice)
+        secrets = {**keys, "token": token}
+        for secret in secrets.values():
+            await odd_requests(told, secret, model, session)
+
+        # A bug that has a secret in its text.
+        async def broken(*_: Any, **__: Any) -> None:
+            raise RuntimeError(f"cannot connect with {keys['alice']} and {token}")
+
+        assert nobody.app
+        store = nobody.app.state.context.store
+        monkeypatch.setattr(type(store.history), "ids", broken)
+        answer = await told.ask("GET", "/api/v1/sessions")
+        number = re.search(r"under the id (\w+)", answer)
+        assert number
+        assert number[1] in log.getvalue()
+        metrics = (await nobody.get("/metrics")).body.decode()
+    assert {200, 400, 401, 403, 404, 422, 500} <= told.statuses
+    kept = everything_kept(tmp_path)
+    for name, secret in secrets.items():
+        assert secret not in log.getvalue(), f"{name} is in the log"
+        assert secret.encode() not in kept, f"{name} is in the data folder"
+        assert secret not in metrics
+        for one in told.answers:
+            assert secret not in one, f"{name} is in an answer: {one[:600]}"
+    # The keys that sign have files of their own, and are nowhere else.
+    for file in ("signing.key", "tokens.key"):
+        assert kept.count((tmp_path / file).read_bytes()) == 1
+
+
+def test_failures_do_not_carry_secrets_through_a_pickle() -> None:
+    """What crosses a process, or lands in a crash report, is the text that was answered."""
+    for failure in (UserFailure("no"), WireError("no"), Refusal(401, "no")):
+        assert b"tml-" not in pickle.dumps(failure)
+
+
+def test_a_printed_setting_has_no_password(tmp_path: Path) -> None:
+    settings = Settings(data=str(tmp_path), db="postgresql+psycopg://me:hunter2@host/db")
+    assert "hunter2" not in "".join(settings.lines())
+
+
+def test_secrets_are_taken_out_and_names_stay() -> None:
+    key = "tml-" + "aB3" * 10
+    assert scrubbed(f"key {key}, token eyJhbGciOi.eyJzdWIi.sig-x_1 end") == "key ***, token *** end"
+    assert scrubbed("key tml-aB3d… is revoked") == "key tml-aB3d… is revoked"
+    assert scrubbed("/x?expires=1&signature=" + "0a" * 32) == "/x?expires=1&signature=***"
+    assert scrubbed_value({"detail": [{"loc": [key, 1]}]}) == {"detail": [{"loc": ["***", 1]}]}
