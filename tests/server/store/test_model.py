@@ -824,7 +824,9 @@ class StoreMachine(RuleBasedStateMachine):
         steps = {
             one.seq_id for one in self.world.requests.values() if one.model_id == model.model_id
         }
-        seq_id = self.pick(sorted(steps) or [0], step_number)
+        first_waiting = sorted(one.seq_id for one in self.world.waiting(model.model_id))[:1]
+        # The first that waits is tried most: just before it is allowed, at it is not.
+        seq_id = self.pick([*first_waiting, *sorted(steps), *first_waiting] or [0], -step_number)
         known = self.world.snapshots.get(model.model_id)
         seq_id = max(seq_id, -1 if known is None else known.seq_id)
         place, folder = self.store.snapshots.new_place(model.model_id)
