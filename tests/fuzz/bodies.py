@@ -292,9 +292,10 @@ def changed(body: Any, draw: random.Random) -> Any:
                 holder[last] = [holder[last]]
             case 4:
                 deep: Any = holder[last]
-                for _ in range(draw.choice([3, 50, 180, 400])):
+                for _ in range(draw.choice([3, 50, 180, 250])):
                     deep = [deep]
                 holder[last] = deep
+                return body  # deeper would be too deep for this program
             case 5 if isinstance(holder[last], str):
                 holder[last] = holder[last] * draw.choice([2, 50])
             case 6 if isinstance(holder[last], int | float):
