@@ -207,7 +207,8 @@ def untouched_logits(model: Any) -> Tensor:
 
 def load(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
     """The model as transformers builds it, on the CPU."""
-    config = AutoConfig.from_pretrained(folder)
+    # Code and pickles of a folder are never run: a model is numbers and settings.
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     refuse_unsupported(config)
     ggufs = sorted(folder.glob("*.gguf"))
     with quiet_transformers():
@@ -215,7 +216,12 @@ def load(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
             return load_gguf(ggufs[0], config, dtype)
         try:
             model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-                folder, dtype=dtype, attn_implementation="sdpa", local_files_only=True
+                folder,
+                dtype=dtype,
+                attn_implementation="sdpa",
+                local_files_only=True,
+                trust_remote_code=False,
+                use_safetensors=True,
             )
         except ValueError as error:
             if "attention implementation" not in str(error):
