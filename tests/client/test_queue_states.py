@@ -60,6 +60,20 @@ def test_o8_samples_and_new_models_tell_too_and_a_state_without_a_reason_gets_on
     assert told[2].subject.startswith("Sampling from ")
 
 
+@pytest.mark.parametrize("status", [200, 408])
+def test_t5_a_state_that_this_client_does_not_know_is_told_as_it_is(
+    status, fake, service, datum, caplog
+):
+    training = service.create_lora_training_client("fake/model")
+    told: list[tinkex.QueueState] = []
+    body = {"type": "try_again", "request_id": "r", "queue_state": "paused_maintenance"}
+    fake.script("retrieve_future", Answer(status=status, body=body))
+    with tinkex.on_queue_state(told.append):
+        training.forward_backward([datum], "cross_entropy").result(5)
+    assert [state.state for state in told] == ["paused_maintenance", "active"]
+    assert "is paused: queue state 'paused_maintenance'" in caplog.text
+
+
 def test_o8_a_callback_that_fails_stops_nothing(fake, service, datum, caplog):
     def fails(state: tinkex.QueueState) -> None:
         raise ValueError("mine")

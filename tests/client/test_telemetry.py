@@ -196,6 +196,7 @@ def test_e2_no_error_waits_for_telemetry(fake, service):
 
 def test_e2_the_end_does_not_wait_for_a_service_that_is_slow_to_take_it(fake, monkeypatch):
     monkeypatch.setattr(telemetry, "LAST_SEND_S", 0.05)
+    monkeypatch.setattr(telemetry, "DEADLINE_S", 3600.0)
     service = fake.client()
     service.create_lora_training_client("fake/model")
     hold = fake.hold("telemetry")

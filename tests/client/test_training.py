@@ -4,6 +4,7 @@ import asyncio
 import pickle
 import threading
 import time
+import warnings
 
 import pytest
 
@@ -156,6 +157,13 @@ def test_a_refused_call_gives_its_number_to_the_next(fake, training, datum):
         first.result(5)
     second.result(5)
     assert ran(fake) == [(1, "optim_step")]
+
+
+def test_o6_a_step_that_cannot_be_encoded_leaves_its_number_to_the_next(fake, training, datum):
+    with pytest.raises(ValueError, match="ttl_seconds"):
+        training.save_state("a", ttl_seconds="soon").result(5)
+    training.forward_backward([datum], "cross_entropy").result(5)
+    assert [(number, kind) for _, number, kind in fake.ran] == [(1, "forward_backward")]
 
 
 def test_an_unanswered_call_leaves_no_gap(monkeypatch, datum):
@@ -373,6 +381,22 @@ def test_loading_into_a_client_works_and_says_that_it_is_going_away(training):
         training.load_state(path).result(5)
     with pytest.warns(FutureWarning, match="with_optimizer"):
         assert training.load_state_with_optimizer(path).result(5).path == path
+
+
+def test_what_is_deprecated_says_so_at_the_line_of_the_program(training):
+    path = training.save_state("a").result(5).path
+
+    async def later():
+        await (await training.load_state_async(path))
+        await training.save_weights_and_get_sampling_client_async("name")
+
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        training.load_state_with_optimizer(path).result(5)
+        training.save_weights_and_get_sampling_client("name")
+        asyncio.run(later())
+    assert [each.category for each in told] == [FutureWarning, DeprecationWarning] * 2
+    assert {each.filename for each in told} == {__file__}
 
 
 def test_a_path_that_is_none_is_refused_before_anything_is_sent(fake, service):

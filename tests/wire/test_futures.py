@@ -94,7 +94,7 @@ def test_t5_an_unknown_queue_state_is_logged_and_means_waiting(state, caplog):
 
     assert isinstance(answer, TryAgainResponse)
     assert answer.queue_state == "active"
-    assert "unknown queue state" in caplog.text
+    assert f"unknown queue state {str(state)!r}" in caplog.text
 
 
 # -- T14 -----------------------------------------------------------------------------------------

@@ -11,12 +11,11 @@ from __future__ import annotations
 import contextvars
 import math
 import threading
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Concatenate, TypeAlias, TypeVar, Union
 
-from tinkex.client import arguments, tracing
+from tinkex.client import arguments, callers, tracing
 from tinkex.client.futures import Promise
 from tinkex.client.merge import merge
 from tinkex.client.results import QueueLog, Wanted
@@ -152,10 +151,9 @@ def start(
     """
     need_torch()
     if loss_type_input is not None:
-        warnings.warn(
+        callers.warn(
             "loss_type_input is deprecated: a custom loss always gets logprobs.",
             DeprecationWarning,
-            stacklevel=4,
         )
         if loss_type_input != "logprobs":
             raise ValueError(f"loss_type_input is {loss_type_input!r}; only 'logprobs' exists.")

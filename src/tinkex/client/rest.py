@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import sys
 import uuid
-import warnings
 from collections.abc import Mapping
 from datetime import UTC, date, datetime, timedelta
 from typing import Any
 
-from tinkex.client import arguments, futures
+from tinkex.client import arguments, callers
 from tinkex.client.admin import AdminClient, redirected
 from tinkex.client.arguments import AccessScope, AuditEvents, checkpoint_at, checkpoint_url, segment
 from tinkex.client.errors import APIStatusError, ExperimentalWarning
@@ -407,14 +405,16 @@ class RestClient(Sessionless):
 
     def search_sessions(self, request: SessionSearchRequest) -> Promise[SessionSearchResponse]:
         """Sessions by metadata, project, owner or state. Experimental."""
-        _warn("search_sessions() is experimental: it may change or go.", ExperimentalWarning)
+        callers.warn("search_sessions() is experimental: it may change or go.", ExperimentalWarning)
         return self._search(request)
 
     search_sessions_async = awaits(search_sessions)
 
     def all_found_sessions(self, request: SessionSearchRequest) -> Pages[SessionSummary]:
         """Everything that a search finds: `for` or `async for`. Experimental."""
-        _warn("all_found_sessions() is experimental: it may change or go.", ExperimentalWarning)
+        callers.warn(
+            "all_found_sessions() is experimental: it may change or go.", ExperimentalWarning
+        )
 
         def fetch(place: SessionSearchCursor | None) -> Promise[SessionSearchResponse]:
             return self._search(request.model_copy(update={"cursor": place}) if place else request)
@@ -571,12 +571,4 @@ def _expiry(text: str | None) -> datetime:
 
 
 def _moved(name: str) -> None:
-    _warn(f"RestClient.{name}() is deprecated: use AdminClient.{name}().", FutureWarning)
-
-
-def _warn(text: str, category: type[Warning]) -> None:
-    """Points at the caller's line, past the `_async` twin and `_moved`."""
-    level = 2
-    while sys._getframe(level - 1).f_code.co_filename in (__file__, futures.__file__):
-        level += 1
-    warnings.warn(text, category, stacklevel=level)
+    callers.warn(f"RestClient.{name}() is deprecated: use AdminClient.{name}().", FutureWarning)

@@ -268,7 +268,7 @@ class Results:
                 if isinstance(answer, RequestFailedResponse):
                     raise RequestFailedError(answer.error, request_id, answer.category)
                 if isinstance(answer, TryAgainResponse):
-                    telling.hear(answer.model_dump())
+                    telling.hear(response.json())  # in the words of the service, new ones too
                     await asyncio.sleep(patience.pace.after_not_yet(self._clock() - asked_at))
                 elif isinstance(answer, CompleteMetadata):
                     if may_withhold:
@@ -334,7 +334,7 @@ class QueueLog:
         reason = None
         if queue_state != "active":
             reason = queue_state_reason or QUEUE_REASONS.get(
-                queue_state, "the service gave no reason"
+                queue_state, f"queue state {queue_state[:64]!r}, and no reason given"
             )
         if (queue_state, reason) != self._known:
             self._known = (queue_state, reason)

@@ -8,7 +8,6 @@ import logging
 import os
 import sys
 import threading
-import warnings
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
 
 from pydantic import BaseModel
 
-from tinkex.client import arguments, custom_loss, operations, tokenizer
+from tinkex.client import arguments, callers, custom_loss, operations, tokenizer
 from tinkex.client.chunks import cut, datum_bytes
 from tinkex.client.errors import APIStatusError, UnprocessableEntityError
 from tinkex.client.futures import Promise, awaits, refuse_to_block, submits, waits
@@ -347,11 +346,10 @@ class TrainingClient(SpeaksText):
     ) -> Promise[SamplingClient]:
         """A client that samples from the weights as they are at this point of the order."""
         if name is not None:
-            warnings.warn(
+            callers.warn(
                 "`name` is ignored: these weights are not kept under a name. Use "
                 "save_weights_for_sampler(name) for that.",
                 DeprecationWarning,
-                stacklevel=3,
             )
 
         def encode(number: int) -> bytes:
@@ -778,8 +776,7 @@ def _say_once_that_bodies_stay_large() -> None:
 
 
 def _deprecated(name: str, instead: str) -> None:
-    warnings.warn(
+    callers.warn(
         f"{name}() is deprecated: make a new client with ServiceClient.{instead}().",
         FutureWarning,
-        stacklevel=3,
     )

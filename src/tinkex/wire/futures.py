@@ -92,7 +92,7 @@ class TryAgainResponse(LenientModel):
     def _unknown_states_wait(cls, value: Any) -> Any:
         if value in get_args(QueueState):
             return value
-        log.info("unknown queue state, taken as waiting", extra={"queue_state": str(value)[:80]})
+        log.info("unknown queue state %r, taken as waiting", str(value)[:80])
         return "active"
 
 
