@@ -16,7 +16,7 @@ from tinkex.server.dispatch import Dispatcher
 from tinkex.server.futures import Futures
 from tinkex.server.garbage import collect, give_back
 from tinkex.server.settings import Settings
-from tinkex.server.store import Store
+from tinkex.server.store import StorageTrouble, Store
 from tinkex.server.store.retention import Named
 
 log = logging.getLogger("tinkex.server.janitor")
@@ -109,6 +109,8 @@ class Janitor:
             await asyncio.sleep(self._settings.janitor_s)
             try:
                 await self.tidy()
+            except StorageTrouble as error:
+                log.info("nothing is tidied up now: %s", error)
             except Exception:
                 log.exception("tidying up failed; it is tried again")
 

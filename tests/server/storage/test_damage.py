@@ -179,6 +179,7 @@ async def test_a_checkpoint_without_its_files_cannot_be_read_and_others_can(
                 assert words in await got.text()
         async with api.http.get(link.replace("changed", "sound")) as got:
             assert got.status == 200
+            assert b"value" in await got.read()
         listed = (await api.get(f"/api/v1/training_runs/{model}/checkpoints")).json
         assert len(listed["checkpoints"]) == 3
 

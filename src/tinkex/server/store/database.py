@@ -13,7 +13,7 @@ from alembic.config import Config
 from sqlalchemy import event
 
 from tinkex.server.store import postgres, tally
-from tinkex.server.store.trouble import Condition, StorageTrouble
+from tinkex.server.store.trouble import AWAY, Condition, StorageTrouble, trouble_of
 from tinkex.server.store.writer import Writer
 
 T = TypeVar("T")
@@ -21,6 +21,10 @@ T = TypeVar("T")
 # Reads are short; more threads than this only take turns at the same two cores.
 READERS = 4
 
+# What is to be read for work that was accepted is asked for again this often.
+READ_RETRY_S = 0.5
+
+_ADVICE = "See that it runs and lets this machine in, or choose another with --db."
 ALLOWED = "Use sqlite:///FILE or postgresql+psycopg://USER:PASSWORD@HOST/NAME."
 
 
@@ -48,9 +52,10 @@ class Database:
             raise DatabaseRefused(str(error)) from None
         except sa.exc.OperationalError as error:
             reason = str(error.orig).strip().partition("\n")[0]
+            trouble = trouble_of(error)
+            advice = _ADVICE if trouble is None or trouble.kind == AWAY else trouble.advice
             raise DatabaseRefused(
-                f"the database {self._writing.url!r} cannot be used: {reason}. "
-                "See that it runs and lets this machine in, or choose another with --db."
+                f"the database {self._writing.url!r} cannot be used: {reason}. {advice}"
             ) from error
         self._threads = ThreadPoolExecutor(READERS, thread_name_prefix="tinkex-reader")
         self.writer = Writer(
@@ -73,9 +78,19 @@ class Database:
         """Run `act` with some later transaction; lost if the process dies before."""
         self.writer.later(act)
 
-    async def read(self, act: Callable[[sa.Connection], T]) -> T:
-        """Run `act` beside the writer, on what is committed."""
-        return await self.in_thread(lambda: self._read(act))
+    async def read(self, act: Callable[[sa.Connection], T], *, must: bool = False) -> T:
+        """
+        Run `act` beside the writer, on what is committed.
+
+        While the database cannot be read this raises StorageTrouble, or waits if it `must` be.
+        """
+        while True:
+            try:
+                return await self.in_thread(lambda: self._read(act))
+            except StorageTrouble as error:
+                if not must or not error.trouble.passes:
+                    raise
+            await asyncio.sleep(READ_RETRY_S)
 
     async def in_thread(self, act: Callable[[], T]) -> T:
         """Run blocking file work off the event loop."""

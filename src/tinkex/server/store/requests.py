@@ -296,7 +296,9 @@ class Requests:
         statement = sa.select(requests.c.payload, requests.c.payload_place).where(
             requests.c.request_id == request_id
         )
-        row = await self._database.read(lambda connection: connection.execute(statement).first())
+        row = await self._database.read(
+            lambda connection: connection.execute(statement).first(), must=True
+        )
         if row is None or (row.payload is None and row.payload_place is None):
             raise Damaged(f"the payload of request {request_id} is not kept any more")
         if row.payload_place is None:
@@ -340,7 +342,7 @@ class Requests:
             )
             .order_by(requests.c.seq_id)
         )
-        return await self._database.read(lambda connection: _rows(connection, statement))
+        return await self._database.read(lambda connection: _rows(connection, statement), must=True)
 
     async def has_steps(self, model_id: str) -> bool:
         """Whether anything is known of how a model came to be."""

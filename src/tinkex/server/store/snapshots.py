@@ -62,7 +62,7 @@ class Snapshots:
             row = connection.execute(statement).first()
             return None if row is None else Snapshot(**row._mapping)
 
-        return await self._database.read(act)
+        return await self._database.read(act, must=True)
 
     async def sound(self, model_id: str) -> Snapshot | None:
         """
