@@ -28,6 +28,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "benchmarks")]
@@ -36,10 +37,13 @@ import bench_api
 
 import tinkex
 from postgres import binaries, postgres_server
-from serving import serving
+from processes import children
+from serving import Server, serving
 from tinkex import types
 from tinkex.models.resolve import DEFAULT_MODEL
 from tinkex.server.store import Model, NewRequest, Store, open_store, writer
+
+T = TypeVar("T")
 
 MEMORY = Path("/dev/shm")
 SNAPSHOT_STEPS = 10
@@ -66,9 +70,9 @@ class Pair:
         return statistics.median(self.durable) / statistics.median(self.other)
 
 
-def in_turns(rounds: int, sides: Sequence[Callable[[], float]]) -> list[list[float]]:
+def in_turns(rounds: int, sides: Sequence[Callable[[], T]]) -> list[list[T]]:
     """Each side once a round; who begins changes, so that neither has the better place."""
-    found: list[list[float]] = [[] for _ in sides]
+    found: list[list[T]] = [[] for _ in sides]
     for number in range(rounds):
         order = range(len(sides)) if number % 2 == 0 else reversed(range(len(sides)))
         for side in order:
@@ -90,16 +94,17 @@ def datum(row: int) -> types.Datum:
 class Trainer:
     """A client that trains as people do: the next batch is sent while this one is computed."""
 
-    def __init__(self, url: str) -> None:
-        self._service = tinkex.ServiceClient(base_url=url)
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._service = tinkex.ServiceClient(base_url=server.url)
         self._training = self._service.create_lora_training_client(DEFAULT_MODEL, rank=32, seed=1)
         self._data = [datum(row) for row in range(ROWS)]
         self.steps = 0
         self.run()
 
-    def run(self) -> float:
-        """Tokens a second over some steps."""
-        began = time.perf_counter()
+    def run(self) -> tuple[float, float]:
+        """Tokens a second over some steps: by the clock, and of the server's processor time."""
+        began, cpu_s = time.perf_counter(), self._cpu_s()
         sent = []
         for _ in range(STEPS):
             sent.append(self._training.forward_backward(self._data, "cross_entropy"))
@@ -107,7 +112,14 @@ class Trainer:
         for future in sent:
             future.result()
         self.steps += STEPS
-        return STEPS * ROWS * TOKENS / (time.perf_counter() - began)
+        tokens = STEPS * ROWS * TOKENS
+        return tokens / (time.perf_counter() - began), tokens / (self._cpu_s() - cpu_s)
+
+    def _cpu_s(self) -> float:
+        """Of the web process and its engine."""
+        web = children(self._server.process.pid)
+        pids = [*web, *(engine for one in web for engine in children(one))]
+        return sum(bench_api.Server("", pid).cpu_s() for pid in pids)
 
     def close(self) -> None:
         self._service.close("success").result()
@@ -117,12 +129,12 @@ class Trainer:
 def trainer(folder: Path, snapshot_steps: int) -> Iterator[Trainer]:
     folder.joinpath("tinkex.toml").write_text(f"snapshot_steps = {snapshot_steps}\n")
     with serving(DEFAULT_MODEL, data=folder) as server:
-        client = Trainer(server.url)
+        client = Trainer(server)
         yield client
         client.close()
 
 
-def measure_training(pairs: int) -> tuple[Pair, int]:
+def measure_training(pairs: int) -> tuple[list[Pair], int]:
     """And the snapshots that were taken meanwhile."""
     with ExitStack() as stack:
         disk = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -133,8 +145,18 @@ def measure_training(pairs: int) -> tuple[Pair, int]:
         assert list((disk / "snapshots").glob("*/*")), "no snapshot was taken"
         assert not list((memory / "snapshots").glob("*/*"))
         taken = 2 * durable.steps // SNAPSHOT_STEPS
-    pair = Pair("training, embedded model", "tokens/s", on, off, LEAST_TRAINING)
-    return pair, taken
+    found = [
+        Pair(
+            name, unit, [turn[which] for turn in on], [turn[which] for turn in off], LEAST_TRAINING
+        )
+        for which, (name, unit) in enumerate(
+            (
+                ("training, embedded model", "tokens/s"),
+                ("the same, of processor time", "tokens/CPU s"),
+            )
+        )
+    ]
+    return found, taken
 
 
 # -- the store ------------------------------------------------------------------------------------
@@ -349,6 +371,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="turns of everything else")
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--no-training", action="store_true")
+    parser.add_argument("--only-training", action="store_true")
     parser.add_argument("--out", type=Path, help="where the report goes")
     parser.add_argument("--serve", choices=["group", "each"], help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
@@ -361,11 +384,10 @@ def main() -> None:
     pairs: list[Pair] = []
     snapshots = None
     if not options.no_training:
-        training, snapshots = measure_training(options.pairs)
-        pairs.append(training)
-        print(row(training), flush=True)
-    pairs += measure_stores(options.rounds, options.requests)
-    pairs += measure_http(options.rounds, options.requests)
+        pairs, snapshots = measure_training(options.pairs)
+    if not options.only_training:
+        pairs += measure_stores(options.rounds, options.requests)
+        pairs += measure_http(options.rounds, options.requests)
     command = " ".join(["python benchmarks/bench_durability.py", *sys.argv[1:]])
     text = report(pairs, snapshots, command)
     print(text)
