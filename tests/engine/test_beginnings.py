@@ -189,3 +189,16 @@ def test_whatever_happens_pages_hold_what_they_are_found_by(
     pages.forget(None)
     pages.forget("a")
     assert pages.idle == 0
+
+
+def test_a_beginning_is_found_by_its_owner_only() -> None:
+    """Whether a prompt was computed before would tell one owner what another asked."""
+    pages = Pages(16, SIZE, most_idle=16)
+    tokens = [1, 2, 3, 4]
+    holding = pages.open(2, most=2)
+    assert holding
+    pages.remember("a", tokens, holding, owner="alice")
+    assert len(pages.find("a", tokens, 2, owner="alice")) == 2
+    assert pages.find("a", tokens, 2, owner="bob") == pages.find("a", tokens, 2) == []
+    pages.forget("a")
+    assert pages.find("a", tokens, 2, owner="alice") == []

@@ -273,6 +273,18 @@ def test_what_was_computed_before_is_found_and_said(engine: Engine) -> None:
     assert sample(engine, request(prompt[1:], max_tokens=1)).prompt_cache_hit_tokens == 0
 
 
+def test_what_one_owner_asked_is_not_found_by_another(engine: Engine) -> None:
+    prompt = list(range(120, 160))
+    found = []
+    for owner in ("alice", "bob", "alice"):
+        engine.submit(1, request(prompt, max_tokens=1), adapter=None, owner=owner)
+        while engine.sampling:
+            for finished in engine.advance():
+                assert isinstance(finished.outcome, SampleResponse)
+                found.append(finished.outcome.prompt_cache_hit_tokens)
+    assert found == [0, 0, 32]
+
+
 def test_a_prompt_that_is_asked_about_is_computed_as_far_as_needed(engine: Engine) -> None:
     prompt = list(range(300, 364))
     whole = sample(engine, request(prompt, max_tokens=1, prompt_logprobs=True))

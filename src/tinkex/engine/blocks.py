@@ -73,7 +73,7 @@ class Pages:
         self._users = [0] * count
         self._available = count
         self._most_idle = most_idle
-        self._beginnings: dict[Version, dict[tuple[int, ...], _Remembered]] = {}
+        self._beginnings: dict[tuple[Version, str], dict[tuple[int, ...], _Remembered]] = {}
         self._remembered: dict[int, _Remembered] = {}
         #: Remembered pages that nobody holds, the least recently used first.
         self._idle: OrderedDict[int, None] = OrderedDict()
@@ -115,10 +115,16 @@ class Pages:
 
     # -- known beginnings -------------------------------------------------------------------------
 
-    def find(self, version: Version, tokens: Sequence[int], most: int) -> list[int]:
-        """The remembered pages of the longest beginning of `tokens`, no more than `most`."""
+    def find(
+        self, version: Version, tokens: Sequence[int], most: int, *, owner: str = ""
+    ) -> list[int]:
+        """
+        The remembered pages of the longest beginning of `tokens`, no more than `most`.
+
+        Only those of the same owner: a page that is found shows that somebody asked just this.
+        """
         found: list[int] = []
-        known = self._beginnings.get(version)
+        known = self._beginnings.get((version, owner))
         while known and len(found) < most:
             begin = len(found) * self.size
             entry = known.get(tuple(tokens[begin : begin + self.size]))
@@ -128,7 +134,9 @@ class Pages:
             known = entry.children
         return found
 
-    def remember(self, version: Version, tokens: Sequence[int], holding: Holding) -> None:
+    def remember(
+        self, version: Version, tokens: Sequence[int], holding: Holding, *, owner: str = ""
+    ) -> None:
         """
         The full pages of `tokens`, which lie computed in `holding`, can be found from now on.
 
@@ -136,7 +144,7 @@ class Pages:
         """
         if not self._most_idle:
             return
-        beginnings = siblings = self._beginnings.setdefault(version, {})
+        beginnings = siblings = self._beginnings.setdefault((version, owner), {})
         pages = (p for span in holding.spans for p in range(span.first, span.first + span.count))
         for index, page in zip(range(len(tokens) // self.size), pages, strict=False):
             mine = tuple(tokens[index * self.size : (index + 1) * self.size])
@@ -146,12 +154,13 @@ class Pages:
                 self._remembered[page] = entry
             siblings = entry.children
         if not beginnings:
-            del self._beginnings[version]
+            del self._beginnings[version, owner]
 
     def forget(self, version: Version) -> None:
         """Nothing computed under these weights will be asked for again."""
-        for entry in list(self._beginnings.pop(version, {}).values()):
-            self._drop(entry)
+        for key in [key for key in self._beginnings if key[0] == version]:
+            for entry in list(self._beginnings.pop(key).values()):
+                self._drop(entry)
 
     def _hold(self, holding: Holding, known: Iterable[int]) -> None:
         for page in known:

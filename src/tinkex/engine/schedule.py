@@ -172,7 +172,10 @@ class Schedule:
         fill = piece.fill
         fill.done = piece.stop
         self._waiting.charge(fill.request.owner, piece.stop - piece.start)
-        self.pages.remember(fill.request.adapter, fill.tokens[: piece.stop], fill.holding)
+        request = fill.request
+        self.pages.remember(
+            request.adapter, fill.tokens[: piece.stop], fill.holding, owner=request.owner
+        )
         if not piece.is_last:
             return [], []
         self._filling.remove(fill)
@@ -201,7 +204,10 @@ class Schedule:
 
     def _close(self, sequence: SampleSequence) -> None:
         """What it computed can be found by those who begin with the same tokens."""
-        self.pages.remember(sequence.request.adapter, sequence.computed, sequence.holding)
+        request = sequence.request
+        self.pages.remember(
+            request.adapter, sequence.computed, sequence.holding, owner=request.owner
+        )
         self.pages.close(sequence.holding)
 
     # -- decoding ---------------------------------------------------------------------------------
@@ -300,7 +306,8 @@ class Schedule:
         """Whether `other` is computing a page that `fill` could take when it is there."""
         size = self.pages.size
         page = other.done // size
-        if fill.request.adapter != other.request.adapter:
+        mine, theirs = fill.request, other.request
+        if (mine.adapter, mine.owner) != (theirs.adapter, theirs.owner):
             return False
         stop = (page + 1) * size
         if fill.may_find < stop or len(other.tokens) < stop:
@@ -310,7 +317,8 @@ class Schedule:
     def _open(self, fill: Fill) -> bool:
         """Pages for a fill, those that are in the cache first; False when there are too few."""
         pages, length = self.pages, len(fill.tokens)
-        known = pages.find(fill.request.adapter, fill.tokens, fill.may_find // pages.size)
+        request, most = fill.request, fill.may_find // pages.size
+        known = pages.find(request.adapter, fill.tokens, most, owner=request.owner)
         needed = pages.needed(length)
         if self._running or self._filling:
             # One page beyond the known tokens for each sequence, and one for each that runs:
