@@ -7,11 +7,13 @@ blows at the same progress. Where inside a step a blow lands is the machine's to
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import random
 import signal
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -383,10 +385,13 @@ def _is_path(answer: Any) -> bool:
 
 def _bits(data: Path, path: str) -> str:
     """A digest of every tensor file of a checkpoint."""
-    model_id, _, name = path.removeprefix("tinker://").partition("/")
-    (folder,) = (data / "checkpoints" / model_id / name).iterdir()
+    model_id, kind, name = path.removeprefix("tinker://").split("/")
+    # A save that was killed leaves a folder that no row knows; the janitor sweeps those.
+    statement = "SELECT place FROM checkpoint_versions WHERE model_id = ? AND kind = ? AND name = ?"
+    with contextlib.closing(sqlite3.connect(data / "tinkex.db")) as connection:
+        ((place,),) = connection.execute(statement, (model_id, kind, name)).fetchall()
     digest = hashlib.sha256()
-    for file in sorted(folder.glob("*.safetensors")):
+    for file in sorted((data / place).glob("*.safetensors")):
         digest.update(file.name.encode() + file.read_bytes())
     return digest.hexdigest()
 
