@@ -33,6 +33,7 @@ from urllib.parse import unquote
 from tinkex.client.transport import Request, Response, Streamed, TooSlow, Transport, Unreachable
 from tinkex.wire.checkpoints import (
     LoadWeightsRequest,
+    ParsedCheckpointTinkerPath,
     SaveWeightsExternalRequest,
     SaveWeightsForSamplerRequest,
     SaveWeightsRequest,
@@ -475,7 +476,10 @@ class FakeService:
         request = decode_json(SaveWeightsRequest, body)
 
         def run(model: _Model) -> _Result:
-            return {"path": self._save(request.model_id, "weights", request.path, model)}, None
+            path = self._save(
+                request.model_id, "weights", request.path, model, overwrite=request.overwrite
+            )
+            return {"path": path}, None
 
         return request.model_id, request.seq_id, "save_weights", run
 
@@ -512,8 +516,16 @@ class FakeService:
 
         return request.model_id or "", request.seq_id, "load_weights", run
 
-    def _save(self, model_id: str, kind: str, name: str | None, model: _Model) -> str:
+    def _save(
+        self, model_id: str, kind: str, name: str | None, model: _Model, *, overwrite: bool = False
+    ) -> str:
         path = f"tinker://{model_id}/{kind}/{name or f'unnamed-{next(self._ids)}'}"
+        try:
+            ParsedCheckpointTinkerPath.from_tinker_path(path)
+        except ValueError as error:
+            raise UserFailure(f"checkpoint name {name!r} cannot be used: {error}") from error
+        if path in self._checkpoints and not overwrite:
+            raise UserFailure(f"{path} exists already; choose another name, or overwrite it")
         self._checkpoints[path] = _Model(model.base_model, model.rank, model.steps)
         return path
 

@@ -93,6 +93,17 @@ def test_the_fake_lists_what_was_made_and_forgets_what_was_deleted(fake, service
         rest.get_training_run("other").result(5)
 
 
+@pytest.mark.parametrize(
+    ("name", "says"), [("a/b", "cannot be used"), ("end", "exists already; .* overwrite")]
+)
+def test_the_fake_refuses_names_that_a_server_refuses(service, name, says):
+    training = service.create_lora_training_client("fake/model")
+    training.save_state("end").result(5)
+    with pytest.raises(tinkex.RequestFailedError, match=says):
+        training.save_state(name).result(5)
+    assert training.save_state("end", overwrite=True).result(5).path.endswith("/weights/end")
+
+
 def test_the_fake_answers_every_question_a_sample_may_ask(service):
     sampling = service.create_sampling_client(base_model="fake/model")
     prompt = types.ModelInput.from_ints([5, 6, 7])

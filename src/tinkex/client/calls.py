@@ -464,7 +464,8 @@ def decode(answer: type[T], response: Response, *, about: str = "") -> T:
             response,
             response.text[:2000],
             f"{what}the answer to {response.request.method} {response.request.path}"
-            f"{identified(response.request, response)} is not a {answer.__name__}: {error}. "
+            f"{identified(response.request, response)} is not a {answer.__name__}: "
+            f"{str(error).rstrip('.')}. "
             "Is base_url the address of a Tinker service?",
         )
         unreadable.garbled = isinstance(error, WireError) and error.errors[0].type == NOT_JSON
