@@ -1,0 +1,66 @@
+"""A server that is told to stop leaves its work on disk, and the next start takes it up."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from server.echo import BASE, EchoExecutor
+from server.hosting import hosted
+from tinkex.server.executor import Outcome, Task, Work
+from tinkex.wire.codec import decode_json
+from tinkex.wire.sampling import SampleRequest
+
+pytestmark = pytest.mark.anyio
+
+
+class Seen(EchoExecutor):
+    """Remembers what it was asked, whether or not it came to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[Work] = []
+
+    async def run(self, base_model: str, work: Work, *, incarnation: int | None = None) -> Outcome:
+        self.asked.append(work)
+        return await super().run(base_model, work, incarnation=incarnation)
+
+    def seeds(self) -> list[int | None]:
+        return [
+            decode_json(SampleRequest, work.payload).sampling_params.seed
+            for work in self.asked
+            if work.task is Task.SAMPLE
+        ]
+
+
+async def test_what_was_running_runs_again_after_the_next_start_with_the_same_seed(
+    tmp_path: Path,
+) -> None:
+    first = Seen()
+    async with hosted(first, tmp_path) as api:
+        session = await api.session()
+        model = await api.model(session)
+        first.open.clear()
+        await api.forward_backward(model, 1, tokens=3)
+        stepped = await api.optim_step(model, 2)
+        body = {
+            "session_id": session,
+            "seq_id": 0,
+            "base_model": BASE,
+            "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1]}]},
+            "sampling_params": {"max_tokens": 1},
+            "num_samples": 1,
+        }
+        sample = (await api.post("asample", body)).json["request_id"]
+        # The creation, the pass and the sample are with the engine; the step waits behind the pass.
+        async with asyncio.timeout(20):
+            for _ in range(3):
+                await first.entered.acquire()
+    assert first.tasks(Task.PASS, Task.SAMPLE) == []
+    second = Seen()
+    async with hosted(second, tmp_path) as api:
+        assert await api.value(stepped) == 3
+        assert "error" not in await api.result(sample)
+        assert await api.value(await api.optim_step(model, 3)) == 6
+    assert first.seeds() == second.seeds()
+    assert first.seeds() != [None]
