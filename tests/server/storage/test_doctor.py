@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from postgres import Postgres
 from server.echo import EchoExecutor
 from server.hosting import Api, hosted
 from server.storage.commands import tinkex
@@ -22,9 +23,9 @@ from tinkex.server.settings import Settings, SettingsError
 pytestmark = pytest.mark.anyio
 
 
-async def filled(folder: Path) -> str:
+async def filled(folder: Path, **settings: Any) -> str:
     """A data folder with something of everything; the model in it."""
-    async with hosted(EchoExecutor(), folder, janitor_s=0) as api:
+    async with hosted(EchoExecutor(), folder, janitor_s=0, **settings) as api:
         model = await api.model()
         await trained(api, model, 1)
         await snapshot(api, model)
@@ -170,6 +171,16 @@ async def test_an_old_database_is_brought_up_to_date(tmp_path: Path) -> None:
     connection.close()
     (finding,) = problems(tmp_path)
     assert "newer tinkex" in finding.advice
+
+
+async def test_a_database_elsewhere_is_looked_at_too(postgres: Postgres, tmp_path: Path) -> None:
+    url = postgres.database()
+    await filled(tmp_path, db=url)
+    assert problems(tmp_path, db=url) == []
+    (result,) = (tmp_path / "results").glob("*/*")
+    result.unlink()
+    (finding,) = problems(tmp_path, db=url)
+    assert finding.about == "result"
 
 
 async def test_beside_a_server_it_looks_and_does_not_repair(api: Api, tmp_path: Path) -> None:
