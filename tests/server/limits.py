@@ -373,6 +373,14 @@ LIMITS = [
         session(display_name="x" * (sessions.LONGEST_DISPLAY_NAME + 1)),
     ),
     Limit(
+        "characters of why a session was finished",
+        sessions.LONGEST_FINISH,
+        "200, the rest is cut off",
+        "",
+        None,
+        test="tests/server/test_limits_page.py::test_a_session_can_be_finished_with_any_words",
+    ),
+    Limit(
         "bytes of the name of a checkpoint",
         saving.LONGEST_NAME,
         "user",

@@ -1,5 +1,7 @@
 """Over every limit, a clear refusal that names the field; and the page of limits is the list of them."""
 
+import asyncio
+import contextlib
 import gzip
 import json
 import resource
@@ -14,7 +16,7 @@ from docs.limits_page import PAGE, ROOT, page
 from server.echo import EchoExecutor
 from server.hosting import PROTOBUF, Api, hosted
 from server.limits import LIMITS, SMALL, Ids, Limit
-from tinkex.server.api import telemetry
+from tinkex.server.api import sessions, telemetry
 from tinkex.server.store import telemetry as kept_telemetry
 from tinkex.wire import errors, limits
 
@@ -126,3 +128,32 @@ async def test_a_small_body_does_not_become_a_large_one_before_it_is_refused(
     # Both are 32 MiB or less unpacked; built, they would be 1 GiB and more.
     assert grown_mib < 250
     assert limits.MOST_FIELDS < 2**24
+
+
+async def test_a_session_can_be_finished_with_any_words(small: Api) -> None:
+    session = await small.session()
+    words = {"reason": {"type": "errored"}, "detail": "x" * 100_000}
+    assert await small.call("POST", f"sessions/{session}/finish", words) == 200
+    found = await small.post("sessions/search", {"session_id": session})
+    assert len(found.json["sessions"][0]["status"]["detail"]) == sessions.LONGEST_FINISH
+
+
+@pytest.mark.parametrize("head", [b"GET /", b"GET / HTTP/1.1\r\nX-Long: ", b"GET / HTTP/1.1\r\n"])
+async def test_a_head_without_end_is_cut_off(small: Api, head: bytes) -> None:
+    url = small.http._base_url
+    assert url
+    reader, writer = await asyncio.open_connection(url.host, url.port)
+    piece = b"a: b\r\n" * 500 if head.endswith(b"\n") else b"x" * 4_000
+    try:
+        writer.write(head)
+        for _ in range(100):  # 400 kB, in pieces
+            writer.write(piece)
+            await writer.drain()
+            await asyncio.sleep(0)
+    except ConnectionError:
+        pass  # refused while it was still sent
+    with contextlib.suppress(ConnectionError):
+        answer = await reader.read()
+        assert not answer or answer.startswith((b"HTTP/1.1 431", b"HTTP/1.1 400"))
+    writer.close()
+    assert (await small.get("/api/v1/healthz")).status == 200

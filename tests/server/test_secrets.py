@@ -116,6 +116,9 @@ async def odd_requests(told: Told, secret: str, model: str, session: str) -> Non
     }
     batch = {"events": [event], "platform": secret, "sdk_version": secret, "session_id": session}
     await told.ask("POST", f"{v1}/telemetry", batch)
+    ended = json.loads(await told.ask("POST", f"{v1}/create_session", SESSION))["session_id"]
+    words = {"reason": {"type": "errored"}, "detail": f"Traceback ... {secret}"}
+    await told.ask("POST", f"{v1}/sessions/{ended}/finish", words)
 
 
 async def test_no_secret_is_logged_kept_or_answered(

@@ -47,12 +47,12 @@ LONGEST_NAME: Final = 200
 
 # -- of any other message ------------------------------------------------------------------------
 
-#: Characters of any text.
-LONGEST_TEXT: Final = 4_000
+#: Characters of any text. A whole configuration as one value of metadata fits.
+LONGEST_TEXT: Final = 2**14
 #: Items of any list: tags, stop texts, projects.
 MOST_ITEMS: Final = 1_000
 #: Keys of any object: metadata.
-MOST_KEYS: Final = 256
+MOST_KEYS: Final = 1_000
 #: Characters of all texts and keys of one field, and one more for each value.
 LARGEST_FIELD: Final = 2**16
 #: Requests that one poll says it has fetched.
@@ -61,6 +61,8 @@ MOST_FETCHED: Final = 50_000
 #: Fields with limits of their own, by the type of the message.
 _OWN: Final[Mapping[str, frozenset[str]]] = {
     "CreateCustomLossRequest": frozenset({"graph"}),
+    # Why a program ended, perhaps with its traceback: cut where it is kept, never refused.
+    "FinishSessionRequest": frozenset({"detail"}),
     "FuturesRetrieveRequest": frozenset({"retrieved_request_ids"}),
     "SampleRequest": frozenset({"prompt", "target_prompt_logprobs"}),
 }

@@ -19,6 +19,7 @@ from tinkex.wire.runs import (
     SessionHeartbeatRequest,
     SupportedModel,
 )
+from tinkex.wire.scrubbing import scrubbed
 
 router = APIRouter(prefix="/api/v1", tags=["sessions"])
 
@@ -26,6 +27,8 @@ router = APIRouter(prefix="/api/v1", tags=["sessions"])
 LONGEST_VERSION = 64
 LONGEST_PROJECT = 200
 LONGEST_DISPLAY_NAME = 500
+# Clients send the end of a traceback, and must get rid of it whatever its length.
+LONGEST_FINISH = 4_000
 
 
 @router.post("/client/config", openapi_extra=dict(describe(ClientConfigRequest)))
@@ -97,7 +100,8 @@ async def finish_session(request: Request, session_id: str) -> Response:
     asked = await read_json(request, FinishSessionRequest)
     context = context_of(request)
     await context.session(request, session_id)
-    await context.store.runs.finish_session(session_id, asked.reason.type, asked.detail)
+    detail = None if asked.detail is None else scrubbed(asked.detail)[:LONGEST_FINISH]
+    await context.store.runs.finish_session(session_id, asked.reason.type, detail)
     context.forget_session(session_id)
     context.presence.left(session_id)
     return answer({})
