@@ -16,6 +16,7 @@ import pytest
 from server.echo import EchoExecutor
 from server.hosting import Api, hosted
 from server.tenants import new_key, with_key
+from tinkex.server import web
 from tinkex.server.executor import Outcome, Work
 from tinkex.server.futures import Settled
 from tinkex.server.garbage import give_back
@@ -185,7 +186,12 @@ async def closed(held: socket.socket, within_s: float = 20.0) -> bool:
     return True
 
 
-async def test_connections_that_do_not_get_on_with_it_are_closed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("parser", ["the quick one", "h11"])
+async def test_connections_that_do_not_get_on_with_it_are_closed(
+    tmp_path: Path, parser: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if parser == "h11":
+        monkeypatch.setattr(web, "protocol", lambda: "h11")
     async with hosted(Held(), tmp_path, head_s=0.4, stall_s=0.4) as api:
         assert api.server is not None
         state = api.server.server_state
