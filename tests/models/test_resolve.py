@@ -44,8 +44,8 @@ def env(tmp_path):
 @pytest.fixture(autouse=True)
 def offline(monkeypatch):
     """No test waits for the hub. The library reads its variable once, when it is imported."""
-    huggingface_hub = pytest.importorskip("huggingface_hub")
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    pytest.importorskip("huggingface_hub")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
 
 
 def test_a_folder_is_served_under_its_own_name(tmp_path):
@@ -66,6 +66,12 @@ def test_an_alias_may_point_to_a_name(tmp_path, env):
 @pytest.mark.parametrize("spec", ["=folder", "name="])
 def test_half_an_alias_is_refused(spec, env):
     with pytest.raises(ModelNotFound, match="NAME=FOLDER"):
+        resolve(spec, env=env)
+
+
+@pytest.mark.parametrize("spec", ["/nowhere/model", "./model", "a=../model", "~/no/model"])
+def test_a_path_that_leads_nowhere_is_not_taken_for_a_name(spec, env):
+    with pytest.raises(ModelNotFound, match=r"There is no folder .* Check the path"):
         resolve(spec, env=env)
 
 

@@ -74,6 +74,11 @@ def resolve(
         return replace(resolve(target, cache=cache, progress=progress, env=env), name=name)
     if (folder := Path(spec).expanduser()).is_dir():
         return _from_folder(folder)
+    if spec.startswith(("/", "./", "../", "~")):  # no name on the hub begins like this
+        raise ModelNotFound(
+            f"There is no folder {str(folder)!r}. Check the path: it is meant from {Path.cwd()}. "
+            "(`tinkex tiny-model DIR` writes a small model to try things with.)"
+        )
     return _from_name(spec, cache=cache, progress=progress, env=env)
 
 
