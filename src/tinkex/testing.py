@@ -105,7 +105,7 @@ def write_tiny_model(
 class Answer:
     """An answer of your choice, instead of the service's."""
 
-    status: int
+    status: int = 200
     body: Any = None
     headers: Mapping[str, str] = field(default_factory=dict)
 
@@ -236,7 +236,11 @@ class FakeService:
         return Loopback(self)
 
     def script(self, endpoint: str, *answers: Answer | Lost) -> None:
-        """What the next requests to an endpoint meet, in this order, before normal work goes on."""
+        """
+        What the next requests to an endpoint meet, in this order, before normal work goes on.
+
+        An endpoint is what follows `/api/v1/`, without the query: "asample", "sessions/ID".
+        """
         self._scripts[endpoint] += answers
 
     def hold(self, endpoint: str) -> Hold:
@@ -252,9 +256,10 @@ class FakeService:
         """Status, headers and body for one request. Raises `Unreachable` where that is scripted."""
         headers = {name.lower(): value for name, value in headers.items()}
         self.requests.append(Seen(method, endpoint, headers, body))
-        if hold := self._holds.get(endpoint):
+        place = endpoint.partition("?")[0]
+        if hold := self._holds.get(place):
             await hold._wait()
-        script = self._scripts[endpoint]
+        script = self._scripts[place]
         fault = script.pop(0) if script else None
         if isinstance(fault, Lost) and not fault.after:
             raise _lost(fault)
@@ -288,9 +293,8 @@ class FakeService:
         match method, first:
             case "GET", "training_runs" | "checkpoints":
                 return self._lists(first, unquote(rest))
-            case "DELETE", "training_runs":
-                run, _, name = unquote(rest).partition("/checkpoints/")
-                del self._checkpoints[f"tinker://{run}/{name}"]
+            case "POST" | "PUT" | "DELETE", "training_runs":
+                self._change(method, unquote(rest))
                 return {}
             case "GET", "healthz":
                 return {"status": "ok"}
@@ -339,7 +343,9 @@ class FakeService:
                 return self._sample(decode_json(SampleRequest, body))
             case "POST", _ if first in _STEPS:
                 return self._step(first, headers, body)
-        raise KeyError(f"endpoint {method} {endpoint}")
+        raise KeyError(
+            f"endpoint {method} {endpoint} in the fake service: script() an answer to it"
+        )
 
     # -- promises --------------------------------------------------------------------------------
 
@@ -528,6 +534,16 @@ class FakeService:
             raise UserFailure(f"{path} exists already; choose another name, or overwrite it")
         self._checkpoints[path] = _Model(model.base_model, model.rank, model.steps)
         return path
+
+    def _change(self, method: str, rest: str) -> None:
+        """Delete a checkpoint; publishing it and saying how long it is kept is only looked at."""
+        run, _, name = rest.partition("/checkpoints/")
+        for wish in ("/publish", "/ttl"):
+            if name.endswith(wish):
+                self._checkpoints[f"tinker://{run}/{name.removesuffix(wish)}"]
+                return
+        if method == "DELETE":
+            del self._checkpoints[f"tinker://{run}/{name}"]
 
     def _lists(self, what: str, rest: str) -> dict[str, Any]:
         """Runs and checkpoints, as the `RestClient` asks for them; everything is on one page."""

@@ -87,10 +87,23 @@ def test_the_fake_lists_what_was_made_and_forgets_what_was_deleted(fake, service
     assert rest.get_training_run(training.model_id).result(5).base_model == "fake/model"
     kept = rest.list_checkpoints(training.model_id).result(5).checkpoints
     assert [checkpoint.checkpoint_type for checkpoint in kept] == ["training", "sampler"]
+    rest.publish_checkpoint_from_tinker_path(path).result(5)
+    rest.unpublish_checkpoint_from_tinker_path(path).result(5)
+    rest.set_checkpoint_ttl_from_tinker_path(path, 3600).result(5)
     rest.delete_checkpoint_from_tinker_path(path).result(5)
+    with pytest.raises(tinkex.NotFoundError):
+        rest.publish_checkpoint_from_tinker_path(path).result(5)
     assert len(rest.list_user_checkpoints().result(5).checkpoints) == 1
     with pytest.raises(tinkex.NotFoundError):
         rest.get_training_run("other").result(5)
+
+
+def test_what_the_fake_does_not_know_can_be_scripted_by_its_path(fake, service):
+    rest = tinkex.RestClient(service.holder)
+    with pytest.raises(tinkex.NotFoundError, match=r"script\(\) an answer to it"):
+        rest.list_sessions().result(5)
+    fake.script("sessions", Answer(body={"sessions": ["s-9"]}))
+    assert rest.list_sessions().result(5).sessions == ["s-9"]
 
 
 @pytest.mark.parametrize(
