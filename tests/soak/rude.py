@@ -40,7 +40,7 @@ class Rude:
 
     def _run(self) -> None:
         acts = [self._silent, self._half_head, self._half_body, self._slow, self._gone, self._wrong]
-        while not self._over.wait(self._rng.uniform(0.2, 1.0)):
+        while not self._over.wait(self._rng.uniform(0.5, 1.5)):
             act = self._rng.choice(acts)
             try:
                 act()
@@ -69,14 +69,14 @@ class Rude:
     def _slow(self) -> None:
         """Asks for a stream and does not read it."""
         held = self._connect(receive_bytes=2048)
-        held.sendall(self._asking("stream_sample", most=400))
+        held.sendall(self._asking("stream_sample", most=200))
         held.recv(64)
         self._hold(held)
 
     def _gone(self) -> None:
         """Asks for a result and is gone, without a goodbye."""
         with closing(self._connect()) as asking:
-            asking.sendall(self._asking("asample", most=300))
+            asking.sendall(self._asking("asample", most=40))
             answer = b""
             # It comes in one piece or in two, and has no braces before its body.
             while not answer.endswith(b"}"):

@@ -35,6 +35,7 @@ from watching import (
     MEBIBYTE,
     Reading,
     chart,
+    connections,
     descriptors,
     folder_bytes,
     resident_bytes,
@@ -67,6 +68,7 @@ snapshot_steps = 10
 keep_last = 2
 stream_grace_s = 2
 long_poll_s = 10
+gap_s = 60
 kv_tokens = 16384
 adapter_gb = 0.05
 """
@@ -92,7 +94,7 @@ class Tenant:
     errors: list[str] = field(default_factory=list)
 
     def receive(self, url: str, seeds: "itertools.count[int]", until_s: float) -> None:
-        while (left_s := until_s - time.monotonic()) > 5:
+        while (left_s := until_s - time.monotonic()) > VISIT_S / 2:
             self.visit(url, next(seeds), min(VISIT_S, left_s))
 
     def visit(self, url: str, seed: int, seconds: float) -> None:
@@ -126,6 +128,7 @@ class Watcher:
     def __init__(self, server: Server, key: str) -> None:
         self._server = server
         self._key = key
+        self._port = int(server.url.rpartition(":")[2])
         (self.web,) = children(server.process.pid)
         (self.engine,) = children(self.web)
         self.readings: list[Reading] = []
@@ -153,6 +156,7 @@ class Watcher:
             at_s=time.monotonic() - self._began_s,
             web_bytes=resident_bytes(self.web),
             web_descriptors=descriptors(self.web),
+            connections=connections(self._port),
             engine_bytes=resident_bytes(self.engine),
             engine_descriptors=descriptors(self.engine),
             data_bytes=folder_bytes(self._server.data),
@@ -223,6 +227,7 @@ def report(
         ("web MiB", [r.web_bytes / MEBIBYTE for r in readings]),
         ("engine MiB", [r.engine_bytes / MEBIBYTE for r in readings]),
         ("web fds", [float(r.web_descriptors) for r in readings]),
+        ("held alone", [float(r.web_descriptors - r.connections) for r in readings]),
         ("engine fds", [float(r.engine_descriptors) for r in readings]),
         ("data MiB", [r.data_bytes / MEBIBYTE for r in readings]),
         ("open", [float(r.open_requests) for r in readings]),
@@ -288,11 +293,11 @@ def run(minutes: float, seed: int, folder: Path) -> tuple[str, bool]:
         for thread in threads:
             thread.join()
         rude.stop()
-        left = watcher.settled(within_s=60)
+        left = watcher.settled(within_s=90)
         errors = [error for tenant in tenants for error in tenant.errors]
         errors += rude.errors + watcher.errors
         if left:
-            errors.append(f"{left} requests are unfinished a minute after everybody left")
+            errors.append(f"{left} requests are unfinished long after everybody left")
     errors += complaints(server.log)
     well = not errors and all(one.is_flat for one in verdicts(watcher.readings) if one.bounded)
     command = f"python tests/soak/soak.py --minutes {minutes:g} --seed {seed}"

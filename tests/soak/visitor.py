@@ -187,7 +187,7 @@ class Visit:
         if how == "vanished":
             model = self.service.create_lora_training_client(base_model=BASE, rank=4)
             model.forward_backward(batch(), "cross_entropy")
-            long = types.SamplingParams(max_tokens=300, seed=1, stop=[])
+            long = types.SamplingParams(max_tokens=100, seed=1, stop=[])
             self.begun = [self.sampler.sample(prompt(), 2, long) for _ in range(10)]
             time.sleep(rng.uniform(0.0, 0.5))
         return how

@@ -22,6 +22,8 @@ class Reading:
     at_s: float
     web_bytes: int
     web_descriptors: int
+    #: Connections to the web process whose other end is there.
+    connections: int
     engine_bytes: int
     engine_descriptors: int
     data_bytes: int
@@ -54,6 +56,13 @@ def resident_bytes(pid: int) -> int:
 
 def descriptors(pid: int) -> int:
     return len(os.listdir(f"/proc/{pid}/fd"))
+
+
+def connections(port: int) -> int:
+    """To a port of this machine, with both ends open; one that only we hold is not counted."""
+    lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    here, established = f":{port:04X}", "01"
+    return sum(line[1].endswith(here) and line[3] == established for line in lines)
 
 
 def folder_bytes(folder: Path) -> int:
@@ -99,9 +108,16 @@ def verdicts(readings: Sequence[Reading]) -> list[Verdict]:
     return [
         of("web memory, MiB", lambda r: r.web_bytes / MEBIBYTE, bounded=True),
         of("engine memory, MiB", lambda r: r.engine_bytes / MEBIBYTE, bounded=True),
-        of("web descriptors", lambda r: r.web_descriptors, bounded=True, allowed_more=more),
+        # Clients come and go; what must not grow is what is held without one.
+        of(
+            "web descriptors without a client",
+            lambda r: r.web_descriptors - r.connections,
+            bounded=True,
+            allowed_more=more,
+        ),
         of("engine descriptors", lambda r: r.engine_descriptors, bounded=True, allowed_more=more),
         of("data folder, MiB", lambda r: r.data_bytes / MEBIBYTE, bounded=False),
+        of("connections of clients", lambda r: r.connections, bounded=False),
         of("open requests", lambda r: r.open_requests, bounded=False),
     ]
 
