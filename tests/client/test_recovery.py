@@ -138,7 +138,7 @@ def test_a_corrupted_run_is_started_again_and_its_checkpoint_not_used(fake, datu
                 "corrupted": True,
                 "last_request_time": "2026-01-01T00:00:00Z",
             }
-            asked = f"training_runs/{run.training.model_id}?access_scope=owned"
+            asked = f"training_runs/{run.training.model_id}"
             fake.script(asked, Answer(status=200, body=about))
             run.save(2)
         return run.step
