@@ -14,13 +14,13 @@ help:
 	@echo "make demo    fine-tune the embedded model and see it change"
 	@echo "make test    the whole test suite"
 	@echo "make matrix  thirteen official SDKs against one server; writes docs/reference/sdk-matrix.md"
-	@echo "make fuzz    thousands of strange requests to one server"
+	@echo "make fuzz    50,000 mutated bodies, 1,000 hostile losses, and more"
 	@echo "make cookbook  recipes of the official cookbook, with the official SDK and with tinkex; writes docs/reference/cookbook.md"
 	@echo "make defects  the official client's defects, tried on both clients; writes docs/reference/defects.md"
 	@echo "make faults  2,000 steps and 5,000 samples over a network that fails all the time; writes docs/reference/faults.md"
 	@echo "make chaos   a hundred kill -9 of the server under running clients"
 	@echo "make soak    twenty minutes of mixed tenants: memory and descriptors stay flat"
-	@echo "make check   lint, format and types"
+	@echo "make check   lint, format, types, and known vulnerabilities of what is pinned"
 	@echo "make bench   benchmarks; reports go to benchmarks/results"
 
 setup: $(READY)
@@ -60,6 +60,7 @@ faults: setup
 chaos: setup
 	@$(BIN)/python tests/sdk_envs.py $(SDKS)
 	@$(BIN)/python tests/chaos/run.py
+	@TINKEX_PROPERTY_EXAMPLES=300 $(BIN)/python -m pytest tests/server/store/test_model.py
 
 soak: setup
 	@$(BIN)/python tests/sdk_envs.py $(SDKS)
@@ -70,6 +71,7 @@ check: setup
 	@$(BIN)/ruff format --check
 	@$(BIN)/mypy
 	@$(BIN)/pyright -p tests/typing/pyrightconfig.json --pythonpath $(BIN)/python
+	@$(BIN)/python tests/audit.py
 
 format: setup
 	@$(BIN)/ruff check --fix
