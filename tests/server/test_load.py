@@ -152,6 +152,25 @@ async def test_a_model_whose_client_finished_is_forgotten_until_it_is_asked_for(
     assert not dispatcher._runs._opening
 
 
+async def test_a_model_whose_client_is_back_stays(api: Api, echo: EchoExecutor) -> None:
+    assert api.app is not None
+    dispatcher = api.app.state.context.dispatcher
+    session = await api.session()
+    model = await api.model(session)
+    echo.open.clear()
+    first = await api.optim_step(model, 1)
+    dispatcher.free_session(session)
+    second = await api.optim_step(model, 2)
+    echo.open.set()
+    await asyncio.gather(api.value(first), api.value(second))
+    # The same, while it stays away.
+    await asyncio.sleep(0)
+    assert [run.live_in for run in dispatcher._runs.opened()] == [1]
+    dispatcher.free_session(session)
+    await until(lambda: not list(dispatcher._runs.opened()))
+    assert await api.value(await api.optim_step(model, 3)) == 0.0
+
+
 # -- connections ---------------------------------------------------------------------------------
 
 

@@ -186,10 +186,12 @@ class Dispatcher:
 
     async def _retire(self, run: Run) -> None:
         """Out of the engine's memory and out of ours, once nothing of it runs or waits."""
+        newest = max(run.line.held, default=run.line.next_seq - 1)
         while (driver := run.driver) is not None or run.line.held:
             # Steps behind a number that does not come are given up after a while.
             await (asyncio.sleep(GAP_LOOK_S) if driver is None else asyncio.wait({driver}))
-        if self._desk.closing:
+        # With later steps its client is back, and wants it where it is.
+        if self._desk.closing or run.line.next_seq > newest + 1:
             return
         if run.live_in is not None:
             await asyncio.wait({self._turns.between(run, self._free(run))})
