@@ -205,7 +205,9 @@ def test_a_checkpoint_is_downloaded_once_and_whole(
 def test_pushing_without_a_login_on_the_hub_says_how_to_get_one(
     shell: Shell, saved: Saved, tmp_path: Path
 ) -> None:
-    refused = shell("checkpoint", "push-hf", saved.sampler, env={"HF_TOKEN_PATH": str(tmp_path / "none")})
+    refused = shell(
+        "checkpoint", "push-hf", saved.sampler, env={"HF_TOKEN_PATH": str(tmp_path / "none")}
+    )
     assert refused.code == 1
     assert "hf auth login" in refused.err
 

@@ -433,6 +433,7 @@ CASES = (
                 await asyncio.sleep(0.05)
                 worst = 0.0
                 await training.save_weights_and_get_sampling_client_async()
+                await asyncio.sleep(0.05)
                 return worst < 1.5 or f"{worst:.1f} s"
             say(asyncio.run(main()))
         """,
