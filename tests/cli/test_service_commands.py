@@ -143,6 +143,8 @@ def test_publishing_and_keeping_say_what_they_did(shell: Shell, saved: Saved) ->
         "ttl_seconds": None,
     }
     assert shell("-f", "json", "checkpoint", "info", saved.sampler).json["expires_at"] is None
+    # As it was, for the tests around this one.
+    assert "7200 seconds" in shell("checkpoint", "set-ttl", saved.sampler, "--ttl", "7200").err
     for options in ([], ["--remove", "--ttl", "7200"]):
         assert shell("checkpoint", "set-ttl", saved.sampler, *options).code == 2
 
