@@ -20,6 +20,9 @@ from tinkex.server.store.trouble import Damaged
 from tinkex.wire.checkpoints import ParsedCheckpointTinkerPath
 from tinkex.wire.errors import UserFailure
 
+#: How many versions are remembered as looked at.
+SOUND_KEPT = 4096
+
 
 class NameTaken(Exception):
     """The name means a checkpoint already, and overwriting was not asked for."""
@@ -120,6 +123,8 @@ class Checkpoints:
         problem = await self._database.in_thread(lambda: fault(folder, version.place, written))
         if problem is not None:
             raise _unreadable(version, problem)
+        if len(self._sound) >= SOUND_KEPT:
+            self._sound.clear()  # samplers come and go; looking again costs one read
         self._sound.add(version.version_id)
 
     async def is_taken(self, *, model_id: str, kind: str, name: str) -> bool:
