@@ -37,10 +37,11 @@ $(READY): pyproject.toml constraints.txt
 demo: setup
 	@$(BIN)/tinkex demo
 
+# Two at a time: many tests wait for processes to start. Files stay whole, for their shared servers.
 # The environments of the official SDKs live in the user's cache, so a fresh clone finds them again.
 test: setup
 	@$(BIN)/python tests/sdk_envs.py $(SDKS)
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest -n 2 --dist loadfile
 
 matrix: setup
 	@$(BIN)/python tests/together/matrix.py
