@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     from torch import fx
 
     from tinkex.client.session import Connection, Session
-    from tinkex.client.training import Accepted, TrainingClient
+    from tinkex.client.steps import Accepted
+    from tinkex.client.training import TrainingClient
 
 T = TypeVar("T")
 

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import os
-import sys
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
 
@@ -18,14 +15,24 @@ from pydantic import BaseModel
 
 from tinkex.client import arguments, callers, custom_loss, operations, tokenizer
 from tinkex.client.chunks import cut, datum_bytes
-from tinkex.client.errors import APIStatusError, UnprocessableEntityError
+from tinkex.client.errors import UnprocessableEntityError
 from tinkex.client.futures import Promise, awaits, refuse_to_block, submits, waits
 from tinkex.client.merge import merge
-from tinkex.client.ordering import Fate, Numbers, Turnstile
+from tinkex.client.ordering import Numbers, Turnstile
 from tinkex.client.results import QueueLog, Wanted
-from tinkex.client.retry import RetryConfig, is_retryable
+from tinkex.client.retry import RetryConfig
 from tinkex.client.sampling import SamplingClient, open_sampler
 from tinkex.client.session import Connection, Session, closed
+from tinkex.client.steps import (
+    Accepted,
+    Part,
+    all_of,
+    compressed,
+    fate,
+    filler,
+    first_error,
+    pass_encoder,
+)
 from tinkex.client.text import SpeaksText
 from tinkex.client.transport import Kind
 from tinkex.wire.base import Payload
@@ -41,17 +48,15 @@ from tinkex.wire.checkpoints import (
     SaveWeightsRequest,
     SaveWeightsResponse,
 )
-from tinkex.wire.codec import JSON_TYPE, PROTOBUF_TYPE, encode_json
+from tinkex.wire.codec import PROTOBUF_TYPE, encode_json
 from tinkex.wire.futures import UntypedAPIFuture
-from tinkex.wire.inputs import Datum, ModelInput
-from tinkex.wire.protobuf import decode_forward_backward_output, encode_forward_backward_request
+from tinkex.wire.inputs import Datum
+from tinkex.wire.protobuf import decode_forward_backward_output
 from tinkex.wire.runs import GetInfoRequest, GetInfoResponse
-from tinkex.wire.tensors import TensorData
 from tinkex.wire.training import (
     AdamParams,
     ForwardBackwardInput,
     ForwardBackwardOutput,
-    ForwardBackwardRequest,
     LossFnType,
     OptimParamsBase,
     OptimStepRequest,
@@ -70,26 +75,6 @@ R = TypeVar("R", bound=BaseModel | Payload)
 T = TypeVar("T")
 
 LossConfig = dict[str, float] | dict[str, str] | dict[str, float | str]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Part:
-    """One numbered submission of a step; most steps have one, a large batch several."""
-
-    path: str
-    #: seq_id -> body. Called inside the turn, and again by nobody: repeats send the same bytes.
-    encode: Callable[[int], bytes]
-    size_bytes: int = 0
-    content_type: str = JSON_TYPE
-    adds_gradients: bool = False
-
-
-@dataclass(frozen=True)
-class Accepted:
-    """A submission that the server has taken."""
-
-    request_id: str
-    round_trip_s: float
 
 
 class TrainingClient(SpeaksText):
@@ -179,7 +164,7 @@ class TrainingClient(SpeaksText):
             return [
                 Part(
                     path="forward_backward",
-                    encode=_pass_encoder(
+                    encode=pass_encoder(
                         self.model_id, data[piece], loss_fn, config, forward_only=forward_only
                     ),
                     size_bytes=sum(sizes[piece]),
@@ -599,19 +584,19 @@ class TrainingClient(SpeaksText):
             if len(todo) > 1 and connection.config.parallel_fwdbwd_chunks:
                 # The first goes last: the server then sees the whole batch before it starts.
                 await asyncio.gather(*(send(index) for index in range(1, len(todo))))
-                if _first_error(outcomes) is None:
+                if first_error(outcomes) is None:
                     await send(0)
             else:
                 for index in range(len(todo)):
                     await send(index)
-                    if _first_error(outcomes) is not None:
+                    if first_error(outcomes) is not None:
                         break
         finally:
             self._numbers.settle(
-                [_fate(outcome) for outcome in outcomes],
+                [fate(outcome) for outcome in outcomes],
                 adds_gradients=any(part.adds_gradients for part in todo),
             )
-        error = _first_error(outcomes)
+        error = first_error(outcomes)
         if error is not None:
             raise error
         return connection, [each for each in outcomes if isinstance(each, Accepted)]
@@ -621,7 +606,7 @@ class TrainingClient(SpeaksText):
             body = part.encode(number)
             headers = {}
             if part.content_type == PROTOBUF_TYPE and connection.config.proto_compress_fwdbwd:
-                packed = await asyncio.to_thread(_zstd, body)
+                packed = await asyncio.to_thread(compressed, body)
                 if packed is not None:
                     body, headers = packed, {"Content-Encoding": "zstd"}
             started = monotonic()
@@ -641,7 +626,7 @@ class TrainingClient(SpeaksText):
         """Give the server something to run for numbers that an earlier call could not use."""
         for number, half_a_batch in sorted(self._numbers.gaps.items()):
             try:
-                await self._submit(connection, _filler(self.model_id, half_a_batch), number)
+                await self._submit(connection, filler(self.model_id, half_a_batch), number)
             except UnprocessableEntityError:
                 # Taken by another kind of step: what we got no answer to had arrived after all.
                 # Asked again and again, it would stop this client for good.
@@ -659,7 +644,7 @@ class TrainingClient(SpeaksText):
     async def _fetch(
         self, connection: Connection, accepted: list[Accepted], wanted: Wanted[R]
     ) -> list[R]:
-        return await _all(
+        return await all_of(
             connection.results.fetch(
                 each.request_id,
                 wanted,
@@ -672,107 +657,6 @@ class TrainingClient(SpeaksText):
 
 def _same(value: R) -> R:
     return value
-
-
-def _first_error(outcomes: Sequence[object]) -> BaseException | None:
-    return next((each for each in outcomes if isinstance(each, BaseException)), None)
-
-
-def _fate(outcome: object) -> Fate:
-    if isinstance(outcome, Accepted):
-        return Fate.ACCEPTED
-    if outcome is None:
-        return Fate.UNSENT
-    if isinstance(outcome, APIStatusError) and not is_retryable(outcome):
-        return Fate.REFUSED
-    if isinstance(outcome, ValueError):  # it could not be encoded, so it never left
-        return Fate.UNSENT
-    return Fate.UNKNOWN
-
-
-async def _all(work: Any) -> list[Any]:
-    """Like gather, but the first failure stops the others: nobody will look at them."""
-    tasks = [asyncio.ensure_future(each) for each in work]
-    if len(tasks) == 1:
-        return [await tasks[0]]
-    try:
-        return list(await asyncio.gather(*tasks))
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _pass_encoder(
-    model_id: str,
-    data: list[Datum],
-    loss_fn: LossFnType,
-    loss_fn_config: dict[str, float | str] | None,
-    *,
-    forward_only: bool,
-) -> Callable[[int], bytes]:
-    def encode(number: int) -> bytes:
-        return encode_forward_backward_request(
-            ForwardBackwardRequest(
-                forward_backward_input=ForwardBackwardInput(
-                    data=data, loss_fn=loss_fn, loss_fn_config=loss_fn_config
-                ),
-                model_id=model_id,
-                seq_id=number,
-            ),
-            forward_only=forward_only,
-        )
-
-    return encode
-
-
-def _filler(model_id: str, half_a_batch: bool) -> Part:
-    """
-    A step for a number that was given out and not used.
-
-    Usually a pass over one token that changes nothing. After half a batch was taken, it must not
-    count: then the filler carries a setting that no loss has, so that the server fails it, and
-    with it the next `optim_step`, instead of stepping on half the gradients.
-    """
-    datum = Datum(
-        model_input=ModelInput.from_ints([0]),
-        loss_fn_inputs={
-            "target_tokens": TensorData(data=[0], dtype="int64"),
-            "weights": TensorData(data=[0.0], dtype="float32"),
-        },
-    )
-    config: dict[str, float | str] | None = (
-        {"part_of_this_batch_was_never_sent": 1.0} if half_a_batch else None
-    )
-    return Part(
-        path="forward_backward",
-        encode=_pass_encoder(
-            model_id, [datum], "cross_entropy", config, forward_only=not half_a_batch
-        ),
-        content_type=PROTOBUF_TYPE,
-    )
-
-
-def _zstd(body: bytes) -> bytes | None:
-    """The body compressed, or None where nothing here can: servers take both."""
-    try:
-        if sys.version_info >= (3, 14):
-            from compression import zstd
-
-            return zstd.compress(body, level=1)
-        import zstandard
-    except ImportError:
-        _say_once_that_bodies_stay_large()
-        return None
-    return bytes(zstandard.ZstdCompressor(level=1).compress(body))
-
-
-@functools.cache
-def _say_once_that_bodies_stay_large() -> None:
-    log.debug(
-        "The server asks for compressed batches, and there is no zstd here: sent as they are. "
-        "pip install 'tinkex[zstd]', or use Python 3.14."
-    )
 
 
 def _deprecated(name: str, instead: str) -> None:
