@@ -36,8 +36,9 @@ ROOMS = {
     "models": "~numpy ~tokenizers ~huggingface_hub ~jinja2",
     "engine": "wire models numpy torch ~triton transformers safetensors tokenizers",
     "server.plan": "wire",
+    "server.restarts": "",
     "server.store": "wire sqlalchemy alembic fsspec",
-    "server.executor": "wire server.plan",
+    "server.executor": "wire server.plan server.restarts",
     "server.api": "wire server.store server.plan server.executor server.dispatch server.futures "
     "server.prices server.saving server.settings server.presence server.shares server.signing "
     "server.tokens fastapi starlette",

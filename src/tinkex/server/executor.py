@@ -20,15 +20,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from tinkex.server.restarts import ENGINE, engine_was_well
 from tinkex.wire import frames
 from tinkex.wire.proto import frames_pb2
 
 log = logging.getLogger("tinkex.server.executor")
 
-FIRST_DELAY_S = 0.5
-LONGEST_DELAY_S = 30.0
-# An engine that ran this long before it died starts again without a wait.
-STEADY_S = 60.0
 # How long a closed engine may take to leave by itself.
 LEAVE_S = 5.0
 
@@ -339,7 +336,7 @@ class _Engine:
             # Two children would not fit the memory, nor the folder they spill to.
             await asyncio.wait({after})
         loop = asyncio.get_running_loop()
-        delay_s = 0.0
+        wait_s: float | None = None
         while True:
             began_s = loop.time()
             self._answered = False
@@ -351,14 +348,13 @@ class _Engine:
                     self._refused = refused
                     self._up.set()
                     return
-            # One that did something was well: it need not wait as one that cannot come up.
-            if self._answered or loop.time() - began_s > STEADY_S:
-                delay_s = 0.0
+            lived_s = loop.time() - began_s
+            well = engine_was_well(answered=self._answered, lived_s=lived_s)
+            wait_s = ENGINE.wait_s(wait_s, well=well)
             log.error(
-                "the engine of %s died; starting it again in %.1f s", self._model.name, delay_s
+                "the engine of %s died; starting it again in %.1f s", self._model.name, wait_s
             )
-            await asyncio.sleep(delay_s)
-            delay_s = min(max(FIRST_DELAY_S, delay_s * 2), LONGEST_DELAY_S)
+            await asyncio.sleep(wait_s)
 
     async def _live_once(self) -> None:
         """From start to death of one child."""

@@ -22,15 +22,11 @@ from types import FrameType
 
 from tinkex.models.cache import plain_lines
 from tinkex.models.resolve import DEFAULT_MODEL, ModelSource, resolve
-from tinkex.server import logs
+from tinkex.server import logs, restarts
 from tinkex.server.settings import Settings, SettingsError, is_loopback
 
 log = logging.getLogger("tinkex.server.run")
 
-FIRST_DELAY_S = 0.2
-LONGEST_DELAY_S = 5.0
-# A web process that got ready and ran this long before it died starts again without a wait.
-STEADY_S = 3.0
 # A web process that drains gets this much longer than it was told before it is killed.
 PATIENCE_S = 5.0
 BACKLOG = 2048
@@ -79,7 +75,7 @@ class Supervisor:
     def run(self, *, on_ready: Callable[[], None]) -> int:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._stop)
-        delay_s = 0.0
+        wait_s: float | None = None
         ready = False
         while not self._stopping:
             began_s = time.monotonic()
@@ -89,11 +85,11 @@ class Supervisor:
                 break
             if not ready:
                 raise StartFailed("the web process ended before it was ready; its log is above")
-            if well and time.monotonic() - began_s > STEADY_S:
-                delay_s = 0.0
-            log.error("the web process died; starting it again in %.1f s", delay_s)
-            self._pause(delay_s)
-            delay_s = min(max(FIRST_DELAY_S, delay_s * 2), LONGEST_DELAY_S)
+            lived_s = time.monotonic() - began_s
+            steady = restarts.web_was_well(ready=well, lived_s=lived_s)
+            wait_s = restarts.WEB.wait_s(wait_s, well=steady)
+            log.error("the web process died; starting it again in %.1f s", wait_s)
+            self._pause(wait_s)
         return 0
 
     def _live_once(self, *, first: bool, on_ready: Callable[[], None]) -> bool:

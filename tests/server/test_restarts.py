@@ -1,0 +1,85 @@
+"""How soon a dead process is started again: the rules, without processes."""
+
+import itertools
+
+import pytest
+
+from tinkex.server.restarts import (
+    ENGINE,
+    ENGINE_STEADY_S,
+    WEB,
+    WEB_STEADY_S,
+    BackOff,
+    engine_was_well,
+    web_was_well,
+)
+
+WELL, BADLY = True, False
+
+
+def waits(rule: BackOff, lives: list[bool]) -> list[float]:
+    found: list[float] = []
+    for well in lives:
+        found.append(rule.wait_s(found[-1] if found else None, well=well))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("rule", "lives", "expected"),
+    [
+        # The first death of a server's life may be an accident, however short the life was.
+        (WEB, [BADLY], [0.0]),
+        (WEB, [BADLY] * 8, [0.0, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0]),
+        (ENGINE, [BADLY] * 9, [0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]),
+        (WEB, [WELL] * 5, [0.0] * 5),
+        (ENGINE, [WELL] * 5, [0.0] * 5),
+        # One good life, and all is forgotten; what follows begins with the shortest wait.
+        (WEB, [BADLY, BADLY, BADLY, WELL, BADLY, BADLY], [0.0, 0.2, 0.4, 0.0, 0.2, 0.4]),
+        (ENGINE, [WELL, BADLY, BADLY, WELL, WELL, BADLY], [0.0, 0.5, 1.0, 0.0, 0.0, 0.5]),
+    ],
+)
+def test_waits_double_up_to_a_limit_and_a_good_life_ends_them(
+    rule: BackOff, lives: list[bool], expected: list[float]
+) -> None:
+    assert waits(rule, lives) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("rule", [WEB, ENGINE])
+def test_no_wait_is_longer_than_the_limit_and_none_but_the_first_is_none(rule: BackOff) -> None:
+    first, *later = waits(rule, [BADLY] * 1000)
+    assert first == 0.0
+    assert all(one <= two for one, two in itertools.pairwise(later))
+    assert min(later) == rule.first_s
+    assert max(later) == rule.longest_s
+
+
+@pytest.mark.parametrize(
+    ("ready", "lived_s", "well"),
+    [
+        (True, WEB_STEADY_S + 0.1, WELL),
+        (True, WEB_STEADY_S, BADLY),
+        (True, 0.0, BADLY),
+        # Hours in which it never got ready are no good life.
+        (False, 10_000.0, BADLY),
+    ],
+)
+def test_a_web_process_was_well_if_it_got_ready_and_stayed_for_a_while(
+    ready: bool, lived_s: float, well: bool
+) -> None:
+    assert web_was_well(ready=ready, lived_s=lived_s) is well
+
+
+@pytest.mark.parametrize(
+    ("answered", "lived_s", "well"),
+    [
+        # A step that kills it comes soon after it is up: the steps before it were done.
+        (True, 0.0, WELL),
+        (False, ENGINE_STEADY_S + 0.1, WELL),
+        (False, ENGINE_STEADY_S, BADLY),
+        (False, 0.0, BADLY),
+    ],
+)
+def test_an_engine_was_well_if_it_did_anything_or_stayed_for_long(
+    answered: bool, lived_s: float, well: bool
+) -> None:
+    assert engine_was_well(answered=answered, lived_s=lived_s) is well
