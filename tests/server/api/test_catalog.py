@@ -269,3 +269,35 @@ async def test_a_copy_is_a_run_of_its_own(api: Api, tmp_path: Path) -> None:
     assert loaded["path"] == first
     assert (await api.post("copy_weights", {"source_path": path})).status == 404
     assert (await api.post("copy_weights", {"source_path": first})).status == 422
+
+
+async def test_a_model_that_was_refused_is_no_run(api: Api) -> None:
+    session = await api.session()
+    made = await api.model(session, number=1)
+    body = {"session_id": session, "model_seq_id": 0, "base_model": api.base_model}
+    asked = await api.post("create_model", {**body, "lora_config": {"rank": 2000}})
+    refused = asked.json["model_id"]
+    assert "rank" in (await api.result(asked.json["request_id"]))["error"]
+
+    async def listed() -> list[str]:
+        page = (await api.get(RUNS)).json
+        assert page["cursor"]["total_count"] == len(page["training_runs"])
+        return [run["training_run_id"] for run in page["training_runs"]]
+
+    assert await listed() == [made]
+    assert (await api.get(f"{RUNS}/{refused}")).status == 404
+    assert (await api.get(f"/api/v1/sessions/{session}")).json["training_run_ids"] == [made]
+
+
+async def test_a_model_that_was_refused_does_not_become_a_run_when_its_request_is_old(
+    echo: EchoExecutor, tmp_path: Path
+) -> None:
+    async with hosted(echo, tmp_path, result_kept_s=0, unfetched_kept_s=0, janitor_s=0) as api:
+        session = await api.session()
+        body = {"session_id": session, "model_seq_id": 0, "base_model": api.base_model}
+        asked = await api.post("create_model", {**body, "lora_config": {"rank": 2000}})
+        await api.result(asked.json["request_id"])
+        done = {"reason": {"type": "success"}, "detail": None}
+        await api.post(f"sessions/{session}/finish", done)
+        await api.tidy()
+        assert (await api.get(RUNS)).json["training_runs"] == []

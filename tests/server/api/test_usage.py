@@ -181,6 +181,35 @@ async def test_storage_is_what_is_there_now_by_project(api: Api) -> None:
     assert (await api.get(f"{path}?project_id=other")).json == {"data": []}
 
 
+async def test_storage_is_what_is_listed_and_nothing_besides(tmp_path: Path) -> None:
+    async with hosted(EchoExecutor(), tmp_path, janitor_s=0) as api:
+        session_id = await api.session()
+        model_id = await api.model(session_id)
+        # Two of one name, of which the first is still there, and one without a name.
+        for number in (1, 2):
+            await api.result(
+                await api.step(
+                    "save_weights", model_id=model_id, seq_id=number, path="a", overwrite=True
+                )
+            )
+        await api.result(
+            await api.step(
+                "save_weights_for_sampler",
+                model_id=model_id,
+                seq_id=3,
+                sampling_session_seq_id=0,
+            )
+        )
+        listed = (await api.get("/api/v1/checkpoints")).json["checkpoints"]
+        (item,) = (await api.get("/api/v1/billing/usage/checkpoints/current")).json["data"]
+        assert item["checkpoint_count"] == len(listed) == 1
+        assert item["size_bytes"] == sum(one["size_bytes"] for one in listed)
+        found = (await api.post("sessions/search", {})).json["sessions"][0]
+        assert (found["checkpoints_count"], found["checkpoint_storage_bytes"]) == (1, 1)
+        # Each save under a name was one, and is counted; that of a sampler is not.
+        assert totals(await events(api))["checkpoint"] == 2
+
+
 async def audited(api: Api, query: str = "") -> list[tuple[str, dict[str, Any]]]:
     answer = await api.get(f"/api/v1/audit{query}")
     assert answer.status == 200, answer

@@ -90,6 +90,8 @@ async def test_a_model_that_nothing_can_build_again_fails_with_the_reason_and_ot
         assert model not in echo.models
         found = await api.post("sessions/search", {"session_id": session})
         assert "cannot be built again" in str(found.json["sessions"][0]["status"])
+        run = (await api.get(f"/api/v1/training_runs/{model}")).json
+        assert run["corrupted"] is True
         assert await trained(api, other, 1) == 1
 
 
@@ -182,6 +184,31 @@ async def test_a_checkpoint_without_its_files_cannot_be_read_and_others_can(
             assert b"value" in await got.read()
         listed = (await api.get(f"/api/v1/training_runs/{model}/checkpoints")).json
         assert len(listed["checkpoints"]) == 3
+
+
+async def test_a_damaged_checkpoint_is_not_copied_and_a_torn_copy_is_noticed(
+    echo: EchoExecutor, tmp_path: Path
+) -> None:
+    async with hosted(echo, tmp_path) as api:
+        model = await api.model()
+        for seq_id, name in ((1, "changed"), (2, "sound")):
+            saved = api.step("save_weights", model_id=model, seq_id=seq_id, path=name)
+            await api.result(await saved)
+        (folder,) = (tmp_path / "checkpoints").glob("*/weights/changed/*")
+        (folder / "value").write_text("1")
+        path = f"tinker://{model}/weights/changed"
+        wish = {"source_path": path, "destination_project_id": "p"}
+        refused = await api.post("copy_weights", wish)
+        assert refused.status == 404
+        assert f"checkpoint {path} cannot be read" in refused.json["detail"]
+        wish["source_path"] = f"tinker://{model}/weights/sound"
+        copied = (await api.post("copy_weights", wish)).json["tinker_path"]
+        (folder,) = (tmp_path / "checkpoints").glob(f"{copied.split('/')[2]}/weights/sound/*")
+        (folder / "value").unlink()
+        (folder / "value").write_text("1")
+        loading = {"model_id": model, "seq_id": 3, "path": copied, "optimizer": False}
+        failed = await api.result(await api.step("load_weights", **loading))
+        assert f"checkpoint {copied} cannot be read" in failed["error"]
 
 
 def overwrite_pages(file: Path, table: str) -> None:

@@ -83,12 +83,10 @@ async def usage_events(
 
 @router.get("/billing/usage/checkpoints/current")
 async def current_storage(request: Request, project_id: str | None = None) -> Response:
-    """What the owner's checkpoints take now, by project."""
+    """What the owner's checkpoints take now, by project: those that are in the lists."""
     context = context_of(request)
     owner = owner_of(request)
-    now_s = time.time()
-    # Those that are there at this moment; the one that is being saved has begun before it.
-    stored = await context.store.usage.stored(owner=owner, since_s=now_s, until_s=now_s + 1)
+    stored = await context.store.usage.current(owner=owner, now_s=time.time())
     sizes: defaultdict[str | None, list[int]] = defaultdict(list)
     for one in stored:
         if project_id is None or one.project_id == project_id:

@@ -55,7 +55,7 @@ async def copy_weights(request: Request) -> Response:
             kind=source.kind,
             name=source.name or UNNAMED,
         ).sized(source.size_bytes)
-        await checkpoints.copy_files(source, version)
+        written = await checkpoints.copy_files(source, version)
         like = None
         if source.name is not None:
             like = await catalog.checkpoint(
@@ -63,6 +63,7 @@ async def copy_weights(request: Request) -> Response:
             )
         version = await catalog.add_copy(
             version,
+            fingerprint=written,
             model=model,
             model_seq_id=number,
             like=like,

@@ -183,6 +183,7 @@ def _run(run: Run) -> TrainingRun:
         base_model=model.base_model,
         model_owner=model.owner,
         is_lora=True,
+        corrupted=run.lost,
         lora_rank=model.lora_config["rank"],
         last_request_time=time_of(run.last_request_s),
         last_checkpoint=None if training is None else _checkpoint(training),

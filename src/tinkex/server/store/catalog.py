@@ -10,6 +10,7 @@ import sqlalchemy as sa
 from tinkex.server.store import audit
 from tinkex.server.store.checkpoints import VERSION, Version, note_saved
 from tinkex.server.store.database import Database
+from tinkex.server.store.requests import Status
 from tinkex.server.store.runs import Model
 from tinkex.server.store.tables import (
     checkpoint_names,
@@ -41,6 +42,8 @@ class Run:
     model: Model
     last_request_s: float
     newest: Mapping[str, Saved]
+    #: Nothing can build it again.
+    lost: bool
 
 
 _NAME = (
@@ -132,7 +135,8 @@ class Catalog:
         of_owner = models.c.owner == owner
         shared = published and project_id is None
         chosen = sa.select(models.c.model_id).where(
-            sa.or_(of_owner, shares_something(time.time())) if shared else of_owner
+            sa.or_(of_owner, shares_something(time.time())) if shared else of_owner,
+            was_made(),
         )
         if project_id is not None:
             chosen = chosen.join(sessions, sessions.c.session_id == models.c.session_id).where(
@@ -184,6 +188,7 @@ class Catalog:
         self,
         version: Version,
         *,
+        fingerprint: str,
         model: Model,
         model_seq_id: int,
         like: Saved | None,
@@ -204,10 +209,8 @@ class Catalog:
                     "model_seq_id": model_seq_id,
                 },
             )
-            connection.execute(
-                checkpoint_versions.insert(),
-                {column.name: getattr(version, column.name) for column in VERSION},
-            )
+            values = {column.name: getattr(version, column.name) for column in VERSION}
+            connection.execute(checkpoint_versions.insert(), {**values, "fingerprint": fingerprint})
             connection.execute(
                 checkpoint_names.insert(),
                 {
@@ -254,6 +257,17 @@ def alive(now_s: float) -> sa.ColumnElement[bool]:
     return sa.or_(expires_s.is_(None), expires_s > now_s)
 
 
+def was_made() -> sa.ColumnElement[bool]:
+    """Models whose creation did not fail: one that did has a row, for its repeats, and no run."""
+    return sa.not_(
+        sa.exists().where(
+            requests.c.model_id == models.c.model_id,
+            requests.c.seq_id == 0,
+            requests.c.status == Status.FAILED,
+        )
+    )
+
+
 def shares_something(now_s: float) -> sa.ColumnElement[bool]:
     """Models of which a checkpoint is published."""
     return sa.exists().where(
@@ -276,8 +290,10 @@ def _runs(connection: sa.Connection, ids: Sequence[str], reader: str) -> list[Ru
         .where(requests.c.model_id == models.c.model_id)
         .scalar_subquery()
     )
-    chosen = sa.select(*_MODEL, models.c.last_request_s, last.label("last_s")).where(
-        models.c.model_id.in_(ids)
+    chosen = (
+        sa.select(*_MODEL, models.c.last_request_s, last.label("last_s"), sessions.c.failure)
+        .join(sessions, sessions.c.session_id == models.c.session_id)
+        .where(models.c.model_id.in_(ids), was_made())
     )
     newest: dict[str, dict[str, Saved]] = {}
     for saved in _newest(connection, ids, reader):
@@ -287,13 +303,17 @@ def _runs(connection: sa.Connection, ids: Sequence[str], reader: str) -> list[Ru
         values = dict(row._mapping)
         last_s = values.pop("last_s") or values["last_request_s"] or values["created_s"]
         del values["last_request_s"]
+        failed = (values.pop("failure") or {}).get("reason", {}).get("training_run_id")
         model = Model(**values)
         if model.owner != reader:
             model = replace(model, user_metadata=None)
             shown = newest.get(model.model_id, {}).values()
             last_s = max((saved.saved_s for saved in shown), default=model.created_s)
         found[model.model_id] = Run(
-            model=model, last_request_s=last_s, newest=newest.get(model.model_id, {})
+            model=model,
+            last_request_s=last_s,
+            newest=newest.get(model.model_id, {}),
+            lost=failed == model.model_id,
         )
     return [found[model_id] for model_id in ids if model_id in found]
 

@@ -16,7 +16,7 @@ from tinkex.server.store.database import Database
 from tinkex.server.store.files import Files, fault, fingerprint
 from tinkex.server.store.runs import Sampler, insert_sampler
 from tinkex.server.store.tables import checkpoint_names, checkpoint_versions
-from tinkex.server.store.trouble import Damaged
+from tinkex.server.store.trouble import FILES, Damaged
 from tinkex.wire.checkpoints import ParsedCheckpointTinkerPath
 from tinkex.wire.errors import UserFailure
 
@@ -116,16 +116,20 @@ class Checkpoints:
 
     async def _check(self, version: Version, folder: Path) -> None:
         """Raises Damaged unless the files are what was saved. They are read once, then believed."""
-        statement = sa.select(checkpoint_versions.c.fingerprint).where(
-            checkpoint_versions.c.version_id == version.version_id
-        )
-        written = await self._database.read(lambda connection: connection.scalar(statement))
+        written = await self._fingerprint(version)
         problem = await self._database.in_thread(lambda: fault(folder, version.place, written))
         if problem is not None:
             raise _unreadable(version, problem)
         if len(self._sound) >= SOUND_KEPT:
             self._sound.clear()  # samplers come and go; looking again costs one read
         self._sound.add(version.version_id)
+
+    async def _fingerprint(self, version: Version) -> str | None:
+        """As it was written down when the version was saved."""
+        statement = sa.select(checkpoint_versions.c.fingerprint).where(
+            checkpoint_versions.c.version_id == version.version_id
+        )
+        return await self._database.read(lambda connection: connection.scalar(statement))
 
     async def is_taken(self, *, model_id: str, kind: str, name: str) -> bool:
         version, _ = await self._named(model_id, kind, name)
@@ -220,9 +224,25 @@ class Checkpoints:
         )
         return await self._database.read(lambda connection: _version(connection, statement))
 
-    async def copy_files(self, source: Version, target: Version) -> None:
-        """The same files a second time, without the room where links can be had."""
-        await self._database.in_thread(lambda: self._files.copy(source.place, target.place))
+    async def copy_files(self, source: Version, target: Version) -> str:
+        """
+        The same files a second time, without the room where links can be had; their fingerprint.
+
+        Raises Damaged when they are not what was saved: that is not handed on.
+        """
+        folder = await self.open(source.version_id)
+        written = await self._fingerprint(source)
+        if written is None:  # a save from before there were fingerprints
+            written = await self._database.in_thread(lambda: fingerprint(folder))
+        condition = self._database.condition
+        try:
+            await self._database.in_thread(lambda: self._files.copy(source.place, target.place))
+        except OSError as error:
+            if condition.note(error, FILES) is None:
+                raise
+            raise condition.refusal(error) from error
+        condition.clear(FILES)
+        return written
 
 
 def _unreadable(version: Version, problem: str) -> Damaged:

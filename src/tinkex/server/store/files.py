@@ -79,15 +79,14 @@ class Files:
         folder.parent.mkdir(parents=True, exist_ok=True)
         part = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.part")
         part.mkdir()
-        for file in (self.local / source).iterdir():
-            try:
-                os.link(file, part / file.name)
-            except OSError:
-                # Not every file system has links.
-                shutil.copyfile(file, part / file.name)
-                sync(part / file.name)
-        sync(part)
-        part.rename(folder)
+        try:
+            for file in (self.local / source).iterdir():
+                _link_or_copy(file, part / file.name)
+            sync(part)
+            part.rename(folder)
+        except BaseException:
+            shutil.rmtree(part, ignore_errors=True)
+            raise
         sync(folder.parent)
 
     def move(self, place: str, target: str) -> None:
@@ -194,6 +193,15 @@ def tensor_fault(file: Path) -> str | None:
     if 8 + length + end != size:
         return f"has {size} bytes instead of {8 + length + end}"
     return None
+
+
+def _link_or_copy(file: Path, target: Path) -> None:
+    """The same bytes under a second name; not every file system has links."""
+    try:
+        os.link(file, target)
+    except OSError:
+        shutil.copyfile(file, target)
+        sync(target)
 
 
 def _written_s(facts: Mapping[str, Any]) -> float:

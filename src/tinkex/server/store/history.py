@@ -8,7 +8,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from tinkex.server.store import audit
-from tinkex.server.store.catalog import alive, shares_something
+from tinkex.server.store.catalog import alive, shares_something, was_made
 from tinkex.server.store.database import Database
 from tinkex.server.store.tables import (
     checkpoint_names,
@@ -136,7 +136,7 @@ class History:
         shown = sa.or_(models.c.owner == reader, shares_something(time.time()))
         of_models = (
             sa.select(models.c.model_id)
-            .where(models.c.session_id == session_id, shown)
+            .where(models.c.session_id == session_id, shown, was_made())
             .order_by(models.c.model_seq_id)
         )
         of_samplers = (
@@ -198,13 +198,15 @@ class History:
         )
         kept = (
             sa.select(models.c.session_id, sa.func.sum(checkpoint_versions.c.size_bytes))
-            .join_from(
-                checkpoint_versions, models, checkpoint_versions.c.model_id == models.c.model_id
+            .join_from(checkpoint_names, models, checkpoint_names.c.model_id == models.c.model_id)
+            .join(
+                checkpoint_versions,
+                checkpoint_versions.c.version_id == checkpoint_names.c.version_id,
             )
             .where(
                 models.c.session_id.in_(session_ids),
                 models.c.owner == reader,
-                checkpoint_versions.c.discarded_s.is_(None),
+                alive(now_s),
             )
             .group_by(models.c.session_id)
         )

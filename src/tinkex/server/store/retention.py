@@ -363,14 +363,21 @@ def _ended(abandoned_before_s: float) -> sa.ColumnElement[bool]:
 
 
 def _needed(abandoned_before_s: float) -> sa.ColumnElement[bool]:
-    """Steps that their model may have to be built again from."""
-    return sa.and_(
+    """Steps that their model may have to be built again from, or that tell why there is none."""
+    rebuilds = sa.and_(
         requests.c.model_id.is_not(None),
         requests.c.seq_id.is_not(None),
         requests.c.seq_id > sa.func.coalesce(older_snapshots.c.seq_id, snapshots.c.seq_id, -1),
         # What was accepted before the end is still run.
         sa.or_(sa.not_(_ended(abandoned_before_s)), _WAITS.exists()),
     )
+    # Without it, a model that was never made would look like a run.
+    refuses = sa.and_(
+        requests.c.model_id.is_not(None),
+        requests.c.seq_id == 0,
+        requests.c.status == Status.FAILED,
+    )
+    return sa.or_(rebuilds, refuses)
 
 
 def _drop_named(connection: sa.Connection, statement: sa.Delete, *, reason: str) -> None:

@@ -4,8 +4,15 @@ from dataclasses import dataclass
 
 import sqlalchemy as sa
 
+from tinkex.server.store.catalog import alive
 from tinkex.server.store.database import Database
-from tinkex.server.store.tables import checkpoint_versions, models, sessions, usage
+from tinkex.server.store.tables import (
+    checkpoint_names,
+    checkpoint_versions,
+    models,
+    sessions,
+    usage,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,7 +29,12 @@ class Used:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stored:
-    """A checkpoint, for as long as its files were kept."""
+    """
+    A checkpoint that was given a name, for as long as its files were kept.
+
+    Saves without a name are the server's own affair: they are no checkpoints in any list, nobody
+    can delete them, and they go by themselves when their sampler does.
+    """
 
     session_id: str
     project_id: str | None
@@ -73,10 +85,36 @@ class Usage:
             .join(sessions, models.c.session_id == sessions.c.session_id)
             .where(
                 versions.owner == owner,
+                versions.name.is_not(None),
                 versions.created_s < until_s,
                 sa.or_(versions.discarded_s.is_(None), versions.discarded_s > since_s),
             )
             .order_by(versions.created_s)
+        )
+        return await self._database.read(
+            lambda connection: [Stored(**row._mapping) for row in connection.execute(statement)]
+        )
+
+    async def current(self, *, owner: str, now_s: float) -> list[Stored]:
+        """The owner's checkpoints as they are listed now, each once for its name."""
+        versions = checkpoint_versions.c
+        statement = (
+            sa.select(
+                models.c.session_id,
+                sessions.c.project_id,
+                models.c.base_model,
+                versions.size_bytes,
+                versions.created_s.label("since_s"),
+                versions.discarded_s.label("until_s"),
+            )
+            .join_from(
+                checkpoint_names,
+                checkpoint_versions,
+                checkpoint_names.c.version_id == versions.version_id,
+            )
+            .join(models, versions.model_id == models.c.model_id)
+            .join(sessions, models.c.session_id == sessions.c.session_id)
+            .where(versions.owner == owner, alive(now_s))
         )
         return await self._database.read(
             lambda connection: [Stored(**row._mapping) for row in connection.execute(statement)]
