@@ -1,5 +1,7 @@
 """`tinkex key`: made, listed, revoked on a data folder; a key is seen once."""
 
+import contextlib
+import sqlite3
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +10,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from tinkex.cli.key import command
+from tinkex.server.store import open_store
 
 
 def key(folder: Path, *args: str) -> Result:
@@ -38,7 +41,42 @@ def test_a_revoked_key_stays_in_the_list(tmp_path: Path) -> None:
 
 
 def test_an_empty_list_says_what_that_means(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'tinkex.db'}"
+    open_store(db_url=url, storage_url=str(tmp_path), folder=tmp_path).close()
     assert "No keys" in key(tmp_path, "list").stderr
+
+
+@pytest.mark.parametrize("asked", [("list",), ("revoke", "1")])
+def test_looking_at_keys_makes_no_data_folder(tmp_path: Path, asked: tuple[str, ...]) -> None:
+    folder = tmp_path / "typo"
+    refused = key(folder, *asked)
+    assert refused.exit_code == 1
+    assert f"there is no data folder {folder}" in refused.stderr
+    assert "tinkex key create" in refused.stderr
+    assert not folder.exists()
+    # Nor does it make one of a folder that is something else.
+    assert "no server has worked in" in key(tmp_path, *asked).stderr
+    assert [*tmp_path.iterdir()] == []
+    assert key(folder, "create").exit_code == 0
+    assert key(folder, *asked).exit_code == 0
+
+
+def test_a_database_of_a_newer_version_is_said_to_be(tmp_path: Path) -> None:
+    key(tmp_path, "create")
+    with contextlib.closing(sqlite3.connect(tmp_path / "tinkex.db")) as connection:
+        connection.execute("UPDATE alembic_version SET version_num = '9999'")
+        connection.commit()
+    refused = key(tmp_path, "list")
+    assert refused.exit_code == 1
+    assert "made by a newer tinkex" in refused.stderr
+
+
+def test_a_file_that_is_no_database_is_said_to_be(tmp_path: Path) -> None:
+    (tmp_path / "tinkex.db").write_bytes(b"not a database, but long enough to be looked at" * 99)
+    refused = key(tmp_path, "list")
+    assert refused.exit_code == 1
+    assert "not a database" in refused.stderr
+    assert "tinkex doctor" in refused.stderr
 
 
 @pytest.mark.parametrize(

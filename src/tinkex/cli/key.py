@@ -5,6 +5,7 @@ import re
 import time
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -12,6 +13,7 @@ import click
 from tinkex.cli.failures import CommandFailed, needs
 
 if TYPE_CHECKING:
+    from tinkex.server.settings import Settings
     from tinkex.server.store import ApiKey, Keys
 
 T = TypeVar("T")
@@ -74,7 +76,7 @@ def create(owner: str, project: str | None, name: str, expires: str | None, **op
             expires_s=expires_s,
         )
 
-    key, secret = _with_keys(act, data=options["data"], db=options["db"])
+    key, secret = _with_keys(act, data=options["data"], db=options["db"], make=True)
     click.echo(secret)
     click.echo(
         f"Key {key.key_id} of owner {key.owner}. It is not shown again: set TINKER_API_KEY to it.",
@@ -130,8 +132,10 @@ def revoke(key_id: int, data: str | None, db: str | None) -> None:
     click.echo(f"Key {key_id} ({key.hint}…, owner {key.owner}) is revoked.", err=True)
 
 
-def _with_keys(act: "Callable[[Keys], Awaitable[T]]", *, data: str | None, db: str | None) -> T:
-    """Open the server's store for one act."""
+def _with_keys(
+    act: "Callable[[Keys], Awaitable[T]]", *, data: str | None, db: str | None, make: bool = False
+) -> T:
+    """Open the server's store for one act; one that is not there is made only if that is meant."""
     try:
         from tinkex.server.settings import Settings, SettingsError
         from tinkex.server.store import DatabaseRefused, open_store
@@ -141,6 +145,8 @@ def _with_keys(act: "Callable[[Keys], Awaitable[T]]", *, data: str | None, db: s
         settings = Settings.from_sources({"data": data, "db": db})
     except SettingsError as error:
         raise CommandFailed(str(error), hint=error.hint) from error
+    if not make:
+        _check_there(settings)
     try:
         store = open_store(
             db_url=settings.db_url, storage_url=settings.storage_url, folder=settings.folder
@@ -159,6 +165,21 @@ def _with_keys(act: "Callable[[Keys], Awaitable[T]]", *, data: str | None, db: s
         return asyncio.run(opened())
     finally:
         store.close()
+
+
+def _check_there(settings: "Settings") -> None:
+    """Looking at keys makes no data folder: a slip in its name would look like one without keys."""
+    scheme, _, file = settings.db_url.partition(":///")
+    if not scheme.startswith("sqlite") or Path(file).is_file():
+        return
+    found = "there is no data folder" if not settings.folder.is_dir() else "no server has worked in"
+    if settings.db:
+        found = f"there is no database {file}, and it was to be that of"
+    raise CommandFailed(
+        f"{found} {settings.folder}.",
+        hint="Check --data and --db. `tinkex key create`, or the first start of `tinkex serve`, "
+        "makes one.",
+    )
 
 
 def _time(text: str) -> float:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import sqlalchemy as sa
 from alembic import command
 from alembic.config import Config
+from alembic.util import CommandError
 from sqlalchemy import event
 
 from tinkex.server.store import postgres, tally
@@ -56,6 +57,14 @@ class Database:
             advice = _ADVICE if trouble is None or trouble.kind == AWAY else trouble.advice
             raise DatabaseRefused(
                 f"the database {self._writing.url!r} cannot be used: {reason}. {advice}"
+            ) from error
+        except sa.exc.DatabaseError as error:
+            raise _damaged(self._writing, str(error.orig)) from error
+        except CommandError as error:
+            raise DatabaseRefused(
+                f"the database {self._writing.url!r} is of a version that this tinkex does not "
+                f"know ({error}). It was made by a newer tinkex: use that one, or restore a "
+                "back-up of its time with `tinkex restore`."
             ) from error
         self._threads = ThreadPoolExecutor(READERS, thread_name_prefix="tinkex-reader")
         self.writer = Writer(
@@ -134,10 +143,14 @@ def _check_sound(engine: sa.Engine) -> None:
             raise
         found = [str(error.orig)]
     if found != ["ok"]:
-        raise DatabaseRefused(
-            f"the database {engine.url.database} is damaged: {'; '.join(map(str, found))}. Run "
-            "`tinkex doctor --data DIR` to see what is left, and `tinkex restore` for a back-up."
-        )
+        raise _damaged(engine, "; ".join(map(str, found)))
+
+
+def _damaged(engine: sa.Engine, reason: str) -> DatabaseRefused:
+    return DatabaseRefused(
+        f"the database {engine.url.database} is damaged: {reason}. Run "
+        "`tinkex doctor --data DIR` to see what is left, and `tinkex restore` for a back-up."
+    )
 
 
 def migrations() -> Config:
