@@ -75,6 +75,23 @@ def test_what_cannot_start_says_why_and_what_to_do(
     assert "Traceback" not in done.stderr
 
 
+def test_the_log_of_a_start_is_short_and_says_what_was_set(tmp_path: Path) -> None:
+    # Refused after the settings were told and the database was asked for keys.
+    wrong = ("serve", "a=/", "--host", "0.0.0.0", "--port", "0", "--data", str(tmp_path))
+    first, *rest = tinkex(*wrong).stderr.splitlines()
+    assert f"host = '0.0.0.0', port = 0, data = '{tmp_path}'" in first
+    assert "jwt" not in first
+    assert [line.partition(":")[0] for line in rest] == ["error", "hint"]
+
+
+def test_all_settings_are_in_the_log_if_that_is_wanted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TINKEX_LOG_LEVEL", "debug")
+    told = tinkex("serve", "a=/", "--host", "0.0.0.0", "--data", str(tmp_path)).stderr
+    assert "setting jwt = False" in told
+
+
 def test_two_models_of_one_name_are_refused(tiny_model: Path, tmp_path: Path) -> None:
     done = tinkex("serve", str(tiny_model), str(tiny_model), "--data", str(tmp_path), "--port", "0")
     assert done.returncode == 1

@@ -19,7 +19,7 @@ Each setting can be given in three places; the first that has it counts:
 3. one TOML file, `--config FILE` or else `tinkex.toml` in the data folder: `max_samples = 64`
 
 A name that is not known or a value that cannot be is refused at the start, with the file and line, the variable or the option it came from.
-What counts in the end is printed to the log at the start, without passwords.
+What differs from the defaults is one line of the log at the start, without passwords; with `TINKEX_LOG_LEVEL=debug` every setting is there.
 
 ```toml
 models = ["Qwen/Qwen3-8B=/models/qwen"]

@@ -66,6 +66,11 @@ def test_passwords_are_not_printed() -> None:
     assert "postgresql://me:***@db/tinkex" in printed
 
 
+def test_what_was_changed_is_one_line() -> None:
+    settings = Settings(port=1, db="postgresql://me:secret@db/tinkex", jwt=True)
+    assert settings.changed() == "port = 1, db = 'postgresql://me:***@db/tinkex', jwt = True"
+
+
 def test_settings_survive_the_way_to_another_process() -> None:
     settings = Settings(models=("a=b", "c"), port=1)
     assert Settings.from_json(settings.to_json()) == settings

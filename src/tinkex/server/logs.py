@@ -20,3 +20,10 @@ def begin() -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(ScrubbedFormatter(FORMAT))
     logging.basicConfig(handlers=[handler], level=logging.INFO)
+    # It tells of its own parts each time it is loaded; what it does to the database is ours to say.
+    logging.getLogger("alembic").setLevel(logging.WARNING)
+
+
+def tell(level: str) -> None:
+    """How much our own loggers say; those of libraries stay as they are."""
+    logging.getLogger("tinkex").setLevel(level.upper())

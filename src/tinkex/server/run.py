@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from types import FrameType
 
@@ -43,8 +44,12 @@ class StartFailed(Exception):
 def run(settings: Settings, *, announce: Callable[[str], None]) -> int:
     """Serve until SIGTERM or SIGINT; the exit status. `announce` gets the one line of "ready"."""
     logs.begin()
+    logs.tell(settings.log_level)
+    log.info(
+        "tinkex %s begins with %s; all else is as by default", version("tinkex"), settings.changed()
+    )
     for line in settings.lines():
-        log.info("setting %s", line)
+        log.debug("setting %s", line)
     if not is_loopback(settings.host):
         settings.check_reachable(has_keys=_has_keys(settings))
     with hold_folder(settings.folder), open_socket(settings) as listening:

@@ -31,7 +31,11 @@ KINDS = {
 EXAMPLES = {bool: "true", int: "8", float: "1.5", str: '"text"', tuple: '["text"]'}
 
 #: Settings that are one of a few words.
-CHOICES = {"dtype": ("auto", "float32", "bfloat16"), "executor": ("local",)}
+CHOICES = {
+    "dtype": ("auto", "float32", "bfloat16"),
+    "executor": ("local",),
+    "log_level": ("info", "debug"),
+}
 
 
 class SettingsError(ValueError):
@@ -155,6 +159,8 @@ class Settings:
     price_gb_month: float = 0.0
     #: How long entries of the audit log are kept.
     audit_kept_s: float = 400 * 24 * 3600.0
+    #: How much the log on standard error tells: info, or debug.
+    log_level: str = "info"
 
     @classmethod
     def from_sources(
@@ -253,6 +259,13 @@ class Settings:
         for name, value in asdict(self).items():
             shown = _without_password(value) if name in ("db", "storage") else value
             yield f"{name} = {shown!r}"
+
+    def changed(self) -> str:
+        """Those that are not what they are by default, for one line of the log."""
+        plain = Settings()
+        lines = zip(fields(self), self.lines(), strict=True)
+        told = [line for one, line in lines if getattr(self, one.name) != getattr(plain, one.name)]
+        return ", ".join(told)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

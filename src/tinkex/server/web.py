@@ -188,6 +188,7 @@ def main() -> None:
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     reporter = Reporter(options.report_fd)
     settings = Settings.from_json(sys.stdin.read())
+    logs.tell(settings.log_level)
     served = []
     for name, folder in options.model:
         facts = describe(ModelSource(name=name, folder=Path(folder)))
