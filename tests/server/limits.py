@@ -175,6 +175,7 @@ GZIP = {**PROTOBUF, "Content-Encoding": "gzip"}
 DEEP = b'{"tags": ' + b"[" * 300 + b"]" * 300 + b"}"
 DEFAULTS = Settings()
 QUOTED = "tests/server/test_limits_page.py::test_answers_quote_little_of_what_was_sent"
+AROUND = "tests/server/test_limits_page.py::test_what_is_around_bodies_has_an_end"
 ENGINE = "tests/engine/test_graphs.py::test_a_hostile_graph_is_refused_with_a_reason"
 
 LIMITS = [
@@ -185,6 +186,22 @@ LIMITS = [
         "431",
         "head",
         get("/api/v1/sessions?x=" + "x" * 70_000),
+    ),
+    Limit(
+        "bytes of trailers, and of anything else around a body",
+        head.LONGEST_HEAD,
+        "the connection is closed",
+        "",
+        None,
+        test=AROUND,
+    ),
+    Limit(
+        "requests that a connection sends before the first is answered",
+        head.MOST_AHEAD,
+        "the connection is closed",
+        "",
+        None,
+        test=AROUND,
     ),
     Limit(
         "bytes of a pass or a sample as it arrives",

@@ -16,6 +16,7 @@ from docs.limits_page import PAGE, ROOT, page
 from server.echo import EchoExecutor
 from server.hosting import PROTOBUF, Api, hosted
 from server.limits import LIMITS, SMALL, Ids, Limit
+from tinkex.server import head as heads
 from tinkex.server.api import sessions, telemetry
 from tinkex.server.store import telemetry as kept_telemetry
 from tinkex.wire import errors, limits
@@ -157,3 +158,51 @@ async def test_a_head_without_end_is_cut_off(small: Api, head: bytes) -> None:
         assert not answer or answer.startswith((b"HTTP/1.1 431", b"HTTP/1.1 400"))
     writer.close()
     assert (await small.get("/api/v1/healthz")).status == 200
+
+
+CHUNKED = b"POST /api/v1/asample HTTP/1.1\r\nHost: 127.0.0.1\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("begun", "piece"),
+    [
+        pytest.param(CHUNKED + b"1\r\n{\r\n0\r\n", b"a: b\r\n" * 10_000, id="trailers"),
+        pytest.param(CHUNKED + b"1\r\n{\r\n0\r\na: ", b"x" * 60_000, id="one trailer"),
+        pytest.param(CHUNKED + b"1;", b"x" * 60_000, id="extension of a piece"),
+        pytest.param(b"", b"GET /api/v1/healthz HTTP/1.1\r\n\r\n" * 2_000, id="requests ahead"),
+    ],
+)
+async def test_what_is_around_bodies_has_an_end(small: Api, begun: bytes, piece: bytes) -> None:
+    """Nobody reads the answers, and none of this needs a key."""
+    url = small.http._base_url
+    assert url
+    assert small.server
+    _, writer = await asyncio.open_connection(url.host, url.port)
+    writer.write(begun)
+    held = [c for c in small.server.server_state.connections if isinstance(c, asyncio.Protocol)]
+    with pytest.raises(ConnectionError):
+        for _ in range(500):  # 30 MB
+            writer.write(piece)
+            await writer.drain()
+            await asyncio.sleep(0)
+            held += [c for c in small.server.server_state.connections if c not in held]
+            assert all(len(vars(c).get("pipeline") or ()) <= heads.MOST_AHEAD for c in held)
+    writer.close()
+    assert (await small.get("/api/v1/healthz")).status == 200
+
+
+async def test_a_trailer_does_not_pass_for_a_header(small: Api) -> None:
+    url = small.http._base_url
+    assert url
+    reader, writer = await asyncio.open_connection(url.host, url.port)
+    writer.write(CHUNKED.replace(b"asample", b"create_session"))
+    body = b'{"tags": [], "user_metadata": {}, "sdk_version": "0.36.0"}'
+    for _ in range(2):  # the key makes the second the first again, if it counts
+        writer.write(b"%x\r\n%s\r\n0\r\nX-Idempotency-Key: one\r\n\r\n" % (len(body), body))
+        writer.write(CHUNKED.replace(b"asample", b"create_session"))
+    answers = b""
+    while answers.count(b"session_id") < 2:
+        answers += await reader.read(65536)
+    writer.close()
+    first, second = (part[:40] for part in answers.split(b'"session_id":"')[1:])
+    assert first != second
