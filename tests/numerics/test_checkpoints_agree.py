@@ -11,6 +11,8 @@ import torch
 
 from numerics.parts import model_from, random_adapter, random_datum, weighted, work
 from tinkex.engine import Engine
+from tinkex.engine.checkpoints import write
+from tinkex.wire.errors import UserFailure
 from tinkex.wire.inputs import Datum
 from tinkex.wire.training import AdamOptimizerConfig, AdamParams, LoraConfig
 
@@ -62,6 +64,46 @@ def test_a_snapshot_restores_gradients_that_were_not_stepped_yet(
     engine.optim_step("a", AdamParams(learning_rate=3e-3))
     assert [step(engine, "a", data) for _ in range(3)] == expected
     engine.drop("a")
+
+
+def test_a_snapshot_just_after_a_step_has_no_gradients_and_is_as_good(
+    engine: Engine, data: list[Datum], tmp_path: Path
+) -> None:
+    engine.create("a", LoraConfig(rank=4, seed=1), AdamOptimizerConfig())
+    step(engine, "a", data)
+    engine.snapshot("a", tmp_path / "snapshot", {})
+    expected = [step(engine, "a", data) for _ in range(3)]
+    engine.run_pass("a", work(data), backward=True)
+    engine.snapshot("a", tmp_path / "half", {})
+    assert not (tmp_path / "snapshot" / "gradients.safetensors").exists()
+    # Gradients that are here do not outlive what is restored.
+    engine.restore("a", tmp_path / "snapshot")
+    assert [step(engine, "a", data) for _ in range(3)] == expected
+    # One that had some and lost them is not taken for one that had none.
+    (tmp_path / "half" / "gradients.safetensors").unlink()
+    with pytest.raises(UserFailure, match="has no gradients"):
+        engine.restore("a", tmp_path / "half")
+    engine.drop("a")
+
+
+def test_a_copy_is_what_the_model_was_whatever_becomes_of_it(
+    engine: Engine, data: list[Datum], tmp_path: Path
+) -> None:
+    engine.create("a", LoraConfig(rank=4, seed=1), AdamOptimizerConfig())
+    step(engine, "a", data)
+    engine.run_pass("a", work(data), backward=True)
+    copied = engine.copy("a", {})
+    engine.snapshot("a", tmp_path / "then", {})
+    engine.optim_step("a", AdamParams(learning_rate=3e-3))
+    engine.run_pass("a", work(data), backward=True)
+    write(copied, tmp_path / "later")
+    engine.drop("a")
+    then, later = (
+        {file.name: file.read_bytes() for file in (tmp_path / name).iterdir()}
+        for name in ("then", "later")
+    )
+    assert then == later
+    assert "gradients.safetensors" in then
 
 
 @pytest.mark.parametrize("arch", ["llama", "tied", "qwen3"])

@@ -6,7 +6,7 @@ lock, and what a sampler was opened on cannot change under it.
     adapter_model.safetensors   base_model.model.<module>.lora_A.weight and lora_B.weight, float32
     adapter_config.json         what PEFT needs to know; rank and alpha above all
     optimizer.safetensors       m (and v) of every tensor, the number of steps, and whose they are
-    gradients.safetensors       only in snapshots: what was accumulated since the last step
+    gradients.safetensors       only in snapshots: what was accumulated since the last step, if any
     snapshot.json               only in snapshots: how the model was created, and the caller's notes
 """
 
@@ -17,14 +17,16 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.numpy import save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from tinkex.engine.adapters import TrainingAdapter
@@ -37,6 +39,8 @@ CONFIG = "adapter_config.json"
 OPTIMIZER = "optimizer.safetensors"
 GRADIENTS = "gradients.safetensors"
 SNAPSHOT = "snapshot.json"
+
+HOST = torch.device("cpu")
 
 PREFIX = "base_model.model."
 #: Another exporter's name for the output projection; read, never written.
@@ -54,72 +58,87 @@ class SavedAdapter:
 
 def save(adapter: TrainingAdapter, folder: Path, *, base_model: str, optimizer: bool) -> int:
     """Writes the folder and returns its size in bytes."""
-    with whole_folder(folder) as part:
-        _weights(adapter).write(part / WEIGHTS)
-        _config(adapter, base_model).write(part / CONFIG)
-        if optimizer:
-            _optimizer(adapter).write(part / OPTIMIZER)
-    return size_bytes(folder)
+    files = {WEIGHTS: _weights(adapter), CONFIG: _config(adapter, base_model)}
+    if optimizer:
+        files[OPTIMIZER] = _optimizer(adapter)
+    return write(files, folder)
 
 
 def snapshot(
     adapter: TrainingAdapter, folder: Path, *, base_model: str, meta: Mapping[str, Any]
 ) -> int:
     """A checkpoint that also has the gradients, so that training goes on as if never stopped."""
+    return write(_everything(adapter, base_model, meta), folder)
+
+
+def copy(adapter: TrainingAdapter, *, base_model: str, meta: Mapping[str, Any]) -> Files:
+    """The same for a caller that writes it later, in another thread, while the model goes on."""
+    files = _everything(adapter, base_model, meta)
+    return {name: file.copied() for name, file in files.items()}
+
+
+def write(files: Files, folder: Path) -> int:
+    """Writes the folder and returns its size in bytes."""
     with whole_folder(folder) as part:
-        for name, content in _everything(adapter, base_model, meta):
-            content().write(part / name)
+        for name, file in files.items():
+            file.write(part / name)
     return size_bytes(folder)
 
 
-def copy(adapter: TrainingAdapter, *, base_model: str, meta: Mapping[str, Any]) -> Copied:
-    """The same for a caller that writes it later, while the model goes on."""
-    return Copied({name: content() for name, content in _everything(adapter, base_model, meta)})
-
-
-@dataclass(frozen=True)
-class Copied:
-    """Everything a model is, apart from it: another thread may write it."""
-
-    files: Mapping[str, _File]
-
-    def write(self, folder: Path) -> int:
-        """Writes the folder and returns its size in bytes."""
-        with whole_folder(folder) as part:
-            for name, file in self.files.items():
-                file.write(part / name)
-        return size_bytes(folder)
-
-
 @dataclass(frozen=True, kw_only=True)
-class _File:
-    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+class File:
+    """What is written under one name: vectors with a matrix under each name, or text."""
+
+    #: Prefix of the names -> a flat vector of an adapter.
+    flat: Mapping[str, Tensor] = field(default_factory=dict)
+    layout: Layout | None = None
+    numbers: Mapping[str, int] = field(default_factory=dict)
     metadata: Mapping[str, str] | None = None
-    #: Instead of tensors.
+    #: Instead of all that.
     text: str | None = None
+
+    def copied(self) -> File:
+        """Apart from the model, whole vectors at a time: the model stands still meanwhile."""
+        vectors = {prefix: flat.detach().to(HOST, copy=True) for prefix, flat in self.flat.items()}
+        return replace(self, flat=vectors)
 
     def write(self, path: Path) -> None:
         if self.text is not None:
             path.write_text(self.text)
-        else:
-            metadata = None if self.metadata is None else dict(self.metadata)
-            save_file(dict(self.tensors), path, metadata=metadata)
+            return
+        assert self.layout is not None
+        arrays = {
+            prefix + name: matrix.numpy()
+            for prefix, flat in self.flat.items()
+            for name, matrix in named(flat.detach().to(HOST), self.layout).items()
+        }
+        arrays |= {name: np.array(number) for name, number in self.numbers.items()}
+        # The library for numpy takes views of one vector, the one for torch refuses them.
+        save_file(arrays, path, metadata=None if self.metadata is None else dict(self.metadata))
 
 
-def _everything(
-    adapter: TrainingAdapter, base_model: str, meta: Mapping[str, Any]
-) -> Iterator[tuple[str, Callable[[], _File]]]:
-    """What a snapshot is made of; each file is copied when it is asked for."""
+Files = Mapping[str, File]
+
+
+def _everything(adapter: TrainingAdapter, base_model: str, meta: Mapping[str, Any]) -> Files:
+    """What a snapshot is made of."""
+    # By their bits: a minus zero is not what an optimizer step leaves behind.
+    has_gradients = bool(adapter.grad.view(torch.int32).any())
     notes = {
         "lora_config": adapter.lora.model_dump(),
         "optimizer": adapter.optimizer,
+        "gradients": has_gradients,
         "meta": dict(meta),
     }
-    yield WEIGHTS, lambda: _weights(adapter)
-    yield CONFIG, lambda: _config(adapter, base_model)
-    yield OPTIMIZER, lambda: _optimizer(adapter)
-    yield GRADIENTS, lambda: _File(tensors=named(adapter.grad, adapter.layout))
-    yield SNAPSHOT, lambda: _File(text=json.dumps(notes, indent=2))
+    files = {
+        WEIGHTS: _weights(adapter),
+        CONFIG: _config(adapter, base_model),
+        OPTIMIZER: _optimizer(adapter),
+        SNAPSHOT: File(text=json.dumps(notes, indent=2)),
+    }
+    if has_gradients:
+        files[GRADIENTS] = File(flat={"": adapter.grad}, layout=adapter.layout)
+    return files
 
 
 def load(adapter: TrainingAdapter, folder: Path, *, optimizer: bool) -> None:
@@ -144,10 +163,14 @@ def load(adapter: TrainingAdapter, folder: Path, *, optimizer: bool) -> None:
 
 def restore(adapter: TrainingAdapter, folder: Path) -> dict[str, Any]:
     """Puts a snapshot into a model of the same shape; returns the caller's notes."""
-    gradients = unnamed(_tensors(folder, GRADIENTS))
+    notes = read_snapshot_notes(folder)
+    # Notes from before they were left out when they are zero do not say.
+    has_gradients = notes.get("gradients", True)
+    gradients = unnamed(_tensors(folder, GRADIENTS)) if has_gradients else None
     load(adapter, folder, optimizer=True)
-    fill(adapter.grad, adapter.layout, gradients)
-    meta: dict[str, Any] = read_snapshot_notes(folder)["meta"]
+    if gradients is not None:
+        fill(adapter.grad, adapter.layout, gradients)
+    meta: dict[str, Any] = notes["meta"]
     return meta
 
 
@@ -193,14 +216,12 @@ def read_adapter(folder: Path) -> SavedAdapter:
 
 
 def named(flat: Tensor, layout: Layout) -> dict[str, Tensor]:
-    """Every matrix of a flat vector under its PEFT name, as copies on the CPU."""
+    """Every matrix of a flat vector under its PEFT name, as views of it."""
     tensors = {}
     for name, place in layout.places.items():
         A, B = matrices(flat, place)
         for letter, matrix in (("A", A), ("B", B)):
-            key = f"{PREFIX}{name}.lora_{letter}.weight"
-            # safetensors refuses views of one storage.
-            tensors[key] = matrix.detach().to("cpu", copy=True).contiguous()
+            tensors[f"{PREFIX}{name}.lora_{letter}.weight"] = matrix
     return tensors
 
 
@@ -304,12 +325,12 @@ def size_bytes(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.iterdir())
 
 
-def _weights(adapter: TrainingAdapter) -> _File:
-    return _File(tensors=named(adapter.master, adapter.layout), metadata={"format": "pt"})
+def _weights(adapter: TrainingAdapter) -> File:
+    return File(flat={"": adapter.master}, layout=adapter.layout, metadata={"format": "pt"})
 
 
-def _config(adapter: TrainingAdapter, base_model: str) -> _File:
-    return _File(text=json.dumps(peft_config(adapter, base_model), indent=2) + "\n")
+def _config(adapter: TrainingAdapter, base_model: str) -> File:
+    return File(text=json.dumps(peft_config(adapter, base_model), indent=2) + "\n")
 
 
 def peft_config(adapter: TrainingAdapter, base_model: str) -> dict[str, Any]:
@@ -339,12 +360,13 @@ class Moments:
     step: int
 
 
-def _optimizer(adapter: TrainingAdapter) -> _File:
-    tensors = {f"m:{key}": t for key, t in named(adapter.m, adapter.layout).items()}
-    if len(adapter.v):
-        tensors |= {f"v:{key}": t for key, t in named(adapter.v, adapter.layout).items()}
-    tensors["step"] = torch.tensor(adapter.step)
-    return _File(tensors=tensors, metadata={"optimizer": adapter.optimizer})
+def _optimizer(adapter: TrainingAdapter) -> File:
+    return File(
+        flat={"m:": adapter.m} | ({"v:": adapter.v} if len(adapter.v) else {}),
+        layout=adapter.layout,
+        numbers={"step": adapter.step},
+        metadata={"optimizer": adapter.optimizer},
+    )
 
 
 def _read_optimizer(adapter: TrainingAdapter, folder: Path) -> Moments:

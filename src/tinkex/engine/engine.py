@@ -201,7 +201,7 @@ class Engine:
             self._adapter(model_id), folder, base_model=self.settings.name, meta=meta
         )
 
-    def copy(self, model_id: str, meta: Mapping[str, Any]) -> checkpoints.Copied:
+    def copy(self, model_id: str, meta: Mapping[str, Any]) -> checkpoints.Files:
         """The same for a caller that writes it later, in a thread of its own."""
         adapter = self._adapter(model_id)
         return checkpoints.copy(adapter, base_model=self.settings.name, meta=meta)

@@ -18,6 +18,7 @@ import logging
 import os
 import queue
 import secrets
+import signal
 import socket
 import sys
 import threading
@@ -29,6 +30,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from tinkex.engine import Engine, EngineSettings
+from tinkex.engine.checkpoints import write as write_files
 from tinkex.engine.devices import is_broken
 from tinkex.engine.mixing import Mixer, Queue
 from tinkex.engine.pack import no_custom_loss
@@ -73,8 +75,9 @@ FEWEST_TOKENS = 256
 class Wire:
     """The socket to the web process."""
 
-    def __init__(self, descriptor: int) -> None:
+    def __init__(self, descriptor: int, roll: int | None = None) -> None:
         self._socket = socket.socket(fileno=descriptor)
+        self._roll = roll
         self.inbox: queue.SimpleQueue[frames.Order] = queue.SimpleQueue()
         self._sending = threading.Lock()
 
@@ -88,7 +91,7 @@ class Wire:
             with self._sending:
                 self._socket.sendall(frames.frame(report))
         except OSError:
-            _leave()
+            self._leave()
 
     def _read(self) -> None:
         try:
@@ -101,12 +104,15 @@ class Wire:
         except Exception:
             log.exception("orders cannot be read any more")
         finally:
-            _leave()
+            self._leave()
 
-
-def _leave() -> None:
-    """The web process is gone, so nobody can hear an answer: stop in the middle of anything."""
-    os._exit(0)
+    def _leave(self) -> None:
+        """The web process is gone, so nobody can hear an answer: stop in the middle of anything."""
+        if self._roll is not None:
+            # For the next web process: this engine was well, and nothing killed it.
+            with contextlib.suppress(OSError):
+                os.pwrite(self._roll, frames.LEFT, 0)
+        os._exit(0)
 
 
 @dataclass(slots=True, eq=False)
@@ -278,7 +284,7 @@ class Worker:
         def write() -> None:
             began_s = time.perf_counter()
             try:
-                result = json.dumps({"size_bytes": copied.write(folder)}).encode()
+                result = json.dumps({"size_bytes": write_files(copied, folder)}).encode()
             except Exception as error:  # noqa: BLE001  every failure is an answer to one order
                 self._wire.send(_failed(ticket, error))
             else:
@@ -554,11 +560,15 @@ def main() -> None:
     parser.add_argument("--spill-folder", type=Path)
     parser.add_argument("--deterministic", action="store_true")
     parser.add_argument("--turn-file", type=Path)
+    parser.add_argument("--roll-fd", type=int)
     options = parser.parse_args()
     logging.basicConfig(
         stream=sys.stderr, level=logging.INFO, format="%(asctime)s engine %(message)s"
     )
-    wire = Wire(options.fd)
+    # A service manager tells all processes to stop at once. The web process then finishes what it
+    # can, with this one, and hangs up.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    wire = Wire(options.fd, options.roll_fd)
     wire.listen()
     log.info("loading %s from %s", options.name, options.folder)
     began_s = time.perf_counter()
