@@ -85,6 +85,11 @@ __all__ = ["Answer", "FakeService", "Hold", "Loopback", "Lost", "Seen", "write_t
 #: When everything happened, as lists tell it.
 A_TIME = "2026-01-01T00:00:00Z"
 MAX_BODY_BYTES = 512 * 1024 * 1024
+#: What a server refuses is refused here too.
+MAX_RANK = 512
+MOST_SAMPLES = 1024
+SHORTEST_TTL_S = 3600
+LONGEST_TTL_S = 10 * 365 * 24 * 3600
 #: Clones of a sampling client number their samples from multiples of this.
 CLONE_STRIDE = 10**9
 
@@ -284,6 +289,8 @@ class FakeService:
             found = self._handle(method, endpoint, headers, body)
         except WireError as error:
             return 422, JSON_TYPE, _body({"detail": error.detail()})
+        except UserFailure as failure:
+            return 400, JSON_TYPE, _body({"detail": str(failure)})
         except KeyError as error:
             return 404, JSON_TYPE, _body({"detail": f"there is no {error.args[0]}"})
         return 200, JSON_TYPE, _body(found)
@@ -294,7 +301,7 @@ class FakeService:
             case "GET", "training_runs" | "checkpoints":
                 return self._lists(first, unquote(rest))
             case "POST" | "PUT" | "DELETE", "training_runs":
-                self._change(method, unquote(rest))
+                self._change(method, unquote(rest), body)
                 return {}
             case "GET", "healthz":
                 return {"status": "ok"}
@@ -414,8 +421,10 @@ class FakeService:
             names = ", ".join(self.base_models)
             failure = UserFailure(f"no base model {request.base_model!r}; there is: {names}")
             self._keep(request_id, failure)
+        elif not 1 <= (rank := request.lora_config.rank if request.lora_config else 0) <= MAX_RANK:
+            failure = UserFailure(f"lora_config.rank is {rank}; ranks go from 1 to {MAX_RANK}.")
+            self._keep(request_id, failure)
         else:
-            rank = request.lora_config.rank if request.lora_config else 0
             self._models[model_id] = _Model(request.base_model, rank)
             self._keep(request_id, ({"model_id": model_id}, None))
         return accepted
@@ -483,7 +492,12 @@ class FakeService:
 
         def run(model: _Model) -> _Result:
             path = self._save(
-                request.model_id, "weights", request.path, model, overwrite=request.overwrite
+                request.model_id,
+                "weights",
+                request.path,
+                model,
+                ttl_s=request.ttl_seconds,
+                overwrite=request.overwrite,
             )
             return {"path": path}, None
 
@@ -493,7 +507,8 @@ class FakeService:
         request = decode_json(SaveWeightsForSamplerRequest, body)
 
         def run(model: _Model) -> _Result:
-            path = self._save(request.model_id, "sampler_weights", request.path, model)
+            kind, ttl_s = "sampler_weights", request.ttl_seconds
+            path = self._save(request.model_id, kind, request.path, model, ttl_s=ttl_s)
             if request.path is not None:
                 return {"path": path}, None
             session_id = request.model_id.partition(":")[0]
@@ -506,7 +521,8 @@ class FakeService:
         request = decode_json(SaveWeightsExternalRequest, body)
 
         def run(model: _Model) -> _Result:
-            path = self._save(request.model_id, "external_weights", request.path, model)
+            kind, ttl_s = "external_weights", request.ttl_seconds
+            path = self._save(request.model_id, kind, request.path, model, ttl_s=ttl_s)
             return {"path": path}, None
 
         return request.model_id, request.seq_id, "save_weights_external", run
@@ -523,8 +539,16 @@ class FakeService:
         return request.model_id or "", request.seq_id, "load_weights", run
 
     def _save(
-        self, model_id: str, kind: str, name: str | None, model: _Model, *, overwrite: bool = False
+        self,
+        model_id: str,
+        kind: str,
+        name: str | None,
+        model: _Model,
+        *,
+        ttl_s: int | None,
+        overwrite: bool = False,
     ) -> str:
+        _check_ttl(ttl_s)
         path = f"tinker://{model_id}/{kind}/{name or f'unnamed-{next(self._ids)}'}"
         try:
             ParsedCheckpointTinkerPath.from_tinker_path(path)
@@ -535,12 +559,14 @@ class FakeService:
         self._checkpoints[path] = _Model(model.base_model, model.rank, model.steps)
         return path
 
-    def _change(self, method: str, rest: str) -> None:
+    def _change(self, method: str, rest: str, body: bytes) -> None:
         """Delete a checkpoint; publishing it and saying how long it is kept is only looked at."""
         run, _, name = rest.partition("/checkpoints/")
         for wish in ("/publish", "/ttl"):
             if name.endswith(wish):
                 self._checkpoints[f"tinker://{run}/{name.removesuffix(wish)}"]
+                if wish == "/ttl":
+                    _check_ttl(json.loads(body)["ttl_seconds"])
                 return
         if method == "DELETE":
             del self._checkpoints[f"tinker://{run}/{name}"]
@@ -587,6 +613,11 @@ class FakeService:
                 return known
         elif path is None and request.base_model not in self.base_models:
             raise KeyError(f"base model {request.base_model!r}")
+        if not 1 <= request.num_samples <= MOST_SAMPLES:
+            raise WireError.at(
+                ("num_samples",),
+                f"{request.num_samples} samples were asked for; 1 to {MOST_SAMPLES} are allowed.",
+            )
         request_id = self._promise()
         accepted = {
             "request_id": request_id,
@@ -670,6 +701,13 @@ def _toy_pass(work: ForwardBackwardInput, steps: int) -> ForwardBackwardOutput:
         )
         outputs.append({"logprobs": TensorData(data=values, dtype="float32", shape=targets.shape)})
     return ForwardBackwardOutput("ArrayRecord", outputs, {"loss:sum": loss})
+
+
+def _check_ttl(ttl_s: int | None) -> None:
+    if ttl_s is not None and not SHORTEST_TTL_S <= ttl_s <= LONGEST_TTL_S:
+        raise UserFailure(
+            f"ttl_seconds is {ttl_s}; {SHORTEST_TTL_S} to {LONGEST_TTL_S} are allowed."
+        )
 
 
 def _toy_sample(request: SampleRequest, steps: int) -> SampleResponse:

@@ -72,7 +72,12 @@ async def test_login_checks_stores_and_is_used_and_logout_forgets(
     assert status.stdout == "Credentials available: yes\nService accessible: yes\n"
     assert status.exit_code == 0
     who = json.loads((await shell("--format", "json", "auth", "whoami")).stdout)
-    assert who == {"email": None, "user": "tml:user:alice", "organization": "vision"}
+    assert who == {
+        "email": "alice",
+        "user": "tml:user:alice",
+        "organization": "vision",
+        "organization_id": "vision",
+    }
     again = await shell("auth", "login", stdin=f"{key}\n")
     assert again.exit_code == 1
     assert "stored already: laptop of alice" in again.stderr

@@ -173,5 +173,12 @@ def test_retry_config_is_hashable_survives_pickling_and_refuses_nonsense():
     assert hash(config) == hash(RetryConfig(max_connections=7, progress_timeout=1.5))
     with pytest.raises(ValueError, match="max_connections is 0"):
         RetryConfig(max_connections=0)
+    for wrong in (-1, 0, float("nan")):
+        with pytest.raises(ValueError, match=f"progress_timeout is {wrong}"):
+            RetryConfig(progress_timeout=wrong)
+    for name in ("retry_delay_base", "retry_delay_max", "jitter_factor"):
+        with pytest.raises(ValueError, match=f"{name} is -1"):
+            RetryConfig(**{name: -1})
+    assert RetryConfig(progress_timeout=float("inf"), retry_delay_base=0)
     for attempt in range(1, 60):
         assert 0 <= config.delay_s(attempt, rng=random.Random(attempt)) <= 10

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 import tinkex
-from tinkex import types
+from tinkex import testing, types
 from tinkex.testing import Answer, FakeService, Lost
 
 pytest_plugins = ["pytester"]
@@ -115,6 +115,36 @@ def test_the_fake_refuses_names_that_a_server_refuses(service, name, says):
     with pytest.raises(tinkex.RequestFailedError, match=says):
         training.save_state(name).result(5)
     assert training.save_state("end", overwrite=True).result(5).path.endswith("/weights/end")
+
+
+def test_the_fake_refuses_numbers_that_a_server_refuses(service):
+    for rank in (0, 513):
+        with pytest.raises(tinkex.RequestFailedError, match=f"rank is {rank}; .* 1 to 512"):
+            service.create_lora_training_client("fake/model", rank=rank)
+    training = service.create_lora_training_client("fake/model", rank=512)
+    for save in (training.save_state, training.save_weights_for_sampler):
+        with pytest.raises(tinkex.RequestFailedError, match="ttl_seconds is 1; 3600"):
+            save("short", ttl_seconds=1).result(5)
+    path = training.save_state("end", ttl_seconds=3600).result(5).path
+    rest = tinkex.RestClient(service.holder)
+    with pytest.raises(tinkex.BadRequestError, match="ttl_seconds is 1; 3600"):
+        rest.set_checkpoint_ttl_from_tinker_path(path, 1).result(5)
+    rest.set_checkpoint_ttl_from_tinker_path(path, None).result(5)
+    sampler = service.create_sampling_client(base_model="fake/model")
+    prompt, params = types.ModelInput.from_ints([1]), types.SamplingParams(max_tokens=1)
+    with pytest.raises(tinkex.UnprocessableEntityError, match=r"1025 samples .* 1 to 1024"):
+        sampler.sample(prompt, 1025, params).result(5)
+
+
+def test_the_limits_of_the_fake_are_those_of_the_server():
+    from tinkex.engine import adapters
+    from tinkex.server import saving
+    from tinkex.server.api import sampling
+
+    assert testing.MAX_RANK == adapters.MAX_RANK
+    assert testing.MOST_SAMPLES == sampling.MOST_SEQUENCES
+    assert testing.SHORTEST_TTL_S == saving.SHORTEST_TTL_S
+    assert testing.LONGEST_TTL_S == saving.LONGEST_TTL_S
 
 
 def test_the_fake_answers_every_question_a_sample_may_ask(service):

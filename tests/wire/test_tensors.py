@@ -297,3 +297,12 @@ def test_a_lists_values_decide_under_a_name_nobody_knows():
     assert tensor_from([1, 2], key="mine").dtype == "int64"
     assert tensor_from([1, 2.5], key="mine").dtype == "float32"
     assert tensor_from([], key="mine").dtype == "float32"
+
+
+@pytest.mark.parametrize("number", [2**63, -(2**63) - 1, 2**70])
+def test_a_whole_number_that_is_too_large_is_named(number):
+    inputs = {"target_tokens": [number]}
+    with pytest.raises(ValueError, match=f"^target_tokens: {number} is too large: .*2\\*\\*63"):
+        Datum(model_input=ModelInput.from_ints([1]), loss_fn_inputs=inputs)
+    with pytest.raises(ValueError, match=f"^token {number} does not fit 32 bits"):
+        ModelInput.from_ints([number])

@@ -160,6 +160,7 @@ def status() -> None:
 def whoami() -> None:
     """Show whose key is used: email, user, organisation."""
     from tinkex.client import probe
+    from tinkex.client.errors import TinkerError
     from tinkex.client.settings import Settings
 
     async def who(connection: Connection) -> dict[str, str | None]:
@@ -167,16 +168,26 @@ def whoami() -> None:
             claims = await connection.credential.claims()
         except RuntimeError:  # a plain key: the service knows whose
             return _owner((await probe.own_key(connection)).get("details") or {})
+        try:
+            named = _owner((await probe.own_key(connection)).get("details") or {})
+        except TinkerError:  # a token without a key behind it: the service has ids only
+            named = {}
         return {
-            "email": claims.get("email") or None,
-            "user": claims.get("sub") or None,
-            "organization": claims.get("org_id") or None,
+            "email": claims.get("email") or named.get("email"),
+            "user": claims.get("sub") or named.get("user"),
+            "organization": named.get("organization"),
+            "organization_id": claims.get("org_id") or None,
         }
 
     owner = probe.ask(Settings.resolve(**_given()), who)
     if as_json():
         show_json(owner)
         return
+    org_id = owner.pop("organization_id", None)
+    if org_id and owner["organization"] not in (None, org_id):
+        owner["organization"] = f"{owner['organization']} ({org_id})"
+    elif org_id:
+        owner["organization"] = org_id
     show_properties({name.capitalize(): value or NONE for name, value in owner.items()})
 
 

@@ -161,6 +161,14 @@ class RetryConfig:
                 f"max_connections is {self.max_connections}; it must be above zero, "
                 "or None for no limit of your own."
             )
+        if not self.progress_timeout > 0:
+            raise ValueError(
+                f"progress_timeout is {self.progress_timeout}; it must be seconds above zero. "
+                "enable_stuck_detection=False waits for ever."
+            )
+        for name in ("retry_delay_base", "retry_delay_max", "jitter_factor"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be zero or more.")
 
     def delay_s(self, attempt: int, *, rng: random.Random) -> float:
         """Seconds before the sample is started over, after failed attempt `attempt` (from 1)."""

@@ -77,6 +77,12 @@ def cast(value: Any, dtype: TensorDtype | None, *, key: str) -> tuple[npt.NDArra
     kind = array.dtype.kind
     if array.size == 0 and not hasattr(value, "dtype"):
         kind = "f" if dtype != "int64" else "i"
+    listed = not hasattr(value, "dtype")  # so its type was NumPy's choice
+    if listed and kind in "uO" and (beyond := _beyond_int64(array)) is not None:
+        raise ValueError(
+            f"{key}: {beyond} is too large: whole numbers travel in 64 bits, from -2**63 to "
+            "2**63 - 1."
+        )
     if kind not in "fi":
         raise ValueError(
             f"{key}: values of type {array.dtype} do not travel, only floats and signed integers. "
@@ -86,6 +92,16 @@ def cast(value: Any, dtype: TensorDtype | None, *, key: str) -> tuple[npt.NDArra
     if target == "int64":
         return _to_int64(array, key), ""
     return _to_float32(array)
+
+
+def _beyond_int64(array: npt.NDArray[Any]) -> int | None:
+    """A whole number for which NumPy had to take another type than int64."""
+    import numpy as np
+
+    for one in array.flat:
+        if isinstance(one, int | np.integer) and not -(2**63) <= int(one) < 2**63:
+            return int(one)
+    return None
 
 
 def _to_int64(array: npt.NDArray[Any], key: str) -> npt.NDArray[np.int64]:

@@ -133,6 +133,10 @@ def _token_ids(tokens: Any) -> npt.NDArray[np.int32]:
         raise ValueError("tokens must be a flat list of whole numbers.") from None
     if ids.size == 0:
         return np.zeros(0, dtype=np.int32)
+    if ids.dtype == object:  # whole numbers for which NumPy has no type
+        for one in ids.flat:
+            if isinstance(one, int) and not -(2**31) <= one < 2**31:
+                raise ValueError(f"token {one} does not fit 32 bits.")
     if ids.ndim != 1 or ids.dtype.kind not in "iuf":
         raise ValueError(
             f"tokens must be a flat list of whole numbers, not {ids.dtype} of shape {ids.shape}."
