@@ -13,6 +13,7 @@ import pytest
 from processes import children
 from server.api.test_custom_losses import NODES, loss
 from server.hosting import Api, connected
+from server.tenants import is_private
 from serving import TINY, Server, serving
 
 pytestmark = pytest.mark.anyio
@@ -145,6 +146,17 @@ async def gauge(api: Api, name: str, *, at_least: float = 0.0) -> float:
         if found and found[0] >= at_least:
             return found[0]
         await asyncio.sleep(0.02)
+
+
+async def test_what_a_server_writes_is_its_users_alone(own_server: Server) -> None:
+    async with connected(own_server.url, TINY) as api:
+        model = await api.model()
+        await trained(api, model, first=1)
+        saved = await api.step("save_weights", model_id=model, seq_id=3, path="private")
+        assert "path" in await api.result(saved)
+    written = [file for file in own_server.data.rglob("*") if file.name != "server.lock"]
+    assert len(written) > 5
+    assert not [file for file in written if not is_private(file)]
 
 
 async def test_the_engine_s_sizes_are_among_the_metrics(own_server: Server) -> None:

@@ -97,7 +97,7 @@ class LocalServer:
 def attach(settings: LocalSettings | None = None) -> LocalServer:
     """The running local server for these settings, or a new one. Blocks until it takes work."""
     settings = settings or LocalSettings.from_env()
-    settings.data.mkdir(parents=True, exist_ok=True)
+    settings.data.mkdir(mode=0o700, parents=True, exist_ok=True)
     with _locked(settings.data / "local.lock"):
         record = settings.data / "local.json"
         running = _running(record, settings)

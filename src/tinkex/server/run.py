@@ -35,6 +35,8 @@ BACKLOG = 2048
 # use to the others: memory would grow for hours.
 HEAPS = {"MALLOC_ARENA_MAX": "2"}
 LOCK_FILE = "server.lock"
+# Training data is nobody else's on this machine. A folder that was there before stays as it is.
+PRIVATE = 0o700
 
 
 class StartFailed(Exception):
@@ -172,7 +174,7 @@ def _tell(child: "subprocess.Popen[bytes]", text: str) -> None:
 def hold_folder(folder: Path) -> Iterator[None]:
     """One server at a time for each data folder; the system frees it however we end."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
         lock = (folder / LOCK_FILE).open("a+")
     except OSError as error:
         raise SettingsError(

@@ -50,7 +50,7 @@ class Signer:
 
 def folder_key(folder: Path, name: str = KEY_FILE) -> bytes:
     """The secret of a data folder, readable by its owner alone; made when it is not there."""
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     file = folder / name
     try:
         return file.read_bytes()

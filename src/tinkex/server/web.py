@@ -183,6 +183,8 @@ def parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     options = parser().parse_args()
+    # What this process and its engines write is training data, and nobody else's on this machine.
+    os.umask(0o077)
     logs.begin()
     # Its starting and stopping is the supervisor's to tell.
     logging.getLogger("uvicorn").setLevel(logging.WARNING)

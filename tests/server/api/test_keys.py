@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from server.echo import EchoExecutor
 from server.hosting import Api, hosted
 from server.tenants import everything_kept, is_private, new_key, revoke, with_key
 from tinkex.server.api import auth
+from tinkex.server.run import hold_folder
 from tinkex.server.store.keys import hashed
 from tinkex.server.tokens import BadToken, Tokens
 
@@ -137,6 +139,24 @@ async def test_no_key_is_stored_and_the_secrets_are_their_owners_alone(
     assert key.encode() not in kept
     assert hashed(key).encode() in kept
     assert is_private(tmp_path / "tokens.key")
+
+
+def test_a_new_data_folder_is_its_users_alone(tmp_path: Path) -> None:
+    """Also its database in a folder that others can look into, made before there is a server."""
+    new, old = tmp_path / "new", tmp_path / "old"
+    before = os.umask(0o022)
+    try:
+        old.mkdir()
+        for folder in (new, old):
+            asyncio.run(new_key(folder, "alice"))
+        with hold_folder(tmp_path / "held"):
+            pass
+    finally:
+        os.umask(before)
+    assert is_private(new)
+    assert is_private(tmp_path / "held")
+    assert not is_private(old)
+    assert is_private(old / "tinkex.db")
 
 
 async def test_a_session_is_in_its_keys_project_unless_it_says_another(

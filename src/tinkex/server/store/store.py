@@ -83,5 +83,15 @@ def _touch(connection: sa.Connection) -> None:
 
 def open_store(*, db_url: str, storage_url: str, folder: Path, alone: bool = False) -> Store:
     """Open, or make, the store; its schema is brought up to date. Servers are `alone` on it."""
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _keep_private(db_url)
     return Store(database=Database(db_url, alone=alone), files=Files(storage_url), folder=folder)
+
+
+def _keep_private(db_url: str) -> None:
+    """A new database is its user's alone, in any folder; SQLite makes its other files like it."""
+    database = Path(db_url.removeprefix("sqlite:///"))
+    if db_url.startswith("sqlite:///") and not database.exists():
+        # What is wrong is told by who opens it.
+        with contextlib.suppress(OSError):
+            database.touch(mode=0o600)
