@@ -1,5 +1,6 @@
 """The page at /docs: every route is on it, the hot ones too, and every reference leads somewhere."""
 
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,8 @@ import pytest
 from starlette.routing import Route
 
 from server.echo import EchoExecutor
+from server.hosting import Api
+from tinkex.server import docs_page
 from tinkex.server.app import HOT_ROUTES, create_app
 from tinkex.server.openapi import HOT_PATHS
 from tinkex.server.settings import Settings
@@ -65,3 +68,62 @@ async def test_every_reference_leads_somewhere(page: Any) -> None:
         return set()
 
     assert not references(described) - known
+
+
+class Reader(HTMLParser):
+    """What a browser would make of a page: what it loads, and where its links lead."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loads: list[tuple[str, dict[str, str | None]]] = []
+        self.anchors: set[str] = set()
+        self.links: set[str] = set()
+        self.open: list[str] = []
+        self.text = ""
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = dict(attrs)
+        if tag in ("script", "link", "img", "iframe", "object") or "src" in given:
+            self.loads.append((tag, given))
+        self.anchors.add(given.get("id") or "")
+        self.links.add(given.get("href") or "")
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+async def test_the_page_needs_nothing_from_elsewhere_and_names_every_route(api: Api) -> None:
+    async with api.http.get("/docs") as got:
+        assert got.status == 200
+        assert got.content_type == "text/html"
+        assert "default-src 'none'" in got.headers["Content-Security-Policy"]
+        whole = await got.text()
+    reader = Reader()
+    reader.feed(whole)
+    assert reader.open == []
+    assert reader.loads == []
+    assert "//" not in "".join(reader.links)
+    lost = {link for link in reader.links if link[:1] == "#" and link[1:] not in reader.anchors}
+    assert lost == set()
+    described = (await api.get("/openapi.json")).json
+    for path in described["paths"]:
+        assert path in reader.text
+    for name in described["components"]["schemas"]:
+        assert name in reader.anchors
+
+
+def test_what_a_description_says_is_text_on_the_page() -> None:
+    hostile = "<script>alert(1)</script>"
+    described = {
+        "info": {"title": hostile, "description": hostile},
+        "paths": {f"/{hostile}": {"get": {"summary": hostile, "responses": {}}}},
+        "components": {"schemas": {hostile: {"properties": {hostile: {"default": hostile}}}}},
+    }
+    reader = Reader()
+    reader.feed(docs_page.page(described))
+    assert reader.loads == []

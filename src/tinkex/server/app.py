@@ -10,8 +10,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 from pydantic import BaseModel
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import HTMLResponse, Response
 
+from tinkex.server import docs_page
 from tinkex.server.api import (
     audit,
     billing,
@@ -158,6 +159,9 @@ def create_app(settings: Settings, executor: Executor, store: Store) -> FastAPI:
         title="tinkex",
         description="The Tinker training API, self-hosted.",
         lifespan=lifespan,
+        # FastAPI's own pages load their scripts from elsewhere; ours is below.
+        docs_url=None,
+        redoc_url=None,
         exception_handlers=errors.HANDLERS,
     )
     app.state.gate = Gate(store.keys, Tokens.of_folder(settings.folder))
@@ -168,8 +172,14 @@ def create_app(settings: Settings, executor: Executor, store: Store) -> FastAPI:
     for router in ROUTERS:
         app.include_router(router)
     app.add_route("/metrics", metrics, methods=["GET"])
+    app.add_route("/docs", docs, methods=["GET"])
     _describe_bodies(app)
     return app
+
+
+async def docs(request: Request) -> Response:
+    """What there is to ask for, for people."""
+    return HTMLResponse(docs_page.page(request.app.openapi()), headers=docs_page.HEADERS)
 
 
 async def metrics(request: Request) -> Response:

@@ -75,8 +75,6 @@ EXPECTED: Mapping[tuple[str, str], Expected] = {
     ("GET", f"{V1}/healthz"): Expected("open"),
     ("GET", "/api/unauthed/auth-config"): Expected("open", 404),
     ("GET", "/docs"): Expected("open"),
-    ("GET", "/docs/oauth2-redirect"): Expected("open"),
-    ("GET", "/redoc"): Expected("open"),
     ("GET", "/openapi.json"): Expected("open"),
     ("GET", f"{V1}/signed/traces/{{session_id}}"): Expected(
         "signed", 403, query="expires=9999999999&signature=0"

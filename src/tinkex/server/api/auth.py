@@ -23,10 +23,7 @@ LOCAL_OWNER = "local"
 WEIGHTS_TOKEN = "X-Tinker-Weights-Access-Token"
 
 #: What needs no key: it says nothing of anybody, or carries a signature of its own.
-OPEN_PATHS = frozenset(
-    {"/api/v1/healthz", "/api/unauthed/auth-config", "/docs", "/docs/oauth2-redirect"}
-    | {"/redoc", "/openapi.json"}
-)
+OPEN_PATHS = frozenset({"/api/v1/healthz", "/api/unauthed/auth-config", "/docs", "/openapi.json"})
 #: Below these, a path is its own permission: links that the server signed.
 SIGNED_PREFIXES: tuple[str, ...] = ("/api/v1/signed/", "/api/v1/downloads/")
 #: Needs no key where only this machine can ask.

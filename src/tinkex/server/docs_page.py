@@ -1,0 +1,162 @@
+"""
+The page at /docs: all routes and what they take and give, as one page of plain HTML.
+
+Made here from the OpenAPI description, without scripts and without anything from elsewhere: it is
+the same on a machine that reaches no network, and there is nothing in it to be tampered with.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from html import escape
+from typing import Any
+
+#: Nothing is loaded, run or framed; the style below is all there is.
+HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; "
+    "frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+}
+
+STYLE = """
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem;
+  color: #222; background: #fff; }
+code, .method { font: 0.9em ui-monospace, monospace; }
+h2 { margin-top: 2.5rem; border-bottom: 1px solid #ccc; }
+details { margin: 0.4rem 0; padding: 0.3rem 0.6rem; border: 1px solid #ddd; border-radius: 4px; }
+summary { cursor: pointer; overflow-wrap: anywhere; }
+.method { font-weight: bold; text-transform: uppercase; }
+.about { color: #666; }
+table { border-collapse: collapse; margin: 0.4rem 0; width: 100%; }
+td, th { text-align: left; vertical-align: top; padding: 0.2rem 0.8rem 0.2rem 0; }
+tr + tr { border-top: 1px solid #eee; }
+@media (prefers-color-scheme: dark) {
+  body { color: #ddd; background: #181818; }
+  a { color: #8ab4f8; }
+  h2, details, tr + tr { border-color: #444; }
+  .about { color: #999; }
+}
+"""
+
+Schema = Mapping[str, Any]
+
+
+def page(described: Schema) -> str:
+    """The whole page, for an OpenAPI description."""
+    about = described["info"]
+    schemas = described.get("components", {}).get("schemas", {})
+    return "".join(
+        (
+            (
+                "<!doctype html>\n<html lang='en'><head><meta charset='utf-8'>"
+                "<meta name='viewport' content='width=device-width'>"
+                f"<title>{escape(about['title'])}</title><style>{STYLE}</style></head><body>"
+            ),
+            f"<h1>{escape(about['title'])}</h1><p>{escape(about.get('description', ''))} ",
+            "For programs: <a href='openapi.json'>openapi.json</a>.</p>",
+            *_routes(described["paths"]),
+            "<h2 id='schemas'>Schemas</h2>",
+            *(_schema(name, schema) for name, schema in sorted(schemas.items())),
+            "</body></html>\n",
+        )
+    )
+
+
+def _routes(paths: Schema) -> Iterator[str]:
+    by_tag: defaultdict[str, list[str]] = defaultdict(list)
+    for path, methods in sorted(paths.items()):
+        for method, operation in methods.items():
+            (tag, *_) = operation.get("tags") or ["other"]
+            by_tag[tag].append(_operation(method, path, operation))
+    for tag, operations in sorted(by_tag.items()):
+        yield f"<h2 id='{escape(tag)}'>{escape(tag.capitalize())}</h2>"
+        yield from operations
+
+
+def _operation(method: str, path: str, operation: Schema) -> str:
+    parts = [
+        (
+            f"<details><summary><span class='method'>{escape(method)}</span> "
+            f"<code>{escape(path)}</code> "
+            f"<span class='about'>{escape(operation.get('summary', ''))}</span></summary>"
+        )
+    ]
+    if told := operation.get("description"):
+        parts.append(f"<p>{escape(told)}</p>")
+    if parameters := operation.get("parameters"):
+        rows = (
+            (one["name"], _type(one.get("schema", {})), _about(one, required=one.get("required")))
+            for one in parameters
+        )
+        parts.append(_table(("Parameter", "Type", ""), rows))
+    if body := operation.get("requestBody"):
+        parts.append(f"<p>Takes {_content(body.get('content', {}))}</p>")
+    rows = (
+        (status, _content(answer.get("content", {})), escape(answer.get("description", "")))
+        for status, answer in sorted(operation.get("responses", {}).items())
+    )
+    parts.append(_table(("Answer", "", ""), rows))
+    return "".join((*parts, "</details>"))
+
+
+def _schema(name: str, schema: Schema) -> str:
+    required = set(schema.get("required", ()))
+    fields = [
+        (field, _type(one), _about(one, required=field in required))
+        for field, one in schema.get("properties", {}).items()
+    ]
+    body = _table(("Field", "Type", ""), fields) if fields else f"<p>{_type(schema)}</p>"
+    told = escape(schema.get("description", ""))
+    return (
+        f"<details id='{escape(name)}' open><summary><code>{escape(name)}</code> "
+        f"<span class='about'>{told}</span></summary>{body}</details>"
+    )
+
+
+def _about(one: Schema, *, required: bool | None) -> str:
+    told = [escape(one.get("description", ""))]
+    if required:
+        told.append("required")
+    default = one.get("default", one.get("schema", {}).get("default"))
+    if default is not None:
+        told.append(f"default <code>{escape(repr(default))}</code>")
+    return ", ".join(part for part in told if part)
+
+
+def _content(content: Schema) -> str:
+    return ", ".join(
+        f"{_type(one.get('schema', {}))} <span class='about'>{escape(kind)}</span>"
+        for kind, one in content.items()
+    )
+
+
+def _type(schema: Any) -> str:
+    """In a few words, with links to the schemas it is made of."""
+    if not isinstance(schema, Mapping) or not schema:
+        return "anything"
+    if target := schema.get("$ref"):
+        name = target.rpartition("/")[2]
+        return f"<a href='#{escape(name)}'><code>{escape(name)}</code></a>"
+    for choice in ("anyOf", "oneOf", "allOf"):
+        if choice in schema:
+            return " or ".join(_type(one) for one in schema[choice])
+    if "const" in schema:
+        return f"<code>{escape(repr(schema['const']))}</code>"
+    if "enum" in schema:
+        return " or ".join(f"<code>{escape(repr(one))}</code>" for one in schema["enum"])
+    kind = schema.get("type", "anything")
+    if kind == "array":
+        return f"list of {_type(schema.get('items'))}"
+    if kind == "object" and isinstance(schema.get("additionalProperties"), Mapping):
+        return f"map of text to {_type(schema['additionalProperties'])}"
+    return escape(" or ".join(kind) if isinstance(kind, list) else kind)
+
+
+def _table(heads: tuple[str, ...], rows: Iterator[tuple[str, ...]] | list[tuple[str, ...]]) -> str:
+    """The first cell is a name as it came; the others are HTML."""
+    lines = "".join(
+        f"<tr><td><code>{escape(name)}</code></td>{''.join(f'<td>{cell}</td>' for cell in cells)}"
+        "</tr>"
+        for name, *cells in rows
+    )
+    return f"<table><tr>{''.join(f'<th>{head}</th>' for head in heads)}</tr>{lines}</table>"
