@@ -22,7 +22,13 @@ from pathlib import Path
 from tinkex.server.settings import CONFIG_FILE, Settings
 from tinkex.server.signing import KEY_FILE as SIGNING_KEY
 from tinkex.server.store.files import Files
-from tinkex.server.store.inspection import CannotCopy, copy_database, places_of, version_of
+from tinkex.server.store.inspection import (
+    CannotCopy,
+    copy_database,
+    places_of,
+    strange_places,
+    version_of,
+)
 from tinkex.server.tokens import KEY_FILE as TOKENS_KEY
 
 DATABASE = "tinkex.db"
@@ -164,10 +170,18 @@ def restore(source: Path, folder: Path) -> About:
             f"the data folder {folder} is not empty.",
             hint="Restore into a new folder, or move this one away first.",
         )
+    _refuse_strange(source)
     folder.parent.mkdir(parents=True, exist_ok=True)
     part = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.part")
+    part.mkdir(mode=0o700)
     try:
-        shutil.copytree(source, part)
+        # A link that came in meanwhile stays a link.
+        shutil.copytree(source, part, symlinks=True, dirs_exist_ok=True)
+        # However it was carried here.
+        part.chmod(0o700)
+        for name in (SIGNING_KEY, TOKENS_KEY):
+            if (part / name).exists():
+                (part / name).chmod(0o600)
         (part / ABOUT).unlink()
         os.sync()
         if folder.exists():
@@ -177,6 +191,28 @@ def restore(source: Path, folder: Path) -> About:
         shutil.rmtree(part, ignore_errors=True)
         raise
     return found
+
+
+def _refuse_strange(source: Path) -> None:
+    """A back-up may come from anywhere: nothing in it may lead out of it."""
+    strange = [
+        path
+        for path in source.rglob("*")
+        if path.is_symlink() or not (path.is_dir() or path.is_file())
+    ]
+    try:
+        strange += [Path(place) for place in strange_places((source / DATABASE).absolute())]
+    except CannotCopy as error:
+        raise BackupFailed(
+            f"the database of {source} cannot be read: {error}.",
+            hint="Take another back-up.",
+        ) from error
+    if strange:
+        raise BackupFailed(
+            f"{source} has {len(strange)} links, or places outside of it; the first is "
+            f"{str(strange[0])!r}.",
+            hint="`tinkex backup` writes no such thing: somebody has changed it. Take another one.",
+        )
 
 
 def _local(settings: Settings) -> tuple[Path, Path]:

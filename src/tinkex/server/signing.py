@@ -6,13 +6,17 @@ Links that open one thing until a time, for whoever holds them: no key travels w
     signer.opens(path, expires, signature)                         # in the route that answers it
 """
 
+import contextlib
 import hashlib
 import hmac
+import logging
 import os
 import secrets
 import time
 from pathlib import Path
 from typing import Self
+
+log = logging.getLogger("tinkex.server.signing")
 
 KEY_FILE = "signing.key"
 KEY_BYTES = 32
@@ -52,10 +56,12 @@ def folder_key(folder: Path, name: str = KEY_FILE) -> bytes:
     """The secret of a data folder, readable by its owner alone; made when it is not there."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     file = folder / name
-    try:
-        return file.read_bytes()
-    except FileNotFoundError:
-        pass
+    with contextlib.suppress(FileNotFoundError):
+        if len(found := file.read_bytes()) >= KEY_BYTES:
+            return found
+        # With an empty key anybody could sign. Links and tokens of the old one are over.
+        log.error("%s was cut short and is made anew; who has a token fetches another", file)
+        file.unlink()
     part = folder / f".{name}.{secrets.token_hex(4)}"
     descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "wb") as written:

@@ -141,6 +141,17 @@ async def test_no_key_is_stored_and_the_secrets_are_their_owners_alone(
     assert is_private(tmp_path / "tokens.key")
 
 
+def test_a_key_file_that_was_cut_short_signs_nothing(tmp_path: Path) -> None:
+    """With an empty key anybody could make tokens."""
+    claims = {"exp": 2e9, "key_id": 1}
+    for cut in (b"", b"x" * 31):
+        (tmp_path / "tokens.key").write_bytes(cut)
+        with pytest.raises(BadToken):
+            Tokens.of_folder(tmp_path).read(Tokens(cut).make(claims), now_s=0)
+        assert len((tmp_path / "tokens.key").read_bytes()) == 32
+        assert is_private(tmp_path / "tokens.key")
+
+
 def test_a_new_data_folder_is_its_users_alone(tmp_path: Path) -> None:
     """Also its database in a folder that others can look into, made before there is a server."""
     new, old = tmp_path / "new", tmp_path / "old"

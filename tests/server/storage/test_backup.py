@@ -2,6 +2,9 @@
 
 import asyncio
 import json
+import os
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -10,6 +13,7 @@ from server.echo import EchoExecutor
 from server.hosting import Api, connected, hosted
 from server.storage.commands import tinkex
 from server.storage.test_damage import LARGE, overwrite_pages, snapshot, trained
+from server.tenants import is_private
 from serving import TINY, Server, serving
 from tinkex.server.backup import About, BackupFailed, restore, take
 from tinkex.server.doctor import Level, examine
@@ -127,3 +131,47 @@ async def test_what_cannot_be_copied_or_restored_is_refused(
         take(Settings(data=str(data)), tmp_path / "another")
     # Nothing half-made is left.
     assert {path.name for path in list_of(tmp_path)} == {"data", "target"}
+
+
+@pytest.mark.parametrize("way_out", ["a link", "a linked folder", "a place", "a pipe"])
+async def test_a_back_up_that_leads_out_of_itself_is_refused(
+    echo: EchoExecutor, tmp_path: Path, way_out: str
+) -> None:
+    """Who restores it would hand their own files to whoever made it, or have them deleted."""
+    data, target, elsewhere = (tmp_path / name for name in ("data", "backup", "elsewhere"))
+    async with hosted(echo, data) as api:
+        model = await api.model()
+        await api.passed(await api.forward_backward(model, 1, tokens=LARGE))
+    await taken(data, target)
+    (tmp_path / "private").mkdir()
+    (tmp_path / "private" / "file").write_text("private")
+    if way_out == "a place":
+        with closing(sqlite3.connect(target / "tinkex.db")) as database, database:
+            changed = database.execute(
+                "UPDATE requests SET payload_place = 'payloads/../../private/file' "
+                "WHERE payload_place IS NOT NULL"
+            )
+            assert changed.rowcount == 1
+    elif way_out == "a pipe":
+        os.mkfifo(target / "payloads" / "pipe")
+    else:
+        there = tmp_path / "private"
+        (target / "payloads" / "out").symlink_to(there / "file" if way_out == "a link" else there)
+    with pytest.raises(BackupFailed, match="outside of it"):
+        restore(target, elsewhere)
+    assert not elsewhere.exists()
+
+
+async def test_a_restored_folder_is_its_users_alone_however_it_was_carried(
+    echo: EchoExecutor, tmp_path: Path
+) -> None:
+    data, target, elsewhere = (tmp_path / name for name in ("data", "backup", "elsewhere"))
+    async with hosted(echo, data) as api:
+        await api.model()
+    await taken(data, target)
+    for path in (target, *target.rglob("*")):
+        path.chmod(0o755)
+    restore(target, elsewhere)
+    assert is_private(elsewhere)
+    assert is_private(elsewhere / "signing.key")
+    assert is_private(elsewhere / "tokens.key")

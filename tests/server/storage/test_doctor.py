@@ -19,6 +19,7 @@ from server.storage.test_damage import LARGE, overwrite_pages, snapshot, tear, t
 from tinkex.server.doctor import Finding, Level, examine, repair
 from tinkex.server.run import hold_folder
 from tinkex.server.settings import Settings, SettingsError
+from tinkex.server.store.files import tensor_fault
 
 pytestmark = pytest.mark.anyio
 
@@ -104,6 +105,40 @@ async def test_what_was_left_behind_is_deleted_and_keys_are_closed(tmp_path: Pat
     assert not any(file.exists() for file in left)
     assert (tmp_path / "tokens.key").stat().st_mode & 0o777 == 0o600
     assert problems(tmp_path) == []
+
+
+async def test_what_a_link_leads_to_is_not_left_behind(tmp_path: Path) -> None:
+    """Nor is it the server's to delete: whoever made the link may mean somebody else's files."""
+    data, others = tmp_path / "data", tmp_path / "others"
+    await filled(data)
+    (others / "deep").mkdir(parents=True)
+    (others / "deep" / "file").write_text("theirs")
+    (data / "payloads" / "zz").symlink_to(others)
+    (data / "checkpoints" / "zz").symlink_to(others)
+    (data / "snapshots" / "zz").mkdir()
+    (data / "snapshots" / "zz" / "link").symlink_to(others)
+    await mended(data)
+    async with hosted(EchoExecutor(), data, orphan_s=0) as api:
+        await api.tidy()
+    assert (others / "deep" / "file").read_text() == "theirs"
+
+
+HEADS = [
+    b"[" * 100_000,
+    b'{"a": {"data_offsets": [0, "x"]}}',
+    b'{"a": {"data_offsets": [0]}}',
+    b'{"a": {"data_offsets": [0, [1]]}}',
+    b"[1]",
+    b'"x"',
+    b"\xff",
+]
+
+
+@pytest.mark.parametrize("head", HEADS, ids=[head[:30].decode(errors="replace") for head in HEADS])
+def test_any_bytes_may_be_the_head_of_a_checkpoint(tmp_path: Path, head: bytes) -> None:
+    file = tmp_path / "adapter_model.safetensors"
+    file.write_bytes(len(head).to_bytes(8, "little") + head)
+    assert "cannot be read" in str(tensor_fault(file))
 
 
 async def test_a_missing_step_of_a_log_is_found(tmp_path: Path) -> None:

@@ -25,6 +25,12 @@ FINGERPRINT_DIGITS = 32
 ROOMS = {"payloads": 2, "results": 2, "checkpoints": 4, "snapshots": 2}
 
 
+def is_place(text: str) -> bool:
+    """Whether it leads to something in one of the rooms, and nowhere else."""
+    room, *names = text.split("/")
+    return room in ROOMS and names != [] and not {"", ".", ".."} & set(names) and "\0" not in text
+
+
 class Files:
     """Named bytes below one root: a local folder, or any fsspec URL."""
 
@@ -116,6 +122,9 @@ class Files:
         found: dict[str, float] = {}
         if self.local is not None:
             for path in (self.local / room).glob("/".join("*" * depth)):
+                # A link below a room is none of ours: what it leads to is not to be deleted.
+                if any(parent.is_symlink() for parent in (path, *path.parents[: depth - 1])):
+                    continue
                 with contextlib.suppress(FileNotFoundError):
                     found[str(path.relative_to(self.local))] = path.stat().st_mtime
         elif self._filesystem.exists(f"{self._root}/{room}"):
@@ -188,8 +197,10 @@ def tensor_fault(file: Path) -> str | None:
                 (about["data_offsets"][1] for key, about in head.items() if key != "__metadata__"),
                 default=0,
             )
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
             return "has a head that cannot be read"
+    if not isinstance(end, int):
+        return "has a head that cannot be read"
     if 8 + length + end != size:
         return f"has {size} bytes instead of {8 + length + end}"
     return None

@@ -14,7 +14,7 @@ from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
 
 from tinkex.server.store.database import migrations
-from tinkex.server.store.files import ROOMS, Files, fault
+from tinkex.server.store.files import ROOMS, Files, fault, is_place
 from tinkex.server.store.requests import Status
 from tinkex.server.store.snapshots import ASIDE
 from tinkex.server.store.tables import (
@@ -292,6 +292,23 @@ def places_of(url: str) -> set[str]:
         ) from error
     finally:
         engine.dispose()
+
+
+def strange_places(database: Path) -> list[str]:
+    """Where rows of a database point to that no server has written; of any version, unchanged."""
+    strange: list[str] = []
+    try:
+        with contextlib.closing(sqlite3.connect(f"{database.as_uri()}?mode=ro", uri=True)) as rows:
+            columns = rows.execute(
+                "SELECT t.name, c.name FROM sqlite_master t, pragma_table_info(t.name) c "
+                "WHERE t.type = 'table' AND c.name LIKE '%place'"
+            ).fetchall()
+            for table, column in columns:
+                found = rows.execute(f'SELECT "{column}" FROM "{table}" WHERE "{column}" NOTNULL')
+                strange += [str(place) for (place,) in found if not is_place(str(place))]
+    except sqlite3.Error as error:
+        raise CannotCopy(str(error)) from error
+    return strange
 
 
 def version_of(url: str) -> str | None:
