@@ -1,7 +1,12 @@
 """The web process does not walk through its open requests for each few hundred new objects."""
 
+import asyncio
+import gc
 import subprocess
 import sys
+import weakref
+
+from tinkex.server.garbage import collect_by_the_clock
 
 PROGRAM = """
 import gc
@@ -19,3 +24,22 @@ def test_thousands_of_requests_in_flight_start_no_search_for_garbage():
         [sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True
     )
     assert told.stdout.split() == ["0", "True"]
+
+
+async def test_what_only_holds_itself_is_freed_by_the_clock():
+    class Connection:
+        """Holds itself, as an ended connection and its reader do."""
+
+        def __init__(self) -> None:
+            self.reader = self
+
+    ended = weakref.ref(Connection())
+    gc.disable()
+    try:
+        collecting = asyncio.create_task(collect_by_the_clock(every_s=0.01))
+        async with asyncio.timeout(10):
+            while ended() is not None:
+                await asyncio.sleep(0.01)
+    finally:
+        gc.enable()
+        collecting.cancel()

@@ -1,5 +1,6 @@
 """How often the web process looks for garbage: rarely, and never among what it was born with."""
 
+import asyncio
 import ctypes
 import gc
 import sys
@@ -9,6 +10,8 @@ from collections.abc import Callable
 # objects) thousands of requests in flight are walked through again and again, for nothing.
 NEW_OBJECTS = 50_000
 YOUNG_ROUNDS = 20
+# One walk through thousands of open requests takes some tens of milliseconds.
+EVERY_S = 20.0
 
 
 def collect_rarely() -> None:
@@ -18,19 +21,21 @@ def collect_rarely() -> None:
     gc.set_threshold(NEW_OBJECTS, YOUNG_ROUNDS, YOUNG_ROUNDS)
 
 
-def collect() -> None:
+async def collect_by_the_clock(every_s: float = EVERY_S) -> None:
     """
-    Free what is held by nothing but itself: errors with their frames, connections that ended.
+    Until cancelled, free what is held by nothing but itself: errors with their frames, connections
+    that ended. A quiet server would wait for hours until there is enough of it.
 
-    By the clock, because a quiet server would wait for hours until there is enough of it.
+    A task of its own: what deletes rows may be busy for minutes, and a busy server makes the most
+    garbage.
     """
-    gc.collect()
-
-
-def give_back() -> None:
-    """Let the system have memory that the allocator keeps although nothing is in it."""
-    if _trim is not None:
-        _trim(0)
+    while True:
+        await asyncio.sleep(every_s)
+        gc.collect()
+        # Memory that the allocator keeps although nothing is in it. Other threads hold no lock
+        # meanwhile, but it takes a while.
+        if _trim is not None:
+            await asyncio.to_thread(_trim, 0)
 
 
 def _find_trim() -> Callable[[int], int] | None:

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 from tinkex.server.dispatch import Dispatcher
 from tinkex.server.futures import Futures
-from tinkex.server.garbage import collect, give_back
 from tinkex.server.settings import Settings
 from tinkex.server.store import StorageTrouble, Store
 from tinkex.server.store.retention import Named
@@ -25,8 +24,6 @@ log = logging.getLogger("tinkex.server.janitor")
 BREATH_S = 0.01
 # Files are looked through this often.
 SWEEP_EVERY_S = 1800.0
-# Memory is looked through this often.
-COLLECT_EVERY_S = 60.0
 # A session that was silent for this long has its models written down.
 SILENT_S = 900.0
 SNAPSHOTS_AT_ONCE = 4
@@ -90,7 +87,6 @@ class Janitor:
         self._futures = futures
         self._clock = clock
         self._swept_s = float("-inf")
-        self._collected_s = float("-inf")
         #: Models that could not be written down; not tried again by this process.
         self._given_up: set[str] = set()
         self._running: asyncio.Task[None] | None = None
@@ -142,10 +138,6 @@ class Janitor:
         while pages := await retention.shrink():
             log.debug("gave %d pages of the database back", pages)
             await asyncio.sleep(BREATH_S)
-        if self._clock() - self._collected_s >= COLLECT_EVERY_S:
-            self._collected_s = self._clock()
-            collect()
-            await asyncio.to_thread(give_back)
 
     async def _write_down(self, until: Limits) -> None:
         """Models whose client is silent need no log once they are written down."""

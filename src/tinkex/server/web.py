@@ -26,7 +26,7 @@ from tinkex.server import logs
 from tinkex.server.api.context import Context
 from tinkex.server.app import create_app
 from tinkex.server.executor import EngineOptions, EngineRefused, LocalExecutor, ServedModel
-from tinkex.server.garbage import collect_rarely
+from tinkex.server.garbage import collect_by_the_clock, collect_rarely
 from tinkex.server.head import protocol
 from tinkex.server.patience import patient
 from tinkex.server.settings import Settings
@@ -100,6 +100,7 @@ async def serve(
     server = Server(uvicorn_config(app, settings), app)
     _allow_descriptors()
     collect_rarely()
+    collecting = asyncio.create_task(collect_by_the_clock())
     # When the supervisor is gone nobody would start this process again: leave in order.
     loop = asyncio.get_running_loop()
     loop.add_reader(lifeline, lambda: server.leave(loop, lifeline))
@@ -109,6 +110,7 @@ async def serve(
         await serving
         return begun and server.started
     finally:
+        collecting.cancel()
         store.close()
 
 
