@@ -113,3 +113,25 @@ async def test_a_model_goes_on_while_its_snapshot_is_written(tmp_path: Path) -> 
         built_again = executor.ran[-1 - executor.tasks()[::-1].index(Task.RESTORE) :]
         # The steps behind the snapshot and the new ones, none of those before it.
         assert [work.task for work in built_again].count(Task.OPTIM_STEP) in (1, 4)
+
+
+async def test_a_snapshot_waits_a_while_for_gradients_to_be_used(tmp_path: Path) -> None:
+    executor = EchoExecutor()
+    async with hosted(executor, tmp_path, snapshot_steps=20, janitor_s=0) as api:
+        model = await api.model()
+        # Making the model was the first request, so the twentieth is a pass.
+        for seq_id in range(1, 31, 2):
+            await api.passed(await api.forward_backward(model, seq_id, tokens=1))
+            await api.value(await api.optim_step(model, seq_id + 1))
+        assert before_snapshots(executor) == [(20, Task.OPTIM_STEP)]
+        # But not for ever: for a tenth of the usual time.
+        for seq_id in range(31, 45):
+            await api.passed(await api.forward_backward(model, seq_id, tokens=1))
+        assert before_snapshots(executor)[1:] == [(42, Task.PASS)]
+
+
+def before_snapshots(executor: EchoExecutor) -> list[tuple[int, Task]]:
+    """The number of the step before each, and what it was."""
+    tasks = [task for task in executor.tasks() if task is not Task.CREATE]
+    places = [place for place, task in enumerate(tasks) if task is Task.SNAPSHOT]
+    return [(place - earlier, tasks[place - 1]) for earlier, place in enumerate(places)]

@@ -30,6 +30,8 @@ class Run:
     #: Steps, and bytes of payloads, since the last snapshot.
     steps_since: int = 0
     bytes_since: int = 0
+    #: Whether the last step was one of the optimizer, after which there are no gradients.
+    stepped: bool = False
 
     @property
     def is_idle(self) -> bool:

@@ -15,6 +15,9 @@ from tinkex.server.store import Damaged
 
 log = logging.getLogger("tinkex.server.dispatch")
 
+#: How late a snapshot may be: by this part of what is between two of them.
+PATIENCE = 10
+
 
 class Snapshots:
     """Written by whoever is in the driver's place of a model."""
@@ -29,7 +32,12 @@ class Snapshots:
     def due(self, run: Run) -> bool:
         if run.writing is not None and not run.writing.done():
             return False  # the next one when this one is written
-        return 0 < self._steps <= run.steps_since or 0 < self._payload_bytes <= run.bytes_since
+        # Just after an optimizer step there are no gradients to write: one is waited for a while.
+        steps, payload_bytes = (
+            most if run.stepped else most + most // PATIENCE
+            for most in (self._steps, self._payload_bytes)
+        )
+        return 0 < steps <= run.steps_since or 0 < payload_bytes <= run.bytes_since
 
     async def write(self, run: Run) -> bool:
         """Everything up to the last finished step is kept in one place once this returns True."""

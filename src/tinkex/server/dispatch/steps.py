@@ -89,6 +89,7 @@ class Steps:
         """The step is over: let the line go on, store the result, wake the waiters."""
         run.line.finish(step, failure=ending.error)
         run.steps_since += 1
+        run.stepped = step.kind is Kind.OPTIM_STEP
         self._desk.companies[run.model.base_model].over(step.request_id)
         settling = self._desk.spawn(self.settle(run, step, ending))
         run.settling.add(settling)
