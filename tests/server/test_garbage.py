@@ -26,20 +26,24 @@ def test_thousands_of_requests_in_flight_start_no_search_for_garbage():
     assert told.stdout.split() == ["0", "True"]
 
 
-async def test_what_only_holds_itself_is_freed_by_the_clock():
-    class Connection:
-        """Holds itself, as an ended connection and its reader do."""
+class Connection:
+    """Holds itself, as an ended connection and its reader do."""
 
-        def __init__(self) -> None:
-            self.reader = self
+    def __init__(self) -> None:
+        self.reader = self
 
-    ended = weakref.ref(Connection())
-    gc.disable()
-    try:
+
+def test_what_only_holds_itself_is_freed_by_the_clock():
+    async def until_freed() -> None:
+        freed = asyncio.Event()
+        weakref.finalize(Connection(), freed.set)
         collecting = asyncio.create_task(collect_by_the_clock(every_s=0.01))
         async with asyncio.timeout(10):
-            while ended() is not None:
-                await asyncio.sleep(0.01)
+            await freed.wait()
+        collecting.cancel()
+
+    gc.disable()
+    try:
+        asyncio.run(until_freed())
     finally:
         gc.enable()
-        collecting.cancel()
