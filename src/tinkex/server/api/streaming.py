@@ -44,6 +44,9 @@ BEAT_S = 10.0
 BEAT = b": keep-alive\n\n"
 STOPPING = b": the server is stopping; the result can be fetched by its request id\n\n"
 
+# An event of a long sample is megabytes: sent in slices, no more than one waits for a slow reader.
+SLICE_BYTES = 64 * 1024
+
 # Proxies must neither keep the events nor collect them.
 HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
@@ -63,12 +66,19 @@ class _Stream(StreamingResponse):
     """Closes its events when the client is gone: they tell whoever made them, at once."""
 
     def __init__(self, events: AsyncGenerator[bytes]) -> None:
-        super().__init__(events, media_type=EVENT_STREAM, headers=HEADERS)
-        self._events = events
+        self._events, self._slices = events, slices(events)
+        super().__init__(self._slices, media_type=EVENT_STREAM, headers=HEADERS)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with contextlib.aclosing(self._events):
+        async with contextlib.aclosing(self._events), contextlib.aclosing(self._slices):
             await super().__call__(scope, receive, send)
+
+
+async def slices(pieces: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
+    """The same bytes, none of them large."""
+    async for piece in pieces:
+        for start in range(0, len(piece), SLICE_BYTES):
+            yield piece[start : start + SLICE_BYTES]
 
 
 class _Told:
