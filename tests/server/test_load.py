@@ -125,11 +125,13 @@ async def test_a_full_server_says_when_to_come_back_and_takes_the_rest_later(
         mine, theirs = await a_sampler(alice), await a_sampler(bob)
         taken = [await alice.post("asample", sample(mine, number)) for number in range(3)]
         assert [answer.status for answer in taken] == [200] * 3
-        # Full is full, for whoever comes, and this is no mark against them.
+        # Nobody closes it to others by filling it, and then full is full for whoever comes.
+        assert (await bob.post("asample", sample(theirs, 1))).status == 200
+        assert (await alice.post("asample", sample(mine, 3))).status == 429
         async with bob.http.post("/api/v1/asample", json=sample(theirs, 0)) as refused:
             assert refused.status == 429
             assert refused.headers["Retry-After"] == "1"
-            assert "has 3 requests that are not finished, and takes 3" in await refused.text()
+            assert "has 4 requests that are not finished, and takes 3" in await refused.text()
         waiting = await alice.poll(taken[0].json["request_id"])
         assert (waiting.status, waiting.json["type"]) == (408, "try_again")
         held.open.set()

@@ -72,9 +72,14 @@ def over_limit(load: Load, new: Load, limits: Limits) -> str | None:
     return None
 
 
-def all_full(unfinished: int, most: int) -> str | None:
-    """Why the server takes nothing more from anybody; None when it does."""
-    if not most or unfinished < most:
+def all_full(unfinished: int, most: int, *, own: int, owners: int) -> str | None:
+    """
+    Why the server takes nothing more from this owner; None when it does.
+
+    `owners` have something unfinished, or ask now. Who has less than an even share of a full
+    server is let in, up to twice what it takes: nobody can close it to others by filling it.
+    """
+    if not most or unfinished < most or (own < most // owners and unfinished < 2 * most):
         return None
     return (
         f"the server has {unfinished} requests that are not finished, and takes {most} at once. "

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from server.api.test_custom_losses import loss
 from server.echo import BASE, EchoExecutor
 from server.hosting import PROTOBUF, Api, hosted, pass_body
 from server.tenants import new_key, with_key
@@ -77,6 +78,29 @@ async def test_a_step_that_others_wait_for_is_always_let_in(
         first = await api.forward_backward(model, 1)
         await api.passed(first)
         await api.passed(second)
+
+
+async def test_whatever_an_engine_is_asked_for_counts(echo: EchoExecutor, tmp_path: Path) -> None:
+    async with hosted(echo, tmp_path, max_requests=2) as api:
+        model, mine = await api.model(), await sampler(api)
+        session = model.partition(":")[0]
+        saved = await api.step("save_weights", model_id=model, seq_id=1, path="kept")
+        path = (await api.result(saved))["path"]
+        echo.open.clear()
+        for number in range(2):
+            assert (await api.post("asample", sample(mine, number))).status == 200
+        made = {"session_id": session, "model_seq_id": 7}
+        over = {
+            "create_model": {**made, "base_model": BASE, "lora_config": {"rank": 8}},
+            "load_weights": {**made, "path": path, "optimizer": False},
+            "unload_model": {"model_id": model},
+            "create_custom_loss": loss(session),
+        }
+        for route, body in over.items():
+            answer = await api.post(route, body)
+            assert (route, answer.status) == (route, 429), answer
+            assert "2 requests that are not finished, and 2 are allowed" in answer.json["detail"]
+        echo.open.set()
 
 
 async def test_queued_tokens_are_limited_but_never_a_request_that_is_alone(

@@ -35,8 +35,13 @@ def admit(request: Request, context: Context, new: NewRequest) -> None:
     caller = caller_of(request)
     limits = Limits.of(context.settings, caller.limits)
     context.dispatcher.allow(caller.owner, limits.max_training)
-    refusal = over_limit(context.futures.load(caller.owner), load_of(new), limits)
-    refusal = refusal or all_full(len(context.futures), context.settings.max_open)
+    load = context.futures.load(caller.owner)
+    refusal = over_limit(load, load_of(new), limits) or all_full(
+        len(context.futures),
+        context.settings.max_open,
+        own=load.requests,
+        owners=len({*context.futures.loads, caller.owner}),
+    )
     if refusal is None:
         return
     if new.model_id is not None and context.dispatcher.awaits(new.model_id, new.seq_id or 0):

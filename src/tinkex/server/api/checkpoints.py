@@ -7,7 +7,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tinkex.server.api.accept import made_before, row_of
+from tinkex.server.api.accept import admit, made_before, row_of
 from tinkex.server.api.auth import reader_owners
 from tinkex.server.api.context import Context, answer, context_of, describe, read_body, read_json
 from tinkex.server.api.errors import Refusal
@@ -147,6 +147,7 @@ async def _create_from(request: Request, context: Context, asked: LoadWeightsReq
         seq_id=0,
         version_id=version.version_id,
     )
+    admit(request, context, new)
     first = await context.store.runs.create_model(
         model=model, model_seq_id=asked.model_seq_id, request=new
     )

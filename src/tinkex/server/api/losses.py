@@ -4,7 +4,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tinkex.server.api.accept import row_of
+from tinkex.server.api.accept import admit, row_of
 from tinkex.server.api.context import answer, context_of, describe, read_json
 from tinkex.server.api.errors import Refusal
 from tinkex.server.plan import Kind
@@ -48,6 +48,7 @@ async def create_custom_loss(request: Request) -> Response:
         payload=payload,
         session_id=session.session_id,
     )
+    admit(request, context, new)
     first = await context.store.runs.create_custom_loss(
         custom_loss_seq_id=asked.custom_loss_seq_id, request=new
     )

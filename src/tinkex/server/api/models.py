@@ -7,7 +7,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tinkex.server.api.accept import accepted, made_before, row_of
+from tinkex.server.api.accept import accepted, admit, made_before, row_of
 from tinkex.server.api.auth import owner_of
 from tinkex.server.api.context import answer, context_of, describe, read_json
 from tinkex.server.api.errors import Refusal
@@ -60,6 +60,7 @@ async def create_model(request: Request) -> Response:
         model_id=model.model_id,
         seq_id=0,
     )
+    admit(request, context, new)
     first = await context.store.runs.create_model(
         model=model, model_seq_id=asked.model_seq_id, request=new
     )
@@ -108,4 +109,5 @@ async def unload_model(request: Request) -> Response:
         session_id=model.session_id,
         model_id=model.model_id,
     )
+    admit(request, context, new)
     return await accepted(context, new)
