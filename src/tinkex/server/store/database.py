@@ -15,9 +15,10 @@ from sqlalchemy import event
 
 from tinkex.server.store import postgres, tally
 from tinkex.server.store.trouble import AWAY, Condition, StorageTrouble, trouble_of
-from tinkex.server.store.writer import Writer
+from tinkex.server.store.writer import Many, Writer
 
 T = TypeVar("T")
+Item = TypeVar("Item")
 
 # Reads are short; more threads than this only take turns at the same two cores.
 READERS = 4
@@ -82,6 +83,12 @@ class Database:
     def submit(self, act: Callable[[sa.Connection], T], *, must: bool = False) -> asyncio.Future[T]:
         """The same, with its place among the writes taken at the call."""
         return self.writer.submit(act, must=must)
+
+    def submit_one_of(
+        self, many: Many[Item, T], item: Item, *, must: bool = False
+    ) -> asyncio.Future[T]:
+        """The same for a write that shares its statements with others of its kind."""
+        return self.writer.submit_one_of(many, item, must=must)
 
     def write_later(self, act: Callable[[sa.Connection], object]) -> None:
         """Run `act` with some later transaction; lost if the process dies before."""

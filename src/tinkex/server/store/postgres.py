@@ -84,12 +84,22 @@ def prepare_texts(engine: sa.Engine) -> None:
 
 
 def _without_nul(parameters: Mapping[str, Any]) -> Mapping[str, Any]:
-    if not any(isinstance(value, str) and "\0" in value for value in parameters.values()):
+    if not any(_has_nul(value) for value in parameters.values()):
         return parameters
-    return {
-        name: value.replace("\0", "\ufffd") if isinstance(value, str) else value
-        for name, value in parameters.items()
-    }
+    return {name: _cleaned(value) for name, value in parameters.items()}
+
+
+def _has_nul(value: object) -> bool:
+    """A text, or an array with one in it."""
+    if isinstance(value, list):
+        return any(_has_nul(one) for one in value)
+    return isinstance(value, str) and "\0" in value
+
+
+def _cleaned(value: object) -> object:
+    if isinstance(value, list):
+        return [_cleaned(one) for one in value]
+    return value.replace("\0", "\ufffd") if isinstance(value, str) else value
 
 
 def _take_lock(cursor: Any) -> None:

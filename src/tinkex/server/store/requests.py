@@ -6,10 +6,12 @@ import enum
 import secrets
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import sqlalchemy as sa
+from sqlalchemy.dialects import postgresql, sqlite
 
 from tinkex.server.store import tally
 from tinkex.server.store.database import Database
@@ -77,6 +79,16 @@ class NewRequest:
     tokens: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Adding:
+    """A row to be: made before its transaction, so that a second run of that finds its own row."""
+
+    new: NewRequest
+    #: Of a large payload.
+    place: str | None = None
+    request_id: str = field(default_factory=lambda: new_request_id(time.time()))
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Completion:
     """The event that a sample has finished, in the log of the client that asked for it."""
@@ -139,22 +151,67 @@ _ROW = (
 )
 
 
-# Built once: putting a statement together costs more than SQLite takes to run it.
-_INSERT = requests.insert()
-_FINISH = (
-    requests.update()
-    .where(requests.c.request_id == sa.bindparam("finished"), requests.c.status == Status.WAITING)
-    .returning(
-        requests.c.owner,
-        requests.c.session_id,
-        requests.c.base_model,
-        requests.c.kind,
-        requests.c.tokens,
-        requests.c.sampling_session_id,
-        requests.c.seq_id,
-    )
+# The columns of a request that nothing has become of yet.
+_NEW = (
+    "request_id",
+    "owner",
+    "session_id",
+    "model_id",
+    "sampling_session_id",
+    "seq_id",
+    "kind",
+    "status",
+    "base_model",
+    "payload",
+    "payload_place",
+    "sequences",
+    "version_id",
+    "tokens",
+    "created_s",
 )
-_COMPLETE = completions.insert().returning(completions.c.position)
+
+# Built once: putting a statement together costs more than SQLite takes to run it.
+# The constraints decide whether a place is taken; what is answered are the rows that are new.
+_INSERT = sqlite.insert(requests).on_conflict_do_nothing().returning(requests.c.request_id)
+# One array for each column: thousands of single values would take psycopg longer to name than
+# PostgreSQL to store. Texts come without a length: a cast would cut what the column refuses.
+_ARRAYS = sa.func.unnest(
+    *(
+        sa.bindparam(
+            name,
+            type_=sa.ARRAY(
+                sa.Text() if isinstance(requests.c[name].type, sa.String) else requests.c[name].type
+            ),
+        )
+        for name in _NEW
+    )
+).table_valued(*_NEW)
+_INSERT_ARRAYS = (
+    postgresql.insert(requests)
+    .from_select(list(_NEW), sa.select(_ARRAYS.render_derived()))
+    .on_conflict_do_nothing()
+    .returning(requests.c.request_id)
+)
+# What is counted, and told to clients, of a request that is over.
+_FINISHED = (
+    requests.c.owner,
+    requests.c.session_id,
+    requests.c.base_model,
+    requests.c.kind,
+    requests.c.tokens,
+    requests.c.sampling_session_id,
+    requests.c.seq_id,
+)
+_FINISH_EACH = requests.update().where(
+    requests.c.request_id == sa.bindparam("finished"), requests.c.status == Status.WAITING
+)
+_FINISH = _FINISH_EACH.returning(*_FINISHED)
+# The same for many at once: who of them waits, and then the step of each.
+_WAITING = sa.select(requests.c.request_id, *_FINISHED).where(
+    requests.c.request_id.in_(sa.bindparam("finished", expanding=True)),
+    requests.c.status == Status.WAITING,
+)
+_COMPLETE = completions.insert().returning(completions.c.position, sort_by_parameter_order=True)
 _COMPLETION = (
     completions.c.sampling_session_id,
     completions.c.clone_id,
@@ -162,13 +219,13 @@ _COMPLETION = (
     completions.c.request_id,
     completions.c.result_bytes,
 )
+_TOLD = sa.select(*_COMPLETION).where(completions.c.request_id == sa.bindparam("finished"))
 _FETCHED = requests.update().where(
     requests.c.request_id == sa.bindparam("fetched"), requests.c.fetched_s.is_(None)
 )
 _ALL_FETCHED = _FETCHED.where(requests.c.owner == sa.bindparam("of"))
-_SELF = sa.select(requests.c.request_id, requests.c.kind, requests.c.sequences).where(
-    requests.c.seq_id == sa.bindparam("number")
-)
+_SAME = sa.select(requests.c.request_id, requests.c.kind, requests.c.sequences)
+_SELF = _SAME.where(requests.c.seq_id == sa.bindparam("number"))
 _STEP_SELF = _SELF.where(requests.c.model_id == sa.bindparam("place"))
 _SAMPLE_SELF = _SELF.where(requests.c.sampling_session_id == sa.bindparam("place"))
 
@@ -185,16 +242,18 @@ class Requests:
         place = None
         if len(new.payload) > INLINE_BYTES:
             place = await self._put("payloads", new.payload)
-        return await self._database.write(lambda connection: insert(connection, new, place))
+        return await self._database.submit_one_of(insert_many, Adding(new, place))
 
     async def file_refused(self, new: NewRequest, error: str, *, cause: str) -> None:
         """A step that was refused takes its number, failed as the user's, unless it is taken."""
 
+        adding = Adding(new)
+
         def act(connection: sa.Connection) -> None:
-            first = insert(connection, new, None)
+            first = insert(connection, adding)
             if first.is_new:
                 values = _failure(first.request_id, error, category="user", cause=cause)
-                _finish(connection, values, None)
+                _finish(connection, _Ending(values, None))
 
         await self._database.write(act, must=True)
 
@@ -233,8 +292,8 @@ class Requests:
         self, request_id: str, result: bytes, place: str | None
     ) -> asyncio.Future[Completion | None]:
         """Done when awaited; in the order of the calls. A finished request stays as it was."""
-        return self._database.submit(
-            lambda connection: set_done(connection, request_id, result, place=place), must=True
+        return self._database.submit_one_of(
+            _finish_many, _Ending(_success(request_id, result, place), result), must=True
         )
 
     async def finish_load(self, request_id: str, result: bytes, version_id: str) -> None:
@@ -249,9 +308,7 @@ class Requests:
     ) -> asyncio.Future[Completion | None]:
         """Done when awaited; in the order of the calls. A finished request stays as it was."""
         values = _failure(request_id, error, category=category, cause=cause)
-        return self._database.submit(
-            lambda connection: _finish(connection, values, None), must=True
-        )
+        return self._database.submit_one_of(_finish_many, _Ending(values, None), must=True)
 
     async def completions(
         self,
@@ -366,32 +423,85 @@ class Requests:
             self._database.write_later(lambda connection: connection.execute(_ALL_FETCHED, values))
 
 
-def insert(connection: sa.Connection, new: NewRequest, place: str | None) -> Accepted:
+def insert(connection: sa.Connection, adding: Adding) -> Accepted:
     """Add a request inside a transaction, unless its place is taken."""
-    if first := _earlier_self(connection, new):
-        return first
-    request_id = new_request_id(time.time())
-    connection.execute(
-        _INSERT,
-        {
-            "request_id": request_id,
-            "owner": new.owner,
-            "session_id": new.session_id,
-            "model_id": new.model_id,
-            "sampling_session_id": new.sampling_session_id,
-            "seq_id": new.seq_id,
-            "kind": new.kind,
-            "status": Status.WAITING,
-            "base_model": new.base_model,
-            "payload": new.payload if place is None else None,
-            "payload_place": place,
-            "sequences": new.sequences,
-            "version_id": new.version_id,
-            "tokens": new.tokens,
-            "created_s": time.time(),
-        },
+    return insert_many(connection, [adding])[0]
+
+
+def insert_many(connection: sa.Connection, group: Sequence[Adding]) -> list[Accepted]:
+    """Add requests, each unless its place is taken."""
+    rows = [_values(adding) for adding in group]
+    if connection.dialect.name == "sqlite":
+        found = connection.scalars(_INSERT, [dict(zip(_NEW, row, strict=True)) for row in rows])
+    else:
+        columns = zip(*rows, strict=True)
+        found = connection.scalars(
+            _INSERT_ARRAYS, {name: list(column) for name, column in zip(_NEW, columns, strict=True)}
+        )
+    added = set(found)
+    return [
+        Accepted(
+            request_id=adding.request_id,
+            kind=adding.new.kind,
+            sequences=adding.new.sequences,
+            is_new=True,
+        )
+        if adding.request_id in added
+        else _earlier_self(connection, adding)
+        for adding in group
+    ]
+
+
+def _values(adding: Adding) -> tuple[object, ...]:
+    """In the order of `_NEW`."""
+    new = adding.new
+    return (
+        adding.request_id,
+        new.owner,
+        new.session_id,
+        new.model_id,
+        new.sampling_session_id,
+        new.seq_id,
+        new.kind,
+        Status.WAITING,
+        new.base_model,
+        new.payload if adding.place is None else None,
+        adding.place,
+        new.sequences,
+        new.version_id,
+        new.tokens,
+        time.time(),
     )
-    return Accepted(request_id=request_id, kind=new.kind, sequences=new.sequences, is_new=True)
+
+
+def _earlier_self(connection: sa.Connection, adding: Adding) -> Accepted:
+    """Who has the place of a request that could not be added: it was sent, or written, before."""
+    new = adding.new
+    place = new.model_id or new.sampling_session_id
+    if new.seq_id is None or place is None:
+        statement = _SAME.where(requests.c.request_id == adding.request_id)
+        row = connection.execute(statement).one()
+    else:
+        statement = _STEP_SELF if new.model_id is not None else _SAMPLE_SELF
+        row = connection.execute(statement, {"number": new.seq_id, "place": place}).one()
+    return Accepted(
+        request_id=row.request_id,
+        kind=row.kind,
+        sequences=row.sequences,
+        is_new=row.request_id == adding.request_id,
+    )
+
+
+@dataclass(slots=True)
+class _Ending:
+    """What is written of a request that is over."""
+
+    #: The columns, with the request's id as `finished`.
+    values: dict[str, Any]
+    #: None when it failed.
+    result: bytes | None
+    #: This is how the request ended, by a transaction that was committed, or may have been.
+    counts: bool = False
 
 
 def set_done(
@@ -399,27 +509,34 @@ def set_done(
     request_id: str,
     result: bytes,
     *,
-    place: str | None = None,
-    version_id: str | None = None,
-) -> Completion | None:
-    """Store a result inside a transaction; the event it is in the log of a sampling client."""
-    values: dict[str, object] = {
+    version_id: str,
+) -> None:
+    """Store a result, and which version it is about, inside a transaction."""
+    values = _success(request_id, result, None)
+    _finish(connection, _Ending({**values, "version_id": version_id}, result))
+
+
+def _success(request_id: str, result: bytes, place: str | None) -> dict[str, Any]:
+    return {
         "finished": request_id,
         "status": Status.DONE,
         "result": result if place is None else None,
         "result_place": place,
         "result_bytes": len(result),
+        "error": None,
+        "category": None,
+        "cause": None,
         "finished_s": time.time(),
     }
-    if version_id is not None:
-        values["version_id"] = version_id
-    return _finish(connection, values, result)
 
 
-def _failure(request_id: str, error: str, *, category: str, cause: str) -> dict[str, object]:
+def _failure(request_id: str, error: str, *, category: str, cause: str) -> dict[str, Any]:
     return {
         "finished": request_id,
         "status": Status.FAILED,
+        "result": None,
+        "result_place": None,
+        "result_bytes": None,
         "error": error,
         "category": category,
         "cause": cause,
@@ -427,44 +544,79 @@ def _failure(request_id: str, error: str, *, category: str, cause: str) -> dict[
     }
 
 
-def _finish(
-    connection: sa.Connection, values: dict[str, object], result: bytes | None
-) -> Completion | None:
+def _finish(connection: sa.Connection, ending: _Ending) -> Completion | None:
     """The one step from waiting to finished, with everything that is counted by it."""
-    row = connection.execute(_FINISH, values).first()
-    if row is None:
-        return None
-    if result is not None:
-        tally.count(
-            connection,
-            owner=row.owner,
-            session_id=row.session_id,
-            base_model=row.base_model,
-            kind=row.kind,
-            tokens=row.tokens,
-            result=result,
-        )
+    row = connection.execute(_FINISH, ending.values).first()
+    return _finished(connection, [ending], [row])[0]
+
+
+def _finish_many(
+    connection: sa.Connection, endings: Sequence[_Ending]
+) -> Sequence[Completion | None]:
+    """The same for many, with few statements. The first of two endings of a request counts."""
+    if len(endings) == 1:
+        return [_finish(connection, endings[0])]
+    ids = [ending.values["finished"] for ending in endings]
+    waiting = {row.request_id: row for row in connection.execute(_WAITING, {"finished": ids})}
+    rows = [waiting.pop(request_id, None) for request_id in ids]
+    steps = [ending.values for ending, row in zip(endings, rows, strict=True) if row is not None]
+    if steps:
+        connection.execute(_FINISH_EACH, steps)
+    return _finished(connection, endings, rows)
+
+
+def _finished(
+    connection: sa.Connection,
+    endings: Sequence[_Ending],
+    rows: Sequence[sa.Row[*tuple[Any, ...]] | None],
+) -> list[Completion | None]:
+    """Count what was just finished, and tell the clients; None was finished before."""
+    events: list[dict[str, Any] | None] = []
+    for ending, row in zip(endings, rows, strict=True):
+        ending.counts = ending.counts or row is not None
+        if row is not None and ending.result is not None:
+            tally.count(
+                connection,
+                owner=row.owner,
+                session_id=row.session_id,
+                base_model=row.base_model,
+                kind=row.kind,
+                tokens=row.tokens,
+                result=ending.result,
+            )
+        events.append(None if row is None else _event(ending, row))
+    new = [event for event in events if event is not None]
+    positions = iter(connection.scalars(_COMPLETE, new) if new else ())
+    found: list[Completion | None] = []
+    for ending, row, event in zip(endings, rows, events, strict=True):
+        if row is None:
+            # Unless the answer to a commit was lost, another ending was earlier: that was told.
+            found.append(_told_before(connection, ending) if ending.counts else None)
+        elif event is None:
+            found.append(None)
+        else:
+            told = {name: value for name, value in event.items() if name != "at_s"}
+            found.append(Completion(position=next(positions), **told))
+    return found
+
+
+def _event(ending: _Ending, row: sa.Row[*tuple[Any, ...]]) -> dict[str, Any] | None:
+    """What the log of a sampling client says of its sample; None for anything else."""
     if row.sampling_session_id is None or row.seq_id is None:
         return None
-    event = {
+    return {
         "sampling_session_id": row.sampling_session_id,
         "clone_id": row.seq_id // SAMPLES_OF_A_CLONE,
-        "request_id": values["finished"],
-        "result_bytes": None if result is None else len(result),
+        "request_id": ending.values["finished"],
+        "result_bytes": None if ending.result is None else len(ending.result),
+        "at_s": ending.values["finished_s"],
     }
-    position = connection.execute(_COMPLETE, {**event, "at_s": values["finished_s"]}).scalar_one()
-    return Completion(position=position, **event)
 
 
-def _earlier_self(connection: sa.Connection, new: NewRequest) -> Accepted | None:
-    if new.seq_id is None:
-        return None
-    statement = _STEP_SELF if new.model_id is not None else _SAMPLE_SELF
-    place = new.model_id or new.sampling_session_id
-    row = connection.execute(statement, {"number": new.seq_id, "place": place}).first()
-    if row is None:
-        return None
-    return Accepted(request_id=row.request_id, kind=row.kind, sequences=row.sequences, is_new=False)
+def _told_before(connection: sa.Connection, ending: _Ending) -> Completion | None:
+    """The event of an ending whose commit was kept, and its answer lost."""
+    row = connection.execute(_TOLD, {"finished": ending.values["finished"]}).first()
+    return None if row is None else Completion(**row._mapping)
 
 
 def _rows(connection: sa.Connection, statement: sa.Select[*tuple[object, ...]]) -> list[RequestRow]:

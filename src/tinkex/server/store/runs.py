@@ -246,6 +246,7 @@ class Runs:
         request: requests_.NewRequest,
     ) -> requests_.Accepted:
         """The model and its step 0 in one transaction; a repeat finds the first."""
+        adding = requests_.Adding(request)
 
         def act(connection: sa.Connection) -> requests_.Accepted:
             known = connection.execute(
@@ -269,7 +270,7 @@ class Runs:
                         "created_s": model.created_s,
                     },
                 )
-            return requests_.insert(connection, request, None)
+            return requests_.insert(connection, adding)
 
         return await self._database.write(act)
 
@@ -322,6 +323,7 @@ class Runs:
         self, *, custom_loss_seq_id: int, request: requests_.NewRequest
     ) -> requests_.Accepted:
         """The loss and its request in one transaction; a repeat finds the first."""
+        adding = requests_.Adding(request)
 
         def act(connection: sa.Connection) -> requests_.Accepted:
             first = connection.execute(
@@ -332,9 +334,12 @@ class Runs:
             ).first()
             if first is not None:
                 return requests_.Accepted(
-                    request_id=first.request_id, kind=request.kind, sequences=0, is_new=False
+                    request_id=first.request_id,
+                    kind=request.kind,
+                    sequences=0,
+                    is_new=first.request_id == adding.request_id,
                 )
-            accepted = requests_.insert(connection, request, None)
+            accepted = requests_.insert(connection, adding)
             connection.execute(
                 custom_losses.insert(),
                 {

@@ -11,7 +11,7 @@ import logging
 import os
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import sqlalchemy as sa
@@ -154,12 +154,18 @@ class Condition:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._troubles: dict[str, Trouble] = {}
+        self._silence: Callable[[], Trouble | None] = lambda: None
+
+    def watch(self, silence: Callable[[], Trouble | None]) -> None:
+        """`silence` tells whether something waits for an answer for too long; any thread asks."""
+        self._silence = silence
 
     @property
     def trouble(self) -> Trouble | None:
         """The worst there is."""
         with self._lock:
-            return min(self._troubles.values(), key=lambda one: one.passes, default=None)
+            worst = min(self._troubles.values(), key=lambda one: one.passes, default=None)
+        return worst or self._silence()
 
     def note(self, error: BaseException, part: str = DATABASE) -> Trouble | None:
         """What an error says about the store; from now on its state, if anything."""
@@ -187,7 +193,7 @@ class Condition:
 
     def refuse_any(self) -> None:
         """For new work: raises while anything is wrong."""
-        if self._troubles and (trouble := self.trouble) is not None:
+        if (trouble := self.trouble) is not None:
             raise StorageTrouble(trouble)
 
     def check(self) -> None:

@@ -1,20 +1,23 @@
 """One thread that writes: many small writes become one transaction, and each waits for its commit."""
 
 import asyncio
+import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import Future
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import sqlalchemy as sa
 
-from tinkex.server.store.trouble import Condition
+from tinkex.server.store.trouble import AWAY, FAILING, Condition, Trouble, trouble_of
 
 T = TypeVar("T")
+Item = TypeVar("Item")
 Act = Callable[[sa.Connection], Any]
+#: Writes of one kind in one call: items in the order they came, answers in the same order.
+Many = Callable[[sa.Connection, Sequence[Item]], Sequence[T]]
 
 log = logging.getLogger("tinkex.server.store")
 
@@ -26,16 +29,26 @@ MOST_TOGETHER = 500
 # A database that is started again is waited for; whoever writes meanwhile waits as well.
 AWAY_S = 30.0
 AWAY_RETRY_S = 0.2
+# Whoever comes after so long without an answer of the database is refused, and does not wait.
+SILENT_S = 10.0
 # What must be written is tried again this often while the disk does not take it.
 STUCK_RETRY_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class _Write:
-    act: Act
-    promise: Future[Any] | None
+    many: Many[Any, Any]
+    item: Any
+    promise: asyncio.Future[Any] | None
     #: Kept, in its order, until the disk takes it: somebody was promised this.
     must: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    promise: asyncio.Future[Any]
+    answer: Any = None
+    error: Exception | None = None
 
 
 class Writer:
@@ -43,11 +56,11 @@ class Writer:
     Group commit.
 
     While one transaction is being forced to disk the next writes gather, so the disk is asked
-    once for all of them. An act that raises undoes only itself: the others of its group are
-    run again, each in a transaction of its own. When the connection is lost the group is run
-    again on the next one: acts find what an earlier run of them did, should it have been kept.
-    When the disk is full or fails, nothing of the group was written: what was promised stays
-    here and is tried again, and the rest is refused.
+    once for all of them; a write that comes alone waits for nothing. An act that raises undoes
+    only itself: the others of its group are run again, each in a transaction of its own. When the
+    connection is lost the group is run again on the next one: acts find what an earlier run of
+    them did, should it have been kept. When the disk is full or fails, nothing of the group was
+    written: what was promised stays here and is tried again, and the rest is refused.
     """
 
     def __init__(
@@ -60,6 +73,7 @@ class Writer:
     ) -> None:
         self._engine = engine
         self._condition = condition or Condition()
+        self._condition.watch(self._silence)
         #: Run at the end of each transaction, and after one that was undone.
         self._last = last
         self._undone = undone
@@ -69,8 +83,11 @@ class Writer:
         #: What must be written and could not be.
         self._stuck: list[_Write] = []
         self._closing = False
+        #: Since when the database has owed an answer; None while it owes none.
+        self._asked_s: float | None = None
         #: Until when a database that is away is waited for; None while it is there.
         self._away_until_s: float | None = None
+        self._away_reason = ""
         #: Transactions committed, for the benchmark of group commit.
         self.commits = 0
         self._thread = threading.Thread(target=self._run, name="tinkex-writer", daemon=True)
@@ -83,18 +100,35 @@ class Writer:
         Acts run in the order of these calls, whoever awaits which of them first. One that `must`
         be written waits for a disk that does not take it; any other raises StorageTrouble.
         """
-        promise: Future[T] = Future()
-        # From here on a caller that is cancelled only stops listening: the write happens.
-        promise.set_running_or_notify_cancel()
-        self._put(_Write(act, promise, must))
-        return asyncio.wrap_future(promise)
+        return self._promised(_each, act, must)
+
+    def submit_one_of(
+        self, many: Many[Item, T], item: Item, *, must: bool = False
+    ) -> asyncio.Future[T]:
+        """
+        The same for a write that shares its statements with others of its kind.
+
+        Within a transaction, writes of different such kinds may change places with each other,
+        but not with an act: what must see each other is not of two kinds.
+        """
+        return self._promised(many, item, must)
+
+    def _promised(self, many: Many[Any, T], item: Any, must: bool) -> asyncio.Future[T]:
+        # A caller that is cancelled only stops listening: the write happens.
+        promise: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        with self._changed:
+            if self._closing:
+                raise RuntimeError("the store is closed: nothing can be written any more")
+            self._eager.append(_Write(many, item, promise, must))
+            self._changed.notify()
+        return promise
 
     def later(self, act: Act) -> None:
         """Written with the next transaction; lost if the process dies before."""
         with self._changed:
             if self._closing:
                 return
-            self._lazy.append(_Write(act, None))
+            self._lazy.append(_Write(_each, act, None))
             # The thread sleeps without a limit when it has nothing; the first lazy write
             # starts its clock.
             if len(self._lazy) == 1:
@@ -107,17 +141,11 @@ class Writer:
             self._changed.notify()
         self._thread.join()
 
-    def _put(self, write: _Write) -> None:
-        with self._changed:
-            if self._closing:
-                raise RuntimeError("the store is closed: nothing can be written any more")
-            self._eager.append(write)
-            self._changed.notify()
-
     def _run(self) -> None:
         with self._engine.connect() as connection:
             while group := self._next_group():
                 self._commit(connection, group)
+                self._asked_s = None
 
     def _next_group(self) -> list[_Write]:
         with self._changed:
@@ -132,34 +160,60 @@ class Writer:
             return group
 
     def _commit(self, connection: sa.Connection, group: list[_Write]) -> None:
-        try:
-            self._condition.check()
-            with connection.begin():
-                answers = [write.act(connection) for write in group]
-                if self._last is not None:
-                    self._last(connection)
-        except Exception as error:  # noqa: BLE001  whatever an act raises is its caller's to see
-            if connection.invalidated:
-                if self._waits_for_database(error):
-                    self._commit(connection, group)
-                    return
-            elif self._undone is not None:
-                self._undone(connection)
-            if self._condition.note(error) is not None:
-                self._hold(group, error)
-            elif len(group) > 1:
-                self._commit_each(connection, group, error)
-            elif (promise := group[0].promise) is not None:
-                promise.set_exception(error)
-            else:
-                log.warning("a background write failed: %s", error)
-            return
+        committing = unsure = False
+        while True:
+            try:
+                self._condition.check()
+                self._asks()
+                with connection.begin():
+                    committing = False
+                    answers = self._answers(connection, group)
+                    if self._last is not None:
+                        self._last(connection)
+                    committing = True
+                    self._asks()
+            except Exception as error:  # noqa: BLE001  whatever an act raises is its caller's to see
+                if connection.invalidated:
+                    # A commit whose answer was lost may have been kept.
+                    unsure = unsure or committing
+                    if self._waits_for_database(error):
+                        continue
+                elif self._undone is not None:
+                    self._undone(connection)
+                self._not_written(connection, group, error, unsure=unsure)
+                return
+            break
         self.commits += 1
         self._away_until_s = None
         self._condition.clear()
-        for write, answer in zip(group, answers, strict=True):
-            if write.promise is not None:
-                write.promise.set_result(answer)
+        _tell(
+            [
+                _Outcome(write.promise, answer)
+                for write, answer in zip(group, answers, strict=True)
+                if write.promise is not None
+            ]
+        )
+
+    def _answers(self, connection: sa.Connection, group: list[_Write]) -> list[Any]:
+        answers: list[Any] = [None] * len(group)
+        for many, places in _calls(group):
+            self._asks()
+            found = many(connection, [group[place].item for place in places])
+            for place, answer in zip(places, found, strict=True):
+                answers[place] = answer
+        return answers
+
+    def _not_written(
+        self, connection: sa.Connection, group: list[_Write], error: Exception, *, unsure: bool
+    ) -> None:
+        if self._condition.note(error) is not None:
+            self._hold(group, error, unsure=unsure)
+        elif len(group) > 1:
+            self._commit_each(connection, group, error)
+        elif (promise := group[0].promise) is not None:
+            _tell([_Outcome(promise, error=error)])
+        else:
+            log.warning("a background write failed: %s", error)
 
     def _commit_each(
         self, connection: sa.Connection, group: list[_Write], error: Exception
@@ -172,13 +226,25 @@ class Writer:
                 self._hold(group[number + 1 :], error)
                 return
 
-    def _hold(self, group: list[_Write], error: Exception) -> None:
-        """Nothing of this group is on disk, and the disk is to blame, not one of the writes."""
+    def _hold(self, group: list[_Write], error: Exception, *, unsure: bool = False) -> None:
+        """
+        The disk is to blame, not one of the writes: nothing of this group is on it.
+
+        If that is not sure, nothing of it may be refused: who repeats what is there would be
+        taken for a second one, and nobody would begin to work on the first.
+        """
+        refused = []
         for write in group:
-            if write.must and not self._closing:
-                self._stuck.append(write)
+            if (write.must or unsure) and not self._closing:
+                self._stuck.append(replace(write, must=True))
             elif write.promise is not None:
-                write.promise.set_exception(self._condition.refusal(error))
+                refused.append(_Outcome(write.promise, error=self._condition.refusal(error)))
+        _tell(refused)
+
+    def _asks(self) -> None:
+        """From now on the database owes an answer, if it did not before."""
+        if self._away_until_s is None:
+            self._asked_s = time.monotonic()
 
     def _waits_for_database(self, error: Exception) -> bool:
         """Sleep before the next try; False when there have been enough."""
@@ -186,7 +252,59 @@ class Writer:
         if self._away_until_s is None:
             log.error("the connection to the database was lost, trying again: %s", error)
             self._away_until_s = now_s + AWAY_S
-        if self._closing or now_s > self._away_until_s or not isinstance(error, sa.exc.DBAPIError):
+        trouble = trouble_of(error)
+        if self._closing or now_s > self._away_until_s or trouble is None:
             return False
+        self._away_reason = trouble.reason
         time.sleep(AWAY_RETRY_S)
         return True
+
+    def _silence(self) -> Trouble | None:
+        """What whoever would have to wait for this thread is told; for all threads."""
+        asked_s = self._asked_s
+        if asked_s is None or (silent_s := time.monotonic() - asked_s) < SILENT_S:
+            return None
+        if self._away_until_s is not None:
+            return Trouble(kind=AWAY, reason=self._away_reason)
+        return silence(self._engine, silent_s)
+
+
+def silence(engine: sa.Engine, silent_s: float) -> Trouble:
+    """A database that has not answered for so long."""
+    kind = FAILING if engine.dialect.name == "sqlite" else AWAY
+    return Trouble(kind=kind, reason=f"the database has not answered for {silent_s:.0f} s")
+
+
+def _each(connection: sa.Connection, acts: Sequence[Act]) -> list[Any]:
+    return [act(connection) for act in acts]
+
+
+def _calls(group: Sequence[_Write]) -> Iterator[tuple[Many[Any, Any], list[int]]]:
+    """What is called for a group, each with the places of its writes. Acts keep theirs."""
+    calls: dict[Many[Any, Any], list[int]] = {}
+    for place, write in enumerate(group):
+        if calls and (write.many is _each) is not (_each in calls):
+            yield from calls.items()
+            calls = {}
+        calls.setdefault(write.many, []).append(place)
+    yield from calls.items()
+
+
+def _tell(outcomes: Sequence[_Outcome]) -> None:
+    """Each loop is woken once, however many of its promises are kept."""
+    loops = {outcome.promise.get_loop() for outcome in outcomes}
+    for loop in loops:
+        ours = [outcome for outcome in outcomes if outcome.promise.get_loop() is loop]
+        # A loop that was closed meanwhile has nobody who listens.
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(_keep_promises, ours)
+
+
+def _keep_promises(outcomes: Sequence[_Outcome]) -> None:
+    for outcome in outcomes:
+        if outcome.promise.done():  # its caller was cancelled
+            continue
+        if outcome.error is not None:
+            outcome.promise.set_exception(outcome.error)
+        else:
+            outcome.promise.set_result(outcome.answer)
