@@ -37,8 +37,10 @@ ROOMS = {
     "engine": "wire models numpy torch ~triton transformers safetensors tokenizers",
     "server.plan": "wire",
     "server.restarts": "",
+    "server.blame": "",
+    "server.roll": "wire server.blame",
     "server.store": "wire sqlalchemy alembic fsspec",
-    "server.executor": "wire server.plan server.restarts",
+    "server.executor": "wire server.plan server.restarts server.blame server.roll",
     "server.api": "wire server.store server.plan server.executor server.dispatch server.futures "
     "server.prices server.saving server.settings server.presence server.shares server.signing "
     "server.tokens fastapi starlette",

@@ -1,6 +1,6 @@
 """The web application: routes, errors, OpenAPI, metrics. Owns nothing that must outlive it."""
 
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -41,6 +41,7 @@ from tinkex.server.futures import Futures
 from tinkex.server.janitor import Janitor
 from tinkex.server.openapi import complete
 from tinkex.server.presence import Presence
+from tinkex.server.roll import Roll
 from tinkex.server.settings import Settings
 from tinkex.server.signing import Signer
 from tinkex.server.store import Store
@@ -113,7 +114,14 @@ BODIES: tuple[type[BaseModel], ...] = (
 )
 
 
-def create_app(settings: Settings, executor: Executor, store: Store) -> FastAPI:
+def create_app(
+    settings: Settings,
+    executor: Executor,
+    store: Store,
+    *,
+    rolls: Mapping[str, Roll] | None = None,
+    web_crashed: bool = False,
+) -> FastAPI:
     """The application over an open store; its lifespan starts and stops executor and dispatcher."""
 
     @asynccontextmanager
@@ -127,6 +135,8 @@ def create_app(settings: Settings, executor: Executor, store: Store) -> FastAPI:
             snapshot_steps=settings.snapshot_steps,
             snapshot_bytes=settings.snapshot_bytes,
             max_training=settings.max_training,
+            rolls=rolls,
+            web_crashed=web_crashed,
         )
         presence = Presence(store, dispatcher, grace_s=settings.session_grace_s)
         app.state.context = Context(

@@ -15,12 +15,14 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from tinkex.server.blame import Engine as Life
 from tinkex.server.restarts import ENGINE, engine_was_well
+from tinkex.server.roll import Roll
 from tinkex.wire import frames
 from tinkex.wire.proto import frames_pb2
 
@@ -171,9 +173,17 @@ class EngineOptions:
 class LocalExecutor:
     """One engine process for each base model, started when first asked for."""
 
-    def __init__(self, served: Sequence[ServedModel], options: EngineOptions) -> None:
+    def __init__(
+        self,
+        served: Sequence[ServedModel],
+        options: EngineOptions,
+        *,
+        rolls: Mapping[str, Roll] | None = None,
+    ) -> None:
         self.served = tuple(served)
-        self._engines = {model.name: _Engine(model, options) for model in served}
+        self._engines = {
+            model.name: _Engine(model, options, (rolls or {}).get(model.name)) for model in served
+        }
         #: Idle engines leave the memory after this; 0 is never. A single one has nobody to make room for.
         self.unloads_after_s = options.idle_s if len(self._engines) > 1 else 0.0
         self._watching: asyncio.Task[None] | None = None
@@ -233,9 +243,11 @@ class LocalExecutor:
 class _Engine:
     """One child process: started, asked, missed, started again."""
 
-    def __init__(self, model: ServedModel, options: EngineOptions) -> None:
+    def __init__(self, model: ServedModel, options: EngineOptions, roll: Roll | None) -> None:
         self._model = model
         self._options = options
+        #: Tells the next web process how this engine ended, if we cannot.
+        self._roll = roll
         self._incarnation = 0
         self._tickets = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[Outcome]] = {}
@@ -360,11 +372,16 @@ class _Engine:
         """From start to death of one child."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         process = None
+        passed = [theirs.fileno()]
+        command = _command(theirs.fileno(), self._model, self._options)
+        if self._roll is not None:
+            passed.append(self._roll.descriptor)
+            command += ["--roll-fd", str(self._roll.descriptor)]
         try:
             with theirs:
                 process = await asyncio.create_subprocess_exec(
-                    *_command(theirs.fileno(), self._model, self._options),
-                    pass_fds=(theirs.fileno(),),
+                    *command,
+                    pass_fds=passed,
                     stdin=asyncio.subprocess.DEVNULL,
                     # Standard output belongs to the line that says "ready".
                     stdout=sys.stderr.fileno(),
@@ -380,6 +397,7 @@ class _Engine:
             self._process = None
             ours.close()
             how = "" if process is None else await _ended(process)
+            self._note(Life.NONE)
             self._lose_everything(how)
 
     async def _listen(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -398,6 +416,7 @@ class _Engine:
         match report.WhichOneof("body"):
             case "ready":
                 self._incarnation += 1
+                self._note(Life.UP)
                 self._writer = writer
                 self._up.set()
                 facts = report.ready
@@ -423,6 +442,10 @@ class _Engine:
             case "failed":
                 failure = _failure(report.failed)
                 self._answer(report.ticket, lambda waiter: waiter.set_exception(failure))
+
+    def _note(self, life: Life) -> None:
+        if self._roll is not None:
+            self._roll.engine(life)
 
     def _answer(self, ticket: int, act: Callable[[asyncio.Future[Outcome]], None]) -> None:
         waiter = self._waiting.get(ticket)

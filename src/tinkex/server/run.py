@@ -23,7 +23,7 @@ from types import FrameType
 
 from tinkex.models.cache import plain_lines
 from tinkex.models.resolve import DEFAULT_MODEL, ModelSource, resolve
-from tinkex.server import logs, restarts
+from tinkex.server import blame, logs, restarts
 from tinkex.server.settings import Settings, SettingsError, is_loopback
 
 log = logging.getLogger("tinkex.server.run")
@@ -78,6 +78,8 @@ class Supervisor:
         self._listening = listening
         self._stopping = False
         self._child: subprocess.Popen[bytes] | None = None
+        #: The last web process died of what it did.
+        self._crashed = False
 
     def run(self, *, on_ready: Callable[[], None]) -> int:
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -101,6 +103,7 @@ class Supervisor:
 
     def _live_once(self, *, first: bool, on_ready: Callable[[], None]) -> bool:
         """From start to death of one web process; whether it got ready."""
+        kills = oom_kills()
         heard, told = os.pipe()
         # Nothing is ever written to this one: when the supervisor is gone, it ends.
         lifeline, held = os.pipe()
@@ -125,7 +128,8 @@ class Supervisor:
                 word, _, reason = pipe.read().partition("\n")
             if word == "ready" and first and not self._stopping:
                 on_ready()
-            child.wait()
+            status = child.wait()
+            self._crashed = blame.crashed(status, oom_kills=oom_kills() - kills)
         finally:
             self._child = None
             os.close(lifeline)
@@ -141,6 +145,8 @@ class Supervisor:
             *("--report-fd", str(report_descriptor)),
             *("--lifeline-fd", str(lifeline)),
         ]
+        if self._crashed:
+            command.append("--after-crash")
         for source in self._sources:
             command += ["--model", source.name, str(source.folder)]
         return command
@@ -161,6 +167,13 @@ class Supervisor:
         self._stopping = True
         if child is not None:
             child.send_signal(signal.SIGTERM)
+
+
+def oom_kills() -> int:
+    """How many processes this machine has killed for memory since it started."""
+    with contextlib.suppress(OSError), Path("/proc/vmstat").open() as figures:
+        return sum(int(line.split()[1]) for line in figures if line.startswith("oom_kill "))
+    return 0
 
 
 def _tell(child: "subprocess.Popen[bytes]", text: str) -> None:

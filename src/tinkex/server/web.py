@@ -3,6 +3,7 @@ The web process: uvicorn on a socket the supervisor opened. Started by `run`, ne
 
     python -m tinkex.server.web --fd N --report-fd N --lifeline-fd N --model NAME FOLDER < SETTINGS
 
+`--after-crash` says that the web process before this one died of what it did.
 It says one word on the report pipe: `ready`, or `failed` with the reason.
 """
 
@@ -29,6 +30,7 @@ from tinkex.server.executor import EngineOptions, EngineRefused, LocalExecutor, 
 from tinkex.server.garbage import collect_by_the_clock, collect_rarely
 from tinkex.server.head import protocol
 from tinkex.server.patience import patient
+from tinkex.server.roll import Roll
 from tinkex.server.settings import Settings
 from tinkex.server.store import DatabaseRefused, open_store
 
@@ -82,6 +84,7 @@ async def serve(
     listening: socket.socket,
     lifeline: int,
     reporter: Reporter,
+    after_crash: bool,
 ) -> bool:
     """Serve until told to stop; False when it could not begin."""
     try:
@@ -95,8 +98,9 @@ async def serve(
         log.error("%s", refused)
         reporter.say(f"failed\n{refused}")
         return False
-    executor = LocalExecutor(served, _engine_options(settings, served))
-    app = create_app(settings, executor, store)
+    rolls = _open_rolls(settings.folder / "rolls", served)
+    executor = LocalExecutor(served, _engine_options(settings, served), rolls=rolls)
+    app = create_app(settings, executor, store, rolls=rolls, web_crashed=after_crash)
     server = Server(uvicorn_config(app, settings), app)
     _allow_descriptors()
     collect_rarely()
@@ -111,6 +115,8 @@ async def serve(
         return begun and server.started
     finally:
         collecting.cancel()
+        for roll in rolls.values():
+            roll.close()
         store.close()
 
 
@@ -157,6 +163,17 @@ def _allow_descriptors() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
+def _open_rolls(folder: Path, served: Sequence[ServedModel]) -> dict[str, Roll]:
+    """Who is with which engine; a disk that takes none stops nobody."""
+    rolls = {}
+    for model in served:
+        try:
+            rolls[model.name] = Roll.of(folder, model.name)
+        except OSError as error:
+            log.warning("deaths of this process will not be counted: %s", error)
+    return rolls
+
+
 def _engine_options(settings: Settings, served: Sequence[ServedModel]) -> EngineOptions:
     return EngineOptions(
         device=settings.device,
@@ -180,6 +197,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--report-fd", type=int, required=True)
     parser.add_argument("--lifeline-fd", type=int, required=True)
     parser.add_argument("--model", nargs=2, action="append", default=[])
+    parser.add_argument("--after-crash", action="store_true")
     return parser
 
 
@@ -206,7 +224,12 @@ def main() -> None:
         )
     listening = socket.socket(fileno=options.fd)
     serving = serve(
-        settings, served, listening=listening, lifeline=options.lifeline_fd, reporter=reporter
+        settings,
+        served,
+        listening=listening,
+        lifeline=options.lifeline_fd,
+        reporter=reporter,
+        after_crash=options.after_crash,
     )
     if not asyncio.run(serving):
         sys.exit(1)

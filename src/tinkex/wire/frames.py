@@ -8,6 +8,8 @@ from tinkex.wire.proto.frames_pb2 import Order, Report
 LENGTH = struct.Struct("<I")
 #: Category of work that failed beside other work: whose fault it was is not known.
 MUDDLED = "muddled"
+#: What an engine whose web process is gone writes over the beginning of its roll.
+LEFT = b"left "
 
 
 class _Message(Protocol):
@@ -26,4 +28,4 @@ def body_length(head: bytes) -> int:
     return length
 
 
-__all__ = ["LENGTH", "MUDDLED", "Order", "Report", "body_length", "frame"]
+__all__ = ["LEFT", "LENGTH", "MUDDLED", "Order", "Report", "body_length", "frame"]

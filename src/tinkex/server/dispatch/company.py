@@ -5,13 +5,18 @@ An engine takes everything with it that it was working on. What was lost once is
 most deaths have nothing to do with the work. What was lost twice is a suspect, and is tried apart
 from everybody else, alone or at first in small groups. What dies alone is the culprit; the others
 are cleared.
+
+Counts outlive this process: `Desk` writes them down when an engine dies, and a roll tells the next
+process who was with an engine when this one ended without a word.
 """
 
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
+
+from tinkex.server.roll import Roll
 
 #: Lost so often, the last time alone: it is not tried again.
 MOST_DEATHS = 3
@@ -20,6 +25,8 @@ SUSPECT = MOST_DEATHS - 1
 #: So many suspects are tried one by one at once; more are narrowed down, this many groups at a time.
 FEW = 16
 GROUPS = 8
+#: On the roll, work that is no request.
+OTHER = ("snapshot",)
 
 
 def width(suspects: int, deaths: int) -> int:
@@ -36,6 +43,8 @@ class Visit:
     deaths: int
     #: Nobody else was with the engine at any time of this visit.
     alone: bool = True
+    names: Sequence[str] = OTHER
+    lines: Sequence[int] = ()
     _enter: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -46,8 +55,11 @@ class Visit:
 class Company:
     """The visitors of one base model's engine, in the order in which they came."""
 
-    def __init__(self) -> None:
+    def __init__(self, roll: Roll | None = None) -> None:
+        self._roll = roll
         self._deaths: dict[str, int] = {}
+        #: Found guilty by an earlier process, with the reason.
+        self._condemned: dict[str, str] = {}
         self._inside: set[Visit] = set()
         self._waiting: deque[Visit] = deque()
         self._kept_out: set[str] = set()
@@ -59,6 +71,21 @@ class Company:
     def keeps_out(self, request_id: str) -> bool:
         """Whether it waits because suspects are tried, or because it is one."""
         return request_id in self._kept_out
+
+    @property
+    def counted(self) -> Mapping[str, int]:
+        """Everybody who was lost, and how often."""
+        return self._deaths
+
+    def remember(self, request_id: str, deaths: int, *, reason: str = "") -> None:
+        """It was lost so often before; with a reason it is what killed the engines."""
+        self._deaths[request_id] = deaths
+        if reason:
+            self._condemned[request_id] = reason
+
+    def condemned(self, request_id: str) -> str | None:
+        """Why it is not tried again, if it is not."""
+        return self._condemned.get(request_id)
 
     def lost(self, request_id: str, visit: Visit, *, times: int = 1) -> bool:
         """A request was lost with its engine; whether it is the one that kills it."""
@@ -72,11 +99,13 @@ class Company:
     def over(self, request_id: str) -> None:
         """A request has its result."""
         self._deaths.pop(request_id, None)
+        self._condemned.pop(request_id, None)
 
     @contextlib.asynccontextmanager
     async def visit(self, *request_ids: str) -> AsyncIterator[Visit]:
         """With the engine, once those may come in who have been lost as often as these."""
-        visit = Visit(max(map(self.deaths, request_ids), default=0))
+        deaths = max(map(self.deaths, request_ids), default=0)
+        visit = Visit(deaths, names=request_ids or OTHER)
         self._waiting.append(visit)
         self._let_in()
         try:
@@ -88,6 +117,8 @@ class Company:
         finally:
             self._kept_out.difference_update(request_ids)
             self._inside.discard(visit)
+            if self._roll is not None:
+                self._roll.leave(visit.lines)
             with contextlib.suppress(ValueError):
                 self._waiting.remove(visit)
             self._let_in()
@@ -101,6 +132,8 @@ class Company:
                 for other in self._inside:
                     other.alone = False
             self._inside.add(visit)
+            if self._roll is not None:
+                visit.lines = self._roll.enter(visit.names)
             visit._enter.set()
 
     def _may_enter(self, visit: Visit) -> bool:

@@ -3,10 +3,10 @@
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from typing import Any
 
-from tinkex.server.dispatch.company import Company
+from tinkex.server.dispatch.company import Company, Visit
 from tinkex.server.dispatch.ending import Ending
 from tinkex.server.dispatch.failures import Failures
 from tinkex.server.dispatch.payloads import Payloads
@@ -14,6 +14,7 @@ from tinkex.server.executor import EngineLost, Executor, Outcome, Work
 from tinkex.server.executor import Task as Doing
 from tinkex.server.futures import Futures, Settled
 from tinkex.server.plan import Kind
+from tinkex.server.roll import Roll
 from tinkex.server.store import RequestRow, Store
 
 log = logging.getLogger("tinkex.server.dispatch")
@@ -22,7 +23,14 @@ log = logging.getLogger("tinkex.server.dispatch")
 class Desk:
     """One for each dispatcher. A result is committed before its waiters are woken."""
 
-    def __init__(self, *, store: Store, executor: Executor, futures: Futures) -> None:
+    def __init__(
+        self,
+        *,
+        store: Store,
+        executor: Executor,
+        futures: Futures,
+        rolls: Mapping[str, Roll] | None = None,
+    ) -> None:
         self.store = store
         self.executor = executor
         self.futures = futures
@@ -30,6 +38,9 @@ class Desk:
         self.failures = Failures(store)
         #: By base model: who is with its engine together.
         self.companies: defaultdict[str, Company] = defaultdict(Company)
+        self.companies.update({name: Company(roll) for name, roll in (rolls or {}).items()})
+        #: Base models of which an engine died, and whose counts are not written down yet.
+        self._to_count: set[str] = set()
         self.closing = False
         #: Seconds of computing and number of operations, by task; for the metrics page.
         self.computed: dict[Doing, tuple[int, float]] = {}
@@ -69,15 +80,38 @@ class Desk:
         base_model = base_model or row.base_model
         company = self.companies[base_model]
         try:
+            if (reason := company.condemned(row.request_id)) is not None:
+                raise EngineLost(reason)
             while True:
                 async with company.visit(row.request_id) as visit:
                     try:
                         return await self.run(base_model, work, owner=row.owner)
                     except EngineLost:
-                        if self.closing or company.lost(row.request_id, visit):
+                        if self.closing or self.lost(base_model, row.request_id, visit):
                             raise
         finally:
             company.over(row.request_id)
+
+    def lost(self, base_model: str, request_id: str, visit: Visit, *, times: int = 1) -> bool:
+        """A request was lost with its engine; whether it is the one that kills it."""
+        if self.futures.closing:
+            return False  # the server was told to stop, and its engines may have been too
+        guilty = self.companies[base_model].lost(request_id, visit, times=times)
+        # Everybody who was lost at once is written down at once.
+        if not self._to_count:
+            self.spawn(self._count())
+        self._to_count.add(base_model)
+        return guilty
+
+    async def _count(self) -> None:
+        """Write down who was lost how often: another process may have to go on with it."""
+        while self._to_count:
+            base_model = self._to_count.pop()
+            counted = dict(self.companies[base_model].counted)
+            if counted:
+                await self.store.deaths.note(counted)
+            else:
+                await self.store.deaths.clear(base_model)
 
     async def commit(self, request_id: str, ending: Ending) -> asyncio.Future[Any]:
         """Queue the result for the disk; what is answered is done once it is there."""

@@ -6,10 +6,13 @@ Steps go to `turns`, samples to `samples`; this file only shows them the way.
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import Callable, Mapping
 
+from tinkex.server import blame
 from tinkex.server.dispatch import orders
+from tinkex.server.dispatch.company import MOST_DEATHS
 from tinkex.server.dispatch.desk import Desk
 from tinkex.server.dispatch.ending import Ending
 from tinkex.server.dispatch.losses import Losses
@@ -24,11 +27,14 @@ from tinkex.server.dispatch.turns import Turns
 from tinkex.server.executor import EngineLost, EngineRefused, Executor, Task, WorkFailed
 from tinkex.server.futures import ONE_REQUEST, Futures
 from tinkex.server.plan import Kind
+from tinkex.server.roll import Roll, boot_id
 from tinkex.server.saving import Saving
 from tinkex.server.shares import Load, Waiting
 from tinkex.server.store import RequestRow, Store
 from tinkex.wire.codec import encode_json
 from tinkex.wire.training import UnloadModelResponse
+
+log = logging.getLogger("tinkex.server.dispatch")
 
 # How long a stopping server waits for results to reach the disk.
 SETTLE_S = 5.0
@@ -49,13 +55,18 @@ class Dispatcher:
         snapshot_steps: int = 200,
         snapshot_bytes: int = 64 * 2**20,
         max_training: int = 0,
+        rolls: Mapping[str, Roll] | None = None,
+        web_crashed: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        desk = Desk(store=store, executor=executor, futures=futures)
+        desk = Desk(store=store, executor=executor, futures=futures, rolls=rolls)
         saving = Saving(store)
         revival = Revival(desk, saving)
         self._desk = desk
         self._store = store
+        self._rolls = rolls or {}
+        #: The web process before this one died of what it did.
+        self._web_crashed = web_crashed
         self._runs = Runs(store)
         self._places = Places(max_training=max_training)
         self._samples = Samples(desk)
@@ -83,7 +94,9 @@ class Dispatcher:
         for key in await self._store.keys.all():
             if key.state(now_s) == "active" and "max_training" in key.limits:
                 self.allow(key.owner, key.limits["max_training"])
-        for row in await self._store.requests.waiting():
+        waiting = await self._store.requests.waiting()
+        await self._remember_deaths({row.request_id: row.base_model for row in waiting})
+        for row in waiting:
             futures.expect(row.request_id, owner=row.owner, base_model=row.base_model)
             if row.kind == Kind.SAMPLE:
                 self.sample(row)
@@ -93,6 +106,35 @@ class Dispatcher:
                 self.create_loss(row)
             else:
                 await self.step(row)
+
+    async def _remember_deaths(self, base_models: Mapping[str, str]) -> None:
+        """How often what waits was lost so far; the end of the last web process counts too."""
+        deaths = await self._store.deaths.all()
+        guilty: dict[str, str] = {}
+        found: dict[str, int] = {}
+        for base_model, roll in self._rolls.items():
+            remains, roll.remains = roll.remains, None
+            if remains is None or not blame.counts(
+                remains, boot_id=boot_id(), web_crashed=self._web_crashed
+            ):
+                continue
+            lost = [name for name in remains.inside if name in base_models]
+            log.warning("%d requests were lost with the engine of %s", len(lost), base_model)
+            found.update({request_id: deaths.get(request_id, 0) + 1 for request_id in lost})
+            # Alone as in `Company`: then it is known who it was.
+            if len(remains.inside) == len(lost) == 1 and found[lost[0]] >= MOST_DEATHS:
+                guilty[lost[0]] = f"the web process died with the engine of {base_model}"
+        await self._store.deaths.note(found)
+        deaths.update(found)
+        for request_id, reason in guilty.items():
+            base_model = base_models[request_id]
+            # Whoever shared an engine with it was lost because of it.
+            deaths = {one: n for one, n in deaths.items() if base_models.get(one) != base_model}
+            await self._store.deaths.clear(base_model)
+            self._desk.companies[base_model].remember(request_id, MOST_DEATHS, reason=reason)
+        for request_id, times in deaths.items():
+            if request_id in base_models:
+                self._desk.companies[base_models[request_id]].remember(request_id, times)
 
     async def close(self) -> None:
         """Stop; what is unfinished is on disk and waits for the next start."""

@@ -106,6 +106,9 @@ class Turns:
             if turn.refusal is not None:
                 await self._refuse(run, turn)
                 return
+            if (guilt := company.condemned(turn.steps[0].request_id)) is not None:
+                await self._fail(run, turn, deadly(guilt))
+                return
             async with (
                 self._places.place(run, turn),
                 company.visit(*(step.request_id for step in turn.steps)) as visit,
@@ -138,10 +141,13 @@ class Turns:
         unfinished = [step for step in turn.steps if step.seq_id in run.line.running]
         guilty = False
         if not self._desk.closing:
-            company = self._desk.companies[run.model.base_model]
             # Neighbours in a batch are told apart at once: each is alone the next time.
             times = SUSPECT if muddled else 1
-            found = [company.lost(step.request_id, visit, times=times) for step in unfinished]
+            base_model = run.model.base_model
+            found = [
+                self._desk.lost(base_model, step.request_id, visit, times=times)
+                for step in unfinished
+            ]
             guilty = found == [True]
         if guilty:
             await self._steps.end(run, unfinished[0], deadly(str(lost)))

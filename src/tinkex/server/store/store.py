@@ -7,9 +7,11 @@ from pathlib import Path
 import sqlalchemy as sa
 
 from tinkex.server.store.audit import Audit
+from tinkex.server.store.belonging import refuse_another
 from tinkex.server.store.catalog import Catalog
 from tinkex.server.store.checkpoints import Checkpoints
 from tinkex.server.store.database import Database
+from tinkex.server.store.deaths import Deaths
 from tinkex.server.store.files import Files
 from tinkex.server.store.history import History
 from tinkex.server.store.keys import Keys
@@ -33,6 +35,7 @@ class Store:
         self.files = files
         self.keys = Keys(database)
         self.requests = Requests(database, files)
+        self.deaths = Deaths(database)
         self.runs = Runs(database)
         self.history = History(database)
         self.usage = Usage(database)
@@ -85,7 +88,14 @@ def open_store(*, db_url: str, storage_url: str, folder: Path, alone: bool = Fal
     """Open, or make, the store; its schema is brought up to date. Servers are `alone` on it."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     _keep_private(db_url)
-    return Store(database=Database(db_url, alone=alone), files=Files(storage_url), folder=folder)
+    database, files = Database(db_url, alone=alone), Files(storage_url)
+    if alone:
+        try:
+            refuse_another(database, files)
+        except BaseException:
+            database.close()
+            raise
+    return Store(database=database, files=files, folder=folder)
 
 
 def _keep_private(db_url: str) -> None:

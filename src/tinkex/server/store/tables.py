@@ -140,6 +140,8 @@ requests = sa.Table(
     sa.Column("fetched_s", sa.Float),
     # Of the examples of a pass, or of the prompt of a sample: counted once, when it came.
     sa.Column("tokens", sa.BigInteger, nullable=False, server_default="0"),
+    # How often it was with an engine that died; written only then.
+    sa.Column("deaths", sa.Integer, nullable=False, server_default="0"),
     # A repeated step, and a repeated sample, find their first selves.
     sa.UniqueConstraint("model_id", "seq_id"),
     sa.UniqueConstraint("sampling_session_id", "seq_id"),

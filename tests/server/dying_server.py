@@ -1,0 +1,67 @@
+"""
+The real application over whole numbers, as a process that dies of poison.
+
+    python dying_server.py LISTENING_DESCRIPTOR DATA_FOLDER both|web
+
+`both`: engine and web process go together. `web`: the engine outlives it.
+"""
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import uvicorn
+
+from server.echo import BASE, EchoExecutor
+from tinkex.server.app import create_app
+from tinkex.server.blame import Engine
+from tinkex.server.executor import Outcome, Task, Work
+from tinkex.server.roll import Roll
+from tinkex.server.settings import Settings
+from tinkex.server.store import open_store
+
+#: A number of tokens to train on.
+POISON = 13
+
+
+class Dying(EchoExecutor):
+    """Takes the process with it."""
+
+    def __init__(self, how: str, roll: Roll) -> None:
+        super().__init__()
+        self._how = how
+        self._roll = roll
+
+    async def run(self, base_model: str, work: Work, *, incarnation: int | None = None) -> Outcome:
+        # As real work: others come in meanwhile.
+        await asyncio.sleep(0.02)
+        if work.task is Task.PASS and work.payload.count(bytes([5])) >= POISON:
+            if self._how == "web":
+                self._roll.engine(Engine.LEFT)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return await super().run(base_model, work, incarnation=incarnation)
+
+
+async def serve(descriptor: int, folder: str, how: str) -> None:
+    settings = Settings(data=folder)
+    store = open_store(
+        db_url=settings.db_url, storage_url=settings.storage_url, folder=settings.folder
+    )
+    roll = Roll.of(settings.folder / "rolls", BASE)
+    roll.engine(Engine.UP)
+    app = create_app(settings, Dying(how, roll), store, rolls={BASE: roll})
+    config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="on")
+    try:
+        await uvicorn.Server(config).serve(sockets=[socket.socket(fileno=descriptor)])
+    finally:
+        roll.close()
+        store.close()
+
+
+if __name__ == "__main__":
+    asyncio.run(serve(int(sys.argv[1]), sys.argv[2], sys.argv[3]))
