@@ -33,7 +33,7 @@ def command(
         click.echo(f"{taken.files} files, {size(taken.bytes)}, in {target}", err=True)
     if taken.missing:
         click.echo(
-            f"warning: {len(taken.missing)} files were missing in the data folder itself; "
-            "`tinkex doctor` names them.",
+            f"warning: not in the data folder itself, though it should be: {len(taken.missing)} of "
+            "its files. `tinkex doctor` names them.",
             err=True,
         )

@@ -164,6 +164,7 @@ def about(source: Path) -> About:
 def restore(source: Path, folder: Path) -> About:
     """A new data folder from a back-up, which stays as it is."""
     found = about(source)
+    _check_whole(source, found)
     folder = folder.absolute()
     if folder.exists() and any(folder.iterdir()):
         raise BackupFailed(
@@ -212,6 +213,19 @@ def _refuse_strange(source: Path) -> None:
             f"{source} has {len(strange)} links, or places outside of it; the first is "
             f"{str(strange[0])!r}.",
             hint="`tinkex backup` writes no such thing: somebody has changed it. Take another one.",
+        )
+
+
+def _check_whole(source: Path, found: About) -> None:
+    """Refuse a copy of a back-up that did not come over whole."""
+    files = [file for file in source.rglob("*") if file.is_file() and file.name != ABOUT]
+    size = sum(file.stat().st_size for file in files)
+    if (len(files), size) != (found.files, found.bytes):
+        raise BackupFailed(
+            f"{source} has {len(files)} files of {size:,} bytes, and was written with "
+            f"{found.files} of {found.bytes:,}: it is not whole, or was changed.",
+            hint=f"Copy it again from where it was. `tinkex doctor --data {source}` says what is "
+            "missing; what is there can be served as it is: `tinkex serve --data` a copy of it.",
         )
 
 

@@ -108,7 +108,7 @@ def diagnose(place: Place, facts: Facts, *, reserve_mb: float) -> Iterator[Findi
     """Everything there is to say, most basic first. Pure."""
     yield from _about_folder(place, reserve_mb)
     yield from _about_database(facts)
-    if facts.version != facts.newest_version or facts.damage or facts.refused:
+    if facts.version != facts.newest_version or facts.damage or facts.refused or facts.another:
         return
     yield from _about_files(facts)
     yield from _about_logs(facts)
@@ -172,6 +172,15 @@ def _about_database(facts: Facts) -> Iterator[Finding]:
             else "Keep a copy of the folder and restore a back-up: `tinkex restore`.",
             repair=Repair.INDEXES if only_indexes else None,
         )
+    elif facts.another:
+        empty = "it is empty" if facts.version is None else "it knows nothing of them"
+        yield Finding(
+            level=Level.PROBLEM,
+            about=about,
+            text=f"there are checkpoints or snapshots in the storage, and {empty}",
+            advice="It is not the database of these files. Check --data and --db; if it was lost, "
+            "restore a back-up: `tinkex restore`. Nothing was deleted, and no server starts so.",
+        )
     elif facts.version == facts.newest_version:
         yield Finding(level=Level.FINE, about=about, text=f"sound, of version {facts.version}")
     elif facts.version is not None and facts.version not in facts.known_versions:
@@ -180,6 +189,14 @@ def _about_database(facts: Facts) -> Iterator[Finding]:
             about=about,
             text=f"it is of version {facts.version}, and this tinkex knows {facts.newest_version}",
             advice="It was made by a newer tinkex: use that one.",
+        )
+    elif facts.version is None:
+        yield Finding(
+            level=Level.PROBLEM,
+            about=about,
+            text="it is empty: no server has worked with it",
+            advice="--repair, or the first start of a server, makes its tables.",
+            repair=Repair.MIGRATE,
         )
     else:
         yield Finding(
@@ -226,6 +243,16 @@ def _about_files(facts: Facts) -> Iterator[Finding]:
             text=f"nothing refers to {counts}",
             advice="The server deletes them after an hour; --repair does now.",
             repair=Repair.ORPHANS,
+        )
+    if facts.strange:
+        yield Finding(
+            level=Level.PROBLEM,
+            about="strange files",
+            text=f"{len(facts.strange)} sessions have checkpoints or snapshots here and are not in "
+            f"the database: {_some(facts.strange, ', ')}",
+            advice="They are of another database, or of a later time than this one. Nothing of "
+            "them is deleted by itself. Restore the back-up into a folder of its own, or move them "
+            "away.",
         )
     if facts.set_aside:
         yield Finding(
@@ -282,6 +309,10 @@ def examine(settings: Settings) -> list[Finding]:
 def repair(settings: Settings) -> list[str]:
     """Put right what can be without losing anything; what was done. Raises beside a server."""
     done: list[str] = []
+    place = place_of(settings)
+    if place.holder is None and not any(finding.repair for finding in examine(settings)):
+        # Not even a lock is left in a folder that is something else.
+        return done
     with hold_folder(settings.folder):
         wanted = {finding.repair for finding in examine(settings)}
         if Repair.INDEXES in wanted:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import shutil
 import sqlite3
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -19,6 +20,7 @@ from server.storage.test_damage import LARGE, overwrite_pages, snapshot, tear, t
 from tinkex.server.doctor import Finding, Level, examine, repair
 from tinkex.server.run import hold_folder
 from tinkex.server.settings import Settings, SettingsError
+from tinkex.server.store import DatabaseRefused, open_store
 from tinkex.server.store.files import tensor_fault
 
 pytestmark = pytest.mark.anyio
@@ -240,3 +242,72 @@ async def test_the_command_says_it_for_people_and_for_programs(tmp_path: Path) -
     assert found["sound"] is False
     (problem,) = [one for one in found["findings"] if one["level"] == "problem"]
     assert problem["about"] == "result"
+
+
+def below(folder: Path) -> list[Path]:
+    """Files of a folder, without those of the database."""
+    return sorted(
+        file
+        for file in folder.rglob("*")
+        if file.is_file() and file.name[:9] not in ("tinkex.db", "server.lo")
+    )
+
+
+async def test_files_of_another_database_are_never_taken_for_left_behind(tmp_path: Path) -> None:
+    await filled(tmp_path)
+    before = below(tmp_path)
+    # Lost, and made anew by the next command that needs one.
+    (tmp_path / "tinkex.db").unlink()
+    (tmp_path / "tinkex.db").touch()
+    assert "it is empty" in told(tmp_path)
+    assert "restore" in problems(tmp_path)[0].advice
+    assert await mended(tmp_path) == []
+    url = f"sqlite:///{tmp_path / 'tinkex.db'}"
+    stores = {"db_url": url, "storage_url": str(tmp_path), "folder": tmp_path}
+    store = open_store(**stores)
+    await store.retention.sweep(before_s=float("inf"))
+    store.close()
+    assert "it knows nothing of them" in told(tmp_path)
+    assert await mended(tmp_path) == []
+    # A server would tell its clients that their models were never there.
+    with pytest.raises(DatabaseRefused, match=r"another one, or .* lost.*--db"):
+        open_store(**stores, alone=True)
+    assert below(tmp_path) == before
+
+
+async def test_files_of_a_later_time_than_the_database_stay(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    await filled(data)
+    (data / "tinkex.db").rename(tmp_path / "older.db")
+    shutil.rmtree(data / "payloads")
+    later = tmp_path / "later"
+    model = await filled(later)
+    shutil.copytree(later / "checkpoints", data / "checkpoints", dirs_exist_ok=True)
+    (tmp_path / "older.db").rename(data / "tinkex.db")
+    lost = data / "checkpoints" / model / "weights" / "kept"
+    assert (
+        f"1 sessions have checkpoints or snapshots here and are not in the database: {model[:22]}"
+        in told(data)
+    )
+    async with hosted(EchoExecutor(), data, orphan_s=0) as api:
+        await api.tidy()
+    assert [*lost.glob("*/value")]
+
+
+async def test_what_is_no_file_is_a_finding_like_others(tmp_path: Path) -> None:
+    await filled(tmp_path)
+    (payload,) = (tmp_path / "payloads").glob("*/*")
+    payload.unlink()
+    payload.mkdir()
+    (folder,) = (tmp_path / "checkpoints").glob("*/weights/kept/*")
+    (folder / "more").mkdir()
+    said = told(tmp_path)
+    assert "payload: that of" in said
+    assert "is no file (Is a directory)" in said
+    assert f"{folder.name}/more is no file" in said
+
+
+async def test_a_folder_that_is_something_else_is_left_as_it_is(tmp_path: Path) -> None:
+    assert await mended(tmp_path / "typo") == []
+    assert await mended(tmp_path) == []
+    assert below(tmp_path) == []

@@ -108,6 +108,10 @@ class Database:
                     raise
             await asyncio.sleep(READ_RETRY_S)
 
+    def read_now(self, act: Callable[[sa.Connection], T]) -> T:
+        """The same, once, in the thread of the caller."""
+        return self._read(act)
+
     async def in_thread(self, act: Callable[[], T]) -> T:
         """Run blocking file work off the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, act)

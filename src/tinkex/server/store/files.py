@@ -59,6 +59,8 @@ class Files:
                 data = self._filesystem.cat_file(f"{self._root}/{place}")
         except FileNotFoundError:
             raise Damaged(f"is missing: there is no file {place}") from None
+        except (IsADirectoryError, NotADirectoryError) as error:
+            raise Damaged(f"is damaged: {place} is no file ({error.strerror})") from None
         # Names from before there were fingerprints have no such part.
         fingerprint = place.rpartition("/")[2].partition(".")[2]
         if fingerprint and not hashlib.sha256(data).hexdigest().startswith(fingerprint):
@@ -136,6 +138,18 @@ class Files:
                 found[place] = max(found.get(place, 0.0), _written_s(facts))
         return [place for place, at_s in found.items() if at_s < before_s]
 
+    def names(self, room: str) -> set[str]:
+        """The first names below a room under which there is something."""
+        if self.local is not None:
+            # Folders stay behind empty.
+            places = self.older(room, ROOMS[room], before_s=math.inf)
+            return {place.split("/")[1] for place in places}
+        try:
+            listed = self._filesystem.ls(f"{self._root}/{room}", detail=False)
+        except FileNotFoundError:
+            return set()
+        return {name.rstrip("/").rpartition("/")[2] for name in listed}
+
     def all_places(self) -> list[str]:
         """Everything that rows may point to, or have pointed to."""
         return [
@@ -176,8 +190,10 @@ def fault(folder: Path, place: str, written: str | None) -> str | None:
     """What is wrong with the files of a folder; None when they are what was written."""
     if not folder.is_dir():
         return f"is missing: there is no folder {place}"
-    for file in sorted(folder.glob("*.safetensors")):
-        if (problem := tensor_fault(file)) is not None:
+    for file in sorted(folder.iterdir()):
+        if not file.is_file():
+            return f"is damaged: {place}/{file.name} is no file"
+        if file.suffix == ".safetensors" and (problem := tensor_fault(file)) is not None:
             return f"is damaged: {place}/{file.name} {problem}"
     if written is not None and fingerprint(folder) != written:
         return f"is damaged: the files in {place} are not what was written"

@@ -13,6 +13,7 @@ import sqlalchemy as sa
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
 
+from tinkex.server.store.belonging import belonging, named_in
 from tinkex.server.store.database import migrations
 from tinkex.server.store.files import ROOMS, Files, fault, is_place
 from tinkex.server.store.requests import Status
@@ -81,6 +82,10 @@ class Facts:
     way_back: frozenset[str] = frozenset()
     #: Snapshots that were damaged and are not used any more.
     set_aside: int = 0
+    #: Sessions that have files here and are not in the database.
+    strange: tuple[str, ...] = ()
+    #: There are files, and the database knows of none.
+    another: bool = False
 
 
 def inspect(url: str, files: Files, *, young_s: float, abandoned_s: float) -> Facts:
@@ -100,7 +105,11 @@ def inspect(url: str, files: Files, *, young_s: float, abandoned_s: float) -> Fa
             )
             if damage or version != newest:
                 return Facts(
-                    damage=damage, version=version, newest_version=newest, known_versions=known
+                    damage=damage,
+                    version=version,
+                    newest_version=newest,
+                    known_versions=known,
+                    another=version is None and not damage and bool(named_in(files)),
                 )
             return _look(
                 connection,
@@ -145,11 +154,12 @@ def _look(
         if (problem := _problem(files, what, place, written)) is not None:
             broken.append(Broken(what=what, name=name, place=place, problem=problem))
     before_s = time.time() - young_s
+    ours = belonging(connection, named_in(files))
     orphans = [
         place
         for room, depth in ROOMS.items()
         for place in files.older(room, depth, before_s=before_s)
-        if place not in places
+        if place not in places and ours.may_go(place)
     ]
     return Facts(
         version=newest,
@@ -160,6 +170,8 @@ def _look(
         orphans=tuple(sorted(orphans)),
         holes=tuple(_holes(connection, seen_after_s=time.time() - abandoned_s)),
         way_back=frozenset(connection.scalars(sa.select(older_snapshots.c.model_id))),
+        strange=tuple(sorted(ours.strange)),
+        another=ours.another,
         set_aside=len(files.older(f"{ASIDE}/snapshots", 2, before_s=float("inf"))),
     )
 
@@ -195,9 +207,14 @@ def _problem(files: Files, what: str, place: str, written: str | None) -> str | 
             files.get(place)
         except Damaged as damaged:
             return str(damaged)
+        except OSError as error:
+            return f"cannot be read: {error.strerror} ({place})"
         return None
     if files.local is not None:
-        return fault(files.local / place, place, written)
+        try:
+            return fault(files.local / place, place, written)
+        except OSError as error:
+            return f"cannot be read: {error.strerror} ({error.filename or place})"
     # What is far away is only looked for: it has checks of its own.
     return None if files.exists(place) else f"is missing: there is no folder {place}"
 

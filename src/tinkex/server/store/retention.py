@@ -1,6 +1,7 @@
 """What may be deleted, and deleting it: rows first, then the files that only they pointed to."""
 
 import functools
+import logging
 import time
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from tinkex.server.store.audit import note
+from tinkex.server.store.belonging import belonging, named_in
 from tinkex.server.store.database import Database
 from tinkex.server.store.files import ROOMS, Files
 from tinkex.server.store.requests import Status
@@ -27,6 +29,8 @@ from tinkex.server.store.tables import (
     snapshots,
     telemetry,
 )
+
+log = logging.getLogger("tinkex.server.store")
 
 # Parameters of one statement; every database takes as many.
 AT_ONCE = 500
@@ -289,6 +293,14 @@ class Retention:
     async def sweep(self, *, before_s: float) -> int:
         """Delete files that no row points to and that nobody is about to; how many."""
         swept = 0
+        named = await self._database.in_thread(lambda: named_in(self._files))
+        ours = await self._database.read(lambda connection: belonging(connection, named))
+        if ours.strange:
+            log.warning(
+                "the storage has files of %d sessions that this database does not know; none of "
+                "them is deleted. `tinkex doctor` says more.",
+                len(ours.strange),
+            )
         for room, depth in ROOMS.items():
             places = await self._database.in_thread(
                 functools.partial(self._files.older, room, depth, before_s=before_s)
@@ -296,7 +308,7 @@ class Retention:
             for start in range(0, len(places), AT_ONCE):
                 some = places[start : start + AT_ONCE]
                 known = await self._known(room, some)
-                lost = [place for place in some if place not in known]
+                lost = [place for place in some if place not in known and ours.may_go(place)]
                 await self._remove(lost)
                 swept += len(lost)
         return swept
