@@ -122,7 +122,7 @@ def _notice_the_dead(sock: Any) -> None:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (
         ("TCP_KEEPIDLE", GONE_S // 2),
-        ("TCP_KEEPINTVL", GONE_S // 8),
+        ("TCP_KEEPINTVL", max(1, GONE_S // 8)),
         ("TCP_KEEPCNT", 4),
         ("TCP_USER_TIMEOUT", GONE_S * 1000),
     ):

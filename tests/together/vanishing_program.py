@@ -1,0 +1,117 @@
+"""
+Clients of a real server that are gone without a word: no goodbye, no reset, no answer to a probe.
+
+    unshare --user --map-root-user --net python vanishing_program.py DATA_FOLDER
+
+Runs in a network of its own, and takes that down under everybody. Tells what became of the
+connections as one line of JSON.
+"""
+
+import asyncio
+import fcntl
+import json
+import os
+import socket
+import struct
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from server.fountain import Fountain, asked
+from server.hosting import Api, hosted
+from tinkex.server import patience
+
+#: Instead of a minute.
+GONE_S = 3
+#: More than any test waits.
+NEVER_S = 600.0
+
+SIOCGIFFLAGS, SIOCSIFFLAGS, IFF_UP = 0x8913, 0x8914, 1
+INTERFACE = struct.Struct("16sh14x")
+
+
+def set_network(up: bool) -> None:
+    """The loopback interface is the whole network here."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
+        _, flags = INTERFACE.unpack(fcntl.ioctl(control, SIOCGIFFLAGS, INTERFACE.pack(b"lo", 0)))
+        flags = flags | IFF_UP if up else flags & ~IFF_UP
+        fcntl.ioctl(control, SIOCSIFFLAGS, INTERFACE.pack(b"lo", flags))
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def request(route: str, body: object, *, length: int | None = None) -> bytes:
+    data = json.dumps(body).encode()
+    head = (
+        f"POST /api/v1/{route} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(data) if length is None else length}\r\n\r\n"
+    )
+    return head.encode() + data
+
+
+async def connected(api: Api, say: bytes, *, hear: bool = False) -> socket.socket:
+    url = api.http._base_url
+    assert url is not None
+    made = socket.socket()
+    made.setblocking(False)
+    loop = asyncio.get_running_loop()
+    await loop.sock_connect(made, (url.host, url.port))
+    await loop.sock_sendall(made, say)
+    if hear:
+        answer = await loop.sock_recv(made, 65536)
+        assert answer.startswith(b"HTTP/1.1 200"), answer
+    return made
+
+
+async def watch(folder: Path) -> dict[str, float]:
+    fountain = Fountain()
+    limits = {"head_s": 0.0, "stall_s": 0.0, "long_poll_s": NEVER_S, "stream_grace_s": 0.1}
+    async with hosted(fountain, folder, drain_s=1.0, **limits) as api:
+        assert api.server is not None
+        state = api.server.server_state
+        endless = await api.post("asample", asked(10**8))
+        before = descriptors()
+        healthz = b"GET /api/v1/healthz HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+        guests = [
+            await connected(api, b""),
+            await connected(api, healthz, hear=True),
+            await connected(api, healthz[:30]),
+            await connected(api, request("asample", asked(5), length=10**6)),
+            await connected(api, request("retrieve_future", endless.json)),
+            # Two streams: one that was read until now, and one that was not.
+            await connected(api, request("stream_sample", asked(10**8)), hear=True),
+            await connected(api, request("stream_sample", asked(10**8))),
+        ]
+        while len(state.connections) <= len(guests) or len(fountain.drawn) < 3:
+            await asyncio.sleep(0.02)
+        held = len(state.connections)
+        during = descriptors()
+        set_network(up=False)
+        began_s = time.monotonic()
+        while state.connections and time.monotonic() - began_s < 10 * GONE_S:
+            await asyncio.sleep(0.02)
+        gone_s = time.monotonic() - began_s
+        await asyncio.sleep(0.3)  # the grace of the streams
+        given_up = fountain.given_up
+        for guest in guests:
+            guest.close()
+        await api.http.close()
+        return {
+            "held": held,
+            "left": len(state.connections),
+            "gone_s": gone_s,
+            # Without those of the guests themselves.
+            "more_while_held": during - len(guests) - before,
+            "more_after": descriptors() - before,
+            "given_up": given_up,
+        }
+
+
+if __name__ == "__main__":
+    patience.GONE_S = GONE_S
+    set_network(up=True)
+    print(json.dumps(asyncio.run(watch(Path(sys.argv[1])))))
