@@ -26,11 +26,14 @@ def load_of(new: NewRequest) -> Load:
     return Load(requests=1, tokens=new.tokens, samples=samples)
 
 
-def admit(request: Request, context: Context, new: NewRequest) -> None:
+async def admit(
+    request: Request, context: Context, new: NewRequest, *, loss_number: int | None = None
+) -> None:
     """
     Refuse what is over the limits of its owner, or of the server, for now: a 429.
 
     A step that others of its model wait for is always let in: they would hold its place for ever.
+    So is the repeat of what was accepted: it may itself be what fills the server.
     """
     caller = caller_of(request)
     limits = Limits.of(context.settings, caller.limits)
@@ -45,6 +48,11 @@ def admit(request: Request, context: Context, new: NewRequest) -> None:
     if refusal is None:
         return
     if new.model_id is not None and context.dispatcher.awaits(new.model_id, new.seq_id or 0):
+        return
+    repeats = context.store.repeats
+    if loss_number is not None and await repeats.has_loss(new.session_id or "", loss_number):
+        return
+    if await repeats.find(new) is not None:
         return
     raise Refusal(429, refusal, headers={"Retry-After": str(RETRY_AFTER_S)})
 
@@ -68,8 +76,14 @@ def sequence_ids(first: Accepted) -> list[str]:
 
 async def take(context: Context, new: NewRequest, *, tap: Tap | None = None) -> Accepted:
     """The same without the answer; a new sample tells its tokens to the tap."""
-    context.store.condition.refuse_any()
-    first = await context.store.requests.accept(new)
+    first = None
+    if context.store.condition.trouble is not None:
+        # What was promised stands, whatever the disk takes now.
+        first = await context.store.repeats.find(new)
+        if first is None:
+            context.store.condition.refuse_any()
+    if first is None:
+        first = await context.store.requests.accept(new)
     if first.kind != new.kind:
         raise WireError.at(
             ("seq_id",),

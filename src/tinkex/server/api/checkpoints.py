@@ -147,7 +147,7 @@ async def _create_from(request: Request, context: Context, asked: LoadWeightsReq
         seq_id=0,
         version_id=version.version_id,
     )
-    admit(request, context, new)
+    await admit(request, context, new)
     first = await context.store.runs.create_model(
         model=model, model_seq_id=asked.model_seq_id, request=new
     )

@@ -48,7 +48,7 @@ async def create_custom_loss(request: Request) -> Response:
         payload=payload,
         session_id=session.session_id,
     )
-    admit(request, context, new)
+    await admit(request, context, new, loss_number=asked.custom_loss_seq_id)
     first = await context.store.runs.create_custom_loss(
         custom_loss_seq_id=asked.custom_loss_seq_id, request=new
     )

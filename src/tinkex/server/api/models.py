@@ -60,7 +60,7 @@ async def create_model(request: Request) -> Response:
         model_id=model.model_id,
         seq_id=0,
     )
-    admit(request, context, new)
+    await admit(request, context, new)
     first = await context.store.runs.create_model(
         model=model, model_seq_id=asked.model_seq_id, request=new
     )
@@ -109,5 +109,5 @@ async def unload_model(request: Request) -> Response:
         session_id=model.session_id,
         model_id=model.model_id,
     )
-    admit(request, context, new)
+    await admit(request, context, new)
     return await accepted(context, new)

@@ -1,6 +1,5 @@
 """Sampling sessions, and samples. Each sample runs at once; a repeat finds its first self."""
 
-import asyncio
 import secrets
 from dataclasses import dataclass
 
@@ -11,12 +10,12 @@ from starlette.responses import Response
 from tinkex.server.api.accept import accepted, admit, tokens_known
 from tinkex.server.api.auth import owner_of
 from tinkex.server.api.context import (
-    INLINE_BYTES,
+    SENT,
     Context,
     answer,
     context_of,
     describe,
-    read_body,
+    read_data,
     read_json,
 )
 from tinkex.server.api.errors import Refusal
@@ -116,21 +115,19 @@ async def asample(request: Request) -> Response:
 
 async def asked_sample(request: Request) -> NewRequest:
     """The sample that a body asks for, checked and within its owner's limits."""
-    body = await read_body(request, has_data=True)
     context = context_of(request)
     try:
-        if len(body) <= INLINE_BYTES:
-            asked = decode_json(SampleRequest, body)
-        else:
-            asked = await asyncio.to_thread(decode_json, SampleRequest, body)
+        asked = await read_data(request, lambda body: decode_json(SampleRequest, body))
     except UserFailure as failure:
-        return await _unsound(request, context, failure, body)
+        return await _unsound(request, context, failure, request.scope[SENT])
+    # Of no use from here on, and a stream may last.
+    del request.scope[SENT]
     source = await _sampled_from(request, context, asked)
     if asked.sampling_params.seed is None:
         # Fixed here, so that a sample that runs again after a crash draws the same tokens.
         params = asked.sampling_params.model_copy(update={"seed": secrets.randbits(31)})
         asked = asked.model_copy(update={"sampling_params": params})
-    return _new_sample(
+    return await _new_sample(
         context,
         request,
         source,
@@ -152,7 +149,7 @@ async def _unsound(
     sampler = await context.sampler(request, sampling_session_id)
     await context.open_session(request, sampler.session_id)
     seq_id, sequences = failure.request.get("seq_id"), failure.request.get("num_samples", 1)
-    return _new_sample(
+    return await _new_sample(
         context,
         request,
         _of_sampler(sampler),
@@ -163,7 +160,7 @@ async def _unsound(
     )
 
 
-def _new_sample(
+async def _new_sample(
     context: Context,
     request: Request,
     source: _Source,
@@ -193,7 +190,7 @@ def _new_sample(
         version_id=source.version_id,
         tokens=tokens,
     )
-    admit(request, context, new)
+    await admit(request, context, new)
     return new
 
 

@@ -1,13 +1,11 @@
 """Steps of training: forward, forward_backward, optim_step. Checked, stored, answered with an id."""
 
-import asyncio
-
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
 from tinkex.server.api.accept import accepted, admit, tokens_known
-from tinkex.server.api.context import INLINE_BYTES, Context, context_of, describe, read_body
+from tinkex.server.api.context import Context, context_of, describe, read_body, read_data
 from tinkex.server.api.numbers import LARGEST_SEQ_ID, numbered
 from tinkex.server.plan import Kind
 from tinkex.server.store import Model, NewRequest
@@ -46,12 +44,8 @@ async def forward_backward(request: Request) -> Response:
 
 
 async def _pass(request: Request, *, forward_only: bool) -> Response:
-    body = await read_body(request, has_data=True)
     is_protobuf = PROTOBUF_TYPE in request.headers.get("content-type", "")
-    if len(body) <= INLINE_BYTES:
-        asked, said_forward, payload = _decode(body, is_protobuf)
-    else:
-        asked, said_forward, payload = await asyncio.to_thread(_decode, body, is_protobuf)
+    asked, said_forward, payload = await read_data(request, lambda body: _decode(body, is_protobuf))
     context = context_of(request)
     model = await context.model(request, asked.model_id)
     kind = Kind.FORWARD if forward_only or said_forward else Kind.FORWARD_BACKWARD
@@ -128,5 +122,5 @@ async def accept_step(
         version_id=version_id,
         tokens=tokens,
     )
-    admit(request, context, new)
+    await admit(request, context, new)
     return await accepted(context, new)

@@ -15,6 +15,7 @@ from tinkex.server.store.deaths import Deaths
 from tinkex.server.store.files import Files
 from tinkex.server.store.history import History
 from tinkex.server.store.keys import Keys
+from tinkex.server.store.repeats import Repeats
 from tinkex.server.store.requests import Requests
 from tinkex.server.store.retention import Retention
 from tinkex.server.store.runs import Runs
@@ -36,6 +37,7 @@ class Store:
         self.keys = Keys(database)
         self.requests = Requests(database, files)
         self.deaths = Deaths(database)
+        self.repeats = Repeats(database)
         self.runs = Runs(database)
         self.history = History(database)
         self.usage = Usage(database)
