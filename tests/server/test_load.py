@@ -6,8 +6,6 @@ import json
 import os
 import socket
 import struct
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +14,10 @@ import pytest
 from server.echo import EchoExecutor
 from server.hosting import Api, hosted
 from server.tenants import new_key, with_key
-from tinkex.server import web
+from server.waiting import until
+from tinkex.server import garbage, web
 from tinkex.server.executor import Outcome, Work
 from tinkex.server.futures import Settled
-from tinkex.server.garbage import give_back
 from tinkex.server.patience import STEP_BYTES, Patience, Phase
 from tinkex.server.plan import Kind
 
@@ -58,19 +56,10 @@ async def a_sampler(api: Api) -> str:
     return str((await api.post("create_sampling_session", body)).json["sampling_session_id"])
 
 
-async def until(true: Callable[[], bool], within_s: float = 20.0) -> None:
-    """Something that only time brings about."""
-    end_s = time.monotonic() + within_s
-    for _ in range(10**6):
-        if true():
-            return
-        assert time.monotonic() < end_s, f"it is not so after {within_s} s"
-        await asyncio.sleep(0.02)
-
-
 def resident_bytes() -> int:
     gc.collect()
-    give_back()
+    if garbage._trim is not None:
+        garbage._trim(0)
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
 

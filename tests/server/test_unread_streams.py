@@ -3,8 +3,7 @@
 import asyncio
 import json
 import socket
-import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -14,20 +13,13 @@ import pytest
 from server.fountain import Fountain, asked
 from server.hosting import Api, hosted
 from server.tenants import new_key, with_key
+from server.waiting import until
 
 pytestmark = pytest.mark.anyio
 
 READERS = 12
 #: What the server may have ready for one reader: uvicorn's own limit, and a piece beyond it.
 MOST_READY = 3 * 2**16
-
-
-async def until(true: Callable[[], bool], within_s: float = 20.0) -> None:
-    """Something that only time brings about."""
-    end_s = time.monotonic() + within_s
-    while not true():
-        assert time.monotonic() < end_s, f"it is not so after {within_s} s"
-        await asyncio.sleep(0.02)
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ connections as one line of JSON.
 """
 
 import asyncio
+import contextlib
 import fcntl
 import json
 import os
@@ -21,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from server.fountain import Fountain, asked
 from server.hosting import Api, hosted
+from server.waiting import until
 from tinkex.server import patience
 
 #: Instead of a minute.
@@ -86,14 +88,13 @@ async def watch(folder: Path) -> dict[str, float]:
             await connected(api, request("stream_sample", asked(10**8)), hear=True),
             await connected(api, request("stream_sample", asked(10**8))),
         ]
-        while len(state.connections) <= len(guests) or len(fountain.drawn) < 3:
-            await asyncio.sleep(0.02)
+        await until(lambda: len(state.connections) > len(guests) and len(fountain.drawn) == 3)
         held = len(state.connections)
         during = descriptors()
         set_network(up=False)
         began_s = time.monotonic()
-        while state.connections and time.monotonic() - began_s < 10 * GONE_S:
-            await asyncio.sleep(0.02)
+        with contextlib.suppress(AssertionError):
+            await until(lambda: not state.connections, 10 * GONE_S)
         gone_s = time.monotonic() - began_s
         await asyncio.sleep(0.3)  # the grace of the streams
         given_up = fountain.given_up
