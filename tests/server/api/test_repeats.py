@@ -1,6 +1,5 @@
 """The repeat of what was accepted gets its first answer, however full the server is."""
 
-import errno
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ from server.api.test_custom_losses import loss
 from server.api.test_limits import sample, sampler
 from server.echo import BASE, EchoExecutor
 from server.hosting import PROTOBUF, Answer, Api, hosted, pass_body
-from tinkex.server.store.trouble import FILES
+from server.storage.failing import FULL, FailingFileSystem
 
 pytestmark = pytest.mark.anyio
 
@@ -70,14 +69,14 @@ async def test_a_full_server_answers_repeats(
 async def test_a_disk_that_takes_nothing_answers_repeats(
     echo: EchoExecutor, tmp_path: Path
 ) -> None:
-    async with hosted(echo, tmp_path) as api:
+    async with hosted(echo, tmp_path, storage="failing://repeats") as api:
         model = await api.model()
         step = await passed(api, model, 1)
-        assert api.app is not None
-        condition = api.app.state.context.store.condition
-        full = OSError(errno.ENOSPC, "full")
-        # Whoever looks at the disk finds it well again soon.
-        condition.note(full, FILES)
-        assert (await passed(api, model, 1)) == step
-        condition.note(full, FILES)
-        assert (await passed(api, model, 2)).status == 503
+        FailingFileSystem.error = FULL
+        try:
+            large = pass_body(model, 2, tokens=20_000)
+            assert (await api.post("forward_backward", large, headers=PROTOBUF)).status == 503
+            assert (await passed(api, model, 1)) == step
+            assert (await passed(api, model, 2)).status == 503
+        finally:
+            FailingFileSystem.error = None
