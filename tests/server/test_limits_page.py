@@ -6,7 +6,7 @@ import gzip
 import json
 import resource
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
@@ -16,8 +16,9 @@ from docs.limits_page import PAGE, ROOT, page
 from server.echo import EchoExecutor
 from server.hosting import PROTOBUF, Api, hosted
 from server.limits import LIMITS, SMALL, Ids, Limit
+from server.tenants import new_key, with_key
 from tinkex.server import head as heads
-from tinkex.server.api import sessions, telemetry
+from tinkex.server.api import intake, sessions, telemetry
 from tinkex.server.store import telemetry as kept_telemetry
 from tinkex.wire import errors, limits
 
@@ -210,3 +211,69 @@ async def test_a_trailer_does_not_pass_for_a_header(small: Api) -> None:
     writer.close()
     first, second = (part[:40] for part in answers.split(b'"session_id":"')[1:])
     assert first != second
+
+
+async def until(true: Callable[[], bool]) -> None:
+    """Something that only time brings about."""
+    for _ in range(2_000):
+        if true():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("it is not so after 20 s")
+
+
+def peak_mib(*, reset: bool = False) -> int:
+    """The most memory of this process, since it was last reset."""
+    if reset:
+        Path("/proc/self/clear_refs").write_text("5")
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) // 1024 for line in lines if line.startswith("VmHWM"))
+
+
+async def test_many_small_bodies_do_not_become_large_at_once(tmp_path: Path) -> None:
+    most = 40 * 2**20
+    async with hosted(EchoExecutor(), tmp_path, max_decoded_bytes=most) as api:
+        ids = await ids_of(api)
+        sample = {
+            "sampling_session_id": ids.sampler,
+            "prompt": {"chunks": [{"tokens": [1]}]},
+            "sampling_params": {"max_tokens": 1},
+        }
+        whole = json.dumps(sample).encode()
+        packed = zstandard.compress(whole[:-1] + b" " * (most - len(whole)) + b"}")
+        assert len(packed) < 10_000
+        headers = {"Content-Encoding": "zstd"}
+        before = peak_mib(reset=True)
+        asked = [api.post("asample", packed, headers=headers) for _ in range(16)]
+        assert [answer.status for answer in await asyncio.gather(*asked)] == [200] * 16
+        # Two at a time, each in parts and whole; all of them would be 640 MiB.
+        assert peak_mib() - before < 320
+
+
+async def test_bodies_that_an_owner_has_arriving_have_an_end_together(tmp_path: Path) -> None:
+    keys = [await new_key(tmp_path, owner) for owner in ("alice", "bob")]
+    body = b"x" * 90_000
+    head = (
+        "POST /api/v1/asample HTTP/1.1\r\nHost: 127.0.0.1\r\nX-API-Key: {}\r\n"
+        "Content-Length: 100000\r\n\r\n"
+    )
+    async with hosted(EchoExecutor(), tmp_path, max_body_bytes=100_000) as api:
+        url = api.http._base_url
+        assert url
+        assert api.app
+        held = api.app.state.context.intake._bytes
+        writers = []
+        for key in (*[keys[0]] * intake.BODIES, keys[1]):
+            _, writer = await asyncio.open_connection(url.host, url.port)
+            writer.write(head.format(key).encode() + body)
+            writers.append(writer)
+        await until(lambda: held == {"alice": intake.BODIES * len(body), "bob": len(body)})
+        async with with_key(api, keys[0]) as alice, with_key(api, keys[1]) as bob:
+            full = await alice.post("asample", body)
+            assert full.status == 429
+            assert "sending now have more than 800000 bytes" in full.json["detail"]
+            assert (await bob.post("asample", body)).status == 422
+            for writer in writers:
+                writer.close()
+            await until(lambda: not held)
+            assert (await alice.post("asample", body)).status == 422

@@ -1,8 +1,9 @@
 """What every route needs: the parts of the server, and look-ups that know the owner."""
 
 import asyncio
+import contextlib
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -12,6 +13,7 @@ from starlette.responses import Response
 from tinkex.server.api.auth import owner_of
 from tinkex.server.api.cache import Cache
 from tinkex.server.api.errors import Refusal, missing
+from tinkex.server.api.intake import Intake
 from tinkex.server.dispatch import Dispatcher
 from tinkex.server.executor import Executor, ServedModel
 from tinkex.server.futures import Futures
@@ -50,12 +52,16 @@ class Context:
     presence: Presence
     #: Signs links to files.
     signer: Signer
+    #: Bodies that are arriving.
+    intake: Intake = field(init=False)
     _sessions: Cache[Session] = field(init=False)
     _models: Cache[Model] = field(init=False)
     _samplers: Cache[Sampler] = field(init=False)
 
     def __post_init__(self) -> None:
         runs = self.store.runs
+        intake = Intake(max_body_bytes=self.settings.max_body_bytes)
+        object.__setattr__(self, "intake", intake)
         object.__setattr__(self, "_sessions", Cache(runs.session))
         object.__setattr__(self, "_models", Cache(runs.model))
         object.__setattr__(self, "_samplers", Cache(runs.sampler))
@@ -125,48 +131,74 @@ def context_of(request: Request) -> Context:
     return context
 
 
-async def read_body(request: Request, *, has_data: bool = False) -> bytes:
-    """The body, unpacked, within the limits: wide ones for passes and samples, which have data."""
-    settings = context_of(request).settings
-    limit = settings.max_body_bytes
-    unpacked_limit = settings.max_decoded_bytes
-    if not has_data:
-        limit = min(limit, settings.max_message_bytes)
-        unpacked_limit = min(unpacked_limit, settings.max_message_bytes)
+async def read_body(request: Request) -> bytes:
+    """The body of a message without data, unpacked, within the limits."""
+    context = context_of(request)
+    settings = context.settings
+    with context.intake.holding(owner_of(request)) as more:
+        limit = min(settings.max_body_bytes, settings.max_message_bytes)
+        packed = await _received(
+            request, limit, more, "The server's setting is TINKEX_MAX_MESSAGE_BYTES."
+        )
+        limit = min(settings.max_decoded_bytes, settings.max_message_bytes)
+        unpacked = decompress(packed, request.headers.get("content-encoding"), max_bytes=limit)
+    request.scope[SENT] = unpacked
+    return unpacked
+
+
+async def read_data(request: Request, decode: Callable[[bytes], T]) -> T:
+    """A pass or a sample, which may be large: its body, unpacked, within the limits, and decoded."""
+    context = context_of(request)
+    settings = context.settings
+    owner = owner_of(request)
+    with context.intake.holding(owner) as more:
+        packed = await _received(
+            request,
+            settings.max_body_bytes,
+            more,
+            "Send fewer or shorter "
+            "examples in one request, or start the server with a larger TINKEX_MAX_BODY_BYTES.",
+        )
+        encoding = request.headers.get("content-encoding")
+
+        def unpack(most: int = settings.max_decoded_bytes) -> bytes:
+            request.scope[SENT] = decompress(packed, encoding, max_bytes=most)
+            return request.scope[SENT]
+
+        if len(packed) <= INLINE_BYTES:
+            # More may come out of it than went in.
+            with contextlib.suppress(TooLarge):
+                return decode(unpack(min(INLINE_BYTES, settings.max_decoded_bytes)))
+        async with context.intake.turn(owner):
+            return await asyncio.to_thread(lambda: decode(unpack()))
+
+
+async def _received(
+    request: Request, limit: int, more: Callable[[int], None], advice: str
+) -> bytes:
     body = bytearray()
     total = 0
     tail = b""
+    full: Refusal | None = None
     async for part in request.stream():
         total += len(part)
-        if total <= limit:
-            body += part
+        if total <= limit and full is None:
+            try:
+                more(len(part))
+                body += part
+            except Refusal as refusal:
+                full = refusal
+                body.clear()
             continue
         tail = (tail + part)[-KEPT_END_BYTES:]
         if total > limit * SWALLOWED:
             break
     if total > limit:
         request.scope[SENT] = bytes(body[:KEPT_END_BYTES]) + b" " + tail
-        raise TooLarge(
-            f"the body has {total} bytes or more, and {limit} are allowed. {_advice(has_data)}"
-        )
-    encoding = request.headers.get("content-encoding")
-    packed = bytes(body)
-    del body
-    if encoding is None or len(packed) <= INLINE_BYTES:
-        unpacked = decompress(packed, encoding, max_bytes=unpacked_limit)
-    else:
-        unpacked = await asyncio.to_thread(decompress, packed, encoding, max_bytes=unpacked_limit)
-    request.scope[SENT] = unpacked
-    return unpacked
-
-
-def _advice(has_data: bool) -> str:
-    if has_data:
-        return (
-            "Send fewer or shorter examples in one request, or start the server with a larger "
-            "TINKEX_MAX_BODY_BYTES."
-        )
-    return "The server's setting is TINKEX_MAX_MESSAGE_BYTES."
+        raise TooLarge(f"the body has {total} bytes or more, and {limit} are allowed. {advice}")
+    if full is not None:
+        raise full
+    return bytes(body)
 
 
 async def read_json(request: Request, message: type[T]) -> T:
