@@ -43,7 +43,7 @@ ROOMS = {
     "server.executor": "wire server.plan server.restarts server.blame server.roll",
     "server.api": "wire server.store server.plan server.executor server.dispatch server.futures "
     "server.prices server.saving server.settings server.presence server.shares server.signing "
-    "server.tokens fastapi starlette",
+    "server.tokens server.patience fastapi starlette",
     "server": "wire models server uvicorn prometheus_client fastapi starlette pydantic ~pyrage",
     "conformance": "wire numpy",
     "conformance.conftest": "conformance pytest",

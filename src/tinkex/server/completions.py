@@ -9,10 +9,10 @@ import asyncio
 import time
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from tinkex.server.store import Completion, Store
+from tinkex.server.store import Completion, StorageTrouble, Store
 
 # What nobody reads any more is dropped, and read from the database should it be asked for.
 MOST_LOGS = 4_000
@@ -20,6 +20,8 @@ MOST_EVENTS = 20_000
 UNREAD_S = 120.0
 # In one answer; the next poll, from its cursor on, gets the next ones at once.
 MOST_TOLD = 1_000
+# How long a poll is held that the database cannot answer.
+TROUBLE_S = 1.0
 
 _Client = tuple[str, int]
 
@@ -30,7 +32,8 @@ class _Tail:
 
     floor: int
     events: list[Completion] = field(default_factory=list)
-    more: asyncio.Event = field(default_factory=asyncio.Event)
+    #: Who sleeps until the next event, and how many use this at all.
+    waiters: set[asyncio.Future[None]] = field(default_factory=set)
     waiting: int = 0
     read_s: float = 0.0
 
@@ -42,6 +45,16 @@ class _Tail:
         if known := bisect_right(self.events, cursor, key=_position):
             self.floor = self.events[known - 1].position
             del self.events[:known]
+
+    def wake(self) -> None:
+        for waiter in self.waiters:
+            let_go(waiter)
+
+
+def let_go(waiter: "asyncio.Future[None]") -> None:
+    """Wake somebody who waits, if they still do."""
+    if not waiter.done():
+        waiter.set_result(None)
 
 
 def _position(event: Completion) -> int:
@@ -73,14 +86,24 @@ class Completions:
         if tail is None:
             return
         tail.events.append(event)
-        tail.more.set()
+        tail.wake()
         if len(tail.events) > MOST_EVENTS and not tail.waiting:
             del self._tails[client]
 
     async def after(
-        self, sampling_session_id: str, clone_id: int, *, cursor: int, within_s: float
+        self,
+        sampling_session_id: str,
+        clone_id: int,
+        *,
+        cursor: int,
+        within_s: float,
+        leaving: Callable[[Callable[[], None]], None] | None = None,
     ) -> Sequence[Completion]:
-        """The client's next events after a position, once there is one; none when time is up."""
+        """
+        The client's next events after a position, once there is one; none when time is up.
+
+        `leaving` is given what ends the wait at once, for when nobody is there any more.
+        """
         tail = self._tail((sampling_session_id, clone_id))
         tail.waiting += 1
         try:
@@ -90,11 +113,22 @@ class Completions:
                 return older
             if older or tail.events or within_s <= 0 or self._closing:
                 return [*older, *tail.events[: MOST_TOLD - len(older)]]
-            tail.more.clear()
-            async with asyncio.timeout(within_s):
-                await tail.more.wait()
-        except TimeoutError:
-            pass
+            loop = asyncio.get_running_loop()
+            waiter = loop.create_future()
+            tail.waiters.add(waiter)
+            timer = loop.call_later(within_s, let_go, waiter)
+            if leaving is not None:
+                leaving(lambda: let_go(waiter))
+            try:
+                await waiter
+            finally:
+                timer.cancel()
+                tail.waiters.discard(waiter)
+        except StorageTrouble:
+            # Nothing may be told before what cannot be read now. The client asks again from the
+            # same place, and not at once.
+            await asyncio.sleep(min(within_s, TROUBLE_S))
+            return []
         finally:
             tail.waiting -= 1
             tail.read_s = time.monotonic()
@@ -118,7 +152,7 @@ class Completions:
         """The server is stopping: let every waiting poll go, it comes back to the next one."""
         self._closing = True
         for tail in self._tails.values():
-            tail.more.set()
+            tail.wake()
 
     def _tail(self, client: _Client) -> _Tail:
         tail = self._tails.get(client)

@@ -1,13 +1,13 @@
-"""Results that were promised: who waits for one sleeps on an event, and is woken by the commit."""
+"""Results that were promised: who waits for one sleeps, and is woken by the commit."""
 
 import asyncio
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 
-from tinkex.server.completions import Completions
+from tinkex.server.completions import Completions, let_go
 from tinkex.server.plan import Kind
 from tinkex.server.shares import Load
 from tinkex.server.store import Damaged, RequestRow, Status, Store
@@ -45,12 +45,15 @@ class Settled:
 class _Promise:
     owner: str
     base_model: str
-    event: asyncio.Event
     load: Load
     settled: Settled | None = None
-    #: How often somebody has begun to wait for it, and how many wait now.
+    #: How often somebody has begun to wait for it, and who waits now.
     asked: int = 0
-    waiting: int = 0
+    waiters: set[asyncio.Future[None]] = field(default_factory=set)
+
+    def wake(self) -> None:
+        for waiter in self.waiters:
+            let_go(waiter)
 
 
 class Futures:
@@ -78,9 +81,7 @@ class Futures:
         """This process will settle that request."""
         if request_id in self._open:
             return
-        self._open[request_id] = _Promise(
-            owner=owner, base_model=base_model, event=asyncio.Event(), load=load
-        )
+        self._open[request_id] = _Promise(owner=owner, base_model=base_model, load=load)
         self._loads[owner] = self.load(owner) + load
 
     @property
@@ -97,14 +98,25 @@ class Futures:
         promise = self._open.pop(settled.request_id, None)
         if promise is not None:
             promise.settled = settled
-            promise.event.set()
+            promise.wake()
             self._loads[promise.owner] -= promise.load
             if not self._loads[promise.owner].requests:
                 del self._loads[promise.owner]
         self._keep(settled)
 
-    async def wait(self, request_id: str, *, owner: str, within_s: float) -> Settled | None:
-        """The finished request, or None when it is not finished by then."""
+    async def wait(
+        self,
+        request_id: str,
+        *,
+        owner: str,
+        within_s: float,
+        leaving: Callable[[Callable[[], None]], None] | None = None,
+    ) -> Settled | None:
+        """
+        The finished request, or None when it is not finished by then.
+
+        `leaving` is given what ends the wait at once, for when nobody is there any more.
+        """
         if (kept := self._kept.get(request_id)) is not None:
             return self._owned(kept, owner)
         promise = self._open.get(request_id)
@@ -115,14 +127,17 @@ class Futures:
         promise.asked += 1
         if within_s <= 0 or self.closing:
             return promise.settled
-        promise.waiting += 1
+        loop = asyncio.get_running_loop()
+        waiter = loop.create_future()
+        promise.waiters.add(waiter)
+        timer = loop.call_later(within_s, let_go, waiter)
+        if leaving is not None:
+            leaving(lambda: let_go(waiter))
         try:
-            async with asyncio.timeout(within_s):
-                await promise.event.wait()
-        except TimeoutError:
-            return None
+            await waiter
         finally:
-            promise.waiting -= 1
+            timer.cancel()
+            promise.waiters.discard(waiter)
         return promise.settled
 
     def asked(self, request_id: str) -> int:
@@ -133,7 +148,7 @@ class Futures:
     def awaited(self, request_id: str) -> bool:
         """Whether somebody waits for an open request now."""
         promise = self._open.get(request_id)
-        return promise is not None and promise.waiting > 0
+        return promise is not None and bool(promise.waiters)
 
     def base_model(self, request_id: str) -> str | None:
         """What an open request computes on."""
@@ -148,7 +163,7 @@ class Futures:
         """The server is stopping: let every waiting poll go, it comes back to the next one."""
         self.closing = True
         for promise in self._open.values():
-            promise.event.set()
+            promise.wake()
         self.completions.release()
 
     async def _read(self, request_id: str, owner: str) -> Settled | None:

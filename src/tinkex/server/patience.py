@@ -19,6 +19,11 @@ STEP_BYTES = 4096
 GONE_S = 60
 
 
+#: In the scope of a request that waits: what to call when its client is gone. Asking the server for
+#: that news, as ASGI has it, would take a task of its own for each of thousands of polls.
+GONE = "tinkex.gone"
+
+
 class Phase(enum.Enum):
     """What a connection waits for."""
 
@@ -81,7 +86,10 @@ def patient(
             super().data_received(data)
 
         def connection_lost(self, exc: Exception | None) -> None:
+            waiting = self.cycle is not None and not self.cycle.response_complete
             super().connection_lost(exc)
+            if waiting and (leave := self.cycle.scope.get(GONE)) is not None:
+                leave()
             self._unset_keepalive_if_required()
             if self._next_look is not None:
                 self._next_look.cancel()

@@ -1,6 +1,7 @@
 """Asking for a promised result: a poll is held until the result is there, or about 30 s."""
 
 import asyncio
+from collections.abc import Callable
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -9,6 +10,7 @@ from starlette.responses import Response
 from tinkex.server.api.auth import owner_of
 from tinkex.server.api.context import Context, answer, context_of, describe, dialect_of, read_json
 from tinkex.server.futures import Settled
+from tinkex.server.patience import GONE
 from tinkex.server.plan import PASSES, Kind
 from tinkex.server.shares import Waiting
 from tinkex.server.store import Completion
@@ -42,7 +44,10 @@ async def retrieve_future(request: Request) -> Response:
     asked = await read_json(request, FutureRetrieveRequest)
     context = context_of(request)
     settled = await context.futures.wait(
-        asked.request_id, owner=owner_of(request), within_s=context.settings.long_poll_s
+        asked.request_id,
+        owner=owner_of(request),
+        within_s=context.settings.long_poll_s,
+        leaving=_leaving(request),
     )
     if settled is None:
         return _try_again(context, asked.request_id)
@@ -77,11 +82,22 @@ async def retrieve_futures(request: Request) -> Response:
         target.cloned_sampler_id,
         cursor=asked.prev_cursor,
         within_s=within_s,
+        leaving=_leaving(request),
     )
     cursor = events[-1].position if events else asked.prev_cursor
     return answer(
         FuturesRetrieveResponse(completions=[_event(event) for event in events], cursor=cursor)
     )
+
+
+def _leaving(request: Request) -> Callable[[Callable[[], None]], None]:
+    """A poll whose client has gone is not held: its connection ends it (`patience`)."""
+    scope = request.scope
+
+    def leaving(leave: Callable[[], None]) -> None:
+        scope[GONE] = leave
+
+    return leaving
 
 
 def _event(event: Completion) -> FutureCompletion:
