@@ -1,11 +1,12 @@
 """
 What does it cost that nothing is lost?
 
-    python benchmarks/bench_durability.py [--pairs 12] [--rounds 5] [--no-training]
+    python benchmarks/bench_durability.py [--pairs 7] [--rounds 5] [--no-training]
 
-Training: two servers with the embedded model take turns, a few steps each. One is as it comes, but
-snapshots every 10 steps instead of 200. The other has its data folder in memory, where forcing a
-commit to disk does nothing, and takes no snapshots: nothing of it outlives the machine.
+Training: two servers with the embedded model take turns of five steps. One is as it comes, except
+that it snapshots after every 10 requests instead of 200: so each of its turns has a whole one. The
+other has its data folder in memory, where forcing a commit to disk does nothing, and takes no
+snapshots: nothing of it outlives the machine.
 
 Store: small requests are accepted by 200 at a time, with group commit and with a commit for each
 (the writer takes one write at a time), in turns, on SQLite and on PostgreSQL with fsync on.
@@ -27,6 +28,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import TypeVar
 
@@ -46,8 +48,12 @@ from tinkex.server.store import Model, NewRequest, Store, open_store, writer
 T = TypeVar("T")
 
 MEMORY = Path("/dev/shm")
-SNAPSHOT_STEPS = 10
-STEPS, ROWS, TOKENS = 3, 2, 48
+STEPS, ROWS, TOKENS = 5, 4, 128
+# One in each turn, at the same place: with 200, as by default, it would be in one of twenty.
+SNAPSHOT_STEPS = 2 * STEPS
+# Together with its creation half a snapshot's worth, so that it falls in the middle of each turn,
+# and is written before the other side begins.
+WARM_UP_STEPS = 2
 CONCURRENT = 200
 LEAST_TRAINING, LEAST_ACCEPTED, LEAST_HTTP = 0.95, 5.0, 1.0
 # Two equal servers differ by as much between two runs on a busy machine.
@@ -91,38 +97,71 @@ def datum(row: int) -> types.Datum:
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Turn:
+    """What some steps took."""
+
+    tokens: int
+    wall_s: float
+    #: Processor time.
+    web_s: float
+    engine_s: float
+    #: From the answer to one optimizer step to that of the next.
+    step_s: list[float]
+
+
 class Trainer:
     """A client that trains as people do: the next batch is sent while this one is computed."""
 
     def __init__(self, server: Server) -> None:
-        self._server = server
         self._service = tinkex.ServiceClient(base_url=server.url)
         self._training = self._service.create_lora_training_client(DEFAULT_MODEL, rank=32, seed=1)
         self._data = [datum(row) for row in range(ROWS)]
-        self.steps = 0
-        self.run()
+        self._snapshots = server.data / "snapshots"
+        self._web = children(server.process.pid)
+        self._engines = [engine for one in self._web for engine in children(one)]
+        self.run(WARM_UP_STEPS)
 
-    def run(self) -> tuple[float, float]:
-        """Tokens a second over some steps: by the clock, and of the server's processor time."""
-        began, cpu_s = time.perf_counter(), self._cpu_s()
-        sent = []
-        for _ in range(STEPS):
-            sent.append(self._training.forward_backward(self._data, "cross_entropy"))
-            sent.append(self._training.optim_step(types.AdamParams(learning_rate=1e-4)))
-        for future in sent:
-            future.result()
-        self.steps += STEPS
-        tokens = STEPS * ROWS * TOKENS
-        return tokens / (time.perf_counter() - began), tokens / (self._cpu_s() - cpu_s)
+    def run(self, steps: int = STEPS) -> Turn:
+        web_s, engine_s = cpu_s(self._web), cpu_s(self._engines)
+        began = time.perf_counter()
+        sent = [
+            (
+                self._training.forward_backward(self._data, "cross_entropy"),
+                self._training.optim_step(types.AdamParams(learning_rate=1e-4)),
+            )
+            for _ in range(steps)
+        ]
+        answered = [began]
+        for passed, stepped in sent:
+            passed.result()
+            stepped.result()
+            answered.append(time.perf_counter())
+        return Turn(
+            tokens=steps * ROWS * TOKENS,
+            wall_s=answered[-1] - began,
+            web_s=cpu_s(self._web) - web_s,
+            engine_s=cpu_s(self._engines) - engine_s,
+            step_s=[after - before for before, after in pairwise(answered)],
+        )
 
-    def _cpu_s(self) -> float:
-        """Of the web process and its engine."""
-        web = children(self._server.process.pid)
-        pids = [*web, *(engine for one in web for engine in children(one))]
-        return sum(bench_api.Server("", pid).cpu_s() for pid in pids)
+    def run_with_snapshot(self) -> Turn:
+        """The same, and one was begun and ended meanwhile."""
+        before = self.snapshots()
+        turn = self.run()
+        assert len(self.snapshots() - before) == 1, "not one snapshot in this turn"
+        return turn
+
+    def snapshots(self) -> set[Path]:
+        """Those that are whole; the newest and the one before it are kept."""
+        return set(self._snapshots.glob("*/[!.]*"))
 
     def close(self) -> None:
         self._service.close("success").result()
+
+
+def cpu_s(pids: Sequence[int]) -> float:
+    return sum(bench_api.Server("", pid).cpu_s() for pid in pids)
 
 
 @contextmanager
@@ -134,29 +173,54 @@ def trainer(folder: Path, snapshot_steps: int) -> Iterator[Trainer]:
         client.close()
 
 
-def measure_training(pairs: int) -> tuple[list[Pair], int]:
-    """And the snapshots that were taken meanwhile."""
+def measure_training(pairs: int) -> tuple[list[Pair], str]:
+    """And what there is to know about it."""
     with ExitStack() as stack:
         disk = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        if in_memory(disk):
+            sys.exit(f"{disk.parent} is in memory; set TMPDIR to a folder on a disk.")
         memory = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=MEMORY)))
         durable = stack.enter_context(trainer(disk, SNAPSHOT_STEPS))
         other = stack.enter_context(trainer(memory, 10**9))
-        on, off = in_turns(pairs, [durable.run, other.run])
-        assert list((disk / "snapshots").glob("*/*")), "no snapshot was taken"
-        assert not list((memory / "snapshots").glob("*/*"))
-        taken = 2 * durable.steps // SNAPSHOT_STEPS
+        on, off = in_turns(pairs, [durable.run_with_snapshot, other.run])
+        assert not other.snapshots()
+    spent = [[turn.tokens / (turn.web_s + turn.engine_s) for turn in turns] for turns in (on, off)]
+    bare = [turn.tokens / turn.engine_s for turn in off]
+    clock = [[turn.tokens / turn.wall_s for turn in turns] for turns in (on, off)]
     found = [
-        Pair(
-            name, unit, [turn[which] for turn in on], [turn[which] for turn in off], LEAST_TRAINING
-        )
-        for which, (name, unit) in enumerate(
-            (
-                ("training, embedded model", "tokens/s"),
-                ("the same, of processor time", "tokens/CPU s"),
-            )
-        )
+        Pair("training, embedded model", "tokens/s", clock[0], clock[1], LEAST_TRAINING),
+        Pair("the same, of processor time", "tokens/CPU s", spent[0], spent[1], LEAST_TRAINING),
+        Pair("the same, beside the engine alone", "tokens/CPU s", spent[0], bare, LEAST_TRAINING),
     ]
-    return found, taken
+    return found, about_training(on, off)
+
+
+def in_memory(folder: Path) -> bool:
+    found = subprocess.run(
+        ["stat", "--file-system", "--format=%T", folder],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return found.stdout.strip() in ("tmpfs", "ramfs")
+
+
+def about_training(on: Sequence[Turn], off: Sequence[Turn]) -> str:
+    usual, slowest = (
+        [statistics.median(summary(turn.step_s) for turn in turns) for turns in (on, off)]
+        for summary in (statistics.median, max)
+    )
+    web_ms = [statistics.median(1000 * turn.web_s / STEPS for turn in turns) for turns in (on, off)]
+    return (
+        f"Training: {ROWS} x {TOKENS} tokens, rank 32, {STEPS} steps a turn, one thread, through "
+        f"our client; a snapshot in each turn, after {SNAPSHOT_STEPS} requests (by default after "
+        "200: this costs twenty times as much), begun and ended within it. Beside it: the data "
+        "folder in memory and no snapshots. Rows are written there too, so the third line is "
+        "beside what the engine alone spent, as if HTTP, checking and rows cost nothing. "
+        f"The web process spent {web_ms[0]:.0f} ms on a step, without snapshots {web_ms[1]:.0f}. "
+        f"A step took {usual[0]:.2f} s, beside it {usual[1]:.2f}; the slowest of a turn "
+        f"{slowest[0]:.2f} s, beside it {slowest[1]:.2f} (medians of the turns)."
+    )
 
 
 # -- the store ------------------------------------------------------------------------------------
@@ -315,12 +379,6 @@ HTTP = (
     "a web process that commits each write by itself. For one in flight, the inverse of the median "
     "latency."
 )
-TRAINING = (
-    f"Training: {ROWS} x {TOKENS} tokens, rank 32, {STEPS} steps a turn, one thread, through our "
-    f"client; a snapshot every {SNAPSHOT_STEPS} requests (by default 200), about {{snapshots}} in "
-    "all. Beside it: the data folder in memory and no snapshots. Rows are written there too: what "
-    "SQL costs is in both, and is the inverse of the rows about accepting."
-)
 
 
 def met(pair: Pair) -> bool:
@@ -338,7 +396,7 @@ def row(pair: Pair) -> str:
     return f"| {pair.name} | {pair.unit} | {spread[0]} | {spread[1]} | {pair.ratio:.2f} | {bar} | {verdict} |"
 
 
-def report(pairs: Sequence[Pair], snapshots: int | None, command: str) -> str:
+def report(pairs: Sequence[Pair], training: str | None, command: str) -> str:
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"],
         cwd=ROOT,
@@ -360,14 +418,14 @@ def report(pairs: Sequence[Pair], snapshots: int | None, command: str) -> str:
         ACCEPTING,
         HTTP,
     ]
-    if snapshots is not None:
-        lines.append(TRAINING.format(snapshots=snapshots))
+    if training is not None:
+        lines.append(training)
     return "\n\n".join(lines) + "\n"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--pairs", type=int, default=12, help="turns of training")
+    parser.add_argument("--pairs", type=int, default=7, help="turns of training")
     parser.add_argument("--rounds", type=int, default=5, help="turns of everything else")
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--no-training", action="store_true")
@@ -382,14 +440,14 @@ def main() -> None:
         bench_api.serve("tinkex", options.folder)
         return
     pairs: list[Pair] = []
-    snapshots = None
+    training = None
     if not options.no_training:
-        pairs, snapshots = measure_training(options.pairs)
+        pairs, training = measure_training(options.pairs)
     if not options.only_training:
         pairs += measure_stores(options.rounds, options.requests)
         pairs += measure_http(options.rounds, options.requests)
     command = " ".join(["python benchmarks/bench_durability.py", *sys.argv[1:]])
-    text = report(pairs, snapshots, command)
+    text = report(pairs, training, command)
     print(text)
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     name = f"durability_{os.cpu_count()}cpu_{today}.md"
