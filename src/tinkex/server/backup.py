@@ -164,7 +164,6 @@ def about(source: Path) -> About:
 def restore(source: Path, folder: Path) -> About:
     """A new data folder from a back-up, which stays as it is."""
     found = about(source)
-    _check_whole(source, found)
     folder = folder.absolute()
     if folder.exists() and any(folder.iterdir()):
         raise BackupFailed(
@@ -172,6 +171,7 @@ def restore(source: Path, folder: Path) -> About:
             hint="Restore into a new folder, or move this one away first.",
         )
     _refuse_strange(source)
+    _check_whole(source, found)
     folder.parent.mkdir(parents=True, exist_ok=True)
     part = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.part")
     part.mkdir(mode=0o700)

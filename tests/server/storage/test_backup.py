@@ -133,6 +133,25 @@ async def test_what_cannot_be_copied_or_restored_is_refused(
     assert {path.name for path in list_of(tmp_path)} == {"data", "target"}
 
 
+async def test_a_back_up_that_did_not_come_over_whole_is_refused(
+    echo: EchoExecutor, tmp_path: Path
+) -> None:
+    data, target = tmp_path / "data", tmp_path / "target"
+    async with hosted(echo, data) as api:
+        model = await api.model()
+        await api.passed(await api.forward_backward(model, 1, tokens=LARGE))
+    await taken(data, target)
+    # Looking at it, as the guide says, changes nothing.
+    assert (await tinkex("doctor", "--data", str(target))).returncode == 0
+    restore(target, tmp_path / "first")
+    (payload,) = (target / "payloads").glob("*/*")
+    payload.unlink()
+    with pytest.raises(BackupFailed, match="not whole") as refused:
+        restore(target, tmp_path / "second")
+    assert f"tinkex doctor --data {target}" in refused.value.hint
+    assert {path.name for path in list_of(tmp_path)} == {"data", "target", "first"}
+
+
 @pytest.mark.parametrize("way_out", ["a link", "a linked folder", "a place", "a pipe"])
 async def test_a_back_up_that_leads_out_of_itself_is_refused(
     echo: EchoExecutor, tmp_path: Path, way_out: str

@@ -93,11 +93,11 @@ async def test_a_torn_snapshot_is_mended_and_the_model_goes_on(tmp_path: Path) -
 
 
 async def test_what_was_left_behind_is_deleted_and_keys_are_closed(tmp_path: Path) -> None:
-    await filled(tmp_path)
+    model = await filled(tmp_path)
     left = [
         tmp_path / "payloads" / "ab" / ".part",
-        tmp_path / "snapshots" / "model" / "folder" / "file",
-        tmp_path / "checkpoints" / "model" / "weights" / "name" / "version" / "file",
+        tmp_path / "snapshots" / model / "folder" / "file",
+        tmp_path / "checkpoints" / model / "weights" / "name" / "version" / "file",
     ]
     for file in left:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -198,6 +198,7 @@ async def test_an_old_database_is_brought_up_to_date(tmp_path: Path) -> None:
         connection.execute("ALTER TABLE snapshots DROP COLUMN fingerprint")
         connection.execute("ALTER TABLE checkpoint_versions DROP COLUMN fingerprint")
         connection.execute("DROP TABLE older_snapshots")
+        connection.execute("ALTER TABLE requests DROP COLUMN deaths")
         connection.execute("UPDATE alembic_version SET version_num = '0006'")
     connection.close()
     (finding,) = problems(tmp_path)
