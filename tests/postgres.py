@@ -9,11 +9,13 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import psycopg
+
+from processes import children
 
 #: Where Debian puts it; elsewhere it is on the path.
 DEBIAN = Path("/usr/lib/postgresql")
@@ -30,12 +32,22 @@ def binaries() -> Path | None:
 
 
 class Postgres:
-    """A running server. `database` makes an empty database."""
+    """A server. `database` makes an empty database; it can be stopped, and paused, and come back."""
 
-    def __init__(self, process: subprocess.Popen[bytes], port: int, password: str) -> None:
-        self.process = process
+    def __init__(
+        self, home: Path, user: str | None, password: str, settings: Iterable[str]
+    ) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        self._home = home
+        self._user = user
+        chosen = (f"port={port}", "listen_addresses=127.0.0.1", "unix_socket_directories=")
+        self._options = [
+            part for setting in (*chosen, *SETTINGS, *settings) for part in ("-c", setting)
+        ]
         self._login = f"postgres:{password}@127.0.0.1:{port}"
         self._numbers = itertools.count()
+        self._process: subprocess.Popen[bytes] | None = None
 
     def database(self) -> str:
         """The SQLAlchemy URL of a new database."""
@@ -46,6 +58,53 @@ class Postgres:
 
     def connect(self, name: str = "postgres") -> psycopg.Connection:
         return psycopg.connect(f"postgresql://{self._login}/{name}", autocommit=True)
+
+    def start(self) -> None:
+        """Answers when it takes connections."""
+        found = binaries()
+        assert found is not None
+        with (self._home / "log").open("wb") as log:
+            process = subprocess.Popen(
+                [found / "postgres", "-D", self._home / "data", *self._options],
+                user=self._user,
+                cwd=self._home,
+                stdout=log,
+                stderr=log,
+            )
+        self._process = process
+        deadline = time.monotonic() + START_S
+        while True:
+            try:
+                self.connect().close()
+            except psycopg.OperationalError:
+                told = (self._home / "log").read_text()
+                assert process.poll() is None, told
+                assert time.monotonic() < deadline, told
+                time.sleep(0.05)
+            else:
+                return
+
+    def stop(self) -> None:
+        """ "Fast": connections are ended, nothing is waited for. Safe to repeat."""
+        if self._process is not None:
+            self._process.send_signal(signal.SIGINT)
+            self._process.wait(30)
+            self._process = None
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """It is there, takes what is sent, and says nothing, until the block ends."""
+        assert self._process is not None
+        # The first keeps the others from being started while they are found.
+        os.kill(self._process.pid, signal.SIGSTOP)
+        stopped = [self._process.pid, *children(self._process.pid)]
+        try:
+            for pid in stopped:
+                os.kill(pid, signal.SIGSTOP)
+            yield
+        finally:
+            for pid in reversed(stopped):
+                os.kill(pid, signal.SIGCONT)
 
 
 @contextmanager
@@ -61,10 +120,9 @@ def postgres_server(*settings: str) -> Iterator[Postgres]:
     if user is not None:
         shutil.chown(home, user)
         shutil.chown(home / "password", user)
-    data = home / "data"
     made = subprocess.run(
         [
-            *(found / "initdb", "-D", data, "-U", "postgres", "--auth=password"),
+            *(found / "initdb", "-D", home / "data", "-U", "postgres", "--auth=password"),
             *(f"--pwfile={home / 'password'}", "--no-sync", "--encoding=UTF8", "--no-locale"),
             # Texts are sorted as in most installations, not by their bytes.
             *("--locale-provider=icu", "--icu-locale=en"),
@@ -76,33 +134,10 @@ def postgres_server(*settings: str) -> Iterator[Postgres]:
         check=False,
     )
     assert made.returncode == 0, made.stderr
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    chosen = [f"port={port}", "listen_addresses=127.0.0.1", "unix_socket_directories="]
-    options = [part for setting in (*chosen, *SETTINGS, *settings) for part in ("-c", setting)]
-    with (home / "log").open("wb") as log:
-        process = subprocess.Popen(
-            [found / "postgres", "-D", data, *options], user=user, cwd=home, stdout=log, stderr=log
-        )
+    server = Postgres(home, user, password, settings)
     try:
-        server = Postgres(process, port, password)
-        _wait(server, home / "log")
+        server.start()
         yield server
     finally:
-        # "Fast": connections are ended, nothing is waited for.
-        process.send_signal(signal.SIGINT)
-        process.wait(30)
+        server.stop()
         shutil.rmtree(home, ignore_errors=True)
-
-
-def _wait(server: Postgres, log: Path) -> None:
-    deadline = time.monotonic() + START_S
-    while True:
-        try:
-            server.connect().close()
-        except psycopg.OperationalError:
-            assert server.process.poll() is None, log.read_text()
-            assert time.monotonic() < deadline, log.read_text()
-            time.sleep(0.05)
-        else:
-            return

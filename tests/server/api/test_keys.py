@@ -88,6 +88,16 @@ async def test_the_first_key_closes_a_running_server(api: Api, tmp_path: Path, q
         assert (await mine.get(ME)).json["name"] == "mine"
 
 
+async def test_nobody_gets_in_while_a_new_server_looks_whether_there_are_keys(
+    echo: EchoExecutor, tmp_path: Path
+) -> None:
+    async with hosted(echo, tmp_path):
+        await new_key(tmp_path, "local")
+    async with hosted(echo, tmp_path) as api:
+        answers = await asyncio.gather(*(api.get(ME) for _ in range(20)))
+    assert {answer.status for answer in answers} == {401}
+
+
 async def test_refusals_tell_missing_unknown_revoked_and_expired_apart(
     api: Api, tmp_path: Path, quick: None
 ) -> None:

@@ -133,6 +133,19 @@ async def test_what_was_accepted_is_there_after_opening_again(tmp_path: Path) ->
     store.close()
 
 
+async def test_repeats_and_bad_ones_in_one_group_are_told_apart(store: Store) -> None:
+    model = await a_model(store)
+    known = await store.requests.accept(step(model, 1))
+    new = [step(model, 1), step(model, 2), step(model, 2), step("nobody:train:0", 1)]
+    again, first, second, orphan = await asyncio.gather(
+        *(store.requests.accept(one) for one in new), return_exceptions=True
+    )
+    assert (again.request_id, again.is_new) == (known.request_id, False)
+    assert (first.is_new, second.is_new) == (True, False)
+    assert first.request_id == second.request_id
+    assert isinstance(orphan, sa.exc.IntegrityError)
+
+
 async def test_a_commit_asks_the_disk(tmp_path: Path, store: Store) -> None:
     """The settings behind "on disk when acknowledged"."""
     database = Database(f"sqlite:///{tmp_path / 'tinkex.db'}")

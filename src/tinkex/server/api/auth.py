@@ -14,9 +14,9 @@ from urllib.parse import urlsplit
 from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from tinkex.server.api.errors import Refusal, told
+from tinkex.server.api.errors import Refusal, storage_trouble, told
 from tinkex.server.settings import is_loopback
-from tinkex.server.store import ApiKey, Keys
+from tinkex.server.store import ApiKey, Keys, StorageTrouble
 from tinkex.server.tokens import BadToken, Tokens
 
 LOCAL_OWNER = "local"
@@ -31,6 +31,9 @@ LOCAL_PATHS = frozenset({"/metrics"})
 
 # How long an answer of the database is believed: a revoked key opens nothing after this.
 BELIEVED_S = 2.0
+# While the database cannot be asked, a key that was good is good for this much longer: polls that
+# are refused once are not sent again by some clients. Nothing new is taken in meanwhile.
+BELIEVED_AWAY_S = 300.0
 # When a key was last used is noted this often.
 NOTED_S = 30.0
 MOST_CACHED = 10_000
@@ -65,6 +68,12 @@ class _Known:
     until_s: float
     caller: Caller | None
     problem: str
+    #: When the key, or the token for it, ends by itself.
+    ends_s: float = float("inf")
+
+    def lasts(self, now_s: float) -> bool:
+        """Whether it is still believed while the database cannot be asked."""
+        return now_s < min(self.until_s + BELIEVED_AWAY_S, self.ends_s)
 
 
 class Gate:
@@ -80,13 +89,21 @@ class Gate:
         self._noted: dict[int, float] = {}
         self._needs_keys = False
         self._asked_s = float("-inf")
+        #: The database has said once whether there is a key: only then nobody may be believed.
+        self._told = False
 
     async def needs_keys(self) -> bool:
         """Whether there ever was a key. One that is made while the server runs counts soon."""
         now_s = self._clock()
-        if not self._needs_keys and now_s - self._asked_s >= BELIEVED_S:
+        due = now_s - self._asked_s >= BELIEVED_S or not self._told
+        if due and not self._needs_keys:
             self._asked_s = now_s
-            self._needs_keys = await self._keys.any()
+            try:
+                self._needs_keys = await self._keys.any() or self._needs_keys
+                self._told = True
+            except StorageTrouble:
+                if not self._told:
+                    raise
         return self._needs_keys
 
     async def caller(self, credential: str | None) -> Caller:
@@ -120,23 +137,28 @@ class Gate:
         now_s = self._clock()
         known = self._known.get(digest)
         if known is None or known.until_s <= now_s:
-            known = await self._look_up(credential, now_s)
-            if len(self._known) >= MOST_CACHED:
-                self._known.clear()
-            self._known[digest] = known
+            try:
+                known = await self._look_up(credential, now_s)
+            except StorageTrouble:
+                if known is None or known.caller is None or not known.lasts(now_s):
+                    raise
+            else:
+                if len(self._known) >= MOST_CACHED:
+                    self._known.clear()
+                self._known[digest] = known
         if known.caller is None:
             raise Refusal(401, f"{what} {known.problem}. {ASK}")
         return known.caller
 
     async def _look_up(self, credential: str, now_s: float) -> _Known:
-        until_s = now_s + BELIEVED_S
+        until_s, ends_s = now_s + BELIEVED_S, float("inf")
         by_token = credential.startswith("eyJ")
         if by_token:
             try:
                 claims = self.tokens.read(credential, now_s=now_s)
             except BadToken as bad:
                 return _Known(until_s=until_s, caller=None, problem=f"is a token, and {bad}")
-            until_s = min(until_s, claims["exp"])
+            ends_s = claims["exp"]
             key = await self._keys.by_id(int(claims.get("key_id") or 0))
         else:
             key = await self._keys.by_secret(credential)
@@ -147,7 +169,9 @@ class Gate:
             problem = f"{key.hint}… ({key.name or key.owner}) is {state}"
             return _Known(until_s=until_s, caller=None, problem=problem)
         self._note(key, now_s)
-        return _Known(until_s=until_s, caller=_caller(key, by_token=by_token), problem="")
+        ends_s = min(ends_s, key.expires_s or ends_s)
+        caller = _caller(key, by_token=by_token)
+        return _Known(until_s=min(until_s, ends_s), caller=caller, problem="", ends_s=ends_s)
 
     def _note(self, key: ApiKey, now_s: float) -> None:
         if now_s - self._noted.get(key.key_id, float("-inf")) >= NOTED_S:
@@ -184,6 +208,10 @@ class Authentication:
             except Refusal as refusal:
                 await _swallow(receive)
                 await told({"detail": refusal.detail}, refusal.status)(scope, receive, send)
+                return
+            except StorageTrouble as trouble:
+                await _swallow(receive)
+                await storage_trouble(request, trouble)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import ClientDisconnect, HTTPConnection, Request
 from starlette.responses import JSONResponse, Response
 
 from tinkex.server.futures import UnknownRequest
@@ -103,7 +103,7 @@ def result_gone(_request: Request, error: Exception) -> Response:
     return told({"detail": detail}, 410)
 
 
-def storage_trouble(_request: Request, error: Exception) -> Response:
+def storage_trouble(_request: HTTPConnection, error: Exception) -> Response:
     """Official clients send a 503 again for five minutes; a disk is often cleared by then."""
     return told({"detail": str(error)}, 503, {"Retry-After": str(TROUBLE_RETRY_S)})
 

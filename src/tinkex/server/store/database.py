@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,7 +14,7 @@ from alembic.config import Config
 from alembic.util import CommandError
 from sqlalchemy import event
 
-from tinkex.server.store import postgres, tally
+from tinkex.server.store import postgres, tally, writer
 from tinkex.server.store.trouble import AWAY, Condition, StorageTrouble, trouble_of
 from tinkex.server.store.writer import Many, Writer
 
@@ -102,11 +103,28 @@ class Database:
         """
         while True:
             try:
-                return await self.in_thread(lambda: self._read(act))
+                return await self._answered(self._in_thread(lambda: self._read(act)))
             except StorageTrouble as error:
                 if not must or not error.trouble.passes:
                     raise
             await asyncio.sleep(READ_RETRY_S)
+
+    async def _answered(self, reading: asyncio.Future[T]) -> T:
+        """
+        What is read, unless the database has said nothing for too long.
+
+        While it owes the writer an answer as well, there is less hope for this one.
+        """
+        began_s = time.monotonic()
+        try:
+            while not (await asyncio.wait((reading,), timeout=writer.SILENT_S))[0]:
+                silent_s = time.monotonic() - began_s
+                if silent_s >= writer.AWAY_S or self.condition.trouble is not None:
+                    raise StorageTrouble(writer.silence(self._writing, silent_s))
+            return reading.result()
+        finally:
+            # Its thread goes on until it is answered; nobody listens.
+            reading.cancel()
 
     def read_now(self, act: Callable[[sa.Connection], T]) -> T:
         """The same, once, in the thread of the caller."""
@@ -114,7 +132,10 @@ class Database:
 
     async def in_thread(self, act: Callable[[], T]) -> T:
         """Run blocking file work off the event loop."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, act)
+        return await self._in_thread(act)
+
+    def _in_thread(self, act: Callable[[], T]) -> asyncio.Future[T]:
+        return asyncio.get_running_loop().run_in_executor(self._threads, act)
 
     def close(self) -> None:
         self.writer.close()
@@ -187,9 +208,11 @@ def _engines(url: str, *, alone: bool) -> tuple[sa.Engine, sa.Engine]:
         if backend not in ("sqlite", "postgresql"):
             raise DatabaseRefused(f"--db is a database of {backend}. {ALLOWED}")
         # Errors are logged, and what was to be written belongs to somebody.
-        hidden = {"hide_parameters": True, "max_overflow": 0}
-        writing = sa.create_engine(url, pool_size=1, **hidden)
-        reading = sa.create_engine(url, pool_size=READERS, **hidden)
+        shared: dict[str, Any] = {"hide_parameters": True, "max_overflow": 0}
+        if backend == "postgresql":
+            shared["connect_args"] = postgres.patience(sa.make_url(url))
+        writing = sa.create_engine(url, pool_size=1, **shared)
+        reading = sa.create_engine(url, pool_size=READERS, **shared)
     except ModuleNotFoundError as error:
         raise DatabaseRefused(
             f"the database needs {error.name}, which is not installed. "

@@ -15,6 +15,16 @@ LOCK = 0x74696E6B
 LOCK_WAIT_S = 5.0
 LOCK_RETRY_S = 0.1
 
+# A database that says nothing is given up when a connection is made; so is one behind a network
+# that is gone. One that is only slow, or paused, answers on the connections that there are.
+_PATIENCE = {
+    "connect_timeout": 5,
+    "keepalives_idle": 10,
+    "keepalives_interval": 5,
+    "keepalives_count": 3,
+    "tcp_user_timeout": 30_000,
+}
+
 # What is said of a server that holds a database; PostgreSQL cuts it to 63 bytes.
 _NAME = "tinkex serve, process {process} on {host}"
 
@@ -40,6 +50,11 @@ _HOLDER = f"""
 
 class DatabaseHeld(Exception):
     """Another server works on the database."""
+
+
+def patience(url: sa.URL) -> dict[str, int]:
+    """How long a database is waited for, as far as its URL does not say."""
+    return {name: value for name, value in _PATIENCE.items() if name not in url.query}
 
 
 def prepare_writer(engine: sa.Engine, *, alone: bool) -> None:

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 
 import sqlalchemy as sa
 
+from tinkex.server.store import postgres
+
 log = logging.getLogger("tinkex.server.store")
 
 #: Parts of a store that can be in trouble by themselves.
@@ -49,11 +51,15 @@ _SQLITE = {
     "SQLITE_CORRUPT": CORRUPT,
     "SQLITE_NOTADB": CORRUPT,
 }
-# By the SQLSTATE of PostgreSQL.
+# By the SQLSTATE of PostgreSQL, or its first characters.
 _POSTGRES = {
     "53100": FULL,
     "25006": READ_ONLY,
     "58030": FAILING,
+    # It has connections enough, it is being stopped or started, or nothing answers.
+    "53300": AWAY,
+    "57P0": AWAY,
+    "08": AWAY,
     "XX001": CORRUPT,
     "XX002": CORRUPT,
 }
@@ -116,17 +122,33 @@ def trouble_of(error: BaseException | None) -> Trouble | None:
     for one in _causes(error):
         if isinstance(one, StorageTrouble):
             return one.trouble
-        if isinstance(one, sa.exc.DBAPIError) and one.connection_invalidated:
-            return Trouble(kind=AWAY, reason=str(one.orig).strip().partition("\n")[0])
+        if isinstance(one, postgres.DatabaseHeld):
+            return Trouble(kind=AWAY, reason=str(one))
+        if isinstance(one, sa.exc.DBAPIError) and _is_lost(one):
+            return Trouble(kind=AWAY, reason=_first_line(one.orig))
         name = getattr(one, "sqlite_errorname", None) or ""
         for prefix, kind in _SQLITE.items():
             if name.startswith(prefix):
                 return Trouble(kind=kind, reason=str(one))
-        if (kind := _POSTGRES.get(getattr(one, "sqlstate", None) or "", "")) != "":
-            return Trouble(kind=kind, reason=str(one).strip().partition("\n")[0])
+        state = getattr(one, "sqlstate", None) or ""
+        for prefix, kind in _POSTGRES.items():
+            if state.startswith(prefix):
+                return Trouble(kind=kind, reason=_first_line(one))
         if isinstance(one, OSError) and (kind := _ERRNOS.get(one.errno or 0, "")) != "":
             return Trouble(kind=kind, reason=one.strerror or str(one))
     return None
+
+
+def _is_lost(error: sa.exc.DBAPIError) -> bool:
+    """Whether a connection broke, or could not be made: then PostgreSQL did not say why."""
+    unmade = isinstance(error, sa.exc.OperationalError) and (
+        getattr(error.orig, "sqlstate", "") is None
+    )
+    return error.connection_invalidated or unmade
+
+
+def _first_line(error: BaseException | None) -> str:
+    return str(error).strip().partition("\n")[0]
 
 
 def told_by(message: str) -> OSError:

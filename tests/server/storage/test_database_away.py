@@ -1,0 +1,286 @@
+"""PostgreSQL stopped, paused, or lost in the middle of a commit: a pause, and never a wrong answer."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from postgres import Postgres, binaries, postgres_server
+from server.echo import BASE, EchoExecutor
+from server.hosting import Api, hosted
+from server.store.test_store import a_model, step
+from server.tenants import with_key
+from tinkex.server.api import auth
+from tinkex.server.store import NewRequest, Status, StorageTrouble, Store, open_store, writer
+from tinkex.server.store.runs import Sampler
+
+pytestmark = pytest.mark.anyio
+
+SOON_S = 20.0
+
+
+@pytest.fixture(scope="module")
+def own() -> Iterator[Postgres]:
+    """One that may be stopped: nobody else works on it."""
+    if binaries() is None:
+        pytest.skip("no PostgreSQL is installed (Debian: apt install postgresql)")
+    with postgres_server() as running:
+        yield running
+
+
+@contextmanager
+def stopped(own: Postgres) -> Iterator[None]:
+    own.stop()
+    try:
+        yield
+    finally:
+        own.start()
+
+
+@contextmanager
+def paused(own: Postgres) -> Iterator[None]:
+    with own.paused():
+        yield
+
+
+Outage = Callable[[Postgres], AbstractContextManager[None]]
+
+
+@asynccontextmanager
+async def out_of_reach(own: Postgres, outage: Outage) -> AsyncIterator[None]:
+    """Without holding up the event loop, as starting it takes a while."""
+    away = outage(own)
+    await asyncio.to_thread(away.__enter__)
+    try:
+        yield
+    finally:
+        await asyncio.to_thread(away.__exit__, None, None, None)
+
+
+async def health(api: Api, status: int) -> Any:
+    """What the server says of itself once it answers so."""
+    async with asyncio.timeout(SOON_S):
+        while (answer := await api.get("/api/v1/healthz")).status != status:
+            pass
+    return answer.json
+
+
+@pytest.mark.parametrize("outage", [stopped, paused])
+async def test_new_work_is_refused_and_accepted_work_goes_on_when_it_is_back(
+    own: Postgres,
+    outage: Outage,
+    echo: EchoExecutor,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(writer, "SILENT_S", 0.3)
+    async with hosted(echo, tmp_path, db=own.database(), long_poll_s=0.2, gap_s=0.2) as api:
+        model = await api.model()
+        kept = await api.optim_step(model, 1)
+        assert await api.value(kept) == 0
+        echo.open.clear()
+        pending = await api.forward_backward(model, 2)
+        async with out_of_reach(own, outage):
+            echo.open.set()
+            # It came before anybody knew: it waits, and is neither lost nor done twice.
+            early = asyncio.create_task(api.optim_step(model, 3))
+            told = await health(api, 503)
+            assert told["trouble"] == "away"
+            assert "See that it runs" in told["detail"]
+            body = {"model_id": model, "seq_id": 4, "adam_params": {}}
+            answer = await api.post("optim_step", body)
+            assert answer.status == 503, answer
+            assert "the database of this server cannot be reached" in answer.json["detail"]
+            # Computed, and not on disk: its client is told to wait, and why.
+            polled = await api.poll(pending)
+            assert (polled.status, polled.json["queue_state"]) == (408, "paused_capacity")
+            assert "cannot be reached" in polled.json["queue_state_reason"]
+            # Still in memory, so it is answered; what is only in the database is not.
+            assert await api.value(kept) == 0
+            listed = await api.get("/api/v1/training_runs")
+            assert listed.status == 503, listed
+        async with asyncio.timeout(SOON_S):
+            assert (await api.passed(pending)).metrics["gradient:sum"] == 3
+            assert await api.value(await early) == 3
+        await health(api, 200)
+        repeated = await api.optim_step(model, 3)
+        assert repeated == await early
+        assert await api.value(await api.optim_step(model, 4)) == 6
+        assert (await api.get("/api/v1/training_runs")).json["cursor"]["total_count"] == 1
+
+
+async def test_who_had_a_good_key_keeps_polling_and_nobody_else_gets_in(
+    own: Postgres, echo: EchoExecutor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer, "SILENT_S", 0.3)
+    monkeypatch.setattr(auth, "BELIEVED_S", 0.0)
+    async with hosted(echo, tmp_path, db=own.database(), long_poll_s=0.2) as api:
+        assert api.app is not None
+        keys = api.app.state.context.store.keys
+        _, secret = await keys.create(owner="local")
+        _, other = await keys.create(owner="local")
+        async with with_key(api, secret) as mine, with_key(api, other) as unseen:
+            session = await mine.session()
+            made = {"session_id": session, "sampling_session_seq_id": 0, "base_model": BASE}
+            sampler = (await mine.post("create_sampling_session", made)).json["sampling_session_id"]
+            asked = {
+                "sampling_session_id": sampler,
+                "seq_id": 0,
+                "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1]}]},
+                "sampling_params": {"max_tokens": 1},
+            }
+            await mine.result((await mine.post("asample", asked)).json["request_id"])
+            target = {"type": "sampling_session", "sampling_session_id": sampler}
+            poll = {"target": {**target, "cloned_sampler_id": 0}, "prev_cursor": 0}
+            finished = (await mine.post("retrieve_futures", poll)).json
+            assert len(finished["completions"]) == 1
+            # From here on this one is in the database alone.
+            seen = {**poll, "prev_cursor": finished["cursor"]}
+            assert (await mine.post("retrieve_futures", seen)).json["completions"] == []
+            async with out_of_reach(own, stopped):
+                # Whatever is no 200 ends the polls of the official client for good.
+                for _ in range(2):
+                    answer = await mine.post("retrieve_futures", poll)
+                    assert (answer.status, answer.json) == (200, {"completions": [], "cursor": 0})
+                assert (await api.post("retrieve_futures", poll)).status == 401
+                refused = await unseen.post("retrieve_futures", poll)
+                assert refused.status == 503, refused
+                monkeypatch.setattr(auth, "BELIEVED_AWAY_S", 0.0)
+                assert (await mine.post("retrieve_futures", poll)).status == 503
+            async with asyncio.timeout(SOON_S):
+                while (answer := await unseen.post("retrieve_futures", poll)).status != 200:
+                    pass
+            assert answer.json == finished
+
+
+@pytest.fixture
+async def store(own: Postgres, tmp_path: Path) -> AsyncIterator[Store]:
+    opened = open_store(
+        db_url=own.database(), storage_url=str(tmp_path), folder=tmp_path, alone=True
+    )
+    yield opened
+    opened.close()
+
+
+async def test_a_result_outlives_a_database_that_stays_away_for_long(
+    own: Postgres, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer, "AWAY_S", 0.3)
+    model = await a_model(store)
+    ids = [(await store.requests.accept(step(model, seq_id))).request_id for seq_id in (1, 2)]
+    async with out_of_reach(own, stopped):
+        settling = [store.requests.finish(one, one.encode(), None) for one in ids]
+        with pytest.raises(StorageTrouble, match="cannot be reached"):
+            await store.requests.accept(step(model, 3))
+        with pytest.raises(StorageTrouble, match="cannot be reached"):
+            await store.requests.get(ids[0])
+        assert store.condition.trouble is not None
+        assert store.condition.trouble.kind == "away"
+        assert not any(one.done() for one in settling)
+    async with asyncio.timeout(SOON_S):
+        await asyncio.gather(*settling)
+    for one in ids:
+        assert await store.requests.result(one) == one.encode()
+    assert store.condition.trouble is None
+    assert (await store.requests.accept(step(model, 3))).is_new
+
+
+@contextmanager
+def answer_lost(store: Store, then: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """The next commit is kept, and the connection breaks before that is heard."""
+    engine = store._database._writing
+    commit = engine.dialect.do_commit
+
+    def committed(connection: Any) -> None:
+        engine.dialect.do_commit = commit  # type: ignore[method-assign]
+        commit(connection)
+        connection.driver_connection.close()
+        then()
+        commit(connection)
+
+    engine.dialect.do_commit = committed  # type: ignore[method-assign,assignment]
+    try:
+        yield
+        assert engine.dialect.do_commit is not committed
+    finally:
+        engine.dialect.do_commit = commit  # type: ignore[method-assign]
+
+
+async def a_sampler(store: Store, model: str) -> str:
+    session = model.partition(":")[0]
+    sampler = Sampler(
+        sampling_session_id=f"{session}:sample:0",
+        owner="local",
+        session_id=session,
+        base_model="b",
+        version_id=None,
+        model_path=None,
+    )
+    await store.runs.create_sampler(sampler, 0)
+    return sampler.sampling_session_id
+
+
+def sample(sampler: str, seq_id: int) -> NewRequest:
+    return NewRequest(
+        owner="local",
+        kind="sample",
+        base_model="b",
+        payload=b"p",
+        sampling_session_id=sampler,
+        seq_id=seq_id,
+    )
+
+
+async def test_who_loses_the_answer_to_a_commit_finds_what_it_wrote(store: Store) -> None:
+    model = await a_model(store)
+    sampler = await a_sampler(store, model)
+    new = [step(model, 1), sample(sampler, 1), sample(sampler, 2)]
+    with answer_lost(store):
+        # Were they taken for repeats, nobody would begin to work on them.
+        accepted = await asyncio.gather(*(store.requests.accept(one) for one in new))
+    assert [one.is_new for one in accepted] == [True, True, True]
+    assert not any([(await store.requests.accept(one)).is_new for one in new])
+    assert len(await store.requests.waiting()) == len(new) + 1
+    with answer_lost(store):
+        first = store.requests.finish(accepted[1].request_id, b"r", None)
+        again = store.requests.fail(accepted[1].request_id, "no", category="user", cause="work")
+        other = store.requests.finish(accepted[2].request_id, b"rr", None)
+        events = await asyncio.gather(first, again, other)
+    # Were the events lost, their client would wait for ever; were one told twice, it would stop.
+    assert events[1] is None
+    told = await store.requests.completions(sampler, 0, after=0, up_to=10**6)
+    assert [events[0], events[2]] == told
+    with answer_lost(store):
+        last = await store.requests.finish(accepted[0].request_id, b"{}", None)
+    assert last is None
+    row = await store.requests.get(accepted[0].request_id)
+    assert row is not None
+    assert row.status is Status.DONE
+
+
+def _until_trouble(store: Store) -> None:
+    while store.condition.trouble is None:
+        time.sleep(0.01)
+
+
+async def test_what_may_be_on_disk_is_not_refused(
+    own: Postgres, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer, "AWAY_S", 0.2)
+    model = await a_model(store)
+    try:
+        with answer_lost(store, then=own.stop):
+            accepting = asyncio.create_task(store.requests.accept(step(model, 1)))
+            async with asyncio.timeout(SOON_S):
+                await asyncio.to_thread(_until_trouble, store)
+        with pytest.raises(StorageTrouble):
+            await store.requests.accept(step(model, 2))
+        assert not accepting.done()
+    finally:
+        await asyncio.to_thread(own.start)
+    async with asyncio.timeout(SOON_S):
+        assert (await accepting).is_new
