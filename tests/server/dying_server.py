@@ -1,12 +1,13 @@
 """
 The real application over whole numbers, as a process that dies of poison.
 
-    python dying_server.py LISTENING_DESCRIPTOR DATA_FOLDER both|web
+    python dying_server.py LISTENING_DESCRIPTOR DATA_FOLDER both|web [SETTINGS]
 
 `both`: engine and web process go together. `web`: the engine outlives it.
 """
 
 import asyncio
+import json
 import os
 import signal
 import socket
@@ -24,6 +25,7 @@ from tinkex.server.executor import Outcome, Task, Work
 from tinkex.server.roll import Roll
 from tinkex.server.settings import Settings
 from tinkex.server.store import open_store
+from tinkex.server.web import uvicorn_config
 
 #: A number of tokens to train on.
 POISON = 13
@@ -47,15 +49,15 @@ class Dying(EchoExecutor):
         return await super().run(base_model, work, incarnation=incarnation)
 
 
-async def serve(descriptor: int, folder: str, how: str) -> None:
-    settings = Settings(data=folder)
+async def serve(descriptor: int, folder: str, how: str, others: str = "{}") -> None:
+    settings = Settings(data=folder, **json.loads(others))
     store = open_store(
         db_url=settings.db_url, storage_url=settings.storage_url, folder=settings.folder
     )
     roll = Roll.of(settings.folder / "rolls", BASE)
     roll.engine(Engine.UP)
     app = create_app(settings, Dying(how, roll), store, rolls={BASE: roll})
-    config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="on")
+    config = uvicorn_config(app, settings)
     try:
         await uvicorn.Server(config).serve(sockets=[socket.socket(fileno=descriptor)])
     finally:
@@ -64,4 +66,4 @@ async def serve(descriptor: int, folder: str, how: str) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(serve(int(sys.argv[1]), sys.argv[2], sys.argv[3]))
+    asyncio.run(serve(int(sys.argv[1]), *sys.argv[2:]))

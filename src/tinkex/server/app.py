@@ -35,6 +35,7 @@ from tinkex.server.api import (
 )
 from tinkex.server.api.auth import Authentication, Caller, Gate
 from tinkex.server.api.context import Context
+from tinkex.server.api.room import Leaving
 from tinkex.server.dispatch import Dispatcher
 from tinkex.server.executor import Executor
 from tinkex.server.futures import Futures
@@ -175,6 +176,7 @@ def create_app(
         exception_handlers=errors.HANDLERS,
     )
     app.state.gate = Gate(store.keys, Tokens.of_folder(settings.folder))
+    app.add_middleware(Leaving)
     app.add_middleware(Authentication, host=settings.host)
     # Routes are tried in order, and each try costs: the hot ones come first.
     for path, endpoint in HOT_ROUTES.items():

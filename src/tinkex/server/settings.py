@@ -93,6 +93,11 @@ class Settings:
     max_decoded_bytes: int = 256 * MEBIBYTE
     #: Largest body of any other request than a pass or a sample, before and after decompression.
     max_message_bytes: int = 4 * MEBIBYTE
+    #: Bytes of large bodies of everybody that there is room for while they arrive and are stored;
+    #: 0 is no limit. Bodies up to 64 KiB need none.
+    max_arriving_bytes: int = 512 * MEBIBYTE
+    #: How long a large body waits for that room before it is refused with a 429.
+    arriving_wait_s: float = 10.0
     #: How long a poll for a result is held. The official client gives up after 45 s.
     long_poll_s: float = 30.0
     #: How long a sample goes on whose stream broke; a client that comes back by then loses nothing.
@@ -287,7 +292,13 @@ def _config_file(asked: str | None, data: str) -> Path | None:
     if asked:
         return Path(asked).expanduser().absolute()
     usual = Path(data).expanduser().absolute() / CONFIG_FILE
-    return usual if usual.exists() else None
+    try:
+        return usual if usual.exists() else None
+    except PermissionError:
+        raise SettingsError(
+            f"the data folder {usual.parent} cannot be read by this user.",
+            hint="Use the user that runs the server (sudo -u USER), or another folder with --data.",
+        ) from None
 
 
 def _read_file(file: Path, *, in_data: Path) -> dict[str, tuple[Any, str]]:

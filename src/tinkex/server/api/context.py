@@ -13,7 +13,8 @@ from starlette.responses import Response
 from tinkex.server.api.auth import owner_of
 from tinkex.server.api.cache import Cache
 from tinkex.server.api.errors import Refusal, missing
-from tinkex.server.api.intake import Intake
+from tinkex.server.api.intake import RETRY_AFTER_S, Intake
+from tinkex.server.api.room import SMALL_BYTES, TAKEN, NoRoom, Place, Room
 from tinkex.server.dispatch import Dispatcher
 from tinkex.server.executor import Executor, ServedModel
 from tinkex.server.futures import Futures
@@ -54,6 +55,7 @@ class Context:
     signer: Signer
     #: Bodies that are arriving.
     intake: Intake = field(init=False)
+    room: Room = field(init=False)
     _sessions: Cache[Session] = field(init=False)
     _models: Cache[Model] = field(init=False)
     _samplers: Cache[Sampler] = field(init=False)
@@ -62,6 +64,8 @@ class Context:
         runs = self.store.runs
         intake = Intake(max_body_bytes=self.settings.max_body_bytes)
         object.__setattr__(self, "intake", intake)
+        room = Room(self.settings.max_arriving_bytes, wait_s=self.settings.arriving_wait_s)
+        object.__setattr__(self, "room", room)
         object.__setattr__(self, "_sessions", Cache(runs.session))
         object.__setattr__(self, "_models", Cache(runs.model))
         object.__setattr__(self, "_samplers", Cache(runs.sampler))
@@ -162,14 +166,15 @@ async def read_data(request: Request, decode: Callable[[bytes], T]) -> T:
         encoding = request.headers.get("content-encoding")
 
         def unpack(most: int = settings.max_decoded_bytes) -> bytes:
-            request.scope[SENT] = decompress(packed, encoding, max_bytes=most)
-            return request.scope[SENT]
+            unpacked = decompress(packed, encoding, max_bytes=most)
+            request.scope[SENT] = unpacked
+            return unpacked
 
         if len(packed) <= INLINE_BYTES:
             # More may come out of it than went in.
             with contextlib.suppress(TooLarge):
                 return decode(unpack(min(INLINE_BYTES, settings.max_decoded_bytes)))
-        async with context.intake.turn(owner):
+        async with context.intake.turn(owner), context.room.work:
             return await asyncio.to_thread(lambda: decode(unpack()))
 
 
@@ -180,10 +185,17 @@ async def _received(
     total = 0
     tail = b""
     full: Refusal | None = None
+    # Before anything is read; what does not say how much it is, is large once more than a little came.
+    declared = request.headers.get("content-length", "")
+    place = await _room(request, min(int(declared), limit)) if declared.isdecimal() else None
     async for part in request.stream():
         total += len(part)
         if total <= limit and full is None:
             try:
+                if place is None and not declared and total > SMALL_BYTES:
+                    place = await _room(request, limit)
+                if place is not None:
+                    _arrived(request, place, len(part))
                 more(len(part))
                 body += part
             except Refusal as refusal:
@@ -199,6 +211,29 @@ async def _received(
     if full is not None:
         raise full
     return bytes(body)
+
+
+async def _room(request: Request, size: int) -> Place | None:
+    """Room for a body, kept until its request is answered."""
+    room = context_of(request).room
+    try:
+        place = await room.take(size)
+    except NoRoom as full:
+        raise _no_room(full) from None
+    if place is not None:
+        request.scope[TAKEN] = (room, place)
+    return place
+
+
+def _arrived(request: Request, place: Place, size: int) -> None:
+    try:
+        context_of(request).room.arrived(place, size)
+    except NoRoom as slow:
+        raise _no_room(slow) from None
+
+
+def _no_room(why: NoRoom) -> Refusal:
+    return Refusal(429, str(why), headers={"Retry-After": str(RETRY_AFTER_S)})
 
 
 async def read_json(request: Request, message: type[T]) -> T:

@@ -25,6 +25,7 @@ from tinkex.server.api.accept import sequence_ids, take
 from tinkex.server.api.auth import owner_of
 from tinkex.server.api.context import Context, context_of, dialect_of
 from tinkex.server.api.futures import INLINE_ENCODE_BYTES
+from tinkex.server.api.room import stored
 from tinkex.server.api.sampling import asked_sample
 from tinkex.server.dispatch.ending import bug
 from tinkex.server.dispatch.tap import Tap
@@ -55,6 +56,8 @@ async def stream_sample(request: Request) -> Response:
     context = context_of(request)
     new = await asked_sample(request)
     first = await take(context, new, tap=Tap())
+    # A stream may last for minutes, and its body is on disk.
+    stored(request.scope)
     session = None
     if new.session_id is not None:
         session = await context.session(request, new.session_id)
