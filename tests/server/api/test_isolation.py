@@ -6,17 +6,18 @@ a route that is not there, or a word in its path that nobody explained, fails th
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
 from fastapi.routing import APIRoute
+from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Route
 
 from server.echo import EchoExecutor
 from server.hosting import PROTOBUF, Api, hosted, pass_body
@@ -194,14 +195,21 @@ IN_PATHS = {
 
 
 def routes(app: FastAPI) -> Iterator[tuple[str, str]]:
-    included = [getattr(route, "original_router", None) for route in app.routes]
-    below = [route for router in included if router is not None for route in router.routes]
-    for route in [*app.routes, *below]:
-        if not isinstance(route, Route | APIRoute):
-            continue
-        for method in sorted(route.methods or ()):
-            if method != "HEAD":
+    return listed(app.routes)
+
+
+def listed(table: Iterable[BaseRoute]) -> Iterator[tuple[str, str]]:
+    """Methods and paths, also of routers in routers; `*` is the method of what is no plain route."""
+    for route in table:
+        inner = getattr(route, "original_router", None)
+        if inner is not None:
+            yield from listed(inner.routes)
+        elif isinstance(route, Route | APIRoute):
+            for method in sorted((route.methods or {"*"}) - {"HEAD"}):
                 yield method, route.path
+        else:
+            # A folder of files, another application, a WebSocket: nobody has said who may ask.
+            yield "*", getattr(route, "path", repr(route))
 
 
 def unclassified(app: FastAPI) -> set[tuple[str, str]]:
@@ -236,10 +244,19 @@ def test_a_new_route_fails_until_it_is_classified(app: FastAPI) -> None:
 
     app.add_route(f"{V1}/forgotten/{{model_id}}", forgotten, methods=["GET"])
     app.add_api_route(f"{V1}/forgotten", forgotten, methods=["DELETE"])
-    assert unclassified(app) == {
+    app.mount("/folder", Starlette())
+    app.add_api_websocket_route(f"{V1}/socket", forgotten)
+    outer, inner = APIRouter(prefix="/outer"), APIRouter(prefix="/inner")
+    inner.add_api_route("/deep", forgotten)
+    outer.include_router(inner)
+    app.include_router(outer)
+    assert unclassified(app) >= {
         ("GET", f"{V1}/forgotten/{{model_id}}"),
         ("DELETE", f"{V1}/forgotten"),
+        ("*", "/folder"),
+        ("*", f"{V1}/socket"),
     }
+    assert any(path.endswith("/inner/deep") for _, path in unclassified(app))
 
 
 # -- asking --------------------------------------------------------------------------------------
