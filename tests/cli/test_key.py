@@ -104,3 +104,13 @@ def test_the_command_loads_no_torch_and_no_web_server(tmp_path: Path) -> None:
         [sys.executable, "-c", program], capture_output=True, text=True, check=False
     )
     assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_a_database_that_cannot_be_opened_is_said_to_be_and_does_not_mend_itself(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "tinkex.db").mkdir()
+    refused = key(tmp_path, "create")
+    assert refused.exit_code == 1
+    assert "unable to open database file" in refused.stderr
+    assert "can be written by the server's user, and start again" in refused.stderr

@@ -71,6 +71,18 @@ def test_what_was_changed_is_one_line() -> None:
     assert settings.changed() == "port = 1, db = 'postgresql://me:***@db/tinkex', jwt = True"
 
 
+def test_a_folder_of_somebody_else_is_said_to_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def exists(path: Path) -> bool:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "exists", exists)
+    with pytest.raises(SettingsError, match=f"{tmp_path} cannot be read by this user") as refused:
+        Settings.from_sources({"data": str(tmp_path)}, {})
+    assert "user that runs the server" in refused.value.hint
+
+
 def test_settings_survive_the_way_to_another_process() -> None:
     settings = Settings(models=("a=b", "c"), port=1)
     assert Settings.from_json(settings.to_json()) == settings

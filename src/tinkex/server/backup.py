@@ -9,12 +9,14 @@ have their name, so they are copied after it; what the server deleted meanwhile 
 newer copy of the database, which is then taken instead.
 """
 
+import contextlib
+import errno
 import json
 import os
 import secrets
 import shutil
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -29,6 +31,7 @@ from tinkex.server.store.inspection import (
     strange_places,
     version_of,
 )
+from tinkex.server.store.trouble import told_by
 from tinkex.server.tokens import KEY_FILE as TOKENS_KEY
 
 DATABASE = "tinkex.db"
@@ -68,19 +71,44 @@ def take(settings: Settings, target: Path) -> About:
     target = target.absolute()
     if target.exists():
         raise BackupFailed(f"{target} exists already.", hint="Give a folder that does not.")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    part = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
-    part.mkdir(mode=0o700)
-    try:
+    with _whole_or_not(target) as part:
         taken = _fill(part, database, root, settings.folder)
         (part / ABOUT).write_text(json.dumps(asdict(taken), indent=2) + "\n")
+    return taken
+
+
+@contextlib.contextmanager
+def _whole_or_not(target: Path) -> Iterator[Path]:
+    """A folder to fill, which then has its name; of one that could not be filled nothing is left."""
+    part = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        part.mkdir(mode=0o700)
+        yield part
         # Once for all files, and then the name that says that they are there.
         os.sync()
+        if target.exists():
+            target.rmdir()
         part.rename(target)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(part, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise _failed(error, target) from error
         raise
-    return taken
+
+
+def _failed(error: OSError, target: Path) -> BackupFailed:
+    file = error.filename
+    if isinstance(error, shutil.Error):  # of several files, each with its reason in words
+        file, _, reason = error.args[0][0]
+        error = told_by(str(reason))
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    hint = (
+        f"Make room on the disk of {target.parent}, or choose another place. Nothing was left there."
+        if full
+        else "Use the user that runs the server. `tinkex doctor` says what cannot be read."
+    )
+    return BackupFailed(f"{file or target} cannot be copied: {error.strerror}.", hint=hint)
 
 
 def _fill(part: Path, database: Path, root: Path, folder: Path) -> About:
@@ -94,6 +122,8 @@ def _fill(part: Path, database: Path, root: Path, folder: Path) -> About:
             if not missing:
                 break
     except CannotCopy as error:
+        if error.is_full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(database)) from error
         raise BackupFailed(
             f"the database cannot be copied: {error}.",
             hint="`tinkex doctor` says what is wrong with it.",
@@ -124,10 +154,12 @@ def _copied(root: Path, part: Path, place: str) -> bool:
     shutil.rmtree(unfinished, ignore_errors=True)
     try:
         if source.is_dir():
-            shutil.copytree(source, unfinished)
+            unfinished.mkdir()
+            for file in filter(Path.is_file, source.iterdir()):
+                shutil.copyfile(file, unfinished / file.name)
         else:
             shutil.copyfile(source, unfinished)
-    except (FileNotFoundError, shutil.Error):
+    except FileNotFoundError:
         # Deleted just now, or while it was being copied.
         shutil.rmtree(unfinished, ignore_errors=True)
         return False
@@ -172,10 +204,7 @@ def restore(source: Path, folder: Path) -> About:
         )
     _refuse_strange(source)
     _check_whole(source, found)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    part = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.part")
-    part.mkdir(mode=0o700)
-    try:
+    with _whole_or_not(folder) as part:
         # A link that came in meanwhile stays a link.
         shutil.copytree(source, part, symlinks=True, dirs_exist_ok=True)
         # However it was carried here.
@@ -184,13 +213,6 @@ def restore(source: Path, folder: Path) -> About:
             if (part / name).exists():
                 (part / name).chmod(0o600)
         (part / ABOUT).unlink()
-        os.sync()
-        if folder.exists():
-            folder.rmdir()
-        part.rename(folder)
-    except BaseException:
-        shutil.rmtree(part, ignore_errors=True)
-        raise
     return found
 
 

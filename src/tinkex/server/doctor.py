@@ -18,17 +18,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tinkex.server.run import hold_folder, holder_of
+from tinkex.server.backup import DATABASE
+from tinkex.server.run import LOCK_FILE, hold_folder, holder_of
 from tinkex.server.settings import MEBIBYTE, Settings
 from tinkex.server.signing import KEY_FILE as SIGNING_KEY
 from tinkex.server.store import Store, open_store
-from tinkex.server.store.files import Files
+from tinkex.server.store.files import ROOMS, Files
 from tinkex.server.store.inspection import (
     CHECKPOINT,
     OLDER_SNAPSHOT,
     PAYLOAD,
     RESULT,
     SNAPSHOT,
+    UNREADABLE,
     Broken,
     Facts,
     inspect,
@@ -36,6 +38,13 @@ from tinkex.server.store.inspection import (
     remove,
 )
 from tinkex.server.tokens import KEY_FILE as TOKENS_KEY
+
+#: What a data folder consists of.
+PARTS = (
+    *(DATABASE, f"{DATABASE}-wal", f"{DATABASE}-shm", SIGNING_KEY, TOKENS_KEY, LOCK_FILE),
+    *ROOMS,
+)
+_ALL = os.R_OK | os.W_OK | os.X_OK
 
 # Of many alike, so many are named.
 MOST_NAMED = 5
@@ -84,24 +93,41 @@ class Place:
     holder: str | None
     #: Secrets that others on this machine can read.
     open_secrets: tuple[str, ...]
+    #: Parts of it that this user may not read and write, each with its owner.
+    closed: tuple[str, ...] = ()
 
 
 def place_of(settings: Settings) -> Place:
     folder = settings.folder
     exists = folder.is_dir()
     secrets = [folder / name for name in (SIGNING_KEY, TOKENS_KEY)]
+    writable = exists and os.access(folder, _ALL)
+    parts = [folder / name for name in PARTS] if writable else []
     return Place(
         folder=folder,
         exists=exists,
-        writable=exists and os.access(folder, os.R_OK | os.W_OK | os.X_OK),
+        writable=writable,
         free_bytes=shutil.disk_usage(folder).free if exists else 0,
-        holder=holder_of(folder) if exists else None,
+        holder=holder_of(folder) if writable else None,
         open_secrets=tuple(
             file.name
             for file in secrets
-            if file.exists() and stat.S_IMODE(file.stat().st_mode) & 0o077
+            if writable and file.exists() and stat.S_IMODE(file.stat().st_mode) & 0o077
+        ),
+        closed=tuple(
+            f"{part.name} (of {_owner(part)})"
+            for part in parts
+            if part.exists() and not os.access(part, _ALL if part.is_dir() else _ALL ^ os.X_OK)
         ),
     )
+
+
+def _owner(path: Path) -> str:
+    """By name, where the system has one."""
+    try:
+        return path.owner()
+    except KeyError:
+        return f"user {path.stat().st_uid}"
 
 
 def diagnose(place: Place, facts: Facts, *, reserve_mb: float) -> Iterator[Finding]:
@@ -120,11 +146,20 @@ def _about_folder(place: Place, reserve_mb: float) -> Iterator[Finding]:
         yield Finding(
             level=Level.PROBLEM,
             about=about,
-            text=f"{place.folder} cannot be written by this user",
-            advice="Make it belong to the user that runs the server.",
+            text=f"{place.folder}, of {_owner(place.folder)}, cannot be read and written by this "
+            "user",
+            advice="Run this as the user that runs the server, or make it belong to that user.",
         )
     else:
         yield Finding(level=Level.FINE, about=about, text=f"{place.folder} can be written")
+    if place.closed:
+        yield Finding(
+            level=Level.PROBLEM,
+            about="rights",
+            text=f"this user may not read and write {_some(place.closed, ', ')}",
+            advice="A server needs all of its folder. Run this as the user that runs the server, "
+            "or make everything belong to that user.",
+        )
     if place.holder is not None:
         yield Finding(
             level=Level.NOTE,
@@ -219,6 +254,16 @@ _ADVICE = {
 }
 
 
+def _advice(broken: Broken, *, mendable: bool) -> str:
+    if mendable:
+        return "The one before it and the log can take its place: --repair, or the server."
+    if broken.problem.startswith(UNREADABLE):
+        return (
+            "It may be whole: make it readable for the user that runs the server, and look again."
+        )
+    return _ADVICE[broken.what]
+
+
 def _about_files(facts: Facts) -> Iterator[Finding]:
     for broken in facts.broken:
         mendable = torn(broken, facts)
@@ -226,9 +271,7 @@ def _about_files(facts: Facts) -> Iterator[Finding]:
             level=Level.PROBLEM,
             about=broken.what,
             text=f"that of {broken.name} {broken.problem}",
-            advice="The one before it and the log can take its place: --repair, or the server."
-            if mendable
-            else _ADVICE[broken.what],
+            advice=_advice(broken, mendable=mendable),
             repair=Repair.SNAPSHOTS if mendable else None,
         )
     if not facts.broken:
@@ -278,7 +321,8 @@ def _about_logs(facts: Facts) -> Iterator[Finding]:
 
 def torn(broken: Broken, facts: Facts) -> bool:
     """Whether it is a snapshot that can be done without."""
-    return broken.what == SNAPSHOT and broken.name in facts.way_back
+    whole = broken.problem.startswith(UNREADABLE)  # perhaps: nobody could look
+    return broken.what == SNAPSHOT and broken.name in facts.way_back and not whole
 
 
 def _some(names: Sequence[str], between: str) -> str:
@@ -302,6 +346,8 @@ def examine(settings: Settings) -> list[Finding]:
     if not place.exists:
         text = f"there is no folder {place.folder}"
         return [Finding(level=Level.PROBLEM, about="folder", text=text, advice="Check --data.")]
+    if not place.writable:
+        return list(_about_folder(place, settings.reserve_mb))
     facts = _facts(settings, held=place.holder is not None)
     return list(diagnose(place, facts, reserve_mb=settings.reserve_mb))
 

@@ -3,8 +3,10 @@
 import asyncio
 import json
 import os
+import resource
 import sqlite3
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -150,6 +152,44 @@ async def test_a_back_up_that_did_not_come_over_whole_is_refused(
         restore(target, tmp_path / "second")
     assert f"tinkex doctor --data {target}" in refused.value.hint
     assert {path.name for path in list_of(tmp_path)} == {"data", "target", "first"}
+
+
+@contextmanager
+def files_up_to(most: int) -> Iterator[None]:
+    """As on a disk that ends there."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+async def test_a_disk_without_room_for_a_back_up_is_said_to_be_and_left_as_it_was(
+    echo: EchoExecutor, tmp_path: Path
+) -> None:
+    data, target = tmp_path / "data", tmp_path / "target"
+    async with hosted(echo, data) as api:
+        model = await api.model()
+        saved = api.step("save_weights", model_id=model, seq_id=1, path="large")
+        await api.result(await saved)
+    # A file of a folder, of which one might think that the server deleted it meanwhile.
+    (folder,) = (data / "checkpoints").glob("*/weights/large/*")
+    (folder / "value").write_bytes(bytes(3_000_000))
+    with (
+        files_up_to(2_000_000),
+        pytest.raises(BackupFailed, match="value cannot be copied") as full,
+    ):
+        take(Settings(data=str(data)), target)
+    assert f"Make room on the disk of {tmp_path}" in full.value.hint
+    take(Settings(data=str(data)), target)
+    with (
+        files_up_to(2_000_000),
+        pytest.raises(BackupFailed, match="value cannot be copied") as full,
+    ):
+        restore(target, tmp_path / "new")
+    assert "Nothing was left there" in full.value.hint
+    assert {path.name for path in list_of(tmp_path)} == {"data", "target"}
 
 
 @pytest.mark.parametrize("way_out", ["a link", "a linked folder", "a place", "a pipe"])

@@ -17,11 +17,12 @@ from server.echo import EchoExecutor
 from server.hosting import Api, hosted
 from server.storage.commands import tinkex
 from server.storage.test_damage import LARGE, overwrite_pages, snapshot, tear, trained
-from tinkex.server.doctor import Finding, Level, examine, repair
+from tinkex.server.doctor import Finding, Level, Place, diagnose, examine, repair
 from tinkex.server.run import hold_folder
 from tinkex.server.settings import Settings, SettingsError
 from tinkex.server.store import DatabaseRefused, open_store
 from tinkex.server.store.files import tensor_fault
+from tinkex.server.store.inspection import PAYLOAD, SNAPSHOT, UNREADABLE, Broken, Facts
 
 pytestmark = pytest.mark.anyio
 
@@ -312,3 +313,52 @@ async def test_a_folder_that_is_something_else_is_left_as_it_is(tmp_path: Path) 
     assert await mended(tmp_path / "typo") == []
     assert await mended(tmp_path) == []
     assert below(tmp_path) == []
+
+
+@pytest.fixture
+def weak(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user for whom bits of rights count, also where tests are run by one for whom they do not."""
+    plain = os.access
+
+    def access(path: Any, mode: int) -> bool:
+        bits = os.stat(path).st_mode >> 6
+        return plain(path, mode) and mode & bits == mode
+
+    monkeypatch.setattr(os, "access", access)
+
+
+@pytest.mark.usefixtures("weak")
+async def test_parts_that_belong_to_somebody_else_are_named(tmp_path: Path) -> None:
+    await filled(tmp_path)
+    (tmp_path / "payloads").chmod(0o500)
+    (tmp_path / "tinkex.db").chmod(0o400)
+    found = {finding.about: finding for finding in problems(tmp_path)}
+    assert "tinkex.db (of " in found["rights"].text
+    assert "payloads (of " in found["rights"].text
+    assert "results" not in found["rights"].text
+    assert "user that runs the server" in found["rights"].advice
+    os.chmod(tmp_path, 0o500)
+    (finding,) = [one for one in problems(tmp_path) if one.about == "folder"]
+    assert "cannot be read and written by this user" in finding.text
+
+
+def test_a_file_that_may_not_be_read_may_be_whole() -> None:
+    """Only looking at it failed: nothing is set aside, and no back-up is asked for."""
+    place = Place(
+        folder=Path("/data"),
+        exists=True,
+        writable=True,
+        free_bytes=2**40,
+        holder=None,
+        open_secrets=(),
+    )
+    broken = [
+        Broken(what=what, name="x", place="p", problem=f"{UNREADABLE}: Permission denied (p)")
+        for what in (PAYLOAD, SNAPSHOT)
+    ]
+    facts = Facts(version="1", newest_version="1", broken=tuple(broken), way_back=frozenset({"x"}))
+    said = [one for one in diagnose(place, facts, reserve_mb=1) if one.about in (PAYLOAD, SNAPSHOT)]
+    assert len(said) == 2
+    for finding in said:
+        assert "make it readable" in finding.advice
+        assert finding.repair is None

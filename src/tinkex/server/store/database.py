@@ -15,7 +15,14 @@ from alembic.util import CommandError
 from sqlalchemy import event
 
 from tinkex.server.store import postgres, tally, writer
-from tinkex.server.store.trouble import AWAY, Condition, StorageTrouble, trouble_of
+from tinkex.server.store.trouble import (
+    FAILING,
+    FULL,
+    READ_ONLY,
+    Condition,
+    StorageTrouble,
+    trouble_of,
+)
 from tinkex.server.store.writer import Many, Writer
 
 T = TypeVar("T")
@@ -28,6 +35,12 @@ READERS = 4
 READ_RETRY_S = 0.5
 
 _ADVICE = "See that it runs and lets this machine in, or choose another with --db."
+# At a start nothing goes on by itself.
+_ADVICE_BY_KIND = {
+    FULL: "Make room on its disk, and start again.",
+    READ_ONLY: "See that it and its folder can be written by the server's user, and start again.",
+    FAILING: "Look at the disk and the system's log, and start again.",
+}
 ALLOWED = "Use sqlite:///FILE or postgresql+psycopg://USER:PASSWORD@HOST/NAME."
 
 
@@ -56,7 +69,7 @@ class Database:
         except sa.exc.OperationalError as error:
             reason = str(error.orig).strip().partition("\n")[0]
             trouble = trouble_of(error)
-            advice = _ADVICE if trouble is None or trouble.kind == AWAY else trouble.advice
+            advice = _ADVICE if trouble is None else _ADVICE_BY_KIND.get(trouble.kind, _ADVICE)
             raise DatabaseRefused(
                 f"the database {self._writing.url!r} cannot be used: {reason}. {advice}"
             ) from error

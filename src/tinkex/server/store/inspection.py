@@ -34,6 +34,9 @@ CHECKPOINT = "checkpoint"
 SNAPSHOT = "snapshot"
 OLDER_SNAPSHOT = "older snapshot"
 
+#: How a problem begins that is one of rights, or of the disk, and says nothing of what is there.
+UNREADABLE = "cannot be read"
+
 # Of what is wrong with a database, as much is told.
 MOST_PROBLEMS = 20
 # Steps that a model is built again from, and that carry something.
@@ -208,13 +211,13 @@ def _problem(files: Files, what: str, place: str, written: str | None) -> str | 
         except Damaged as damaged:
             return str(damaged)
         except OSError as error:
-            return f"cannot be read: {error.strerror} ({place})"
+            return f"{UNREADABLE}: {error.strerror} ({place})"
         return None
     if files.local is not None:
         try:
             return fault(files.local / place, place, written)
         except OSError as error:
-            return f"cannot be read: {error.strerror} ({error.filename or place})"
+            return f"{UNREADABLE}: {error.strerror} ({error.filename or place})"
     # What is far away is only looked for: it has checks of its own.
     return None if files.exists(place) else f"is missing: there is no folder {place}"
 
@@ -278,6 +281,11 @@ def rebuild_indexes(url: str) -> None:
 class CannotCopy(Exception):
     """The database is not one that can be copied; the text says why."""
 
+    def __init__(self, message: str, *, is_full: bool = False) -> None:
+        super().__init__(message)
+        #: It is the disk of the copy that has no room.
+        self.is_full = is_full
+
 
 def copy_database(source: Path, target: Path) -> None:
     """As it is at one moment, while others write to it; sound, or not at all."""
@@ -292,7 +300,8 @@ def copy_database(source: Path, target: Path) -> None:
             copy.execute("PRAGMA journal_mode = DELETE")
             found = copy.execute("PRAGMA quick_check(3)").fetchall()
     except sqlite3.Error as error:
-        raise CannotCopy(str(error)) from error
+        name = getattr(error, "sqlite_errorname", None)
+        raise CannotCopy(str(error), is_full=name == "SQLITE_FULL") from error
     if found != [("ok",)]:
         raise CannotCopy(f"it is damaged: {'; '.join(line for (line,) in found)}")
 
