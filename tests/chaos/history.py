@@ -84,6 +84,7 @@ def check(history: Sequence[Event], machine: Machine | None = None) -> list[Viol
     operations, found = _paired(history)
     saved = _saved(operations)
     found += _check_immutability(operations)
+    found += _check_paths(operations, saved)
     found += _check_lists(operations, saved)
     if machine is not None:
         found += _check_steps(operations, saved, machine)
@@ -151,6 +152,17 @@ def _tokens(answer: Any) -> Any:
     return answer["tokens"] if isinstance(answer, Mapping) else answer
 
 
+def _check_paths(
+    operations: Iterable[_Operation], saved: Mapping[str, _Operation]
+) -> Iterator[Violation]:
+    """Each save has a path of its own: no client here overwrites."""
+    for each in operations:
+        if each.submit.kind in SAVES and saved[str(each.answer)] is not each:
+            other = saved[str(each.answer)].name
+            text = f"{each.answer} is what operation {other[1]} of {other[0]} saved too"
+            yield Violation(rule="immutable", operation=each.name, text=text)
+
+
 def _check_lists(
     operations: Iterable[_Operation], saved: Mapping[str, _Operation]
 ) -> Iterator[Violation]:
@@ -159,6 +171,10 @@ def _check_lists(
         if each.submit.kind != "list":
             continue
         listed = set(each.answer)
+        for path in sorted(listed):
+            if path not in saved or saved[path].submit.target != each.submit.target:
+                text = f"the list has {path}, which was not saved from this model"
+                yield Violation(rule="read your writes", operation=each.name, text=text)
         for path, save in saved.items():
             # Samplers without a name are in no list.
             if save.submit.target != each.submit.target or not path.startswith("tinker://"):
@@ -183,6 +199,9 @@ def _check_steps(
         if submit.kind not in STEPS:
             continue
         if submit.kind == "create":
+            if submit.target in states:
+                text = f"{submit.target} was created before"
+                yield Violation(rule="order", operation=each.name, text=text)
             states[submit.target] = machine.begin(submit.asked)
             continue
         state = states.get(submit.target)

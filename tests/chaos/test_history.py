@@ -10,6 +10,7 @@ from chaos.history import Event, Recorder, check
 from chaos.machines import Numbers, Twin
 
 PATH, OTHER = "tinker://s:train:0/weights/a", "tinker://s:train:0/sampler_weights/b"
+THEIRS = "tinker://t:train:0/weights/c"
 
 
 def good() -> list[Event]:
@@ -37,9 +38,11 @@ def good() -> list[Event]:
     do(two, "create", "n")
     do(two, "load", "n", PATH)
     do(two, "forward", "n", None, [7, 0])
+    do(two, "save", "n", "c", THEIRS)
     drawn = machine.draw((27, 0), [9, 3, 2])
     do(one, "sample", OTHER, [9, 3, 2], drawn)
     do(one, "step", "m", None, 82)
+    do(one, "list", "m", None, [PATH, OTHER])
     do(two, "sample", OTHER, [9, 3, 2], drawn)
     return history
 
@@ -87,8 +90,69 @@ def loads_what_nobody_saved(history: list[Event]) -> None:
     history[asked] = replace(history[asked], asked="tinker://nowhere")
 
 
+def created_again(history: list[Event]) -> None:
+    late = Recorder("three", history.append)
+    late.answer(late.submit("create", "m"))
+
+
+def nobodys_model(history: list[Event]) -> None:
+    asked, _ = at(history, "forward")
+    history[asked] = replace(history[asked], target="x")
+
+
+def all_of(*plants: Callable[[list[Event]], None]) -> Callable[[list[Event]], None]:
+    def plant(history: list[Event]) -> None:
+        for each in plants:
+            each(history)
+
+    return plant
+
+
+def answers_change_places(history: list[Event]) -> None:
+    """Each of two requests gets what the other one came to."""
+    one, two = at(history, "pass")[1], at(history, "pass", nth=1)[1]
+    history[one], history[two] = (
+        replace(history[one], answer=history[two].answer),
+        replace(history[two], answer=history[one].answer),
+    )
+
+
+def drawn_from(value: int) -> Callable[[list[Event]], None]:
+    """The sampler is of another moment of its model, and stays so."""
+    tokens = Numbers().draw((value, 0), [9, 3, 2])
+    return all_of(changed("sample", tokens), changed("sample", tokens, nth=1))
+
+
 PLANTED = {
     "a step is lost": ("order", changed("step", 9, nth=1)),
+    # Its own answer was right, and then it is gone: from `[0, 6]` everything goes on.
+    "a step is lost after its answer": (
+        "order",
+        all_of(changed("pass", [0, 11], nth=2), changed("step", 12, nth=1)),
+    ),
+    # The last one: no later step shows it, only its own answer.
+    "the last step is lost": ("order", changed("step", 27, nth=2)),
+    "the last step is doubled": ("order", changed("step", 247, nth=2)),
+    "a step is run again after its answer": (
+        "order",
+        all_of(changed("pass", [22, 5], nth=2), changed("step", 72, nth=1)),
+    ),
+    "two answers change places": ("order", answers_change_places),
+    "a save changes its model": ("order", changed("pass", [8, 5], nth=2)),
+    "a load leaves a gradient": ("order", changed("forward", [7, 6])),
+    "a model is created over another": ("order", created_again),
+    "a model that nobody created answers": ("order", nobodys_model),
+    "a sampler is of an older moment": ("immutable", drawn_from(7)),
+    "a sampler goes on with its model": ("immutable", drawn_from(82)),
+    "a repeated question gets another answer": ("immutable", changed("sample", [0, 0], nth=1)),
+    "two saves are one": ("immutable", changed("save_for_sampler", PATH)),
+    "a save of another model takes the path": ("immutable", changed("save", PATH, nth=1)),
+    "a list has what nobody saved": ("read your writes", changed("list", [PATH, "tinker://x"])),
+    "a list has another's checkpoint": (
+        "read your writes",
+        changed("list", [PATH, OTHER, THEIRS], nth=1),
+    ),
+    "a list forgets an older checkpoint": ("read your writes", changed("list", [OTHER], nth=1)),
     "a step is doubled": ("order", changed("step", 22, nth=0)),
     "a pass is applied twice": ("order", changed("pass", [0, 10], nth=1)),
     "two passes change places": ("order", changed("pass", [0, 2], nth=1)),
