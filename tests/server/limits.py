@@ -15,8 +15,9 @@ import zstandard
 from server.hosting import PROTOBUF, Answer, Api, pass_body
 from tinkex.engine import graph_operations, graphs
 from tinkex.server import head, saving, tokens
-from tinkex.server.api import losses, numbers, sampling, sessions, telemetry
+from tinkex.server.api import intake, losses, numbers, sampling, sessions, telemetry
 from tinkex.server.settings import Settings
+from tinkex.server.store import pages
 from tinkex.server.store import telemetry as kept_telemetry
 from tinkex.wire import errors, limits, tensors
 from tinkex.wire.proto import tinkex_wire_pb2 as pb
@@ -175,6 +176,10 @@ GZIP = {**PROTOBUF, "Content-Encoding": "gzip"}
 DEEP = b'{"tags": ' + b"[" * 300 + b"]" * 300 + b"}"
 DEFAULTS = Settings()
 QUOTED = "tests/server/test_limits_page.py::test_answers_quote_little_of_what_was_sent"
+PAGE = "tests/server/test_limits_page.py"
+ARRIVING = f"{PAGE}::test_bodies_that_an_owner_has_arriving_have_an_end_together"
+UNPACKED = f"{PAGE}::test_many_small_bodies_do_not_become_large_at_once"
+METADATA = f"{PAGE}::test_an_answer_holds_so_much_metadata"
 AROUND = "tests/server/test_limits_page.py::test_what_is_around_bodies_has_an_end"
 ENGINE = "tests/engine/test_graphs.py::test_a_hostile_graph_is_refused_with_a_reason"
 
@@ -226,6 +231,23 @@ LIMITS = [
         "bytes",
         post("create_session", b" " * (SMALL["max_message_bytes"] + 1)),
         setting="max_message_bytes",
+    ),
+    Limit(
+        "bytes of bodies that one owner has arriving at once",
+        intake.BODIES * DEFAULTS.max_body_bytes,
+        "429",
+        "",
+        None,
+        setting="max_body_bytes",
+        test=ARRIVING,
+    ),
+    Limit(
+        "large bodies of one owner that are unpacked and decoded at once",
+        intake.AT_ONCE,
+        "the next wait",
+        "",
+        None,
+        test=UNPACKED,
     ),
     Limit(
         "members of a gzip body, frames of a zstd body",
@@ -468,6 +490,9 @@ LIMITS = [
         test="tests/server/test_limits_page.py::test_telemetry_over_its_limits_is_accepted_and_not_kept",
     ),
     # Of answers.
+    Limit(
+        "characters of metadata in one answer", pages.MOST_METADATA, "400", "", None, test=METADATA
+    ),
     Limit("errors that a 422 lists", errors.MOST_TOLD, "the first", "", None, test=QUOTED),
     Limit("characters of each", errors.LONGEST_TOLD, "cut short", "", None, test=QUOTED),
     # Of custom losses.

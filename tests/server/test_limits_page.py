@@ -7,7 +7,9 @@ import json
 import resource
 import time
 from collections.abc import AsyncIterator, Callable
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import zstandard
@@ -19,6 +21,7 @@ from server.limits import LIMITS, SMALL, Ids, Limit
 from server.tenants import new_key, with_key
 from tinkex.server import head as heads
 from tinkex.server.api import intake, sessions, telemetry
+from tinkex.server.store import pages
 from tinkex.server.store import telemetry as kept_telemetry
 from tinkex.wire import errors, limits
 
@@ -278,3 +281,36 @@ async def test_bodies_that_an_owner_has_arriving_have_an_end_together(tmp_path: 
                 writer.close()
             await until(lambda: not held)
             assert (await alice.post("asample", body)).status == 422
+
+
+async def test_an_answer_holds_so_much_metadata(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pages, "MOST_METADATA", 50_000)
+    said = {"a": "x" * 12_000, "b": "y" * 12_000}
+    async with hosted(EchoExecutor(), tmp_path) as api:
+        session = {"tags": [], "user_metadata": said, "sdk_version": "0.36.0"}
+        for _ in range(3):
+            body: dict[str, Any] = {
+                "session_id": (await api.post("create_session", session)).json["session_id"]
+            }
+            body |= {"model_seq_id": 0, "base_model": api.base_model, "user_metadata": said}
+            made = await api.post("create_model", {**body, "lora_config": {"rank": 8}})
+            model = (await api.result(made.json["request_id"]))["model_id"]
+            await api.passed(await api.forward_backward(model, 1))
+        for seq_id in range(2, 5):
+            step = {"model_id": model, "seq_id": seq_id, "path": str(seq_id)}
+            await api.result(await api.step("save_weights", **step, user_metadata=said))
+        now = datetime.now(UTC).replace(minute=0, second=0, microsecond=0)
+        hours = {"starting_on": now - timedelta(hours=1), "ending_before": now + timedelta(hours=2)}
+        usage = "&".join(f"{name}={at:%Y-%m-%dT%H:%M:%SZ}" for name, at in hours.items())
+        for path, fewer in (
+            ("training_runs", "training_runs?limit=1"),
+            ("checkpoints", "checkpoints?limit=2"),
+            (f"training_runs/{model}/checkpoints", f"training_runs/{model}"),
+            (f"billing/usage/events?{usage}", "billing/usage/checkpoints/current"),
+        ):
+            answer = await api.get(f"/api/v1/{path}")
+            assert (path, answer.status) == (path, 400), answer.body[:500]
+            assert "more than 50000 characters of metadata" in answer.json["detail"]
+            assert (await api.get(f"/api/v1/{fewer}")).status == 200

@@ -10,6 +10,7 @@ import sqlalchemy as sa
 from tinkex.server.store import audit
 from tinkex.server.store.checkpoints import VERSION, Version, note_saved
 from tinkex.server.store.database import Database
+from tinkex.server.store.pages import Weight, slices
 from tinkex.server.store.requests import Status
 from tinkex.server.store.runs import Model
 from tinkex.server.store.tables import (
@@ -19,6 +20,8 @@ from tinkex.server.store.tables import (
     requests,
     sessions,
 )
+
+FEWER = "Ask for fewer at once (`limit`, `offset`); all checkpoints can be listed in such pages."
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,8 +107,12 @@ class Catalog:
         count = sa.select(sa.func.count()).select_from(chosen.subquery())
 
         def act(connection: sa.Connection) -> tuple[list[Saved], int]:
-            rows = [_saved(row) for row in connection.execute(page)]
-            return rows, connection.scalar(count) or 0
+            found: list[Saved] = []
+            weight = Weight(FEWER)
+            for row in connection.execute(page):
+                found.append(_saved(row))
+                weight.add(found[-1].user_metadata)
+            return found, connection.scalar(count) or 0
 
         return await self._database.read(act)
 
@@ -147,8 +154,15 @@ class Catalog:
         count = sa.select(sa.func.count()).select_from(chosen.subquery())
 
         def act(connection: sa.Connection) -> tuple[list[Run], int]:
-            ids = list(connection.scalars(page))
-            return _runs(connection, ids, owner), connection.scalar(count) or 0
+            found: list[Run] = []
+            weight = Weight(FEWER)
+            for ids in slices(list(connection.scalars(page))):
+                for run in _runs(connection, ids, owner):
+                    weight.add(run.model.user_metadata)
+                    for saved in run.newest.values():
+                        weight.add(saved.user_metadata)
+                    found.append(run)
+            return found, connection.scalar(count) or 0
 
         return await self._database.read(act)
 

@@ -6,6 +6,7 @@ import sqlalchemy as sa
 
 from tinkex.server.store.catalog import alive
 from tinkex.server.store.database import Database
+from tinkex.server.store.pages import weighed
 from tinkex.server.store.tables import (
     checkpoint_names,
     checkpoint_versions,
@@ -127,6 +128,10 @@ class Usage:
         )
         return await self._database.read(
             lambda connection: {
-                row.session_id: dict(row.user_metadata) for row in connection.execute(statement)
+                session_id: dict(metadata)
+                for session_id, metadata in weighed(
+                    ((row.session_id, row.user_metadata) for row in connection.execute(statement)),
+                    "Ask about a shorter time.",
+                )
             }
         )
