@@ -81,6 +81,22 @@ def prepare_writer(engine: sa.Engine, *, alone: bool) -> None:
             raise
 
 
+def mark(connection: sa.Connection) -> int | None:
+    """A name for the transaction, to ask for it should its end not be heard; None on SQLite."""
+    if connection.dialect.name == "sqlite":
+        return None
+    found: int = connection.exec_driver_sql("SELECT txid_current()").scalar_one()
+    return found
+
+
+def was_kept(connection: sa.Connection, mark: int) -> bool:
+    """Whether that transaction was committed. Waits for one whose connection ends just now."""
+    statement = sa.text("SELECT txid_status(:mark)").bindparams(mark=mark)
+    while (state := connection.scalar(statement)) == "in progress":
+        time.sleep(LOCK_RETRY_S)
+    return bool(state == "committed")
+
+
 def prepare_texts(engine: sa.Engine) -> None:
     """
     No text has a NUL character, which PostgreSQL does not take.

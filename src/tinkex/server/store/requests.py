@@ -80,12 +80,12 @@ class NewRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Adding:
-    """A row to be: made before its transaction, so that a second run of that finds its own row."""
+class _Adding:
+    """A row to be."""
 
     new: NewRequest
     #: Of a large payload.
-    place: str | None = None
+    place: str | None
     request_id: str = field(default_factory=lambda: new_request_id(time.time()))
 
 
@@ -219,13 +219,13 @@ _COMPLETION = (
     completions.c.request_id,
     completions.c.result_bytes,
 )
-_TOLD = sa.select(*_COMPLETION).where(completions.c.request_id == sa.bindparam("finished"))
 _FETCHED = requests.update().where(
     requests.c.request_id == sa.bindparam("fetched"), requests.c.fetched_s.is_(None)
 )
 _ALL_FETCHED = _FETCHED.where(requests.c.owner == sa.bindparam("of"))
-_SAME = sa.select(requests.c.request_id, requests.c.kind, requests.c.sequences)
-_SELF = _SAME.where(requests.c.seq_id == sa.bindparam("number"))
+_SELF = sa.select(requests.c.request_id, requests.c.kind, requests.c.sequences).where(
+    requests.c.seq_id == sa.bindparam("number")
+)
 _STEP_SELF = _SELF.where(requests.c.model_id == sa.bindparam("place"))
 _SAMPLE_SELF = _SELF.where(requests.c.sampling_session_id == sa.bindparam("place"))
 
@@ -242,15 +242,13 @@ class Requests:
         place = None
         if len(new.payload) > INLINE_BYTES:
             place = await self._put("payloads", new.payload)
-        return await self._database.submit_one_of(insert_many, Adding(new, place))
+        return await self._database.submit_one_of(_insert_many, _Adding(new, place))
 
     async def file_refused(self, new: NewRequest, error: str, *, cause: str) -> None:
         """A step that was refused takes its number, failed as the user's, unless it is taken."""
 
-        adding = Adding(new)
-
         def act(connection: sa.Connection) -> None:
-            first = insert(connection, adding)
+            first = insert(connection, new)
             if first.is_new:
                 values = _failure(first.request_id, error, category="user", cause=cause)
                 _finish(connection, _Ending(values, None))
@@ -423,12 +421,12 @@ class Requests:
             self._database.write_later(lambda connection: connection.execute(_ALL_FETCHED, values))
 
 
-def insert(connection: sa.Connection, adding: Adding) -> Accepted:
-    """Add a request inside a transaction, unless its place is taken."""
-    return insert_many(connection, [adding])[0]
+def insert(connection: sa.Connection, new: NewRequest) -> Accepted:
+    """Add a request with a small payload inside a transaction, unless its place is taken."""
+    return _insert_many(connection, [_Adding(new, None)])[0]
 
 
-def insert_many(connection: sa.Connection, group: Sequence[Adding]) -> list[Accepted]:
+def _insert_many(connection: sa.Connection, group: Sequence[_Adding]) -> list[Accepted]:
     """Add requests, each unless its place is taken."""
     rows = [_values(adding) for adding in group]
     if connection.dialect.name == "sqlite":
@@ -447,12 +445,12 @@ def insert_many(connection: sa.Connection, group: Sequence[Adding]) -> list[Acce
             is_new=True,
         )
         if adding.request_id in added
-        else _earlier_self(connection, adding)
+        else _earlier_self(connection, adding.new)
         for adding in group
     ]
 
 
-def _values(adding: Adding) -> tuple[object, ...]:
+def _values(adding: _Adding) -> tuple[object, ...]:
     """In the order of `_NEW`."""
     new = adding.new
     return (
@@ -474,25 +472,15 @@ def _values(adding: Adding) -> tuple[object, ...]:
     )
 
 
-def _earlier_self(connection: sa.Connection, adding: Adding) -> Accepted:
-    """Who has the place of a request that could not be added: it was sent, or written, before."""
-    new = adding.new
+def _earlier_self(connection: sa.Connection, new: NewRequest) -> Accepted:
+    """Who has the place of a request that could not be added."""
+    statement = _STEP_SELF if new.model_id is not None else _SAMPLE_SELF
     place = new.model_id or new.sampling_session_id
-    if new.seq_id is None or place is None:
-        statement = _SAME.where(requests.c.request_id == adding.request_id)
-        row = connection.execute(statement).one()
-    else:
-        statement = _STEP_SELF if new.model_id is not None else _SAMPLE_SELF
-        row = connection.execute(statement, {"number": new.seq_id, "place": place}).one()
-    return Accepted(
-        request_id=row.request_id,
-        kind=row.kind,
-        sequences=row.sequences,
-        is_new=row.request_id == adding.request_id,
-    )
+    row = connection.execute(statement, {"number": new.seq_id, "place": place}).one()
+    return Accepted(request_id=row.request_id, kind=row.kind, sequences=row.sequences, is_new=False)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Ending:
     """What is written of a request that is over."""
 
@@ -500,8 +488,6 @@ class _Ending:
     values: dict[str, Any]
     #: None when it failed.
     result: bytes | None
-    #: This is how the request ended, by a transaction that was committed, or may have been.
-    counts: bool = False
 
 
 def set_done(
@@ -573,7 +559,6 @@ def _finished(
     """Count what was just finished, and tell the clients; None was finished before."""
     events: list[dict[str, Any] | None] = []
     for ending, row in zip(endings, rows, strict=True):
-        ending.counts = ending.counts or row is not None
         if row is not None and ending.result is not None:
             tally.count(
                 connection,
@@ -587,17 +572,12 @@ def _finished(
         events.append(None if row is None else _event(ending, row))
     new = [event for event in events if event is not None]
     positions = iter(connection.scalars(_COMPLETE, new) if new else ())
-    found: list[Completion | None] = []
-    for ending, row, event in zip(endings, rows, events, strict=True):
-        if row is None:
-            # Unless the answer to a commit was lost, another ending was earlier: that was told.
-            found.append(_told_before(connection, ending) if ending.counts else None)
-        elif event is None:
-            found.append(None)
-        else:
-            told = {name: value for name, value in event.items() if name != "at_s"}
-            found.append(Completion(position=next(positions), **told))
-    return found
+    return [None if event is None else _completion(next(positions), event) for event in events]
+
+
+def _completion(position: int, event: dict[str, Any]) -> Completion:
+    told = {name: value for name, value in event.items() if name != "at_s"}
+    return Completion(position=position, **told)
 
 
 def _event(ending: _Ending, row: sa.Row[*tuple[Any, ...]]) -> dict[str, Any] | None:
@@ -611,12 +591,6 @@ def _event(ending: _Ending, row: sa.Row[*tuple[Any, ...]]) -> dict[str, Any] | N
         "result_bytes": None if ending.result is None else len(ending.result),
         "at_s": ending.values["finished_s"],
     }
-
-
-def _told_before(connection: sa.Connection, ending: _Ending) -> Completion | None:
-    """The event of an ending whose commit was kept, and its answer lost."""
-    row = connection.execute(_TOLD, {"finished": ending.values["finished"]}).first()
-    return None if row is None else Completion(**row._mapping)
 
 
 def _rows(connection: sa.Connection, statement: sa.Select[*tuple[object, ...]]) -> list[RequestRow]:

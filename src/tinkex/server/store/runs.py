@@ -246,7 +246,6 @@ class Runs:
         request: requests_.NewRequest,
     ) -> requests_.Accepted:
         """The model and its step 0 in one transaction; a repeat finds the first."""
-        adding = requests_.Adding(request)
 
         def act(connection: sa.Connection) -> requests_.Accepted:
             known = connection.execute(
@@ -270,7 +269,7 @@ class Runs:
                         "created_s": model.created_s,
                     },
                 )
-            return requests_.insert(connection, adding)
+            return requests_.insert(connection, request)
 
         return await self._database.write(act)
 
@@ -323,7 +322,6 @@ class Runs:
         self, *, custom_loss_seq_id: int, request: requests_.NewRequest
     ) -> requests_.Accepted:
         """The loss and its request in one transaction; a repeat finds the first."""
-        adding = requests_.Adding(request)
 
         def act(connection: sa.Connection) -> requests_.Accepted:
             first = connection.execute(
@@ -334,12 +332,9 @@ class Runs:
             ).first()
             if first is not None:
                 return requests_.Accepted(
-                    request_id=first.request_id,
-                    kind=request.kind,
-                    sequences=0,
-                    is_new=first.request_id == adding.request_id,
+                    request_id=first.request_id, kind=request.kind, sequences=0, is_new=False
                 )
-            accepted = requests_.insert(connection, adding)
+            accepted = requests_.insert(connection, request)
             connection.execute(
                 custom_losses.insert(),
                 {

@@ -6,12 +6,20 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import sqlalchemy as sa
 
-from tinkex.server.store.trouble import AWAY, FAILING, Condition, Trouble, trouble_of
+from tinkex.server.store import postgres
+from tinkex.server.store.trouble import (
+    AWAY,
+    FAILING,
+    Condition,
+    StorageTrouble,
+    Trouble,
+    trouble_of,
+)
 
 T = TypeVar("T")
 Item = TypeVar("Item")
@@ -58,8 +66,8 @@ class Writer:
     While one transaction is being forced to disk the next writes gather, so the disk is asked
     once for all of them; a write that comes alone waits for nothing. An act that raises undoes
     only itself: the others of its group are run again, each in a transaction of its own. When the
-    connection is lost the group is run again on the next one: acts find what an earlier run of
-    them did, should it have been kept. When the disk is full or fails, nothing of the group was
+    connection is lost the group is run again on the next one, unless the database says that its
+    commit was kept. When the disk is full or fails, nothing of the group was
     written: what was promised stays here and is tried again, and the rest is refused.
     """
 
@@ -116,6 +124,9 @@ class Writer:
     def _promised(self, many: Many[Any, T], item: Any, must: bool) -> asyncio.Future[T]:
         # A caller that is cancelled only stops listening: the write happens.
         promise: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        if not must and (trouble := self._silence()) is not None:
+            promise.set_exception(StorageTrouble(trouble))
+            return promise
         with self._changed:
             if self._closing:
                 raise RuntimeError("the store is closed: nothing can be written any more")
@@ -160,27 +171,28 @@ class Writer:
             return group
 
     def _commit(self, connection: sa.Connection, group: list[_Write]) -> None:
-        committing = unsure = False
+        answers: list[Any] = []
+        #: Of the transaction that these answers are from, once its commit may have been kept.
+        mark: int | None = None
         while True:
             try:
                 self._condition.check()
                 self._asks()
                 with connection.begin():
-                    committing = False
-                    answers = self._answers(connection, group)
-                    if self._last is not None:
-                        self._last(connection)
-                    committing = True
+                    if mark is None or not postgres.was_kept(connection, mark):
+                        mark = None
+                        answers = self._answers(connection, group)
+                        if self._last is not None:
+                            self._last(connection)
+                        mark = postgres.mark(connection)
                     self._asks()
             except Exception as error:  # noqa: BLE001  whatever an act raises is its caller's to see
                 if connection.invalidated:
-                    # A commit whose answer was lost may have been kept.
-                    unsure = unsure or committing
-                    if self._waits_for_database(error):
+                    if self._waits_for_database(error, unsure=mark is not None):
                         continue
                 elif self._undone is not None:
                     self._undone(connection)
-                self._not_written(connection, group, error, unsure=unsure)
+                self._not_written(connection, group, error)
                 return
             break
         self.commits += 1
@@ -204,10 +216,10 @@ class Writer:
         return answers
 
     def _not_written(
-        self, connection: sa.Connection, group: list[_Write], error: Exception, *, unsure: bool
+        self, connection: sa.Connection, group: list[_Write], error: Exception
     ) -> None:
         if self._condition.note(error) is not None:
-            self._hold(group, error, unsure=unsure)
+            self._hold(group, error)
         elif len(group) > 1:
             self._commit_each(connection, group, error)
         elif (promise := group[0].promise) is not None:
@@ -226,17 +238,12 @@ class Writer:
                 self._hold(group[number + 1 :], error)
                 return
 
-    def _hold(self, group: list[_Write], error: Exception, *, unsure: bool = False) -> None:
-        """
-        The disk is to blame, not one of the writes: nothing of this group is on it.
-
-        If that is not sure, nothing of it may be refused: who repeats what is there would be
-        taken for a second one, and nobody would begin to work on the first.
-        """
+    def _hold(self, group: list[_Write], error: Exception) -> None:
+        """Nothing of this group is on disk, and the disk is to blame, not one of the writes."""
         refused = []
         for write in group:
-            if (write.must or unsure) and not self._closing:
-                self._stuck.append(replace(write, must=True))
+            if write.must and not self._closing:
+                self._stuck.append(write)
             elif write.promise is not None:
                 refused.append(_Outcome(write.promise, error=self._condition.refusal(error)))
         _tell(refused)
@@ -246,16 +253,21 @@ class Writer:
         if self._away_until_s is None:
             self._asked_s = time.monotonic()
 
-    def _waits_for_database(self, error: Exception) -> bool:
-        """Sleep before the next try; False when there have been enough."""
+    def _waits_for_database(self, error: Exception, *, unsure: bool) -> bool:
+        """
+        Sleep before the next try; False when there have been enough.
+
+        What may be on disk is neither refused nor done again: it is waited for until that is known.
+        """
         now_s = time.monotonic()
         if self._away_until_s is None:
             log.error("the connection to the database was lost, trying again: %s", error)
             self._away_until_s = now_s + AWAY_S
         trouble = trouble_of(error)
-        if self._closing or now_s > self._away_until_s or trouble is None:
+        enough = trouble is None or now_s > self._away_until_s
+        if self._closing or (enough and not unsure):
             return False
-        self._away_reason = trouble.reason
+        self._away_reason = str(error) if trouble is None else trouble.reason
         time.sleep(AWAY_RETRY_S)
         return True
 
