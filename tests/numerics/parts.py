@@ -53,8 +53,11 @@ def model_from(engine: Engine, model_id: str, adapter: Path) -> str:
 
 
 def gradients(engine: Engine, model_id: str, folder: Path) -> dict[str, torch.Tensor]:
-    """The un-stepped gradients by PEFT name, read from a snapshot."""
+    """The un-stepped gradients by PEFT name, read from a snapshot, which leaves out zeros."""
     engine.snapshot(model_id, folder, {})
+    if not (folder / "gradients.safetensors").exists():
+        weights = load_file(folder / "adapter_model.safetensors")
+        return {name: torch.zeros_like(weight) for name, weight in weights.items()}
     return load_file(folder / "gradients.safetensors")
 
 
