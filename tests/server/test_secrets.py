@@ -5,6 +5,8 @@ import json
 import logging
 import pickle
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,10 +19,10 @@ from server.hosting import PROTOBUF, Api, hosted, pass_body
 from server.tenants import everything_kept, new_key, revoke, with_key
 from tinkex.server.api.auth import WEIGHTS_TOKEN
 from tinkex.server.api.errors import Refusal
-from tinkex.server.logs import FORMAT, ScrubbedFormatter
+from tinkex.server.logs import FORMAT
 from tinkex.server.settings import Settings
 from tinkex.wire.errors import UserFailure, WireError
-from tinkex.wire.scrubbing import scrubbed, scrubbed_value
+from tinkex.wire.scrubbing import ScrubbedFormatter, scrubbed, scrubbed_value
 
 pytestmark = pytest.mark.anyio
 
@@ -181,3 +183,30 @@ def test_secrets_are_taken_out_and_names_stay() -> None:
     assert scrubbed("key tml-aB3d… is revoked") == "key tml-aB3d… is revoked"
     assert scrubbed("/x?expires=1&signature=" + "0a" * 32) == "/x?expires=1&signature=***"
     assert scrubbed_value({"detail": [{"loc": [key, 1]}]}) == {"detail": [{"loc": ["***", 1]}]}
+
+
+def test_an_entry_of_the_log_is_one_line_and_no_terminal_obeys_it(log: io.StringIO) -> None:
+    """What is quoted in it may be made to look like an entry of its own."""
+    forged = "a\n2026-01-01 tinkex key tml-0123456789abcdef made\r\x1b[2J\x9b1m\u2028b"
+    logging.getLogger("tinkex.test").error("there is no %s", forged)
+    (line,) = log.getvalue().splitlines()
+    assert line.endswith(r"no a\n2026-01-01 tinkex key *** made\r\x1b[2J\x9b1m\u2028b")
+    try:
+        raise ValueError("\x1b[2Jtml-0123456789abcdef")
+    except ValueError:
+        logging.getLogger("tinkex.test").exception("failed")
+    assert log.getvalue().count("\n") > 4, "a traceback has lines"
+    assert "\x1b" not in log.getvalue()
+    assert "tml-0" not in log.getvalue()
+
+
+def test_an_engine_writes_its_log_the_same_way() -> None:
+    """In a process of its own: what it sets is for all of a process."""
+    program = (
+        "import logging; from tinkex.engine import process; process._begin_log(); "
+        "logging.getLogger('x').error('%s', 'tml-0123456789abcdef\\n\\x1b')"
+    )
+    told = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert told.stderr.endswith("engine ***\\n\\x1b\n")

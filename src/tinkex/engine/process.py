@@ -47,6 +47,7 @@ from tinkex.wire.protobuf import (
     encode_sample_response,
 )
 from tinkex.wire.sampling import SampleRequest
+from tinkex.wire.scrubbing import ScrubbedFormatter
 from tinkex.wire.training import (
     ForwardBackwardInput,
     LoraConfig,
@@ -545,6 +546,12 @@ def _turn(file: Path | None) -> Iterator[None]:
         yield
 
 
+def _begin_log() -> None:
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(ScrubbedFormatter("%(asctime)s engine %(message)s"))
+    logging.basicConfig(handlers=[handler], level=logging.INFO)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--fd", type=int, required=True)
@@ -562,9 +569,7 @@ def main() -> None:
     parser.add_argument("--turn-file", type=Path)
     parser.add_argument("--roll-fd", type=int)
     options = parser.parse_args()
-    logging.basicConfig(
-        stream=sys.stderr, level=logging.INFO, format="%(asctime)s engine %(message)s"
-    )
+    _begin_log()
     # A service manager tells all processes to stop at once. The web process then finishes what it
     # can, with this one, and hangs up.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -3,16 +3,9 @@
 import logging
 import sys
 
-from tinkex.wire.scrubbing import scrubbed
+from tinkex.wire.scrubbing import ScrubbedFormatter
 
 FORMAT = "%(asctime)s %(name)s %(message)s"
-
-
-class ScrubbedFormatter(logging.Formatter):
-    """Takes secrets out of the finished text: of the message, and of a traceback below it."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        return scrubbed(super().format(record))
 
 
 def begin() -> None:
