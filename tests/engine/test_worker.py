@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from server.api.test_custom_losses import loss
 from tinkex.engine import Engine, EngineSettings
 from tinkex.engine.devices import is_broken
 from tinkex.engine.process import Wire, Worker
@@ -201,3 +202,30 @@ def test_deterministic_engines_never_mix(turns_on: Callable[[bool], Turns]) -> N
     tickets = [turns.order(run_pass=passes(name, 1, 4)) for name in ("a", "b", "a")]
     assert [list(turns.turn()) for _ in tickets] == [[ticket] for ticket in tickets]
     turns.close()
+
+
+def test_losses_of_a_session_are_forgotten_together(turns: Turns) -> None:
+    def custom(model_id: str, session_id: str, loss_id: str) -> frames.Report:
+        inputs = {"target_tokens": [1] * 3, "weights": [1.0] * 3}
+        datum = Datum(model_input=ModelInput.from_ints([1, 2, 3]), loss_fn_inputs=inputs)
+        work = ForwardBackwardInput._of([datum], "custom", {"loss_id": loss_id})
+        asked = ForwardBackwardRequest(forward_backward_input=work, model_id=model_id, seq_id=1)
+        payload = frames_pb2.Payload(inline=encode_forward_backward_request(asked))
+        order = frames_pb2.Pass(model_id=model_id, payload=payload, session_id=session_id)
+        ticket = turns.order(run_pass=order)
+        return turns.turn()[ticket]
+
+    turns.create("m")
+    asked = frames_pb2.Payload(inline=json.dumps(loss("any")).encode())
+    for loss_id, session_id in (("a", "one"), ("b", "one"), ("c", "two")):
+        turns.order(
+            register_loss=frames_pb2.RegisterLoss(
+                loss_id=loss_id, session_id=session_id, payload=asked
+            )
+        )
+    assert custom("m", "one", "a").WhichOneof("body") == "done"
+    turns.order(forget_losses=frames_pb2.ForgetLosses(session_id="one"))
+    for gone in ("a", "b"):
+        assert "there is no custom loss" in custom("m", "one", gone).failed.message
+    assert custom("m", "two", "c").WhichOneof("body") == "done"
+    assert set(turns.worker._engine._losses) == {"c"}

@@ -173,6 +173,10 @@ class Engine:
         """A loss that a user wrote, for passes that name it; `UserFailure` if it is not offered."""
         self._losses[loss_id] = CustomLoss(graph=Graph.rebuild(name, inputs, graph))
 
+    def forget_loss(self, loss_id: str) -> None:
+        """Passes that have begun keep theirs."""
+        self._losses.pop(loss_id, None)
+
     def optim_step(self, model_id: str, params: OptimParams) -> dict[str, float]:
         return optimizer_step(self._adapter(model_id), params).metrics()
 

@@ -198,6 +198,8 @@ class Worker:
                 self._sample_began_s.pop(order.cancel.sample_ticket, None)
             case "register_loss":
                 self._register_loss(order)
+            case "forget_losses":
+                self._forget_losses(order)
             case str(work):
                 model_id = getattr(order, work).model_id
                 self._training.setdefault(model_id, deque()).append(Job(order))
@@ -230,6 +232,13 @@ class Worker:
         else:
             self._loss_sessions[work.loss_id] = work.session_id
             self._wire.send(_done(order.ticket, b"{}", 0.0))
+
+    def _forget_losses(self, order: frames.Order) -> None:
+        session_id = order.forget_losses.session_id
+        for loss_id in [one for one, of in self._loss_sessions.items() if of == session_id]:
+            del self._loss_sessions[loss_id]
+            self._engine.forget_loss(loss_id)
+        self._wire.send(_done(order.ticket, b"{}", 0.0))
 
     def _decode(self) -> None:
         answered = self._engine.advance()

@@ -46,6 +46,7 @@ class Task(enum.Enum):
     DROP = enum.auto()  # forget an adapter
     SAMPLE = enum.auto()
     REGISTER_LOSS = enum.auto()  # a loss that a user wrote
+    FORGET_LOSSES = enum.auto()  # those of a session
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,7 +64,7 @@ class Work:
     optimizer_config: bytes = b""
     #: PASS only.
     backward: bool = False
-    #: PASS, REGISTER_LOSS: a loss is for the models of its session.
+    #: PASS, REGISTER_LOSS, FORGET_LOSSES: a loss is for the models of its session.
     session_id: str = ""
     #: REGISTER_LOSS only.
     loss_id: str = ""
@@ -364,7 +365,10 @@ class _Engine:
             well = engine_was_well(answered=self._answered, lived_s=lived_s)
             wait_s = ENGINE.wait_s(wait_s, well=well)
             log.error(
-                "the engine of %s died; starting it again in %.1f s", self._model.name, wait_s
+                "the engine of %s died%s; starting it again in %.1f s",
+                self._model.name,
+                self._ended_how,
+                wait_s,
             )
             await asyncio.sleep(wait_s)
 
@@ -397,6 +401,7 @@ class _Engine:
             self._process = None
             ours.close()
             how = "" if process is None else await _ended(process)
+            self._ended_how = how
             self._note(Life.NONE)
             self._lose_everything(how)
 
@@ -474,6 +479,8 @@ async def _ended(process: asyncio.subprocess.Process) -> str:
             process.kill()
         await process.wait()
     status = process.returncode or 0
+    if status == -signal.SIGKILL:
+        return " (SIGKILL: somebody ended it, or the system for want of memory; its log says which)"
     if status < 0:
         return f" ({signal.Signals(-status).name})"
     return f" (exit status {status})"
@@ -556,6 +563,8 @@ def _order(ticket: int, work: Work) -> frames.Order:
                     loss_id=work.loss_id, session_id=work.session_id, payload=payload
                 )
             )
+        case Task.FORGET_LOSSES:
+            order.forget_losses.session_id = work.session_id
         case Task.SAMPLE:
             order.sample.CopyFrom(
                 frames_pb2.Sample(

@@ -18,7 +18,7 @@ router = APIRouter(prefix="/api/v1", tags=["training"])
 
 #: A graph of the most nodes that an engine takes is far smaller.
 MOST_BYTES = 4 * 2**20
-#: Engines keep them all.
+#: An engine keeps those of every session that has a model in its memory.
 MOST_LOSSES = 1_000
 
 

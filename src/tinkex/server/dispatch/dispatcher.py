@@ -63,6 +63,7 @@ class Dispatcher:
         saving = Saving(store)
         revival = Revival(desk, saving)
         self._desk = desk
+        self._revival = revival
         self._store = store
         self._rolls = rolls or {}
         #: The web process before this one died of what it did.
@@ -70,7 +71,7 @@ class Dispatcher:
         self._runs = Runs(store)
         self._places = Places(max_training=max_training)
         self._samples = Samples(desk)
-        self._losses = Losses(desk, self._runs)
+        self._losses = Losses(desk, self._runs, revival)
         self._snapshots = Snapshots(
             desk, revival, steps=snapshot_steps, payload_bytes=snapshot_bytes
         )
@@ -210,7 +211,7 @@ class Dispatcher:
 
     async def _unload(self, row: RequestRow, model_id: str) -> None:
         run = await self._runs.open(model_id)
-        run.live_in = None
+        incarnation, run.live_in = run.live_in, None
         ending = Ending(result=encode_json(UnloadModelResponse(model_id=model_id)))
         try:
             await self._desk.executor.run(run.model.base_model, orders.drop(model_id))
@@ -218,6 +219,9 @@ class Dispatcher:
             pass
         except WorkFailed as failed:
             ending = Ending(error=failed.message, category=failed.category)
+        # Steps that are under way may need its losses; then they stay until it leaves for good.
+        if run.driver is None and self._revival.holds(run):
+            await self._revival.left(run, incarnation)
         await self._desk.settle(row, ending)
 
     def free_session(self, session_id: str) -> None:
@@ -235,7 +239,7 @@ class Dispatcher:
         # With later steps its client is back, and wants it where it is.
         if self._desk.closing or run.line.next_seq > newest + 1:
             return
-        if run.live_in is not None:
+        if run.live_in is not None or self._revival.holds(run):
             await asyncio.wait({self._turns.between(run, self._free(run))})
             while run.driver is not None:
                 await asyncio.wait({run.driver})
@@ -243,9 +247,10 @@ class Dispatcher:
 
     async def _free(self, run: Run) -> None:
         await run.settled()
-        run.live_in = None
+        incarnation, run.live_in = run.live_in, None
         with contextlib.suppress(EngineLost, EngineRefused, WorkFailed):
             await self._desk.executor.run(run.model.base_model, orders.drop(run.model.model_id))
+        await self._revival.left(run, incarnation)
 
     async def snapshot(self, model_id: str) -> bool:
         """Write a model's state down now, between two of its steps; whether that was possible."""

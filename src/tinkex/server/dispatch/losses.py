@@ -3,6 +3,7 @@
 from tinkex.server.dispatch import orders
 from tinkex.server.dispatch.desk import Desk
 from tinkex.server.dispatch.ending import Ending, bug, deadly
+from tinkex.server.dispatch.revival import Revival
 from tinkex.server.dispatch.run import Runs
 from tinkex.server.executor import EngineLost, EngineRefused, WorkFailed
 from tinkex.server.store import RequestRow
@@ -13,9 +14,10 @@ from tinkex.wire.custom_loss import CreateCustomLossResponse
 class Losses:
     """Outside the order of steps."""
 
-    def __init__(self, desk: Desk, runs: Runs) -> None:
+    def __init__(self, desk: Desk, runs: Runs, revival: Revival) -> None:
         self._desk = desk
         self._runs = runs
+        self._revival = revival
 
     async def create(self, row: RequestRow) -> None:
         """To its end, good or bad."""
@@ -38,8 +40,13 @@ class Losses:
         alive = {
             run.model.base_model
             for run in self._runs.opened()
-            if run.model.session_id == loss.session_id and run.live_in is not None
+            if run.model.session_id == loss.session_id
+            # Or is on its way there, and may have looked for losses before there was this one.
+            and (run.live_in is not None or run.driver is not None)
         }
         for base_model in sorted(alive | {row.base_model}):
-            await self._desk.insist(row, orders.register(loss), base_model=base_model)
+            try:
+                await self._desk.insist(row, orders.register(loss), base_model=base_model)
+            finally:
+                await self._revival.loss_was_checked(base_model, loss.session_id)
         return Ending(result=encode_json(CreateCustomLossResponse(loss_id=loss.loss_id)))

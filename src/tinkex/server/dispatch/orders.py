@@ -29,6 +29,10 @@ def register(loss: CustomLoss) -> Work:
     )
 
 
+def forget_losses(session_id: str) -> Work:
+    return Work(task=Task.FORGET_LOSSES, session_id=session_id)
+
+
 def pass_or_step(model: Model, kind: Kind, payload: bytes | Path) -> Work:
     return Work(
         task=Task.OPTIM_STEP if kind is Kind.OPTIM_STEP else Task.PASS,

@@ -3,13 +3,14 @@
 import asyncio
 import contextlib
 import logging
+from collections import defaultdict
 from pathlib import Path
 
 from tinkex.server import plan
 from tinkex.server.dispatch import orders
 from tinkex.server.dispatch.desk import Desk
 from tinkex.server.dispatch.run import Run
-from tinkex.server.executor import Outcome, Task, Work, WorkFailed
+from tinkex.server.executor import EngineLost, EngineRefused, Outcome, Task, Work, WorkFailed
 from tinkex.server.plan import Cause, Kind
 from tinkex.server.saving import Saving
 from tinkex.server.store import RequestRow, Status
@@ -23,6 +24,13 @@ REPLAYED_TOGETHER = 8
 _CARRIES = frozenset({Kind.FORWARD_BACKWARD, Kind.OPTIM_STEP})
 
 
+_Place = tuple[str, str]
+
+
+def _place(run: Run) -> _Place:
+    return run.model.base_model, run.model.session_id
+
+
 class Revival:
     """Keeps models in memory, or brings them back there."""
 
@@ -30,6 +38,10 @@ class Revival:
         self._desk = desk
         self._store = desk.store
         self._saving = saving
+        #: By base model and session: the models that are in the engine's memory, or on their way.
+        self._there: defaultdict[_Place, set[str]] = defaultdict(set)
+        #: Where losses were registered.
+        self._with_losses: set[_Place] = set()
 
     async def alive(self, run: Run) -> int:
         """The incarnation that holds this model as its log says; built again if need be."""
@@ -39,6 +51,7 @@ class Revival:
             await run.settled()
             # And stays as it is while it is read: a snapshot would cut it.
             await run.written()
+            self._there[_place(run)].add(run.model.model_id)
             await self._register_losses(run, incarnation)
             await self._replay(run, incarnation)
             run.live_in = incarnation
@@ -53,9 +66,46 @@ class Revival:
         run.computed_s += outcome.compute_s
         return outcome
 
+    def holds(self, run: Run) -> bool:
+        """Whether an engine may have something of this model in memory."""
+        return run.model.model_id in self._there.get(_place(run), ())
+
+    async def left(self, run: Run, incarnation: int | None) -> None:
+        """A model left the memory of its engine; with the last of a session its losses leave too."""
+        place = _place(run)
+        with contextlib.suppress(EngineLost, EngineRefused):
+            if incarnation is None:
+                incarnation = await self._desk.executor.ready(run.model.base_model)
+        self._there[place].discard(run.model.model_id)
+        if not self._there[place]:
+            del self._there[place]
+        await self._forget_losses(place, incarnation)
+
+    async def loss_was_checked(self, base_model: str, session_id: str) -> None:
+        """An engine that has no model of a session does not keep a loss of it."""
+        self._with_losses.add((base_model, session_id))
+        with contextlib.suppress(EngineLost, EngineRefused):
+            incarnation = await self._desk.executor.ready(base_model)
+            await self._forget_losses((base_model, session_id), incarnation)
+
+    async def _forget_losses(self, place: "_Place", incarnation: int | None) -> None:
+        """
+        Unless they are needed. Nothing comes between the look and the order to that engine.
+
+        A model that comes later registers them anew, and its order reaches the engine later.
+        """
+        if place in self._there or place not in self._with_losses:
+            return
+        self._with_losses.discard(place)
+        base_model, session_id = place
+        with contextlib.suppress(EngineLost, EngineRefused, WorkFailed):
+            order = orders.forget_losses(session_id)
+            await self._desk.executor.run(base_model, order, incarnation=incarnation)
+
     async def _register_losses(self, run: Run, incarnation: int) -> None:
         """An engine that has just met a model gets the losses of its session first."""
         for loss in await self._store.runs.custom_losses(run.model.session_id):
+            self._with_losses.add(_place(run))
             # A loss that was refused is refused again, and nobody can ask for it.
             with contextlib.suppress(WorkFailed):
                 await self.work(run, orders.register(loss), incarnation)

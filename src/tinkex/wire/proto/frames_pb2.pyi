@@ -67,6 +67,7 @@ class Order(_message.Message):
     REGISTER_LOSS_FIELD_NUMBER: _builtins.int
     SNAPSHOT_FIELD_NUMBER: _builtins.int
     RESTORE_FIELD_NUMBER: _builtins.int
+    FORGET_LOSSES_FIELD_NUMBER: _builtins.int
     ticket: _builtins.int
     @_builtins.property
     def create(self) -> Global___Create: ...
@@ -92,6 +93,8 @@ class Order(_message.Message):
     def snapshot(self) -> Global___Snapshot: ...
     @_builtins.property
     def restore(self) -> Global___Restore: ...
+    @_builtins.property
+    def forget_losses(self) -> Global___ForgetLosses: ...
     def __init__(
         self,
         *,
@@ -108,12 +111,13 @@ class Order(_message.Message):
         register_loss: Global___RegisterLoss | None = ...,
         snapshot: Global___Snapshot | None = ...,
         restore: Global___Restore | None = ...,
+        forget_losses: Global___ForgetLosses | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "clear_gradients", b"clear_gradients", "create", b"create", "drop", b"drop", "load", b"load", "optim_step", b"optim_step", "register_loss", b"register_loss", "restore", b"restore", "run_pass", b"run_pass", "sample", b"sample", "save", b"save", "snapshot", b"snapshot", "work", b"work"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "clear_gradients", b"clear_gradients", "create", b"create", "drop", b"drop", "forget_losses", b"forget_losses", "load", b"load", "optim_step", b"optim_step", "register_loss", b"register_loss", "restore", b"restore", "run_pass", b"run_pass", "sample", b"sample", "save", b"save", "snapshot", b"snapshot", "work", b"work"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "clear_gradients", b"clear_gradients", "create", b"create", "drop", b"drop", "load", b"load", "optim_step", b"optim_step", "register_loss", b"register_loss", "restore", b"restore", "run_pass", b"run_pass", "sample", b"sample", "save", b"save", "snapshot", b"snapshot", "ticket", b"ticket", "work", b"work"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "clear_gradients", b"clear_gradients", "create", b"create", "drop", b"drop", "forget_losses", b"forget_losses", "load", b"load", "optim_step", b"optim_step", "register_loss", b"register_loss", "restore", b"restore", "run_pass", b"run_pass", "sample", b"sample", "save", b"save", "snapshot", b"snapshot", "ticket", b"ticket", "work", b"work"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_work: _TypeAlias = _typing.Literal["create", "run_pass", "optim_step", "save", "load", "clear_gradients", "drop", "sample", "cancel", "register_loss", "snapshot", "restore"]  # noqa: Y015
+    _WhichOneofReturnType_work: _TypeAlias = _typing.Literal["create", "run_pass", "optim_step", "save", "load", "clear_gradients", "drop", "sample", "cancel", "register_loss", "snapshot", "restore", "forget_losses"]  # noqa: Y015
     _WhichOneofArgType_work: _TypeAlias = _typing.Literal["work", b"work"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_work) -> _WhichOneofReturnType_work | None: ...
 
@@ -415,6 +419,27 @@ class RegisterLoss(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RegisterLoss: _TypeAlias = RegisterLoss  # noqa: Y015
+
+@_typing.final
+class ForgetLosses(_message.Message):
+    """No model of this session is in memory any more; the next one brings its losses with it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    session_id: _builtins.str
+    def __init__(
+        self,
+        *,
+        session_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["session_id", b"session_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ForgetLosses: _TypeAlias = ForgetLosses  # noqa: Y015
 
 @_typing.final
 class Report(_message.Message):

@@ -1,0 +1,136 @@
+"""An engine keeps the losses of sessions that have a model in its memory, and no others."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from server.api.test_custom_losses import loss
+from server.echo import EchoExecutor
+from server.hosting import Api, hosted
+from tinkex.server.executor import Outcome, Task, Work, WorkFailed
+from tinkex.wire.protobuf import (
+    decode_forward_backward_request,
+    encode_forward_backward_output,
+)
+from tinkex.wire.training import ForwardBackwardOutput
+
+pytestmark = pytest.mark.anyio
+
+
+class Keeping(EchoExecutor):
+    """Knows which losses it has; a pass whose loss it does not have fails."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: dict[str, str] = {}
+
+    async def run(self, base_model: str, work: Work, *, incarnation: int | None = None) -> Outcome:
+        done = await super().run(base_model, work, incarnation=incarnation)
+        if work.task is Task.REGISTER_LOSS:
+            if b"refused" in work.payload:
+                raise WorkFailed("user", "that loss is not offered")
+            self.losses[work.loss_id] = work.session_id
+        if work.task is Task.FORGET_LOSSES:
+            gone = [loss for loss, session in self.losses.items() if session == work.session_id]
+            for one in gone:
+                del self.losses[one]
+        return done
+
+    def _pass(self, work: Work) -> bytes:
+        asked, _ = decode_forward_backward_request(work.payload)
+        named = (asked.forward_backward_input.loss_fn_config or {}).get("loss_id")
+        if asked.forward_backward_input.loss_fn != "custom":
+            return super()._pass(work)
+        if self.losses.get(str(named)) != work.session_id:
+            raise WorkFailed("user", f"there is no custom loss {named}")
+        return encode_forward_backward_output(
+            ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", loss_fn_outputs=[], metrics={})
+        )
+
+    def die(self) -> None:
+        super().die()
+        self.losses.clear()
+
+
+async def created(api: Api, session: str, number: int = 0) -> str:
+    made = await api.result(await api.step("create_custom_loss", **loss(session, number)))
+    return str(made["loss_id"])
+
+
+async def until(true: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not true():  # noqa: ASYNC110  nothing tells when a server has forgotten something
+            await asyncio.sleep(0.01)
+
+
+async def test_losses_leave_with_the_last_model_of_their_session_and_come_back_with_it(
+    tmp_path: Path,
+) -> None:
+    keeping = Keeping()
+    async with hosted(keeping, tmp_path) as api:
+        assert api.app is not None
+        dispatcher = api.app.state.context.dispatcher
+        mine, other = await api.session(), await api.session()
+        models = [await api.model(mine, number=number) for number in range(2)]
+        foreign = await api.model(other)
+        loss_id, theirs = await created(api, mine), await created(api, other)
+        for model in models:
+            assert "error" not in await api.result(await api.custom(model, 1, {"loss_id": loss_id}))
+        # One of two models leaves: the other still needs them.
+        await api.result(await api.step("unload_model", model_id=models[0]))
+        assert loss_id in keeping.losses
+        dispatcher.free_session(mine)
+        await until(lambda: loss_id not in keeping.losses)
+        assert theirs in keeping.losses
+        # Back with its model, and so are those that were made meanwhile.
+        later = await created(api, mine, 1)
+        assert later not in keeping.losses
+        for number, one in ((2, loss_id), (3, later)):
+            passed = await api.custom(models[1], number, {"loss_id": one})
+            assert "error" not in await api.result(passed)
+        assert "error" not in await api.result(await api.custom(foreign, 1, {"loss_id": theirs}))
+        # A model that has to be built again does not keep them for ever either.
+        keeping.die()
+        dispatcher.free_session(mine)
+        dispatcher.free_session(other)
+        await until(lambda: not keeping.losses)
+        assert "error" not in await api.result(await api.custom(foreign, 2, {"loss_id": theirs}))
+
+
+async def test_losses_that_no_model_can_use_are_only_looked_at(tmp_path: Path) -> None:
+    keeping = Keeping()
+    async with hosted(keeping, tmp_path) as api:
+        session = await api.session()
+        for number in range(20):
+            await created(api, session, number)
+        bad = await api.step("create_custom_loss", **loss(session, 20, name="refused"))
+        assert (await api.result(bad))["category"] == "user"
+        await until(lambda: not keeping.losses)
+        assert len(keeping.tasks(Task.REGISTER_LOSS)) == 21
+
+
+async def test_a_model_that_comes_while_losses_are_made_has_them_all(tmp_path: Path) -> None:
+    keeping = Keeping()
+    async with hosted(keeping, tmp_path) as api:
+        session = await api.session()
+        known: list[str] = []
+
+        async def make() -> None:
+            for number in range(15):
+                made = await created(api, session, number)
+                known.append(made)
+
+        async def come_and_go(number: int) -> None:
+            model = await api.model(session, number=number)
+            for step in range(1, 12):
+                if known:
+                    passed = await api.custom(model, step, {"loss_id": known[-1]})
+                else:
+                    passed = await api.forward_backward(model, step)
+                assert "error" not in await api.result(passed)
+                await api.result(await api.step("unload_model", model_id=model))
+
+        await asyncio.gather(make(), *(come_and_go(number) for number in range(3)))
+        await until(lambda: not keeping.losses)
