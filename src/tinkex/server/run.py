@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from types import FrameType
+from typing import TextIO
 
 from tinkex.models.cache import plain_lines
 from tinkex.models.resolve import DEFAULT_MODEL, ModelSource, resolve
@@ -54,7 +55,11 @@ def run(settings: Settings, *, announce: Callable[[str], None]) -> int:
         log.debug("setting %s", line)
     if not is_loopback(settings.host):
         settings.check_reachable(has_keys=_has_keys(settings))
-    with hold_folder(settings.folder), open_socket(settings) as listening:
+    with (
+        hold_folder(settings.folder),
+        hold_database(settings),
+        open_socket(settings) as listening,
+    ):
         sources = [
             resolve(spec, progress=plain_lines(sys.stderr))
             for spec in settings.models or (DEFAULT_MODEL,)
@@ -99,6 +104,7 @@ class Supervisor:
             wait_s = restarts.WEB.wait_s(wait_s, well=steady)
             log.error("the web process died; starting it again in %.1f s", wait_s)
             self._pause(wait_s)
+        log.info("stopped; what was accepted and not finished goes on at the next start")
         return 0
 
     def _live_once(self, *, first: bool, on_ready: Callable[[], None]) -> bool:
@@ -195,19 +201,62 @@ def hold_folder(folder: Path) -> Iterator[None]:
             hint="Choose another one with --data.",
         ) from error
     with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            lock.seek(0)
-            holder = lock.read().strip() or "unknown"
+        if (holder := _taken(lock)) is not None:
             raise SettingsError(
                 f"another server (process {holder}) holds the data folder {folder}.",
                 hint="Use that one, stop it, or choose another folder with --data.",
-            ) from None
-        lock.truncate(0)
-        lock.write(f"{os.getpid()}\n")
-        lock.flush()
+            )
         yield
+
+
+@contextlib.contextmanager
+def hold_database(settings: Settings) -> Iterator[None]:
+    """
+    One server at a time for each database file, wherever it is: with `--db` two folders may name it.
+
+    PostgreSQL is held by the connection that writes.
+    """
+    file = database_file(settings.db_url)
+    if file is None:
+        yield
+        return
+    try:
+        file.parent.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
+        lock = file.with_name(f"{file.name}.lock").open("a+")
+    except OSError as error:
+        raise SettingsError(
+            f"the database {file} cannot be held: {error.strerror}.",
+            hint="Choose another one with --db, or leave it out for one in the data folder.",
+        ) from error
+    with lock:
+        if (holder := _taken(lock)) is not None:
+            raise SettingsError(
+                f"another server (process {holder}) holds the database {file}.",
+                hint="Use that server, stop it, or choose another database with --db.",
+            )
+        yield
+
+
+def database_file(db_url: str) -> Path | None:
+    """The file behind a URL of SQLite, whatever links lead to it; None for any other database."""
+    backend, _, rest = db_url.partition("://")
+    name = rest.partition("?")[0].removeprefix("/").removeprefix("file:")
+    if backend.partition("+")[0] != "sqlite" or name in ("", ":memory:"):
+        return None
+    return Path(name).resolve()
+
+
+def _taken(lock: TextIO) -> str | None:
+    """Hold a lock; the process that has it already, if one does."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.seek(0)
+        return lock.read().strip() or "unknown"
+    lock.truncate(0)
+    lock.write(f"{os.getpid()}\n")
+    lock.flush()
+    return None
 
 
 def holder_of(folder: Path) -> str | None:
