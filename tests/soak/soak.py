@@ -113,8 +113,9 @@ class Tenant:
                 check=False,
             )
             told = json.loads(ran.stdout.splitlines()[-1])
-        except subprocess.TimeoutExpired:
-            self.errors.append(f"{self.owner}, seed {seed}: did not end")
+        except subprocess.TimeoutExpired as late:
+            told = (late.stderr or b"").decode(errors="replace")
+            self.errors.append(f"{self.owner}, seed {seed}: did not end\n{told[-4000:]}")
         except (IndexError, ValueError):
             self.errors.append(f"{self.owner}, seed {seed}: said nothing\n{ran.stderr[-2000:]}")
         else:

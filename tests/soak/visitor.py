@@ -9,12 +9,14 @@ went wrong that should not have.
 """
 
 import asyncio
+import gc
 import importlib
 import json
 import os
 import random
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import warnings
@@ -35,6 +37,8 @@ BURST = 24
 #: The least the API knows; so visitors delete checkpoints of theirs, all but the newest.
 TTL_S = 3600
 CHECKPOINTS = 6
+#: Who is so late says what it waits for.
+OVERDUE_S = 120.0
 
 rng = random.Random(SEED)
 done: Counter[str] = Counter()
@@ -193,7 +197,36 @@ class Visit:
         return how
 
 
+def tell_where(overdue_s: float) -> None:
+    """Where everything stands in a visit that should have ended so long ago, on standard error."""
+    time.sleep(SECONDS + overdue_s)
+    loops = [one for one in gc.get_objects() if isinstance(one, asyncio.AbstractEventLoop)]
+    lines = [f"{name}: {_where(frame)}" for name, frame in sys._current_frames().items()]
+    tasks = [task for loop in loops for task in asyncio.all_tasks(loop)]
+    lines += [f"{task.get_name()}: {_waits(task.get_coro())}" for task in tasks]
+    sys.stderr.write("\n".join([json.dumps(done), *lines]) + "\n")
+    sys.stderr.flush()
+
+
+def _where(frame: Any) -> str:
+    places = []
+    while frame is not None:
+        places.append(f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}")
+        frame = frame.f_back
+    return " < ".join(places[:12])
+
+
+def _waits(coroutine: Any) -> str:
+    """What a coroutine awaits, from outside to inside."""
+    places = []
+    while (frame := getattr(coroutine, "cr_frame", None)) is not None:
+        places.append(f"{frame.f_code.co_qualname}:{frame.f_lineno}")
+        coroutine = coroutine.cr_await
+    return " > ".join([*places, repr(coroutine)[:200]])
+
+
 def main() -> None:
+    threading.Thread(target=tell_where, args=(OVERDUE_S,), daemon=True).start()
     until_s = time.monotonic() + SECONDS
     errors: list[str] = []
     try:
