@@ -482,6 +482,14 @@ LIMITS = [
         test="tests/server/test_limits_page.py::test_telemetry_over_its_limits_is_accepted_and_not_kept",
     ),
     Limit(
+        "characters of telemetry of one owner that are kept in an hour",
+        kept_telemetry.MOST_AN_HOUR,
+        "200, the rest not kept",
+        "",
+        None,
+        test="tests/server/test_limits_page.py::test_telemetry_of_an_hour_has_an_end",
+    ),
+    Limit(
         "events of one batch of telemetry that are kept",
         kept_telemetry.MOST_EVENTS,
         "200, the rest not kept",

@@ -113,6 +113,26 @@ async def test_telemetry_over_its_limits_is_accepted_and_not_kept(tmp_path: Path
             assert len(str(found)) < 100 * 1_000
 
 
+async def test_telemetry_of_an_hour_has_an_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody fills the disk of all others with it."""
+    monkeypatch.setattr(kept_telemetry, "MOST_AN_HOUR", 5_000)
+    keys = [await new_key(tmp_path, owner) for owner in ("alice", "bob")]
+    batch = {"session_id": "s", "events": [{"event_id": "x" * 450}] * 4}
+    async with hosted(EchoExecutor(), tmp_path) as api:
+        assert api.app
+        store = api.app.state.context.store
+        for key in (keys[0], keys[0], keys[0], keys[0], keys[1]):
+            async with with_key(api, key) as client:
+                assert (await client.post("telemetry", batch)).status == 200
+        # Written in order, his last.
+        while not await store.telemetry.of_session("s", owner="bob"):
+            pass
+        assert len(await store.telemetry.of_session("s", owner="alice")) == 10
+        assert len(await store.telemetry.of_session("s", owner="bob")) == 4
+
+
 async def test_a_small_body_does_not_become_a_large_one_before_it_is_refused(
     tmp_path: Path,
 ) -> None:

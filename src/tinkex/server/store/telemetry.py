@@ -1,6 +1,7 @@
 """What clients tell about themselves: named fields only, cut to size, for a limited time."""
 
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,9 @@ from tinkex.wire.scrubbing import scrubbed as without_secrets
 # An SDK sends up to 100 at once.
 MOST_EVENTS = 100
 LONGEST_TEXT = 500
+#: Characters that are kept for one owner in an hour: a busy client says a tenth of it.
+MOST_AN_HOUR = 16 * 2**20
+HOUR_S = 3600
 
 #: Everything else is dropped: official clients put whole request headers into `event_data`.
 FIELDS = (
@@ -47,6 +51,8 @@ class Telemetry:
 
     def __init__(self, database: Database) -> None:
         self._database = database
+        self._hour = 0
+        self._kept: Counter[str] = Counter()
 
     def keep(self, events: Sequence[Any], *, owner: str, session_id: str, about: str) -> None:
         """Note, some time soon, what is worth it of a batch."""
@@ -61,8 +67,21 @@ class Telemetry:
             for event in events[:MOST_EVENTS]
             if isinstance(event, Mapping)
         ]
+        rows = rows[: self._that_fit(owner, rows, hour=int(now_s // HOUR_S))]
         if rows:
             self._database.write_later(lambda connection: connection.execute(_INSERT, rows))
+
+    def _that_fit(self, owner: str, rows: Sequence[Mapping[str, Any]], *, hour: int) -> int:
+        """How many of these rows are still kept in this hour: the disk is everybody's."""
+        if hour != self._hour:
+            self._hour = hour
+            self._kept.clear()
+        for number, row in enumerate(rows):
+            size = sum(len(str(value)) for value in row["event"].values())
+            if self._kept[owner] + size > MOST_AN_HOUR:
+                return number
+            self._kept[owner] += size
+        return len(rows)
 
     async def of_session(self, session_id: str, *, owner: str) -> list[dict[str, Any]]:
         """What the client of a session told, in order."""
