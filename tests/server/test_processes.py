@@ -73,6 +73,7 @@ async def test_an_engine_that_is_killed_comes_back_with_the_model_as_it_was(
     untrained = await _untrained_loss(own_server)
     assert before < untrained * 0.9
     assert after < untrained * 0.9
+    assert any("died (SIGKILL: " in line for line in own_server.log)
 
 
 async def test_a_web_process_that_is_killed_after_the_answer_has_kept_the_work(
@@ -237,6 +238,7 @@ def test_a_stopped_server_leaves_nothing_behind(tiny_model: Path, tmp_path: Path
         server.process.send_signal(signal.SIGINT)
         assert server.process.wait(20) == 0
     assert not any(is_alive(pid) for pid in pids)
+    assert "stopped; what was accepted" in server.log[-1]
 
 
 def serve(*arguments: str) -> "subprocess.CompletedProcess[str]":

@@ -19,10 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tinkex.server.backup import DATABASE
-from tinkex.server.run import LOCK_FILE, hold_folder, holder_of
+from tinkex.server.run import LOCK_FILE, hold_database, hold_folder, holder_of
 from tinkex.server.settings import MEBIBYTE, Settings
 from tinkex.server.signing import KEY_FILE as SIGNING_KEY
 from tinkex.server.store import Store, open_store
+from tinkex.server.store.database import log_is_lost
 from tinkex.server.store.files import ROOMS, Files
 from tinkex.server.store.inspection import (
     CHECKPOINT,
@@ -88,6 +89,11 @@ class Place:
     folder: Path
     exists: bool
     writable: bool
+    #: The file system as a whole takes nothing.
+    read_only: bool = False
+    readable: bool = True
+    #: What was committed last was in a file that is gone.
+    log_lost: bool = False
     free_bytes: int
     #: The process that holds it, if one does.
     holder: str | None
@@ -102,17 +108,21 @@ def place_of(settings: Settings) -> Place:
     exists = folder.is_dir()
     secrets = [folder / name for name in (SIGNING_KEY, TOKENS_KEY)]
     writable = exists and os.access(folder, _ALL)
+    readable = exists and os.access(folder, os.R_OK | os.X_OK)
     parts = [folder / name for name in PARTS] if writable else []
     return Place(
         folder=folder,
         exists=exists,
         writable=writable,
+        read_only=exists and bool(os.statvfs(folder).f_flag & os.ST_RDONLY),
+        readable=readable,
+        log_lost=readable and log_is_lost(folder / DATABASE),
         free_bytes=shutil.disk_usage(folder).free if exists else 0,
-        holder=holder_of(folder) if writable else None,
+        holder=holder_of(folder) if readable else None,
         open_secrets=tuple(
             file.name
             for file in secrets
-            if writable and file.exists() and stat.S_IMODE(file.stat().st_mode) & 0o077
+            if readable and file.exists() and stat.S_IMODE(file.stat().st_mode) & 0o077
         ),
         closed=tuple(
             f"{part.name} (of {_owner(part)})"
@@ -133,7 +143,17 @@ def _owner(path: Path) -> str:
 def diagnose(place: Place, facts: Facts, *, reserve_mb: float) -> Iterator[Finding]:
     """Everything there is to say, most basic first. Pure."""
     yield from _about_folder(place, reserve_mb)
-    yield from _about_database(facts)
+    yield from _about_database(facts, is_full=place.free_bytes < MEBIBYTE)
+    if place.log_lost:
+        yield Finding(
+            level=Level.PROBLEM,
+            about="database",
+            text=f"{DATABASE}-shm is there without {DATABASE}-wal: a server was ended in the midst "
+            "of its work, and the file with what it committed last is gone",
+            advice="Put it back if you can, before a server or anything else opens the database. "
+            "Without it the database is sound and older: clients hear that their newest requests "
+            "are not known.",
+        )
     if facts.version != facts.newest_version or facts.damage or facts.refused or facts.another:
         return
     yield from _about_files(facts)
@@ -142,7 +162,15 @@ def diagnose(place: Place, facts: Facts, *, reserve_mb: float) -> Iterator[Findi
 
 def _about_folder(place: Place, reserve_mb: float) -> Iterator[Finding]:
     about = "folder"
-    if not place.writable:
+    if place.read_only:
+        yield Finding(
+            level=Level.PROBLEM,
+            about=about,
+            text=f"{place.folder} is on a file system that is mounted read-only",
+            advice="No server can work on it. After errors of a disk that is how systems mount it: "
+            "look at the system's log, then mount it writable. `tinkex backup` can still copy it.",
+        )
+    elif not place.writable:
         yield Finding(
             level=Level.PROBLEM,
             about=about,
@@ -187,9 +215,16 @@ def _about_folder(place: Place, reserve_mb: float) -> Iterator[Finding]:
         )
 
 
-def _about_database(facts: Facts) -> Iterator[Finding]:
+def _about_database(facts: Facts, *, is_full: bool) -> Iterator[Finding]:
     about = "database"
-    if facts.refused is not None:
+    if facts.refused is not None and is_full:
+        yield Finding(
+            level=Level.PROBLEM,
+            about=about,
+            text=f"it cannot be opened on a full disk: {facts.refused}",
+            advice="Make room first, and look again.",
+        )
+    elif facts.refused is not None:
         yield Finding(
             level=Level.PROBLEM,
             about=about,
@@ -346,7 +381,7 @@ def examine(settings: Settings) -> list[Finding]:
     if not place.exists:
         text = f"there is no folder {place.folder}"
         return [Finding(level=Level.PROBLEM, about="folder", text=text, advice="Check --data.")]
-    if not place.writable:
+    if not place.readable:
         return list(_about_folder(place, settings.reserve_mb))
     facts = _facts(settings, held=place.holder is not None)
     return list(diagnose(place, facts, reserve_mb=settings.reserve_mb))
@@ -359,7 +394,7 @@ def repair(settings: Settings) -> list[str]:
     if place.holder is None and not any(finding.repair for finding in examine(settings)):
         # Not even a lock is left in a folder that is something else.
         return done
-    with hold_folder(settings.folder):
+    with hold_folder(settings.folder), hold_database(settings):
         wanted = {finding.repair for finding in examine(settings)}
         if Repair.INDEXES in wanted:
             rebuild_indexes(settings.db_url)

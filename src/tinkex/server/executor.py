@@ -250,6 +250,8 @@ class _Engine:
         #: Tells the next web process how this engine ended, if we cannot.
         self._roll = roll
         self._incarnation = 0
+        #: The last one, in words.
+        self._ended_how = ""
         self._tickets = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[Outcome]] = {}
         self._listening: dict[int, Callable[[frames_pb2.Tokens], None]] = {}

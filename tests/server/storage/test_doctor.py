@@ -18,7 +18,7 @@ from server.hosting import Api, hosted
 from server.storage.commands import tinkex
 from server.storage.test_damage import LARGE, overwrite_pages, snapshot, tear, trained
 from tinkex.server.doctor import Finding, Level, Place, diagnose, examine, repair
-from tinkex.server.run import hold_folder
+from tinkex.server.run import hold_database, hold_folder
 from tinkex.server.settings import Settings, SettingsError
 from tinkex.server.store import DatabaseRefused, open_store
 from tinkex.server.store.files import tensor_fault
@@ -229,6 +229,14 @@ async def test_beside_a_server_it_looks_and_does_not_repair(api: Api, tmp_path: 
         assert f"a server (process {os.getpid()}) runs on it" in said
         with pytest.raises(SettingsError, match=f"process {os.getpid()}"):
             await mended(tmp_path)
+    # Nor beside one that has the database under another folder.
+    (tmp_path / "payloads" / "ab").mkdir(parents=True)
+    (tmp_path / "payloads" / "ab" / "left").write_text("behind")
+    with (
+        hold_database(Settings(data=str(tmp_path))),
+        pytest.raises(SettingsError, match="holds the database"),
+    ):
+        await mended(tmp_path)
 
 
 async def test_the_command_says_it_for_people_and_for_programs(tmp_path: Path) -> None:
@@ -362,3 +370,39 @@ def test_a_file_that_may_not_be_read_may_be_whole() -> None:
     for finding in said:
         assert "make it readable" in finding.advice
         assert finding.repair is None
+
+
+async def test_commits_that_went_with_the_log_of_the_database_are_said_to_be_missing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    await filled(tmp_path)
+    # As a server leaves them that was killed; then the log is lost.
+    (tmp_path / "tinkex.db-shm").write_bytes(bytes(32768))
+    assert "the file with what it committed last is gone" in told(tmp_path)
+    (tmp_path / "tinkex.db-shm").write_bytes(bytes(32768))
+    url = f"sqlite:///{tmp_path / 'tinkex.db'}"
+    stores = {"db_url": url, "storage_url": str(tmp_path), "folder": tmp_path}
+    open_store(**stores, alone=True).close()
+    assert "tinkex.db-wal is gone" in caplog.text
+    # Closed in order there is neither.
+    assert problems(tmp_path) == []
+    caplog.clear()
+    open_store(**stores, alone=True).close()
+    assert caplog.text == ""
+
+
+def test_what_a_disk_cannot_do_is_not_laid_on_the_database() -> None:
+    place = Place(
+        folder=Path("/data"),
+        exists=True,
+        writable=False,
+        read_only=True,
+        free_bytes=0,
+        holder=None,
+        open_secrets=(),
+    )
+    found = [*diagnose(place, Facts(refused="disk I/O error"), reserve_mb=64)]
+    assert [one.about for one in found] == ["folder", "room", "database"]
+    assert "mounted read-only" in found[0].text
+    assert "on a full disk" in found[2].text
+    assert "Make room first" in found[2].advice

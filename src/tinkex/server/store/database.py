@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import shutil
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +26,12 @@ from tinkex.server.store.trouble import (
 )
 from tinkex.server.store.writer import Many, Writer
 
+log = logging.getLogger("tinkex.server.store")
+
 T = TypeVar("T")
+
+# With less on its disk, SQLite cannot even begin.
+FULL_BYTES = 2**20
 Item = TypeVar("Item")
 
 # Reads are short; more threads than this only take turns at the same two cores.
@@ -69,7 +75,8 @@ class Database:
         except sa.exc.OperationalError as error:
             reason = str(error.orig).strip().partition("\n")[0]
             trouble = trouble_of(error)
-            advice = _ADVICE if trouble is None else _ADVICE_BY_KIND.get(trouble.kind, _ADVICE)
+            kind = FULL if _is_full(self._writing) else trouble and trouble.kind
+            advice = _ADVICE_BY_KIND.get(kind or "", _ADVICE)
             raise DatabaseRefused(
                 f"the database {self._writing.url!r} cannot be used: {reason}. {advice}"
             ) from error
@@ -180,6 +187,12 @@ def _check_sound(engine: sa.Engine) -> None:
     """Refuse a SQLite file whose pages do not fit together: its answers may be wrong."""
     if engine.dialect.name != "sqlite":
         return
+    if engine.url.database and log_is_lost(Path(engine.url.database)):
+        log.error(
+            "%s-wal is gone, and what was committed last was in it: clients will hear that their "
+            "newest requests are not known. If you can put it back, stop this server first.",
+            engine.url.database,
+        )
     try:
         with engine.connect() as connection:
             found = connection.exec_driver_sql("PRAGMA quick_check(3)").scalars().all()
@@ -189,6 +202,27 @@ def _check_sound(engine: sa.Engine) -> None:
         found = [str(error.orig)]
     if found != ["ok"]:
         raise _damaged(engine, "; ".join(map(str, found)))
+
+
+def log_is_lost(file: Path) -> bool:
+    """
+    Whether commits of a SQLite database are gone with its log, to be asked before it is opened.
+
+    Its last user deletes the log once everything is in the database, and then the index of the log:
+    an index without a log is that of a server that was ended in the midst of its work.
+    """
+    log, index = (file.with_name(f"{file.name}-{end}") for end in ("wal", "shm"))
+    return file.exists() and index.exists() and not log.exists()
+
+
+def _is_full(engine: sa.Engine) -> bool:
+    """SQLite calls it an I/O error when there is no room for its index."""
+    if engine.dialect.name != "sqlite" or not engine.url.database:
+        return False
+    try:
+        return shutil.disk_usage(Path(engine.url.database).parent).free < FULL_BYTES
+    except OSError:
+        return False
 
 
 def _damaged(engine: sa.Engine, reason: str) -> DatabaseRefused:
