@@ -76,6 +76,7 @@ async def test_new_work_is_refused_and_accepted_work_goes_on_when_it_is_back(
     echo: EchoExecutor,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(writer, "SILENT_S", 0.3)
     async with hosted(echo, tmp_path, db=own.database(), long_poll_s=0.2, gap_s=0.2) as api:
@@ -111,6 +112,9 @@ async def test_new_work_is_refused_and_accepted_work_goes_on_when_it_is_back(
         assert repeated == await early
         assert await api.value(await api.optim_step(model, 4)) == 6
         assert (await api.get("/api/v1/training_runs")).json["cursor"]["total_count"] == 1
+    # Once for what waits, and once for what was read, not for each that asks.
+    said = [text for text in caplog.messages if "See that it runs" in text]
+    assert 1 <= len(said) <= 2, said
 
 
 async def test_who_had_a_good_key_keeps_polling_and_nobody_else_gets_in(

@@ -96,6 +96,8 @@ class Writer:
         #: Until when a database that is away is waited for; None while it is there.
         self._away_until_s: float | None = None
         self._away_reason = ""
+        #: Whether the log has been told that it says nothing.
+        self._noted = False
         #: Transactions committed, for the benchmark of group commit.
         self.commits = 0
         self._thread = threading.Thread(target=self._run, name="tinkex-writer", daemon=True)
@@ -157,6 +159,9 @@ class Writer:
             while group := self._next_group():
                 self._commit(connection, group)
                 self._asked_s = None
+                if self._noted:
+                    self._noted = False
+                    log.warning("the database has answered")
 
     def _next_group(self) -> list[_Write]:
         with self._changed:
@@ -276,9 +281,13 @@ class Writer:
         asked_s = self._asked_s
         if asked_s is None or (silent_s := time.monotonic() - asked_s) < SILENT_S:
             return None
+        trouble = silence(self._engine, silent_s)
         if self._away_until_s is not None:
-            return Trouble(kind=AWAY, reason=self._away_reason)
-        return silence(self._engine, silent_s)
+            trouble = Trouble(kind=AWAY, reason=self._away_reason)
+        if not self._noted:
+            self._noted = True
+            log.error("%s %s", trouble.text, trouble.advice)
+        return trouble
 
 
 def silence(engine: sa.Engine, silent_s: float) -> Trouble:
