@@ -24,14 +24,13 @@ from tinkex.server.settings import MEBIBYTE, Settings
 from tinkex.server.signing import KEY_FILE as SIGNING_KEY
 from tinkex.server.store import Store, open_store
 from tinkex.server.store.database import log_is_lost
-from tinkex.server.store.files import ROOMS, Files
+from tinkex.server.store.files import ROOMS, UNREADABLE, Files
 from tinkex.server.store.inspection import (
     CHECKPOINT,
     OLDER_SNAPSHOT,
     PAYLOAD,
     RESULT,
     SNAPSHOT,
-    UNREADABLE,
     Broken,
     Facts,
     inspect,

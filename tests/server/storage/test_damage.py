@@ -114,6 +114,25 @@ async def test_a_payload_that_is_missing_fails_its_request_only(
         assert await trained(api, other, 1) == 1
 
 
+async def test_a_payload_that_may_not_be_read_says_so(
+    echo: EchoExecutor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = Path.read_bytes
+
+    def read_bytes(path: Path) -> bytes:
+        if "payloads" in path.parts:
+            raise PermissionError(13, "Permission denied", str(path))
+        return plain(path)
+
+    monkeypatch.setattr(Path, "read_bytes", read_bytes)
+    async with hosted(echo, tmp_path) as api:
+        model = await api.model()
+        large = await api.forward_backward(model, 1, tokens=LARGE)
+        failed = await api.result(large)
+        assert failed["category"] == "server"
+        assert "cannot be read: Permission denied (payloads/" in failed["error"]
+
+
 async def test_a_payload_that_was_cut_off_is_not_computed(
     echo: EchoExecutor, tmp_path: Path
 ) -> None:

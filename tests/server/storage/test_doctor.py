@@ -21,8 +21,8 @@ from tinkex.server.doctor import Finding, Level, Place, diagnose, examine, repai
 from tinkex.server.run import hold_database, hold_folder
 from tinkex.server.settings import Settings, SettingsError
 from tinkex.server.store import DatabaseRefused, open_store
-from tinkex.server.store.files import tensor_fault
-from tinkex.server.store.inspection import PAYLOAD, SNAPSHOT, UNREADABLE, Broken, Facts
+from tinkex.server.store.files import UNREADABLE, tensor_fault
+from tinkex.server.store.inspection import PAYLOAD, SNAPSHOT, Broken, Facts
 
 pytestmark = pytest.mark.anyio
 

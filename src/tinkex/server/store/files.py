@@ -1,6 +1,7 @@
 """Payloads, results and checkpoints outside the database: durable before a row points to them."""
 
 import contextlib
+import errno
 import hashlib
 import json
 import math
@@ -16,6 +17,9 @@ import fsspec  # type: ignore[import-untyped]
 from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
 
 from tinkex.server.store.trouble import Damaged
+
+#: How a problem begins that is one of rights, or of the disk, and says nothing of what is there.
+UNREADABLE = "cannot be read"
 
 # Of the fingerprint in a file's name.
 FINGERPRINT_DIGITS = 32
@@ -61,6 +65,10 @@ class Files:
             raise Damaged(f"is missing: there is no file {place}") from None
         except (IsADirectoryError, NotADirectoryError) as error:
             raise Damaged(f"is damaged: {place} is no file ({error.strerror})") from None
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EPERM, errno.EIO):
+                raise
+            raise Damaged(f"{UNREADABLE}: {error.strerror} ({place})") from error
         # Names from before there were fingerprints have no such part.
         fingerprint = place.rpartition("/")[2].partition(".")[2]
         if fingerprint and not hashlib.sha256(data).hexdigest().startswith(fingerprint):

@@ -15,7 +15,7 @@ from alembic.script import ScriptDirectory
 
 from tinkex.server.store.belonging import belonging, named_in
 from tinkex.server.store.database import migrations
-from tinkex.server.store.files import ROOMS, Files, fault, is_place
+from tinkex.server.store.files import ROOMS, UNREADABLE, Files, fault, is_place
 from tinkex.server.store.requests import Status
 from tinkex.server.store.snapshots import ASIDE
 from tinkex.server.store.tables import (
@@ -33,9 +33,6 @@ RESULT = "result"
 CHECKPOINT = "checkpoint"
 SNAPSHOT = "snapshot"
 OLDER_SNAPSHOT = "older snapshot"
-
-#: How a problem begins that is one of rights, or of the disk, and says nothing of what is there.
-UNREADABLE = "cannot be read"
 
 # Of what is wrong with a database, as much is told.
 MOST_PROBLEMS = 20
@@ -210,8 +207,6 @@ def _problem(files: Files, what: str, place: str, written: str | None) -> str | 
             files.get(place)
         except Damaged as damaged:
             return str(damaged)
-        except OSError as error:
-            return f"{UNREADABLE}: {error.strerror} ({place})"
         return None
     if files.local is not None:
         try:
