@@ -1,7 +1,6 @@
 """An engine keeps the losses of sessions that have a model in its memory, and no others."""
 
 import asyncio
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,6 +8,7 @@ import pytest
 from server.api.test_custom_losses import loss
 from server.echo import EchoExecutor
 from server.hosting import Api, hosted
+from server.waiting import until
 from tinkex.server.executor import Outcome, Task, Work, WorkFailed
 from tinkex.wire.protobuf import (
     decode_forward_backward_request,
@@ -57,12 +57,6 @@ class Keeping(EchoExecutor):
 async def created(api: Api, session: str, number: int = 0) -> str:
     made = await api.result(await api.step("create_custom_loss", **loss(session, number)))
     return str(made["loss_id"])
-
-
-async def until(true: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not true():  # noqa: ASYNC110  nothing tells when a server has forgotten something
-            await asyncio.sleep(0.01)
 
 
 async def test_losses_leave_with_the_last_model_of_their_session_and_come_back_with_it(

@@ -1,7 +1,6 @@
 """A poll ends with its client, not when its time is up."""
 
 import asyncio
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import pytest
 from server.api.test_limits import sample, sampler
 from server.echo import EchoExecutor
 from server.hosting import Api, hosted
+from server.waiting import until
 from tinkex.server import web
 
 pytestmark = pytest.mark.anyio
@@ -17,12 +17,6 @@ pytestmark = pytest.mark.anyio
 #: Far longer than a test may take.
 HELD_S = 50.0
 CLIENTS = 20
-
-
-async def until(found: Any, wanted: int) -> None:
-    async with asyncio.timeout(10):
-        while found() != wanted:  # noqa: ASYNC110  nothing tells when a server has done nothing
-            await asyncio.sleep(0.01)
 
 
 def held(api: Api) -> int:
@@ -33,7 +27,7 @@ def held(api: Api) -> int:
 
 async def polls(api: Api, path: str, body: Any) -> list["asyncio.Task[Any]"]:
     asked = [asyncio.create_task(api.post(path, body)) for _ in range(CLIENTS)]
-    await until(lambda: held(api), CLIENTS)
+    await until(lambda: held(api) == CLIENTS)
     return asked
 
 
@@ -62,34 +56,15 @@ async def test_polls_of_clients_that_vanish_are_not_held(
             for task in asked:
                 task.cancel()
             await asyncio.gather(*asked, return_exceptions=True)
-            await until(lambda: held(api), 1)
+            await until(lambda: held(api) == 1)
             assert futures.awaited(request_id) is (path == "retrieve_future")
             assert not stays.done()
             stays.cancel()
             await asyncio.gather(stays, return_exceptions=True)
-            await until(lambda: held(api), 0)
+            await until(lambda: held(api) == 0)
             assert not futures.awaited(request_id)
         # Whoever is there is answered as ever.
         waiting = asyncio.create_task(api.result(request_id))
-        await until(lambda: held(api), 1)
+        await until(lambda: held(api) == 1)
         echo.open.set()
         assert (await waiting)["sequences"]
-
-
-async def test_a_client_that_is_cut_off_is_noticed_too(echo: EchoExecutor, tmp_path: Path) -> None:
-    """A reset instead of a good-bye: what a killed process on another machine looks like."""
-    async with hosted(echo, tmp_path, long_poll_s=HELD_S) as api:
-        mine = await sampler(api)
-        echo.open.clear()
-        made = await api.post("asample", sample(mine, 0))
-        body = b'{"request_id": "%s"}' % made.json["request_id"].encode()
-        head = b"POST /api/v1/retrieve_future HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n"
-        url = api.http._base_url
-        assert url is not None
-        with socket.create_connection((url.host, url.port)) as client:
-            client.sendall(head % len(body) + body)
-            await until(lambda: held(api), 1)
-            linger = b"\1\0\0\0\0\0\0\0"  # on, for no time: closing is a reset
-            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
-        await until(lambda: held(api), 0)
-        echo.open.set()
