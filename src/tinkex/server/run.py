@@ -222,7 +222,8 @@ def hold_database(settings: Settings) -> Iterator[None]:
         return
     try:
         file.parent.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
-        lock = file.with_name(f"{file.name}.lock").open("a+")
+        descriptor = os.open(file.with_name(f"{file.name}.lock"), os.O_RDWR | os.O_CREAT, 0o600)
+        lock = os.fdopen(descriptor, "a+")
     except OSError as error:
         raise SettingsError(
             f"the database {file} cannot be held: {error.strerror}.",
