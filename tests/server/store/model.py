@@ -164,9 +164,11 @@ class World:
         return session.finished_s is not None or session.seen_s < abandoned_before_s
 
     def needed(self, request: Request, abandoned_before_s: float) -> bool:
-        """Whether its model may have to be built again from it."""
+        """Whether its model may have to be built again from it, or it tells why there is none."""
         if request.model_id is None:
             return False
+        if request.seq_id == 0 and request.status == "failed":
+            return True
         snapshot = self.snapshots.get(request.model_id)
         if request.model_id in self.older:
             snapshot = self.older[request.model_id]

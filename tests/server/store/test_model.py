@@ -11,10 +11,11 @@ looks longer, and elsewhere each time.
 """
 
 import asyncio
+import contextlib
 import os
 import tempfile
 import threading
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -79,6 +80,7 @@ TIMED = (
 OWNERS = st.sampled_from(["ann", "bob"])
 PICK = st.integers(0, 15)
 AGES_S = st.sampled_from([0.0, 10.0, 1000.0, 50_000.0])
+THREE_AGES_S = st.tuples(AGES_S, AGES_S, AGES_S)
 KINDS = ("weights", "sampler_weights")
 NAMES = st.sampled_from(["a", "a", "b"])
 LARGE = b"x" * (INLINE_BYTES + 1)
@@ -118,7 +120,10 @@ class StoreMachine(RuleBasedStateMachine):
         self.folder = Path(tempfile.mkdtemp(dir=self.root))
         self.world = told.World()
         #: Files that nothing refers to: left by work that was refused, or undone.
-        self.orphans = 0
+        self.orphans: set[str] = set()
+        #: Rooms in which the last operation left one more, by what the model knows.
+        self.left: list[str] = []
+        self.steps = 0
         #: Requests whose rows were deleted.
         self.gone: set[str] = set()
         self.secrets: dict[int, str] = {}
@@ -163,9 +168,16 @@ class StoreMachine(RuleBasedStateMachine):
             self.accept_steps(1, [1, 2], Kind.FORWARD_BACKWARD, large=owner == "bob")
             self.accept_samples(1, 0, [0, 1])
             while self.world.waiting():
-                self.finish_requests([0, 1], "small", again=False)
+                outcome = "small" if owner == "ann" else "large"
+                self.finish_requests([0, 1], outcome, again=False, beside=owner == "bob")
             self.save_checkpoint(1, "weights", "a", 0.0, False, 500.0, None)
             self.load_checkpoint(1, 1)
+            self.save_checkpoint(1, "sampler_weights", "a", 0.0, False, None, 2)
+        # One model has no snapshot, and the other two and a step to run after them: each way of
+        # going on is there.
+        for step_number in (1, 2):
+            self.save_snapshot(1, -step_number, None)
+        self.accept_steps(1, [7], Kind.OPTIM_STEP, large=False)
 
     def teardown(self) -> None:
         self.store.close()
@@ -177,29 +189,51 @@ class StoreMachine(RuleBasedStateMachine):
     def wait(self, seconds: float) -> None:
         self.clock.now_s += seconds
 
-    @rule()
-    def reopen(self) -> None:
+    @rule(dies=st.booleans(), number=PICK, seq_id=st.integers(1, 9))
+    def restart(self, dies: bool, number: int, seq_id: int) -> None:
+        if dies:
+            self.crash(number, seq_id)
         self.store.close()
         self.store = self.opened()
 
-    @rule(number=PICK, seq_id=st.integers(1, 9))
-    def crash(self, number: int, seq_id: int) -> None:
-        """The process dies in a transaction: nobody was answered, and nothing of it is there."""
-        self.later()
-        database = self.store._database
+    @contextlib.asynccontextmanager
+    async def one_transaction(self) -> AsyncIterator[None]:
+        """All that is written inside is written together."""
         held, go = threading.Event(), threading.Event()
 
         def hold(_connection: sa.Connection) -> None:
             held.set()
             assert go.wait(30)
 
+        first = self.store._database.submit(hold)
+        await asyncio.to_thread(held.wait, 30)
+        yield
+        # Whoever was asked to write has come as far as to wait for it.
+        await asyncio.sleep(0)
+        go.set()
+        await first
+
+    def crash(self, number: int, seq_id: int) -> None:
+        """The process dies in a transaction: nobody was answered, and nothing of it is there."""
+        self.later()
+        database = self.store._database
+
         def die(_connection: sa.Connection) -> None:
             raise SystemExit
 
         async def act() -> None:
-            first = database.submit(hold)
-            await asyncio.to_thread(held.wait, 30)
             unanswered: list[asyncio.Future[Any]] = []
+            async with self.one_transaction():
+                submit(unanswered)
+                await asyncio.sleep(0)
+                unanswered.append(database.submit(die))
+            await asyncio.to_thread(database.writer._thread.join, 30)
+            assert not any(one.done() for one in unanswered)
+            for one in unanswered:
+                one.cancel()
+            await asyncio.gather(*unanswered, return_exceptions=True)
+
+        def submit(unanswered: list[asyncio.Future[Any]]) -> None:
             if self.world.models:
                 model = self.pick(list(self.world.models.values()), number)
                 new = self.step(model, seq_id, Kind.OPTIM_STEP)
@@ -212,18 +246,8 @@ class StoreMachine(RuleBasedStateMachine):
                 self.store.runs.seen(session_id)
             for request_id in self.world.requests:
                 self.store.requests.fetched(request_id)
-            await asyncio.sleep(0)
-            unanswered.append(database.submit(die))
-            go.set()
-            await first
-            await asyncio.to_thread(database.writer._thread.join, 30)
-            assert not any(one.done() for one in unanswered)
-            for one in unanswered:
-                one.cancel()
-            await asyncio.gather(*unanswered, return_exceptions=True)
 
         self.run(act())
-        self.reopen()
 
     # -- sessions, models, samplers ----------------------------------------------------------
 
@@ -388,7 +412,7 @@ class StoreMachine(RuleBasedStateMachine):
         if first is not None:
             assert (accepted.request_id, accepted.kind) == (first.request_id, first.kind)
             if len(new.payload) > INLINE_BYTES:
-                self.orphans += 1
+                self.left.append("payloads")
             return first
         assert accepted.request_id not in self.world.requests
         assert accepted.request_id not in self.gone
@@ -472,17 +496,35 @@ class StoreMachine(RuleBasedStateMachine):
         numbers=st.lists(PICK, min_size=1, max_size=4),
         outcome=st.sampled_from(["small", "large", "failed"]),
         again=st.booleans(),
+        beside=st.booleans(),
     )
-    def finish_requests(self, numbers: list[int], outcome: str, again: bool) -> None:
-        """Some at once, in order, finished ones among them: those stay as they were."""
+    def finish_requests(self, numbers: list[int], outcome: str, again: bool, beside: bool) -> None:
+        """
+        Some at once, in order, finished ones among them: those stay as they were.
+
+        A write `beside` them that cannot be done undoes only itself.
+        """
         now_s = self.later()
         among = list(self.world.requests.values())
         if not again:
             among = self.world.waiting() or among
         chosen = [self.pick(among, number) for number in numbers]
 
+        def fail(_connection: sa.Connection) -> None:
+            raise ValueError("this cannot be written")
+
         async def act() -> list[tuple[bytes | None, Completion | None]]:
-            futures = []
+            if not beside:
+                return [(result, await future) for result, future in await submitted()]
+            async with self.one_transaction():
+                futures = await submitted()
+                failing = self.store._database.submit(fail)
+            with pytest.raises(ValueError, match="cannot be written"):
+                await failing
+            return [(result, await future) for result, future in futures]
+
+        async def submitted() -> list[tuple[bytes | None, asyncio.Future[Completion | None]]]:
+            futures: list[tuple[bytes | None, asyncio.Future[Completion | None]]] = []
             for number, one in enumerate(chosen):
                 if outcome == "failed":
                     failing = self.store.requests.fail(
@@ -495,13 +537,13 @@ class StoreMachine(RuleBasedStateMachine):
                     result += LARGE
                 place = await self.store.requests.keep(result)
                 futures.append((result, self.store.requests.finish(one.request_id, result, place)))
-            return [(result, await future) for result, future in futures]
+            return futures
 
         for one, (result, event) in zip(chosen, self.run(act()), strict=True):
             if one.status != "waiting":
                 assert event is None
                 if result is not None and len(result) > INLINE_BYTES:
-                    self.orphans += 1
+                    self.left.append("results")
                 continue
             self.world.finish(one, result, None if result is not None else "no", now_s)
             self.counted(one, now_s)
@@ -531,8 +573,18 @@ class StoreMachine(RuleBasedStateMachine):
         )
 
     @precondition(lambda self: self.world.requests)
-    @rule(numbers=st.lists(PICK, min_size=1, max_size=4), owner=OWNERS, together=st.booleans())
-    def fetch(self, numbers: list[int], owner: str, together: bool) -> None:
+    @rule(
+        numbers=st.lists(PICK, min_size=1, max_size=4),
+        owner=OWNERS,
+        together=st.booleans(),
+        times=st.integers(1, 2),
+    )
+    def fetch(self, numbers: list[int], owner: str, together: bool, times: int) -> None:
+        """The first time counts."""
+        for _ in range(times):
+            self.fetch_once(numbers, owner, together)
+
+    def fetch_once(self, numbers: list[int], owner: str, together: bool) -> None:
         now_s = self.later()
         finished = [one for one in self.world.requests.values() if one.status != "waiting"]
         chosen = [self.pick(finished, number) for number in numbers if finished]
@@ -643,7 +695,7 @@ class StoreMachine(RuleBasedStateMachine):
         if refusal is not None:
             with pytest.raises(refusal):
                 self.run(saving)
-            self.orphans += 1
+            self.left.append("checkpoints")
             return
         self.run(saving)
         self.world.finish(request, b"saved", None, now_s)
@@ -721,7 +773,7 @@ class StoreMachine(RuleBasedStateMachine):
             assert self.run(of.set_public(public, **key)) is alive
             named.public = public if alive else named.public
         else:
-            expires_s = now_s + 20.0 if change == "expire" else None
+            expires_s = now_s + 2.0 if change == "expire" else None
             assert self.run(of.set_expiry(expires_s, **key)) is alive
             named.expires_s = expires_s if alive else named.expires_s
         if alive:
@@ -744,14 +796,61 @@ class StoreMachine(RuleBasedStateMachine):
     # -- keeping and deleting ----------------------------------------------------------------
 
     @rule(
-        parts=st.sampled_from([range(8), range(8), *([part] for part in range(8))]),
-        ages_s=st.tuples(AGES_S, AGES_S, AGES_S),
+        last=st.integers(1, 8),
+        ages_s=THREE_AGES_S,
         keep_last=st.integers(1, 3),
+        dies=st.booleans(),
     )
     def tidy(
-        self, parts: Sequence[int], ages_s: tuple[float, float, float], keep_last: int
+        self, last: int, ages_s: tuple[float, float, float], keep_last: int, dies: bool
     ) -> None:
         """As the janitor does: everything in turn, or it dies after any of it."""
+        if not dies:
+            self.tidy_parts(range(last), ages_s, keep_last)
+            return
+        self.tidy_parts(range(last - 1), ages_s, keep_last)
+        self.tidy_and_die(last - 1, ages_s, keep_last)
+
+    def tidy_and_die(self, part: int, ages_s: tuple[float, float, float], keep_last: int) -> None:
+        """The rows are gone, and the process before it deletes their files: the next sweep does."""
+        kept: set[str] = set()
+
+        async def forget(places: Sequence[str]) -> None:
+            kept.update(place for place in places if (self.folder / place).exists())
+
+        if part == 7:  # what sweeps deletes no rows
+            return
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(self.store.retention, "_remove", forget)
+            self.tidy_parts([part], ages_s, keep_last)
+        self.left += [place.partition("/")[0] for place in kept]
+        self.store.close()
+        self.store = self.opened()
+
+    @rule(ages_s=THREE_AGES_S, parts=st.sampled_from([[0], [0, 1], [0, 7], [7]]))
+    def tidy_requests(self, ages_s: tuple[float, float, float], parts: list[int]) -> None:
+        self.tidy_parts(parts, ages_s, 1)
+
+    @rule(
+        ages_s=THREE_AGES_S,
+        parts=st.sampled_from([[2, 4], [3, 4], [4], [4, 7]]),
+        keep_last=st.integers(1, 3),
+        dies=st.booleans(),
+    )
+    def tidy_checkpoints(
+        self, ages_s: tuple[float, float, float], parts: list[int], keep_last: int, dies: bool
+    ) -> None:
+        if dies:
+            self.tidy_and_die(4, ages_s, keep_last)
+        self.tidy_parts(parts, ages_s, keep_last)
+
+    @rule(ages_s=THREE_AGES_S, parts=st.sampled_from([[5], [6], [6, 7]]))
+    def tidy_snapshots(self, ages_s: tuple[float, float, float], parts: list[int]) -> None:
+        self.tidy_parts(parts, ages_s, 1)
+
+    def tidy_parts(
+        self, parts: Sequence[int], ages_s: tuple[float, float, float], keep_last: int
+    ) -> None:
         for part in parts:
             (
                 lambda: self.drop_results(*ages_s),
@@ -770,10 +869,31 @@ class StoreMachine(RuleBasedStateMachine):
         gone = [one for one in self.world.names.values() if not one.alive(now_s)]
         self.world.drop_names(gone, now_s)
 
-    def keep_last_names(self, keep_last: int) -> None:
-        now_s = self.later()
+    @precondition(lambda self: self.world.names)
+    @rule(number=PICK, keep_last=st.integers(0, 2))
+    def save_while_names_are_dropped(self, number: int, keep_last: int) -> None:
+        """A name that was to go and has got another checkpoint meanwhile stays."""
+        named = self.pick(list(self.world.names.values()), number)
+        models = list(self.world.models)
+
+        def meanwhile() -> None:
+            place = models.index(named.model_id)
+            self.save_checkpoint(place, named.kind, named.name, 0.0, True, None, None)
+
+        self.keep_last_names(keep_last, meanwhile)
+
+    def keep_last_names(self, keep_last: int, meanwhile: Callable[[], None] | None = None) -> None:
         crowd = self.run(self.store.retention.crowded(keep_last=keep_last))
+        doomed = self.surplus_names(keep_last)
+        if meanwhile is not None:
+            meanwhile()
+        now_s = self.later()
         self.run(self.store.retention.drop_names(surplus(crowd, keep_last=keep_last)))
+        there = {id(one) for one in self.world.names.values()}
+        self.world.drop_names([one for one in doomed if id(one) in there], now_s)
+
+    def surplus_names(self, keep_last: int) -> list[told.Named]:
+        found = []
         for model_id in self.world.models:
             for kind in KINDS:
                 of_kind = [
@@ -782,7 +902,8 @@ class StoreMachine(RuleBasedStateMachine):
                     if (one.model_id, one.kind) == (model_id, kind)
                 ]
                 of_kind.sort(key=lambda one: -one.saved_s)
-                self.world.drop_names([one for one in of_kind[keep_last:] if not one.public], now_s)
+                found += [one for one in of_kind[keep_last:] if not one.public]
+        return found
 
     def drop_versions(self, age_s: float) -> None:
         now_s = self.later()
@@ -896,8 +1017,8 @@ class StoreMachine(RuleBasedStateMachine):
     def sweep(self) -> None:
         """Nothing is left on disk that nothing refers to."""
         swept = self.run(self.store.retention.sweep(before_s=float("inf")))
-        assert swept <= self.orphans
-        self.orphans = 0
+        assert swept == len(self.orphans) + len(self.left)
+        self.orphans, self.left = set(), []
 
     # -- keys --------------------------------------------------------------------------------
 
@@ -992,7 +1113,7 @@ class StoreMachine(RuleBasedStateMachine):
         return row
 
     def compare_files(self, found: dict[str, list[dict[str, Any]]]) -> None:
-        """What is referred to is there; anything else was left by work that came to nothing."""
+        """What is referred to is there; nothing else, but what work that came to nothing left."""
         known = {row["place"] for row in found["checkpoint_versions"] if not row["discarded_s"]}
         known |= {row["place"] for row in found["snapshots"] + found["older_snapshots"]}
         for row in found["requests"]:
@@ -1003,10 +1124,18 @@ class StoreMachine(RuleBasedStateMachine):
             for path in (self.folder / room).glob("/".join("*" * depth)):
                 there.add(str(path.relative_to(self.folder)))
         assert known <= there
-        assert len(there - known) <= self.orphans
+        # What went before stays until the next sweep, and nothing that was deleted joins it.
+        assert self.orphans <= there - known
+        joined = sorted(place.partition("/")[0] for place in there - known - self.orphans)
+        assert joined == sorted(self.left)
+        self.orphans, self.left = there - known, []
 
     @invariant()
     def a_new_start_finds_the_work_and_the_logs(self) -> None:
+        """Many questions, so not after every step."""
+        self.steps += 1
+        if self.steps % 3:
+            return
         waiting = self.run(self.store.requests.waiting())
         assert {one.request_id for one in waiting} == {
             one.request_id for one in self.world.waiting()
