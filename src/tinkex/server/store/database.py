@@ -268,8 +268,8 @@ def _engines(url: str, *, alone: bool) -> tuple[sa.Engine, sa.Engine]:
     except sa.exc.ArgumentError as error:
         raise DatabaseRefused(f"--db is no URL of a database. {ALLOWED}") from error
     if backend == "sqlite":
-        _prepare_sqlite(writing, "BEGIN IMMEDIATE")
-        _prepare_sqlite(reading, "BEGIN")
+        _prepare_sqlite(writing, "BEGIN IMMEDIATE", writes=True)
+        _prepare_sqlite(reading, "BEGIN", writes=False)
     else:
         postgres.prepare_writer(writing, alone=alone)
         postgres.prepare_texts(writing)
@@ -281,7 +281,7 @@ def _engines(url: str, *, alone: bool) -> tuple[sa.Engine, sa.Engine]:
     return writing, reading
 
 
-def _prepare_sqlite(engine: sa.Engine, begin: str) -> None:
+def _prepare_sqlite(engine: sa.Engine, begin: str, *, writes: bool) -> None:
     """The pragmas behind the promises."""
 
     @event.listens_for(engine, "connect")
@@ -289,13 +289,16 @@ def _prepare_sqlite(engine: sa.Engine, begin: str) -> None:
         # The driver's own idea of when a transaction begins is switched off: we say it.
         connection.isolation_level = None
         cursor = connection.cursor()
-        # Before anything is written: deleted rows give their room back, a piece at a time.
-        cursor.execute("PRAGMA auto_vacuum = INCREMENTAL")
+        # First of all: it is how long the others wait.
+        cursor.execute("PRAGMA busy_timeout = 10000")
+        if writes:
+            # Before anything is written: deleted rows give their room back, a piece at a time.
+            # This waits for whoever writes, so those who only read leave it alone.
+            cursor.execute("PRAGMA auto_vacuum = INCREMENTAL")
         cursor.execute("PRAGMA journal_mode = WAL")  # readers and the writer don't wait
         cursor.execute("PRAGMA synchronous = FULL")  # a commit is on disk, not on its way
         cursor.execute("PRAGMA journal_size_limit = 8388608")
         cursor.execute("PRAGMA foreign_keys = ON")
-        cursor.execute("PRAGMA busy_timeout = 10000")
         cursor.close()
 
     @event.listens_for(engine, "begin")

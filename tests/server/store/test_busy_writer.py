@@ -1,0 +1,54 @@
+"""While somebody writes to the database for long: others read, and nobody makes it longer at will."""
+
+import asyncio
+import sqlite3
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import pytest
+
+from tinkex.server.store import Store, open_store
+from tinkex.server.store.requests import MOST_FETCHED_WAITING
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    opened = open_store(
+        db_url=f"sqlite:///{tmp_path / 'tinkex.db'}", storage_url=str(tmp_path), folder=tmp_path
+    )
+    yield opened
+    opened.close()
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Somebody has the database for writing."""
+    with closing(sqlite3.connect(folder / "tinkex.db", isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        yield
+        other.execute("ROLLBACK")
+
+
+async def test_new_connections_that_read_do_not_wait_for_it(store: Store, tmp_path: Path) -> None:
+    with writing(tmp_path):
+        began_s = time.monotonic()
+        # More at once than there were connections before.
+        assert await asyncio.gather(*(store.keys.any() for _ in range(8))) == [False] * 8
+        assert time.monotonic() - began_s < 4
+
+
+async def test_what_an_owner_says_it_has_fetched_does_not_hold_up_others(
+    store: Store, tmp_path: Path
+) -> None:
+    waiting = store.requests._fetched_waiting
+    told = [f"{number}" for number in range(MOST_FETCHED_WAITING * 2 // 3)]
+    with writing(tmp_path):
+        for owner in ("alice", "alice", "alice", "bob"):
+            store.requests.all_fetched(told, owner=owner)
+        assert waiting == {"alice": MOST_FETCHED_WAITING, "bob": len(told)}
+    await store.keys.create(owner="alice")
+    assert not +waiting
