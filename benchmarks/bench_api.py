@@ -25,8 +25,8 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -280,7 +280,9 @@ class Load:
         return took
 
 
-async def measure(name: str, server: Server, in_flight: int, requests: int) -> Measured:
+@asynccontextmanager
+async def sampling(server: Server) -> AsyncIterator[Load]:
+    """A client of a server, with a sampler."""
     connector = aiohttp.TCPConnector(limit=0)
     patience = aiohttp.ClientTimeout(total=120)
     async with aiohttp.ClientSession(server.url, connector=connector, timeout=patience) as http:
@@ -290,6 +292,11 @@ async def measure(name: str, server: Server, in_flight: int, requests: int) -> M
         asked = {"session_id": session, "sampling_session_seq_id": 0, "base_model": BASE}
         made = json.loads(await load.post("create_sampling_session", asked))
         load.sampler = made["sampling_session_id"]
+        yield load
+
+
+async def measure(name: str, server: Server, in_flight: int, requests: int) -> Measured:
+    async with sampling(server) as load:
         # Connections and caches are made before the clock starts.
         await load.keep(in_flight, max(in_flight, min(200, requests // 4)))
         cpu_s, began = server.cpu_s(), time.perf_counter()

@@ -12,6 +12,7 @@ import pytest
 import sqlalchemy as sa
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
+from sqlalchemy import event
 
 from tinkex.server.plan import Kind
 from tinkex.server.store import Model, NewRequest, Status, Store, open_store
@@ -131,6 +132,19 @@ async def test_what_was_accepted_is_there_after_opening_again(tmp_path: Path) ->
     assert isinstance(file, Path)
     assert file.read_bytes() == large
     store.close()
+
+
+async def test_a_write_alone_is_one_statement_and_waits_for_no_company(store: Store) -> None:
+    model = await a_model(store)
+    asked: list[str] = []
+
+    def asks(_connection: object, _cursor: object, statement: str, *_: object) -> None:
+        asked.append(statement.split()[0])
+
+    event.listen(store._database._writing, "before_cursor_execute", asks)
+    accepted = await store.requests.accept(step(model, 1))
+    await store.requests.finish(accepted.request_id, b"{}", None)
+    assert asked == ["BEGIN", "INSERT", "BEGIN", "UPDATE"]
 
 
 async def test_repeats_and_bad_ones_in_one_group_are_told_apart(store: Store) -> None:
