@@ -3,7 +3,7 @@
 import asyncio
 import re
 import tarfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from datetime import UTC, datetime
 from email.utils import format_datetime
@@ -14,6 +14,7 @@ from urllib.parse import parse_qs, quote
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from tinkex.server.api.context import answer, context_of
 from tinkex.server.api.errors import Refusal
@@ -100,12 +101,35 @@ async def download(
     headers["Content-Length"] = str(stop - start)
     if wanted:
         headers["Content-Range"] = f"bytes {start}-{stop - 1}/{size}"
-    return StreamingResponse(
+    return _Archive(
         _pieces(parts, start, stop),
+        files=[file for _, file in members],
         status_code=206 if wanted else 200,
         media_type="application/x-tar",
         headers=headers,
     )
+
+
+class _Archive(StreamingResponse):
+    """Closes its files when it is over, however that comes: nobody else would until much later."""
+
+    def __init__(
+        self,
+        pieces: Iterator[bytes],
+        *,
+        files: Sequence[BinaryIO],
+        status_code: int,
+        media_type: str,
+        headers: Mapping[str, str],
+    ) -> None:
+        super().__init__(pieces, status_code=status_code, media_type=media_type, headers=headers)
+        self._files = files
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with ExitStack() as stack:
+            for file in self._files:
+                stack.enter_context(file)
+            await super().__call__(scope, receive, send)
 
 
 END_BYTES = 2 * tarfile.BLOCKSIZE
@@ -155,23 +179,19 @@ def _tar_parts(members: Sequence[tuple[tarfile.TarInfo, BinaryIO]]) -> list[Part
 
 def _pieces(parts: Sequence[Part], start: int, stop: int) -> Iterator[bytes]:
     """Bytes `start` to `stop` of the archive; never more than one piece in memory."""
-    with ExitStack() as stack:
-        for part, _ in parts:
-            if not isinstance(part, bytes):
-                stack.enter_context(part)
-        place = 0
-        for part, size in parts:
-            first, last = max(start - place, 0), min(stop - place, size)
-            place += size
-            if first >= last:
-                continue
-            if isinstance(part, bytes):
-                yield part[first:last]
-            else:
-                part.seek(first)
-                while first < last and (piece := part.read(min(PIECE_BYTES, last - first))):
-                    first += len(piece)
-                    yield piece
+    place = 0
+    for part, size in parts:
+        first, last = max(start - place, 0), min(stop - place, size)
+        place += size
+        if first >= last:
+            continue
+        if isinstance(part, bytes):
+            yield part[first:last]
+        else:
+            part.seek(first)
+            while first < last and (piece := part.read(min(PIECE_BYTES, last - first))):
+                first += len(piece)
+                yield piece
 
 
 def _padded(size: int) -> int:
