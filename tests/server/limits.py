@@ -175,6 +175,7 @@ def _loss(message: pb.ForwardBackwardRequest) -> None:
 GZIP = {**PROTOBUF, "Content-Encoding": "gzip"}
 DEEP = b'{"tags": ' + b"[" * 300 + b"]" * 300 + b"}"
 DEFAULTS = Settings()
+NODE = {"op": "placeholder", "name": "logprobs", "target": "logprobs"}
 QUOTED = "tests/server/test_limits_page.py::test_answers_quote_little_of_what_was_sent"
 PAGE = "tests/server/test_limits_page.py"
 ARRIVING = f"{PAGE}::test_bodies_that_an_owner_has_arriving_have_an_end_together"
@@ -517,6 +518,22 @@ LIMITS = [
                 "name": "x",
                 "inputs": [],
                 "graph": {"nodes": []},
+            },
+        ),
+    ),
+    Limit(
+        "nodes of it that are read at all",
+        limits.MOST_NODES,
+        "422",
+        "nodes",
+        post(
+            "create_custom_loss",
+            {
+                "session_id": "{session}",
+                "custom_loss_seq_id": 0,
+                "name": "n",
+                "inputs": [],
+                "graph": {"format": 1, "nodes": [NODE] * (limits.MOST_NODES + 1)},
             },
         ),
     ),

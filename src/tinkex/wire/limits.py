@@ -57,6 +57,8 @@ MOST_KEYS: Final = 1_000
 LARGEST_FIELD: Final = 2**16
 #: Requests that one poll says it has fetched.
 MOST_FETCHED: Final = 50_000
+#: Nodes of a custom loss that are read at all; engines take fewer, and say so.
+MOST_NODES: Final = 4_000
 
 #: Fields with limits of their own, by the type of the message.
 _OWN: Final[Mapping[str, frozenset[str]]] = {
@@ -111,6 +113,9 @@ def check_fields(message: str, value: Mapping[str, Any]) -> None:
     for name, item in value.items():
         if name not in own:
             _weighed((name,), item, 0)
+    graph = value.get("graph")
+    if isinstance(graph, dict) and isinstance(nodes := graph.get("nodes"), list):
+        check_count(("graph", "nodes"), len(nodes), MOST_NODES, "nodes")
     fetched = value.get("retrieved_request_ids")
     if isinstance(fetched, list):
         check_count(("retrieved_request_ids",), len(fetched), MOST_FETCHED, "requests")
