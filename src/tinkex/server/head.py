@@ -90,7 +90,8 @@ def protocol() -> str | type[asyncio.Protocol]:
         def _refuse(self) -> None:
             self._refused = True
             # While another request is worked on, this would be read as its answer.
-            if self.cycle is None or self.cycle.response_complete:
+            earlier: Any = self.cycle  # None before the first request, whatever its type says
+            if earlier is None or earlier.response_complete:
                 head = (
                     b"HTTP/1.1 431 Request Header Fields Too Large\r\n"
                     b"content-type: text/plain; charset=utf-8\r\n"
