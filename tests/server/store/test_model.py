@@ -162,7 +162,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.run(self.store._database.write(act))
         # Most operations need something to work on.
         for owner in ("ann", "bob"):
-            self.create_session(owner, None)
+            self.create_session(owner, "k1")  # a key of each owner's own, though it reads the same
             self.create_model(1, 0)
             self.create_sampler(1, 0, join=False)
             self.accept_steps(1, [1, 2], Kind.FORWARD_BACKWARD, large=owner == "bob")
@@ -309,8 +309,8 @@ class StoreMachine(RuleBasedStateMachine):
             session.finished_s, session.finish_reason = now_s, f"r{now_s}"
             self.world.audit.append((now_s, "session.finished"))
 
-    @rule(age_s=AGES_S)
-    def lapse_sessions(self, age_s: float) -> None:
+    @rule(age_s=AGES_S, number=PICK, comes_back=st.booleans())
+    def lapse_sessions(self, age_s: float, number: int, comes_back: bool) -> None:
         now_s = self.later()
         silent = self.run(self.store.runs.silent_sessions(now_s - age_s))
         busy = {one.session_id for one in self.world.waiting()}
@@ -326,6 +326,9 @@ class StoreMachine(RuleBasedStateMachine):
             self.run(self.store.runs.lapse_sessions(silent))
         for session_id in silent:
             self.world.sessions[session_id].lapsed_s = now_s
+        if silent and comes_back:
+            place = list(self.world.sessions).index(self.pick(sorted(silent), number))
+            self.see_session(place, back=True)
 
     @precondition(lambda self: self.world.sessions)
     @rule(number=PICK, model_seq_id=st.integers(0, 1))
@@ -754,8 +757,14 @@ class StoreMachine(RuleBasedStateMachine):
         request.version_id = named.version_id
 
     @precondition(lambda self: self.world.names)
-    @rule(number=PICK, change=st.sampled_from(["delete", "publish", "unpublish", "expire", "keep"]))
-    def change_name(self, number: int, change: str) -> None:
+    @rule(
+        number=PICK,
+        change=st.sampled_from(["delete", "publish", "unpublish", "expire", "keep"]),
+        after_s=st.sampled_from([0.0, 600.0]),
+    )
+    def change_name(self, number: int, change: str, after_s: float) -> None:
+        """One that has expired meanwhile is not there, though its row is."""
+        self.clock.now_s += after_s
         now_s = self.later()
         named = self.pick(list(self.world.names.values()), number)
         of = self.store.catalog
@@ -1041,13 +1050,14 @@ class StoreMachine(RuleBasedStateMachine):
         self.world.audit.append((now_s, "key.created"))
 
     def use_key(self, number: int, revoke: bool) -> None:
-        now_s = self.later()
         key = self.pick(list(self.world.keys.values()), number)
-        if revoke:
+        for _ in range(2 if revoke else 0):  # the first time counts
+            now_s = self.later()
             self.run(self.store.keys.revoke(key.key_id))
             if key.revoked_s is None:
                 key.revoked_s = now_s
                 self.world.audit.append((now_s, "key.revoked"))
+        now_s = self.later()
         found = self.run(self.store.keys.by_secret(self.secrets[key.key_id]))
         assert found is not None
         expired = key.expires_s is not None and key.expires_s <= now_s
