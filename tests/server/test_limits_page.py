@@ -126,9 +126,8 @@ async def test_telemetry_of_an_hour_has_an_end(
         for key in (keys[0], keys[0], keys[0], keys[0], keys[1]):
             async with with_key(api, key) as client:
                 assert (await client.post("telemetry", batch)).status == 200
-        # Written in order, his last.
-        while not await store.telemetry.of_session("s", owner="bob"):
-            pass
+        # It is written with whatever is written next.
+        await store.keys.create(owner="carol")
         assert len(await store.telemetry.of_session("s", owner="alice")) == 10
         assert len(await store.telemetry.of_session("s", owner="bob")) == 4
 
@@ -254,7 +253,7 @@ def peak_mib(*, reset: bool = False) -> int:
 
 
 async def test_many_small_bodies_do_not_become_large_at_once(tmp_path: Path) -> None:
-    most = 40 * 2**20
+    most = 24 * 2**20
     async with hosted(EchoExecutor(), tmp_path, max_decoded_bytes=most) as api:
         ids = await ids_of(api)
         sample = {
@@ -269,8 +268,8 @@ async def test_many_small_bodies_do_not_become_large_at_once(tmp_path: Path) -> 
         before = peak_mib(reset=True)
         asked = [api.post("asample", packed, headers=headers) for _ in range(16)]
         assert [answer.status for answer in await asyncio.gather(*asked)] == [200] * 16
-        # Two at a time, each in parts and whole; all of them would be 640 MiB.
-        assert peak_mib() - before < 320
+        # Two at a time, each in parts and whole; all of them would be 384 MiB.
+        assert peak_mib() - before < 190
 
 
 async def test_bodies_that_an_owner_has_arriving_have_an_end_together(tmp_path: Path) -> None:
