@@ -180,6 +180,9 @@ QUOTED = "tests/server/test_limits_page.py::test_answers_quote_little_of_what_wa
 PAGE = "tests/server/test_limits_page.py"
 ARRIVING = f"{PAGE}::test_bodies_that_an_owner_has_arriving_have_an_end_together"
 UNPACKED = f"{PAGE}::test_many_small_bodies_do_not_become_large_at_once"
+ROOM = (
+    "tests/server/test_room.py::test_a_body_without_room_is_refused_after_a_while_and_let_in_later"
+)
 METADATA = f"{PAGE}::test_an_answer_holds_so_much_metadata"
 AROUND = "tests/server/test_limits_page.py::test_what_is_around_bodies_has_an_end"
 ENGINE = "tests/engine/test_graphs.py::test_a_hostile_graph_is_refused_with_a_reason"
@@ -249,6 +252,15 @@ LIMITS = [
         "",
         None,
         test=UNPACKED,
+    ),
+    Limit(
+        "bytes of large bodies of everybody, from their head to their answer",
+        DEFAULTS.max_arriving_bytes,
+        "429 after `arriving_wait_s`",
+        "",
+        None,
+        setting="max_arriving_bytes",
+        test=ROOM,
     ),
     Limit(
         "members of a gzip body, frames of a zstd body",
