@@ -6,7 +6,7 @@ the same on a machine that reaches no network, and there is nothing in it to be 
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from html import escape
 from typing import Any
 
@@ -152,7 +152,7 @@ def _type(schema: Any) -> str:
     return escape(" or ".join(kind) if isinstance(kind, list) else kind)
 
 
-def _table(heads: tuple[str, ...], rows: Iterator[tuple[str, ...]] | list[tuple[str, ...]]) -> str:
+def _table(heads: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
     """The first cell is a name as it came; the others are HTML."""
     lines = "".join(
         f"<tr><td><code>{escape(name)}</code></td>{''.join(f'<td>{cell}</td>' for cell in cells)}"
