@@ -178,6 +178,12 @@ class StoreMachine(RuleBasedStateMachine):
         for step_number in (1, 2):
             self.save_snapshot(1, -step_number, None)
         self.accept_steps(1, [7], Kind.OPTIM_STEP, large=False)
+        # A name that is taken, and a model that could not be made.
+        self.save_checkpoint(1, "weights", "a", 0.0, False, None, None)
+        self.create_model(0, 1)
+        self.finish_requests([-1], "failed", again=False, beside=False)
+        # One client was taken for gone and is back; the other one has work, and was not.
+        self.lapse_sessions(0.0, 0, comes_back=True)
 
     def teardown(self) -> None:
         self.store.close()
