@@ -170,7 +170,8 @@ class StoreMachine(RuleBasedStateMachine):
             while self.world.waiting():
                 outcome = "small" if owner == "ann" else "large"
                 self.finish_requests([0, 1], outcome, again=False, beside=owner == "bob")
-            self.save_checkpoint(1, "weights", "a", 0.0, False, 500.0, None)
+            ttl_s = 500.0 if owner == "ann" else None
+            self.save_checkpoint(1, "weights", "a", 0.0, False, ttl_s, None)
             self.load_checkpoint(1, 1)
             self.save_checkpoint(1, "sampler_weights", "a", 0.0, False, None, 2)
         # One model has no snapshot, and the other two and a step to run after them: each way of
@@ -178,8 +179,9 @@ class StoreMachine(RuleBasedStateMachine):
         for step_number in (1, 2):
             self.save_snapshot(1, -step_number, None)
         self.accept_steps(1, [7], Kind.OPTIM_STEP, large=False)
-        # A name that is taken, and a model that could not be made.
+        # A name that is taken, one that is free again, and a model that could not be made.
         self.save_checkpoint(1, "weights", "a", 0.0, False, None, None)
+        self.save_checkpoint(0, "weights", "a", 600.0, False, 500.0, None)
         self.create_model(0, 1)
         self.finish_requests([-1], "failed", again=False, beside=False)
         # One client was taken for gone and is back; the other one has work, and was not.
