@@ -795,6 +795,10 @@ class StoreMachine(RuleBasedStateMachine):
             named.expires_s = expires_s if alive else named.expires_s
         if alive:
             self.world.audit.append((now_s, event))
+        if change == "expire":
+            # Gone with the first look after its moment.
+            self.clock.now_s += 2.0
+            self.drop_expired_names()
 
     def list_checkpoints(self, owner: str) -> None:
         found, count = self.run(
