@@ -415,13 +415,16 @@ class FakeService:
         model_id = f"{request.session_id}:train:{request.model_seq_id}"
         if (known := self._by_number.get((model_id, 0))) is not None:
             return known
+        if request.lora_config is None:
+            raise UserFailure('create_model needs a "lora_config", such as {"rank": 32}.')
+        rank = request.lora_config.rank
         request_id = self._promise()
         accepted = self._by_number[model_id, 0] = {"request_id": request_id, "model_id": model_id}
         if request.base_model not in self.base_models:
             names = ", ".join(self.base_models)
             failure = UserFailure(f"no base model {request.base_model!r}; there is: {names}")
             self._keep(request_id, failure)
-        elif not 1 <= (rank := request.lora_config.rank if request.lora_config else 0) <= MAX_RANK:
+        elif not 1 <= rank <= MAX_RANK:
             failure = UserFailure(f"lora_config.rank is {rank}; ranks go from 1 to {MAX_RANK}.")
             self._keep(request_id, failure)
         else:

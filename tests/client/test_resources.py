@@ -35,7 +35,10 @@ def test_a_model_is_made_trained_and_saved_request_by_request(fake, service, dat
         )
         created = await AsyncModelsResource(service).create(
             request=types.CreateModelRequest(
-                session_id=session.session_id, model_seq_id=0, base_model="fake/model"
+                session_id=session.session_id,
+                model_seq_id=0,
+                base_model="fake/model",
+                lora_config=types.LoraConfig(rank=8),
             )
         )
         work = types.ForwardBackwardInput(data=[datum], loss_fn="cross_entropy")

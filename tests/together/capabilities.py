@@ -1,14 +1,12 @@
 """What every official SDK must be able to do on our server, judged by what `sdk_program.py` printed."""
 
-import json
 import math
-import os
-import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import sdk_envs
+from sdk_programs import run_program
 from serving import TINY, Server
 
 PROGRAM = Path(__file__).with_name("sdk_program.py")
@@ -16,22 +14,12 @@ PROGRAM = Path(__file__).with_name("sdk_program.py")
 Run = dict[str, Any]
 
 
-def run_program(version: str, server: Server, vocabulary: int) -> Run:
+def run_capabilities(version: str, server: Server, vocabulary: int) -> Run:
     """What the program printed, run in the environment of that SDK version."""
-    done = subprocess.run(
-        [sdk_envs.ensure(version), PROGRAM, TINY, str(vocabulary), sdk_envs.ensure_torch()],
-        env={
-            **os.environ,
-            "TINKER_BASE_URL": server.url,
-            "TINKER_API_KEY": "tml-any-key-will-do",
-        },
-        capture_output=True,
-        text=True,
-        timeout=140,
-        check=False,
+    torch = sdk_envs.ensure_torch()
+    result = run_program(
+        version, PROGRAM, TINY, str(vocabulary), torch, server=server, timeout_s=140
     )
-    assert done.returncode == 0, f"{done.stderr[-4000:]}\nserver: {''.join(server.log[-40:])}"
-    result: Run = json.loads(done.stdout.splitlines()[-1])
     assert result["version"] == version
     return result
 

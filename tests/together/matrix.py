@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 from serving import TINY, Server, serving
 from tinkex.testing import write_tiny_model
-from together.capabilities import CAPABILITIES, run_program
+from together.capabilities import CAPABILITIES, run_capabilities
 
 VERSIONS = [
     *("0.4.1", "0.7.0", "0.10.0", "0.14.0", "0.16.1", "0.18.2", "0.19.0"),
@@ -51,7 +51,7 @@ def measured(version: str, server: Server, vocabulary: int) -> Row:
     began = time.monotonic()
     failures = {}
     try:
-        run = run_program(version, server, vocabulary)
+        run = run_capabilities(version, server, vocabulary)
     except AssertionError as error:
         failures = dict.fromkeys(CAPABILITIES, str(error))
     else:

@@ -9,6 +9,7 @@ import datetime
 import json
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import tempfile
@@ -40,7 +41,8 @@ def copied(sampler: tinker.SamplingClient) -> int:
         copy = subprocess.Popen([sys.executable, __file__, "--copy", file.name], stdout=-1)
         mine = draw(sampler, OF_COPY)
         told, _ = copy.communicate()
-        assert copy.returncode == 0
+        # This SDK may abort after its last line.
+        assert copy.returncode in (0, -signal.SIGABRT)
     return mine + int(told.splitlines()[-1])
 
 

@@ -1,15 +1,13 @@
 """Losses that users wrote, through the unmodified official SDK 0.36.0."""
 
 import json
-import os
-import subprocess
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import sdk_envs
+from sdk_programs import run_program
 from serving import TINY, Server
 
 PROGRAM = Path(__file__).with_name("custom_loss_program.py")
@@ -24,17 +22,9 @@ def run(server: Server, tiny_model: Path) -> dict[str, Any]:
     assert torch is not None
     assert torch.origin is not None
     packages = Path(torch.origin).parent.parent
-    done = subprocess.run(
-        [sdk_envs.ensure("0.36.0"), PROGRAM, TINY, str(vocabulary), packages],
-        env={**os.environ, "TINKER_BASE_URL": server.url, "TINKER_API_KEY": "tml-any-key-will-do"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
+    return run_program(
+        "0.36.0", PROGRAM, TINY, str(vocabulary), packages, server=server, timeout_s=120
     )
-    assert done.returncode == 0, f"{done.stderr[-4000:]}\nserver: {''.join(server.log[-40:])}"
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return result
 
 
 def test_the_loss_runs_on_the_server(run: dict[str, Any]) -> None:

@@ -1,14 +1,11 @@
 """Checkpoints as files through the unmodified official SDKs 0.4.1 and 0.36.0."""
 
-import json
-import os
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import sdk_envs
+from sdk_programs import run_program
 from serving import TINY, Server
 
 PROGRAM = Path(__file__).with_name("files_program.py")
@@ -17,17 +14,7 @@ pytestmark = [pytest.mark.sdk, pytest.mark.timeout(120)]
 
 
 def run(version: str, server: Server, folder: Path) -> dict[str, Any]:
-    done = subprocess.run(
-        [sdk_envs.ensure(version), PROGRAM, TINY, str(folder)],
-        env={**os.environ, "TINKER_BASE_URL": server.url, "TINKER_API_KEY": "tml-any-key-will-do"},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert done.returncode == 0, f"{done.stderr[-4000:]}\nserver: {''.join(server.log[-40:])}"
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return result
+    return run_program(version, PROGRAM, TINY, folder, server=server, timeout_s=100)
 
 
 def test_the_newest_exports_downloads_and_copies_and_the_oldest_fetches_an_archive(

@@ -1,14 +1,11 @@
 """The unmodified official SDK asks our server everything a sample can be asked, and gives one up."""
 
-import json
-import os
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import sdk_envs
+from sdk_programs import run_program
 from serving import TINY, Server
 
 PROGRAM = Path(__file__).with_name("sampling_program.py")
@@ -19,17 +16,7 @@ pytestmark = [pytest.mark.sdk, pytest.mark.timeout(100)]
 
 @pytest.fixture(scope="module")
 def run(server: Server) -> dict[str, Any]:
-    done = subprocess.run(
-        [sdk_envs.ensure("0.36.0"), PROGRAM, TINY],
-        env={**os.environ, "TINKER_BASE_URL": server.url, "TINKER_API_KEY": "tml-any-key"},
-        capture_output=True,
-        text=True,
-        timeout=80,
-        check=False,
-    )
-    assert done.returncode == 0, f"{done.stderr[-4000:]}\nserver: {''.join(server.log[-40:])}"
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return result
+    return run_program("0.36.0", PROGRAM, TINY, server=server, timeout_s=80)
 
 
 def test_the_last_positions_are_those_of_the_whole_prompt(run: dict[str, Any]) -> None:

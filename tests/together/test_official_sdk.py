@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from serving import Server
-from together.capabilities import CAPABILITIES, Run, run_program
+from together.capabilities import CAPABILITIES, Run, run_capabilities
 
 
 @pytest.fixture(scope="module", params=["0.36.0", "0.4.1"])
 def run(request: pytest.FixtureRequest, server: Server, tiny_model: Path) -> Run:
     vocabulary = json.loads((tiny_model / "config.json").read_text())["vocab_size"]
-    return run_program(request.param, server, vocabulary)
+    return run_capabilities(request.param, server, vocabulary)
 
 
 pytestmark = [pytest.mark.sdk, pytest.mark.timeout(180)]

@@ -1,16 +1,13 @@
 """The official SDK 0.36.0 waits for many samples at once, copies a client, and finds its sessions."""
 
-import json
-import os
 import sqlite3
-import subprocess
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import sdk_envs
+from sdk_programs import run_program
 from serving import TINY, Server
 
 PROGRAM = Path(__file__).with_name("rest_program.py")
@@ -22,17 +19,7 @@ pytestmark = [pytest.mark.sdk, pytest.mark.timeout(150)]
 
 @pytest.fixture(scope="module")
 def run(server: Server) -> dict[str, Any]:
-    done = subprocess.run(
-        [sdk_envs.ensure("0.36.0"), PROGRAM, TINY],
-        env={**os.environ, "TINKER_BASE_URL": server.url, "TINKER_API_KEY": "tml-any-key-will-do"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, f"{done.stderr[-4000:]}\nserver: {''.join(server.log[-40:])}"
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return result
+    return run_program("0.36.0", PROGRAM, TINY, server=server, timeout_s=120)
 
 
 def test_each_copy_has_a_log_with_every_sample_once(run: dict[str, Any], server: Server) -> None:
