@@ -301,7 +301,7 @@ async def test_clients_that_vanish_while_they_wait_leave_nothing(tmp_path: Path)
         vanishing = [connected(api) for _ in range(100)]
         for one in vanishing:
             await loop.sock_sendall(one, polling)
-        await until(lambda: len(futures._open[request_id].waiters) == 100)
+        await until(lambda: len(futures._open[request_id].sleepers) == 100)
         for number, one in enumerate(vanishing):
             if number % 2:  # a reset, and not even a goodbye
                 one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))

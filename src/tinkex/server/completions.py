@@ -9,9 +9,10 @@ import asyncio
 import time
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from tinkex.server.sleepers import Leaving, Sleepers
 from tinkex.server.store import Completion, StorageTrouble, Store
 
 # What nobody reads any more is dropped, and read from the database should it be asked for.
@@ -33,7 +34,7 @@ class _Tail:
     floor: int
     events: list[Completion] = field(default_factory=list)
     #: Who sleeps until the next event, and how many use this at all.
-    waiters: set[asyncio.Future[None]] = field(default_factory=set)
+    sleepers: Sleepers = field(default_factory=Sleepers)
     waiting: int = 0
     read_s: float = 0.0
 
@@ -45,16 +46,6 @@ class _Tail:
         if known := bisect_right(self.events, cursor, key=_position):
             self.floor = self.events[known - 1].position
             del self.events[:known]
-
-    def wake(self) -> None:
-        for waiter in self.waiters:
-            let_go(waiter)
-
-
-def let_go(waiter: "asyncio.Future[None]") -> None:
-    """Wake somebody who waits, if they still do."""
-    if not waiter.done():
-        waiter.set_result(None)
 
 
 def _position(event: Completion) -> int:
@@ -86,7 +77,7 @@ class Completions:
         if tail is None:
             return
         tail.events.append(event)
-        tail.wake()
+        tail.sleepers.wake()
         if len(tail.events) > MOST_EVENTS and not tail.waiting:
             del self._tails[client]
 
@@ -97,7 +88,7 @@ class Completions:
         *,
         cursor: int,
         within_s: float,
-        leaving: Callable[[Callable[[], None]], None] | None = None,
+        leaving: Leaving | None = None,
     ) -> Sequence[Completion]:
         """
         The client's next events after a position, once there is one; none when time is up.
@@ -113,17 +104,7 @@ class Completions:
                 return older
             if older or tail.events or within_s <= 0 or self._closing:
                 return [*older, *tail.events[: MOST_TOLD - len(older)]]
-            loop = asyncio.get_running_loop()
-            waiter = loop.create_future()
-            tail.waiters.add(waiter)
-            timer = loop.call_later(within_s, let_go, waiter)
-            if leaving is not None:
-                leaving(lambda: let_go(waiter))
-            try:
-                await waiter
-            finally:
-                timer.cancel()
-                tail.waiters.discard(waiter)
+            await tail.sleepers.sleep(within_s, leaving)
         except StorageTrouble:
             # Nothing may be told before what cannot be read now. The client asks again from the
             # same place, and not at once.
@@ -152,7 +133,7 @@ class Completions:
         """The server is stopping: let every waiting poll go, it comes back to the next one."""
         self._closing = True
         for tail in self._tails.values():
-            tail.wake()
+            tail.sleepers.wake()
 
     def _tail(self, client: _Client) -> _Tail:
         tail = self._tails.get(client)

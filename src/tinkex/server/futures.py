@@ -1,15 +1,15 @@
 """Results that were promised: who waits for one sleeps, and is woken by the commit."""
 
-import asyncio
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from tinkex.server.completions import Completions, let_go
+from tinkex.server.completions import Completions
 from tinkex.server.plan import Kind
 from tinkex.server.shares import Load
+from tinkex.server.sleepers import Leaving, Sleepers
 from tinkex.server.store import Damaged, RequestRow, Status, Store
 from tinkex.server.store.requests import ResultGone, given_s
 
@@ -49,11 +49,7 @@ class _Promise:
     settled: Settled | None = None
     #: How often somebody has begun to wait for it, and who waits now.
     asked: int = 0
-    waiters: set[asyncio.Future[None]] = field(default_factory=set)
-
-    def wake(self) -> None:
-        for waiter in self.waiters:
-            let_go(waiter)
+    sleepers: Sleepers = field(default_factory=Sleepers)
 
 
 class Futures:
@@ -98,7 +94,7 @@ class Futures:
         promise = self._open.pop(settled.request_id, None)
         if promise is not None:
             promise.settled = settled
-            promise.wake()
+            promise.sleepers.wake()
             self._loads[promise.owner] -= promise.load
             if not self._loads[promise.owner].requests:
                 del self._loads[promise.owner]
@@ -110,7 +106,7 @@ class Futures:
         *,
         owner: str,
         within_s: float,
-        leaving: Callable[[Callable[[], None]], None] | None = None,
+        leaving: Leaving | None = None,
     ) -> Settled | None:
         """
         The finished request, or None when it is not finished by then.
@@ -127,17 +123,7 @@ class Futures:
         promise.asked += 1
         if within_s <= 0 or self.closing:
             return promise.settled
-        loop = asyncio.get_running_loop()
-        waiter = loop.create_future()
-        promise.waiters.add(waiter)
-        timer = loop.call_later(within_s, let_go, waiter)
-        if leaving is not None:
-            leaving(lambda: let_go(waiter))
-        try:
-            await waiter
-        finally:
-            timer.cancel()
-            promise.waiters.discard(waiter)
+        await promise.sleepers.sleep(within_s, leaving)
         return promise.settled
 
     def asked(self, request_id: str) -> int:
@@ -148,7 +134,7 @@ class Futures:
     def awaited(self, request_id: str) -> bool:
         """Whether somebody waits for an open request now."""
         promise = self._open.get(request_id)
-        return promise is not None and bool(promise.waiters)
+        return promise is not None and bool(promise.sleepers)
 
     def base_model(self, request_id: str) -> str | None:
         """What an open request computes on."""
@@ -163,7 +149,7 @@ class Futures:
         """The server is stopping: let every waiting poll go, it comes back to the next one."""
         self.closing = True
         for promise in self._open.values():
-            promise.wake()
+            promise.sleepers.wake()
         self.completions.release()
 
     async def _read(self, request_id: str, owner: str) -> Settled | None:

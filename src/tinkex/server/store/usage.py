@@ -45,6 +45,16 @@ class Stored:
     until_s: float | None
 
 
+_STORED = sa.select(
+    models.c.session_id,
+    sessions.c.project_id,
+    models.c.base_model,
+    checkpoint_versions.c.size_bytes,
+    checkpoint_versions.c.created_s.label("since_s"),
+    checkpoint_versions.c.discarded_s.label("until_s"),
+)
+
+
 class Usage:
     """The rows of what was used."""
 
@@ -74,15 +84,7 @@ class Usage:
         """The owner's checkpoints whose files were there at some moment of a time."""
         versions = checkpoint_versions.c
         statement = (
-            sa.select(
-                models.c.session_id,
-                sessions.c.project_id,
-                models.c.base_model,
-                versions.size_bytes,
-                versions.created_s.label("since_s"),
-                versions.discarded_s.label("until_s"),
-            )
-            .join_from(checkpoint_versions, models, versions.model_id == models.c.model_id)
+            _STORED.join_from(checkpoint_versions, models, versions.model_id == models.c.model_id)
             .join(sessions, models.c.session_id == sessions.c.session_id)
             .where(
                 versions.owner == owner,
@@ -100,15 +102,7 @@ class Usage:
         """The owner's checkpoints as they are listed now, each once for its name."""
         versions = checkpoint_versions.c
         statement = (
-            sa.select(
-                models.c.session_id,
-                sessions.c.project_id,
-                models.c.base_model,
-                versions.size_bytes,
-                versions.created_s.label("since_s"),
-                versions.discarded_s.label("until_s"),
-            )
-            .join_from(
+            _STORED.join_from(
                 checkpoint_names,
                 checkpoint_versions,
                 checkpoint_names.c.version_id == versions.version_id,
