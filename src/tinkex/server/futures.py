@@ -11,7 +11,8 @@ from tinkex.server.plan import Kind
 from tinkex.server.shares import Load
 from tinkex.server.sleepers import Leaving, Sleepers
 from tinkex.server.store import Damaged, RequestRow, Status, Store
-from tinkex.server.store.requests import ResultGone, given_s
+from tinkex.server.store.request_ids import given_s
+from tinkex.server.store.requests import ResultGone
 
 log = logging.getLogger("tinkex.server.futures")
 

@@ -47,9 +47,11 @@ from tinkex.server.store import (
     Sampler,
     Status,
     Store,
+    accepting,
     audit,
     catalog,
     checkpoints,
+    finishing,
     history,
     keys,
     open_store,
@@ -62,7 +64,8 @@ from tinkex.server.store import (
 )
 from tinkex.server.store.checkpoints import NameTaken, Naming, SamplerTaken
 from tinkex.server.store.files import ROOMS
-from tinkex.server.store.requests import INLINE_BYTES, SAMPLES_OF_A_CLONE, ResultGone
+from tinkex.server.store.finishing import SAMPLES_OF_A_CLONE
+from tinkex.server.store.requests import INLINE_BYTES, ResultGone
 from tinkex.server.store.tables import metadata
 from tinkex.wire.protobuf import encode_sample_response
 from tinkex.wire.sampling import SampledSequence, SampleResponse
@@ -74,8 +77,8 @@ STEPS = 50
 
 #: Everything in the store that asks what time it is.
 TIMED = (
-    *(audit, catalog, checkpoints, history, keys, requests),
-    *(retention, runs, snapshots, tally, telemetry),
+    *(accepting, audit, catalog, checkpoints, finishing, history, keys),
+    *(requests, retention, runs, snapshots, tally, telemetry),
 )
 OWNERS = st.sampled_from(["ann", "bob"])
 PICK = st.integers(0, 15)

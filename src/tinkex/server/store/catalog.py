@@ -11,8 +11,8 @@ from tinkex.server.store import audit
 from tinkex.server.store.checkpoints import VERSION, Version, note_saved
 from tinkex.server.store.database import Database
 from tinkex.server.store.pages import Weight, slices
-from tinkex.server.store.requests import Status
 from tinkex.server.store.runs import Model
+from tinkex.server.store.status import Status
 from tinkex.server.store.tables import (
     checkpoint_names,
     checkpoint_versions,

@@ -10,8 +10,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from tinkex.server.store import audit
-from tinkex.server.store import requests as requests_
+from tinkex.server.store import audit, finishing
 from tinkex.server.store.database import Database
 from tinkex.server.store.files import Files, fault, fingerprint
 from tinkex.server.store.runs import Sampler, insert_sampler
@@ -157,7 +156,7 @@ class Checkpoints:
             if sampler is not None and insert_sampler(connection, *sampler) != sampler[0]:
                 raise SamplerTaken
             note_saved(connection, version, "checkpoint.saved")
-            requests_.set_done(connection, request_id, result, version_id=version.version_id)
+            finishing.set_done(connection, request_id, result, version_id=version.version_id)
 
         await self._database.write(act, must=True)
 

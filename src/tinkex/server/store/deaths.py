@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import sqlalchemy as sa
 
 from tinkex.server.store.database import Database
-from tinkex.server.store.requests import Status
+from tinkex.server.store.status import Status
 from tinkex.server.store.tables import requests
 
 _WAITING = requests.c.status == Status.WAITING

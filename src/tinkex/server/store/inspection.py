@@ -16,8 +16,8 @@ from alembic.script import ScriptDirectory
 from tinkex.server.store.belonging import belonging, named_in
 from tinkex.server.store.database import migrations
 from tinkex.server.store.files import ROOMS, UNREADABLE, Files, fault, is_place
-from tinkex.server.store.requests import Status
 from tinkex.server.store.snapshots import ASIDE
+from tinkex.server.store.status import Status
 from tinkex.server.store.tables import (
     checkpoint_versions,
     models,

@@ -2,8 +2,8 @@
 
 import sqlalchemy as sa
 
+from tinkex.server.store.accepting import Accepted, NewRequest
 from tinkex.server.store.database import Database
-from tinkex.server.store.requests import Accepted, NewRequest
 from tinkex.server.store.tables import custom_losses, requests
 
 

@@ -14,8 +14,8 @@ from tinkex.server.store.audit import note
 from tinkex.server.store.belonging import belonging, named_in
 from tinkex.server.store.database import Database
 from tinkex.server.store.files import ROOMS, Files
-from tinkex.server.store.requests import Status
 from tinkex.server.store.snapshots import cut_log, drop_older
+from tinkex.server.store.status import Status
 from tinkex.server.store.tables import (
     audit,
     checkpoint_names,

@@ -9,9 +9,10 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from tinkex.server.store import audit
-from tinkex.server.store import requests as requests_
+from tinkex.server.store import accepting, audit
+from tinkex.server.store.accepting import Accepted, NewRequest
 from tinkex.server.store.database import Database
+from tinkex.server.store.status import Status
 from tinkex.server.store.tables import custom_losses, models, requests, samplers, sessions
 
 BASE62 = string.digits + string.ascii_letters
@@ -174,7 +175,7 @@ class Runs:
     async def silent_sessions(self, before_s: float) -> list[str]:
         """Sessions not heard of since then, with nothing of theirs left to run."""
         busy = sa.select(requests.c.session_id).where(
-            requests.c.status == requests_.Status.WAITING, requests.c.session_id.is_not(None)
+            requests.c.status == Status.WAITING, requests.c.session_id.is_not(None)
         )
         statement = sa.select(sessions.c.session_id).where(
             sessions.c.finished_s.is_(None),
@@ -243,11 +244,11 @@ class Runs:
         *,
         model: Model,
         model_seq_id: int,
-        request: requests_.NewRequest,
-    ) -> requests_.Accepted:
+        request: NewRequest,
+    ) -> Accepted:
         """The model and its step 0 in one transaction; a repeat finds the first."""
 
-        def act(connection: sa.Connection) -> requests_.Accepted:
+        def act(connection: sa.Connection) -> Accepted:
             known = connection.execute(
                 sa.select(models.c.model_id).where(
                     models.c.session_id == model.session_id,
@@ -269,7 +270,7 @@ class Runs:
                         "created_s": model.created_s,
                     },
                 )
-            return requests_.insert(connection, request)
+            return accepting.insert(connection, request)
 
         return await self._database.write(act)
 
@@ -318,12 +319,10 @@ class Runs:
             lambda connection: connection.execute(statement).scalar_one()
         )
 
-    async def create_custom_loss(
-        self, *, custom_loss_seq_id: int, request: requests_.NewRequest
-    ) -> requests_.Accepted:
+    async def create_custom_loss(self, *, custom_loss_seq_id: int, request: NewRequest) -> Accepted:
         """The loss and its request in one transaction; a repeat finds the first."""
 
-        def act(connection: sa.Connection) -> requests_.Accepted:
+        def act(connection: sa.Connection) -> Accepted:
             first = connection.execute(
                 sa.select(custom_losses.c.request_id).where(
                     custom_losses.c.session_id == request.session_id,
@@ -331,10 +330,10 @@ class Runs:
                 )
             ).first()
             if first is not None:
-                return requests_.Accepted(
+                return Accepted(
                     request_id=first.request_id, kind=request.kind, sequences=0, is_new=False
                 )
-            accepted = requests_.insert(connection, request)
+            accepted = accepting.insert(connection, request)
             connection.execute(
                 custom_losses.insert(),
                 {

@@ -14,7 +14,7 @@ import sqlalchemy as sa
 
 from tinkex.server.store.database import Database
 from tinkex.server.store.files import Files, fault, fingerprint
-from tinkex.server.store.requests import Status
+from tinkex.server.store.status import Status
 from tinkex.server.store.tables import older_snapshots, requests, snapshots
 from tinkex.server.store.trouble import Damaged
 
