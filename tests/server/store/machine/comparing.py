@@ -1,0 +1,132 @@
+"""What holds after every operation: the tables and the files are what the model says."""
+
+from dataclasses import asdict, fields
+from typing import Any
+
+import sqlalchemy as sa
+from hypothesis.stateful import invariant
+
+from server.store.machine.base import Base
+from tinkex.server.store.files import ROOMS
+from tinkex.server.store.tables import metadata
+
+
+class Comparing(Base):
+    """Looks at every table and every file, past the store's own doors and through them."""
+
+    @invariant()
+    def the_tables_and_the_files_are_what_the_model_says(self) -> None:
+        found = self.run(self.store._database.read(everything))
+        self.compare_files(found)
+        self.compare_rows(found)
+
+    def compare_rows(self, found: dict[str, list[dict[str, Any]]]) -> None:
+        world = self.world
+        for table, expected in (
+            ("sessions", world.sessions),
+            ("models", world.models),
+            ("samplers", world.samplers),
+            ("checkpoint_versions", world.versions),
+            ("checkpoint_names", world.names),
+            ("snapshots", world.snapshots),
+            ("completions", world.events),
+            ("api_keys", world.keys),
+        ):
+            assert in_order(found[table], expected.values()) == in_order(
+                [asdict(one) for one in expected.values()], expected.values()
+            ), table
+        rows = [self.with_bytes(row) for row in found["requests"]]
+        assert in_order(rows, world.requests.values()) == in_order(
+            [asdict(one) for one in world.requests.values()], world.requests.values()
+        )
+        ways_back = {row["model_id"]: row["place"] for row in found["older_snapshots"]}
+        assert ways_back == {
+            model_id: None if older is None else older.place
+            for model_id, older in world.older.items()
+        }
+        used = {
+            (row["owner"], row["hour"], row["session_id"], row["what"]): row["amount"]
+            for row in found["usage"]
+        }
+        assert used == world.usage
+        assert sorted((row["at_s"], row["event"]) for row in found["audit"]) == sorted(world.audit)
+
+    def with_bytes(self, row: dict[str, Any]) -> dict[str, Any]:
+        """A request with its payload and result, wherever they are."""
+        for name in ("payload", "result"):
+            place = row[f"{name}_place"]
+            assert place is None or row[name] is None
+            if place is not None:
+                row[name] = (self.folder / place).read_bytes()
+            elif row[name] is not None:
+                row[name] = bytes(row[name])
+        return row
+
+    def compare_files(self, found: dict[str, list[dict[str, Any]]]) -> None:
+        """What is referred to is there; nothing else, but what work that came to nothing left."""
+        known = {row["place"] for row in found["checkpoint_versions"] if not row["discarded_s"]}
+        known |= {row["place"] for row in found["snapshots"] + found["older_snapshots"]}
+        for row in found["requests"]:
+            known |= {row["payload_place"], row["result_place"]}
+        known -= {None}
+        there = set()
+        for room, depth in ROOMS.items():
+            for path in (self.folder / room).glob("/".join("*" * depth)):
+                there.add(str(path.relative_to(self.folder)))
+        assert known <= there
+        # What went before stays until the next sweep, and nothing that was deleted joins it.
+        assert self.orphans <= there - known
+        joined = sorted(place.partition("/")[0] for place in there - known - self.orphans)
+        assert joined == sorted(self.left)
+        self.orphans, self.left = there - known, []
+
+    @invariant()
+    def a_new_start_finds_the_work_and_the_logs(self) -> None:
+        """Many questions, so not after every step."""
+        self.steps += 1
+        if self.steps % 3:
+            return
+        waiting = self.run(self.store.requests.waiting())
+        assert {one.request_id for one in waiting} == {
+            one.request_id for one in self.world.waiting()
+        }
+        came = [self.world.requests[one.request_id].created_s for one in waiting]
+        assert came == sorted(came)
+        for model_id in list(self.world.models)[:2]:
+            log = self.run(self.store.requests.log(model_id, after=2))
+            assert [one.request_id for one in log] == [
+                one.request_id for one in self.world.log(model_id, after=2)
+            ]
+        positions = sorted(self.world.events)
+        middle = positions[len(positions) // 2] if positions else 0
+        for sampling_session_id in list(self.world.samplers)[:2]:
+            events = self.run(
+                self.store.requests.completions(
+                    sampling_session_id, 0, after=middle - 1, up_to=middle + 2
+                )
+            )
+            assert [one.position for one in events] == [
+                position
+                for position in positions
+                if middle <= position <= middle + 2
+                and self.world.events[position].sampling_session_id == sampling_session_id
+                and self.world.events[position].clone_id == 0
+            ]
+        if positions:
+            assert self.run(self.store.requests.last_position()) == positions[-1]
+
+
+def everything(connection: sa.Connection) -> dict[str, list[dict[str, Any]]]:
+    return {
+        name: [dict(row._mapping) for row in connection.execute(sa.select(table))]
+        for name, table in metadata.tables.items()
+    }
+
+
+def in_order(rows: list[dict[str, Any]], like: Any) -> list[tuple[Any, ...]]:
+    """The fields that the model knows, in an order that does not depend on the database."""
+    first = next(iter(like), None)
+    if first is None:
+        return [tuple(row.values()) for row in rows]
+    names = [each.name for each in fields(first)]
+    return sorted((tuple(row[name] for name in names) for row in rows), key=repr)

@@ -1,0 +1,160 @@
+"""Rules for keeping and deleting: what the janitor does, or dies in the middle of."""
+
+from collections.abc import Callable, Sequence
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis.stateful import precondition, rule
+
+from server.store import model as told
+from server.store.machine.base import AGES_S, PICK
+from server.store.machine.checkpoints import KINDS, Checkpoints
+from server.store.machine.snapshots import Snapshots
+from tinkex.server.janitor import surplus
+
+THREE_AGES_S = st.tuples(AGES_S, AGES_S, AGES_S)
+
+
+class Tidying(Checkpoints, Snapshots):
+    """Everything in turn, or the parts that hang together."""
+
+    @rule(
+        last=st.integers(1, 8),
+        ages_s=THREE_AGES_S,
+        keep_last=st.integers(1, 3),
+        dies=st.booleans(),
+    )
+    def tidy(
+        self, last: int, ages_s: tuple[float, float, float], keep_last: int, dies: bool
+    ) -> None:
+        """As the janitor does: everything in turn, or it dies after any of it."""
+        if not dies:
+            self.tidy_parts(range(last), ages_s, keep_last)
+            return
+        self.tidy_parts(range(last - 1), ages_s, keep_last)
+        self.tidy_and_die(last - 1, ages_s, keep_last)
+
+    def tidy_and_die(self, part: int, ages_s: tuple[float, float, float], keep_last: int) -> None:
+        """The rows are gone, and the process before it deletes their files: the next sweep does."""
+        kept: set[str] = set()
+
+        async def forget(places: Sequence[str]) -> None:
+            kept.update(place for place in places if (self.folder / place).exists())
+
+        if part == 7:  # what sweeps deletes no rows
+            return
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(self.store.retention, "_remove", forget)
+            self.tidy_parts([part], ages_s, keep_last)
+        self.left += [place.partition("/")[0] for place in kept]
+        self.store.close()
+        self.store = self.opened()
+
+    @rule(ages_s=THREE_AGES_S, parts=st.sampled_from([[0], [0, 1], [0, 7], [7]]))
+    def tidy_requests(self, ages_s: tuple[float, float, float], parts: list[int]) -> None:
+        self.tidy_parts(parts, ages_s, 1)
+
+    @rule(
+        ages_s=THREE_AGES_S,
+        parts=st.sampled_from([[2, 4], [3, 4], [4], [4, 7]]),
+        keep_last=st.integers(1, 3),
+        dies=st.booleans(),
+    )
+    def tidy_checkpoints(
+        self, ages_s: tuple[float, float, float], parts: list[int], keep_last: int, dies: bool
+    ) -> None:
+        if dies:
+            self.tidy_and_die(4, ages_s, keep_last)
+        self.tidy_parts(parts, ages_s, keep_last)
+
+    @rule(ages_s=THREE_AGES_S, parts=st.sampled_from([[5], [6], [6, 7]]))
+    def tidy_snapshots(self, ages_s: tuple[float, float, float], parts: list[int]) -> None:
+        self.tidy_parts(parts, ages_s, 1)
+
+    def tidy_parts(
+        self, parts: Sequence[int], ages_s: tuple[float, float, float], keep_last: int
+    ) -> None:
+        for part in parts:
+            (
+                lambda: self.drop_results(*ages_s),
+                lambda: self.drop_events(ages_s[0]),
+                lambda: self.drop_expired_names(),
+                lambda: self.keep_last_names(keep_last),
+                lambda: self.drop_versions(ages_s[2]),
+                lambda: self.drop_snapshots(*ages_s[1:]),
+                lambda: self.drop_older_snapshots(ages_s[0]),
+                lambda: self.sweep(),
+            )[part]()
+
+    @precondition(lambda self: self.world.names)
+    @rule(number=PICK, keep_last=st.integers(0, 2))
+    def save_while_names_are_dropped(self, number: int, keep_last: int) -> None:
+        """A name that was to go and has got another checkpoint meanwhile stays."""
+        named = self.pick(list(self.world.names.values()), number)
+        models = list(self.world.models)
+
+        def meanwhile() -> None:
+            place = models.index(named.model_id)
+            self.save_checkpoint(place, named.kind, named.name, 0.0, True, None, None)
+
+        self.keep_last_names(keep_last, meanwhile)
+
+    def keep_last_names(self, keep_last: int, meanwhile: Callable[[], None] | None = None) -> None:
+        crowd = self.run(self.store.retention.crowded(keep_last=keep_last))
+        doomed = self.surplus_names(keep_last)
+        if meanwhile is not None:
+            meanwhile()
+        now_s = self.later()
+        self.run(self.store.retention.drop_names(surplus(crowd, keep_last=keep_last)))
+        there = {id(one) for one in self.world.names.values()}
+        self.world.drop_names([one for one in doomed if id(one) in there], now_s)
+
+    def surplus_names(self, keep_last: int) -> list[told.Named]:
+        found = []
+        for model_id in self.world.models:
+            for kind in KINDS:
+                of_kind = [
+                    one
+                    for one in self.world.names.values()
+                    if (one.model_id, one.kind) == (model_id, kind)
+                ]
+                of_kind.sort(key=lambda one: -one.saved_s)
+                found += [one for one in of_kind[keep_last:] if not one.public]
+        return found
+
+    def drop_versions(self, age_s: float) -> None:
+        now_s = self.later()
+        self.run(self.store.retention.drop_versions(abandoned_before_s=now_s - age_s))
+        for version in self.world.versions.values():
+            if version.discarded_s is None and not self.world.in_use(version, now_s - age_s):
+                version.discarded_s = now_s
+
+    def drop_results(self, fetched_s: float, unfetched_s: float, abandoned_s: float) -> None:
+        now_s = self.later()
+        bounds = {
+            "fetched_before_s": now_s - fetched_s,
+            "unfetched_before_s": now_s - unfetched_s,
+            "abandoned_before_s": now_s - abandoned_s,
+        }
+        before = set(self.world.requests)
+        dropped = self.run(self.store.retention.drop_results(**bounds))
+        assert set(dropped) == self.world.drop_results(**bounds)
+        self.gone |= before - set(self.world.requests)
+
+    def drop_events(self, age_s: float) -> None:
+        before_s = self.later() - age_s
+        self.run(
+            self.store.retention.drop_events(
+                completions_before_s=before_s, telemetry_before_s=before_s, audit_before_s=before_s
+            )
+        )
+        self.world.events = {
+            position: one for position, one in self.world.events.items() if one.at_s >= before_s
+        }
+        self.world.audit = [one for one in self.world.audit if one[0] >= before_s]
+
+    def sweep(self) -> None:
+        """Nothing is left on disk that nothing refers to."""
+        swept = self.run(self.store.retention.sweep(before_s=float("inf")))
+        assert swept == len(self.orphans) + len(self.left)
+        self.orphans, self.left = set(), []
