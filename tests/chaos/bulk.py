@@ -108,7 +108,8 @@ class Trainer:
     """One client with one model, in a thread of its own."""
 
     def __init__(self, number: int, seed: int, url: str, shared: Shared, operations: int) -> None:
-        self._number, self._url, self._shared, self._left = number, url, shared, operations
+        self._number, self._url, self._shared = number, url, shared
+        self._operations = operations
         self._rng = random.Random(f"{seed} {number}")
         self._told = Recorder(f"client-{number}", shared.add)
         self._model = f"model-{number}"
@@ -132,8 +133,8 @@ class Trainer:
                 self._load: 2,
                 self._list: 1,
             }
-            while self._left > 0:
-                self._left -= 1
+            # Some acts find nothing to do, such as loading before anything was saved.
+            while self._told.submitted < self._operations:
                 self._rng.choices([*acts], [*acts.values()])[0]()
                 self._settle(left=AHEAD)
             self._settle()
@@ -296,7 +297,7 @@ def run(
     )
     with restarted(folder) as server, in_front_of(server.url, seed=seed, rate=fault_rate) as proxy:
         trainers = [
-            Trainer(number, seed, proxy.url, shared, operations // CLIENTS)
+            Trainer(number, seed, proxy.url, shared, -(-operations // CLIENTS))
             for number in range(CLIENTS)
         ]
 

@@ -241,11 +241,12 @@ class Recorder:
 
     client: str
     sink: Callable[[Event], None]
-    _next: int = field(default=0)
+    #: How many operations were begun.
+    submitted: int = field(default=0)
 
     def submit(self, kind: str, target: str = "", asked: Any = None) -> int:
-        number = self._next
-        self._next += 1
+        number = self.submitted
+        self.submitted += 1
         self.sink(
             Event(
                 client=self.client,
