@@ -12,7 +12,7 @@ from alembic.migration import MigrationContext
 from sqlalchemy import event
 
 from postgres import Postgres
-from server.store.test_store import a_model, step
+from server.store.test_store import a_model, step, tell_repeats_and_bad_ones_apart
 from tinkex.server.plan import Kind
 from tinkex.server.store import DatabaseRefused, StorageTrouble, Store, open_store, postgres, writer
 from tinkex.server.store.database import migrate
@@ -211,16 +211,7 @@ async def test_one_bad_write_undoes_only_itself(store: Store) -> None:
 
 
 async def test_repeats_and_bad_ones_in_one_group_are_told_apart(store: Store) -> None:
-    model = await a_model(store)
-    known = await store.requests.accept(step(model, 1))
-    new = [step(model, 1), step(model, 2), step(model, 2), step("nobody:train:0", 1)]
-    again, first, second, orphan = await asyncio.gather(
-        *(store.requests.accept(one) for one in new), return_exceptions=True
-    )
-    assert (again.request_id, again.is_new) == (known.request_id, False)
-    assert (first.is_new, second.is_new) == (True, False)
-    assert first.request_id == second.request_id
-    assert isinstance(orphan, sa.exc.IntegrityError)
+    await tell_repeats_and_bad_ones_apart(store)
 
 
 async def test_a_text_that_is_too_long_is_refused_and_not_cut(store: Store) -> None:

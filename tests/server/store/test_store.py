@@ -147,7 +147,8 @@ async def test_a_write_alone_is_one_statement_and_waits_for_no_company(store: St
     assert asked == ["BEGIN", "INSERT", "BEGIN", "UPDATE"]
 
 
-async def test_repeats_and_bad_ones_in_one_group_are_told_apart(store: Store) -> None:
+async def tell_repeats_and_bad_ones_apart(store: Store) -> None:
+    """In one group; the same on every database."""
     model = await a_model(store)
     known = await store.requests.accept(step(model, 1))
     new = [step(model, 1), step(model, 2), step(model, 2), step("nobody:train:0", 1)]
@@ -158,6 +159,10 @@ async def test_repeats_and_bad_ones_in_one_group_are_told_apart(store: Store) ->
     assert (first.is_new, second.is_new) == (True, False)
     assert first.request_id == second.request_id
     assert isinstance(orphan, sa.exc.IntegrityError)
+
+
+async def test_repeats_and_bad_ones_in_one_group_are_told_apart(store: Store) -> None:
+    await tell_repeats_and_bad_ones_apart(store)
 
 
 async def test_a_commit_asks_the_disk(tmp_path: Path, store: Store) -> None:
