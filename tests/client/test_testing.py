@@ -79,6 +79,7 @@ def test_the_fake_lists_what_was_made_and_forgets_what_was_deleted(fake, service
     training = service.create_lora_training_client("fake/model", rank=4)
     path = training.save_state("one").result(5).path
     training.save_weights_for_sampler("two").result(5)
+    training.save_weights_external("three").result(5)
     with pytest.warns(FutureWarning):
         rest = service.create_rest_client()
 
@@ -86,14 +87,18 @@ def test_the_fake_lists_what_was_made_and_forgets_what_was_deleted(fake, service
     assert [(run.training_run_id, run.lora_rank) for run in runs] == [(training.model_id, 4)]
     assert rest.get_training_run(training.model_id).result(5).base_model == "fake/model"
     kept = rest.list_checkpoints(training.model_id).result(5).checkpoints
-    assert [checkpoint.checkpoint_type for checkpoint in kept] == ["training", "sampler"]
+    assert [checkpoint.checkpoint_type for checkpoint in kept] == [
+        "training",
+        "sampler",
+        "external",
+    ]
     rest.publish_checkpoint_from_tinker_path(path).result(5)
     rest.unpublish_checkpoint_from_tinker_path(path).result(5)
     rest.set_checkpoint_ttl_from_tinker_path(path, 3600).result(5)
     rest.delete_checkpoint_from_tinker_path(path).result(5)
     with pytest.raises(tinkex.NotFoundError):
         rest.publish_checkpoint_from_tinker_path(path).result(5)
-    assert len(rest.list_user_checkpoints().result(5).checkpoints) == 1
+    assert len(rest.list_user_checkpoints().result(5).checkpoints) == 2
     with pytest.raises(tinkex.NotFoundError):
         rest.get_training_run("other").result(5)
 

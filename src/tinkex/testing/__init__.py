@@ -1,0 +1,35 @@
+"""
+For tests of programs that use tinkex: a service without network, model or server.
+
+    from tinkex.testing import FakeService
+
+    fake = FakeService()
+    with fake.client() as service:
+        training = service.create_lora_training_client("fake/model")
+        training.forward_backward(data, "cross_entropy").result()
+    assert [r.endpoint for r in fake.requests][-1] == "sessions/s-1/finish"
+
+The fake stands where the network begins: everything above it, from encoding to ordering, retries
+and futures, is the real client. It keeps the protocol's promises (steps run by number and once,
+results stay readable) and has a toy for a model: each `optim_step` makes every token likelier.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from tinkex.testing.edges import Loopback
+from tinkex.testing.faults import Answer, Hold, Lost, Seen
+from tinkex.testing.service import FakeService
+
+__all__ = ["Answer", "FakeService", "Hold", "Loopback", "Lost", "Seen", "write_tiny_model"]
+
+
+def write_tiny_model(
+    folder: str | Path, arch: Literal["qwen3", "llama"] = "qwen3", seed: int = 0
+) -> Path:
+    """A small random model that learns in seconds, for `tinkex serve`. Needs the extra `engine`."""
+    from tinkex.engine.tiny import write_tiny_model as write
+
+    return write(Path(folder), arch=arch, seed=seed)

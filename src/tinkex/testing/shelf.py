@@ -1,0 +1,124 @@
+"""What a service has: models, the checkpoints saved from them, and samplers."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from tinkex.wire.checkpoints import ParsedCheckpointTinkerPath
+from tinkex.wire.errors import UserFailure
+
+#: When everything happened, as lists tell it.
+A_TIME = "2026-01-01T00:00:00Z"
+#: What a server refuses is refused here too.
+SHORTEST_TTL_S = 3600
+LONGEST_TTL_S = 10 * 365 * 24 * 3600
+
+_TYPES = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
+
+
+@dataclass
+class Model:
+    base_model: str
+    rank: int
+    steps: int = 0
+    next: int = 1
+    waiting: dict[int, Callable[[], Any]] = field(default_factory=dict)
+
+
+class Shelf:
+    """By their ids and paths."""
+
+    def __init__(self) -> None:
+        self.models: dict[str, Model] = {}
+        self.checkpoints: dict[str, Model] = {}
+        self.samplers: dict[str, dict[str, Any]] = {}
+        self._unnamed = itertools.count(1)
+
+    def save(
+        self,
+        model_id: str,
+        kind: str,
+        name: str | None,
+        model: Model,
+        *,
+        ttl_s: int | None,
+        overwrite: bool = False,
+    ) -> str:
+        _check_ttl(ttl_s)
+        path = f"tinker://{model_id}/{kind}/{name or f'unnamed-{next(self._unnamed)}'}"
+        try:
+            ParsedCheckpointTinkerPath.from_tinker_path(path)
+        except ValueError as error:
+            raise UserFailure(f"checkpoint name {name!r} cannot be used: {error}") from error
+        if path in self.checkpoints and not overwrite:
+            raise UserFailure(f"{path} exists already; choose another name, or overwrite it")
+        self.checkpoints[path] = Model(model.base_model, model.rank, model.steps)
+        return path
+
+    def open_sampler(
+        self, sampler_id: str, base_model: str | None, model_path: str | None
+    ) -> dict[str, Any]:
+        if model_path is not None:
+            base_model = self.checkpoints[model_path].base_model
+        sampler = {"sampler_id": sampler_id, "base_model": base_model, "model_path": model_path}
+        self.samplers[sampler_id] = sampler
+        return {"sampling_session_id": sampler_id}
+
+    def change(self, method: str, rest: str, body: bytes) -> None:
+        """Delete a checkpoint; publishing it and saying how long it is kept is only looked at."""
+        run, _, name = rest.partition("/checkpoints/")
+        for wish in ("/publish", "/ttl"):
+            if name.endswith(wish):
+                self.checkpoints[f"tinker://{run}/{name.removesuffix(wish)}"]
+                if wish == "/ttl":
+                    _check_ttl(json.loads(body)["ttl_seconds"])
+                return
+        if method == "DELETE":
+            del self.checkpoints[f"tinker://{run}/{name}"]
+
+    def lists(self, what: str, rest: str) -> dict[str, Any]:
+        """Runs and checkpoints, as the `RestClient` asks for them; everything is on one page."""
+        run, _, part = rest.partition("/")
+        if run and run not in self.models:
+            raise KeyError(f"training run {run}")
+        if what == "checkpoints" or part:
+            found = [_checkpoint(path) for path in self.checkpoints if run in path]
+            return {"checkpoints": found, "cursor": _page(found)}
+        runs = [self._run(name) for name in self.models if name == (run or name)]
+        return runs[0] if run else {"training_runs": runs, "cursor": _page(runs)}
+
+    def _run(self, model_id: str) -> dict[str, Any]:
+        model = self.models[model_id]
+        return {
+            "training_run_id": model_id,
+            "base_model": model.base_model,
+            "model_owner": "fake",
+            "is_lora": True,
+            "lora_rank": model.rank,
+            "last_request_time": A_TIME,
+        }
+
+
+def _check_ttl(ttl_s: int | None) -> None:
+    if ttl_s is not None and not SHORTEST_TTL_S <= ttl_s <= LONGEST_TTL_S:
+        raise UserFailure(
+            f"ttl_seconds is {ttl_s}; {SHORTEST_TTL_S} to {LONGEST_TTL_S} are allowed."
+        )
+
+
+def _checkpoint(path: str) -> dict[str, Any]:
+    kind, name = path.split("/")[-2:]
+    return {
+        "checkpoint_id": f"{kind}/{name}",
+        "checkpoint_type": _TYPES[kind],
+        "time": A_TIME,
+        "tinker_path": path,
+    }
+
+
+def _page(found: list[Any]) -> dict[str, int]:
+    return {"offset": 0, "limit": len(found), "total_count": len(found)}

@@ -1,0 +1,82 @@
+"""The model of the fake: every token has one probability, which grows with each step."""
+
+import itertools
+import math
+from typing import Any, Literal
+
+from tinkex.wire.errors import UserFailure
+from tinkex.wire.sampling import (
+    PromptAltTokens,
+    SampledSequence,
+    SampleRequest,
+    SampleResponse,
+    TopkLogprobs,
+)
+from tinkex.wire.tensors import TensorData
+from tinkex.wire.training import ForwardBackwardInput, ForwardBackwardOutput
+
+
+def toy_logprob(steps: int) -> float:
+    """What every token has after so many optimizer steps."""
+    return -math.log(2) / (1 + steps)
+
+
+def toy_pass(work: ForwardBackwardInput, steps: int) -> ForwardBackwardOutput:
+    known = {"clip_low_threshold", "clip_high_threshold", "beta"}
+    if unknown := set(work.loss_fn_config or ()) - known:
+        raise UserFailure(f"loss_fn_config: no setting {', '.join(sorted(unknown))}")
+    outputs, loss = [], 0.0
+    for index, datum in enumerate(work.data):
+        targets = datum.loss_fn_inputs.get("target_tokens")
+        if targets is None:
+            raise UserFailure(f"datum {index} has no target_tokens")
+        values = [toy_logprob(steps)] * len(targets.data)
+        weights = datum.loss_fn_inputs.get("weights")
+        loss -= sum(
+            logprob * weight
+            for logprob, weight in zip(
+                values, weights.data if weights else [1.0] * len(values), strict=True
+            )
+        )
+        outputs.append({"logprobs": TensorData(data=values, dtype="float32", shape=targets.shape)})
+    return ForwardBackwardOutput("ArrayRecord", outputs, {"loss:sum": loss})
+
+
+def toy_sample(request: SampleRequest, steps: int) -> SampleResponse:
+    """Repeats the prompt as long as asked."""
+    prompt = request.prompt.to_ints()
+    if not prompt:
+        raise UserFailure("the prompt is empty")
+    logprob = toy_logprob(steps)
+    count = request.sampling_params.max_tokens or len(prompt)
+    tokens = list(itertools.islice(itertools.cycle(prompt), count))
+    sequence = SampledSequence(
+        "length",
+        "",
+        tokens,  # type: ignore[arg-type]
+        [logprob] * count,  # type: ignore[arg-type]
+    )
+    if request.topk_sample_logprobs:
+        rows = [[(token, logprob)] for token in tokens]
+        sequence = sequence.model_copy(update={"topk_logprobs_np": TopkLogprobs.from_rows(rows)})
+    answer: dict[str, Any] = {"sequences": [sequence] * request.num_samples}
+    if request.prompt_logprobs:
+        told = request.prompt_logprobs_last_n or len(prompt)
+        first = max(1, len(prompt) - told)
+        answer["prompt_logprobs_np"] = [math.nan] * first + [logprob] * (len(prompt) - first)
+    if request.topk_prompt_logprobs:
+        rows = [[(token, logprob)] for token in prompt[1:]]
+        answer["topk_prompt_logprobs_np"] = TopkLogprobs.from_rows([None, *rows])
+    if (wanted := request.target_prompt_logprobs) is not None:
+        shape = list(wanted.to_numpy().shape)
+        answer["target_prompt_logprobs"] = _filled(logprob, "float32", shape)
+    if request.prompt_alt_tokens_k:
+        shape = [len(prompt), request.prompt_alt_tokens_k]
+        answer["prompt_alt_tokens"] = PromptAltTokens(
+            _filled(prompt[0], "int64", shape), _filled(logprob, "float32", shape)
+        )
+    return SampleResponse(**answer)
+
+
+def _filled(value: float, dtype: Literal["int64", "float32"], shape: list[int]) -> TensorData:
+    return TensorData(data=[value] * math.prod(shape), dtype=dtype, shape=shape)
