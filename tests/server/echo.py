@@ -110,22 +110,22 @@ class EchoExecutor:
                 self.models[work.model_id].gradient = 0
             case Task.SAVE:
                 assert work.folder
-                work.folder.mkdir(parents=True)
-                (work.folder / "value").write_text(str(self.models[work.model_id].value))
+                Path(work.folder).mkdir(parents=True)
+                (Path(work.folder) / "value").write_text(str(self.models[work.model_id].value))
                 return b'{"size_bytes": 1}'
             case Task.LOAD:
                 assert work.folder
-                value = int((work.folder / "value").read_text())
+                value = int((Path(work.folder) / "value").read_text())
                 self.models[work.model_id] = Number(value=value)
             case Task.SNAPSHOT:
                 assert work.folder
-                work.folder.mkdir(parents=True)
+                Path(work.folder).mkdir(parents=True)
                 model = self.models[work.model_id]
-                (work.folder / "number").write_text(f"{model.value} {model.gradient}")
+                (Path(work.folder) / "number").write_text(f"{model.value} {model.gradient}")
                 return b'{"size_bytes": 3}'
             case Task.RESTORE:
                 assert work.folder
-                value, gradient = (work.folder / "number").read_text().split()
+                value, gradient = (Path(work.folder) / "number").read_text().split()
                 self.models[work.model_id] = Number(value=int(value), gradient=int(gradient))
             case Task.DROP:
                 self.models.pop(work.model_id, None)
@@ -155,7 +155,7 @@ class EchoExecutor:
 
     def _sample(self, work: Work) -> bytes:
         request = decode_json(SampleRequest, work.payload)
-        value = int((work.folder / "value").read_text()) if work.folder else 7
+        value = int((Path(work.folder) / "value").read_text()) if work.folder else 7
         tokens, logprobs = np.array([value], np.int32), np.array([-0.5], np.float32)
         sequence = SampledSequence("length", "", tokens_np=tokens, logprobs_np=logprobs)
         return encode_sample_response(SampleResponse(sequences=[sequence] * request.num_samples))

@@ -28,7 +28,7 @@ class Large(EchoExecutor):
     def _do(self, work: Work) -> bytes:
         done = super()._do(work)
         if work.task is Task.SAVE and work.folder is not None:
-            (work.folder / "large").write_bytes(bytes(LARGE))
+            (Path(work.folder) / "large").write_bytes(bytes(LARGE))
         return done
 
 

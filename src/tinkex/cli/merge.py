@@ -90,7 +90,7 @@ def from_server(path: str, data: str | None) -> Path:
 
     async def look() -> Path | None:
         version = await store.checkpoints.find(path, readers=["local"])
-        return None if version is None else await store.checkpoints.open(version.version_id)
+        return None if version is None else Path(await store.checkpoints.open(version.version_id))
 
     try:
         folder = asyncio.run(look())

@@ -263,4 +263,4 @@ def _local(settings: Settings) -> tuple[Path, Path]:
     database = Path(settings.db_url.removeprefix("sqlite:///"))
     if not database.is_file():
         raise BackupFailed(f"there is no database {database}.", hint="Check --data and --db.")
-    return database, root
+    return database, Path(root)

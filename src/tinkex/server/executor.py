@@ -69,7 +69,7 @@ class Work:
     #: REGISTER_LOSS only.
     loss_id: str = ""
     #: SAVE, LOAD, SNAPSHOT, RESTORE: the files. SAMPLE: the adapter, None is the base model.
-    folder: Path | None = None
+    folder: str | None = None
     #: SAVE, LOAD: with the optimizer's state.
     optimizer: bool = False
     #: SAMPLE: who asked; owners share an engine evenly.
@@ -524,7 +524,7 @@ def _order(ticket: int, work: Work) -> frames.Order:
     payload = frames_pb2.Payload(inline=work.payload)
     if work.payload_file is not None:
         payload = frames_pb2.Payload(file=str(work.payload_file))
-    folder = "" if work.folder is None else str(work.folder)
+    folder = work.folder or ""
     model_id = work.model_id
     order = frames.Order(ticket=ticket)
     match work.task:

@@ -17,6 +17,15 @@ EVERY_S = 3.0
 MOST_OF_THE_TIME = 0.005
 
 
+def share_one_heap() -> None:
+    """
+    Call before there are threads. Each would get a heap of its own, with holes of its own, and
+    could not use it while another one holds the interpreter.
+    """
+    if _mallopt is not None:
+        _mallopt(_MOST_HEAPS, 1)
+
+
 def collect_rarely() -> None:
     """Call once, when everything that lives as long as the process has been made."""
     gc.collect()
@@ -43,12 +52,15 @@ async def collect_by_the_clock(every_s: float = EVERY_S) -> None:
             await asyncio.to_thread(_trim, 0)
 
 
-def _find_trim() -> Callable[[int], int] | None:
-    """Only the GNU library has it, and only there it is needed."""
+def _gnu(name: str) -> Callable[..., int] | None:
+    """Only the GNU library has these, and only there they are needed."""
     if sys.platform != "linux":
         return None
-    trim: Callable[[int], int] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    return trim
+    found: Callable[..., int] | None = getattr(ctypes.CDLL(None), name, None)
+    return found
 
 
-_trim = _find_trim()
+_trim = _gnu("malloc_trim")
+_mallopt = _gnu("mallopt")
+# Of its `malloc.h`.
+_MOST_HEAPS = -8

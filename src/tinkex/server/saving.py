@@ -4,6 +4,7 @@ import asyncio
 import json
 import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 from tinkex.server.executor import Outcome, Task, Work, WorkFailed
@@ -129,10 +130,10 @@ class Saving:
         version = checkpoints.new_version(
             owner=model.owner, model_id=model.model_id, kind=EXTERNAL, name=request.path
         )
-        folder = checkpoints.folder(version)
+        folder = Path(checkpoints.folder(version))
         # What is to be locked never has the name that is served.
         written = folder.with_name(f".{folder.name}.open") if recipients else folder
-        work = Work(task=Task.SAVE, model_id=model.model_id, folder=written)
+        work = Work(task=Task.SAVE, model_id=model.model_id, folder=str(written))
         outcome = await self._with_room(run, work)
         size_bytes: int = json.loads(outcome.result)["size_bytes"]
         if recipients:

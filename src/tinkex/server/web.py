@@ -27,7 +27,7 @@ from tinkex.server import logs
 from tinkex.server.api.context import Context
 from tinkex.server.app import create_app
 from tinkex.server.executor import EngineOptions, EngineRefused, LocalExecutor, ServedModel
-from tinkex.server.garbage import collect_by_the_clock, collect_rarely
+from tinkex.server.garbage import collect_by_the_clock, collect_rarely, share_one_heap
 from tinkex.server.head import protocol
 from tinkex.server.patience import patient
 from tinkex.server.roll import Roll
@@ -203,6 +203,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     options = parser().parse_args()
+    share_one_heap()
     # What this process and its engines write is training data, and nobody else's on this machine.
     os.umask(0o077)
     logs.begin()

@@ -3,7 +3,7 @@
 import logging
 import sqlite3
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 
@@ -58,7 +58,7 @@ async def test_a_torn_snapshot_is_set_aside_and_the_one_before_it_used(
         echo.ran.clear()
         assert await trained(api, model, 7) == 15
         restored = [work.folder for work in echo.ran if work.task is Task.RESTORE]
-        assert restored == [older]
+        assert restored == [str(older)]
         assert (tmp_path / "set-aside" / "snapshots" / model / newest.name).is_dir()
         assert "are not what was written" in caplog.text
 
@@ -117,14 +117,12 @@ async def test_a_payload_that_is_missing_fails_its_request_only(
 async def test_a_payload_that_may_not_be_read_says_so(
     echo: EchoExecutor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = Path.read_bytes
+    def opened(path: str, mode: str) -> IO[bytes]:
+        if "/payloads/" in path and mode == "rb":
+            raise PermissionError(13, "Permission denied", path)
+        return open(path, mode)
 
-    def read_bytes(path: Path) -> bytes:
-        if "payloads" in path.parts:
-            raise PermissionError(13, "Permission denied", str(path))
-        return plain(path)
-
-    monkeypatch.setattr(Path, "read_bytes", read_bytes)
+    monkeypatch.setattr("tinkex.server.store.files.open", opened, raising=False)
     async with hosted(echo, tmp_path) as api:
         model = await api.model()
         large = await api.forward_backward(model, 1, tokens=LARGE)

@@ -1,6 +1,7 @@
 """Checkpoints as files: links that work without a key for a while, and what is behind them."""
 
 import asyncio
+import os
 import re
 import tarfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -53,7 +54,7 @@ async def external_weights_urls(request: Request, run: str, kind: str, name: str
             400, f"{path} was not made for other programs. Use save_weights_external for that."
         )
     folder = await context.store.checkpoints.open(version.version_id)
-    names = await asyncio.to_thread(lambda: sorted(file.name for file in folder.iterdir()))
+    names = sorted(await asyncio.to_thread(os.listdir, folder))
     links = {name: _link(request, version, name) for name in names}
     return answer(
         ExternalWeightsUrlsResponse(
@@ -78,8 +79,10 @@ async def download(
         raise Refusal(404, "the checkpoint behind this link was deleted.")
     folder = await context.store.checkpoints.open(version_id)
     if file != ARCHIVE:
-        return FileResponse(folder / file, media_type="application/octet-stream", filename=file)
-    files = await asyncio.to_thread(_adapter_files, folder)
+        return FileResponse(
+            f"{folder}/{file}", media_type="application/octet-stream", filename=file
+        )
+    files = await asyncio.to_thread(_adapter_files, Path(folder))
     members = await asyncio.to_thread(_opened, files, int(version.created_s))
     parts = _tar_parts(members)
     size = sum(length for _, length in parts)

@@ -45,7 +45,7 @@ def pass_or_step(model: Model, kind: Kind, payload: bytes | Path) -> Work:
 
 def sample(
     owner: str,
-    folder: Path | None,
+    folder: str | None,
     payload: bytes | Path,
     on_tokens: Callable[[frames_pb2.Tokens], None] | None = None,
 ) -> Work:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import sqlalchemy as sa
 
+from tinkex.server.store.among import among
 from tinkex.server.store.database import Database, DatabaseRefused
 from tinkex.server.store.files import Files
 from tinkex.server.store.tables import sessions
@@ -74,5 +75,5 @@ def refuse_another(database: Database, files: Files) -> None:
 def _known(connection: sa.Connection, named: Sequence[str]) -> Iterator[str]:
     for start in range(0, len(named), AT_ONCE):
         some = named[start : start + AT_ONCE]
-        statement = sa.select(sessions.c.session_id).where(sessions.c.session_id.in_(some))
+        statement = sa.select(sessions.c.session_id).where(among(sessions.c.session_id, some))
         yield from connection.scalars(statement)

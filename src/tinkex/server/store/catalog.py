@@ -8,6 +8,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from tinkex.server.store import audit
+from tinkex.server.store.among import among
 from tinkex.server.store.checkpoints import VERSION, Version, note_saved
 from tinkex.server.store.database import Database
 from tinkex.server.store.pages import Weight, slices
@@ -307,7 +308,7 @@ def _runs(connection: sa.Connection, ids: Sequence[str], reader: str) -> list[Ru
     chosen = (
         sa.select(*_MODEL, models.c.last_request_s, last.label("last_s"), sessions.c.failure)
         .join(sessions, sessions.c.session_id == models.c.session_id)
-        .where(models.c.model_id.in_(ids), was_made())
+        .where(among(models.c.model_id, ids), was_made())
     )
     newest: dict[str, dict[str, Saved]] = {}
     for saved in _newest(connection, ids, reader):
@@ -345,7 +346,7 @@ def _newest(connection: sa.Connection, ids: Sequence[str], reader: str) -> list[
     ranked = (
         sa.select(*_KEY, place)
         .where(
-            checkpoint_names.c.model_id.in_(ids),
+            among(checkpoint_names.c.model_id, ids),
             sa.or_(checkpoint_names.c.public, checkpoint_names.c.model_id.in_(own)),
             alive(time.time()),
         )

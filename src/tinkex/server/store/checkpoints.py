@@ -1,6 +1,7 @@
 """Checkpoints: immutable versions, and the names that point to them."""
 
 import contextlib
+import os
 import secrets
 import time
 from collections.abc import Collection, Mapping
@@ -69,7 +70,7 @@ class Checkpoints:
         self._database = database
         self._files = files
         #: Where the engine writes and reads; the store itself when that is local.
-        self._folder = files.local or folder
+        self._folder = files.local or str(folder)
         #: Versions whose files this process has looked at: they never change.
         self._sound: set[str] = set()
 
@@ -88,11 +89,11 @@ class Checkpoints:
             created_s=time.time(),
         )
 
-    def folder(self, version: Version) -> Path:
+    def folder(self, version: Version) -> str:
         """Where the engine writes this version."""
-        return self._folder / version.place
+        return f"{self._folder}/{version.place}"
 
-    async def open(self, version_id: str) -> Path:
+    async def open(self, version_id: str) -> str:
         """The folder of a saved version on this machine."""
         version = await self.version(version_id)
         if version is None:
@@ -100,20 +101,20 @@ class Checkpoints:
                 f"the files of checkpoint version {version_id} are gone: the checkpoint was "
                 "deleted or has expired."
             )
-        folder = self._folder / version.place
+        folder = self.folder(version)
         if not await self._database.in_thread(lambda: self._brought(version, folder)):
             raise _unreadable(version, f"is missing: there is no folder {version.place}")
         if version.version_id not in self._sound:
             await self._check(version, folder)
         return folder
 
-    def _brought(self, version: Version, folder: Path) -> bool:
+    def _brought(self, version: Version, folder: str) -> bool:
         """Whether the files are on this machine now."""
         with contextlib.suppress(FileNotFoundError):
             self._files.download(version.place, folder)
-        return folder.is_dir()
+        return os.path.isdir(folder)
 
-    async def _check(self, version: Version, folder: Path) -> None:
+    async def _check(self, version: Version, folder: str) -> None:
         """Raises Damaged unless the files are what was saved. They are read once, then believed."""
         written = await self._fingerprint(version)
         problem = await self._database.in_thread(lambda: fault(folder, version.place, written))
@@ -144,7 +145,7 @@ class Checkpoints:
         sampler: tuple[Sampler, int] | None = None,
     ) -> None:
         """The version, its name or its sampler, and the request's result: all or nothing."""
-        folder = self._folder / version.place
+        folder = self.folder(version)
         written = await self._database.in_thread(lambda: fingerprint(folder))
         await self._database.in_thread(lambda: self._files.upload(folder, version.place))
 

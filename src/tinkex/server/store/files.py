@@ -8,7 +8,7 @@ import math
 import os
 import secrets
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,9 @@ class Files:
         filesystem, root = fsspec.core.url_to_fs(root_url)
         self._filesystem: fsspec.AbstractFileSystem = filesystem
         self._root: str = root
-        self.local: Path | None = Path(root) if isinstance(filesystem, LocalFileSystem) else None
+        #: The folder, where it is one on this machine. Places below it are joined as texts: a
+        #: `Path` puts each part of a name into a table of the interpreter, which only grows.
+        self.local: str | None = root if isinstance(filesystem, LocalFileSystem) else None
 
     def put(self, room: str, data: bytes) -> str:
         """Write `data` for good and answer its place below the root, which tells what is in it."""
@@ -51,14 +53,15 @@ class Files:
         if self.local is None:
             self._filesystem.pipe_file(f"{self._root}/{place}", data)
         else:
-            write_durably(self.local / place, data)
+            write_durably(f"{self.local}/{place}", data)
         return place
 
     def get(self, place: str) -> bytes:
         """What was put there, and nothing else: raises Damaged."""
         try:
             if self.local is not None:
-                data = (self.local / place).read_bytes()
+                with open(f"{self.local}/{place}", "rb") as file:
+                    data = file.read()
             else:
                 data = self._filesystem.cat_file(f"{self._root}/{place}")
         except FileNotFoundError:
@@ -77,12 +80,12 @@ class Files:
 
     def exists(self, place: str) -> bool:
         if self.local is not None:
-            return (self.local / place).exists()
+            return os.path.exists(f"{self.local}/{place}")
         return bool(self._filesystem.exists(f"{self._root}/{place}"))
 
     def path(self, place: str) -> Path | None:
         """The file itself, where it is one on this machine."""
-        return None if self.local is None else self.local / place
+        return None if self.local is None else Path(self.local, place)
 
     def copy(self, source: str, target: str) -> None:
         """The files of a folder under another place too, whole or not at all."""
@@ -91,12 +94,12 @@ class Files:
                 f"{self._root}/{source}", f"{self._root}/{target}", recursive=True
             )
             return
-        folder = self.local / target
+        folder = Path(self.local, target)
         folder.parent.mkdir(parents=True, exist_ok=True)
         part = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.part")
         part.mkdir()
         try:
-            for file in (self.local / source).iterdir():
+            for file in Path(self.local, source).iterdir():
                 _link_or_copy(file, part / file.name)
             sync(part)
             part.rename(folder)
@@ -112,18 +115,19 @@ class Files:
                 self._filesystem.mv(
                     f"{self._root}/{place}", f"{self._root}/{target}", recursive=True
                 )
-        elif (self.local / place).exists():
-            (self.local / target).parent.mkdir(parents=True, exist_ok=True)
-            (self.local / place).rename(self.local / target)
+        elif self.exists(place):
+            Path(self.local, target).parent.mkdir(parents=True, exist_ok=True)
+            os.rename(f"{self.local}/{place}", f"{self.local}/{target}")
 
     def remove(self, place: str) -> None:
         """Delete a file or a folder; nothing happens when it is not there."""
         if self.local is not None:
-            path = self.local / place
-            if path.is_dir():
+            path = f"{self.local}/{place}"
+            if os.path.isdir(path):
                 shutil.rmtree(path, ignore_errors=True)
             else:
-                path.unlink(missing_ok=True)
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(path)
         elif self._filesystem.exists(f"{self._root}/{place}"):
             self._filesystem.rm(f"{self._root}/{place}", recursive=True)
 
@@ -131,12 +135,9 @@ class Files:
         """What lies so many names below a room and was last written before then."""
         found: dict[str, float] = {}
         if self.local is not None:
-            for path in (self.local / room).glob("/".join("*" * depth)):
-                # A link below a room is none of ours: what it leads to is not to be deleted.
-                if any(parent.is_symlink() for parent in (path, *path.parents[: depth - 1])):
-                    continue
+            for place, entry in _below(self.local, room, depth):
                 with contextlib.suppress(FileNotFoundError):
-                    found[str(path.relative_to(self.local))] = path.stat().st_mtime
+                    found[place] = entry.stat(follow_symlinks=False).st_mtime
         elif self._filesystem.exists(f"{self._root}/{room}"):
             root = self._root.strip("/")
             listed = self._filesystem.find(f"{self._root}/{room}", detail=True)
@@ -166,52 +167,72 @@ class Files:
             for place in self.older(room, depth, before_s=math.inf)
         ]
 
-    def upload(self, folder: Path, place: str) -> None:
+    def upload(self, folder: str, place: str) -> None:
         """Copy a finished folder to a root that is not local; the local copy is a cache."""
         if self.local is None:
-            self._filesystem.put(str(folder), f"{self._root}/{place}", recursive=True)
+            self._filesystem.put(folder, f"{self._root}/{place}", recursive=True)
 
-    def download(self, place: str, folder: Path) -> None:
+    def download(self, place: str, folder: str) -> None:
         """Bring a folder back from a root that is not local, whole or not at all."""
-        if self.local is not None or folder.exists():
+        if self.local is not None or os.path.exists(folder):
             return
-        part = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}")
-        self._filesystem.get(f"{self._root}/{place}", str(part), recursive=True)
+        parent, name = os.path.split(folder)
+        part = f"{parent}/.{name}.{secrets.token_hex(4)}"
+        self._filesystem.get(f"{self._root}/{place}", part, recursive=True)
         try:
-            part.rename(folder)
+            os.rename(part, folder)
         except OSError:
             # Somebody else brought it first: the same immutable files.
             shutil.rmtree(part, ignore_errors=True)
 
 
-def fingerprint(folder: Path) -> str:
+def _below(root: str, place: str, depth: int) -> Iterator[tuple[str, os.DirEntry[str]]]:
+    """
+    What lies so many names below a place, with the place of each.
+
+    A link there is none of ours: what it leads to is not to be deleted.
+    """
+    try:
+        with os.scandir(f"{root}/{place}") as entries:
+            found = [entry for entry in entries if not entry.is_symlink()]
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
+        return
+    for entry in found:
+        if depth == 1:
+            yield f"{place}/{entry.name}", entry
+        else:
+            yield from _below(root, f"{place}/{entry.name}", depth - 1)
+
+
+def fingerprint(folder: str) -> str:
     """Of all files of a folder, names and bytes."""
     whole = hashlib.sha256()
-    for file in sorted(folder.iterdir()):
-        with file.open("rb") as opened:
+    for name in sorted(os.listdir(folder)):
+        with open(f"{folder}/{name}", "rb") as opened:
             digest = hashlib.file_digest(opened, "sha256").hexdigest()
-        whole.update(f"{file.name}\0{digest}\0".encode())
+        whole.update(f"{name}\0{digest}\0".encode())
     return whole.hexdigest()
 
 
-def fault(folder: Path, place: str, written: str | None) -> str | None:
+def fault(folder: str, place: str, written: str | None) -> str | None:
     """What is wrong with the files of a folder; None when they are what was written."""
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         return f"is missing: there is no folder {place}"
-    for file in sorted(folder.iterdir()):
-        if not file.is_file():
-            return f"is damaged: {place}/{file.name} is no file"
-        if file.suffix == ".safetensors" and (problem := tensor_fault(file)) is not None:
-            return f"is damaged: {place}/{file.name} {problem}"
+    for name in sorted(os.listdir(folder)):
+        file = f"{folder}/{name}"
+        if not os.path.isfile(file):
+            return f"is damaged: {place}/{name} is no file"
+        if name.endswith(".safetensors") and (problem := tensor_fault(file)) is not None:
+            return f"is damaged: {place}/{name} {problem}"
     if written is not None and fingerprint(folder) != written:
         return f"is damaged: the files in {place} are not what was written"
     return None
 
 
-def tensor_fault(file: Path) -> str | None:
+def tensor_fault(file: str) -> str | None:
     """What is wrong with a safetensors file, by its head and its length."""
-    size = file.stat().st_size
-    with file.open("rb") as opened:
+    size = os.path.getsize(file)
+    with open(file, "rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
         if length > size:
             return f"ends after {size} bytes, within its head"
@@ -250,19 +271,20 @@ def _written_s(facts: Mapping[str, Any]) -> float:
     return math.inf
 
 
-def write_durably(path: Path, data: bytes) -> None:
+def write_durably(path: str, data: bytes) -> None:
     """A file that is whole and on disk once it has its name."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.part")
-    with part.open("wb") as file:
+    folder, name = os.path.split(path)
+    os.makedirs(folder, exist_ok=True)
+    part = f"{folder}/.{name}.part"
+    with open(part, "wb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
-    part.rename(path)
-    sync(path.parent)
+    os.rename(part, path)
+    sync(folder)
 
 
-def sync(path: Path) -> None:
+def sync(path: str | Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

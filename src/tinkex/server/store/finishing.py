@@ -8,6 +8,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from tinkex.server.store import tally
+from tinkex.server.store.among import among, listed
 from tinkex.server.store.status import Status
 from tinkex.server.store.tables import completions, requests
 
@@ -53,9 +54,9 @@ _FINISH_EACH = requests.update().where(
 )
 _FINISH = _FINISH_EACH.returning(*_FINISHED)
 # The same for many at once: who of them waits, and then the step of each.
-_WAITING = sa.select(requests.c.request_id, *_FINISHED).where(
-    requests.c.request_id.in_(sa.bindparam("finished", expanding=True)),
-    requests.c.status == Status.WAITING,
+# Whoever waits is told apart here: SQLite would look for them among all who wait.
+_CHOSEN = sa.select(requests.c.request_id, requests.c.status, *_FINISHED).where(
+    among(requests.c.request_id, sa.bindparam("finished", type_=sa.Text))
 )
 _COMPLETE = completions.insert().returning(completions.c.position, sort_by_parameter_order=True)
 
@@ -117,7 +118,8 @@ def finish_many(
     if len(endings) == 1:
         return [finish(connection, endings[0])]
     ids = [ending.values["finished"] for ending in endings]
-    waiting = {row.request_id: row for row in connection.execute(_WAITING, {"finished": ids})}
+    chosen = connection.execute(_CHOSEN, {"finished": listed(ids)})
+    waiting = {row.request_id: row for row in chosen if row.status == Status.WAITING}
     rows = [waiting.pop(request_id, None) for request_id in ids]
     steps = [ending.values for ending, row in zip(endings, rows, strict=True) if row is not None]
     if steps:

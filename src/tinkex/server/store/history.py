@@ -8,6 +8,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from tinkex.server.store import audit
+from tinkex.server.store.among import among
 from tinkex.server.store.catalog import alive, shares_something, was_made
 from tinkex.server.store.database import Database
 from tinkex.server.store.tables import (
@@ -190,7 +191,7 @@ class History:
             sa.select(models.c.session_id, sa.func.count().label("number"))
             .join_from(checkpoint_names, models, checkpoint_names.c.model_id == models.c.model_id)
             .where(
-                models.c.session_id.in_(session_ids),
+                among(models.c.session_id, session_ids),
                 sa.or_(models.c.owner == reader, checkpoint_names.c.public),
                 alive(now_s),
             )
@@ -204,7 +205,7 @@ class History:
                 checkpoint_versions.c.version_id == checkpoint_names.c.version_id,
             )
             .where(
-                models.c.session_id.in_(session_ids),
+                among(models.c.session_id, session_ids),
                 models.c.owner == reader,
                 alive(now_s),
             )

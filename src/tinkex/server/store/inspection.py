@@ -210,7 +210,7 @@ def _problem(files: Files, what: str, place: str, written: str | None) -> str | 
         return None
     if files.local is not None:
         try:
-            return fault(files.local / place, place, written)
+            return fault(f"{files.local}/{place}", place, written)
         except OSError as error:
             return f"{UNREADABLE}: {error.strerror} ({error.filename or place})"
     # What is far away is only looked for: it has checks of its own.

@@ -10,6 +10,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
+from tinkex.server.store.among import among
 from tinkex.server.store.audit import note
 from tinkex.server.store.belonging import belonging, named_in
 from tinkex.server.store.database import Database
@@ -98,10 +99,10 @@ class Retention:
             deleted = [row.request_id for row in rows if not row.needed]
             connection.execute(
                 requests.update()
-                .where(requests.c.request_id.in_(stripped))
+                .where(among(requests.c.request_id, stripped))
                 .values(result=None, result_place=None)
             )
-            connection.execute(requests.delete().where(requests.c.request_id.in_(deleted)))
+            connection.execute(requests.delete().where(among(requests.c.request_id, deleted)))
             newest: dict[str, float] = {}
             for row in rows:
                 if row.model_id is not None and not row.needed:
@@ -177,7 +178,7 @@ class Retention:
             places = [row.place for row in rows]
             for model_id in gone:
                 places += drop_older(connection, model_id)
-            connection.execute(snapshots.delete().where(snapshots.c.model_id.in_(gone)))
+            connection.execute(snapshots.delete().where(among(snapshots.c.model_id, gone)))
             return places
 
         await self._remove(await self._database.write(act))
@@ -281,7 +282,7 @@ class Retention:
             gone = [row.version_id for row in rows]
             connection.execute(
                 checkpoint_versions.update()
-                .where(version_id.in_(gone))
+                .where(among(version_id, gone))
                 .values(discarded_s=time.time())
             )
             return [row.place for row in rows]
@@ -321,12 +322,12 @@ class Retention:
             "snapshots": snapshots.c.place,
         }
         statement: sa.Select[Any] | sa.CompoundSelect[Any]
-        statement = sa.select(columns[room]).where(columns[room].in_(places))
+        statement = sa.select(columns[room]).where(among(columns[room], places))
         if room == "checkpoints":
             statement = statement.where(checkpoint_versions.c.discarded_s.is_(None))
         elif room == "snapshots":
             older = older_snapshots.c.place
-            statement = statement.union(sa.select(older).where(older.in_(places)))
+            statement = statement.union(sa.select(older).where(among(older, places)))
         return await self._database.read(lambda connection: set(connection.scalars(statement)))
 
     async def shrink(self) -> int:

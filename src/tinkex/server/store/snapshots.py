@@ -48,12 +48,15 @@ class Snapshots:
     def __init__(self, database: Database, files: Files, folder: Path) -> None:
         self._database = database
         self._files = files
-        self._folder = files.local or folder
+        self._folder = files.local or str(folder)
 
-    def new_place(self, model_id: str) -> tuple[str, Path]:
+    def new_place(self, model_id: str) -> tuple[str, str]:
         """A place that was never used, and the folder the engine writes for it."""
         place = f"snapshots/{model_id}/{secrets.token_hex(12)}"
-        return place, self._folder / place
+        return place, self._at(place)
+
+    def _at(self, place: str) -> str:
+        return f"{self._folder}/{place}"
 
     async def newest(self, model_id: str) -> Snapshot | None:
         statement = sa.select(*_COLUMNS).where(snapshots.c.model_id == model_id)
@@ -100,9 +103,9 @@ class Snapshots:
             lambda: fault(folder, snapshot.place, snapshot.fingerprint)
         )
 
-    async def open(self, snapshot: Snapshot) -> Path:
+    async def open(self, snapshot: Snapshot) -> str:
         """The folder on this machine."""
-        folder = self._folder / snapshot.place
+        folder = self._at(snapshot.place)
         await self._database.in_thread(lambda: self._files.download(snapshot.place, folder))
         return folder
 
@@ -114,7 +117,7 @@ class Snapshots:
 
         Refused while a step that is in it has no result on disk: that step would run again.
         """
-        folder = self._folder / place
+        folder = self._at(place)
         written = await self._database.in_thread(lambda: fingerprint(folder))
         await self._database.in_thread(lambda: self._files.upload(folder, place))
         row = Snapshot(

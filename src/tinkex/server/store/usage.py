@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import sqlalchemy as sa
 
+from tinkex.server.store.among import among
 from tinkex.server.store.catalog import alive
 from tinkex.server.store.database import Database
 from tinkex.server.store.pages import weighed
@@ -118,7 +119,7 @@ class Usage:
     async def metadata(self, session_ids: list[str]) -> dict[str, dict[str, object]]:
         """What the clients of these sessions said about them."""
         statement = sa.select(sessions.c.session_id, sessions.c.user_metadata).where(
-            sessions.c.session_id.in_(session_ids)
+            among(sessions.c.session_id, session_ids)
         )
         return await self._database.read(
             lambda connection: {

@@ -1,6 +1,7 @@
 """Rules for checkpoints, and for the names that point to them."""
 
 from dataclasses import fields
+from pathlib import Path
 
 import hypothesis.strategies as st
 import pytest
@@ -54,7 +55,7 @@ class Checkpoints(Requests):
             kind=kind,
             name=name if sampler_number is None else None,
         ).sized(7)
-        folder = self.store.checkpoints.folder(version)
+        folder = Path(self.store.checkpoints.folder(version))
         folder.mkdir(parents=True)
         (folder / "adapter").write_text(version.version_id)
         expires_s = None if ttl_s is None else now_s + ttl_s
@@ -128,7 +129,7 @@ class Checkpoints(Requests):
         if named.alive(self.clock.now_s) and (named.public or version.owner == owner):
             assert found is not None
             assert found.version_id == version.version_id
-            folder = self.run(self.store.checkpoints.open(found.version_id))
+            folder = Path(self.run(self.store.checkpoints.open(found.version_id)))
             assert (folder / "adapter").read_text() == version.version_id
         else:
             assert found is None

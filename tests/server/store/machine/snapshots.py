@@ -1,5 +1,7 @@
 """Rules for snapshots: where a model is built again from."""
 
+from pathlib import Path
+
 import hypothesis.strategies as st
 import pytest
 from hypothesis.stateful import precondition, rule
@@ -26,7 +28,8 @@ class Snapshots(Base):
         seq_id = self.pick([*first_waiting, *sorted(steps), *first_waiting] or [0], -step_number)
         known = self.world.snapshots.get(model.model_id)
         seq_id = max(seq_id, -1 if known is None else known.seq_id)
-        place, folder = self.store.snapshots.new_place(model.model_id)
+        place, named = self.store.snapshots.new_place(model.model_id)
+        folder = Path(named)
         folder.mkdir(parents=True)
         (folder / "state").write_text(place)
         snapshot = told.Snapshot(
@@ -45,7 +48,7 @@ class Snapshots(Base):
         assert saved is self.world.snapshot(snapshot)
         newest = self.run(self.store.snapshots.newest(model.model_id))
         if newest is not None:
-            opened = self.run(self.store.snapshots.open(newest))
+            opened = Path(self.run(self.store.snapshots.open(newest)))
             assert (opened / "state").read_text() == newest.place
 
     def drop_snapshots(self, silent_s: float, abandoned_s: float) -> None:
