@@ -6,6 +6,8 @@ import subprocess
 import sys
 import weakref
 
+import pytest
+
 from tinkex.server.garbage import collect_by_the_clock
 
 PROGRAM = """
@@ -47,3 +49,39 @@ def test_what_only_holds_itself_is_freed_by_the_clock():
         asyncio.run(until_freed())
     finally:
         gc.enable()
+
+
+HEAPS = """
+import ctypes, sys, threading
+from tinkex.server.garbage import share_one_heap
+
+if sys.argv[1] == "shared":
+    share_one_heap()
+libc = ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
+together = threading.Barrier(6)
+
+def allocate() -> None:
+    together.wait()
+    for _ in range(1000):
+        libc.malloc(2000)
+
+threads = [threading.Thread(target=allocate) for _ in range(6)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+libc.stdout = ctypes.c_void_p.in_dll(libc, "stdout")
+libc.malloc_info(0, libc.stdout)
+libc.fflush(libc.stdout)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only the GNU library makes a heap a thread")
+def test_threads_share_one_heap():
+    def heaps(how: str) -> int:
+        told = subprocess.run(
+            [sys.executable, "-c", HEAPS, how], capture_output=True, text=True, check=True
+        )
+        return told.stdout.count("<heap nr=")
+
+    assert heaps("shared") == 1
+    assert heaps("own") > 1

@@ -1,0 +1,55 @@
+"""Files below a root: whole once they have a name, and gone without a trace."""
+
+import math
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from tinkex.server.store.files import Files, fault, fingerprint
+
+
+def test_what_lies_below_a_room_is_found_by_its_depth(tmp_path: Path) -> None:
+    for place in ("results/aa/one", "results/bb/two", "results/loose", "payloads/aa/other"):
+        (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / place).write_text("x")
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "three").write_text("x")
+    (tmp_path / "results" / "cc").symlink_to(elsewhere)
+    (tmp_path / "results" / "aa" / "four").symlink_to(elsewhere / "three")
+    os.utime(tmp_path / "results/bb/two", (1000, 1000))
+    files = Files(str(tmp_path))
+
+    found = files.older("results", 2, before_s=math.inf)
+    assert sorted(found) == ["results/aa/one", "results/bb/two"]
+    assert files.older("results", 2, before_s=2000) == ["results/bb/two"]
+    assert files.older("snapshots", 2, before_s=math.inf) == []
+
+
+def test_a_fingerprint_is_of_names_and_bytes(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("1")
+    (tmp_path / "b").write_text("2")
+    # As earlier versions wrote it down: it must stay the same for what is on disk.
+    written = "57f1c6adc33e438820f6b69491c937c04bc497f5e40ebc9ca09ef3e08899022c"
+    assert fingerprint(str(tmp_path)) == written
+    assert fault(str(tmp_path), "snapshots/x", written) is None
+    (tmp_path / "b").rename(tmp_path / "c")
+    assert "not what was written" in str(fault(str(tmp_path), "snapshots/x", written))
+
+
+def test_names_that_come_once_are_not_kept_by_the_interpreter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A `Path` puts every part of its name into a table that grows with those that were there."""
+    files, kept = Files(str(tmp_path)), []
+    monkeypatch.setattr(sys, "intern", lambda text: kept.append(text) or text)
+    for number in range(3):
+        place = files.put("results", b"%d" % number)
+        assert files.exists(place)
+        assert files.get(place) == b"%d" % number
+        assert files.older("results", 2, before_s=math.inf) == [place]
+        files.remove(place)
+        assert not files.exists(place)
+    assert kept == []
