@@ -10,7 +10,7 @@ import torch
 
 from server.api.test_custom_losses import loss
 from tinkex.engine import Engine, EngineSettings
-from tinkex.engine.devices import is_broken
+from tinkex.engine.devices import is_broken, is_full
 from tinkex.engine.process import Wire, Worker
 from tinkex.wire import frames
 from tinkex.wire.inputs import Datum, ModelInput
@@ -192,8 +192,13 @@ def test_a_batch_that_fails_blames_the_one_that_was_alone_in_it(
 
 def test_a_device_that_is_lost_is_told_from_one_that_is_full() -> None:
     assert is_broken(torch.AcceleratorError("CUDA error: device-side assert triggered"))
-    assert not is_broken(torch.OutOfMemoryError("CUDA out of memory"))
+    # As seen on a GPU (`benchmarks/check_gpu_recovery.py`): it has no type of its own.
+    assert is_broken(RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `c`"))
+    full = torch.OutOfMemoryError("CUDA out of memory")
+    assert is_full(full)
+    assert not is_broken(full)
     assert not is_broken(RuntimeError("a bug"))
+    assert not is_broken(ValueError("a bug"))
 
 
 def test_deterministic_engines_never_mix(turns_on: Callable[[bool], Turns]) -> None:

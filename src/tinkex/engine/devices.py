@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -34,11 +36,45 @@ def choose_dtype(settings: EngineSettings, device: torch.device) -> torch.dtype:
     return DTYPES[settings.dtype]
 
 
+def is_full(error: BaseException) -> bool:
+    """Whether the device had no memory for it."""
+    return isinstance(error, torch.OutOfMemoryError)
+
+
 def is_broken(error: BaseException) -> bool:
-    """Whether the device is lost to this process: after such an error every call fails."""
-    return isinstance(error, torch.AcceleratorError) and not isinstance(
-        error, torch.OutOfMemoryError
-    )
+    """
+    Whether the device may be lost to this process: after such an error every call may fail.
+
+    Not all of them have a type of their own. Without memory for its kernels, or after a failed
+    assertion on the device, cuBLAS says that it could not do a product.
+    """
+    if not isinstance(error, RuntimeError) or is_full(error):
+        return False
+    return any(words in str(error) for words in _DEVICE_ERRORS)
+
+
+_DEVICE_ERRORS = ("CUDA error", "cuDNN error", "Triton Error")
+
+
+def prepare_to_repeat() -> None:
+    """Before the first product: what `repeating` needs of libraries."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    # Nothing here reads what it has not written.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+@contextmanager
+def repeating(wanted: bool) -> Iterator[None]:
+    """
+    Kernels that add in a fixed order; those of attention's gradients add as blocks come.
+
+    For a backward pass alone: there are kernels without such an order, which would be refused.
+    """
+    torch.use_deterministic_algorithms(wanted)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def available_bytes(device: torch.device) -> int:

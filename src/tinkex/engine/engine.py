@@ -20,7 +20,7 @@ from tinkex.engine.adapters import (
     chosen_targets,
     seed_of,
 )
-from tinkex.engine.devices import available_bytes, choose_device, choose_dtype
+from tinkex.engine.devices import available_bytes, choose_device, choose_dtype, prepare_to_repeat
 from tinkex.engine.graphs import Graph
 from tinkex.engine.lora import make_layout
 from tinkex.engine.losses import CustomLoss
@@ -54,6 +54,8 @@ class Engine:
     def __init__(self, settings: EngineSettings) -> None:
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
+        if settings.deterministic:
+            prepare_to_repeat()
         device = choose_device(settings)
         dtype = choose_dtype(settings, device)
         self.settings = settings
@@ -161,7 +163,7 @@ class Engine:
             # Adapters may leave the device between micro-batches, not during one.
             self._adapters.pin(running.model_id, part)
             parts.append(part)
-        run_together(self.model, parts)
+        run_together(self.model, parts, deterministic=self.settings.deterministic)
 
     def register_loss(
         self,

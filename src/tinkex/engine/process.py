@@ -31,7 +31,7 @@ from typing import NoReturn
 
 from tinkex.engine import Engine, EngineSettings
 from tinkex.engine.checkpoints import write as write_files
-from tinkex.engine.devices import is_broken
+from tinkex.engine.devices import is_broken, is_full
 from tinkex.engine.mixing import Mixer, Queue
 from tinkex.engine.pack import no_custom_loss
 from tinkex.engine.sampling import Grown
@@ -60,9 +60,6 @@ log = logging.getLogger("tinkex.engine.process")
 
 #: Sampling and training take turns of about equal length, up to so many seconds.
 LONGEST_DEBT_S = 1.0
-
-#: What the process ends with when its device is lost to it.
-BROKEN_STATUS = 70
 
 #: How often sizes and counts are told while there is work.
 STATS_S = 1.0
@@ -522,14 +519,14 @@ def _muddled(ticket: int, error: Exception) -> frames.Report:
 
 
 def _give_out(error: Exception) -> NoReturn:
-    """The device does nothing right any more: only another process can use it."""
-    log.critical("the device is broken for this process", exc_info=error)
-    os._exit(BROKEN_STATUS)
+    """Only another process can use the device now: it begins with all of its memory."""
+    log.critical("the device is broken for this process, or full", exc_info=error)
+    os._exit(frames.GAVE_OUT)
 
 
 def _failed(ticket: int, error: Exception) -> frames.Report:
     """What cannot be done is the user's to read; everything else is a bug with a number."""
-    if is_broken(error):
+    if is_broken(error) or is_full(error):
         _give_out(error)
     if isinstance(error, UserFailure):
         failed = frames_pb2.Failed(category="user", message=str(error))

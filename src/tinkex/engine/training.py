@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tinkex.engine.adapters import TrainingAdapter
+from tinkex.engine.devices import repeating
 from tinkex.engine.head import Head, LossGradient
 from tinkex.engine.lora import Route
 from tinkex.engine.losses import AnyLoss, Judged, Loss, judge, value_and_gradient
@@ -87,6 +88,10 @@ class Pass:
         """What a loss over whole datums says; None once the request has failed."""
         if self.failure is not None:
             return None
+        # What users wrote runs on the CPU: what fails there is theirs, at once. An error of a GPU
+        # may be anybody's, and comes later. A datum is small.
+        ours = isinstance(self.loss, Loss)
+        logprobs_NK = logprobs_NK if ours else logprobs_NK.cpu()
         inputs = {
             name: torch.from_numpy(np.ascontiguousarray(values)).to(logprobs_NK.device)
             for name, values in row.inputs_NK.items()
@@ -157,7 +162,7 @@ class Stretch(NamedTuple):
     inputs_tK: dict[str, Tensor]
 
 
-def run_together(model: BaseModel, parts: Sequence[Part]) -> None:
+def run_together(model: BaseModel, parts: Sequence[Part], *, deterministic: bool = False) -> None:
     """One micro-batch. All parts are with gradients, or none is."""
     # Equal losses and equal adapters side by side: one product, one evaluation for each. Losses
     # over whole datums come last, so that the others keep the head's single pass.
@@ -176,7 +181,8 @@ def run_together(model: BaseModel, parts: Sequence[Part]) -> None:
     judging = _Judging(model, parts, batch.targets_TK, backward=backward)
     gradient_TH = judging.run(hidden_TH.detach(), routes)
     if gradient_TH is not None:
-        hidden_TH.backward(gradient_TH)  # type: ignore[no-untyped-call]
+        with repeating(deterministic):
+            hidden_TH.backward(gradient_TH)  # type: ignore[no-untyped-call]
     judging.hand_out(parts)
 
 

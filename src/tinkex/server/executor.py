@@ -483,6 +483,8 @@ async def _ended(process: asyncio.subprocess.Process) -> str:
     status = process.returncode or 0
     if status == -signal.SIGKILL:
         return " (SIGKILL: somebody ended it, or the system for want of memory; its log says which)"
+    if status == frames.GAVE_OUT:
+        return " (it gave its device up, which is broken or out of memory; its log says which)"
     if status < 0:
         return f" ({signal.Signals(-status).name})"
     return f" (exit status {status})"

@@ -10,6 +10,8 @@ LENGTH = struct.Struct("<I")
 MUDDLED = "muddled"
 #: What an engine whose web process is gone writes over the beginning of its roll.
 LEFT = b"left "
+#: Exit status of an engine that cannot use its device any more.
+GAVE_OUT = 70
 
 
 class _Message(Protocol):
@@ -28,4 +30,4 @@ def body_length(head: bytes) -> int:
     return length
 
 
-__all__ = ["LEFT", "LENGTH", "MUDDLED", "Order", "Report", "body_length", "frame"]
+__all__ = ["GAVE_OUT", "LEFT", "LENGTH", "MUDDLED", "Order", "Report", "body_length", "frame"]

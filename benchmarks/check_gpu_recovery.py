@@ -1,0 +1,308 @@
+"""
+Does a device that breaks only make clients wait? Kills, CUDA errors and full memory while they train.
+
+    python benchmarks/check_gpu_recovery.py [--device cuda] [--faults 9] [--seed 1] [--lib FOLDER]
+
+A real `tinkex serve` on the device and two clients of ours that train and sample; then the same once
+more while the engine is killed, its CUDA context is spoiled by a failed assertion on the device, or
+another process takes all memory that is free. With `--deterministic` losses, tokens and the bits of
+the saved weights must be those of the undisturbed run; without it losses must be close. On a CPU
+engines are only killed. `--lib` names a folder with packages that are not installed. Exit status 1:
+somebody saw an error, or numbers differ.
+"""
+
+import argparse
+import hashlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+LIBRARIES = [str(ROOT / "src"), str(ROOT / "tests")]
+if "--lib" in sys.argv[:-1]:
+    LIBRARIES.append(str(Path(sys.argv[sys.argv.index("--lib") + 1]).absolute()))
+sys.path[:0] = LIBRARIES
+
+import torch
+
+import tinkex
+from processes import children
+from serving import TINY, Server, serving
+from tinkex import types
+from tinkex.testing import write_tiny_model
+
+if "--device cpu" not in " ".join(sys.argv):
+    from check_gpu import write_mid_size
+
+CLIENTS = 2
+STEPS = 60
+#: Losses of runs whose batches may be cut differently, relative.
+CLOSE = 0.02
+#: So that a client with such a wait has hung.
+PATIENCE_S = 180.0
+#: After so many answers a fault comes within this time: in the middle of something.
+LONGEST_S = 0.5
+
+#: What engines say that end themselves, that ran out of memory, and that met something unknown.
+TOLD = ("the device is broken", "out of memory", "engine bug")
+
+#: Loaded by every Python that starts below: a signal spoils the context of an engine.
+SPOILING = """
+import signal, sys
+if any("tinkex.engine" in word for word in sys.orig_argv):
+    def spoil(*_):
+        torch = sys.modules.get("torch")
+        if torch is not None and hasattr(torch, "cuda") and torch.cuda.is_initialized():
+            torch.zeros(1, device="cuda")[torch.tensor([5], device="cuda")]
+    signal.signal(signal.SIGUSR1, spoil)
+"""
+#: Takes what is free, a piece at a time, and keeps it for a moment.
+FILLING = """
+import sys, time, torch
+kept, piece = [], 1 << 30
+while piece >= 1 << 20:
+    try:
+        kept.append(torch.empty(piece, dtype=torch.uint8, device="cuda"))
+    except RuntimeError:
+        piece //= 2
+print("full", flush=True)
+time.sleep(float(sys.argv[1]))
+"""
+
+
+class Answers:
+    """How many clients have got so far."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._changed = threading.Condition()
+
+    def add(self) -> None:
+        with self._changed:
+            self._count += 1
+            self._changed.notify_all()
+
+    def wait_for_more(self, number: int) -> None:
+        """Until there are so many more, or none for long: clients have ended, or hang."""
+        with self._changed:
+            enough = self._count + number
+            self._changed.wait_for(lambda: self._count >= enough, timeout=60)
+
+
+@dataclass
+class Run:
+    """What clients saw, and what is on disk in the end."""
+
+    losses: list[list[float]] = field(default_factory=list)
+    tokens: list[list[int]] = field(default_factory=list)
+    weights: list[str] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+    took_s: float = 0.0
+
+
+def batch(step: int) -> list[types.Datum]:
+    draw = random.Random(step)
+    data = []
+    for _ in range(8):
+        length = draw.randrange(32, 400)
+        tokens = [draw.randrange(10, 60) for _ in range(length)]
+        inputs = {"target_tokens": tokens[1:], "weights": [1.0] * (length - 1)}
+        data.append(
+            types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs=inputs)
+        )
+    return data
+
+
+def one_client(
+    url: str, data: Path, number: int, answers: Answers, quiet: threading.Event
+) -> tuple[list[float], list[int], str]:
+    """
+    Losses of all steps, tokens of all samples, and a fingerprint of the saved weights.
+
+    Saves when it is quiet: the last faults may come when all steps are done, and are in it too.
+    """
+    losses, tokens = [], []
+    with tinkex.ServiceClient(base_url=url, api_key="tml-check") as service:
+        training = service.create_lora_training_client(TINY, rank=8, seed=number)
+        for step in range(STEPS):
+            passed = training.forward_backward(batch(100 * number + step), "cross_entropy")
+            stepped = training.optim_step(types.AdamParams(learning_rate=1e-3))
+            losses.append(float(passed.result(PATIENCE_S).metrics["loss:sum"]))
+            stepped.result(PATIENCE_S)
+            answers.add()
+            if step % 4 == 3:
+                sampler = training.save_weights_and_get_sampling_client()
+                for temperature in (0.0, 1.0):
+                    params = types.SamplingParams(max_tokens=24, temperature=temperature, seed=step)
+                    prompt = types.ModelInput.from_ints([11, 12, 13, step + 14])
+                    answer = sampler.sample(prompt, 2, params).result(PATIENCE_S)
+                    tokens += [int(token) for each in answer.sequences for token in each.tokens]
+        quiet.wait()
+        training.save_state("final").result(PATIENCE_S)
+        (folder,) = (data / "checkpoints" / training.model_id / "weights" / "final").iterdir()
+        whole = hashlib.sha256()
+        for file in sorted(folder.glob("*.safetensors")):
+            whole.update(file.read_bytes())
+    return losses, tokens, whole.hexdigest()[:16]
+
+
+def engine_of(server: Server) -> int | None:
+    """The process of the engine, while there is one."""
+    for web in children(server.process.pid):
+        for child in children(web):
+            try:
+                words = Path(f"/proc/{child}/cmdline").read_text()
+            except OSError:
+                continue
+            if "tinkex.engine" in words:
+                return child
+    return None
+
+
+def deal(server: Server, kind: str, seconds: float) -> bool:
+    """One fault; False when there was nobody to hit."""
+    if kind == "full":
+        with subprocess.Popen(
+            [sys.executable, "-c", FILLING, str(seconds)], stdout=subprocess.PIPE
+        ) as filling:
+            filling.wait()
+        return True
+    engine = engine_of(server)
+    if engine is None:
+        return False
+    try:
+        os.kill(engine, signal.SIGKILL if kind == "killed" else signal.SIGUSR1)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def disturb(
+    server: Server,
+    kinds: list[str],
+    faults: int,
+    rng: random.Random,
+    answers: Answers,
+    quiet: threading.Event,
+) -> Counter[str]:
+    dealt: Counter[str] = Counter()
+    plan = [kinds[number % len(kinds)] for number in range(faults)]
+    rng.shuffle(plan)
+    while plan:
+        # Without progress in between three deaths would be held against the same request.
+        answers.wait_for_more(rng.randrange(2, 8))
+        time.sleep(rng.uniform(0.0, LONGEST_S))
+        if deal(server, plan[0], rng.uniform(1.0, 4.0)):
+            dealt[plan.pop(0)] += 1
+    quiet.set()
+    return dealt
+
+
+def run(
+    model: Path, args: tuple[str, ...], kinds: list[str], faults: int, seed: int
+) -> tuple[Run, Counter[str], list[str]]:
+    """All clients once, with so many faults of these kinds."""
+    found, answers, quiet = Run(), Answers(), threading.Event()
+    with tempfile.TemporaryDirectory() as folder:
+        data = Path(folder)
+        with (
+            serving(f"{TINY}={model}", data=data, args=args) as server,
+            ThreadPoolExecutor() as pool,
+        ):
+            disturbing = pool.submit(
+                disturb, server, kinds, faults, random.Random(seed), answers, quiet
+            )
+            began = time.monotonic()
+            for client in [
+                pool.submit(one_client, server.url, data, number, answers, quiet)
+                for number in range(CLIENTS)
+            ]:
+                try:
+                    losses, tokens, weights = client.result()
+                except Exception as error:  # noqa: BLE001  what clients see is the result
+                    found.errors.append(f"{type(error).__name__}: {error}")
+                    continue
+                found.losses.append(losses)
+                found.tokens.append(tokens)
+                found.weights.append(weights)
+            found.took_s = time.monotonic() - began
+            dealt = disturbing.result()
+            log = list(server.log)
+    return found, dealt, log
+
+
+def farthest(one: list[list[float]], other: list[list[float]]) -> float:
+    return max(
+        abs(a - b) / max(abs(a), 1e-3)
+        for mine, theirs in zip(one, other, strict=True)
+        for a, b in zip(mine, theirs, strict=True)
+    )
+
+
+def check(
+    model: Path, options: argparse.Namespace, kinds: list[str], *, deterministic: bool
+) -> bool:
+    args = ("--device", options.device, *(["--deterministic"] if deterministic else []))
+    name = "deterministic" if deterministic else "default"
+    calm, _, _ = run(model, args, kinds, 0, options.seed)
+    print(
+        f"{name}: undisturbed in {calm.took_s:.0f} s; {calm.weights}; errors: {calm.errors}",
+        flush=True,
+    )
+    wild, dealt, log = run(model, args, kinds, options.faults, options.seed)
+    print(
+        f"{name}: {dict(dealt)} in {wild.took_s:.0f} s; {wild.weights}; errors: {wild.errors}",
+        flush=True,
+    )
+    if calm.errors or wild.errors:
+        print("\n".join(log[-60:]))
+        return False
+    said = {text: sum(text in line for line in log) for text in TOLD}
+    print(f"{name}: in the log: {said}", flush=True)
+    apart = farthest(calm.losses, wild.losses)
+    same = {
+        what: getattr(calm, what) == getattr(wild, what) for what in ("losses", "tokens", "weights")
+    }
+    print(f"{name}: losses at most {apart:.1e} apart; the same: {same}", flush=True)
+    return all(same.values()) if deterministic else apart <= CLOSE
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--faults", type=int, default=9)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--modes", default="deterministic,default", help="of the server")
+    parser.add_argument("--lib", help="a folder with packages that are not installed")
+    options = parser.parse_args()
+    on_gpu = options.device != "cpu"
+    kinds = ["killed", "spoiled", "full"] if on_gpu else ["killed"]
+    print(
+        f"torch {torch.__version__}, {torch.cuda.get_device_name() if on_gpu else 'CPU'}",
+        flush=True,
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "sitecustomize.py").write_text(SPOILING)
+        os.environ["PYTHONPATH"] = os.pathsep.join([folder, *LIBRARIES])
+        model = write_tiny_model(Path(folder) / "model")
+        if on_gpu:
+            # Large enough for the kernels that real models use; with the tokenizer of the tiny one.
+            write_mid_size(model)
+        good = [
+            check(model, options, kinds, deterministic=mode == "deterministic")
+            for mode in options.modes.split(",")
+        ]
+    return 0 if all(good) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

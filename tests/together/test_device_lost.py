@@ -1,0 +1,74 @@
+"""
+An engine that loses its device, or finds it full, is a pause: the error itself reaches nobody.
+
+The errors are raised where a GPU raises them, in a real engine process on a CPU; those of a real GPU
+are in `benchmarks/check_gpu_recovery.py`.
+"""
+
+from pathlib import Path
+
+import pytest
+
+import tinkex
+from serving import TINY, serving
+from tinkex import types
+
+#: Loaded by the engine's Python: each line of a file is an error for one batch.
+LOSING = """
+import os, sys
+if any("tinkex.engine" in word for word in sys.orig_argv):
+    import torch
+    from tinkex.engine import engine
+
+    plain = engine.run_together
+    kinds = {
+        "lost": torch.AcceleratorError("CUDA error: device-side assert triggered"),
+        "product": RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `x`"),
+        "full": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 98.00 MiB."),
+    }
+
+    def run_together(*args, **kwargs):
+        first, *rest = open(os.environ["TEST_LOSSES"]).read().split() or [None]
+        if first is not None:
+            with open(os.environ["TEST_LOSSES"], "w") as file:
+                file.write(" ".join(rest))
+            raise kinds[first]
+        return plain(*args, **kwargs)
+
+    engine.run_together = run_together
+"""
+KINDS = ("lost", "product", "full")
+
+
+def losses_of(url: str, planned: Path) -> list[float]:
+    tokens = list(range(20, 28))
+    datum = types.Datum(
+        model_input=types.ModelInput.from_ints(tokens[:-1]),
+        loss_fn_inputs={"target_tokens": tokens[1:], "weights": [1.0] * 7},
+    )
+    found = []
+    with tinkex.ServiceClient(base_url=url) as service:
+        training = service.create_lora_training_client(TINY, rank=4, seed=7)
+        for kind in ("", *KINDS):
+            if planned.exists():
+                planned.write_text(kind)
+            passed = training.forward_backward([datum], "cross_entropy")
+            training.optim_step(types.AdamParams(learning_rate=1e-2)).result(120)
+            found.append(float(passed.result(120).metrics["loss:sum"]))
+    return found
+
+
+def test_a_device_that_is_lost_or_full_is_a_pause(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned = tmp_path / "planned"
+    (tmp_path / "sitecustomize.py").write_text(LOSING)
+    monkeypatch.setenv("TEST_LOSSES", str(planned))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with serving(f"{TINY}={tiny_model}", data=tmp_path / "data", args=("--deterministic",)) as one:
+        planned.write_text("")
+        disturbed = losses_of(one.url, planned)
+        planned.write_text("")
+        told = [line for line in one.log if "it gave its device up" in line]
+        assert len(told) == len(KINDS), one.log[-40:]
+        assert losses_of(one.url, tmp_path / "none") == disturbed
