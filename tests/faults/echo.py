@@ -39,7 +39,7 @@ class LongEcho(EchoExecutor):
 
     def _sample(self, work: Work) -> bytes:
         request = decode_json(SampleRequest, work.payload)
-        value = int((work.folder / "value").read_text()) if work.folder else 7
+        value = int(Path(work.folder, "value").read_text()) if work.folder else 7
         params = request.sampling_params
         mix = value + 31 * (params.seed or 0) + sum(request.prompt.to_ints())
         tokens = np.array([mix * (7 + i) % 1000 for i in range(params.max_tokens or 1)], np.int32)
