@@ -40,7 +40,7 @@ class Instant(FakeService):
         if endpoint == "asample":
             self.numbers.append(int(NUMBER.search(body)[1]))
             if hold := self._holds.get(endpoint):
-                await hold._wait()
+                await hold.wait()
             promise = b'{"request_id": "r", "sample_sequence_ids": ["q"]}'
             return 200, {"content-type": "application/json"}, promise
         if endpoint == "retrieve_future":

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 import tinkex
-from tinkex import testing, types
+from tinkex import types
 from tinkex.testing import Answer, FakeService, Lost
 
 pytest_plugins = ["pytester"]
@@ -145,11 +145,12 @@ def test_the_limits_of_the_fake_are_those_of_the_server():
     from tinkex.engine import adapters
     from tinkex.server import saving
     from tinkex.server.api import sampling
+    from tinkex.testing import service, shelf
 
-    assert testing.MAX_RANK == adapters.MAX_RANK
-    assert testing.MOST_SAMPLES == sampling.MOST_SEQUENCES
-    assert testing.SHORTEST_TTL_S == saving.SHORTEST_TTL_S
-    assert testing.LONGEST_TTL_S == saving.LONGEST_TTL_S
+    assert service.MAX_RANK == adapters.MAX_RANK
+    assert service.MOST_SAMPLES == sampling.MOST_SEQUENCES
+    assert shelf.SHORTEST_TTL_S == saving.SHORTEST_TTL_S
+    assert shelf.LONGEST_TTL_S == saving.LONGEST_TTL_S
 
 
 def test_the_fake_answers_every_question_a_sample_may_ask(service):
