@@ -40,9 +40,6 @@ from serving import TINY, Server, serving
 from tinkex import types
 from tinkex.testing import write_tiny_model
 
-if "--device cpu" not in " ".join(sys.argv):
-    from check_gpu import write_mid_size
-
 CLIENTS = 2
 STEPS = 60
 #: Losses of runs whose batches may be cut differently, relative.
@@ -52,8 +49,9 @@ PATIENCE_S = 180.0
 #: After so many answers a fault comes within this time: in the middle of something.
 LONGEST_S = 0.5
 
-#: What engines say that end themselves, that ran out of memory, and that met something unknown.
-TOLD = ("the device is broken", "out of memory", "engine bug")
+#: What is said of contexts that were spoiled, of engines that end themselves, of memory that is
+#: full, and of something unknown.
+TOLD = ("Assertion", "the device is broken", "out of memory", "engine bug")
 
 #: Loaded by every Python that starts below: a signal spoils the context of an engine.
 SPOILING = """
@@ -295,6 +293,8 @@ def main() -> int:
         os.environ["PYTHONPATH"] = os.pathsep.join([folder, *LIBRARIES])
         model = write_tiny_model(Path(folder) / "model")
         if on_gpu:
+            from check_gpu import write_mid_size  # needs more packages than a run on a CPU
+
             # Large enough for the kernels that real models use; with the tokenizer of the tiny one.
             write_mid_size(model)
         good = [

@@ -90,8 +90,8 @@ class Pass:
             return None
         # What users wrote runs on the CPU: what fails there is theirs, at once. An error of a GPU
         # may be anybody's, and comes later. A datum is small.
-        ours = isinstance(self.loss, Loss)
-        logprobs_NK = logprobs_NK if ours else logprobs_NK.cpu()
+        if not isinstance(self.loss, Loss):
+            logprobs_NK = logprobs_NK.cpu()
         inputs = {
             name: torch.from_numpy(np.ascontiguousarray(values)).to(logprobs_NK.device)
             for name, values in row.inputs_NK.items()
