@@ -40,6 +40,7 @@ demo: setup
 # Two at a time: many tests wait for processes to start. Files stay whole, for their shared servers.
 # The environments of the official SDKs live in the user's cache, so a fresh clone finds them again.
 test: setup
+	@$(BIN)/python tests/system_packages.py
 	@$(BIN)/python tests/sdk_envs.py $(SDKS)
 	@$(BIN)/python -m pytest -n 2 --dist loadfile
 

@@ -9,6 +9,8 @@ import pytest
 from postgres import Postgres, binaries, postgres_server
 from serving import TINY, Server, serving
 
+pytest_plugins = ["no_skips"]
+
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
