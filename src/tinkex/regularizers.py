@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from tinkex.client.custom_loss import CustomLossFnV1, need_torch
+from tinkex.extras import needs
 from tinkex.wire.inputs import Datum
 
 if TYPE_CHECKING:
@@ -222,7 +223,8 @@ class Orthogonality:
     """The sum of cos^2 of the angle between the logprobs of any two datums, which are alike."""
 
     def __call__(self, batch: Batch) -> Tensor:
-        import torch
+        with needs("A regularizer"):
+            import torch
 
         for index in range(1, len(batch.logprobs)):
             _check_alike(batch, 0, index)
@@ -312,7 +314,8 @@ def regularized(
 
 def _norm(value: Tensor, logprobs: Sequence[Tensor], *, differentiable: bool = False) -> Tensor:
     """The length of the gradient of `value` by all logprobs; 0 where it does not depend on them."""
-    import torch
+    with needs("A regularizer"):
+        import torch
 
     if not value.requires_grad:
         return torch.zeros(())
@@ -328,6 +331,7 @@ def _norm(value: Tensor, logprobs: Sequence[Tensor], *, differentiable: bool = F
 
 
 def _total(terms: Any) -> Tensor:
-    import torch
+    with needs("A regularizer"):
+        import torch
 
     return torch.stack(list(terms)).sum()

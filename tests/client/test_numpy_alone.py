@@ -83,4 +83,7 @@ def test_m3_what_needs_an_extra_says_which_and_nothing_else_breaks():
                 service.create_custom_loss(lambda logprobs: (logprobs.sum(), {}), {"logprobs": 1})
             assert "pip install torch" in error_of(traced, ImportError)
             assert "tinkex[tokenizer]" in error_of(training.get_tokenizer, tinkex.TinkerError)
+            tensor = types.TensorData(data=[1], dtype="int64")
+            assert "tinkex[engine]" in error_of(tensor.to_torch, ImportError)
+            assert "TensorData.to_torch() needs torch" in error_of(tensor.to_torch, ImportError)
     """)

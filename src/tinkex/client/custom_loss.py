@@ -19,6 +19,7 @@ from tinkex.client import arguments, callers, tracing
 from tinkex.client.futures import Promise
 from tinkex.client.merge import merge
 from tinkex.client.results import QueueLog, Wanted
+from tinkex.extras import needs
 from tinkex.wire.custom_loss import (
     CreateCustomLossRequest,
     CreateCustomLossResponse,
@@ -74,13 +75,8 @@ class LossHandle:
 
 
 def need_torch() -> None:
-    try:
+    with needs("A custom loss"):
         import torch  # noqa: F401
-    except ModuleNotFoundError as error:
-        raise ImportError(
-            "Custom losses need torch for their gradients, and it is not installed: "
-            "pip install torch, or 'tinkex[engine]'."
-        ) from error
 
 
 # -- making a handle -------------------------------------------------------------------------------
@@ -296,7 +292,8 @@ def compute(
     loss_fn: CustomLossFnV1, data: Sequence[Datum], logprobs: Sequence[TensorData]
 ) -> Computed:
     """Call the user's function and differentiate what it returns. `ValueError` if that cannot be."""
-    import torch
+    with needs("A custom loss"):
+        import torch
 
     leaves = [each.to_torch().requires_grad_() for each in logprobs]
     with torch.enable_grad():
@@ -311,7 +308,8 @@ def compute(
 
 
 def _checked(answer: Any) -> tuple[torch.Tensor, dict[str, float]]:
-    import torch
+    with needs("A custom loss"):
+        import torch
 
     if not isinstance(answer, tuple | list) or len(answer) != 2:
         raise ValueError(
@@ -392,7 +390,8 @@ def _summed(handle: LossHandle) -> CustomLossFnV1:
     def loss_fn(
         data: list[Datum], logprobs: list[torch.Tensor]
     ) -> tuple[torch.Tensor, dict[str, float]]:
-        import torch
+        with needs("A custom loss"):
+            import torch
 
         losses = []
         values: dict[str, list[float]] = {}

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tinkex.client.errors import TinkerError
+from tinkex.extras import MissingExtra, needs
 from tinkex.wire.checkpoints import ParsedCheckpointTinkerPath
 
 if TYPE_CHECKING:
@@ -189,16 +190,16 @@ def chosen(
 
 def _hub() -> Any:
     try:
-        import huggingface_hub
-    except ModuleNotFoundError:
-        raise HubError(
-            "Pushing to the Hugging Face hub needs another package: pip install 'tinkex[hub]'"
-        ) from None
+        with needs("Pushing to the Hugging Face hub"):
+            import huggingface_hub
+    except MissingExtra as error:
+        raise HubError(str(error)) from error
     return huggingface_hub
 
 
 def _user(api: HfApi) -> str:
-    from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
+    with needs("Pushing to the Hugging Face hub"):
+        from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
 
     try:
         return str(api.whoami()["name"])
@@ -214,7 +215,8 @@ def _user(api: HfApi) -> str:
 def _card_of(api: HfApi, repo_id: str, revision: str | None) -> str | None:
     from tempfile import TemporaryDirectory
 
-    from huggingface_hub.errors import EntryNotFoundError, RevisionNotFoundError
+    with needs("Pushing to the Hugging Face hub"):
+        from huggingface_hub.errors import EntryNotFoundError, RevisionNotFoundError
 
     # Not from the cache: what counts is what is there now.
     with TemporaryDirectory() as folder:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from tinkex.client import metrics
 from tinkex.client.errors import TinkerError
+from tinkex.extras import MissingExtra, needs
 
 if TYPE_CHECKING:
     from opentelemetry.metrics import CallbackOptions, Observation
@@ -36,7 +37,8 @@ class Span:
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        from opentelemetry import context, trace
+        with needs("TINKEX_OTEL (Settings.otel)"):
+            from opentelemetry import context, trace
 
         token = context.attach(trace.set_span_in_context(self._inner))
         try:
@@ -45,7 +47,8 @@ class Span:
             context.detach(token)
 
     def end(self, outcome: str, error: BaseException | None, seconds: float) -> None:
-        from opentelemetry.trace import Status, StatusCode
+        with needs("TINKEX_OTEL (Settings.otel)"):
+            from opentelemetry.trace import Status, StatusCode
 
         attributes = {"operation": self._name, "outcome": outcome}
         self._durations.record(seconds, attributes)
@@ -62,13 +65,11 @@ class Tracing:
 
     def __init__(self) -> None:
         try:
-            from opentelemetry import metrics as meters
-            from opentelemetry import propagate, trace
-        except ModuleNotFoundError as error:
-            raise TinkerError(
-                "TINKEX_OTEL (Settings.otel) is on, and OpenTelemetry is not installed. "
-                "Run: pip install 'tinkex[otel]'. Or switch it off."
-            ) from error
+            with needs("TINKEX_OTEL (Settings.otel)"):
+                from opentelemetry import metrics as meters
+                from opentelemetry import propagate, trace
+        except MissingExtra as error:
+            raise TinkerError(f"{error}. Or switch it off.") from error
         self._propagate = propagate
         self._tracer = trace.get_tracer("tinkex")
         meter = meters.get_meter("tinkex")
@@ -85,7 +86,8 @@ class Tracing:
             )
 
     def begin(self, name: str, about: str) -> Span:
-        from opentelemetry.trace import SpanKind
+        with needs("TINKEX_OTEL (Settings.otel)"):
+            from opentelemetry.trace import SpanKind
 
         inner = self._tracer.start_span(
             f"tinkex.{name}", kind=SpanKind.CLIENT, attributes={"tinkex.subject": about}
@@ -98,7 +100,8 @@ class Tracing:
 
 
 def _observed(family: str, options: CallbackOptions) -> Iterable[Observation]:
-    from opentelemetry.metrics import Observation
+    with needs("TINKEX_OTEL (Settings.otel)"):
+        from opentelemetry.metrics import Observation
 
     key = "operation" if family.startswith("operations") else "endpoint"
     return [Observation(value, {key: name}) for name, value in metrics.here.family(family).items()]

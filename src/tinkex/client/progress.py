@@ -11,6 +11,7 @@ from typing import Any, TextIO
 
 from tinkex.client import metrics, queue_states
 from tinkex.client.queue_states import QueueState
+from tinkex.extras import MissingExtra, needs
 
 __all__ = ["Row", "in_words", "progress", "rows"]
 
@@ -127,8 +128,9 @@ def _every(seconds: float, show: Callable[[], None]) -> Iterator[None]:
 
 class _Bars:
     def __init__(self, file: TextIO) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+        with needs("A progress bar"):
+            from rich.console import Console
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
         self._progress = Progress(
             TextColumn("{task.description}"),
@@ -165,5 +167,5 @@ class _Bars:
 def _bars(file: TextIO) -> _Bars | None:
     try:
         return _Bars(file)
-    except ModuleNotFoundError:  # without the extra `cli`: lines do as well
+    except MissingExtra:  # without the extra `cli`: lines do as well
         return None

@@ -13,6 +13,7 @@ from typing import Any
 from tinkex.client.errors import APIStatusError
 from tinkex.client.ordering import Fate
 from tinkex.client.retry import is_retryable
+from tinkex.extras import needs
 from tinkex.wire.codec import JSON_TYPE, PROTOBUF_TYPE
 from tinkex.wire.inputs import Datum, ModelInput
 from tinkex.wire.protobuf import encode_forward_backward_request
@@ -128,7 +129,8 @@ def compressed(body: bytes) -> bytes | None:
             from compression import zstd
 
             return zstd.compress(body, level=1)
-        import zstandard
+        with needs("Compressing batches"):
+            import zstandard
     except ImportError:
         _say_once_that_bodies_stay_large()
         return None

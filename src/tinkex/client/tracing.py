@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
+from tinkex.extras import needs
 from tinkex.wire.custom_loss import (
     CustomLossGraph,
     CustomLossInput,
@@ -120,7 +121,8 @@ def _inputs(fn: Callable[..., Any], ranks: Mapping[str, int]) -> tuple[CustomLos
 
 
 def _followed(fn: Callable[..., Any]) -> fx.GraphModule:
-    from torch import fx
+    with needs("A custom loss"):
+        from torch import fx
 
     try:
         with _tracing:
@@ -163,7 +165,8 @@ def _node(node: fx.Node) -> CustomLossNode:
 
 
 def _function(function: Any) -> str:
-    from torch.fx.node import _get_qualified_name
+    with needs("A custom loss"):
+        from torch.fx.node import _get_qualified_name
 
     name = _get_qualified_name(function)
     if name.startswith("_operator."):
@@ -177,7 +180,8 @@ def _function(function: Any) -> str:
 
 
 def _method(name: str) -> str:
-    import torch
+    with needs("A custom loss"):
+        import torch
 
     if name in LEAVES_TORCH:
         raise _Refused(f"it calls .{name}(), which leaves torch; keep every value a tensor.")
@@ -187,7 +191,8 @@ def _method(name: str) -> str:
 
 
 def _check_output(output: Any) -> None:
-    from torch import fx
+    with needs("A custom loss"):
+        from torch import fx
 
     if not isinstance(output, tuple) or len(output) != 2:
         raise _Refused("it must return a pair: the loss, and a dict of metrics.")
@@ -207,8 +212,9 @@ def _check_output(output: Any) -> None:
 
 
 def _argument(value: Any) -> Any:
-    import torch
-    from torch import fx
+    with needs("A custom loss"):
+        import torch
+        from torch import fx
 
     match value:
         case fx.Node():

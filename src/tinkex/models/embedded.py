@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tinkex.extras import needs
 from tinkex.models.cache import Progress, cache_folder, locked, sha256_of, silent, staged
 from tinkex.models.gguf import GgufFile, read_gguf
 
@@ -257,8 +258,9 @@ def true_tokenizer(gguf: GgufFile) -> tokenizers.Tokenizer:
     (What transformers makes of this file is another one: it prepends a BOS and adds ids beyond
     the embedding.)
     """
-    from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
-    from tokenizers.models import BPE
+    with needs("The tokenizer of the embedded model"):
+        from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
+        from tokenizers.models import BPE
 
     tokens = gguf.need("tokenizer.ggml.tokens")
     merges = [tuple(merge.split(" ", 1)) for merge in gguf.need("tokenizer.ggml.merges")]

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from tinkex.extras import MissingExtra, needs
 from tinkex.models.cache import Progress
 from tinkex.models.embedded import EMBEDDED_MODEL, FetchFailed, ensure_embedded
 
@@ -212,9 +213,10 @@ def download_from_hub(name: str, env: Mapping[str, str]) -> tuple[Path | None, s
     if not _HUB_NAME.fullmatch(name):
         return None, "not a name of the form ORGANISATION/MODEL"
     try:
-        from huggingface_hub import snapshot_download
-    except ModuleNotFoundError:
-        return None, "needs huggingface_hub, which is not installed: pip install huggingface_hub"
+        with needs("A download from the Hugging Face hub"):
+            from huggingface_hub import snapshot_download
+    except MissingExtra as error:
+        return None, str(error)
     try:
         path = snapshot_download(name, allow_patterns=HUB_PATTERNS, cache_dir=hub_cache(env))
     except Exception as error:  # noqa: BLE001 (of four libraries; all mean "not from there")

@@ -10,6 +10,8 @@ from __future__ import annotations
 import warnings
 from typing import TYPE_CHECKING, Any, Final, Literal
 
+from tinkex.extras import needs
+
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
@@ -47,7 +49,8 @@ def warn_once(key: str, loss: str) -> None:
 
 
 def torch_to_numpy(tensor: Any, *, key: str) -> npt.NDArray[Any]:
-    import torch
+    with needs("A tensor of torch"):
+        import torch
 
     tensor = tensor.detach()
     if tensor.layout != torch.strided:

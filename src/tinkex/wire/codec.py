@@ -17,6 +17,7 @@ from typing import Any, Final, TypeVar
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic_core import from_json, to_json
 
+from tinkex.extras import needs
 from tinkex.wire.base import Payload, StrictModel, json_kind, unknown_field
 from tinkex.wire.checkpoints import LoadWeightsRequest
 from tinkex.wire.errors import FieldError, TooLarge, UserFailure, WireError
@@ -292,7 +293,8 @@ _ZSTD_SLICE: Final = 1024
 
 
 def _unzstd(body: bytes, max_bytes: int) -> bytes:
-    import zstandard
+    with needs("A body compressed with zstd"):
+        import zstandard
 
     parts: list[bytes] = []
     size = at = members = 0

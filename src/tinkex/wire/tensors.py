@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Self
 
+from tinkex.extras import needs
 from tinkex.wire.base import Payload, json_kind
 from tinkex.wire.casts import TensorCastWarning, TensorDtype, cast, torch_to_numpy, warn_once
 from tinkex.wire.errors import WireError
@@ -196,7 +197,8 @@ class TensorData(Payload):
         return dense
 
     def to_torch(self, pad_value: float = 0) -> torch.Tensor:
-        import torch
+        with needs("TensorData.to_torch()"):
+            import torch
 
         return torch.from_numpy(self.to_numpy(pad_value))
 
