@@ -1,6 +1,7 @@
 """Which tokenizer belongs to a model, where it is found, and text through clients."""
 
 import asyncio
+import json
 import shutil
 import subprocess
 import sys
@@ -8,6 +9,7 @@ import textwrap
 from types import ModuleType
 
 import pytest
+from transformers import PreTrainedTokenizerBase
 
 import tinkex
 from tinkex.client.tokenizer import LLAMA_MIRROR, PINNED, load, tokenizer_id_of
@@ -194,3 +196,42 @@ def test_in_a_coroutine_only_the_first_text_warns_that_it_blocks(named):
         return training.encode("hello")  # known by now: no warning, or this fails
 
     assert asyncio.run(main())
+
+
+# -- M6: the class that programs of the official client get ------------------------------------------
+
+
+def test_m6_where_transformers_is_installed_its_own_tokenizer_is_returned(named):
+    _, service = named
+    training = service.create_lora_training_client("org/model")
+    sampling = service.create_sampling_client(base_model="org/model")
+    for client in (training, sampling):
+        tokenizer = client.get_tokenizer()
+        assert isinstance(tokenizer, PreTrainedTokenizerBase)
+        assert tokenizer.name_or_path == "org/model"  # not the place of its files
+        assert client.encode("hello there") == tokenizer("hello there").input_ids
+
+
+def test_m6_code_that_comes_with_a_model_does_not_run(tiny_model, tmp_path, caplog):
+    """The folder says that its tokenizer is code; its tokenizer.json is read instead."""
+    load.cache_clear()
+    for file in ("tokenizer.json", "tokenizer_config.json", "config.json"):
+        shutil.copy(tiny_model / file, tmp_path)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    config |= {"tokenizer_class": "Odd", "auto_map": {"AutoTokenizer": ["odd.Odd", None]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "odd.py").write_text("raise SystemExit('the code of the model ran')")
+    tokenizer = load("org/odd", str(tmp_path))
+    assert tokenizer.encode("hello") == load("test/tiny", str(tiny_model)).encode("hello")
+    assert "transformers cannot read the tokenizer" in caplog.text
+
+
+def test_m6_transformers_is_loaded_when_a_tokenizer_is_asked_for_and_not_before(tiny_model):
+    code = """
+        import sys
+        import tinkex.client.tokenizer, tinkex.client.training, tinkex.client.sampling
+        assert "transformers" not in sys.modules
+        tinkex.client.tokenizer.load("test/tiny", sys.argv[1])
+        assert "transformers" in sys.modules
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code), str(tiny_model)], check=True)

@@ -1,19 +1,26 @@
 """
 The tokenizer that belongs to a model. Everything heavy is imported when one is asked for.
 
-A model's folder or its files in the Hugging Face cache are enough, with `tokenizers` alone and
-without a network; transformers is only used for models that have no tokenizer.json.
+A model's folder or its files in the Hugging Face cache are enough, without a network. Where
+transformers is installed, the tokenizer is its own: programs written for the official client expect
+that class. Elsewhere it is ours, which needs `tokenizers` alone. Code that comes with a model runs
+at the revisions in `PINNED` only.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
+import logging
 import os
 from pathlib import Path
 from typing import Any
 
 from tinkex.client.errors import TinkerError
+from tinkex.extras import MissingExtra, needs
+
+log = logging.getLogger("tinkex.tokenizer")
 
 #: Models whose tokenizer is code of their own, pinned to the revision that was looked at.
 PINNED = {
@@ -28,6 +35,7 @@ FILES = (
     "tokenizer_config.json",
     "special_tokens_map.json",
     "chat_template.jinja",
+    "config.json",  # names the class of tokenizer where tokenizer_config.json does not
 )
 
 
@@ -61,10 +69,16 @@ def load(model_name: str, tokenizer_id: str | None = None) -> Any:
     found = tokenizer_id_of(model_name, tokenizer_id)
     if not found:
         raise TokenizerUnavailable("The server names neither the model nor its tokenizer.")
-    if Path(found).is_dir():
-        return _from_folder(Path(found), model_name)
-    if found.startswith(PRIVATE) and (private := _private(found)) is not None:
+    folder = Path(found) if Path(found).is_dir() else None
+    if folder is None and found.startswith(PRIVATE) and (private := _private(found)) is not None:
         return private
+    try:
+        with needs("A tokenizer"):
+            import tokenizers  # noqa: F401 (before anything is downloaded)
+    except MissingExtra as error:
+        raise TokenizerUnavailable(str(error)) from error
+    if folder is not None:
+        return _from_folder(folder, model_name)
     tried: list[str] = []
     for look in (_from_hub_cache, _embedded, _from_hub):
         folder = look(found, tried)
@@ -85,12 +99,37 @@ def _unavailable(found: str, tried: list[str]) -> TokenizerUnavailable:
 
 
 def _from_folder(folder: Path, model_name: str) -> Any:
+    """The tokenizer in a folder: transformers' own where that is installed, else ours."""
     from tinkex.models.tokenizer import TokenizerError, load_tokenizer
 
+    if _is_installed("transformers") and (folder / "tokenizer.json").is_file():
+        with needs("Its tokenizer"):
+            from transformers import AutoTokenizer
+
+        try:
+            theirs = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
+        except Exception as error:  # noqa: BLE001 (of three libraries; ours may read it all the same)
+            log.warning(
+                "transformers cannot read the tokenizer in %s (%s); tinkex reads its "
+                "tokenizer.json itself",
+                folder,
+                _first_line(error),
+            )
+        else:
+            # The model, not the place of its files: programs choose their chat format by it.
+            theirs.name_or_path = model_name or str(folder)
+            return theirs
     try:
         return load_tokenizer(folder, name=model_name or None)
     except TokenizerError as error:
         raise TokenizerUnavailable(str(error)) from error
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ValueError:  # None in sys.modules, or a module without a spec
+        return False
 
 
 def _private(name: str) -> Any:
@@ -132,9 +171,10 @@ def _embedded(name: str, tried: list[str]) -> Path | None:
 
 def _from_hub(name: str, tried: list[str]) -> Path | None:
     try:
-        from huggingface_hub import snapshot_download
-    except ModuleNotFoundError:
-        tried.append("the hub (huggingface_hub is not installed: pip install 'tinkex[tokenizer]')")
+        with needs("The hub"):
+            from huggingface_hub import snapshot_download
+    except MissingExtra as error:
+        tried.append(f"the hub ({error})")
         return None
     try:
         return Path(snapshot_download(name, revision=PINNED.get(name), allow_patterns=list(FILES)))
@@ -146,12 +186,10 @@ def _from_hub(name: str, tried: list[str]) -> Path | None:
 def _from_transformers(name: str, tried: list[str]) -> Any:
     """For what has no tokenizer.json. Code of a model's own runs at the revisions we know only."""
     try:
-        from transformers import AutoTokenizer
-    except ModuleNotFoundError as error:
-        raise TokenizerUnavailable(
-            f"{name!r} has no tokenizer.json, so its tokenizer needs transformers, which is not "
-            "installed: pip install transformers."
-        ) from error
+        with needs(f"{name!r} has no tokenizer.json, so its tokenizer"):
+            from transformers import AutoTokenizer
+    except MissingExtra as error:
+        raise TokenizerUnavailable(str(error)) from error
     pinned = {"revision": PINNED[name], "trust_remote_code": True} if name in PINNED else {}
     try:
         return AutoTokenizer.from_pretrained(name, use_fast=True, **pinned)

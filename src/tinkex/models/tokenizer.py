@@ -1,22 +1,56 @@
-"""Text to token ids and back, chat templates included, from a model's folder alone."""
+"""
+Text to token ids and back, chat templates included, from a model's folder alone.
+
+Where transformers is installed, clients hand out its tokenizer instead (`client/tokenizer.py`).
+This one gives the same tokens by the same names. An argument of transformers that it does not
+implement is refused, never ignored.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
+from tinkex.extras import MissingExtra, needs
+from tinkex.models.chat_template import Message, TokenizerError, render
+
 if TYPE_CHECKING:
-    import jinja2
     import tokenizers
 
-Message = Mapping[str, Any]
+__all__ = ["Encoded", "Tokenizer", "TokenizerError", "load_tokenizer"]
 
-
-class TokenizerError(ValueError):
-    """The folder has no tokenizer that can be used, or the tokenizer cannot do what was asked."""
+#: Special tokens that have a name, in the order in which transformers lists them.
+NAMED = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
+#: Arguments of transformers that may be given here with these values: they ask for nothing.
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "text_pair": (None,),
+    "padding": (False, None, "do_not_pad"),
+    "truncation": (False, None, "do_not_truncate"),
+    "max_length": (None,),
+    "stride": (0,),
+    "is_split_into_words": (False,),
+    "return_tensors": (None,),
+    "return_token_type_ids": (False, None),
+    "return_overflowing_tokens": (False,),
+    "return_special_tokens_mask": (False,),
+    "return_length": (False,),
+    "return_assistant_tokens_mask": (False,),
+    "sanitize_control_tokens": (False,),
+    "split_special_tokens": (False,),
+    "clean_up_tokenization_spaces": (False, None),
+    "tokenizer_kwargs": (None, {}),
+    "verbose": (True, False),
+}
 
 
 def load_tokenizer(folder: str | Path, *, name: str | None = None) -> Tokenizer:
@@ -28,11 +62,10 @@ def load_tokenizer(folder: str | Path, *, name: str | None = None) -> Tokenizer:
             "AutoTokenizer.from_pretrained(...).save_pretrained(folder)."
         )
     try:
-        from tokenizers import Tokenizer as Backend
-    except ModuleNotFoundError as error:
-        raise TokenizerError(
-            "Tokenizing needs tokenizers, which is not installed: pip install 'tinkex[tokenizer]'"
-        ) from error
+        with needs("A tokenizer"):
+            from tokenizers import Tokenizer as Backend
+    except MissingExtra as error:
+        raise TokenizerError(str(error)) from error
     backend = Backend.from_file(str(folder / "tokenizer.json"))
     return Tokenizer(backend, config=_config_of(folder), name=name or str(folder))
 
@@ -48,6 +81,49 @@ def _config_of(folder: Path) -> dict[str, Any]:
     return config
 
 
+class Encoded(dict[str, Any]):
+    """What calling a tokenizer returns: `input_ids` and `attention_mask`, as keys or attributes."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+class _NamedToken:
+    """`pad_token` and its like: a text, or None. May be set, as programs do."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, holder: Tokenizer, _: type | None = None) -> str | None:
+        return holder._named.get(self.name)
+
+    def __set__(self, holder: Tokenizer, token: str | None) -> None:
+        if token is not None and holder.backend.token_to_id(token) is None:
+            raise TokenizerError(
+                f"{self.name} = {token!r}: the vocabulary has no such token, and the model has no "
+                "weights for a new one."
+            )
+        holder._named[self.name] = token
+
+
+class _NamedTokenId:
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, holder: Tokenizer, _: type | None = None) -> int | None:
+        token = holder._named.get(self.name)
+        return None if token is None else holder.backend.token_to_id(token)
+
+    def __set__(self, holder: Tokenizer, token_id: int | None) -> None:
+        token = None if token_id is None else holder.backend.id_to_token(token_id)
+        if token_id is not None and token is None:
+            raise TokenizerError(f"{self.name}_id = {token_id}: the vocabulary has no such id.")
+        holder._named[self.name] = token
+
+
 class Tokenizer:
     """
     A fast tokenizer with the names that programs know from transformers, and none of its weight.
@@ -56,6 +132,15 @@ class Tokenizer:
         ids = tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}])
         text = tokenizer.decode(ids, skip_special_tokens=True)
     """
+
+    is_fast = True
+    bos_token, bos_token_id = _NamedToken("bos_token"), _NamedTokenId("bos_token")
+    eos_token, eos_token_id = _NamedToken("eos_token"), _NamedTokenId("eos_token")
+    unk_token, unk_token_id = _NamedToken("unk_token"), _NamedTokenId("unk_token")
+    sep_token, sep_token_id = _NamedToken("sep_token"), _NamedTokenId("sep_token")
+    pad_token, pad_token_id = _NamedToken("pad_token"), _NamedTokenId("pad_token")
+    cls_token, cls_token_id = _NamedToken("cls_token"), _NamedTokenId("cls_token")
+    mask_token, mask_token_id = _NamedToken("mask_token"), _NamedTokenId("mask_token")
 
     def __init__(
         self, backend: tokenizers.Tokenizer, *, config: Mapping[str, Any], name: str = ""
@@ -66,107 +151,232 @@ class Tokenizer:
         self.backend = backend
         #: The model it belongs to, or its folder: programs choose their chat format by it.
         self.name_or_path = name
-        self._config = config
-        self._templates: dict[str, jinja2.Template] = {}
+        self._named: dict[str, str | None] = {name: _content(config.get(name)) for name in NAMED}
+        self._further = _further_special_tokens(config)
+        #: The template, several by name, or None. May be set.
+        self.chat_template: str | dict[str, str] | None = _chat_template(config)
+        self.model_max_length = config.get("model_max_length") or int(1e30)
+        _add_missing(backend, config, self.all_special_tokens)
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    # -- text to tokens --------------------------------------------------------------------------
+
+    def __call__(
+        self,
+        text: str | Sequence[str],
+        *,
+        add_special_tokens: bool = True,
+        return_attention_mask: bool | None = None,
+        return_offsets_mapping: bool = False,
+        **others: Any,
+    ) -> Encoded:
+        """The ids of a text, or of each of several, under `input_ids`."""
+        refuse_unknown("tokenizer()", others)
+        texts = [text] if isinstance(text, str) else list(text)
+        if any(not isinstance(each, str) for each in texts):
+            raise TypeError("tokenizer() takes a text or a list of texts.")
+        found = self.backend.encode_batch(texts, add_special_tokens=add_special_tokens)
+        columns: dict[str, list[Any]] = {"input_ids": [list(each.ids) for each in found]}
+        if return_attention_mask is not False:
+            columns["attention_mask"] = [list(each.attention_mask) for each in found]
+        if return_offsets_mapping:
+            columns["offset_mapping"] = [list(each.offsets) for each in found]
+        if isinstance(text, str):
+            return Encoded({name: column[0] for name, column in columns.items()})
+        return Encoded(columns)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True, **others: Any) -> list[int]:
+        refuse_unknown("encode()", others)
         return list(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
 
-    def decode(self, token_ids: Sequence[int] | int, skip_special_tokens: bool = False) -> str:
-        ids = [token_ids] if isinstance(token_ids, int) else [int(id) for id in token_ids]
-        return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
+    def tokenize(self, text: str, *, add_special_tokens: bool = False, **others: Any) -> list[str]:
+        refuse_unknown("tokenize()", others)
+        return list(self.backend.encode(text, add_special_tokens=add_special_tokens).tokens)
+
+    @overload
+    def convert_tokens_to_ids(self, tokens: str) -> int | None: ...
+    @overload
+    def convert_tokens_to_ids(self, tokens: list[str]) -> list[int | None]: ...
+    def convert_tokens_to_ids(self, tokens: str | list[str]) -> int | list[int | None] | None:
+        """The id of a token, or of each of several; that of `unk_token` for one that is none."""
+        if not isinstance(tokens, str):
+            return [self.convert_tokens_to_ids(token) for token in tokens]
+        found = self.backend.token_to_id(tokens)
+        return self.unk_token_id if found is None else found
+
+    # -- tokens to text --------------------------------------------------------------------------
+
+    @overload
+    def decode(
+        self, token_ids: Sequence[int] | int, skip_special_tokens: bool = ..., **others: Any
+    ) -> str: ...
+    @overload
+    def decode(
+        self, token_ids: Sequence[Sequence[int]], skip_special_tokens: bool = ..., **others: Any
+    ) -> list[str]: ...
+    def decode(
+        self, token_ids: Any, skip_special_tokens: bool = False, **others: Any
+    ) -> str | list[str]:
+        """The text of ids, or of each of several lists of ids."""
+        refuse_unknown("decode()", others)
+        ids = token_ids.tolist() if hasattr(token_ids, "tolist") else token_ids
+        if isinstance(ids, int):
+            ids = [ids]
+        elif len(ids) and isinstance(ids[0], Sequence):
+            return [self.decode(each, skip_special_tokens) for each in ids]
+        return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    def batch_decode(
+        self, sequences: Any, skip_special_tokens: bool = False, **others: Any
+    ) -> list[str]:
+        """The text of each list of ids."""
+        return [self.decode(ids, skip_special_tokens, **others) for ids in sequences]
+
+    @overload
+    def convert_ids_to_tokens(self, ids: int, skip_special_tokens: bool = ...) -> str | None: ...
+    @overload
+    def convert_ids_to_tokens(
+        self, ids: Sequence[int], skip_special_tokens: bool = ...
+    ) -> list[str | None]: ...
+    def convert_ids_to_tokens(
+        self, ids: int | Sequence[int], skip_special_tokens: bool = False
+    ) -> str | list[str | None] | None:
+        if isinstance(ids, int):
+            return self.backend.id_to_token(ids)
+        left_out = set(self.all_special_ids) if skip_special_tokens else set()
+        return [self.backend.id_to_token(int(each)) for each in ids if int(each) not in left_out]
+
+    def convert_tokens_to_string(self, tokens: Sequence[str]) -> str:
+        decoder = self.backend.decoder
+        return " ".join(tokens) if decoder is None else str(decoder.decode(list(tokens)))
+
+    # -- the vocabulary --------------------------------------------------------------------------
+
+    def get_vocab(self) -> dict[str, int]:
+        return dict(self.backend.get_vocab(with_added_tokens=True))
+
+    @property
+    def vocab(self) -> dict[str, int]:
+        return self.get_vocab()
+
+    def get_added_vocab(self) -> dict[str, int]:
+        added = self.backend.get_added_tokens_decoder()
+        return {added[token_id].content: token_id for token_id in sorted(added)}
+
+    def __len__(self) -> int:
+        """How many ids there are, added tokens included."""
+        return self.backend.get_vocab_size(with_added_tokens=True)
+
+    def __bool__(self) -> bool:
+        return True
+
+    @property
+    def vocab_size(self) -> int:
+        """How many ids there are without added tokens, as in transformers; `len()` has all."""
+        return self.backend.get_vocab_size(with_added_tokens=False)
+
+    @property
+    def special_tokens_map(self) -> dict[str, str]:
+        return {name: token for name, token in self._named.items() if token is not None}
+
+    @property
+    def all_special_tokens(self) -> list[str]:
+        """Each special token once: those with a name first."""
+        return list(dict.fromkeys([*self.special_tokens_map.values(), *self._further]))
+
+    @property
+    def all_special_ids(self) -> list[int]:
+        found = map(self.backend.token_to_id, self.all_special_tokens)
+        return [token_id for token_id in found if token_id is not None]
+
+    # -- conversations ---------------------------------------------------------------------------
 
     @overload
     def apply_chat_template(
         self,
         conversation: Sequence[Message],
-        *,
-        add_generation_prompt: bool = ...,
-        tokenize: Literal[True] = ...,
         tools: Sequence[Mapping[str, Any]] | None = ...,
+        documents: Sequence[Mapping[str, Any]] | None = ...,
         chat_template: str | None = ...,
+        add_generation_prompt: bool = ...,
+        continue_final_message: bool | str = ...,
+        tokenize: Literal[True] = ...,
+        *,
+        return_dict: Literal[False] = ...,
         **variables: Any,
     ) -> list[int]: ...
     @overload
     def apply_chat_template(
         self,
         conversation: Sequence[Message],
-        *,
-        add_generation_prompt: bool = ...,
-        tokenize: Literal[False],
         tools: Sequence[Mapping[str, Any]] | None = ...,
+        documents: Sequence[Mapping[str, Any]] | None = ...,
         chat_template: str | None = ...,
+        add_generation_prompt: bool = ...,
+        continue_final_message: bool | str = ...,
+        *,
+        tokenize: Literal[False],
         **variables: Any,
     ) -> str: ...
+    @overload
+    def apply_chat_template(self, conversation: Any, **variables: Any) -> Any: ...
     def apply_chat_template(
         self,
-        conversation: Sequence[Message],
-        *,
-        add_generation_prompt: bool = False,
-        tokenize: bool = True,
+        conversation: Any,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
         chat_template: str | None = None,
+        add_generation_prompt: bool = False,
+        continue_final_message: bool | str = False,
+        tokenize: bool = True,
+        *,
+        return_dict: bool = False,
         **variables: Any,
-    ) -> list[int] | str:
-        """The conversation as the model was trained to read it: ids, or text if not `tokenize`."""
-        template = self._template(chat_template or self.chat_template)
-        text = template.render(
-            messages=conversation,
-            tools=tools,
-            add_generation_prompt=add_generation_prompt,
-            **self._special_tokens(),
-            **variables,
-        )
+    ) -> Any:
+        """
+        The conversation as the model was trained to read it: ids, or text if not `tokenize`.
+
+        Of several conversations a list. `return_dict=True` gives what calling the tokenizer gives;
+        in transformers 5 that is the default. What is left over goes to the template.
+        """
+        variables = refuse_unknown("apply_chat_template()", variables, others=True)
+        if continue_final_message and add_generation_prompt:
+            raise TokenizerError(
+                "continue_final_message continues the last message, add_generation_prompt starts "
+                "another: choose one."
+            )
+        several = bool(conversation) and isinstance(conversation[0], (list, tuple))
+        template = self.get_chat_template(chat_template, tools)
+        texts = [
+            render(
+                template,
+                each,
+                tools=tools,
+                documents=documents,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                variables={**self.special_tokens_map, **variables},
+            )
+            for each in (conversation if several else [conversation])
+        ]
+        if not tokenize:
+            return texts if several else texts[0]
         # The template writes BOS and its like itself.
-        return self.encode(text, add_special_tokens=False) if tokenize else text
+        encoded = self(texts if several else texts[0], add_special_tokens=False)
+        return encoded if return_dict else encoded["input_ids"]
 
-    def convert_tokens_to_ids(self, token: str) -> int | None:
-        return self.backend.token_to_id(token)
-
-    def convert_ids_to_tokens(self, token_id: int) -> str | None:
-        return self.backend.id_to_token(token_id)
-
-    def get_vocab(self) -> dict[str, int]:
-        return dict(self.backend.get_vocab(with_added_tokens=True))
-
-    def __len__(self) -> int:
-        return self.backend.get_vocab_size(with_added_tokens=True)
-
-    @property
-    def vocab_size(self) -> int:
-        """How many ids there are, special tokens included."""
-        return len(self)
-
-    @property
-    def bos_token(self) -> str | None:
-        return self._named_token("bos_token")
-
-    @property
-    def eos_token(self) -> str | None:
-        return self._named_token("eos_token")
-
-    @property
-    def pad_token(self) -> str | None:
-        return self._named_token("pad_token")
-
-    @property
-    def bos_token_id(self) -> int | None:
-        return self._id_of(self.bos_token)
-
-    @property
-    def eos_token_id(self) -> int | None:
-        return self._id_of(self.eos_token)
-
-    @property
-    def pad_token_id(self) -> int | None:
-        return self._id_of(self.pad_token)
-
-    @property
-    def chat_template(self) -> str:
-        template = self._config.get("chat_template")
-        if isinstance(template, list):  # several, by name
-            named = {entry["name"]: entry["template"] for entry in template}
-            template = named.get("default")
+    def get_chat_template(self, chat_template: str | None = None, tools: Any = None) -> str:
+        """The template that a conversation is written with. May be given by its name."""
+        known = self.chat_template
+        if isinstance(known, dict):
+            name = chat_template or ("tool_use" if tools and "tool_use" in known else "default")
+            if name in known:
+                return known[name]
+            if chat_template is None:
+                raise TokenizerError(
+                    "This model has several chat templates and no default: give chat_template= "
+                    f"one of {', '.join(sorted(known))}."
+                )
+        template = chat_template or known
         if not isinstance(template, str):
             raise TokenizerError(
                 "This model's folder has no chat template: it is a base model, or the template "
@@ -174,57 +384,60 @@ class Tokenizer:
             )
         return template
 
-    def _named_token(self, name: str) -> str | None:
-        token = self._config.get(name)
-        if isinstance(token, Mapping):  # how transformers writes tokens with options
-            token = token.get("content")
-        return token if isinstance(token, str) else None
 
-    def _id_of(self, token: str | None) -> int | None:
-        return None if token is None else self.backend.token_to_id(token)
-
-    def _special_tokens(self) -> dict[str, str]:
-        names = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token")
-        return {name: token for name in names if (token := self._named_token(name)) is not None}
-
-    def _template(self, text: str) -> jinja2.Template:
-        if text not in self._templates:
-            self._templates[text] = _compiled(text)
-        return self._templates[text]
+def refuse_unknown(where: str, given: Mapping[str, Any], *, others: bool = False) -> dict[str, Any]:
+    """Refuse what is not implemented here; with `others` return what transformers does not know."""
+    left = {}
+    for name, value in given.items():
+        if name not in NEUTRAL and others:
+            left[name] = value
+        elif name not in NEUTRAL or not any(
+            value is each or value == each for each in NEUTRAL[name]
+        ):
+            raise TypeError(
+                f"{where}: {name}={value!r} is not implemented by this tokenizer. The tokenizer of "
+                "transformers has it: pip install transformers, and get_tokenizer() returns that."
+            )
+    return left
 
 
-def _compiled(text: str) -> jinja2.Template:
-    """The template with the settings and the names that chat templates are written against."""
-    try:
-        import jinja2
-        import jinja2.ext
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-    except ModuleNotFoundError as error:
-        raise TokenizerError(
-            "Chat templates need jinja2, which is not installed: pip install 'tinkex[tokenizer]'"
-        ) from error
+def _content(token: Any) -> str | None:
+    """A token as text; transformers writes tokens with options as objects."""
+    if isinstance(token, Mapping):
+        token = token.get("content")
+    return token if isinstance(token, str) else None
 
-    class Generation(jinja2.ext.Extension):
-        """`{% generation %}` marks what the assistant said; here it is only its content."""
 
-        tags = {"generation"}  # noqa: RUF012 (jinja2's own name and type)
+def _further_special_tokens(config: Mapping[str, Any]) -> list[str]:
+    """Special tokens without a name of their own."""
+    found = []
+    for name in ("additional_special_tokens", "extra_special_tokens"):
+        listed = config.get(name) or []
+        listed = listed.values() if isinstance(listed, Mapping) else listed
+        found += [token for token in map(_content, listed) if token is not None]
+    return found
 
-        def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-            next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
-    def raise_exception(message: str) -> None:
-        raise TokenizerError(f"The chat template refuses this conversation: {message}")
+def _chat_template(config: Mapping[str, Any]) -> str | dict[str, str] | None:
+    template = config.get("chat_template")
+    if isinstance(template, list):  # several, by name
+        return {entry["name"]: entry["template"] for entry in template}
+    return template if isinstance(template, str) else None
 
-    def tojson(value: Any, indent: int | None = None, **_: Any) -> str:
-        return json.dumps(value, ensure_ascii=False, indent=indent)
 
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=[Generation, jinja2.ext.loopcontrols],
-    )
-    environment.filters["tojson"] = tojson
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return environment.from_string(text)
+def _add_missing(
+    backend: tokenizers.Tokenizer, config: Mapping[str, Any], special: Sequence[str]
+) -> None:
+    """Tokens that only the config calls special are found in texts too, as in transformers."""
+    with needs("A tokenizer"):
+        from tokenizers import AddedToken
+
+    known = {token.content for token in backend.get_added_tokens_decoder().values()}
+    listed = config.get("added_tokens_decoder") or {}
+    for _, entry in sorted(listed.items(), key=lambda item: int(item[0])):
+        if entry["content"] not in known:
+            known.add(entry["content"])
+            backend.add_tokens([AddedToken(**entry)])
+    new = [token for token in special if token not in known]
+    if new:
+        backend.add_special_tokens([AddedToken(token, special=True) for token in new])
