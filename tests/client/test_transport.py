@@ -1,7 +1,9 @@
 """The real transport over real sockets."""
 
 import asyncio
+import dataclasses
 import itertools
+import pickle
 import shlex
 import shutil
 import ssl
@@ -13,15 +15,19 @@ import time
 
 import pytest
 from aiohttp import web
+from multidict import CIMultiDict
 
 import tinkex
+from standin import Reply, reply_json, standing_in
 from tinkex import SamplingParams, types
 from tinkex.client.transport import (
+    Headers,
     HttpTransport,
     Kind,
     Request,
     TooSlow,
     Unreachable,
+    redirected,
 )
 from tinkex.testing import Lost
 
@@ -134,7 +140,7 @@ def test_what_comes_unasked_is_not_taken_for_the_next_answer():
     assert asyncio.run(main()) == [b"1", b"2", b"3"]
 
 
-def test_redirects_are_not_followed_and_no_header_is_made_up():
+def test_redirects_to_elsewhere_are_not_followed_and_no_header_is_made_up():
     seen = []
 
     async def handle(request):
@@ -163,6 +169,150 @@ def test_redirects_are_not_followed_and_no_header_is_made_up():
     assert "User-Agent" not in seen[0]
     assert answer.request.headers == {}
     assert answer.request.body is None
+
+
+def caught(call):
+    with pytest.raises(tinkex.APIStatusError) as told:
+        call()
+    return told.value
+
+
+CAPABILITIES = reply_json({"supported_models": []})
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+def test_a_redirect_within_the_origin_is_followed_with_the_key(status):
+    def answer(asked):
+        if asked.path.startswith("/new"):
+            return CAPABILITIES
+        return Reply(status=status, headers={"Location": f"/new{asked.path}"})
+
+    with (
+        standing_in(answer) as there,
+        tinkex.ServiceClient(base_url=there.url, api_key="tml-1") as service,
+    ):
+        assert service.get_server_capabilities().supported_models == []
+        asked = [each for each in there.asked if each.path.endswith("capabilities")]
+        assert [each.path[:4] for each in asked] == ["/api", "/new"]
+        assert {each.headers["x-api-key"] for each in asked} == {"tml-1"}
+
+
+@pytest.mark.parametrize(
+    "elsewhere", ["{other}/x", "//{host}/x", "{other}\\@x", "https://{base}/x", "http://{name}/x"]
+)
+def test_the_key_never_goes_to_another_origin(elsewhere):
+    """The official client sends its key along; here the answer names the other address."""
+
+    def answer(asked):
+        return CAPABILITIES
+
+    with standing_in(answer) as other:
+        host = other.url.removeprefix("http://")
+
+        def lead(asked):
+            base = asked.headers["host"]
+            location = elsewhere.format(
+                other=other.url, host=host, base=base, name=base.replace("127.0.0.1", "localhost")
+            )
+            return Reply(status=307, headers={"Location": location})
+
+        with standing_in(lead) as there:
+            service = tinkex.ServiceClient(base_url=there.url, api_key="tml-1")
+            error = caught(service.get_server_capabilities)
+            assert error.status_code == 307
+            assert "use that as base_url" in str(error)
+            service.close("errored").result(5)
+        assert other.asked == []
+
+
+def test_a_redirect_that_changes_the_method_drops_the_body_and_circles_end():
+    post = Request(
+        method="POST",
+        url="http://h/a",
+        body=b"{}",
+        headers={"Content-Type": "application/json", "X-API-Key": "tml-1"},
+    )
+    moved = redirected(post, 302, "b")
+    assert (moved.method, moved.url, moved.body) == ("GET", "http://h/b", None)
+    assert moved.headers == {"X-API-Key": "tml-1"}
+    kept = redirected(post, 308, "b")
+    assert (kept.method, kept.url, kept.body, kept.headers) == (
+        "POST",
+        "http://h/b",
+        b"{}",
+        post.headers,
+    )
+    assert redirected(post, 302, None) is None
+    assert redirected(post, 302, "http://h:99999999/") is None
+
+    def answer(asked):
+        return Reply(status=302, headers={"Location": asked.path})
+
+    with standing_in(answer) as there:
+        service = tinkex.ServiceClient(base_url=there.url)
+        assert caught(service.get_server_capabilities).status_code == 302
+        service.close("errored").result(5)
+
+
+def test_cookies_of_the_service_come_back_to_it_and_to_nobody_else():
+    """A load balancer finds the server of a session again by its cookie."""
+    sticky = "AWSALB=ab+/c==; Path=/"
+
+    def answer(asked):
+        headers = {**CAPABILITIES.headers, "Set-Cookie": sticky}
+        return dataclasses.replace(CAPABILITIES, headers=headers)
+
+    async def main():
+        transport = HttpTransport(one.url)
+        for kind in (Kind.SESSION, Kind.TRAIN, Kind.SAMPLE):
+            await transport.send(Request(method="GET", url=f"{one.url}/a", kind=kind))
+        # Another service on the same host: cookies know no ports.
+        for _ in range(2):
+            await transport.send(Request(method="GET", url=f"{other.url}/a"))
+        await transport.send(Request(method="GET", url=f"{one.url}/a"))
+        await transport.close()
+
+    with standing_in(answer) as one, standing_in(answer) as other:
+        asyncio.run(main())
+        cookies = [asked.headers.get("cookie") for asked in one.asked]
+        assert cookies == [None, *["AWSALB=ab+/c=="] * 3]
+        assert [asked.headers.get("cookie") for asked in other.asked] == [None, None]
+
+
+def test_the_response_of_an_error_is_read_as_programs_read_that_of_httpx():
+    def answer(asked):
+        if "training_runs" in asked.path:
+            headers = {"Retry-After": "3", "X-Thing": "y"}
+            return Reply(status=404, body=b'{"detail": "no"}', headers=headers)
+        return CAPABILITIES
+
+    with standing_in(answer) as there, tinkex.RestClient(base_url=there.url) as rest:
+        error = caught(rest.get_training_run("r").result)
+        response = error.response
+        assert response.headers.get("Retry-After") == response.headers["retry-after"] == "3"
+        assert "X-THING" in response.headers
+        assert dict(response.headers)["x-thing"] == "y"
+        assert response.headers.get("absent") is None
+        assert response.url.startswith(f"{there.url}/api/v1/training_runs/r")
+        assert (response.status_code, response.reason_phrase) == (404, "Not Found")
+        assert response.is_error
+        assert response.is_client_error
+        assert not response.is_success
+        assert not response.is_server_error
+        assert not response.is_redirect
+        assert 0 < response.elapsed.total_seconds() < 30
+        assert response.json() == {"detail": "no"}
+        with pytest.raises(tinkex.NotFoundError):
+            response.raise_for_status()
+        again = pickle.loads(pickle.dumps(error)).response
+        assert again.headers.get("Retry-After") == "3"
+        fine = dataclasses.replace(response, status_code=200)
+        assert fine.raise_for_status() is fine
+        assert dataclasses.replace(response, status_code=799).reason_phrase == ""
+
+
+def test_headers_of_the_same_name_are_one_list():
+    assert Headers(CIMultiDict([("A", "1"), ("a", "2")])) == {"a": "1, 2"}
 
 
 def test_each_kind_of_work_has_connections_of_its_own(fake, loopback):

@@ -22,7 +22,7 @@ OTHERS = ("server", "engine", "cli")
 #: Imported where a program has already imported it itself, or inside a `try` that names no extra:
 #: packages that no extra brings.
 NO_EXTRA = {"compression", "pytest", "tml_tokenizers"}
-CORE = {"aiohttp", "google", "numpy", "pydantic", "pydantic_core"}
+CORE = {"yarl", "aiohttp", "google", "numpy", "pydantic", "pydantic_core"}
 
 
 def client_half() -> list[Path]:

@@ -32,7 +32,7 @@ ROOMS = {
     "client.otel": "extras client ~opentelemetry",
     "client.progress": "extras client ~rich",
     "client.hub": "extras client wire ~huggingface_hub",
-    "client.transport": "client wire ~aiohttp",
+    "client.transport": "client wire ~aiohttp ~yarl",
     "client.tokenizer": "extras client wire ~models ~tokenizers ~transformers ~huggingface_hub",
     "models": "extras ~numpy ~tokenizers ~huggingface_hub ~jinja2",
     "engine": "wire models numpy torch ~triton transformers safetensors tokenizers",

@@ -1,6 +1,7 @@
 """T11, T12: prompts, chunks and training examples."""
 
 import base64
+from collections import UserDict
 
 import numpy as np
 import pytest
@@ -204,6 +205,50 @@ def test_every_kind_of_value_gives_the_same_tensor():
 
     assert all(tensor == made[0] for tensor in made)
     assert made[0].shape == [2, 2]
+
+
+@pytest.mark.parametrize("key", ["weights", "advantages", "logprobs"])
+def test_a_mask_written_as_a_list_is_ones_and_zeros_as_upstream(key):
+    prompt = ModelInput.from_ints([1, 2])
+    for mask, shape in (([True, False], [2]), ((True, False), [2]), ([[True], [False]], [2, 1])):
+        tensor = Datum(prompt, {key: mask}).loss_fn_inputs[key]
+        assert (tensor.dtype, tensor.shape, tensor.data) == ("float32", shape, [1.0, 0.0])
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("target_tokens", [True, False]),  # no token is true
+        ("mask", [True, False]),
+        ("weights", np.array([True, False])),  # refused upstream too
+        ("weights", ["yes"]),
+    ],
+)
+def test_other_bools_and_texts_are_refused_by_name(key, value):
+    with pytest.raises(ValueError, match=f"^{key}: "):
+        Datum(ModelInput.from_ints([1, 2]), {key: value})
+
+
+def test_what_a_tokenizer_returns_as_a_whole_is_refused_with_what_to_take_of_it():
+    with pytest.raises(ValueError, match=r"\['input_ids'\]"):
+        ModelInput.from_ints({"input_ids": [1, 2], "attention_mask": [1, 1]})
+    with pytest.raises(ValueError, match=r"\['input_ids'\]"):
+        ModelInput.from_ints(UserDict({"input_ids": [1, 2]}))
+
+
+def test_prompts_have_the_methods_of_the_models_that_they_are_upstream():
+    prompt = ModelInput.from_ints([1, 2])
+    assert prompt.dict() == prompt.model_dump()
+    assert prompt.json() == prompt.model_dump_json()
+    assert prompt.copy() == prompt.model_copy() == ModelInput.model_construct(chunks=prompt.chunks)
+    assert prompt.model_fields_set == {"chunks"}
+    assert prompt.model_extra is None
+    schema = EncodedTextChunk.model_json_schema()
+    assert schema["title"] == "EncodedTextChunk"
+    assert schema["required"] == ["tokens"]
+    assert schema["properties"]["tokens"]["items"] == {"type": "integer"}
+    assert schema["additionalProperties"] is False
+    assert ModelInput.model_json_schema()["required"] == ["chunks"]
 
 
 def test_ragged_lists_are_refused_by_name():

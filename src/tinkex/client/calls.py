@@ -134,6 +134,7 @@ class Calls:
         deadline_s: float = DEADLINE_S,
         give_up_s: float | None = None,
         busy_s: float | None = None,
+        follows: bool = True,
         about: str = "",
     ) -> T:
         """
@@ -151,6 +152,7 @@ class Calls:
             content_type=content_type,
             headers=headers,
             deadline_s=deadline_s,
+            follows=follows,
         )
 
         async def asked() -> T:
@@ -363,6 +365,7 @@ class Calls:
         content_type: str = JSON_TYPE,
         headers: Mapping[str, str] | None = None,
         deadline_s: float = DEADLINE_S,
+        follows: bool = True,
     ) -> Request:
         """What `once` sends: our headers, and the body encoded."""
         sent = dict(self._headers)
@@ -384,6 +387,7 @@ class Calls:
             deadline_s=deadline_s,
             kind=kind,
             request_id=request_id,
+            follows=follows,
         )
 
     def _where(self, request: Request, about: str, found: str) -> str:

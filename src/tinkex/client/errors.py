@@ -239,7 +239,10 @@ def status_error(response: Response, *, about: str = "") -> APIStatusError:
     status = response.status_code
     body = _body(response)
     if 300 <= status < 400:
-        hint = f"It redirects to {response.headers.get('location')!r}: use that as base_url."
+        hint = (
+            f"It redirects to {response.headers.get('location')!r}. Redirects to another address "
+            "are not followed, because the key would go there: use that as base_url."
+        )
     elif status >= 500:
         hint = "The cause is on the server: see its log."
     else:

@@ -334,6 +334,7 @@ class RestClient(Sessionless):
                     answer=CheckpointArchiveUrlResponse,
                     kind=Kind.TRAIN,
                     headers=sdk_headers("get_checkpoint_archive_url"),
+                    follows=False,  # where it leads is the answer
                     about=f"asking for an archive of {checkpoint_id} of {training_run_id}",
                 )
             except APIStatusError as error:

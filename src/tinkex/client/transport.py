@@ -13,11 +13,13 @@ import json
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
-from urllib.parse import urlsplit
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from time import monotonic
+from typing import TYPE_CHECKING, Any, Protocol, Self
+from urllib.parse import urljoin, urlsplit
 
-from tinkex.client.errors import TinkerError
+from tinkex.client.errors import TinkerError, status_error
 
 if TYPE_CHECKING:
     import aiohttp
@@ -26,6 +28,11 @@ CONNECT_S = 10.0
 #: Idle connections are dropped before common proxies and servers do so (uvicorn: 5 s would race;
 #: a lost race is a retry, not an error).
 KEEP_ALIVE_S = 20.0
+#: Redirects of one request that are followed; the next one is the answer.
+MOST_REDIRECTS = 20
+#: Those that say where to ask, and those of them that keep method and body.
+REDIRECTS = frozenset({301, 302, 303, 307, 308})
+UNCHANGED = frozenset({307, 308})
 
 
 class Kind(enum.Enum):
@@ -72,6 +79,8 @@ class Request:
     kind: Kind = Kind.SESSION
     #: What it can be found by: the same for all its attempts.
     request_id: str | None = None
+    #: Whether a redirect within the same origin is followed.
+    follows: bool = True
 
     @property
     def path(self) -> str:
@@ -82,15 +91,91 @@ class Request:
         return Request(method=self.method, url=self.url, kind=self.kind, request_id=self.request_id)
 
 
+class Headers(dict[str, str]):
+    """The headers of an answer. Names are kept in lower case, and found in any."""
+
+    __slots__ = ()
+
+    def __init__(self, headers: Mapping[str, str] | None = None) -> None:
+        super().__init__()
+        for name, value in (headers or {}).items():
+            low = name.lower()
+            # Several of one name are one list, says RFC 9110.
+            self[low] = f"{dict.__getitem__(self, low)}, {value}" if low in self else value
+
+    def __getitem__(self, name: str) -> str:
+        return super().__getitem__(name.lower())
+
+    def __contains__(self, name: object) -> bool:
+        return super().__contains__(name.lower() if isinstance(name, str) else name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return super().get(name.lower(), default)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Headers, (dict(self),)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Response:
-    """One answer, read to the end. Header names are lower case."""
+    """
+    One answer, read to the end.
+
+    What programs read of `error.response` has the names of httpx, which the official client uses.
+    """
 
     status_code: int
-    headers: Mapping[str, str] = field(default_factory=dict)
+    #: May hold cookies, so not printed.
+    headers: Mapping[str, str] = field(default_factory=Headers, repr=False)
     content: bytes = field(default=b"", repr=False)
     #: Without headers and body.
     request: Request
+    #: From sending the request to the end of the answer.
+    elapsed: timedelta = field(default=timedelta(0), repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if type(self.headers) is not Headers:
+            object.__setattr__(self, "headers", Headers(self.headers))
+
+    @property
+    def url(self) -> str:
+        """Where the answer came from, after redirects."""
+        return self.request.url
+
+    @property
+    def reason_phrase(self) -> str:
+        from http import HTTPStatus
+
+        try:
+            return HTTPStatus(self.status_code).phrase
+        except ValueError:
+            return ""
+
+    @property
+    def is_success(self) -> bool:
+        return 200 <= self.status_code < 300
+
+    @property
+    def is_redirect(self) -> bool:
+        return 300 <= self.status_code < 400
+
+    @property
+    def is_client_error(self) -> bool:
+        return 400 <= self.status_code < 500
+
+    @property
+    def is_server_error(self) -> bool:
+        return self.status_code >= 500
+
+    @property
+    def is_error(self) -> bool:
+        return self.status_code >= 400
+
+    def raise_for_status(self) -> Self:
+        """This answer, if it is a success; else the `APIStatusError` for it."""
+        if self.is_success:
+            return self
+        raise status_error(self)
 
     @property
     def text(self) -> str:
@@ -143,8 +228,8 @@ class Transport(Protocol):
     """
     Sends one request and returns its answer, whatever the status.
 
-    Raises `Unreachable` or `TooSlow` when there is none. Never repeats a request, never follows
-    a redirect: both are decided above. Used from one event loop.
+    Raises `Unreachable` or `TooSlow` when there is none. Never repeats a request: that is decided
+    above. Used from one event loop.
     """
 
     async def send(self, request: Request) -> Response: ...
@@ -156,7 +241,12 @@ class Transport(Protocol):
 
 
 class HttpTransport:
-    """HTTP/1.1 over aiohttp, with a pool of connections for each kind of work."""
+    """
+    HTTP/1.1 over aiohttp, with a pool of connections for each kind of work.
+
+    Follows redirects within the origin it was asked, and never to another one: requests carry the
+    key. Keeps cookies for its service, which load balancers need to find the same server again.
+    """
 
     def __init__(
         self, base_url: str, *, ca_bundle: str | None = None, proxy: str | None = None
@@ -167,21 +257,27 @@ class HttpTransport:
         # Found once for all requests: aiohttp's own look-up (`trust_env`) costs 0.3 ms each time.
         self._proxy = proxy
         self._tls: ssl.SSLContext | None = None
+        self._cookies: aiohttp.CookieJar | None = None
 
     async def send(self, request: Request) -> Response:
+        started = monotonic()
         with _failures(request):
-            async with asyncio.timeout(request.deadline_s), self._ask(request) as answer:
-                return Response(
-                    status_code=answer.status,
-                    headers=_headers(answer),
-                    content=await answer.read(),
-                    request=request.bare(),
-                )
+            async with asyncio.timeout(request.deadline_s):
+                request, answer = await self._ask(request)
+                async with answer:
+                    content = await answer.read()
+        return Response(
+            status_code=answer.status,
+            headers=Headers(answer.headers),
+            content=content,
+            request=request.bare(),
+            elapsed=timedelta(seconds=monotonic() - started),
+        )
 
     async def stream(self, request: Request) -> Streamed:
         with _failures(request):
             async with asyncio.timeout(request.deadline_s):
-                answer = await self._ask(request)
+                request, answer = await self._ask(request)
 
         async def read() -> bytes:
             with _failures(request):
@@ -190,22 +286,33 @@ class HttpTransport:
 
         return Streamed(
             status_code=answer.status,
-            headers=_headers(answer),
+            headers=Headers(answer.headers),
             request=request.bare(),
             read=read,
             close=answer.close,
         )
 
-    def _ask(self, request: Request) -> aiohttp.client._RequestContextManager:
+    async def _ask(self, request: Request) -> tuple[Request, aiohttp.ClientResponse]:
+        """The answer, with its body still to be read, and the request that it answers."""
         session = self._sessions.get(request.kind) or self._open(request.kind)
-        return session.request(
-            request.method,
-            request.url,
-            data=request.body,
-            headers=request.headers,
-            proxy=self._proxy,
-            allow_redirects=False,
-        )
+        followed = 0
+        while True:
+            answer = await session.request(
+                request.method,
+                request.url,
+                data=request.body,
+                headers=request.headers,
+                proxy=self._proxy,
+                allow_redirects=False,
+            )
+            if answer.status not in REDIRECTS or not request.follows or followed == MOST_REDIRECTS:
+                return request, answer
+            following = redirected(request, answer.status, answer.headers.get("Location"))
+            if following is None:
+                return request, answer
+            answer.release()
+            request = following
+            followed += 1
 
     async def close(self) -> None:
         sessions, self._sessions = self._sessions, {}
@@ -217,6 +324,8 @@ class HttpTransport:
 
         if self._tls is None and self._base_url.startswith("https:"):
             self._tls = _tls(self._ca_bundle)
+        if self._cookies is None:
+            self._cookies = _cookie_jar(self._base_url)
         connector = _connector()(
             limit=CONNECTIONS[kind],
             keepalive_timeout=KEEP_ALIVE_S,
@@ -224,7 +333,7 @@ class HttpTransport:
         )
         session = aiohttp.ClientSession(
             connector=connector,
-            cookie_jar=aiohttp.DummyCookieJar(),
+            cookie_jar=self._cookies,
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
             requote_redirect_url=False,
             # Ours are complete; aiohttp must not add `application/octet-stream` to bare bodies.
@@ -256,8 +365,54 @@ def _connector() -> type[aiohttp.TCPConnector]:
     return Connector
 
 
-def _headers(answer: aiohttp.ClientResponse) -> dict[str, str]:
-    return {name.lower(): value for name, value in answer.headers.items()}
+def _cookie_jar(base_url: str) -> aiohttp.CookieJar:
+    from http.cookies import SimpleCookie
+
+    import aiohttp
+    import yarl
+
+    origin = yarl.URL(base_url).origin()
+
+    class Cookies(aiohttp.CookieJar):
+        """Those of one origin. Cookies know no ports, so another service could share a host."""
+
+        def update_cookies(self, cookies: Any, response_url: yarl.URL = origin) -> None:
+            if response_url.origin() == origin:
+                super().update_cookies(cookies, response_url)
+
+        def filter_cookies(self, request_url: yarl.URL = origin) -> Any:
+            if request_url.origin() != origin:
+                return SimpleCookie()
+            return super().filter_cookies(request_url)
+
+    # Values as they came: to most servers a quoted one is another. `unsafe`: also from a server
+    # that is named by its IP address.
+    return Cookies(unsafe=True, quote_cookie=False)
+
+
+def redirected(request: Request, status: int, location: str | None) -> Request | None:
+    """What a redirect says to ask instead; None if that is elsewhere, and so not for our key."""
+    if not location or "\\" in location:  # which some take for a slash, and so for another host
+        return None
+    url = urljoin(request.url, location)
+    if _origin(url) is None or _origin(url) != _origin(request.url):
+        return None
+    request = replace(request, url=url)
+    if status in UNCHANGED or request.method in ("GET", "HEAD"):
+        return request
+    # As every HTTP client does it: what was sent is not sent again.
+    left = ("content-type", "content-length", "content-encoding")
+    headers = {name: each for name, each in request.headers.items() if name.lower() not in left}
+    return replace(request, method="GET", body=None, headers=headers)
+
+
+def _origin(url: str) -> tuple[str, str, int | None] | None:
+    try:
+        parts = urlsplit(url)
+        port = parts.port or {"http": 80, "https": 443}.get(parts.scheme)
+    except ValueError:
+        return None
+    return parts.scheme, parts.hostname or "", port
 
 
 @contextmanager

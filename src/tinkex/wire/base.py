@@ -16,7 +16,8 @@ from collections.abc import Iterable, Mapping
 from datetime import datetime
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, create_model, model_validator
+from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError, core_schema, from_json, to_json
 
 from tinkex.wire.errors import WireError
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LenientModel",
+    "ModelPayload",
     "Payload",
     "RequestTime",
     "StrictModel",
@@ -225,6 +227,50 @@ class Payload(metaclass=_NamesTheNearestField):
         cls, schema: core_schema.CoreSchema, handler: GetJsonSchemaHandler
     ) -> dict[str, Any]:
         return {"type": "object", "title": cls.__name__}
+
+
+class ModelPayload(Payload):
+    """
+    A payload that is a pydantic model in the official client: the rest of the interface.
+
+    `isinstance(x, pydantic.BaseModel)` stays False: pydantic allows no virtual subclasses, and a
+    real one would cost its construction for every prompt.
+    """
+
+    __slots__ = ()
+
+    model_fields: ClassVar[dict[str, FieldInfo]]
+
+    @property
+    def model_fields_set(self) -> set[str]:
+        return set(self.model_fields)
+
+    @property
+    def model_extra(self) -> None:
+        return None
+
+    @classmethod
+    def model_json_schema(cls, **options: Any) -> dict[str, Any]:
+        """The schema of the model with these fields; `options` are pydantic's."""
+        fields: dict[str, Any] = {
+            name: (field.annotation, field) for name, field in cls.model_fields.items()
+        }
+        config = ConfigDict(extra="forbid")
+        twin: type[BaseModel] = create_model(cls.__name__, __config__=config, **fields)
+        return twin.model_json_schema(**options)
+
+    @classmethod
+    def model_construct(cls, _fields_set: set[str] | None = None, **values: Any) -> Self:
+        return cls(**values)
+
+    def dict(self, **options: Any) -> dict[str, Any]:
+        return self.model_dump(**options)
+
+    def json(self, **options: Any) -> str:
+        return self.model_dump_json(**options)
+
+    def copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        return self.model_copy(update=update, deep=deep)
 
 
 def _refuse_to_set(self: Payload, name: str, value: object = None) -> None:

@@ -87,9 +87,12 @@ def cast(value: Any, dtype: TensorDtype | None, *, key: str) -> tuple[npt.NDArra
             "2**63 - 1."
         )
     if kind not in "fi":
+        cure = (
+            "Write numbers." if listed else "Cast first: .astype(np.int64) or .astype(np.float32)."
+        )
         raise ValueError(
             f"{key}: values of type {array.dtype} do not travel, only floats and signed integers. "
-            f"Cast first, for example with .astype(np.int64) or .astype(np.float32)."
+            f"{cure}"
         )
     target = dtype or ("float32" if kind == "f" else "int64")
     if target == "int64":

@@ -18,7 +18,7 @@ from pydantic import (
 )
 from pydantic.fields import FieldInfo
 
-from tinkex.wire.base import Payload, StrictModel, json_kind
+from tinkex.wire.base import ModelPayload, StrictModel, json_kind
 from tinkex.wire.errors import FieldError, WireError
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ ImageFormat = Literal["png", "jpeg"]
 
 
 @dataclass(frozen=True, slots=True, init=False, eq=False, repr=False)
-class EncodedTextChunk(Payload):
+class EncodedTextChunk(ModelPayload):
     """A run of tokens."""
 
     #: Token ids. A list made when first asked for; `tokens_np` is what is stored.
@@ -138,6 +138,11 @@ def _token_ids(tokens: Any) -> npt.NDArray[np.int32]:
             if isinstance(one, int) and not -(2**31) <= one < 2**31:
                 raise ValueError(f"token {one} does not fit 32 bits.")
     if ids.ndim != 1 or ids.dtype.kind not in "iuf":
+        if isinstance(tokens, Mapping) and "input_ids" in tokens:
+            raise ValueError(
+                "tokens must be a flat list of whole numbers; this is all that a tokenizer "
+                "returned. Take its ['input_ids'], or call apply_chat_template(return_dict=False)."
+            )
         raise ValueError(
             f"tokens must be a flat list of whole numbers, not {ids.dtype} of shape {ids.shape}."
         )

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol, Self, TypeAlia
 
 from pydantic.fields import FieldInfo
 
-from tinkex.wire.base import Payload, json_kind
+from tinkex.wire.base import ModelPayload, Payload, json_kind
 from tinkex.wire.chunks import (
     Chunk,
     DmelChunk,
@@ -63,7 +63,7 @@ class Encodes(Protocol):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ModelInput(Payload):
+class ModelInput(ModelPayload):
     """
     What the model reads: text tokens, pictures and sound, in order.
 
@@ -334,7 +334,27 @@ class Datum(Payload):
 def _loss_input(key: str, value: Any) -> TensorData:
     if key in _COMPACT and getattr(value, "ndim", 0) == 2 and hasattr(value, "detach"):
         return compact_from_torch(value, key=key)
-    return tensor_from(value, key=key, list_dtype=LIST_DTYPES.get(key))
+    dtype = LIST_DTYPES.get(key)
+    try:
+        return tensor_from(value, key=key, list_dtype=dtype)
+    except ValueError:
+        # A mask written as a list: the official client sends it as 1.0 and 0.0. Looked for only
+        # now, so that other lists do not pay for it.
+        mask = _mask(value) if dtype == "float32" and isinstance(value, (list, tuple)) else None
+        if mask is None:
+            raise
+        return tensor_from(mask, key=key)
+
+
+def _mask(value: Any) -> npt.NDArray[np.float32] | None:
+    """A (nested) list of True and False as numbers; None for any other list."""
+    import numpy as np
+
+    try:
+        array = np.asarray(value)
+    except ValueError:
+        return None
+    return array.astype(np.float32) if array.dtype == np.bool_ else None
 
 
 def _check_cover(what: str, spans: ProvenanceSpans, length: int) -> None:
