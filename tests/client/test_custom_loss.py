@@ -319,9 +319,9 @@ def test_the_old_argument_warns_and_takes_one_value(training, datum):
 
 def test_m3_without_torch_the_error_names_it(monkeypatch, service, training, datum):
     monkeypatch.setitem(sys.modules, "torch", None)
-    with pytest.raises(ImportError, match="need torch"):
+    with pytest.raises(ImportError, match=r"needs torch.*tinkex\[engine\]"):
         training.forward_backward_custom([datum], plain)
-    with pytest.raises(ImportError, match="need torch"):
+    with pytest.raises(ImportError, match=r"needs torch.*tinkex\[engine\]"):
         service.create_custom_loss(plain, {"logprobs": 1})
 
 
