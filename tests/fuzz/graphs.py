@@ -26,6 +26,7 @@ from tinkex.engine.graphs import Graph
 from tinkex.wire.custom_loss import CreateCustomLossRequest
 from tinkex.wire.errors import UserFailure
 
+#: Graphs that once took memory without end: each has a large dimension beside an empty one.
 CORPUS = Path(__file__).resolve().parents[1] / "data" / "fuzz" / "graphs.jsonl"
 DEADLINE_S = 2.0
 # One operation is not interrupted; on a busy machine the largest that is allowed takes a while.
@@ -40,6 +41,7 @@ ODD: tuple[Any, ...] = (
     *([], [0], [1, -1], [2**20, 2**20], [64, 64], [[0]], {"tuple": []}, {"tuple": [4096, 4096]}),
     *({"float": "nan"}, {"float": "inf"}, {"dtype": "int64"}, {"dtype": "float64"}),
     *({"dtype": "bool"}, {"slice": [None, None, 2]}, {"slice": [0, 2**40, 1]}, {"ellipsis": True}),
+    *([0, 2**27], {"tuple": [0, 1, 2**27]}, {"tuple": [2**27, 0]}),
     *({"ref": "nobody"}, {"device": "cuda:0"}, {"device": "meta"}, {"layout": "strided"}),
 )
 #: What makes more of what it is given.
@@ -55,6 +57,9 @@ GROWING = (
     ("call_method", "cumsum", lambda x: [x, 0]),
     ("call_function", "operator.mul", lambda x: [x, x]),
     ("call_function", "torch.diag", lambda x: [x]),
+    ("call_function", "torch.sum", lambda x: [x, 0]),
+    ("call_method", "new_zeros", lambda x: [x, 0, 2**20]),
+    ("call_function", "operator.getitem", lambda x: [x, {"slice": [0, 0, None]}]),
     ("call_function", "torch.nn.functional.pad", lambda x: [x, [0, 2**20]]),
 )
 
@@ -119,6 +124,10 @@ def _break(nodes: list[dict[str, Any]], draw: random.Random) -> None:
             *(None, 5, [deep], {"out": {"ref": "logprobs"}}, {"x" * 300: 1}, [[0] * 300]),
         ]
     )
+
+
+def corpus() -> list[dict[str, Any]]:
+    return [json.loads(line) for line in CORPUS.read_text().splitlines()]
 
 
 def attempted(wire: dict[str, Any]) -> str:

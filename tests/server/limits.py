@@ -559,7 +559,7 @@ LIMITS = [
     Limit("dimensions of a value", graph_operations.MAX_RANK, "user", "", None, test=ENGINE),
     Limit("metrics", graphs.MAX_METRICS, "user", "", None, test=ENGINE),
     Limit(
-        "elements of a value (or 64 times the largest input)",
+        "elements of a value, an empty dimension counted as one (or 64 times the largest input)",
         graphs.LARGEST_VALUE,
         "user",
         "",

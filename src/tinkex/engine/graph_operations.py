@@ -32,6 +32,7 @@ __all__ = [
     "Operation",
     "Parameter",
     "Refused",
+    "elements",
     "settled",
     "shown",
     "tensors_in",
@@ -164,7 +165,8 @@ class Parameter(NamedTuple):
 class Operation:
     call: Callable[..., Any]
     parameters: tuple[Parameter, ...]
-    #: Elements of the result, from the checked arguments; also the place for further checks.
+    #: At least the `elements` of every tensor the call allocates, from the checked arguments; also
+    #: the place for further checks.
     size: Rule
     #: Elements worked through beside those read and written.
     work: Rule | None = None
@@ -263,25 +265,48 @@ def settled(result: Any) -> Any:
 # ---- sizes of results ---------------------------------------------------------------------------
 
 
+def elements(shape: Sequence[int]) -> int:
+    """
+    The size of a tensor, with every dimension counted as at least one.
+
+    A tensor of shape (0, N) has no elements, but its sum over the first dimension has N. This is
+    the largest result that a reduction over any of the dimensions can have.
+    """
+    return math.prod(max(1, size) for size in shape)
+
+
 def _broadcast(*shapes: Sequence[int]) -> int:
-    """Elements of tensors spread over each other; shapes that do not match are torch's to name."""
+    """`elements` of tensors spread over each other; shapes that do not match are torch's to name."""
     rank = max(map(len, shapes), default=0)
     aligned = [(*(1 for _ in range(rank - len(shape))), *shape) for shape in shapes]
-    return math.prod(0 if 0 in sizes else max(sizes) for sizes in zip(*aligned, strict=True))
+    return elements([max(sizes) for sizes in zip(*aligned, strict=True)])
 
 
 def _as_broadcast(bound: Bound) -> int:
     """For all that gives at most one element for each element of its operands, spread together."""
     shapes = {tensor.shape for tensor in tensors_in(bound.values())}
-    return math.prod(shapes.pop()) if len(shapes) == 1 else _broadcast(*shapes)
+    return elements(shapes.pop()) if len(shapes) == 1 else _broadcast(*shapes)
 
 
 def _as_input(bound: Bound) -> int:
-    return int(bound["input"].numel())
+    return elements(bound["input"].shape)
+
+
+def _as_reshaped(bound: Bound) -> int:
+    """A tensor without elements takes any shape that has a zero in it."""
+    sizes = bound.get("shape") or bound.get("sizes") or bound.get("size") or ()
+    sizes = sizes if isinstance(sizes, tuple | list) else (sizes,)
+    kept = _as_input(bound)
+    return kept if bound["input"].numel() else kept * elements(sizes)
+
+
+def _as_either(bound: Bound) -> int:
+    """`view_as` and `reshape_as`."""
+    return max(_as_input(bound), elements(bound["other"].shape))
 
 
 def _as_all(bound: Bound) -> int:
-    return sum(tensor.numel() for tensor in bound["tensors"])
+    return sum(elements(tensor.shape) for tensor in bound["tensors"])
 
 
 def _one(_: Bound) -> int:
@@ -292,7 +317,7 @@ def _product(shape: Any) -> int:
     sizes = shape if isinstance(shape, tuple | list) else (shape,)
     if any(size < 0 for size in sizes):
         raise Refused(f"shape {list(sizes)}; sizes may not be negative")
-    return math.prod(sizes)
+    return elements(sizes)
 
 
 def _as_shape(bound: Bound) -> int:
@@ -303,13 +328,13 @@ def _as_expanded(bound: Bound) -> int:
     input_, sizes = bound["input"], bound["shape"] if "shape" in bound else bound["size"]
     sizes = sizes if isinstance(sizes, tuple | list) else (sizes,)
     old = (*(1 for _ in sizes), *input_.shape)[-len(sizes) :] if sizes else ()
-    return math.prod(
-        was if size == -1 else _product(size) for size, was in zip(sizes, old, strict=True)
+    return elements(
+        [was if size == -1 else _product(size) for size, was in zip(sizes, old, strict=True)]
     )
 
 
 def _as_repeated(bound: Bound) -> int:
-    return _product(bound["repeats"]) * max(1, int(bound["input"].numel()))
+    return _product(bound["repeats"]) * _as_input(bound)
 
 
 def _as_range(bound: Bound) -> int:
@@ -320,7 +345,7 @@ def _as_range(bound: Bound) -> int:
     if step == 0 or not all(math.isfinite(part) for part in (start, end, step)):
         raise Refused(f"range from {start} to {end} by {step}")
     length = (end - start) / step
-    return math.ceil(length) if length > 0 else 0
+    return max(1, int(math.ceil(length)))
 
 
 def _as_steps(bound: Bound) -> int:
@@ -335,11 +360,11 @@ def _as_diagonal(bound: Bound) -> int:
     input_ = bound["input"]
     if input_.dim() != 1:
         return _as_input(bound)
-    return int((input_.numel() + abs(bound.get("diagonal") or 0)) ** 2)
+    return int((_as_input(bound) + abs(bound.get("diagonal") or 0)) ** 2)
 
 
 def _as_outer(bound: Bound) -> int:
-    return int(bound["input"].numel() * bound["vec2"].numel())
+    return _as_input(bound) * elements(bound["vec2"].shape)
 
 
 def _matmul_sizes(bound: Bound) -> tuple[int, int, int, int]:
@@ -356,7 +381,9 @@ def _matmul_sizes(bound: Bound) -> tuple[int, int, int, int]:
 def _as_matmul(bound: Bound) -> int:
     batches, rows, inner, columns = _matmul_sizes(bound)
     # Operands are spread over the batches too.
-    return batches * max(rows * columns, rows * inner, inner * columns)
+    return batches * max(
+        elements(sizes) for sizes in ((rows, columns), (rows, inner), (inner, columns))
+    )
 
 
 def _matmul_work(bound: Bound) -> int:
@@ -399,7 +426,7 @@ def _as_one_hot(bound: Bound) -> int:
     if classes < 1:
         raise Refused("num_classes must be given, and at least 1")
     _inside(bound["input"], classes)
-    return max(1, _as_input(bound)) * int(classes)
+    return _as_input(bound) * int(classes)
 
 
 def _as_pieces(bound: Bound) -> int:
@@ -466,7 +493,7 @@ def _as_index(bound: Bound) -> int:
     source = bound.get("src")
     if isinstance(source, Tensor) and source.dim() != index.dim():
         raise Refused(f"source of shape {list(source.shape)}, index of {list(index.shape)}")
-    return int(index.numel())
+    return elements(index.shape)
 
 
 def _as_scattered(bound: Bound) -> int:
@@ -478,17 +505,17 @@ def _as_along(bound: Bound) -> int:
     input_, index = bound["input"], bound["indices"]
     if bound.get("dim") is None:
         _inside(index, input_.numel())
-        return int(index.numel())
+        return elements(index.shape)
     _inside(index, _dim_length(bound))
     if input_.dim() != index.dim():
         raise Refused(f"{index.dim()} dimensions of the index for {input_.dim()}")
-    return math.prod(map(max, input_.shape, index.shape))
+    return elements([*map(max, input_.shape, index.shape)])
 
 
 def _as_selected(bound: Bound) -> int:
     length = _dim_length(bound)
     _inside(bound["index"], length)
-    return -(-_as_input(bound) // max(1, length)) * int(bound["index"].numel())
+    return -(-_as_input(bound) // max(1, length)) * elements(bound["index"].shape)
 
 
 def _as_added(bound: Bound) -> int:
@@ -508,6 +535,8 @@ def _as_item(bound: Bound) -> int:
     parts = list(index) if isinstance(index, tuple) else [index]
     if len(parts) > 2 * MAX_RANK:
         raise Refused(f"{len(parts)} indices; allowed are {2 * MAX_RANK}")
+    if sum(part is ... for part in parts) > 1:
+        raise Refused("an index has more than one ...; allowed is one")
     taken = sum(_dims_taken(part) for part in parts)
     if taken > value.dim():
         raise Refused(f"{taken} indices for {value.dim()} dimensions")
@@ -518,10 +547,10 @@ def _as_item(bound: Bound) -> int:
         match part:
             case EllipsisType():
                 for _ in range(whole):
-                    kept *= left.pop(0)
+                    kept *= max(1, left.pop(0))
                 whole = 0
             case slice():
-                kept *= len(range(*part.indices(left.pop(0))))
+                kept *= max(1, len(range(*part.indices(left.pop(0)))))
             case Tensor() if part.dtype in (torch.bool, torch.uint8):
                 chosen.append((int(part.numel()),))
                 del left[: part.dim()]
@@ -535,7 +564,7 @@ def _as_item(bound: Bound) -> int:
                 left.pop(0)
             case _:  # None: a new dimension of one
                 pass
-    return kept * math.prod(left) * _broadcast(*chosen)
+    return kept * elements(left) * _broadcast(*chosen)
 
 
 def _is_slice(part: slice) -> bool:
@@ -588,6 +617,11 @@ def _added(left: Any, right: Any) -> Any:
             raise Refused("a tuple can be added to a tuple of whole numbers only")
         return (*left, *right)
     return left + right
+
+
+def _as_attribute(bound: Bound) -> int:
+    value = bound["input"]
+    return elements(value.shape) if isinstance(value, Tensor) else 1
 
 
 def _attribute(value: Any, name: str) -> Any:
@@ -754,7 +788,7 @@ _SHARED: Mapping[str, str | tuple[str, Rule] | tuple[str, Rule, Rule]] = {
     "squeeze": "input:tensor dim:dims?",
     "flatten": "input:tensor start_dim:int? end_dim:int?",
     "ravel": "input:tensor",
-    "unflatten": "input:tensor dim:int sizes:shape",
+    "unflatten": ("input:tensor dim:int sizes:shape", _as_reshaped),
     "transpose": "input:tensor dim0:int dim1:int",
     "swapaxes": "input:tensor axis0:int axis1:int",
     "swapdims": "input:tensor dim0:int dim1:int",
@@ -847,10 +881,10 @@ METHODS: Mapping[str, Operation] = {
     "mm": _operation(Tensor.mm, "input:tensor other:tensor", _as_matmul, work=_matmul_work),
     "mv": _operation(Tensor.mv, "input:tensor other:tensor", _as_matmul, work=_matmul_work),
     "bmm": _operation(Tensor.bmm, "input:tensor other:tensor", _as_matmul, work=_matmul_work),
-    "view": _operation(Tensor.view, "input:tensor *shape:shape? size:shape?"),
-    "reshape": _operation(Tensor.reshape, "input:tensor *shape:shape?"),
-    "view_as": _operation(Tensor.view_as, "input:tensor other:tensor", _as_input),
-    "reshape_as": _operation(Tensor.reshape_as, "input:tensor other:tensor", _as_input),
+    "view": _operation(Tensor.view, "input:tensor *shape:shape? size:shape?", _as_reshaped),
+    "reshape": _operation(Tensor.reshape, "input:tensor *shape:shape?", _as_reshaped),
+    "view_as": _operation(Tensor.view_as, "input:tensor other:tensor", _as_either),
+    "reshape_as": _operation(Tensor.reshape_as, "input:tensor other:tensor", _as_either),
     "permute": _operation(Tensor.permute, "input:tensor *dims:dims"),
     "flip": _operation(Tensor.flip, "input:tensor *dims:dims"),
     "expand": _operation(Tensor.expand, "input:tensor *shape:shape? size:shape?", _as_expanded),
@@ -887,7 +921,7 @@ _TORCH: Mapping[str, Operation] = {
     "mv": _operation(torch.mv, "input:tensor other:tensor", _as_matmul, work=_matmul_work),
     "bmm": _operation(torch.bmm, "input:tensor other:tensor", _as_matmul, work=_matmul_work),
     "einsum": _operation(torch.einsum, "equation:text *operands:tensor", _as_einsum),
-    "reshape": _operation(torch.reshape, "input:tensor shape:shape"),
+    "reshape": _operation(torch.reshape, "input:tensor shape:shape", _as_reshaped),
     "permute": _operation(torch.permute, "input:tensor dims:dims"),
     "flip": _operation(torch.flip, "input:tensor dims:dims"),
     "tile": _operation(torch.tile, "input:tensor repeats:shape", _as_repeated),
@@ -1020,7 +1054,7 @@ _MATH: Mapping[str, Operation] = {
 
 #: Functions by the names that tracing gives them, which are those of where torch keeps them.
 FUNCTIONS: Mapping[str, Operation] = {
-    "getattr": _operation(_attribute, "input:any name:text", _one),
+    "getattr": _operation(_attribute, "input:any name:text", _as_attribute),
     **{f"operator.{name}": operation for name, operation in _OPERATORS.items()},
     **{f"math.{name}": operation for name, operation in _MATH.items()},
     **{f"torch.Tensor.{name}": operation for name, operation in METHODS.items()},

@@ -32,6 +32,7 @@ from tinkex.engine.graph_operations import (
     Operation,
     Parameter,
     Refused,
+    elements,
     settled,
     shown,
     tensors_in,
@@ -605,6 +606,12 @@ class _Budget:
     def spend(self, result: Any) -> None:
         for tensor in tensors_in((result,)):
             self._to_write -= tensor.numel()
+            if (size := elements(tensor.shape)) > self.largest:
+                # It holds no memory, but a later reduction over its empty dimension would.
+                raise Refused(
+                    f"the result has shape {list(tensor.shape)}, which counts as {size} elements "
+                    f"(an empty dimension counts as one); allowed are {self.largest}"
+                )
             if tensor.dim() > MAX_RANK:
                 raise Refused(f"the result has {tensor.dim()} dimensions; allowed are {MAX_RANK}")
 
