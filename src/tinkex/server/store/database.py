@@ -34,8 +34,18 @@ T = TypeVar("T")
 FULL_BYTES = 2**20
 Item = TypeVar("Item")
 
+# Threads, each kind in a pool of its own: no kind waits for another.
+#
 # Reads are short; more threads than this only take turns at the same two cores.
 READERS = 4
+# Every request waits for the look-up of its key.
+KEY_READERS = 1
+# Lists, searches, traces: reads that grow with what an owner has, and their answers.
+REPORTERS = 2
+# Payloads and results, one file each.
+FILE_THREADS = 4
+# Whole folders: hashes, copies, uploads and downloads of checkpoints, the sweep. Minutes, at worst.
+FOLDER_THREADS = 4
 
 # For each connection. SQLite's own 2,000 fill up over hours, and nothing is faster for it.
 PAGES_KIB = 256
@@ -91,7 +101,13 @@ class Database:
                 f"know ({error}). It was made by a newer tinkex: use that one, or restore a "
                 "back-up of its time with `tinkex restore`."
             ) from error
-        self._threads = ThreadPoolExecutor(READERS, thread_name_prefix="tinkex-reader")
+        self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="tinkex-reader")
+        self._key_readers = ThreadPoolExecutor(KEY_READERS, thread_name_prefix="tinkex-key-reader")
+        self._reporters = ThreadPoolExecutor(REPORTERS, thread_name_prefix="tinkex-report")
+        self._file_threads = ThreadPoolExecutor(FILE_THREADS, thread_name_prefix="tinkex-file")
+        self._folder_threads = ThreadPoolExecutor(
+            FOLDER_THREADS, thread_name_prefix="tinkex-folder"
+        )
         self.writer = Writer(
             self._writing, last=tally.write, undone=tally.forget, condition=self.condition
         )
@@ -126,11 +142,19 @@ class Database:
         """
         while True:
             try:
-                return await self._answered(self._in_thread(lambda: self._read(act)))
+                return await self._answered(_run(self._readers, lambda: self._read(act)))
             except StorageTrouble as error:
                 if not must or not error.trouble.passes:
                     raise
             await asyncio.sleep(READ_RETRY_S)
+
+    async def read_key(self, act: Callable[[sa.Connection], T]) -> T:
+        """The same for a look-up that every request waits for: behind no other read."""
+        return await self._answered(_run(self._key_readers, lambda: self._read(act)))
+
+    async def read_report(self, act: Callable[[sa.Connection], T]) -> T:
+        """The same for a read that grows with what an owner has: no other read is behind it."""
+        return await self._answered(_run(self._reporters, lambda: self._read(act)))
 
     async def _answered(self, reading: asyncio.Future[T]) -> T:
         """
@@ -153,16 +177,28 @@ class Database:
         """The same, once, in the thread of the caller."""
         return self._read(act)
 
-    async def in_thread(self, act: Callable[[], T]) -> T:
-        """Run blocking file work off the event loop."""
-        return await self._in_thread(act)
+    async def build_report(self, act: Callable[[], T]) -> T:
+        """Build a large answer off the event loop, where such reads are made."""
+        return await _run(self._reporters, act)
 
-    def _in_thread(self, act: Callable[[], T]) -> asyncio.Future[T]:
-        return asyncio.get_running_loop().run_in_executor(self._threads, act)
+    async def with_file(self, act: Callable[[], T]) -> T:
+        """Read or write one payload or result off the event loop."""
+        return await _run(self._file_threads, act)
+
+    async def in_thread(self, act: Callable[[], T]) -> T:
+        """Work on whole folders off the event loop. It may take minutes."""
+        return await _run(self._folder_threads, act)
 
     def close(self) -> None:
         self.writer.close()
-        self._threads.shutdown()
+        for threads in (
+            self._readers,
+            self._key_readers,
+            self._reporters,
+            self._file_threads,
+            self._folder_threads,
+        ):
+            threads.shutdown()
         self._reading.dispose()
         self._writing.dispose()
 
@@ -184,6 +220,10 @@ class Database:
             if (trouble := self.condition.note(error)) is not None:
                 raise StorageTrouble(trouble) from error
             raise
+
+
+def _run(threads: ThreadPoolExecutor, act: Callable[[], T]) -> asyncio.Future[T]:
+    return asyncio.get_running_loop().run_in_executor(threads, act)
 
 
 def _check_sound(engine: sa.Engine) -> None:
@@ -262,7 +302,7 @@ def _engines(url: str, *, alone: bool) -> tuple[sa.Engine, sa.Engine]:
         if backend == "postgresql":
             shared["connect_args"] = postgres.patience(sa.make_url(url))
         writing = sa.create_engine(url, pool_size=1, **shared)
-        reading = sa.create_engine(url, pool_size=READERS, **shared)
+        reading = sa.create_engine(url, pool_size=READERS + KEY_READERS + REPORTERS, **shared)
     except ModuleNotFoundError as error:
         raise DatabaseRefused(
             f"the database needs {error.name}, which is not installed. "
@@ -302,7 +342,7 @@ def _prepare_sqlite(engine: sa.Engine, begin: str, *, writes: bool) -> None:
         cursor.execute("PRAGMA synchronous = FULL")  # a commit is on disk, not on its way
         cursor.execute("PRAGMA journal_size_limit = 8388608")
         cursor.execute("PRAGMA foreign_keys = ON")
-        # Pages that five connections hold for themselves; the system has them in memory anyway.
+        # Pages that each connection holds for itself; the system has them in memory anyway.
         cursor.execute(f"PRAGMA cache_size = -{PAGES_KIB}")
         cursor.close()
 

@@ -107,7 +107,7 @@ class Keys:
     async def any(self) -> bool:
         """Whether there ever was a key: from then on one is needed."""
         statement = sa.select(api_keys.c.key_id).limit(1)
-        return await self._database.read(
+        return await self._database.read_key(
             lambda connection: connection.execute(statement).first() is not None
         )
 
@@ -148,4 +148,4 @@ class Keys:
             row = connection.execute(statement).first()
             return None if row is None else ApiKey(**row._mapping)
 
-        return await self._database.read(act)
+        return await self._database.read_key(act)

@@ -133,7 +133,7 @@ class Requests:
     async def _put(self, room: str, data: bytes) -> str:
         condition = self._database.condition
         try:
-            place = await self._database.in_thread(lambda: self._files.put(room, data))
+            place = await self._database.with_file(lambda: self._files.put(room, data))
         except OSError as error:
             if condition.note(error, FILES) is None:
                 raise
@@ -143,7 +143,7 @@ class Requests:
 
     async def _get(self, request_id: str, what: str, place: str) -> bytes:
         try:
-            return await self._database.in_thread(lambda: self._files.get(place))
+            return await self._database.with_file(lambda: self._files.get(place))
         except Damaged as error:
             raise Damaged(f"the {what} of request {request_id} {error}") from error
 

@@ -2,7 +2,9 @@
 
 import contextlib
 import secrets
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import sqlalchemy as sa
 
@@ -23,6 +25,8 @@ from tinkex.server.store.snapshots import Snapshots
 from tinkex.server.store.telemetry import Telemetry
 from tinkex.server.store.trouble import FILES, Condition, StorageTrouble
 from tinkex.server.store.usage import Usage
+
+T = TypeVar("T")
 
 # Enough to show that a disk has room again.
 PROBE = bytes(2**20)
@@ -58,12 +62,16 @@ class Store:
         """Whether anything is wrong with the disk or the database."""
         return self._database.condition
 
+    async def build_report(self, act: Callable[[], T]) -> T:
+        """Build a large answer off the event loop."""
+        return await self._database.build_report(act)
+
     async def probe(self) -> None:
         """Write something everywhere; `condition` then tells how that went."""
         with contextlib.suppress(StorageTrouble):
             await self._database.write(_touch)
         try:
-            await self._database.in_thread(self._probe_files)
+            await self._database.with_file(self._probe_files)
         except OSError as error:
             if self.condition.note(error, FILES) is None:
                 raise
