@@ -15,9 +15,19 @@ import zstandard
 from server.hosting import PROTOBUF, Answer, Api, pass_body
 from tinkex.engine import graph_operations, graphs
 from tinkex.server import head, saving, tokens
-from tinkex.server.api import intake, losses, numbers, sampling, sessions, telemetry
+from tinkex.server.api import (
+    billing,
+    intake,
+    losses,
+    numbers,
+    reports,
+    sampling,
+    sessions,
+    telemetry,
+    turns,
+)
 from tinkex.server.settings import Settings
-from tinkex.server.store import pages
+from tinkex.server.store import history, pages
 from tinkex.server.store import telemetry as kept_telemetry
 from tinkex.wire import errors, limits, tensors
 from tinkex.wire.proto import tinkex_wire_pb2 as pb
@@ -184,6 +194,10 @@ ROOM = (
     "tests/server/test_room.py::test_a_body_without_room_is_refused_after_a_while_and_let_in_later"
 )
 METADATA = f"{PAGE}::test_an_answer_holds_so_much_metadata"
+BOUNDS = "tests/server/api/test_bounds.py"
+MUCH = f"{BOUNDS}::test_an_owner_with_very_much_gets_bounded_answers_built_off_the_event_loop"
+PARTS = f"{BOUNDS}::test_an_answer_in_parts_is_the_same_as_whole"
+USAGE = f"{BOUNDS}::test_usage_of_too_much_is_refused_and_a_shorter_time_is_answered"
 AROUND = "tests/server/test_limits_page.py::test_what_is_around_bodies_has_an_end"
 ENGINE = "tests/engine/test_graphs.py::test_a_hostile_graph_is_refused_with_a_reason"
 
@@ -513,6 +527,43 @@ LIMITS = [
     # Of answers.
     Limit(
         "characters of metadata in one answer", pages.MOST_METADATA, "400", "", None, test=METADATA
+    ),
+    Limit(
+        "bytes of a list, search, trace or report", reports.MOST_BYTES, "400", "", None, test=PARTS
+    ),
+    Limit(
+        "checkpoints of a run, or runs or samplers of a session, in one answer",
+        reports.MOST_LISTED,
+        "400",
+        "",
+        None,
+        test=MUCH,
+    ),
+    Limit("events in one answer about usage", billing.MOST_EVENTS, "400", "", None, test=USAGE),
+    Limit(
+        "checkpoints that one answer about usage counts",
+        billing.MOST_STORED,
+        "400",
+        "",
+        None,
+        test=f"{BOUNDS}::test_the_number_of_checkpoints_in_a_report_has_an_end",
+    ),
+    Limit(
+        "sessions that one search looks at",
+        history.MOST_SEARCHED,
+        "a cursor to go on with",
+        "",
+        None,
+        test=f"{BOUNDS}::test_a_search_looks_at_so_many_sessions_and_says_where_to_go_on",
+    ),
+    Limit("requests in a trace", history.MOST_SPANS, "the newest", "", None, test=MUCH),
+    Limit(
+        "lists, searches and reports of an owner that are made at once",
+        turns.REPORTS_AT_ONCE,
+        "the next wait",
+        "",
+        None,
+        test=f"{BOUNDS}::test_one_owner_makes_one_report_at_a_time_and_others_do_not_wait",
     ),
     Limit("errors that a 422 lists", errors.MOST_TOLD, "the first", "", None, test=QUOTED),
     Limit("characters of each", errors.LONGEST_TOLD, "cut short", "", None, test=QUOTED),

@@ -344,8 +344,8 @@ def _as_range(bound: Bound) -> int:
     step = 1 if step is None else step
     if step == 0 or not all(math.isfinite(part) for part in (start, end, step)):
         raise Refused(f"range from {start} to {end} by {step}")
-    length = (end - start) / step
-    return max(1, int(math.ceil(length)))
+    length: int = math.ceil((end - start) / step)
+    return max(1, length)
 
 
 def _as_steps(bound: Bound) -> int:

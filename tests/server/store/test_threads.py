@@ -114,8 +114,8 @@ def made(kind: Any) -> Any:
         return kind(**{field.name: made(hints[field.name]) for field in fields})  # type: ignore[operator]
     known: dict[Any, Any] = {str: "x", int: 1, float: 1.0, bool: False, bytes: b"{}", set: set()}
     by_abstract: dict[Any, Any] = {
-        **dict.fromkeys((abc.Sequence, abc.Iterable, abc.Collection, list), []),
-        **dict.fromkeys((abc.Mapping, dict), {}),
+        **{one: [] for one in (abc.Sequence, abc.Iterable, abc.Collection, list)},
+        **{one: {} for one in (abc.Mapping, dict)},
         set: set(),
     }
     return by_abstract[origin] if origin in by_abstract else known[kind]

@@ -9,7 +9,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tinkex.server.api.auth import owner_of
-from tinkex.server.api.context import answer, context_of
+from tinkex.server.api.context import context_of
+from tinkex.server.api.reports import bounded, report
+from tinkex.server.store.audit import MOST_ENTRIES, AuditEntry
 from tinkex.wire.billing import AuditLogEntry, AuditLogResponse
 
 router = APIRouter(prefix="/api/v1", tags=["audit"])
@@ -18,6 +20,7 @@ Topic = Literal["all", "checkpoints", "projects", "teams", "organizations"]
 
 
 @router.get("/audit")
+@bounded(entries=MOST_ENTRIES)
 async def audit(
     request: Request,
     event_type: Annotated[Topic, Query()] = "all",
@@ -35,14 +38,18 @@ async def audit(
         since_s=since_s,
         until_s=until_s,
     )
-    entries = [
-        AuditLogEntry(
-            timestamp=datetime.fromtimestamp(entry.at_s, UTC),
-            event=entry.event,
-            event_details=dict(entry.details),
-            model_id=entry.details.get("model_id"),
-            tinker_path=entry.details.get("tinker_path"),
-        )
-        for entry in found
-    ]
-    return answer(AuditLogResponse(entries=entries))
+    return await report(
+        request,
+        lambda: AuditLogResponse(entries=[_entry(entry) for entry in found]),
+        advice="Ask about one `day`, or one `event_type`.",
+    )
+
+
+def _entry(entry: AuditEntry) -> AuditLogEntry:
+    return AuditLogEntry(
+        timestamp=datetime.fromtimestamp(entry.at_s, UTC),
+        event=entry.event,
+        event_details=dict(entry.details),
+        model_id=entry.details.get("model_id"),
+        tinker_path=entry.details.get("tinker_path"),
+    )

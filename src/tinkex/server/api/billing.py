@@ -4,6 +4,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime, timedelta
+from itertools import chain
 from typing import Annotated
 
 from fastapi import APIRouter, Query
@@ -11,9 +12,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tinkex.server.api.auth import owner_of
-from tinkex.server.api.context import answer, context_of
+from tinkex.server.api.context import context_of
 from tinkex.server.api.errors import Refusal
 from tinkex.server.api.history import texts
+from tinkex.server.api.reports import bounded, report
 from tinkex.server.prices import HOURS_A_MONTH, Prices
 from tinkex.server.store.tally import CACHED, HOUR_S, SAMPLED, TRAINING
 from tinkex.server.store.usage import Stored, Used
@@ -30,6 +32,7 @@ from tinkex.wire.billing import (
     StorageBillingEvent,
     TrainingBillingEvent,
 )
+from tinkex.wire.errors import UserFailure
 
 router = APIRouter(prefix="/api/v1", tags=["billing"])
 
@@ -37,10 +40,20 @@ LONGEST = timedelta(days=14)
 GIGABYTE = 10**9
 MILLION = 10**6
 
+# Ends of one answer. A checkpoint that is kept is an event for each hour.
+MOST_EVENTS = 25_000
+MOST_STORED = 100_000
+MOST_PROJECTS = 10_000
+SHORTER = "Ask about a shorter time."
+
+#: Session, project and base model.
+_Group = tuple[str, str | None, str]
+#: The hour, and the same.
 _Place = tuple[int, str, str | None, str]
 
 
 @router.get("/billing/usage/events")
+@bounded(entries=MOST_EVENTS)
 async def usage_events(
     request: Request,
     starting_on: Annotated[str, Query(description="RFC 3339, a whole UTC hour")],
@@ -58,55 +71,89 @@ async def usage_events(
     owner = owner_of(request)
     first_hour, end_hour = int(first.timestamp()) // HOUR_S, int(end.timestamp()) // HOUR_S
     usage = context.store.usage
-    used = await usage.between(owner=owner, first_hour=first_hour, end_hour=end_hour)
-    stored = await usage.stored(owner=owner, since_s=first_hour * HOUR_S, until_s=end_hour * HOUR_S)
+    used = await usage.between(
+        owner=owner, first_hour=first_hour, end_hour=end_hour, most=MOST_EVENTS + 1
+    )
+    stored = await usage.stored(
+        owner=owner,
+        since_s=first_hour * HOUR_S,
+        until_s=end_hour * HOUR_S,
+        most=MOST_STORED + 1,
+    )
+    if len(stored) > MOST_STORED:
+        raise UserFailure(
+            f"more than {MOST_STORED} checkpoints were there in this time, which is the most of "
+            f"one answer. {SHORTER}"
+        )
     prices = Prices.parse(context.settings.prices)
     storage_rate = context.settings.price_gb_month or None
     now_s = time.time()
-    events = [
-        *(_token_event(one, prices, owner) for one in used),
-        *_storage_events(stored, first_hour, end_hour, now_s, storage_rate, owner),
-    ]
-    events.sort(key=lambda event: event.bucket_start)
+
+    def build() -> list[BillingUsageEvent]:
+        events: list[BillingUsageEvent] = []
+        for event in chain(
+            (_token_event(one, prices, owner) for one in used),
+            _storage_events(stored, first_hour, end_hour, now_s, storage_rate, owner),
+        ):
+            if len(events) == MOST_EVENTS:
+                raise UserFailure(
+                    f"there are more than {MOST_EVENTS} events in this time, which is the most of "
+                    f"one answer. {SHORTER}"
+                )
+            events.append(event)
+        events.sort(key=lambda event: event.bucket_start)
+        return events
+
+    events = await context.store.build_report(build)
     sessions = sorted({event.session_id for event in events if event.session_id})
     said = await usage.metadata(sessions)
-    return answer(
-        BillingUsageResponse(
+    return await report(
+        request,
+        lambda: BillingUsageResponse(
             data=events,
             sessions={
                 one: BillingUsageSession(user_metadata=texts(said.get(one))) for one in sessions
             },
             cost_data_through=datetime.fromtimestamp(int(now_s), UTC),
-        )
+        ),
+        advice=SHORTER,
     )
 
 
 @router.get("/billing/usage/checkpoints/current")
+@bounded(entries=MOST_PROJECTS)
 async def current_storage(request: Request, project_id: str | None = None) -> Response:
     """What the owner's checkpoints take now, by project: those that are in the lists."""
     context = context_of(request)
     owner = owner_of(request)
-    stored = await context.store.usage.current(owner=owner, now_s=time.time())
-    sizes: defaultdict[str | None, list[int]] = defaultdict(list)
-    for one in stored:
-        if project_id is None or one.project_id == project_id:
-            sizes[one.project_id].append(one.size_bytes)
+    kept = await context.store.usage.current(
+        owner=owner, project_id=project_id, now_s=time.time(), most=MOST_PROJECTS + 1
+    )
+    if len(kept) > MOST_PROJECTS:
+        raise UserFailure(
+            f"there are checkpoints in more than {MOST_PROJECTS} projects, which is the most of "
+            "one answer. Ask about one `project_id`."
+        )
     rate = context.settings.price_gb_month or None
-    items = [
-        CurrentCheckpointStorageUsageItem(
-            project_id=project,
-            user_name=owner,
-            checkpoint_count=len(found),
-            size_bytes=sum(found),
-            size_gigabytes=sum(found) / GIGABYTE,
-            estimated_monthly_cost_usd=None if rate is None else sum(found) / GIGABYTE * rate,
-        )
-        for project, found in sorted(sizes.items(), key=lambda item: item[0] or "")
-    ]
-    return answer(
-        CurrentCheckpointStorageUsageResponse(
-            effective_rate_usd_per_gigabyte_month=rate, data=items
-        )
+    return await report(
+        request,
+        lambda: CurrentCheckpointStorageUsageResponse(
+            effective_rate_usd_per_gigabyte_month=rate,
+            data=[
+                CurrentCheckpointStorageUsageItem(
+                    project_id=one.project_id,
+                    user_name=owner,
+                    checkpoint_count=one.checkpoints,
+                    size_bytes=one.size_bytes,
+                    size_gigabytes=one.size_bytes / GIGABYTE,
+                    estimated_monthly_cost_usd=(
+                        None if rate is None else one.size_bytes / GIGABYTE * rate
+                    ),
+                )
+                for one in kept
+            ],
+        ),
+        advice="Ask about one `project_id`.",
     )
 
 
@@ -166,28 +213,60 @@ def _storage_events(
 ) -> Iterator[BillingUsageEvent]:
     """Saves by the hour they were made in, and gigabyte-hours by the hours they lasted."""
     saves: defaultdict[_Place, int] = defaultdict(int)
-    byte_hours: defaultdict[_Place, float] = defaultdict(float)
+    kept: defaultdict[_Group, _Kept] = defaultdict(_Kept)
     for one in stored:
         until_s = min(now_s, one.until_s or now_s, end_hour * HOUR_S)
         made_in = int(one.since_s) // HOUR_S
         if made_in >= first_hour:
             saves[made_in, one.session_id, one.project_id, one.base_model] += 1
-        for hour in range(max(first_hour, made_in), -int(-until_s // HOUR_S)):
-            lasted_s = min(until_s, (hour + 1) * HOUR_S) - max(one.since_s, hour * HOUR_S)
-            if lasted_s > 0:
-                place = (hour, one.session_id, one.project_id, one.base_model)
-                byte_hours[place] += one.size_bytes * lasted_s / HOUR_S
+        since_s = max(one.since_s, first_hour * HOUR_S)
+        kept[one.session_id, one.project_id, one.base_model].add(since_s, until_s, one.size_bytes)
     for place, count in saves.items():
         yield _event(place, owner, CheckpointBillingEvent(count=count))
-    for place, amount in byte_hours.items():
-        gigabyte_hours = amount / GIGABYTE
-        yield _event(
-            place,
-            owner,
-            StorageBillingEvent(gigabyte_hours=gigabyte_hours),
-            cost=None if rate is None else gigabyte_hours / HOURS_A_MONTH * rate,
-            rate=rate,
-        )
+    for group, lasted in kept.items():
+        for hour, byte_hours in lasted.byte_hours():
+            gigabyte_hours = byte_hours / GIGABYTE
+            yield _event(
+                (hour, *group),
+                owner,
+                StorageBillingEvent(gigabyte_hours=gigabyte_hours),
+                cost=None if rate is None else gigabyte_hours / HOURS_A_MONTH * rate,
+                rate=rate,
+            )
+
+
+class _Kept:
+    """Bytes of checkpoints over time, hour by hour. Adding one takes the same for any time."""
+
+    def __init__(self) -> None:
+        #: Byte-hours of the hours in which a checkpoint came or went.
+        self._edges: defaultdict[int, float] = defaultdict(float)
+        #: How many more, and how many more bytes, are there for all of an hour and those after it.
+        self._more: defaultdict[int, tuple[int, int]] = defaultdict(lambda: (0, 0))
+
+    def add(self, since_s: float, until_s: float, size_bytes: int) -> None:
+        if until_s <= since_s:
+            return
+        first, last = int(since_s // HOUR_S), int(until_s // HOUR_S)
+        if first == last:
+            self._edges[first] += size_bytes * (until_s - since_s) / HOUR_S
+            return
+        self._edges[first] += size_bytes * ((first + 1) * HOUR_S - since_s) / HOUR_S
+        if until_s > last * HOUR_S:
+            self._edges[last] += size_bytes * (until_s - last * HOUR_S) / HOUR_S
+        for hour, sign in ((first + 1, 1), (last, -1)):
+            count, size = self._more[hour]
+            self._more[hour] = (count + sign, size + sign * size_bytes)
+
+    def byte_hours(self) -> Iterator[tuple[int, float]]:
+        """The hours in which something was there."""
+        count = size = 0
+        hours = self._edges.keys() | self._more.keys()
+        for hour in range(min(hours), max(hours) + 1) if hours else ():
+            more, bytes_more = self._more.get(hour, (0, 0))
+            count, size = count + more, size + bytes_more
+            if count or hour in self._edges:
+                yield hour, size + self._edges.get(hour, 0.0)
 
 
 def _event(

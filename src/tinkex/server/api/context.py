@@ -15,6 +15,7 @@ from tinkex.server.api.cache import Cache
 from tinkex.server.api.errors import Refusal, missing
 from tinkex.server.api.intake import RETRY_AFTER_S, Intake
 from tinkex.server.api.room import SMALL_BYTES, TAKEN, NoRoom, Place, Room
+from tinkex.server.api.turns import Reports
 from tinkex.server.dispatch import Dispatcher
 from tinkex.server.executor import Executor, ServedModel
 from tinkex.server.futures import Futures
@@ -56,6 +57,8 @@ class Context:
     #: Bodies that are arriving.
     intake: Intake = field(init=False)
     room: Room = field(init=False)
+    #: Lists and reports that are made.
+    reports: Reports = field(init=False, default_factory=Reports)
     _sessions: Cache[Session] = field(init=False)
     _models: Cache[Model] = field(init=False)
     _samplers: Cache[Sampler] = field(init=False)

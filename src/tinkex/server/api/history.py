@@ -13,12 +13,12 @@ from starlette.responses import Response
 from tinkex.server.api.auth import owner_of
 from tinkex.server.api.context import answer, context_of, describe, read_json
 from tinkex.server.api.errors import Refusal, missing
+from tinkex.server.api.reports import MOST_LISTED, bounded, report
 from tinkex.server.api.sessions import LONGEST_PROJECT
 from tinkex.server.presence import session_status
-from tinkex.server.store.history import Holdings, PastSession, Span
+from tinkex.server.store.history import MOST_SPANS, Holdings, PastSession, Span
 from tinkex.wire.base import StrictModel
-from tinkex.wire.codec import JSON_TYPE
-from tinkex.wire.errors import WireError
+from tinkex.wire.errors import UserFailure, WireError
 from tinkex.wire.runs import (
     ClientFinishedSessionStatusQuery,
     ClientSessionFinished,
@@ -40,7 +40,9 @@ router = APIRouter(prefix="/api/v1", tags=["sessions"])
 #: Where sessions are that named no project.
 NO_PROJECT = "default"
 
-Limit = Annotated[int, Query(ge=0, le=10_000)]
+MOST_ON_A_PAGE = 10_000
+MOST_FOUND = 200
+Limit = Annotated[int, Query(ge=0, le=MOST_ON_A_PAGE)]
 Offset = Annotated[int, Query(ge=0, le=2**53)]
 # `accessible`: also sessions in which others published a checkpoint, and of them only that.
 Scope = Annotated[Literal["owned", "accessible"], Query()]
@@ -51,6 +53,7 @@ class SetSessionProjectRequest(StrictModel):
 
 
 @router.get("/sessions")
+@bounded(entries=MOST_ON_A_PAGE)
 async def list_sessions(
     request: Request, limit: Limit = 20, offset: Offset = 0, access_scope: Scope = "owned"
 ) -> Response:
@@ -61,12 +64,20 @@ async def list_sessions(
         limit=limit,
         offset=offset,
     )
-    return answer(ListSessionsResponse(sessions=found))
+    return await report(
+        request, lambda: ListSessionsResponse(sessions=found), advice="Ask for fewer with `limit`."
+    )
 
 
 @router.post("/sessions/search", openapi_extra=dict(describe(SessionSearchRequest)))
+@bounded(entries=MOST_FOUND)
 async def search_sessions(request: Request) -> Response:
-    """Newest first, page by page."""
+    """
+    Newest first, page by page.
+
+    One request looks at so many sessions and no more: a page may have few entries, or none, and a
+    `next_cursor` to go on with. Only without a cursor it was the last.
+    """
     asked = await read_json(request, SessionSearchRequest)
     owner = owner_of(request)
     history = context_of(request).store.history
@@ -76,34 +87,42 @@ async def search_sessions(request: Request) -> Response:
         session_id=asked.session_id,
         after=None if asked.cursor is None else _place(asked.cursor),
         wanted=lambda session: _is_wanted(session, asked),
-        # One more tells whether there is another page.
-        limit=asked.limit + 1,
+        limit=asked.limit,
     )
-    page = found[: asked.limit]
     holdings = await history.holdings(
-        [one.session_id for one in page], reader=owner, now_s=time.time()
+        [one.session_id for one in found.sessions], reader=owner, now_s=time.time()
     )
-    return answer(
-        SessionSearchResponse(
-            sessions=[_summary(one, holdings[one.session_id]) for one in page],
-            next_cursor=_cursor(page[-1]) if len(found) > len(page) else None,
-        )
+    return await report(
+        request,
+        lambda: SessionSearchResponse(
+            sessions=[_summary(one, holdings[one.session_id]) for one in found.sessions],
+            next_cursor=None if found.next is None else _cursor(found.next),
+        ),
+        advice="Ask for fewer with `limit`.",
     )
 
 
 @router.get("/sessions/{session_id}")
+@bounded(entries=2 * MOST_LISTED)
 async def get_session(request: Request, session_id: str, access_scope: Scope = "owned") -> Response:
     session = await _session(request, session_id, published=access_scope == "accessible")
     runs, samplers = await context_of(request).store.history.made_in(
-        session_id, reader=owner_of(request)
+        session_id, reader=owner_of(request), most=MOST_LISTED + 1
     )
-    return answer(
-        GetSessionResponse(
+    if max(len(runs), len(samplers)) > MOST_LISTED:
+        raise UserFailure(
+            f"session {session_id} has more than {MOST_LISTED} training runs or samplers, which "
+            "is the most of one answer. List runs with GET training_runs, page by page."
+        )
+    return await report(
+        request,
+        lambda: GetSessionResponse(
             training_run_ids=runs,
             sampler_ids=samplers,
             user_metadata=texts(session.user_metadata),
             display_name=session.display_name,
-        )
+        ),
+        advice="List runs with GET training_runs, page by page.",
     )
 
 
@@ -137,7 +156,15 @@ async def trace_export(request: Request, session_id: str) -> Response:
     return answer(TraceExportResponse(status="ready", url=f"{base}{path}?{query}"))
 
 
+async def _traced(request: Request) -> str:
+    """Whose session a link is about: the link says nothing of who opens it."""
+    session = await context_of(request).store.runs.session(request.path_params["session_id"])
+    return "" if session is None else session.owner
+
+
 @router.get("/signed/traces/{session_id}")
+# Each span begins and ends; each track has a name.
+@bounded(entries=3 * MOST_SPANS, owner=_traced)
 async def trace(request: Request, session_id: str, expires: str, signature: str) -> Response:
     """What such a link leads to: one line of time for each model and sampler of a session."""
     context = context_of(request)
@@ -146,10 +173,13 @@ async def trace(request: Request, session_id: str, expires: str, signature: str)
             403, "this link has expired, or is not one of this server. Ask for a new one."
         )
     spans = await context.store.history.spans(session_id)
-    events = list(_trace_events(spans, now_s=time.time()))
-    body = json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}).encode()
-    headers = {"Content-Disposition": f'attachment; filename="{session_id}.json"'}
-    return Response(body, media_type=JSON_TYPE, headers=headers)
+    now_s = time.time()
+    return await report(
+        request,
+        lambda: {"traceEvents": [*_trace_events(spans, now_s=now_s)], "displayTimeUnit": "ms"},
+        advice="The trace of a shorter session fits.",
+        headers={"Content-Disposition": f'attachment; filename="{session_id}.json"'},
+    )
 
 
 def texts(metadata: Mapping[str, Any] | None) -> dict[str, str] | None:
@@ -202,7 +232,7 @@ def _has_status(status: SessionStatus, query: SessionStatusQuery) -> bool:
 def _summary(session: PastSession, holdings: Holdings) -> SessionSummary:
     return SessionSummary(
         session_id=session.session_id,
-        created_at=_moment(session),
+        created_at=_moment(session.place),
         owner=session.owner,
         project_id=session.project_id or NO_PROJECT,
         status=session_status(session),
@@ -213,12 +243,12 @@ def _summary(session: PastSession, holdings: Holdings) -> SessionSummary:
     )
 
 
-def _cursor(session: PastSession) -> SessionSearchCursor:
-    return SessionSearchCursor(last_created_at=_moment(session), last_session_id=session.session_id)
+def _cursor(place: tuple[int, str]) -> SessionSearchCursor:
+    return SessionSearchCursor(last_created_at=_moment(place), last_session_id=place[1])
 
 
-def _moment(session: PastSession) -> datetime:
-    microseconds, _ = session.place
+def _moment(place: tuple[int, str]) -> datetime:
+    microseconds, _ = place
     return datetime.fromtimestamp(microseconds // 1_000_000, UTC).replace(
         microsecond=microseconds % 1_000_000
     )

@@ -5,11 +5,11 @@ Each request has limits of its own, and they say nothing about many at once: eig
 unpack to `max_decoded_bytes`, and a hundred connections may each hold `max_body_bytes`.
 """
 
-import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager
 
 from tinkex.server.api.errors import Refusal
+from tinkex.server.api.turns import Turns
 
 #: Bodies of the largest size whose bytes one owner may have arriving at once.
 BODIES = 8
@@ -24,7 +24,7 @@ class Intake:
     def __init__(self, *, max_body_bytes: int) -> None:
         self._most_bytes = BODIES * max_body_bytes
         self._bytes: dict[str, int] = {}
-        self._turns: dict[str, asyncio.Semaphore] = {}
+        self._turns = Turns(AT_ONCE)
 
     @contextmanager
     def holding(self, owner: str) -> Iterator[Callable[[int], None]]:
@@ -53,4 +53,4 @@ class Intake:
 
     def turn(self, owner: str) -> AbstractAsyncContextManager[None]:
         """To unpack and decode a large body."""
-        return self._turns.setdefault(owner, asyncio.Semaphore(AT_ONCE))
+        return self._turns.turn(owner)

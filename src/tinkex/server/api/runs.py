@@ -12,6 +12,7 @@ from starlette.responses import Response
 from tinkex.server.api.auth import owner_of
 from tinkex.server.api.context import answer, context_of, describe, dialect_of, read_body
 from tinkex.server.api.errors import Refusal, missing
+from tinkex.server.api.reports import MOST_LISTED, bounded, report
 from tinkex.server.saving import EXTERNAL, SAMPLER, TRAINING, check_ttl, no_checkpoint, tinker_path
 from tinkex.server.store.catalog import Run, Saved
 from tinkex.wire.checkpoints import (
@@ -22,11 +23,13 @@ from tinkex.wire.checkpoints import (
     SetCheckpointTtlRequest,
 )
 from tinkex.wire.codec import decode_json, parse_json
+from tinkex.wire.errors import UserFailure
 from tinkex.wire.runs import TrainingRun, TrainingRunsResponse
 
 router = APIRouter(prefix="/api/v1", tags=["runs"])
 
-Limit = Annotated[int, Query(ge=0, le=10_000)]
+MOST_ON_A_PAGE = 10_000
+Limit = Annotated[int, Query(ge=0, le=MOST_ON_A_PAGE)]
 Offset = Annotated[int, Query(ge=0, le=2**53)]
 # `accessible`: also what others have published, and of it only that.
 Scope = Annotated[Literal["owned", "accessible"], Query()]
@@ -35,6 +38,7 @@ CHECKPOINT = "/training_runs/{run}/checkpoints/{kind}/{name}"
 
 
 @router.get("/training_runs")
+@bounded(entries=MOST_ON_A_PAGE)
 async def list_training_runs(
     request: Request,
     limit: Limit = 20,
@@ -51,11 +55,13 @@ async def list_training_runs(
         limit=limit,
         offset=offset,
     )
-    return answer(
-        TrainingRunsResponse(
+    return await report(
+        request,
+        lambda: TrainingRunsResponse(
             training_runs=[_run(run) for run in runs],
             cursor=Cursor(offset=offset, limit=limit, total_count=total),
-        )
+        ),
+        advice="Ask for fewer with `limit`.",
     )
 
 
@@ -65,21 +71,33 @@ async def get_training_run(request: Request, run: str, access_scope: Scope = "ow
 
 
 @router.get("/training_runs/{run}/checkpoints")
+@bounded(entries=MOST_LISTED)
 async def list_run_checkpoints(
     request: Request, run: str, access_scope: Scope = "owned"
 ) -> Response:
     """All of a run, newest first."""
     await _readable(request, run, access_scope)
-    found, _ = await context_of(request).store.catalog.checkpoints(
+    found, total = await context_of(request).store.catalog.checkpoints(
         owner=owner_of(request),
         kinds=_kinds(request),
         model_id=run,
         published=access_scope == "accessible",
+        limit=MOST_LISTED,
     )
-    return answer(CheckpointsListResponse(checkpoints=[_checkpoint(saved) for saved in found]))
+    advice = "List them with GET checkpoints, page by page."
+    if total > MOST_LISTED:
+        raise UserFailure(
+            f"{run} has {total} checkpoints, and {MOST_LISTED} are the most of one answer. {advice}"
+        )
+    return await report(
+        request,
+        lambda: CheckpointsListResponse(checkpoints=[_checkpoint(saved) for saved in found]),
+        advice=advice,
+    )
 
 
 @router.get("/checkpoints")
+@bounded(entries=MOST_ON_A_PAGE)
 async def list_checkpoints(
     request: Request, limit: Limit = 100, offset: Offset = 0, access_scope: Scope = "owned"
 ) -> Response:
@@ -91,11 +109,13 @@ async def list_checkpoints(
         limit=limit,
         offset=offset,
     )
-    return answer(
-        CheckpointsListResponse(
+    return await report(
+        request,
+        lambda: CheckpointsListResponse(
             checkpoints=[_checkpoint(saved) for saved in found],
             cursor=Cursor(offset=offset, limit=limit, total_count=total),
-        )
+        ),
+        advice="Ask for fewer with `limit`.",
     )
 
 

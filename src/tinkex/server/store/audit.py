@@ -74,7 +74,7 @@ class Audit:
         )
         if topic is not None:
             statement = statement.where(audit.c.topic == topic)
-        found = await self._database.read(
+        found = await self._database.read_report(
             lambda connection: [AuditEntry(**row._mapping) for row in connection.execute(statement)]
         )
         return found[::-1]

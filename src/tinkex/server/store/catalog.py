@@ -115,7 +115,7 @@ class Catalog:
                 weight.add(found[-1].user_metadata)
             return found, connection.scalar(count) or 0
 
-        return await self._database.read(act)
+        return await self._database.read_report(act)
 
     async def checkpoint(self, *, model_id: str, kind: str, name: str) -> Saved | None:
         statement = _SAVED.where(_is(model_id, kind, name), alive(time.time()))
@@ -165,7 +165,7 @@ class Catalog:
                     found.append(run)
             return found, connection.scalar(count) or 0
 
-        return await self._database.read(act)
+        return await self._database.read_report(act)
 
     async def run(self, model_id: str, *, reader: str) -> Run | None:
         """A run as this owner may see it; None if nothing of it is theirs or published."""

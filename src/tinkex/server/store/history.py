@@ -11,6 +11,7 @@ from tinkex.server.store import audit
 from tinkex.server.store.among import among
 from tinkex.server.store.catalog import alive, shares_something, was_made
 from tinkex.server.store.database import Database
+from tinkex.server.store.pages import characters_of, slices
 from tinkex.server.store.tables import (
     checkpoint_names,
     checkpoint_versions,
@@ -20,10 +21,14 @@ from tinkex.server.store.tables import (
     sessions,
 )
 
-# Rows of one read while searching: conditions on free-form metadata are not for the database.
-SEARCHED_TOGETHER = 500
+# Conditions on free-form metadata are not for the database: a search looks at rows. So many of
+# one search, and so many characters of their metadata; then it answers where to go on.
+MOST_SEARCHED = 5_000
+MOST_SEARCHED_CHARACTERS = 16 * 2**20
+# Ids that are read together while searching.
+READ_TOGETHER = 500
 # Newest requests in one trace; a viewer shows no more than this in a useful way.
-MOST_SPANS = 100_000
+MOST_SPANS = 50_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,7 +67,15 @@ class PastSession:
     @property
     def place(self) -> tuple[int, str]:
         """Where it stands in a list; in microseconds, which is what travels."""
-        return round(self.created_s * 1_000_000), self.session_id
+        return _place(self.created_s, self.session_id)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Found:
+    """One page of a search, and after which place to go on; None at the end."""
+
+    sessions: Sequence[PastSession]
+    next: tuple[int, str] | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,7 +123,7 @@ class History:
             .limit(limit)
             .offset(offset)
         )
-        return await self._database.read(
+        return await self._database.read_report(
             lambda connection: list(connection.execute(statement).scalars())
         )
 
@@ -128,9 +141,11 @@ class History:
 
         return await self._database.read(act)
 
-    async def made_in(self, session_id: str, *, reader: str) -> tuple[list[str], list[str]]:
+    async def made_in(
+        self, session_id: str, *, reader: str, most: int
+    ) -> tuple[list[str], list[str]]:
         """
-        Ids of the models and of the samplers of a session, in the order of their numbers.
+        Ids of the first models and samplers of a session, in the order of their numbers.
 
         Of another's session only the models of which something is published.
         """
@@ -139,13 +154,15 @@ class History:
             sa.select(models.c.model_id)
             .where(models.c.session_id == session_id, shown, was_made())
             .order_by(models.c.model_seq_id)
+            .limit(most)
         )
         of_samplers = (
             sa.select(samplers.c.sampling_session_id)
             .where(samplers.c.session_id == session_id, samplers.c.owner == reader)
             .order_by(samplers.c.sampling_session_seq_id)
+            .limit(most)
         )
-        return await self._database.read(
+        return await self._database.read_report(
             lambda connection: (
                 list(connection.execute(of_models).scalars()),
                 list(connection.execute(of_samplers).scalars()),
@@ -161,27 +178,35 @@ class History:
         after: tuple[int, str] | None,
         wanted: Callable[[PastSession], bool],
         limit: int,
-    ) -> list[PastSession]:
+    ) -> Found:
         """The next sessions that are wanted, as their reader may see them, newest first."""
         readable = _readable(owner, published)
-        statement = sa.select(*_SESSION).where(readable).order_by(*_NEWEST_FIRST)
+        # Without what is long in them: they are sorted.
+        statement = sa.select(sessions.c.session_id, sessions.c.created_s)
+        statement = statement.where(readable).order_by(*_NEWEST_FIRST)
         if session_id is not None:
             statement = statement.where(sessions.c.session_id == session_id)
         if after is not None:
             # A microsecond too many; the exact place is compared below.
             statement = statement.where(sessions.c.created_s <= (after[0] + 1) / 1_000_000)
 
-        def act(connection: sa.Connection) -> list[PastSession]:
+        def act(connection: sa.Connection) -> Found:
             found: list[PastSession] = []
-            for row in _streamed(connection, statement):
+            characters = 0
+            ids = _next_ids(connection, statement, after)
+            for row in _rows(connection, ids[:MOST_SEARCHED]):
                 session = row.shown_to(owner)
-                if (after is None or session.place < after) and wanted(session):
-                    found.append(session)
+                characters += characters_of(row.user_metadata)
+                if wanted(session):
                     if len(found) == limit:
-                        break
-            return found
+                        return Found(sessions=found, next=found[-1].place)
+                    found.append(session)
+                if characters > MOST_SEARCHED_CHARACTERS:
+                    return Found(sessions=found, next=session.place)
+            more = len(ids) > MOST_SEARCHED
+            return Found(sessions=found, next=session.place if more else None)
 
-        return await self._database.read(act)
+        return await self._database.read_report(act)
 
     async def holdings(
         self, session_ids: Collection[str], *, reader: str, now_s: float
@@ -220,7 +245,7 @@ class History:
                 for one in session_ids
             }
 
-        return await self._database.read(act)
+        return await self._database.read_report(act)
 
     async def set_project(self, session_id: str, project_id: str, *, owner: str) -> None:
         """Move a session, and with it all that was made in it."""
@@ -255,7 +280,7 @@ class History:
             .order_by(requests.c.created_s.desc())
             .limit(MOST_SPANS)
         )
-        found = await self._database.read(
+        found = await self._database.read_report(
             lambda connection: [Span(**row._mapping) for row in connection.execute(statement)]
         )
         return found[::-1]
@@ -270,9 +295,30 @@ def _readable(owner: str, published: bool) -> sa.ColumnElement[bool]:
     return sa.or_(own, sessions.c.session_id.in_(shared))
 
 
-def _streamed(
-    connection: sa.Connection, statement: sa.Select[*tuple[Any, ...]]
-) -> Iterator[PastSession]:
-    result = connection.execution_options(yield_per=SEARCHED_TOGETHER).execute(statement)
-    for row in result:
-        yield PastSession(**row._mapping)
+def _place(created_s: float, session_id: str) -> tuple[int, str]:
+    return round(created_s * 1_000_000), session_id
+
+
+def _next_ids(
+    connection: sa.Connection,
+    statement: sa.Select[tuple[str, float]],
+    after: tuple[int, str] | None,
+) -> list[str]:
+    """As many as one search looks at, and one more if there is one."""
+    ids: list[str] = []
+    options = {"yield_per": READ_TOGETHER}
+    with connection.execute(statement, execution_options=options) as result:
+        for row in result:
+            if after is None or _place(row.created_s, row.session_id) < after:
+                ids.append(row.session_id)
+                if len(ids) > MOST_SEARCHED:
+                    break
+    return ids
+
+
+def _rows(connection: sa.Connection, ids: list[str]) -> Iterator[PastSession]:
+    for some in slices(ids):
+        statement = sa.select(*_SESSION).where(among(sessions.c.session_id, some))
+        rows = {row.session_id: row for row in connection.execute(statement)}
+        for session_id in some:
+            yield PastSession(**rows[session_id]._mapping)

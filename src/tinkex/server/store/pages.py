@@ -11,6 +11,10 @@ MOST_METADATA = 16 * 2**20
 SLICE = 200
 
 
+def characters_of(metadata: Mapping[str, Any] | None) -> int:
+    return sum(len(key) + len(str(value)) for key, value in (metadata or {}).items())
+
+
 class Weight:
     """What the metadata of a page comes to; raises when it is too much."""
 
@@ -21,8 +25,7 @@ class Weight:
 
     def add(self, metadata: Mapping[str, Any] | None) -> None:
         self._entries += 1
-        if metadata:
-            self._characters += sum(len(key) + len(str(value)) for key, value in metadata.items())
+        self._characters += characters_of(metadata)
         if self._characters > MOST_METADATA:
             raise UserFailure(
                 f"the first {self._entries} entries have more than {MOST_METADATA} characters of "

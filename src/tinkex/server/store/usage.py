@@ -46,6 +46,15 @@ class Stored:
     until_s: float | None
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kept:
+    """What the checkpoints of one project take."""
+
+    project_id: str | None
+    checkpoints: int
+    size_bytes: int
+
+
 _STORED = sa.select(
     models.c.session_id,
     sessions.c.project_id,
@@ -62,8 +71,8 @@ class Usage:
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    async def between(self, *, owner: str, first_hour: int, end_hour: int) -> list[Used]:
-        """What an owner used from one hour on and before another, by hour."""
+    async def between(self, *, owner: str, first_hour: int, end_hour: int, most: int) -> list[Used]:
+        """What an owner used from one hour on and before another, by hour; the first rows."""
         statement = (
             sa.select(
                 usage.c.hour,
@@ -76,13 +85,16 @@ class Usage:
             .join_from(usage, sessions, usage.c.session_id == sessions.c.session_id, isouter=True)
             .where(usage.c.owner == owner, usage.c.hour >= first_hour, usage.c.hour < end_hour)
             .order_by(usage.c.hour, usage.c.session_id, usage.c.base_model, usage.c.what)
+            .limit(most)
         )
-        return await self._database.read(
+        return await self._database.read_report(
             lambda connection: [Used(**row._mapping) for row in connection.execute(statement)]
         )
 
-    async def stored(self, *, owner: str, since_s: float, until_s: float) -> list[Stored]:
-        """The owner's checkpoints whose files were there at some moment of a time."""
+    async def stored(
+        self, *, owner: str, since_s: float, until_s: float, most: int
+    ) -> list[Stored]:
+        """The owner's checkpoints whose files were there at some moment of a time; the first."""
         versions = checkpoint_versions.c
         statement = (
             _STORED.join_from(checkpoint_versions, models, versions.model_id == models.c.model_id)
@@ -94,16 +106,24 @@ class Usage:
                 sa.or_(versions.discarded_s.is_(None), versions.discarded_s > since_s),
             )
             .order_by(versions.created_s)
+            .limit(most)
         )
-        return await self._database.read(
+        return await self._database.read_report(
             lambda connection: [Stored(**row._mapping) for row in connection.execute(statement)]
         )
 
-    async def current(self, *, owner: str, now_s: float) -> list[Stored]:
-        """The owner's checkpoints as they are listed now, each once for its name."""
+    async def current(
+        self, *, owner: str, project_id: str | None, now_s: float, most: int
+    ) -> list[Kept]:
+        """By project, the owner's checkpoints as they are listed now, each once for its name."""
         versions = checkpoint_versions.c
         statement = (
-            _STORED.join_from(
+            sa.select(
+                sessions.c.project_id,
+                sa.func.count().label("checkpoints"),
+                sa.func.sum(versions.size_bytes).label("size_bytes"),
+            )
+            .join_from(
                 checkpoint_names,
                 checkpoint_versions,
                 checkpoint_names.c.version_id == versions.version_id,
@@ -111,9 +131,21 @@ class Usage:
             .join(models, versions.model_id == models.c.model_id)
             .join(sessions, models.c.session_id == sessions.c.session_id)
             .where(versions.owner == owner, alive(now_s))
+            .group_by(sessions.c.project_id)
+            .order_by(sa.func.coalesce(sessions.c.project_id, ""))
+            .limit(most)
         )
-        return await self._database.read(
-            lambda connection: [Stored(**row._mapping) for row in connection.execute(statement)]
+        if project_id is not None:
+            statement = statement.where(sessions.c.project_id == project_id)
+        return await self._database.read_report(
+            lambda connection: [
+                Kept(
+                    project_id=row.project_id,
+                    checkpoints=row.checkpoints,
+                    size_bytes=int(row.size_bytes),
+                )
+                for row in connection.execute(statement)
+            ]
         )
 
     async def metadata(self, session_ids: list[str]) -> dict[str, dict[str, object]]:
@@ -121,7 +153,7 @@ class Usage:
         statement = sa.select(sessions.c.session_id, sessions.c.user_metadata).where(
             among(sessions.c.session_id, session_ids)
         )
-        return await self._database.read(
+        return await self._database.read_report(
             lambda connection: {
                 session_id: dict(metadata)
                 for session_id, metadata in weighed(
