@@ -40,7 +40,7 @@ class Watch:
         self._running: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        self._look_at_room()
+        await asyncio.to_thread(self._look_at_room)
         self._running = asyncio.create_task(self._run())
 
     async def close(self) -> None:
@@ -58,7 +58,8 @@ class Watch:
 
     async def look(self) -> None:
         """How the disk is now."""
-        self._look_at_room()
+        # A network disk that hangs keeps this thread, and not the event loop.
+        await asyncio.to_thread(self._look_at_room)
         trouble = self._store.condition.trouble
         if trouble is not None and trouble.passes:
             await self._store.probe()

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from typing import TypeVar
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -38,6 +39,8 @@ PROTOBUF_RESULTS = PASSES | {Kind.SAMPLE}
 # Smaller results are put into JSON where they are: moving to a thread would cost more.
 INLINE_ENCODE_BYTES = 64 * 1024
 LARGEST_NUMBER = 2**63 - 1
+
+T = TypeVar("T")
 
 
 async def retrieve_future(request: Request) -> Response:
@@ -132,24 +135,31 @@ async def _result(request: Request, context: Context, settled: Settled) -> Respo
     if settled.session_id is not None:
         session = await context.session(request, settled.session_id)
     dialect = dialect_of(request, session)
-    if wants_protobuf(request.headers.get("accept")) and _reads_protobuf(settled, dialect):
+    if wants_protobuf(request.headers.get("accept")) and await _reads_protobuf(settled, dialect):
         digest = {"Content-Digest": content_digest(settled.result)}
         return Response(settled.result, media_type=PROTOBUF_TYPE, headers=digest)
     try:
-        if len(settled.result) <= INLINE_ENCODE_BYTES:
-            body = _as_json(settled, dialect)
-        else:
-            body = await asyncio.to_thread(_as_json, settled, dialect)
+        body = await _off_the_loop(settled, lambda: _as_json(settled, dialect))
     except UserFailure as failure:
         return answer(RequestFailedResponse(error=str(failure), category=RequestErrorCategory.User))
     return Response(body, media_type=JSON_TYPE)
 
 
-def _reads_protobuf(settled: Settled, dialect: Dialect) -> bool:
+async def _off_the_loop(settled: Settled, act: Callable[[], T]) -> T:
+    """Work on a result: in a thread, if the result is large."""
+    if len(settled.result) <= INLINE_ENCODE_BYTES:
+        return act()
+    return await asyncio.to_thread(act)
+
+
+async def _reads_protobuf(settled: Settled, dialect: Dialect) -> bool:
     """Some versions ask for protobuf and misread some of it; those read JSON as well."""
     if settled.kind is Kind.SAMPLE or dialect.reads_protobuf_only:
         return True
-    return dialect.reads_as_protobuf(decode_forward_backward_output(settled.result))
+    return await _off_the_loop(
+        settled,
+        lambda: dialect.reads_as_protobuf(decode_forward_backward_output(settled.result)),
+    )
 
 
 def _as_json(settled: Settled, dialect: Dialect) -> bytes:

@@ -117,26 +117,32 @@ async def asked_sample(request: Request) -> NewRequest:
     """The sample that a body asks for, checked and within its owner's limits."""
     context = context_of(request)
     try:
-        asked = await read_data(request, lambda body: decode_json(SampleRequest, body))
+        asked, payload = await read_data(request, _decoded)
     except UserFailure as failure:
         return await _unsound(request, context, failure, request.scope[SENT])
     # Of no use from here on, and a stream may last.
     del request.scope[SENT]
     source = await _sampled_from(request, context, asked)
-    if asked.sampling_params.seed is None:
-        # Fixed here, so that a sample that runs again after a crash draws the same tokens.
-        params = asked.sampling_params.model_copy(update={"seed": secrets.randbits(31)})
-        asked = asked.model_copy(update={"sampling_params": params})
     return await _new_sample(
         context,
         request,
         source,
-        payload=encode_json(asked),
+        payload=payload,
         sampling_session_id=asked.sampling_session_id,
         seq_id=asked.seq_id,
         sequences=asked.num_samples,
         tokens=tokens_known(asked.prompt),
     )
+
+
+def _decoded(body: bytes) -> tuple[SampleRequest, bytes]:
+    """What is asked for, and its normal form. Of a large body this runs off the event loop."""
+    asked = decode_json(SampleRequest, body)
+    if asked.sampling_params.seed is None:
+        # Fixed here, so that a sample that runs again after a crash draws the same tokens.
+        params = asked.sampling_params.model_copy(update={"seed": secrets.randbits(31)})
+        asked = asked.model_copy(update={"sampling_params": params})
+    return asked, encode_json(asked)
 
 
 async def _unsound(
