@@ -13,6 +13,8 @@ import pytest
 
 from server.echo import EchoExecutor
 from server.hosting import Api, hosted
+from tinkex.server import janitor as janitors
+from tinkex.server.dispatch import Dispatcher
 from tinkex.server.executor import Task
 from tinkex.server.janitor import Janitor, surplus
 from tinkex.server.store.retention import Named
@@ -304,6 +306,57 @@ async def test_another_store_is_tidied_too(echo: EchoExecutor, tmp_path: Path) -
         assert lost
         echo.die()
         assert await api.value(await api.optim_step(model, 5)) == 80_000
+
+
+class _NotYet:
+    """A dispatcher whose engine is started again while it should write a model down."""
+
+    def __init__(self, dispatcher: Dispatcher, fails: int) -> None:
+        self._dispatcher = dispatcher
+        self.fails = fails
+        self.asked = 0
+
+    async def snapshot(self, model_id: str) -> bool:
+        self.asked += 1
+        if self.asked <= self.fails:
+            return False
+        return await self._dispatcher.snapshot(model_id)
+
+
+async def test_a_model_that_could_not_be_written_down_is_tried_again_ever_more_rarely(
+    echo: EchoExecutor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with kept(echo, tmp_path, snapshot_steps=50) as api:
+        model = await api.model()
+        await api.value(await api.optim_step(model, 1))
+        assert api.app
+        context = api.app.state.context
+        dispatcher = _NotYet(context.dispatcher, fails=2)
+        janitor = Janitor(
+            settings=context.settings,
+            store=context.store,
+            dispatcher=dispatcher,  # type: ignore[arg-type]
+            futures=context.futures,
+            clock=lambda: time.time() + HOUR_S,
+        )
+        await janitor.tidy()
+        await janitor.tidy()
+        assert dispatcher.asked == 1  # it is not time yet
+        moved_s = 0.0
+        monotonic = time.monotonic
+        monkeypatch.setattr(janitors.time, "monotonic", lambda: monotonic() + moved_s)
+        moved_s += janitors.RETRY_S + 1
+        await janitor.tidy()
+        assert dispatcher.asked == 2
+        moved_s += janitors.RETRY_S + 1
+        await janitor.tidy()
+        assert dispatcher.asked == 2  # twice as long
+        moved_s += janitors.RETRY_S + 1
+        await janitor.tidy()
+        assert dispatcher.asked == 3
+        assert found(tmp_path, "snapshots")
+        await janitor.tidy()
+        assert janitor._put_off == {}
 
 
 async def test_the_disk_is_bounded(echo: EchoExecutor, tmp_path: Path) -> None:

@@ -27,6 +27,9 @@ SWEEP_EVERY_S = 1800.0
 # A session that was silent for this long has its models written down.
 SILENT_S = 900.0
 SNAPSHOTS_AT_ONCE = 4
+# One that could not be written down is tried again after this long, then after twice as long, ...
+RETRY_S = 600.0
+LONGEST_RETRY_S = 86_400.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,8 +90,9 @@ class Janitor:
         self._futures = futures
         self._clock = clock
         self._swept_s = float("-inf")
-        #: Models that could not be written down; not tried again by this process.
-        self._given_up: set[str] = set()
+        #: Models that could not be written down -> when to try again (by the monotonic clock), and
+        #: how long the wait was.
+        self._put_off: dict[str, tuple[float, float]] = {}
         self._running: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -144,11 +148,20 @@ class Janitor:
         silent = await self._store.retention.without_snapshot(
             silent_before_s=until.silent_s,
             abandoned_before_s=until.abandoned_s,
-            most=SNAPSHOTS_AT_ONCE + len(self._given_up),
+            most=(most := SNAPSHOTS_AT_ONCE + len(self._put_off)),
         )
-        for model_id in [one for one in silent if one not in self._given_up][:SNAPSHOTS_AT_ONCE]:
-            if not await self._dispatcher.snapshot(model_id):
-                self._given_up.add(model_id)
+        if len(silent) < most:  # these are all; the others need nothing any more
+            self._put_off = {one: self._put_off[one] for one in silent if one in self._put_off}
+        now_s = time.monotonic()
+        due = [one for one in silent if self._put_off.get(one, (now_s, 0.0))[0] <= now_s]
+        for model_id in due[:SNAPSHOTS_AT_ONCE]:
+            if await self._dispatcher.snapshot(model_id):
+                self._put_off.pop(model_id, None)
+            else:
+                # Its engine may have been started again meanwhile; or it can never be done.
+                _, waited_s = self._put_off.get(model_id, (0.0, RETRY_S / 2))
+                wait_s = min(2 * waited_s, LONGEST_RETRY_S)
+                self._put_off[model_id] = (now_s + wait_s, wait_s)
 
     async def _drop_checkpoints(self, until: Limits) -> None:
         retention = self._store.retention

@@ -175,6 +175,8 @@ class Gate:
 
     def _note(self, key: ApiKey, now_s: float) -> None:
         if now_s - self._noted.get(key.key_id, float("-inf")) >= NOTED_S:
+            if len(self._noted) >= MOST_CACHED:
+                self._noted.clear()  # each is noted once more than needed
             self._noted[key.key_id] = now_s
             self._keys.used(key.key_id)
 

@@ -19,6 +19,19 @@ from tinkex.server.store import RequestRow, Store
 
 log = logging.getLogger("tinkex.server.dispatch")
 
+#: Owners on the metrics page: those who used an engine last.
+MOST_OWNERS = 1_000
+
+
+class _Recent(defaultdict[str, float]):
+    """Numbers of the owners that were set last."""
+
+    def __setitem__(self, owner: str, value: float) -> None:
+        self.pop(owner, None)
+        super().__setitem__(owner, value)
+        if len(self) > MOST_OWNERS:
+            del self[next(iter(self))]
+
 
 class Desk:
     """One for each dispatcher. A result is committed before its waiters are woken."""
@@ -45,7 +58,7 @@ class Desk:
         #: Seconds of computing and number of operations, by task; for the metrics page.
         self.computed: dict[Doing, tuple[int, float]] = {}
         #: Seconds of computing by owner: who has which share.
-        self.used_s: defaultdict[str, float] = defaultdict(float)
+        self.used_s: defaultdict[str, float] = _Recent(float)
         self._tasks: set[asyncio.Task[None]] = set()
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:

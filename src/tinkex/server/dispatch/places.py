@@ -24,7 +24,10 @@ class Places:
 
     def allow(self, owner: str, max_training: int) -> None:
         """From now on so many models of this owner may train at once; 0 is any number."""
-        self._max_training[owner] = max_training
+        if max_training == self._max_training_each:
+            self._max_training.pop(owner, None)
+        else:
+            self._max_training[owner] = max_training
 
     def why(self, request_id: str) -> Waiting | None:
         """How a request stands that has a place or waits for one."""

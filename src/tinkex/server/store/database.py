@@ -4,7 +4,7 @@ import asyncio
 import logging
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -130,9 +130,15 @@ class Database:
         """The same for a write that shares its statements with others of its kind."""
         return self.writer.submit_one_of(many, item, must=must)
 
-    def write_later(self, act: Callable[[sa.Connection], object]) -> None:
+    def write_later(
+        self,
+        act: Callable[[sa.Connection], object],
+        *,
+        about: Hashable = None,
+        dropped: Callable[[], None] | None = None,
+    ) -> None:
         """Run `act` with some later transaction; lost if the process dies before."""
-        self.writer.later(act)
+        self.writer.later(act, about=about, dropped=dropped)
 
     async def read(self, act: Callable[[sa.Connection], T], *, must: bool = False) -> T:
         """

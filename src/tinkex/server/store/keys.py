@@ -139,7 +139,9 @@ class Keys:
     def used(self, key_id: int) -> None:
         """Note, some time soon, that a key was used."""
         statement = api_keys.update().where(api_keys.c.key_id == key_id).values(used_s=time.time())
-        self._database.write_later(lambda connection: connection.execute(statement))
+        self._database.write_later(
+            lambda connection: connection.execute(statement), about=("key", key_id)
+        )
 
     async def _one(self, which: sa.ColumnElement[bool]) -> ApiKey | None:
         statement = sa.select(*_KEY).where(which)

@@ -285,13 +285,18 @@ class Requests:
         self._fetched_waiting[owner] += len(values)
         waiting = [len(values)]
 
-        def act(connection: sa.Connection) -> None:
+        def waits_no_more() -> None:
             # Once, however often it is tried.
             while waiting:
                 self._fetched_waiting[owner] -= waiting.pop()
+                if not self._fetched_waiting[owner]:
+                    del self._fetched_waiting[owner]
+
+        def act(connection: sa.Connection) -> None:
+            waits_no_more()
             connection.execute(_ALL_FETCHED, values)
 
-        self._database.write_later(act)
+        self._database.write_later(act, dropped=waits_no_more)
 
 
 def _rows(connection: sa.Connection, statement: sa.Select[*tuple[object, ...]]) -> list[RequestRow]:

@@ -170,7 +170,9 @@ class Runs:
         statement = (
             sessions.update().where(sessions.c.session_id == session_id).values(seen_s=time.time())
         )
-        self._database.write_later(lambda connection: connection.execute(statement))
+        self._database.write_later(
+            lambda connection: connection.execute(statement), about=("seen", session_id)
+        )
 
     async def silent_sessions(self, before_s: float) -> list[str]:
         """Sessions not heard of since then, with nothing of theirs left to run."""
@@ -208,7 +210,9 @@ class Runs:
             .where(sessions.c.session_id == session_id)
             .values(lapsed_s=None, seen_s=time.time())
         )
-        self._database.write_later(lambda connection: connection.execute(statement))
+        self._database.write_later(
+            lambda connection: connection.execute(statement), about=("revived", session_id)
+        )
 
     def mark_failed(self, session_id: str, failure: Mapping[str, Any] | None) -> None:
         """Note, with the next transaction, why a session has failed, or that it has not."""
@@ -217,7 +221,9 @@ class Runs:
             .where(sessions.c.session_id == session_id)
             .values(failure=None if failure is None else dict(failure))
         )
-        self._database.write_later(lambda connection: connection.execute(statement))
+        self._database.write_later(
+            lambda connection: connection.execute(statement), about=("failed", session_id)
+        )
 
     async def failed_sessions(self) -> list[str]:
         statement = sa.select(sessions.c.session_id).where(sessions.c.failure.is_not(None))

@@ -5,7 +5,8 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -32,6 +33,8 @@ log = logging.getLogger("tinkex.server.store")
 # Writes nobody waits for (when a session was last seen) join the next transaction, or make
 # one of their own after this long.
 LAZY_AFTER_S = 5.0
+# Of those that do not replace each other, so many wait while the database says nothing.
+MOST_LAZY = 10_000
 # Keeps one transaction, and so the wait of the first in it, short under a flood.
 MOST_TOGETHER = 500
 # A database that is started again is waited for; whoever writes meanwhile waits as well.
@@ -50,6 +53,8 @@ class _Write:
     promise: asyncio.Future[Any] | None
     #: Kept, in its order, until the disk takes it: somebody was promised this.
     must: bool = False
+    #: Called when it is dropped instead of written.
+    dropped: Callable[[], None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +92,11 @@ class Writer:
         self._undone = undone
         self._changed = threading.Condition()
         self._eager: list[_Write] = []
-        self._lazy: list[_Write] = []
+        self._lazy: deque[_Write] = deque()
+        #: The newest write about each thing.
+        self._newest: dict[Hashable, _Write] = {}
+        #: Whether the log has been told that some are dropped.
+        self._dropping = False
         #: What must be written and could not be.
         self._stuck: list[_Write] = []
         self._closing = False
@@ -136,16 +145,46 @@ class Writer:
             self._changed.notify()
         return promise
 
-    def later(self, act: Act) -> None:
-        """Written with the next transaction; lost if the process dies before."""
+    def later(
+        self,
+        act: Act,
+        *,
+        about: Hashable = None,
+        dropped: Callable[[], None] | None = None,
+    ) -> None:
+        """
+        Written with the next transaction; lost if the process dies before.
+
+        It replaces a waiting one `about` the same thing. Of those about nothing, the oldest is
+        dropped when too many wait.
+        """
+        write = _Write(_each, act, None, dropped=dropped)
         with self._changed:
             if self._closing:
                 return
-            self._lazy.append(_Write(_each, act, None))
+            was_idle = not self._lazy and not self._newest
+            if about is not None:
+                self._newest[about] = write
+            else:
+                self._lazy.append(write)
             # The thread sleeps without a limit when it has nothing; the first lazy write
             # starts its clock.
-            if len(self._lazy) == 1:
+            if was_idle:
                 self._changed.notify()
+            oldest = self._lazy.popleft() if len(self._lazy) > MOST_LAZY else None
+        if oldest is not None:
+            self._drop(oldest)
+
+    def _drop(self, write: _Write) -> None:
+        if write.dropped is not None:
+            write.dropped()
+        if not self._dropping:
+            self._dropping = True
+            log.warning(
+                "the database takes no writes, and more than %d wait that nobody waits for "
+                "(which results were fetched, telemetry): the oldest are dropped until it does",
+                MOST_LAZY,
+            )
 
     def close(self) -> None:
         """Write what is waiting, then stop. Safe to repeat."""
@@ -166,12 +205,15 @@ class Writer:
     def _next_group(self) -> list[_Write]:
         with self._changed:
             while not self._eager and not self._closing:
-                wait_s = STUCK_RETRY_S if self._stuck else LAZY_AFTER_S if self._lazy else None
+                has_lazy = self._lazy or self._newest
+                wait_s = STUCK_RETRY_S if self._stuck else LAZY_AFTER_S if has_lazy else None
                 if not self._changed.wait(wait_s):
                     break
-            group = self._stuck + self._lazy + self._eager[:MOST_TOGETHER]
+            lazy = [*self._newest.values(), *self._lazy]
+            group = self._stuck + lazy + self._eager[:MOST_TOGETHER]
             self._stuck = []
-            self._lazy = []
+            self._newest = {}
+            self._lazy = deque()
             self._eager = self._eager[MOST_TOGETHER:]
             return group
 
@@ -201,6 +243,7 @@ class Writer:
                 return
             break
         self.commits += 1
+        self._dropping = False
         self._away_until_s = None
         self._condition.clear()
         _tell(
@@ -251,6 +294,8 @@ class Writer:
                 self._stuck.append(write)
             elif write.promise is not None:
                 refused.append(_Outcome(write.promise, error=self._condition.refusal(error)))
+            elif write.dropped is not None:
+                write.dropped()
         _tell(refused)
 
     def _asks(self) -> None:

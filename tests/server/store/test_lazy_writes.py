@@ -1,0 +1,125 @@
+"""Writes that nobody waits for do not pile up while the database says nothing."""
+
+import asyncio
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+
+from tinkex.server.store import Store, open_store, writer
+from tinkex.server.store.tables import sessions
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    opened = open_store(
+        db_url=f"sqlite:///{tmp_path / 'tinkex.db'}", storage_url=str(tmp_path), folder=tmp_path
+    )
+    yield opened
+    opened.close()
+
+
+@contextmanager
+def silent(store: Store) -> Iterator[None]:
+    """The database has taken a write and does not answer."""
+    asked, answers = threading.Event(), threading.Event()
+
+    def act(_: sa.Connection) -> None:
+        asked.set()
+        answers.wait(30)
+
+    promise = store._database.submit(act)
+    assert asked.wait(10)
+    try:
+        yield
+    finally:
+        answers.set()
+        promise.add_done_callback(lambda done: done.exception())
+
+
+def waiting(store: Store) -> int:
+    lazy = store._database.writer
+    return len(lazy._lazy) + len(lazy._newest)
+
+
+async def a_session(store: Store) -> str:
+    session = await store.runs.create_session(
+        owner="local",
+        sdk_version=None,
+        tags=[],
+        user_metadata={},
+        project_id=None,
+        display_name=None,
+        idempotency_key=None,
+    )
+    return session.session_id
+
+
+async def test_so_many_wait_and_the_oldest_are_dropped_and_told_of_once(
+    store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(writer, "MOST_LAZY", 50)
+    written: list[int] = []
+    with silent(store), caplog.at_level(logging.WARNING):
+        for number in range(500):
+            store._database.write_later(lambda _, number=number: written.append(number))
+        assert waiting(store) == 50
+    await store.keys.create(owner="alice")
+    assert written == list(range(450, 500))
+    told = [record for record in caplog.records if "are dropped" in record.message]
+    assert len(told) == 1
+
+
+async def test_of_writes_about_one_thing_the_newest_waits(store: Store) -> None:
+    session_id = await a_session(store)
+    key, _ = await store.keys.create(owner="alice")
+    with silent(store):
+        for _ in range(200):
+            store.runs.seen(session_id)
+            store.keys.used(key.key_id)
+            store.runs.revive_session(session_id)
+            store.runs.mark_failed(session_id, {"error": "x"})
+        store.runs.mark_failed(session_id, None)
+        assert waiting(store) == 4
+    await store.keys.create(owner="alice")
+    found = await store._database.read(
+        lambda connection: connection.execute(sa.select(sessions)).one()
+    )
+    assert found.failure is None
+    assert found.seen_s > found.created_s
+    used = await store.keys.by_id(key.key_id)
+    assert used is not None
+    assert used.used_s is not None
+
+
+async def test_marks_that_are_dropped_count_no_more(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer, "MOST_LAZY", 3)
+    with silent(store):
+        for number in range(10):
+            store.requests.all_fetched([str(number)] * 10, owner="alice")
+        assert store.requests._fetched_waiting == {"alice": 30}
+    await store.keys.create(owner="alice")
+    assert store.requests._fetched_waiting == {}
+
+
+async def test_while_the_disk_takes_nothing_marks_are_dropped_too(store: Store) -> None:
+    def full(_: sa.Connection) -> None:
+        raise sa.exc.OperationalError("", {}, Exception("database or disk is full"))
+
+    writing = store._database.submit(full)
+    store.requests.all_fetched(["a", "b"], owner="alice")
+    with pytest.raises(Exception, match="full"):
+        await writing
+    for _ in range(200):
+        if not store.requests._fetched_waiting:
+            break
+        await asyncio.sleep(0.05)
+    assert store.requests._fetched_waiting == {}

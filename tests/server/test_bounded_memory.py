@@ -1,0 +1,56 @@
+"""What a server remembers of owners, keys and models has an end."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tinkex.server.api import auth
+from tinkex.server.api.auth import Gate
+from tinkex.server.api.intake import Intake
+from tinkex.server.dispatch import desk
+from tinkex.server.dispatch.desk import Desk
+from tinkex.server.dispatch.places import Places
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_seconds_are_kept_of_the_owners_who_computed_last(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(desk, "MOST_OWNERS", 3)
+    nothing: Any = SimpleNamespace()
+    shared = Desk(store=nothing, executor=nothing, futures=nothing)
+    for owner in ("a", "b", "c", "a", "d"):
+        shared.used_s[owner] += 1.0
+    assert shared.used_s == {"a": 2.0, "c": 1.0, "d": 1.0}
+
+
+async def test_turns_to_unpack_are_forgotten() -> None:
+    intake = Intake(max_body_bytes=100)
+    for number in range(100):
+        async with intake.turn(f"owner-{number}"):
+            assert len(intake._turns) == 1
+    assert len(intake._turns) == 0
+
+
+async def test_only_owners_with_a_number_of_their_own_are_remembered() -> None:
+    places = Places(max_training=4)
+    for number in range(100):
+        places.allow(f"owner-{number}", 4)
+    places.allow("alice", 2)
+    assert places._max_training == {"alice": 2}
+    places.allow("alice", 4)
+    assert places._max_training == {}
+
+
+async def test_when_keys_were_used_is_remembered_of_so_many(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(auth, "MOST_CACHED", 10)
+    keys: Any = SimpleNamespace(used=lambda key_id: None)
+    gate = Gate(keys, tokens=SimpleNamespace())  # type: ignore[arg-type]
+    for number in range(100):
+        key: Any = SimpleNamespace(key_id=number)
+        gate._note(key, 0.0)
+    assert len(gate._noted) <= 10
