@@ -40,7 +40,7 @@ ROOMS = {
     "server.restarts": "",
     "server.blame": "",
     "server.roll": "wire server.blame",
-    "server.store": "wire sqlalchemy alembic fsspec",
+    "server.store": "wire sqlalchemy alembic fsspec ~aiobotocore ~botocore",
     "server.executor": "wire server.plan server.restarts server.blame server.roll",
     "server.api": "wire server.store server.plan server.executor server.dispatch server.futures "
     "server.prices server.saving server.settings server.presence server.shares server.signing "

@@ -78,7 +78,7 @@ class Saving:
                 f"{request.path} was saved for sampling and holds no optimizer state. "
                 "Load it without the optimizer, or load a checkpoint made by save_state."
             )
-        folder = await self._store.checkpoints.open(version.version_id)
+        folder = await self._store.checkpoints.open(version.version_id, must=True)
         await run(
             Work(
                 task=Task.LOAD,

@@ -76,7 +76,7 @@ class Samples:
     async def _perform(self, row: RequestRow) -> Ending:
         folder = None
         if row.version_id is not None:
-            folder = await self._desk.store.checkpoints.open(row.version_id)
+            folder = await self._desk.store.checkpoints.open(row.version_id, must=True)
         payload = await self._desk.payloads.get(row.request_id)
         tap = self._taps.get(row.request_id)
         work = orders.sample(row.owner, folder, payload, None if tap is None else tap.hear)

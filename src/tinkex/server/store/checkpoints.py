@@ -93,8 +93,12 @@ class Checkpoints:
         """Where the engine writes this version."""
         return f"{self._folder}/{version.place}"
 
-    async def open(self, version_id: str) -> str:
-        """The folder of a saved version on this machine."""
+    async def open(self, version_id: str, *, must: bool = False) -> str:
+        """
+        The folder of a saved version on this machine.
+
+        While an object store is away this raises StorageTrouble, or waits if it `must` be opened.
+        """
         version = await self.version(version_id)
         if version is None:
             raise UserFailure(
@@ -105,7 +109,7 @@ class Checkpoints:
         # Every sample asks this: where the files are here anyway, it waits for no hash or upload.
         local = self._files.local is not None
         look = self._database.with_file if local else self._database.in_thread
-        if not await look(lambda: self._brought(version, folder)):
+        if not await look(lambda: self._brought(version, folder), must=must):
             raise _unreadable(version, f"is missing: there is no folder {version.place}")
         if version.version_id not in self._sound:
             await self._check(version, folder)
@@ -150,7 +154,7 @@ class Checkpoints:
         """The version, its name or its sampler, and the request's result: all or nothing."""
         folder = self.folder(version)
         written = await self._database.in_thread(lambda: fingerprint(folder))
-        await self._database.in_thread(lambda: self._files.upload(folder, version.place))
+        await self._database.in_thread(lambda: self._files.upload(folder, version.place), must=True)
 
         def act(connection: sa.Connection) -> None:
             values = {column.name: getattr(version, column.name) for column in VERSION}

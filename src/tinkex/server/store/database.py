@@ -1,6 +1,7 @@
 """Connections: one that writes, a few that read, and the migrations that run at opening."""
 
 import asyncio
+import errno
 import logging
 import shutil
 import time
@@ -18,10 +19,12 @@ from sqlalchemy import event
 from tinkex.server.store import postgres, tally, writer
 from tinkex.server.store.trouble import (
     FAILING,
+    FILES,
     FULL,
     READ_ONLY,
     Condition,
     StorageTrouble,
+    StoreAway,
     trouble_of,
 )
 from tinkex.server.store.writer import Many, Writer
@@ -187,13 +190,32 @@ class Database:
         """Build a large answer off the event loop, where such reads are made."""
         return await _run(self._reporters, act)
 
-    async def with_file(self, act: Callable[[], T]) -> T:
-        """Read or write one payload or result off the event loop."""
-        return await _run(self._file_threads, act)
+    async def with_file(self, act: Callable[[], T], *, must: bool = False) -> T:
+        """
+        Read or write one payload or result off the event loop.
 
-    async def in_thread(self, act: Callable[[], T]) -> T:
-        """Work on whole folders off the event loop. It may take minutes."""
-        return await _run(self._folder_threads, act)
+        While an object store is away, or the disk is full, this raises StorageTrouble, or waits
+        if it `must` be done.
+        """
+        return await self._on_files(self._file_threads, act, must=must)
+
+    async def in_thread(self, act: Callable[[], T], *, must: bool = False) -> T:
+        """The same for work on whole folders. It may take minutes."""
+        return await self._on_files(self._folder_threads, act, must=must)
+
+    async def _on_files(
+        self, threads: ThreadPoolExecutor, act: Callable[[], T], *, must: bool
+    ) -> T:
+        while True:
+            try:
+                return await _run(threads, act)
+            except OSError as error:
+                if not isinstance(error, StoreAway) and error.errno != errno.ENOSPC:
+                    raise
+                self.condition.note(error, FILES)
+                if not must:
+                    raise self.condition.refusal(error) from error
+            await asyncio.sleep(READ_RETRY_S)
 
     def close(self) -> None:
         self.writer.close()

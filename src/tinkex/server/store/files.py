@@ -16,7 +16,7 @@ from typing import Any
 import fsspec  # type: ignore[import-untyped]
 from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
 
-from tinkex.server.store.trouble import Damaged
+from tinkex.server.store.trouble import Damaged, StoreAway
 
 #: How a problem begins that is one of rights, or of the disk, and says nothing of what is there.
 UNREADABLE = "cannot be read"
@@ -35,11 +35,31 @@ def is_place(text: str) -> bool:
     return room in ROOMS and names != [] and not {"", ".", ".."} & set(names) and "\0" not in text
 
 
+#: An object store has this long to take a connection, and to send the next bytes.
+CONNECT_S, SILENT_S = 10, 30
+_S3 = {
+    "connect_timeout": CONNECT_S,
+    "read_timeout": SILENT_S,
+    # Once more for a connection that the store had closed. Longer waits are the caller's choice:
+    # new work is refused meanwhile, accepted work is tried until it succeeds.
+    "retries": {"total_max_attempts": 2},
+}
+
+_LOCAL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+
+
 class Files:
     """Named bytes below one root: a local folder, or any fsspec URL."""
 
     def __init__(self, root_url: str) -> None:
-        filesystem, root = fsspec.core.url_to_fs(root_url)
+        # A listing that was kept would not show what other processes have written since.
+        options: dict[str, Any] = {"use_listings_cache": False, "skip_instance_cache": True}
+        is_s3 = root_url.startswith(("s3://", "s3a://"))
+        if is_s3:
+            options.update(_s3_options())
+        filesystem, root = fsspec.core.url_to_fs(root_url, **options)
+        if is_s3:
+            filesystem.retries = 1  # see _S3
         self._filesystem: fsspec.AbstractFileSystem = filesystem
         self._root: str = root
         #: The folder, where it is one on this machine. Places below it are joined as texts: a
@@ -51,7 +71,8 @@ class Files:
         name = f"{secrets.token_hex(16)}.{hashlib.sha256(data).hexdigest()[:FINGERPRINT_DIGITS]}"
         place = f"{room}/{name[:2]}/{name}"
         if self.local is None:
-            self._filesystem.pipe_file(f"{self._root}/{place}", data)
+            with _store_errors():
+                self._filesystem.pipe_file(f"{self._root}/{place}", data)
         else:
             write_durably(f"{self.local}/{place}", data)
         return place
@@ -63,11 +84,14 @@ class Files:
                 with open(f"{self.local}/{place}", "rb") as file:
                     data = file.read()
             else:
-                data = self._filesystem.cat_file(f"{self._root}/{place}")
+                with _store_errors(may_be_missing=True):
+                    data = self._filesystem.cat_file(f"{self._root}/{place}")
         except FileNotFoundError:
             raise Damaged(f"is missing: there is no file {place}") from None
         except (IsADirectoryError, NotADirectoryError) as error:
             raise Damaged(f"is damaged: {place} is no file ({error.strerror})") from None
+        except StoreAway:
+            raise
         except OSError as error:
             if error.errno not in (errno.EACCES, errno.EPERM, errno.EIO):
                 raise
@@ -81,7 +105,7 @@ class Files:
     def exists(self, place: str) -> bool:
         if self.local is not None:
             return os.path.exists(f"{self.local}/{place}")
-        return bool(self._filesystem.exists(f"{self._root}/{place}"))
+        return bool(self._inside(place))
 
     def path(self, place: str) -> Path | None:
         """The file itself, where it is one on this machine."""
@@ -90,9 +114,7 @@ class Files:
     def copy(self, source: str, target: str) -> None:
         """The files of a folder under another place too, whole or not at all."""
         if self.local is None:
-            self._filesystem.copy(
-                f"{self._root}/{source}", f"{self._root}/{target}", recursive=True
-            )
+            self._copy_objects(self._inside(source), source, target)
             return
         folder = Path(self.local, target)
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -111,10 +133,10 @@ class Files:
     def move(self, place: str, target: str) -> None:
         """Another place for what is there, if anything is."""
         if self.local is None:
-            if self._filesystem.exists(f"{self._root}/{place}"):
-                self._filesystem.mv(
-                    f"{self._root}/{place}", f"{self._root}/{target}", recursive=True
-                )
+            if names := self._inside(place):
+                self._copy_objects(names, place, target)
+                with _store_errors():
+                    self._filesystem.rm(names)
         elif self.exists(place):
             Path(self.local, target).parent.mkdir(parents=True, exist_ok=True)
             os.rename(f"{self.local}/{place}", f"{self.local}/{target}")
@@ -128,8 +150,9 @@ class Files:
             else:
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(path)
-        elif self._filesystem.exists(f"{self._root}/{place}"):
-            self._filesystem.rm(f"{self._root}/{place}", recursive=True)
+        elif names := self._inside(place):
+            with _store_errors():
+                self._filesystem.rm(names)
 
     def older(self, room: str, depth: int, *, before_s: float) -> list[str]:
         """What lies so many names below a room and was last written before then."""
@@ -138,9 +161,10 @@ class Files:
             for place, entry in _below(self.local, room, depth):
                 with contextlib.suppress(FileNotFoundError):
                     found[place] = entry.stat(follow_symlinks=False).st_mtime
-        elif self._filesystem.exists(f"{self._root}/{room}"):
+        else:
             root = self._root.strip("/")
-            listed = self._filesystem.find(f"{self._root}/{room}", detail=True)
+            with _store_errors():
+                listed = self._filesystem.find(f"{self._root}/{room}", detail=True)
             for name, facts in listed.items():
                 below = name.strip("/").removeprefix(root).strip("/").split("/")
                 place = "/".join(below[: depth + 1])
@@ -154,7 +178,8 @@ class Files:
             places = self.older(room, ROOMS[room], before_s=math.inf)
             return {place.split("/")[1] for place in places}
         try:
-            listed = self._filesystem.ls(f"{self._root}/{room}", detail=False)
+            with _store_errors(may_be_missing=True):
+                listed = self._filesystem.ls(f"{self._root}/{room}", detail=False)
         except FileNotFoundError:
             return set()
         return {name.rstrip("/").rpartition("/")[2] for name in listed}
@@ -170,20 +195,74 @@ class Files:
     def upload(self, folder: str, place: str) -> None:
         """Copy a finished folder to a root that is not local; the local copy is a cache."""
         if self.local is None:
-            self._filesystem.put(folder, f"{self._root}/{place}", recursive=True)
+            names = os.listdir(folder)
+            with _store_errors():
+                # File by file: a folder that is copied a second time would land inside the first.
+                self._filesystem.put(
+                    [f"{folder}/{name}" for name in names],
+                    [f"{self._root}/{place}/{name}" for name in names],
+                )
 
     def download(self, place: str, folder: str) -> None:
         """Bring a folder back from a root that is not local, whole or not at all."""
         if self.local is not None or os.path.exists(folder):
             return
+        if not (names := self._inside(place)):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), place)
         parent, name = os.path.split(folder)
         part = f"{parent}/.{name}.{secrets.token_hex(4)}"
-        self._filesystem.get(f"{self._root}/{place}", part, recursive=True)
+        os.makedirs(part)
         try:
+            with _store_errors():
+                self._filesystem.get(names, [f"{part}/{os.path.basename(one)}" for one in names])
             os.rename(part, folder)
-        except OSError:
-            # Somebody else brought it first: the same immutable files.
+        except BaseException:
             shutil.rmtree(part, ignore_errors=True)
+            # Somebody else may have brought it first: the same immutable files.
+            if not os.path.exists(folder):
+                raise
+
+    def _inside(self, place: str) -> list[str]:
+        """The full names of the objects of a folder, or of the one that is there."""
+        with _store_errors():
+            return list(self._filesystem.find(f"{self._root}/{place}"))
+
+    def _copy_objects(self, names: list[str], source: str, target: str) -> None:
+        """Each object of a folder, so that it lands beside what may be there from an earlier try."""
+        old, new = f"{self._root}/{source}".strip("/"), f"{self._root}/{target}"
+        targets = [f"{new}{name.strip('/').removeprefix(old)}" for name in names]
+        with _store_errors():
+            self._filesystem.copy(names, targets)
+
+
+def _s3_options() -> dict[str, Any]:
+    try:
+        from aiobotocore.session import get_session  # type: ignore[import-untyped]
+        from botocore.handlers import add_expect_header  # type: ignore[import-untyped]
+    except ModuleNotFoundError as error:
+        raise StoreAway(
+            f"it needs {error.name}, which is not installed: run `pip install 'tinkex[s3]'`"
+        ) from None
+    session = get_session()
+    # A store that is silent is waited for without an end before it says "100 Continue".
+    session.unregister("before-call.s3", add_expect_header)
+    return {"session": session, "config_kwargs": _S3}
+
+
+@contextlib.contextmanager
+def _store_errors(*, may_be_missing: bool = False) -> Iterator[None]:
+    """Whatever an object store raises becomes `StoreAway`; only a missing object is none of that."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno in _LOCAL:
+            raise  # the disk that it was brought to
+        # A whole bucket that is missing says nothing about what was in it.
+        missing = isinstance(error, FileNotFoundError) and "bucket" not in str(error).lower()
+        if missing and may_be_missing:
+            raise
+        told = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise StoreAway(told) from error
 
 
 def _below(root: str, place: str, depth: int) -> Iterator[tuple[str, os.DirEntry[str]]]:

@@ -141,9 +141,9 @@ class Requests:
         condition.clear(FILES)
         return place
 
-    async def _get(self, request_id: str, what: str, place: str) -> bytes:
+    async def _get(self, request_id: str, what: str, place: str, *, must: bool = False) -> bytes:
         try:
-            return await self._database.with_file(lambda: self._files.get(place))
+            return await self._database.with_file(lambda: self._files.get(place), must=must)
         except Damaged as error:
             raise Damaged(f"the {what} of request {request_id} {error}") from error
 
@@ -220,7 +220,7 @@ class Requests:
         if row.payload_place is None:
             return bytes(row.payload)
         place: str = row.payload_place
-        payload = await self._get(request_id, "payload", place)
+        payload = await self._get(request_id, "payload", place, must=True)
         # Engines on this machine read the file themselves; it has been looked at now.
         return self._files.path(place) or payload
 

@@ -90,7 +90,7 @@ class Snapshots:
         if not await self._database.write(lambda connection: fall_back(connection, bad)):
             return False
         aside = f"{ASIDE}/{bad.place}"
-        await self._database.in_thread(lambda: self._files.move(bad.place, aside))
+        await self._database.in_thread(lambda: self._files.move(bad.place, aside), must=True)
         log.error("it was set aside as %s; %s is built from before it", aside, bad.model_id)
         return True
 
@@ -106,7 +106,9 @@ class Snapshots:
     async def open(self, snapshot: Snapshot) -> str:
         """The folder on this machine."""
         folder = self._at(snapshot.place)
-        await self._database.in_thread(lambda: self._files.download(snapshot.place, folder))
+        await self._database.in_thread(
+            lambda: self._files.download(snapshot.place, folder), must=True
+        )
         return folder
 
     async def save(

@@ -12,7 +12,7 @@ from tinkex.server.store.audit import Audit
 from tinkex.server.store.belonging import refuse_another
 from tinkex.server.store.catalog import Catalog
 from tinkex.server.store.checkpoints import Checkpoints
-from tinkex.server.store.database import Database
+from tinkex.server.store.database import Database, DatabaseRefused
 from tinkex.server.store.deaths import Deaths
 from tinkex.server.store.files import Files
 from tinkex.server.store.history import History
@@ -23,7 +23,7 @@ from tinkex.server.store.retention import Retention
 from tinkex.server.store.runs import Runs
 from tinkex.server.store.snapshots import Snapshots
 from tinkex.server.store.telemetry import Telemetry
-from tinkex.server.store.trouble import FILES, Condition, StorageTrouble
+from tinkex.server.store.trouble import FILES, Condition, StorageTrouble, StoreAway
 from tinkex.server.store.usage import Usage
 
 T = TypeVar("T")
@@ -72,6 +72,8 @@ class Store:
             await self._database.write(_touch)
         try:
             await self._database.with_file(self._probe_files)
+        except StorageTrouble:
+            return
         except OSError as error:
             if self.condition.note(error, FILES) is None:
                 raise
@@ -98,13 +100,20 @@ def open_store(*, db_url: str, storage_url: str, folder: Path, alone: bool = Fal
     """Open, or make, the store; its schema is brought up to date. Servers are `alone` on it."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     _keep_private(db_url)
-    database, files = Database(db_url, alone=alone), Files(storage_url)
-    if alone:
-        try:
+    database = Database(db_url, alone=alone)
+    try:
+        files = Files(storage_url)
+        if alone:
             refuse_another(database, files)
-        except BaseException:
-            database.close()
-            raise
+    except (StoreAway, ImportError) as error:
+        database.close()
+        raise DatabaseRefused(
+            f"the object store {storage_url} cannot be used: {error}. See that it runs and lets "
+            "this server in, or choose another with --storage."
+        ) from error
+    except BaseException:
+        database.close()
+        raise
     return Store(database=database, files=files, folder=folder)
 
 

@@ -24,6 +24,8 @@ log = logging.getLogger("tinkex.server.store")
 DATABASE = "database"
 FILES = "files"
 ROOM = "reserve of room"
+#: What `FILES` are in, where they are not in a folder.
+OBJECT_STORE = "object store"
 
 FULL = "full"
 READ_ONLY = "read_only"
@@ -70,14 +72,14 @@ _WORDS = {
     FULL: "the disk of this server is full",
     READ_ONLY: "this server cannot write to its data folder or its database",
     FAILING: "the disk of this server fails",
-    AWAY: "the database of this server cannot be reached",
+    AWAY: "the {part} of this server cannot be reached",
     CORRUPT: "the database of this server is damaged",
 }
 _ADVICE = {
     FULL: "Make room on it; the server goes on by itself.",
     READ_ONLY: "Make them writable for the server's user; the server goes on by itself.",
     FAILING: "Look at the disk and the system's log; the server goes on by itself when it can.",
-    AWAY: "See that it runs and lets this machine in; the server goes on by itself.",
+    AWAY: "See that it runs and lets this server in; the server goes on by itself.",
     CORRUPT: "Stop the server, run `tinkex doctor`, and restore a back-up if it says so.",
 }
 
@@ -89,6 +91,8 @@ class Trouble:
     kind: str
     #: What the system said.
     reason: str
+    #: What cannot be reached, where something cannot.
+    part: str = DATABASE
 
     @property
     def passes(self) -> bool:
@@ -98,7 +102,8 @@ class Trouble:
     @property
     def text(self) -> str:
         """For clients: nothing is lost, and whose turn it is."""
-        return f"{_WORDS[self.kind]} ({self.reason}). Nothing new is taken in meanwhile."
+        what = _WORDS[self.kind].format(part=self.part)
+        return f"{what} ({self.reason}). Nothing new is taken in meanwhile."
 
     @property
     def advice(self) -> str:
@@ -113,6 +118,14 @@ class StorageTrouble(Exception):
         self.trouble = trouble
 
 
+class StoreAway(OSError):
+    """
+    An object store refused, did not answer, or cannot be reached.
+
+    Each kind of store raises errors of its own; `Files` turns them all into this one.
+    """
+
+
 class Damaged(Exception):
     """A file that a row points to is missing, or is not what was written; the text names it."""
 
@@ -122,6 +135,8 @@ def trouble_of(error: BaseException | None) -> Trouble | None:
     for one in _causes(error):
         if isinstance(one, StorageTrouble):
             return one.trouble
+        if isinstance(one, StoreAway):
+            return Trouble(kind=AWAY, reason=str(one), part=OBJECT_STORE)
         if isinstance(one, postgres.DatabaseHeld):
             return Trouble(kind=AWAY, reason=str(one))
         if isinstance(one, sa.exc.DBAPIError) and _is_lost(one):

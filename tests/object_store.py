@@ -1,0 +1,83 @@
+"""A real S3 API for tests: moto's server, a process of its own on loopback, all in memory."""
+
+import os
+import signal
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+BUCKET = "tinkex-tests"
+#: Without these, the AWS libraries look for credentials on the network.
+CREDENTIALS = {
+    "AWS_ACCESS_KEY_ID": "test",
+    "AWS_SECRET_ACCESS_KEY": "test",
+    "AWS_DEFAULT_REGION": "us-east-1",
+    "AWS_EC2_METADATA_DISABLED": "true",
+}
+SERVE = """
+import sys, threading
+from moto.server import ThreadedMotoServer
+server = ThreadedMotoServer(ip_address="127.0.0.1", port=int(sys.argv[1]), verbose=False)
+server.start()
+print(server.get_host_and_port()[1], flush=True)
+threading.Event().wait()
+"""
+
+
+class ObjectStore:
+    """It can be killed, started again on its port (empty), and paused."""
+
+    def __init__(self) -> None:
+        self.port = 0
+        self._process: subprocess.Popen[str] | None = None
+        self.start()
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {**CREDENTIALS, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self.port}"}
+
+    def start(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", SERVE, str(self.port)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env={**os.environ, **CREDENTIALS},
+        )
+        assert self._process.stdout is not None
+        self.port = int(self._process.stdout.readline())
+        self.make_bucket()
+
+    def make_bucket(self) -> None:
+        url = f"http://127.0.0.1:{self.port}/{BUCKET}"
+        with urllib.request.urlopen(urllib.request.Request(url, method="PUT"), timeout=20):
+            pass
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            assert self._process.stdout is not None
+            self._process.stdout.close()
+            self._process = None
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """It takes connections, and says nothing."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self._process.send_signal(signal.SIGCONT)
+
+
+@contextmanager
+def object_store() -> Iterator[ObjectStore]:
+    store = ObjectStore()
+    try:
+        yield store
+    finally:
+        store.kill()

@@ -1,0 +1,235 @@
+"""Files in an object store: a real S3 API, which is also killed and paused under the server."""
+
+import asyncio
+import math
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from object_store import BUCKET, ObjectStore, object_store
+from server.echo import EchoExecutor
+from server.hosting import PROTOBUF, Api, hosted, pass_body
+from tinkex.server.store import files as files_module
+from tinkex.server.store.files import Files
+from tinkex.server.store.trouble import Damaged, StoreAway
+
+LARGE = 40_000  # tokens: payload and result are files of their own
+SOON_S = 20.0
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[ObjectStore]:
+    with object_store() as store:
+        yield store
+
+
+@pytest.fixture
+def root(running: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A place of its own in the store, with little patience for silence."""
+    for name, value in running.environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setitem(files_module._S3, "read_timeout", 1)
+    return f"s3://{BUCKET}/{tmp_path.name}"
+
+
+def folder_of(tmp_path: Path, **content: str) -> str:
+    folder = tmp_path / "written"
+    folder.mkdir()
+    for name, text in content.items():
+        (folder / name).write_text(text)
+    return str(folder)
+
+
+def test_what_another_process_wrote_is_seen_at_once(root: str, tmp_path: Path) -> None:
+    one, other = Files(root), Files(root)
+    assert one.names("checkpoints") == set()
+    assert not one.exists("checkpoints/m/weights/a/v1")
+    other.upload(folder_of(tmp_path, a="1"), "checkpoints/m/weights/a/v1")
+    assert one.names("checkpoints") == {"m"}
+    assert one.exists("checkpoints/m/weights/a/v1")
+    assert not one.exists("checkpoints/m/weights/a/v")
+    assert one.older("checkpoints", 4, before_s=math.inf) == ["checkpoints/m/weights/a/v1"]
+    assert one.older("checkpoints", 4, before_s=1000) == []
+
+
+def test_a_folder_that_is_uploaded_twice_is_there_once(root: str, tmp_path: Path) -> None:
+    files, folder = Files(root), folder_of(tmp_path, a="1", b="2")
+    files.upload(folder, "checkpoints/m/weights/a/v1")
+    files.upload(folder, "checkpoints/m/weights/a/v1")
+    files.copy("checkpoints/m/weights/a/v1", "checkpoints/m/weights/a/v2")
+    files.copy("checkpoints/m/weights/a/v1", "checkpoints/m/weights/a/v2")
+    for version in ("v1", "v2"):
+        back = tmp_path / "back" / version
+        files.download(f"checkpoints/m/weights/a/{version}", str(back))
+        assert {file.name: file.read_text() for file in back.iterdir()} == {"a": "1", "b": "2"}
+
+
+def test_a_folder_moves(root: str, tmp_path: Path) -> None:
+    files = Files(root)
+    files.upload(folder_of(tmp_path, number="7 0"), "snapshots/m/one")
+    files.move("snapshots/m/one", "aside/snapshots/m/one")
+    files.move("snapshots/m/one", "aside/snapshots/m/one")  # a repeat finds nothing to do
+    assert not files.exists("snapshots/m/one")
+    files.download("aside/snapshots/m/one", str(tmp_path / "back"))
+    assert (tmp_path / "back" / "number").read_text() == "7 0"
+    files.remove("aside/snapshots/m/one")
+    files.remove("aside/snapshots/m/one")
+    assert files.all_places() == []
+
+
+def test_missing_is_told_from_away(root: str, tmp_path: Path) -> None:
+    files = Files(root)
+    place = files.put("payloads", b"abc")
+    assert files.get(place) == b"abc"
+    assert files.exists(place)
+    files.remove(place)
+    with pytest.raises(Damaged, match="is missing"):
+        files.get(place)
+    with pytest.raises(FileNotFoundError):
+        files.download("snapshots/m/none", str(tmp_path / "none"))
+    # A bucket that is gone says nothing about what was in it.
+    elsewhere = Files("s3://no-such-bucket/x")
+    for act in (lambda: elsewhere.get(place), lambda: elsewhere.put("results", b"x")):
+        with pytest.raises(StoreAway, match="bucket does not exist"):
+            act()
+
+
+def test_silence_has_an_end(root: str, running: ObjectStore) -> None:
+    files = Files(root)
+    files.put("payloads", b"abc")
+    began_s = time.monotonic()
+    with running.paused(), pytest.raises(StoreAway):
+        files.put("payloads", b"abc")
+    # Two tries of a second; five times five tries is what the libraries do by themselves.
+    assert time.monotonic() - began_s < SOON_S
+
+
+async def state(api: Api) -> str | None:
+    answer = await api.get("/api/v1/healthz")
+    return None if answer.status == 200 else str(answer.json["trouble"])
+
+
+async def until_well(api: Api) -> None:
+    deadline = time.monotonic() + SOON_S
+    while await state(api) is not None:
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.05)
+
+
+@pytest.mark.anyio
+async def test_training_saving_and_sampling_with_an_empty_cache(root: str, tmp_path: Path) -> None:
+    async with hosted(EchoExecutor(), tmp_path / "one", storage=root) as api:
+        model = await api.model()
+        await api.forward_backward(model, 1, tokens=LARGE)
+        assert await api.value(await api.optim_step(model, 2)) == LARGE
+        saved = await api.result(
+            await api.step("save_weights_for_sampler", model_id=model, seq_id=3, path="a")
+        )
+        assert await api.app.state.context.dispatcher.snapshot(model)  # type: ignore[union-attr]
+    # Another machine has the database and the object store, and no folder of the first.
+    for gone in ("checkpoints", "snapshots"):
+        shutil.rmtree(tmp_path / "one" / gone)
+    async with hosted(EchoExecutor(), tmp_path / "one", storage=root) as api:
+        body = {
+            "prompt": {"chunks": [{"tokens": [1]}]},
+            "sampling_params": {},
+            "model_path": saved["path"],
+        }
+        request = (await api.post("asample", body)).json["request_id"]
+        assert (await api.result(request))["sequences"][0]["tokens"] == [LARGE]
+        assert await api.value(await api.optim_step(model, 4)) == 2 * LARGE
+
+
+@pytest.mark.anyio
+async def test_a_result_waits_for_a_store_that_is_silent(
+    root: str, running: ObjectStore, tmp_path: Path
+) -> None:
+    echo = EchoExecutor()
+    async with hosted(echo, tmp_path / "data", storage=root) as api:
+        model = await api.model()
+        echo.open.clear()
+        while not echo.entered.locked():
+            await echo.entered.acquire()
+        passed = await api.forward_backward(model, 1, tokens=LARGE)
+        stepped = await api.optim_step(model, 2)
+        await echo.entered.acquire()
+        with running.paused():
+            echo.open.set()
+            deadline = time.monotonic() + SOON_S
+            while await state(api) != "away":
+                assert time.monotonic() < deadline
+                await asyncio.sleep(0.05)
+            refused = await api.post(
+                "forward_backward", pass_body(model, 3, LARGE), headers=PROTOBUF
+            )
+            assert refused.status == 503
+            assert "object store" in refused.body.decode()
+        assert (await api.passed(passed)).metrics
+        assert await api.value(stepped) == LARGE
+        await until_well(api)
+        await api.forward_backward(model, 3, tokens=LARGE)
+        assert await api.value(await api.optim_step(model, 4)) == 3 * LARGE
+
+
+@pytest.mark.anyio
+async def test_new_work_is_refused_while_the_store_is_gone_and_taken_when_it_is_back(
+    root: str, running: ObjectStore, tmp_path: Path
+) -> None:
+    async with hosted(EchoExecutor(), tmp_path / "data", storage=root) as api:
+        model = await api.model()
+        running.kill()
+        try:
+            refused = await api.post(
+                "forward_backward", pass_body(model, 1, LARGE), headers=PROTOBUF
+            )
+            assert refused.status == 503
+            assert await state(api) == "away"
+            # Small ones too: their results may be large.
+            small = await api.post("forward_backward", pass_body(model, 1), headers=PROTOBUF)
+            assert small.status == 503
+        finally:
+            running.start()
+        await until_well(api)
+        await api.forward_backward(model, 1, tokens=LARGE)
+        assert await api.value(await api.optim_step(model, 2)) == LARGE
+
+
+@pytest.mark.anyio
+async def test_a_save_waits_for_the_store(root: str, running: ObjectStore, tmp_path: Path) -> None:
+    echo = EchoExecutor()
+    async with hosted(echo, tmp_path / "data", storage=root) as api:
+        model = await api.model()
+        echo.open.clear()
+        saving = await api.step("save_weights", model_id=model, seq_id=1, path="a")
+        with running.paused():
+            echo.open.set()
+            deadline = time.monotonic() + SOON_S
+            while await state(api) != "away":
+                assert time.monotonic() < deadline
+                await asyncio.sleep(0.05)
+        assert (await api.result(saving))["path"].endswith("/weights/a")
+
+
+def test_a_server_whose_store_is_away_says_so_and_ends(
+    root: str, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "tinkex.cli.main", "serve", f"x={tiny_model}", "--port", "0"),
+            *("--data", str(tmp_path / "data"), "--storage", root),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
+    assert done.returncode != 0
+    assert "object store" in done.stderr
+    assert "--storage" in done.stderr
+    assert "Traceback" not in done.stderr
