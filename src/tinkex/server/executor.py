@@ -28,6 +28,10 @@ from tinkex.wire.proto import frames_pb2
 
 log = logging.getLogger("tinkex.server.executor")
 
+# What an engine has sent and was not read yet. With asyncio's 64 KiB, a result of a megabyte is
+# read in sixteen pieces, and the engine waits for each.
+UNREAD_BYTES = 16 * 2**20
+
 # How long a closed engine may take to leave by itself.
 LEAVE_S = 5.0
 
@@ -394,7 +398,7 @@ class _Engine:
                     env=_environment(self._options),
                 )
             self._process = process
-            reader, writer = await asyncio.open_unix_connection(sock=ours)
+            reader, writer = await asyncio.open_unix_connection(sock=ours, limit=UNREAD_BYTES)
             await self._listen(reader, writer)
         finally:
             self._up.clear()
