@@ -11,7 +11,7 @@ import pyrage  # type: ignore[import-untyped]
 import pytest
 
 from server.echo import EchoExecutor
-from server.hosting import Api, hosted
+from server.hosting import Answer, Api, hosted
 from server.tenants import new_key, with_key
 
 pytestmark = pytest.mark.anyio
@@ -301,3 +301,44 @@ async def test_a_model_that_was_refused_does_not_become_a_run_when_its_request_i
         await api.post(f"sessions/{session}/finish", done)
         await api.tidy()
         assert (await api.get(RUNS)).json["training_runs"] == []
+
+
+async def test_a_copy_never_answers_with_another_checkpoint(api: Api) -> None:
+    """Into a run that is there already: only a repeat of the same copy is answered."""
+    session = await api.session()
+    model = await api.model(session)
+    path = await saved(api, model, 1, "one")
+    await api.model(session, number=1)  # trained, nothing saved
+    trained = await api.model(session, number=2)
+    body = {"model_id": trained, "seq_id": 1, "path": "smp"}
+    await api.result(await api.step("save_weights_for_sampler", **body))
+    twin = await saved(api, await api.model(session, number=3), 1, "one")  # of the same content
+
+    async def copied(source: str, number: int) -> Answer:
+        into = {"session_id": session, "model_seq_id": number}
+        return await api.post("copy_weights", {"source_path": source, **into})
+
+    for number in (1, 2, 3):
+        refused = await copied(path, number)
+        assert refused.status == 422, (number, refused)
+        (told,) = refused.json["detail"]
+        assert told["loc"][-1] == "model_seq_id"
+        assert f"{session}:train:{number}" in told["msg"]
+        assert "next free number" in told["msg"]
+    first = await copied(path, 4)
+    assert first.json["tinker_path"] == f"tinker://{session}:train:4/weights/one"
+    assert (await copied(path, 4)).json == first.json
+    other = await saved(api, await moved(api, session, 5), 3, "one")
+    assert twin != other
+    assert (await copied(other, 4)).status == 422
+    # Nor is a model made in the place of a copy.
+    made = {"session_id": session, "model_seq_id": 4, "base_model": api.base_model}
+    assert (await api.post("create_model", {**made, "lora_config": {"rank": 8}})).status == 422
+
+
+async def moved(api: Api, session: str, number: int) -> str:
+    """A model with other weights than a new one."""
+    model = await api.model(session, number=number)
+    await api.passed(await api.forward_backward(model, 1))
+    await api.result(await api.optim_step(model, 2))
+    return model

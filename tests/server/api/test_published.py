@@ -1,5 +1,7 @@
 """`accessible` lists what others have published, and nothing else of theirs; `owned` one's own only."""
 
+import json
+import sqlite3
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -127,3 +129,74 @@ async def test_what_is_withdrawn_is_in_no_list_of_others_any_more(shared: Shared
     assert await asked(shared.bob, "sessions?access_scope=accessible") == {"sessions": []}
     runs = await asked(shared.bob, "training_runs?access_scope=accessible")
     assert runs["training_runs"] == []
+
+
+@pytest.mark.parametrize("lent", [False, True])
+async def test_a_copy_of_anothers_checkpoint_has_none_of_their_notes(
+    echo: EchoExecutor, tmp_path: Path, lent: bool
+) -> None:
+    alices, bobs = await new_key(tmp_path, "alice"), await new_key(tmp_path, "bob")
+    async with (
+        hosted(echo, tmp_path) as nobody,
+        with_key(nobody, alices) as alice,
+        with_key(nobody, bobs) as bob,
+    ):
+        body = {
+            "session_id": await alice.session(),
+            "model_seq_id": 0,
+            "base_model": alice.base_model,
+            "lora_config": {"rank": 8},
+            "user_metadata": {"run": SECRET},
+        }
+        made = (await alice.post("create_model", body)).json
+        await alice.result(made["request_id"])
+        model = made["model_id"]
+        save = {"model_id": model, "seq_id": 1, "path": "a", "user_metadata": {"note": SECRET}}
+        path = (await alice.result(await alice.step("save_weights", **save)))["path"]
+        wish = {"source_path": path, "destination_project_id": "p"}
+        if lent:
+            wish["weights_access_token"] = alices
+        else:
+            assert await alice.call("POST", f"training_runs/{model}/checkpoints/weights/a/publish")
+        copy = (await bob.post("copy_weights", wish)).json["tinker_path"]
+        own = await asked(bob, f"training_runs/{copy.split('/')[2]}")
+        assert own.get("user_metadata") is None
+        # What its owner wrote on a checkpoint is published with it, and only then.
+        noted = own["last_checkpoint"].get("user_metadata")
+        assert noted == (None if lent else {"note": SECRET})
+        # One's own copy has it all.
+        mine = (await alice.post("copy_weights", {**wish, "weights_access_token": None})).json
+        run = await asked(alice, f"training_runs/{mine['tinker_path'].split('/')[2]}")
+        assert run["user_metadata"] == {"run": SECRET}
+        assert run["last_checkpoint"]["user_metadata"] == {"note": SECRET}
+
+
+async def test_others_see_nothing_of_how_the_session_stands(shared: Shared, tmp_path: Path) -> None:
+    """Whether it runs, fell silent, failed or was ended is its owner's to know."""
+    search = {"owner": {"type": "accessible"}}
+
+    async def seen_by_bob() -> Any:
+        found = (await shared.bob.post("sessions/search", search)).json["sessions"]
+        run = await asked(shared.bob, f"training_runs/{shared.model}?access_scope=accessible")
+        return found, run
+
+    before = await seen_by_bob()
+    failure = {
+        "type": "failed",
+        "reason": {"type": "training_run_failed", "training_run_id": shared.model},
+        "detail": SECRET,
+    }
+    with sqlite3.connect(tmp_path / "tinkex.db") as connection:
+        connection.execute("UPDATE sessions SET failure = ?", (json.dumps(failure),))
+    connection.close()
+    assert (await asked(shared.alice, f"training_runs/{shared.model}"))["corrupted"] is True
+    assert await seen_by_bob() == before
+    done = {"reason": {"type": "errored"}, "detail": SECRET}
+    assert (await shared.alice.post(f"sessions/{shared.session}/finish", done)).status == 200
+    (mine,) = (await shared.alice.post("sessions/search", {})).json["sessions"]
+    assert mine["status"]["type"] == "client_finished"
+    assert await seen_by_bob() == before
+    # Nor can it be guessed by searching for it.
+    for status in ("client_finished", "failed", "cancelled"):
+        body = {**search, "statuses": [{"type": status}]}
+        assert (await shared.bob.post("sessions/search", body)).json["sessions"] == []

@@ -11,7 +11,7 @@ from tinkex.server.api.auth import owner_of
 from tinkex.server.api.context import Context, answer, context_of, describe, read_json
 from tinkex.server.api.reading import readable
 from tinkex.server.saving import check_ttl, tinker_path
-from tinkex.server.store import Model, Session
+from tinkex.server.store import Model, Saved, Session, Version
 from tinkex.wire.checkpoints import CopyWeightsRequest, CopyWeightsResponse
 from tinkex.wire.errors import WireError
 
@@ -32,6 +32,8 @@ async def copy_weights(request: Request) -> Response:
     )
     session, number = await _place(request, context, asked)
     now_s = time.time()
+    # Whoever may read a checkpoint may not read what its owner noted about the run.
+    is_own = run.owner == session.owner
     model = Model(
         model_id=f"{session.session_id}:train:{number}",
         owner=session.owner,
@@ -39,38 +41,38 @@ async def copy_weights(request: Request) -> Response:
         base_model=run.base_model,
         lora_config=run.lora_config,
         optimizer_config=run.optimizer_config,
-        user_metadata=run.user_metadata,
+        user_metadata=run.user_metadata if is_own else None,
         created_s=now_s,
     )
     checkpoints, catalog = context.store.checkpoints, context.store.catalog
-    first, _ = await catalog.checkpoints(
-        owner=model.owner, kinds=[source.kind], model_id=model.model_id
-    )
-    if first:
-        version = first[0].version
-    else:
-        version = checkpoints.new_version(
-            owner=model.owner,
-            model_id=model.model_id,
-            kind=source.kind,
-            name=source.name or UNNAMED,
-        ).sized(source.size_bytes)
-        written = await checkpoints.copy_files(source, version)
-        like = None
-        if source.name is not None:
-            like = await catalog.checkpoint(
-                model_id=source.model_id, kind=source.kind, name=source.name
-            )
+    copy = checkpoints.new_version(
+        owner=model.owner,
+        model_id=model.model_id,
+        kind=source.kind,
+        name=source.name or UNNAMED,
+    ).sized(source.size_bytes)
+    version = await catalog.earlier_copy(copy, await checkpoints.fingerprint(source))
+    if version is None:
         version = await catalog.add_copy(
-            version,
-            fingerprint=written,
+            copy,
+            fingerprint=await checkpoints.copy_files(source, copy),
             model=model,
             model_seq_id=number,
-            like=like,
+            like=await _notes(context, source, is_own=is_own),
             expires_s=None if asked.ttl_seconds is None else now_s + asked.ttl_seconds,
         )
     path = tinker_path(version.model_id, version.kind, version.name or UNNAMED)
     return answer(CopyWeightsResponse(tinker_path=path))
+
+
+async def _notes(context: Context, source: Version, *, is_own: bool) -> Saved | None:
+    """The checkpoint whose own metadata the copy may have: the reader's, or a published one."""
+    if source.name is None:
+        return None
+    saved = await context.store.catalog.checkpoint(
+        model_id=source.model_id, kind=source.kind, name=source.name
+    )
+    return saved if saved is not None and (is_own or saved.public) else None
 
 
 def _copy_key(key: str) -> str:

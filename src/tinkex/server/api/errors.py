@@ -24,7 +24,7 @@ from starlette.requests import ClientDisconnect, HTTPConnection, Request
 from starlette.responses import JSONResponse, Response
 
 from tinkex.server.futures import UnknownRequest
-from tinkex.server.store import Damaged, StorageTrouble
+from tinkex.server.store import Damaged, RunTaken, StorageTrouble
 from tinkex.server.store.requests import ResultGone
 from tinkex.wire.errors import FieldError, TooLarge, UserFailure, WireError
 from tinkex.wire.scrubbing import scrubbed_value
@@ -103,6 +103,15 @@ def result_gone(_request: Request, error: Exception) -> Response:
     return told({"detail": detail}, 410)
 
 
+def run_taken(request: Request, error: Exception) -> Response:
+    """A 422 and no 409, which clients send again for minutes."""
+    text = (
+        f"model {str(error)[:200]!r} was already made, as something else. A repeat must say the "
+        "same; use the next free number for another model or copy."
+    )
+    return malformed(request, WireError.at(("model_seq_id",), text, "model_seq_id_reused"))
+
+
 def storage_trouble(_request: HTTPConnection, error: Exception) -> Response:
     """Official clients send a 503 again for five minutes; a disk is often cleared by then."""
     return told({"detail": str(error)}, 503, {"Retry-After": str(TROUBLE_RETRY_S)})
@@ -148,6 +157,7 @@ HANDLERS: dict[Any, Any] = {
     UserFailure: cannot,
     UnknownRequest: unknown_request,
     ResultGone: result_gone,
+    RunTaken: run_taken,
     StorageTrouble: storage_trouble,
     Damaged: damaged,
     HTTPException: by_status,

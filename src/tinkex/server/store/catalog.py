@@ -12,7 +12,7 @@ from tinkex.server.store.among import among
 from tinkex.server.store.checkpoints import VERSION, Version, note_saved
 from tinkex.server.store.database import Database
 from tinkex.server.store.pages import Weight, slices
-from tinkex.server.store.runs import Model
+from tinkex.server.store.runs import Model, RunTaken
 from tinkex.server.store.status import Status
 from tinkex.server.store.tables import (
     checkpoint_names,
@@ -199,6 +199,12 @@ class Catalog:
             expires_s=expires_s,
         )
 
+    async def earlier_copy(self, version: Version, fingerprint: str) -> Version | None:
+        """What an earlier try of this copy made; RunTaken if its run is something else."""
+        return await self._database.read(
+            lambda connection: _earlier_copy(connection, version, fingerprint)
+        )
+
     async def add_copy(
         self,
         version: Version,
@@ -209,14 +215,11 @@ class Catalog:
         like: Saved | None,
         expires_s: float | None,
     ) -> Version:
-        """A run that is one copied checkpoint; a repeat finds the first copy."""
+        """A run that is one copied checkpoint; a repeat finds the first copy. May raise RunTaken."""
 
         def act(connection: sa.Connection) -> Version:
-            first = connection.execute(
-                _SAVED.where(checkpoint_names.c.model_id == model.model_id)
-            ).first()
-            if first is not None:
-                return _saved(first).version
+            if (first := _earlier_copy(connection, version, fingerprint)) is not None:
+                return first
             connection.execute(
                 models.insert(),
                 {
@@ -264,6 +267,33 @@ class Catalog:
             return True
 
         return await self._database.write(act)
+
+
+def _earlier_copy(connection: sa.Connection, version: Version, fingerprint: str) -> Version | None:
+    """
+    The copy with this name and content in the run of `version`; None if there is no such run.
+
+    A run that was made in another way, or holds something else, raises RunTaken: its checkpoints
+    are not what was to be copied.
+    """
+    trained = sa.exists().where(requests.c.model_id == models.c.model_id)
+    run = connection.execute(
+        sa.select(models.c.last_request_s, trained.label("trained")).where(
+            models.c.model_id == version.model_id
+        )
+    ).first()
+    if run is None:
+        return None
+    copy = connection.execute(
+        _SAVED.where(
+            _is(version.model_id, version.kind, version.name or ""),
+            checkpoint_versions.c.fingerprint == fingerprint,
+            alive(time.time()),
+        )
+    ).first()
+    if copy is None or run.trained or run.last_request_s is not None:
+        raise RunTaken(version.model_id)
+    return _saved(copy).version
 
 
 def alive(now_s: float) -> sa.ColumnElement[bool]:
@@ -322,6 +352,7 @@ def _runs(connection: sa.Connection, ids: Sequence[str], reader: str) -> list[Ru
         model = Model(**values)
         if model.owner != reader:
             model = replace(model, user_metadata=None)
+            failed = None
             shown = newest.get(model.model_id, {}).values()
             last_s = max((saved.saved_s for saved in shown), default=model.created_s)
         found[model.model_id] = Run(

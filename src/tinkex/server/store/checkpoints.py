@@ -231,16 +231,21 @@ class Checkpoints:
         )
         return await self._database.read(lambda connection: _version(connection, statement))
 
+    async def fingerprint(self, version: Version) -> str:
+        """Of the files of a saved version; raises Damaged when they are not what was saved."""
+        folder = await self.open(version.version_id)
+        written = await self._fingerprint(version)
+        if written is None:  # a save from before there were fingerprints
+            written = await self._database.in_thread(lambda: fingerprint(folder))
+        return written
+
     async def copy_files(self, source: Version, target: Version) -> str:
         """
         The same files a second time, without the room where links can be had; their fingerprint.
 
         Raises Damaged when they are not what was saved: that is not handed on.
         """
-        folder = await self.open(source.version_id)
-        written = await self._fingerprint(source)
-        if written is None:  # a save from before there were fingerprints
-            written = await self._database.in_thread(lambda: fingerprint(folder))
+        written = await self.fingerprint(source)
         condition = self._database.condition
         try:
             await self._database.in_thread(lambda: self._files.copy(source.place, target.place))

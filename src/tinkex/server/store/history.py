@@ -60,7 +60,14 @@ class PastSession:
             user_metadata={},
             project_id=None,
             display_name=None,
+            sdk_version=None,
+            # Whether it runs, fell silent, failed or was ended is its owner's to know: to others
+            # every session reads as active.
+            seen_s=self.created_s,
+            finished_s=None,
+            finish_reason=None,
             finish_detail=None,
+            lapsed_s=None,
             failure=None,
         )
 

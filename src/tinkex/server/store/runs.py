@@ -64,6 +64,10 @@ class CustomLoss:
     definition: bytes
 
 
+class RunTaken(Exception):
+    """There is a run with this id, and it is not the one that is being made."""
+
+
 _SESSION = (
     sessions.c.session_id,
     sessions.c.owner,
@@ -252,7 +256,11 @@ class Runs:
         model_seq_id: int,
         request: NewRequest,
     ) -> Accepted:
-        """The model and its step 0 in one transaction; a repeat finds the first."""
+        """
+        The model and its step 0 in one transaction; a repeat finds the first.
+
+        Raises RunTaken when the run is a copied checkpoint, which has no step 0.
+        """
 
         def act(connection: sa.Connection) -> Accepted:
             known = connection.execute(
@@ -276,7 +284,10 @@ class Runs:
                         "created_s": model.created_s,
                     },
                 )
-            return accepting.insert(connection, request)
+            accepted = accepting.insert(connection, request)
+            if known is not None and accepted.is_new:
+                raise RunTaken(model.model_id)
+            return accepted
 
         return await self._database.write(act)
 
