@@ -135,8 +135,8 @@ class Janitor:
         )
         await self._drop_checkpoints(until)
         await retention.drop_snapshots(abandoned_before_s=until.abandoned_s)
-        if self._clock() - self._swept_s >= min(SWEEP_EVERY_S, self._settings.orphan_s):
-            self._swept_s = self._clock()
+        if time.monotonic() - self._swept_s >= min(SWEEP_EVERY_S, self._settings.orphan_s):
+            self._swept_s = time.monotonic()
             if swept := await retention.sweep(before_s=until.orphan_s):
                 log.info("deleted %d files and folders that nothing refers to", swept)
         while pages := await retention.shrink():

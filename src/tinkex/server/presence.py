@@ -103,7 +103,7 @@ class Presence:
 
     def heard(self, session_id: str) -> None:
         """The client of a session is there."""
-        self._active[session_id] = self._clock()
+        self._active[session_id] = time.monotonic()
         if session_id in self._lapsed:
             self._lapsed.discard(session_id)
             self._store.runs.revive_session(session_id)
@@ -117,13 +117,14 @@ class Presence:
 
     async def look(self) -> None:
         """Mark who has been silent for too long, and free what they hold in memory."""
-        before_s = self._clock() - self._grace_s
+        oldest_s = time.monotonic() - self._grace_s
         self._active = {
             session_id: heard_s
             for session_id, heard_s in self._active.items()
-            if heard_s >= before_s
+            if heard_s >= oldest_s
         }
-        silent = await self._store.runs.silent_sessions(before_s)
+        # Rows outlive this process, so they have moments of the system clock.
+        silent = await self._store.runs.silent_sessions(self._clock() - self._grace_s)
         gone = [session_id for session_id in silent if session_id not in self._active]
         if not gone:
             return

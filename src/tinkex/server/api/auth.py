@@ -36,7 +36,10 @@ BELIEVED_S = 2.0
 BELIEVED_AWAY_S = 300.0
 # When a key was last used is noted this often.
 NOTED_S = 30.0
+# Credentials that were found good. Those of strangers have a memory of their own, or anybody could
+# fill this one.
 MOST_CACHED = 10_000
+MOST_REFUSED_CACHED = 1_000
 # A refused body is read to its end up to here, or its sender would see a broken connection.
 MOST_SWALLOWED = 64 * 2**20
 
@@ -65,27 +68,37 @@ LOCAL = Caller(owner=LOCAL_OWNER)
 class _Known:
     """What was found for a credential, and until when that is believed."""
 
+    #: By the monotonic clock: a system clock that is set back must not make it last longer.
     until_s: float
     caller: Caller | None
     problem: str
-    #: When the key, or the token for it, ends by itself.
+    #: When the key, or the token for it, ends by itself; a moment of the system clock.
     ends_s: float = float("inf")
 
-    def lasts(self, now_s: float) -> bool:
-        """Whether it is still believed while the database cannot be asked."""
-        return now_s < min(self.until_s + BELIEVED_AWAY_S, self.ends_s)
+    def lasts(self, now_s: float, moment_s: float, *, longer_s: float = 0.0) -> bool:
+        """Whether it is still believed: by its age, and because it has not ended by itself."""
+        return now_s < self.until_s + longer_s and moment_s < self.ends_s
 
 
 class Gate:
     """From credentials to callers, with a short memory."""
 
     def __init__(
-        self, keys: Keys, tokens: Tokens, *, clock: Callable[[], float] = time.time
+        self,
+        keys: Keys,
+        tokens: Tokens,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        moment: Callable[[], float] = time.time,
     ) -> None:
         self._keys = keys
         self.tokens = tokens
+        #: How old something is.
         self._clock = clock
-        self._known: dict[bytes, _Known] = {}
+        #: Whether a key or a token has expired.
+        self._moment = moment
+        self._callers: dict[bytes, _Known] = {}
+        self._refused: dict[bytes, _Known] = {}
         self._noted: dict[int, float] = {}
         self._needs_keys = False
         self._asked_s = float("-inf")
@@ -129,33 +142,46 @@ class Gate:
 
     def forget(self) -> None:
         """Something about keys has changed here."""
-        self._known.clear()
+        self._callers.clear()
+        self._refused.clear()
 
     async def _known_caller(self, credential: str, what: str) -> Caller:
         # The memory holds no secrets.
         digest = hashlib.sha256(credential.encode(errors="surrogateescape")).digest()
-        now_s = self._clock()
-        known = self._known.get(digest)
-        if known is None or known.until_s <= now_s:
+        now_s, moment_s = self._clock(), self._moment()
+        known = self._callers.get(digest) or self._refused.get(digest)
+        if known is None or not known.lasts(now_s, moment_s):
             try:
-                known = await self._look_up(credential, now_s)
+                known = await self._look_up(credential, now_s, moment_s)
             except StorageTrouble:
-                if known is None or known.caller is None or not known.lasts(now_s):
+                if known is None or known.caller is None:
+                    raise
+                if not known.lasts(now_s, moment_s, longer_s=BELIEVED_AWAY_S):
                     raise
             else:
-                if len(self._known) >= MOST_CACHED:
-                    self._known.clear()
-                self._known[digest] = known
+                self._remember(digest, known)
         if known.caller is None:
             raise Refusal(401, f"{what} {known.problem}. {ASK}")
         return known.caller
 
-    async def _look_up(self, credential: str, now_s: float) -> _Known:
+    def _remember(self, digest: bytes, known: _Known) -> None:
+        """The oldest make room."""
+        for memory in (self._callers, self._refused):
+            memory.pop(digest, None)
+        is_good = known.caller is not None
+        memory, most = (
+            (self._callers, MOST_CACHED) if is_good else (self._refused, MOST_REFUSED_CACHED)
+        )
+        memory[digest] = known
+        if len(memory) > most:
+            del memory[next(iter(memory))]
+
+    async def _look_up(self, credential: str, now_s: float, moment_s: float) -> _Known:
         until_s, ends_s = now_s + BELIEVED_S, float("inf")
         by_token = credential.startswith("eyJ")
         if by_token:
             try:
-                claims = self.tokens.read(credential, now_s=now_s)
+                claims = self.tokens.read(credential, now_s=moment_s)
             except BadToken as bad:
                 return _Known(until_s=until_s, caller=None, problem=f"is a token, and {bad}")
             ends_s = claims["exp"]
@@ -165,13 +191,13 @@ class Gate:
         if key is None:
             problem = "is not known on this server. It may belong to another one"
             return _Known(until_s=until_s, caller=None, problem=problem)
-        if (state := key.state(now_s)) != "active":
+        if (state := key.state(moment_s)) != "active":
             problem = f"{key.hint}… ({key.name or key.owner}) is {state}"
             return _Known(until_s=until_s, caller=None, problem=problem)
         self._note(key, now_s)
         ends_s = min(ends_s, key.expires_s or ends_s)
         caller = _caller(key, by_token=by_token)
-        return _Known(until_s=min(until_s, ends_s), caller=caller, problem="", ends_s=ends_s)
+        return _Known(until_s=until_s, caller=caller, problem="", ends_s=ends_s)
 
     def _note(self, key: ApiKey, now_s: float) -> None:
         if now_s - self._noted.get(key.key_id, float("-inf")) >= NOTED_S:
