@@ -137,8 +137,9 @@ def _with_keys(
 ) -> T:
     """Open the server's store for one act; one that is not there is made only if that is meant."""
     try:
+        from tinkex.server.folder_lock import open_beside
         from tinkex.server.settings import Settings, SettingsError
-        from tinkex.server.store import DatabaseRefused, open_store
+        from tinkex.server.store import DatabaseRefused
     except ModuleNotFoundError as error:
         raise needs(error, "`tinkex key`", "all") from error
     try:
@@ -148,9 +149,7 @@ def _with_keys(
     if not make:
         _check_there(settings)
     try:
-        store = open_store(
-            db_url=settings.db_url, storage_url=settings.storage_url, folder=settings.folder
-        )
+        store = open_beside(settings)
     except OSError as error:
         raise CommandFailed(
             f"the data folder {settings.folder} cannot be opened: {error.strerror}."

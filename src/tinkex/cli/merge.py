@@ -75,18 +75,21 @@ def named_base(folder: Path) -> str:
 def from_server(path: str, data: str | None) -> Path:
     """The folder behind a tinker:// path of a server on this machine."""
     try:
+        from tinkex.server.folder_lock import database_file, open_beside
         from tinkex.server.settings import Settings
-        from tinkex.server.store import open_store
+        from tinkex.server.store import DatabaseRefused
     except ModuleNotFoundError as error:
         raise needs(error, "a tinker:// path", "all") from error
     settings = Settings.from_sources({"data": data})
-    if not settings.folder.is_dir():
+    database = database_file(settings.db_url)
+    if not settings.folder.is_dir() or (database is not None and not database.is_file()):
         raise CommandFailed(
             f"{settings.folder} is no server's data folder.", hint="Say which with --data DIR."
         )
-    store = open_store(
-        db_url=settings.db_url, storage_url=settings.storage_url, folder=settings.folder
-    )
+    try:
+        store = open_beside(settings)
+    except DatabaseRefused as error:
+        raise CommandFailed(str(error)) from error
 
     async def look() -> Path | None:
         version = await store.checkpoints.find(path, readers=["local"])

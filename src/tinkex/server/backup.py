@@ -31,6 +31,7 @@ from tinkex.server.store.inspection import (
     strange_places,
     version_of,
 )
+from tinkex.server.store.key_marker import MARKER
 from tinkex.server.store.trouble import told_by
 from tinkex.server.tokens import KEY_FILE as TOKENS_KEY
 
@@ -112,6 +113,8 @@ def _failed(error: OSError, target: Path) -> BackupFailed:
 
 
 def _fill(part: Path, database: Path, root: Path, folder: Path) -> About:
+    # Before the database is copied: the copy has the keys that this marker speaks of.
+    alongside = [name for name in (*ALONGSIDE, MARKER) if (folder / name).exists()]
     places: set[str] = set()
     missing: list[str] = []
     try:
@@ -129,9 +132,8 @@ def _fill(part: Path, database: Path, root: Path, folder: Path) -> About:
             hint="`tinkex doctor` says what is wrong with it.",
         ) from error
     _prune(part, keep=places)
-    for name in ALONGSIDE:
-        if (folder / name).exists():
-            shutil.copy2(folder / name, part / name)
+    for name in alongside:
+        shutil.copy2(folder / name, part / name)
     files = [file for file in part.rglob("*") if file.is_file()]
     return About(
         format=FORMAT,

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tinkex.server.backup import DATABASE
-from tinkex.server.run import LOCK_FILE, hold_database, hold_folder, holder_of
+from tinkex.server.folder_lock import LOCK_FILE, hold_database, hold_folder, holder_of
 from tinkex.server.settings import MEBIBYTE, Settings
 from tinkex.server.signing import KEY_FILE as SIGNING_KEY
 from tinkex.server.store import Store, open_store
@@ -37,11 +37,12 @@ from tinkex.server.store.inspection import (
     rebuild_indexes,
     remove,
 )
+from tinkex.server.store.key_marker import MARKER
 from tinkex.server.tokens import KEY_FILE as TOKENS_KEY
 
 #: What a data folder consists of.
 PARTS = (
-    *(DATABASE, f"{DATABASE}-wal", f"{DATABASE}-shm", SIGNING_KEY, TOKENS_KEY, LOCK_FILE),
+    *(DATABASE, f"{DATABASE}-wal", f"{DATABASE}-shm", SIGNING_KEY, TOKENS_KEY, MARKER, LOCK_FILE),
     *ROOMS,
 )
 _ALL = os.R_OK | os.W_OK | os.X_OK
@@ -93,6 +94,8 @@ class Place:
     readable: bool = True
     #: What was committed last was in a file that is gone.
     log_lost: bool = False
+    #: A file says that keys were made for this server.
+    keys_made: bool = False
     free_bytes: int
     #: The process that holds it, if one does.
     holder: str | None
@@ -116,6 +119,7 @@ def place_of(settings: Settings) -> Place:
         read_only=exists and bool(os.statvfs(folder).f_flag & os.ST_RDONLY),
         readable=readable,
         log_lost=readable and log_is_lost(folder / DATABASE),
+        keys_made=readable and (folder / MARKER).exists(),
         free_bytes=shutil.disk_usage(folder).free if exists else 0,
         holder=holder_of(folder) if readable else None,
         open_secrets=tuple(
@@ -152,6 +156,16 @@ def diagnose(place: Place, facts: Facts, *, reserve_mb: float) -> Iterator[Findi
             advice="Put it back if you can, before a server or anything else opens the database. "
             "Without it the database is sound and older: clients hear that their newest requests "
             "are not known.",
+        )
+    is_known = not facts.damage and facts.version in (None, facts.newest_version)
+    if place.keys_made and is_known and not facts.has_keys:
+        yield Finding(
+            level=Level.PROBLEM,
+            about="keys",
+            text=f"keys were made for this server ({MARKER} says so), and the database has none",
+            advice="It was lost, or it is another one: no server starts so. Check --db, or restore "
+            "a back-up: `tinkex restore`. `tinkex key create` makes a new key; deleting "
+            f"{MARKER} lets the server start without keys.",
         )
     if facts.version != facts.newest_version or facts.damage or facts.refused or facts.another:
         return

@@ -5,9 +5,7 @@ The socket is opened once, here, so connections that come while the web process 
 again wait in its queue and are not refused. Light on purpose: what does little does not die.
 """
 
-import asyncio
 import contextlib
-import fcntl
 import logging
 import os
 import signal
@@ -16,15 +14,15 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from types import FrameType
-from typing import TextIO
 
 from tinkex.models.cache import plain_lines
 from tinkex.models.resolve import DEFAULT_MODEL, ModelSource, resolve
 from tinkex.server import blame, logs, restarts
+from tinkex.server.folder_lock import Held, hold_database, hold_folder
 from tinkex.server.settings import Settings, SettingsError, is_loopback
 
 log = logging.getLogger("tinkex.server.run")
@@ -35,9 +33,8 @@ BACKLOG = 2048
 # The GNU library gives each of many threads a heap of its own, and what one of them frees is of no
 # use to the others: memory would grow for hours.
 HEAPS = {"MALLOC_ARENA_MAX": "2"}
-LOCK_FILE = "server.lock"
-# Training data is nobody else's on this machine. A folder that was there before stays as it is.
-PRIVATE = 0o700
+# Whether the locks are still held is looked at this often.
+LOCKS_LOOKED_S = 5.0
 
 
 class StartFailed(Exception):
@@ -53,13 +50,14 @@ def run(settings: Settings, *, announce: Callable[[str], None]) -> int:
     )
     for line in settings.lines():
         log.debug("setting %s", line)
-    if not is_loopback(settings.host):
-        settings.check_reachable(has_keys=_has_keys(settings))
-    with (
-        hold_folder(settings.folder),
-        hold_database(settings),
-        open_socket(settings) as listening,
-    ):
+    with contextlib.ExitStack() as stack:
+        locks = [
+            stack.enter_context(hold_folder(settings.folder)),
+            stack.enter_context(hold_database(settings)),
+        ]
+        if not is_loopback(settings.host):
+            settings.check_reachable(has_keys=_has_keys(settings))
+        listening = stack.enter_context(open_socket(settings))
         sources = [
             resolve(spec, progress=plain_lines(sys.stderr))
             for spec in settings.models or (DEFAULT_MODEL,)
@@ -68,7 +66,7 @@ def run(settings: Settings, *, announce: Callable[[str], None]) -> int:
         host, port = listening.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
         url = f"http://{shown}:{port}"
-        supervisor = Supervisor(settings, sources, listening)
+        supervisor = Supervisor(settings, sources, listening, [one for one in locks if one])
         return supervisor.run(on_ready=lambda: announce(f"tinkex ready at {url}"))
 
 
@@ -76,12 +74,18 @@ class Supervisor:
     """Keeps one web process alive."""
 
     def __init__(
-        self, settings: Settings, sources: Sequence[ModelSource], listening: socket.socket
+        self,
+        settings: Settings,
+        sources: Sequence[ModelSource],
+        listening: socket.socket,
+        locks: Sequence[Held],
     ) -> None:
         self._settings = settings
         self._sources = sources
         self._listening = listening
+        self._locks = locks
         self._stopping = False
+        self._lost_lock = False
         self._child: subprocess.Popen[bytes] | None = None
         #: The last web process died of what it did.
         self._crashed = False
@@ -89,6 +93,7 @@ class Supervisor:
     def run(self, *, on_ready: Callable[[], None]) -> int:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._stop)
+        threading.Thread(target=self._watch_locks, name="tinkex-locks", daemon=True).start()
         wait_s: float | None = None
         ready = False
         while not self._stopping:
@@ -105,7 +110,7 @@ class Supervisor:
             log.error("the web process died; starting it again in %.1f s", wait_s)
             self._pause(wait_s)
         log.info("stopped; what was accepted and not finished goes on at the next start")
-        return 0
+        return 1 if self._lost_lock else 0
 
     def _live_once(self, *, first: bool, on_ready: Callable[[], None]) -> bool:
         """From start to death of one web process; whether it got ready."""
@@ -157,6 +162,18 @@ class Supervisor:
             command += ["--model", source.name, str(source.folder)]
         return command
 
+    def _watch_locks(self) -> None:
+        """A server that does not hold its folder any more may not be the only one: it stops."""
+        while not self._stopping:
+            time.sleep(LOCKS_LOOKED_S)
+            for lock in self._locks:
+                if (problem := lock.problem()) is not None and not self._stopping:
+                    log.error(
+                        "stopping, because another server may start on this data: %s", problem
+                    )
+                    self._lost_lock = True
+                    self._stop(signal.SIGTERM, None)
+
     def _pause(self, seconds: float) -> None:
         """Sleep, but not through a signal."""
         until_s = time.monotonic() + seconds
@@ -189,91 +206,6 @@ def _tell(child: "subprocess.Popen[bytes]", text: str) -> None:
             pipe.write(text.encode())
 
 
-@contextlib.contextmanager
-def hold_folder(folder: Path) -> Iterator[None]:
-    """One server at a time for each data folder; the system frees it however we end."""
-    try:
-        folder.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
-        lock = (folder / LOCK_FILE).open("a+")
-    except OSError as error:
-        raise SettingsError(
-            f"the data folder {folder} cannot be written: {error.strerror}.",
-            hint="Choose another one with --data.",
-        ) from error
-    with lock:
-        if (holder := _taken(lock)) is not None:
-            raise SettingsError(
-                f"another server (process {holder}) holds the data folder {folder}.",
-                hint="Use that one, stop it, or choose another folder with --data.",
-            )
-        yield
-
-
-@contextlib.contextmanager
-def hold_database(settings: Settings) -> Iterator[None]:
-    """
-    One server at a time for each database file, wherever it is: with `--db` two folders may name it.
-
-    PostgreSQL is held by the connection that writes.
-    """
-    file = database_file(settings.db_url)
-    if file is None:
-        yield
-        return
-    try:
-        file.parent.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
-        descriptor = os.open(file.with_name(f"{file.name}.lock"), os.O_RDWR | os.O_CREAT, 0o600)
-        lock = os.fdopen(descriptor, "a+")
-    except OSError as error:
-        raise SettingsError(
-            f"the database {file} cannot be held: {error.strerror}.",
-            hint="Choose another one with --db, or leave it out for one in the data folder.",
-        ) from error
-    with lock:
-        if (holder := _taken(lock)) is not None:
-            raise SettingsError(
-                f"another server (process {holder}) holds the database {file}.",
-                hint="Use that server, stop it, or choose another database with --db.",
-            )
-        yield
-
-
-def database_file(db_url: str) -> Path | None:
-    """The file behind a URL of SQLite, whatever links lead to it; None for any other database."""
-    backend, _, rest = db_url.partition("://")
-    name = rest.partition("?")[0].removeprefix("/").removeprefix("file:")
-    if backend.partition("+")[0] != "sqlite" or name in ("", ":memory:"):
-        return None
-    return Path(name).resolve()
-
-
-def _taken(lock: TextIO) -> str | None:
-    """Hold a lock; the process that has it already, if one does."""
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        lock.seek(0)
-        return lock.read().strip() or "unknown"
-    lock.truncate(0)
-    lock.write(f"{os.getpid()}\n")
-    lock.flush()
-    return None
-
-
-def holder_of(folder: Path) -> str | None:
-    """The process that holds a data folder; None when nobody does."""
-    try:
-        lock = (folder / LOCK_FILE).open()
-    except FileNotFoundError:
-        return None
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return lock.read().strip() or "unknown"
-        return None
-
-
 def open_socket(settings: Settings) -> socket.socket:
     """The listening socket; connections wait in it from now on."""
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
@@ -288,18 +220,12 @@ def open_socket(settings: Settings) -> socket.socket:
 
 def _has_keys(settings: Settings) -> bool:
     """Asked before anything is opened to the world; only then does this process speak SQL."""
-    from tinkex.server.store import DatabaseRefused, open_store
+    from tinkex.server.store.database import DatabaseRefused, has_keys
 
     try:
-        store = open_store(
-            db_url=settings.db_url, storage_url=settings.storage_url, folder=settings.folder
-        )
+        return has_keys(settings.db_url)
     except DatabaseRefused as refused:
         raise StartFailed(str(refused)) from refused
-    try:
-        return asyncio.run(store.keys.any())
-    finally:
-        store.close()
 
 
 def _check_names(sources: Sequence[ModelSource]) -> None:

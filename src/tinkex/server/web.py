@@ -13,6 +13,7 @@ import contextlib
 import logging
 import os
 import resource
+import signal
 import socket
 import sys
 from collections.abc import Sequence
@@ -108,6 +109,9 @@ async def serve(
     # When the supervisor is gone nobody would start this process again: leave in order.
     loop = asyncio.get_running_loop()
     loop.add_reader(lifeline, lambda: server.leave(loop, lifeline))
+    # Uvicorn raises the signal again once it has stopped. By itself that would end this process
+    # before the store is closed.
+    signal.signal(signal.SIGTERM, server.handle_exit)
     try:
         serving = asyncio.create_task(server.serve(sockets=[listening]))
         begun = await _begin(executor, reporter, serving, server)

@@ -18,7 +18,7 @@ from server.hosting import Api, hosted
 from server.storage.commands import tinkex
 from server.storage.test_damage import LARGE, overwrite_pages, snapshot, tear, trained
 from tinkex.server.doctor import Finding, Level, Place, diagnose, examine, repair
-from tinkex.server.run import hold_database, hold_folder
+from tinkex.server.folder_lock import hold_database, hold_folder
 from tinkex.server.settings import Settings, SettingsError
 from tinkex.server.store import DatabaseRefused, open_store
 from tinkex.server.store.files import UNREADABLE, tensor_fault

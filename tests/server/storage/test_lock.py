@@ -1,14 +1,21 @@
 """One server for each data folder: a second one says who has it."""
 
+import asyncio
+import contextlib
 import os
+import sqlite3
 from pathlib import Path
 
 import pytest
+import sqlalchemy as sa
+from alembic import command
 
 from server.storage.commands import tinkex
-from serving import TINY, Server
-from tinkex.server.run import database_file, hold_database, hold_folder, holder_of
+from server.tenants import is_private
+from serving import TINY, Server, serving
+from tinkex.server.folder_lock import database_file, hold_database, hold_folder, holder_of
 from tinkex.server.settings import Settings, SettingsError
+from tinkex.server.store.database import migrations
 
 pytestmark = pytest.mark.anyio
 
@@ -82,3 +89,125 @@ def test_a_database_is_free_again_when_its_server_ended(tmp_path: Path) -> None:
 )
 def test_the_file_of_a_database_is_known_by_its_url(url: str, file: str | None) -> None:
     assert database_file(url) == (None if file is None else Path(file))
+
+
+async def test_deleting_lock_files_lets_no_second_server_in(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    """Somebody tidies up; what is locked is the folder and the database, not these files."""
+    data, own = tmp_path / "data", tmp_path / "own"
+    spec = f"{TINY}={tiny_model}"
+    with serving(spec, data=data):
+        for file in ("server.lock", "tinkex.db.lock"):
+            (data / file).unlink()
+        done = await tinkex("serve", spec, "--port", "0", "--data", str(data))
+        assert done.returncode == 1
+        assert f"holds the data folder {data}" in done.stderr
+        # Nor under another name of the database.
+        link = tmp_path / "hard.db"
+        os.link(data / "tinkex.db", link)
+        for file in (data / "tinkex.db", link):
+            where = ("--data", str(own), "--db", f"sqlite:///{file}")
+            done = await tinkex("serve", spec, "--port", "0", *where)
+            assert done.returncode == 1, file
+            assert "holds the database" in done.stderr
+
+
+async def test_a_server_says_who_it_is_again_after_its_lock_file_was_deleted(
+    tmp_path: Path,
+) -> None:
+    settings = Settings(data=str(tmp_path))
+    with hold_folder(tmp_path) as folder, hold_database(settings) as database:
+        for held, name in ((folder, "server.lock"), (database, "tinkex.db.lock")):
+            assert held is not None
+            assert held.problem() is None
+            (tmp_path / name).unlink()
+            assert held.problem() is None
+            assert (tmp_path / name).read_text() == f"{os.getpid()}\n"
+        assert holder_of(tmp_path) == str(os.getpid())
+    assert holder_of(tmp_path) is None
+
+
+async def test_a_server_whose_folder_was_moved_away_stops(tiny_model: Path, tmp_path: Path) -> None:
+    """Another one can start where it was: this one holds nothing there any more."""
+    data = tmp_path / "data"
+    with serving(f"{TINY}={tiny_model}", data=data) as server:
+        data.rename(tmp_path / "moved")
+        assert await asyncio.to_thread(server.process.wait, 30) == 1
+    assert any(f"{data} was moved, deleted or replaced" in line for line in server.log)
+
+
+def test_a_lock_file_names_one_process(tmp_path: Path) -> None:
+    """Also the second time, and for nobody else to read."""
+    before = os.umask(0)
+    try:
+        for _ in range(2):
+            with hold_folder(tmp_path), hold_database(Settings(data=str(tmp_path))):
+                for name in ("server.lock", "tinkex.db.lock"):
+                    assert (tmp_path / name).read_text() == f"{os.getpid()}\n"
+                    assert is_private(tmp_path / name)
+    finally:
+        os.umask(before)
+
+
+# -- the schema of a database belongs to whoever holds it ----------------------------------------
+
+
+def old_database(folder: Path, version: str = "0007") -> None:
+    """As an earlier version of tinkex left it, with a key."""
+    folder.mkdir(parents=True, exist_ok=True)
+    engine = sa.create_engine(f"sqlite:///{folder / 'tinkex.db'}")
+    config = migrations()
+    with engine.connect() as connection:
+        config.attributes["connection"] = connection
+        command.upgrade(config, version)
+        connection.exec_driver_sql(
+            "INSERT INTO api_keys (hash, hint, owner, name, limits, created_s) "
+            "VALUES ('h', 'tml-1234', 'local', '', '{}', 1.0)"
+        )
+        connection.commit()
+    engine.dispose()
+
+
+def version(folder: Path) -> str:
+    with contextlib.closing(sqlite3.connect(folder / "tinkex.db")) as connection:
+        return str(connection.execute("SELECT version_num FROM alembic_version").fetchone()[0])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("serve", "--port", "0"),
+        ("serve", "--port", "0", "--host", "0.0.0.0"),
+        ("key", "list"),
+        ("key", "create"),
+        ("key", "revoke", "1"),
+        ("merge", "tinker://x:train:0/weights/a", "out"),
+    ],
+)
+async def test_nothing_brings_a_database_up_to_date_that_another_holds(
+    tmp_path: Path, words: tuple[str, ...]
+) -> None:
+    data = tmp_path / "data"
+    old_database(data)
+    with hold_folder(data), hold_database(Settings(data=str(data))):
+        done = await tinkex(*words, "--data", str(data))
+        assert done.returncode == 1
+        assert str(os.getpid()) in done.stderr
+        assert version(data) == "0007"
+    if words[0] == "key":
+        assert "is of version 0007, and this tinkex needs" in done.stderr
+        # Once nobody holds it, the command brings it up to date.
+        done = await tinkex(*words, "--data", str(data))
+        assert done.returncode == 0, done.stderr
+        assert version(data) > "0007"
+
+
+async def test_a_server_that_is_refused_leaves_an_old_database_as_it_is(tmp_path: Path) -> None:
+    """Nobody holds it; the server is refused for another reason, after it looked for keys."""
+    data = tmp_path / "data"
+    old_database(data)
+    done = await tinkex("serve", "x=/", "--port", "0", "--host", "0.0.0.0", "--data", str(data))
+    assert done.returncode == 1
+    assert "has no keys" not in done.stderr
+    assert version(data) == "0007"

@@ -1,22 +1,29 @@
 """Connections: one that writes, a few that read, and the migrations that run at opening."""
 
 import asyncio
+import contextlib
 import errno
 import logging
 import shutil
+import sqlite3
+import struct
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import sqlalchemy as sa
 from alembic import command
 from alembic.config import Config
+from alembic.migration import MigrationContext
+from alembic.script import ScriptDirectory
 from alembic.util import CommandError
 from sqlalchemy import event
 
 from tinkex.server.store import postgres, tally, writer
+from tinkex.server.store.tables import api_keys
 from tinkex.server.store.trouble import (
     FAILING,
     FILES,
@@ -66,6 +73,12 @@ _ADVICE_BY_KIND = {
 ALLOWED = "Use sqlite:///FILE or postgresql+psycopg://USER:PASSWORD@HOST/NAME."
 
 
+# SQLite's index of its log begins with: the size of a page, how many pages the log has, and a number
+# that is also in the log (https://sqlite.org/walformat.html).
+_INDEX = struct.Struct("=14xHI12x8s")
+_LOG_HEAD_BYTES = 32
+
+
 class DatabaseRefused(Exception):
     """The database cannot be used; the text says why, and holds no password."""
 
@@ -80,30 +93,18 @@ class Database:
 
     def __init__(self, url: str, *, alone: bool = False) -> None:
         self._writing, self._reading = _engines(url, alone=alone)
+        self._alone = alone
         #: Whether it can be written, and believed.
         self.condition = Condition()
-        try:
+        with _told(self._writing):
             if alone:
                 _check_sound(self._writing)
+            elif (problem := _outdated(self._writing)) is not None and not problem.is_empty:
+                raise DatabaseRefused(
+                    f"{problem}. A server that starts, or `tinkex doctor --repair`, brings it up "
+                    "to date."
+                )
             migrate(self._writing)
-        except postgres.DatabaseHeld as error:
-            raise DatabaseRefused(str(error)) from None
-        except sa.exc.OperationalError as error:
-            reason = str(error.orig).strip().partition("\n")[0]
-            trouble = trouble_of(error)
-            kind = FULL if _is_full(self._writing) else trouble and trouble.kind
-            advice = _ADVICE_BY_KIND.get(kind or "", _ADVICE)
-            raise DatabaseRefused(
-                f"the database {self._writing.url!r} cannot be used: {reason}. {advice}"
-            ) from error
-        except sa.exc.DatabaseError as error:
-            raise _damaged(self._writing, str(error.orig)) from error
-        except CommandError as error:
-            raise DatabaseRefused(
-                f"the database {self._writing.url!r} is of a version that this tinkex does not "
-                f"know ({error}). It was made by a newer tinkex: use that one, or restore a "
-                "back-up of its time with `tinkex restore`."
-            ) from error
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="tinkex-reader")
         self._key_readers = ThreadPoolExecutor(KEY_READERS, thread_name_prefix="tinkex-key-reader")
         self._reporters = ThreadPoolExecutor(REPORTERS, thread_name_prefix="tinkex-report")
@@ -228,6 +229,8 @@ class Database:
         ):
             threads.shutdown()
         self._reading.dispose()
+        if self._alone:
+            _empty_log(self._writing)
         self._writing.dispose()
 
     def _read(self, act: Callable[[sa.Connection], T]) -> T:
@@ -254,16 +257,125 @@ def _run(threads: ThreadPoolExecutor, act: Callable[[], T]) -> asyncio.Future[T]
     return asyncio.get_running_loop().run_in_executor(threads, act)
 
 
+@contextlib.contextmanager
+def _told(engine: sa.Engine) -> Iterator[None]:
+    """Whatever keeps a database from being opened, as DatabaseRefused."""
+    try:
+        yield
+    except postgres.DatabaseHeld as error:
+        raise DatabaseRefused(str(error)) from None
+    except sa.exc.OperationalError as error:
+        reason = str(error.orig).strip().partition("\n")[0]
+        trouble = trouble_of(error)
+        kind = FULL if _is_full(engine) else trouble and trouble.kind
+        advice = _ADVICE_BY_KIND.get(kind or "", _ADVICE)
+        raise DatabaseRefused(
+            f"the database {engine.url!r} cannot be used: {reason}. {advice}"
+        ) from error
+    except sa.exc.DatabaseError as error:
+        raise _damaged(engine, str(error.orig)) from error
+    except CommandError as error:
+        raise DatabaseRefused(
+            f"the database {engine.url!r} is of a version that this tinkex does not "
+            f"know ({error}). It was made by a newer tinkex: use that one, or restore a "
+            "back-up of its time with `tinkex restore`."
+        ) from error
+
+
+def _empty_log(engine: sa.Engine) -> None:
+    """
+    Move what is in SQLite's log into the database: a stopped server needs no second file.
+
+    SQLite does it by itself when the last connection closes; a back-up may have one.
+    """
+    if engine.dialect.name != "sqlite":
+        return
+    try:
+        with contextlib.closing(engine.raw_connection()) as connection:
+            cursor = connection.cursor()
+            cursor.execute("PRAGMA busy_timeout = 1000")
+            cursor.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    except (sa.exc.DBAPIError, sqlite3.Error) as error:
+        log.warning("the log of the database stays beside it: %s", error)
+
+
+@dataclass(frozen=True, slots=True)
+class Outdated:
+    """The version of a schema that is not the newest; None of a database without tables."""
+
+    version: str | None
+    newest: str
+
+    @property
+    def is_empty(self) -> bool:
+        return self.version is None
+
+    def __str__(self) -> str:
+        found = "has no tables" if self.is_empty else f"is of version {self.version}"
+        return f"the database {found}, and this tinkex needs version {self.newest}"
+
+
+def outdated(url: str) -> Outdated | None:
+    """In which way a schema is not the newest, without changing it; None when it is."""
+    with _looked_at(url) as engine:
+        return Outdated(None, _newest()) if engine is None else _outdated(engine)
+
+
+def has_keys(url: str) -> bool:
+    """Whether a database has keys; its schema is left as it is."""
+    with _looked_at(url) as engine:
+        if engine is None:
+            return False
+        with engine.connect() as connection:
+            has_table: bool = sa.inspect(connection).has_table("api_keys")
+            return has_table and any_key(connection)
+
+
+def any_key(connection: sa.Connection) -> bool:
+    """Whether there ever was a key: revoked ones stay."""
+    return connection.execute(sa.select(api_keys.c.key_id).limit(1)).first() is not None
+
+
+@contextlib.contextmanager
+def _looked_at(url: str) -> Iterator[sa.Engine | None]:
+    """A database to read from as it is; None when there is no file, which is not made."""
+    writing, reading = _engines(url, alone=False)
+    try:
+        file = writing.url.database if writing.dialect.name == "sqlite" else None
+        if file is not None and not Path(file).exists():
+            yield None
+            return
+        if file is not None:
+            _tell_of_lost_log(Path(file))
+        with _told(reading):
+            yield reading
+    finally:
+        writing.dispose()
+        reading.dispose()
+
+
+def _newest() -> str:
+    return ScriptDirectory.from_config(migrations()).get_current_head() or ""
+
+
+def _outdated(engine: sa.Engine) -> Outdated | None:
+    scripts = ScriptDirectory.from_config(migrations())
+    with engine.connect() as connection:
+        found = MigrationContext.configure(connection).get_current_revision()
+    newest = scripts.get_current_head() or ""
+    if found == newest:
+        return None
+    if found is not None:
+        scripts.get_revision(found)  # raises for one that only a newer tinkex knows
+    return Outdated(found, newest)
+
+
 def _check_sound(engine: sa.Engine) -> None:
     """Refuse a SQLite file whose pages do not fit together: its answers may be wrong."""
     if engine.dialect.name != "sqlite":
         return
-    if engine.url.database and log_is_lost(Path(engine.url.database)):
-        log.error(
-            "%s-wal is gone, and what was committed last was in it: clients will hear that their "
-            "newest requests are not known. If you can put it back, stop this server first.",
-            engine.url.database,
-        )
+    if engine.url.database:
+        _tell_of_lost_log(Path(engine.url.database))
     try:
         with engine.connect() as connection:
             found = connection.exec_driver_sql("PRAGMA quick_check(3)").scalars().all()
@@ -275,15 +387,42 @@ def _check_sound(engine: sa.Engine) -> None:
         raise _damaged(engine, "; ".join(map(str, found)))
 
 
+def _tell_of_lost_log(file: Path) -> None:
+    if log_is_lost(file):
+        log.error(
+            "%s-wal is gone or was cut short, and what was committed last was in it: clients will "
+            "hear that their newest requests are not known. If you can put it back, stop this "
+            "server first.",
+            file,
+        )
+
+
 def log_is_lost(file: Path) -> bool:
     """
     Whether commits of a SQLite database are gone with its log, to be asked before it is opened.
 
     Its last user deletes the log once everything is in the database, and then the index of the log:
-    an index without a log is that of a server that was ended in the midst of its work.
+    an index without a log is that of a server that was ended in the midst of its work. So is an
+    index that counts more pages than there are in the log of the same time.
     """
     log, index = (file.with_name(f"{file.name}-{end}") for end in ("wal", "shm"))
-    return file.exists() and index.exists() and not log.exists()
+    try:
+        with index.open("rb") as opened:
+            counted = opened.read(_INDEX.size)
+    except OSError:
+        return False
+    if not file.exists() or not log.exists():
+        return file.exists()
+    if len(counted) < _INDEX.size:
+        return False
+    page_bytes, pages, salt = _INDEX.unpack(counted)
+    with log.open("rb") as opened:
+        head = opened.read(_LOG_HEAD_BYTES)
+    there = log.stat().st_size
+    if not head:
+        return bool(pages)
+    counted_bytes = _LOG_HEAD_BYTES + pages * (page_bytes + 24)
+    return bool(head[16:24] == salt and there < counted_bytes)
 
 
 def _is_full(engine: sa.Engine) -> bool:

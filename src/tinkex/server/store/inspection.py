@@ -14,7 +14,7 @@ from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
 
 from tinkex.server.store.belonging import belonging, named_in
-from tinkex.server.store.database import migrations
+from tinkex.server.store.database import any_key, migrations
 from tinkex.server.store.files import ROOMS, UNREADABLE, Files, fault, is_place
 from tinkex.server.store.snapshots import ASIDE
 from tinkex.server.store.status import Status
@@ -84,6 +84,8 @@ class Facts:
     set_aside: int = 0
     #: Sessions that have files here and are not in the database.
     strange: tuple[str, ...] = ()
+    #: A key was made once.
+    has_keys: bool = False
     #: There are files, and the database knows of none.
     another: bool = False
 
@@ -172,6 +174,7 @@ def _look(
         way_back=frozenset(connection.scalars(sa.select(older_snapshots.c.model_id))),
         strange=tuple(sorted(ours.strange)),
         another=ours.another,
+        has_keys=any_key(connection),
         set_aside=len(files.older(f"{ASIDE}/snapshots", 2, before_s=float("inf"))),
     )
 

@@ -1,16 +1,19 @@
 """API keys: made once, shown once, kept as hashes; and who is behind one."""
 
+import asyncio
 import hashlib
 import hmac
 import secrets
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import sqlalchemy as sa
 
 from tinkex.server.store import audit
-from tinkex.server.store.database import Database
+from tinkex.server.store.database import Database, any_key
+from tinkex.server.store.key_marker import write_marker
 from tinkex.server.store.runs import BASE62
 from tinkex.server.store.tables import api_keys
 
@@ -64,8 +67,9 @@ def _told(key: ApiKey) -> dict[str, object]:
 class Keys:
     """The rows of keys."""
 
-    def __init__(self, database: Database) -> None:
+    def __init__(self, database: Database, folder: Path) -> None:
         self._database = database
+        self._folder = folder
 
     async def create(
         self,
@@ -96,7 +100,9 @@ class Keys:
             audit.note(connection, owner=owner, event="key.created", details=_told(key))
             return key
 
-        return await self._database.write(act), secret
+        key = await self._database.write(act)
+        await asyncio.to_thread(write_marker, self._folder)
+        return key, secret
 
     async def all(self) -> list[ApiKey]:
         statement = sa.select(*_KEY).order_by(api_keys.c.key_id)
@@ -106,10 +112,7 @@ class Keys:
 
     async def any(self) -> bool:
         """Whether there ever was a key: from then on one is needed."""
-        statement = sa.select(api_keys.c.key_id).limit(1)
-        return await self._database.read_key(
-            lambda connection: connection.execute(statement).first() is not None
-        )
+        return await self._database.read_key(any_key)
 
     async def by_secret(self, secret: str) -> ApiKey | None:
         wanted = hashed(secret)

@@ -16,6 +16,7 @@ from tinkex.server.store.database import Database, DatabaseRefused
 from tinkex.server.store.deaths import Deaths
 from tinkex.server.store.files import Files
 from tinkex.server.store.history import History
+from tinkex.server.store.key_marker import refuse_lost_keys
 from tinkex.server.store.keys import Keys
 from tinkex.server.store.repeats import Repeats
 from tinkex.server.store.requests import Requests
@@ -38,7 +39,7 @@ class Store:
     def __init__(self, *, database: Database, files: Files, folder: Path) -> None:
         self._database = database
         self.files = files
-        self.keys = Keys(database)
+        self.keys = Keys(database, folder)
         self.requests = Requests(database, files)
         self.deaths = Deaths(database)
         self.repeats = Repeats(database)
@@ -97,7 +98,11 @@ def _touch(connection: sa.Connection) -> None:
 
 
 def open_store(*, db_url: str, storage_url: str, folder: Path, alone: bool = False) -> Store:
-    """Open, or make, the store; its schema is brought up to date. Servers are `alone` on it."""
+    """
+    Open, or make, the store. Servers are `alone` on it, and bring its schema up to date.
+
+    Any other refuses an older schema: a server that works with it does not expect another one.
+    """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     _keep_private(db_url)
     database = Database(db_url, alone=alone)
@@ -105,6 +110,7 @@ def open_store(*, db_url: str, storage_url: str, folder: Path, alone: bool = Fal
         files = Files(storage_url)
         if alone:
             refuse_another(database, files)
+            refuse_lost_keys(database, folder)
     except (StoreAway, ImportError) as error:
         database.close()
         raise DatabaseRefused(

@@ -1,0 +1,176 @@
+"""A server that had keys does not open to everybody because its database was lost."""
+
+import asyncio
+import contextlib
+import logging
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from server.storage.commands import tinkex
+from server.tenants import is_private
+from serving import TINY, serving
+from tinkex.server.backup import restore, take
+from tinkex.server.doctor import Level, examine
+from tinkex.server.settings import Settings
+from tinkex.server.store import DatabaseRefused, open_store
+from tinkex.server.store.database import log_is_lost
+
+pytestmark = pytest.mark.anyio
+
+MARKER = "keys.made"
+
+
+def start(folder: Path) -> None:
+    """What the web process does first."""
+    url = f"sqlite:///{folder / 'tinkex.db'}"
+    open_store(db_url=url, storage_url=str(folder), folder=folder, alone=True).close()
+
+
+async def with_key(folder: Path) -> Path:
+    done = await tinkex("key", "create", "--data", str(folder))
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def deleted(folder: Path) -> None:
+    for file in folder.glob("tinkex.db*"):
+        file.unlink()
+
+
+def cut_to_nothing(folder: Path) -> None:
+    (folder / "tinkex.db").write_bytes(b"")
+
+
+def of_another_server(folder: Path) -> None:
+    deleted(folder)
+    start(folder.with_name("other"))
+    shutil.copy(folder.with_name("other") / "tinkex.db", folder / "tinkex.db")
+
+
+async def test_a_stopped_server_has_everything_in_its_database(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    """All of it was in the log beside it: whoever copied the one file, or lost the other, lost it."""
+    await with_key(tmp_path)
+    with serving(f"{TINY}={tiny_model}", data=tmp_path) as server:
+        more = await tinkex("key", "create", "--owner", "alice", "--data", str(tmp_path))
+        assert more.returncode == 0
+        server.process.send_signal(signal.SIGTERM)
+        assert await asyncio.to_thread(server.process.wait, 30) == 0
+    assert not (tmp_path / "tinkex.db-wal").exists()
+    copy = tmp_path / "copy.db"
+    shutil.copy(tmp_path / "tinkex.db", copy)
+    with contextlib.closing(sqlite3.connect(copy)) as connection:
+        owners = [row[0] for row in connection.execute("SELECT owner FROM api_keys")]
+    assert owners == ["local", "alice"]
+
+
+async def test_the_log_is_emptied_while_others_read(tmp_path: Path) -> None:
+    start(tmp_path)
+    with contextlib.closing(sqlite3.connect(tmp_path / "tinkex.db")) as reader:
+        reader.execute("SELECT count(*) FROM api_keys").fetchall()
+        start(tmp_path)
+        log = tmp_path / "tinkex.db-wal"
+        assert not log.exists() or log.stat().st_size == 0
+
+
+@pytest.mark.parametrize("lose", [deleted, cut_to_nothing, of_another_server])
+async def test_a_server_without_the_keys_it_had_does_not_start(
+    tiny_model: Path, tmp_path: Path, lose: Callable[[Path], None]
+) -> None:
+    data = await with_key(tmp_path / "data")
+    assert is_private(data / MARKER)
+    lose(data)
+    serve = ("serve", f"{TINY}={tiny_model}", "--port", "0", "--data", str(data))
+    done = await tinkex(*serve)
+    assert done.returncode == 1
+    assert done.stdout == ""
+    for words in (str(data / MARKER), "tinkex restore", "tinkex key create", "delete"):
+        assert words in done.stderr
+    found = examine(Settings(data=str(data)))
+    (finding,) = [one for one in found if one.about == "keys"]
+    assert finding.level is Level.PROBLEM
+    assert MARKER in finding.text
+    # A new key: it starts, and is closed to everybody else.
+    assert (await tinkex("key", "create", "--data", str(data))).returncode == 0
+    start(data)
+    lose(data)
+    # Or somebody says that it shall have none.
+    (data / MARKER).unlink()
+    start(data)
+
+
+async def test_a_folder_from_before_there_was_a_marker_gets_one(tmp_path: Path) -> None:
+    await with_key(tmp_path)
+    (tmp_path / MARKER).unlink()
+    start(tmp_path)
+    assert is_private(tmp_path / MARKER)
+    # One without keys gets none.
+    start(tmp_path / "open")
+    assert not (tmp_path / "open" / MARKER).exists()
+
+
+async def test_a_revoked_last_key_is_a_key(tmp_path: Path) -> None:
+    await with_key(tmp_path)
+    assert (await tinkex("key", "revoke", "1", "--data", str(tmp_path))).returncode == 0
+    start(tmp_path)
+
+
+async def test_a_back_up_knows_that_there_were_keys(tmp_path: Path) -> None:
+    data, target, elsewhere = (tmp_path / name for name in ("data", "backup", "elsewhere"))
+    await with_key(data)
+    take(Settings(data=str(data)), target)
+    restore(target, elsewhere)
+    start(elsewhere)
+    cut_to_nothing(elsewhere)
+    with pytest.raises(DatabaseRefused, match="keys were made for this server"):
+        start(elsewhere)
+
+
+def killed_in_the_midst(folder: Path) -> Path:
+    """A database whose last commits are in its log; the file."""
+    start(folder)
+    program = (
+        "import os, sqlite3, sys; c = sqlite3.connect(sys.argv[1]); "
+        "c.execute('PRAGMA journal_mode = WAL'); "
+        '[(c.execute("INSERT INTO api_keys (hash, hint, owner, name, limits, created_s) '
+        "VALUES (?, 'h', 'o', '', '{}', 1.0)\", (str(n),)), c.commit()) for n in range(20)]; "
+        "os.kill(os.getpid(), 9)"
+    )
+    file = folder / "tinkex.db"
+    subprocess.run([sys.executable, "-c", program, str(file)], check=False)
+    assert (folder / "tinkex.db-wal").stat().st_size > 20_000
+    return file
+
+
+@pytest.mark.parametrize("left", [None, 0, 0.5])
+def test_a_log_that_is_gone_or_shorter_is_said_to_be(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, left: float | None
+) -> None:
+    file = killed_in_the_midst(tmp_path)
+    assert not log_is_lost(file)
+    log = tmp_path / "tinkex.db-wal"
+    if left is None:
+        log.unlink()
+    else:
+        log.write_bytes(log.read_bytes()[: int(log.stat().st_size * left)])
+    assert log_is_lost(file)
+    caplog.set_level(logging.ERROR)
+    start(tmp_path)
+    assert "was cut short, and what was committed last was in it" in caplog.text
+
+
+def test_a_whole_log_is_not_said_to_be_lost(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    killed_in_the_midst(tmp_path)
+    start(tmp_path)
+    start(tmp_path)
+    assert "was cut short" not in caplog.text
