@@ -3,12 +3,16 @@
 import json
 import pickle
 import shutil
+import time
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tinkex.engine.model import load
+from tinkex.models.resolve import ModelNotFound, resolve
+from tinkex.models.weight_files import RefusedFolder
 
 
 class Marked:
@@ -51,3 +55,88 @@ def test_a_pickle_in_a_folder_is_not_opened(hostile: Path, tmp_path: Path) -> No
     with pytest.raises((ValueError, OSError)):
         load(hostile, torch.float32)
     assert not mark.exists()
+
+
+def with_index(folder: Path, name: str) -> Path:
+    """The weights in a file that the index names; where it is."""
+    (file,) = folder.glob("*.safetensors")
+    tensors = load_file(file)
+    file.unlink()
+    index = {"metadata": {}, "weight_map": dict.fromkeys(tensors, name)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    target = folder / name
+    target.parent.mkdir(exist_ok=True)
+    torch.save(tensors, target)
+    return target
+
+
+@pytest.mark.parametrize("name", ["shard.bin", "../elsewhere/w.bin", "/absolute/w.bin"])
+def test_an_index_names_no_pickle_and_nothing_outside_of_its_folder(
+    hostile: Path, tmp_path: Path, name: str
+) -> None:
+    name = name.replace("/absolute", str(tmp_path / "absolute"))
+    with_index(hostile, name)
+    with pytest.raises(RefusedFolder, match=r"must be \*.safetensors files in the folder itself"):
+        load(hostile, torch.float32)
+    with pytest.raises(ModelNotFound, match="names"):  # nor does a server get as far as that
+        resolve(str(hostile))
+
+
+def test_an_index_leads_to_no_safetensors_elsewhere(hostile: Path, tmp_path: Path) -> None:
+    (file,) = hostile.glob("*.safetensors")
+    moved = file.rename(tmp_path / "outside.safetensors")
+    index = {"weight_map": dict.fromkeys(load_file(moved), "../outside.safetensors")}
+    (hostile / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(RefusedFolder, match="outside"):
+        load(hostile, torch.float32)
+
+
+def test_an_index_of_plain_files_is_loaded(hostile: Path) -> None:
+    """Also of links, as in the cache of the hub."""
+    (file,) = hostile.glob("*.safetensors")
+    blob = file.rename(hostile.parent / "blob")
+    (hostile / "model-00001-of-00001.safetensors").symlink_to(blob)
+    shards = dict.fromkeys(load_file(blob), "model-00001-of-00001.safetensors")
+    index = {"metadata": {}, "weight_map": shards}
+    (hostile / "model.safetensors.index.json").write_text(json.dumps(index))
+    load(hostile, torch.float32)
+
+
+@pytest.mark.parametrize("weights", ["adapter_model.bin", "../w.safetensors", "pytorch_model.bin"])
+def test_a_config_names_no_other_weights(hostile: Path, weights: str) -> None:
+    file = hostile / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "transformers_weights": weights}))
+    with pytest.raises(RefusedFolder, match="as its weights"):
+        load(hostile, torch.float32)
+
+
+def test_pickles_alone_are_no_weights(hostile: Path, tmp_path: Path) -> None:
+    (file,) = hostile.glob("*.safetensors")
+    tensors = load_file(file)
+    file.unlink()
+    torch.save(tensors, hostile / "pytorch_model-00001-of-00001.bin")
+    index = {"weight_map": dict.fromkeys(tensors, "pytorch_model-00001-of-00001.bin")}
+    (hostile / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    with pytest.raises((ValueError, OSError)):
+        load(hostile, torch.float32)
+
+
+def test_an_adapter_does_not_lead_to_another_folder(
+    hostile: Path, tiny_folder: Path, tmp_path: Path
+) -> None:
+    """With peft installed, transformers would load whatever base model the adapter names."""
+    config = {"peft_type": "LORA", "base_model_name_or_path": str(tiny_folder)}
+    (hostile / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(RefusedFolder, match="adapter"):
+        load(hostile, torch.float32)
+
+
+def test_layers_without_weights_are_refused_before_they_are_built(hostile: Path) -> None:
+    file = hostile / "config.json"
+    config = json.loads(file.read_text())
+    config.pop("layer_types", None)
+    file.write_text(json.dumps({**config, "num_hidden_layers": 100_000}))
+    began_s = time.monotonic()
+    with pytest.raises(RefusedFolder, match="says 100000 layers, and the weights have 2"):
+        load(hostile, torch.float32)
+    assert time.monotonic() - began_s < 20

@@ -40,6 +40,7 @@ def command(adapter: str, out: Path, base: str | None, dtype: str | None, data: 
         from tinkex.engine.merge import merge
         from tinkex.engine.model import UnsupportedModel
         from tinkex.models.resolve import ModelNotFound, resolve
+        from tinkex.models.weight_files import RefusedFolder
         from tinkex.wire.errors import UserFailure
     except ModuleNotFoundError as error:
         raise needs(error, "`tinkex merge`", "engine") from error
@@ -47,7 +48,7 @@ def command(adapter: str, out: Path, base: str | None, dtype: str | None, data: 
         folder = from_server(adapter, data) if adapter.startswith("tinker://") else Path(adapter)
         source = resolve(base or named_base(folder))
         merged = merge(source.folder, folder, out, None if dtype is None else DTYPES[dtype])
-    except (UserFailure, UnsupportedModel, ModelNotFound, FileExistsError) as error:
+    except (UserFailure, UnsupportedModel, RefusedFolder, ModelNotFound, FileExistsError) as error:
         raise CommandFailed(str(error)) from error
     click.echo(f"{out}: {source.name} with {folder.name} in it, {merged.dtype}, {merged.size_bytes / 1e6:.1f} MB.")  # fmt: skip
     if merged.untied:

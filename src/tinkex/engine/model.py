@@ -31,6 +31,7 @@ from tinkex.engine.lora import (
     make_layout,
     make_pairs,
 )
+from tinkex.models.weight_files import check_layers, check_weight_files, tensor_names
 
 log = logging.getLogger(__name__)
 
@@ -210,10 +211,13 @@ def load(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
     # Code and pickles of a folder are never run: a model is numbers and settings.
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     refuse_unsupported(config)
+    check_weight_files(folder, config.to_dict())
     ggufs = sorted(folder.glob("*.gguf"))
     with quiet_transformers():
         if ggufs and not any(folder.glob("*.safetensors")):
             return load_gguf(ggufs[0], config, dtype)
+        layers = config.get_text_config().num_hidden_layers
+        check_layers(layers, {*tensor_names(folder)}, folder)
         try:
             model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
                 folder,
@@ -239,6 +243,7 @@ def load_gguf(path: Path, config: PretrainedConfig, dtype: torch.dtype) -> PreTr
     tensors = {
         name: torch.from_numpy(array).to(dtype) for name, array in hf_tensors(read_gguf(path))
     }
+    check_layers(config.get_text_config().num_hidden_layers, tensors.keys(), path.parent)
     family: Any = AutoModelForCausalLM._model_mapping[type(config)]
     model: PreTrainedModel = family.from_pretrained(
         None, config=config, state_dict=tensors, dtype=dtype, attn_implementation="sdpa"

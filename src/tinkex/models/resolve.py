@@ -17,6 +17,7 @@ from typing import Any
 from tinkex.extras import MissingExtra, needs
 from tinkex.models.cache import Progress
 from tinkex.models.embedded import EMBEDDED_MODEL, FetchFailed, ensure_embedded
+from tinkex.models.weight_files import RefusedFolder, check_index
 
 DEFAULT_MODEL = EMBEDDED_MODEL
 
@@ -200,7 +201,10 @@ def what_is_missing(folder: Path) -> str | None:
         if not (folder / name).is_file():
             return f"no {name}"
     if index := next(folder.glob("*.safetensors.index.json"), None):
-        shards = set(_read_json(index).get("weight_map", {}).values())
+        try:
+            shards = check_index(index)
+        except RefusedFolder as refused:
+            raise ModelNotFound(str(refused)) from refused
         absent = sorted(shard for shard in shards if not (folder / shard).is_file())
         return f"no {absent[0]} ({len(absent)} of {len(shards)} shards)" if absent else None
     if any(folder.glob("*.safetensors")) or any(folder.glob("*.gguf")):
