@@ -58,3 +58,19 @@ def test_a_program_that_sets_up_logging_gets_each_record_once_and_in_its_own_way
     assert said.count("told") == 1
     assert "MINE told" in said
     assert "- DEBUG]" not in said
+
+
+def test_the_service_is_named_once_when_nobody_named_one():
+    """Who runs a server and forgets to name it would send data elsewhere without knowing."""
+    program = """
+    import os, tinkex
+    for name in ("TINKER_BASE_URL", "TINKEX_BASE_URL"):
+        os.environ.pop(name, None)
+    {use}
+    """
+    default = 'for _ in range(2): tinkex.Settings.resolve(api_key="tml-x")'
+    said = stderr_of(program.format(use=default), TINKER_LOG="info")
+    assert said.count("requests go to tinker.thinkingmachines.dev") == 1
+    assert "TINKER_BASE_URL" in said
+    named = 'tinkex.Settings.resolve(api_key="tml-x", base_url="http://127.0.0.1:8000")'
+    assert "requests go to" not in stderr_of(program.format(use=named), TINKER_LOG="info")

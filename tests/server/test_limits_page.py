@@ -192,7 +192,9 @@ CHUNKED = b"POST /api/v1/asample HTTP/1.1\r\nHost: 127.0.0.1\r\nTransfer-Encodin
         pytest.param(CHUNKED + b"1\r\n{\r\n0\r\n", b"a: b\r\n" * 10_000, id="trailers"),
         pytest.param(CHUNKED + b"1\r\n{\r\n0\r\na: ", b"x" * 60_000, id="one trailer"),
         pytest.param(CHUNKED + b"1;", b"x" * 60_000, id="extension of a piece"),
-        pytest.param(b"", b"GET /api/v1/healthz HTTP/1.1\r\n\r\n" * 2_000, id="requests ahead"),
+        pytest.param(
+            b"", b"GET /api/v1/healthz HTTP/1.1\r\nHost: a\r\n\r\n" * 2_000, id="requests ahead"
+        ),
     ],
 )
 async def test_what_is_around_bodies_has_an_end(small: Api, begun: bytes, piece: bytes) -> None:
@@ -216,6 +218,59 @@ async def test_what_is_around_bodies_has_an_end(small: Api, begun: bytes, piece:
         await send()
     writer.close()
     assert (await small.get("/api/v1/healthz")).status == 200
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        pytest.param(b"GET / HTTP/1.1\r\n", id="no host"),
+        pytest.param(b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\nHost: b\r\n", id="two hosts"),
+        pytest.param(b"GET / HTTP/1.0\r\nHost: 127.0.0.1\r\nHOST: b\r\n", id="two in 1.0"),
+        *(
+            pytest.param(
+                b"POST /api/v1/create_session HTTP/1.1\r\nHost: 127.0.0.1\r\n"
+                b"Transfer-Encoding: " + encoding + b"\r\n",
+                id=encoding.decode(),
+            )
+            for encoding in (
+                b"gzip, chunked",
+                b"identity",
+                b"chunked, chunked",
+                b"xchunked",
+                b"chunked\r\nTransfer-Encoding: chunked",
+            )
+        ),
+    ],
+)
+async def test_a_head_that_can_be_read_in_two_ways_is_refused(small: Api, head: bytes) -> None:
+    """A proxy in front may read it in the other way."""
+    url = small.http._base_url
+    assert url
+    reader, writer = await asyncio.open_connection(url.host, url.port)
+    writer.write(head + b"\r\n2\r\n{}\r\n0\r\n\r\n")
+    answer = await asyncio.wait_for(reader.read(), 10)
+    assert answer.startswith(b"HTTP/1.1 400"), answer
+    assert answer.count(b"HTTP/1.1 400") == 1
+    writer.close()
+
+
+@pytest.mark.parametrize("value", [b"chunked", b" Chunked "])
+async def test_a_head_that_can_be_read_in_one_way_is_taken(small: Api, value: bytes) -> None:
+    url = small.http._base_url
+    assert url
+    for head, body in (
+        (b"GET /api/v1/healthz HTTP/1.0\r\n\r\n", b""),
+        (
+            b"POST /api/v1/session_heartbeat HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n"
+            b"Transfer-Encoding:" + value + b"\r\n\r\n",
+            b"2\r\n{}\r\n0\r\n\r\n",
+        ),
+    ):
+        reader, writer = await asyncio.open_connection(url.host, url.port)
+        writer.write(head + body)
+        answer = await asyncio.wait_for(reader.read(), 10)
+        assert answer.startswith((b"HTTP/1.1 200", b"HTTP/1.1 422")), answer
+        writer.close()
 
 
 async def test_a_trailer_does_not_pass_for_a_header(small: Api) -> None:

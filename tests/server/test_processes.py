@@ -13,6 +13,7 @@ import pytest
 from processes import children
 from server.api.test_custom_losses import NODES, loss
 from server.hosting import Api, connected
+from server.storage.commands import tinkex
 from server.tenants import is_private
 from serving import TINY, Server, serving
 
@@ -155,9 +156,44 @@ async def test_what_a_server_writes_is_its_users_alone(own_server: Server) -> No
         await trained(api, model, first=1)
         saved = await api.step("save_weights", model_id=model, seq_id=3, path="private")
         assert "path" in await api.result(saved)
-    written = [file for file in own_server.data.rglob("*") if file.name != "server.lock"]
+    written = [*own_server.data.rglob("*")]
     assert len(written) > 5
     assert not [file for file in written if not is_private(file)]
+
+
+async def test_whatever_the_umask_all_files_are_their_users_alone(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    """Of a data folder, of a back-up and of what was restored; each file by itself."""
+    data, target, elsewhere = (tmp_path / name for name in ("data", "backup", "elsewhere"))
+    before = os.umask(0)
+    try:
+        data.mkdir(mode=0o700)
+        (data / "tinkex.toml").write_text("drain_s = 5.0\n")
+        (data / "tinkex.toml").chmod(0o644)
+        with serving(f"{TINY}={tiny_model}", data=data) as server:
+            async with connected(server.url, TINY) as api:
+                model = await api.model()
+                await trained(api, model, first=1)
+                saved = await api.step("save_weights", model_id=model, seq_id=3, path="private")
+                assert "path" in await api.result(saved)
+            for words in (("key", "create"), ("backup", str(target))):
+                done = await tinkex(*words, "--data", str(data))
+                assert done.returncode == 0, done.stderr
+        for file in target.rglob("*"):
+            file.chmod(0o777)  # as it may be carried elsewhere
+        done = await tinkex("restore", str(target), "--data", str(elsewhere))
+        assert done.returncode == 0, done.stderr
+        done = await tinkex("backup", str(tmp_path / "again"), "--data", str(elsewhere))
+        assert done.returncode == 0, done.stderr
+    finally:
+        os.umask(before)
+    for folder in (data, elsewhere, tmp_path / "again"):
+        written = [*folder.rglob("*")]
+        assert len(written) > 5
+        # The operator's own file is as the operator left it.
+        ours = [file for file in written if file != data / "tinkex.toml"]
+        assert not [file for file in ours if not is_private(file)]
 
 
 async def test_the_engine_s_sizes_are_among_the_metrics(own_server: Server) -> None:

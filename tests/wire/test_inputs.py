@@ -18,6 +18,7 @@ from tinkex.types import (
     SampledProvenanceSpan,
     TensorData,
 )
+from tinkex.wire.errors import WireError
 
 PROMPT = ModelInput.from_ints([1, 2, 3])
 
@@ -78,6 +79,12 @@ def test_tokens_are_copied_and_read_only():
     assert prompt.tokens_np.tolist() == [1, 2, 3]
     with pytest.raises(ValueError, match="read-only"):
         prompt.tokens_np[0] = 9
+
+
+@pytest.mark.parametrize("tokens", [[True], [1, True], [1, False, 2]])
+def test_a_truth_value_that_came_as_json_is_no_token(tokens):
+    with pytest.raises(WireError, match="no token ids"):
+        EncodedTextChunk._read({"type": "encoded_text", "tokens": tokens})
 
 
 @pytest.mark.parametrize(

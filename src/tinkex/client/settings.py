@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import ipaddress
+import logging
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -18,6 +20,8 @@ from tinkex.client.errors import TinkerError
 from tinkex.client.proxies import proxy_for
 
 __all__ = ["ApiKey", "Settings", "is_loopback", "normalise_url", "service_url", "setting"]
+
+log = logging.getLogger("tinkex.settings")
 
 #: The version of the protocol we speak; servers choose their dialect by it.
 PROTOCOL_VERSION = "0.36.0"
@@ -163,7 +167,17 @@ def setting(name: str, env: Mapping[str, str]) -> str | None:
 
 def service_url(given: str | None, env: Mapping[str, str] = os.environ) -> str:
     """Which service is meant, in its one spelling."""
-    return normalise_url(given or setting("BASE_URL", env) or DEFAULT_URL)
+    url = given or setting("BASE_URL", env)
+    if not url:
+        _tell_default()
+    return normalise_url(url or DEFAULT_URL)
+
+
+@functools.cache
+def _tell_default() -> None:
+    """Once in a program: who runs a server and forgets to name it would send data elsewhere."""
+    host = urlsplit(DEFAULT_URL).hostname
+    log.info("no base_url was given, and TINKER_BASE_URL is not set: requests go to %s", host)
 
 
 def normalise_url(url: str) -> str:

@@ -86,6 +86,7 @@ def _whole_or_not(target: Path) -> Iterator[Path]:
         target.parent.mkdir(parents=True, exist_ok=True)
         part.mkdir(mode=0o700)
         yield part
+        _keep_private(part)
         # Once for all files, and then the name that says that they are there.
         os.sync()
         if target.exists():
@@ -96,6 +97,13 @@ def _whole_or_not(target: Path) -> Iterator[Path]:
         if isinstance(error, OSError):
             raise _failed(error, target) from error
         raise
+
+
+def _keep_private(part: Path) -> None:
+    """Every file by itself: what is copied out of the folder stays its owner's alone."""
+    for path in part.rglob("*"):
+        if not path.is_symlink():
+            path.chmod(0o700 if path.is_dir() else 0o600)
 
 
 def _failed(error: OSError, target: Path) -> BackupFailed:
@@ -211,9 +219,6 @@ def restore(source: Path, folder: Path) -> About:
         shutil.copytree(source, part, symlinks=True, dirs_exist_ok=True)
         # However it was carried here.
         part.chmod(0o700)
-        for name in (SIGNING_KEY, TOKENS_KEY):
-            if (part / name).exists():
-                (part / name).chmod(0o600)
         (part / ABOUT).unlink()
     return found
 

@@ -34,6 +34,9 @@ UNREAD_BYTES = 16 * 2**20
 
 # How long a closed engine may take to leave by itself.
 LEAVE_S = 5.0
+# An engine that has work and says nothing for so long is said to be silent. It is not ended: a long
+# pass looks the same from here.
+SILENT_S = 60.0
 
 
 class Task(enum.Enum):
@@ -266,6 +269,9 @@ class _Engine:
         #: The keeper of a child that was sent away, until that is gone.
         self._leaving: asyncio.Task[None] | None = None
         self._asked_s = 0.0
+        #: When the child last said something, or got work after it had none.
+        self._heard_s = 0.0
+        self._told_silent = False
         self._refused: EngineRefused | None = None
         self._closing = False
         #: Whether the child that is up, or was last, has finished any work.
@@ -275,9 +281,25 @@ class _Engine:
 
     @property
     def waiting_for(self) -> str | None:
-        if self._up.is_set() or self._closing:
+        if self._closing:
             return None
-        return f"the engine of {self._model.name} is starting"
+        if not self._up.is_set():
+            return f"the engine of {self._model.name} is starting"
+        silent_s = asyncio.get_running_loop().time() - self._heard_s
+        if not self._waiting or silent_s < SILENT_S:
+            return None
+        if not self._told_silent:
+            self._told_silent = True
+            log.warning(
+                "the engine of %s (process %s) has work and has not answered for %.0f s",
+                self._model.name,
+                self.process_id,
+                silent_s,
+            )
+        return (
+            f"the engine of {self._model.name} has not answered for {silent_s:.0f} s: it computes "
+            "something long, or is stuck"
+        )
 
     @property
     def process_id(self) -> int | None:
@@ -302,6 +324,8 @@ class _Engine:
             raise EngineLost(f"the engine of {self._model.name} was lost")
         ticket = next(self._tickets)
         answer: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        if not self._waiting:
+            self._heard_s = asyncio.get_running_loop().time()
         self._waiting[ticket] = answer
         if work.on_tokens is not None:
             self._listening[ticket] = work.on_tokens
@@ -424,6 +448,10 @@ class _Engine:
             writer.close()
 
     def _hear(self, report: frames.Report, writer: asyncio.StreamWriter) -> None:
+        self._heard_s = asyncio.get_running_loop().time()
+        if self._told_silent:
+            self._told_silent = False
+            log.warning("the engine of %s has answered", self._model.name)
         match report.WhichOneof("body"):
             case "ready":
                 self._incarnation += 1

@@ -8,6 +8,7 @@ itself, and is used where the quicker one is not installed.
 """
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 #: Bytes of the request line and all headers together; and of anything else that is no body.
@@ -16,10 +17,30 @@ LONGEST_HEAD = 64 * 1024
 #: send one; whoever sends more has to be ready for a connection that closes (RFC 9112, 9.3.2).
 MOST_AHEAD = 32
 
-_REFUSAL = (
-    f"the head of this request is longer than the {LONGEST_HEAD} bytes that are allowed. "
-    "Send less in the address and in headers."
-).encode()
+_TOO_LONG = (
+    "431 Request Header Fields Too Large",
+    f"the head of this request is longer than the allowed {LONGEST_HEAD} bytes; send less of it.",
+)
+_NO_HOST = ("400 Bad Request", "a request of HTTP/1.1 has one Host header, and no more than one.")
+_ENCODING = (
+    "400 Bad Request",
+    "the one Transfer-Encoding that is known here is chunked; send that, or a Content-Length.",
+)
+
+
+def fault_of(headers: Sequence[tuple[bytes, bytes]], version: str) -> tuple[str, str] | None:
+    """
+    Status and reason for a head that a proxy and this server could read in two ways.
+
+    RFC 9112, 3.2 and 6.1. The names of headers are in lower case.
+    """
+    hosts = sum(name == b"host" for name, _ in headers)
+    if hosts > 1 or (hosts == 0 and version == "1.1"):
+        return _NO_HOST
+    encodings = [value for name, value in headers if name == b"transfer-encoding"]
+    if encodings and [value.strip().lower() for value in encodings] != [b"chunked"]:
+        return _ENCODING
+    return None
 
 
 def protocol() -> str | type[asyncio.Protocol]:
@@ -44,7 +65,7 @@ def protocol() -> str | type[asyncio.Protocol]:
                 return
             # A body may come with its head, so that one piece alone decides nothing yet.
             if self._around_bytes > LONGEST_HEAD:
-                self._refuse()
+                self._refuse(_TOO_LONG)
                 return
             self._around_bytes += len(data)
             super().data_received(data)
@@ -71,8 +92,11 @@ def protocol() -> str | type[asyncio.Protocol]:
             self._in_head = False
             self._around_bytes = 0
             size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
+            version = self.parser.get_http_version()
             if size > LONGEST_HEAD or len(self.pipeline) >= MOST_AHEAD:
-                self._refuse()
+                self._refuse(_TOO_LONG)
+            elif (fault := fault_of(self.headers, version)) is not None:
+                self._refuse(fault)
             else:
                 super().on_headers_complete()
 
@@ -87,17 +111,22 @@ def protocol() -> str | type[asyncio.Protocol]:
                 self._around_bytes = 0
                 super().on_message_complete()
 
-        def _refuse(self) -> None:
+        def send_400_response(self, msg: str) -> None:
+            # What follows a refused head is no request, and gets no answer of its own.
+            if not self._refused:
+                super().send_400_response(msg)
+
+        def _refuse(self, reason: tuple[str, str]) -> None:
             self._refused = True
             # While another request is worked on, this would be read as its answer.
             earlier: Any = self.cycle  # None before the first request, whatever its type says
             if earlier is None or earlier.response_complete:
+                status, text = reason
                 head = (
-                    b"HTTP/1.1 431 Request Header Fields Too Large\r\n"
-                    b"content-type: text/plain; charset=utf-8\r\n"
-                    b"connection: close\r\ncontent-length: %d\r\n\r\n" % len(_REFUSAL)
+                    f"HTTP/1.1 {status}\r\ncontent-type: text/plain; charset=utf-8\r\n"
+                    f"connection: close\r\ncontent-length: {len(text)}\r\n\r\n"
                 )
-                self.transport.write(head + _REFUSAL)
+                self.transport.write((head + text).encode())
             self.pipeline.clear()
             self.transport.close()
 

@@ -92,6 +92,8 @@ class EncodedTextChunk(ModelPayload):
             raise WireError.at(
                 ("tokens",), f"a list of token ids is needed, not {json_kind(tokens)}."
             )
+        if bool in set(map(type, tokens)):  # NumPy would take them for 1 and 0
+            raise WireError.at(("tokens",), "true and false are no token ids.")
         try:
             return cls._of(_token_ids(tokens))
         except ValueError as error:

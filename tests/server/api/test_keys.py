@@ -217,6 +217,23 @@ async def test_a_key_is_exchanged_for_a_token_that_works_until_the_key_does_not(
             assert (await alice.get(ME)).status == 401
 
 
+async def test_a_token_does_not_revoke_the_key_it_stands_for(
+    echo: EchoExecutor, tmp_path: Path, quick: None
+) -> None:
+    """It lasts an hour and travels more; the key it would end is for good."""
+    async with hosted(echo, tmp_path, jwt=True) as api:
+        key = await new_key(tmp_path, "alice")
+        async with with_key(api, key) as alice:
+            token = (await alice.post("auth/token", {})).json["jwt"]
+            async with with_key(api, token) as other, other.http.delete(ME) as refused:
+                assert refused.status == 403
+                assert "Send the API key itself" in (await refused.json())["detail"]
+                assert (await other.get(ME)).status == 200
+            assert (await alice.get(ME)).status == 200
+            async with alice.http.delete(ME) as done:
+                assert done.status == 200
+
+
 def test_a_token_that_was_changed_or_is_over_says_nothing() -> None:
     tokens = Tokens(b"secret")
     token = tokens.make({"sub": "a", "exp": 100})

@@ -62,6 +62,13 @@ async def key_info(request: Request) -> Response:
 async def revoke_key(request: Request) -> Response:
     """The key of this request opens nothing any more, from the next request on."""
     caller = caller_of(request)
+    if caller.by_token:
+        # It lasts an hour, and would end the key for good.
+        raise Refusal(
+            403,
+            "a token cannot revoke the key that it stands for. Send the API key itself (tml-…), or "
+            "ask whoever runs this server: `tinkex key revoke`.",
+        )
     if caller.key_id is not None:
         await context_of(request).store.keys.revoke(caller.key_id)
         gate_of(request).forget()
