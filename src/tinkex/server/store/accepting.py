@@ -100,7 +100,8 @@ _SAMPLE_SELF = _SELF.where(requests.c.sampling_session_id == sa.bindparam("place
 
 def insert(connection: sa.Connection, new: NewRequest) -> Accepted:
     """Add a request with a small payload inside a transaction, unless its place is taken."""
-    return insert_many(connection, [Adding(new, None)])[0]
+    # Looked for first: a repeat is answered also while nothing can be added.
+    return _earlier_self(connection, new) or insert_many(connection, [Adding(new, None)])[0]
 
 
 def insert_many(connection: sa.Connection, group: Sequence[Adding]) -> list[Accepted]:
@@ -122,7 +123,7 @@ def insert_many(connection: sa.Connection, group: Sequence[Adding]) -> list[Acce
             is_new=True,
         )
         if adding.request_id in added
-        else _earlier_self(connection, adding.new)
+        else _holder(connection, adding.new)
         for adding in group
     ]
 
@@ -149,9 +150,18 @@ def _values(adding: Adding) -> tuple[object, ...]:
     )
 
 
-def _earlier_self(connection: sa.Connection, new: NewRequest) -> Accepted:
-    """Who has the place of a request that could not be added."""
+def _earlier_self(connection: sa.Connection, new: NewRequest) -> Accepted | None:
+    """The request that has this place already, if there is one."""
+    if new.seq_id is None:
+        return None
     statement = _STEP_SELF if new.model_id is not None else _SAMPLE_SELF
     place = new.model_id or new.sampling_session_id
-    row = connection.execute(statement, {"number": new.seq_id, "place": place}).one()
-    return Accepted(request_id=row.request_id, kind=row.kind, sequences=row.sequences, is_new=False)
+    row = connection.execute(statement, {"number": new.seq_id, "place": place}).first()
+    return None if row is None else Accepted(**row._mapping, is_new=False)
+
+
+def _holder(connection: sa.Connection, new: NewRequest) -> Accepted:
+    """Who has the place of a request that could not be added."""
+    if (found := _earlier_self(connection, new)) is None:
+        raise LookupError(f"step {new.seq_id} was not added, and no other one has its place")
+    return found

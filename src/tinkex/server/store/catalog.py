@@ -181,12 +181,24 @@ class Catalog:
     async def delete(self, *, model_id: str, kind: str, name: str) -> bool:
         """Take the name away; whether it was there. Its files go when nothing uses them."""
         statement = checkpoint_names.delete().where(_is(model_id, kind, name), alive(time.time()))
-        return await self._change(statement, "checkpoint.deleted", (model_id, kind, name))
+        return await self._change(
+            statement, "checkpoint.deleted", (model_id, kind, name), reserve=True
+        )
 
     async def set_public(self, public: bool, *, model_id: str, kind: str, name: str) -> bool:
+        """Whether it is there. What is so already is not written, nor noted, once more."""
+        before = await self.checkpoint(model_id=model_id, kind=kind, name=name)
+        if before is None or before.public is public:
+            return before is not None
         statement = checkpoint_names.update().where(_is(model_id, kind, name), alive(time.time()))
         event = "checkpoint.published" if public else "checkpoint.unpublished"
-        return await self._change(statement.values(public=public), event, (model_id, kind, name))
+        return await self._change(
+            # Nobody must wait for room to hide what is theirs.
+            statement.values(public=public),
+            event,
+            (model_id, kind, name),
+            reserve=not public,
+        )
 
     async def set_expiry(
         self, expires_s: float | None, *, model_id: str, kind: str, name: str
@@ -252,6 +264,8 @@ class Catalog:
         statement: sa.Update | sa.Delete,
         event: str,
         key: tuple[str, str, str],
+        *,
+        reserve: bool = False,
         **details: object,
     ) -> bool:
         """Change a name, and say so in the audit log; whether it was there."""
@@ -266,7 +280,7 @@ class Catalog:
             audit.note(connection, owner=owner, event=event, details={**told, **details})
             return True
 
-        return await self._database.write(act)
+        return await self._database.write(act, reserve=reserve)
 
 
 def _earlier_copy(connection: sa.Connection, version: Version, fingerprint: str) -> Version | None:

@@ -245,8 +245,9 @@ class Checkpoints:
 
         Raises Damaged when they are not what was saved: that is not handed on.
         """
-        written = await self.fingerprint(source)
         condition = self._database.condition
+        condition.refuse_new()
+        written = await self.fingerprint(source)
         try:
             await self._database.in_thread(lambda: self._files.copy(source.place, target.place))
         except OSError as error:

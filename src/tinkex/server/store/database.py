@@ -94,6 +94,9 @@ class Database:
     def __init__(self, url: str, *, alone: bool = False) -> None:
         self._writing, self._reading = _engines(url, alone=alone)
         self._alone = alone
+        #: Whether the write that runs now may be refused its new rows.
+        self._gated = False
+        event.listen(self._writing, "before_cursor_execute", self._refuse_new_rows)
         #: Whether it can be written, and believed.
         self.condition = Condition()
         with _told(self._writing):
@@ -116,22 +119,32 @@ class Database:
             self._writing, last=tally.write, undone=tally.forget, condition=self.condition
         )
 
-    async def write(self, act: Callable[[sa.Connection], T], *, must: bool = False) -> T:
+    async def write(
+        self, act: Callable[[sa.Connection], T], *, must: bool = False, reserve: bool = False
+    ) -> T:
         """
         Run `act` in a transaction; answers once that is on disk.
 
         While the disk takes nothing this raises StorageTrouble, or waits if it `must` be written.
+        New rows are refused while the reserve of room is in use. Only what must be written, and
+        what may use the `reserve` (it frees room, or belongs to accepted work), adds rows then.
+        The refusal comes at the first INSERT, so an act that finds its earlier self answers it.
         """
-        return await self.writer.submit(act, must=must)
+        return await self.submit(act, must=must, reserve=reserve)
 
-    def submit(self, act: Callable[[sa.Connection], T], *, must: bool = False) -> asyncio.Future[T]:
+    def submit(
+        self, act: Callable[[sa.Connection], T], *, must: bool = False, reserve: bool = False
+    ) -> asyncio.Future[T]:
         """The same, with its place among the writes taken at the call."""
-        return self.writer.submit(act, must=must)
+        return self.writer.submit(act if must or reserve else self._gate(act), must=must)
 
     def submit_one_of(
         self, many: Many[Item, T], item: Item, *, must: bool = False
     ) -> asyncio.Future[T]:
         """The same for a write that shares its statements with others of its kind."""
+        if not must:
+            # One statement adds the rows of all: it cannot be refused for one of them.
+            self.condition.refuse_new()
         return self.writer.submit_one_of(many, item, must=must)
 
     def write_later(
@@ -142,7 +155,25 @@ class Database:
         dropped: Callable[[], None] | None = None,
     ) -> None:
         """Run `act` with some later transaction; lost if the process dies before."""
-        self.writer.later(act, about=about, dropped=dropped)
+        self.writer.later(self._gate(act), about=about, dropped=dropped)
+
+    def _gate(self, act: Callable[[sa.Connection], T]) -> Callable[[sa.Connection], T]:
+        """The act, with its INSERTs refused while nothing new is taken in."""
+
+        def gated(connection: sa.Connection) -> T:
+            self._gated = True
+            try:
+                return act(connection)
+            finally:
+                self._gated = False
+
+        return gated
+
+    def _refuse_new_rows(
+        self, _connection: object, _cursor: object, statement: str, *_rest: object
+    ) -> None:
+        if self._gated and statement.startswith("INSERT"):
+            self.condition.refuse_new()
 
     async def read(self, act: Callable[[sa.Connection], T], *, must: bool = False) -> T:
         """

@@ -137,7 +137,7 @@ class Keys:
                 key = ApiKey(**row._mapping)
                 audit.note(connection, owner=key.owner, event="key.revoked", details=_told(key))
 
-        await self._database.write(act)
+        await self._database.write(act, reserve=True)
 
     def used(self, key_id: int) -> None:
         """Note, some time soon, that a key was used."""

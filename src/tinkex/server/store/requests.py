@@ -102,6 +102,7 @@ class Requests:
         """On disk when this answers; a repeat of an accepted request finds the first."""
         place = None
         if len(new.payload) > INLINE_BYTES:
+            self._database.condition.refuse_new()
             place = await self._put("payloads", new.payload)
         return await self._database.submit_one_of(insert_many, Adding(new, place))
 

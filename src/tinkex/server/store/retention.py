@@ -206,7 +206,7 @@ class Retention:
     async def drop_expired_names(self, *, now_s: float) -> None:
         statement = checkpoint_names.delete().where(checkpoint_names.c.expires_s <= now_s)
         await self._database.write(
-            lambda connection: _drop_named(connection, statement, reason="expired")
+            lambda connection: _drop_named(connection, statement, reason="expired"), reserve=True
         )
 
     async def crowded(self, *, keep_last: int) -> list[Named]:
@@ -242,7 +242,7 @@ class Retention:
                 )
                 _drop_named(connection, statement, reason="keep_last")
 
-        await self._database.write(act)
+        await self._database.write(act, reserve=True)
 
     async def drop_versions(self, *, abandoned_before_s: float) -> None:
         """Saves that no name, no open sampler and no model that is built again can mean."""

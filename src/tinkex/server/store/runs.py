@@ -247,7 +247,8 @@ class Runs:
             if (row := connection.execute(statement).first()) is not None:
                 audit.note(connection, owner=row.owner, event="session.finished", details=details)
 
-        await self._database.write(act)
+        # What a session kept may go once it has ended.
+        await self._database.write(act, reserve=True)
 
     async def create_model(
         self,

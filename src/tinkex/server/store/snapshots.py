@@ -87,7 +87,9 @@ class Snapshots:
 
     async def set_aside(self, bad: Snapshot) -> bool:
         """Go back to the one before, or to the beginning; False when neither is there."""
-        if not await self._database.write(lambda connection: fall_back(connection, bad)):
+        if not await self._database.write(
+            lambda connection: fall_back(connection, bad), reserve=True
+        ):
             return False
         aside = f"{ASIDE}/{bad.place}"
         await self._database.in_thread(lambda: self._files.move(bad.place, aside), must=True)
@@ -131,7 +133,10 @@ class Snapshots:
             created_s=time.time(),
             fingerprint=written,
         )
-        done = await self._database.write(lambda connection: _replace(connection, row))
+        # The log before it may go then.
+        done = await self._database.write(
+            lambda connection: _replace(connection, row), reserve=True
+        )
         gone = [place] if done is None else done
         await self._database.in_thread(lambda: self._remove(gone))
         return done is not None

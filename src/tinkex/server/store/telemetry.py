@@ -55,7 +55,9 @@ class Telemetry:
         self._kept: Counter[str] = Counter()
 
     def keep(self, events: Sequence[Any], *, owner: str, session_id: str, about: str) -> None:
-        """Note, some time soon, what is worth it of a batch."""
+        """Note, some time soon, what is worth it of a batch; nothing while room is short."""
+        if self._database.condition.trouble is not None:
+            return
         now_s = time.time()
         rows = [
             {

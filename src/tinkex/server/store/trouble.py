@@ -126,6 +126,10 @@ class StoreAway(OSError):
     """
 
 
+class NewRefused(StorageTrouble):
+    """Something new was to be added while nothing new is taken in; the store itself is as it was."""
+
+
 class Damaged(Exception):
     """A file that a row points to is missing, or is not what was written; the text names it."""
 
@@ -232,6 +236,19 @@ class Condition:
         """For new work: raises while anything is wrong."""
         if (trouble := self.trouble) is not None:
             raise StorageTrouble(trouble)
+
+    def refuse_new(self) -> None:
+        """
+        For every new row and file: raises while files cannot be written or the reserve is in use.
+
+        Trouble of the database itself is left out: a write to it finds out by itself.
+        """
+        if not self._troubles:
+            return
+        with self._lock:
+            troubles = [one for part, one in self._troubles.items() if part != DATABASE]
+        if troubles:
+            raise NewRefused(min(troubles, key=lambda one: one.passes))
 
     def check(self) -> None:
         """Refuse to go on with a database that is damaged: what it answers may be wrong."""

@@ -17,6 +17,7 @@ from tinkex.server.store.trouble import (
     AWAY,
     FAILING,
     Condition,
+    NewRefused,
     StorageTrouble,
     Trouble,
     trouble_of,
@@ -266,7 +267,8 @@ class Writer:
     def _not_written(
         self, connection: sa.Connection, group: list[_Write], error: Exception
     ) -> None:
-        if self._condition.note(error) is not None:
+        refused = isinstance(error, NewRefused)
+        if not refused and self._condition.note(error) is not None:
             self._hold(group, error)
         elif len(group) > 1:
             self._commit_each(connection, group, error)
