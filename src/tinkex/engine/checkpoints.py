@@ -77,11 +77,25 @@ def copy(adapter: TrainingAdapter, *, base_model: str, meta: Mapping[str, Any]) 
     return {name: file.copied() for name, file in files.items()}
 
 
+class NotWritten(Exception):
+    """
+    The disk did not take a checkpoint; the text has what the system said.
+
+    No bug: it is tried again, so whoever tries says it in the log, once.
+    """
+
+
 def write(files: Files, folder: Path) -> int:
     """Writes the folder and returns its size in bytes."""
-    with whole_folder(folder) as part:
-        for name, file in files.items():
-            file.write(part / name)
+    try:
+        with whole_folder(folder) as part:
+            for name, file in files.items():
+                file.write(part / name)
+    except (OSError, SafetensorError) as error:
+        # The library for files, which is not Python, puts the system's number into its text.
+        if getattr(error, "errno", None) is None and "os error" not in str(error):
+            raise
+        raise NotWritten(f"the checkpoint could not be written: {error}") from error
     return size_bytes(folder)
 
 

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from tinkex.engine import Engine, EngineSettings
+from tinkex.engine.checkpoints import NotWritten
 from tinkex.engine.checkpoints import write as write_files
 from tinkex.engine.devices import is_broken, is_full
 from tinkex.engine.mixing import Mixer, Queue
@@ -528,8 +529,9 @@ def _failed(ticket: int, error: Exception) -> frames.Report:
     """What cannot be done is the user's to read; everything else is a bug with a number."""
     if is_broken(error) or is_full(error):
         _give_out(error)
-    if isinstance(error, UserFailure):
-        failed = frames_pb2.Failed(category="user", message=str(error))
+    if isinstance(error, UserFailure | NotWritten):
+        category = "user" if isinstance(error, UserFailure) else "server"
+        failed = frames_pb2.Failed(category=category, message=str(error))
     else:
         bug = secrets.token_hex(4)
         log.error("engine bug %s", bug, exc_info=error)

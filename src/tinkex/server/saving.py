@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -12,7 +13,7 @@ from tinkex.server.locking import check_recipients, lock_files
 from tinkex.server.plan import Kind, Step
 from tinkex.server.store import Model, Sampler, Store, Version
 from tinkex.server.store.checkpoints import NameTaken, Naming, SamplerTaken
-from tinkex.server.store.trouble import FILES, told_by
+from tinkex.server.store.trouble import FILES, told_by, trouble_of
 from tinkex.wire.checkpoints import (
     LoadWeightsRequest,
     LoadWeightsResponse,
@@ -27,6 +28,8 @@ from tinkex.wire.codec import decode_json, encode_json
 from tinkex.wire.dialect import Dialect
 from tinkex.wire.errors import UserFailure
 
+log = logging.getLogger("tinkex.server.saving")
+
 TRAINING = "weights"
 SAMPLER = "sampler_weights"
 EXTERNAL = "external_weights"
@@ -34,8 +37,10 @@ EXTERNAL = "external_weights"
 LONGEST_NAME = 200
 SHORTEST_TTL_S = 3600
 LONGEST_TTL_S = 10 * 365 * 24 * 3600
-# A save for which the disk has no room is tried again this often, and given up after so long.
+# A save that the disk does not take is tried again after this, then after twice as long each time,
+# up to so long; and is given up in the end. Each try may fill the disk for a moment.
 ROOM_RETRY_S = 2.0
+ROOM_RETRY_MOST_S = 16.0
 ROOM_PATIENCE_S = 600.0
 
 RunWork = Callable[[Work], Awaitable[Outcome]]
@@ -234,16 +239,36 @@ class Saving:
         return version.sized(json.loads(outcome.result)["size_bytes"])
 
     async def _with_room(self, run: RunWork, work: Work) -> Outcome:
-        """A save was accepted: while the disk has no room for it, it waits."""
-        until_s = time.monotonic() + ROOM_PATIENCE_S
+        """A save was accepted: while the disk does not take it, it waits; the log says that once."""
+        began_s = time.monotonic()
+        wait_s = ROOM_RETRY_S
+        waits = False
         while True:
             try:
-                return await run(work)
+                outcome = await run(work)
             except WorkFailed as failed:
-                trouble = self._store.condition.note(told_by(failed.message), FILES)
-                if trouble is None or time.monotonic() > until_s:
+                error = told_by(failed.message)
+                if (trouble := trouble_of(error)) is None:
                     raise
-            await asyncio.sleep(ROOM_RETRY_S)
+                waited_s = time.monotonic() - began_s
+                if waited_s > ROOM_PATIENCE_S:
+                    log.error("a save of %s is given up after %.0f s", work.model_id, waited_s)
+                    raise
+                if not waits:
+                    waits = True
+                    # Only the first time: there may be room for everything but this.
+                    self._store.condition.note(error, FILES)
+                    log.error(
+                        "a save of %s waits up to %.0f s: %s. %s",
+                        *(work.model_id, ROOM_PATIENCE_S, failed.message, trouble.advice),
+                    )
+            else:
+                if waits:
+                    waited_s = time.monotonic() - began_s
+                    log.warning("the save of %s was written after %.0f s", work.model_id, waited_s)
+                return outcome
+            await asyncio.sleep(wait_s)
+            wait_s = min(2 * wait_s, ROOM_RETRY_MOST_S)
 
 
 def check_name(name: str) -> None:

@@ -9,6 +9,7 @@ import contextlib
 import errno
 import logging
 import shutil
+import time
 
 from tinkex.server.settings import MEBIBYTE, Settings
 from tinkex.server.store import Store
@@ -17,6 +18,8 @@ from tinkex.server.store.trouble import ROOM
 log = logging.getLogger("tinkex.server.watch")
 
 LOOK_EVERY_S = 1.0
+# While things are added, the room is looked at more often: a flood fills much in a second.
+FLOOD_LOOK_S = 0.05
 
 
 def shortage(free_bytes: int, settings: Settings) -> OSError | None:
@@ -38,6 +41,8 @@ class Watch:
         self._settings = settings
         self._store = store
         self._running: asyncio.Task[None] | None = None
+        self._looked_s = float("-inf")
+        store.condition.look = self._look_if_due
 
     async def start(self) -> None:
         await asyncio.to_thread(self._look_at_room)
@@ -64,7 +69,12 @@ class Watch:
         if trouble is not None and trouble.passes:
             await self._store.probe()
 
+    def _look_if_due(self) -> None:
+        if time.monotonic() - self._looked_s >= FLOOD_LOOK_S:
+            self._look_at_room()
+
     def _look_at_room(self) -> None:
+        self._looked_s = time.monotonic()
         condition = self._store.condition
         # A folder that cannot be asked is noticed by whoever writes to it.
         with contextlib.suppress(OSError):

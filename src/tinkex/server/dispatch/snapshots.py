@@ -11,7 +11,7 @@ from tinkex.server.dispatch.desk import Desk
 from tinkex.server.dispatch.revival import Revival
 from tinkex.server.dispatch.run import Run
 from tinkex.server.executor import EngineLost, EngineRefused, Task, Work, WorkFailed
-from tinkex.server.store import Damaged
+from tinkex.server.store import Damaged, StorageTrouble
 
 log = logging.getLogger("tinkex.server.dispatch")
 
@@ -88,6 +88,8 @@ class Snapshots:
             )
         except (EngineLost, EngineRefused) as lost:
             log.info("no snapshot of %s: %s", model_id, lost)
+        except (WorkFailed, StorageTrouble) as failed:
+            log.warning("no snapshot of %s: %s", model_id, failed)
         except Exception:
             # The model goes on: its log is complete without a snapshot.
             log.exception("no snapshot of %s", model_id)

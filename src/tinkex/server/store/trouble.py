@@ -196,6 +196,8 @@ class Condition:
         self._lock = threading.Lock()
         self._troubles: dict[str, Trouble] = {}
         self._silence: Callable[[], Trouble | None] = lambda: None
+        #: Asked before something new is added, by any thread: notes or clears what it sees.
+        self.look: Callable[[], None] = lambda: None
 
     def watch(self, silence: Callable[[], Trouble | None]) -> None:
         """`silence` tells whether something waits for an answer for too long; any thread asks."""
@@ -243,6 +245,7 @@ class Condition:
 
         Trouble of the database itself is left out: a write to it finds out by itself.
         """
+        self.look()
         if not self._troubles:
             return
         with self._lock:
