@@ -45,7 +45,7 @@ class Watch:
         store.condition.look = self._look_if_due
 
     async def start(self) -> None:
-        await asyncio.to_thread(self._look_at_room)
+        await asyncio.to_thread(self._look_around)
         self._running = asyncio.create_task(self._run())
 
     async def close(self) -> None:
@@ -64,10 +64,14 @@ class Watch:
     async def look(self) -> None:
         """How the disk is now."""
         # A network disk that hangs keeps this thread, and not the event loop.
-        await asyncio.to_thread(self._look_at_room)
+        await asyncio.to_thread(self._look_around)
         trouble = self._store.condition.trouble
         if trouble is not None and trouble.passes:
             await self._store.probe()
+
+    def _look_around(self) -> None:
+        self._look_at_room()
+        self._store.look_at_database()
 
     def _look_if_due(self) -> None:
         if time.monotonic() - self._looked_s >= FLOOD_LOOK_S:

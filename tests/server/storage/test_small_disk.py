@@ -86,7 +86,7 @@ async def test_a_flood_of_sessions_leaves_most_of_the_reserve(
     with serving(f"{TINY}={tiny_model}", data=small_disk / "data") as server:
         async with connected(server.url, TINY) as api:
             fill(small_disk, left=reserve + 2**20)
-            metadata = {name: "y" * 16_000 for name in "abc"}
+            metadata = dict.fromkeys("abc", "y" * 16_000)
             session = {"tags": [], "user_metadata": metadata, "sdk_version": "0.36.0"}
             statuses = [(await api.post("create_session", session)).status for _ in range(500)]
         stats = os.statvfs(small_disk)

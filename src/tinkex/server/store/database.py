@@ -23,13 +23,16 @@ from alembic.util import CommandError
 from sqlalchemy import event
 
 from tinkex.server.store import postgres, tally, writer
+from tinkex.server.store.same_file import SameFile
 from tinkex.server.store.tables import api_keys
 from tinkex.server.store.trouble import (
+    DATABASE_FILE,
     FAILING,
     FILES,
     FULL,
     READ_ONLY,
     Condition,
+    DatabaseGone,
     StorageTrouble,
     StoreAway,
     trouble_of,
@@ -114,6 +117,10 @@ class Database:
         self._file_threads = ThreadPoolExecutor(FILE_THREADS, thread_name_prefix="tinkex-file")
         self._folder_threads = ThreadPoolExecutor(
             FOLDER_THREADS, thread_name_prefix="tinkex-folder"
+        )
+        file = self._writing.url.database
+        self._file = (
+            SameFile(Path(file)) if file and self._writing.dialect.name == "sqlite" else None
         )
         self.writer = Writer(
             self._writing, last=tally.write, undone=tally.forget, condition=self.condition
@@ -213,6 +220,17 @@ class Database:
         finally:
             # Its thread goes on until it is answered; nobody listens.
             reading.cancel()
+
+    def look_at_file(self) -> None:
+        """Whether the file of a SQLite database is still the one that was opened."""
+        if self._file is None:
+            return
+        try:
+            self._file.check()
+        except DatabaseGone as gone:
+            self.condition.note(gone, DATABASE_FILE)
+        else:
+            self.condition.clear(DATABASE_FILE)
 
     def read_now(self, act: Callable[[sa.Connection], T]) -> T:
         """The same, once, in the thread of the caller."""

@@ -67,6 +67,10 @@ class Store:
         """Build a large answer off the event loop."""
         return await self._database.build_report(act)
 
+    def look_at_database(self) -> None:
+        """Whether the database is still there; `condition` then tells."""
+        self._database.look_at_file()
+
     async def probe(self) -> None:
         """Write something everywhere; `condition` then tells how that went."""
         with contextlib.suppress(StorageTrouble):

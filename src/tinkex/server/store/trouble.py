@@ -26,13 +26,15 @@ FILES = "files"
 ROOM = "reserve of room"
 #: What `FILES` are in, where they are not in a folder.
 OBJECT_STORE = "object store"
+DATABASE_FILE = "database file"
 
 FULL = "full"
 READ_ONLY = "read_only"
 FAILING = "failing"
 AWAY = "away"
+GONE = "gone"
 CORRUPT = "corrupt"
-KINDS = (FULL, READ_ONLY, FAILING, AWAY, CORRUPT)
+KINDS = (FULL, READ_ONLY, FAILING, AWAY, GONE, CORRUPT)
 
 _ERRNOS = {
     errno.ENOSPC: FULL,
@@ -73,6 +75,7 @@ _WORDS = {
     READ_ONLY: "this server cannot write to its data folder or its database",
     FAILING: "the disk of this server fails",
     AWAY: "the {part} of this server cannot be reached",
+    GONE: "the database of this server was deleted, moved or replaced while it runs",
     CORRUPT: "the database of this server is damaged",
 }
 _ADVICE = {
@@ -80,6 +83,8 @@ _ADVICE = {
     READ_ONLY: "Make them writable for the server's user; the server goes on by itself.",
     FAILING: "Look at the disk and the system's log; the server goes on by itself when it can.",
     AWAY: "See that it runs and lets this server in; the server goes on by itself.",
+    GONE: "If it was moved, move it back, with its -wal; the server goes on by itself. If it is lost, "
+    "stop the server and restore a back-up with `tinkex restore`.",
     CORRUPT: "Stop the server, run `tinkex doctor`, and restore a back-up if it says so.",
 }
 
@@ -98,6 +103,11 @@ class Trouble:
     def passes(self) -> bool:
         """Whether it is worth trying again."""
         return self.kind != CORRUPT
+
+    @property
+    def closes(self) -> bool:
+        """Whether the database is not even read: what it answers, or takes in, may be lost."""
+        return self.kind in (GONE, CORRUPT)
 
     @property
     def text(self) -> str:
@@ -126,6 +136,10 @@ class StoreAway(OSError):
     """
 
 
+class DatabaseGone(Exception):
+    """The file of the database is not the one that was opened; the text names it."""
+
+
 class NewRefused(StorageTrouble):
     """Something new was to be added while nothing new is taken in; the store itself is as it was."""
 
@@ -143,6 +157,8 @@ def trouble_of(error: BaseException | None) -> Trouble | None:
             return Trouble(kind=AWAY, reason=str(one), part=OBJECT_STORE)
         if isinstance(one, postgres.DatabaseHeld):
             return Trouble(kind=AWAY, reason=str(one))
+        if isinstance(one, DatabaseGone):
+            return Trouble(kind=GONE, reason=str(one))
         if isinstance(one, sa.exc.DBAPIError) and _is_lost(one):
             return Trouble(kind=AWAY, reason=_first_line(one.orig))
         name = getattr(one, "sqlite_errorname", None) or ""
@@ -185,6 +201,10 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
         error = driver or error.__cause__
 
 
+def _mildness(trouble: Trouble) -> tuple[bool, bool]:
+    return trouble.passes, not trouble.closes
+
+
 class Condition:
     """
     How the store is, part by part, for all threads.
@@ -196,7 +216,7 @@ class Condition:
         self._lock = threading.Lock()
         self._troubles: dict[str, Trouble] = {}
         self._silence: Callable[[], Trouble | None] = lambda: None
-        #: Asked before something new is added, by any thread: notes or clears what it sees.
+        #: Called before each commit, in the thread that writes: notes or clears what it sees.
         self.look: Callable[[], None] = lambda: None
 
     def watch(self, silence: Callable[[], Trouble | None]) -> None:
@@ -207,7 +227,7 @@ class Condition:
     def trouble(self) -> Trouble | None:
         """The worst there is."""
         with self._lock:
-            worst = min(self._troubles.values(), key=lambda one: one.passes, default=None)
+            worst = min(self._troubles.values(), key=_mildness, default=None)
         return worst or self._silence()
 
     def note(self, error: BaseException, part: str = DATABASE) -> Trouble | None:
@@ -215,6 +235,8 @@ class Condition:
         trouble = trouble_of(error)
         if trouble is None:
             return None
+        if trouble.kind == GONE and part != DATABASE_FILE:
+            return trouble  # told again by whoever was refused because of it
         with self._lock:
             before = self._troubles.get(part)
             if before is None or before.passes:
@@ -245,17 +267,16 @@ class Condition:
 
         Trouble of the database itself is left out: a write to it finds out by itself.
         """
-        self.look()
         if not self._troubles:
             return
         with self._lock:
             troubles = [one for part, one in self._troubles.items() if part != DATABASE]
         if troubles:
-            raise NewRefused(min(troubles, key=lambda one: one.passes))
+            raise NewRefused(min(troubles, key=_mildness))
 
     def check(self) -> None:
-        """Refuse to go on with a database that is damaged: what it answers may be wrong."""
-        if self._troubles and (trouble := self.trouble) is not None and not trouble.passes:
+        """Refuse to go on with a database that is damaged, or is not the one on the disk."""
+        if self._troubles and (trouble := self.trouble) is not None and trouble.closes:
             raise StorageTrouble(trouble)
 
     def refusal(self, error: BaseException) -> StorageTrouble:

@@ -224,6 +224,7 @@ class Writer:
         mark: int | None = None
         while True:
             try:
+                self._condition.look()
                 self._condition.check()
                 self._asks()
                 with connection.begin():
