@@ -12,6 +12,7 @@ Every size in a request has an end, and it is looked at before anything is built
 Over it, the answer is 413 (the whole is too large) or 422 (a part is, and the answer names the field), and the server goes on.
 What a step asks for that is sound and too much fails with category `user` when its turn comes; that is "user" below.
 How much an owner may have waiting or running at once is another matter: `max_requests`, `max_queued_tokens`, `max_samples` and `max_training` in [the settings](settings.md).
+So is how much an owner may keep: `max_checkpoint_bytes`, `max_checkpoints` and `max_runs` ([quotas](../guides/keys.md#quotas)).
 Tokens of a prompt or an example are limited by the model's context, which `get_server_capabilities` tells.
 
 `tests/server/test_limits_page.py` sends a request over each of these to a server, and checks this page.

@@ -28,7 +28,7 @@ session_grace_s = 600
 max_samples = 256
 ```
 
-`max_requests`, `max_queued_tokens`, `max_samples` and `max_training` can be set for one key too: `tinkex key create --max-samples 64`.
+`max_requests`, `max_queued_tokens`, `max_samples`, `max_training`, `max_checkpoint_bytes`, `max_checkpoints` and `max_runs` can be set for one key too: `tinkex key create --max-samples 64`.
 Times (`…_s`) are in seconds.
 
 | setting | option | default | meaning |

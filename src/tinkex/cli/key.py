@@ -52,6 +52,9 @@ def command() -> None:
 @click.option("--max-queued-tokens", type=click.IntRange(0), help="Tokens of those requests.")
 @click.option("--max-samples", type=click.IntRange(0), help="Sequences sampled at once.")
 @click.option("--max-training", type=click.IntRange(0), help="Models that train at once.")
+@click.option("--max-checkpoint-bytes", type=click.IntRange(0), help="Bytes of checkpoints kept.")
+@click.option("--max-checkpoints", type=click.IntRange(0), help="Checkpoints kept.")
+@click.option("--max-runs", type=click.IntRange(0), help="Training runs kept.")
 @_place
 def create(owner: str, project: str | None, name: str, expires: str | None, **options: Any) -> None:
     """Make a key. It is shown this once; only its hash is kept.

@@ -46,6 +46,9 @@ PARTS = ("alembic", "fastapi", "fsspec", "sqlalchemy", "uvicorn", "torch", "tran
 @click.option("--max-queued-tokens", type=int, help="Tokens in those requests.  [default: any]")
 @click.option("--max-samples", type=int, help="Sequences sampled per owner.  [default: any]")
 @click.option("--max-training", type=int, help="Models training per owner.  [default: any]")
+@click.option("--max-checkpoint-bytes", type=int, help="Bytes kept per owner.  [default: any]")
+@click.option("--max-checkpoints", type=int, help="Checkpoints kept per owner.  [default: any]")
+@click.option("--max-runs", type=int, help="Training runs kept per owner.  [default: any]")
 @click.option("--keep-last", type=int, help="Checkpoints a run keeps.  [default: all]")
 @click.option("--public-url", metavar="URL", help="Address for links.  [default: as asked]")
 @click.option(

@@ -45,7 +45,7 @@ from tinkex.server.presence import Presence
 from tinkex.server.roll import Roll
 from tinkex.server.settings import Settings
 from tinkex.server.signing import Signer
-from tinkex.server.store import Store
+from tinkex.server.store import Quota, Store
 from tinkex.server.store.trouble import KINDS
 from tinkex.server.tokens import Tokens
 from tinkex.server.watch import Watch
@@ -175,6 +175,7 @@ def create_app(
         redoc_url=None,
         exception_handlers=errors.HANDLERS,
     )
+    store.quotas.server, store.quotas.abandoned_s = Quota.of(settings), settings.abandoned_s
     app.state.gate = Gate(store.keys, Tokens.of_folder(settings.folder))
     app.add_middleware(Leaving)
     app.add_middleware(Authentication, host=settings.host)

@@ -11,7 +11,7 @@ from typing import Any
 from tinkex.server.executor import Outcome, Task, Work, WorkFailed
 from tinkex.server.locking import check_recipients, lock_files
 from tinkex.server.plan import Kind, Step
-from tinkex.server.store import Model, Sampler, Store, Version
+from tinkex.server.store import Model, OverQuota, Sampler, Store, Version
 from tinkex.server.store.checkpoints import NameTaken, Naming, SamplerTaken
 from tinkex.server.store.trouble import FILES, told_by, trouble_of
 from tinkex.wire.checkpoints import (
@@ -131,7 +131,9 @@ class Saving:
         check_recipients(recipients)
         naming = _naming(request.ttl_seconds, None, overwrite=False)
         checkpoints = self._store.checkpoints
-        await self._refuse_taken(model, EXTERNAL, request.path)
+        if await self._is_taken(model, EXTERNAL, request.path):
+            raise UserFailure(_name_taken(model, EXTERNAL, request.path))
+        await self._refuse_over_quota(model, checkpoints=1)
         version = checkpoints.new_version(
             owner=model.owner, model_id=model.model_id, kind=EXTERNAL, name=request.path
         )
@@ -163,24 +165,56 @@ class Saving:
         run: RunWork,
     ) -> None:
         check_name(name)
-        if not naming.overwrite:
-            await self._refuse_taken(model, kind, name)
+        taken = await self._is_taken(model, kind, name)
+        if taken and not naming.overwrite:
+            raise UserFailure(_name_taken(model, kind, name))
+        await self._refuse_over_quota(model, checkpoints=int(not taken))
         version = await self._written(model, kind, name, run)
         await self._commit_named(model, step, version, naming, result)
 
-    async def _refuse_taken(self, model: Model, kind: str, name: str) -> None:
+    async def _is_taken(self, model: Model, kind: str, name: str) -> bool:
         """Asked before the work for a quick refusal; the commit asks again, and decides."""
         checkpoints = self._store.checkpoints
-        if await checkpoints.is_taken(model_id=model.model_id, kind=kind, name=name):
-            raise UserFailure(_name_taken(model, kind, name))
+        return await checkpoints.is_taken(model_id=model.model_id, kind=kind, name=name)
+
+    async def _refuse_over_quota(self, model: Model, *, checkpoints: int) -> None:
+        """The same for what their owner may keep."""
+        quotas, owner = self._store.quotas, model.owner
+        await self._store.within_quota(
+            owner, lambda: quotas.refuse_save(owner, checkpoints=checkpoints)
+        )
+
+    async def _commit(
+        self,
+        version: Version,
+        step: Step,
+        result: bytes,
+        *,
+        naming: Naming | None = None,
+        sampler: tuple[Sampler, int] | None = None,
+    ) -> None:
+        """The save is there for everybody who may see it, or its files are gone."""
+        checkpoints = self._store.checkpoints
+        try:
+            await self._store.within_quota(
+                version.owner,
+                lambda: checkpoints.save(
+                    version,
+                    request_id=step.request_id,
+                    result=result,
+                    naming=naming,
+                    sampler=sampler,
+                ),
+            )
+        except (OverQuota, NameTaken, SamplerTaken):
+            await checkpoints.discard(version)
+            raise
 
     async def _commit_named(
         self, model: Model, step: Step, version: Version, naming: Naming, result: bytes
     ) -> None:
         try:
-            await self._store.checkpoints.save(
-                version, request_id=step.request_id, result=result, naming=naming
-            )
+            await self._commit(version, step, result, naming=naming)
         except NameTaken:
             raise UserFailure(_name_taken(model, version.kind, version.name or "")) from None
 
@@ -195,6 +229,7 @@ class Saving:
             )
         session = await self._store.runs.session(model.session_id)
         dialect = Dialect.of(session.sdk_version if session else None)
+        await self._refuse_over_quota(model, checkpoints=0)
         version = await self._written(model, SAMPLER, None, run)
         path = tinker_path(model.model_id, SAMPLER, f".{version.version_id}")
         sampler = Sampler(
@@ -213,9 +248,7 @@ class Saving:
             )
         )
         try:
-            await self._store.checkpoints.save(
-                version, request_id=step.request_id, result=result, sampler=(sampler, number)
-            )
+            await self._commit(version, step, result, sampler=(sampler, number))
         except SamplerTaken:
             raise UserFailure(
                 f"sampling_session_seq_id {number} of session {model.session_id} is taken by "

@@ -121,6 +121,14 @@ class Settings:
     max_samples: int = 0
     #: Most models of one owner that train at once; 0 is no limit. The others wait their turn.
     max_training: int = 0
+    #: Most bytes of checkpoints that one owner keeps, those without a name included; 0 is no limit.
+    #: What is beyond fails, with what there is and what is allowed.
+    max_checkpoint_bytes: int = 0
+    #: Most checkpoints with a name that one owner keeps; 0 is no limit.
+    max_checkpoints: int = 0
+    #: Most training runs that one owner keeps: until the client is closed and its checkpoints are
+    #: gone; 0 is no limit.
+    max_runs: int = 0
     #: Most requests of all owners together that are accepted and not finished; 0 is no limit.
     max_open: int = 20_000
     #: Most connections; who comes beyond them is told to come back. 0 is no limit.

@@ -7,10 +7,11 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tinkex.server.api.accept import admit, made_before, row_of
+from tinkex.server.api.accept import admit
 from tinkex.server.api.auth import reader_owners
 from tinkex.server.api.context import Context, answer, context_of, describe, read_body, read_json
 from tinkex.server.api.errors import Refusal
+from tinkex.server.api.models import made
 from tinkex.server.api.numbers import numbered
 from tinkex.server.api.reading import readable
 from tinkex.server.api.training import NumberedStep, accept_step, read_step
@@ -27,7 +28,6 @@ from tinkex.wire.checkpoints import (
 )
 from tinkex.wire.codec import decode_json, encode_json
 from tinkex.wire.errors import UserFailure, WireError
-from tinkex.wire.futures import UntypedAPIFuture
 from tinkex.wire.training import optimizer_config_from
 
 router = APIRouter(prefix="/api/v1", tags=["checkpoints"])
@@ -148,17 +148,7 @@ async def _create_from(request: Request, context: Context, asked: LoadWeightsReq
         version_id=version.version_id,
     )
     await admit(request, context, new)
-    first = await context.store.runs.create_model(
-        model=model, model_seq_id=asked.model_seq_id, request=new
-    )
-    if first.is_new:
-        context.dispatcher.expect(
-            first.request_id, owner=model.owner, base_model=model.base_model, payload=new.payload
-        )
-        await context.dispatcher.step(row_of(new, first))
-    else:
-        await made_before(context, new, first)
-    return answer(UntypedAPIFuture(request_id=first.request_id, model_id=model.model_id))
+    return await made(context, model, asked.model_seq_id, new)
 
 
 @router.post("/weights_info", openapi_extra=dict(describe(WeightsInfoRequest)))

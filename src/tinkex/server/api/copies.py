@@ -1,5 +1,6 @@
 """Copies of checkpoints, one's own or another owner's, as runs of their own."""
 
+import functools
 import hashlib
 import time
 
@@ -11,7 +12,7 @@ from tinkex.server.api.auth import owner_of
 from tinkex.server.api.context import Context, answer, context_of, describe, read_json
 from tinkex.server.api.reading import readable
 from tinkex.server.saving import check_ttl, tinker_path
-from tinkex.server.store import Model, Saved, Session, Version
+from tinkex.server.store import Model, OverQuota, Saved, Session, Version
 from tinkex.wire.checkpoints import CopyWeightsRequest, CopyWeightsResponse
 from tinkex.wire.errors import WireError
 
@@ -53,7 +54,8 @@ async def copy_weights(request: Request) -> Response:
     ).sized(source.size_bytes)
     version = await catalog.earlier_copy(copy, await checkpoints.fingerprint(source))
     if version is None:
-        version = await catalog.add_copy(
+        add = functools.partial(
+            catalog.add_copy,
             copy,
             fingerprint=await checkpoints.copy_files(source, copy),
             model=model,
@@ -61,6 +63,11 @@ async def copy_weights(request: Request) -> Response:
             like=await _notes(context, source, is_own=is_own),
             expires_s=None if asked.ttl_seconds is None else now_s + asked.ttl_seconds,
         )
+        try:
+            version = await context.store.within_quota(model.owner, add)
+        except OverQuota:
+            await checkpoints.discard(copy)
+            raise
     path = tinker_path(version.model_id, version.kind, version.name or UNNAMED)
     return answer(CopyWeightsResponse(tinker_path=path))
 

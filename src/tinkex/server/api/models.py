@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from tinkex.server.api.accept import accepted, admit, made_before, row_of
 from tinkex.server.api.auth import owner_of
-from tinkex.server.api.context import answer, context_of, describe, read_json
+from tinkex.server.api.context import Context, answer, context_of, describe, read_json
 from tinkex.server.api.errors import Refusal
 from tinkex.server.plan import Kind
 from tinkex.server.store import Model, NewRequest
@@ -61,12 +61,17 @@ async def create_model(request: Request) -> Response:
         seq_id=0,
     )
     await admit(request, context, new)
-    first = await context.store.runs.create_model(
-        model=model, model_seq_id=asked.model_seq_id, request=new
-    )
-    if first.is_new:
+    return await made(context, model, asked.model_seq_id, new)
+
+
+async def made(context: Context, model: Model, number: int, new: NewRequest) -> Response:
+    """Store a model with its first step, or find its earlier self; answer the request's id."""
+    first = await context.store.runs.create_model(model=model, model_seq_id=number, request=new)
+    if first.refused is not None:
+        context.dispatcher.not_made(row_of(new, first), first.refused)
+    elif first.is_new:
         context.dispatcher.expect(
-            first.request_id, owner=model.owner, base_model=base.name, payload=new.payload
+            first.request_id, owner=model.owner, base_model=model.base_model, payload=new.payload
         )
         await context.dispatcher.step(row_of(new, first))
     else:

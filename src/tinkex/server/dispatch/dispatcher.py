@@ -171,6 +171,17 @@ class Dispatcher:
         run = await self._runs.open(row.model_id, first_seq=row.seq_id)
         self._turns.arrive(run, step_of(row))
 
+    def not_made(self, row: RequestRow, error: str) -> None:
+        """A model was refused with its acceptance: its session has failed."""
+        self._desk.failures.settled(
+            Ending(error=error, category="user"),
+            request_id=row.request_id,
+            kind=Kind(row.kind),
+            session_id=row.session_id,
+            model_id=row.model_id,
+            creates=True,
+        )
+
     async def refuse(self, model_id: str, seq_id: int, kind: Kind, reason: str) -> None:
         """A step was refused: if its sender goes on, it counts as failed with this reason."""
         run = await self._runs.open(model_id, first_seq=seq_id)

@@ -6,6 +6,7 @@ from tinkex.server.store.checkpoints import Checkpoints, Version
 from tinkex.server.store.database import DatabaseRefused
 from tinkex.server.store.finishing import Completion
 from tinkex.server.store.keys import ApiKey, Keys
+from tinkex.server.store.quotas import OverQuota, Quota
 from tinkex.server.store.requests import RequestRow, Requests
 from tinkex.server.store.runs import CustomLoss, Model, Runs, RunTaken, Sampler, Session
 from tinkex.server.store.status import Status
@@ -23,6 +24,8 @@ __all__ = [
     "Keys",
     "Model",
     "NewRequest",
+    "OverQuota",
+    "Quota",
     "RequestRow",
     "Requests",
     "RunTaken",

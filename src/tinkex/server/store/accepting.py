@@ -38,6 +38,8 @@ class Accepted:
     kind: str
     sequences: int
     is_new: bool
+    #: Why it failed with its acceptance, if it did.
+    refused: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sa
 
@@ -21,6 +21,9 @@ from tinkex.server.store.tables import (
     requests,
     sessions,
 )
+
+if TYPE_CHECKING:
+    from tinkex.server.store.quotas import Quotas
 
 FEWER = "Ask for fewer at once (`limit`, `offset`); all checkpoints can be listed in such pages."
 
@@ -79,8 +82,9 @@ _MODEL = (
 class Catalog:
     """Lists, and what an owner may do to a name. Expired names are not there any more."""
 
-    def __init__(self, database: Database) -> None:
+    def __init__(self, database: Database, quotas: "Quotas") -> None:
         self._database = database
+        self._quotas = quotas
 
     async def checkpoints(
         self,
@@ -253,6 +257,9 @@ class Catalog:
                     "user_metadata": None if like is None else like.user_metadata,
                     "public": False,
                 },
+            )
+            self._quotas.check(
+                connection, version.owner, size_bytes=version.size_bytes, checkpoints=1, runs=1
             )
             note_saved(connection, version, "checkpoint.copied")
             return version

@@ -3,11 +3,12 @@
 import contextlib
 import os
 import secrets
+import shutil
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sa
 
@@ -19,6 +20,9 @@ from tinkex.server.store.tables import checkpoint_names, checkpoint_versions
 from tinkex.server.store.trouble import FILES, Damaged
 from tinkex.wire.checkpoints import ParsedCheckpointTinkerPath
 from tinkex.wire.errors import UserFailure
+
+if TYPE_CHECKING:
+    from tinkex.server.store.quotas import Quotas
 
 #: How many versions are remembered as looked at.
 SOUND_KEPT = 4096
@@ -66,9 +70,10 @@ VERSION = tuple(column for column in checkpoint_versions.c if column.name not in
 class Checkpoints:
     """The rows of what was saved, and where its files are."""
 
-    def __init__(self, database: Database, files: Files, folder: Path) -> None:
+    def __init__(self, database: Database, files: Files, folder: Path, quotas: "Quotas") -> None:
         self._database = database
         self._files = files
+        self._quotas = quotas
         #: Where the engine writes and reads; the store itself when that is local.
         self._folder = files.local or str(folder)
         #: Versions whose files this process has looked at: they never change.
@@ -159,14 +164,22 @@ class Checkpoints:
         def act(connection: sa.Connection) -> None:
             values = {column.name: getattr(version, column.name) for column in VERSION}
             connection.execute(checkpoint_versions.insert(), {**values, "fingerprint": written})
-            if naming is not None:
-                _point_name(connection, version, naming)
+            named = naming is not None and _point_name(connection, version, naming)
+            self._quotas.check(
+                connection, version.owner, size_bytes=version.size_bytes, checkpoints=int(named)
+            )
             if sampler is not None and insert_sampler(connection, *sampler) != sampler[0]:
                 raise SamplerTaken
             note_saved(connection, version, "checkpoint.saved")
             finishing.set_done(connection, request_id, result, version_id=version.version_id)
 
         await self._database.write(act, must=True)
+
+    async def discard(self, version: Version) -> None:
+        """The files of a version that was not saved after all."""
+        folder = self.folder(version)
+        await self._database.in_thread(lambda: shutil.rmtree(folder, ignore_errors=True))
+        await self._database.in_thread(lambda: self._files.remove(version.place))
 
     async def find(self, path: str, *, readers: Collection[str]) -> Version | None:
         """
@@ -277,7 +290,9 @@ def note_saved(connection: sa.Connection, version: Version, event: str) -> None:
     audit.note(connection, owner=version.owner, event=event, details=details)
 
 
-def _point_name(connection: sa.Connection, version: Version, naming: Naming) -> None:
+def _point_name(connection: sa.Connection, version: Version, naming: Naming) -> bool:
+    """Whether there is one checkpoint more than before."""
+    is_new = True
     mine = sa.and_(
         checkpoint_names.c.model_id == version.model_id,
         checkpoint_names.c.kind == version.kind,
@@ -289,6 +304,7 @@ def _point_name(connection: sa.Connection, version: Version, naming: Naming) -> 
         expired = known.expires_s is not None and known.expires_s <= now_s
         if not naming.overwrite and not expired:
             raise NameTaken
+        is_new = expired
         connection.execute(checkpoint_names.delete().where(mine))
     connection.execute(
         checkpoint_names.insert(),
@@ -303,6 +319,7 @@ def _point_name(connection: sa.Connection, version: Version, naming: Naming) -> 
             "public": False,
         },
     )
+    return is_new
 
 
 def _version(

@@ -150,7 +150,7 @@ class Retention:
             sa.select(models.c.model_id)
             .join(sessions, sessions.c.session_id == models.c.session_id)
             .outerjoin(snapshots, snapshots.c.model_id == models.c.model_id)
-            .where(sa.not_(_ended(abandoned_before_s)), sessions.c.seen_s < silent_before_s, behind)
+            .where(sa.not_(ended(abandoned_before_s)), sessions.c.seen_s < silent_before_s, behind)
             .order_by(sessions.c.seen_s)
             .limit(most)
         )
@@ -168,7 +168,7 @@ class Retention:
             sa.select(snapshots.c.model_id, snapshots.c.place)
             .join(models, models.c.model_id == snapshots.c.model_id)
             .join(sessions, sessions.c.session_id == models.c.session_id)
-            .where(_ended(abandoned_before_s), sa.not_(waiting))
+            .where(ended(abandoned_before_s), sa.not_(waiting))
             .limit(AT_ONCE)
         )
 
@@ -244,8 +244,8 @@ class Retention:
 
         await self._database.write(act, reserve=True)
 
-    async def drop_versions(self, *, abandoned_before_s: float) -> None:
-        """Saves that no name, no open sampler and no model that is built again can mean."""
+    async def drop_versions(self, *, abandoned_before_s: float, owner: str | None = None) -> None:
+        """Saves, of this owner or of all, that no name, open sampler or rebuilt model can mean."""
         version_id = checkpoint_versions.c.version_id
         named = sa.select(checkpoint_names.c.name).where(
             checkpoint_names.c.version_id == version_id
@@ -253,7 +253,7 @@ class Retention:
         sampled = (
             sa.select(samplers.c.sampling_session_id)
             .join(sessions, sessions.c.session_id == samplers.c.session_id)
-            .where(samplers.c.version_id == version_id, sa.not_(_ended(abandoned_before_s)))
+            .where(samplers.c.version_id == version_id, sa.not_(ended(abandoned_before_s)))
         )
         asked = (
             sa.select(requests.c.request_id)
@@ -276,6 +276,9 @@ class Retention:
             )
             .limit(AT_ONCE)
         )
+
+        if owner is not None:
+            statement = statement.where(checkpoint_versions.c.owner == owner)
 
         def act(connection: sa.Connection) -> list[str]:
             rows = connection.execute(statement).all()
@@ -370,7 +373,7 @@ _WAITS = sa.select(_OTHERS.c.request_id).where(
 )
 
 
-def _ended(abandoned_before_s: float) -> sa.ColumnElement[bool]:
+def ended(abandoned_before_s: float) -> sa.ColumnElement[bool]:
     """Sessions in which nothing new can happen."""
     return sa.or_(sessions.c.finished_s.is_not(None), sessions.c.seen_s < abandoned_before_s)
 
@@ -382,7 +385,7 @@ def _needed(abandoned_before_s: float) -> sa.ColumnElement[bool]:
         requests.c.seq_id.is_not(None),
         requests.c.seq_id > sa.func.coalesce(older_snapshots.c.seq_id, snapshots.c.seq_id, -1),
         # What was accepted before the end is still run.
-        sa.or_(sa.not_(_ended(abandoned_before_s)), _WAITS.exists()),
+        sa.or_(sa.not_(ended(abandoned_before_s)), _WAITS.exists()),
     )
     # Without it, a model that was never made would look like a run.
     refuses = sa.and_(

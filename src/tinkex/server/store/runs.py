@@ -4,16 +4,20 @@ import secrets
 import string
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sa
 
-from tinkex.server.store import accepting, audit
+from tinkex.server.store import accepting, audit, finishing
 from tinkex.server.store.accepting import Accepted, NewRequest
 from tinkex.server.store.database import Database
 from tinkex.server.store.status import Status
 from tinkex.server.store.tables import custom_losses, models, requests, samplers, sessions
+from tinkex.wire.errors import UserFailure
+
+if TYPE_CHECKING:
+    from tinkex.server.store.quotas import Quotas
 
 BASE62 = string.digits + string.ascii_letters
 
@@ -106,8 +110,9 @@ _CUSTOM_LOSS = (
 class Runs:
     """The rows of sessions and of what was made in them."""
 
-    def __init__(self, database: Database) -> None:
+    def __init__(self, database: Database, quotas: "Quotas") -> None:
         self._database = database
+        self._quotas = quotas
 
     async def create_session(
         self,
@@ -260,6 +265,7 @@ class Runs:
         """
         The model and its step 0 in one transaction; a repeat finds the first.
 
+        Over its owner's quota it is accepted and has failed, so that its future says so at once.
         Raises RunTaken when the run is a copied checkpoint, which has no step 0.
         """
 
@@ -288,6 +294,15 @@ class Runs:
             accepted = accepting.insert(connection, request)
             if known is not None and accepted.is_new:
                 raise RunTaken(model.model_id)
+            if accepted.is_new:
+                try:
+                    self._quotas.check(connection, model.owner, runs=1)
+                except UserFailure as over:
+                    ending = finishing.failure(
+                        accepted.request_id, str(over), category="user", cause="work"
+                    )
+                    finishing.finish(connection, ending)
+                    return replace(accepted, refused=str(over))
             return accepted
 
         return await self._database.write(act)

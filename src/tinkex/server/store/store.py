@@ -2,7 +2,8 @@
 
 import contextlib
 import secrets
-from collections.abc import Callable
+import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TypeVar
 
@@ -18,6 +19,7 @@ from tinkex.server.store.files import Files
 from tinkex.server.store.history import History
 from tinkex.server.store.key_marker import refuse_lost_keys
 from tinkex.server.store.keys import Keys
+from tinkex.server.store.quotas import OverQuota, Quotas
 from tinkex.server.store.repeats import Repeats
 from tinkex.server.store.requests import Requests
 from tinkex.server.store.retention import Retention
@@ -43,13 +45,14 @@ class Store:
         self.requests = Requests(database, files)
         self.deaths = Deaths(database)
         self.repeats = Repeats(database)
-        self.runs = Runs(database)
+        self.quotas = Quotas(database)
+        self.runs = Runs(database, self.quotas)
         self.history = History(database)
         self.usage = Usage(database)
         self.audit = Audit(database)
         self.telemetry = Telemetry(database)
-        self.checkpoints = Checkpoints(database, files, folder)
-        self.catalog = Catalog(database)
+        self.checkpoints = Checkpoints(database, files, folder, self.quotas)
+        self.catalog = Catalog(database, self.quotas)
         self.snapshots = Snapshots(database, files, folder)
         self.retention = Retention(database, files, folder)
 
@@ -66,6 +69,19 @@ class Store:
     async def build_report(self, act: Callable[[], T]) -> T:
         """Build a large answer off the event loop."""
         return await self._database.build_report(act)
+
+    async def within_quota(self, owner: str, act: Callable[[], Awaitable[T]]) -> T:
+        """
+        What `act` answers; OverQuota if it is still too much once files that nobody needs are gone.
+
+        The janitor would delete those a little later, and their owner has done what can be done.
+        """
+        try:
+            return await act()
+        except OverQuota:
+            abandoned_before_s = time.time() - self.quotas.abandoned_s
+            await self.retention.drop_versions(abandoned_before_s=abandoned_before_s, owner=owner)
+        return await act()
 
     def look_at_database(self) -> None:
         """Whether the database is still there; `condition` then tells."""
