@@ -191,10 +191,11 @@ class Catalog:
 
     async def set_public(self, public: bool, *, model_id: str, kind: str, name: str) -> bool:
         """Whether it is there. What is so already is not written, nor noted, once more."""
-        before = await self.checkpoint(model_id=model_id, kind=kind, name=name)
-        if before is None or before.public is public:
-            return before is not None
-        statement = checkpoint_names.update().where(_is(model_id, kind, name), alive(time.time()))
+        statement = checkpoint_names.update().where(
+            _is(model_id, kind, name),
+            alive(time.time()),
+            checkpoint_names.c.public.is_(not public),
+        )
         event = "checkpoint.published" if public else "checkpoint.unpublished"
         return await self._change(
             # Nobody must wait for room to hide what is theirs.
@@ -275,14 +276,15 @@ class Catalog:
         reserve: bool = False,
         **details: object,
     ) -> bool:
-        """Change a name, and say so in the audit log; whether it was there."""
+        """Change a name, and say so in the audit log if that changed it; whether it was there."""
         model_id, kind, name = key
         told = {"model_id": model_id, "tinker_path": f"tinker://{model_id}/{kind}/{name}"}
         whose = sa.select(models.c.owner).where(models.c.model_id == model_id)
+        there = sa.select(checkpoint_names.c.name).where(_is(*key), alive(time.time()))
 
         def act(connection: sa.Connection) -> bool:
             if not connection.execute(statement).rowcount:
-                return False
+                return connection.execute(there).first() is not None
             owner = connection.execute(whose).scalar_one()
             audit.note(connection, owner=owner, event=event, details={**told, **details})
             return True

@@ -168,16 +168,19 @@ class Checkpoints(Requests):
                 self.world.drop_names([named], now_s)
             return
         event = "checkpoint.expiry_set"
+        changed = alive
         if change in ("publish", "unpublish"):
             public = change == "publish"
             event = f"checkpoint.{change}ed"
+            # What is so already is no change, and nobody is told of one.
+            changed = alive and named.public is not public
             assert self.run(of.set_public(public, **key)) is alive
             named.public = public if alive else named.public
         else:
             expires_s = now_s + 2.0 if change == "expire" else None
             assert self.run(of.set_expiry(expires_s, **key)) is alive
             named.expires_s = expires_s if alive else named.expires_s
-        if alive:
+        if changed:
             self.world.audit.append((now_s, event))
         if change == "expire":
             # Gone with the first look after its moment.
