@@ -11,7 +11,7 @@ import pytest
 from server.hosting import Api, connected
 from serving import TINY, serving
 
-pytestmark = [pytest.mark.anyio, pytest.mark.may_skip, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120)]
 
 DISK = 48 * 2**20
 #: Room for the database and for what shows that files can be written, and for no save.
