@@ -30,7 +30,7 @@ pytestmark = pytest.mark.anyio
 #: Methods that are about files: what they answer depends on them.
 WITH_FILES = {
     *("checkpoints.copy_files", "checkpoints.save", "snapshots.open", "snapshots.save"),
-    *("snapshots.set_aside", "retention.sweep"),
+    *("snapshots.set_aside", "retention.sweep", "checkpoints.discard"),
 }
 FILE_POOLS = ("_file_threads", "_folder_threads")
 
