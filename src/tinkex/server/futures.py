@@ -118,7 +118,11 @@ class Futures:
             return self._owned(kept, owner)
         promise = self._open.get(request_id)
         if promise is None:
-            return await self._read(request_id, owner)
+            settled = await self._read(request_id, owner)
+            if settled is not None:
+                return settled
+            # It waits, and nobody here has taken it up yet; that follows.
+            promise = self._open[request_id]
         if promise.owner != owner:
             raise UnknownRequest(request_id)
         promise.asked += 1
@@ -126,6 +130,10 @@ class Futures:
             return promise.settled
         await promise.sleepers.sleep(within_s, leaving)
         return promise.settled
+
+    def is_kept(self, request_id: str) -> bool:
+        """Whether it was finished, and its result is still here."""
+        return request_id in self._kept
 
     def asked(self, request_id: str) -> int:
         """How often somebody has begun to wait for an open request."""
@@ -160,7 +168,10 @@ class Futures:
         if row is None or row.owner != owner:
             raise UnknownRequest(request_id)
         if row.status is Status.WAITING:
-            return None
+            # It may have been finished since it was read.
+            if (kept := self._kept.get(request_id)) is None:
+                self.expect(request_id, owner=row.owner, base_model=row.base_model)
+            return kept
         result = b""
         if row.status is Status.DONE:
             try:

@@ -91,8 +91,7 @@ async def take(context: Context, new: NewRequest, *, tap: Tap | None = None) -> 
             f"{new.kind}. Two clients may be numbering the steps of one model.",
             "seq_id_reused",
         )
-    if first.is_new:
-        await _hand_on(context, new, first, tap)
+    await hand_on(context, new, first, tap=tap)
     return first
 
 
@@ -143,20 +142,16 @@ def row_of(new: NewRequest, first: Accepted) -> RequestRow:
     )
 
 
-async def _hand_on(context: Context, new: NewRequest, first: Accepted, tap: Tap | None) -> None:
-    row = row_of(new, first)
-    dispatcher = context.dispatcher
-    dispatcher.expect(
-        row.request_id,
-        owner=row.owner,
-        base_model=row.base_model,
-        payload=new.payload,
-        load=load_of(new),
-    )
-    match new.kind:
-        case Kind.SAMPLE:
-            dispatcher.sample(row, tap)
-        case Kind.UNLOAD_MODEL:
-            dispatcher.unload(row)
-        case _:
-            await dispatcher.step(row)
+async def hand_on(
+    context: Context, new: NewRequest, first: Accepted, *, tap: Tap | None = None
+) -> None:
+    """
+    What was just committed is the dispatcher's; nothing in between may fail.
+
+    So is a repeat of something that waits and never got there.
+    """
+    if first.is_new:
+        row = row_of(new, first)
+        context.dispatcher.take(row, payload=new.payload, load=load_of(new), tap=tap)
+    else:
+        await context.dispatcher.take_again(first.request_id)

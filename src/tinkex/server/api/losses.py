@@ -4,7 +4,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tinkex.server.api.accept import admit, row_of
+from tinkex.server.api.accept import admit, hand_on
 from tinkex.server.api.context import answer, context_of, describe, read_json
 from tinkex.server.api.errors import Refusal
 from tinkex.server.plan import Kind
@@ -52,7 +52,5 @@ async def create_custom_loss(request: Request) -> Response:
     first = await context.store.runs.create_custom_loss(
         custom_loss_seq_id=asked.custom_loss_seq_id, request=new
     )
-    if first.is_new:
-        context.dispatcher.expect(first.request_id, owner=new.owner, base_model=base_model)
-        context.dispatcher.create_loss(row_of(new, first))
+    await hand_on(context, new, first)
     return answer(UntypedAPIFuture(request_id=first.request_id))

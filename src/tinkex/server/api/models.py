@@ -7,7 +7,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tinkex.server.api.accept import accepted, admit, made_before, row_of
+from tinkex.server.api.accept import accepted, admit, hand_on, made_before, row_of
 from tinkex.server.api.auth import owner_of
 from tinkex.server.api.context import Context, answer, context_of, describe, read_json
 from tinkex.server.api.errors import Refusal
@@ -69,12 +69,9 @@ async def made(context: Context, model: Model, number: int, new: NewRequest) -> 
     first = await context.store.runs.create_model(model=model, model_seq_id=number, request=new)
     if first.refused is not None:
         context.dispatcher.not_made(row_of(new, first), first.refused)
-    elif first.is_new:
-        context.dispatcher.expect(
-            first.request_id, owner=model.owner, base_model=model.base_model, payload=new.payload
-        )
-        await context.dispatcher.step(row_of(new, first))
     else:
+        await hand_on(context, new, first)
+    if not first.is_new:
         await made_before(context, new, first)
     return answer(UntypedAPIFuture(request_id=first.request_id, model_id=model.model_id))
 

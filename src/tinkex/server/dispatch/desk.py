@@ -49,6 +49,8 @@ class Desk:
         self.futures = futures
         self.payloads = Payloads(store)
         self.failures = Failures(store)
+        #: Accepted requests that this process has, until their results are on disk.
+        self.taken: set[str] = set()
         #: By base model: who is with its engine together.
         self.companies: defaultdict[str, Company] = defaultdict(Company)
         self.companies.update({name: Company(roll) for name, roll in (rolls or {}).items()})
@@ -60,6 +62,14 @@ class Desk:
         #: Seconds of computing by owner: who has which share.
         self.used_s: defaultdict[str, float] = _Recent(float)
         self._tasks: set[asyncio.Task[None]] = set()
+
+    def take(self, row: RequestRow) -> bool:
+        """Whether this process takes a request now: False when it has it, or has finished it."""
+        if row.request_id in self.taken or self.futures.is_kept(row.request_id):
+            return False
+        self.taken.add(row.request_id)
+        self.futures.expect(row.request_id, owner=row.owner, base_model=row.base_model)
+        return True
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """In the background, until it is done or the server stops."""
@@ -155,6 +165,7 @@ class Desk:
     def wake(
         self, request_id: str, owner: str, kind: Kind, session_id: str | None, ending: Ending
     ) -> None:
+        self.taken.discard(request_id)
         self.futures.settle(
             Settled(
                 request_id=request_id,

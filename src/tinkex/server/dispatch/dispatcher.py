@@ -8,7 +8,8 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any
 
 from tinkex.server import blame
 from tinkex.server.dispatch import orders
@@ -16,6 +17,7 @@ from tinkex.server.dispatch.company import MOST_DEATHS
 from tinkex.server.dispatch.desk import Desk
 from tinkex.server.dispatch.ending import Ending
 from tinkex.server.dispatch.losses import Losses
+from tinkex.server.dispatch.pickup import Pickup
 from tinkex.server.dispatch.places import Places
 from tinkex.server.dispatch.revival import Revival
 from tinkex.server.dispatch.run import Run, Runs, step_of
@@ -30,7 +32,7 @@ from tinkex.server.plan import Kind
 from tinkex.server.roll import Roll, boot_id
 from tinkex.server.saving import Saving
 from tinkex.server.shares import Load, Waiting
-from tinkex.server.store import RequestRow, Store
+from tinkex.server.store import RequestRow, Status, StorageTrouble, Store
 from tinkex.wire.codec import encode_json
 from tinkex.wire.training import UnloadModelResponse
 
@@ -69,6 +71,8 @@ class Dispatcher:
         #: The web process before this one died of what it did.
         self._web_crashed = web_crashed
         self._runs = Runs(store)
+        #: Models whose steps are being read.
+        self._opening: set[str] = set()
         self._places = Places(max_training=max_training)
         self._samples = Samples(desk)
         self._losses = Losses(desk, self._runs, revival)
@@ -87,30 +91,24 @@ class Dispatcher:
 
     async def start(self) -> None:
         """Take up what an earlier process accepted and did not finish."""
-        futures = self._desk.futures
-        await futures.start()
+        await self._desk.futures.start()
         await self._desk.failures.start()
         # Before any work of theirs is taken up: who asks for more brings the limits of their key.
         now_s = time.time()
         for key in await self._store.keys.all():
             if key.state(now_s) == "active" and "max_training" in key.limits:
                 self.allow(key.owner, key.limits["max_training"])
-        waiting = await self._store.requests.waiting()
-        await self._remember_deaths({row.request_id: row.base_model for row in waiting})
-        for row in waiting:
-            futures.expect(row.request_id, owner=row.owner, base_model=row.base_model)
-            if row.kind == Kind.SAMPLE:
-                self.sample(row)
-            elif row.kind == Kind.UNLOAD_MODEL:
-                self.unload(row)
-            elif row.kind == Kind.CREATE_CUSTOM_LOSS:
-                self.create_loss(row)
-            else:
-                await self.step(row)
+        await self._remember_deaths()
+        # In the background: new requests need not wait for what is on disk.
+        self._desk.spawn(Pickup(self._desk, self.take).run())
 
-    async def _remember_deaths(self, base_models: Mapping[str, str]) -> None:
+    async def _remember_deaths(self) -> None:
         """How often what waits was lost so far; the end of the last web process counts too."""
         deaths = await self._store.deaths.all()
+        inside = [
+            one for roll in self._rolls.values() if roll.remains for one in roll.remains.inside
+        ]
+        base_models = await self._store.requests.still_waiting([*deaths, *inside])
         guilty: dict[str, str] = {}
         found: dict[str, int] = {}
         for base_model, roll in self._rolls.items():
@@ -150,26 +148,90 @@ class Dispatcher:
             await asyncio.wait(settling, timeout=SETTLE_S)
         await self._desk.stop()
 
-    def expect(
+    def take(
         self,
-        request_id: str,
+        row: RequestRow,
         *,
-        owner: str,
-        base_model: str,
         payload: bytes | None = None,
         load: Load = ONE_REQUEST,
+        tap: Tap | None = None,
     ) -> None:
-        """Somebody may wait for this request from now on."""
-        self._desk.futures.expect(request_id, owner=owner, base_model=base_model, load=load)
+        """
+        A request is on disk: run it when its turn comes, unless it is here already.
+
+        Reads nothing, so nothing can fail between the commit and this. A sample tells its tokens
+        to the tap as they are drawn.
+        """
+        request_id = row.request_id
+        if request_id in self._desk.taken or self._desk.futures.is_kept(request_id):
+            return
+        # Before `Desk.take`, which counts it as one request.
+        self._desk.futures.expect(request_id, owner=row.owner, base_model=row.base_model, load=load)
         if payload is not None:
             self._desk.payloads.keep(request_id, payload)
+        match Kind(row.kind):
+            case Kind.SAMPLE:
+                if tap is not None:
+                    self._samples.open_tap(request_id, tap)
+                self._carry(row, self._samples.run(row))
+            case Kind.UNLOAD_MODEL:
+                self._carry(row, self._unload(row))
+            case Kind.CREATE_CUSTOM_LOSS:
+                self._carry(row, self._losses.create(row))
+            case _:
+                self._step(row)
 
-    async def step(self, row: RequestRow) -> None:
-        """A step was accepted: run it when its turn comes."""
+    async def take_again(self, request_id: str) -> None:
+        """A request was repeated: take it up if it waits and is not here."""
+        if request_id in self._desk.taken or self._desk.futures.is_kept(request_id):
+            return
+        # While it cannot be read it stays where it is: `Pickup` finds it.
+        with contextlib.suppress(StorageTrouble):
+            row = await self._store.requests.get(request_id)
+            if row is not None and row.status is Status.WAITING:
+                self.take(row)
+
+    def _carry(self, row: RequestRow, work: Coroutine[Any, Any, None]) -> None:
+        """Run what is outside the order of steps; what does not come to an end is found again."""
+        if not self._desk.take(row):
+            work.close()
+            return
+
+        async def carry() -> None:
+            try:
+                await work
+            except Exception:
+                self._desk.taken.discard(row.request_id)
+                raise
+
+        self._desk.spawn(carry())
+
+    def _step(self, row: RequestRow) -> None:
         if row.model_id is None or row.seq_id is None:
             raise ValueError(f"request {row.request_id} is not a step of a model")
-        run = await self._runs.open(row.model_id, first_seq=row.seq_id)
-        self._turns.arrive(run, step_of(row))
+        run = self._runs.get(row.model_id)
+        if run is None:
+            if row.model_id not in self._opening:
+                self._opening.add(row.model_id)
+                self._desk.spawn(self._open_line(row.model_id, row.seq_id))
+        elif self._desk.take(row):
+            self._turns.arrive(run, step_of(row))
+
+    async def _open_line(self, model_id: str, first_seq: int) -> None:
+        """Open a model that has steps: all that are on disk arrive together."""
+        try:
+            await self._open(model_id, first_seq=first_seq)
+        except StorageTrouble as error:
+            log.info("the steps of %s are taken up later: %s", model_id, error)
+        finally:
+            self._opening.discard(model_id)
+
+    async def _open(self, model_id: str, *, first_seq: int = 0) -> Run:
+        if (run := self._runs.get(model_id)) is None:
+            run = await self._runs.open(model_id, first_seq=first_seq)
+            # A step whose number comes before another's must not be missed as if it never came.
+            await self._turns.find(run)
+        return run
 
     def not_made(self, row: RequestRow, error: str) -> None:
         """A model was refused with its acceptance: its session has failed."""
@@ -184,14 +246,8 @@ class Dispatcher:
 
     async def refuse(self, model_id: str, seq_id: int, kind: Kind, reason: str) -> None:
         """A step was refused: if its sender goes on, it counts as failed with this reason."""
-        run = await self._runs.open(model_id, first_seq=seq_id)
+        run = await self._open(model_id, first_seq=seq_id)
         self._turns.refuse(run, seq_id, kind, reason)
-
-    def sample(self, row: RequestRow, tap: Tap | None = None) -> None:
-        """A sample was accepted: run it now, and tell its tokens to the tap as they are drawn."""
-        if tap is not None:
-            self._samples.open_tap(row.request_id, tap)
-        self._desk.spawn(self._samples.run(row))
 
     def tap(self, request_id: str) -> Tap | None:
         """Where the tokens of a running sample can be read, if it was begun with a tap."""
@@ -210,18 +266,11 @@ class Dispatcher:
         """
         self._samples.cancel(request_id, owner=owner)
 
-    def create_loss(self, row: RequestRow) -> None:
-        """A loss was accepted: let the engines look at it."""
-        self._desk.spawn(self._losses.create(row))
-
-    def unload(self, row: RequestRow) -> None:
+    async def _unload(self, row: RequestRow) -> None:
         """Free a model's memory; its next step brings it back from its log."""
-        if row.model_id is None:
+        if (model_id := row.model_id) is None:
             raise ValueError(f"request {row.request_id} names no model")
-        self._desk.spawn(self._unload(row, row.model_id))
-
-    async def _unload(self, row: RequestRow, model_id: str) -> None:
-        run = await self._runs.open(model_id)
+        run = await self._open(model_id)
         incarnation, run.live_in = run.live_in, None
         ending = Ending(result=encode_json(UnloadModelResponse(model_id=model_id)))
         try:
@@ -265,7 +314,7 @@ class Dispatcher:
 
     async def snapshot(self, model_id: str) -> bool:
         """Write a model's state down now, between two of its steps; whether that was possible."""
-        while (run := await self._runs.open(model_id)).driver is not None:
+        while (run := await self._open(model_id)).driver is not None:
             await asyncio.wait({run.driver})
         if self._desk.closing or run.line.stillborn is not None:
             return False

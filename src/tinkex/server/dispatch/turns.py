@@ -18,7 +18,7 @@ from tinkex.server.dispatch.desk import Desk
 from tinkex.server.dispatch.ending import Ending, bug, deadly
 from tinkex.server.dispatch.places import Places
 from tinkex.server.dispatch.revival import Revival
-from tinkex.server.dispatch.run import Run
+from tinkex.server.dispatch.run import Run, step_of
 from tinkex.server.dispatch.snapshots import Snapshots
 from tinkex.server.dispatch.steps import Steps
 from tinkex.server.executor import EngineLost, EngineRefused, WorkFailed, WorkMuddled
@@ -55,6 +55,12 @@ class Turns:
         else:
             late = Ending(error=plan.late(step.seq_id), category="user", cause=Cause.LATE)
             self._desk.spawn(self._steps.settle(run, step, late))
+
+    async def find(self, run: Run) -> None:
+        """Let steps of this model arrive that are on disk and not here."""
+        for row in await self._desk.store.requests.waiting_steps(run.model.model_id):
+            if self._desk.take(row):
+                self.arrive(run, step_of(row))
 
     def refuse(self, run: Run, seq_id: int, kind: Kind, reason: str) -> None:
         """A step was malformed: those behind it need not wait for its number."""
@@ -214,4 +220,10 @@ class Turns:
     def _gap_over(self, run: Run, gap: plan.Gap) -> None:
         run.gap_timer = None
         if run.line.gap() == gap and run.driver is None:
-            self.between(run, self._take(run, run.line.close_gap(now_s=self._clock())))
+            self.between(run, self._close_gap(run, gap))
+
+    async def _close_gap(self, run: Run, gap: plan.Gap) -> None:
+        # What was accepted has arrived, even if it was not handed on.
+        await self.find(run)
+        if run.line.gap() == gap:
+            await self._take(run, run.line.close_gap(now_s=self._clock()))

@@ -3,13 +3,15 @@
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import sqlalchemy as sa
 
 from tinkex.server.store.accepting import Accepted, Adding, NewRequest, insert, insert_many
+from tinkex.server.store.among import among
 from tinkex.server.store.database import Database
 from tinkex.server.store.files import Files
 from tinkex.server.store.finishing import (
@@ -87,6 +89,7 @@ _COMPLETION = (
 _FETCHED = requests.update().where(
     requests.c.request_id == sa.bindparam("fetched"), requests.c.fetched_s.is_(None)
 )
+_COUNT_WAITING = sa.select(sa.func.count()).where(requests.c.status == Status.WAITING)
 _ALL_FETCHED = _FETCHED.where(requests.c.owner == sa.bindparam("of"))
 
 
@@ -248,6 +251,73 @@ class Requests:
         )
         return await self._database.read(lambda connection: _rows(connection, statement))
 
+    async def count_waiting(self) -> int:
+        """How many were accepted and are not finished."""
+        return await self._database.read(
+            lambda connection: connection.execute(_COUNT_WAITING).scalar_one()
+        )
+
+    async def waiting_owners(self) -> list[str]:
+        """Whose requests wait; those with the fewest first."""
+        statement = (
+            sa.select(requests.c.owner)
+            .where(requests.c.status == Status.WAITING)
+            .group_by(requests.c.owner)
+            .order_by(sa.func.count(), requests.c.owner)
+        )
+        return await self._database.read(
+            lambda connection: list(connection.execute(statement).scalars())
+        )
+
+    async def waiting_of(
+        self, owner: str, *, after: tuple[float, str] | None, most: int
+    ) -> tuple[list[RequestRow], tuple[float, str] | None]:
+        """The next rows of one owner, oldest first, and where to go on; None after the last."""
+        place = sa.tuple_(requests.c.created_s, requests.c.request_id)
+        statement = (
+            sa.select(requests.c.created_s, *_ROW)
+            .where(requests.c.status == Status.WAITING, requests.c.owner == owner)
+            .order_by(requests.c.created_s, requests.c.request_id)
+            .limit(most)
+        )
+        if after is not None:
+            # The first condition is the one that the index answers.
+            statement = statement.where(requests.c.created_s >= after[0], place > after)
+
+        def act(
+            connection: sa.Connection,
+        ) -> tuple[list[RequestRow], tuple[float, str] | None]:
+            found = connection.execute(statement).all()
+            rows = [_request_row(dict(one._mapping)) for one in found]
+            last = (found[-1].created_s, found[-1].request_id) if len(found) == most else None
+            return rows, last
+
+        return await self._database.read(act)
+
+    async def waiting_steps(self, model_id: str) -> list[RequestRow]:
+        """The unfinished steps of one model, in order."""
+        statement = (
+            sa.select(*_ROW)
+            .where(
+                requests.c.model_id == model_id,
+                requests.c.seq_id.is_not(None),
+                requests.c.status == Status.WAITING,
+            )
+            .order_by(requests.c.seq_id)
+        )
+        return await self._database.read(lambda connection: _rows(connection, statement), must=True)
+
+    async def still_waiting(self, request_ids: Collection[str]) -> dict[str, str]:
+        """Those of these requests that wait, each with its base model."""
+        statement = sa.select(requests.c.request_id, requests.c.base_model).where(
+            among(requests.c.request_id, request_ids), requests.c.status == Status.WAITING
+        )
+        return await self._database.read(
+            lambda connection: {
+                row.request_id: row.base_model for row in connection.execute(statement)
+            }
+        )
+
     async def log(self, model_id: str, *, after: int = -1) -> list[RequestRow]:
         """The finished steps of a model, in order, after one: what it is built again from."""
         statement = (
@@ -307,6 +377,9 @@ def _rows(connection: sa.Connection, statement: sa.Select[*tuple[object, ...]]) 
 def _row(found: sa.Row[*tuple[object, ...]] | None) -> RequestRow | None:
     if found is None:
         return None
-    values = dict(found._mapping)
-    values["status"] = Status(values["status"])
-    return RequestRow(**values)
+    return _request_row(dict(found._mapping))
+
+
+def _request_row(values: dict[str, Any]) -> RequestRow:
+    values.pop("created_s", None)
+    return RequestRow(**{**values, "status": Status(values["status"])})
