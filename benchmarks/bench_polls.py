@@ -85,6 +85,11 @@ class Instant:
             await asyncio.sleep(SLOW_S)
         return Outcome(result=self._answer, compute_s=0.0)
 
+    async def send(
+        self, base_model: str, work: Work, *, incarnation: int | None = None
+    ) -> asyncio.Future[Outcome]:
+        return asyncio.ensure_future(self.run(base_model, work, incarnation=incarnation))
+
     def waiting_for(self, base_model: str) -> str | None:
         return None
 

@@ -76,6 +76,11 @@ class EchoExecutor:
         except UserFailure as failure:
             raise WorkFailed("user", str(failure)) from failure
 
+    async def send(
+        self, base_model: str, work: Work, *, incarnation: int | None = None
+    ) -> asyncio.Future[Outcome]:
+        return asyncio.create_task(self.run(base_model, work, incarnation=incarnation))
+
     def waiting_for(self, base_model: str) -> str | None:
         return None
 

@@ -44,7 +44,8 @@ async def test_an_engine_is_not_made_to_wait_while_a_large_result_is_read(
     try:
         await executor.ready("x")
         work = Work(task=Task.DROP, model_id="m")
-        outcomes = await asyncio.gather(*(executor.run("x", work) for _ in range(3)))
+        answers = [await executor.send("x", work) for _ in range(3)]
+        outcomes = await asyncio.gather(*answers)
         assert [len(outcome.result) for outcome in outcomes] == [2**22] * 3
     finally:
         await executor.close()

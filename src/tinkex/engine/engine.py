@@ -50,6 +50,10 @@ log = logging.getLogger(__name__)
 SLACK = 0.05
 
 
+class NoSuchModel(UserFailure):
+    """This engine does not have that model, though another one may have had it."""
+
+
 class Engine:
     def __init__(self, settings: EngineSettings) -> None:
         if settings.threads is not None:
@@ -302,7 +306,7 @@ class Engine:
         try:
             return self._adapters[model_id]
         except KeyError:
-            raise UserFailure(f"model {model_id!r} does not exist in this engine.") from None
+            raise NoSuchModel(f"model {model_id!r} does not exist in this engine.") from None
 
 
 def plan_memory(model: BaseModel, settings: EngineSettings) -> MemoryPlan:

@@ -33,6 +33,7 @@ from tinkex.engine import Engine, EngineSettings
 from tinkex.engine.checkpoints import NotWritten
 from tinkex.engine.checkpoints import write as write_files
 from tinkex.engine.devices import is_broken, is_full
+from tinkex.engine.engine import NoSuchModel
 from tinkex.engine.mixing import Mixer, Queue
 from tinkex.engine.pack import no_custom_loss
 from tinkex.engine.sampling import Grown
@@ -529,7 +530,10 @@ def _failed(ticket: int, error: Exception) -> frames.Report:
     """What cannot be done is the user's to read; everything else is a bug with a number."""
     if is_broken(error) or is_full(error):
         _give_out(error)
-    if isinstance(error, UserFailure | NotWritten):
+    if isinstance(error, NoSuchModel):
+        # Whoever asked has it built here again.
+        failed = frames_pb2.Failed(category=frames.MISSING, message=str(error))
+    elif isinstance(error, UserFailure | NotWritten):
         category = "user" if isinstance(error, UserFailure) else "server"
         failed = frames_pb2.Failed(category=category, message=str(error))
     else:

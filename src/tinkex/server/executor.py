@@ -8,6 +8,7 @@ that was with it raises `EngineLost`, a new engine with an empty memory comes up
 
 import asyncio
 import enum
+import functools
 import hashlib
 import itertools
 import logging
@@ -125,12 +126,16 @@ class WorkMuddled(EngineLost):
     """
 
 
+class ModelMissing(EngineLost):
+    """The engine lives and does not have this model; built again, it does."""
+
+
 class EngineRefused(Exception):
     """The engine cannot run with these settings; starting it again would not help."""
 
 
 class Executor(Protocol):
-    """Runs work on base models. The two methods that wait may be called any number of times."""
+    """Runs work on base models. Its methods may be called any number of times at once."""
 
     @property
     def served(self) -> Sequence[ServedModel]: ...
@@ -143,11 +148,14 @@ class Executor(Protocol):
     async def ready(self, base_model: str) -> int:
         """Wait until an engine for this model is up; its incarnation."""
 
-    async def run(self, base_model: str, work: Work, *, incarnation: int | None = None) -> Outcome:
+    async def send(
+        self, base_model: str, work: Work, *, incarnation: int | None = None
+    ) -> asyncio.Future[Outcome]:
         """
-        Do the work on that incarnation (None: any); raises WorkFailed or EngineLost.
+        Hand work to that incarnation (None: any); its outcome, or WorkFailed or EngineLost.
 
-        A sample whose caller is cancelled is given up by the engine too; all other work goes on.
+        The engine has the work when this returns, before anything that is sent later. A sample
+        whose outcome is cancelled is given up by the engine too; all other work goes on.
         """
 
     def waiting_for(self, base_model: str) -> str | None:
@@ -220,12 +228,14 @@ class LocalExecutor:
     async def ready(self, base_model: str) -> int:
         return await self._engine(base_model).ready()
 
-    async def run(self, base_model: str, work: Work, *, incarnation: int | None = None) -> Outcome:
+    async def send(
+        self, base_model: str, work: Work, *, incarnation: int | None = None
+    ) -> asyncio.Future[Outcome]:
         engine = self._engine(base_model)
         current = await engine.ready()
         if incarnation is not None and incarnation != current:
             raise EngineLost(f"the engine of {base_model} was started again")
-        return await engine.run(work)
+        return await engine.send(work)
 
     def waiting_for(self, base_model: str) -> str | None:
         engine = self._engines.get(base_model)
@@ -319,7 +329,7 @@ class _Engine:
             raise EngineLost("the server is stopping")
         return self._incarnation
 
-    async def run(self, work: Work) -> Outcome:
+    async def send(self, work: Work) -> asyncio.Future[Outcome]:
         if self._writer is None:
             raise EngineLost(f"the engine of {self._model.name} was lost")
         ticket = next(self._tickets)
@@ -329,19 +339,27 @@ class _Engine:
         self._waiting[ticket] = answer
         if work.on_tokens is not None:
             self._listening[ticket] = work.on_tokens
+        answer.add_done_callback(functools.partial(self._over, work, ticket))
+        self._writer.write(frames.frame(_order(ticket, work)))
         try:
-            self._writer.write(frames.frame(_order(ticket, work)))
             await self._writer.drain()
-            return await answer
         except ConnectionError as error:
+            answer.cancel()
             raise EngineLost(f"the engine of {self._model.name} was lost") from error
         except asyncio.CancelledError:
-            self._give_up(work, ticket)
+            answer.cancel()
             raise
-        finally:
-            self._waiting.pop(ticket, None)
-            self._listening.pop(ticket, None)
-            self._asked_s = asyncio.get_running_loop().time()
+        return answer
+
+    def _over(self, work: Work, ticket: int, answer: asyncio.Future[Outcome]) -> None:
+        """An order was answered, or nobody waits for it any more."""
+        self._waiting.pop(ticket, None)
+        self._listening.pop(ticket, None)
+        self._asked_s = answer.get_loop().time()
+        if answer.cancelled():
+            self._give_up(work, ticket)
+        else:
+            answer.exception()  # seen, even if nobody waits
 
     def rest_if_idle(self, idle_s: float) -> None:
         """Send a child away that has had nothing to do for so long; the next request starts one."""
@@ -501,6 +519,8 @@ class _Engine:
 def _failure(failed: frames_pb2.Failed) -> Exception:
     if failed.category == frames.MUDDLED:
         return WorkMuddled(failed.message)
+    if failed.category == frames.MISSING:
+        return ModelMissing(failed.message)
     return WorkFailed(failed.category, failed.message)
 
 

@@ -158,7 +158,7 @@ class Line:
     def finish(self, step: Step, *, failure: str | None) -> None:
         """A handed-out step is done, or failed with this reason."""
         self.running.pop(step.seq_id, None)
-        self._learn(step, failure)
+        self.learn(step, failure)
 
     def put_back(self, steps: Iterable[Step]) -> None:
         """Steps that were handed out and lost with the engine wait again, in front."""
@@ -166,6 +166,12 @@ class Line:
             self.running.pop(step.seq_id, None)
             self.held[step.seq_id] = step
             self.next_seq = min(self.next_seq, step.seq_id)
+
+    def put_back_refused(self, step: Step, reason: str) -> None:
+        """The same for a number whose request was refused: it counts as failed once more, later."""
+        self.running.pop(step.seq_id, None)
+        self.next_seq = min(self.next_seq, step.seq_id)
+        self.refused[step.seq_id] = (step.kind, reason)
 
     def awaits(self, seq_id: int) -> bool:
         """Whether steps behind this number are here already, and wait for it."""
@@ -226,7 +232,8 @@ class Line:
                 return
             yield step
 
-    def _learn(self, step: Step, failure: str | None) -> None:
+    def learn(self, step: Step, failure: str | None) -> None:
+        """What a finished step means for those behind it."""
         if failure is not None and (step.kind is Kind.CREATE_MODEL or step.creates):
             self.stillborn = f"this model was not created: {failure}"
         elif step.kind is Kind.FORWARD_BACKWARD and failure is not None:
@@ -257,7 +264,7 @@ def restored(
     """The line of a model as its finished steps, in order, left it; from a snapshot if given."""
     line = Line(next_seq=next_seq, spoiled=spoiled)
     for step, failure in finished:
-        line._learn(step, failure)
+        line.learn(step, failure)
         line.next_seq = max(line.next_seq, step.seq_id + 1)
     return line
 

@@ -8,6 +8,8 @@ from tinkex.wire.proto.frames_pb2 import Order, Report
 LENGTH = struct.Struct("<I")
 #: Category of work that failed beside other work: whose fault it was is not known.
 MUDDLED = "muddled"
+#: Category of work on a model that the engine does not have.
+MISSING = "missing"
 #: What an engine whose web process is gone writes over the beginning of its roll.
 LEFT = b"left "
 #: Exit status of an engine that cannot use its device any more.
@@ -30,4 +32,14 @@ def body_length(head: bytes) -> int:
     return length
 
 
-__all__ = ["GAVE_OUT", "LEFT", "LENGTH", "MUDDLED", "Order", "Report", "body_length", "frame"]
+__all__ = [
+    "GAVE_OUT",
+    "LEFT",
+    "LENGTH",
+    "MISSING",
+    "MUDDLED",
+    "Order",
+    "Report",
+    "body_length",
+    "frame",
+]

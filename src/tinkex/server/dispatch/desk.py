@@ -1,13 +1,14 @@
 """What everything that runs requests shares: background tasks, engine time, results to the disk."""
 
 import asyncio
+import functools
 import logging
 from collections import defaultdict
-from collections.abc import Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any
 
 from tinkex.server.dispatch.company import Company, Visit
-from tinkex.server.dispatch.ending import Ending
+from tinkex.server.dispatch.ending import Ending, unstorable
 from tinkex.server.dispatch.failures import Failures
 from tinkex.server.dispatch.payloads import Payloads
 from tinkex.server.executor import EngineLost, Executor, Outcome, Work
@@ -15,9 +16,13 @@ from tinkex.server.executor import Task as Doing
 from tinkex.server.futures import Futures, Settled
 from tinkex.server.plan import Kind
 from tinkex.server.roll import Roll
-from tinkex.server.store import RequestRow, Store
+from tinkex.server.store import RequestRow, Store, finishing
 
 log = logging.getLogger("tinkex.server.dispatch")
+
+#: A result that was not stored is tried again after these, and then its request fails. Trouble of
+#: the disk or the database is not meant: that is waited for, however long it lasts.
+STORE_AGAIN_S = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
 
 #: Owners on the metrics page: those who used an engine last.
 MOST_OWNERS = 1_000
@@ -61,6 +66,8 @@ class Desk:
         self.computed: dict[Doing, tuple[int, float]] = {}
         #: Seconds of computing by owner: who has which share.
         self.used_s: defaultdict[str, float] = _Recent(float)
+        #: Done once the last request whose commit was asked for has been told of.
+        self._told: asyncio.Future[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
     def take(self, row: RequestRow) -> bool:
@@ -88,15 +95,31 @@ class Desk:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
+    async def send(
+        self, base_model: str, work: Work, *, owner: str, incarnation: int | None = None
+    ) -> asyncio.Future[Outcome]:
+        """
+        Hand work to an engine, on its owner's account; what is answered is its outcome.
+
+        The engine has it when this returns: what is sent later comes later.
+        """
+        answer = await self.executor.send(base_model, work, incarnation=incarnation)
+        answer.add_done_callback(functools.partial(self._count_work, work.task, owner))
+        return answer
+
     async def run(
         self, base_model: str, work: Work, *, owner: str, incarnation: int | None = None
     ) -> Outcome:
         """Let an engine do this, on its owner's account."""
-        outcome = await self.executor.run(base_model, work, incarnation=incarnation)
-        count, seconds = self.computed.get(work.task, (0, 0.0))
-        self.computed[work.task] = (count + 1, seconds + outcome.compute_s)
-        self.used_s[owner] += outcome.compute_s
-        return outcome
+        return await (await self.send(base_model, work, owner=owner, incarnation=incarnation))
+
+    def _count_work(self, task: Doing, owner: str, answer: asyncio.Future[Outcome]) -> None:
+        if answer.cancelled() or answer.exception() is not None:
+            return
+        compute_s = answer.result().compute_s
+        count, seconds = self.computed.get(task, (0, 0.0))
+        self.computed[task] = (count + 1, seconds + compute_s)
+        self.used_s[owner] += compute_s
 
     async def insist(self, row: RequestRow, work: Work, *, base_model: str = "") -> Outcome:
         """The same for a request outside the order of steps, however often its engine dies."""
@@ -136,14 +159,25 @@ class Desk:
             else:
                 await self.store.deaths.clear(base_model)
 
-    async def commit(self, request_id: str, ending: Ending) -> asyncio.Future[Any]:
-        """Queue the result for the disk; what is answered is done once it is there."""
-        requests = self.store.requests
+    async def kept(self, request_id: str, ending: Ending) -> finishing.Ending:
+        """What is to be written of a request; a large result is on disk already."""
         if ending.error is not None:
             category = ending.category or "server"
-            return requests.fail(request_id, ending.error, category=category, cause=ending.cause)
-        place = await requests.keep(ending.result)
-        return requests.finish(request_id, ending.result, place)
+            return finishing.failure(
+                request_id, ending.error, category=category, cause=ending.cause
+            )
+        place = await self.store.requests.keep(ending.result)
+        return finishing.success(request_id, ending.result, place)
+
+    async def insist_on_storing(self, attempt: Callable[[], Awaitable[None]]) -> None:
+        """Store something that was promised. Raises what the last attempt of many raised."""
+        for wait_s in STORE_AGAIN_S:
+            try:
+                return await attempt()
+            except Exception as error:  # noqa: BLE001  an object store may raise anything
+                log.warning("a result was not stored; again in %.1f s: %r", wait_s, error)
+            await asyncio.sleep(wait_s)
+        await attempt()
 
     async def settle(self, row: RequestRow, ending: Ending) -> None:
         """A request outside the order of steps is over."""
@@ -156,11 +190,29 @@ class Desk:
             model_id=row.model_id,
             sampling_session_id=row.sampling_session_id,
         )
-        event = await (await self.commit(row.request_id, ending))
-        self.wake(row.request_id, row.owner, Kind(row.kind), row.session_id, ending)
-        # After the result: who hears of it fetches it at once.
-        if event is not None:
-            self.futures.completions.add(event)
+        while True:
+            try:
+                return await self.insist_on_storing(functools.partial(self._settle, row, ending))
+            except Exception as error:  # noqa: BLE001  an object store may raise anything
+                ending = unstorable(error)
+
+    async def _settle(self, row: RequestRow, ending: Ending) -> None:
+        """Store what became of a request, and tell everybody in the order of the commits."""
+        kept = await self.kept(row.request_id, ending)
+        commit = self.store.requests.finish_one(kept)
+        before, told = self._told, asyncio.get_running_loop().create_future()
+        # With nothing between this and the commit, so both have one order.
+        self._told = told
+        try:
+            event = await commit
+            if before is not None and not before.done():
+                await asyncio.wait({before})
+            self.wake(row.request_id, row.owner, Kind(row.kind), row.session_id, ending)
+            # After the result: who hears of it fetches it at once.
+            if event is not None:
+                self.futures.completions.add(event)
+        finally:
+            told.set_result(None)
 
     def wake(
         self, request_id: str, owner: str, kind: Kind, session_id: str | None, ending: Ending

@@ -12,13 +12,13 @@ from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 from tinkex.server import blame
-from tinkex.server.dispatch import orders
 from tinkex.server.dispatch.company import MOST_DEATHS
 from tinkex.server.dispatch.desk import Desk
 from tinkex.server.dispatch.ending import Ending
 from tinkex.server.dispatch.losses import Losses
 from tinkex.server.dispatch.pickup import Pickup
 from tinkex.server.dispatch.places import Places
+from tinkex.server.dispatch.results import Results
 from tinkex.server.dispatch.revival import Revival
 from tinkex.server.dispatch.run import Run, Runs, step_of
 from tinkex.server.dispatch.samples import Samples
@@ -26,7 +26,7 @@ from tinkex.server.dispatch.snapshots import Snapshots
 from tinkex.server.dispatch.steps import Steps
 from tinkex.server.dispatch.tap import Tap
 from tinkex.server.dispatch.turns import Turns
-from tinkex.server.executor import EngineLost, EngineRefused, Executor, Task, WorkFailed
+from tinkex.server.executor import Executor, Task, WorkFailed
 from tinkex.server.futures import ONE_REQUEST, Futures
 from tinkex.server.plan import Kind
 from tinkex.server.roll import Roll, boot_id
@@ -79,10 +79,12 @@ class Dispatcher:
         self._snapshots = Snapshots(
             desk, revival, steps=snapshot_steps, payload_bytes=snapshot_bytes
         )
+        results = Results(desk)
         self._turns = Turns(
             desk,
             revival=revival,
-            steps=Steps(desk, revival, saving),
+            results=results,
+            steps=Steps(desk, revival, saving, results),
             places=self._places,
             snapshots=self._snapshots,
             gap_s=gap_s,
@@ -143,9 +145,9 @@ class Dispatcher:
                 run.gap_timer.cancel()
         # Results that are on their way to the disk get there, so that they need not be computed
         # again.
-        settling = [task for run in self._runs.opened() for task in run.settling]
-        if settling:
-            await asyncio.wait(settling, timeout=SETTLE_S)
+        storing = [run.storing for run in self._runs.opened() if run.storing is not None]
+        if storing:
+            await asyncio.wait(storing, timeout=SETTLE_S)
         await self._desk.stop()
 
     def take(
@@ -271,17 +273,20 @@ class Dispatcher:
         if (model_id := row.model_id) is None:
             raise ValueError(f"request {row.request_id} names no model")
         run = await self._open(model_id)
-        incarnation, run.live_in = run.live_in, None
         ending = Ending(result=encode_json(UnloadModelResponse(model_id=model_id)))
-        try:
-            await self._desk.executor.run(run.model.base_model, orders.drop(model_id))
-        except (EngineLost, EngineRefused):
-            pass
-        except WorkFailed as failed:
-            ending = Ending(error=failed.message, category=failed.category)
-        # Steps that are under way may need its losses; then they stay until it leaves for good.
-        if run.driver is None and self._revival.holds(run):
-            await self._revival.left(run, incarnation)
+
+        async def drop() -> None:
+            nonlocal ending
+            try:
+                await self._revival.drop(run)
+            except WorkFailed as failed:
+                ending = Ending(error=failed.message, category=failed.category)
+
+        # Between two steps: never while one runs, nor while the model is being built again.
+        while run.driver is not None:
+            await asyncio.wait({run.driver})
+        if run.live_in is not None or self._revival.holds(run):
+            await asyncio.wait({self._turns.between(run, drop())})
         await self._desk.settle(row, ending)
 
     def free_session(self, session_id: str) -> None:
@@ -306,11 +311,8 @@ class Dispatcher:
         self._runs.forget(run)
 
     async def _free(self, run: Run) -> None:
-        await run.settled()
-        incarnation, run.live_in = run.live_in, None
-        with contextlib.suppress(EngineLost, EngineRefused, WorkFailed):
-            await self._desk.executor.run(run.model.base_model, orders.drop(run.model.model_id))
-        await self._revival.left(run, incarnation)
+        with contextlib.suppress(WorkFailed):
+            await self._revival.drop(run)
 
     async def snapshot(self, model_id: str) -> bool:
         """Write a model's state down now, between two of its steps; whether that was possible."""

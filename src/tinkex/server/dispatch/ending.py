@@ -35,6 +35,17 @@ def deadly(reason: str) -> Ending:
     )
 
 
+def unstorable(error: Exception) -> Ending:
+    """Its result was computed, and nothing takes it."""
+    number = secrets.token_hex(4)
+    log.error("a result could not be stored (%s)", number, exc_info=error)
+    return Ending(
+        error=f"its result could not be stored ({type(error).__name__}), so it counts as not done. "
+        f"Send the work again. The server's log has the details under the id {number}.",
+        category="server",
+    )
+
+
 def bug(error: Exception) -> Ending:
     """A bug fails what met it, and is in the log under the id that its user sees."""
     number = secrets.token_hex(4)

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import logging
 from collections import defaultdict
-from pathlib import Path
 
 from tinkex.server import plan
 from tinkex.server.dispatch import orders
@@ -19,9 +18,6 @@ log = logging.getLogger("tinkex.server.dispatch")
 
 # Steps of a log that are with the engine together while a model is built again.
 REPLAYED_TOGETHER = 8
-
-# Of what is run again from a log, these hand their payload to the engine.
-_CARRIES = frozenset({Kind.FORWARD_BACKWARD, Kind.OPTIM_STEP})
 
 
 _Place = tuple[str, str]
@@ -40,6 +36,8 @@ class Revival:
         self._saving = saving
         #: By base model and session: the models that are in the engine's memory, or on their way.
         self._there: defaultdict[_Place, set[str]] = defaultdict(set)
+        #: By base model: held while an order to forget losses is decided and sent.
+        self._arriving: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         #: Where losses were registered.
         self._with_losses: set[_Place] = set()
 
@@ -51,35 +49,54 @@ class Revival:
             await run.settled()
             # And stays as it is while it is read: a snapshot would cut it.
             await run.written()
-            self._there[_place(run)].add(run.model.model_id)
+            async with self._arriving[run.model.base_model]:
+                self._there[_place(run)].add(run.model.model_id)
             await self._register_losses(run, incarnation)
             await self._replay(run, incarnation)
             run.live_in = incarnation
         return incarnation
 
-    async def work(self, run: Run, work: Work, incarnation: int) -> Outcome:
-        """Work for one model, on the incarnation that holds it."""
+    async def send(self, run: Run, work: Work, incarnation: int) -> asyncio.Future[Outcome]:
+        """Work for one model, sent to the incarnation that holds it; its outcome is answered."""
         model = run.model
-        outcome = await self._desk.run(
+        answer = await self._desk.send(
             model.base_model, work, owner=model.owner, incarnation=incarnation
         )
-        run.computed_s += outcome.compute_s
-        return outcome
+        answer.add_done_callback(run.computed)
+        return answer
+
+    async def work(self, run: Run, work: Work, incarnation: int) -> Outcome:
+        """The same, done when this returns."""
+        return await (await self.send(run, work, incarnation))
 
     def holds(self, run: Run) -> bool:
         """Whether an engine may have something of this model in memory."""
         return run.model.model_id in self._there.get(_place(run), ())
 
-    async def left(self, run: Run, incarnation: int | None) -> None:
-        """A model left the memory of its engine; with the last of a session its losses leave too."""
-        place = _place(run)
-        with contextlib.suppress(EngineLost, EngineRefused):
-            if incarnation is None:
-                incarnation = await self._desk.executor.ready(run.model.base_model)
-        self._there[place].discard(run.model.model_id)
-        if not self._there[place]:
-            del self._there[place]
-        await self._forget_losses(place, incarnation)
+    async def drop(self, run: Run) -> None:
+        """
+        Take a model out of the memory of its engine; in the driver's place.
+
+        With the last model of a session its losses leave too. Raises WorkFailed.
+        """
+        await run.settled()
+        base_model, place = run.model.base_model, _place(run)
+        incarnation, run.live_in = run.live_in, None
+        try:
+            with contextlib.suppress(EngineLost, EngineRefused):
+                if incarnation is None and self.holds(run):
+                    # Building it again ended half-way, in whichever engine is up now.
+                    incarnation = await self._desk.executor.ready(base_model)
+                if incarnation is not None:
+                    # As any work: nobody is with an engine while a suspect is alone with it.
+                    async with self._desk.companies[base_model].visit():
+                        await self.work(run, orders.drop(run.model.model_id), incarnation)
+        finally:
+            self._there[place].discard(run.model.model_id)
+            if not self._there[place]:
+                del self._there[place]
+        if incarnation is not None:
+            await self._forget_losses(place, incarnation)
 
     async def loss_was_checked(self, base_model: str, session_id: str) -> None:
         """An engine that has no model of a session does not keep a loss of it."""
@@ -88,19 +105,20 @@ class Revival:
             incarnation = await self._desk.executor.ready(base_model)
             await self._forget_losses((base_model, session_id), incarnation)
 
-    async def _forget_losses(self, place: "_Place", incarnation: int | None) -> None:
-        """
-        Unless they are needed. Nothing comes between the look and the order to that engine.
-
-        A model that comes later registers them anew, and its order reaches the engine later.
-        """
-        if place in self._there or place not in self._with_losses:
-            return
-        self._with_losses.discard(place)
+    async def _forget_losses(self, place: "_Place", incarnation: int) -> None:
+        """Unless they are needed. A model that comes later registers them anew."""
         base_model, session_id = place
-        with contextlib.suppress(EngineLost, EngineRefused, WorkFailed):
-            order = orders.forget_losses(session_id)
-            await self._desk.executor.run(base_model, order, incarnation=incarnation)
+        order = orders.forget_losses(session_id)
+        async with self._desk.companies[base_model].visit():
+            with contextlib.suppress(EngineLost, EngineRefused, WorkFailed):
+                # No model of the session can come between the look and the order.
+                async with self._arriving[base_model]:
+                    if place in self._there or place not in self._with_losses:
+                        return
+                    self._with_losses.discard(place)
+                    executor = self._desk.executor
+                    answer = await executor.send(base_model, order, incarnation=incarnation)
+                await answer
 
     async def _register_losses(self, run: Run, incarnation: int) -> None:
         """An engine that has just met a model gets the losses of its session first."""
@@ -123,35 +141,34 @@ class Revival:
             log.info("building %s again from %d steps", run.model.model_id, len(rows))
         together = asyncio.Semaphore(REPLAYED_TOGETHER)
 
-        async def one(row: RequestRow, payload: bytes | Path) -> None:
-            try:
-                await self._replay_one(run, row, payload, incarnation)
-            finally:
-                together.release()
-
-        replaying: list[asyncio.Task[None]] = []
+        passes: list[asyncio.Future[Outcome]] = []
         try:
             for row in rows:
-                # Passes may be with the engine together; everything else waits for them.
-                if Kind(row.kind) not in plan.PASSES:
-                    await asyncio.gather(*replaying)
-                    replaying = []
-                await together.acquire()
-                payload: bytes | Path = b""
-                if Kind(row.kind) in _CARRIES and row.status is Status.DONE:
-                    # Found here, one after the other: passes must not overtake each other.
+                kind = Kind(row.kind)
+                failed = None if row.status is Status.DONE else Cause(row.cause or Cause.WORK)
+                what = plan.replayed(kind, failed)
+                if what is plan.Replayed.NOTHING:
+                    continue
+                if kind in plan.PASSES and what is plan.Replayed.RUN:
+                    # Together with the engine, and each sent before the next one is.
+                    await together.acquire()
                     payload = await self._desk.payloads.get(row.request_id)
-                replaying.append(asyncio.create_task(one(row, payload)))
-                if Kind(row.kind) not in plan.PASSES:
-                    await asyncio.gather(*replaying)
-                    replaying = []
-            await asyncio.gather(*replaying)
+                    run.bytes_since += orders.size(payload)
+                    work = orders.pass_or_step(run.model, kind, payload)
+                    passes.append(await self.send(run, work, incarnation))
+                    passes[-1].add_done_callback(lambda _: together.release())
+                    continue
+                # Everything else waits for them.
+                await asyncio.gather(*passes)
+                passes.clear()
+                await self._replay_one(run, row, what, incarnation)
+            await asyncio.gather(*passes)
         finally:
-            for task in replaying:
-                task.cancel()
+            for one in passes:
+                one.cancel()
 
     async def _replay_one(
-        self, run: Run, row: RequestRow, payload: bytes | Path, incarnation: int
+        self, run: Run, row: RequestRow, what: plan.Replayed, incarnation: int
     ) -> None:
         kind = Kind(row.kind)
         model = run.model
@@ -159,8 +176,7 @@ class Revival:
         async def work(order: Work) -> Outcome:
             return await self.work(run, order, incarnation)
 
-        failed = None if row.status is Status.DONE else Cause(row.cause or Cause.WORK)
-        match plan.replayed(kind, failed):
+        match what:
             case plan.Replayed.CLEAR_GRADIENTS:
                 await work(orders.clear_gradients(model.model_id))
             case plan.Replayed.RUN if kind is Kind.CREATE_MODEL:
@@ -171,7 +187,6 @@ class Revival:
                 payload = await self._desk.payloads.read(row.request_id)
                 await self._saving.load(model, payload, work, version_id=row.version_id)
             case plan.Replayed.RUN:
-                run.bytes_since += orders.size(payload)
-                await work(orders.pass_or_step(model, kind, payload))
-            case plan.Replayed.NOTHING:
-                pass
+                step = await self._desk.payloads.get(row.request_id)
+                run.bytes_since += orders.size(step)
+                await work(orders.pass_or_step(model, kind, step))

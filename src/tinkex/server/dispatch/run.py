@@ -1,13 +1,29 @@
 """One model that has had work since this process started: its line, its engine, what it costs."""
 
 import asyncio
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from tinkex.server import plan
+from tinkex.server.dispatch.ending import Ending
+from tinkex.server.executor import Outcome
 from tinkex.server.plan import Cause, Kind, Line, Step
 from tinkex.server.store import Model, RequestRow, Status, Store
+
+
+@dataclass(frozen=True, slots=True)
+class Unstored:
+    """What became of a step, and why the optimizer was to be refused before it, if it was."""
+
+    step: Step
+    ending: Ending
+    spoiled: str | None
+
+    @property
+    def is_late(self) -> bool:
+        """It was never in the line of its model."""
+        return self.ending.cause is Cause.LATE
 
 
 @dataclass(slots=True)
@@ -20,9 +36,11 @@ class Run:
     live_in: int | None = None
     driver: asyncio.Task[None] | None = None
     gap_timer: asyncio.TimerHandle | None = None
-    #: Results reach the writer in the order of their steps.
-    commit_order: asyncio.Lock = field(default_factory=asyncio.Lock)
-    settling: set[asyncio.Task[None]] = field(default_factory=set)
+    #: What became of steps and is not on disk yet, in their order; and who stores it.
+    unstored: deque[Unstored] = field(default_factory=deque)
+    storing: asyncio.Task[None] | None = None
+    #: A result could not be stored: what runs now is put back, and the model built again.
+    going_back: bool = False
     #: Seconds that engines computed for it.
     computed_s: float = 0.0
     #: The snapshot that is being written while the model goes on.
@@ -37,11 +55,17 @@ class Run:
     def is_idle(self) -> bool:
         """Nothing of it runs, waits, or is known here only."""
         waits = self.line.held or self.line.running or self.line.refused
-        return self.driver is None and not self.settling and not waits
+        return self.driver is None and self.storing is None and not waits
+
+    def computed(self, answer: asyncio.Future[Outcome]) -> None:
+        """An engine has answered: the time it took is this model's."""
+        if not answer.cancelled() and answer.exception() is None:
+            self.computed_s += answer.result().compute_s
 
     async def settled(self) -> None:
         """Until every result of this model is on disk."""
-        await asyncio.gather(*self.settling, return_exceptions=True)
+        while self.storing is not None:
+            await asyncio.wait({self.storing})
 
     async def written(self) -> None:
         """Until no snapshot of this model is under way."""

@@ -10,7 +10,7 @@ from typing import Any
 from tinkex.server.dispatch.desk import Desk
 from tinkex.server.dispatch.revival import Revival
 from tinkex.server.dispatch.run import Run
-from tinkex.server.executor import EngineLost, EngineRefused, Task, Work, WorkFailed
+from tinkex.server.executor import EngineLost, EngineRefused, Outcome, Task, Work, WorkFailed
 from tinkex.server.store import Damaged, StorageTrouble
 
 log = logging.getLogger("tinkex.server.dispatch")
@@ -65,20 +65,34 @@ class Snapshots:
                 log.info("no snapshot of %s: %s", run.model.model_id, lost)
                 return None
             await run.settled()
-            taking = self._take(run, incarnation, run.line.next_seq - 1, run.line.spoiled)
+            if run.live_in != incarnation:  # a result could not be stored
+                return None
+            model_id = run.model.model_id
+            place, folder = self._desk.store.snapshots.new_place(model_id)
+            work = Work(task=Task.SNAPSHOT, model_id=model_id, folder=folder)
+            try:
+                # The engine has the order before anything that is asked for later.
+                answer = await self._revival.send(run, work, incarnation)
+            except (EngineLost, EngineRefused) as lost:
+                log.info("no snapshot of %s: %s", model_id, lost)
+                return None
+            saving = self._save(run, answer, place, run.line.next_seq - 1, run.line.spoiled)
             written: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-            run.writing = self._desk.spawn(_until_over(taking, written, stack.pop_all()))
-        # So its order is with the engine before anything that is asked for later.
-        await asyncio.sleep(0)
+            run.writing = self._desk.spawn(_until_over(saving, written, stack.pop_all()))
         return written
 
-    async def _take(self, run: Run, incarnation: int, seq_id: int, spoiled: str | None) -> bool:
+    async def _save(
+        self,
+        run: Run,
+        answer: asyncio.Future[Outcome],
+        place: str,
+        seq_id: int,
+        spoiled: str | None,
+    ) -> bool:
         kept = self._desk.store.snapshots
         model_id = run.model.model_id
-        place, folder = kept.new_place(model_id)
         try:
-            work = Work(task=Task.SNAPSHOT, model_id=model_id, folder=folder)
-            outcome = await self._revival.work(run, work, incarnation)
+            outcome = await answer
             return await kept.save(
                 model_id=model_id,
                 seq_id=seq_id,

@@ -17,11 +17,12 @@ from tinkex.server.dispatch.company import SUSPECT, Visit
 from tinkex.server.dispatch.desk import Desk
 from tinkex.server.dispatch.ending import Ending, bug, deadly
 from tinkex.server.dispatch.places import Places
+from tinkex.server.dispatch.results import Results
 from tinkex.server.dispatch.revival import Revival
 from tinkex.server.dispatch.run import Run, step_of
 from tinkex.server.dispatch.snapshots import Snapshots
-from tinkex.server.dispatch.steps import Steps
-from tinkex.server.executor import EngineLost, EngineRefused, WorkFailed, WorkMuddled
+from tinkex.server.dispatch.steps import SETTLED_BEHIND, Steps
+from tinkex.server.executor import EngineLost, EngineRefused, ModelMissing, WorkFailed, WorkMuddled
 from tinkex.server.plan import Cause, Kind, Step, Turn
 from tinkex.server.store import Damaged
 
@@ -34,6 +35,7 @@ class Turns:
         desk: Desk,
         *,
         revival: Revival,
+        results: Results,
         steps: Steps,
         places: Places,
         snapshots: Snapshots,
@@ -42,6 +44,8 @@ class Turns:
     ) -> None:
         self._desk = desk
         self._revival = revival
+        self._results = results
+        results.went_back = self._drive
         self._steps = steps
         self._places = places
         self._snapshots = snapshots
@@ -54,7 +58,7 @@ class Turns:
             self._drive(run)
         else:
             late = Ending(error=plan.late(step.seq_id), category="user", cause=Cause.LATE)
-            self._desk.spawn(self._steps.settle(run, step, late))
+            self._results.add(run, step, late, spoiled=None)
 
     async def find(self, run: Run) -> None:
         """Let steps of this model arrive that are on disk and not here."""
@@ -90,6 +94,8 @@ class Turns:
         """Take turn after turn until the next step has not come."""
         try:
             while not self._desk.closing:
+                # Nothing of it runs now, so everything that had to be put back is.
+                run.going_back = False
                 turn = run.line.take(now_s=self._clock(), most=self._most(run))
                 if turn is None:
                     break
@@ -115,6 +121,9 @@ class Turns:
             if (guilt := company.condemned(turn.steps[0].request_id)) is not None:
                 await self._fail(run, turn, deadly(guilt))
                 return
+            if turn.steps[0].kind not in SETTLED_BEHIND:
+                # It is stored by itself, and must not be on disk without what was before it.
+                await run.settled()
             async with (
                 self._places.place(run, turn),
                 company.visit(*(step.request_id for step in turn.steps)) as visit,
@@ -141,7 +150,7 @@ class Turns:
     async def _lost(self, run: Run, turn: Turn, visit: Visit, lost: EngineLost) -> None:
         """What was with an engine that died is tried again, unless it is what killed it."""
         muddled = isinstance(lost, WorkMuddled)
-        if muddled:
+        if muddled or isinstance(lost, ModelMissing):
             # That engine lives, and what it holds of this model is not what the log says.
             run.live_in = None
         unfinished = [step for step in turn.steps if step.seq_id in run.line.running]
@@ -168,12 +177,14 @@ class Turns:
             *(self._desk.payloads.get(step.request_id) for step in turn.steps),
             return_exceptions=True,
         )
-        # Tasks start in this order, so the engine gets the steps in the order of their numbers.
-        running = [
-            asyncio.create_task(self._steps.run(run, step, payload, incarnation))
-            for step, payload in zip(turn.steps, payloads, strict=True)
-        ]
+        if run.going_back:
+            run.line.put_back(turn.steps)
+            return
+        running: list[asyncio.Task[None]] = []
         try:
+            # One is with the engine before the next one is sent.
+            for step, payload in zip(turn.steps, payloads, strict=True):
+                running.append(await self._steps.begin(run, step, payload, incarnation))
             outcomes = await asyncio.gather(*running, return_exceptions=True)
         except asyncio.CancelledError:
             for task in running:
@@ -188,7 +199,7 @@ class Turns:
             if step.seq_id not in run.line.running:
                 continue
             if turn.unfiled:  # it has failed already, and nobody waits for it
-                await self._steps.file_refused(run, step, turn.refusal or "")
+                self._steps.file_refused(run, step, turn.refusal or "")
             else:
                 await self._steps.end(run, step, ending)
 
@@ -201,7 +212,7 @@ class Turns:
                 await self._revival.work(run, work, await self._revival.alive(run))
         for step in turn.steps:
             if turn.unfiled:
-                await self._steps.file_refused(run, step, turn.refusal or "")
+                self._steps.file_refused(run, step, turn.refusal or "")
                 continue
             refused = Ending(error=turn.refusal, category="user", cause=turn.cause)
             await self._steps.end(run, step, refused)

@@ -16,6 +16,7 @@ from tinkex.server.store.database import Database
 from tinkex.server.store.files import Files
 from tinkex.server.store.finishing import (
     Completion,
+    Ending,
     failure,
     finish,
     finish_many,
@@ -155,9 +156,25 @@ class Requests:
         self, request_id: str, result: bytes, place: str | None
     ) -> asyncio.Future[Completion | None]:
         """Done when awaited; in the order of the calls. A finished request stays as it was."""
-        return self._database.submit_one_of(
-            finish_many, success(request_id, result, place), must=True
-        )
+        return self.finish_one(success(request_id, result, place))
+
+    def fail(
+        self, request_id: str, error: str, *, category: str, cause: str
+    ) -> asyncio.Future[Completion | None]:
+        """Done when awaited; in the order of the calls. A finished request stays as it was."""
+        return self.finish_one(failure(request_id, error, category=category, cause=cause))
+
+    def finish_one(self, ending: Ending) -> asyncio.Future[Completion | None]:
+        """The same for what `success` or `failure` made."""
+        return self._database.submit_one_of(finish_many, ending, must=True)
+
+    async def finish_all(self, endings: Sequence[Ending]) -> None:
+        """The same for several steps of a model: all of them, or none."""
+        if len(endings) == 1:
+            # Shares its statements with those of other models.
+            await self.finish_one(endings[0])
+            return
+        await self._database.write(lambda connection: finish_many(connection, endings), must=True)
 
     async def finish_load(self, request_id: str, result: bytes, version_id: str) -> None:
         """A load is done, and building the model again will load the same version."""
@@ -165,13 +182,6 @@ class Requests:
             lambda connection: set_done(connection, request_id, result, version_id=version_id),
             must=True,
         )
-
-    def fail(
-        self, request_id: str, error: str, *, category: str, cause: str
-    ) -> asyncio.Future[Completion | None]:
-        """Done when awaited; in the order of the calls. A finished request stays as it was."""
-        ending = failure(request_id, error, category=category, cause=cause)
-        return self._database.submit_one_of(finish_many, ending, must=True)
 
     async def completions(
         self,

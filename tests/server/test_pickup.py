@@ -1,0 +1,238 @@
+"""What was committed is run, whatever happened between the commit and the dispatcher."""
+
+import asyncio
+import json
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from server.api.test_custom_losses import loss
+from server.echo import BASE, EchoExecutor
+from server.hosting import PROTOBUF, Answer, Api, hosted, pass_body
+from server.store.test_store import opened
+from tinkex.server.plan import Kind
+from tinkex.server.store import NewRequest, StorageTrouble
+from tinkex.server.store.trouble import AWAY, Trouble
+
+pytestmark = pytest.mark.anyio
+
+TROUBLE = StorageTrouble(Trouble(kind=AWAY, reason="a test says so"))
+
+
+def sample(session: str, number: int) -> dict[str, Any]:
+    return {
+        "session_id": session,
+        "seq_id": number,
+        "base_model": BASE,
+        "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1]}]},
+        "sampling_params": {"max_tokens": 1},
+        "num_samples": 1,
+    }
+
+
+def numbered_sample(session: str) -> dict[str, Any]:
+    """Of a sampling session: a repeat of this finds its first self."""
+    body = sample(session, 1)
+    del body["session_id"], body["base_model"]
+    return {**body, "sampling_session_id": f"{session}:sample:0"}
+
+
+async def send(api: Api, kind: Kind, session: str) -> Answer:
+    """A request of this kind, the same each time."""
+    model = f"{session}:train:0"
+    named = {"model_id": model, "seq_id": 2}
+    path = f"tinker://{model}/weights/first"
+    bodies: dict[Kind, tuple[str, Any]] = {
+        Kind.CREATE_MODEL: (
+            "create_model",
+            {
+                "session_id": session,
+                "model_seq_id": 1,
+                "base_model": BASE,
+                "lora_config": {"rank": 8, "seed": 1},
+            },
+        ),
+        Kind.FORWARD: ("forward", pass_body(model, 2, forward_only=True)),
+        Kind.FORWARD_BACKWARD: ("forward_backward", pass_body(model, 2)),
+        Kind.OPTIM_STEP: ("optim_step", {**named, "adam_params": {}}),
+        Kind.SAVE_WEIGHTS: ("save_weights", {**named, "path": "second"}),
+        Kind.SAVE_FOR_SAMPLER: ("save_weights_for_sampler", {**named, "path": "second"}),
+        Kind.SAVE_EXTERNAL: ("save_weights_external", {**named, "path": "second"}),
+        Kind.LOAD_WEIGHTS: (
+            "load_weights",
+            {"session_id": session, "model_seq_id": 1, "path": path, "optimizer": True},
+        ),
+        Kind.UNLOAD_MODEL: ("unload_model", {"model_id": model}),
+        Kind.SAMPLE: ("asample", numbered_sample(session)),
+        Kind.CREATE_CUSTOM_LOSS: ("create_custom_loss", loss(session)),
+    }
+    route, body = bodies[kind]
+    return await api.post(route, body, headers=PROTOBUF if isinstance(body, bytes) else None)
+
+
+async def prepared(api: Api) -> str:
+    """A session with a model that has a checkpoint, and a sampler."""
+    session = await api.session()
+    model = await api.model(session)
+    await api.result(await api.step("save_weights", model_id=model, seq_id=1, path="first"))
+    body = {"session_id": session, "sampling_session_seq_id": 0, "base_model": BASE}
+    assert (await api.post("create_sampling_session", body)).status == 200
+    return session
+
+
+def fail_after_the_commit(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every way to accept a request commits, and then fails as a read behind it does; once."""
+    assert api.app
+    store = api.app.state.context.store
+
+    def failing(accept: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+        async def accepts(*given: Any, **named: Any) -> Any:
+            await accept(*given, **named)
+            monkeypatch.undo()
+            raise TROUBLE
+
+        return accepts
+
+    for place, name in (
+        (store.requests, "accept"),
+        (store.runs, "create_model"),
+        (store.runs, "create_custom_loss"),
+    ):
+        monkeypatch.setattr(place, name, failing(getattr(place, name)))
+
+
+async def finished(api: Api, kind: Kind) -> list[str]:
+    """The requests of a kind that are finished well."""
+    assert api.app
+    async with asyncio.timeout(10):
+        while True:
+            waiting = await api.app.state.context.store.requests.waiting()
+            if kind not in {row.kind for row in waiting}:
+                return [row.kind for row in waiting]
+            await asyncio.sleep(0.02)
+
+
+@pytest.mark.parametrize("kind", list(Kind))
+async def test_what_was_committed_and_not_handed_on_is_found_without_a_restart(
+    kind: Kind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tinkex.server.dispatch.pickup.LOOK_S", 0.05)
+    async with hosted(EchoExecutor(), tmp_path, janitor_s=0) as api:
+        session = await prepared(api)
+        with monkeypatch.context() as patched:
+            fail_after_the_commit(api, patched)
+            assert (await send(api, kind, session)).status == 503
+        assert await finished(api, kind) == []
+
+
+#: A repeat of these is a new request: they have no number.
+UNNUMBERED = {Kind.UNLOAD_MODEL}
+
+
+@pytest.mark.parametrize("kind", [kind for kind in Kind if kind not in UNNUMBERED])
+async def test_a_repeat_of_what_was_not_handed_on_hands_it_on(
+    kind: Kind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with hosted(EchoExecutor(), tmp_path, janitor_s=0) as api:
+        session = await prepared(api)
+        with monkeypatch.context() as patched:
+            fail_after_the_commit(api, patched)
+            assert (await send(api, kind, session)).status == 503
+        again = await send(api, kind, session)
+        assert again.status == 200, again
+        async with asyncio.timeout(4):
+            result = await api.poll(again.json["request_id"])
+            while result.status == 408:
+                result = await api.poll(again.json["request_id"])
+        assert b'"error"' not in result.body
+
+
+async def test_a_step_is_not_lost_when_its_model_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tinkex.server.dispatch.pickup.LOOK_S", 0.05)
+    async with hosted(EchoExecutor(), tmp_path, janitor_s=0) as api:
+        model = await api.model()
+        await api.value(await api.optim_step(model, 1))
+    # A new process has to read the model before it can run its steps.
+    async with hosted(EchoExecutor(), tmp_path, janitor_s=0) as api:
+        assert api.app
+        snapshots, times = api.app.state.context.store.snapshots, 0
+        newest = snapshots.newest
+
+        async def fails(model_id: str) -> Any:
+            nonlocal times
+            times += 1
+            if times <= 2:
+                raise TROUBLE
+            return await newest(model_id)
+
+        monkeypatch.setattr(snapshots, "newest", fails)
+        first = await api.forward_backward(model, 2, tokens=3)
+        second = await api.optim_step(model, 3)
+        async with asyncio.timeout(10):
+            assert "error" not in await api.result(first)
+            assert await api.value(second) == 3
+        assert times > 2
+
+
+async def test_a_number_that_is_on_disk_is_not_given_up_as_one_that_never_came(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with hosted(EchoExecutor(), tmp_path, janitor_s=0, gap_s=0.2) as api:
+        model = await api.model()
+        with monkeypatch.context() as patched:
+            fail_after_the_commit(api, patched)
+            body = {"model_id": model, "seq_id": 1, "adam_params": {}}
+            assert (await api.post("optim_step", body)).status == 503
+        async with asyncio.timeout(4):
+            assert await api.value(await api.optim_step(model, 2)) == 0
+
+
+async def test_a_poll_for_what_nobody_has_taken_up_yet_is_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with hosted(EchoExecutor(), tmp_path, janitor_s=0, long_poll_s=0.3) as api:
+        session = await prepared(api)
+        with monkeypatch.context() as patched:
+            fail_after_the_commit(api, patched)
+            await send(api, Kind.SAMPLE, session)
+        assert api.app
+        (row,) = await api.app.state.context.store.requests.waiting()
+        began_s = time.monotonic()
+        assert (await api.poll(row.request_id)).status == 408
+        assert time.monotonic() - began_s >= 0.3
+
+
+async def test_owners_are_taken_up_by_turns_and_those_who_have_least_first(tmp_path: Path) -> None:
+    from tinkex.server.dispatch import pickup
+
+    store = opened(tmp_path)
+    try:
+        for owner, count in (("flood", 2 * pickup.PIECE + 1), ("few", 3), ("one", 1)):
+            for number in range(count):
+                payload = json.dumps(number).encode()
+                new = NewRequest(owner=owner, kind=Kind.SAMPLE, base_model=BASE, payload=payload)
+                await store.requests.accept(new)
+        taken: list[str] = []
+        read = []
+        desk = SimpleNamespace(store=store, taken=set(), closing=False)
+        looking = pickup.Pickup(desk, lambda row: taken.append(row.owner))  # type: ignore[arg-type]
+        waiting_of = store.requests.waiting_of
+
+        async def piece(owner: str, *, after: Any, most: int) -> Any:
+            found = await waiting_of(owner, after=after, most=most)
+            read.append(len(found[0]))
+            return found
+
+        store.requests.waiting_of = piece  # type: ignore[method-assign]
+        await looking.look()
+    finally:
+        store.close()
+    assert taken[:4] == ["one", "few", "few", "few"]
+    assert taken[4:] == ["flood"] * (2 * pickup.PIECE + 1)
+    assert max(read) == pickup.PIECE

@@ -1,0 +1,144 @@
+"""A result that cannot be stored is stored later, or its model goes back: nobody waits for ever."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from server.echo import EchoExecutor
+from server.hosting import Api, hosted
+from server.test_pickup import sample
+from server.waiting import until
+from tinkex.server.executor import Task
+from tinkex.server.store import Status
+
+pytestmark = pytest.mark.anyio
+
+#: Too many for a row: the result is a file.
+LARGE = 40_000
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is tried again is tried again at once, a few times."""
+    name = "tinkex.server.dispatch.desk.STORE_AGAIN_S"
+    monkeypatch.setattr(name, (0.01, 0.01, 0.01), raising=False)
+
+
+def refuse_results(
+    api: Api, monkeypatch: pytest.MonkeyPatch, refuses: Callable[[bytes], bool]
+) -> None:
+    """Files that take no such results, and say so as no disk of this machine would."""
+    assert api.app
+    files = api.app.state.context.store.files
+    put = files.put
+
+    def refusing(room: str, data: bytes) -> Any:
+        if room == "results" and refuses(data):
+            raise RuntimeError("SlowDown: please reduce your request rate")
+        return put(room, data)
+
+    monkeypatch.setattr(files, "put", refusing)
+
+
+async def rebuilt(api: Api, echo: EchoExecutor, model: str, seq_id: int) -> float:
+    """What a step says whose model was built again from its log."""
+    echo.die()
+    return await api.value(await api.optim_step(model, seq_id))
+
+
+async def test_a_result_that_is_refused_once_is_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    echo, refusals = EchoExecutor(), [True]
+    async with hosted(echo, tmp_path, janitor_s=0) as api, asyncio.timeout(20):
+        refuse_results(api, monkeypatch, lambda _: bool(refusals and refusals.pop()))
+        model = await api.model()
+        first = await api.forward_backward(model, 1, tokens=LARGE)
+        second = await api.optim_step(model, 2)
+        await api.passed(first)
+        assert await api.value(second) == LARGE
+        assert await rebuilt(api, echo, model, 3) == 2 * LARGE
+
+
+async def test_a_result_that_nothing_takes_fails_its_step_and_the_model_goes_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    echo, broken = EchoExecutor(), True
+    async with hosted(echo, tmp_path, janitor_s=0) as api, asyncio.timeout(20):
+        refuse_results(api, monkeypatch, lambda _: broken)
+        model = await api.model()
+        await api.passed(await api.forward_backward(model, 1, tokens=5))
+        assert await api.value(await api.optim_step(model, 2)) == 5
+        echo.open.clear()
+        lost = await api.forward_backward(model, 3, tokens=LARGE)
+        beside = await api.forward_backward(model, 4, tokens=7)
+        refused = await api.optim_step(model, 5)
+        later = [await api.forward_backward(model, 6, tokens=3), await api.optim_step(model, 7)]
+        echo.open.set()
+        failed = await api.result(lost)
+        assert failed["category"] == "server"
+        assert "could not be stored (RuntimeError)" in failed["error"]
+        # What ran meanwhile was not told to anybody, and runs as if nothing had been before it.
+        await api.passed(beside)
+        assert "step 3 before this optim_step failed" in (await api.result(refused))["error"]
+        await api.passed(later[0])
+        assert await api.value(later[1]) == 2 * 5 + 3
+        broken = False
+        await api.passed(await api.forward_backward(model, 8, tokens=LARGE))
+        assert await api.value(await api.optim_step(model, 9)) == 2 * 13 + LARGE
+        assert await rebuilt(api, echo, model, 10) == 2 * (2 * 13 + LARGE)
+    async with hosted(EchoExecutor(), tmp_path, janitor_s=0) as api, asyncio.timeout(20):
+        assert await api.value(await api.optim_step(model, 11)) == 4 * (2 * 13 + LARGE)
+
+
+async def test_a_sample_whose_result_is_refused_is_stored_later_or_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with hosted(EchoExecutor(), tmp_path, janitor_s=0) as api, asyncio.timeout(20):
+        assert api.app
+        requests = api.app.state.context.store.requests
+        keep, refusals = requests.keep, [True]
+
+        async def keeps(result: bytes) -> Any:
+            if refusals and refusals.pop():
+                raise RuntimeError("SlowDown")
+            return await keep(result)
+
+        async def never(result: bytes) -> Any:
+            raise RuntimeError("SlowDown")
+
+        session = await api.session()
+        monkeypatch.setattr(requests, "keep", keeps)
+        first = (await api.post("asample", sample(session, 1))).json["request_id"]
+        assert "sequences" in await api.result(first)
+        monkeypatch.setattr(requests, "keep", never)
+        second = (await api.post("asample", sample(session, 2))).json["request_id"]
+        assert "could not be stored" in (await api.result(second))["error"]
+
+
+async def test_a_save_is_not_on_disk_without_the_steps_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    echo = EchoExecutor()
+    async with hosted(echo, tmp_path, janitor_s=0) as api, asyncio.timeout(20):
+        assert api.app
+        requests = api.app.state.context.store.requests
+        model = await api.model()
+
+        async def waits(result: bytes) -> Any:
+            await asyncio.Event().wait()
+
+        monkeypatch.setattr(requests, "keep", waits)
+        first = await api.forward_backward(model, 1)
+        await until(lambda: Task.PASS in echo.tasks())
+        saved = await api.step("save_weights", model_id=model, seq_id=2, path="x")
+        # Long enough for a save that does not wait.
+        await asyncio.sleep(0.3)
+        row = await requests.get(saved)
+        assert row.status is Status.WAITING
+    async with hosted(EchoExecutor(), tmp_path, janitor_s=0) as api, asyncio.timeout(20):
+        await api.passed(first)
+        assert "path" in await api.result(saved)

@@ -1,0 +1,109 @@
+"""A model that leaves an engine's memory, by request or by itself, comes back with its next step."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from server.echo import BASE, EchoExecutor
+from server.hosting import Api, hosted
+from server.waiting import until
+from serving import TINY
+from tinkex.server.executor import (
+    EngineOptions,
+    LocalExecutor,
+    ModelMissing,
+    Outcome,
+    ServedModel,
+    Task,
+    Work,
+)
+
+pytestmark = pytest.mark.anyio
+
+
+class Forgetful(EchoExecutor):
+    """Says so when it does not have a model, as engines do."""
+
+    async def run(self, base_model: str, work: Work, *, incarnation: int | None = None) -> Outcome:
+        try:
+            return await super().run(base_model, work, incarnation=incarnation)
+        except KeyError:
+            raise ModelMissing("that model does not exist in this engine") from None
+
+
+async def test_a_model_that_is_unloaded_while_it_is_built_again_is_not_lost(
+    tmp_path: Path,
+) -> None:
+    echo = EchoExecutor()
+    async with hosted(echo, tmp_path, janitor_s=0) as api, asyncio.timeout(20):
+        model = await api.model()
+        await api.passed(await api.forward_backward(model, 1, tokens=3))
+        assert await api.value(await api.optim_step(model, 2)) == 3
+        echo.die()
+        echo.open.clear()
+        echo.ran.clear()
+        step = await api.forward_backward(model, 3, tokens=4)
+        await echo.entered.acquire()
+        unloaded = await api.step("unload_model", model_id=model)
+        stepped = await api.optim_step(model, 4)
+        await asyncio.sleep(0.05)
+        echo.open.set()
+        await api.passed(step)
+        assert await api.value(stepped) == 10
+        assert (await api.result(unloaded))["model_id"] == model
+        tasks = echo.tasks()
+        # Nothing came between building it again and its step.
+        assert tasks.index(Task.DROP) > tasks.index(Task.OPTIM_STEP, 4)
+        assert await api.value(await api.optim_step(model, 5)) == 20
+
+
+async def test_a_model_that_its_engine_does_not_have_is_built_again(tmp_path: Path) -> None:
+    echo = Forgetful()
+    async with hosted(echo, tmp_path, janitor_s=0) as api, asyncio.timeout(20):
+        model = await api.model()
+        await api.passed(await api.forward_backward(model, 1, tokens=3))
+        assert await api.value(await api.optim_step(model, 2)) == 3
+        echo.models.clear()
+        await api.passed(await api.forward_backward(model, 3, tokens=4))
+        assert await api.value(await api.optim_step(model, 4)) == 10
+        echo.models.clear()
+        assert await api.value(await api.optim_step(model, 5)) == 20
+
+
+async def test_an_engine_says_that_it_does_not_have_a_model(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    executor = LocalExecutor(
+        [ServedModel(name=TINY, folder=tiny_model)], EngineOptions(threads=1, deterministic=True)
+    )
+    async with hosted(executor, tmp_path, janitor_s=0) as api:
+        api.base_model = TINY
+        model = await api.model()
+        await api.passed(await api.forward_backward(model, 1))
+        drop = Work(task=Task.DROP, model_id=model)
+        await (await executor.send(TINY, drop))
+        with pytest.raises(ModelMissing, match="does not exist in this engine"):
+            await (await executor.send(TINY, Work(task=Task.CLEAR_GRADIENTS, model_id=model)))
+        await api.passed(await api.forward_backward(model, 2))
+        assert "metrics" in await api.result(await api.optim_step(model, 3, learning_rate=1e-2))
+
+
+async def unloading(api: Api, model: str) -> str:
+    return await api.step("unload_model", model_id=model)
+
+
+async def test_nothing_is_dropped_beside_a_request_that_is_tried_alone(tmp_path: Path) -> None:
+    echo = EchoExecutor()
+    async with hosted(echo, tmp_path, janitor_s=0) as api, asyncio.timeout(20):
+        assert api.app
+        model = await api.model()
+        company = api.app.state.context.dispatcher._desk.companies[BASE]
+        company.remember("suspect", 2)
+        async with company.visit("suspect") as visit:
+            unloaded = await unloading(api, model)
+            await until(lambda: bool(company._waiting))
+            assert Task.DROP not in echo.tasks()
+            assert visit.alone
+        assert (await api.result(unloaded))["model_id"] == model
+        assert Task.DROP in echo.tasks()
