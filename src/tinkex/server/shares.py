@@ -133,7 +133,7 @@ class Shares:
         """Who goes next; None while all places are taken or nobody may."""
         if len(self._running) >= self.places:
             return None
-        taken, contested = self._taken(), len(self._present()) > 1
+        taken, contested = self._taken(), self.contested
         free = [ask for ask in self._waiting if self._why_not(ask, taken, contested) is None]
         if not free:
             return None
@@ -157,8 +157,13 @@ class Shares:
         """How an ask stands."""
         if ask not in self._waiting:
             return Waiting(state="active")
-        waits = self._why_not(ask, self._taken(), len(self._present()) > 1)
+        waits = self._why_not(ask, self._taken(), self.contested)
         return waits or Waiting(state="active")
+
+    @property
+    def contested(self) -> bool:
+        """Whether more than one owner wants places."""
+        return len(self._present()) > 1
 
     def _why_not(self, ask: Ask, taken: Counter[str], contested: bool) -> Waiting | None:
         mine = taken[ask.owner]

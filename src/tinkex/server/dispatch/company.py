@@ -61,6 +61,7 @@ class Company:
         #: Found guilty by an earlier process, with the reason.
         self._condemned: dict[str, str] = {}
         self._inside: set[Visit] = set()
+        self._suspects_inside = 0
         self._waiting: deque[Visit] = deque()
         self._kept_out: set[str] = set()
 
@@ -116,11 +117,13 @@ class Company:
             yield visit
         finally:
             self._kept_out.difference_update(request_ids)
-            self._inside.discard(visit)
+            if visit in self._inside:
+                self._inside.discard(visit)
+                self._suspects_inside -= visit.is_suspect
+            else:
+                self._waiting.remove(visit)
             if self._roll is not None:
                 self._roll.leave(visit.lines)
-            with contextlib.suppress(ValueError):
-                self._waiting.remove(visit)
             self._let_in()
 
     def _let_in(self) -> None:
@@ -129,17 +132,19 @@ class Company:
             visit = self._waiting.popleft()
             if self._inside:
                 visit.alone = False
-                for other in self._inside:
-                    other.alone = False
+                # Of several, none is alone any more.
+                if len(self._inside) == 1:
+                    next(iter(self._inside)).alone = False
             self._inside.add(visit)
+            self._suspects_inside += visit.is_suspect
             if self._roll is not None:
                 visit.lines = self._roll.enter(visit.names)
             visit._enter.set()
 
     def _may_enter(self, visit: Visit) -> bool:
         if not visit.is_suspect:
-            return not any(other.is_suspect for other in self._inside)
-        if any(not other.is_suspect for other in self._inside):
+            return not self._suspects_inside
+        if len(self._inside) > self._suspects_inside:
             return False
-        suspects = sum(other.is_suspect for other in (*self._waiting, *self._inside))
+        suspects = self._suspects_inside + sum(other.is_suspect for other in self._waiting)
         return len(self._inside) < width(suspects, visit.deaths)

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any
 
+from tinkex.server.dispatch.admission import Admission
 from tinkex.server.dispatch.company import Company, Visit
 from tinkex.server.dispatch.ending import Ending, unstorable
 from tinkex.server.dispatch.failures import Failures
@@ -59,6 +60,8 @@ class Desk:
         #: By base model: who is with its engine together.
         self.companies: defaultdict[str, Company] = defaultdict(Company)
         self.companies.update({name: Company(roll) for name, roll in (rolls or {}).items()})
+        #: By base model: what outside the order of steps goes to its engine next.
+        self._admissions: dict[str, Admission] = {}
         #: Base models of which an engine died, and whose counts are not written down yet.
         self._to_count: set[str] = set()
         self.closing = False
@@ -91,6 +94,8 @@ class Desk:
             log.error("a background task failed", exc_info=error)
 
     async def stop(self) -> None:
+        for admission in self._admissions.values():
+            admission.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -121,22 +126,40 @@ class Desk:
         self.computed[task] = (count + 1, seconds + compute_s)
         self.used_s[owner] += compute_s
 
-    async def insist(self, row: RequestRow, work: Work, *, base_model: str = "") -> Outcome:
-        """The same for a request outside the order of steps, however often its engine dies."""
+    async def insist(
+        self, row: RequestRow, prepare: Callable[[], Awaitable[Work]], *, base_model: str = ""
+    ) -> Outcome:
+        """
+        The same for a request outside the order of steps, however often its engine dies.
+
+        The work is prepared when its turn comes, so that what waits takes no memory.
+        """
         base_model = base_model or row.base_model
-        company = self.companies[base_model]
+        company, admission = self.companies[base_model], self._admission(base_model)
         try:
             if (reason := company.condemned(row.request_id)) is not None:
                 raise EngineLost(reason)
             while True:
-                async with company.visit(row.request_id) as visit:
-                    try:
-                        return await self.run(base_model, work, owner=row.owner)
-                    except EngineLost:
-                        if self.closing or self.lost(base_model, row.request_id, visit):
-                            raise
+                await admission.enter(row.owner)
+                try:
+                    work = await prepare()
+                    async with company.visit(row.request_id) as visit:
+                        try:
+                            return await self.run(base_model, work, owner=row.owner)
+                        except EngineLost:
+                            admission.lost()
+                            if self.closing or self.lost(base_model, row.request_id, visit):
+                                raise
+                finally:
+                    admission.leave(row.owner)
         finally:
             company.over(row.request_id)
+
+    def _admission(self, base_model: str) -> Admission:
+        if (admission := self._admissions.get(base_model)) is None:
+            admission = Admission(functools.partial(self.executor.ready, base_model))
+            self._admissions[base_model] = admission
+        return admission
 
     def lost(self, base_model: str, request_id: str, visit: Visit, *, times: int = 1) -> bool:
         """A request was lost with its engine; whether it is the one that kills it."""

@@ -18,6 +18,7 @@ from tinkex.server.dispatch.ending import Ending
 from tinkex.server.dispatch.losses import Losses
 from tinkex.server.dispatch.pickup import Pickup
 from tinkex.server.dispatch.places import Places
+from tinkex.server.dispatch.rebuilding import Rebuilding
 from tinkex.server.dispatch.results import Results
 from tinkex.server.dispatch.revival import Revival
 from tinkex.server.dispatch.run import Run, Runs, step_of
@@ -63,7 +64,10 @@ class Dispatcher:
     ) -> None:
         desk = Desk(store=store, executor=executor, futures=futures, rolls=rolls)
         saving = Saving(store)
-        revival = Revival(desk, saving)
+        self._places = Places(max_training=max_training)
+        rebuilding = Rebuilding(self._places.contested)
+        self._places.freed = rebuilding.look_again
+        revival = Revival(desk, saving, rebuilding)
         self._desk = desk
         self._revival = revival
         self._store = store
@@ -73,7 +77,6 @@ class Dispatcher:
         self._runs = Runs(store)
         #: Models whose steps are being read.
         self._opening: set[str] = set()
-        self._places = Places(max_training=max_training)
         self._samples = Samples(desk)
         self._losses = Losses(desk, self._runs, revival)
         self._snapshots = Snapshots(

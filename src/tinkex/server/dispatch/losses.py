@@ -5,7 +5,7 @@ from tinkex.server.dispatch.desk import Desk
 from tinkex.server.dispatch.ending import Ending, bug, deadly
 from tinkex.server.dispatch.revival import Revival
 from tinkex.server.dispatch.run import Runs
-from tinkex.server.executor import EngineLost, EngineRefused, WorkFailed
+from tinkex.server.executor import EngineLost, EngineRefused, Work, WorkFailed
 from tinkex.server.store import RequestRow
 from tinkex.wire.codec import encode_json
 from tinkex.wire.custom_loss import CreateCustomLossResponse
@@ -36,6 +36,10 @@ class Losses:
 
     async def _perform(self, row: RequestRow) -> Ending:
         loss = await self._desk.store.runs.custom_loss(row.request_id)
+
+        async def registering() -> Work:
+            return orders.register(loss)
+
         # Engines that meet a model of this session later get its losses then.
         alive = {
             run.model.base_model
@@ -46,7 +50,7 @@ class Losses:
         }
         for base_model in sorted(alive | {row.base_model}):
             try:
-                await self._desk.insist(row, orders.register(loss), base_model=base_model)
+                await self._desk.insist(row, registering, base_model=base_model)
             finally:
                 await self._revival.loss_was_checked(base_model, loss.session_id)
         return Ending(result=encode_json(CreateCustomLossResponse(loss_id=loss.loss_id)))

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 from collections import defaultdict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 from tinkex.server.dispatch.run import Run
 from tinkex.server.plan import Turn
@@ -21,6 +21,8 @@ class Places:
         self._given: dict[Ask, asyncio.Event] = {}
         self._asking: dict[str, tuple[Shares, Ask]] = {}
         self._max_training: dict[str, int] = {}
+        #: Called when a turn is over: others may do what they could not before.
+        self.freed: Callable[[], None] = lambda: None
 
     def allow(self, owner: str, max_training: int) -> None:
         """From now on so many models of this owner may train at once; 0 is any number."""
@@ -35,6 +37,10 @@ class Places:
             return None
         shares, ask = held
         return shares.why(ask)
+
+    def contested(self, base_model: str) -> bool:
+        """Whether several owners train on this engine, or wait to."""
+        return self._shares[base_model].contested
 
     @contextlib.asynccontextmanager
     async def place(self, run: Run, turn: Turn) -> AsyncIterator[None]:
@@ -56,6 +62,7 @@ class Places:
                 self._asking.pop(step.request_id, None)
             shares.done(ask, used_s=run.computed_s - computed_s)
             self._give(shares)
+            self.freed()
 
     def _give(self, shares: Shares) -> None:
         while (ask := shares.take()) is not None:

@@ -8,6 +8,7 @@ from collections import defaultdict
 from tinkex.server import plan
 from tinkex.server.dispatch import orders
 from tinkex.server.dispatch.desk import Desk
+from tinkex.server.dispatch.rebuilding import Rebuilding
 from tinkex.server.dispatch.run import Run
 from tinkex.server.executor import EngineLost, EngineRefused, Outcome, Task, Work, WorkFailed
 from tinkex.server.plan import Cause, Kind
@@ -30,8 +31,9 @@ def _place(run: Run) -> _Place:
 class Revival:
     """Keeps models in memory, or brings them back there."""
 
-    def __init__(self, desk: Desk, saving: Saving) -> None:
+    def __init__(self, desk: Desk, saving: Saving, rebuilding: Rebuilding) -> None:
         self._desk = desk
+        self._rebuilding = rebuilding
         self._store = desk.store
         self._saving = saving
         #: By base model and session: the models that are in the engine's memory, or on their way.
@@ -52,7 +54,8 @@ class Revival:
             async with self._arriving[run.model.base_model]:
                 self._there[_place(run)].add(run.model.model_id)
             await self._register_losses(run, incarnation)
-            await self._replay(run, incarnation)
+            with self._rebuilding.model(run):
+                await self._replay(run, incarnation)
             run.live_in = incarnation
         return incarnation
 
@@ -129,6 +132,7 @@ class Revival:
                 await self.work(run, orders.register(loss), incarnation)
 
     async def _replay(self, run: Run, incarnation: int) -> None:
+        await self._rebuilding.turn(run)
         snapshot = await self._store.snapshots.sound(run.model.model_id)
         if snapshot is not None:
             folder = await self._store.snapshots.open(snapshot)
@@ -149,6 +153,7 @@ class Revival:
                 what = plan.replayed(kind, failed)
                 if what is plan.Replayed.NOTHING:
                     continue
+                await self._rebuilding.turn(run)
                 if kind in plan.PASSES and what is plan.Replayed.RUN:
                     # Together with the engine, and each sent before the next one is.
                     await together.acquire()

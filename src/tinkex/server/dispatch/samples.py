@@ -1,12 +1,13 @@
 """Samples: outside the order of steps, all at once, and given up when nobody wants them."""
 
 import asyncio
+import functools
 
 from tinkex.server.dispatch import orders
 from tinkex.server.dispatch.desk import Desk
 from tinkex.server.dispatch.ending import Ending, bug, deadly
 from tinkex.server.dispatch.tap import Tap
-from tinkex.server.executor import EngineLost, EngineRefused, WorkFailed
+from tinkex.server.executor import EngineLost, EngineRefused, Work, WorkFailed
 from tinkex.server.store import RequestRow
 
 
@@ -74,11 +75,13 @@ class Samples:
         await self._desk.settle(row, ending)
 
     async def _perform(self, row: RequestRow) -> Ending:
+        outcome = await self._desk.insist(row, functools.partial(self._prepared, row))
+        return Ending(result=outcome.result)
+
+    async def _prepared(self, row: RequestRow) -> Work:
         folder = None
         if row.version_id is not None:
             folder = await self._desk.store.checkpoints.open(row.version_id, must=True)
         payload = await self._desk.payloads.get(row.request_id)
         tap = self._taps.get(row.request_id)
-        work = orders.sample(row.owner, folder, payload, None if tap is None else tap.hear)
-        outcome = await self._desk.insist(row, work)
-        return Ending(result=outcome.result)
+        return orders.sample(row.owner, folder, payload, None if tap is None else tap.hear)

@@ -1,0 +1,130 @@
+"""After an engine died, owners take turns: one's flood does not hold up another's small work."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from server.echo import EchoExecutor
+from server.hosting import Api, hosted
+from server.tenants import new_key, with_key
+from server.test_pickup import sample
+from server.waiting import until
+from tinkex.server.dispatch.admission import Admission
+from tinkex.server.executor import Outcome, Task, Work
+
+pytestmark = pytest.mark.anyio
+
+FLOOD = 40
+
+
+class Starting(EchoExecutor):
+    """An engine that takes a while to come up again; it says for whom it samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = asyncio.Event()
+        self.up.set()
+        #: Owners of samples, models of everything else, in the order in which the engine did it.
+        self.did: list[str] = []
+
+    async def ready(self, base_model: str) -> int:
+        await self.up.wait()
+        return await super().ready(base_model)
+
+    async def run(self, base_model: str, work: Work, *, incarnation: int | None = None) -> Outcome:
+        outcome = await super().run(base_model, work, incarnation=incarnation)
+        self.did.append(work.owner if work.task is Task.SAMPLE else work.model_id)
+        return outcome
+
+    def die(self) -> None:
+        """Until somebody says that it is up."""
+        self.up.clear()
+        super().die()
+        self.did.clear()
+
+
+@asynccontextmanager
+async def alice_and_bob(executor: EchoExecutor, folder: Path) -> AsyncIterator[tuple[Api, Api]]:
+    async with hosted(executor, folder, janitor_s=0, snapshot_steps=0) as api:
+        keys = [await new_key(folder, owner) for owner in ("alice", "bob")]
+        async with with_key(api, keys[0]) as alice, with_key(api, keys[1]) as bob:
+            yield alice, bob
+
+
+async def test_samples_go_to_a_new_engine_by_turns_of_owners(tmp_path: Path) -> None:
+    executor = Starting()
+    async with alice_and_bob(executor, tmp_path) as (alice, bob), asyncio.timeout(30):
+        ours, theirs = await alice.session(), await bob.session()
+        executor.open.clear()
+        flood = [
+            (await alice.post("asample", sample(ours, number))).json["request_id"]
+            for number in range(1, FLOOD + 1)
+        ]
+        for _ in range(FLOOD):
+            await executor.entered.acquire()
+        executor.die()
+        executor.open.set()
+        small = (await bob.post("asample", sample(theirs, 1))).json["request_id"]
+        # Everybody who was with it waits for the next one.
+        await asyncio.sleep(0.1)
+        executor.up.set()
+        assert "sequences" in await bob.result(small)
+        for request_id in flood:
+            assert "sequences" in await alice.result(request_id)
+    assert executor.did.index("bob") <= 1
+    assert len(executor.did) == FLOOD + 1
+
+
+async def test_models_are_built_again_by_turns_of_owners(tmp_path: Path) -> None:
+    executor = Starting()
+    async with alice_and_bob(executor, tmp_path) as (alice, bob), asyncio.timeout(60):
+        session = await alice.session()
+        models = [await alice.model(session, number=number) for number in range(3)]
+        small = await bob.model()
+        # Alice's models have long logs, Bob's has a short one.
+        for seq_id in range(1, 21):
+            steps = [await alice.optim_step(model, seq_id) for model in models]
+        for step in steps:
+            await alice.value(step)
+        await bob.value(await bob.optim_step(small, 1))
+        executor.die()
+        later = [await alice.optim_step(model, 21) for model in models]
+        step = await bob.optim_step(small, 2)
+        await asyncio.sleep(0.1)
+        executor.up.set()
+        await bob.value(step)
+        before = set(executor.did[: len(executor.did) - executor.did[::-1].index(small)])
+        for one in later:
+            await alice.value(one)
+    # While Bob's was built again, of Alice's only one was.
+    assert small in before
+    assert len(before & set(models)) <= 1
+
+
+async def test_an_owner_with_many_requests_has_some_of_them_with_an_engine() -> None:
+    admission = Admission(lambda: asyncio.sleep(0), most_each=2)
+    inside: list[str] = []
+    go = asyncio.Event()
+
+    async def come(owner: str) -> None:
+        await admission.enter(owner)
+        inside.append(owner)
+        try:
+            await go.wait()
+        finally:
+            admission.leave(owner)
+
+    flood = [asyncio.create_task(come("a")) for _ in range(6)]
+    await until(lambda: len(inside) == 2)
+    other = asyncio.create_task(come("b"))
+    await until(lambda: "b" in inside)
+    # One that gives up waiting takes nobody's place.
+    flood[-1].cancel()
+    go.set()
+    await asyncio.gather(*flood, other, return_exceptions=True)
+    assert inside == ["a", "a", "b", "a", "a", "a"]
+    assert not admission._inside
+    assert not admission._waiting
