@@ -172,3 +172,4 @@ class Janitor:
                 surplus(await retention.crowded(keep_last=keep_last), keep_last=keep_last)
             )
         await retention.drop_versions(abandoned_before_s=until.abandoned_s)
+        self._store.checkpoints.forget_opened()

@@ -81,7 +81,7 @@ class Samples:
     async def _prepared(self, row: RequestRow) -> Work:
         folder = None
         if row.version_id is not None:
-            folder = await self._desk.store.checkpoints.open(row.version_id, must=True)
+            folder = await self._desk.store.checkpoints.open_again(row.version_id)
         payload = await self._desk.payloads.get(row.request_id)
         tap = self._taps.get(row.request_id)
         return orders.sample(row.owner, folder, payload, None if tap is None else tap.hear)

@@ -78,6 +78,8 @@ class Checkpoints:
         self._folder = files.local or str(folder)
         #: Versions whose files this process has looked at: they never change.
         self._sound: set[str] = set()
+        #: The folders of versions that were opened lately.
+        self._opened: dict[str, str] = {}
 
     def new_version(self, *, owner: str, model_id: str, kind: str, name: str | None) -> Version:
         """A version with a folder of its own, not saved yet."""
@@ -119,6 +121,23 @@ class Checkpoints:
         if version.version_id not in self._sound:
             await self._check(version, folder)
         return folder
+
+    async def open_again(self, version_id: str) -> str:
+        """
+        The same for accepted samples, without a look each time: a version never changes.
+
+        Nor is one deleted that an unfinished request names. `forget_opened` all the same, now and
+        then: somebody may have deleted files by hand.
+        """
+        if (folder := self._opened.get(version_id)) is None:
+            folder = await self.open(version_id, must=True)
+            if len(self._opened) >= SOUND_KEPT:
+                self._opened.clear()
+            self._opened[version_id] = folder
+        return folder
+
+    def forget_opened(self) -> None:
+        self._opened.clear()
 
     def _brought(self, version: Version, folder: str) -> bool:
         """Whether the files are on this machine now."""

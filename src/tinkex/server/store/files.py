@@ -21,6 +21,9 @@ from tinkex.server.store.trouble import Damaged, StoreAway
 #: How a problem begins that is one of rights, or of the disk, and says nothing of what is there.
 UNREADABLE = "cannot be read"
 
+# Files of which is known that they are sound; more are read again.
+KNOWN = 10_000
+
 # Of the fingerprint in a file's name.
 FINGERPRINT_DIGITS = 32
 
@@ -62,6 +65,8 @@ class Files:
             filesystem.retries = 1  # see _S3
         self._filesystem: fsspec.AbstractFileSystem = filesystem
         self._root: str = root
+        #: Local payloads whose bytes are known to be what was put there, by their place.
+        self._known: dict[str, tuple[int, int, int]] = {}
         #: The folder, where it is one on this machine. Places below it are joined as texts: a
         #: `Path` puts each part of a name into a table of the interpreter, which only grows.
         self.local: str | None = root if isinstance(filesystem, LocalFileSystem) else None
@@ -75,13 +80,32 @@ class Files:
                 self._filesystem.pipe_file(f"{self._root}/{place}", data)
         else:
             write_durably(f"{self.local}/{place}", data)
+            self._remember(place, os.stat(f"{self.local}/{place}"))
         return place
+
+    def known(self, place: str) -> bool:
+        """Whether a local file is still the one that was written here, or read and found sound."""
+        if (identity := self._known.get(place)) is None:
+            return False
+        try:
+            with open(f"{self.local}/{place}", "rb") as file:
+                return _identity(os.fstat(file.fileno())) == identity
+        except OSError:
+            return False  # who reads it says what is wrong
+
+    def _remember(self, place: str, facts: os.stat_result) -> None:
+        if not place.startswith("payloads/"):
+            return  # nobody asks for these without reading them
+        if len(self._known) >= KNOWN:
+            self._known.clear()
+        self._known[place] = _identity(facts)
 
     def get(self, place: str) -> bytes:
         """What was put there, and nothing else: raises Damaged."""
         try:
             if self.local is not None:
                 with open(f"{self.local}/{place}", "rb") as file:
+                    facts = os.fstat(file.fileno())
                     data = file.read()
             else:
                 with _store_errors(may_be_missing=True):
@@ -100,6 +124,8 @@ class Files:
         fingerprint = place.rpartition("/")[2].partition(".")[2]
         if fingerprint and not hashlib.sha256(data).hexdigest().startswith(fingerprint):
             raise Damaged(f"is damaged: the {len(data)} bytes of {place} are not what was written")
+        if self.local is not None and fingerprint:
+            self._remember(place, facts)
         return data
 
     def exists(self, place: str) -> bool:
@@ -263,6 +289,11 @@ def _store_errors(*, may_be_missing: bool = False) -> Iterator[None]:
             raise
         told = str(error).strip().partition("\n")[0] or type(error).__name__
         raise StoreAway(told) from error
+
+
+def _identity(facts: os.stat_result) -> tuple[int, int, int]:
+    """What changes when a file is written again, cut off, or replaced."""
+    return facts.st_ino, facts.st_size, facts.st_mtime_ns
 
 
 def _below(root: str, place: str, depth: int) -> Iterator[tuple[str, os.DirEntry[str]]]:

@@ -234,9 +234,12 @@ class Requests:
         if row.payload_place is None:
             return bytes(row.payload)
         place: str = row.payload_place
+        path = self._files.path(place)
+        # Engines on this machine read the file themselves: it is read here once at most.
+        if path is not None and await self._database.with_file(lambda: self._files.known(place)):
+            return path
         payload = await self._get(request_id, "payload", place, must=True)
-        # Engines on this machine read the file themselves; it has been looked at now.
-        return self._files.path(place) or payload
+        return path or payload
 
     async def result(self, request_id: str) -> bytes:
         """The normal form of what came out."""
