@@ -34,6 +34,10 @@ class Dawdling(EchoExecutor):
         self, base_model: str, work: Work, *, incarnation: int | None = None
     ) -> asyncio.Future[Outcome]:
         await dawdle(self._dice)
+        if work.task is Task.SNAPSHOT:
+            # Long enough for a later step to overtake it.
+            for _ in range(200):
+                await asyncio.sleep(0)
         self.got.append(work)
         done = EchoExecutor.run(self, base_model, work, incarnation=incarnation)
         return asyncio.create_task(done)

@@ -44,9 +44,9 @@ class Steps:
         if isinstance(payload, BaseException):
             doing = _raised(payload)
         elif step.kind in SETTLED_BEHIND:
-            run.bytes_since += orders.size(payload)
-            work = orders.pass_or_step(run.model, step.kind, payload)
             try:
+                run.bytes_since += orders.size(payload)
+                work = orders.pass_or_step(run.model, step.kind, payload)
                 doing = _computed(await self._revival.send(run, work, incarnation))
             except Exception as error:  # noqa: BLE001  as if the engine had answered it
                 doing = _raised(error)
