@@ -69,7 +69,7 @@ class Admission:
         self._let_in()
 
     def _let_in(self) -> None:
-        while self._up and (owner := self._next()) is not None:
+        while self._up and self._waiting and (owner := self._next()) is not None:
             waiting = self._waiting[owner]
             turn = waiting.popleft()
             if not waiting:
