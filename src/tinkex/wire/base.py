@@ -48,7 +48,14 @@ RequestTime = Annotated[datetime, BeforeValidator(time_from_text)]
 
 class _Model(BaseModel):
     # Fields such as `model_id` and `model_path` are names of the protocol, not pydantic's.
-    model_config = ConfigDict(frozen=True, protected_namespaces=())
+    # Every float is finite. JSON has no NaN and no infinity, and pydantic would write null for them,
+    # which the reader takes as "not given". `constants` lets `encode_json` see and refuse them.
+    model_config = ConfigDict(
+        frozen=True,
+        protected_namespaces=(),
+        allow_inf_nan=False,
+        ser_json_inf_nan="constants",
+    )
 
     def __str__(self) -> str:
         return repr(self)

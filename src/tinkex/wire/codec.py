@@ -21,7 +21,13 @@ from tinkex.extras import needs
 from tinkex.wire.base import Payload, StrictModel, json_kind, unknown_field
 from tinkex.wire.checkpoints import LoadWeightsRequest
 from tinkex.wire.errors import FieldError, TooLarge, UserFailure, WireError
-from tinkex.wire.limits import LONGEST_NAME, MOST_MEMBERS, check_fields, check_json
+from tinkex.wire.limits import (
+    LONGEST_NAME,
+    MOST_MEMBERS,
+    check_fields,
+    check_finite,
+    check_json,
+)
 from tinkex.wire.runs import CreateSessionRequest
 from tinkex.wire.sampling import SampleRequest, SamplingParams
 from tinkex.wire.telemetry import TelemetrySendRequest
@@ -31,6 +37,7 @@ from tinkex.wire.training import (
     CreateModelRequest,
     DimuonOptimizerConfig,
     DimuonParams,
+    ForwardBackwardInput,
     ForwardBackwardRequest,
     ForwardRequest,
     LoraConfig,
@@ -72,10 +79,11 @@ def encode_json(message: Any) -> bytes:
     if b"NaN" in body or b"Infinity" in body:
         # Perhaps only inside a text; the strict parser knows.
         try:
-            from_json(body, allow_inf_nan=False)
-        except ValueError:
+            check_finite((), from_json(body))
+        except WireError as error:
             raise ValueError(
-                f"a {type(message).__name__} that holds NaN or an infinity cannot be sent as JSON."
+                f"a {type(message).__name__} that holds NaN or an infinity cannot be sent as JSON: "
+                f"{error}"
             ) from None
     return body
 
@@ -144,9 +152,28 @@ def decode_forward_json(body: bytes) -> tuple[ForwardBackwardRequest, bool]:
     known = {"model_id", "seq_id", "type", "forward_input", "forward_backward_input"}
     _note_ignored("ForwardRequest" if forward_only else "ForwardBackwardRequest", value, known)
     if not forward_only:
-        return ForwardBackwardRequest.model_validate(value), False
+        both = ForwardBackwardRequest.model_validate(value)
+        _check_tensors("forward_backward_input", both.forward_backward_input)
+        return both, False
     request = ForwardRequest.model_validate(value)
+    _check_tensors("forward_input", request.forward_input)
     return ForwardBackwardRequest(request.forward_input, request.model_id, request.seq_id), True
+
+
+def _check_tensors(key: str, work: ForwardBackwardInput) -> None:
+    """
+    `WireError` for a number in a tensor that JSON could write and float64 cannot hold.
+
+    Only JSON: protobuf has NaN and infinities, and what they mean there is for the loss to say.
+    """
+    import numpy as np
+
+    for position, datum in enumerate(work.data):
+        for name, tensor in datum.loss_fn_inputs.items():
+            if tensor.dtype == "float32" and not np.isfinite(values := tensor.values_np).all():
+                at = int(np.flatnonzero(~np.isfinite(values))[0])
+                loc = (key, "data", position, "loss_fn_inputs", name, "data", at)
+                check_finite(loc, float(values[at]))
 
 
 def parse_json(body: bytes) -> Any:
@@ -175,15 +202,17 @@ def _ready(type_: type[StrictModel], value: Any) -> Any:
         part = ready.get(key)
         if not isinstance(part, dict):
             continue
-        part = {name: item for name, item in part.items() if item is not None}
-        if part_type is LoraConfig:
-            for name, item in part.items():
-                _check_size((key, name), item)
         if isinstance(part_type, Mapping):
             tag = part.get("type")
             found = part_type.get(tag) if isinstance(tag, str) else None
         else:
             found = part_type
+        if found is not None:
+            _refuse_null_numbers(found, part, key)
+        part = {name: item for name, item in part.items() if item is not None}
+        if part_type is LoraConfig:
+            for name, item in part.items():
+                _check_size((key, name), item)
         if found is not None:
             _refuse_unknown(found, part, key, ready)
         ready[key] = part
@@ -194,6 +223,23 @@ def _check_size(loc: tuple[str, ...], value: Any) -> None:
     """Whole numbers beyond 64 bits are JSON, and fit neither the store nor a seed."""
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
         raise WireError.at(loc, f"{value} does not fit 64 bits.", "int_size")
+
+
+def _refuse_null_numbers(part_type: type[StrictModel], part: Mapping[str, Any], key: str) -> None:
+    """
+    A null where the protocol has a number and no null is refused, not read as absent.
+
+    No client lets its user write None there. The official ones write null for a NaN or an
+    infinity, so the default would stand in for a number that somebody computed wrong.
+    """
+    for name, field in part_type.model_fields.items():
+        if name in part and part[name] is None and field.annotation in (float, int):
+            raise WireError.at(
+                (key, name),
+                "null is not a number. Clients send null for NaN and for infinities: send a finite "
+                "number, or leave the field out for its default.",
+                "null_number",
+            )
 
 
 def _refuse_unknown(

@@ -8,6 +8,7 @@ message has an end. Over it is a `TooLarge` (the whole) or a `WireError` with th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
@@ -16,7 +17,14 @@ from tinkex.wire.errors import TooLarge, WireError
 if TYPE_CHECKING:
     from google.protobuf.descriptor import Descriptor
 
-__all__ = ["check_count", "check_fields", "check_json", "check_protobuf", "check_text"]
+__all__ = [
+    "check_count",
+    "check_fields",
+    "check_finite",
+    "check_json",
+    "check_protobuf",
+    "check_text",
+]
 
 #: Smaller bodies cannot become large whatever they hold, and are not counted.
 COUNTED_BYTES: Final = 2**20
@@ -107,6 +115,24 @@ def check_text(loc: tuple[str | int, ...], text: str, longest: int = LONGEST_TEX
         )
 
 
+def check_finite(loc: tuple[str | int, ...], value: Any) -> None:
+    """`WireError` for a number, anywhere inside `value`, that is NaN or infinite."""
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            raise WireError.at(
+                loc,
+                f"{value} is not a finite number. NaN and infinities are refused, and so is a "
+                "number beyond 1.8e308, which is read as an infinity.",
+                "finite_number",
+            )
+    elif isinstance(value, (list, tuple)):
+        for position, item in enumerate(value):
+            check_finite((*loc, position), item)
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            check_finite((*loc, str(key)[:LONGEST_NAME]), item)
+
+
 def check_fields(message: str, value: Mapping[str, Any]) -> None:
     """Every field of a message of this type that has no limits of its own."""
     own = _OWN.get(message, frozenset())
@@ -116,6 +142,7 @@ def check_fields(message: str, value: Mapping[str, Any]) -> None:
     graph = value.get("graph")
     if isinstance(graph, dict) and isinstance(nodes := graph.get("nodes"), list):
         check_count(("graph", "nodes"), len(nodes), MOST_NODES, "nodes")
+        check_finite(("graph", "nodes"), nodes)
     fetched = value.get("retrieved_request_ids")
     if isinstance(fetched, list):
         check_count(("retrieved_request_ids",), len(fetched), MOST_FETCHED, "requests")
@@ -139,6 +166,8 @@ def _weighed(loc: tuple[str | int, ...], value: Any, weight: int) -> int:
         for key, item in value.items():
             check_text((*loc, key[:LONGEST_NAME]), key, LONGEST_NAME)
             weight = _weighed((*loc, key), item, weight + len(key))
+    else:
+        check_finite(loc, value)
     if weight > LARGEST_FIELD:
         raise WireError.at(
             loc[:1], f"more than {LARGEST_FIELD} characters in all are not allowed.", "too_long"

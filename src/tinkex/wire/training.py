@@ -6,7 +6,6 @@ A pass travels as protobuf (`protobuf.py`); everything else here is JSON.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self, TypeAlias, get_args
@@ -31,6 +30,7 @@ from tinkex.wire.limits import (
     MOST_DATUMS,
     MOST_TENSORS,
     check_count,
+    check_finite,
     check_text,
 )
 from tinkex.wire.tensors import MAX_DENSE_CELLS, TensorData
@@ -150,13 +150,6 @@ class DimuonParams(StrictModel, OptimParamsBase):
     grad_clip_norm: float = 0.0
     beta1: float = Field(default=0.9, ge=0, lt=1)
 
-    @field_validator("learning_rate")
-    @classmethod
-    def _finite(cls, value: float) -> float:
-        if not math.isfinite(value):
-            raise ValueError(f"the learning rate must be finite, not {value}.")
-        return value
-
 
 OptimParams: TypeAlias = AdamParams | SerializeAsAny[OptimParamsBase]
 
@@ -224,6 +217,7 @@ class ForwardBackwardInput(Payload):
         known = get_args(LossFnType)
         if self.loss_fn not in known:
             raise ValueError(unknown_field(str(self.loss_fn), known).replace("field", "loss", 1))
+        check_finite(("loss_fn_config",), self.loss_fn_config)
         data = [_datum_at(item, position) for position, item in enumerate(self.data)]
         object.__setattr__(self, "data", data)
 
@@ -275,10 +269,11 @@ class ForwardBackwardInput(Payload):
         return work
 
     def check_sizes(self) -> None:
-        """`WireError` for what would come out too large, or goes into every message and table."""
+        """`WireError` for what would come out too large, and for settings that are no numbers."""
         check_text(("loss_fn",), self.loss_fn, LONGEST_NAME)
         config = self.loss_fn_config or {}
         check_count(("loss_fn_config",), len(config), MOST_TENSORS, "settings")
+        check_finite(("loss_fn_config",), config)
         for name, value in config.items():
             check_text(("loss_fn_config", name), name, LONGEST_NAME)
             if isinstance(value, str):
