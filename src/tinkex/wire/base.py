@@ -13,7 +13,7 @@ import dataclasses
 import difflib
 import inspect
 from collections.abc import Iterable, Mapping
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, create_model, model_validator
@@ -38,8 +38,16 @@ __all__ = [
 
 
 def time_from_text(value: Any) -> Any:
-    """An ISO 8601 text as a time; anything else as it is."""
-    return datetime.fromisoformat(value) if isinstance(value, str) else value
+    """An ISO 8601 text as a time that UTC has too; anything else as it is."""
+    if not isinstance(value, str):
+        return value
+    moment = datetime.fromisoformat(value)
+    if moment.tzinfo is not None:
+        try:
+            moment.astimezone(UTC)
+        except OverflowError:
+            raise ValueError(f"{value[:60]!r} is outside of the years 1 to 9999 in UTC.") from None
+    return moment
 
 
 #: A time in a request. JSON has it as text, and requests are read strictly: a text is no time.

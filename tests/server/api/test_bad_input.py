@@ -127,6 +127,30 @@ CASES: list[tuple[str, Case, int, str]] = [
         422,
         '[{"loc":["body","sampling_params","stop"],"msg":"a text, a list of texts or',
     ),
+    *(
+        (
+            f"{name} {number}",
+            post(
+                "asample",
+                b'{"base_model": "%s", "prompt": {"chunks": [{"tokens": [1]}]}, '
+                b'"sampling_params": {"max_tokens": 1, "%s": %s}}'
+                % (BASE.encode(), name.encode(), number.encode()),
+            ),
+            422,
+            f'"sampling_params","{name}"',
+        )
+        for name in ("temperature", "top_p")
+        for number in ("1e309", "-1e309", "null")
+    ),
+    *(
+        (
+            f"a page that starts at {moment}",
+            post("sessions/search", {"cursor": {"last_created_at": moment, "last_session_id": ""}}),
+            422,
+            '"cursor","last_created_at"',
+        )
+        for moment in ("9999-12-31T23:59:59-23:59", "0001-01-01T00:00:00+23:59")
+    ),
     ("protobuf cut off", protobuf(lambda body: body[:-3], PROTOBUF), 422, "detail"),
     ("protobuf that is noise", protobuf(lambda _: b"\xff" * 40, PROTOBUF), 422, "detail"),
     ("an empty protobuf", protobuf(lambda _: b"", PROTOBUF), 422, "detail"),

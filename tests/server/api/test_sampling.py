@@ -92,6 +92,24 @@ async def test_a_setting_nobody_knows_is_a_failed_sample(api: Api) -> None:
     assert "did you mean `max_tokens`" in failed["error"]
 
 
+async def test_a_setting_nobody_knows_is_a_failed_sample_however_the_model_is_named(
+    api: Api,
+) -> None:
+    model = await api.model()
+    saved = await api.result(
+        await api.step("save_weights_for_sampler", model_id=model, seq_id=1, path="one")
+    )
+    for named in ({"base_model": BASE}, {"model_path": saved["path"]}):
+        body = {"prompt": PROMPT, "sampling_params": {"max_token": 5}, **named}
+        answer = await api.post("asample", body)
+        assert answer.status == 200, answer
+        failed = await api.result(answer.json["request_id"])
+        assert failed["category"] == "user"
+        assert "did you mean `max_tokens`" in failed["error"]
+    nobody = await api.post("asample", {**body, "model_path": "tinker://a/weights/b"})
+    assert nobody.status == 404
+
+
 async def test_making_a_sampler_twice_makes_one(api: Api) -> None:
     session = await api.session()
     body = {"session_id": session, "sampling_session_seq_id": 3, "base_model": BASE}

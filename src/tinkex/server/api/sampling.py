@@ -149,16 +149,23 @@ async def _unsound(
     request: Request, context: Context, failure: UserFailure, body: bytes
 ) -> NewRequest:
     """A sound body that asks for something unknown: accepted, and fails as the user's."""
-    sampling_session_id = failure.request.get("sampling_session_id")
-    if not isinstance(sampling_session_id, str):
-        raise failure
-    sampler = await context.sampler(request, sampling_session_id)
-    await context.open_session(request, sampler.session_id)
+    sampling_session_id, base_model, model_path = (
+        name if isinstance(name := failure.request.get(field), str) else None
+        for field in ("sampling_session_id", "base_model", "model_path")
+    )
+    if sampling_session_id is not None:
+        sampler = await context.sampler(request, sampling_session_id)
+        await context.open_session(request, sampler.session_id)
+        source = _of_sampler(sampler)
+    elif base_model is not None or model_path is not None:
+        source = await _source(request, context, base_model, model_path)
+    else:
+        raise failure  # it names no model whose work it could be
     seq_id, sequences = failure.request.get("seq_id"), failure.request.get("num_samples", 1)
     return await _new_sample(
         context,
         request,
-        _of_sampler(sampler),
+        source,
         payload=scrubbed(body.decode(errors="replace")).encode(),
         sampling_session_id=sampling_session_id,
         seq_id=seq_id if isinstance(seq_id, int) else None,

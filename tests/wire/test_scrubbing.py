@@ -1,0 +1,86 @@
+"""The log: the same traceback in full once in a while, and one line whenever it comes between."""
+
+import io
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+from tinkex.wire import scrubbing
+from tinkex.wire.scrubbing import ScrubbedFormatter
+
+
+@pytest.fixture
+def log() -> Iterator[tuple[logging.Logger, io.StringIO]]:
+    written = io.StringIO()
+    handler = logging.StreamHandler(written)
+    handler.setFormatter(ScrubbedFormatter("%(message)s"))
+    logger = logging.getLogger("test-scrubbing")
+    logger.propagate = False
+    logger.addHandler(handler)
+    yield logger, written
+    logger.removeHandler(handler)
+
+
+def fail(number: int) -> None:
+    raise ValueError(f"number {number}")
+
+
+def failure(number: int) -> Exception:
+    try:
+        fail(number)
+    except ValueError as error:
+        return error
+    raise AssertionError
+
+
+def test_a_traceback_that_comes_again_is_one_line(log: tuple[logging.Logger, io.StringIO]) -> None:
+    logger, written = log
+
+    for number in range(50):
+        logger.error("bug %d", number, exc_info=failure(number))
+
+    text = written.getvalue()
+    assert text.count("Traceback") == 1
+    assert [f"bug {n}\n" in text and f"ValueError: number {n}" in text for n in range(50)] == [
+        True
+    ] * 50
+    assert len(text) < 50 * 100 + 1000
+
+
+def test_another_failure_is_shown_in_full(log: tuple[logging.Logger, io.StringIO]) -> None:
+    logger, written = log
+    try:
+        fail(2)
+    except ValueError as error:
+        elsewhere = error
+
+    logger.error("one", exc_info=failure(1))
+    logger.error("two", exc_info=elsewhere)
+
+    assert written.getvalue().count("Traceback") == 2
+
+
+def test_it_is_shown_again_after_a_while_with_how_many_were_not(
+    log: tuple[logging.Logger, io.StringIO], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logger, written = log
+    for number in range(3):
+        logger.error("bug", exc_info=failure(number))
+    before = written.getvalue()
+
+    monkeypatch.setattr(scrubbing, "REPEATED_S", 0.0)
+    logger.error("bug", exc_info=failure(3))
+
+    last = written.getvalue()[len(before) :]
+    assert last.count("Traceback") == 1
+    assert "(2 more of these were not shown)" in last
+
+
+def test_what_is_remembered_has_an_end() -> None:
+    formatter = ScrubbedFormatter()
+    for number in range(1000):
+        kind = type(f"Error{number}", (Exception,), {})
+        formatter.formatException((kind, kind(), None))
+
+    assert len(formatter._written) <= 200
