@@ -69,6 +69,36 @@ def test_greedy_is_the_likeliest_token_every_time(engine: Engine) -> None:
     assert answer.tokens == tokens(engine, max_tokens=10, top_k=1, stop=[])
 
 
+@pytest.mark.parametrize("cut", [{}, {"top_p": 0.9}, {"top_k": 3}])
+@pytest.mark.parametrize("temperature", [5e-324, 1e-300, 1e-40, 1e-20, 9e-7])
+def test_below_the_least_temperature_sampling_is_greedy(
+    engine: Engine, temperature: float, cut: dict[str, Any]
+) -> None:
+    options = {"max_tokens": 6, "stop": [], "prompt_alt_tokens_k": 2}
+    greedy = sample(engine, request(temperature=0.0, **options))
+    found = sample(engine, request(temperature=temperature, **options, **cut))
+    assert found == greedy
+
+
+@pytest.mark.parametrize("temperature", [1e-6, 1e-3, 0.1, 10.0, 1e10, 1e38, 1e39, 1e308])
+def test_every_temperature_gives_finite_logprobs(engine: Engine, temperature: float) -> None:
+    answer = sample(
+        engine,
+        request(
+            temperature=temperature,
+            max_tokens=6,
+            stop=[],
+            topk_sample_logprobs=4,
+            prompt_alt_tokens_k=2,
+        ),
+    )
+    (sequence,) = answer.sequences
+    assert np.isfinite(sequence.logprobs_np).all()
+    assert np.isfinite(sequence.topk_logprobs_np.logprobs).all()
+    assert answer.prompt_alt_tokens is not None
+    assert np.isfinite(answer.prompt_alt_tokens.logprobs.to_numpy()[1:]).all()
+
+
 def test_samples_of_a_request_differ_and_come_in_order(engine: Engine) -> None:
     several = sample(engine, request(num_samples=5, max_tokens=12, stop=[])).sequences
     assert len({tuple(sequence.tokens) for sequence in several}) == 5

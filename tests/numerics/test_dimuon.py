@@ -173,3 +173,15 @@ def test_state_of_another_family_is_refused_and_weights_alone_are_not(
         engine.load(dimuon, tmp_path / "adamw", optimizer=True)
     engine.load(adamw, tmp_path / "dimuon", optimizer=False)
     assert not any(g.any() for g in gradients(engine, adamw, tmp_path / "after").values())
+
+
+def test_a_step_beyond_float32_is_refused_and_changes_nothing() -> None:
+    for rate in (1e308, 3e38):
+        ours = adapter()
+        ours.grad.normal_(generator=torch.Generator().manual_seed(1))
+        before = {name: getattr(ours, name).clone() for name in ("master", "m", "grad")}
+        with pytest.raises(UserFailure, match="learning_rate"):
+            optimizer_step(ours, DimuonParams(learning_rate=rate))
+        assert ours.step == 0
+        for name, old in before.items():
+            assert torch.equal(getattr(ours, name), old), name

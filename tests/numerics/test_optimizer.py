@@ -1,8 +1,11 @@
 """AdamW against torch's own in float64, both fed the same gradients."""
 
+import math
+
 import pytest
 import torch
 
+from tinkex.engine import optimizer
 from tinkex.engine.adapters import TrainingAdapter
 from tinkex.engine.lora import Target
 from tinkex.engine.optimizer import optimizer_step
@@ -104,3 +107,67 @@ def test_small_updates_are_not_lost_in_a_bfloat16_model() -> None:
         ours.grad.fill_(1.0)
         optimizer_step(ours, AdamParams(learning_rate=1e-4))
     assert float(ours.live[0]) == pytest.approx(0.98, abs=0.004)
+
+
+@pytest.mark.parametrize(
+    ("params", "size"),
+    [
+        (AdamParams(learning_rate=1e308), 1.0),
+        (AdamParams(learning_rate=3.4e38), 1.0),
+        (AdamParams(learning_rate=1e38, beta1=0.999), 1.0),
+        (AdamParams(learning_rate=1e38), 1.0),
+        (AdamParams(learning_rate=1e30, weight_decay=1e30), 1.0),
+        (AdamParams(learning_rate=1e25, weight_decay=1e13), 1.0),
+        (AdamParams(eps=1e308), 1.0),
+        (AdamParams(weight_decay=1e308), 1.0),
+        (AdamParams(), 1e30),
+        (AdamParams(grad_clip_norm=1e35, learning_rate=1e-3), 1e30),
+        (AdamParams(learning_rate=1e10, eps=1e-30, beta2=0.0), 1e-35),
+        (AdamParams(learning_rate=1e20), 1.0),
+        (AdamParams(grad_clip_norm=1e308), 1.0),
+    ],
+)
+def test_a_step_is_finite_or_refused_as_the_users_and_changes_nothing(
+    params: AdamParams, size: float
+) -> None:
+    ours = adapter(torch.bfloat16)
+    for _ in range(2):
+        ours.grad.normal_(generator=torch.Generator().manual_seed(1)).mul_(size)
+        before = {
+            name: getattr(ours, name).clone() for name in ("master", "m", "v", "grad", "live")
+        }
+        steps = ours.step
+        try:
+            report = optimizer_step(ours, params)
+        except UserFailure:
+            assert ours.step == steps
+            for name, old in before.items():
+                assert torch.equal(getattr(ours, name), old), name
+        else:
+            assert all(math.isfinite(number) for number in report.metrics().values())
+            for name in ("master", "m", "v"):
+                assert getattr(ours, name).isfinite().all(), name
+
+
+def test_ordinary_steps_need_no_copy_to_go_back_to() -> None:
+    ours = adapter()
+    for params in (AdamParams(), AdamParams(learning_rate=1.0, weight_decay=0.1)):
+        ours.grad.normal_().mul_(1e3)
+        norm = float(ours.grad.norm())
+        assert not optimizer._may_overflow(ours, params, norm)
+
+
+@pytest.mark.parametrize(
+    ("params", "says"),
+    [
+        (AdamParams(learning_rate=1e308), r"adam_params\.learning_rate is 1e\+308; .* below 3\.4"),
+        (AdamParams(learning_rate=1e38), r"learning_rate 1e\+38.* smaller learning rate"),
+        (AdamParams(eps=1e308), r"adam_params\.eps is 1e\+308"),
+        (AdamParams(weight_decay=1e308), r"adam_params\.weight_decay is 1e\+308"),
+    ],
+)
+def test_a_number_beyond_float32_is_named(params: AdamParams, says: str) -> None:
+    ours = adapter()
+    ours.grad.fill_(1.0)
+    with pytest.raises(UserFailure, match=says):
+        optimizer_step(ours, params)

@@ -1,6 +1,7 @@
 """The optimizers over one adapter's flat vectors: AdamW, and dimuon for whole matrices.
 
-Both clip by the global norm first, refuse a gradient that is not finite, and leave it at zero.
+Both clip by the global norm first, refuse a gradient that is not finite and a step whose result would
+not be, and leave the gradient at zero.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tinkex.engine.adapters import TrainingAdapter
+from tinkex.engine.adapters import FLAT, TrainingAdapter
 from tinkex.engine.lora import Layout, matrices
 from tinkex.wire.errors import UserFailure
 from tinkex.wire.training import AdamParams, DimuonParams, OptimParams
@@ -23,6 +24,12 @@ CLIP_EPS = 1e-6
 #: With eps 0 a weight without a gradient would become 0 / 0, and every A has none in the first
 #: step. Below this float32 has no numbers to spare.
 SMALLEST_EPS = 1e-30
+
+#: Weights, moments and the numbers that scale them are float32.
+LARGEST = torch.finfo(torch.float32).max
+#: Below these bounds no step can leave float32, so most steps need no copy to go back to.
+SAFE_UPDATE = 1e30
+SAFE_GRADIENT = 1e15
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,11 +63,11 @@ def check_params(family: str, params: object) -> AdamParams | DimuonParams:
         )
     where = "adam_params" if family == "adamw" else "optimizer_params"
     for name, low, high in (
-        ("learning_rate", 0.0, math.inf),
+        ("learning_rate", 0.0, LARGEST),
         ("beta1", 0.0, 1.0),
         ("beta2", 0.0, 1.0),
-        ("eps", SMALLEST_EPS, math.inf),
-        ("weight_decay", 0.0, math.inf),
+        ("eps", SMALLEST_EPS, LARGEST),
+        ("weight_decay", 0.0, LARGEST),
         ("grad_clip_norm", 0.0, math.inf),
     ):
         value = getattr(params, name, None)
@@ -76,8 +83,8 @@ def optimizer_step(adapter: TrainingAdapter, params: OptimParams) -> StepReport:
     One step from the accumulated gradient, which is zero afterwards.
 
     Without a gradient it is a step with a zero gradient: moments decay and weight decay applies,
-    as in torch. A gradient that is not finite is refused and everything stays as it was, the
-    gradient included.
+    as in torch. A gradient that is not finite is refused, and so is a step after which a weight or
+    a moment would not be: everything stays as it was, the gradient included.
     """
     checked = check_params(adapter.optimizer, params)
     grad_norm = float(torch.linalg.vector_norm(adapter.grad, dtype=torch.float64))
@@ -87,6 +94,9 @@ def optimizer_step(adapter: TrainingAdapter, params: OptimParams) -> StepReport:
             "not taken and the weights are unchanged. Look for extreme weights or advantages in "
             "the batches before it."
         )
+    kept = None
+    if _may_overflow(adapter, checked, grad_norm):
+        kept = {name: getattr(adapter, name).clone() for name in FLAT}
     if checked.grad_clip_norm > 0:
         adapter.grad.mul_(min(1.0, checked.grad_clip_norm / (grad_norm + CLIP_EPS)))
     before = adapter.master.clone()
@@ -99,9 +109,44 @@ def optimizer_step(adapter: TrainingAdapter, params: OptimParams) -> StepReport:
         update_matrices(adapter.master, adapter.grad, adapter.m, adapter.layout, params=checked)
     adapter.grad.zero_()
     adapter.refresh_live()
-    moved = torch.linalg.vector_norm(adapter.master - before, dtype=torch.float64)
-    return StepReport(
-        grad_norm=grad_norm, update_norm=float(moved), learning_rate=checked.learning_rate
+    moved = float(torch.linalg.vector_norm(adapter.master - before, dtype=torch.float64))
+    if kept is not None and not (math.isfinite(moved) and _is_finite(adapter)):
+        for name, values in kept.items():
+            getattr(adapter, name).copy_(values)
+        adapter.step -= 1
+        adapter.refresh_live()
+        raise _too_large(checked, grad_norm)
+    return StepReport(grad_norm=grad_norm, update_norm=moved, learning_rate=checked.learning_rate)
+
+
+def _may_overflow(
+    adapter: TrainingAdapter, params: AdamParams | DimuonParams, grad_norm: float
+) -> bool:
+    """Whether the result has to be looked at; `UserFailure` for factors that float32 cannot hold."""
+    if isinstance(params, AdamParams):
+        factor = params.learning_rate / (1 - params.beta1 ** (adapter.step + 1))
+        decay = params.learning_rate * params.weight_decay
+        moment = float(torch.linalg.vector_norm(adapter.m, ord=math.inf))
+        largest = max(grad_norm, moment) / params.eps
+    else:
+        places = adapter.layout.places.values()
+        widest = max(max(*place.shape_A, *place.shape_B) for place in places)
+        factor = params.learning_rate * UPDATE_RMS * math.sqrt(widest)
+        decay, largest = 0.0, 1.0
+    if max(factor, decay) >= LARGEST:
+        raise _too_large(params, grad_norm)
+    return factor * largest >= SAFE_UPDATE or decay > 2 or grad_norm >= SAFE_GRADIENT
+
+
+def _is_finite(adapter: TrainingAdapter) -> bool:
+    return all(bool(getattr(adapter, name).isfinite().all()) for name in ("master", "m", "v"))
+
+
+def _too_large(params: AdamParams | DimuonParams, grad_norm: float) -> UserFailure:
+    return UserFailure(
+        f"this optimizer step would make weights that float32 cannot hold (beyond {LARGEST:.2g}): "
+        f"learning_rate {params.learning_rate:g}, norm of the gradient {grad_norm:g}. No step was "
+        "taken and the weights are unchanged. Use a smaller learning rate; 1e-5 to 1e-3 are usual."
     )
 
 

@@ -41,7 +41,7 @@ from tinkex.engine.training import Pass
 from tinkex.wire import frames
 from tinkex.wire.codec import decode_json, encode_json
 from tinkex.wire.custom_loss import CreateCustomLossRequest
-from tinkex.wire.errors import UserFailure
+from tinkex.wire.errors import UserFailure, WireError
 from tinkex.wire.proto import frames_pb2
 from tinkex.wire.protobuf import (
     decode_forward_backward_request,
@@ -442,7 +442,7 @@ class Worker:
         try:
             request = decode_json(OptimStepRequest, _bytes(work.payload))
             metrics = self._engine.optim_step(work.model_id, request.optim_params)
-        except UserFailure:
+        except (UserFailure, WireError):
             # A refused step takes the gradients with it: left behind, they would be added to
             # the next batch's, or, when they are not finite, stop the model for good.
             self._engine.clear_gradients(work.model_id)
@@ -533,8 +533,9 @@ def _failed(ticket: int, error: Exception) -> frames.Report:
     if isinstance(error, NoSuchModel):
         # Whoever asked has it built here again.
         failed = frames_pb2.Failed(category=frames.MISSING, message=str(error))
-    elif isinstance(error, UserFailure | NotWritten):
-        category = "user" if isinstance(error, UserFailure) else "server"
+    # What an older version took in may not fit the types of this one.
+    elif isinstance(error, UserFailure | WireError | NotWritten):
+        category = "server" if isinstance(error, NotWritten) else "user"
         failed = frames_pb2.Failed(category=category, message=str(error))
     else:
         bug = secrets.token_hex(4)

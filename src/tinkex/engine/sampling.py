@@ -81,6 +81,10 @@ FILL_TOKENS_BETWEEN = {"cpu": 512, "cuda": 2048}
 IDLE_SHARE = {"cpu": 0.25, "cuda": 1.0}
 IDLE_BYTES = {"cpu": 1 << 29, "cuda": 1 << 40}
 
+#: Below this temperature the likeliest token is taken, as for 0. Logits are float32: at such a
+#: temperature their smallest difference decides already, and far below it they would overflow.
+LEAST_TEMPERATURE = 1e-6
+
 #: A request for more samples is most likely a mistake.
 MAX_SAMPLES = 1024
 
@@ -574,7 +578,7 @@ def checked_drawing(wire: SampleRequest, vocab_size: int) -> Drawing:
         raise UserFailure(f"sampling_params.top_p is {params.top_p}; it lies in (0, 1].")
     check_count("topk_sample_logprobs", wire.topk_sample_logprobs, vocab_size)
     return Drawing(
-        temperature=params.temperature,
+        temperature=params.temperature if params.temperature >= LEAST_TEMPERATURE else 0.0,
         top_k=None if params.top_k == -1 else params.top_k,
         top_p=None if params.top_p == 1 else params.top_p,
         seed=secrets.randbits(63) if params.seed is None else params.seed,

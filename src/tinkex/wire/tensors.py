@@ -287,6 +287,13 @@ def _checked_shape(shape: Any) -> list[int] | None:
     for size in shape:
         if isinstance(size, bool) or not hasattr(size, "__index__") or not 0 <= size < 2**31:
             raise WireError.at(("shape",), f"sizes are whole numbers from 0, not {size!r}.")
+    if 0 in shape and math.prod(max(1, int(size)) for size in shape) > MAX_DENSE_CELLS:
+        # It has no cells, and no library makes an array of these sizes all the same.
+        raise WireError.at(
+            ("shape",),
+            f"{list(shape)} is too large: without its zeros it has more than {MAX_DENSE_CELLS} "
+            "cells.",
+        )
     return [int(size) for size in shape]
 
 
