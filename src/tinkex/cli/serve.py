@@ -55,6 +55,12 @@ PARTS = ("alembic", "fastapi", "fsspec", "sqlalchemy", "uvicorn", "torch", "tran
     "--config", metavar="FILE", help="TOML file of settings.  [default: DATA/tinkex.toml]"
 )
 @click.option("--deterministic", is_flag=True, default=None, help="Same requests, same bits.")
+@click.option(
+    "--accept-changed-base",
+    is_flag=True,
+    default=None,
+    help="Runs go on although the files of their base model changed.",
+)
 def command(models: tuple[str, ...], **flags: Any) -> None:
     """Serve models to every Tinker client on this machine.
 

@@ -36,6 +36,7 @@ from tinkex.server.api import (
 from tinkex.server.api.auth import Authentication, Caller, Gate
 from tinkex.server.api.context import Context
 from tinkex.server.api.room import Leaving
+from tinkex.server.base_check import BaseCheck
 from tinkex.server.dispatch import Dispatcher
 from tinkex.server.executor import Executor
 from tinkex.server.futures import Futures
@@ -128,6 +129,10 @@ def create_app(
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         waiting = Futures(store, kept_s=settings.result_kept_s)
+        base_check = BaseCheck(
+            store, executor.served, folder=settings.folder, accept=settings.accept_changed_base
+        )
+        base_check.start()
         dispatcher = Dispatcher(
             store=store,
             executor=executor,
@@ -138,6 +143,7 @@ def create_app(
             max_training=settings.max_training,
             rolls=rolls,
             web_crashed=web_crashed,
+            base_check=base_check,
         )
         presence = Presence(store, dispatcher, grace_s=settings.session_grace_s)
         app.state.context = Context(
@@ -164,6 +170,7 @@ def create_app(
             await watch.close()
             await presence.close()
             await dispatcher.close()
+            await base_check.close()
             await executor.close()
 
     app = FastAPI(

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+from tinkex.server.base_check import BaseCheck
 from tinkex.server.executor import Outcome, Task, Work, WorkFailed
 from tinkex.server.locking import check_recipients, lock_files
 from tinkex.server.plan import Kind, Step
@@ -49,8 +50,9 @@ RunWork = Callable[[Work], Awaitable[Outcome]]
 class Saving:
     """What `save_weights`, `save_weights_for_sampler` and `load_weights` do when their turn comes."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, base_check: BaseCheck | None = None) -> None:
         self._store = store
+        self._base_check = base_check
 
     async def save(self, model: Model, step: Step, payload: bytes, run: RunWork) -> bytes:
         """Save and commit; the result is already on disk when this answers."""
@@ -78,6 +80,8 @@ class Saving:
         request = decode_json(LoadWeightsRequest, payload)
         version = await self._version(model, request.path, version_id)
         refuse_external(version)
+        if self._base_check is not None:
+            await self._base_check.check_version(version.version_id, model.base_model)
         if version.kind != TRAINING and request.optimizer:
             raise UserFailure(
                 f"{request.path} was saved for sampling and holds no optimizer state. "

@@ -76,6 +76,9 @@ class Settings:
     threads: int = 0
     #: Same requests, same bits, at some cost of speed.
     deterministic: bool = False
+    #: Runs whose base model has changed since they were made go on with the new files; without it
+    #: their steps and samples are refused.
+    accept_changed_base: bool = False
     #: Memory an engine may take of its device, in gigabytes; 0 is all that is free at start.
     memory_gb: float = 0.0
     #: Of that, for adapters; 0 is what the rest leaves.

@@ -60,6 +60,7 @@ async def copy_weights(request: Request) -> Response:
             fingerprint=await checkpoints.copy_files(source, copy),
             model=model,
             model_seq_id=number,
+            source=source,
             like=await _notes(context, source, is_own=is_own),
             expires_s=None if asked.ttl_seconds is None else now_s + asked.ttl_seconds,
         )

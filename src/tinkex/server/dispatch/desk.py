@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any
 
+from tinkex.server.base_check import BaseCheck
 from tinkex.server.dispatch.admission import Admission
 from tinkex.server.dispatch.company import Company, Visit
 from tinkex.server.dispatch.ending import Ending, unstorable
@@ -49,10 +50,12 @@ class Desk:
         executor: Executor,
         futures: Futures,
         rolls: Mapping[str, Roll] | None = None,
+        base_check: BaseCheck | None = None,
     ) -> None:
         self.store = store
         self.executor = executor
         self.futures = futures
+        self.base_check = base_check
         self.payloads = Payloads(store)
         self.failures = Failures(store)
         #: Accepted requests that this process has, until their results are on disk.

@@ -12,6 +12,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 from tinkex.server import blame
+from tinkex.server.base_check import BaseCheck
 from tinkex.server.dispatch.company import MOST_DEATHS
 from tinkex.server.dispatch.desk import Desk
 from tinkex.server.dispatch.ending import Ending
@@ -60,10 +61,13 @@ class Dispatcher:
         max_training: int = 0,
         rolls: Mapping[str, Roll] | None = None,
         web_crashed: bool = False,
+        base_check: BaseCheck | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        desk = Desk(store=store, executor=executor, futures=futures, rolls=rolls)
-        saving = Saving(store)
+        desk = Desk(
+            store=store, executor=executor, futures=futures, rolls=rolls, base_check=base_check
+        )
+        saving = Saving(store, base_check)
         self._places = Places(max_training=max_training)
         rebuilding = Rebuilding(self._places.contested)
         self._places.freed = rebuilding.look_again

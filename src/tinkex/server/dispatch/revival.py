@@ -47,6 +47,8 @@ class Revival:
         """The incarnation that holds this model as its log says; built again if need be."""
         incarnation = await self._desk.executor.ready(run.model.base_model)
         if run.live_in != incarnation:
+            if (check := self._desk.base_check) is not None:
+                await check.check_run(run.model.model_id, run.model.base_model, incarnation)
             # The log is complete once every result of this model is on disk.
             await run.settled()
             # And stays as it is while it is read: a snapshot would cut it.

@@ -3,6 +3,7 @@
 import asyncio
 import functools
 
+from tinkex.server.base_check import BaseChanged
 from tinkex.server.dispatch import orders
 from tinkex.server.dispatch.desk import Desk
 from tinkex.server.dispatch.ending import Ending, bug, deadly
@@ -59,6 +60,8 @@ class Samples:
                 work.cancel()
                 raise
             ending = Ending(error="cancelled: the client gave up on it.", category="user")
+        except BaseChanged as changed:
+            ending = Ending(error=str(changed), category="user")
         except (WorkFailed, EngineRefused) as failed:
             refused = isinstance(failed, EngineRefused)
             category = failed.category if isinstance(failed, WorkFailed) else "server"
@@ -81,6 +84,9 @@ class Samples:
     async def _prepared(self, row: RequestRow) -> Work:
         folder = None
         if row.version_id is not None:
+            if (check := self._desk.base_check) is not None:
+                incarnation = await self._desk.executor.ready(row.base_model)
+                await check.check_version(row.version_id, row.base_model, incarnation)
             folder = await self._desk.store.checkpoints.open_again(row.version_id)
         payload = await self._desk.payloads.get(row.request_id)
         tap = self._taps.get(row.request_id)

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Coroutine
 from typing import Any
 
+from tinkex.server.base_check import BaseChanged
 from tinkex.server.dispatch.desk import Desk
 from tinkex.server.dispatch.revival import Revival
 from tinkex.server.dispatch.run import Run
@@ -61,7 +62,7 @@ class Snapshots:
             await stack.enter_async_context(visit)
             try:
                 incarnation = await self._revival.alive(run)
-            except (EngineLost, EngineRefused, WorkFailed, Damaged) as lost:
+            except (BaseChanged, EngineLost, EngineRefused, WorkFailed, Damaged) as lost:
                 log.info("no snapshot of %s: %s", run.model.model_id, lost)
                 return None
             await run.settled()

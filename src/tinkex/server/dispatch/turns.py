@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from tinkex.server import plan
+from tinkex.server.base_check import BaseChanged
 from tinkex.server.dispatch import orders
 from tinkex.server.dispatch.company import SUSPECT, Visit
 from tinkex.server.dispatch.desk import Desk
@@ -124,6 +125,8 @@ class Turns:
             if turn.steps[0].kind not in SETTLED_BEHIND:
                 # It is stored by itself, and must not be on disk without what was before it.
                 await run.settled()
+            if run.live_in is None and (check := self._desk.base_check) is not None:
+                await check.known(run.model.model_id, run.model.base_model)
             async with (
                 self._places.place(run, turn),
                 company.visit(*(step.request_id for step in turn.steps)) as visit,
@@ -132,6 +135,8 @@ class Turns:
                     await self._run(run, turn)
                 except EngineLost as lost:
                     await self._lost(run, turn, visit, lost)
+        except BaseChanged as changed:
+            await self._fail(run, turn, Ending(error=str(changed), category="user"))
         except EngineRefused as refused:
             await self._fail(run, turn, Ending(error=str(refused), category="server", lasting=True))
         except WorkFailed as failed:

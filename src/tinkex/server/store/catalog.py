@@ -229,10 +229,13 @@ class Catalog:
         fingerprint: str,
         model: Model,
         model_seq_id: int,
+        source: Version,
         like: Saved | None,
         expires_s: float | None,
     ) -> Version:
         """A run that is one copied checkpoint; a repeat finds the first copy. May raise RunTaken."""
+        # An adapter fits the content of the base model that it was trained on.
+        made_on = sa.select(models.c.base_hash).where(models.c.model_id == source.model_id)
 
         def act(connection: sa.Connection) -> Version:
             if (first := _earlier_copy(connection, version, fingerprint)) is not None:
@@ -242,6 +245,7 @@ class Catalog:
                 {
                     **{column.name: getattr(model, column.name) for column in _MODEL},
                     "model_seq_id": model_seq_id,
+                    "base_hash": connection.scalar(made_on),
                 },
             )
             values = {column.name: getattr(version, column.name) for column in VERSION}

@@ -10,6 +10,7 @@ from typing import TypeVar
 import sqlalchemy as sa
 
 from tinkex.server.store.audit import Audit
+from tinkex.server.store.base_hashes import BaseHashes
 from tinkex.server.store.belonging import refuse_another
 from tinkex.server.store.catalog import Catalog
 from tinkex.server.store.checkpoints import Checkpoints
@@ -47,6 +48,7 @@ class Store:
         self.repeats = Repeats(database)
         self.quotas = Quotas(database)
         self.runs = Runs(database, self.quotas)
+        self.base_hashes = BaseHashes(database)
         self.history = History(database)
         self.usage = Usage(database)
         self.audit = Audit(database)

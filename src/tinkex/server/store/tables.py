@@ -52,6 +52,8 @@ models = sa.Table(
     sa.Column("created_s", sa.Float, nullable=False),
     # When the newest of those requests came whose rows are gone.
     sa.Column("last_request_s", sa.Float),
+    # What its base model held when it was made; none until that is known.
+    sa.Column("base_hash", sa.String(200)),
     # A repeated `create_model` finds its first self.
     sa.UniqueConstraint("session_id", "model_seq_id"),
 )

@@ -1,0 +1,11 @@
+"""What a run's base model held when the run was made."""
+
+import sqlalchemy as sa
+from alembic import op
+
+revision = "0009"
+down_revision = "0008"
+
+
+def upgrade() -> None:
+    op.add_column("models", sa.Column("base_hash", sa.String(200), nullable=True))
