@@ -340,6 +340,13 @@ LIMITS = [
     ),
     Limit("sizes below zero", "none", "422", "shape", passed(_shape(-1, -3))),
     Limit(
+        "sizes of an empty tensor, multiplied without the zeros",
+        tensors.MAX_DENSE_CELLS,
+        "422",
+        "shape",
+        passed(_shape(0, 2**31 - 1, 2**31 - 1)),
+    ),
+    Limit(
         "cells of all sparse tensors of a pass",
         tensors.MAX_DENSE_CELLS,
         "422",

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from typing import Any, Final, TypeVar
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
@@ -232,14 +233,20 @@ def _refuse_null_numbers(part_type: type[StrictModel], part: Mapping[str, Any], 
     No client lets its user write None there. The official ones write null for a NaN or an
     infinity, so the default would stand in for a number that somebody computed wrong.
     """
-    for name, field in part_type.model_fields.items():
-        if name in part and part[name] is None and field.annotation in (float, int):
+    for name, item in part.items():
+        if item is None and name in _numbers(part_type):
             raise WireError.at(
                 (key, name),
                 "null is not a number. Clients send null for NaN and for infinities: send a finite "
                 "number, or leave the field out for its default.",
                 "null_number",
             )
+
+
+@cache
+def _numbers(part_type: type[StrictModel]) -> frozenset[str]:
+    fields = part_type.model_fields.items()
+    return frozenset(name for name, field in fields if field.annotation in (float, int))
 
 
 def _refuse_unknown(

@@ -166,7 +166,7 @@ def _weighed(loc: tuple[str | int, ...], value: Any, weight: int) -> int:
         for key, item in value.items():
             check_text((*loc, key[:LONGEST_NAME]), key, LONGEST_NAME)
             weight = _weighed((*loc, key), item, weight + len(key))
-    else:
+    elif isinstance(value, float):
         check_finite(loc, value)
     if weight > LARGEST_FIELD:
         raise WireError.at(
