@@ -9,15 +9,18 @@ from opentelemetry import metrics as meters
 from opentelemetry import trace
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
-from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
 
 import tinkex
 from tinkex import types
+from tinkex.client import metrics
 from tinkex.client.settings import Settings
 from tinkex.testing import FakeService
+
+ADAM = types.AdamParams(learning_rate=1e-2)
 
 
 @pytest.fixture(scope="module")
@@ -105,6 +108,56 @@ def test_metrics_are_exported(fake, traced, exporter, datum):
     assert "forward_backward" in {point.attributes["operation"] for point in durations}
     requests = found["tinkex.requests"].data.data_points
     assert "forward_backward" in {point.attributes["endpoint"] for point in requests}
+
+
+class Refusing(SpanProcessor):
+    """A program's own processor that fails for the spans of one name."""
+
+    name = ""
+
+    def on_start(self, span, parent_context=None):
+        if span.name == self.name:
+            raise OSError("the disk of the traces is full")
+
+
+@pytest.fixture
+def refusing(exporter):
+    processor = Refusing()
+    trace.get_tracer_provider().add_span_processor(processor)
+    yield processor
+    processor.name = ""
+
+
+def test_a_step_that_cannot_begin_fails_and_the_next_one_runs(fake, traced, refusing, datum):
+    training = traced.create_lora_training_client("fake/model")
+    training.optim_step(ADAM).result(5)
+    refusing.name = "tinkex.forward_backward"
+    failed = [training.forward_backward([datum], "cross_entropy") for _ in range(2)]
+    last = training.optim_step(ADAM)
+    for each in failed:
+        with pytest.raises(OSError, match="the disk of the traces is full"):
+            each.result(5)
+    last.result(5)
+    assert [(number, kind) for _, number, kind in fake.ran] == [
+        (1, "optim_step"),
+        (2, "optim_step"),
+    ]
+    assert metrics.here.family("operations_in_flight").get("forward_backward", 0) == 0
+
+
+def test_a_sample_that_cannot_begin_fails_and_the_next_one_runs(fake, traced, refusing):
+    sampling = traced.create_sampling_client(
+        base_model="fake/model", retry_config=tinkex.RetryConfig(max_connections=1)
+    )
+    prompt, params = types.ModelInput.from_ints([1]), types.SamplingParams(max_tokens=1)
+    sampling.sample(prompt, 1, params).result(5)
+    refusing.name = "tinkex.sample"
+    failed = [sampling.sample(prompt, 1, params) for _ in range(3)]
+    for each in failed:
+        with pytest.raises(OSError, match="the disk of the traces is full"):
+            each.result(5)
+    refusing.name = ""
+    assert sampling.sample(prompt, 1, params).result(5).sequences
 
 
 def test_off_nothing_is_sent_along(fake, service, datum):

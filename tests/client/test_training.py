@@ -166,6 +166,38 @@ def test_o6_a_step_that_cannot_be_encoded_leaves_its_number_to_the_next(fake, tr
     assert [(number, kind) for _, number, kind in fake.ran] == [(1, "forward_backward")]
 
 
+def test_a_step_whose_task_cannot_be_made_fails_and_frees_its_place(
+    fake, training, datum, monkeypatch
+):
+    """Also where its submission was made already: that is taken back before it sends anything."""
+    training.optim_step(ADAM).result(5)
+    with monkeypatch.context() as broken:
+
+        def refuse(*_):
+            raise MemoryError("no room for another task")
+
+        broken.setattr(training, "_finish", refuse)
+        failed = training.forward_backward([datum], "cross_entropy")
+        with pytest.raises(MemoryError, match="no room"):
+            failed.result(5)
+    training.optim_step(ADAM).result(5)
+    assert ran(fake) == [(1, "optim_step"), (2, "optim_step")]
+
+
+def test_a_step_without_a_loop_to_run_on_takes_no_place(fake, training, monkeypatch):
+    training.optim_step(ADAM).result(5)
+    with monkeypatch.context() as broken:
+
+        def refuse():
+            raise RuntimeError("can't start new thread")
+
+        broken.setattr("tinkex.client.loop.background", refuse)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            training.optim_step(ADAM)
+    training.optim_step(ADAM).result(5)
+    assert [number for number, _ in ran(fake)] == [1, 2]
+
+
 def test_an_unanswered_call_leaves_no_gap(monkeypatch, datum):
     monkeypatch.setenv("TINKEX_GIVE_UP_S", "0.2")
     fake = FakeService()

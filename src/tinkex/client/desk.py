@@ -194,10 +194,14 @@ class Desk:
         if connection is None or sample.promise.done():
             return False  # taken back while it waited
         self._metrics.observe("wait", "sample", monotonic() - sample.arrived)
-        if sample.context is None:
-            sample.task = self._start(connection, sample)
-        else:
-            sample.task = sample.context.run(self._start, connection, sample)
+        try:
+            if sample.context is None:
+                sample.task = self._start(connection, sample)
+            else:
+                sample.task = sample.context.run(self._start, connection, sample)
+        except BaseException as error:  # noqa: BLE001 (raised where the result is asked for)
+            sample.promise.fail(error)  # this sample alone fails; those behind it go on
+            return False
         self._inside.add(sample)
         self._holder.follow(sample.task, sample.promise)
 
@@ -211,11 +215,10 @@ class Desk:
         return True
 
     def _start(self, connection: Connection, sample: Sample[T]) -> asyncio.Task[T]:
-        operation = Operation("sample", self._holder.tracing, self._sampling_session_id or "")
-        with operation.current():
-            return operation.follow(
-                asyncio.get_running_loop().create_task(self._draw(connection, sample))
-            )
+        loop = asyncio.get_running_loop()
+        return Operation("sample", self._holder.tracing, self._sampling_session_id or "").run(
+            lambda: loop.create_task(self._draw(connection, sample))
+        )
 
     def close(self) -> None:
         """The session ends: what was let in is cancelled by it, what waits is told here."""

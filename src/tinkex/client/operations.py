@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
 from time import monotonic
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class Operation:
-    """Begun; `follow` the task that does it, and it ends when that does."""
+    """Begun; `run` makes the task that does it, and it ends when that does."""
 
     __slots__ = ("_metrics", "_name", "_span", "_started")
 
@@ -34,7 +34,14 @@ class Operation:
         """Tasks that are made inside belong to this operation, and so do their requests."""
         return nullcontext() if self._span is None else self._span.current()
 
-    def follow(self, task: asyncio.Task[T]) -> asyncio.Task[T]:
+    def run(self, make: Callable[[], asyncio.Task[T]]) -> asyncio.Task[T]:
+        """Make the task. If that fails, the operation has failed."""
+        try:
+            with self.current():
+                task = make()
+        except BaseException as error:
+            self.end(error)
+            raise
         # Not by waiting inside the task: one that is cancelled before it starts never gets there.
         task.add_done_callback(self._ended)
         return task

@@ -16,8 +16,8 @@ class Turnstile:
     """
     Hands out numbered tickets, and starts what their holders bring in that order.
 
-    `take` may be called from any thread; `start` belongs to the event loop, and must be called
-    once for every ticket.
+    `take` may be called from any thread; `start` and `skip` belong to the event loop. One of them
+    must be called once for every ticket.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class Turnstile:
         task = asyncio.ensure_future(self._send_in_turn(ticket, send))
         # Not a `finally` in the coroutine: a task cancelled before its first step
         # never runs one, and everyone behind it would wait forever.
-        task.add_done_callback(lambda _: self._spend(ticket))
+        task.add_done_callback(lambda _: self.skip(ticket))
         return task
 
     async def _send_in_turn(self, ticket: int, send: Callable[[], Awaitable[T]]) -> T:
@@ -42,7 +42,8 @@ class Turnstile:
             await self._waiting.setdefault(ticket, asyncio.Event()).wait()
         return await send()
 
-    def _spend(self, ticket: int) -> None:
+    def skip(self, ticket: int) -> None:
+        """Spend a ticket: later ones no longer wait for it."""
         self._spent.add(ticket)
         self._waiting.pop(ticket, None)
         while self._serving in self._spent:

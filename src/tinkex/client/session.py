@@ -210,7 +210,17 @@ class Session:
             if dropped is not None:
                 dropped()
             raise
-        loop.call_soon_threadsafe(lambda: self.follow(make(), promise))
+
+        def begin() -> None:
+            try:
+                task = make()
+            except BaseException as error:  # noqa: BLE001 (raised where the result is asked for)
+                # Nobody sees what a callback of the loop raises: the caller would wait forever.
+                promise.fail(error)
+            else:
+                self.follow(task, promise)
+
+        loop.call_soon_threadsafe(begin)
 
     def loop(self) -> asyncio.AbstractEventLoop:
         """The loop that this session's work runs on, if it may still do any."""

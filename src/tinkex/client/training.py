@@ -531,6 +531,7 @@ class TrainingClient(SpeaksText):
                 "A custom loss cannot call the client whose step it belongs to: that call comes "
                 "after the step, and the step waits for the loss. Other clients may be called."
             )
+        self.holder.loop()  # raises here, before there is a ticket that nothing would spend
         promise: Promise[T] = Promise()
         ticket = self._turnstile.take()
 
@@ -541,16 +542,26 @@ class TrainingClient(SpeaksText):
             return await send(promise)
 
         def begin() -> asyncio.Task[T]:
-            operation = operations.Operation(
-                operations.named(wanted.request_type), self.holder.tracing, self.model_id
-            )
-            with operation.current():
+            submission: asyncio.Task[tuple[Connection, list[Accepted]]] | None = None
+
+            def make() -> asyncio.Task[T]:
+                nonlocal submission
                 # Both at once, before anything can be cancelled: every ticket must be started.
                 submission = self._turnstile.start(ticket, in_turn)
                 self.holder.track(submission)
-                return operation.follow(
-                    asyncio.create_task(self._finish(submission, wanted, finish))
-                )
+                return asyncio.create_task(self._finish(submission, wanted, finish))
+
+            try:
+                return operations.Operation(
+                    operations.named(wanted.request_type), self.holder.tracing, self.model_id
+                ).run(make)
+            except BaseException:
+                # The step never began. Later steps must not wait for its ticket.
+                if submission is None:
+                    self._turnstile.skip(ticket)
+                else:
+                    submission.cancel()
+                raise
 
         self.holder.start(promise, begin)
         return promise
