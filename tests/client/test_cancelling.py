@@ -1,6 +1,7 @@
 """A sample nobody waits for is given up on the server too; a time-out gives up nothing."""
 
 import asyncio
+import concurrent.futures
 import logging
 import os
 import threading
@@ -112,6 +113,60 @@ def test_one_of_two_who_wait_does_not_cancel_for_the_other(fake, sampling):
 
     assert asyncio.run(main()).sequences
     assert not fake.cancelled
+
+
+WAITS = {
+    "result": lambda future: future.result(5),
+    "exception": lambda future: future.exception(5) or future.result(5),
+    "block": lambda future: future.block(),
+    "wait": lambda future: concurrent.futures.wait([future], 5).done.pop().result(),
+}
+
+
+@pytest.mark.parametrize("how", WAITS)
+def test_a_task_that_is_cancelled_does_not_cancel_for_a_thread_that_blocks(fake, sampling, how):
+    hold = fake.hold("retrieve_future")
+    future = sampling.sample(PROMPT, 1, PARAMS)
+    blocking = threading.Event()
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+
+        def wait():
+            blocking.set()
+            return WAITS[how](future)
+
+        thread = pool.submit(wait)
+        assert blocking.wait(5)
+        until(lambda: future._blocked or future._waiters)
+
+        async def main():
+            awaiting = asyncio.create_task(future.result_async())
+            assert await asyncio.to_thread(hold.arrived.wait, 5)
+            awaiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await awaiting
+
+        asyncio.run(main())
+        hold.release()
+        assert thread.result(5).sequences
+    assert not fake.cancelled
+    assert not future._blocked
+
+
+def test_a_thread_that_stopped_waiting_does_not_keep_a_sample_alive(fake, sampling):
+    fake._sample_s = FOR_EVER_S
+    future = sampling.sample(PROMPT, 1, PARAMS)
+    with pytest.raises(TimeoutError):
+        future.result(0.05)
+    until(lambda: count(fake, "retrieve_future") == 1)
+
+    async def main():
+        awaiting = asyncio.create_task(future.result_async())
+        await asyncio.sleep(0.01)
+        awaiting.cancel()
+        await asyncio.gather(awaiting, return_exceptions=True)
+
+    asyncio.run(main())
+    until(lambda: len(fake.cancelled) == 1)
 
 
 def test_a_program_whose_loop_ends_gives_up_its_samples(fake, sampling):

@@ -12,7 +12,7 @@ import os
 import sys
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Callable, Coroutine, Generator, Iterator
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from tinkex.client import loop as background_loop
@@ -48,9 +48,9 @@ class Promise(concurrent.futures.Future[T], APIFuture[T]):
     """
     The one kind of future we hand out: a `concurrent.futures.Future` that can be awaited.
 
-    `yields_to_waiter` is for samples, whose work is worth nothing to anybody but the one who
-    waits: when the only awaiting task is cancelled, the work is cancelled too. A training step
-    goes on whoever stops waiting for it.
+    `yields_to_waiter` is for samples, whose work is worth nothing to anybody but those who wait:
+    when an awaiting task is cancelled and nobody else waits, the work is cancelled too. Threads
+    that block count like tasks that await. A training step goes on whoever stops waiting for it.
     """
 
     def __init__(self, *, yields_to_waiter: bool = False) -> None:
@@ -58,6 +58,8 @@ class Promise(concurrent.futures.Future[T], APIFuture[T]):
         self._pid = os.getpid()
         self._yields_to_waiter = yields_to_waiter
         self._awaiting: set[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = set()
+        #: Threads inside `result`, `exception` or `block`.
+        self._blocked = 0
         self.add_done_callback(lambda _: self._wake_waiters())
 
     def future(self) -> concurrent.futures.Future[T]:
@@ -68,11 +70,28 @@ class Promise(concurrent.futures.Future[T], APIFuture[T]):
         if not self.done():
             self._check_process()
             refuse_to_block("result", "result_async")
-        return super().result(timeout)
+        with self._blocking():
+            return super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        with self._blocking():
+            return super().exception(timeout)
 
     def block(self) -> T:
         """`result()` for callers that have warned already."""
-        return super().result()
+        with self._blocking():
+            return super().result()
+
+    @contextlib.contextmanager
+    def _blocking(self) -> Iterator[None]:
+        """Around a wait of this thread."""
+        with self._condition:
+            self._blocked += 1
+        try:
+            yield
+        finally:
+            with self._condition:
+                self._blocked -= 1
 
     async def result_async(self, timeout: float | None = None) -> T:  # noqa: ASYNC109 (as upstream)
         if not self.done():
@@ -87,8 +106,9 @@ class Promise(concurrent.futures.Future[T], APIFuture[T]):
                 done, _ = await asyncio.wait([waiter[1]], timeout=timeout)
             except asyncio.CancelledError:
                 with self._condition:
-                    alone = len(self._awaiting) == 1
-                if self._yields_to_waiter and alone:
+                    # `_waiters`: threads in `concurrent.futures.wait` or `as_completed`.
+                    others = len(self._awaiting) - 1 + self._blocked + len(self._waiters)
+                if self._yields_to_waiter and not others:
                     self.cancel()
                 raise
             finally:
