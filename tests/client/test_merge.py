@@ -2,11 +2,21 @@
 
 import math
 
+import numpy as np
 import pytest
+import torch
 
 from tinkex.client.chunks import cut, datum_bytes, input_bytes
 from tinkex.client.merge import merge, merge_metrics
-from tinkex.types import Datum, ForwardBackwardOutput, ModelInput, TensorData
+from tinkex.types import (
+    Datum,
+    ForwardBackwardInput,
+    ForwardBackwardOutput,
+    ForwardBackwardRequest,
+    ModelInput,
+    TensorData,
+)
+from tinkex.wire.protobuf import encode_forward_backward_request
 
 
 @pytest.mark.parametrize(
@@ -74,3 +84,25 @@ def test_sizes_are_those_of_the_wire():
     )
     assert datum_bytes(datum) == 3 * 4 + 3 * 8 + 3 * 4
     assert input_bytes(datum.model_input, per_token=10) == 30
+
+
+def test_a_sparse_tensor_counts_its_values_and_eight_bytes_for_each_index():
+    dense = np.zeros((64, 512), dtype=np.float32)
+    dense[::2, ::100] = 0.5
+    rows, values = dense.shape[0], np.count_nonzero(dense)
+    weights = TensorData.from_torch_sparse(torch.from_numpy(dense))
+    assert weights.is_sparse
+    datum = Datum(
+        model_input=ModelInput.from_ints(range(64)),
+        loss_fn_inputs={"target_tokens": np.arange(64), "weights": weights},
+    )
+    size = datum_bytes(datum)
+    assert size == 64 * 4 + 64 * 8 + values * 4 + (rows + 1 + values) * 8
+    # The lists are made when somebody asks for them; a size does not.
+    for name in ("sparse_crow_indices", "sparse_col_indices"):
+        with pytest.raises(AttributeError):
+            object.__getattribute__(weights, name)
+    request = ForwardBackwardRequest(
+        ForwardBackwardInput(data=[datum], loss_fn="cross_entropy"), "m:train:0", 1
+    )
+    assert size == pytest.approx(len(encode_forward_backward_request(request)), abs=150)

@@ -24,12 +24,9 @@ def input_bytes(model_input: ModelInput, *, per_token: int = 4) -> int:
 
 def datum_bytes(datum: Datum) -> int:
     """About how many bytes a datum has as protobuf."""
-    size = input_bytes(datum.model_input)
-    for tensor in datum.loss_fn_inputs.values():
-        size += tensor.nbytes
-        size += 8 * len(tensor.sparse_crow_indices or ())
-        size += 8 * len(tensor.sparse_col_indices or ())
-    return size
+    # `nbytes` counts the indices of a sparse tensor too, 8 bytes each.
+    tensors = sum(tensor.nbytes for tensor in datum.loss_fn_inputs.values())
+    return input_bytes(datum.model_input) + tensors
 
 
 def cut(sizes: Sequence[int], *, max_count: int, max_bytes: int) -> list[slice]:
