@@ -166,6 +166,73 @@ def test_o6_a_step_that_cannot_be_encoded_leaves_its_number_to_the_next(fake, tr
     assert [(number, kind) for _, number, kind in fake.ran] == [(1, "forward_backward")]
 
 
+def _fails(*_, **__):
+    raise TypeError("cannot be encoded")
+
+
+async def _no_key(*_):
+    raise tinkex.TinkerError("the command printed no key")
+
+
+@pytest.mark.parametrize(
+    ("place", "how", "error"),
+    [
+        ("tinkex.client.steps.encode_forward_backward_request", _fails, "cannot be encoded"),
+        ("tinkex.client.credentials.Fixed.token", _no_key, "printed no key"),
+        ("tinkex.client.calls.Calls.signed", _no_key, "printed no key"),
+    ],
+)
+def test_what_fails_before_it_is_sent_uses_no_number(
+    fake, training, datum, monkeypatch, place, how, error
+):
+    training.optim_step(ADAM).result(5)
+    with monkeypatch.context() as broken:
+        broken.setattr(place, how)
+        step = training.forward_backward([datum], "cross_entropy")
+        with pytest.raises((TypeError, tinkex.TinkerError), match=error):
+            step.result(5)
+    training.optim_step(ADAM).result(5)
+    assert ran(fake) == [(1, "optim_step"), (2, "optim_step")]
+
+
+def test_a_step_that_is_not_sent_because_the_service_keeps_failing_uses_no_number(datum):
+    fake = FakeService()
+    breaker = tinkex.BreakerPolicy(failures=1, open_s=0.2)
+    settings = tinkex.Settings(base_url="http://127.0.0.1:9", breaker=breaker, give_up_s=0.01)
+    with tinkex.ServiceClient(settings=settings, _make_transport=fake.transport) as service:
+        training = service.create_lora_training_client("fake/model")
+        fake.script("get_info", Answer(status=503))
+        with pytest.raises(tinkex.CircuitOpenError):
+            training.get_info()
+        with pytest.raises(tinkex.CircuitOpenError):
+            training.forward_backward([datum], "cross_entropy").result(5)
+        time.sleep(0.25)
+        training.optim_step(ADAM).result(5)
+    assert ran(fake) == [(1, "optim_step")]
+
+
+def test_a_step_refused_as_busy_gives_its_number_to_the_next(monkeypatch, datum):
+    monkeypatch.setenv("TINKEX_GIVE_UP_S", "0.01")
+    fake = FakeService()
+    with fake.client() as service:
+        training = service.create_lora_training_client("fake/model")
+        fake.script("forward_backward", *[Answer(status=429)] * 3)
+        with pytest.raises(tinkex.RateLimitError):
+            training.forward_backward([datum], "cross_entropy").result(5)
+        fake._scripts["forward_backward"].clear()
+        training.optim_step(ADAM).result(5)
+    assert ran(fake) == [(1, "optim_step")]
+
+
+def test_a_refusal_after_an_unanswered_attempt_does_not_free_the_number(fake, training, datum):
+    """The first attempt may have arrived: the next step under its number would be lost."""
+    fake.script("optim_step", Lost(after=True), Answer(status=403, body={"detail": "no"}))
+    with pytest.raises(tinkex.PermissionDeniedError):
+        training.optim_step(ADAM).result(10)
+    training.optim_step(ADAM).result(5)
+    assert ran(fake) == [(1, "optim_step"), (2, "optim_step")]
+
+
 def test_a_step_whose_task_cannot_be_made_fails_and_frees_its_place(
     fake, training, datum, monkeypatch
 ):

@@ -255,10 +255,17 @@ class Calls:
             left_s,
         )
 
-    async def once(self, request: Request, *, about: str = "") -> Response:
-        """One exchange. Raises for every status that is not a success."""
+    async def once(
+        self, request: Request, *, about: str = "", sending: Callable[[], None] | None = None
+    ) -> Response:
+        """
+        One exchange. Raises for every status that is not a success.
+
+        `sending` is called when everything that can fail here has passed, just before the transport
+        gets the request: an error without that call means that the server has nothing.
+        """
         with self.network_errors(request, about=about):
-            response = await self._send(request, self._exchange)
+            response = await self._send(request, self._exchange, sending)
         self._heard(response)
         if response.status_code >= 300:
             raise self._refusal(request, response, about)
@@ -307,9 +314,16 @@ class Calls:
             )
         return status_error(response, about=about)
 
-    async def _send(self, request: Request, exchange: Callable[[Request], Awaitable[A]]) -> A:
+    async def _send(
+        self,
+        request: Request,
+        exchange: Callable[[Request], Awaitable[A]],
+        sending: Callable[[], None] | None = None,
+    ) -> A:
         """One exchange in the caller's name; a second one if only the token was too old."""
         signed = await self.signed(request)
+        if sending is not None:
+            sending()
         answer = await exchange(signed)
         refused = answer.status_code == 401 and signed is not request
         if refused and await self.credential.renew(signed.headers[KEY_HEADER]):

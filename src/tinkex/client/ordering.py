@@ -56,10 +56,10 @@ class Turnstile:
 class Fate(Enum):
     """What became of one numbered submission."""
 
-    ACCEPTED = "accepted"  # the server has it
+    UNSENT = "unsent"  # never left: the number is still free
     REFUSED = "refused"  # the server said no: the number is still free
-    UNKNOWN = "unknown"  # no answer: the server may have it
-    UNSENT = "unsent"  # never left
+    UNKNOWN = "unknown"  # sent, and not answered: the server may have it
+    ACCEPTED = "accepted"  # the server has it
 
 
 @dataclass

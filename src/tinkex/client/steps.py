@@ -6,7 +6,7 @@ import asyncio
 import functools
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,20 +43,30 @@ class Accepted:
     round_trip_s: float
 
 
-def first_error(outcomes: Sequence[object]) -> BaseException | None:
-    return next((each for each in outcomes if isinstance(each, BaseException)), None)
+@dataclass(kw_only=True)
+class Submission:
+    """A part under its number, and what is known of it."""
 
+    part: Part
+    number: int
+    fate: Fate = Fate.UNSENT
+    accepted: Accepted | None = None
+    error: Exception | None = None
 
-def fate(outcome: object) -> Fate:
-    if isinstance(outcome, Accepted):
-        return Fate.ACCEPTED
-    if outcome is None:
-        return Fate.UNSENT
-    if isinstance(outcome, APIStatusError) and not is_retryable(outcome):
-        return Fate.REFUSED
-    if isinstance(outcome, ValueError):  # it could not be encoded, so it never left
-        return Fate.UNSENT
-    return Fate.UNKNOWN
+    def leaves(self) -> None:
+        """Called just before bytes are sent: from now on the server may have it."""
+        self.fate = Fate.UNKNOWN
+
+    def refused(self, error: APIStatusError, *, before: Fate) -> None:
+        """
+        One attempt was answered with an error; `before` is the fate ahead of that attempt.
+
+        A server that says no does not have it, unless it got it from an earlier attempt that
+        nobody answered. Other errors may come from a gateway that passed the request on.
+        """
+        says_no = error.status_code == 429 or not is_retryable(error)
+        if says_no and before is not Fate.UNKNOWN:
+            self.fate = Fate.REFUSED
 
 
 async def all_of(work: Any) -> list[Any]:

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
 from pydantic import BaseModel
 
 from tinkex.client import arguments, callers, custom_loss, operations, tokenizer
+from tinkex.client.calls import decode
 from tinkex.client.chunks import cut, datum_bytes
-from tinkex.client.errors import UnprocessableEntityError
+from tinkex.client.errors import APIStatusError, UnprocessableEntityError
 from tinkex.client.futures import Promise, awaits, refuse_to_block, submits, waits
 from tinkex.client.merge import merge
-from tinkex.client.ordering import Numbers, Turnstile
+from tinkex.client.ordering import Fate, Numbers, Turnstile
 from tinkex.client.results import QueueLog, Wanted
 from tinkex.client.retry import RetryConfig
 from tinkex.client.sampling import SamplingClient, open_sampler
@@ -26,11 +27,10 @@ from tinkex.client.session import Connection, Session, closed
 from tinkex.client.steps import (
     Accepted,
     Part,
+    Submission,
     all_of,
     compressed,
-    fate,
     filler,
-    first_error,
     pass_encoder,
 )
 from tinkex.client.text import SpeaksText
@@ -581,38 +581,41 @@ class TrainingClient(SpeaksText):
         """In our turn: number the parts, submit them, account for every number."""
         connection = await self.holder.connect()
         await self._fill_gaps(connection)
-        todo = parts(connection)
         first = self._numbers.next
-        outcomes: list[Accepted | BaseException | None] = [None] * len(todo)
+        todo = [
+            Submission(part=part, number=first + index)
+            for index, part in enumerate(parts(connection))
+        ]
 
-        async def send(index: int) -> None:
+        async def send(submission: Submission) -> None:
             try:
-                outcomes[index] = await self._submit(connection, todo[index], first + index)
+                submission.accepted = await self._submit(connection, submission)
             except Exception as error:  # noqa: BLE001 (kept, and raised once all are settled)
-                outcomes[index] = error
+                submission.error = error
 
         try:
             if len(todo) > 1 and connection.config.parallel_fwdbwd_chunks:
                 # The first goes last: the server then sees the whole batch before it starts.
-                await asyncio.gather(*(send(index) for index in range(1, len(todo))))
-                if first_error(outcomes) is None:
-                    await send(0)
+                await asyncio.gather(*(send(each) for each in todo[1:]))
+                if all(each.error is None for each in todo):
+                    await send(todo[0])
             else:
-                for index in range(len(todo)):
-                    await send(index)
-                    if first_error(outcomes) is not None:
+                for each in todo:
+                    await send(each)
+                    if each.error is not None:
                         break
         finally:
             self._numbers.settle(
-                [fate(outcome) for outcome in outcomes],
-                adds_gradients=any(part.adds_gradients for part in todo),
+                [each.fate for each in todo],
+                adds_gradients=any(each.part.adds_gradients for each in todo),
             )
-        error = first_error(outcomes)
-        if error is not None:
-            raise error
-        return connection, [each for each in outcomes if isinstance(each, Accepted)]
+        for each in todo:
+            if each.error is not None:
+                raise each.error
+        return connection, [each.accepted for each in todo if each.accepted is not None]
 
-    async def _submit(self, connection: Connection, part: Part, number: int) -> Accepted:
+    async def _submit(self, connection: Connection, submission: Submission) -> Accepted:
+        calls, part, number = connection.calls, submission.part, submission.number
         async with connection.lane.training_bytes.hold(part.size_bytes):
             body = part.encode(number)
             headers = {}
@@ -621,23 +624,35 @@ class TrainingClient(SpeaksText):
                 if packed is not None:
                     body, headers = packed, {"Content-Encoding": "zstd"}
             started = monotonic()
-            promised = await connection.calls.call(
+            about = f"step {number} of {self.model_id}"
+            request = calls.request(
                 "POST",
                 part.path,
                 body,
-                answer=UntypedAPIFuture,
                 kind=Kind.TRAIN,
                 content_type=part.content_type,
                 headers=headers,
-                about=f"step {number} of {self.model_id}",
             )
+
+            async def attempt() -> UntypedAPIFuture:
+                before = submission.fate
+                try:
+                    answer = await calls.once(request, about=about, sending=submission.leaves)
+                except APIStatusError as error:
+                    submission.refused(error, before=before)
+                    raise
+                return decode(UntypedAPIFuture, answer, about=about)
+
+            promised = await calls.insisting(attempt, path=part.path, kind=Kind.TRAIN)
+            submission.fate = Fate.ACCEPTED
             return Accepted(promised.request_id, monotonic() - started)
 
     async def _fill_gaps(self, connection: Connection) -> None:
         """Give the server something to run for numbers that an earlier call could not use."""
         for number, half_a_batch in sorted(self._numbers.gaps.items()):
             try:
-                await self._submit(connection, filler(self.model_id, half_a_batch), number)
+                part = filler(self.model_id, half_a_batch)
+                await self._submit(connection, Submission(part=part, number=number))
             except UnprocessableEntityError:
                 # Taken by another kind of step: what we got no answer to had arrived after all.
                 # Asked again and again, it would stop this client for good.
