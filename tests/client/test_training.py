@@ -201,9 +201,9 @@ def test_a_step_that_is_not_sent_because_the_service_keeps_failing_uses_no_numbe
     settings = tinkex.Settings(base_url="http://127.0.0.1:9", breaker=breaker, give_up_s=0.01)
     with tinkex.ServiceClient(settings=settings, _make_transport=fake.transport) as service:
         training = service.create_lora_training_client("fake/model")
-        fake.script("get_info", Answer(status=503))
+        fake.script("create_model", Answer(status=503))
         with pytest.raises(tinkex.CircuitOpenError):
-            training.get_info()
+            service.create_lora_training_client("fake/model")
         with pytest.raises(tinkex.CircuitOpenError):
             training.forward_backward([datum], "cross_entropy").result(5)
         time.sleep(0.25)

@@ -12,6 +12,7 @@ import sys
 import textwrap
 import threading
 import time
+import warnings
 
 import pytest
 from aiohttp import web
@@ -21,6 +22,7 @@ import tinkex
 from standin import Reply, reply_json, standing_in
 from tinkex import SamplingParams, types
 from tinkex.client.transport import (
+    CONNECTIONS,
     Headers,
     HttpTransport,
     Kind,
@@ -29,9 +31,16 @@ from tinkex.client.transport import (
     Unreachable,
     redirected,
 )
-from tinkex.testing import Lost
+from tinkex.testing import Answer, FakeService, Lost
 
 PROMPT = types.ModelInput.from_ints([1, 2, 3])
+
+
+def until(condition, seconds=10.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
 
 
 @pytest.fixture
@@ -315,28 +324,161 @@ def test_headers_of_the_same_name_are_one_list():
     assert Headers(CIMultiDict([("A", "1"), ("a", "2")])) == {"a": "1, 2"}
 
 
-def test_each_kind_of_work_has_connections_of_its_own(fake, loopback):
-    """Polls that hold every connection they may have do not keep a heartbeat from passing."""
+#: More than any kind with a limit may have.
+MANY = 2 * max(CONNECTIONS.values())
+
+
+@pytest.mark.parametrize("flood", Kind, ids=lambda kind: kind.value)
+def test_each_kind_of_work_has_connections_of_its_own(flood):
+    """
+    One kind of request holds every connection it may have, and waits for more.
+
+    It has exactly its own number of connections then, and a request of every other kind passes.
+    """
 
     async def main():
-        transport = HttpTransport(loopback.url)
-        url = f"{loopback.url}/api/v1/"
-        hold = fake.hold("healthz")
-        polls = [
-            asyncio.create_task(
-                transport.send(Request(method="GET", url=url + "healthz", kind=Kind.TELEMETRY))
-            )
-            for _ in range(5)
-        ]
-        await asyncio.to_thread(hold.arrived.wait, 5)
-        beat = Request(method="GET", url=url + "get_server_capabilities", kind=Kind.SESSION)
-        answer = await asyncio.wait_for(transport.send(beat), 5)
-        hold.release()
-        await asyncio.gather(*polls)
-        await transport.close()
-        return answer
+        released, full, held = asyncio.Event(), asyncio.Event(), []
 
-    assert asyncio.run(main()).status_code == 200
+        async def handle(request):
+            if request.path == "/slow":
+                held.append(request)
+                if len(held) == limit:
+                    full.set()
+                await released.wait()
+            return web.Response()
+
+        app = web.Application()
+        app.router.add_get("/{name}", handle)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0, backlog=2 * MANY).start()
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        transport = HttpTransport(url)
+
+        def asked(path, kind):
+            return transport.send(Request(method="GET", url=url + path, kind=kind))
+
+        limit = CONNECTIONS[flood] or MANY
+        slow = [asyncio.create_task(asked("/slow", flood)) for _ in range(limit + 5)]
+        try:
+            async with asyncio.timeout(30):
+                await full.wait()
+                for kind in set(Kind) - {flood}:
+                    await asked("/quick", kind)
+            found = len(held)
+            released.set()
+            await asyncio.gather(*slow)
+        finally:
+            await transport.close()
+            await runner.cleanup()
+        return found
+
+    assert asyncio.run(main()) == (CONNECTIONS[flood] or MANY + 5)
+
+
+def test_slow_listings_do_not_delay_a_step(fake, loopback, datum):
+    with tinkex.ServiceClient(base_url=loopback.url) as service:
+        training = service.create_lora_training_client("fake/model", rank=4)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            rest = service.create_rest_client()
+        hold = fake.hold("training_runs")
+        slow = [rest.list_training_runs() for _ in range(CONNECTIONS[Kind.TRAIN] + 6)]
+        assert hold.arrived.wait(5)
+        for _ in range(3):
+            training.optim_step(types.AdamParams(learning_rate=1e-2)).result(10)
+        assert not any(each.done() for each in slow)
+        hold.release()
+        [each.result(10) for each in slow]
+
+
+#: What each endpoint belongs to. Everything that a program does is here; what is new is added.
+KINDS = {
+    "client/config": Kind.SESSION,
+    "client/dynamic_config": Kind.SESSION,
+    "create_session": Kind.SESSION,
+    "session_heartbeat": Kind.SESSION,
+    "sessions": Kind.SESSION,
+    "create_sampling_session": Kind.SESSION,
+    "create_model": Kind.TRAIN,
+    "forward_backward": Kind.TRAIN,
+    "optim_step": Kind.TRAIN,
+    "save_weights": Kind.TRAIN,
+    "load_weights": Kind.TRAIN,
+    "asample": Kind.SAMPLE,
+    "retrieve_future": Kind.RETRIEVE,
+    "retrieve_futures": Kind.RETRIEVE,
+    "stream_sample": Kind.RETRIEVE,
+    "cancel_future": Kind.RETRIEVE,
+    "telemetry": Kind.TELEMETRY,
+    "get_server_capabilities": Kind.REST,
+    "get_info": Kind.REST,
+    "weights_info": Kind.REST,
+    "training_runs": Kind.REST,
+    "checkpoints": Kind.REST,
+    "copy_weights": Kind.REST,
+    "audit": Kind.REST,
+}
+
+
+def test_every_request_of_a_program_is_of_its_kind(datum, monkeypatch):
+    monkeypatch.setattr("tinkex.client.session.HEARTBEAT_EVERY_S", 0.01)
+    monkeypatch.setattr("tinkex.client.poller.FEW", 0)
+    fake = FakeService(
+        config={"sample_use_retrieve_futures": True},
+        dynamic_config={"sample_cancel_enabled": True},
+        sample_s=0.1,
+    )
+    fake.script("copy_weights", Answer(body={"tinker_path": "tinker://a/weights/b"}))
+    fake.script("audit", Answer(body={"entries": []}))
+    kinds = {}
+
+    def transport(base_url, settings):
+        inner = fake.transport(base_url, settings)
+
+        class Noting:
+            close = inner.close
+
+            async def send(self, request):
+                note(request)
+                return await inner.send(request)
+
+            async def stream(self, request):
+                note(request)
+                return await inner.stream(request)
+
+        return Noting()
+
+    def note(request):
+        path = request.url.partition("/api/v1/")[2].partition("?")[0]
+        name = path if path in KINDS else path.partition("/")[0]
+        kinds.setdefault(name, set()).add(request.kind)
+
+    settings = tinkex.Settings(base_url="http://127.0.0.1:9", project_id="p")
+    with tinkex.ServiceClient(settings=settings, _make_transport=transport) as service:
+        service.get_server_capabilities()
+        training = service.create_lora_training_client("fake/model", rank=4)
+        training.forward_backward([datum], "cross_entropy").result(5)
+        training.optim_step(types.AdamParams(learning_rate=1e-2)).result(5)
+        saved = training.save_state("a").result(5).path
+        service.create_training_client_from_state(saved)
+        training.get_info()
+        sampling = service.create_sampling_client(base_model="fake/model")
+        params = SamplingParams(max_tokens=2)
+        sampling.sample(PROMPT, 1, params).result(5)
+        list(sampling.sample_stream(PROMPT, 1, params))
+        fake._sample_s = 60
+        dropped, asked = sampling.sample(PROMPT, 1, params), len(fake.requests)
+        until(lambda: any(seen.endpoint == "asample" for seen in fake.requests[asked:]))
+        dropped.cancel()
+        until(lambda: fake.cancelled)
+        rest = tinkex.RestClient(service.holder)
+        rest.list_training_runs().result(5)
+        rest.list_user_checkpoints().result(5)
+        service.copy_weights(saved).result(5)
+        tinkex.AdminClient(service.holder).get_audit_log().result(5)
+        until(lambda: "session_heartbeat" in kinds)
+    assert kinds == {name: {kind} for name, kind in KINDS.items()}
 
 
 # -- certificates ------------------------------------------------------------------------------------

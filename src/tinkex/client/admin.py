@@ -46,7 +46,7 @@ class AdminClient(Sessionless):
                     "GET",
                     path,
                     answer=AuditLogResponse,
-                    kind=Kind.TRAIN,
+                    kind=Kind.REST,
                     headers=sdk_headers("get_audit_log"),
                     about=about,
                 )
@@ -57,7 +57,7 @@ class AdminClient(Sessionless):
             # A large log lies elsewhere, and another host is not shown our key.
             if urlsplit(url)[:2] != urlsplit(self.holder.settings.base_url)[:2]:
                 calls = calls.asking_as(Fixed(None))
-            request = Request(method="GET", url=url, headers={"Accept": JSON_TYPE}, kind=Kind.TRAIN)
+            request = Request(method="GET", url=url, headers={"Accept": JSON_TYPE}, kind=Kind.REST)
             response = await calls.once(request, about=about)
             return decode(AuditLogResponse, response, about=about)
 

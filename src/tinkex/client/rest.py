@@ -289,7 +289,7 @@ class RestClient(Sessionless):
                 "copy_weights",
                 body,
                 answer=CopyWeightsResponse,
-                kind=Kind.TRAIN,
+                kind=Kind.REST,
                 headers=headers,
                 about=f"copying {path}",
             )
@@ -332,7 +332,7 @@ class RestClient(Sessionless):
                     "GET",
                     path,
                     answer=CheckpointArchiveUrlResponse,
-                    kind=Kind.TRAIN,
+                    kind=Kind.REST,
                     headers=sdk_headers("get_checkpoint_archive_url"),
                     follows=False,  # where it leads is the answer
                     about=f"asking for an archive of {checkpoint_id} of {training_run_id}",
@@ -466,7 +466,7 @@ class RestClient(Sessionless):
                     "GET",
                     path,
                     answer=TraceExportResponse,
-                    kind=Kind.TRAIN,
+                    kind=Kind.REST,
                     headers=sdk_headers("export_session_trace"),
                     about=f"exporting the trace of session {session_id}",
                 )

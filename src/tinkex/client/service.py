@@ -128,6 +128,7 @@ class ServiceClient:
                 "GET",
                 "get_server_capabilities",
                 answer=GetServerCapabilitiesResponse,
+                kind=Kind.REST,
                 about="asking for the server's capabilities",
             )
 
@@ -292,7 +293,7 @@ class ServiceClient:
             "weights_info",
             WeightsInfoRequest(tinker_path=path),
             answer=WeightsInfoResponse,
-            kind=Kind.SESSION,
+            kind=Kind.REST,
             about=f"asking about {path}",
         )
 

@@ -88,7 +88,7 @@ class Sessionless:
 
         async def work(connection: Connection) -> T:
             return await connection.calls.call(
-                method, path, body, answer=answer, kind=Kind.TRAIN, headers=headers, about=about
+                method, path, body, answer=answer, kind=Kind.REST, headers=headers, about=about
             )
 
         return self._run(work, method, path)

@@ -436,7 +436,7 @@ class TrainingClient(SpeaksText):
                 "get_info",
                 GetInfoRequest(model_id=self.model_id),
                 answer=GetInfoResponse,
-                kind=Kind.TRAIN,
+                kind=Kind.REST,
                 about=f"asking about {self.model_id}",
             )
 

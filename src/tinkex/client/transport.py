@@ -42,6 +42,8 @@ class Kind(enum.Enum):
     TRAIN = "train"
     SAMPLE = "sample"
     RETRIEVE = "retrieve"
+    #: What users ask about: runs, checkpoints, models, copies of weights.
+    REST = "rest"
     TELEMETRY = "telemetry"
 
 
@@ -52,6 +54,7 @@ CONNECTIONS = {
     Kind.TRAIN: 64,
     Kind.SAMPLE: 256,
     Kind.RETRIEVE: 0,
+    Kind.REST: 64,
     Kind.TELEMETRY: 2,
 }
 

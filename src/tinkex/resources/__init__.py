@@ -61,7 +61,7 @@ class _Resource:
         request: Any = None,
         *,
         answer: type[T],
-        kind: Kind = Kind.SESSION,
+        kind: Kind = Kind.REST,
         content_type: str = JSON_TYPE,
         extra_headers: Headers | None = None,
         timeout: TimeoutLike = DEADLINE_S,  # noqa: ASYNC109 (as upstream)
