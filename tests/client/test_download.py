@@ -10,6 +10,8 @@ import re
 import tarfile
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -509,3 +511,168 @@ def test_only_the_beginning_of_the_same_file_is_kept(state: dict[str, Any], expe
     assert resumable(state, EXPORT, "f", facts, 5) is expected
     assert not resumable(state, EXPORT, "f", Facts(size=9, tag=None, sha256=None), 5)
     assert not resumable(state, EXPORT, "f", facts, 10)
+
+
+# -- proxies and headers -----------------------------------------------------------------------------
+
+SERVICE = "http://service.invalid"
+SECRETS = {
+    "CF-Access-Client-Id": "cf-id",
+    "CF-Access-Client-Secret": "cf-secret",
+    "X-Team": "blue",
+    "Authorization": "Basic gateway",
+}
+
+
+@contextmanager
+def asking(settings: tinkex.Settings) -> Iterator[RestClient]:
+    with tinkex.ServiceClient(settings=settings) as service:
+        yield RestClient(service.holder)
+
+
+@pytest.fixture
+def proxy(files: Files) -> Iterator[Standin]:
+    """The only way to the service, and to the place its files lie at."""
+    files.url = "http://files.invalid"
+    with standing_in(
+        lambda asked: files(
+            replace(asked, path=asked.path.removeprefix(SERVICE).removeprefix(files.url))
+        )
+    ) as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def _no_other_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http_proxy", "https_proxy", "all_proxy", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+
+
+@pytest.mark.parametrize("links", [SERVICE, "http://files.invalid"])
+def test_h9_files_come_through_the_proxy_of_the_settings(
+    proxy: Standin, files: Files, tmp_path: Path, links: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files.url = links
+    monkeypatch.setenv("NO_PROXY", "*")  # a proxy that is given wins over the environment
+    address = proxy.url.removeprefix("http://")
+    settings = tinkex.Settings.resolve(
+        base_url=SERVICE, api_key="tml-secret", proxy=f"http://user:p%40ss@{address}", give_up_s=0.3
+    )
+    with asking(settings) as rest:
+        download_checkpoint(EXPORT, tmp_path / "adapter", rest=rest)
+    assert content(tmp_path / "adapter") == files.files
+    asked = [each for each in proxy.asked if each.path.startswith(f"{links}/files/")]
+    assert asked
+    password = "Basic " + base64.b64encode(b"user:p@ss").decode()
+    assert {each.headers["proxy-authorization"] for each in asked} == {password}
+
+
+def test_h10_downloads_use_the_proxy_that_the_environment_named_when_the_client_was_made(
+    proxy: Standin, files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HTTP_PROXY", proxy.url)
+    settings = tinkex.Settings.resolve(base_url=SERVICE, api_key="tml-secret", give_up_s=0.3)
+    for name in ("HTTP_PROXY", "http_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    monkeypatch.setenv("NO_PROXY", "*")
+    with asking(settings) as rest:
+        download_checkpoint(EXPORT, tmp_path / "adapter", rest=rest)
+    assert content(tmp_path / "adapter") == files.files
+
+
+@pytest.mark.parametrize(
+    ("env", "given", "url", "expected"),
+    [
+        ({}, None, "http://files.example", None),
+        ({"http_proxy": "http://p:1"}, None, "http://files.example", "http://p:1"),
+        ({"http_proxy": "http://p:1"}, None, "https://files.example", None),
+        ({"http_proxy": "http://p:1", "no_proxy": "files.example"}, None, "http://files.example", None),
+        ({"http_proxy": "http://p:1"}, None, "http://127.0.0.1:9000", None),
+        ({"http_proxy": "http://p:1", "no_proxy": "*"}, "http://g:2", "http://f.example", "http://g:2"),
+        ({"all_proxy": "socks5://p:1"}, "http://g:2", "http://files.example", "http://g:2"),
+        ({}, "http://g:2", "https://files.example", "http://g:2"),
+    ],
+)  # fmt: skip
+def test_h10_links_to_other_hosts_have_the_proxy_the_settings_found_for_them(
+    env: dict[str, str], given: str | None, url: str, expected: str | None, tmp_path: Path
+) -> None:
+    settings = tinkex.Settings.resolve(
+        base_url=SERVICE, api_key="tml-a", proxy=given, env=env, home=tmp_path
+    )
+    assert settings.proxy_to(url) == expected
+    assert replace(settings, give_up_s=1.0).proxy_to(url) == expected
+    assert replace(settings, proxy="http://r:3").proxy_to(url) == "http://r:3"
+
+
+def sent(asked: Asked) -> set[str]:
+    """Which secrets a request carried."""
+    assert "tml-secret" not in str(asked.headers)
+    return {name for name, value in SECRETS.items() if asked.headers.get(name.lower()) == value}
+
+
+def test_h9_headers_of_the_settings_go_to_files_of_the_service_itself(
+    here: Standin, files: Files, tmp_path: Path
+) -> None:
+    headers = {**SECRETS, "X-Api-Key": "tml-secret", "range": "bytes=9-9"}
+    settings = tinkex.Settings(base_url=here.url, headers=headers)
+    with asking(settings) as rest:
+        download_checkpoint(EXPORT, tmp_path / "adapter", rest=rest)
+    assert content(tmp_path / "adapter") == files.files
+    links = [each for each in here.asked if each.path.startswith("/files/")]
+    assert all(sent(each) == set(SECRETS) for each in links)
+
+
+def test_h9_headers_of_the_settings_go_to_no_other_origin(
+    here: Standin, files: Files, tmp_path: Path
+) -> None:
+    with standing_in(files) as elsewhere:
+        files.url = elsewhere.url
+        settings = tinkex.Settings(base_url=here.url, headers=SECRETS)
+        with asking(settings) as rest:
+            download_checkpoint(EXPORT, tmp_path / "adapter", rest=rest)
+        assert elsewhere.asked
+        assert not any(sent(each) for each in elsewhere.asked)
+
+
+def test_h9_redirects_keep_the_headers_within_the_origin_and_lose_them_at_its_border(
+    here: Standin, files: Files, tmp_path: Path
+) -> None:
+    """The link leads to another path here, from there elsewhere, and from there back."""
+
+    def fault(name: str, asked: Asked) -> Reply | None:
+        step = asked.path.partition("step=")[2]
+        to = {"": f"{here.url}/files/{name}?step=1", "1": f"{elsewhere.url}/{name}"}.get(step)
+        return None if to is None else Reply(status=302, headers={"Location": to})
+
+    def back(asked: Asked) -> Reply:
+        return Reply(status=307, headers={"Location": f"{here.url}/files{asked.path}?step=2"})
+
+    files.fault = fault
+    with standing_in(back) as elsewhere:
+        settings = tinkex.Settings(base_url=here.url, headers=SECRETS)
+        with asking(settings) as rest:
+            download_checkpoint(EXPORT, tmp_path / "adapter", rest=rest)
+        assert content(tmp_path / "adapter") == files.files
+        assert elsewhere.asked
+        assert not any(sent(each) for each in elsewhere.asked)
+    found = {each.path[-6:]: sent(each) for each in here.asked if each.path.startswith("/files/")}
+    assert found.pop("step=1") == set(SECRETS)
+    assert found.pop("step=2") == set()
+    assert all(each == set(SECRETS) for each in found.values())
+
+
+def test_a_redirect_to_another_kind_of_address_is_refused(
+    here: Standin, files: Files, rest: RestClient, tmp_path: Path
+) -> None:
+    files.fault = lambda name, asked: Reply(status=302, headers={"Location": "ftp://127.0.0.1/x"})
+    with pytest.raises(DownloadFailed, match="neither http:// nor https://"):
+        download_checkpoint(EXPORT, tmp_path / "adapter", rest=rest)
+
+
+def test_a_link_whose_port_is_no_number_is_refused(
+    here: Standin, files: Files, rest: RestClient, tmp_path: Path
+) -> None:
+    files.url = "http://127.0.0.1:port"
+    with pytest.raises(DownloadFailed, match="no http://"):
+        download_checkpoint(EXPORT, tmp_path / "adapter", rest=rest)

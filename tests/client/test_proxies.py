@@ -13,6 +13,7 @@ import pytest
 from aiohttp import web
 
 import tinkex
+from tinkex.client.fetching import fetch_file
 from tinkex.client.proxies import proxy_for
 from tinkex.client.settings import Settings
 
@@ -73,11 +74,13 @@ class Proxy:
                 await sink.drain()
             sink.close()
 
-        await asyncio.gather(
-            pump(reader, inner_writer), pump(inner_reader, writer), return_exceptions=True
-        )
-        for end in (writer, inner_writer):
-            end.close()
+        try:
+            await asyncio.gather(
+                pump(reader, inner_writer), pump(inner_reader, writer), return_exceptions=True
+            )
+        finally:  # also where the test ends before a tunnel does
+            for end in (writer, inner_writer):
+                end.close()
 
 
 @contextmanager
@@ -170,9 +173,14 @@ def test_h9_tls_goes_through_a_tunnel_and_trusts_the_given_bundle(tmp_path, monk
         monkeypatch.setenv("TINKER_CA_BUNDLE", str(cert))
         with tinkex.ServiceClient(base_url="https://service.invalid", api_key=KEY) as service:
             service.get_server_capabilities()
+            assert seen[-1][1]["X-API-Key"] == KEY
+            calls = len(heads)
+            link, settings = "https://service.invalid/file", service.holder.settings
+            assert fetch_file(link, tmp_path / "file", settings=settings)
+    assert heads[calls].startswith(b"CONNECT service.invalid:443 ")
+    assert "X-API-Key" not in seen[-1][1]  # nor a link, which is signed
     assert heads[0].startswith(b"CONNECT service.invalid:443 ")
     assert KEY.encode() not in b"".join(heads)  # only the service itself gets to see it
-    assert seen[-1][1]["X-API-Key"] == KEY
 
 
 def test_a_proxy_that_is_not_there_is_an_error_without_its_password(monkeypatch):

@@ -38,7 +38,8 @@ TAIL = """
 Lists (`tags`, `feature_gates`) are separated by commas; blanks around a name are dropped, each name counts once, and the order is kept.
 `telemetry` and `otel` are on for `1`, `true`, `yes` and `on`. `TINKEX_BREAKER` is `on`, `off` or `FAILURES/SECONDS` ([observing](../guides/observing.md)). How a key is chosen: [credentials](../guides/credentials.md).
 
-A server on this machine (`127.0.0.1`, `localhost`, `local`) is never asked through a proxy.
+A server on this machine (`127.0.0.1`, `localhost`, `local`) is never asked through a proxy that the environment names.
+Files of checkpoints are fetched from links, which may lead to other hosts. A `proxy` that is given is used for all of them; otherwise the proxy variables decide for each host, as they were when the settings were made. `headers` go to links of the service's own origin (scheme, host, port) and to no other, also after redirects; the key goes to no link.
 
 ## Where nothing is set in `Settings`
 
@@ -61,6 +62,8 @@ def page() -> str:
     told = meanings(Settings)
     rows = []
     for field in fields(Settings):
+        if field.name.startswith("_"):
+            continue
         assert told[field.name], f"{field.name} has no comment to be documented with"
         name = field.name.upper()
         usual = f"`TINKEX_{name}`, `TINKER_{name}`" + ALSO.get(field.name, "")

@@ -1,8 +1,9 @@
 """
 One file from a signed link to disk: in pieces, resumed where it was cut off, checked at the end.
 
-Blocking, for threads. Links need no key and may lead to other hosts, so nothing of the client's
-connection is used here: no header of ours, no credential.
+Blocking, for threads. Links need no key, so none is sent. They may lead to other hosts: the headers
+of the settings go to the service's own origin only, where a gateway may ask for them, and to no
+place that a redirect leads to elsewhere.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Self, TypeVar
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 from tinkex.client.errors import (
     APIConnectionError,
@@ -29,7 +30,7 @@ from tinkex.client.errors import (
     status_error,
 )
 from tinkex.client.retry import RetryPolicy
-from tinkex.client.settings import Settings
+from tinkex.client.settings import Settings, origin
 from tinkex.client.transport import Request, Response
 
 if TYPE_CHECKING:
@@ -42,6 +43,9 @@ PIECE_BYTES = 1024 * 1024
 SILENCE_S = 20.0
 #: A link is asked for again when it has less than this left, or half of its life.
 MARGIN = timedelta(minutes=5)
+
+#: In lower case. Links are signed, so it goes to none of them, not even where the user sets it.
+KEY_HEADER = "x-api-key"
 
 TOTAL = re.compile(r"bytes (?:(\d+)-\d+|\*)/(\d+)")
 
@@ -141,6 +145,10 @@ class Fetcher:
         self._policy = RetryPolicy(give_up_s=settings.give_up_s)
         self._rng = random.Random()
         self._opener = _opener(settings)
+        self._origin = origin(settings.base_url)
+        self._headers = {
+            name: value for name, value in settings.headers.items() if name.lower() != KEY_HEADER
+        }
 
     def look(self, links: Links, name: str) -> Facts:
         """What there is to fetch."""
@@ -222,10 +230,18 @@ class Fetcher:
         from urllib.error import HTTPError
         from urllib.request import Request as UrlRequest
 
-        if urlsplit(link).scheme not in ("http", "https"):
+        try:
+            place = origin(link)
+        except ValueError:  # a port that is no number
+            place = ("", "", None)
+        if place[0] not in ("http", "https"):
             raise DownloadFailed("The service gave a link that is no http:// or https:// address.")
         # `identity`: sizes and ranges are those of the file, not of a compressed form.
         asked = UrlRequest(link, headers={**headers, "Accept-Encoding": "identity"})
+        if place == self._origin:
+            for name, value in self._headers.items():
+                if not asked.has_header(name.capitalize()):  # what we ask for is ours to say
+                    asked.add_unredirected_header(name, value)
         try:
             answer = _Answer(self._opener.open(asked, timeout=SILENCE_S), link)
         except HTTPError as error:  # which is an answer as well
@@ -331,10 +347,63 @@ def _verify(name: str, facts: Facts, target: Path) -> None:
 
 def _opener(settings: Settings) -> OpenerDirector:
     import ssl
-    from urllib.request import HTTPSHandler, build_opener
+    from urllib.request import (
+        BaseHandler,
+        HTTPRedirectHandler,
+        HTTPSHandler,
+        ProxyHandler,
+        build_opener,
+    )
+    from urllib.request import Request as UrlRequest
 
-    # Proxies are those of the environment, found by the opener itself for each host.
-    return build_opener(HTTPSHandler(context=ssl.create_default_context(cafile=settings.ca_bundle)))
+    class Proxies(BaseHandler):
+        """
+        The proxy of the settings for each host.
+
+        Not `ProxyHandler`, which asks the environment each time which hosts are exempt.
+        """
+
+        handler_order = 100  # before those that open connections
+
+        def http_open(self, asked: UrlRequest) -> Any:
+            proxy = None if asked.has_proxy() else settings.proxy_to(asked.full_url)
+            if proxy is None:
+                return None  # the next handler opens it
+            parts, scheme = urlsplit(proxy), asked.type
+            if parts.username is not None:
+                name, password = unquote(parts.username), unquote(parts.password or "")
+                word = base64.b64encode(f"{name}:{password}".encode()).decode("ascii")
+                asked.add_unredirected_header("Proxy-Authorization", f"Basic {word}")
+            asked.set_proxy(parts.netloc.rpartition("@")[2], parts.scheme)
+            if asked.type != scheme:  # http through a proxy that itself speaks TLS
+                return self.parent.open(asked, timeout=asked.timeout)
+            return None
+
+        https_open = http_open
+
+    class Redirects(HTTPRedirectHandler):
+        """Keeps the headers of the settings within one origin, and drops them at its border."""
+
+        def redirect_request(self, req: UrlRequest, fp: Any, *rest: Any) -> UrlRequest | None:
+            following = super().redirect_request(req, fp, *rest)
+            if following is None:
+                return None
+            if urlsplit(following.full_url).scheme not in ("http", "https"):
+                fp.close()
+                raise DownloadFailed(
+                    "The link redirects to an address that is neither http:// nor https://."
+                )
+            if origin(following.full_url) == origin(req.full_url):
+                for name, value in req.unredirected_hdrs.items():
+                    following.add_unredirected_header(name, value)
+            return following
+
+    return build_opener(
+        HTTPSHandler(context=ssl.create_default_context(cafile=settings.ca_bundle)),
+        ProxyHandler({}),
+        Proxies(),
+        Redirects(),
+    )
 
 
 def _bare(link: str) -> Request:

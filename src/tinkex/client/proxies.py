@@ -9,6 +9,13 @@ from urllib.parse import urlsplit
 from tinkex.client.errors import TinkerError
 
 
+def proxy_variables(env: Mapping[str, str]) -> dict[str, str]:
+    """What `proxy_for` reads of an environment."""
+    names = [f"{name}_proxy" for name in ("http", "https", "all", "no")]
+    names += [*map(str.upper, names), "REQUEST_METHOD"]
+    return {name: env[name] for name in names if name in env}
+
+
 def proxy_for(url: str, env: Mapping[str, str]) -> str | None:
     """The proxy for this address, or None. Small letters win over capitals, as everywhere."""
     parts = urlsplit(url)

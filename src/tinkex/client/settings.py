@@ -17,9 +17,17 @@ from tinkex.client import credentials, stored_keys
 from tinkex.client.breaker import BreakerPolicy
 from tinkex.client.credentials import ApiKey, Credential
 from tinkex.client.errors import TinkerError
-from tinkex.client.proxies import proxy_for
+from tinkex.client.proxies import proxy_for, proxy_variables
 
-__all__ = ["ApiKey", "Settings", "is_loopback", "normalise_url", "service_url", "setting"]
+__all__ = [
+    "ApiKey",
+    "Settings",
+    "is_loopback",
+    "normalise_url",
+    "origin",
+    "service_url",
+    "setting",
+]
 
 log = logging.getLogger("tinkex.settings")
 
@@ -74,6 +82,8 @@ class Settings:
     breaker: BreakerPolicy | None = None
     #: Spans and metrics for OpenTelemetry, and `traceparent` on requests (extra `otel`).
     otel: bool = False
+    #: Proxy variables as `resolve` found them: they decide for hosts that the service links to.
+    _proxy_env: tuple[tuple[str, str], ...] = field(default=(), repr=False)
 
     @classmethod
     def resolve(
@@ -122,8 +132,7 @@ class Settings:
             tags=_names(tags if tags is not None else setting("TAGS", env)),
             feature_gates=_names(setting("FEATURE_GATES", env)) or cls.feature_gates,
             headers=MappingProxyType({**cloudflare, **(headers or {})}),
-            # Only this machine can answer there, so no proxy can help.
-            proxy=proxy or (None if is_loopback(url) else proxy_for(url, env)),
+            proxy=proxy or _proxy_from(env, url),
             ca_bundle=ca_bundle or setting("CA_BUNDLE", env) or env.get("SSL_CERT_FILE") or None,
             telemetry=(setting("TELEMETRY", env) or "1").lower() in _TRUE
             if telemetry is None
@@ -133,6 +142,8 @@ class Settings:
             reconnect_s=_seconds("RECONNECT_S", reconnect_s, env, 3600.0),
             breaker=breaker or BreakerPolicy.parse(setting("BREAKER", env) or "off"),
             otel=(setting("OTEL", env) or "0").lower() in _TRUE if otel is None else otel,
+            # A proxy that was given is for all hosts, whatever the environment says.
+            _proxy_env=() if proxy else tuple(proxy_variables(env).items()),
         )
         settings.credential()  # a key that is missing or malformed is told at once
         return settings
@@ -149,6 +160,13 @@ class Settings:
         if isinstance(found, credentials.Command):
             return credentials.Printed(found, limit_s=self.credential_cmd_s)
         return credentials.Fixed(found)
+
+    def proxy_to(self, url: str) -> str | None:
+        """The proxy for an address that the service links to, which may be of another host."""
+        env = dict(self._proxy_env)
+        if self.proxy != _proxy_from(env, self.base_url):
+            return self.proxy  # it was given
+        return _proxy_from(env, url)
 
     @property
     def lane(self) -> tuple[str, str]:
@@ -217,6 +235,18 @@ def is_loopback(url: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def origin(url: str) -> tuple[str, str, int | None]:
+    """Scheme, host and port: what decides whether two addresses are of the same server."""
+    parts = urlsplit(url)
+    usual = {"http": 80, "https": 443}.get(parts.scheme)
+    return parts.scheme, parts.hostname or "", parts.port or usual
+
+
+def _proxy_from(env: Mapping[str, str], url: str) -> str | None:
+    # On loopback only this machine can answer, so no proxy can help.
+    return None if is_loopback(url) else proxy_for(url, env)
 
 
 def _seconds(name: str, given: float | None, env: Mapping[str, str], default: float) -> float:
