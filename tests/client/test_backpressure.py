@@ -3,7 +3,9 @@
 import asyncio
 import gc
 
-from tinkex.client.backpressure import Backoff, BillingPause, Budget, Lanes
+import pytest
+
+from tinkex.client.backpressure import MOST_SPREAD_S, Backoff, BillingPause, Budget, Lanes
 
 
 class Clock:
@@ -83,6 +85,32 @@ def test_a_longer_wish_to_wait_is_not_shortened_by_a_later_one():
     assert backoff.left_s == 5
     clock.now += 5
     assert backoff.left_s == 0
+
+
+def test_a_wait_ends_with_the_time_of_the_one_who_waits(monkeypatch):
+    clock, slept = Clock(), []
+
+    async def sleep(seconds):
+        slept.append(seconds)
+        clock.now += seconds
+        if len(slept) < 3:
+            backoff.ask(3600)  # told again and again
+
+    monkeypatch.setattr("tinkex.client.backpressure.asyncio.sleep", sleep)
+    backoff = Backoff(clock)
+    backoff.ask(3600)
+    asyncio.run(backoff.wait(300))
+    assert sum(slept) == pytest.approx(300, abs=MOST_SPREAD_S)
+    slept.clear()
+    backoff = Backoff(clock)
+    backoff.ask(10)
+    asyncio.run(backoff.wait())  # until nobody is told to wait any more
+    assert sum(slept) == pytest.approx(10 + 2 * 3600, abs=3 * MOST_SPREAD_S)
+    slept.clear()
+    backoff = Backoff(clock)
+    backoff.ask(10)
+    asyncio.run(backoff.wait_once(60))  # a poll does not wait for those who are told after it
+    assert sum(slept) == pytest.approx(10, abs=2.5)
 
 
 def test_402_is_waited_out_until_patience_ends_and_starts_over_after_a_quiet_time():

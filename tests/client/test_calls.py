@@ -6,6 +6,7 @@ import time
 import pytest
 
 import tinkex
+from tinkex import types
 from tinkex.testing import Answer, FakeService, Lost
 
 
@@ -95,9 +96,10 @@ def test_a_server_that_answered_before_is_waited_for_longer(monkeypatch):
 
 
 def test_everything_with_the_same_service_and_key_backs_off_together():
-    fake = FakeService()
+    fake, another = FakeService(), FakeService()
     one, two, other = fake.client(), fake.client(), fake.client(api_key="tml-other")
-    for client in (one, two, other):
+    elsewhere = another.client(base_url="http://elsewhere.invalid")
+    for client in (one, two, other, elsewhere):
         client.get_server_capabilities()
     fake.script("get_server_capabilities", Answer(status=429, headers={"retry-after-ms": "600"}))
     waiting = one._get_server_capabilities()
@@ -105,12 +107,76 @@ def test_everything_with_the_same_service_and_key_backs_off_together():
         time.sleep(0.001)
     started = time.monotonic()
     other.get_server_capabilities()
-    assert time.monotonic() - started < 0.3  # another key is not slowed
+    elsewhere.get_server_capabilities()
+    assert time.monotonic() - started < 0.3  # another key, or the key elsewhere, is not slowed
     two.get_server_capabilities()
     assert time.monotonic() - started > 0.4  # the same key is
     waiting.result(5)
-    for client in (one, two, other):
+    for client in (one, two, other, elsewhere):
         client.close("success").result(5)
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["a poll for each", "one poll for all"])
+def test_polls_wait_with_the_others_while_the_service_is_busy(monkeypatch, shared):
+    monkeypatch.setattr("tinkex.client.poller.FEW", 0)
+    fake = FakeService(config={"sample_use_retrieve_futures": shared}, sample_s=2.0, hold_s=0.01)
+    endpoints = {"retrieve_future", "retrieve_futures"} if shared else {"retrieve_future"}
+
+    def polls():
+        return [len(counted(fake, endpoint)) for endpoint in endpoints]
+
+    with fake.client() as service:
+        sampling = service.create_sampling_client(base_model="fake/model")
+        prompt, params = types.ModelInput.from_ints([1]), types.SamplingParams(max_tokens=1)
+        samples = [sampling.sample(prompt, 1, params) for _ in range(3)]
+        while min(polls()) < 3:
+            time.sleep(0.001)
+        busy = Answer(status=429, headers={"retry-after-ms": "700"})
+        fake.script("get_server_capabilities", busy)
+        asking = service._get_server_capabilities()
+        while fake._scripts["get_server_capabilities"]:
+            time.sleep(0.001)
+        time.sleep(0.1)  # for those that were on their way
+        before = polls()
+        time.sleep(0.4)
+        assert polls() == before
+        asking.result(5)
+        assert all(sample.result(10).sequences for sample in samples)
+        assert all(now > then for now, then in zip(polls(), before, strict=True))
+
+
+def test_h3_a_long_wait_is_told_once_and_kept_to_the_time_that_is_left(caplog, monkeypatch):
+    monkeypatch.setenv("TINKEX_GIVE_UP_S", "0.3")
+    fake = FakeService()
+    with fake.client() as service:
+        service.get_server_capabilities()
+        later = Answer(status=503, headers={"retry-after": "120"})
+        fake.script("get_server_capabilities", later, later, later, later)
+        for _ in range(2):
+            started = time.monotonic()
+            with pytest.raises(tinkex.InternalServerError):
+                service.get_server_capabilities()
+            assert 0.2 < time.monotonic() - started < 5
+    assert not fake._scripts["get_server_capabilities"]  # asked again at the end of its time
+    told = [record.getMessage() for record in caplog.records if "Retry-After" in record.message]
+    assert len(told) == 1
+    assert "asks to wait 120 s before get_server_capabilities" in told[0]
+
+
+def test_h3_others_wait_for_a_long_time_only_as_long_as_they_have(monkeypatch):
+    monkeypatch.setattr("tinkex.client.calls.LONG_WAIT_S", 0.2)
+    monkeypatch.setenv("TINKEX_GIVE_UP_S", "0.4")
+    fake = FakeService()
+    with fake.client(api_key="tml-of-this-test") as service:  # nobody else shall wait for an hour
+        training = service.create_lora_training_client("fake/model")
+        fake.script("get_server_capabilities", Answer(status=429, headers={"retry-after": "3600"}))
+        asking = service._get_server_capabilities()
+        while fake._scripts["get_server_capabilities"]:
+            time.sleep(0.001)
+        started = time.monotonic()
+        training.optim_step(types.AdamParams()).result(10)
+        assert time.monotonic() - started > 0.5  # 0.4 s to be sent, 0.2 s to be polled
+        assert asking.result(5).supported_models
 
 
 def test_402_is_a_pause_and_then_an_error(monkeypatch):

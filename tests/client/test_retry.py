@@ -62,7 +62,12 @@ def test_connection_errors_time_outs_408_409_429_and_5xx_are_retried(error, expe
         ({"retry-after": "0.5"}, 0.5),
         ({"retry-after": "Thu, 01 Jan 2026 12:00:07 GMT"}, 7.0),
         ({"retry-after": "Thu, 01 Jan 2026 11:59:00 GMT"}, None),  # has passed
-        ({"retry-after": "3600"}, 60.0),  # cut: ask again after a minute
+        ({"retry-after": "Thu, 01 Jan 2026 12:00:07 -0000"}, 7.0),  # UTC of unknown origin
+        ({"retry-after": "Thu, 01 Jan 2026 13:00:07 +0100"}, 7.0),
+        ({"retry-after": "3600"}, 3600.0),  # long ones too
+        ({"retry-after": "Thu, 01 Jan 2099 12:00:00 GMT"}, 86400.0),  # a clock that is wrong
+        ({"retry-after": "inf"}, None),
+        ({"retry-after": "1" + 400 * "0"}, None),
         ({"retry-after": "soon"}, None),
         ({"retry-after-ms": "soon", "retry-after": "2"}, 2.0),
         ({"retry-after": "0"}, None),
@@ -115,6 +120,15 @@ def test_no_attempt_starts_after_the_deadline(elapsed_s, expected):
     policy = RetryPolicy(give_up_s=10)
     error = answered(503, retry_after="3")
     assert policy.delay_s(1, error, elapsed_s=elapsed_s, now=NOW, rng=random.Random(0)) == expected
+
+
+@pytest.mark.parametrize(
+    ("asked", "elapsed_s", "expected"),
+    [("120", 0, 120.0), ("120", 250, 50.0), ("3600", 0, 300.0), ("3600", 300, None)],
+)
+def test_h3_a_long_wish_is_honoured_for_the_time_that_is_left(asked, elapsed_s, expected):
+    error, rng = answered(503, retry_after=asked), random.Random(0)
+    assert RetryPolicy().delay_s(1, error, elapsed_s=elapsed_s, now=NOW, rng=rng) == expected
 
 
 def test_what_is_not_retryable_is_given_up_at_once():

@@ -137,3 +137,10 @@ def test_a_stream_is_read_once_and_a_second_read_says_so() -> None:
             [event async for event in stream]
 
     asyncio.run(twice())
+
+
+@pytest.mark.parametrize("digits", [18, 19, 4300, 4301, 100_000])
+def test_a_number_of_any_length_is_no_error(digits):
+    (event,) = decode(b"retry: " + digits * b"9" + b"\ndata: a\n\n")
+    assert event.data == "a"
+    assert event.retry == (int(digits * "9") if digits <= 18 else None)

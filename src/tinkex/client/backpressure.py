@@ -17,6 +17,8 @@ from tinkex.client.transport import Kind
 
 #: For this long after a back-off samples are sent a few at a time.
 CAREFUL_S = 10.0
+#: Those who wait for the same moment come back within this long at most.
+MOST_SPREAD_S = 15.0
 #: While a 402 is tolerated, this long between attempts.
 BILLING_PAUSE_S = 5.0
 #: Users are told this often that they are paused.
@@ -73,10 +75,21 @@ class Backoff:
         """Whether the service was busy a moment ago, and may be again."""
         return self._clock() < self._until + CAREFUL_S
 
-    async def wait(self) -> None:
-        while (left := self.left_s) > 0:  # noqa: ASYNC110 (the moment may move while we wait)
-            # Not all at the same moment, or the first ones back would be told "busy" again.
-            await asyncio.sleep(left * (1 + 0.25 * random.random()))
+    async def wait(self, at_most_s: float = math.inf) -> None:
+        """Until nobody is told to wait any more, however often the moment moves meanwhile."""
+        ends = self._clock() + at_most_s
+        while (left := min(self.left_s, ends - self._clock())) > 0:
+            await _spread(left)
+
+    async def wait_once(self, at_most_s: float) -> None:
+        """Until the moment that is known now. For polls: they end what keeps the service busy."""
+        if (left := min(self.left_s, at_most_s)) > 0:
+            await _spread(left)
+
+
+async def _spread(delay_s: float) -> None:
+    """Sleep, not all to the same moment: the first ones back would be told "busy" again."""
+    await asyncio.sleep(delay_s + min(0.25 * delay_s, MOST_SPREAD_S) * random.random())
 
 
 class BillingPause:
@@ -112,6 +125,8 @@ class Lane:
 
     backoff: Backoff = field(default_factory=Backoff)
     billing: BillingPause = field(default_factory=BillingPause)
+    #: When the user was last told of a long wait.
+    told_at: float = -math.inf
     #: Where settings ask for them, by kind of work; each policy has its own.
     breakers: dict[tuple[Kind, BreakerPolicy], Breaker] = field(default_factory=dict)
     #: Samples under way, submission to result.

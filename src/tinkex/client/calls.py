@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import logging
+import math
 import platform
 import random
 import sys
@@ -59,6 +60,9 @@ T = TypeVar("T")
 A = TypeVar("A", bound=Response | Streamed)
 
 DEADLINE_S = 60.0
+#: A wait longer than this is told to the user; polls, and calls that have less time, do not wait
+#: longer for others of their lane.
+LONG_WAIT_S = 60.0
 KEY_HEADER = "X-API-Key"
 #: Headers that may be logged with their values: we make them, and they hold no secret.
 _HARMLESS = frozenset({"accept", "content-type", "content-encoding", "x-idempotency-key"})
@@ -178,7 +182,10 @@ class Calls:
         attempt = garbled = 0
         while True:
             attempt += 1
-            await self._wait_while_busy()
+            if self.lane.backoff.left_s > 0:
+                left_s = max(give_up_s, LONG_WAIT_S) - (self._clock() - started)
+                # A call for which "busy" is no failure has all the time there is.
+                await self._wait_while_busy(math.inf if busy_s is not None else left_s)
             if breaker is not None and (left_s := breaker.blocked_s()) is not None:
                 raise self._not_asked(path, kind, left_s)
             try:
@@ -203,8 +210,9 @@ class Calls:
                         log.warning("paused by the service: %s", error.message)
                     await asyncio.sleep(pause)
                     continue
+                asked_s = _asked_s(error, now)
                 if status == 429 and busy_s is not None:
-                    self.slow_down(path, _asked_s(error, now) or busy_s)
+                    self.slow_down(path, asked_s or busy_s)
                     continue
                 if not self.reached:
                     give_up_s = min(give_up_s, self.settings.first_contact_s)
@@ -220,7 +228,9 @@ class Calls:
                         _amend(error, f"Gave up after {attempt} attempts in {elapsed:.0f} s.")
                     raise
                 if status == 429:
-                    self.slow_down(path, delay)
+                    self.slow_down(path, asked_s or delay)
+                elif asked_s:
+                    self.tell_of_a_long_wait(path, asked_s)
                 metrics.here.count("retries", endpoint(path))
                 log.debug("attempt %d of %s failed; again in %.2f s", attempt, path, delay)
                 await asyncio.sleep(delay)
@@ -230,12 +240,31 @@ class Calls:
         self.lane.backoff.ask(delay_s)
         metrics.here.count("rate_limited", endpoint(path))
         self.when_busy(delay_s)
+        self.tell_of_a_long_wait(path, delay_s)
 
-    async def _wait_while_busy(self) -> None:
+    def tell_of_a_long_wait(self, path: str, asked_s: float) -> None:
+        """Say what is waited for, once a minute for all that wait."""
+        now = self._clock()
+        if asked_s > LONG_WAIT_S and now - self.lane.told_at >= LONG_WAIT_S:
+            self.lane.told_at = now
+            log.warning(
+                "%s asks to wait %.0f s before %s is sent again (Retry-After). Requests wait that "
+                "long, or for the time they have left (give_up_s), and are then sent again.",
+                self._root,
+                asked_s,
+                endpoint(path),
+            )
+
+    async def _wait_while_busy(self, at_most_s: float) -> None:
+        started = self._clock()
+        await self.lane.backoff.wait(at_most_s)
+        metrics.here.observe("wait", "backoff", self._clock() - started)
+
+    async def poll(self, request: Request, *, about: str = "") -> Response:
+        """`once`, for a result that was promised, when the service is not busy."""
         if self.lane.backoff.left_s > 0:
-            started = self._clock()
-            await self.lane.backoff.wait()
-            metrics.here.observe("wait", "backoff", self._clock() - started)
+            await self.lane.backoff.wait_once(LONG_WAIT_S)
+        return await self.once(request, about=about)
 
     def _breaker(self, kind: Kind) -> Breaker | None:
         # Telemetry fails in silence, and must not speak for the service.

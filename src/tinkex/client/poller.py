@@ -148,7 +148,7 @@ class Poller:
             reported = sorted(self._fetched)
             asked_at = self._clock()
             try:
-                response = await self._calls.once(
+                response = await self._calls.poll(
                     self._calls.request(
                         "POST",
                         "retrieve_futures",

@@ -191,6 +191,8 @@ class Patience:
         delay = self.pace.after_failure(error)
         if error.status_code == 429:
             self._calls.slow_down("retrieve_future", delay)
+        else:
+            self._calls.tell_of_a_long_wait("retrieve_future", delay)
         return delay
 
 
@@ -243,7 +245,7 @@ class Results:
                 polls += 1
                 asked_at = self._clock()
                 try:
-                    response = await self._calls.once(
+                    response = await self._calls.poll(
                         self._calls.request(
                             "POST",
                             "retrieve_future",

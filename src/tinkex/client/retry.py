@@ -14,8 +14,9 @@ from tinkex.client.errors import (
     APIStatusError,
 )
 
-#: A server that asks for more patience than this is asked again after it all the same.
-LONGEST_RETRY_AFTER_S = 60.0
+#: A server that asks for more patience than this is asked again after it all the same: a wrong
+#: clock must not stop a client for good.
+LONGEST_RETRY_AFTER_S = 24 * 3600.0
 #: Answers damaged on their way, to one request; one more, and it is no accident.
 MOST_GARBLED = 3
 
@@ -88,7 +89,7 @@ def _number(text: str) -> float | None:
         value = float(text)
     except ValueError:
         return None
-    return None if math.isnan(value) else value
+    return value if math.isfinite(value) else None
 
 
 def _until(text: str, now: datetime) -> float | None:

@@ -16,7 +16,8 @@ from typing import Any
 
 # Not `str.splitlines`: that also splits where JSON texts may not be split.
 _LINE_END = re.compile("\r\n|\n|\r")
-_NUMBER = re.compile("[0-9]+")
+#: Longer ones (some 30 million years of milliseconds) are passed over: `int` refuses very long ones.
+_NUMBER = re.compile("[0-9]{1,18}")
 
 
 @dataclass(frozen=True, slots=True)
