@@ -397,12 +397,42 @@ def test_a_batch_that_was_refused_in_part_is_marked_as_unusable_for_the_server(c
         for seen in fake.requests
         if seen.endpoint == "forward_backward"
     ]
-    fillers = [p for p in passes if p.forward_backward_input.loss_fn_config]
+    fillers = [p.forward_backward_input for p in passes if p.forward_backward_input.loss_fn_config]
     assert fillers
     for filler in fillers:
-        assert list(filler.forward_backward_input.loss_fn_config) == [
-            "part_of_this_batch_was_never_sent"
-        ]
+        assert list(filler.loss_fn_config) == ["part_of_this_batch_was_never_sent"]
+        # No server can compute it, also one that passes over settings it does not know.
+        (datum,) = filler.data
+        assert datum.model_input.length == 1
+        assert datum.loss_fn_inputs["target_tokens"].tolist() == [0, 0]
+        assert datum.loss_fn_inputs["weights"].tolist() == [0.0, 0.0]
+
+
+class ChecksFirst(FakeService):
+    """Refuses a pass with a setting it does not know before it takes its number."""
+
+    async def answer(self, method, endpoint, headers, body):
+        if endpoint == "forward_backward":
+            request, _ = decode_forward_backward_request(body)
+            if request.forward_backward_input.loss_fn_config:
+                return self.status, {"content-type": "application/json"}, b'{"detail": "no"}'
+        return await super().answer(method, endpoint, headers, body)
+
+
+@pytest.mark.parametrize("status", [400, 422])
+def test_a_server_that_refuses_the_mark_at_once_is_not_left_with_a_gap(datum, caplog, status):
+    fake = ChecksFirst(config=CHUNKS)
+    fake.status = status
+    with fake.client() as service:
+        training = service.create_lora_training_client("fake/model", rank=4)
+        fake.script("forward_backward", Answer(status=422, body={"detail": "no"}))
+        with pytest.raises(tinkex.UnprocessableEntityError):
+            training.forward_backward([datum] * 7, "cross_entropy").result(5)
+        training.optim_step(ADAM).result(5)
+    numbers = [number for number, _ in ran(fake)]
+    assert numbers == list(range(1, len(numbers) + 1))
+    told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert [text for text in told if "was taken only in part" in text]
 
 
 def test_a_forward_pass_that_was_refused_in_part_spoils_nothing(chunked, datum):

@@ -6,10 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from tinkex.client.steps import filler
 from tinkex.engine import Engine, EngineSettings
 from tinkex.engine.model import UnsupportedModel
 from tinkex.wire.errors import UserFailure
 from tinkex.wire.inputs import Datum, ModelInput
+from tinkex.wire.protobuf import decode_forward_backward_request
 from tinkex.wire.sampling import SampleRequest, SamplingParams
 from tinkex.wire.training import (
     AdamOptimizerConfig,
@@ -180,3 +182,17 @@ def test_a_mixture_of_experts_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "qwen3_moe", "num_experts": 8}')
     with pytest.raises(UnsupportedModel, match="mixture of experts"):
         Engine(EngineSettings(name="moe", folder=tmp_path, device="cpu"))
+
+
+@pytest.mark.parametrize("with_its_setting", [True, False])
+def test_the_filler_for_half_a_batch_fails(
+    engine: Engine, model: str, with_its_setting: bool
+) -> None:
+    """Also on a server that does not know its setting: it has more targets than tokens."""
+    request, forward_only = decode_forward_backward_request(filler(model, True).encode(3))
+    assert not forward_only
+    work = request.forward_backward_input
+    if not with_its_setting:
+        work = ForwardBackwardInput._of(work.data, work.loss_fn, None)
+    with pytest.raises(UserFailure, match="never_sent" if with_its_setting else "target_tokens"):
+        engine.begin_pass(model, work, backward=True)

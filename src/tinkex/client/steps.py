@@ -110,14 +110,17 @@ def filler(model_id: str, half_a_batch: bool) -> Part:
     A step for a number that was given out and not used.
 
     Usually a pass over one token that changes nothing. After half a batch was taken, it must not
-    count: then the filler carries a setting that no loss has, so that the server fails it, and
-    with it the next `optim_step`, instead of stepping on half the gradients.
+    count: then the server has to fail the filler, and with it the next `optim_step`, instead of
+    stepping on half the gradients. So it has two targets for its one token, which no server can
+    compute, with weight zero, should one do so all the same. Its setting, which no loss has, says
+    to the user what happened.
     """
+    targets = 2 if half_a_batch else 1
     datum = Datum(
         model_input=ModelInput.from_ints([0]),
         loss_fn_inputs={
-            "target_tokens": TensorData(data=[0], dtype="int64"),
-            "weights": TensorData(data=[0.0], dtype="float32"),
+            "target_tokens": TensorData(data=[0] * targets, dtype="int64"),
+            "weights": TensorData(data=[0.0] * targets, dtype="float32"),
         },
     )
     config: dict[str, float | str] | None = (

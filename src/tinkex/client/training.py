@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from tinkex.client import arguments, callers, custom_loss, operations, tokenizer
 from tinkex.client.calls import decode
 from tinkex.client.chunks import cut, datum_bytes
-from tinkex.client.errors import APIStatusError, UnprocessableEntityError
+from tinkex.client.errors import APIStatusError, BadRequestError, UnprocessableEntityError
 from tinkex.client.futures import Promise, awaits, refuse_to_block, submits, waits
 from tinkex.client.merge import merge
 from tinkex.client.ordering import Fate, Numbers, Turnstile
@@ -650,14 +650,31 @@ class TrainingClient(SpeaksText):
     async def _fill_gaps(self, connection: Connection) -> None:
         """Give the server something to run for numbers that an earlier call could not use."""
         for number, half_a_batch in sorted(self._numbers.gaps.items()):
-            try:
-                part = filler(self.model_id, half_a_batch)
-                await self._submit(connection, Submission(part=part, number=number))
-            except UnprocessableEntityError:
-                # Taken by another kind of step: what we got no answer to had arrived after all.
-                # Asked again and again, it would stop this client for good.
-                log.debug("step %d of %s needs no filling", number, self.model_id)
+            taken = await self._fill(connection, number, half_a_batch)
+            if not taken and half_a_batch and await self._fill(connection, number, False):
+                # This server checks a pass before it takes it, so none can be made to fail.
+                log.warning(
+                    "A batch of %s was taken only in part. The gradients of that part are in the "
+                    "next optim_step. To leave them out, go on from the last saved state.",
+                    self.model_id,
+                )
             del self._numbers.gaps[number]
+
+    async def _fill(self, connection: Connection, number: int, half_a_batch: bool) -> bool:
+        """Whether the server took the filler."""
+        part = filler(self.model_id, half_a_batch)
+        try:
+            await self._submit(connection, Submission(part=part, number=number))
+        except UnprocessableEntityError:
+            # Taken by another kind of step: what we got no answer to had arrived after all.
+            # Asked again and again, it would stop this client for good.
+            log.debug("step %d of %s needs no filling", number, self.model_id)
+            return False
+        except BadRequestError:
+            if not half_a_batch:
+                raise
+            return False
+        return True
 
     async def _finish(
         self,
