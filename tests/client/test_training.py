@@ -305,6 +305,38 @@ def test_a_number_that_the_server_says_is_taken_is_no_gap(monkeypatch):
     service.close("success").result(5)
 
 
+def test_what_is_changed_after_the_call_is_not_sent(fake, training, datum):
+    hold = fake.hold("optim_step")
+    training.optim_step(ADAM)
+    assert hold.arrived.wait(5)  # what follows waits for its turn
+    data = [datum]
+    steps = [training.forward_backward(data, "cross_entropy"), training.forward(data, "ppo")]
+    datum.loss_fn_inputs["weights"] = types.TensorData(data=[7.0], dtype="float32")
+    del datum.loss_fn_inputs["target_tokens"]
+    data.clear()
+    hold.release()
+    for step in steps:
+        step.exception(10)
+    passes = [
+        decode_forward_backward_request(seen.body)[0].forward_backward_input.data
+        for seen in fake.requests
+        if seen.endpoint == "forward_backward"
+    ]
+    assert len(passes) == 2
+    for (found,) in passes:
+        assert found.loss_fn_inputs["target_tokens"].tolist() == [2, 3, 4]
+        assert found.loss_fn_inputs["weights"].tolist() == [1.0, 1.0, 1.0]
+
+
+def test_what_is_put_into_a_datum_before_the_call_becomes_a_tensor(fake, training, datum):
+    datum.loss_fn_inputs["weights"] = [1.0, 0.0, 2.0]
+    training.forward_backward([datum], "cross_entropy").result(5)
+    (body,) = [seen.body for seen in fake.requests if seen.endpoint == "forward_backward"]
+    (found,) = decode_forward_backward_request(body)[0].forward_backward_input.data
+    assert found.loss_fn_inputs["weights"].tolist() == [1.0, 0.0, 2.0]
+    assert datum.loss_fn_inputs["weights"] == [1.0, 0.0, 2.0]
+
+
 def test_nothing_is_sent_and_no_number_used_for_data_that_cannot_be(fake, training, datum):
     pointer = types.Datum(
         model_input=types.ModelInput(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from datetime import UTC, date, datetime
 from typing import Literal, get_args
 from urllib.parse import quote
 
 from tinkex.wire.checkpoints import ParsedCheckpointTinkerPath
 from tinkex.wire.inputs import Datum, ModelInput
+from tinkex.wire.tensors import TensorData
 
 AccessScope = Literal["owned", "accessible"]
 AuditEvents = Literal["all", "checkpoints", "projects", "teams", "organizations"]
@@ -100,7 +102,7 @@ def moment(name: str, value: object) -> datetime:
 
 
 def batch(data: object) -> list[Datum]:
-    """The examples of a pass, in a list of our own: the caller may go on changing theirs."""
+    """The examples of a pass as they are now: the caller may go on changing theirs."""
     if not isinstance(data, Iterable) or isinstance(data, str | bytes | Mapping):
         raise TypeError(f"data is a {type(data).__name__}; a pass takes a list of Datum.")
     found = list(data)
@@ -116,7 +118,25 @@ def batch(data: object) -> list[Datum]:
                 f"data[{index}] holds an ImageAssetPointerChunk, which a training pass cannot "
                 "carry. Send the image itself as an ImageChunk."
             )
+        found[index] = _as_it_is(datum)
     return found
+
+
+def _as_it_is(datum: Datum) -> Datum:
+    """The same datum with a dict of its own; the tensors in it never change."""
+    inputs = datum.loss_fn_inputs
+    if any(not isinstance(value, TensorData) for value in inputs.values()):
+        return replace(datum)  # what was put in after construction becomes a tensor too
+    # Not by the constructor: large batches pass here, and everything was checked.
+    own = object.__new__(type(datum))
+    for name, value in (
+        ("model_input", datum.model_input),
+        ("loss_fn_inputs", inputs.copy()),
+        ("model_input_spans", datum.model_input_spans),
+        ("loss_fn_input_spans", datum.loss_fn_input_spans),
+    ):
+        object.__setattr__(own, name, value)
+    return own
 
 
 def loss_name(loss_fn: object) -> None:
