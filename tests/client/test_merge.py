@@ -43,9 +43,18 @@ def test_metrics_are_reduced_by_their_suffix(name, values, weights, expected):
     assert merge_metrics([{name: value} for value in values], weights) == expected
 
 
-def test_a_key_that_a_chunk_lacks_is_left_out_and_never_filled_with_zero():
+def test_a_key_that_a_chunk_lacks_is_left_out_and_never_filled_with_zero(caplog):
+    caplog.set_level("DEBUG", "tinkex")
     merged = merge_metrics([{"a:sum": 1.0, "b:sum": 2.0}, {"b:sum": 3.0, "c:sum": 9.0}], [1, 1])
     assert merged == {"b:sum": 5.0}
+    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
+        ("DEBUG", "metric left out: a:sum is missing from chunks [1]")
+    ]
+    caplog.clear()
+    assert merge_metrics([{"a:odd": 1.0}, {"a:odd": 2.0}], [1, 1]) == {}
+    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
+        ("DEBUG", "metric left out: no rule to reduce a:odd")
+    ]
 
 
 def test_outputs_are_joined_in_order():

@@ -20,15 +20,19 @@ def _alone(monkeypatch):
     monkeypatch.setattr(queue_states, "_paused", {})
 
 
-def paused(reason: str | None = "two jobs ahead") -> Answer:
+def paused(reason: str | None = "two jobs ahead", status: int = 408) -> Answer:
     body = {"type": "try_again", "request_id": "r", "queue_state": "paused_capacity"}
-    return Answer(status=408, body={**body, "queue_state_reason": reason})
+    return Answer(status=status, body={**body, "queue_state_reason": reason})
 
 
-def test_o8_a_callback_is_told_what_waits_why_and_that_it_goes_on(fake, service, datum, caplog):
+@pytest.mark.parametrize("status", [408, 200])  # older servers say it with a success
+def test_o8_a_callback_is_told_what_waits_why_and_that_it_goes_on(
+    fake, service, datum, caplog, status
+):
     told: list[tinkex.QueueState] = []
     training = service.create_lora_training_client("fake/model")
-    fake.script("retrieve_future", paused(), paused(), paused("one job ahead"))
+    last = paused("one job ahead", status=status)
+    fake.script("retrieve_future", paused(status=status), paused(status=status), last)
     with tinkex.on_queue_state(told.append):
         training.forward_backward([datum], "cross_entropy").result(5)
     subject = f"Training of {training.model_id}"

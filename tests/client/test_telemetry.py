@@ -215,14 +215,18 @@ if sys.argv[2] == "fork" and os.fork() == 0:
     sampling.sample(prompt, 1, tinkex.SamplingParams(max_tokens=1)).result(10)
     service.close("success").result(10)
     os._exit(0)
-if sys.argv[2] == "fork":
+if sys.argv[2] == "fork and leave" and os.fork() == 0:
+    own = tinkex.ServiceClient(base_url=sys.argv[1])
+    own.create_sampling_client(base_model="fake/model")
+    sys.exit(0)
+if sys.argv[2].startswith("fork"):
     os.wait()
 """
 
 
-@pytest.mark.parametrize("how", ["leave", "fork"])
+@pytest.mark.parametrize("how", ["leave", "fork", "fork and leave"])
 def test_e2_what_is_left_is_sent_when_the_program_ends_and_a_fork_is_another_process(loopback, how):
-    if how == "fork" and not hasattr(os, "fork"):
+    if how != "leave" and not hasattr(os, "fork"):
         pytest.skip("no fork here")
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, loopback.url, how],
@@ -235,6 +239,11 @@ def test_e2_what_is_left_is_sent_when_the_program_ends_and_a_fork_is_another_pro
     batches = [seen.json() for seen in sent(loopback.fake)]
     kinds = [[event["event"] for event in batch["events"]] for batch in batches]
     assert ["SESSION_START", "GENERIC_EVENT", "SESSION_END"] in kinds
+    names = [event.get("event_name") for batch in batches for event in batch["events"]]
+    assert names.count("mine") == 1
+    if how == "fork and leave":  # the child reports its own session, and nothing of its parent's
+        assert len(batches) == len({batch["session_id"] for batch in batches}) == 2
+        return
     processes = {batch["process_uuid"] for batch in batches}
     assert len(processes) == len(batches) == (2 if how == "fork" else 1)
     assert len({batch["session_id"] for batch in batches}) == 1

@@ -371,6 +371,20 @@ def test_chunks_of_a_batch_come_back_as_one_result(chunked, datum):
     assert result.metrics["loss:sum"] == pytest.approx(7 * single.metrics["loss:sum"])
 
 
+def test_a_batch_is_cut_by_bytes_too(datum):
+    size = 3 * 4 + 3 * 8 + 3 * 4  # tokens, targets, weights
+    fake = FakeService(config={"fwdbwd_max_chunk_bytes_count": 2 * size})
+    with fake.client() as service:
+        training = service.create_lora_training_client("fake/model", rank=4)
+        result = training.forward_backward([datum] * 5, "cross_entropy").result(5)
+    assert len(result.loss_fn_outputs) == 5
+    passes = [seen.body for seen in fake.requests if seen.endpoint == "forward_backward"]
+    counts = [
+        len(decode_forward_backward_request(p)[0].forward_backward_input.data) for p in passes
+    ]
+    assert sorted(counts) == [1, 2, 2]
+
+
 def test_the_first_chunk_is_sent_last_and_what_follows_after_it(chunked, datum):
     fake, training = chunked
     batch = training.forward_backward([datum] * 7, "cross_entropy")

@@ -195,6 +195,13 @@ def test_the_same_seed_draws_the_same_tokens_alone_and_in_a_batch(
         assert_equal(sample(engine, [one], [adapter_used])[0], answer)
 
 
+def test_another_seed_and_another_sample_draw_other_tokens(engine: Engine) -> None:
+    options = {"samples": 3, "max_tokens": 24, "temperature": 1.0, "stop": []}
+    requests = [request([1, 2, 3], seed=seed, **options) for seed in (1, 2)]
+    drawn = [tuple(s.tokens) for answer in sample(engine, requests) for s in answer.sequences]
+    assert len(set(drawn)) == 6
+
+
 def test_sequences_that_had_to_make_room_go_on_unchanged(
     engine: Engine, models: dict[str, Path]
 ) -> None:
