@@ -183,9 +183,9 @@ class Calls:
         while True:
             attempt += 1
             if self.lane.backoff.left_s > 0:
-                left_s = max(give_up_s, LONG_WAIT_S) - (self._clock() - started)
+                time_s = max(give_up_s, LONG_WAIT_S) - (self._clock() - started)
                 # A call for which "busy" is no failure has all the time there is.
-                await self._wait_while_busy(math.inf if busy_s is not None else left_s)
+                await self._wait_while_busy(math.inf if busy_s is not None else time_s)
             if breaker is not None and (left_s := breaker.blocked_s()) is not None:
                 raise self._not_asked(path, kind, left_s)
             try:
