@@ -113,11 +113,12 @@ def batch(data: object) -> list[Datum]:
             raise TypeError(
                 f"data[{index}] is a {type(datum).__name__}; a pass takes a list of Datum."
             )
-        if any(chunk.type == "image_asset_pointer" for chunk in datum.model_input.chunks):
-            raise ValueError(
-                f"data[{index}] holds an ImageAssetPointerChunk, which a training pass cannot "
-                "carry. Send the image itself as an ImageChunk."
-            )
+        for chunk in datum.model_input.chunks:
+            if chunk.type == "image_asset_pointer":
+                raise ValueError(
+                    f"data[{index}] holds an ImageAssetPointerChunk, which a training pass cannot "
+                    "carry. Send the image itself as an ImageChunk."
+                )
         found[index] = _as_it_is(datum)
     return found
 
@@ -125,17 +126,15 @@ def batch(data: object) -> list[Datum]:
 def _as_it_is(datum: Datum) -> Datum:
     """The same datum with a dict of its own; the tensors in it never change."""
     inputs = datum.loss_fn_inputs
-    if any(not isinstance(value, TensorData) for value in inputs.values()):
-        return replace(datum)  # what was put in after construction becomes a tensor too
+    for value in inputs.values():
+        if type(value) is not TensorData:
+            return replace(datum)  # what was put in after construction becomes a tensor too
     # Not by the constructor: large batches pass here, and everything was checked.
-    own = object.__new__(type(datum))
-    for name, value in (
-        ("model_input", datum.model_input),
-        ("loss_fn_inputs", inputs.copy()),
-        ("model_input_spans", datum.model_input_spans),
-        ("loss_fn_input_spans", datum.loss_fn_input_spans),
-    ):
-        object.__setattr__(own, name, value)
+    own, put = object.__new__(type(datum)), object.__setattr__
+    put(own, "model_input", datum.model_input)
+    put(own, "loss_fn_inputs", inputs.copy())
+    put(own, "model_input_spans", datum.model_input_spans)
+    put(own, "loss_fn_input_spans", datum.loss_fn_input_spans)
     return own
 
 

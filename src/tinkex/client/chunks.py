@@ -24,9 +24,10 @@ def input_bytes(model_input: ModelInput, *, per_token: int = 4) -> int:
 
 def datum_bytes(datum: Datum) -> int:
     """About how many bytes a datum has as protobuf."""
-    # `nbytes` counts the indices of a sparse tensor too, 8 bytes each.
-    tensors = sum(tensor.nbytes for tensor in datum.loss_fn_inputs.values())
-    return input_bytes(datum.model_input) + tensors
+    size = input_bytes(datum.model_input)
+    for tensor in datum.loss_fn_inputs.values():
+        size += tensor.nbytes  # with the indices of a sparse tensor, 8 bytes each
+    return size
 
 
 def cut(sizes: Sequence[int], *, max_count: int, max_bytes: int) -> list[slice]:

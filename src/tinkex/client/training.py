@@ -156,8 +156,8 @@ class TrainingClient(SpeaksText):
     ) -> Callable[[Connection], list[Part]]:
         data = arguments.batch(data)
         arguments.loss_name(loss_fn)
-        # Checks the name of the loss here, where the caller sees it.
-        ForwardBackwardInput(data=data, loss_fn=loss_fn, loss_fn_config=config)
+        # Checks the name of the loss here, where the caller sees it. The data were checked above.
+        ForwardBackwardInput(data=[], loss_fn=loss_fn, loss_fn_config=config)
         sizes = [datum_bytes(datum) for datum in data]
 
         def parts(connection: Connection) -> list[Part]:
