@@ -1,6 +1,7 @@
 """Adapters that leave memory and come back: nobody notices but the disk."""
 
 import gc
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -250,3 +251,42 @@ def test_a_gpu_s_adapters_go_to_the_host_first_and_then_to_disk(
     tiers = {name: entry.tier for name, entry in host_shelf._entries.items()}
     assert tiers == {"1": Tier.DEVICE, "2": Tier.HOST, "3": Tier.DISK}
     assert moved[2:] == [("3", "cpu"), ("2", "cuda"), ("2", "cpu"), ("1", "from disk to cuda")]
+
+
+def test_an_adapter_that_leaves_after_a_pass_leaves_its_memory(
+    engine_with: Make, one_adapter: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_with(adapter_bytes=one_adapter)
+    data = work([weighted(np.random.default_rng(0), 6)])
+
+    def vectors(model_id: str) -> list[weakref.ref[torch.Tensor]]:
+        adapter = engine._adapters[model_id]
+        return [weakref.ref(adapter.master), weakref.ref(adapter.grad)]
+
+    def are_free(held: list[weakref.ref[torch.Tensor]]) -> bool:
+        gc.collect()
+        return all(one() is None for one in held)
+
+    engine.create("spilled", LORA, AdamOptimizerConfig())
+    engine.run_pass("spilled", data, backward=True)
+    held = vectors("spilled")
+    engine.create("dropped", LORA, AdamOptimizerConfig())  # there is room for one
+    assert are_free(held)
+
+    engine.run_pass("dropped", data, backward=True)
+    held = vectors("dropped")
+    engine.drop("dropped")
+    assert are_free(held)
+
+    engine.create("failing", LORA, AdamOptimizerConfig())
+    with monkeypatch.context() as patched:
+        patched.setattr(engine.model._decoder.norm, "forward", fail_in_the_model)
+        with pytest.raises(RuntimeError, match="in the model"):
+            engine.run_pass("failing", data, backward=True)
+    held = vectors("failing")
+    engine.drop("failing")
+    assert are_free(held)
+
+
+def fail_in_the_model(*_: object) -> None:
+    raise RuntimeError("in the model")

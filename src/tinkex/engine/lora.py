@@ -133,7 +133,7 @@ class Route(NamedTuple):
 
 
 class Routing:
-    """The routes of the pass that is running: one object, shared by all layers of one model."""
+    """The routes of the pass that is running, if one is: one object, shared by all layers."""
 
     def __init__(self) -> None:
         self.routes: Sequence[Route] = ()

@@ -99,17 +99,21 @@ class BaseModel:
     ) -> Tensor:
         """The last hidden states [T, H] of a packed pass, ready for the head."""
         self._routing.routes = routes
-        with torch.set_grad_enabled(gradients):
-            embedded = self._embed(ids_T.unsqueeze(0))
-            if gradients:
-                # Nothing else in the model has gradients: this is what makes autograd record.
-                embedded.requires_grad_()
-            output = self._decoder(
-                inputs_embeds=embedded,
-                position_ids=packing.positions_1T,
-                use_cache=False,
-                packing=packing,
-            )
+        try:
+            with torch.set_grad_enabled(gradients):
+                embedded = self._embed(ids_T.unsqueeze(0))
+                if gradients:
+                    # Nothing else in the model has gradients: this is what makes autograd record.
+                    embedded.requires_grad_()
+                output = self._decoder(
+                    inputs_embeds=embedded,
+                    position_ids=packing.positions_1T,
+                    use_cache=False,
+                    packing=packing,
+                )
+        finally:
+            # Routes hold the memory of adapters, which may be dropped or spilled after the pass.
+            self._routing.routes = ()
         hidden_1TH: Tensor = output.last_hidden_state
         return hidden_1TH[0]
 
