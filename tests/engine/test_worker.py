@@ -1,21 +1,28 @@
 """The engine process's loop, turn by turn: which orders one micro-batch answers."""
 
+import contextlib
 import json
+import os
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch
 
 from server.api.test_custom_losses import loss
-from tinkex.engine import Engine, EngineSettings
+from tinkex.engine import Engine, EngineSettings, process
+from tinkex.engine.checkpoints import Files, write
 from tinkex.engine.devices import is_broken, is_full
 from tinkex.engine.process import Wire, Worker
 from tinkex.wire import frames
+from tinkex.wire.codec import encode_json
 from tinkex.wire.inputs import Datum, ModelInput
 from tinkex.wire.proto import frames_pb2
 from tinkex.wire.protobuf import decode_forward_backward_output, encode_forward_backward_request
+from tinkex.wire.sampling import SampleRequest, SamplingParams
 from tinkex.wire.training import ForwardBackwardInput, ForwardBackwardRequest
 
 
@@ -36,12 +43,20 @@ class Turns:
 
     def turn(self) -> dict[int, frames.Report]:
         """What one turn of training answered."""
-        self.worker._train_once()
+        return self._said_by(self.worker._train_once)
+
+    def whole_turn(self) -> dict[int, frames.Report]:
+        """What a turn of everything answered."""
+        return self._said_by(self.worker.turn)
+
+    def _said_by(self, act: Callable[[], None]) -> dict[int, frames.Report]:
+        act()
         # A mark behind everything that was said in this turn.
         self.worker._wire.send(frames.Report(ticket=0))
         said = {}
-        while (report := self._report()).ticket:
-            said[report.ticket] = report
+        while (report := self._report()).WhichOneof("body"):
+            if report.ticket:  # sizes and counts answer nothing
+                said[report.ticket] = report
         return said
 
     def _report(self) -> frames.Report:
@@ -199,6 +214,132 @@ def test_a_device_that_is_lost_is_told_from_one_that_is_full() -> None:
     assert not is_broken(full)
     assert not is_broken(RuntimeError("a bug"))
     assert not is_broken(ValueError("a bug"))
+
+
+class Exited(BaseException):
+    """The process would be gone."""
+
+
+@pytest.fixture
+def exits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    statuses: list[int] = []
+
+    def leave(status: int) -> NoReturn:
+        statuses.append(status)
+        raise Exited
+
+    monkeypatch.setattr(os, "_exit", leave)
+    return statuses
+
+
+LOST = RuntimeError("CUDA error: device-side assert triggered")
+FULL = torch.OutOfMemoryError("CUDA out of memory")
+
+
+@pytest.mark.parametrize("error", [LOST, FULL, ValueError("a bug")])
+def test_telling_of_a_failure_never_ends_the_process(error: Exception, exits: list[int]) -> None:
+    assert str(error) in process._failed(1, error).failed.message
+    assert str(error) in process._muddled(1, error).failed.message
+    assert not exits
+
+
+def test_a_lost_device_ends_the_process_and_a_full_one_if_nothing_smaller_is_left(
+    turns: Turns, exits: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails_with(error: Exception) -> None:
+        def fail(*_: object, **__: object) -> NoReturn:
+            raise error
+
+        for name in ("run_together", "optim_step", "copy", "submit"):
+            monkeypatch.setattr(turns.worker._engine, name, fail)
+
+    sample = frames_pb2.Sample(payload=frames_pb2.Payload(inline=SAMPLE))
+    for error in (LOST, FULL):
+        fails_with(error)
+        for work in (
+            {"run_pass": passes("a", 1, 4)},
+            {"optim_step": step("a")},
+            {"snapshot": frames_pb2.Snapshot(model_id="a", folder="nowhere")},
+            {"sample": sample},
+        ):
+            exits.clear()
+            with contextlib.suppress(Exited):
+                turns.order(**work)
+                turns.turn()
+            assert exits == [frames.GAVE_OUT]
+            turns.worker._training.clear()
+    exits.clear()
+    tickets = [turns.order(run_pass=passes(name, 1, 4)) for name in "ab"]
+    assert sorted(turns.turn()) == tickets  # tried apart: each may fit by itself
+    fails_with(LOST)
+    for name in "ab":
+        turns.order(run_pass=passes(name, 1, 4))
+    with pytest.raises(Exited):
+        turns.turn()
+    turns.worker._training.clear()
+
+
+SAMPLE = encode_json(
+    SampleRequest(
+        prompt=ModelInput.from_ints([1, 2, 3]),
+        sampling_params=SamplingParams(max_tokens=2, stop=[]),
+        num_samples=1,
+    )
+)
+
+
+class SlowDisk:
+    """Writes of snapshots that end when they are let."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.lets = threading.Semaphore(0)
+        self.written: list[str] = []
+
+        def slow(files: Files, folder: Path) -> int:
+            assert self.lets.acquire(timeout=30)
+            self.written.append(folder.name)
+            return write(files, folder)
+
+        monkeypatch.setattr(process, "write_files", slow)
+
+
+@pytest.mark.parametrize("most_bytes", [2**28, 1])
+def test_snapshots_wait_for_a_slow_disk_and_nobody_for_them(
+    turns: Turns, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most_bytes: int
+) -> None:
+    monkeypatch.setattr(process, "COPIES_BYTES", most_bytes)
+    disk = SlowDisk(monkeypatch)
+    snapshots = {
+        name: turns.order(snapshot=frames_pb2.Snapshot(model_id=name, folder=str(tmp_path / name)))
+        for name in "ab"
+    }
+    behind = {name: turns.order(run_pass=passes(name, 1, 4)) for name in "abc"}
+    sample = turns.order(sample=frames_pb2.Sample(payload=frames_pb2.Payload(inline=SAMPLE)))
+    said: dict[int, frames.Report] = {}
+
+    def work_on() -> None:
+        for _ in range(8):
+            if turns.worker._engine.sampling or turns.worker._next_model():
+                said.update(turns.whole_turn())
+
+    computing = threading.Thread(target=work_on, daemon=True)
+    computing.start()
+    computing.join(15)
+    stood_still = computing.is_alive()
+    at_once = set(said)
+    disk.lets.release(2)
+    computing.join(15)
+    assert not stood_still, "the computing thread waits for the disk"
+    # With room for one copy only b itself waits: its pass comes after its snapshot.
+    waits = set() if most_bytes > 1 else {behind["b"]}
+    assert at_once == {sample, *behind.values()} - waits
+    while turns.worker._copies_bytes or turns.worker._next_model():
+        said.update(turns.whole_turn())
+    assert said.keys() == {sample, *snapshots.values(), *behind.values()}
+    assert disk.written == ["a", "b"]
+    assert all(report.WhichOneof("body") == "done" for report in said.values())
+    for name in "ab":
+        assert turns.worker._engine.restore(name, tmp_path / name) == {}
 
 
 def test_deterministic_engines_never_mix(turns_on: Callable[[bool], Turns]) -> None:

@@ -134,6 +134,11 @@ class File:
 Files = Mapping[str, File]
 
 
+def memory_bytes(files: Files) -> int:
+    """What the vectors behind files take while they wait to be written."""
+    return sum(flat.nbytes for file in files.values() for flat in file.flat.values())
+
+
 def _everything(adapter: TrainingAdapter, base_model: str, meta: Mapping[str, Any]) -> Files:
     """What a snapshot is made of."""
     # By their bytes: a minus zero is not what an optimizer step leaves, and bytes are quickest.

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from tinkex.engine import Engine, EngineSettings
-from tinkex.engine.checkpoints import NotWritten
+from tinkex.engine.checkpoints import Files, NotWritten, memory_bytes
 from tinkex.engine.checkpoints import write as write_files
 from tinkex.engine.devices import is_broken, is_full
 from tinkex.engine.engine import NoSuchModel
@@ -71,6 +71,9 @@ SAMPLES_WAIT_S = 0.5
 #: And has this many tokens at least, or training would crawl.
 FEWEST_TOKENS = 256
 
+#: Copies of models that wait to be written take this much of the host's memory, and one copy more.
+COPIES_BYTES = 256 * 2**20
+
 
 class Wire:
     """The socket to the web process."""
@@ -78,7 +81,7 @@ class Wire:
     def __init__(self, descriptor: int, roll: int | None = None) -> None:
         self._socket = socket.socket(fileno=descriptor)
         self._roll = roll
-        self.inbox: queue.SimpleQueue[frames.Order] = queue.SimpleQueue()
+        self.inbox: queue.SimpleQueue[frames.Order | Written] = queue.SimpleQueue()
         self._sending = threading.Lock()
 
     def listen(self) -> None:
@@ -124,6 +127,40 @@ class Job:
     compute_s: float = 0.0
 
 
+@dataclass(frozen=True, kw_only=True)
+class Written:
+    """A copy of a model has been written, or could not be: its memory is free."""
+
+    size_bytes: int
+
+
+class SnapshotWriter:
+    """A thread that writes copies of models, one after the other, while the engine computes."""
+
+    def __init__(self, wire: Wire) -> None:
+        self._wire = wire
+        self._copies: queue.SimpleQueue[tuple[int, Path, Files]] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="tinkex-snapshots", daemon=True).start()
+
+    def put(self, ticket: int, folder: Path, copied: Files) -> None:
+        """The order is answered when the copy is written."""
+        self._copies.put((ticket, folder, copied))
+
+    def _run(self) -> None:
+        while True:
+            self._wire.inbox.put(Written(size_bytes=self._write(*self._copies.get())))
+
+    def _write(self, ticket: int, folder: Path, copied: Files) -> int:
+        began_s = time.perf_counter()
+        try:
+            result = json.dumps({"size_bytes": write_files(copied, folder)}).encode()
+        except Exception as error:  # noqa: BLE001  every failure is an answer to one order
+            self._wire.send(_failed(ticket, error))
+        else:
+            self._wire.send(_done(ticket, result, time.perf_counter() - began_s))
+        return memory_bytes(copied)
+
+
 class Worker:
     """The computing thread: an engine and what waits for it."""
 
@@ -142,8 +179,9 @@ class Worker:
         self._trained_s = self._sampled_s = 0.0
         self._told_s = 0.0
         self._told: frames_pb2.Stats | None = None
-        #: Writes a snapshot, or has written one.
-        self._writing: threading.Thread | None = None
+        self._snapshots = SnapshotWriter(wire)
+        #: Of copies that are not written yet.
+        self._copies_bytes = 0
 
     def run(self) -> None:
         while True:
@@ -158,7 +196,7 @@ class Worker:
                 self._decode()
                 self._sampled_s += time.perf_counter() - began_s
             # Samples get bursts until they had as much time as the last part of training.
-            if self._training and not (self._engine.sampling and self._behind()):
+            if self._next_model() and not (self._engine.sampling and self._behind()):
                 began_s = time.perf_counter()
                 self._train_once()
                 self._trained_s, self._sampled_s = time.perf_counter() - began_s, 0.0
@@ -169,7 +207,7 @@ class Worker:
 
     def _admit(self) -> None:
         """Take in everything that has arrived; wait only when there is nothing else to do."""
-        idle = not self._engine.sampling and not self._training
+        idle = not self._engine.sampling and self._next_model() is None
         self._tell_stats(idle)
         with contextlib.suppress(queue.Empty):
             self._sort(self._wire.inbox.get(block=idle))
@@ -188,7 +226,10 @@ class Worker:
             self._told = stats
             self._wire.send(frames.Report(stats=stats))
 
-    def _sort(self, order: frames.Order) -> None:
+    def _sort(self, order: frames.Order | Written) -> None:
+        if isinstance(order, Written):
+            self._copies_bytes -= order.size_bytes
+            return
         match order.WhichOneof("work"):
             case "sample":
                 self._submit(order)
@@ -218,6 +259,7 @@ class Worker:
                 streams=order.sample.streams,
             )
         except Exception as error:  # noqa: BLE001  every failure is an answer to one order
+            _exit_if_device_lost_or_full(error)
             self._sample_began_s.pop(order.ticket, None)
             self._wire.send(_failed(order.ticket, error))
 
@@ -250,14 +292,33 @@ class Worker:
             began_s = self._sample_began_s.pop(finished.ticket, time.perf_counter())
             outcome = finished.outcome
             if isinstance(outcome, Exception):
+                _exit_if_device_lost_or_full(outcome)
                 self._wire.send(_failed(finished.ticket, outcome))
             else:
                 result = encode_sample_response(outcome)
                 self._wire.send(_done(finished.ticket, result, time.perf_counter() - began_s))
 
+    def _next_model(self) -> str | None:
+        """
+        The model whose last turn is longest ago, of those that can go on.
+
+        One whose snapshot is next waits while there are too many copies. The others do not.
+        """
+        full = self._copies_bytes >= COPIES_BYTES
+        return next(
+            (
+                model_id
+                for model_id, jobs in self._training.items()
+                if not (full and _is_snapshot(jobs[0]))
+            ),
+            None,
+        )
+
     def _train_once(self) -> None:
-        """One operation of the model whose last turn is longest ago, or one micro-batch."""
-        model_id = next(iter(self._training))
+        """One operation of the model whose turn it is, or one micro-batch."""
+        model_id = self._next_model()
+        if model_id is None:
+            return
         if _is_pass(self._training[model_id][0]):
             self._run_passes()
         else:
@@ -265,42 +326,31 @@ class Worker:
 
     def _operate(self, model_id: str) -> None:
         job = self._training[model_id][0]
-        if job.order.WhichOneof("work") == "snapshot":
+        if _is_snapshot(job):
             self._snapshot(model_id, job)
             return
         began_s = time.perf_counter()
         try:
             result = self._train(job)
         except Exception as error:  # noqa: BLE001  every failure is an answer to one order
+            _exit_if_device_lost_or_full(error)
             self._finish(model_id, job, _failed(job.order.ticket, error))
         else:
             compute_s = time.perf_counter() - began_s
             self._finish(model_id, job, _done(job.order.ticket, result, compute_s))
 
     def _snapshot(self, model_id: str, job: Job) -> None:
-        """Copy the model now, and write the copy while everybody goes on."""
-        ticket, folder = job.order.ticket, Path(job.order.snapshot.folder)
-        # One copy in memory at a time.
-        if self._writing is not None:
-            self._writing.join()
+        """Copies the model now; another thread writes the copy while everybody goes on."""
+        order = job.order
         try:
             copied = self._engine.copy(model_id, {})
         except Exception as error:  # noqa: BLE001  every failure is an answer to one order
-            self._finish(model_id, job, _failed(ticket, error))
+            _exit_if_device_lost_or_full(error)
+            self._finish(model_id, job, _failed(order.ticket, error))
             return
+        self._copies_bytes += memory_bytes(copied)
+        self._snapshots.put(order.ticket, Path(order.snapshot.folder), copied)
         self._over(model_id, job)
-
-        def write() -> None:
-            began_s = time.perf_counter()
-            try:
-                result = json.dumps({"size_bytes": write_files(copied, folder)}).encode()
-            except Exception as error:  # noqa: BLE001  every failure is an answer to one order
-                self._wire.send(_failed(ticket, error))
-            else:
-                self._wire.send(_done(ticket, result, time.perf_counter() - began_s))
-
-        self._writing = threading.Thread(target=write, name="tinkex-snapshot", daemon=True)
-        self._writing.start()
 
     def _run_passes(self) -> None:
         """One micro-batch, of rows from every model that has a pass in front and can join."""
@@ -342,8 +392,11 @@ class Worker:
         """A micro-batch failed: one that was alone in it is to blame; several are tried apart."""
         if len(took_part) == 1:
             (job,) = took_part
+            _exit_if_device_lost_or_full(error)
             self._finish(_model_of(job), job, _failed(job.order.ticket, error))
             return
+        # A batch of several that did not fit may fit in parts.
+        _exit_if_device_lost(error)
         log.error("a micro-batch of %d requests failed", len(took_part), exc_info=error)
         # With those behind them: gradients may be half added, so their models are built again.
         for model_id in dict.fromkeys(_model_of(job) for job in took_part):
@@ -375,6 +428,7 @@ class Worker:
                 model_id, request.forward_backward_input, backward=order.backward
             )
         except Exception as error:  # noqa: BLE001  every failure is an answer to one order
+            _exit_if_device_lost_or_full(error)
             self._finish(model_id, job, _failed(job.order.ticket, error))
             return False
         return True
@@ -458,6 +512,10 @@ def _is_pass(job: Job) -> bool:
     return job.order.WhichOneof("work") == "run_pass"
 
 
+def _is_snapshot(job: Job) -> bool:
+    return job.order.WhichOneof("work") == "snapshot"
+
+
 def _front_passes(waiting: Sequence[Job], most: int | None) -> list[Job]:
     """The passes before the first other operation, all with gradients or all without."""
     front: list[Job] = []
@@ -513,23 +571,30 @@ def _grown(ticket: int, grown: Iterable[Grown]) -> frames.Report:
 
 
 def _muddled(ticket: int, error: Exception) -> frames.Report:
-    if is_broken(error):
-        _give_out(error)
     message = f"a batch of several requests failed ({type(error).__name__}: {error})"
     failed = frames_pb2.Failed(category=frames.MUDDLED, message=message)
     return frames.Report(ticket=ticket, failed=failed)
 
 
-def _give_out(error: Exception) -> NoReturn:
-    """Only another process can use the device now: it begins with all of its memory."""
+def _exit_if_device_lost(error: Exception) -> None:
+    """Ends the process if only another one can use the device now."""
+    if is_broken(error):
+        _exit(error)
+
+
+def _exit_if_device_lost_or_full(error: Exception) -> None:
+    """The same when it has no memory left: another process begins with all of it."""
+    if is_broken(error) or is_full(error):
+        _exit(error)
+
+
+def _exit(error: Exception) -> NoReturn:
     log.critical("the device is broken for this process, or full", exc_info=error)
     os._exit(frames.GAVE_OUT)
 
 
 def _failed(ticket: int, error: Exception) -> frames.Report:
     """What cannot be done is the user's to read; everything else is a bug with a number."""
-    if is_broken(error) or is_full(error):
-        _give_out(error)
     if isinstance(error, NoSuchModel):
         # Whoever asked has it built here again.
         failed = frames_pb2.Failed(category=frames.MISSING, message=str(error))
