@@ -1,5 +1,7 @@
 """What the sampler answers, and what it refuses."""
 
+import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -7,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tinkex.engine import Engine, EngineSettings
+from tinkex.engine import Engine, EngineSettings, sampling
+from tinkex.engine.checkpoints import SavedAdapter, read_adapter
 from tinkex.models.tokenizer import Tokenizer, load_tokenizer
 from tinkex.wire.errors import UserFailure
 from tinkex.wire.inputs import ModelInput
@@ -431,8 +434,14 @@ def test_what_never_fits_the_cache_is_refused_with_the_sizes(tiny_folder: Path) 
 
 
 def test_an_adapter_of_another_model_is_refused(engine: Engine, tmp_path: Path) -> None:
-    with pytest.raises(UserFailure, match=r"has no adapter_config.json"):
-        engine.submit(1, request(), adapter=tmp_path)
+    engine.submit(1, request(), adapter=tmp_path)
+    engine.submit(2, request(max_tokens=3), adapter=None)
+    outcomes = {}
+    while engine.sampling:
+        outcomes |= {finished.ticket: finished.outcome for finished in engine.advance()}
+    assert isinstance(outcomes[1], UserFailure)
+    assert "has no adapter_config.json" in str(outcomes[1])
+    assert isinstance(outcomes[2], SampleResponse)
 
 
 def test_idle_adapters_are_let_go_and_come_back(tiny_folder: Path, tmp_path: Path) -> None:
@@ -455,6 +464,38 @@ def test_idle_adapters_are_let_go_and_come_back(tiny_folder: Path, tmp_path: Pat
     again = sample(engine, request(list(range(40)), max_tokens=3), folders[0])
     assert again.prompt_cache_hit_tokens == 0
     assert again == answers[0]
+
+
+def test_a_sample_that_runs_does_not_wait_for_the_adapter_of_another(
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.create("m", LoraConfig(rank=2, seed=1), AdamOptimizerConfig())
+    engine.save("m", tmp_path / "saved", optimizer=False)
+    engine.drop("m")
+    expected = sample(engine, request(max_tokens=5), tmp_path / "saved")
+    assert engine._sampler is not None
+    engine._sampler.drop_adapter(str(tmp_path / "saved"))
+    lets = threading.Event()
+
+    def slow(folder: Path) -> SavedAdapter:
+        assert lets.wait(30)
+        return read_adapter(folder)
+
+    monkeypatch.setattr(sampling.checkpoints, "read_adapter", slow)
+    engine.submit(1, request(max_tokens=40, stop=[]), adapter=None)
+    engine.advance()
+    engine.submit(2, request(max_tokens=5), adapter=tmp_path / "saved")
+    finished = []
+    while not finished:
+        finished += engine.advance()
+    assert [one.ticket for one in finished] == [1]
+    began_s = time.monotonic()
+    assert engine.advance() == []  # training can go on, and nobody asks a thousand times a second
+    assert time.monotonic() - began_s > 0.1
+    lets.set()
+    while engine.sampling:
+        finished += engine.advance()
+    assert finished[1].outcome == expected
 
 
 def test_a_cancelled_request_is_never_answered(engine: Engine) -> None:

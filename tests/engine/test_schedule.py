@@ -1,6 +1,7 @@
 """Who runs when, with numbers in place of tensors."""
 
 import random
+from collections.abc import Callable
 
 import pytest
 
@@ -51,12 +52,14 @@ def schedule(
     tokens: int = 1000,
     between: int | None = None,
     most_idle: int = 0,
+    load_adapter: Callable[[Request], bool] = lambda _: True,
 ) -> Schedule:
     return Schedule(
         Pages(pages, 4, most_idle=most_idle),
         max_sequences=sequences,
         max_batch_tokens=tokens,
         fill_tokens=between,
+        load_adapter=load_adapter,
     )
 
 
@@ -205,6 +208,22 @@ def test_neighbours_share_an_adapter() -> None:
     assert isinstance(step, DecodeStep)
     assert groups(step.sequences) == [(0, 2, None), (2, 3, "a"), (3, 5, "b")]
     assert plan.adapters_in_use() == {"a", "b", None}
+
+
+def test_who_waits_for_an_adapter_is_next_and_uses_none() -> None:
+    there: set[str | None] = {None, "a"}
+    plan = schedule(64, load_adapter=lambda request: request.adapter in there)
+    for ticket, adapter in enumerate(["a", "b", "a"]):
+        plan.add(request(ticket, 4, 2, adapter=adapter))
+    machine = Machine(plan)
+    machine.step()
+    assert plan.adapters_in_use() == {"a"}
+    assert plan.adapters_waited_for() == {"a", "b"}
+    machine.step()
+    assert plan.next_step() is None  # nobody overtakes
+    there.add("b")
+    machine.run()
+    assert not plan.busy
 
 
 def test_the_youngest_makes_room_and_goes_on_later() -> None:

@@ -145,6 +145,56 @@ def test_samplers_count_and_give_way_first(
     assert [sample(engine, [asked], [folder])[0] for folder in folders] == first
 
 
+def saved_adapters(engine: Engine, folder: Path, count: int) -> list[Path]:
+    """Different adapters of LORA's size."""
+    folders = [folder / str(seed) for seed in range(count)]
+    for seed, one in enumerate(folders):
+        engine.create("saved", LoraConfig(rank=4, seed=seed), AdamOptimizerConfig())
+        data = work([weighted(np.random.default_rng(seed), 6)])
+        engine.run_pass("saved", data, backward=True)
+        engine.optim_step("saved", AdamParams(learning_rate=0.1))
+        engine.save("saved", one, optimizer=False)
+        engine.drop("saved")
+    return folders
+
+
+@pytest.mark.parametrize("limit", ["adapters", "everything"])
+def test_samples_of_more_adapters_than_fit_wait_for_each_other(
+    engine_with: Make, one_adapter: int, tmp_path: Path, limit: str
+) -> None:
+    large = engine_with()
+    folders = saved_adapters(large, tmp_path, 9)
+    # One in training and two of samplers, which are a quarter each.
+    room = one_adapter * 3 // 2
+    settings = {"adapter_bytes": room}
+    if limit == "everything":
+        smallest = large.plan.base + large.plan.reserved + 600 * large.model.cache_bytes_per_token
+        settings["memory_bytes"] = smallest + room + 16 * large.model.bytes_per_token
+    small = engine_with(**settings)
+    folders_of = [*folders, *reversed(folders), None, folders[0]]
+    asked = [
+        request([1, 2, seed % 5], max_tokens=12, seed=seed, stop=[])
+        for seed in range(len(folders_of))
+    ]
+    expected = [
+        sample(large, [one], [folder])[0] for one, folder in zip(asked, folders_of, strict=True)
+    ]
+    small.create("a", LORA, AdamOptimizerConfig())
+    for ticket, (one, folder) in enumerate(zip(asked, folders_of, strict=True)):
+        small.submit(ticket, one, adapter=folder)
+    data = work([weighted(np.random.default_rng(0), 6)])
+    outcomes = {}
+    while small.sampling:
+        outcomes |= {finished.ticket: finished.outcome for finished in small.advance()}
+        assert small.stats().sampler_adapters_bytes <= room
+        small.run_pass("a", data, backward=True)  # in the middle of it all
+    for ticket, answer in enumerate(expected):
+        found = outcomes[ticket]
+        assert not isinstance(found, Exception), found
+        assert found.sequences[0].tokens == answer.sequences[0].tokens
+    assert small.optim_step("a", AdamParams())["grad_norm:mean"] > 0
+
+
 def test_what_can_never_fit_is_refused_with_the_sizes(engine_with: Make, one_adapter: int) -> None:
     engine = engine_with(adapter_bytes=one_adapter)
     with pytest.raises(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -28,12 +27,20 @@ MAX_RANK = 512
 FLAT = ("master", "m", "v", "grad")
 
 
-@dataclass(frozen=True, kw_only=True)
 class SamplerAdapter:
     """Weights that never change, in the base model's number format."""
 
-    live: Tensor
-    pairs: Mapping[str, Pair]
+    def __init__(self, *, layout: Layout, scale: float, live: Tensor) -> None:
+        self._layout, self._scale = layout, scale
+        self.live = live
+        self.pairs: Mapping[str, Pair] = make_pairs(layout, live, scale=scale)
+
+    def to(self, device: torch.device) -> SamplerAdapter:
+        """The same in another memory, or itself if it is there."""
+        live = self.live.to(device)
+        if live is self.live:
+            return self
+        return SamplerAdapter(layout=self._layout, scale=self._scale, live=live)
 
 
 class TrainingAdapter:

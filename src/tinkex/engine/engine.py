@@ -239,6 +239,7 @@ class Engine:
         """
         Puts a sample in line; `adapter` is an immutable checkpoint folder, None the base.
 
+        The folder is read when the sample's turn comes: what is wrong with it is the outcome then.
         Owners share the sampler evenly, whoever sends more. With `streams` its tokens are in
         `grown` as they are drawn.
         """
@@ -248,6 +249,7 @@ class Engine:
                 self.settings,
                 max_batch_tokens=self.max_batch_tokens,
                 kv_tokens=self.plan.kv_tokens,
+                must_wait=self._adapters.must_wait,
                 make_room=self._adapters.make_adapter_room,
                 clock=self._uses.__next__,
             )

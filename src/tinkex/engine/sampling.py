@@ -8,6 +8,7 @@ import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,7 +22,7 @@ from tinkex.engine.adapters import SamplerAdapter
 from tinkex.engine.attention import CacheLayer, CacheUse, Level, Packing, Reach, Run, Table
 from tinkex.engine.blocks import Pages
 from tinkex.engine.checkpoints import SavedAdapter, describe_difference
-from tinkex.engine.lora import Layout, Route, make_layout, make_pairs
+from tinkex.engine.lora import Layout, Route, make_layout
 from tinkex.engine.model import BaseModel
 from tinkex.engine.pack import Limits, checked_tokens
 from tinkex.engine.pick import Draw, pick
@@ -118,6 +119,14 @@ class _Answer:
     found: int = 0
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Reading:
+    """An adapter that is being read from its folder."""
+
+    key: str
+    adapter: Future[SamplerAdapter]
+
+
 class Sampler:
     def __init__(
         self,
@@ -126,9 +135,12 @@ class Sampler:
         *,
         max_batch_tokens: int,
         kv_tokens: int,
+        must_wait: Callable[[int], bool],
         make_room: Callable[[int, str], None],
         clock: Callable[[], int],
     ) -> None:
+        #: Whether an adapter of this size fits only after one that is in use has left.
+        self._must_wait = must_wait
         #: Called with a size and what it is for before an adapter is loaded; may refuse.
         self._make_room = make_room
         #: Counts uses of adapters, here and in training alike.
@@ -140,6 +152,11 @@ class Sampler:
         )
         self._adapters: OrderedDict[str, SamplerAdapter] = OrderedDict()
         self._last_used: dict[str, int] = {}
+        #: Reads one adapter at a time, so that nobody waits for a disk who does not need it.
+        self._reader = ThreadPoolExecutor(1, "tinkex-adapters")
+        self._reading: _Reading | None = None
+        #: Requests whose adapter could not be loaded.
+        self._refused: list[Finished] = []
         self._answers: dict[int, _Answer] = {}
         #: Streamed sequences with tokens that were not told yet, in the order they got them.
         self._grown: dict[SampleSequence, None] = {}
@@ -157,6 +174,7 @@ class Sampler:
             max_batch_tokens=min(max_batch_tokens, FILL_TOKENS[kind]),
             fill_tokens=FILL_TOKENS_BETWEEN[kind],
             one_request_at_a_time=settings.deterministic,
+            load_adapter=self._load_adapter,
         )
         # Never written before it is needed, so on a CPU the size is only a promise.
         rows = pages.count * pages.size
@@ -189,8 +207,6 @@ class Sampler:
         """Checks the request and puts it in line; a `UserFailure` means that nothing happened."""
         key = None if adapter is None else str(adapter)
         request = self._checked(ticket, wire, key, owner, streams)
-        if adapter is not None:
-            self._load_adapter(adapter)
         self._answers[ticket] = _Answer(
             request=request, prompt=PromptAnswers(wire, request.prompt, request.questions)
         )
@@ -205,20 +221,22 @@ class Sampler:
         """A burst of steps for everybody; ends early when a request is answered."""
         finished: list[Finished] = []
         ends_s = time.perf_counter() + BURST_S
-        with torch.inference_mode():
-            for _ in range(BURST_STEPS):
-                step = self._schedule.next_step()
-                if step is None:
-                    break
-                try:
+        for _ in range(BURST_STEPS):
+            step = self._schedule.next_step()
+            refused, self._refused = self._refused, []
+            finished += refused
+            if step is None:
+                break
+            try:
+                with torch.inference_mode():
                     self._run(step)
-                except Exception as error:
-                    # Whoever was in the step gets to know; everybody else goes on.
-                    log.exception("sampling step failed")
-                    finished += self._fail(tickets_of(step), error)
-                finished += self._collect()
-                if finished or time.perf_counter() > ends_s:
-                    break
+            except Exception as error:
+                # Whoever was in the step gets to know; everybody else goes on.
+                log.exception("sampling step failed")
+                finished += self._fail(tickets_of(step), error)
+            finished += self._collect()
+            if finished or time.perf_counter() > ends_s:
+                break
         self._drop_idle_adapters()
         return finished
 
@@ -321,16 +339,40 @@ class Sampler:
 
     # -- adapters ---------------------------------------------------------------------------------
 
-    def _load_adapter(self, folder: Path) -> None:
-        key = str(folder)
-        if key not in self._adapters:
-            saved = checkpoints.read_adapter(folder)
-            layout = sampler_layout(self._model, saved, folder)
-            size = layout.size * (torch.finfo(self._model.dtype).bits // 8)
-            self._make_room(size, f"the adapter of {folder.name}")
-            self._adapters[key] = load_sampler_adapter(self._model, saved, layout)
+    def _load_adapter(self, request: Request) -> bool:
+        """Whether the adapter of a request that is next in line is in memory, now or already."""
+        key = request.adapter
+        if key is None:
+            return True
+        try:
+            if key not in self._adapters and not self._bring_in(key):
+                return False
+        except Exception as error:  # noqa: BLE001  the outcome of this request, and of no other
+            self._reading = None
+            self._refused += self._fail({request.ticket}, error)
+            return False
         self._adapters.move_to_end(key)
         self._last_used[key] = self._clock()
+        return True
+
+    def _bring_in(self, key: str) -> bool:
+        """Whether an adapter that is not in memory came there; if not, ask again."""
+        if self._reading is None or self._reading.key != key:
+            reading = self._reader.submit(read_sampler_adapter, self._model, Path(key))
+            self._reading = _Reading(key=key, adapter=reading)
+        used = self._schedule.adapters_in_use()
+        # With nothing else to sample the caller need not come back at once.
+        wait([self._reading.adapter], timeout=0 if used else BURST_S)
+        if not self._reading.adapter.done():
+            return False
+        adapter = self._reading.adapter.result()
+        # Samples that use the memory now end some time. Without any it is now or never.
+        if used - {None} and self._must_wait(adapter.live.nbytes):
+            return False
+        self._make_room(adapter.live.nbytes, f"the adapter of {Path(key).name}")
+        self._adapters[key] = adapter.to(self._model.device)
+        self._reading = None
+        return True
 
     def adapter_residents(self) -> list[Resident]:
         """The adapters as whoever plans the memory sees them."""
@@ -354,8 +396,8 @@ class Sampler:
         spare = len(self._adapters) - self._settings.idle_adapters
         if spare <= 0:
             return
-        used = self._schedule.adapters_in_use()
-        for key in [key for key in self._adapters if key not in used][:spare]:
+        kept = self._schedule.adapters_in_use() | self._schedule.adapters_waited_for()
+        for key in [key for key in self._adapters if key not in kept][:spare]:
             self.drop_adapter(key)
 
     def _routes(self, ranges: Sequence[tuple[int, int, AdapterKey]]) -> list[Route]:
@@ -605,7 +647,10 @@ def sampler_layout(model: BaseModel, saved: SavedAdapter, folder: Path) -> Layou
     return make_layout([known[name] for name in known if name in saved.pairs], saved.rank)
 
 
-def load_sampler_adapter(model: BaseModel, saved: SavedAdapter, layout: Layout) -> SamplerAdapter:
-    live = torch.zeros(layout.size, dtype=model.dtype, device=model.device)
+def read_sampler_adapter(model: BaseModel, folder: Path) -> SamplerAdapter:
+    """An adapter for sampling, still in the host's memory."""
+    saved = checkpoints.read_adapter(folder)
+    layout = sampler_layout(model, saved, folder)
+    live = torch.zeros(layout.size, dtype=model.dtype)
     checkpoints.fill(live, layout, saved.pairs)
-    return SamplerAdapter(live=live, pairs=make_pairs(layout, live, scale=saved.scale))
+    return SamplerAdapter(layout=layout, scale=saved.scale, live=live)

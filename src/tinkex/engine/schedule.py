@@ -2,8 +2,9 @@
 
 Two kinds of step take turns: a fill computes the keys and values of known tokens (a prompt, or a
 sequence that had to make room), a decode draws one token for every running sequence. Long prompts
-are filled in pieces while others run. Waiting work is admitted as soon as its pages are free: the
-owner who got the fewest tokens comes next, each owner's requests in order of arrival. What begins
+are filled in pieces while others run. Waiting work is admitted as soon as its pages are free and its
+adapter is in memory: the owner who got the fewest tokens comes next, each owner's requests in order
+of arrival. What waits holds neither pages nor an adapter. What begins
 with tokens that are in the cache, or are just being computed, takes their pages and goes on from
 there. When a running sequence needs a page and there is none, the youngest gives back all of its
 pages and waits to be filled again: its tokens are kept, and since noise depends on seed and position
@@ -12,7 +13,7 @@ only, it goes on as if nothing had happened.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -77,6 +78,9 @@ class CopyRows(NamedTuple):
 class Schedule:
     """
     `max_batch_tokens` are filled in one step, or `fill_tokens` while sequences run: they wait.
+
+    `load_adapter` is asked before a request is admitted. On False the request stays next in line and
+    is asked about again at the next step. The function may also cancel it.
     """
 
     def __init__(
@@ -87,8 +91,10 @@ class Schedule:
         max_batch_tokens: int,
         fill_tokens: int | None = None,
         one_request_at_a_time: bool = False,
+        load_adapter: Callable[[Request], bool] = lambda _: True,
     ) -> None:
         self.pages = pages
+        self._load_adapter = load_adapter
         self._one_at_a_time = one_request_at_a_time
         self._max_sequences = max_sequences
         self._max_batch_tokens = max_batch_tokens
@@ -119,8 +125,12 @@ class Schedule:
         return self._waiting.served
 
     def adapters_in_use(self) -> set[AdapterKey]:
-        fills = {fill.request.adapter for fill in (*self._waiting, *self._filling)}
+        """Those of everything that is admitted."""
+        fills = {fill.request.adapter for fill in self._filling}
         return fills | {sequence.request.adapter for sequence in self._running}
+
+    def adapters_waited_for(self) -> set[AdapterKey]:
+        return {fill.request.adapter for fill in self._waiting}
 
     def add(self, request: Request) -> None:
         fill = Fill(
@@ -270,6 +280,8 @@ class Schedule:
             if places < 1:
                 if self._give_way(owner, 0):
                     continue
+                return
+            if not self._load_adapter(fill.request):
                 return
             if len(fill.sequences) > places:
                 rest = fill.sequences[places:]

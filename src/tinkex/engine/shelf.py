@@ -144,6 +144,15 @@ class Shelf:
         self._free(max(over, size - self.available()))
         self._insist(size, what, "Use a smaller rank, or train fewer kinds of layers")
 
+    def must_wait(self, size: int) -> bool:
+        """Whether room for an adapter comes only when others are not in use any more."""
+        if size > self._plan.adapters:
+            return False
+        residents = self._residents()
+        busy = sum(resident.size for resident in residents if resident.busy)
+        idle = sum(resident.size for resident in residents) - busy
+        return busy + size > self._plan.adapters or size > self.available() + idle
+
     def make_pass_room(self, model_id: str, size: int, what: str, advice: str) -> None:
         """
         Room for what a pass of this model keeps of its tokens, beside the model's own adapter.
