@@ -1,6 +1,7 @@
 """AdamW against torch's own in float64, both fed the same gradients."""
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from tinkex.engine.adapters import TrainingAdapter
 from tinkex.engine.lora import Target
 from tinkex.engine.optimizer import optimizer_step
 from tinkex.wire.errors import UserFailure
-from tinkex.wire.training import AdamParams, LoraConfig
+from tinkex.wire.training import AdamParams, DimuonParams, LoraConfig
 
 STEPS = 20
 
@@ -66,6 +67,89 @@ def test_steps_equal_torch_adamw_in_float64(params: AdamParams) -> None:
         assert report.grad_norm == pytest.approx(float(gradient.double().norm()), rel=1e-6)
         error = (ours.master.double() - leaf.detach()).norm() / leaf.detach().norm()
         assert error <= 1e-6, f"step {step}: {error:.1e}"
+
+
+def step_of_0_1(adapter: TrainingAdapter, params: AdamParams) -> dict[str, float]:
+    """A step as version 0.1 computed it. Its logs are replayed: the bits must stay."""
+    grad, weights, m, v = adapter.grad, adapter.master, adapter.m, adapter.v
+    grad_norm = float(torch.linalg.vector_norm(grad, dtype=torch.float64))
+    if params.grad_clip_norm > 0:
+        grad.mul_(min(1.0, params.grad_clip_norm / (grad_norm + 1e-6)))
+    before = weights.clone()
+    adapter.step += 1
+    if params.weight_decay:
+        weights.mul_(1 - params.learning_rate * params.weight_decay)
+    m.lerp_(grad, 1 - params.beta1)
+    v.mul_(params.beta2).addcmul_(grad, grad, value=1 - params.beta2)
+    correction_m, correction_v = 1 - params.beta1**adapter.step, 1 - params.beta2**adapter.step
+    denominator = v.sqrt().div_(math.sqrt(correction_v)).add_(params.eps)
+    weights.addcdiv_(m, denominator, value=-params.learning_rate / correction_m)
+    grad.zero_()
+    adapter.refresh_live()
+    moved = torch.linalg.vector_norm(weights - before, dtype=torch.float64)
+    return {
+        "grad_norm:mean": grad_norm,
+        "update_norm:mean": float(moved),
+        "learning_rate:mean": params.learning_rate,
+    }
+
+
+@pytest.mark.parametrize("part", [optimizer.PART, 1000, 7])
+def test_steps_have_the_bits_they_had_in_0_1(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = adapter(), adapter()
+    generator = torch.Generator().manual_seed(4)
+    params = AdamParams(learning_rate=1e-2, weight_decay=0.1, beta1=0.8, grad_clip_norm=2.0)
+    for step in range(STEPS):
+        gradient = torch.randn(ours.grad.shape, generator=generator) * 10.0 ** (step % 7 - 4)
+        ours.grad.copy_(gradient)
+        theirs.grad.copy_(gradient)
+        expected = step_of_0_1(theirs, params)
+        with monkeypatch.context() as patched:
+            patched.setattr(optimizer, "PART", part)
+            found = optimizer_step(ours, params).metrics()
+        # In parts only the norms may differ, in the last bits of float64.
+        assert found == (expected if part == optimizer.PART else pytest.approx(expected, rel=1e-13))
+        for name in ("master", "m", "v", "grad", "live"):
+            assert torch.equal(getattr(ours, name), getattr(theirs, name)), (step, name)
+
+
+def peak_bytes(act: Callable[[], object]) -> int:
+    """Of the memory that torch took during the act, beside what it had before."""
+    with torch.profiler.profile(profile_memory=True) as profiler:
+        act()
+    taken = peak = 0
+    for event in profiler.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            taken += event.nbytes()
+            peak = max(peak, taken)
+    return peak
+
+
+@pytest.mark.parametrize("family", ["adamw", "dimuon"])
+def test_a_step_takes_no_memory_that_grows_with_the_adapter(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(optimizer, "PART", 2**16)
+    monkeypatch.setattr(optimizer, "STACK", 2**16)
+    params = AdamParams() if family == "adamw" else DimuonParams(learning_rate=1e-3)
+    peaks = []
+    for layers in (20, 80):
+        targets = [
+            Target(name=str(i), kind="mlp", inputs=512, outputs=256, group=str(i))
+            for i in range(layers)
+        ]
+        large = TrainingAdapter(
+            lora=LoraConfig(rank=16),
+            targets=targets,
+            seed=1,
+            model_dtype=torch.float32,
+            device=torch.device("cpu"),
+            optimizer=family,
+        )
+        large.grad.normal_()
+        peaks.append(peak_bytes(lambda large=large: optimizer_step(large, params)))
+    assert peaks[1] <= peaks[0] * 1.1
+    assert peaks[1] < large.master.nbytes / 2
 
 
 def test_a_step_takes_the_gradient_with_it() -> None:

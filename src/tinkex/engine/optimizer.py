@@ -2,6 +2,9 @@
 
 Both clip by the global norm first, refuse a gradient that is not finite and a step whose result would
 not be, and leave the gradient at zero.
+A step takes no memory that grows with the adapter: what it needs beside the vectors is made for a
+part of them at a time, and fits what is reserved for logits, which nobody needs during a step. Only
+one whose numbers may leave float32 is taken on copies.
 """
 
 from __future__ import annotations
@@ -30,6 +33,13 @@ LARGEST = torch.finfo(torch.float32).max
 #: Below these bounds no step can leave float32, so most steps need no copy to go back to.
 SAFE_UPDATE = 1e30
 SAFE_GRADIENT = 1e15
+
+
+#: Elements of a vector of which a norm or a denominator is made at a time: 128 MB in float64. A norm
+#: in one part has the bits it always had, so this is more than most adapters have.
+PART = 2**24
+#: The same for dimuon, which works with about six copies of the matrices.
+STACK = 2**22
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +97,7 @@ def optimizer_step(adapter: TrainingAdapter, params: OptimParams) -> StepReport:
     a moment would not be: everything stays as it was, the gradient included.
     """
     checked = check_params(adapter.optimizer, params)
-    grad_norm = float(torch.linalg.vector_norm(adapter.grad, dtype=torch.float64))
+    grad_norm = norm(adapter.grad)
     if not math.isfinite(grad_norm):
         raise UserFailure(
             f"the gradient is not finite ({grad_norm}), so optimizer step {adapter.step + 1} was "
@@ -99,7 +109,6 @@ def optimizer_step(adapter: TrainingAdapter, params: OptimParams) -> StepReport:
         kept = {name: getattr(adapter, name).clone() for name in FLAT}
     if checked.grad_clip_norm > 0:
         adapter.grad.mul_(min(1.0, checked.grad_clip_norm / (grad_norm + CLIP_EPS)))
-    before = adapter.master.clone()
     adapter.step += 1
     if isinstance(checked, AdamParams):
         update_weights(
@@ -107,16 +116,18 @@ def optimizer_step(adapter: TrainingAdapter, params: OptimParams) -> StepReport:
         )
     else:
         update_matrices(adapter.master, adapter.grad, adapter.m, adapter.layout, params=checked)
+    update_norm = norm(torch.sub(adapter.master, adapter.grad, out=adapter.grad))
     adapter.grad.zero_()
     adapter.refresh_live()
-    moved = float(torch.linalg.vector_norm(adapter.master - before, dtype=torch.float64))
-    if kept is not None and not (math.isfinite(moved) and _is_finite(adapter)):
+    if kept is not None and not (math.isfinite(update_norm) and _is_finite(adapter)):
         for name, values in kept.items():
             getattr(adapter, name).copy_(values)
         adapter.step -= 1
         adapter.refresh_live()
         raise _too_large(checked, grad_norm)
-    return StepReport(grad_norm=grad_norm, update_norm=moved, learning_rate=checked.learning_rate)
+    return StepReport(
+        grad_norm=grad_norm, update_norm=update_norm, learning_rate=checked.learning_rate
+    )
 
 
 def _may_overflow(
@@ -150,19 +161,31 @@ def _too_large(params: AdamParams | DimuonParams, grad_norm: float) -> UserFailu
     )
 
 
+def norm(flat: Tensor) -> float:
+    """The Euclidean norm, added up in float64; torch makes a float64 copy of what it is given."""
+    parts = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in flat.split(PART)]
+    return float(parts[0] if len(parts) == 1 else torch.linalg.vector_norm(torch.stack(parts)))
+
+
 def update_weights(
     weights: Tensor, grad: Tensor, m: Tensor, v: Tensor, *, step: int, params: AdamParams
 ) -> None:
-    """torch.optim.AdamW's update, in the same order: decay, moments, bias correction, eps."""
-    if params.weight_decay:
-        weights.mul_(1 - params.learning_rate * params.weight_decay)
+    """
+    torch.optim.AdamW's update: moments, decay, bias correction, eps.
+
+    Leaves the weights as they were where the gradient was: nobody needs it any more.
+    """
     m.lerp_(grad, 1 - params.beta1)
     v.mul_(params.beta2).addcmul_(grad, grad, value=1 - params.beta2)
+    grad.copy_(weights)
+    if params.weight_decay:
+        weights.mul_(1 - params.learning_rate * params.weight_decay)
     correction_m = 1 - params.beta1**step
     correction_v = 1 - params.beta2**step
-    # eps is added to the corrected root, so its size does not depend on the step.
-    denominator = v.sqrt().div_(math.sqrt(correction_v)).add_(params.eps)
-    weights.addcdiv_(m, denominator, value=-params.learning_rate / correction_m)
+    for w, m_part, v_part in zip(weights.split(PART), m.split(PART), v.split(PART), strict=True):
+        # eps is added to the corrected root, so its size does not depend on the step.
+        denominator = v_part.sqrt().div_(math.sqrt(correction_v)).add_(params.eps)
+        w.addcdiv_(m_part, denominator, value=-params.learning_rate / correction_m)
 
 
 # -- dimuon ---------------------------------------------------------------------------------------
@@ -186,9 +209,11 @@ def update_matrices(
     Muon's update for every A and B by itself: M <- beta1·M + (1 - beta1)·G, W <- W - lr·s·O(M).
 
     O takes the singular values to about 1, so every direction that the momentum has moves by the
-    same amount; s = 0.2·sqrt(max(rows, columns)) makes the update's root mean square 0.2.
+    same amount; s = 0.2·sqrt(max(rows, columns)) makes the update's root mean square 0.2. Leaves the
+    weights as they were where the gradient was, as AdamW's does.
     """
     m.lerp_(grad, 1 - params.beta1)
+    grad.copy_(weights)
     for shape, momenta, targets in _by_shape(m, weights, layout):
         step = params.learning_rate * UPDATE_RMS * math.sqrt(max(shape))
         for target, update in zip(targets, orthogonalised(torch.stack(momenta)), strict=True):
@@ -210,7 +235,7 @@ def orthogonalised(stack: Tensor) -> Tensor:
 def _by_shape(
     m: Tensor, weights: Tensor, layout: Layout
 ) -> Iterator[tuple[tuple[int, int], list[Tensor], list[Tensor]]]:
-    """Matrices of one shape together: layers are alike, and one product serves them all."""
+    """Matrices of one shape together: layers are alike, and one product serves many."""
     groups: dict[tuple[int, int], tuple[list[Tensor], list[Tensor]]] = {}
     for place in layout.places.values():
         for momentum, weight in zip(matrices(m, place), matrices(weights, place), strict=True):
@@ -219,4 +244,7 @@ def _by_shape(
             momenta.append(momentum)
             targets.append(weight)
     for shape, (momenta, targets) in groups.items():
-        yield shape, momenta, targets
+        count = max(1, STACK // (shape[0] * shape[1]))
+        for start in range(0, len(targets), count):
+            some = slice(start, start + count)
+            yield shape, momenta[some], targets[some]
