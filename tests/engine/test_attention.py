@@ -1,11 +1,14 @@
 """Attention in all its forms against the formula."""
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from tinkex.engine import Engine, attention
 from tinkex.engine.attention import (
     CacheLayer,
     CacheUse,
@@ -78,7 +81,7 @@ def test_a_later_chunk_sees_what_was_cached_before_it() -> None:
     second = CacheUse(
         layers=[layer],
         write_T=torch.cat([rows[4:], torch.tensor([10, 11, 12])]),
-        reaches=[Reach(rows), None],
+        reaches=[Reach.of(rows, 5), None],
     )
     found = call(
         torch.cat([q[4:], other_q]),
@@ -90,10 +93,14 @@ def test_a_later_chunk_sees_what_was_cached_before_it() -> None:
     torch.testing.assert_close(found[5:], plain(other_q, other_k, other_v))
 
 
-@pytest.mark.parametrize("form", ["runs", "table"])
-def test_decoding_reads_the_cache_wherever_it_lies(form: str) -> None:
+@pytest.mark.parametrize("form", ["runs", "table", "runs without the flash kernel"])
+def test_decoding_reads_the_cache_wherever_it_lies(
+    form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two samples of a prompt of six, and a third sequence in two runs of its own."""
     torch.manual_seed(3)
+    if "without" in form:
+        monkeypatch.setattr(attention, "attention_and_lse", attention.plain_attention_and_lse)
     layer = empty_cache(40)
     cached_rows = [
         [*range(8, 14), 20],
@@ -105,7 +112,7 @@ def test_decoding_reads_the_cache_wherever_it_lies(form: str) -> None:
         layer.keys[row], layer.values[row] = torch.randn(2, KEY_HEADS, SIZE)
     q, k, v = random_qkv(3)
     cache = CacheUse(layers=[layer], write_T=torch.tensor(own))
-    if form == "runs":
+    if form != "table":
         levels = [
             Level([Run(8, 14, 0, 2), Run(0, 3, 2, 3)], None),
             Level([Run(20, 21, 0, 1), Run(30, 32, 1, 2), Run(25, 27, 2, 3)], torch.arange(3)),
@@ -127,3 +134,53 @@ def test_decoding_reads_the_cache_wherever_it_lies(form: str) -> None:
     for at, rows in enumerate(cached_rows):
         expected = plain(q[at : at + 1], layer.keys[rows], layer.values[rows], before=len(rows) - 1)
         torch.testing.assert_close(found[at : at + 1], expected)
+
+
+def test_this_torch_has_the_flash_kernel() -> None:
+    assert attention.attention_and_lse is attention.flash_attention_and_lse
+
+
+def gone(*_: object, **__: object) -> None:
+    raise AttributeError("no such operator")
+
+
+def changed(q: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
+    return torch.zeros_like(q), torch.zeros(q.shape[:-1])
+
+
+@pytest.mark.parametrize("kernel", [gone, changed])
+def test_a_torch_without_the_kernel_as_it_was_decodes_with_public_operations(
+    kernel: Callable[..., object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "_scaled_dot_product_flash_attention_for_cpu"
+    monkeypatch.setattr(torch.ops.aten, name, kernel)
+    assert attention.quickest_attention_and_lse() is attention.plain_attention_and_lse
+
+
+def test_the_mask_of_a_later_chunk_is_made_once_for_all_layers(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    masks: list[Tensor] = []
+    real = torch.nn.functional.scaled_dot_product_attention
+
+    def watched(*args: Any, attn_mask: Tensor | None = None, **options: Any) -> Tensor:
+        if attn_mask is not None and attn_mask.dtype == torch.bool:
+            masks.append(attn_mask)
+        return real(*args, attn_mask=attn_mask, **options)
+
+    monkeypatch.setattr(attention.F, "scaled_dot_product_attention", watched)
+    layers = [
+        CacheLayer(torch.zeros(16, *shape), torch.zeros(16, *shape))
+        for shape in engine.model.cache_shapes
+    ]
+    assert len(layers) > 1
+    cache = CacheUse(
+        layers=layers,
+        write_T=torch.arange(4, 9),
+        reaches=[Reach.of(torch.arange(9), 5)],
+    )
+    packing = Packing.of([5], device=CPU, offsets=[4], cache=cache)
+    with torch.inference_mode():
+        engine.model.hidden(torch.arange(5), packing)
+    assert len(masks) == len(layers)
+    assert len({id(mask) for mask in masks}) == 1

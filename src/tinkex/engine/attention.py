@@ -7,7 +7,8 @@ each sequence begins. On a CPU every segment is one call; on a GPU all of them a
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,6 +19,8 @@ from transformers import AttentionInterface
 
 # T packed tokens, S sequences of a decode pass, H query heads, K key heads, G = H / K, D head size,
 # L keys of one run
+
+log = logging.getLogger(__name__)
 
 NAME = "tinkex_packed"
 
@@ -58,6 +61,14 @@ class Reach(NamedTuple):
     """Cache rows that a segment reads beside its own tokens, its own included, in order."""
 
     rows: Tensor
+    #: [tokens of the segment, rows]: what each of them may see. The same in every layer.
+    mask: Tensor
+
+    @classmethod
+    def of(cls, rows: Tensor, tokens: int) -> Reach:
+        """The last `tokens` of the rows are the segment's own."""
+        mask = torch.ones(tokens, len(rows), dtype=torch.bool, device=rows.device)
+        return cls(rows, mask.tril(len(rows) - tokens))
 
 
 class Table(NamedTuple):
@@ -241,10 +252,7 @@ def over_reaches(
         else:
             k = layer.keys[reach.rows].to(q.dtype).transpose(0, 1).unsqueeze(0)
             v = layer.values[reach.rows].to(q.dtype).transpose(0, 1).unsqueeze(0)
-            cached = len(reach.rows) - (stop - start)
-            mask = torch.ones(
-                stop - start, len(reach.rows), dtype=torch.bool, device=q.device
-            ).tril(cached)
+            mask = reach.mask
         parts.append(
             F.scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=grouped
@@ -272,6 +280,48 @@ def over_table(query: Tensor, layer: CacheLayer, scaling: float, table: Table) -
         q_SKGD, k_SKLD, v_SKLD, attn_mask=bias_S1GL, scale=scaling
     )
     return out_SKGD.reshape(1, sequences, heads, size)
+
+
+def plain_attention_and_lse(
+    q: Tensor, k: Tensor, v: Tensor, scaling: float
+) -> tuple[Tensor, Tensor]:
+    """Attention without a mask, and the log-sum-exp of the scores, in public operations."""
+    scores = (q * scaling) @ k.mT
+    lse = torch.logsumexp(scores, dim=-1)
+    return (scores - lse.unsqueeze(-1)).exp() @ v, lse
+
+
+def flash_attention_and_lse(
+    q: Tensor, k: Tensor, v: Tensor, scaling: float
+) -> tuple[Tensor, Tensor]:
+    """The same by the CPU's flash kernel, called by its own name for the log-sum-exp."""
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, 0.0, False, scale=scaling
+    )
+    return out, lse
+
+
+def quickest_attention_and_lse() -> Callable[
+    [Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]
+]:
+    """The kernel is private to torch: where it is missing or has changed, it is not used."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 2, n, 8, generator=generator) for n in (3, 5, 5))
+    expected = plain_attention_and_lse(q, k, v, 0.3)
+    try:
+        found = flash_attention_and_lse(q, k, v, 0.3)
+        alike = all(torch.allclose(a, b, atol=1e-5) for a, b in zip(found, expected, strict=True))
+    except Exception:  # noqa: BLE001  whatever another torch says to this call
+        alike = False
+    if alike:
+        return flash_attention_and_lse
+    log.warning(
+        "this torch has no flash attention for a CPU that tells its sums: decoding is slower"
+    )
+    return plain_attention_and_lse
+
+
+attention_and_lse = quickest_attention_and_lse()
 
 
 def over_runs(query: Tensor, layer: CacheLayer, scaling: float, levels: Sequence[Level]) -> Tensor:
@@ -312,10 +362,7 @@ def _one_level(
             q = q_SKGD[first:last]
         else:
             q = q_SKGD[first:last].transpose(0, 1).flatten(1, 2).unsqueeze(0)
-        # The CPU's flash kernel, called by its own name for the log-sum-exp beside the output.
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k_1KLD, v_1KLD, 0.0, False, scale=scaling
-        )
+        out, lse = attention_and_lse(q, k_1KLD, v_1KLD, scaling)
         if shared > 1:
             out = out[0].reshape(out.shape[1], shared, -1, out.shape[3]).transpose(0, 1)
             lse = lse[0].reshape(lse.shape[1], shared, -1).transpose(0, 1)

@@ -16,7 +16,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.utils import logging as transformers_logging
 
 from tinkex.engine import attention
@@ -248,7 +254,7 @@ def load_gguf(path: Path, config: PretrainedConfig, dtype: torch.dtype) -> PreTr
         name: torch.from_numpy(array).to(dtype) for name, array in hf_tensors(read_gguf(path))
     }
     check_layers(config.get_text_config().num_hidden_layers, tensors.keys(), path.parent)
-    family: Any = AutoModelForCausalLM._model_mapping[type(config)]
+    family: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     model: PreTrainedModel = family.from_pretrained(
         None, config=config, state_dict=tensors, dtype=dtype, attn_implementation="sdpa"
     )
@@ -270,7 +276,7 @@ def quiet_transformers() -> Iterator[None]:
 def refuse_unsupported(config: PretrainedConfig) -> None:
     text = config.get_text_config()
     # The mapping is a lazy one that knows its keys only.
-    if type(config) not in AutoModelForCausalLM._model_mapping.keys():  # noqa: SIM118
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING.keys():  # noqa: SIM118
         images = getattr(config, "vision_config", None) is not None
         what = "takes images" if images else "is no language model of one decoder"
         raise UnsupportedModel(

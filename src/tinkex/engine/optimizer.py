@@ -163,7 +163,9 @@ def _too_large(params: AdamParams | DimuonParams, grad_norm: float) -> UserFailu
 
 def norm(flat: Tensor) -> float:
     """The Euclidean norm, added up in float64; torch makes a float64 copy of what it is given."""
-    parts = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in flat.split(PART)]
+    parts = [
+        torch.linalg.vector_norm(part, dtype=torch.float64) for part in torch.split(flat, PART)
+    ]
     return float(parts[0] if len(parts) == 1 else torch.linalg.vector_norm(torch.stack(parts)))
 
 
@@ -182,7 +184,9 @@ def update_weights(
         weights.mul_(1 - params.learning_rate * params.weight_decay)
     correction_m = 1 - params.beta1**step
     correction_v = 1 - params.beta2**step
-    for w, m_part, v_part in zip(weights.split(PART), m.split(PART), v.split(PART), strict=True):
+    for w, m_part, v_part in zip(
+        *(torch.split(each, PART) for each in (weights, m, v)), strict=True
+    ):
         # eps is added to the corrected root, so its size does not depend on the step.
         denominator = v_part.sqrt().div_(math.sqrt(correction_v)).add_(params.eps)
         w.addcdiv_(m_part, denominator, value=-params.learning_rate / correction_m)

@@ -429,7 +429,8 @@ class Sampler:
             layers=self._layers,
             write_T=torch.cat([r[p.start :] for r, p in zip(rows, pieces, strict=True)]).to(device),
             reaches=[
-                Reach(r.to(device)) if p.start else None for r, p in zip(rows, pieces, strict=True)
+                Reach.of(r.to(device), p.stop - p.start) if p.start else None
+                for r, p in zip(rows, pieces, strict=True)
             ],
         )
         packing = Packing.of(
