@@ -2,12 +2,14 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tinkex.client.steps import filler
 from tinkex.engine import Engine, EngineSettings
+from tinkex.engine import engine as engine_module
 from tinkex.engine.model import UnsupportedModel
 from tinkex.wire.errors import UserFailure
 from tinkex.wire.inputs import Datum, ModelInput
@@ -97,6 +99,32 @@ def test_parameters_out_of_range_are_refused(
 ) -> None:
     with pytest.raises(UserFailure, match=r"adam_params.\w+ is .*; it must be"):
         engine.optim_step(model, params)
+
+
+@pytest.mark.parametrize(
+    ("settings", "total", "tokens"),
+    [
+        ({}, 4 * 10**9, 1024),  # half: others live on the machine too
+        ({"memory_bytes": 6 * 10**9}, 6 * 10**9, 1024),
+        ({"memory_bytes": 90 * 10**9}, 8 * 10**9, 1024),
+        ({"max_batch_tokens": 4096}, 4 * 10**9, 4096),
+        # The cuts of a deterministic engine decide about bits: they stay what they were.
+        ({"deterministic": True}, 4 * 10**9, 8192),
+    ],
+)
+def test_on_a_cpu_half_of_the_free_memory_is_planned_with_unless_said(
+    engine: Engine,
+    monkeypatch: pytest.MonkeyPatch,
+    settings: dict[str, Any],
+    total: int,
+    tokens: int,
+) -> None:
+    base = engine.model.size_bytes
+    monkeypatch.setattr(engine_module, "available_bytes", lambda _: 8 * 10**9)
+    made = EngineSettings(name="t", folder=engine.settings.folder, device="cpu", **settings)
+    plan = engine_module.plan_memory(engine.model, made)
+    beside = 0 if plan.total == settings.get("memory_bytes") else base
+    assert (plan.total - beside, plan.batch_tokens) == (total, tokens)
 
 
 def test_a_deterministic_engine_repeats_every_bit_whatever_else_waits(tiny_folder: Path) -> None:

@@ -205,7 +205,7 @@ async def test_the_engine_s_sizes_are_among_the_metrics(own_server: Server) -> N
         assert await gauge(api, "adapters_resident", at_least=had + 1) == had + 1
         assert await gauge(api, "adapters_resident_bytes") > 0
         assert await gauge(api, "memory_bytes") > base
-        assert await gauge(api, "batch_tokens") == 8192
+        assert await gauge(api, "batch_tokens") == 1024
         assert await gauge(api, "training_waiting") == 0
         assert await gauge(api, "adapters_on_disk") == 0
 
@@ -226,6 +226,14 @@ async def test_more_models_than_fit_train_through_the_server(
             assert await gauge(api, "adapters_resident") == 1
             assert await gauge(api, "adapter_budget_bytes") == 400_000
     assert max(curves[2]) < min(curves[0])
+
+
+async def test_engines_keep_the_allocator_s_defaults(own_server: Server) -> None:
+    """Few heaps are for the many threads of the web process. It limits its own."""
+    async with connected(own_server.url, TINY) as api:
+        await api.model()
+    for pid in (web_process(own_server), engine_process(own_server)):
+        assert "MALLOC_ARENA_MAX" not in _environment(pid)
 
 
 async def test_an_idle_server_uses_no_processor(own_server: Server) -> None:
@@ -288,6 +296,10 @@ async def _untrained_loss(server: Server) -> float:
         return (await api.passed(await api.forward_backward(model, 1, tokens=8))).metrics[
             "loss:sum"
         ]
+
+
+def _environment(pid: int) -> str:
+    return Path(f"/proc/{pid}/environ").read_text()
 
 
 def _processor_s(pid: int) -> float:

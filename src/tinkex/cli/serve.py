@@ -35,11 +35,14 @@ PARTS = ("alembic", "fastapi", "fsspec", "sqlalchemy", "uvicorn", "torch", "tran
 )
 @click.option("--threads", type=int, help="Threads an engine computes with.  [default: its choice]")
 @click.option(
-    "--memory-gb", type=float, help="Memory an engine may take.  [default: all that is free]"
+    "--memory-gb",
+    type=float,
+    help="Memory an engine may take.  [default: what is free of a GPU, half of that on a CPU]",
 )
 @click.option("--adapter-gb", type=float, help="Of that, for adapters.  [default: the rest]")
 @click.option("--kv-tokens", type=int, help="Tokens kept for sampling.  [default: what fits]")
 @click.option("--batch-tokens", type=int, help="Most tokens in a pass.  [default: what fits]")
+@click.option("--max-sequences", type=int, help="Sequences sampled together.  [default: 256]")
 @click.option("--jwt", is_flag=True, default=None, help="Clients exchange keys for tokens.")
 @click.option("--session-grace-s", type=float, help="Silence that frees memory.  [default: 1800]")
 @click.option("--max-requests", type=int, help="Unfinished requests per owner.  [default: any]")

@@ -49,6 +49,14 @@ log = logging.getLogger(__name__)
 #: Share of the memory that nobody plans with: fragments, libraries, other programs.
 SLACK = 0.05
 
+#: Share of what is free at start that is planned with when nobody says how much to take.
+FREE_SHARE = {"cpu": 0.5, "cuda": 1.0}
+
+#: Most tokens in one pass when nobody says so: more do not gain speed.
+BATCH_TOKENS = {"cpu": 1024, "cuda": 8192}
+#: Where the cuts decide about the bits, they stay as they were in the first version.
+DETERMINISTIC_BATCH_TOKENS = 8192
+
 
 class NoSuchModel(UserFailure):
     """This engine does not have that model, though another one may have had it."""
@@ -313,18 +321,22 @@ class Engine:
 
 def plan_memory(model: BaseModel, settings: EngineSettings) -> MemoryPlan:
     """The plan from what was measured after loading, and from what somebody asked for."""
-    base, kind = model.size_bytes, model.device.type
-    logit_rows = min(model.head.chunk_rows, settings.max_batch_tokens)
-    total = available_bytes(model.device) + base
+    base, kind, free = model.size_bytes, model.device.type, available_bytes(model.device)
+    max_batch_tokens = settings.max_batch_tokens or (
+        DETERMINISTIC_BATCH_TOKENS if settings.deterministic else BATCH_TOKENS[kind]
+    )
+    logit_rows = min(model.head.chunk_rows, max_batch_tokens)
     if settings.memory_bytes is not None:
-        total = min(total, settings.memory_bytes)
+        total = min(base + free, settings.memory_bytes)
+    else:
+        total = base + int(FREE_SHARE[kind] * free)
     return memory_plan(
         total=total,
         base=base,
         # A chunk of logits, its gradient and what is made on the way.
         reserved=int(SLACK * (total - base)) + 3 * 4 * model.vocab_size * logit_rows,
         activation_bytes_per_token=model.bytes_per_token,
-        max_batch_tokens=settings.max_batch_tokens,
+        max_batch_tokens=max_batch_tokens,
         kv_bytes_per_token=model.cache_bytes_per_token,
         max_kv_tokens=settings.max_sequences * model.max_context_length,
         shares=SHARES[kind],

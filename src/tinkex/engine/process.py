@@ -25,7 +25,7 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import NoReturn
 
@@ -630,23 +630,42 @@ def _begin_log() -> None:
     logging.basicConfig(handlers=[handler], level=logging.INFO)
 
 
-def main() -> None:
+def parser() -> argparse.ArgumentParser:
+    """Options that are settings of the engine have their names. Without one the default counts."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--fd", type=int, required=True)
     parser.add_argument("--name", required=True)
     parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--threads", type=int, default=0)
-    parser.add_argument("--memory-bytes", type=int, default=0)
-    parser.add_argument("--adapter-bytes", type=int, default=0)
-    parser.add_argument("--kv-tokens", type=int, default=0)
-    parser.add_argument("--batch-tokens", type=int, default=0)
+    parser.add_argument("--device")
+    parser.add_argument("--dtype")
+    for name in (
+        "--threads",
+        "--memory-bytes",
+        "--adapter-bytes",
+        "--kv-tokens",
+        "--max-batch-tokens",
+        "--max-sequences",
+        "--idle-adapters",
+        "--host-bytes",
+    ):
+        parser.add_argument(name, type=int)
+    parser.add_argument("--prefix-cache", action=argparse.BooleanOptionalAction)
     parser.add_argument("--spill-folder", type=Path)
     parser.add_argument("--deterministic", action="store_true")
     parser.add_argument("--turn-file", type=Path)
     parser.add_argument("--roll-fd", type=int)
-    options = parser.parse_args()
+    return parser
+
+
+def settings_of(options: argparse.Namespace) -> EngineSettings:
+    """The settings that were given; the others keep their defaults."""
+    names = {field.name for field in fields(EngineSettings)}
+    given = {name: value for name, value in vars(options).items() if name in names}
+    return EngineSettings(**{name: value for name, value in given.items() if value is not None})
+
+
+def main() -> None:
+    options = parser().parse_args()
     _begin_log()
     # A service manager tells all processes to stop at once. The web process then finishes what it
     # can, with this one, and hangs up.
@@ -656,21 +675,7 @@ def main() -> None:
     log.info("loading %s from %s", options.name, options.folder)
     began_s = time.perf_counter()
     try:
-        engine = Engine(
-            EngineSettings(
-                name=options.name,
-                folder=options.folder,
-                device=options.device,
-                dtype=options.dtype,
-                threads=options.threads or None,
-                memory_bytes=options.memory_bytes or None,
-                adapter_bytes=options.adapter_bytes or None,
-                kv_tokens=options.kv_tokens or None,
-                max_batch_tokens=options.batch_tokens or EngineSettings.max_batch_tokens,
-                spill_folder=options.spill_folder,
-                deterministic=options.deterministic,
-            )
-        )
+        engine = Engine(settings_of(options))
     except Exception as error:
         log.exception("%s cannot be loaded", options.name)
         refused = frames_pb2.Refused(message=f"{options.name} cannot be loaded: {error}")

@@ -22,8 +22,9 @@ class EngineSettings:
     dtype: DtypeName = "auto"
     #: CPU threads for tensor work; None leaves torch's own choice.
     threads: int | None = None
-    #: Most tokens in one training or prefill pass; fewer are taken where memory is short.
-    max_batch_tokens: int = 8192
+    #: Most tokens in one training or prefill pass; fewer are taken where memory is short. None is as
+    #: many as gain speed on the device.
+    max_batch_tokens: int | None = None
     #: Tokens whose keys and values are kept for sampling; None sizes them by free memory.
     kv_tokens: int | None = None
     #: Whether prompts that begin alike are computed once; never in deterministic mode.
@@ -32,7 +33,9 @@ class EngineSettings:
     max_sequences: int = 256
     #: Adapters of samplers kept in memory when no request uses them.
     idle_adapters: int = 16
-    #: Most that everything together may take of the device; None is all that is free at start.
+    #: Most that everything together may take of the device. None is all that is free at start, and
+    #: on a CPU, where others live too, the base model and half of what is free beside it; a single
+    #: sequence may take more.
     memory_bytes: int | None = None
     #: Of that, for adapters in training and of samplers; None is what the rest leaves.
     adapter_bytes: int | None = None

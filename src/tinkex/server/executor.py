@@ -173,11 +173,15 @@ class EngineOptions:
     dtype: str = "auto"
     threads: int = 0
     deterministic: bool = False
-    #: Limits; 0 lets the engine measure.
+    #: Limits; 0 lets the engine measure or choose.
     memory_bytes: int = 0
     adapter_bytes: int = 0
     kv_tokens: int = 0
-    batch_tokens: int = 0
+    max_batch_tokens: int = 0
+    max_sequences: int = 0
+    host_bytes: int = 0
+    prefix_cache: bool = True
+    idle_adapters: int = 16
     #: Where engines put what fits no memory, each in a folder of its own. None is a temporary one.
     spill_folder: Path | None = None
     #: Engines that share this file compute one at a time. None when there is only one.
@@ -550,12 +554,20 @@ def _command(descriptor: int, model: ServedModel, options: EngineOptions) -> lis
         *("--folder", str(model.folder)),
         *("--device", options.device),
         *("--dtype", options.dtype),
-        *("--threads", str(options.threads)),
-        *("--memory-bytes", str(options.memory_bytes)),
-        *("--adapter-bytes", str(options.adapter_bytes)),
-        *("--kv-tokens", str(options.kv_tokens)),
-        *("--batch-tokens", str(options.batch_tokens)),
+        *("--idle-adapters", str(options.idle_adapters)),
+        "--prefix-cache" if options.prefix_cache else "--no-prefix-cache",
     ]
+    for name, limit in (
+        ("--threads", options.threads),
+        ("--memory-bytes", options.memory_bytes),
+        ("--adapter-bytes", options.adapter_bytes),
+        ("--kv-tokens", options.kv_tokens),
+        ("--max-batch-tokens", options.max_batch_tokens),
+        ("--max-sequences", options.max_sequences),
+        ("--host-bytes", options.host_bytes),
+    ):
+        if limit:
+            command += [name, str(limit)]
     if options.spill_folder is not None:
         own = hashlib.sha256(model.name.encode()).hexdigest()[:16]
         command += ["--spill-folder", str(options.spill_folder / own)]

@@ -30,9 +30,6 @@ log = logging.getLogger("tinkex.server.run")
 # A web process that drains gets this much longer than it was told before it is killed.
 PATIENCE_S = 5.0
 BACKLOG = 2048
-# The GNU library gives each of many threads a heap of its own, and what one of them frees is of no
-# use to the others: memory would grow for hours.
-HEAPS = {"MALLOC_ARENA_MAX": "2"}
 # Whether the locks are still held is looked at this often.
 LOCKS_LOOKED_S = 5.0
 
@@ -128,7 +125,6 @@ class Supervisor:
                 stdout=sys.stderr.fileno(),
                 # Signals are passed on from here; a Ctrl-C must not reach it a second time.
                 process_group=0,
-                env={**HEAPS, **os.environ},
             )
             self._child = child
             _tell(child, self._settings.to_json())

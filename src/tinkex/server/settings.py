@@ -79,7 +79,8 @@ class Settings:
     #: Runs whose base model has changed since they were made go on with the new files; without it
     #: their steps and samples are refused.
     accept_changed_base: bool = False
-    #: Memory an engine may take of its device, in gigabytes; 0 is all that is free at start.
+    #: Memory an engine may take of its device, in gigabytes; 0 is all of a GPU that is free at
+    #: start, and on a CPU the base model and half of what is free beside it.
     memory_gb: float = 0.0
     #: Of that, for adapters; 0 is what the rest leaves.
     adapter_gb: float = 0.0
@@ -87,6 +88,15 @@ class Settings:
     kv_tokens: int = 0
     #: Most tokens in one pass; 0 is the engine's own limit, or what fits.
     batch_tokens: int = 0
+    #: Most sequences that an engine samples together; 0 is the engine's own limit.
+    max_sequences: int = 0
+    #: Whether prompts of one owner that begin alike are computed once; never in deterministic mode.
+    prefix_cache: bool = True
+    #: Adapters of samplers that an engine keeps in memory although no request uses them.
+    idle_adapters: int = 16
+    #: Memory of the host for adapters that had to leave a GPU, in gigabytes; 0 is half of what is
+    #: free there.
+    host_gb: float = 0.0
     #: Where several base models are served, one that nobody asked for so long leaves the memory,
     #: and comes back when somebody does; 0 keeps all.
     engine_idle_s: float = 1800.0

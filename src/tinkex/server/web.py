@@ -187,7 +187,11 @@ def _engine_options(settings: Settings, served: Sequence[ServedModel]) -> Engine
         memory_bytes=int(settings.memory_gb * GIGABYTE),
         adapter_bytes=int(settings.adapter_gb * GIGABYTE),
         kv_tokens=settings.kv_tokens,
-        batch_tokens=settings.batch_tokens,
+        max_batch_tokens=settings.batch_tokens,
+        max_sequences=settings.max_sequences,
+        host_bytes=int(settings.host_gb * GIGABYTE),
+        prefix_cache=settings.prefix_cache,
+        idle_adapters=settings.idle_adapters,
         spill_folder=settings.folder / "spill",
         idle_s=settings.engine_idle_s,
         # Engines on one processor would only slow each other down.
