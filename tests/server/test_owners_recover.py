@@ -78,6 +78,11 @@ async def test_samples_go_to_a_new_engine_by_turns_of_owners(tmp_path: Path) -> 
     assert len(executor.did) == FLOOD + 1
 
 
+def count_of(did: list[str], model: str, *, until: str) -> int:
+    """How often a model was worked on before another was for the last time."""
+    return did[: len(did) - did[::-1].index(until)].count(model)
+
+
 async def test_models_are_built_again_by_turns_of_owners(tmp_path: Path) -> None:
     executor = Starting()
     async with alice_and_bob(executor, tmp_path) as (alice, bob), asyncio.timeout(60):
@@ -99,9 +104,10 @@ async def test_models_are_built_again_by_turns_of_owners(tmp_path: Path) -> None
         before = set(executor.did[: len(executor.did) - executor.did[::-1].index(small)])
         for one in later:
             await alice.value(one)
-    # While Bob's was built again, of Alice's only one was.
+    # While Bob's was built again, of Alice's only one was, and not beyond its beginning.
     assert small in before
     assert len(before & set(models)) <= 1
+    assert sum(count_of(executor.did, model, until=small) for model in models) < 10
 
 
 async def test_an_owner_with_many_requests_has_some_of_them_with_an_engine() -> None:

@@ -139,6 +139,7 @@ def row_of(new: NewRequest, first: Accepted) -> RequestRow:
         error=None,
         category=None,
         cause=None,
+        tokens=new.tokens,
     )
 
 

@@ -2,7 +2,8 @@
 Which models are built again at once, after an engine died.
 
 An owner who is alone has all of theirs built together. While others want the same engine, each
-owner has one at a time, so that many models of one do not hold up the only one of another.
+owner has one at a time, and the one with the least left to do goes first: a few small steps are
+not held up by somebody else's many large ones, and those lose little by waiting.
 """
 
 import asyncio
@@ -18,22 +19,30 @@ class Rebuilding:
 
     def __init__(self, contested: Callable[[str], bool]) -> None:
         self._contested = contested
-        #: By base model and owner, in the order in which they began.
-        self._models: defaultdict[tuple[str, str], list[Run]] = defaultdict(list)
+        #: By base model and owner: what each model has left to do, in the order they began.
+        self._left: defaultdict[str, dict[str, dict[str, int]]] = defaultdict(dict)
         self._changed = asyncio.Event()
 
     @contextlib.contextmanager
     def model(self, run: Run) -> Iterator[None]:
         """This model is being built again, step by step: each waits for `turn`."""
-        place = (run.model.base_model, run.model.owner)
-        self._models[place].append(run)
+        model = run.model
+        owners = self._left[model.base_model]
+        # Nothing until its log has been read.
+        owners.setdefault(model.owner, {})[model.model_id] = 0
         try:
             yield
         finally:
-            self._models[place].remove(run)
-            if not self._models[place]:
-                del self._models[place]
+            del owners[model.owner][model.model_id]
+            if not owners[model.owner]:
+                del owners[model.owner]
             self.look_again()
+
+    def left(self, run: Run, tokens: int) -> None:
+        """What this model has left to do."""
+        model = run.model
+        self._left[model.base_model][model.owner][model.model_id] = tokens
+        self.look_again()
 
     async def turn(self, run: Run) -> None:
         """Until the next step of this model may be built again."""
@@ -47,5 +56,9 @@ class Rebuilding:
 
     def _may(self, run: Run) -> bool:
         model = run.model
-        first = self._models[model.base_model, model.owner][0]
-        return first is run or not self._contested(model.base_model)
+        if not self._contested(model.base_model):
+            return True
+        # One of each owner: the first that began.
+        firsts = [next(iter(each.items())) for each in self._left[model.base_model].values()]
+        least = min(left for _, left in firsts)
+        return (model.model_id, least) in firsts

@@ -17,6 +17,9 @@ from tinkex.server.store import RequestRow, Status
 
 log = logging.getLogger("tinkex.server.dispatch")
 
+# What a step costs beside its tokens, in tokens.
+STEP_TOKENS = 100
+
 # Steps of a log that are with the engine together while a model is built again.
 REPLAYED_TOGETHER = 8
 
@@ -26,6 +29,11 @@ _Place = tuple[str, str]
 
 def _place(run: Run) -> _Place:
     return run.model.base_model, run.model.session_id
+
+
+def _size(row: RequestRow) -> int:
+    """About how much work it is to run a step again."""
+    return row.tokens + STEP_TOKENS
 
 
 class Revival:
@@ -145,11 +153,14 @@ class Revival:
         rows = await self._store.requests.log(run.model.model_id, after=after)
         if rows:
             log.info("building %s again from %d steps", run.model.model_id, len(rows))
+        left = sum(map(_size, rows))
         together = asyncio.Semaphore(REPLAYED_TOGETHER)
 
         passes: list[asyncio.Future[Outcome]] = []
         try:
             for row in rows:
+                self._rebuilding.left(run, left)
+                left -= _size(row)
                 kind = Kind(row.kind)
                 failed = None if row.status is Status.DONE else Cause(row.cause or Cause.WORK)
                 what = plan.replayed(kind, failed)

@@ -60,6 +60,8 @@ class RequestRow:
     error: str | None
     category: str | None
     cause: str | None
+    #: Of the examples of a pass, or of the prompt of a sample.
+    tokens: int = 0
 
 
 _ROW = (
@@ -78,6 +80,7 @@ _ROW = (
     requests.c.error,
     requests.c.category,
     requests.c.cause,
+    requests.c.tokens,
 )
 
 _COMPLETION = (
