@@ -166,3 +166,15 @@ def test_an_address_is_read_only_where_it_is_beyond_doubt() -> None:
     assert address_in_protobuf(whole[:40]) == Address("m", 3, False)
     assert address_in_protobuf(b"\xff" * 40) is None
     assert address_in_protobuf(b"") is None
+
+
+async def test_whose_step_it_was_is_seen_though_its_first_part_was_too_large(
+    echo: EchoExecutor, tmp_path: Path
+) -> None:
+    """All of it comes at once, and is over the limit at once."""
+    async with hosted(echo, tmp_path, gap_s=3600.0, long_poll_s=5.0, max_body_bytes=2_000) as api:
+        model = await api.model()
+        refused = await api.post("forward_backward", pass_body(model, 1, 700), headers=PROTOBUF)
+        assert refused.status == 413
+        stepped = await api.result(await api.optim_step(model, 2))
+        assert "refused when it came" in stepped["error"]

@@ -205,6 +205,8 @@ async def _received(
                 full = refusal
                 body.clear()
             continue
+        # The first part that is read may be over the limit by itself.
+        body += part[: max(0, KEPT_END_BYTES - len(body))]
         tail = (tail + part)[-KEPT_END_BYTES:]
         if total > limit * SWALLOWED:
             break
