@@ -110,6 +110,26 @@ async def test_models_are_built_again_by_turns_of_owners(tmp_path: Path) -> None
     assert sum(count_of(executor.did, model, until=small) for model in models) < 10
 
 
+async def test_a_large_turn_gives_way_to_a_model_that_is_soon_there(tmp_path: Path) -> None:
+    executor = Starting()
+    async with alice_and_bob(executor, tmp_path) as (alice, bob), asyncio.timeout(60):
+        large, small = await alice.model(), await bob.model()
+        for seq_id in range(1, 6):
+            stepped = await bob.optim_step(small, seq_id)
+        await bob.value(stepped)
+        executor.die()
+        # Alice's has next to nothing to be built from, and a large pass waiting.
+        passed = await alice.forward_backward(large, 1, tokens=2_000)
+        step = await bob.optim_step(small, 6)
+        await asyncio.sleep(0.1)
+        executor.up.set()
+        await bob.value(step)
+        await alice.passed(passed)
+    passes = [place for place, model in enumerate(executor.did) if model == large]
+    # Made again, and then the pass: behind the six steps of Bob's log.
+    assert executor.did[: passes[-1]].count(small) >= 6
+
+
 async def test_an_owner_with_many_requests_has_some_of_them_with_an_engine() -> None:
     admission = Admission(lambda: asyncio.sleep(0), most_each=2)
     inside: list[str] = []

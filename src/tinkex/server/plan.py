@@ -48,6 +48,8 @@ class Step:
     kind: Kind
     #: A `load_weights` that makes its model: step 0 of the newer way to start from a checkpoint.
     creates: bool = False
+    #: Of the examples of a pass.
+    tokens: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

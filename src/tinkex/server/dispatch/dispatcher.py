@@ -90,6 +90,7 @@ class Dispatcher:
         self._turns = Turns(
             desk,
             revival=revival,
+            rebuilding=rebuilding,
             results=results,
             steps=Steps(desk, revival, saving, results),
             places=self._places,

@@ -12,6 +12,16 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 
 from tinkex.server.dispatch.run import Run
+from tinkex.server.plan import Step, Turn
+from tinkex.server.store import RequestRow
+
+#: What a step costs beside its tokens, in tokens.
+STEP_TOKENS = 100
+
+
+def size_of(step: Step | RequestRow) -> int:
+    """About how much work a step is, in tokens."""
+    return step.tokens + STEP_TOKENS
 
 
 class Rebuilding:
@@ -48,6 +58,25 @@ class Rebuilding:
         """Until the next step of this model may be built again."""
         while not self._may(run):
             await self._changed.wait()
+
+    async def give_way(self, run: Run, turn: Turn) -> None:
+        """
+        Until no other owner has a model that is built again with less work than this turn is.
+
+        An engine does one thing of each model in turn. A few small steps of a log would each wait
+        for a large pass of somebody who has their model already.
+        """
+        size = sum(map(size_of, turn.steps))
+        while self._less_left(run, size):
+            await self._changed.wait()
+
+    def _less_left(self, run: Run, size: int) -> bool:
+        owners = self._left.get(run.model.base_model, {})
+        return any(
+            next(iter(each.values())) < size
+            for owner, each in owners.items()
+            if owner != run.model.owner
+        )
 
     def look_again(self) -> None:
         """Somebody may go on who could not before."""

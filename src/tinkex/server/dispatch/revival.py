@@ -8,7 +8,7 @@ from collections import defaultdict
 from tinkex.server import plan
 from tinkex.server.dispatch import orders
 from tinkex.server.dispatch.desk import Desk
-from tinkex.server.dispatch.rebuilding import Rebuilding
+from tinkex.server.dispatch.rebuilding import Rebuilding, size_of
 from tinkex.server.dispatch.run import Run
 from tinkex.server.executor import EngineLost, EngineRefused, Outcome, Task, Work, WorkFailed
 from tinkex.server.plan import Cause, Kind
@@ -17,11 +17,10 @@ from tinkex.server.store import RequestRow, Status
 
 log = logging.getLogger("tinkex.server.dispatch")
 
-# What a step costs beside its tokens, in tokens.
-STEP_TOKENS = 100
-
 # Steps of a log that are with the engine together while a model is built again.
 REPLAYED_TOGETHER = 8
+# And their tokens, unless a single one has more: another owner's step waits for some of these.
+TOKENS_TOGETHER = 32_768
 
 
 _Place = tuple[str, str]
@@ -29,11 +28,6 @@ _Place = tuple[str, str]
 
 def _place(run: Run) -> _Place:
     return run.model.base_model, run.model.session_id
-
-
-def _size(row: RequestRow) -> int:
-    """About how much work it is to run a step again."""
-    return row.tokens + STEP_TOKENS
 
 
 class Revival:
@@ -153,14 +147,14 @@ class Revival:
         rows = await self._store.requests.log(run.model.model_id, after=after)
         if rows:
             log.info("building %s again from %d steps", run.model.model_id, len(rows))
-        left = sum(map(_size, rows))
-        together = asyncio.Semaphore(REPLAYED_TOGETHER)
+        left = sum(map(size_of, rows))
+        together, waiting = asyncio.Semaphore(REPLAYED_TOGETHER), 0
 
         passes: list[asyncio.Future[Outcome]] = []
         try:
             for row in rows:
                 self._rebuilding.left(run, left)
-                left -= _size(row)
+                left -= size_of(row)
                 kind = Kind(row.kind)
                 failed = None if row.status is Status.DONE else Cause(row.cause or Cause.WORK)
                 what = plan.replayed(kind, failed)
@@ -169,6 +163,11 @@ class Revival:
                 await self._rebuilding.turn(run)
                 if kind in plan.PASSES and what is plan.Replayed.RUN:
                     # Together with the engine, and each sent before the next one is.
+                    if waiting + row.tokens > TOKENS_TOGETHER:
+                        await asyncio.gather(*passes)
+                        passes.clear()
+                        waiting = 0
+                    waiting += row.tokens
                     await together.acquire()
                     payload = await self._desk.payloads.get(row.request_id)
                     run.bytes_since += orders.size(payload)
@@ -179,6 +178,7 @@ class Revival:
                 # Everything else waits for them.
                 await asyncio.gather(*passes)
                 passes.clear()
+                waiting = 0
                 await self._replay_one(run, row, what, incarnation)
             await asyncio.gather(*passes)
         finally:

@@ -129,4 +129,5 @@ def step_of(row: RequestRow) -> Step:
         request_id=row.request_id,
         kind=Kind(row.kind),
         creates=row.kind == Kind.LOAD_WEIGHTS and row.seq_id == 0,
+        tokens=row.tokens,
     )

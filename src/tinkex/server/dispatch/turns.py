@@ -18,6 +18,7 @@ from tinkex.server.dispatch.company import SUSPECT, Visit
 from tinkex.server.dispatch.desk import Desk
 from tinkex.server.dispatch.ending import Ending, bug, deadly
 from tinkex.server.dispatch.places import Places
+from tinkex.server.dispatch.rebuilding import Rebuilding
 from tinkex.server.dispatch.results import Results
 from tinkex.server.dispatch.revival import Revival
 from tinkex.server.dispatch.run import Run, step_of
@@ -36,6 +37,7 @@ class Turns:
         desk: Desk,
         *,
         revival: Revival,
+        rebuilding: Rebuilding,
         results: Results,
         steps: Steps,
         places: Places,
@@ -45,6 +47,7 @@ class Turns:
     ) -> None:
         self._desk = desk
         self._revival = revival
+        self._rebuilding = rebuilding
         self._results = results
         results.went_back = self._drive
         self._steps = steps
@@ -176,6 +179,7 @@ class Turns:
 
     async def _run(self, run: Run, turn: Turn) -> None:
         incarnation = await self._revival.alive(run)
+        await self._rebuilding.give_way(run, turn)
         # At hand before any step starts: while a large one is being found, a small one behind it
         # would overtake it on the way to the engine.
         payloads = await asyncio.gather(
