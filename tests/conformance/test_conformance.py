@@ -168,12 +168,13 @@ def test_an_address_without_a_server_is_an_error_with_a_hint() -> None:
     assert "hint:" in done.stderr
 
 
-def test_pytest_runs_the_checks_too(server: Server) -> None:
+def test_pytest_runs_the_checks_too(server: Server, tmp_path: Path) -> None:
     options = ["-k", "unknown_base_model or keys_keep", "-q", "-c", os.devnull]
     options += ["-p", "no:cacheprovider"]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "--pyargs", "tinkex.conformance", *options],
         env={**os.environ, "TINKER_BASE_URL": server.url},
+        cwd=tmp_path,  # away from this suite's own settings
         capture_output=True,
         text=True,
         timeout=50,

@@ -200,6 +200,7 @@ async def test_an_old_database_is_brought_up_to_date(tmp_path: Path) -> None:
         connection.execute("ALTER TABLE checkpoint_versions DROP COLUMN fingerprint")
         connection.execute("DROP TABLE older_snapshots")
         connection.execute("ALTER TABLE requests DROP COLUMN deaths")
+        connection.execute("ALTER TABLE models DROP COLUMN base_hash")
         connection.execute("UPDATE alembic_version SET version_num = '0006'")
     connection.close()
     (finding,) = problems(tmp_path)
