@@ -53,6 +53,7 @@ from tinkex.wire.scrubbing import ScrubbedFormatter
 from tinkex.wire.training import (
     ForwardBackwardInput,
     LoraConfig,
+    OptimParams,
     OptimStepRequest,
     OptimStepResponse,
     optimizer_config_from,
@@ -494,14 +495,21 @@ class Worker:
 
     def _optim_step(self, work: frames_pb2.OptimStep) -> bytes:
         try:
-            request = decode_json(OptimStepRequest, _bytes(work.payload))
-            metrics = self._engine.optim_step(work.model_id, request.optim_params)
-        except (UserFailure, WireError):
+            metrics = self._engine.optim_step(work.model_id, _optim_params(work.payload))
+        except UserFailure:
             # A refused step takes the gradients with it: left behind, they would be added to
             # the next batch's, or, when they are not finite, stop the model for good.
             self._engine.clear_gradients(work.model_id)
             raise
         return encode_json(OptimStepResponse(metrics=metrics))
+
+
+def _optim_params(payload: frames_pb2.Payload) -> OptimParams:
+    try:
+        return decode_json(OptimStepRequest, _bytes(payload)).optim_params
+    except WireError as error:
+        # What an older version took in may not fit the types of this one.
+        raise UserFailure(str(error)) from error
 
 
 def _model_of(job: Job) -> str:
@@ -598,8 +606,7 @@ def _failed(ticket: int, error: Exception) -> frames.Report:
     if isinstance(error, NoSuchModel):
         # Whoever asked has it built here again.
         failed = frames_pb2.Failed(category=frames.MISSING, message=str(error))
-    # What an older version took in may not fit the types of this one.
-    elif isinstance(error, UserFailure | WireError | NotWritten):
+    elif isinstance(error, UserFailure | NotWritten):
         category = "server" if isinstance(error, NotWritten) else "user"
         failed = frames_pb2.Failed(category=category, message=str(error))
     else:

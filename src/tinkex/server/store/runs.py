@@ -271,7 +271,7 @@ class Runs:
 
         def act(connection: sa.Connection) -> Accepted:
             known = connection.execute(
-                sa.select(models.c.model_id).where(
+                sa.select(models.c.last_request_s).where(
                     models.c.session_id == model.session_id,
                     models.c.model_seq_id == model_seq_id,
                 )
@@ -292,8 +292,8 @@ class Runs:
                     },
                 )
             accepted = accepting.insert(connection, request)
-            if known is not None and accepted.is_new:
-                raise RunTaken(model.model_id)
+            if known is not None and accepted.is_new and known.last_request_s is None:
+                raise RunTaken(model.model_id)  # it never had a step 0, not even one that is gone
             if accepted.is_new:
                 try:
                     self._quotas.check(connection, model.owner, runs=1)
