@@ -15,7 +15,7 @@ def test_names_and_folders_may_hold_any_sign(tmp_path: Path) -> None:
         ModelSource(name="org/c", folder=Path("/models/x = y")),
     ]
     with socket.socket() as listening:
-        supervisor = Supervisor(Settings(data=str(tmp_path)), sources, listening)
+        supervisor = Supervisor(Settings(data=str(tmp_path)), sources, listening, [])
         command = supervisor._command(7, 8)
     options = web.parser().parse_args(command[3:])
     assert options.model == [[source.name, str(source.folder)] for source in sources]

@@ -45,6 +45,7 @@ from tinkex.server.store import (
     tally,
     telemetry,
 )
+from tinkex.server.store.key_marker import MARKER
 from tinkex.server.store.tables import metadata
 
 EXAMPLES = os.environ.get("TINKEX_PROPERTY_EXAMPLES")
@@ -67,6 +68,8 @@ class StoreMachine(Clients, Tidying, Keys, Comparing):
                 connection.execute(table.delete())
 
         self.run(self.store._database.write(act))
+        # The keys of an earlier history went with its rows.
+        (self.folder / MARKER).unlink(missing_ok=True)
         # Most operations need something to work on.
         for owner in ("ann", "bob"):
             self.create_session(owner, "k1")  # a key of each owner's own, though it reads the same
