@@ -179,6 +179,25 @@ def test_h3_others_wait_for_a_long_time_only_as_long_as_they_have(monkeypatch):
         assert asking.result(5).supported_models
 
 
+@pytest.mark.parametrize("status", [429, 503])
+@pytest.mark.parametrize("endpoint", ["retrieve_future", "retrieve_futures"])
+def test_a_poll_that_is_told_to_wait_for_a_day_asks_again_after_a_minute(
+    monkeypatch, caplog, endpoint, status
+):
+    monkeypatch.setattr("tinkex.client.poller.FEW", 0)
+    for place in ("calls", "results"):
+        monkeypatch.setattr(f"tinkex.client.{place}.LONG_WAIT_S", 0.05)
+    monkeypatch.setenv("TINKEX_GIVE_UP_S", "0.1")
+    fake = FakeService(config={"sample_use_retrieve_futures": endpoint == "retrieve_futures"})
+    fake.script(endpoint, Answer(status=status, headers={"retry-after": "86400"}))
+    with fake.client(api_key=f"tml-{status}-{endpoint}") as service:  # nobody else shall wait
+        sampling = service.create_sampling_client(base_model="fake/model")
+        prompt, params = types.ModelInput.from_ints([1]), types.SamplingParams(max_tokens=1)
+        assert sampling.sample(prompt, 1, params).result(20).sequences
+    assert "asks to wait 86400 s" in caplog.text
+    assert "Polls for results wait a minute at most" in caplog.text
+
+
 def test_402_is_a_pause_and_then_an_error(monkeypatch):
     monkeypatch.setattr("tinkex.client.backpressure.BILLING_PAUSE_S", 0.01)
     fake = FakeService(config={"billing_exception_max_pause_duration_sec": 3600})

@@ -136,7 +136,7 @@ def test_the_pace_grows_for_quick_answers_and_rests_for_held_ones():
     assert 0.75 <= delays[-1] <= 1.0
     assert pace.after_not_yet(30.0) == 0.0
     assert pace.after_not_yet(0.0) < 0.05
-    failures = [pace.after_failure(ConnectionError()) for _ in range(12)]
+    failures = [pace.after_failure() for _ in range(12)]
     assert failures[0] <= 0.1
     assert 11 <= failures[-1] <= 15
 

@@ -210,9 +210,9 @@ class Calls:
                         log.warning("paused by the service: %s", error.message)
                     await asyncio.sleep(pause)
                     continue
-                asked_s = _asked_s(error, now)
+                asked = asked_s(error, now)
                 if status == 429 and busy_s is not None:
-                    self.slow_down(path, asked_s or busy_s)
+                    self.slow_down(path, asked or busy_s)
                     continue
                 if not self.reached:
                     give_up_s = min(give_up_s, self.settings.first_contact_s)
@@ -228,9 +228,9 @@ class Calls:
                         _amend(error, f"Gave up after {attempt} attempts in {elapsed:.0f} s.")
                     raise
                 if status == 429:
-                    self.slow_down(path, asked_s or delay)
-                elif asked_s:
-                    self.tell_of_a_long_wait(path, asked_s)
+                    self.slow_down(path, asked or delay)
+                elif asked:
+                    self.tell_of_a_long_wait(path, asked)
                 metrics.here.count("retries", endpoint(path))
                 log.debug("attempt %d of %s failed; again in %.2f s", attempt, path, delay)
                 await asyncio.sleep(delay)
@@ -249,7 +249,8 @@ class Calls:
             self.lane.told_at = now
             log.warning(
                 "%s asks to wait %.0f s before %s is sent again (Retry-After). Requests wait that "
-                "long, or for the time they have left (give_up_s), and are then sent again.",
+                "long, or for the time they have left (give_up_s), and are then sent again. Polls for "
+                "results wait a minute at most.",
                 self._root,
                 asked_s,
                 endpoint(path),
@@ -519,7 +520,8 @@ def decode(answer: type[T], response: Response, *, about: str = "") -> T:
         raise unreadable from error
 
 
-def _asked_s(error: APIError, now: datetime) -> float | None:
+def asked_s(error: APIError, now: datetime) -> float | None:
+    """How long the answer asks to wait (Retry-After); None if it does not."""
     if isinstance(error, APIStatusError):
         return retry_after_s(error.response.headers, now=now)
     return None

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 from pydantic import BaseModel
 
 from tinkex.client import queue_states
-from tinkex.client.calls import Calls
+from tinkex.client.calls import LONG_WAIT_S, Calls, asked_s
 from tinkex.client.errors import (
     APIConnectionError,
     APIError,
@@ -28,7 +28,7 @@ from tinkex.client.errors import (
     APIStatusError,
     RequestFailedError,
 )
-from tinkex.client.retry import MOST_GARBLED, is_retryable, retry_after_s
+from tinkex.client.retry import MOST_GARBLED, is_retryable
 from tinkex.client.transport import Kind, Response
 from tinkex.wire.base import Payload
 from tinkex.wire.codec import JSON_TYPE, PROTOBUF_TYPE
@@ -138,12 +138,11 @@ class Pace:
         self._quick += 1
         return self._jittered(min(0.02 * 2.0 ** min(self._quick, 20), 1.0))
 
-    def after_failure(self, error: BaseException) -> float:
+    def after_failure(self, asked_s: float | None = None) -> float:
+        """As the server asks, a minute at most: the result may be there long before."""
         self._failures += 1
-        if isinstance(error, APIStatusError):
-            asked = retry_after_s(error.response.headers, now=datetime.now(UTC))
-            if asked is not None:
-                return asked
+        if asked_s is not None:
+            return min(asked_s, LONG_WAIT_S)
         return self._jittered(min(0.05 * 2.0 ** min(self._failures, 20), 15.0))
 
     def _jittered(self, delay_s: float) -> float:
@@ -172,15 +171,16 @@ class Patience:
             self._garbled += 1
             if not is_retryable(error) or self._garbled > MOST_GARBLED:
                 raise error
-            return self.pace.after_failure(error)
+            return self.pace.after_failure()
         if not isinstance(error, APIStatusError):
             if self._clock() - self._last_contact > self._calls.settings.reconnect_s:
                 raise error
-            return self.pace.after_failure(error)
+            return self.pace.after_failure()
         self._last_contact = self._clock()
+        asked = asked_s(error, datetime.now(UTC))
         if error.status_code == 400 and self._bad_requests < MAX_400:
             self._bad_requests += 1
-            return self.pace.after_failure(error)
+            return self.pace.after_failure(asked)
         if error.status_code == 402:
             pause = self._calls.lane.billing.pause_s()
             if pause is None:
@@ -188,11 +188,11 @@ class Patience:
             return pause
         if error.status_code == 400 or not is_retryable(error):
             raise error
-        delay = self.pace.after_failure(error)
+        delay = self.pace.after_failure(asked)
         if error.status_code == 429:
-            self._calls.slow_down("retrieve_future", delay)
-        else:
-            self._calls.tell_of_a_long_wait("retrieve_future", delay)
+            self._calls.slow_down("retrieve_future", asked or delay)
+            return 0.0  # the next poll waits with everybody of this lane
+        self._calls.tell_of_a_long_wait("retrieve_future", asked or delay)
         return delay
 
 
