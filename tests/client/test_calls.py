@@ -1,5 +1,7 @@
 """One layer repeats requests, for as long as the settings say, and slows down together."""
 
+import asyncio
+import collections
 import logging
 import time
 
@@ -7,6 +9,8 @@ import pytest
 
 import tinkex
 from tinkex import types
+from tinkex.client.backpressure import Backoff
+from tinkex.client.results import Pace
 from tinkex.testing import Answer, FakeService, Lost
 
 
@@ -164,7 +168,8 @@ def test_h3_a_long_wait_is_told_once_and_kept_to_the_time_that_is_left(caplog, m
 
 
 def test_h3_others_wait_for_a_long_time_only_as_long_as_they_have(monkeypatch):
-    monkeypatch.setattr("tinkex.client.calls.LONG_WAIT_S", 0.2)
+    for place in ("calls", "results"):
+        monkeypatch.setattr(f"tinkex.client.{place}.LONG_WAIT_S", 0.2)
     monkeypatch.setenv("TINKEX_GIVE_UP_S", "0.4")
     fake = FakeService()
     with fake.client(api_key="tml-of-this-test") as service:  # nobody else shall wait for an hour
@@ -185,7 +190,7 @@ def test_a_poll_that_is_told_to_wait_for_a_day_asks_again_after_a_minute(
     monkeypatch, caplog, endpoint, status
 ):
     monkeypatch.setattr("tinkex.client.poller.FEW", 0)
-    for place in ("calls", "results"):
+    for place in ("calls", "results", "poller"):
         monkeypatch.setattr(f"tinkex.client.{place}.LONG_WAIT_S", 0.05)
     monkeypatch.setenv("TINKEX_GIVE_UP_S", "0.1")
     fake = FakeService(config={"sample_use_retrieve_futures": endpoint == "retrieve_futures"})
@@ -196,6 +201,32 @@ def test_a_poll_that_is_told_to_wait_for_a_day_asks_again_after_a_minute(
         assert sampling.sample(prompt, 1, params).result(20).sequences
     assert "asks to wait 86400 s" in caplog.text
     assert "Polls for results wait a minute at most" in caplog.text
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["a poll for each", "one poll for all"])
+def test_a_poll_that_waited_here_first_was_not_held_by_the_server(monkeypatch, shared):
+    """Else a server that answers at once would be polled without a pause."""
+    held: list[tuple[float, float]] = []
+    sent_at = collections.defaultdict(time.monotonic)
+
+    async def wait_once(self: Backoff, at_most_s: float) -> None:
+        await asyncio.sleep(0.1)
+        sent_at[asyncio.current_task()] = time.monotonic()
+
+    def after_not_yet(self: Pace, held_s: float) -> float:
+        held.append((held_s, time.monotonic() - sent_at[asyncio.current_task()]))
+        return 0.0
+
+    monkeypatch.setattr(Backoff, "wait_once", wait_once)
+    monkeypatch.setattr(Pace, "after_not_yet", after_not_yet)
+    monkeypatch.setattr("tinkex.client.poller.FEW", 0)
+    fake = FakeService(config={"sample_use_retrieve_futures": shared}, sample_s=0.3, hold_s=0.0)
+    with fake.client() as service:
+        sampling = service.create_sampling_client(base_model="fake/model")
+        prompt, params = types.ModelInput.from_ints([1]), types.SamplingParams(max_tokens=1)
+        assert sampling.sample(prompt, 1, params).result(20).sequences
+    assert held
+    assert all(held_s <= since_sent_s for held_s, since_sent_s in held)
 
 
 def test_402_is_a_pause_and_then_an_error(monkeypatch):

@@ -261,12 +261,6 @@ class Calls:
         await self.lane.backoff.wait(at_most_s)
         metrics.here.observe("wait", "backoff", self._clock() - started)
 
-    async def poll(self, request: Request, *, about: str = "") -> Response:
-        """`once`, for a result that was promised, when the service is not busy."""
-        if self.lane.backoff.left_s > 0:
-            await self.lane.backoff.wait_once(LONG_WAIT_S)
-        return await self.once(request, about=about)
-
     def _breaker(self, kind: Kind) -> Breaker | None:
         # Telemetry fails in silence, and must not speak for the service.
         policy = self.settings.breaker

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from time import monotonic
 
-from tinkex.client.calls import Calls, decode
+from tinkex.client.calls import LONG_WAIT_S, Calls, decode
 from tinkex.client.errors import (
     APIConnectionError,
     APIResponseValidationError,
@@ -145,10 +145,11 @@ class Poller:
     async def _poll(self) -> None:
         patience = Patience(self._calls, clock=self._clock, rng=self._rng)
         while self._waiting or self._fetched:
+            await self._calls.lane.backoff.wait_once(LONG_WAIT_S)
             reported = sorted(self._fetched)
             asked_at = self._clock()
             try:
-                response = await self._calls.poll(
+                response = await self._calls.once(
                     self._calls.request(
                         "POST",
                         "retrieve_futures",

@@ -243,9 +243,10 @@ class Results:
                 if polls == 0 and round_trip_s is not None:
                     headers["X-Tinker-Create-Promise-Roundtrip-Time"] = f"{round_trip_s:.6f}"
                 polls += 1
+                await self._calls.lane.backoff.wait_once(LONG_WAIT_S)
                 asked_at = self._clock()
                 try:
-                    response = await self._calls.poll(
+                    response = await self._calls.once(
                         self._calls.request(
                             "POST",
                             "retrieve_future",
