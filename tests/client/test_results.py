@@ -1,5 +1,6 @@
 """Polling for a promised result: what each answer means, and that no server is polled busily."""
 
+import math
 import random
 import threading
 import time
@@ -105,6 +106,14 @@ def test_json_results_are_understood_as_well_as_protobuf(fake, training, datum):
     fake.script("retrieve_future", Answer(status=200, body=body))
     result = training.forward_backward([datum], "cross_entropy").result(5)
     assert result.metrics == {"loss:sum": 2.5}
+
+
+def test_a_step_that_was_taken_is_no_error_because_its_metrics_are_nan(fake, training):
+    body = b'{"metrics": {"grad_norm": NaN, "lr": 0.5}}'
+    fake.script("retrieve_future", Answer(status=200, body=body))
+    metrics = training.optim_step(tinkex.AdamParams()).result(5).metrics
+    assert math.isnan(metrics["grad_norm"])
+    assert metrics["lr"] == 0.5
 
 
 def test_polls_say_what_they_wait_for(fake, training, datum):

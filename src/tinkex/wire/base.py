@@ -56,12 +56,11 @@ RequestTime = Annotated[datetime, BeforeValidator(time_from_text)]
 
 class _Model(BaseModel):
     # Fields such as `model_id` and `model_path` are names of the protocol, not pydantic's.
-    # Every float is finite. JSON has no NaN and no infinity, and pydantic would write null for them,
-    # which the reader takes as "not given". `constants` lets `encode_json` see and refuse them.
+    # JSON has no NaN and no infinity, and pydantic would write null for them, which the reader takes
+    # as "not given". `constants` lets `encode_json` see and refuse them.
     model_config = ConfigDict(
         frozen=True,
         protected_namespaces=(),
-        allow_inf_nan=False,
         ser_json_inf_nan="constants",
     )
 
@@ -70,15 +69,23 @@ class _Model(BaseModel):
 
 
 class LenientModel(_Model):
-    """An answer: immutable; fields this version does not know are ignored."""
+    """
+    An answer: immutable; fields this version does not know are ignored.
+
+    A float may be NaN: what it reports has happened, whatever the number.
+    """
 
     model_config = ConfigDict(extra="ignore")
 
 
 class StrictModel(_Model):
-    """A request: immutable; an unknown keyword is an error that names the nearest field."""
+    """
+    A request: immutable; an unknown keyword is an error that names the nearest field.
 
-    model_config = ConfigDict(extra="forbid")
+    Every float is finite.
+    """
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod

@@ -95,7 +95,7 @@ class LoraConfig(StrictModel):
 class OptimizerConfigBase(LenientModel):
     """An optimizer family this version does not know: passed on with all its fields."""
 
-    model_config = ConfigDict(extra="allow")
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False)
 
     type: str
 
@@ -121,7 +121,7 @@ OptimizerConfig: TypeAlias = AdamOptimizerConfig | SerializeAsAny[OptimizerConfi
 class OptimParamsBase(LenientModel):
     """Parameters of an optimizer this version does not know: passed on with all its fields."""
 
-    model_config = ConfigDict(extra="allow")
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False)
 
     type: str
 
