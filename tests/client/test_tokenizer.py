@@ -226,6 +226,28 @@ def test_m6_code_that_comes_with_a_model_does_not_run(tiny_model, tmp_path, capl
     assert "transformers cannot read the tokenizer" in caplog.text
 
 
+@pytest.mark.parametrize("kind", ["ImportError", "RuntimeError", "OSError"])
+def test_where_transformers_is_broken_the_tokenizer_json_is_read_without_it(
+    tiny_model, tmp_path, kind
+):
+    (tmp_path / "transformers.py").write_text(f"raise {kind}('its torch is of another version')")
+    code = """
+        import sys
+        sys.path.insert(0, sys.argv[2])
+        import tinkex.client.tokenizer
+        tokenizer = tinkex.client.tokenizer.load("test/tiny", sys.argv[1])
+        assert tokenizer.decode(tokenizer.encode("hello")) == "hello"
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code), str(tiny_model), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "(its torch is of another version)" in done.stderr  # the log says why
+
+
 def test_m6_transformers_is_loaded_when_a_tokenizer_is_asked_for_and_not_before(tiny_model):
     code = """
         import sys

@@ -103,10 +103,9 @@ def _from_folder(folder: Path, model_name: str) -> Any:
     from tinkex.models.tokenizer import TokenizerError, load_tokenizer
 
     if _is_installed("transformers") and (folder / "tokenizer.json").is_file():
-        with needs("Its tokenizer"):
-            from transformers import AutoTokenizer
-
         try:
+            with needs("Its tokenizer"):
+                from transformers import AutoTokenizer
             theirs = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
         except Exception as error:  # noqa: BLE001 (of three libraries; ours may read it all the same)
             log.warning(
