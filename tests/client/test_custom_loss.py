@@ -69,6 +69,20 @@ def test_m2_a_callable_is_a_forward_pass_then_weights_of_minus_its_gradient(fake
         assert sent.model_input_spans == spans
 
 
+def test_the_loss_gets_the_callers_own_datums(training, datum):
+    """Programs keep what belongs to a datum in a dict by its id()."""
+    datums = [datum, types.Datum(datum.model_input, dict(datum.loss_fn_inputs))]
+    seen = []
+
+    def loss(data, logprobs):
+        seen.extend(data)
+        return plain(data, logprobs)
+
+    training.forward_backward_custom(iter(datums), loss).result(5)
+
+    assert [id(each) for each in seen] == [id(each) for each in datums]
+
+
 def test_its_result_has_the_custom_loss_the_users_metrics_and_the_servers(training, datum):
     found = training.forward_backward_custom([datum, datum], plain).result(5)
     logprobs = sum(sum(output["logprobs"].tolist()) for output in found.loss_fn_outputs)

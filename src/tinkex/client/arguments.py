@@ -103,6 +103,11 @@ def moment(name: str, value: object) -> datetime:
 
 def batch(data: object) -> list[Datum]:
     """The examples of a pass as they are now: the caller may go on changing theirs."""
+    return [as_it_is(datum) for datum in examples(data)]
+
+
+def examples(data: object) -> list[Datum]:
+    """The examples of a pass, checked: the caller's own objects."""
     if not isinstance(data, Iterable) or isinstance(data, str | bytes | Mapping):
         raise TypeError(f"data is a {type(data).__name__}; a pass takes a list of Datum.")
     found = list(data)
@@ -119,11 +124,10 @@ def batch(data: object) -> list[Datum]:
                     f"data[{index}] holds an ImageAssetPointerChunk, which a training pass cannot "
                     "carry. Send the image itself as an ImageChunk."
                 )
-        found[index] = _as_it_is(datum)
     return found
 
 
-def _as_it_is(datum: Datum) -> Datum:
+def as_it_is(datum: Datum) -> Datum:
     """The same datum with a dict of its own; the tensors in it never change."""
     inputs = datum.loss_fn_inputs
     for value in inputs.values():

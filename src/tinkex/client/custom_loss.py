@@ -154,26 +154,32 @@ def start(
         )
         if loss_type_input != "logprobs":
             raise ValueError(f"loss_type_input is {loss_type_input!r}; only 'logprobs' exists.")
-    data = arguments.batch(data)
+    given = arguments.examples(data)
+    data = [arguments.as_it_is(datum) for datum in given]
     if isinstance(loss_fn, LossHandle):
         _check_fits(loss_fn, client.holder.session_id, data)
         if loss_fn.loss_id is not None:
             begun: Promise[Promise[ForwardBackwardOutput]] = Promise()
             begun.finish(client.forward_backward(data, "custom", {"loss_id": loss_fn.loss_id}))
             return begun
-        return _here(client, data, _summed(loss_fn))
+        return _here(client, data, data, _summed(loss_fn))
     if not callable(loss_fn):
         raise TypeError(
             f"loss_fn is a {type(loss_fn).__name__}; it is a function of (data, logprobs), or a "
             "LossHandle from create_custom_loss()."
         )
-    return _here(client, data, loss_fn)
+    return _here(client, given, data, loss_fn)
 
 
 def _here(
-    client: TrainingClient, data: list[Datum], loss_fn: CustomLossFnV1
+    client: TrainingClient, given: list[Datum], data: list[Datum], loss_fn: CustomLossFnV1
 ) -> Promise[Promise[ForwardBackwardOutput]]:
-    """Both passes and the loss between them, in one place of the order."""
+    """
+    Both passes and the loss between them, in one place of the order.
+
+    The loss gets the `given` objects: it may know them by `id()`. The passes send `data`, which the
+    caller does not change meanwhile.
+    """
     forward = client._pass_parts(
         [_for_cross_entropy(index, datum) for index, datum in enumerate(data)], forward_only=True
     )
@@ -183,7 +189,7 @@ def _here(
 
     def loss(logprobs: list[TensorData]) -> Computed:
         with client._computing_a_loss():
-            return compute(loss_fn, data, logprobs)
+            return compute(loss_fn, given, logprobs)
 
     async def send(promise: Promise[ForwardBackwardOutput]) -> tuple[Connection, list[Accepted]]:
         passed = await client._fetch(*await client._send(forward), client._pass_wanted("Forward"))
