@@ -2,7 +2,7 @@
 
 import io
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -59,6 +59,38 @@ def test_another_failure_is_shown_in_full(log: tuple[logging.Logger, io.StringIO
     logger.error("two", exc_info=elsewhere)
 
     assert written.getvalue().count("Traceback") == 2
+
+
+@pytest.mark.parametrize("explicit", [True, False], ids=["from", "while handling"])
+def test_another_cause_of_the_same_failure_is_shown_in_full(
+    log: tuple[logging.Logger, io.StringIO], explicit: bool
+) -> None:
+    logger, written = log
+
+    def no_disk() -> None:
+        raise OSError("disk")
+
+    def no_memory() -> None:
+        raise OSError("memory")
+
+    def wrapped(cause: Callable[[], None]) -> Exception:
+        try:
+            try:
+                cause()
+            except OSError as error:
+                if explicit:
+                    raise RuntimeError("it cannot be") from error
+                raise RuntimeError("it cannot be")  # noqa: B904 (the other way to be a cause)
+        except RuntimeError as error:
+            return error
+        raise AssertionError
+
+    for cause in (no_disk, no_memory, no_disk, no_memory):
+        logger.error("failed", exc_info=wrapped(cause))
+
+    text = written.getvalue()
+    assert text.count("OSError: disk") == text.count("OSError: memory") == 1
+    assert text.count("its traceback is above") == 2
 
 
 def test_it_is_shown_again_after_a_while_with_how_many_were_not(

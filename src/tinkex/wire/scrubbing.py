@@ -6,6 +6,8 @@ import logging
 import re
 import time
 import traceback
+from collections.abc import Iterator
+from types import TracebackType
 from typing import Any, Final
 
 __all__ = ["ScrubbedFormatter", "scrubbed", "scrubbed_value"]
@@ -30,6 +32,21 @@ def scrubbed_value(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [scrubbed_value(item) for item in value]
     return value
+
+
+def _lines(frames: TracebackType | None) -> Iterator[tuple[Any, ...]]:
+    return ((frame.f_code, line) for frame, line in traceback.walk_tb(frames))
+
+
+def _causes(error: BaseException | None) -> Iterator[Any]:
+    """Kinds and lines of the exceptions that a traceback shows above its last one."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+        if error is not None:
+            yield type(error)
+            yield from _lines(error.__traceback__)
 
 
 #: What a terminal obeys, or takes for the end of a line.
@@ -58,7 +75,7 @@ class ScrubbedFormatter(logging.Formatter):
 
     def formatException(self, ei: Any) -> str:
         kind, error, frames = ei
-        place = (kind, *((f.f_code, line) for f, line in traceback.walk_tb(frames)))
+        place = (kind, *_lines(frames), *_causes(error))
         now_s = time.monotonic()
         written_s, left_out = self._written.get(place, (-REPEATED_S, 0))
         if now_s - written_s < REPEATED_S:
