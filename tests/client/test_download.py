@@ -670,6 +670,17 @@ def test_a_redirect_to_another_kind_of_address_is_refused(
         download_checkpoint(EXPORT, tmp_path / "adapter", rest=rest)
 
 
+@pytest.mark.parametrize(
+    "location", ["http://127.0.0.1:port/x", "http://127.0.0.1:99999/x", "http://[::1/x"]
+)
+def test_a_redirect_to_what_is_no_address_is_refused(
+    here: Standin, files: Files, rest: RestClient, tmp_path: Path, location: str
+) -> None:
+    files.fault = lambda name, asked: Reply(status=302, headers={"Location": location})
+    with pytest.raises(DownloadFailed, match="neither http:// nor https://"):
+        download_checkpoint(EXPORT, tmp_path / "adapter", rest=rest)
+
+
 def test_a_link_whose_port_is_no_number_is_refused(
     here: Standin, files: Files, rest: RestClient, tmp_path: Path
 ) -> None:

@@ -21,7 +21,7 @@ from tinkex import AdminClient, RestClient, types
 from tinkex.client import rest as rest_module
 from tinkex.client import sessionless
 from tinkex.client.rest import owner_in
-from tinkex.testing import FakeService
+from tinkex.testing import Answer, FakeService
 
 RUN = "s:train:0"
 PATH = f"tinker://{RUN}/weights/a"
@@ -267,6 +267,28 @@ def test_an_audit_log_that_lies_elsewhere_is_fetched_without_the_key(
         assert [each.path for each in elsewhere.asked] == ["/log?signature=x"]
         assert "tml-one" not in str(elsewhere.asked[0].headers)
     admin.close().result(5)
+
+
+@pytest.mark.parametrize(
+    ("location", "shown"),
+    [
+        ("https://h.invalid:443/api/v1/log", True),
+        ("https://H.invalid/api/v1/log", True),
+        ("http://h.invalid:443/api/v1/log", False),
+        ("https://h.invalid:444/api/v1/log", False),
+    ],
+)
+def test_an_audit_log_of_the_same_origin_is_fetched_with_the_key(
+    location: str, shown: bool
+) -> None:
+    """Whether the port that goes without saying is said or not."""
+    fake = FakeService()
+    fake.script("audit", Answer(status=302, headers={"location": location}))
+    with fake.client(base_url="https://h.invalid", api_key="tml-one") as service:
+        with pytest.raises(tinkex.TinkerError):
+            AdminClient(service.holder).get_audit_log().result(10)
+        last = [each for each in fake.requests if each.endpoint.endswith("log")][-1]
+        assert ("x-api-key" in last.headers) is shown
 
 
 def test_usage_is_asked_for_in_utc(here: Service, rest: RestClient) -> None:

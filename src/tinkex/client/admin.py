@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from datetime import date, datetime
 from typing import get_args
-from urllib.parse import urljoin, urlsplit
 
 from tinkex.client import arguments
 from tinkex.client.calls import decode
 from tinkex.client.credentials import Fixed
 from tinkex.client.errors import APIStatusError
 from tinkex.client.futures import Promise, awaits
+from tinkex.client.origins import origin, redirect_url
 from tinkex.client.session import Connection
 from tinkex.client.sessionless import Sessionless, sdk_headers, with_query
 from tinkex.client.transport import Kind, Request
@@ -55,7 +55,7 @@ class AdminClient(Sessionless):
                 if url is None:
                     raise
             # A large log lies elsewhere, and another host is not shown our key.
-            if urlsplit(url)[:2] != urlsplit(self.holder.settings.base_url)[:2]:
+            if origin(url) != origin(self.holder.settings.base_url):
                 calls = calls.asking_as(Fixed(None))
             request = Request(method="GET", url=url, headers={"Accept": JSON_TYPE}, kind=Kind.REST)
             response = await calls.once(request, about=about)
@@ -107,8 +107,7 @@ def redirected(error: APIStatusError) -> str | None:
     location = error.response.headers.get("location")
     if error.status_code not in (301, 302, 303, 307, 308) or not location:
         return None
-    url = urljoin(error.response.request.url, location)
-    return url if urlsplit(url).scheme in ("http", "https") else None
+    return redirect_url(error.response.request.url, location)
 
 
 def _utc(moment: datetime) -> str:

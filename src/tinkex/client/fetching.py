@@ -22,6 +22,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 from urllib.parse import unquote, urlsplit
 
+from tinkex.client.calls import KEY_HEADER
 from tinkex.client.errors import (
     APIConnectionError,
     APIError,
@@ -29,8 +30,9 @@ from tinkex.client.errors import (
     TinkerError,
     status_error,
 )
+from tinkex.client.origins import origin, redirect_url
 from tinkex.client.retry import RetryPolicy
-from tinkex.client.settings import Settings, origin
+from tinkex.client.settings import Settings
 from tinkex.client.transport import Request, Response
 
 if TYPE_CHECKING:
@@ -43,9 +45,6 @@ PIECE_BYTES = 1024 * 1024
 SILENCE_S = 20.0
 #: A link is asked for again when it has less than this left, or half of its life.
 MARGIN = timedelta(minutes=5)
-
-#: In lower case. Links are signed, so it goes to none of them, not even where the user sets it.
-KEY_HEADER = "x-api-key"
 
 TOTAL = re.compile(r"bytes (?:(\d+)-\d+|\*)/(\d+)")
 
@@ -146,8 +145,11 @@ class Fetcher:
         self._rng = random.Random()
         self._opener = _opener(settings)
         self._origin = origin(settings.base_url)
+        # Links are signed, so the key goes to none of them, not even where the user sets it.
         self._headers = {
-            name: value for name, value in settings.headers.items() if name.lower() != KEY_HEADER
+            name: value
+            for name, value in settings.headers.items()
+            if name.lower() != KEY_HEADER.lower()
         }
 
     def look(self, links: Links, name: str) -> Facts:
@@ -230,11 +232,8 @@ class Fetcher:
         from urllib.error import HTTPError
         from urllib.request import Request as UrlRequest
 
-        try:
-            place = origin(link)
-        except ValueError:  # a port that is no number
-            place = ("", "", None)
-        if place[0] not in ("http", "https"):
+        place = origin(link)
+        if place is None:
             raise DownloadFailed("The service gave a link that is no http:// or https:// address.")
         # `identity`: sizes and ranges are those of the file, not of a compressed form.
         asked = UrlRequest(link, headers={**headers, "Accept-Encoding": "identity"})
@@ -384,15 +383,24 @@ def _opener(settings: Settings) -> OpenerDirector:
     class Redirects(HTTPRedirectHandler):
         """Keeps the headers of the settings within one origin, and drops them at its border."""
 
-        def redirect_request(self, req: UrlRequest, fp: Any, *rest: Any) -> UrlRequest | None:
-            following = super().redirect_request(req, fp, *rest)
-            if following is None:
-                return None
-            if urlsplit(following.full_url).scheme not in ("http", "https"):
+        def http_error_302(
+            self, req: UrlRequest, fp: Any, code: int, msg: str, headers: Any
+        ) -> Any:
+            location = headers.get("location", headers.get("uri"))  # as urllib looks for it
+            if location is not None and redirect_url(req.full_url, location) is None:
                 fp.close()
                 raise DownloadFailed(
                     "The link redirects to an address that is neither http:// nor https://."
                 )
+            return super().http_error_302(req, fp, code, msg, headers)
+
+        http_error_301 = http_error_303 = http_error_302
+        http_error_307 = http_error_308 = http_error_302
+
+        def redirect_request(self, req: UrlRequest, fp: Any, *rest: Any) -> UrlRequest | None:
+            following = super().redirect_request(req, fp, *rest)
+            if following is None:
+                return None
             if origin(following.full_url) == origin(req.full_url):
                 for name, value in req.unredirected_hdrs.items():
                     following.add_unredirected_header(name, value)

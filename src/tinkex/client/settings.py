@@ -24,7 +24,6 @@ __all__ = [
     "Settings",
     "is_loopback",
     "normalise_url",
-    "origin",
     "service_url",
     "setting",
 ]
@@ -235,13 +234,6 @@ def is_loopback(url: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
-
-
-def origin(url: str) -> tuple[str, str, int | None]:
-    """Scheme, host and port: what decides whether two addresses are of the same server."""
-    parts = urlsplit(url)
-    usual = {"http": 80, "https": 443}.get(parts.scheme)
-    return parts.scheme, parts.hostname or "", parts.port or usual
 
 
 def _proxy_from(env: Mapping[str, str], url: str) -> str | None:

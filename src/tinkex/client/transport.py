@@ -17,9 +17,10 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Protocol, Self
-from urllib.parse import urljoin, urlsplit
+from urllib.parse import urlsplit
 
 from tinkex.client.errors import TinkerError, status_error
+from tinkex.client.origins import origin, redirect_url
 
 if TYPE_CHECKING:
     import aiohttp
@@ -374,17 +375,18 @@ def _cookie_jar(base_url: str) -> aiohttp.CookieJar:
     import aiohttp
     import yarl
 
-    origin = yarl.URL(base_url).origin()
+    service = yarl.URL(base_url)
+    place = origin(base_url)
 
     class Cookies(aiohttp.CookieJar):
         """Those of one origin. Cookies know no ports, so another service could share a host."""
 
-        def update_cookies(self, cookies: Any, response_url: yarl.URL = origin) -> None:
-            if response_url.origin() == origin:
+        def update_cookies(self, cookies: Any, response_url: yarl.URL = service) -> None:
+            if origin(str(response_url)) == place:
                 super().update_cookies(cookies, response_url)
 
-        def filter_cookies(self, request_url: yarl.URL = origin) -> Any:
-            if request_url.origin() != origin:
+        def filter_cookies(self, request_url: yarl.URL = service) -> Any:
+            if origin(str(request_url)) != place:
                 return SimpleCookie()
             return super().filter_cookies(request_url)
 
@@ -395,10 +397,8 @@ def _cookie_jar(base_url: str) -> aiohttp.CookieJar:
 
 def redirected(request: Request, status: int, location: str | None) -> Request | None:
     """What a redirect says to ask instead; None if that is elsewhere, and so not for our key."""
-    if not location or "\\" in location:  # which some take for a slash, and so for another host
-        return None
-    url = urljoin(request.url, location)
-    if _origin(url) is None or _origin(url) != _origin(request.url):
+    url = redirect_url(request.url, location)
+    if url is None or origin(url) != origin(request.url):
         return None
     request = replace(request, url=url)
     if status in UNCHANGED or request.method in ("GET", "HEAD"):
@@ -407,15 +407,6 @@ def redirected(request: Request, status: int, location: str | None) -> Request |
     left = ("content-type", "content-length", "content-encoding")
     headers = {name: each for name, each in request.headers.items() if name.lower() not in left}
     return replace(request, method="GET", body=None, headers=headers)
-
-
-def _origin(url: str) -> tuple[str, str, int | None] | None:
-    try:
-        parts = urlsplit(url)
-        port = parts.port or {"http": 80, "https": 443}.get(parts.scheme)
-    except ValueError:
-        return None
-    return parts.scheme, parts.hostname or "", port
 
 
 @contextmanager
