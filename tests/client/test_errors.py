@@ -60,6 +60,23 @@ def test_a_redirect_says_where_to():
     assert "'https://new'" in str(answered(301, location="https://new"))
 
 
+@pytest.mark.parametrize(
+    ("headers", "said"),
+    [
+        ({"location": "https://new/"}, "another address are not followed"),
+        ({"location": "//new/"}, "another address are not followed"),
+        ({"location": "/api/v1/other"}, "on the same server"),
+        ({"location": REQUEST.url}, "on the same server"),
+        ({}, "does not say where to"),
+    ],
+)
+def test_why_a_redirect_was_not_followed(headers, said):
+    text = str(answered(307, **headers))
+    assert said in text
+    assert ("use that as base_url" in text) is ("another address" in said)
+    assert "None" not in text
+
+
 ERRORS = [
     tinkex.TinkerError("plain"),
     tinkex.APIError("m", REQUEST.bare(), body={"a": 1}),

@@ -21,6 +21,8 @@ import copy
 import json
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from tinkex.client.origins import origin, redirect_url
+
 if TYPE_CHECKING:
     from tinkex.client.transport import Request, Response
     from tinkex.wire.errors import RequestErrorCategory
@@ -239,10 +241,7 @@ def status_error(response: Response, *, about: str = "") -> APIStatusError:
     status = response.status_code
     body = _body(response)
     if 300 <= status < 400:
-        hint = (
-            f"It redirects to {response.headers.get('location')!r}. Redirects to another address "
-            "are not followed, because the key would go there: use that as base_url."
-        )
+        hint = _redirect_hint(response)
     elif status >= 500:
         hint = "The cause is on the server: see its log."
     else:
@@ -254,6 +253,24 @@ def status_error(response: Response, *, about: str = "") -> APIStatusError:
     text = f"Error code: {status}{found}\n({about}{where}. {hint}".rstrip() + ")"
     fallback = InternalServerError if status >= 500 else APIStatusError
     return _BY_STATUS.get(status, fallback)(text, response, body)
+
+
+def _redirect_hint(response: Response) -> str:
+    location, asked = response.headers.get("location"), response.request.url
+    if not location:
+        return (
+            "It is a redirect that does not say where to. The cause is on the server: see its log."
+        )
+    url = redirect_url(asked, location)
+    if url is not None and origin(url) == origin(asked):
+        return (
+            f"It redirects to {location!r}, on the same server, as often as redirects are followed. "
+            "Check that base_url is the address of a Tinker service, and the routes of the server."
+        )
+    return (
+        f"It redirects to {location!r}. Redirects to another address are not followed, because the "
+        "key would go there: use that as base_url."
+    )
 
 
 def identified(request: Request, response: Response | None = None) -> str:
