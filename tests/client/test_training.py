@@ -288,8 +288,9 @@ def test_an_unanswered_call_leaves_no_gap(monkeypatch, datum):
     service.close("success").result(5)
 
 
-def test_a_number_that_the_server_says_is_taken_is_no_gap(monkeypatch):
+def test_a_number_that_the_server_says_is_taken_is_no_gap(monkeypatch, caplog):
     """Servers refuse a number that comes again as another kind of step; it has arrived then."""
+    caplog.set_level("DEBUG", "tinkex")
     monkeypatch.setenv("TINKEX_GIVE_UP_S", "0.2")
     fake = FakeService()
     service = fake.client()
@@ -302,6 +303,7 @@ def test_a_number_that_the_server_says_is_taken_is_no_gap(monkeypatch):
     training.save_state("after").result(5)
     training.optim_step(ADAM).result(5)
     assert ran(fake) == [(1, "optim_step"), (2, "save_weights"), (3, "optim_step")]
+    assert f"step 1 of {training.model_id} needs no filling" in caplog.text
     service.close("success").result(5)
 
 
@@ -467,6 +469,7 @@ class ChecksFirst(FakeService):
 
 @pytest.mark.parametrize("status", [400, 422])
 def test_a_server_that_refuses_the_mark_at_once_is_not_left_with_a_gap(datum, caplog, status):
+    caplog.set_level("DEBUG", "tinkex")
     fake = ChecksFirst(config=CHUNKS)
     fake.status = status
     with fake.client() as service:
@@ -479,6 +482,7 @@ def test_a_server_that_refuses_the_mark_at_once_is_not_left_with_a_gap(datum, ca
     assert numbers == list(range(1, len(numbers) + 1))
     told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert [text for text in told if "was taken only in part" in text]
+    assert "needs no filling" not in caplog.text
 
 
 def test_a_forward_pass_that_was_refused_in_part_spoils_nothing(chunked, datum):

@@ -651,13 +651,19 @@ class TrainingClient(SpeaksText):
         """Give the server something to run for numbers that an earlier call could not use."""
         for number, half_a_batch in sorted(self._numbers.gaps.items()):
             taken = await self._fill(connection, number, half_a_batch)
-            if not taken and half_a_batch and await self._fill(connection, number, False):
+            if (
+                not taken
+                and half_a_batch
+                and (taken := await self._fill(connection, number, False))
+            ):
                 # This server checks a pass before it takes it, so none can be made to fail.
                 log.warning(
                     "A batch of %s was taken only in part. The gradients of that part are in the "
                     "next optim_step. To leave them out, go on from the last saved state.",
                     self.model_id,
                 )
+            if not taken:
+                log.debug("step %d of %s needs no filling", number, self.model_id)
             del self._numbers.gaps[number]
 
     async def _fill(self, connection: Connection, number: int, half_a_batch: bool) -> bool:
@@ -668,7 +674,6 @@ class TrainingClient(SpeaksText):
         except UnprocessableEntityError:
             # Taken by another kind of step: what we got no answer to had arrived after all.
             # Asked again and again, it would stop this client for good.
-            log.debug("step %d of %s needs no filling", number, self.model_id)
             return False
         except BadRequestError:
             if not half_a_batch:
