@@ -3,11 +3,13 @@
 import asyncio
 import collections
 import logging
+import threading
 import time
 
 import pytest
 
 import tinkex
+from client.waiting import until
 from tinkex import types
 from tinkex.client.backpressure import Backoff
 from tinkex.client.results import Pace
@@ -107,8 +109,7 @@ def test_everything_with_the_same_service_and_key_backs_off_together():
         client.get_server_capabilities()
     fake.script("get_server_capabilities", Answer(status=429, headers={"retry-after-ms": "600"}))
     waiting = one._get_server_capabilities()
-    while fake._scripts["get_server_capabilities"]:
-        time.sleep(0.001)
+    until(lambda: not fake._scripts["get_server_capabilities"])
     started = time.monotonic()
     other.get_server_capabilities()
     elsewhere.get_server_capabilities()
@@ -123,8 +124,16 @@ def test_everything_with_the_same_service_and_key_backs_off_together():
 @pytest.mark.parametrize("shared", [False, True], ids=["a poll for each", "one poll for all"])
 def test_polls_wait_with_the_others_while_the_service_is_busy(monkeypatch, shared):
     monkeypatch.setattr("tinkex.client.poller.FEW", 0)
-    fake = FakeService(config={"sample_use_retrieve_futures": shared}, sample_s=2.0, hold_s=0.01)
+    fake = FakeService(config={"sample_use_retrieve_futures": shared}, sample_s=3.0, hold_s=0.01)
     endpoints = {"retrieve_future", "retrieve_futures"} if shared else {"retrieve_future"}
+    waiting, over = set(), threading.Event()
+
+    async def wait_once(self, at_most_s):
+        if self.left_s > 0:
+            waiting.add(asyncio.current_task())
+            await asyncio.to_thread(over.wait)
+
+    monkeypatch.setattr(Backoff, "wait_once", wait_once)
 
     def polls():
         return [len(counted(fake, endpoint)) for endpoint in endpoints]
@@ -133,18 +142,17 @@ def test_polls_wait_with_the_others_while_the_service_is_busy(monkeypatch, share
         sampling = service.create_sampling_client(base_model="fake/model")
         prompt, params = types.ModelInput.from_ints([1]), types.SamplingParams(max_tokens=1)
         samples = [sampling.sample(prompt, 1, params) for _ in range(3)]
-        while min(polls()) < 3:
-            time.sleep(0.001)
-        busy = Answer(status=429, headers={"retry-after-ms": "700"})
+        until(lambda: min(polls()) >= 3)
+        busy = Answer(status=429, headers={"retry-after": "2"})
         fake.script("get_server_capabilities", busy)
         asking = service._get_server_capabilities()
-        while fake._scripts["get_server_capabilities"]:
-            time.sleep(0.001)
-        time.sleep(0.1)  # for those that were on their way
+        # Each sample polls, or all together and the oldest for itself.
+        until(lambda: len(waiting) == (2 if shared else 3))
         before = polls()
-        time.sleep(0.4)
+        time.sleep(0.1)
         assert polls() == before
-        asking.result(5)
+        over.set()
+        asking.result(10)
         assert all(sample.result(10).sequences for sample in samples)
         assert all(now > then for now, then in zip(polls(), before, strict=True))
 
@@ -176,8 +184,7 @@ def test_h3_others_wait_for_a_long_time_only_as_long_as_they_have(monkeypatch):
         training = service.create_lora_training_client("fake/model")
         fake.script("get_server_capabilities", Answer(status=429, headers={"retry-after": "3600"}))
         asking = service._get_server_capabilities()
-        while fake._scripts["get_server_capabilities"]:
-            time.sleep(0.001)
+        until(lambda: not fake._scripts["get_server_capabilities"])
         started = time.monotonic()
         training.optim_step(types.AdamParams()).result(10)
         assert time.monotonic() - started > 0.5  # 0.4 s to be sent, 0.2 s to be polled

@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from client.waiting import until
 from tinkex import SamplingParams, types
 from tinkex.testing import FakeService
 
@@ -36,13 +37,6 @@ def _nothing_is_logged_as_an_error(caplog):
 
 def count(fake, endpoint):
     return sum(1 for each in fake.requests if each.endpoint == endpoint)
-
-
-def until(condition, seconds=5.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def test_cancels_are_sent_so_many_at_a_time(fake, sampling):

@@ -9,6 +9,7 @@ import time
 import pytest
 
 import tinkex
+from client.waiting import until
 from tinkex import RetryConfig, SamplingParams, types
 from tinkex.client import poller
 from tinkex.client.poller import Poller
@@ -42,13 +43,6 @@ def draw(sampling, count):
 
 def seen(fake, endpoint):
     return [each for each in fake.requests if each.endpoint == endpoint]
-
-
-def until(condition, seconds=5.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def test_samples_share_one_poll_and_each_result_is_fetched_once(fake, sampling):

@@ -2,11 +2,11 @@
 
 import io
 import json
-import time
 
 import pytest
 
 import tinkex
+from client.waiting import until
 from tinkex import types
 from tinkex.client import metrics, queue_states
 from tinkex.client.progress import Row, in_words
@@ -94,16 +94,9 @@ def test_o8_nothing_is_paused_once_a_request_was_given_up(fake, datum):
     training = service.create_lora_training_client("fake/model")
     fake.script("retrieve_future", *[paused()] * 1000)
     training.forward_backward([datum], "cross_entropy")
-    wait_for(queue_states.paused)
+    until(queue_states.paused)
     service.close("success").result(5)
-    wait_for(lambda: not queue_states.paused())
-
-
-def wait_for(condition) -> None:
-    deadline = time.monotonic() + 5
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+    until(lambda: not queue_states.paused())
 
 
 def test_e3_queue_states_and_backpressure_are_counted_in_telemetry(fake, datum):
@@ -138,7 +131,7 @@ def test_o8_progress_shows_what_is_under_way_and_why_it_waits(fake, service, out
     prompt = types.ModelInput.from_ints([1])
     with tinkex.progress(out, every_s=0.01):
         futures = [sampling.sample(prompt, 1, types.SamplingParams(max_tokens=1)) for _ in range(3)]
-        wait_for(lambda: "two jobs ahead" in out.getvalue())
+        until(lambda: "two jobs ahead" in out.getvalue())
         fake._scripts["retrieve_future"].clear()
         for future in futures:
             future.result(5)

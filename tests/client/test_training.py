@@ -10,6 +10,7 @@ import pytest
 
 import tinkex
 from tinkex import types
+from tinkex.client.breaker import Breaker
 from tinkex.testing import Answer, FakeService, Lost
 from tinkex.wire.protobuf import decode_forward_backward_request
 
@@ -195,10 +196,12 @@ def test_what_fails_before_it_is_sent_uses_no_number(
     assert ran(fake) == [(1, "optim_step"), (2, "optim_step")]
 
 
-def test_a_step_that_is_not_sent_because_the_service_keeps_failing_uses_no_number(datum):
+def test_a_step_that_is_not_sent_because_the_service_keeps_failing_uses_no_number(
+    datum, monkeypatch
+):
     fake = FakeService()
-    breaker = tinkex.BreakerPolicy(failures=1, open_s=0.2)
-    settings = tinkex.Settings(base_url="http://127.0.0.1:9", breaker=breaker, give_up_s=0.01)
+    breaker = tinkex.BreakerPolicy(failures=1, open_s=600)
+    settings = tinkex.Settings(base_url="http://127.0.0.1:9", breaker=breaker)
     with tinkex.ServiceClient(settings=settings, _make_transport=fake.transport) as service:
         training = service.create_lora_training_client("fake/model")
         fake.script("create_model", Answer(status=503))
@@ -206,7 +209,7 @@ def test_a_step_that_is_not_sent_because_the_service_keeps_failing_uses_no_numbe
             service.create_lora_training_client("fake/model")
         with pytest.raises(tinkex.CircuitOpenError):
             training.forward_backward([datum], "cross_entropy").result(5)
-        time.sleep(0.25)
+        monkeypatch.setattr(Breaker, "_left_s", lambda _: 0.0)  # its time is over
         training.optim_step(ADAM).result(5)
     assert ran(fake) == [(1, "optim_step")]
 

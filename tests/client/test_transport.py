@@ -19,6 +19,7 @@ from aiohttp import web
 from multidict import CIMultiDict
 
 import tinkex
+from client.waiting import until
 from standin import Reply, reply_json, standing_in
 from tinkex import SamplingParams, types
 from tinkex.client.transport import (
@@ -34,13 +35,6 @@ from tinkex.client.transport import (
 from tinkex.testing import Answer, FakeService, Lost
 
 PROMPT = types.ModelInput.from_ints([1, 2, 3])
-
-
-def until(condition, seconds=10.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 @pytest.fixture
