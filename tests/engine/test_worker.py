@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from server.api.test_custom_losses import loss
-from tinkex.engine import Engine, EngineSettings, process
+from tinkex.engine import Engine, EngineSettings, process, reports, snapshot_writer
 from tinkex.engine.checkpoints import Files, write
 from tinkex.engine.devices import is_broken, is_full
 from tinkex.engine.process import Wire, Worker
@@ -238,8 +238,8 @@ FULL = torch.OutOfMemoryError("CUDA out of memory")
 
 @pytest.mark.parametrize("error", [LOST, FULL, ValueError("a bug")])
 def test_telling_of_a_failure_never_ends_the_process(error: Exception, exits: list[int]) -> None:
-    assert str(error) in process._failed(1, error).failed.message
-    assert str(error) in process._muddled(1, error).failed.message
+    assert str(error) in reports.failed(1, error).failed.message
+    assert str(error) in reports.muddled(1, error).failed.message
     assert not exits
 
 
@@ -300,7 +300,7 @@ class SlowDisk:
             self.written.append(folder.name)
             return write(files, folder)
 
-        monkeypatch.setattr(process, "write_files", slow)
+        monkeypatch.setattr(snapshot_writer, "write_files", slow)
 
 
 @pytest.mark.parametrize("most_bytes", [2**28, 1])

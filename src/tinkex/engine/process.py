@@ -17,26 +17,23 @@ import json
 import logging
 import os
 import queue
-import secrets
 import signal
 import socket
 import sys
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import NoReturn
 
-from tinkex.engine import Engine, EngineSettings
-from tinkex.engine.checkpoints import Files, NotWritten, memory_bytes
-from tinkex.engine.checkpoints import write as write_files
+from tinkex.engine import Engine, EngineSettings, reports
+from tinkex.engine.checkpoints import memory_bytes
 from tinkex.engine.devices import is_broken, is_full
-from tinkex.engine.engine import NoSuchModel
 from tinkex.engine.mixing import Mixer, Queue
 from tinkex.engine.pack import no_custom_loss
-from tinkex.engine.sampling import Grown
+from tinkex.engine.snapshot_writer import SnapshotWriter, Written
 from tinkex.engine.training import Pass
 from tinkex.wire import frames
 from tinkex.wire.codec import decode_json, encode_json
@@ -128,40 +125,6 @@ class Job:
     compute_s: float = 0.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Written:
-    """A copy of a model has been written, or could not be: its memory is free."""
-
-    size_bytes: int
-
-
-class SnapshotWriter:
-    """A thread that writes copies of models, one after the other, while the engine computes."""
-
-    def __init__(self, wire: Wire) -> None:
-        self._wire = wire
-        self._copies: queue.SimpleQueue[tuple[int, Path, Files]] = queue.SimpleQueue()
-        threading.Thread(target=self._run, name="tinkex-snapshots", daemon=True).start()
-
-    def put(self, ticket: int, folder: Path, copied: Files) -> None:
-        """The order is answered when the copy is written."""
-        self._copies.put((ticket, folder, copied))
-
-    def _run(self) -> None:
-        while True:
-            self._wire.inbox.put(Written(size_bytes=self._write(*self._copies.get())))
-
-    def _write(self, ticket: int, folder: Path, copied: Files) -> int:
-        began_s = time.perf_counter()
-        try:
-            result = json.dumps({"size_bytes": write_files(copied, folder)}).encode()
-        except Exception as error:  # noqa: BLE001  every failure is an answer to one order
-            self._wire.send(_failed(ticket, error))
-        else:
-            self._wire.send(_done(ticket, result, time.perf_counter() - began_s))
-        return memory_bytes(copied)
-
-
 class Worker:
     """The computing thread: an engine and what waits for it."""
 
@@ -245,7 +208,7 @@ class Worker:
                 model_id = getattr(order, work).model_id
                 self._training.setdefault(model_id, deque()).append(Job(order))
             case None:
-                self._wire.send(_failed(order.ticket, ValueError("an order without work")))
+                self._wire.send(reports.failed(order.ticket, ValueError("an order without work")))
 
     def _submit(self, order: frames.Order) -> None:
         folder = order.sample.adapter_folder
@@ -262,7 +225,7 @@ class Worker:
         except Exception as error:  # noqa: BLE001  every failure is an answer to one order
             _exit_if_device_lost_or_full(error)
             self._sample_began_s.pop(order.ticket, None)
-            self._wire.send(_failed(order.ticket, error))
+            self._wire.send(reports.failed(order.ticket, error))
 
     def _register_loss(self, order: frames.Order) -> None:
         work = order.register_loss
@@ -270,17 +233,17 @@ class Worker:
             asked = decode_json(CreateCustomLossRequest, _bytes(work.payload))
             self._engine.register_loss(work.loss_id, asked.name, asked.inputs, asked.graph)
         except Exception as error:  # noqa: BLE001  every failure is an answer to one order
-            self._wire.send(_failed(order.ticket, error))
+            self._wire.send(reports.failed(order.ticket, error))
         else:
             self._loss_sessions[work.loss_id] = work.session_id
-            self._wire.send(_done(order.ticket, b"{}", 0.0))
+            self._wire.send(reports.done(order.ticket, b"{}", 0.0))
 
     def _forget_losses(self, order: frames.Order) -> None:
         session_id = order.forget_losses.session_id
         for loss_id in [one for one, of in self._loss_sessions.items() if of == session_id]:
             del self._loss_sessions[loss_id]
             self._engine.forget_loss(loss_id)
-        self._wire.send(_done(order.ticket, b"{}", 0.0))
+        self._wire.send(reports.done(order.ticket, b"{}", 0.0))
 
     def _decode(self) -> None:
         answered = self._engine.advance()
@@ -288,16 +251,18 @@ class Worker:
             sorted(self._engine.grown(), key=lambda grown: grown.ticket),
             key=lambda grown: grown.ticket,
         ):
-            self._wire.send(_grown(ticket, grown))
+            self._wire.send(reports.grown(ticket, grown))
         for finished in answered:
             began_s = self._sample_began_s.pop(finished.ticket, time.perf_counter())
             outcome = finished.outcome
             if isinstance(outcome, Exception):
                 _exit_if_device_lost_or_full(outcome)
-                self._wire.send(_failed(finished.ticket, outcome))
+                self._wire.send(reports.failed(finished.ticket, outcome))
             else:
                 result = encode_sample_response(outcome)
-                self._wire.send(_done(finished.ticket, result, time.perf_counter() - began_s))
+                self._wire.send(
+                    reports.done(finished.ticket, result, time.perf_counter() - began_s)
+                )
 
     def _next_model(self) -> str | None:
         """
@@ -335,10 +300,10 @@ class Worker:
             result = self._train(job)
         except Exception as error:  # noqa: BLE001  every failure is an answer to one order
             _exit_if_device_lost_or_full(error)
-            self._finish(model_id, job, _failed(job.order.ticket, error))
+            self._finish(model_id, job, reports.failed(job.order.ticket, error))
         else:
             compute_s = time.perf_counter() - began_s
-            self._finish(model_id, job, _done(job.order.ticket, result, compute_s))
+            self._finish(model_id, job, reports.done(job.order.ticket, result, compute_s))
 
     def _snapshot(self, model_id: str, job: Job) -> None:
         """Copies the model now; another thread writes the copy while everybody goes on."""
@@ -347,7 +312,7 @@ class Worker:
             copied = self._engine.copy(model_id, {})
         except Exception as error:  # noqa: BLE001  every failure is an answer to one order
             _exit_if_device_lost_or_full(error)
-            self._finish(model_id, job, _failed(order.ticket, error))
+            self._finish(model_id, job, reports.failed(order.ticket, error))
             return
         self._copies_bytes += memory_bytes(copied)
         self._snapshots.put(order.ticket, Path(order.snapshot.folder), copied)
@@ -394,7 +359,7 @@ class Worker:
         if len(took_part) == 1:
             (job,) = took_part
             _exit_if_device_lost_or_full(error)
-            self._finish(_model_of(job), job, _failed(job.order.ticket, error))
+            self._finish(_model_of(job), job, reports.failed(job.order.ticket, error))
             return
         # A batch of several that did not fit may fit in parts.
         _exit_if_device_lost(error)
@@ -402,7 +367,7 @@ class Worker:
         # With those behind them: gradients may be half added, so their models are built again.
         for model_id in dict.fromkeys(_model_of(job) for job in took_part):
             for job in [job for job in self._training[model_id] if _is_pass(job)]:
-                self._finish(model_id, job, _muddled(job.order.ticket, error))
+                self._finish(model_id, job, reports.muddled(job.order.ticket, error))
 
     def _open_passes(self) -> dict[str, list[Job]]:
         """The passes in front of each model's line, checked and ready; models in their turn."""
@@ -430,7 +395,7 @@ class Worker:
             )
         except Exception as error:  # noqa: BLE001  every failure is an answer to one order
             _exit_if_device_lost_or_full(error)
-            self._finish(model_id, job, _failed(job.order.ticket, error))
+            self._finish(model_id, job, reports.failed(job.order.ticket, error))
             return False
         return True
 
@@ -554,34 +519,14 @@ def _answered(job: Job, running: Pass) -> frames.Report:
     try:
         result = encode_forward_backward_output(running.output())
     except Exception as error:  # noqa: BLE001  every failure is an answer to one order
-        return _failed(job.order.ticket, error)
-    return _done(job.order.ticket, result, job.compute_s)
+        return reports.failed(job.order.ticket, error)
+    return reports.done(job.order.ticket, result, job.compute_s)
 
 
 def _bytes(payload: frames_pb2.Payload) -> bytes:
     if payload.WhichOneof("source") == "file":
         return Path(payload.file).read_bytes()
     return payload.inline
-
-
-def _done(ticket: int, result: bytes, compute_s: float) -> frames.Report:
-    return frames.Report(ticket=ticket, done=frames_pb2.Done(result=result, compute_s=compute_s))
-
-
-def _grown(ticket: int, grown: Iterable[Grown]) -> frames.Report:
-    sequences = [
-        frames_pb2.Tokens(
-            sequence=each.sequence, start=each.start, tokens=each.tokens, logprobs=each.logprobs
-        )
-        for each in grown
-    ]
-    return frames.Report(ticket=ticket, grown=frames_pb2.Grown(sequences=sequences))
-
-
-def _muddled(ticket: int, error: Exception) -> frames.Report:
-    message = f"a batch of several requests failed ({type(error).__name__}: {error})"
-    failed = frames_pb2.Failed(category=frames.MUDDLED, message=message)
-    return frames.Report(ticket=ticket, failed=failed)
 
 
 def _exit_if_device_lost(error: Exception) -> None:
@@ -599,25 +544,6 @@ def _exit_if_device_lost_or_full(error: Exception) -> None:
 def _exit(error: Exception) -> NoReturn:
     log.critical("the device is broken for this process, or full", exc_info=error)
     os._exit(frames.GAVE_OUT)
-
-
-def _failed(ticket: int, error: Exception) -> frames.Report:
-    """What cannot be done is the user's to read; everything else is a bug with a number."""
-    if isinstance(error, NoSuchModel):
-        # Whoever asked has it built here again.
-        failed = frames_pb2.Failed(category=frames.MISSING, message=str(error))
-    elif isinstance(error, UserFailure | NotWritten):
-        category = "server" if isinstance(error, NotWritten) else "user"
-        failed = frames_pb2.Failed(category=category, message=str(error))
-    else:
-        bug = secrets.token_hex(4)
-        log.error("engine bug %s", bug, exc_info=error)
-        failed = frames_pb2.Failed(
-            category="server",
-            message=f"the engine failed unexpectedly ({type(error).__name__}: {error}). "
-            f"The server's log has the details under the id {bug}.",
-        )
-    return frames.Report(ticket=ticket, failed=failed)
 
 
 @contextlib.contextmanager

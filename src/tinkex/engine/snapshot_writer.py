@@ -1,0 +1,52 @@
+"""Writes copies of models to disk in a thread of its own, while the engine computes."""
+
+from __future__ import annotations
+
+import json
+import queue
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tinkex.engine import reports
+from tinkex.engine.checkpoints import Files, memory_bytes
+from tinkex.engine.checkpoints import write as write_files
+
+if TYPE_CHECKING:
+    from tinkex.engine.process import Wire
+
+
+@dataclass(frozen=True, kw_only=True)
+class Written:
+    """A copy of a model has been written, or could not be: its memory is free."""
+
+    size_bytes: int
+
+
+class SnapshotWriter:
+    """A thread that writes copies of models, one after the other, while the engine computes."""
+
+    def __init__(self, wire: Wire) -> None:
+        self._wire = wire
+        self._copies: queue.SimpleQueue[tuple[int, Path, Files]] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="tinkex-snapshots", daemon=True).start()
+
+    def put(self, ticket: int, folder: Path, copied: Files) -> None:
+        """The order is answered when the copy is written."""
+        self._copies.put((ticket, folder, copied))
+
+    def _run(self) -> None:
+        while True:
+            self._wire.inbox.put(Written(size_bytes=self._write(*self._copies.get())))
+
+    def _write(self, ticket: int, folder: Path, copied: Files) -> int:
+        began_s = time.perf_counter()
+        try:
+            result = json.dumps({"size_bytes": write_files(copied, folder)}).encode()
+        except Exception as error:  # noqa: BLE001  every failure is an answer to one order
+            self._wire.send(reports.failed(ticket, error))
+        else:
+            self._wire.send(reports.done(ticket, result, time.perf_counter() - began_s))
+        return memory_bytes(copied)
