@@ -133,3 +133,17 @@ def test_a_folder_without_weights_has_no_hash(kept: Path, tmp_path: Path) -> Non
 def test_it_can_be_stopped(model: Path, kept: Path) -> None:
     with pytest.raises(Stopped):
         content_hash(model, kept, stopped=lambda: True)
+
+
+def test_files_read_before_a_stop_are_not_read_again(
+    model: Path, kept: Path, read: list[str]
+) -> None:
+    last = model / "model2.safetensors"
+    shutil.copy(model / "model.safetensors", last)
+    with pytest.raises(Stopped):
+        content_hash(model, kept, stopped=lambda: last.name in read)
+    read.clear()
+
+    assert content_hash(model, kept) is not None
+
+    assert read == [last.name]

@@ -41,12 +41,15 @@ def content_hash(
     if not weights:
         return None
     hashes = _Hashes(kept, stopped)
-    parts = {
-        "config": _of_settings(folder),
-        "tokenizer": _joined([(file.name, hashes.of(file)) for file in _tokenizer_files(folder)]),
-        "weights": _joined([(file.name, hashes.of(file)) for file in weights]),
-    }
-    hashes.keep()
+    try:
+        parts = {
+            "config": _of_settings(folder),
+            "tokenizer": _joined((file.name, hashes.of(file)) for file in _tokenizer_files(folder)),
+            "weights": _joined((file.name, hashes.of(file)) for file in weights),
+        }
+    finally:
+        # Also of a start that was stopped: the next one goes on where it was.
+        hashes.keep()
     return " ".join(f"{part}:{parts[part]}" for part in PARTS)
 
 
