@@ -86,7 +86,8 @@ class Settings:
     adapter_gb: float = 0.0
     #: Tokens whose keys and values an engine keeps for sampling; 0 sizes them by free memory.
     kv_tokens: int = 0
-    #: Most tokens in one pass; 0 is the engine's own limit, or what fits.
+    #: Most tokens in one pass; 0 is 1,024 on a CPU and 8,192 on a GPU, fewer where memory is short,
+    #: and always 8,192 in deterministic mode.
     batch_tokens: int = 0
     #: Most sequences that an engine samples together; 0 is the engine's own limit.
     max_sequences: int = 0
