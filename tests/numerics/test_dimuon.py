@@ -110,6 +110,27 @@ def test_a_gradient_that_is_not_finite_changes_nothing() -> None:
     assert ours.step == 0
 
 
+@pytest.mark.parametrize(
+    ("rate", "size"), [(1e37, 1.0), (1e38, 1.0), (3e38, 1.0), (1e-3, 1e19), (1e-3, 1e30)]
+)
+def test_a_step_is_finite_or_refused_and_changes_nothing(rate: float, size: float) -> None:
+    ours = adapter()
+    for sign in (1, -1, 1):
+        ours.grad.normal_(generator=torch.Generator().manual_seed(1)).mul_(sign * size)
+        before = {name: getattr(ours, name).clone() for name in ("master", "m", "grad")}
+        steps = ours.step
+        try:
+            report = optimizer_step(ours, DimuonParams(learning_rate=rate))
+        except UserFailure:
+            assert ours.step == steps
+            for name, old in before.items():
+                assert torch.equal(getattr(ours, name), old), name
+        else:
+            assert math.isfinite(report.update_norm)
+            assert ours.master.isfinite().all()
+            assert ours.m.isfinite().all()
+
+
 def test_families_do_not_mix() -> None:
     with pytest.raises(UserFailure, match=r"created with the dimuon optimizer.*Send DimuonParams"):
         optimizer_step(adapter(), AdamParams())

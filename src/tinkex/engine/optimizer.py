@@ -3,8 +3,8 @@
 Both clip by the global norm first, refuse a gradient that is not finite and a step whose result would
 not be, and leave the gradient at zero.
 A step takes no memory that grows with the adapter: what it needs beside the vectors is made for a
-part of them at a time, and fits what is reserved for logits, which nobody needs during a step. Only
-one whose numbers may leave float32 is taken on copies.
+part of them at a time, and fits what is reserved for logits, which nobody needs during a step. One
+whose numbers may leave float32 is tried on copies of the parts first.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tinkex.engine.adapters import FLAT, TrainingAdapter
+from tinkex.engine.adapters import TrainingAdapter
 from tinkex.engine.lora import Layout, matrices
 from tinkex.wire.errors import UserFailure
 from tinkex.wire.training import AdamParams, DimuonParams, OptimParams
@@ -30,7 +30,7 @@ SMALLEST_EPS = 1e-30
 
 #: Weights, moments and the numbers that scale them are float32.
 LARGEST = torch.finfo(torch.float32).max
-#: Below these bounds no step can leave float32, so most steps need no copy to go back to.
+#: Below these bounds no step can leave float32, so most steps need not be tried first.
 SAFE_UPDATE = 1e30
 SAFE_GRADIENT = 1e15
 
@@ -104,11 +104,13 @@ def optimizer_step(adapter: TrainingAdapter, params: OptimParams) -> StepReport:
             "not taken and the weights are unchanged. Look for extreme weights or advantages in "
             "the batches before it."
         )
-    kept = None
-    if _may_overflow(adapter, checked, grad_norm):
-        kept = {name: getattr(adapter, name).clone() for name in FLAT}
+    scale = 1.0
     if checked.grad_clip_norm > 0:
-        adapter.grad.mul_(min(1.0, checked.grad_clip_norm / (grad_norm + CLIP_EPS)))
+        scale = min(1.0, checked.grad_clip_norm / (grad_norm + CLIP_EPS))
+    if _may_overflow(adapter, checked, grad_norm) and not _stays_finite(adapter, checked, scale):
+        raise _too_large(checked, grad_norm)
+    if scale != 1.0:
+        adapter.grad.mul_(scale)
     adapter.step += 1
     if isinstance(checked, AdamParams):
         update_weights(
@@ -119,12 +121,6 @@ def optimizer_step(adapter: TrainingAdapter, params: OptimParams) -> StepReport:
     update_norm = norm(torch.sub(adapter.master, adapter.grad, out=adapter.grad))
     adapter.grad.zero_()
     adapter.refresh_live()
-    if kept is not None and not (math.isfinite(update_norm) and _is_finite(adapter)):
-        for name, values in kept.items():
-            getattr(adapter, name).copy_(values)
-        adapter.step -= 1
-        adapter.refresh_live()
-        raise _too_large(checked, grad_norm)
     return StepReport(
         grad_norm=grad_norm, update_norm=update_norm, learning_rate=checked.learning_rate
     )
@@ -133,7 +129,7 @@ def optimizer_step(adapter: TrainingAdapter, params: OptimParams) -> StepReport:
 def _may_overflow(
     adapter: TrainingAdapter, params: AdamParams | DimuonParams, grad_norm: float
 ) -> bool:
-    """Whether the result has to be looked at; `UserFailure` for factors that float32 cannot hold."""
+    """Whether the step has to be tried first; `UserFailure` for factors that float32 cannot hold."""
     if isinstance(params, AdamParams):
         factor = params.learning_rate / (1 - params.beta1 ** (adapter.step + 1))
         decay = params.learning_rate * params.weight_decay
@@ -149,8 +145,32 @@ def _may_overflow(
     return factor * largest >= SAFE_UPDATE or decay > 2 or grad_norm >= SAFE_GRADIENT
 
 
-def _is_finite(adapter: TrainingAdapter) -> bool:
-    return all(bool(getattr(adapter, name).isfinite().all()) for name in ("master", "m", "v"))
+def _stays_finite(
+    adapter: TrainingAdapter, params: AdamParams | DimuonParams, scale: float
+) -> bool:
+    """Whether a step's weights, moments and change are finite. Changes nothing."""
+    grad, weights, m = adapter.grad, adapter.master, adapter.m
+    if isinstance(params, AdamParams):
+        for parts in zip(
+            *(torch.split(each, PART // 4) for each in (weights, grad, m, adapter.v)), strict=True
+        ):
+            new, old, *moments = (part.clone() for part in parts)
+            old.mul_(scale)
+            update_weights(new, old, *moments, step=adapter.step + 1, params=params)
+            if not _are_finite(new, *moments, old.sub_(new)):
+                return False
+        return True
+    for shape, (momenta, targets, grads) in _by_shape(adapter.layout, m, weights, grad):
+        momentum = torch.stack(momenta).lerp_(torch.stack(grads).mul_(scale), 1 - params.beta1)
+        old = torch.stack(targets)
+        new = old.sub(orthogonalised(momentum), alpha=_step_length(params, shape))
+        if not _are_finite(new, momentum, old.sub_(new)):
+            return False
+    return True
+
+
+def _are_finite(*tensors: Tensor) -> bool:
+    return all(bool(tensor.isfinite().all()) for tensor in tensors)
 
 
 def _too_large(params: AdamParams | DimuonParams, grad_norm: float) -> UserFailure:
@@ -218,10 +238,14 @@ def update_matrices(
     """
     m.lerp_(grad, 1 - params.beta1)
     grad.copy_(weights)
-    for shape, momenta, targets in _by_shape(m, weights, layout):
-        step = params.learning_rate * UPDATE_RMS * math.sqrt(max(shape))
+    for shape, (momenta, targets) in _by_shape(layout, m, weights):
+        step = _step_length(params, shape)
         for target, update in zip(targets, orthogonalised(torch.stack(momenta)), strict=True):
             target.sub_(update, alpha=step)
+
+
+def _step_length(params: DimuonParams, shape: tuple[int, int]) -> float:
+    return params.learning_rate * UPDATE_RMS * math.sqrt(max(shape))
 
 
 def orthogonalised(stack: Tensor) -> Tensor:
@@ -237,18 +261,18 @@ def orthogonalised(stack: Tensor) -> Tensor:
 
 
 def _by_shape(
-    m: Tensor, weights: Tensor, layout: Layout
-) -> Iterator[tuple[tuple[int, int], list[Tensor], list[Tensor]]]:
-    """Matrices of one shape together: layers are alike, and one product serves many."""
-    groups: dict[tuple[int, int], tuple[list[Tensor], list[Tensor]]] = {}
+    layout: Layout, *vectors: Tensor
+) -> Iterator[tuple[tuple[int, int], list[list[Tensor]]]]:
+    """
+    The same matrices of each vector, those of one shape together.
+
+    Layers are alike, and one product serves many.
+    """
+    groups: dict[tuple[int, int], list[tuple[Tensor, ...]]] = {}
     for place in layout.places.values():
-        for momentum, weight in zip(matrices(m, place), matrices(weights, place), strict=True):
-            shape = (weight.shape[0], weight.shape[1])
-            momenta, targets = groups.setdefault(shape, ([], []))
-            momenta.append(momentum)
-            targets.append(weight)
-    for shape, (momenta, targets) in groups.items():
+        for same in zip(*(matrices(vector, place) for vector in vectors), strict=True):
+            groups.setdefault((same[0].shape[0], same[0].shape[1]), []).append(same)
+    for shape, members in groups.items():
         count = max(1, STACK // (shape[0] * shape[1]))
-        for start in range(0, len(targets), count):
-            some = slice(start, start + count)
-            yield shape, momenta[some], targets[some]
+        for start in range(0, len(members), count):
+            yield shape, [list(each) for each in zip(*members[start : start + count], strict=True)]
