@@ -1,7 +1,9 @@
 """What the sampler answers, and what it refuses."""
 
+import gc
 import threading
 import time
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,9 @@ import numpy as np
 import pytest
 
 from tinkex.engine import Engine, EngineSettings, sampling
+from tinkex.engine.adapters import SamplerAdapter
 from tinkex.engine.checkpoints import SavedAdapter, read_adapter
+from tinkex.engine.model import BaseModel
 from tinkex.models.tokenizer import Tokenizer, load_tokenizer
 from tinkex.wire.errors import UserFailure
 from tinkex.wire.inputs import ModelInput
@@ -496,6 +500,38 @@ def test_a_sample_that_runs_does_not_wait_for_the_adapter_of_another(
     while engine.sampling:
         finished += engine.advance()
     assert finished[1].outcome == expected
+
+
+def test_a_cancelled_request_does_not_keep_the_adapter_that_was_read_for_it(
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.create("m", LoraConfig(rank=2, seed=1), AdamOptimizerConfig())
+    engine.save("m", tmp_path / "saved", optimizer=False)
+    engine.drop("m")
+    began, lets = threading.Event(), threading.Event()
+    read: list[weakref.ref[SamplerAdapter]] = []
+    reading = sampling.read_sampler_adapter
+
+    def slow(model: BaseModel, folder: Path) -> SamplerAdapter:
+        began.set()
+        assert lets.wait(30)
+        adapter = reading(model, folder)
+        read.append(weakref.ref(adapter))
+        return adapter
+
+    monkeypatch.setattr(sampling, "read_sampler_adapter", slow)
+    for ticket in (1, 2):
+        engine.submit(ticket, request(max_tokens=5), adapter=tmp_path / "saved")
+    engine.advance()
+    assert began.wait(30)
+    engine.cancel(1)
+    assert engine._sampler is not None
+    assert engine._sampler._reading is not None  # the second needs it
+    engine.cancel(2)
+    assert not engine.sampling
+    lets.set()
+    engine._sampler._reader.submit(gc.collect).result(30)
+    assert [adapter() for adapter in read] == [None]
 
 
 def test_a_cancelled_request_is_never_answered(engine: Engine) -> None:

@@ -215,6 +215,9 @@ class Sampler:
     def cancel(self, ticket: int) -> None:
         self._schedule.cancel(ticket)
         self._answers.pop(ticket, None)
+        if self._reading and self._reading.key not in self._schedule.adapters_waited_for():
+            self._reading.adapter.cancel()
+            self._reading = None
         self._grown = {each: None for each in self._grown if each.request.ticket != ticket}
 
     def advance(self) -> list[Finished]:
