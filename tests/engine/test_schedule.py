@@ -210,20 +210,41 @@ def test_neighbours_share_an_adapter() -> None:
     assert plan.adapters_in_use() == {"a", "b", None}
 
 
-def test_who_waits_for_an_adapter_is_next_and_uses_none() -> None:
+def test_who_waits_for_an_adapter_uses_none_and_stops_nobody_who_has_theirs() -> None:
     there: set[str | None] = {None, "a"}
     plan = schedule(64, load_adapter=lambda request: request.adapter in there)
-    for ticket, adapter in enumerate(["a", "b", "a"]):
+    for ticket, adapter in enumerate(["a", "b", "a", "b", None]):
         plan.add(request(ticket, 4, 2, adapter=adapter))
     machine = Machine(plan)
     machine.step()
-    assert plan.adapters_in_use() == {"a"}
-    assert plan.adapters_waited_for() == {"a", "b"}
-    machine.step()
-    assert plan.next_step() is None  # nobody overtakes
+    assert plan.adapters_in_use() == {"a", None}
+    assert plan.adapters_waited_for() == {"b"}
+    machine.run()
+    assert plan.next_step() is None
+    assert sorted(sequence.request.ticket for sequence in machine.done) == [0, 2, 4]
     there.add("b")
     machine.run()
     assert not plan.busy
+
+
+def test_each_missing_adapter_is_asked_for_once_in_a_step_and_those_left_out_never() -> None:
+    asked: list[str | None] = []
+
+    def load(request: Request) -> bool:
+        asked.append(request.adapter)
+        return False
+
+    plan = Schedule(
+        Pages(64, 4),
+        max_sequences=64,
+        max_batch_tokens=100,
+        load_adapter=load,
+        may_load=lambda adapter: adapter != "c",
+    )
+    for ticket, adapter in enumerate(["a", "c", "b", "a", "c", "b"]):
+        plan.add(request(ticket, 4, 2, adapter=adapter))
+    assert plan.next_step() is None
+    assert asked == ["a", "b"]
 
 
 def test_the_youngest_makes_room_and_goes_on_later() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from numerics.parts import request, sample, weighted, work
-from tinkex.engine import Engine, EngineSettings
+from tinkex.engine import Engine, EngineSettings, sampling
 from tinkex.engine.adapters import TrainingAdapter, adapter_bytes
 from tinkex.engine.devices import available_bytes
 from tinkex.engine.lora import make_layout
@@ -193,6 +193,63 @@ def test_samples_of_more_adapters_than_fit_wait_for_each_other(
         assert not isinstance(found, Exception), found
         assert found.sequences[0].tokens == answer.sequences[0].tokens
     assert small.optim_step("a", AdamParams())["grad_norm:mean"] > 0
+
+
+def finished_tickets(engine: Engine) -> list[int]:
+    """Those of all samples, in the order they were answered."""
+    order: list[int] = []
+    while engine.sampling:
+        for finished in engine.advance():
+            assert not isinstance(finished.outcome, Exception), finished.outcome
+            order.append(finished.ticket)
+    return order
+
+
+ALICE, CAROL, BOB, DAVE, BASE, SHORT = range(1, 7)
+
+
+def test_who_waits_for_an_adapter_s_room_stops_nobody_but_those_who_need_room_too(
+    engine_with: Make, one_adapter: int, tmp_path: Path
+) -> None:
+    folders = saved_adapters(engine_with(), tmp_path, 4)
+    engine = engine_with(adapter_bytes=one_adapter // 2)  # two of samplers
+    long = request([1, 2, 3], max_tokens=100, seed=1, stop=[])
+    short = request([1, 2, 3], max_tokens=2, seed=1, stop=[])
+    engine.submit(ALICE, long, adapter=folders[0], owner="alice")
+    engine.submit(CAROL, long, adapter=folders[1], owner="carol")
+    while engine.stats().sequences_running < 2:
+        engine.advance()
+    engine.submit(BOB, short, adapter=folders[2], owner="bob")
+    engine.advance()
+    # Bob was served too, and Dave not: Dave's turn comes before Bob's, but not the room.
+    engine._sampler.schedule._waiting.charge("bob", 50)  # type: ignore[union-attr]
+    engine.submit(DAVE, short, adapter=folders[3], owner="dave")
+    engine.submit(BASE, short, adapter=None, owner="erin")
+    engine.submit(SHORT, short, adapter=folders[0], owner="alice")
+    order = finished_tickets(engine)
+    assert set(order[:2]) == {BASE, SHORT}
+    assert order[2] in {ALICE, CAROL}  # makes room
+    assert order.index(BOB) < order.index(DAVE)
+
+
+def test_a_stream_of_samples_does_not_keep_another_adapter_out(
+    engine_with: Make, one_adapter: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sampling, "ROOM_WAIT_S", 0.0)
+    folders = saved_adapters(engine_with(), tmp_path, 2)
+    engine = engine_with(adapter_bytes=one_adapter // 4)  # one of a sampler
+    asked = request([1, 2, 3], max_tokens=12, seed=1, stop=[])
+    tickets = iter(range(2, 100))
+    engine.submit(next(tickets), asked, adapter=folders[0], owner="alice")
+    while not engine.stats().sequences_running:
+        engine.advance()
+    engine.submit(1, asked, adapter=folders[1], owner="bob")
+    answered: set[int] = set()
+    while 1 not in answered:
+        # Another sample of Alice's begins before the last one ends.
+        engine.submit(next(tickets), asked, adapter=folders[0], owner="alice")
+        answered |= {finished.ticket for finished in engine.advance()}
+    finished_tickets(engine)
 
 
 def test_what_can_never_fit_is_refused_with_the_sizes(engine_with: Make, one_adapter: int) -> None:

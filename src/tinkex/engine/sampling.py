@@ -86,6 +86,10 @@ IDLE_BYTES = {"cpu": 1 << 29, "cuda": 1 << 40}
 #: temperature their smallest difference decides already, and far below it they would overflow.
 LEAST_TEMPERATURE = 1e-6
 
+#: While a request waits for room for its adapter, others sample with the adapters in memory for so
+#: many seconds. After that they wait until it has room, or a steady stream of them would keep it out.
+ROOM_WAIT_S = 30.0
+
 #: A request for more samples is most likely a mistake.
 MAX_SAMPLES = 1024
 
@@ -119,12 +123,14 @@ class _Answer:
     found: int = 0
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class _Reading:
-    """An adapter that is being read from its folder."""
+    """An adapter that is being read from its folder, or has been and waits for room."""
 
     key: str
     adapter: Future[SamplerAdapter]
+    #: When it began to wait for room.
+    waits_from_s: float | None = None
 
 
 class Sampler:
@@ -152,8 +158,9 @@ class Sampler:
         )
         self._adapters: OrderedDict[str, SamplerAdapter] = OrderedDict()
         self._last_used: dict[str, int] = {}
-        #: Reads one adapter at a time, so that nobody waits for a disk who does not need it.
+        #: Reads adapters, so that nobody waits for a disk who does not need it.
         self._reader = ThreadPoolExecutor(1, "tinkex-adapters")
+        #: One at a time: whoever asked first has the next room.
         self._reading: _Reading | None = None
         #: Requests whose adapter could not be loaded.
         self._refused: list[Finished] = []
@@ -175,6 +182,7 @@ class Sampler:
             fill_tokens=FILL_TOKENS_BETWEEN[kind],
             one_request_at_a_time=settings.deterministic,
             load_adapter=self._load_adapter,
+            may_load=self._may_load,
         )
         # Never written before it is needed, so on a CPU the size is only a promise.
         rows = pages.count * pages.size
@@ -342,6 +350,15 @@ class Sampler:
 
     # -- adapters ---------------------------------------------------------------------------------
 
+    def _may_load(self, key: AdapterKey) -> bool:
+        """Whether samples of an adapter may begin, or read it, although another may be on its way."""
+        reading = self._reading
+        if key is None or reading is None or key == reading.key:
+            return True
+        since_s = reading.waits_from_s
+        overdue = since_s is not None and time.monotonic() - since_s > ROOM_WAIT_S
+        return key in self._adapters and not overdue
+
     def _load_adapter(self, request: Request) -> bool:
         """Whether the adapter of a request that is next in line is in memory, now or already."""
         key = request.adapter
@@ -360,7 +377,7 @@ class Sampler:
 
     def _bring_in(self, key: str) -> bool:
         """Whether an adapter that is not in memory came there; if not, ask again."""
-        if self._reading is None or self._reading.key != key:
+        if self._reading is None:
             reading = self._reader.submit(read_sampler_adapter, self._model, Path(key))
             self._reading = _Reading(key=key, adapter=reading)
         used = self._schedule.adapters_in_use()
@@ -371,6 +388,8 @@ class Sampler:
         adapter = self._reading.adapter.result()
         # Samples that use the memory now end some time. Without any it is now or never.
         if used - {None} and self._must_wait(adapter.live.nbytes):
+            if self._reading.waits_from_s is None:
+                self._reading.waits_from_s = time.monotonic()
             return False
         self._make_room(adapter.live.nbytes, f"the adapter of {Path(key).name}")
         self._adapters[key] = adapter.to(self._model.device)

@@ -4,8 +4,8 @@ Two kinds of step take turns: a fill computes the keys and values of known token
 sequence that had to make room), a decode draws one token for every running sequence. Long prompts
 are filled in pieces while others run. Waiting work is admitted as soon as its pages are free and its
 adapter is in memory: the owner who got the fewest tokens comes next, each owner's requests in order
-of arrival. What waits holds neither pages nor an adapter. What begins
-with tokens that are in the cache, or are just being computed, takes their pages and goes on from
+of arrival. Who waits for an adapter is overtaken by those whose adapter is in memory. What waits
+holds neither pages nor an adapter. What begins with tokens that are in the cache, or are just being computed, takes their pages and goes on from
 there. When a running sequence needs a page and there is none, the youngest gives back all of its
 pages and waits to be filled again: its tokens are kept, and since noise depends on seed and position
 only, it goes on as if nothing had happened.
@@ -79,8 +79,9 @@ class Schedule:
     """
     `max_batch_tokens` are filled in one step, or `fill_tokens` while sequences run: they wait.
 
-    `load_adapter` is asked before a request is admitted. On False the request stays next in line and
-    is asked about again at the next step. The function may also cancel it.
+    `load_adapter` is asked before a request is admitted. On False the request keeps its place in line
+    and is asked about again at the next step; others go on. The function may also cancel it. Requests
+    for adapters that `may_load` excludes are passed over without being asked about.
     """
 
     def __init__(
@@ -92,9 +93,11 @@ class Schedule:
         fill_tokens: int | None = None,
         one_request_at_a_time: bool = False,
         load_adapter: Callable[[Request], bool] = lambda _: True,
+        may_load: Callable[[AdapterKey], bool] = lambda _: True,
     ) -> None:
         self.pages = pages
         self._load_adapter = load_adapter
+        self._may_load = may_load
         self._one_at_a_time = one_request_at_a_time
         self._max_sequences = max_sequences
         self._max_batch_tokens = max_batch_tokens
@@ -263,11 +266,16 @@ class Schedule:
         return self._fill_tokens if self._running else self._max_batch_tokens
 
     def _admit(self) -> None:
-        """Everybody who fits, until there is enough to fill; nobody overtakes who does not fit."""
+        """
+        Everybody who fits, until there is enough to fill.
+
+        Nobody overtakes a request that waits for pages. One that waits for an adapter is overtaken.
+        """
         full: set[str] = set()
         # Who follows somebody goes on following while more are admitted: asked once.
         following: set[Fill] = set()
-        while (fill := self._candidate(full, following)) is not None:
+        missing: set[AdapterKey] = set()
+        while (fill := self._candidate(full, following, missing)) is not None:
             owner = fill.request.owner
             left = sum(len(f.tokens) - f.done for f in self._filling if f.request.owner == owner)
             if left >= self._budget():
@@ -282,7 +290,8 @@ class Schedule:
                     continue
                 return
             if not self._load_adapter(fill.request):
-                return
+                missing.add(fill.request.adapter)
+                continue
             if len(fill.sequences) > places:
                 rest = fill.sequences[places:]
                 fill.sequences = fill.sequences[:places]
@@ -294,8 +303,14 @@ class Schedule:
             self._waiting.take(owner, fill)
             self._filling.append(fill)
 
-    def _candidate(self, full: set[str], following: set[Fill]) -> Fill | None:
-        """The next in line, leaving out who begins as somebody does who is being filled."""
+    def _candidate(
+        self, full: set[str], following: set[Fill], missing: set[AdapterKey]
+    ) -> Fill | None:
+        """
+        The next in line.
+
+        Leaves out who begins as somebody does who is being filled, and who has to wait for an adapter.
+        """
         leaders: dict[tuple[int, ...], list[Fill]] = {}
         if self.pages.remembers:
             for fill in self._filling:
@@ -303,7 +318,8 @@ class Schedule:
         for owner in self._waiting.owners():
             if owner not in full:
                 for fill in self._waiting.of(owner):
-                    if fill in following:
+                    adapter = fill.request.adapter
+                    if fill in following or adapter in missing or not self._may_load(adapter):
                         continue
                     alike = leaders.get(self._first_page(fill), ()) if leaders else ()
                     if not any(self._follows(fill, other) for other in alike):
