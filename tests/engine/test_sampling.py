@@ -494,9 +494,17 @@ def test_a_sample_that_runs_does_not_wait_for_the_adapter_of_another(
         finished += engine.advance()
     assert [one.ticket for one in finished] == [1]
     began_s = time.monotonic()
-    assert engine.advance() == []  # training can go on, and nobody asks a thousand times a second
-    assert time.monotonic() - began_s > 0.1
-    lets.set()
+    assert engine.advance(wait_for_reads=False) == []
+    assert time.monotonic() - began_s < 0.2  # training can go on
+    assert engine.awaited_read is not None
+    engine.submit(3, request(max_tokens=2, stop=[]), adapter=None)
+    assert engine.awaited_read is None  # somebody who needs no disk may have come
+    assert [one.ticket for one in engine.advance()] == [3]
+    threading.Timer(0.3, lets.set).start()
+    began_s = time.monotonic()
+    while not lets.is_set():
+        assert engine.advance() == []
+    assert time.monotonic() - began_s > 0.2  # without other work it waits, in one call
     while engine.sampling:
         finished += engine.advance()
     assert finished[1].outcome == expected
@@ -522,7 +530,7 @@ def test_a_cancelled_request_does_not_keep_the_adapter_that_was_read_for_it(
     monkeypatch.setattr(sampling, "read_sampler_adapter", slow)
     for ticket in (1, 2):
         engine.submit(ticket, request(max_tokens=5), adapter=tmp_path / "saved")
-    engine.advance()
+    engine.advance(wait_for_reads=False)
     assert began.wait(30)
     engine.cancel(1)
     assert engine._sampler is not None

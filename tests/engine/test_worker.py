@@ -5,6 +5,7 @@ import json
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NoReturn
@@ -13,10 +14,11 @@ import pytest
 import torch
 
 from server.api.test_custom_losses import loss
-from tinkex.engine import Engine, EngineSettings, process, reports, snapshot_writer
-from tinkex.engine.checkpoints import Files, write
+from tinkex.engine import Engine, EngineSettings, checkpoints, process, reports, snapshot_writer
+from tinkex.engine.checkpoints import Files, SavedAdapter, read_adapter, write
 from tinkex.engine.devices import is_broken, is_full
 from tinkex.engine.process import Wire, Worker
+from tinkex.engine.sampling import Finished
 from tinkex.wire import frames
 from tinkex.wire.codec import encode_json
 from tinkex.wire.inputs import Datum, ModelInput
@@ -340,6 +342,49 @@ def test_snapshots_wait_for_a_slow_disk_and_nobody_for_them(
     assert all(report.WhichOneof("body") == "done" for report in said.values())
     for name in "ab":
         assert turns.worker._engine.restore(name, tmp_path / name) == {}
+
+
+def test_training_goes_on_while_an_adapter_is_read_from_a_slow_disk(
+    turns: Turns, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = turns.worker._engine
+    engine.save("a", tmp_path / "saved", optimizer=False)
+    lets = threading.Event()
+
+    def slow(folder: Path) -> SavedAdapter:
+        assert lets.wait(30)
+        return read_adapter(folder)
+
+    monkeypatch.setattr(checkpoints, "read_adapter", slow)
+    payload = frames_pb2.Payload(inline=SAMPLE)
+    folder = str(tmp_path / "saved")
+    sample = turns.order(sample=frames_pb2.Sample(payload=payload, adapter_folder=folder))
+    # Sampling is owed a second, and cannot use it.
+    turns.worker._trained_s, turns.worker._sampled_s = 1.0, 0.0
+    trained = [turns.order(run_pass=passes("a", 1, 40)) for _ in range(5)]
+    took_s, said = [], []
+    for _ in trained:
+        began_s = time.monotonic()
+        said += list(turns.whole_turn())
+        took_s.append(time.monotonic() - began_s)
+    assert said == trained
+    assert min(took_s) < 0.2  # nobody waits for the disk
+    # Nothing is left but the read: the thread sleeps, and wakes when it is done.
+    asked = 0
+    advance = engine.advance
+
+    def counted(*, wait_for_reads: bool = True) -> list[Finished]:
+        nonlocal asked
+        asked += 1
+        return advance(wait_for_reads=wait_for_reads)
+
+    monkeypatch.setattr(engine, "advance", counted)
+    threading.Timer(0.3, lets.set).start()
+    answered: dict[int, frames.Report] = {}
+    while sample not in answered:
+        answered |= turns.whole_turn()
+    assert asked < 5
+    assert answered[sample].WhichOneof("body") == "done"
 
 
 def test_deterministic_engines_never_mix(turns_on: Callable[[bool], Turns]) -> None:

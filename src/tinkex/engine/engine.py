@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import logging
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 
 from tinkex.engine import checkpoints
 from tinkex.engine.adapters import (
+    SamplerAdapter,
     TrainingAdapter,
     adapter_bytes,
     check_lora,
@@ -269,9 +271,24 @@ class Engine:
         if self._sampler is not None:
             self._sampler.cancel(ticket)
 
-    def advance(self) -> list[Finished]:
-        """Admits what waits and draws a burst of tokens; returns what is answered."""
-        return [] if self._sampler is None else self._sampler.advance()
+    def advance(self, *, wait_for_reads: bool = True) -> list[Finished]:
+        """
+        Admits what waits and draws a burst of tokens; returns what is answered.
+
+        While nothing can be sampled before an adapter is read from its folder, it waits for that. A
+        caller with other work sets `wait_for_reads` to False and looks at `awaited_read`.
+        """
+        if self._sampler is None:
+            return []
+        finished = self._sampler.advance()
+        if wait_for_reads and not finished and (reading := self._sampler.awaited_read):
+            wait([reading])
+        return finished
+
+    @property
+    def awaited_read(self) -> Future[SamplerAdapter] | None:
+        """The read of an adapter without which nothing can be sampled; None if something can."""
+        return None if self._sampler is None else self._sampler.awaited_read
 
     def grown(self) -> list[Grown]:
         """Tokens of streamed samples that were drawn since this was last asked."""

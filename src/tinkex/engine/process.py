@@ -79,7 +79,7 @@ class Wire:
     def __init__(self, descriptor: int, roll: int | None = None) -> None:
         self._socket = socket.socket(fileno=descriptor)
         self._roll = roll
-        self.inbox: queue.SimpleQueue[frames.Order | Written] = queue.SimpleQueue()
+        self.inbox: queue.SimpleQueue[frames.Order | Written | AdapterRead] = queue.SimpleQueue()
         self._sending = threading.Lock()
 
     def listen(self) -> None:
@@ -125,6 +125,10 @@ class Job:
     compute_s: float = 0.0
 
 
+class AdapterRead:
+    """Samples waited for an adapter to be read, and it was: the worker need not wait any longer."""
+
+
 class Worker:
     """The computing thread: an engine and what waits for it."""
 
@@ -155,15 +159,19 @@ class Worker:
         """One round: what arrived, a burst of samples, and a part of training if it is due."""
         self._admit()
         with _turn(self._turn_file):
-            if self._engine.sampling:
+            if self._can_sample():
                 began_s = time.perf_counter()
                 self._decode()
                 self._sampled_s += time.perf_counter() - began_s
             # Samples get bursts until they had as much time as the last part of training.
-            if self._next_model() and not (self._engine.sampling and self._behind()):
+            if self._next_model() and not (self._can_sample() and self._behind()):
                 began_s = time.perf_counter()
                 self._train_once()
                 self._trained_s, self._sampled_s = time.perf_counter() - began_s, 0.0
+
+    def _can_sample(self) -> bool:
+        """Whether there are samples, and not only such that wait for an adapter to be read."""
+        return self._engine.sampling and self._engine.awaited_read is None
 
     def _behind(self) -> bool:
         """Whether sampling is still owed time; a long operation is not paid back in full."""
@@ -171,8 +179,13 @@ class Worker:
 
     def _admit(self) -> None:
         """Take in everything that has arrived; wait only when there is nothing else to do."""
-        idle = not self._engine.sampling and self._next_model() is None
+        # Asked once: a read that ends from here on still wakes this thread.
+        reading = self._engine.awaited_read
+        can_sample = self._engine.sampling and reading is None
+        idle = not can_sample and self._next_model() is None
         self._tell_stats(idle)
+        if idle and reading is not None:
+            reading.add_done_callback(lambda _: self._wire.inbox.put(AdapterRead()))
         with contextlib.suppress(queue.Empty):
             self._sort(self._wire.inbox.get(block=idle))
             while True:
@@ -190,9 +203,11 @@ class Worker:
             self._told = stats
             self._wire.send(frames.Report(stats=stats))
 
-    def _sort(self, order: frames.Order | Written) -> None:
+    def _sort(self, order: frames.Order | Written | AdapterRead) -> None:
         if isinstance(order, Written):
             self._copies_bytes -= order.size_bytes
+            return
+        if isinstance(order, AdapterRead):
             return
         match order.WhichOneof("work"):
             case "sample":
@@ -246,7 +261,7 @@ class Worker:
         self._wire.send(reports.done(order.ticket, b"{}", 0.0))
 
     def _decode(self) -> None:
-        answered = self._engine.advance()
+        answered = self._engine.advance(wait_for_reads=False)
         for ticket, grown in itertools.groupby(
             sorted(self._engine.grown(), key=lambda grown: grown.ticket),
             key=lambda grown: grown.ticket,

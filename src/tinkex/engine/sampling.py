@@ -8,7 +8,7 @@ import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -162,6 +162,8 @@ class Sampler:
         self._reader = ThreadPoolExecutor(1, "tinkex-adapters")
         #: One at a time: whoever asked first has the next room.
         self._reading: _Reading | None = None
+        #: Whether the last step found nothing to compute, and no request has come since.
+        self._stands_still = False
         #: Requests whose adapter could not be loaded.
         self._refused: list[Finished] = []
         self._answers: dict[int, _Answer] = {}
@@ -199,6 +201,13 @@ class Sampler:
         return self._schedule.busy
 
     @property
+    def awaited_read(self) -> Future[SamplerAdapter] | None:
+        """The read of an adapter without which nothing can be sampled; None if something can."""
+        if self._reading is None or not self._stands_still or self._reading.adapter.done():
+            return None
+        return self._reading.adapter
+
+    @property
     def schedule(self) -> Schedule:
         """To be read: how many wait, run, and hold pages."""
         return self._schedule
@@ -219,6 +228,7 @@ class Sampler:
             request=request, prompt=PromptAnswers(wire, request.prompt, request.questions)
         )
         self._schedule.add(request)
+        self._stands_still = False
 
     def cancel(self, ticket: int) -> None:
         self._schedule.cancel(ticket)
@@ -229,11 +239,12 @@ class Sampler:
         self._grown = {each: None for each in self._grown if each.request.ticket != ticket}
 
     def advance(self) -> list[Finished]:
-        """A burst of steps for everybody; ends early when a request is answered."""
+        """A burst of steps for everybody; ends early when a request is answered. Waits for no disk."""
         finished: list[Finished] = []
         ends_s = time.perf_counter() + BURST_S
         for _ in range(BURST_STEPS):
             step = self._schedule.next_step()
+            self._stands_still = step is None
             refused, self._refused = self._refused, []
             finished += refused
             if step is None:
@@ -380,11 +391,9 @@ class Sampler:
         if self._reading is None:
             reading = self._reader.submit(read_sampler_adapter, self._model, Path(key))
             self._reading = _Reading(key=key, adapter=reading)
-        used = self._schedule.adapters_in_use()
-        # With nothing else to sample the caller need not come back at once.
-        wait([self._reading.adapter], timeout=0 if used else BURST_S)
         if not self._reading.adapter.done():
             return False
+        used = self._schedule.adapters_in_use()
         adapter = self._reading.adapter.result()
         # Samples that use the memory now end some time. Without any it is now or never.
         if used - {None} and self._must_wait(adapter.live.nbytes):
