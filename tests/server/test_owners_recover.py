@@ -12,7 +12,8 @@ from server.hosting import Api, hosted
 from server.tenants import new_key, with_key
 from server.test_pickup import sample
 from server.waiting import until
-from tinkex.server.dispatch.admission import Admission
+from tinkex.engine.settings import EngineSettings
+from tinkex.server.dispatch.admission import MAX_SEQUENCES, Admission
 from tinkex.server.executor import Outcome, Task, Work
 
 pytestmark = pytest.mark.anyio
@@ -131,7 +132,7 @@ async def test_a_large_turn_gives_way_to_a_model_that_is_soon_there(tmp_path: Pa
 
 
 async def test_an_owner_with_many_requests_has_some_of_them_with_an_engine() -> None:
-    admission = Admission(lambda: asyncio.sleep(0), most_each=2)
+    admission = Admission(lambda: asyncio.sleep(0), max_sequences=1)
     inside: list[str] = []
     go = asyncio.Event()
 
@@ -154,3 +155,26 @@ async def test_an_owner_with_many_requests_has_some_of_them_with_an_engine() -> 
     assert inside == ["a", "a", "b", "a", "a", "a"]
     assert not admission._inside
     assert not admission._waiting
+
+
+async def test_an_owner_has_twice_as_many_requests_with_an_engine_as_it_samples_at_once(
+    tmp_path: Path,
+) -> None:
+    executor = EchoExecutor()
+    executor.open.clear()
+    async with hosted(executor, tmp_path, max_sequences=2) as api, asyncio.timeout(20):
+        session = await api.session()
+        sent = [
+            (await api.post("asample", sample(session, number))).json["request_id"]
+            for number in range(6)
+        ]
+        for _ in range(4):
+            await executor.entered.acquire()
+        # Long enough for a fifth.
+        await asyncio.sleep(0.1)
+        assert executor.entered.locked()
+        executor.open.set()
+        for request_id in sent:
+            assert "sequences" in await api.result(request_id)
+    # The server does not import the engine, so it repeats this number.
+    assert EngineSettings.max_sequences == MAX_SEQUENCES

@@ -141,6 +141,7 @@ def create_app(
             snapshot_steps=settings.snapshot_steps,
             snapshot_bytes=settings.snapshot_bytes,
             max_training=settings.max_training,
+            max_sequences=settings.max_sequences,
             rolls=rolls,
             web_crashed=web_crashed,
             base_check=base_check,

@@ -10,19 +10,18 @@ import contextlib
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable
 
-#: Requests of one owner that are with an engine at once: more than it samples at a time, and few
-#: enough that another owner's order is soon read behind them.
-MOST_EACH = 512
+#: What an engine samples at once unless it is told otherwise.
+MAX_SEQUENCES = 256
 
 
 class Admission:
     """Of one engine. While it is up and has few requests of an owner, nobody waits here."""
 
-    def __init__(
-        self, ready: Callable[[], Awaitable[object]], *, most_each: int = MOST_EACH
-    ) -> None:
+    def __init__(self, ready: Callable[[], Awaitable[object]], *, max_sequences: int = 0) -> None:
         self._ready = ready
-        self._most_each = most_each
+        #: Requests of one owner that are with the engine at once: more than it samples at a time,
+        #: and few enough that another owner's order is soon read behind them.
+        self._most_each = 2 * (max_sequences or MAX_SEQUENCES)
         self._up = False
         self._inside: Counter[str] = Counter()
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}

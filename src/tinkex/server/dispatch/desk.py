@@ -51,6 +51,7 @@ class Desk:
         futures: Futures,
         rolls: Mapping[str, Roll] | None = None,
         base_check: BaseCheck | None = None,
+        max_sequences: int = 0,
     ) -> None:
         self.store = store
         self.executor = executor
@@ -65,6 +66,7 @@ class Desk:
         self.companies.update({name: Company(roll) for name, roll in (rolls or {}).items()})
         #: By base model: what outside the order of steps goes to its engine next.
         self._admissions: dict[str, Admission] = {}
+        self._max_sequences = max_sequences
         #: Base models of which an engine died, and whose counts are not written down yet.
         self._to_count: set[str] = set()
         self.closing = False
@@ -160,7 +162,8 @@ class Desk:
 
     def _admission(self, base_model: str) -> Admission:
         if (admission := self._admissions.get(base_model)) is None:
-            admission = Admission(functools.partial(self.executor.ready, base_model))
+            ready = functools.partial(self.executor.ready, base_model)
+            admission = Admission(ready, max_sequences=self._max_sequences)
             self._admissions[base_model] = admission
         return admission
 

@@ -59,13 +59,19 @@ class Dispatcher:
         snapshot_steps: int = 200,
         snapshot_bytes: int = 64 * 2**20,
         max_training: int = 0,
+        max_sequences: int = 0,
         rolls: Mapping[str, Roll] | None = None,
         web_crashed: bool = False,
         base_check: BaseCheck | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         desk = Desk(
-            store=store, executor=executor, futures=futures, rolls=rolls, base_check=base_check
+            store=store,
+            executor=executor,
+            futures=futures,
+            rolls=rolls,
+            base_check=base_check,
+            max_sequences=max_sequences,
         )
         saving = Saving(store, base_check)
         self._places = Places(max_training=max_training)
