@@ -8,6 +8,7 @@ import pytest
 
 from server.echo import BASE, EchoExecutor
 from server.hosting import Api, hosted
+from server.waiting import until
 from tinkex.server.dispatch.company import FEW, Company, width
 from tinkex.server.executor import EngineLost, Outcome, Task, Work, WorkFailed, WorkMuddled
 from tinkex.wire.codec import decode_json
@@ -95,6 +96,36 @@ async def test_many_suspects_are_narrowed_down_in_groups(tmp_path: Path) -> None
         )
     assert [number for number, answer in enumerate(answers) if "error" in answer] == [150]
     assert executor.deaths <= 6
+
+
+async def test_samples_that_wait_for_a_place_run_after_the_deadly_one_has_failed(
+    tmp_path: Path,
+) -> None:
+    executor = EchoExecutor()
+    executor.open.clear()
+    # At most eight of an owner are with an engine.
+    async with hosted(executor, tmp_path, max_sequences=4) as api, asyncio.timeout(20):
+        session = await api.session()
+
+        def send(first: int, count: int) -> list[asyncio.Task[dict[str, Any]]]:
+            numbers = range(first, first + count)
+            return [asyncio.create_task(sampled(api, session, number, 1)) for number in numbers]
+
+        inside = send(0, 8)
+        for _ in range(2):
+            for _ in range(8):
+                await executor.entered.acquire()
+            executor.die()
+        # All are suspects now, and the first of them is tried alone.
+        await executor.entered.acquire()
+        outside = send(8, 4)
+        assert api.app
+        futures = api.app.state.context.futures
+        await until(lambda: len(futures) == 12)
+        executor.die()
+        executor.open.set()
+        answers = await asyncio.gather(*inside, *outside)
+    assert ["error" in answer for answer in answers].count(True) == 1
 
 
 async def test_a_step_that_kills_engines_fails_and_other_models_go_on(tmp_path: Path) -> None:

@@ -34,8 +34,7 @@ class Admission:
             return
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(owner, deque()).append(turn)
-        if not self._up and self._starting is None:
-            self._starting = asyncio.create_task(self._start())
+        self._start_for_waiting()
         try:
             await turn
         except asyncio.CancelledError:
@@ -50,12 +49,18 @@ class Admission:
         self._let_in()
 
     def lost(self) -> None:
-        """The engine died: whoever comes now waits for the next one."""
+        """The engine died: whoever waits, or comes now, waits for the next one."""
         self._up = False
+        # Not left to whoever was lost: a request that has failed does not come back.
+        self._start_for_waiting()
 
     def close(self) -> None:
         if self._starting is not None:
             self._starting.cancel()
+
+    def _start_for_waiting(self) -> None:
+        if self._waiting and not self._up and self._starting is None:
+            self._starting = asyncio.create_task(self._start())
 
     async def _start(self) -> None:
         try:

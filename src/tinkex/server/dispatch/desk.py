@@ -152,8 +152,10 @@ class Desk:
                         try:
                             return await self.run(base_model, work, owner=row.owner)
                         except EngineLost:
+                            if self.closing:
+                                raise
                             admission.lost()
-                            if self.closing or self.lost(base_model, row.request_id, visit):
+                            if self.lost(base_model, row.request_id, visit):
                                 raise
                 finally:
                     admission.leave(row.owner)
