@@ -193,6 +193,29 @@ async def test_a_number_that_is_on_disk_is_not_given_up_as_one_that_never_came(
             assert await api.value(await api.optim_step(model, 2)) == 0
 
 
+async def test_a_gap_is_closed_although_the_database_was_away_when_its_time_was_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with hosted(EchoExecutor(), tmp_path, janitor_s=0, gap_s=0.1) as api:
+        assert api.app
+        model = await api.model()
+        requests, times = api.app.state.context.store.requests, 0
+        waiting_steps = requests.waiting_steps
+
+        async def fails_twice(model_id: str) -> Any:
+            nonlocal times
+            times += 1
+            if times <= 2:
+                raise TROUBLE
+            return await waiting_steps(model_id)
+
+        monkeypatch.setattr(requests, "waiting_steps", fails_twice)
+        async with asyncio.timeout(10):
+            result = await api.result(await api.optim_step(model, 2))
+        assert "step 1 of this model never arrived" in result["error"]
+        assert times == 3
+
+
 async def test_a_poll_for_what_nobody_has_taken_up_yet_is_held(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,11 +4,13 @@ import asyncio
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from server.echo import EchoExecutor
 from server.hosting import Api, hosted
+from server.test_pickup import TROUBLE
 from serving import TINY
 from tinkex.server.executor import (
     EngineOptions,
@@ -18,6 +20,7 @@ from tinkex.server.executor import (
     Task,
     Work,
 )
+from tinkex.wire.errors import UserFailure
 
 pytestmark = pytest.mark.anyio
 
@@ -113,6 +116,50 @@ async def test_a_model_goes_on_while_its_snapshot_is_written(tmp_path: Path) -> 
         built_again = executor.ran[-1 - executor.tasks()[::-1].index(Task.RESTORE) :]
         # The steps behind the snapshot and the new ones, none of those before it.
         assert [work.task for work in built_again].count(Task.OPTIM_STEP) in (1, 4)
+
+
+class DiesOnce(EchoExecutor):
+    """As soon as it has answered its first optimizer step."""
+
+    died = False
+
+    async def run(self, base_model: str, work: Work, *, incarnation: int | None = None) -> Outcome:
+        outcome = await super().run(base_model, work, incarnation=incarnation)
+        if work.task is Task.OPTIM_STEP and not self.died:
+            self.died = True
+            self.die()
+        return outcome
+
+
+@pytest.mark.parametrize("error", [TROUBLE, UserFailure("its checkpoint is gone")])
+async def test_a_model_goes_on_when_it_cannot_be_built_again_for_a_snapshot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    executor, raised = DiesOnce(), asyncio.Event()
+    async with (
+        hosted(executor, tmp_path, snapshot_steps=3, janitor_s=0) as api,
+        asyncio.timeout(20),
+    ):
+        assert api.app
+        model = await api.model()
+        runs = api.app.state.context.store.runs
+        custom_losses = runs.custom_losses
+
+        async def fails_once(session_id: str) -> Any:
+            if not raised.is_set():
+                raised.set()
+                raise error
+            return await custom_losses(session_id)
+
+        monkeypatch.setattr(runs, "custom_losses", fails_once)
+        executor.open.clear()
+        for seq_id in (1, 3):
+            await api.forward_backward(model, seq_id, tokens=3)
+            last = await api.optim_step(model, seq_id + 1)
+        executor.open.set()
+        # All of them are here, so no arrival starts the model's work again.
+        assert await api.value(last) == 9
+        assert raised.is_set()
 
 
 async def test_a_snapshot_waits_a_while_for_gradients_to_be_used(tmp_path: Path) -> None:

@@ -49,8 +49,20 @@ class Snapshots:
         """
         Take one of what the model is now; steps that come later run while it is written.
 
-        The engine copies the model when the order reaches it, before any later step's.
+        The engine copies the model when the order reaches it, before any later step's. Whatever
+        goes wrong, the model goes on: its log is complete without a snapshot.
         """
+        try:
+            return await self._begin(run)
+        except (EngineLost, EngineRefused, BaseChanged, WorkFailed, Damaged) as lost:
+            log.info("no snapshot of %s: %s", run.model.model_id, lost)
+        except StorageTrouble as trouble:
+            log.warning("no snapshot of %s: %s", run.model.model_id, trouble)
+        except Exception:
+            log.exception("no snapshot of %s", run.model.model_id)
+        return None
+
+    async def _begin(self, run: Run) -> asyncio.Future[bool] | None:
         await run.written()
         # Tried again after as much again, whatever becomes of it.
         run.steps_since = run.bytes_since = 0
@@ -60,23 +72,15 @@ class Snapshots:
             # As any work: nobody is with an engine while a suspect is alone with it.
             visit = self._desk.companies[run.model.base_model].visit()
             await stack.enter_async_context(visit)
-            try:
-                incarnation = await self._revival.alive(run)
-            except (BaseChanged, EngineLost, EngineRefused, WorkFailed, Damaged) as lost:
-                log.info("no snapshot of %s: %s", run.model.model_id, lost)
-                return None
+            incarnation = await self._revival.alive(run)
             await run.settled()
             if run.live_in != incarnation:  # a result could not be stored
                 return None
             model_id = run.model.model_id
             place, folder = self._desk.store.snapshots.new_place(model_id)
             work = Work(task=Task.SNAPSHOT, model_id=model_id, folder=folder)
-            try:
-                # The engine has the order before anything that is asked for later.
-                answer = await self._revival.send(run, work, incarnation)
-            except (EngineLost, EngineRefused) as lost:
-                log.info("no snapshot of %s: %s", model_id, lost)
-                return None
+            # The engine has the order before anything that is asked for later.
+            answer = await self._revival.send(run, work, incarnation)
             saving = self._save(run, answer, place, run.line.next_seq - 1, run.line.spoiled)
             written: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
             run.writing = self._desk.spawn(_until_over(saving, written, stack.pop_all()))

@@ -6,6 +6,7 @@ What runs when is decided in `plan`; this is the loop around it.
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
@@ -26,7 +27,12 @@ from tinkex.server.dispatch.snapshots import Snapshots
 from tinkex.server.dispatch.steps import SETTLED_BEHIND, Steps
 from tinkex.server.executor import EngineLost, EngineRefused, ModelMissing, WorkFailed, WorkMuddled
 from tinkex.server.plan import Cause, Kind, Step, Turn
-from tinkex.server.store import Damaged
+from tinkex.server.store import Damaged, StorageTrouble
+
+log = logging.getLogger("tinkex.server.dispatch")
+
+#: A gap is not closed while the database cannot be read; this long after, it is tried again.
+GAP_AGAIN_S = 1.0
 
 
 class Turns:
@@ -85,7 +91,7 @@ class Turns:
             finally:
                 work.close()
                 run.driver = None
-            self._drive(run)
+                self._drive(run)
 
         run.driver = self._desk.spawn(drive())
         return run.driver
@@ -108,7 +114,7 @@ class Turns:
                     await self._snapshots.begin(run)
         finally:
             run.driver = None
-        self._watch_gap(run)
+            self._watch_gap(run)
 
     def _most(self, run: Run) -> int | None:
         """After a death one at a time, to learn which step it was."""
@@ -234,7 +240,8 @@ class Turns:
         gap = run.line.gap()
         if gap is None or self._desk.closing:
             return
-        left_s = max(0.0, gap.since_s + self._gap_s - self._clock())
+        left_s = gap.since_s + self._gap_s - self._clock()
+        left_s = max(left_s, min(GAP_AGAIN_S, self._gap_s))
         run.gap_timer = asyncio.get_running_loop().call_later(left_s, self._gap_over, run, gap)
 
     def _gap_over(self, run: Run, gap: plan.Gap) -> None:
@@ -244,6 +251,10 @@ class Turns:
 
     async def _close_gap(self, run: Run, gap: plan.Gap) -> None:
         # What was accepted has arrived, even if it was not handed on.
-        await self.find(run)
+        try:
+            await self.find(run)
+        except StorageTrouble as error:
+            log.info("a missing step of %s is given up later: %s", run.model.model_id, error)
+            return
         if run.line.gap() == gap:
             await self._take(run, run.line.close_gap(now_s=self._clock()))
