@@ -12,6 +12,7 @@ from server.hosting import Api, hosted
 from server.test_pickup import sample
 from server.waiting import until
 from tinkex.server.executor import Task
+from tinkex.server.plan import Cause
 from tinkex.server.store import Status
 
 pytestmark = pytest.mark.anyio
@@ -92,6 +93,73 @@ async def test_a_result_that_nothing_takes_fails_its_step_and_the_model_goes_bac
         assert await rebuilt(api, echo, model, 10) == 2 * (2 * 13 + LARGE)
     async with hosted(EchoExecutor(), tmp_path, janitor_s=0) as api, asyncio.timeout(20):
         assert await api.value(await api.optim_step(model, 11)) == 4 * (2 * 13 + LARGE)
+
+
+@pytest.mark.parametrize("closed", [True, False], ids=["gap closed", "gap being closed"])
+async def test_a_model_that_goes_back_does_not_run_what_is_behind_a_missing_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, closed: bool
+) -> None:
+    echo, fail = EchoExecutor(), asyncio.Event()
+    async with hosted(echo, tmp_path, janitor_s=0, gap_s=0.1) as api, asyncio.timeout(20):
+        assert api.app
+        context = api.app.state.context
+        model = await api.model()
+        keep = context.store.requests.keep
+
+        async def fails(result: bytes) -> Any:
+            if len(result) > LARGE:
+                await fail.wait()
+                raise RuntimeError("SlowDown")
+            return await keep(result)
+
+        monkeypatch.setattr(context.store.requests, "keep", fails)
+        first = await api.forward_backward(model, 1, tokens=LARGE)
+        await until(lambda: Task.PASS in echo.tasks())
+        run = context.dispatcher._runs.get(model)
+        if not closed:
+            echo.open.clear()
+        behind = await api.forward_backward(model, 3, tokens=3)
+        if closed:
+            await until(lambda: len(run.unstored) == 2)
+        else:
+            await until(lambda: 3 in run.line.running)
+        fail.set()
+        assert "could not be stored" in (await api.result(first))["error"]
+        echo.open.set()
+        assert "step 2 of this model never arrived" in (await api.result(behind))["error"]
+        refused = await api.result(await api.optim_step(model, 4))
+        assert "step 1 before this optim_step failed" in refused["error"]
+        assert await api.value(await api.optim_step(model, 5)) == 0
+
+
+async def test_no_model_goes_back_for_a_failure_that_cannot_be_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with hosted(EchoExecutor(), tmp_path, janitor_s=0, gap_s=0.1) as api, asyncio.timeout(20):
+        assert api.app
+        requests = api.app.state.context.store.requests
+        model = await api.model()
+        await api.passed(await api.forward_backward(model, 1))
+        assert "never arrived" in (await api.result(await api.optim_step(model, 3)))["error"]
+        bad = await api.forward_backward(model, 4, loss="no such loss")
+        assert "is not known" in (await api.result(bad))["error"]
+        finish_all, times = requests.finish_all, 0
+
+        async def fails(endings: Any) -> Any:
+            nonlocal times
+            times += 1
+            if times <= 6:
+                raise RuntimeError("a test says so")
+            return await finish_all(endings)
+
+        monkeypatch.setattr(requests, "finish_all", fails)
+        late = await api.optim_step(model, 2)
+        assert "could not be stored" in (await api.result(late))["error"]
+        row = await requests.get(late)
+        assert row.cause == Cause.LATE
+        # It was never in the line of its model, which is as it was.
+        spoiled = await api.result(await api.optim_step(model, 5))
+        assert "step 4 before this optim_step failed" in spoiled["error"]
 
 
 async def test_a_sample_whose_result_is_refused_is_stored_later_or_fails(

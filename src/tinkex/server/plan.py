@@ -141,6 +141,7 @@ class Line:
         if self.held and self.next_seq in self.refused:
             return self._take_refused(now_s)
         if self.next_seq not in self.held:
+            self._mark_gap(now_s)
             return None
         steps = tuple(self._head(most or PASSES_TOGETHER))
         for step in steps:
@@ -168,6 +169,11 @@ class Line:
             self.running.pop(step.seq_id, None)
             self.held[step.seq_id] = step
             self.next_seq = min(self.next_seq, step.seq_id)
+
+    def go_back(self, next_seq: int) -> None:
+        """Go on with an earlier number; steps that ran since then are put back one by one."""
+        self.next_seq = next_seq
+        self._gap_since_s = None
 
     def put_back_refused(self, step: Step, reason: str) -> None:
         """The same for a number whose request was refused: it counts as failed once more, later."""

@@ -99,12 +99,19 @@ class Results:
 
     def _go_back(self, run: Run, failed: Unstored, ending: Ending) -> None:
         """The step fails; what ran after it was not told to anybody, and runs again."""
+        if failed.ending.error is not None:
+            # It has changed nothing, so nothing after it is different without it.
+            again = replace(ending, cause=failed.ending.cause)
+            run.unstored[0] = replace(failed, ending=again)
+            return
         behind = [one for one in list(run.unstored)[1:] if not one.is_late]
         late = [one for one in list(run.unstored)[1:] if one.is_late]
         run.unstored = deque([replace(failed, ending=ending), *late])
         line = run.line
         line.spoiled = failed.spoiled
         line.learn(failed.step, ending.error)
+        # Not with the first of those put back: the number before it may be one that never came.
+        line.go_back(failed.step.seq_id + 1)
         for one in behind:
             if one.step.request_id:
                 line.put_back([one.step])
