@@ -14,7 +14,10 @@ from server.api.test_custom_losses import loss
 from server.echo import BASE, EchoExecutor
 from server.hosting import PROTOBUF, Answer, Api, hosted, pass_body
 from server.store.test_store import opened
+from server.waiting import until
+from tinkex.server.executor import Task
 from tinkex.server.plan import Kind
+from tinkex.server.shares import Load
 from tinkex.server.store import NewRequest, StorageTrouble
 from tinkex.server.store.trouble import AWAY, Trouble
 
@@ -214,6 +217,57 @@ async def test_a_gap_is_closed_although_the_database_was_away_when_its_time_was_
             result = await api.result(await api.optim_step(model, 2))
         assert "step 1 of this model never arrived" in result["error"]
         assert times == 3
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+async def test_what_is_found_on_disk_counts_as_much_as_what_is_handed_on(
+    tmp_path: Path, restarted: bool
+) -> None:
+    held = EchoExecutor()
+    held.open.clear()
+    body = {**sample("", 1), "num_samples": 3}
+    body["prompt"]["chunks"][0]["tokens"] = [1] * 100
+    async with hosted(held, tmp_path, janitor_s=0) as api:
+        assert api.app
+        context = api.app.state.context
+        if not restarted:
+            found_before_it_is_handed_on(context)
+        await api.post("asample", {**body, "session_id": await api.session()})
+        assert list(context.futures.loads.values()) == [Load(requests=1, tokens=100, samples=3)]
+    if restarted:
+        async with hosted(held, tmp_path, janitor_s=0) as api:
+            assert api.app
+            loads = api.app.state.context.futures.loads
+            await until(lambda: len(loads) == 1)
+            assert list(loads.values()) == [Load(requests=1, tokens=100, samples=3)]
+
+
+async def test_a_stream_is_told_tokens_although_its_sample_was_found_on_disk_first(
+    tmp_path: Path,
+) -> None:
+    echo = EchoExecutor()
+    async with hosted(echo, tmp_path, janitor_s=0) as api:
+        assert api.app
+        session = await api.session()
+        found_before_it_is_handed_on(api.app.state.context)
+        answer = await api.post("stream_sample", sample(session, 1))
+        assert answer.status == 200, answer
+        (sampled,) = (work for work in echo.ran if work.task is Task.SAMPLE)
+        assert sampled.on_tokens is not None
+
+
+def found_before_it_is_handed_on(context: Any) -> None:
+    """What is committed is read from the disk and taken up before its acceptor goes on."""
+    requests = context.store.requests
+    accept = requests.accept
+
+    async def accepts(new: NewRequest) -> Any:
+        first = await accept(new)
+        for row in await requests.waiting():
+            context.dispatcher.take(row)
+        return first
+
+    requests.accept = accepts
 
 
 async def test_a_poll_for_what_nobody_has_taken_up_yet_is_held(

@@ -10,7 +10,7 @@ from tinkex.server.completions import Completions
 from tinkex.server.plan import Kind
 from tinkex.server.shares import Load
 from tinkex.server.sleepers import Leaving, Sleepers
-from tinkex.server.store import Damaged, RequestRow, Status, Store
+from tinkex.server.store import Damaged, NewRequest, RequestRow, Status, Store
 from tinkex.server.store.request_ids import given_s
 from tinkex.server.store.requests import ResultGone
 
@@ -22,7 +22,6 @@ KEPT_BYTES = 64 * 2**20
 FIRST_S = 1735689600.0
 
 NOTHING = Load()
-ONE_REQUEST = Load(requests=1)
 
 
 class UnknownRequest(LookupError):
@@ -72,14 +71,13 @@ class Futures:
     async def start(self) -> None:
         await self.completions.start()
 
-    def expect(
-        self, request_id: str, *, owner: str, base_model: str, load: Load = ONE_REQUEST
-    ) -> None:
+    def expect(self, row: RequestRow) -> None:
         """This process will settle that request."""
-        if request_id in self._open:
+        if row.request_id in self._open:
             return
-        self._open[request_id] = _Promise(owner=owner, base_model=base_model, load=load)
-        self._loads[owner] = self.load(owner) + load
+        load = load_of(row)
+        self._open[row.request_id] = _Promise(owner=row.owner, base_model=row.base_model, load=load)
+        self._loads[row.owner] = self.load(row.owner) + load
 
     @property
     def loads(self) -> Mapping[str, Load]:
@@ -170,7 +168,7 @@ class Futures:
         if row.status is Status.WAITING:
             # It may have been finished since it was read.
             if (kept := self._kept.get(request_id)) is None:
-                self.expect(request_id, owner=row.owner, base_model=row.base_model)
+                self.expect(row)
             return kept
         result = b""
         if row.status is Status.DONE:
@@ -202,6 +200,12 @@ class Futures:
         while self._kept_bytes > KEPT_BYTES:
             _, dropped = self._kept.popitem(last=False)
             self._kept_bytes -= _weight(dropped)
+
+
+def load_of(request: NewRequest | RequestRow) -> Load:
+    """What a request adds to its owner's account."""
+    samples = request.sequences if request.kind == Kind.SAMPLE else 0
+    return Load(requests=1, tokens=request.tokens, samples=samples)
 
 
 def _is_old(request_id: str, kept_s: float) -> bool:

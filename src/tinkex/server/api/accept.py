@@ -9,8 +9,9 @@ from tinkex.server.api.auth import caller_of
 from tinkex.server.api.context import Context, answer
 from tinkex.server.api.errors import Refusal
 from tinkex.server.dispatch.tap import Tap
+from tinkex.server.futures import load_of
 from tinkex.server.plan import Kind
-from tinkex.server.shares import Limits, Load, all_full, over_limit
+from tinkex.server.shares import Limits, all_full, over_limit
 from tinkex.server.store import Accepted, NewRequest, RequestRow, Status
 from tinkex.wire.errors import WireError
 from tinkex.wire.futures import UntypedAPIFuture
@@ -18,12 +19,6 @@ from tinkex.wire.inputs import EncodedTextChunk, ModelInput
 
 # The official clients take this, or a second of their own, and send the request again.
 RETRY_AFTER_S = 1
-
-
-def load_of(new: NewRequest) -> Load:
-    """What a request adds to its owner's account."""
-    samples = new.sequences if new.kind == Kind.SAMPLE else 0
-    return Load(requests=1, tokens=new.tokens, samples=samples)
 
 
 async def admit(
@@ -153,6 +148,6 @@ async def hand_on(
     """
     if first.is_new:
         row = row_of(new, first)
-        context.dispatcher.take(row, payload=new.payload, load=load_of(new), tap=tap)
+        context.dispatcher.take(row, payload=new.payload, tap=tap)
     else:
         await context.dispatcher.take_again(first.request_id)

@@ -83,7 +83,7 @@ class Desk:
         if row.request_id in self.taken or self.futures.is_kept(row.request_id):
             return False
         self.taken.add(row.request_id)
-        self.futures.expect(row.request_id, owner=row.owner, base_model=row.base_model)
+        self.futures.expect(row)
         return True
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:

@@ -29,11 +29,11 @@ from tinkex.server.dispatch.steps import Steps
 from tinkex.server.dispatch.tap import Tap
 from tinkex.server.dispatch.turns import Turns
 from tinkex.server.executor import Executor, Task, WorkFailed
-from tinkex.server.futures import ONE_REQUEST, Futures
+from tinkex.server.futures import Futures
 from tinkex.server.plan import Kind
 from tinkex.server.roll import Roll, boot_id
 from tinkex.server.saving import Saving
-from tinkex.server.shares import Load, Waiting
+from tinkex.server.shares import Waiting
 from tinkex.server.store import RequestRow, Status, StorageTrouble, Store
 from tinkex.wire.codec import encode_json
 from tinkex.wire.training import UnloadModelResponse
@@ -169,7 +169,6 @@ class Dispatcher:
         row: RequestRow,
         *,
         payload: bytes | None = None,
-        load: Load = ONE_REQUEST,
         tap: Tap | None = None,
     ) -> None:
         """
@@ -179,16 +178,20 @@ class Dispatcher:
         to the tap as they are drawn.
         """
         request_id = row.request_id
-        if request_id in self._desk.taken or self._desk.futures.is_kept(request_id):
+        if self._desk.futures.is_kept(request_id):
             return
-        # Before `Desk.take`, which counts it as one request.
-        self._desk.futures.expect(request_id, owner=row.owner, base_model=row.base_model, load=load)
+        # Even if it is here: `Pickup` may find a request before the one who accepted it hands it
+        # on, and has no tap for it.
+        if tap is not None:
+            self._samples.open_tap(request_id, tap)
+        if request_id in self._desk.taken:
+            return
+        # Now, because a step may have to wait for its model to be read.
+        self._desk.futures.expect(row)
         if payload is not None:
             self._desk.payloads.keep(request_id, payload)
         match Kind(row.kind):
             case Kind.SAMPLE:
-                if tap is not None:
-                    self._samples.open_tap(request_id, tap)
                 self._carry(row, self._samples.run(row))
             case Kind.UNLOAD_MODEL:
                 self._carry(row, self._unload(row))
