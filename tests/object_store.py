@@ -50,8 +50,8 @@ class ObjectStore:
         self.port = int(self._process.stdout.readline())
         self.make_bucket()
 
-    def make_bucket(self) -> None:
-        url = f"http://127.0.0.1:{self.port}/{BUCKET}"
+    def make_bucket(self, name: str = BUCKET) -> None:
+        url = f"http://127.0.0.1:{self.port}/{name}"
         with urllib.request.urlopen(urllib.request.Request(url, method="PUT"), timeout=20):
             pass
 

@@ -99,6 +99,16 @@ def test_missing_is_told_from_away(root: str, tmp_path: Path) -> None:
             act()
 
 
+def test_a_new_bucket_may_be_called_a_bucket(
+    root: str, running: ObjectStore, tmp_path: Path
+) -> None:
+    running.make_bucket("a-bucket")
+    files = Files(f"s3://a-bucket/{tmp_path.name}")
+    assert files.names("checkpoints") == set()
+    with pytest.raises(Damaged, match="is missing"):
+        files.get("payloads/aa/none")
+
+
 def test_silence_has_an_end(root: str, running: ObjectStore) -> None:
     files = Files(root)
     files.put("payloads", b"abc")

@@ -284,11 +284,17 @@ def _store_errors(*, may_be_missing: bool = False) -> Iterator[None]:
         if isinstance(error, OSError) and error.errno in _LOCAL:
             raise  # the disk that it was brought to
         # A whole bucket that is missing says nothing about what was in it.
-        missing = isinstance(error, FileNotFoundError) and "bucket" not in str(error).lower()
+        missing = isinstance(error, FileNotFoundError) and _code(error) != "NoSuchBucket"
         if missing and may_be_missing:
             raise
         told = str(error).strip().partition("\n")[0] or type(error).__name__
         raise StoreAway(told) from error
+
+
+def _code(error: Exception) -> str:
+    """Of an answer of S3, which s3fs keeps behind its own errors; nothing for any other error."""
+    response = getattr(error.__cause__ or error, "response", None) or {}
+    return str(response.get("Error", {}).get("Code", ""))
 
 
 def _identity(facts: os.stat_result) -> tuple[int, int, int]:
