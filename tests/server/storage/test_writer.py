@@ -1,14 +1,17 @@
 """A database that takes nothing for a while: promises are kept in order, the rest is refused."""
 
 import asyncio
+import errno
 import sqlite3
+import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
-from tinkex.server.store import NewRequest, Status, StorageTrouble, Store, open_store
+from tinkex.server.store import NewRequest, Status, StorageTrouble, Store, open_store, writer
+from tinkex.server.store.trouble import FILES, Condition
 
 pytestmark = pytest.mark.anyio
 
@@ -95,3 +98,39 @@ async def test_a_store_that_is_closed_on_a_full_disk_closes(store: Store) -> Non
         # It is computed again after a start.
         with pytest.raises(StorageTrouble):
             await waiting
+
+
+async def test_a_disk_that_hangs_before_the_commit_is_noticed(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer, "SILENT_S", 0.2)
+    answers = threading.Event()
+    store.condition.look = lambda: answers.wait() and None
+    try:
+        waiting = asyncio.create_task(store.requests.accept(NEW))
+        async with asyncio.timeout(10):
+            while store.condition.trouble is None:  # noqa: ASYNC110  nobody tells
+                await asyncio.sleep(0.05)
+        with pytest.raises(StorageTrouble, match="has not answered"):
+            await store.requests.accept(NEW)
+    finally:
+        answers.set()
+    assert (await waiting).is_new
+    assert store.condition.trouble is None
+
+
+class _Slow(dict[str, object]):
+    """Another thread comes between the look and what follows."""
+
+    def __contains__(self, key: object) -> bool:
+        found = super().__contains__(key)
+        self.clear()
+        return found
+
+
+def test_two_threads_clear_one_part() -> None:
+    condition = Condition()
+    condition.note(OSError(errno.ENOSPC, "full"), FILES)
+    condition._troubles = _Slow(condition._troubles)  # type: ignore[assignment]
+    condition.clear(FILES)
+    assert condition.trouble is None

@@ -251,7 +251,8 @@ class Condition:
         if part not in self._troubles:
             return
         with self._lock:
-            if not self._troubles[part].passes:
+            trouble = self._troubles.get(part)
+            if trouble is None or not trouble.passes:
                 return
             del self._troubles[part]
         log.warning("the %s of this server can be written again", part)

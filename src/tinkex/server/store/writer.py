@@ -224,6 +224,8 @@ class Writer:
         mark: int | None = None
         while True:
             try:
+                # First of all: a disk that hangs may hold up the look at it too.
+                self._asks()
                 self._condition.look()
                 self._condition.check()
                 self._asks()
