@@ -18,7 +18,7 @@ from tinkex.server.executor import Task as Doing
 from tinkex.server.futures import Futures, Settled
 from tinkex.server.plan import Kind
 from tinkex.server.roll import Roll
-from tinkex.server.store import RequestRow, Store, finishing
+from tinkex.server.store import RequestRow, Store, accepted_work, finishing
 
 log = logging.getLogger("tinkex.server.dispatch")
 
@@ -87,8 +87,8 @@ class Desk:
         return True
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """In the background, until it is done or the server stops."""
-        task = asyncio.create_task(work)
+        """In the background, until it is done or the server stops; its reads wait for the database."""
+        task = asyncio.create_task(work, context=accepted_work())
         self._tasks.add(task)
         task.add_done_callback(self._over)
         return task

@@ -3,7 +3,7 @@
 from tinkex.server.store.accepting import Accepted, NewRequest
 from tinkex.server.store.catalog import Saved
 from tinkex.server.store.checkpoints import Checkpoints, Version
-from tinkex.server.store.database import DatabaseRefused
+from tinkex.server.store.database import DatabaseRefused, accepted_work
 from tinkex.server.store.finishing import Completion
 from tinkex.server.store.keys import ApiKey, Keys
 from tinkex.server.store.quotas import OverQuota, Quota
@@ -37,5 +37,6 @@ __all__ = [
     "StorageTrouble",
     "Store",
     "Version",
+    "accepted_work",
     "open_store",
 ]

@@ -55,7 +55,7 @@ class BaseHashes:
         )
 
     async def _one(self, statement: sa.Select[Any]) -> str | None:
-        return await self._database.read(lambda connection: connection.scalar(statement), must=True)
+        return await self._database.read(lambda connection: connection.scalar(statement))
 
 
 def _fill(connection: sa.Connection, whose: sa.ColumnElement[bool], found: str) -> None:

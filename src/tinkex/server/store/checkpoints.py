@@ -105,6 +105,7 @@ class Checkpoints:
         The folder of a saved version on this machine.
 
         While an object store is away this raises StorageTrouble, or waits if it `must` be opened.
+        A database that is away is waited for in accepted work only (see `Database.read`).
         """
         version = await self.version(version_id)
         if version is None:

@@ -10,6 +10,7 @@ import struct
 import time
 from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import Context, ContextVar, copy_context
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -66,6 +67,9 @@ PAGES_KIB = 256
 # What is to be read for work that was accepted is asked for again this often.
 READ_RETRY_S = 0.5
 
+#: Whether what runs now is accepted work.
+_accepted: ContextVar[bool] = ContextVar("accepted", default=False)
+
 _ADVICE = "See that it runs and lets this machine in, or choose another with --db."
 # At a start nothing goes on by itself.
 _ADVICE_BY_KIND = {
@@ -84,6 +88,17 @@ _LOG_HEAD_BYTES = 32
 
 class DatabaseRefused(Exception):
     """The database cannot be used; the text says why, and holds no password."""
+
+
+def accepted_work() -> Context:
+    """
+    The context for a task that does accepted work, and for the tasks that it creates.
+
+    There every read waits while the database cannot be read: what was accepted is done.
+    """
+    context = copy_context()
+    context.run(_accepted.set, True)
+    return context
 
 
 class Database:
@@ -182,17 +197,17 @@ class Database:
         if self._gated and statement.startswith("INSERT"):
             self.condition.refuse_new()
 
-    async def read(self, act: Callable[[sa.Connection], T], *, must: bool = False) -> T:
+    async def read(self, act: Callable[[sa.Connection], T]) -> T:
         """
         Run `act` beside the writer, on what is committed.
 
-        While the database cannot be read this raises StorageTrouble, or waits if it `must` be.
+        While the database cannot be read this raises StorageTrouble, or waits in `accepted_work`.
         """
         while True:
             try:
                 return await self._answered(_run(self._readers, lambda: self._read(act)))
             except StorageTrouble as error:
-                if not must or not error.trouble.passes:
+                if not _accepted.get() or not error.trouble.passes:
                     raise
             await asyncio.sleep(READ_RETRY_S)
 

@@ -229,9 +229,7 @@ class Requests:
         statement = sa.select(requests.c.payload, requests.c.payload_place).where(
             requests.c.request_id == request_id
         )
-        row = await self._database.read(
-            lambda connection: connection.execute(statement).first(), must=True
-        )
+        row = await self._database.read(lambda connection: connection.execute(statement).first())
         if row is None or (row.payload is None and row.payload_place is None):
             raise Damaged(f"the payload of request {request_id} is not kept any more")
         if row.payload_place is None:
@@ -321,7 +319,7 @@ class Requests:
             )
             .order_by(requests.c.seq_id)
         )
-        return await self._database.read(lambda connection: _rows(connection, statement), must=True)
+        return await self._database.read(lambda connection: _rows(connection, statement))
 
     async def still_waiting(self, request_ids: Collection[str]) -> dict[str, str]:
         """Those of these requests that wait, each with its base model."""
@@ -345,7 +343,7 @@ class Requests:
             )
             .order_by(requests.c.seq_id)
         )
-        return await self._database.read(lambda connection: _rows(connection, statement), must=True)
+        return await self._database.read(lambda connection: _rows(connection, statement))
 
     async def has_steps(self, model_id: str) -> bool:
         """Whether anything is known of how a model came to be."""

@@ -65,7 +65,7 @@ class Snapshots:
             row = connection.execute(statement).first()
             return None if row is None else Snapshot(**row._mapping)
 
-        return await self._database.read(act, must=True)
+        return await self._database.read(act)
 
     async def sound(self, model_id: str) -> Snapshot | None:
         """
@@ -87,9 +87,7 @@ class Snapshots:
 
     async def set_aside(self, bad: Snapshot) -> bool:
         """Go back to the one before, or to the beginning; False when neither is there."""
-        if not await self._database.write(
-            lambda connection: fall_back(connection, bad), reserve=True
-        ):
+        if not await self._database.write(lambda connection: fall_back(connection, bad), must=True):
             return False
         aside = f"{ASIDE}/{bad.place}"
         await self._database.in_thread(lambda: self._files.move(bad.place, aside), must=True)
