@@ -1,6 +1,7 @@
 """Files and pages that are not what was written: found, said, never an answer made from them."""
 
 import logging
+import os
 import sqlite3
 from pathlib import Path
 from typing import IO, Any
@@ -71,6 +72,30 @@ async def test_the_first_snapshot_torn_is_done_without(echo: EchoExecutor, tmp_p
         echo.die()
         assert await trained(api, model, 3) == 3
         assert Task.RESTORE not in echo.tasks()
+
+
+async def test_a_snapshot_that_may_not_be_read_stays_and_stops_nobody_else(
+    echo: EchoExecutor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with hosted(echo, tmp_path) as api:
+        model, other = await api.model(), await api.model()
+        await trained(api, model, 1)
+        folder = await snapshot(api, model)
+        listdir = os.listdir
+
+        def refuse(path: str) -> list[str]:
+            if Path(path) == folder:
+                raise PermissionError(13, "Permission denied", path)
+            return listdir(path)
+
+        echo.die()
+        with monkeypatch.context() as patched:
+            patched.setattr("os.listdir", refuse)
+            answer = await api.poll(await api.optim_step(model, 3))
+            assert "cannot be read: Permission denied" in answer.json["error"]
+            assert (await api.get("/api/v1/healthz")).status == 200
+            assert await trained(api, other, 1) == 1
+        assert await trained(api, model, 4) == 3
 
 
 async def test_a_model_that_nothing_can_build_again_fails_with_the_reason_and_others_go_on(

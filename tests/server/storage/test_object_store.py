@@ -5,8 +5,10 @@ import math
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,7 @@ from object_store import BUCKET, ObjectStore, object_store
 from server.echo import EchoExecutor
 from server.hosting import PROTOBUF, Api, hosted, pass_body
 from tinkex.server.store import files as files_module
-from tinkex.server.store.files import Files
+from tinkex.server.store.files import Files, ObjectTooLarge
 from tinkex.server.store.trouble import Damaged, StoreAway
 
 LARGE = 40_000  # tokens: payload and result are files of their own
@@ -107,6 +109,42 @@ def test_a_new_bucket_may_be_called_a_bucket(
     assert files.names("checkpoints") == set()
     with pytest.raises(Damaged, match="is missing"):
         files.get("payloads/aa/none")
+
+
+ANSWERS = {
+    "too large": (400, b"<Error><Code>EntityTooLarge</Code><Message>too big</Message></Error>"),
+    "too large for a proxy": (413, b"<html><h1>413 Request Entity Too Large</h1></html>"),
+    "no rights": (403, b"<Error><Code>AccessDenied</Code><Message>no</Message></Error>"),
+    "slow down": (503, b"<Error><Code>SlowDown</Code><Message>wait</Message></Error>"),
+}
+
+
+@pytest.mark.parametrize("answer", ANSWERS)
+def test_what_concerns_one_object_is_told_from_what_concerns_all(
+    root: str, monkeypatch: pytest.MonkeyPatch, answer: str
+) -> None:
+    status, body = ANSWERS[answer]
+
+    class Refusing(BaseHTTPRequestHandler):
+        def do_PUT(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Refusing) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.server_port}")
+        try:
+            expected = ObjectTooLarge if answer.startswith("too large") else StoreAway
+            with pytest.raises(expected):
+                Files(root).put("results", b"abc")
+        finally:
+            server.shutdown()
 
 
 def test_silence_has_an_end(root: str, running: ObjectStore) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import os
 import sqlite3
 import threading
 from collections.abc import AsyncIterator, Iterator
@@ -10,7 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from tinkex.server.store import NewRequest, Status, StorageTrouble, Store, open_store, writer
+from tinkex.server.store import (
+    NewRequest,
+    Status,
+    StorageTrouble,
+    Store,
+    open_store,
+    trouble,
+    writer,
+)
 from tinkex.server.store.trouble import FILES, Condition
 
 pytestmark = pytest.mark.anyio
@@ -134,3 +143,18 @@ def test_two_threads_clear_one_part() -> None:
     condition._troubles = _Slow(condition._troubles)  # type: ignore[assignment]
     condition.clear(FILES)
     assert condition.trouble is None
+
+
+@pytest.mark.parametrize("number", sorted(trouble._ERRNOS), ids=errno.errorcode.get)
+async def test_work_on_files_waits_for_any_trouble_of_the_disk(store: Store, number: int) -> None:
+    fails = [True, True]
+
+    def act() -> str:
+        if fails:
+            fails.pop()
+            raise OSError(number, os.strerror(number))
+        return "done"
+
+    with pytest.raises(StorageTrouble):
+        await store._database.in_thread(act)
+    assert await store._database.in_thread(act, must=True) == "done"

@@ -205,7 +205,7 @@ class Desk:
         for wait_s in STORE_AGAIN_S:
             try:
                 return await attempt()
-            except Exception as error:  # noqa: BLE001  an object store may raise anything
+            except Exception as error:  # noqa: BLE001  e.g. ObjectTooLarge
                 log.warning("a result was not stored; again in %.1f s: %r", wait_s, error)
             await asyncio.sleep(wait_s)
         await attempt()
@@ -224,7 +224,7 @@ class Desk:
         while True:
             try:
                 return await self.insist_on_storing(functools.partial(self._settle, row, ending))
-            except Exception as error:  # noqa: BLE001  an object store may raise anything
+            except Exception as error:  # noqa: BLE001  e.g. ObjectTooLarge
                 ending = unstorable(error)
 
     async def _settle(self, row: RequestRow, ending: Ending) -> None:

@@ -61,7 +61,7 @@ class Results:
                 # The first alone, so that it does not fail for one behind it.
                 group = group[:1]
                 await self._desk.insist_on_storing(lambda: self._commit(run, group))
-        except Exception as error:  # noqa: BLE001  an object store may raise anything
+        except Exception as error:  # noqa: BLE001  e.g. ObjectTooLarge
             self._go_back(run, group[0], unstorable(error))
             return
         for one in group:

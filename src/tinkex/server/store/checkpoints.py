@@ -281,12 +281,7 @@ class Checkpoints:
         condition = self._database.condition
         condition.refuse_new()
         written = await self.fingerprint(source)
-        try:
-            await self._database.in_thread(lambda: self._files.copy(source.place, target.place))
-        except OSError as error:
-            if condition.note(error, FILES) is None:
-                raise
-            raise condition.refusal(error) from error
+        await self._database.in_thread(lambda: self._files.copy(source.place, target.place))
         condition.clear(FILES)
         return written
 

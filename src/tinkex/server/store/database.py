@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import errno
 import logging
 import shutil
 import sqlite3
@@ -35,7 +34,6 @@ from tinkex.server.store.trouble import (
     Condition,
     DatabaseGone,
     StorageTrouble,
-    StoreAway,
     trouble_of,
 )
 from tinkex.server.store.writer import Many, Writer
@@ -259,8 +257,8 @@ class Database:
         """
         Read or write one payload or result off the event loop.
 
-        While an object store is away, or the disk is full, this raises StorageTrouble, or waits
-        if it `must` be done.
+        While an object store is away, or the disk is full or fails, this raises StorageTrouble, or
+        waits if it `must` be done.
         """
         return await self._on_files(self._file_threads, act, must=must)
 
@@ -275,9 +273,8 @@ class Database:
             try:
                 return await _run(threads, act)
             except OSError as error:
-                if not isinstance(error, StoreAway) and error.errno != errno.ENOSPC:
+                if self.condition.note(error, FILES) is None:
                     raise
-                self.condition.note(error, FILES)
                 if not must:
                     raise self.condition.refusal(error) from error
             await asyncio.sleep(READ_RETRY_S)

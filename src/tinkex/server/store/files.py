@@ -17,9 +17,13 @@ import fsspec  # type: ignore[import-untyped]
 from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
 
 from tinkex.server.store.trouble import Damaged, StoreAway
+from tinkex.wire.errors import UserFailure
 
 #: How a problem begins that is one of rights, or of the disk, and says nothing of what is there.
 UNREADABLE = "cannot be read"
+
+# Errors of one file that say nothing of the disk as a whole.
+_UNREADABLE = (errno.EACCES, errno.EPERM, errno.EIO)
 
 # Files of which is known that they are sound; more are read again.
 KNOWN = 10_000
@@ -49,6 +53,14 @@ _S3 = {
 }
 
 _LOCAL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+
+
+#: An object store says by these that one object is too large: it never takes it, and takes others.
+_TOO_LARGE = ("EntityTooLarge", 413)
+
+
+class ObjectTooLarge(UserFailure):
+    """One object that the object store never takes; waiting does not help."""
 
 
 class Files:
@@ -117,7 +129,7 @@ class Files:
         except StoreAway:
             raise
         except OSError as error:
-            if error.errno not in (errno.EACCES, errno.EPERM, errno.EIO):
+            if error.errno not in _UNREADABLE:
                 raise
             raise Damaged(f"{UNREADABLE}: {error.strerror} ({place})") from error
         # Names from before there were fingerprints have no such part.
@@ -277,24 +289,35 @@ def _s3_options() -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _store_errors(*, may_be_missing: bool = False) -> Iterator[None]:
-    """Whatever an object store raises becomes `StoreAway`; only a missing object is none of that."""
+    """
+    Whatever an object store raises becomes `StoreAway`, which is waited for.
+
+    That is right for missing rights or a missing bucket too: they concern all objects, and only
+    the operator can mend them. What concerns one object, missing or too large, is raised as such.
+    """
     try:
         yield
     except Exception as error:
         if isinstance(error, OSError) and error.errno in _LOCAL:
             raise  # the disk that it was brought to
         # A whole bucket that is missing says nothing about what was in it.
-        missing = isinstance(error, FileNotFoundError) and _code(error) != "NoSuchBucket"
+        missing = isinstance(error, FileNotFoundError) and "NoSuchBucket" not in _said(error)
         if missing and may_be_missing:
             raise
         told = str(error).strip().partition("\n")[0] or type(error).__name__
+        if not _said(error).isdisjoint(_TOO_LARGE):
+            raise ObjectTooLarge(
+                f"the object store of this server does not take an object of this size ({told}). "
+                "Send less in one request, or ask whoever runs the server to allow larger objects."
+            ) from error
         raise StoreAway(told) from error
 
 
-def _code(error: Exception) -> str:
-    """Of an answer of S3, which s3fs keeps behind its own errors; nothing for any other error."""
+def _said(error: Exception) -> set[str | int]:
+    """Code and status of an answer of S3, which s3fs keeps behind its own errors; else nothing."""
     response = getattr(error.__cause__ or error, "response", None) or {}
-    return str(response.get("Error", {}).get("Code", ""))
+    status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+    return {response.get("Error", {}).get("Code"), status}
 
 
 def _identity(facts: os.stat_result) -> tuple[int, int, int]:
@@ -332,6 +355,15 @@ def fingerprint(folder: str) -> str:
 
 def fault(folder: str, place: str, written: str | None) -> str | None:
     """What is wrong with the files of a folder; None when they are what was written."""
+    try:
+        return _fault(folder, place, written)
+    except OSError as error:
+        if error.errno not in _UNREADABLE:
+            raise
+        return f"{UNREADABLE}: {error.strerror} ({error.filename or place})"
+
+
+def _fault(folder: str, place: str, written: str | None) -> str | None:
     if not os.path.isdir(folder):
         return f"is missing: there is no folder {place}"
     for name in sorted(os.listdir(folder)):

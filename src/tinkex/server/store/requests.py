@@ -25,16 +25,13 @@ from tinkex.server.store.finishing import (
 )
 from tinkex.server.store.status import Status
 from tinkex.server.store.tables import completions, requests
-from tinkex.server.store.trouble import FILES, Damaged, StorageTrouble
+from tinkex.server.store.trouble import FILES, Damaged
 
 # Larger payloads and results are files of their own: rows stay small enough to copy.
 INLINE_BYTES = 64 * 1024
 #: Requests that an owner says it has fetched and that are not noted yet: a tenth of a second of
 #: the one who writes for all.
 MOST_FETCHED_WAITING = 10_000
-
-# A result that the disk does not take is offered again this often.
-KEEP_RETRY_S = 0.5
 
 
 class ResultGone(LookupError):
@@ -132,21 +129,11 @@ class Requests:
         """
         if len(result) <= INLINE_BYTES:
             return None
-        while True:
-            try:
-                return await self._put("results", result)
-            except StorageTrouble:
-                await asyncio.sleep(KEEP_RETRY_S)
+        return await self._put("results", result, must=True)
 
-    async def _put(self, room: str, data: bytes) -> str:
-        condition = self._database.condition
-        try:
-            place = await self._database.with_file(lambda: self._files.put(room, data))
-        except OSError as error:
-            if condition.note(error, FILES) is None:
-                raise
-            raise condition.refusal(error) from error
-        condition.clear(FILES)
+    async def _put(self, room: str, data: bytes, *, must: bool = False) -> str:
+        place = await self._database.with_file(lambda: self._files.put(room, data), must=must)
+        self._database.condition.clear(FILES)
         return place
 
     async def _get(self, request_id: str, what: str, place: str, *, must: bool = False) -> bytes:

@@ -13,7 +13,7 @@ from pathlib import Path
 import sqlalchemy as sa
 
 from tinkex.server.store.database import Database
-from tinkex.server.store.files import Files, fault, fingerprint
+from tinkex.server.store.files import UNREADABLE, Files, fault, fingerprint
 from tinkex.server.store.status import Status
 from tinkex.server.store.tables import older_snapshots, requests, snapshots
 from tinkex.server.store.trouble import Damaged
@@ -77,6 +77,9 @@ class Snapshots:
             problem = await self._problem(newest)
             if problem is None:
                 return newest
+            if problem.startswith(UNREADABLE):
+                # It may be whole: it stays where it is until it can be read.
+                raise Damaged(f"the snapshot of {model_id} after step {newest.seq_id} {problem}")
             log.error("the snapshot of %s after step %d %s", model_id, newest.seq_id, problem)
             if not await self.set_aside(newest):
                 raise Damaged(

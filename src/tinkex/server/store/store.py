@@ -97,9 +97,6 @@ class Store:
             await self._database.with_file(self._probe_files)
         except StorageTrouble:
             return
-        except OSError as error:
-            if self.condition.note(error, FILES) is None:
-                raise
         else:
             self.condition.clear(FILES)
 

@@ -132,7 +132,8 @@ class StoreAway(OSError):
     """
     An object store refused, did not answer, or cannot be reached.
 
-    Each kind of store raises errors of its own; `Files` turns them all into this one.
+    Each kind of store raises errors of its own; `Files` turns those that concern all objects into
+    this one.
     """
 
 
