@@ -1,5 +1,6 @@
 """Links that open one file for a while, and names of files: nothing else can be made of either."""
 
+import asyncio
 import io
 import tarfile
 import time
@@ -167,6 +168,18 @@ WAYS_OUT = [
     "a%E2%80%AE",
     "C:%5Cwindows",
 ]
+
+
+async def test_a_link_that_is_not_good_costs_its_owner_nothing(
+    links: Links, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert links.nobody.app
+    context = links.nobody.app.state.context
+    read = []
+    monkeypatch.setattr(context.store.runs, "session", read.append)
+    async with context.reports.turn("alice"), asyncio.timeout(10):
+        assert await opened(links.nobody, f"{links.all['trace']}0") == 403
+    assert read == []
 
 
 @pytest.mark.parametrize("way", WAYS_OUT)

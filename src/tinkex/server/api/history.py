@@ -157,8 +157,18 @@ async def trace_export(request: Request, session_id: str) -> Response:
 
 
 async def _traced(request: Request) -> str:
-    """Whose session a link is about: the link says nothing of who opens it."""
-    session = await context_of(request).store.runs.session(request.path_params["session_id"])
+    """
+    Whose session a link is about: the link says nothing of who opens it.
+
+    A link that is not good is refused here, before it costs a read or its owner's turn.
+    """
+    context, session_id = context_of(request), request.path_params["session_id"]
+    query = request.query_params
+    if not context.signer.opens(_trace_path(session_id), query["expires"], query["signature"]):
+        raise Refusal(
+            403, "this link has expired, or is not one of this server. Ask for a new one."
+        )
+    session = await context.store.runs.session(session_id)
     return "" if session is None else session.owner
 
 
@@ -167,12 +177,7 @@ async def _traced(request: Request) -> str:
 @bounded(entries=3 * MOST_SPANS, owner=_traced)
 async def trace(request: Request, session_id: str, expires: str, signature: str) -> Response:
     """What such a link leads to: one line of time for each model and sampler of a session."""
-    context = context_of(request)
-    if not context.signer.opens(_trace_path(session_id), expires, signature):
-        raise Refusal(
-            403, "this link has expired, or is not one of this server. Ask for a new one."
-        )
-    spans = await context.store.history.spans(session_id)
+    spans = await context_of(request).store.history.spans(session_id)
     now_s = time.time()
     return await report(
         request,
