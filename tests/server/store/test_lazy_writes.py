@@ -3,6 +3,8 @@
 import asyncio
 import logging
 import threading
+import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -122,4 +124,23 @@ async def test_while_the_disk_takes_nothing_marks_are_dropped_too(store: Store) 
         if not store.requests._fetched_waiting:
             break
         await asyncio.sleep(0.05)
+    assert store.requests._fetched_waiting == {}
+
+
+class _Slow(Counter[str]):
+    """Another thread comes between a look and what follows."""
+
+    def __getitem__(self, key: str) -> int:
+        found = super().__getitem__(key)
+        time.sleep(0.002)
+        return found
+
+
+async def test_marks_that_two_threads_count_are_all_counted(store: Store) -> None:
+    store.requests._fetched_waiting = _Slow()
+    for number in range(50):
+        store.requests.all_fetched([str(number)], owner="alice")
+        store._database.submit(lambda _: None)
+        await asyncio.sleep(0)
+    await store.keys.create(owner="alice")
     assert store.requests._fetched_waiting == {}

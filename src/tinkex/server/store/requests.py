@@ -1,6 +1,7 @@
 """Requests: accepted once, finished once, kept until they are fetched."""
 
 import asyncio
+import threading
 import time
 from collections import Counter
 from collections.abc import Collection, Sequence
@@ -101,6 +102,7 @@ class Requests:
         self._database = database
         self._files = files
         self._fetched_waiting: Counter[str] = Counter()
+        self._fetched_lock = threading.Lock()
 
     async def accept(self, new: NewRequest) -> Accepted:
         """On disk when this answers; a repeat of an accepted request finds the first."""
@@ -350,17 +352,19 @@ class Requests:
         """The same for many, as far as they are this owner's; a repeat changes nothing."""
         now_s = time.time()
         # Each was noted when its result was sent; what is left out here costs nothing but room.
-        some = request_ids[: MOST_FETCHED_WAITING - self._fetched_waiting[owner]]
+        with self._fetched_lock:
+            some = request_ids[: MOST_FETCHED_WAITING - self._fetched_waiting[owner]]
+            if not some:
+                return
+            self._fetched_waiting[owner] += len(some)
         values = [{"fetched": one, "of": owner, "fetched_s": now_s} for one in some]
-        if not values:
-            return
-        self._fetched_waiting[owner] += len(values)
         waiting = [len(values)]
 
         def waits_no_more() -> None:
-            # Once, however often it is tried.
-            while waiting:
-                self._fetched_waiting[owner] -= waiting.pop()
+            # Once, however often it is tried. The writer calls it too, in its thread.
+            with self._fetched_lock:
+                while waiting:
+                    self._fetched_waiting[owner] -= waiting.pop()
                 if not self._fetched_waiting[owner]:
                     del self._fetched_waiting[owner]
 
