@@ -199,11 +199,13 @@ class Saving:
     ) -> None:
         """The save is there for everybody who may see it, or its files are gone."""
         checkpoints = self._store.checkpoints
+        written = await checkpoints.keep_files(version)
         try:
             await self._store.within_quota(
                 version.owner,
                 lambda: checkpoints.save(
                     version,
+                    fingerprint=written,
                     request_id=step.request_id,
                     result=result,
                     naming=naming,

@@ -12,6 +12,7 @@ from server.echo import BASE, EchoExecutor
 from server.hosting import Api, hosted
 from server.tenants import new_key, revoke, with_key
 from tinkex.server.executor import Outcome, Task, Work
+from tinkex.server.store import checkpoints
 from tinkex.server.store.quotas import Quota, allowed
 
 pytestmark = pytest.mark.anyio
@@ -98,6 +99,24 @@ class Heavy(EchoExecutor):
         return outcome
 
 
+async def test_a_save_that_fits_at_the_second_try_is_hashed_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hashed: list[str] = []
+    fingerprint = checkpoints.fingerprint
+    monkeypatch.setattr(
+        checkpoints, "fingerprint", lambda folder: (hashed.append(folder), fingerprint(folder))[1]
+    )
+    async with hosted(Heavy(), tmp_path, max_checkpoint_bytes=5, janitor_s=0.0) as api:
+        model = await api.model()
+        for seq_id, name in ((1, "a"), (2, "b")):
+            assert "path" in await save(api, model, seq_id, name)
+        assert await api.call("DELETE", f"training_runs/{model}/checkpoints/weights/b") == 204
+        assert len(hashed) == 2
+        assert "path" in await save(api, model, 3, "a", overwrite=True)
+        assert len(hashed) == 3
+
+
 async def test_a_save_that_turns_out_too_large_leaves_no_files(tmp_path: Path) -> None:
     async with hosted(Heavy(), tmp_path, max_checkpoint_bytes=5, janitor_s=0.0) as api:
         model = await api.model()
@@ -179,6 +198,40 @@ async def test_copies_count_too(
         assert folders(tmp_path) == before
         assert (await api.get("/api/v1/checkpoints")).json["cursor"]["total_count"] == 1
         assert (await api.get("/api/v1/training_runs")).json["cursor"]["total_count"] == 1
+
+
+async def test_a_copy_that_comes_second_leaves_no_files(
+    echo: EchoExecutor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with hosted(echo, tmp_path) as api:
+        assert api.app
+        store = api.app.state.context.store
+        session = await api.session()
+        model = await api.model(session)
+        await save(api, model, 1, "a")
+        copy = {"source_path": f"tinker://{model}/weights/a", "session_id": session}
+        hashed = []
+        fingerprint = store.checkpoints.fingerprint
+        monkeypatch.setattr(
+            store.checkpoints, "fingerprint", lambda one: (hashed.append(one), fingerprint(one))[1]
+        )
+        first = await api.post("copy_weights", {**copy, "model_seq_id": 7})
+        assert first.status == 200
+        assert len(hashed) == 1
+        before = folders(tmp_path)
+
+        # Two tries at once: neither sees the other when it begins.
+        async def not_yet(*_: object) -> None:
+            return None
+
+        monkeypatch.setattr(store.catalog, "earlier_copy", not_yet)
+        again = await api.post("copy_weights", {**copy, "model_seq_id": 7})
+        assert again.json == first.json
+        assert folders(tmp_path) == before
+        # The number is another run's.
+        taken = await api.post("copy_weights", {**copy, "model_seq_id": 0})
+        assert taken.status == 422
+        assert folders(tmp_path) == before
 
 
 async def test_many_at_once_do_not_pass_together(echo: EchoExecutor, tmp_path: Path) -> None:

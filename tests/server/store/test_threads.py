@@ -29,7 +29,7 @@ pytestmark = pytest.mark.anyio
 
 #: Methods that are about files: what they answer depends on them.
 WITH_FILES = {
-    *("checkpoints.copy_files", "checkpoints.save", "snapshots.open", "snapshots.save"),
+    *("checkpoints.copy_files", "checkpoints.keep_files", "snapshots.open", "snapshots.save"),
     *("snapshots.set_aside", "retention.sweep", "checkpoints.discard"),
 }
 FILE_POOLS = ("_file_threads", "_folder_threads")

@@ -12,7 +12,8 @@ from tinkex.server.api.auth import owner_of
 from tinkex.server.api.context import Context, answer, context_of, describe, read_json
 from tinkex.server.api.reading import readable
 from tinkex.server.saving import check_ttl, tinker_path
-from tinkex.server.store import Model, OverQuota, Saved, Session, Version
+from tinkex.server.store import Model, OverQuota, RunTaken, Saved, Session, Version
+from tinkex.server.store.trouble import NewRefused
 from tinkex.wire.checkpoints import CopyWeightsRequest, CopyWeightsResponse
 from tinkex.wire.errors import WireError
 
@@ -52,23 +53,28 @@ async def copy_weights(request: Request) -> Response:
         kind=source.kind,
         name=source.name or UNNAMED,
     ).sized(source.size_bytes)
-    version = await catalog.earlier_copy(copy, await checkpoints.fingerprint(source))
+    written = await checkpoints.fingerprint(source)
+    version = await catalog.earlier_copy(copy, written)
     if version is None:
         add = functools.partial(
             catalog.add_copy,
             copy,
-            fingerprint=await checkpoints.copy_files(source, copy),
+            fingerprint=written,
             model=model,
             model_seq_id=number,
             source=source,
             like=await _notes(context, source, is_own=is_own),
             expires_s=None if asked.ttl_seconds is None else now_s + asked.ttl_seconds,
         )
+        await checkpoints.copy_files(source, copy)
         try:
             version = await context.store.within_quota(model.owner, add)
-        except OverQuota:
+        except (OverQuota, RunTaken, NewRefused):
+            # After any other error the row may be there: the sweep, which looks, deletes them.
             await checkpoints.discard(copy)
             raise
+        if version is not copy:  # another try of this copy was first
+            await checkpoints.discard(copy)
     path = tinker_path(version.model_id, version.kind, version.name or UNNAMED)
     return answer(CopyWeightsResponse(tinker_path=path))
 

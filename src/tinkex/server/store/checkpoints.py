@@ -17,7 +17,7 @@ from tinkex.server.store.database import Database
 from tinkex.server.store.files import Files, fault, fingerprint
 from tinkex.server.store.runs import Sampler, insert_sampler
 from tinkex.server.store.tables import checkpoint_names, checkpoint_versions
-from tinkex.server.store.trouble import FILES, Damaged
+from tinkex.server.store.trouble import FILES, Damaged, StorageTrouble
 from tinkex.wire.checkpoints import ParsedCheckpointTinkerPath
 from tinkex.wire.errors import UserFailure
 
@@ -167,23 +167,28 @@ class Checkpoints:
         version, _ = await self._named(model_id, kind, name)
         return version is not None
 
+    async def keep_files(self, version: Version) -> str:
+        """Make the files that the engine wrote durable; their fingerprint, for `save`."""
+        folder = self.folder(version)
+        written = await self._database.in_thread(lambda: fingerprint(folder), must=True)
+        await self._database.in_thread(lambda: self._files.upload(folder, version.place), must=True)
+        return written
+
     async def save(
         self,
         version: Version,
         *,
+        fingerprint: str,
         request_id: str,
         result: bytes,
         naming: Naming | None = None,
         sampler: tuple[Sampler, int] | None = None,
     ) -> None:
         """The version, its name or its sampler, and the request's result: all or nothing."""
-        folder = self.folder(version)
-        written = await self._database.in_thread(lambda: fingerprint(folder))
-        await self._database.in_thread(lambda: self._files.upload(folder, version.place), must=True)
 
         def act(connection: sa.Connection) -> None:
             values = {column.name: getattr(version, column.name) for column in VERSION}
-            connection.execute(checkpoint_versions.insert(), {**values, "fingerprint": written})
+            connection.execute(checkpoint_versions.insert(), {**values, "fingerprint": fingerprint})
             named = naming is not None and _point_name(connection, version, naming)
             self._quotas.check(
                 connection, version.owner, size_bytes=version.size_bytes, checkpoints=int(named)
@@ -196,10 +201,11 @@ class Checkpoints:
         await self._database.write(act, must=True)
 
     async def discard(self, version: Version) -> None:
-        """The files of a version that was not saved after all."""
+        """Delete the files of a version that was not saved; the sweep deletes what is left."""
         folder = self.folder(version)
-        await self._database.in_thread(lambda: shutil.rmtree(folder, ignore_errors=True))
-        await self._database.in_thread(lambda: self._files.remove(version.place))
+        with contextlib.suppress(StorageTrouble):
+            await self._database.in_thread(lambda: shutil.rmtree(folder, ignore_errors=True))
+            await self._database.in_thread(lambda: self._files.remove(version.place))
 
     async def find(self, path: str, *, readers: Collection[str]) -> Version | None:
         """
@@ -272,18 +278,16 @@ class Checkpoints:
             written = await self._database.in_thread(lambda: fingerprint(folder))
         return written
 
-    async def copy_files(self, source: Version, target: Version) -> str:
+    async def copy_files(self, source: Version, target: Version) -> None:
         """
-        The same files a second time, without the room where links can be had; their fingerprint.
+        The same files a second time, without the room where links can be had.
 
-        Raises Damaged when they are not what was saved: that is not handed on.
+        Ask for their `fingerprint` first: files that are not what was saved are not handed on.
         """
         condition = self._database.condition
         condition.refuse_new()
-        written = await self.fingerprint(source)
         await self._database.in_thread(lambda: self._files.copy(source.place, target.place))
         condition.clear(FILES)
-        return written
 
 
 def _unreadable(version: Version, problem: str) -> Damaged:

@@ -80,6 +80,7 @@ class Checkpoints(Requests):
             refusal = NameTaken
         saving = self.store.checkpoints.save(
             version,
+            fingerprint=self.run(self.store.checkpoints.keep_files(version)),
             request_id=request.request_id,
             result=b"saved",
             naming=naming,
