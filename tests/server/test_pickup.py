@@ -14,7 +14,7 @@ from server.api.test_custom_losses import loss
 from server.echo import BASE, EchoExecutor
 from server.hosting import PROTOBUF, Answer, Api, hosted, pass_body
 from server.store.test_store import opened
-from server.waiting import until
+from server.waiting import unfinished, until
 from tinkex.server.executor import Task
 from tinkex.server.plan import Kind
 from tinkex.server.shares import Load
@@ -113,7 +113,7 @@ async def finished(api: Api, kind: Kind) -> list[str]:
     assert api.app
     async with asyncio.timeout(10):
         while True:
-            waiting = await api.app.state.context.store.requests.waiting()
+            waiting = await unfinished(api.app.state.context.store)
             if kind not in {row.kind for row in waiting}:
                 return [row.kind for row in waiting]
             await asyncio.sleep(0.02)
@@ -279,7 +279,7 @@ async def test_a_poll_for_what_nobody_has_taken_up_yet_is_held(
             fail_after_the_commit(api, patched)
             await send(api, Kind.SAMPLE, session)
         assert api.app
-        (row,) = await api.app.state.context.store.requests.waiting()
+        (row,) = await unfinished(api.app.state.context.store)
         began_s = time.monotonic()
         assert (await api.poll(row.request_id)).status == 408
         assert time.monotonic() - began_s >= 0.3

@@ -14,8 +14,10 @@ from server.echo import BASE, EchoExecutor
 from server.hosting import Api, hosted
 from server.store.test_store import a_model, step
 from server.tenants import with_key
+from server.waiting import unfinished
 from tinkex.server.api import auth
 from tinkex.server.store import NewRequest, StorageTrouble, Store, open_store, writer
+from tinkex.server.store.finishing import failure, success
 from tinkex.server.store.runs import Sampler
 
 pytestmark = pytest.mark.anyio
@@ -177,7 +179,7 @@ async def test_a_result_outlives_a_database_that_stays_away_for_long(
     model = await a_model(store)
     ids = [(await store.requests.accept(step(model, seq_id))).request_id for seq_id in (1, 2)]
     async with out_of_reach(own, stopped):
-        settling = [store.requests.finish(one, one.encode(), None) for one in ids]
+        settling = [store.requests.finish_one(success(one, one.encode(), None)) for one in ids]
         with pytest.raises(StorageTrouble, match="cannot be reached"):
             await store.requests.accept(step(model, 3))
         with pytest.raises(StorageTrouble, match="cannot be reached"):
@@ -248,11 +250,13 @@ async def test_who_loses_the_answer_to_a_commit_finds_what_it_wrote(store: Store
         accepted = await asyncio.gather(*(store.requests.accept(one) for one in new))
     assert [one.is_new for one in accepted] == [True, True, True]
     assert not any([(await store.requests.accept(one)).is_new for one in new])
-    assert len(await store.requests.waiting()) == len(new) + 1
+    assert len(await unfinished(store)) == len(new) + 1
     with answer_lost(store):
-        first = store.requests.finish(accepted[1].request_id, b"r", None)
-        again = store.requests.fail(accepted[1].request_id, "no", category="user", cause="work")
-        other = store.requests.finish(accepted[2].request_id, b"rr", None)
+        first = store.requests.finish_one(success(accepted[1].request_id, b"r", None))
+        again = store.requests.finish_one(
+            failure(accepted[1].request_id, "no", category="user", cause="work")
+        )
+        other = store.requests.finish_one(success(accepted[2].request_id, b"rr", None))
         events = await asyncio.gather(first, again, other)
     # Were the events lost, their client would wait for ever; were one told twice, it would stop.
     assert events[1] is None

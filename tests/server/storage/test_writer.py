@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from server.waiting import unfinished
 from tinkex.server.store import (
     NewRequest,
     Status,
@@ -20,6 +21,7 @@ from tinkex.server.store import (
     trouble,
     writer,
 )
+from tinkex.server.store.finishing import failure, success
 from tinkex.server.store.trouble import FILES, Condition
 
 pytestmark = pytest.mark.anyio
@@ -61,14 +63,14 @@ def full(connection: sqlite3.Connection) -> Iterator[None]:
 async def test_results_wait_in_their_order_and_new_requests_are_refused(store: Store) -> None:
     first, second = [(await store.requests.accept(NEW)).request_id for _ in range(2)]
     with full(await writing(store)):
-        large = store.requests.finish(first, RESULT, None)
+        large = store.requests.finish_one(success(first, RESULT, None))
         # Small enough to be written: it must not overtake, or a crash now would change the order.
-        small = store.requests.finish(second, b"s", None)
+        small = store.requests.finish_one(success(second, b"s", None))
         with pytest.raises(StorageTrouble, match="full"):
             await store.requests.accept(NEW)
         assert store.condition.trouble is not None
         assert store.condition.trouble.kind == "full"
-        rows = await store.requests.waiting()
+        rows = await unfinished(store)
         assert {row.request_id for row in rows} == {first, second}
         assert not large.done()
     async with asyncio.timeout(10):
@@ -84,7 +86,7 @@ async def test_a_read_only_database_is_noticed_and_left(store: Store) -> None:
     connection.execute("PRAGMA query_only = ON")
     with pytest.raises(StorageTrouble, match="cannot write"):
         await store.requests.accept(NEW)
-    failing = store.requests.fail(first, "e", category="server", cause="work")
+    failing = store.requests.finish_one(failure(first, "e", category="server", cause="work"))
     await store.probe()
     assert store.condition.trouble is not None
     assert store.condition.trouble.kind == "read_only"
@@ -100,7 +102,7 @@ async def test_a_read_only_database_is_noticed_and_left(store: Store) -> None:
 async def test_a_store_that_is_closed_on_a_full_disk_closes(store: Store) -> None:
     first = (await store.requests.accept(NEW)).request_id
     with full(await writing(store)):
-        waiting = store.requests.finish(first, RESULT, None)
+        waiting = store.requests.finish_one(success(first, RESULT, None))
         with pytest.raises(StorageTrouble):
             await store.requests.accept(NEW)
         await asyncio.to_thread(store.close)

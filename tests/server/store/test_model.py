@@ -45,6 +45,7 @@ from tinkex.server.store import (
     tally,
     telemetry,
 )
+from tinkex.server.store.finishing import success
 from tinkex.server.store.key_marker import MARKER
 from tinkex.server.store.tables import metadata
 
@@ -134,7 +135,7 @@ class StoreMachine(Clients, Tidying, Keys, Comparing):
                 new = self.step(model, seq_id, Kind.OPTIM_STEP)
                 unanswered.append(asyncio.ensure_future(self.store.requests.accept(new)))
             unanswered += [
-                self.store.requests.finish(one.request_id, b"never", None)
+                self.store.requests.finish_one(success(one.request_id, b"never", None))
                 for one in self.world.waiting()[:3]
             ]
             for session_id in self.world.sessions:

@@ -13,9 +13,11 @@ from sqlalchemy import event
 
 from postgres import Postgres
 from server.store.test_store import a_model, step, tell_repeats_and_bad_ones_apart
+from server.waiting import unfinished
 from tinkex.server.plan import Kind
 from tinkex.server.store import DatabaseRefused, StorageTrouble, Store, open_store, postgres, writer
 from tinkex.server.store.database import migrate
+from tinkex.server.store.finishing import success
 from tinkex.server.store.tables import metadata
 
 pytestmark = pytest.mark.anyio
@@ -91,7 +93,7 @@ async def test_connections_that_are_cut_are_made_again_and_nothing_is_done_twice
         first = await store.requests.accept(new)
         await cut(store)
         # Both the one that writes and the one that reads are gone.
-        await store.requests.finish(first.request_id, b"{}", None)
+        await store.requests.finish_one(success(first.request_id, b"{}", None))
         assert await store.requests.result(first.request_id) == b"{}"
         assert not (await store.requests.accept(new)).is_new
     assert [row.seq_id for row in await store.requests.log(model)] == [1, 2, 3]
@@ -110,8 +112,8 @@ async def test_a_server_that_lost_its_database_to_another_writes_nothing(
     other = await waiting
     monkeypatch.setattr(postgres, "LOCK_WAIT_S", 0.2)
     monkeypatch.setattr(writer, "AWAY_S", 0.3)
-    first = (await store.requests.waiting())[0].request_id
-    settling = store.requests.finish(first, b"{}", None)
+    first = (await unfinished(store))[0].request_id
+    settling = store.requests.finish_one(success(first, b"{}", None))
     # To be sent again: the other one may be gone by then.
     with pytest.raises(StorageTrouble, match="another server"):
         await store.requests.accept(step(model, 1))
@@ -183,7 +185,9 @@ async def test_many_writes_share_few_commits_and_few_statements(store: Store) ->
         *(store.requests.accept(step(model, seq_id)) for seq_id in range(1, 201))
     )
     assert len({one.request_id for one in accepted}) == 200
-    await asyncio.gather(*(store.requests.finish(one.request_id, b"{}", None) for one in accepted))
+    await asyncio.gather(
+        *(store.requests.finish_one(success(one.request_id, b"{}", None)) for one in accepted)
+    )
     assert store.commits - before < 50
     # Each is a way to the database and back, which costs more there than the work.
     assert asked < 100
@@ -204,7 +208,7 @@ async def test_one_bad_write_undoes_only_itself(store: Store) -> None:
     ]
     one, refused, two = await asyncio.gather(*writes, return_exceptions=True)
     assert isinstance(refused, sa.exc.DBAPIError)
-    assert {row.request_id for row in await store.requests.waiting()} >= {
+    assert {row.request_id for row in await unfinished(store)} >= {
         one.request_id,
         two.request_id,
     }

@@ -14,9 +14,11 @@ from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from sqlalchemy import event
 
+from server.waiting import unfinished
 from tinkex.server.plan import Kind
 from tinkex.server.store import Model, NewRequest, Status, Store, open_store
 from tinkex.server.store.database import Database, migrate
+from tinkex.server.store.finishing import failure, success
 from tinkex.server.store.tables import metadata, requests
 from tinkex.server.store.writer import Writer
 
@@ -125,7 +127,7 @@ async def test_what_was_accepted_is_there_after_opening_again(tmp_path: Path) ->
     big = await store.requests.accept(step(model, 2, payload=large))
     store.close()
     store = opened(tmp_path)
-    waiting = await store.requests.waiting()
+    waiting = await unfinished(store)
     assert [row.request_id for row in waiting][1:] == [small.request_id, big.request_id]
     assert await store.requests.payload(small.request_id) == b"{}"
     file = await store.requests.payload(big.request_id)
@@ -143,7 +145,7 @@ async def test_a_write_alone_is_one_statement_and_waits_for_no_company(store: St
 
     event.listen(store._database._writing, "before_cursor_execute", asks)
     accepted = await store.requests.accept(step(model, 1))
-    await store.requests.finish(accepted.request_id, b"{}", None)
+    await store.requests.finish_one(success(accepted.request_id, b"{}", None))
     assert asked == ["BEGIN", "INSERT", "BEGIN", "UPDATE"]
 
 
@@ -269,7 +271,7 @@ async def test_writes_nobody_waits_for_are_not_lost_by_closing(tmp_path: Path) -
     store = opened(tmp_path)
     model = await a_model(store)
     first = await store.requests.accept(step(model, 1))
-    await store.requests.finish(first.request_id, b"{}", None)
+    await store.requests.finish_one(success(first.request_id, b"{}", None))
     store.requests.fetched(first.request_id)
     store.close()
     with sqlite3.connect(tmp_path / "tinkex.db") as connection:
@@ -281,9 +283,11 @@ async def test_writes_nobody_waits_for_are_not_lost_by_closing(tmp_path: Path) -
 async def test_a_finished_request_stays_as_it_was(store: Store) -> None:
     model = await a_model(store)
     first = await store.requests.accept(step(model, 1))
-    await store.requests.finish(first.request_id, b"one", None)
-    await store.requests.finish(first.request_id, b"two", None)
-    await store.requests.fail(first.request_id, "three", category="server", cause="work")
+    await store.requests.finish_one(success(first.request_id, b"one", None))
+    await store.requests.finish_one(success(first.request_id, b"two", None))
+    await store.requests.finish_one(
+        failure(first.request_id, "three", category="server", cause="work")
+    )
     row = await store.requests.get(first.request_id)
     assert row is not None
     assert row.status is Status.DONE

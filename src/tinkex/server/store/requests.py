@@ -22,7 +22,6 @@ from tinkex.server.store.finishing import (
     finish,
     finish_many,
     set_done,
-    success,
 )
 from tinkex.server.store.status import Status
 from tinkex.server.store.tables import completions, requests
@@ -125,7 +124,7 @@ class Requests:
 
     async def keep(self, result: bytes) -> str | None:
         """
-        Make a large result durable; its place for `finish`, or None for a small one.
+        Make a large result durable; its place for `success`, or None for a small one.
 
         It was promised: while the disk does not take it, it waits here.
         """
@@ -144,20 +143,12 @@ class Requests:
         except Damaged as error:
             raise Damaged(f"the {what} of request {request_id} {error}") from error
 
-    def finish(
-        self, request_id: str, result: bytes, place: str | None
-    ) -> asyncio.Future[Completion | None]:
-        """Done when awaited; in the order of the calls. A finished request stays as it was."""
-        return self.finish_one(success(request_id, result, place))
-
-    def fail(
-        self, request_id: str, error: str, *, category: str, cause: str
-    ) -> asyncio.Future[Completion | None]:
-        """Done when awaited; in the order of the calls. A finished request stays as it was."""
-        return self.finish_one(failure(request_id, error, category=category, cause=cause))
-
     def finish_one(self, ending: Ending) -> asyncio.Future[Completion | None]:
-        """The same for what `success` or `failure` made."""
+        """
+        Write what `success` or `failure` made. Done when awaited; in the order of the calls.
+
+        A finished request stays as it was.
+        """
         return self._database.submit_one_of(finish_many, ending, must=True)
 
     async def finish_all(self, endings: Sequence[Ending]) -> None:
@@ -244,15 +235,6 @@ class Requests:
         if row.result_place is None:
             return bytes(row.result)
         return await self._get(request_id, "result", row.result_place)
-
-    async def waiting(self) -> list[RequestRow]:
-        """What was accepted and not finished, oldest first: the work of a new start."""
-        statement = (
-            sa.select(*_ROW)
-            .where(requests.c.status == Status.WAITING)
-            .order_by(requests.c.created_s)
-        )
-        return await self._database.read(lambda connection: _rows(connection, statement))
 
     async def count_waiting(self) -> int:
         """How many were accepted and are not finished."""

@@ -7,6 +7,7 @@ import sqlalchemy as sa
 from hypothesis.stateful import invariant
 
 from server.store.machine.base import Base
+from server.waiting import unfinished
 from tinkex.server.store.files import ROOMS
 from tinkex.server.store.tables import metadata
 
@@ -86,7 +87,7 @@ class Comparing(Base):
         self.steps += 1
         if self.steps % 3:
             return
-        waiting = self.run(self.store.requests.waiting())
+        waiting = self.run(unfinished(self.store))
         assert {one.request_id for one in waiting} == {
             one.request_id for one in self.world.waiting()
         }

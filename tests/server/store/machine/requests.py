@@ -13,7 +13,7 @@ from server.store import model as told
 from server.store.machine.base import BASE, OWNERS, PICK, Base
 from tinkex.server.plan import Kind
 from tinkex.server.store import Accepted, Completion, NewRequest, Status
-from tinkex.server.store.finishing import SAMPLES_OF_A_CLONE
+from tinkex.server.store.finishing import SAMPLES_OF_A_CLONE, failure, success
 from tinkex.server.store.requests import INLINE_BYTES, ResultGone
 from tinkex.wire.protobuf import encode_sample_response
 from tinkex.wire.sampling import SampledSequence, SampleResponse
@@ -171,8 +171,8 @@ class Requests(Base):
             futures: list[tuple[bytes | None, asyncio.Future[Completion | None]]] = []
             for number, one in enumerate(chosen):
                 if outcome == "failed":
-                    failing = self.store.requests.fail(
-                        one.request_id, "no", category="server", cause="work"
+                    failing = self.store.requests.finish_one(
+                        failure(one.request_id, "no", category="server", cause="work")
                     )
                     futures.append((None, failing))
                     continue
@@ -180,7 +180,9 @@ class Requests(Base):
                 if outcome == "large" and one.kind != Kind.SAMPLE:
                     result += LARGE
                 place = await self.store.requests.keep(result)
-                futures.append((result, self.store.requests.finish(one.request_id, result, place)))
+                futures.append(
+                    (result, self.store.requests.finish_one(success(one.request_id, result, place)))
+                )
             return futures
 
         for one, (result, event) in zip(chosen, self.run(act()), strict=True):
