@@ -33,10 +33,12 @@ WHOLE_FILE = "import pytest\npytest.importorskip('no_such_package')\ndef test_ne
 def run(folder: Path, *, ci: str | None) -> tuple[int, str]:
     environment = {name: value for name, value in os.environ.items() if name != "CI"}
     environment["PYTHONPATH"] = str(TESTS)
+    # Plugins that are installed beside pytest take seconds to import.
+    environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     if ci is not None:
         environment["CI"] = ci
     settings = ["-c", "/dev/null", "--rootdir", str(folder), "-o", "markers=may_skip: x"]
-    plugins = ["-p", "no_skips", "-p", "no:randomly", "-p", "no:xdist"]
+    plugins = ["-p", "no_skips"]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-rf", *settings, *plugins, str(folder)],
         env=environment,

@@ -197,7 +197,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 @pytest.mark.filterwarnings("ignore:Exception in thread tinkex-writer")
 @pytest.mark.timeout(3600 if EXAMPLES else 180)
 def test_on_sqlite_the_store_does_what_its_model_does(folder: Path, clock: Clock) -> None:
-    check(f"sqlite:///{folder / 'tinkex.db'}", folder, clock, examples=20)
+    check(f"sqlite:///{folder / 'tinkex.db'}", folder, clock, examples=12)
 
 
 @pytest.mark.filterwarnings("ignore:Exception in thread tinkex-writer")
