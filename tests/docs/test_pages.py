@@ -4,9 +4,12 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tinkex.client.local import LocalSettings, attach
 
 ROOT = Path(__file__).resolve().parents[2]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -29,16 +32,28 @@ def as_program(page: Path) -> str:
     return program
 
 
-@pytest.mark.timeout(120)
-@pytest.mark.parametrize("page", RUNNABLE, ids=name)
-def test_the_page_runs(page: Path, tiny_model: Path, tmp_path: Path) -> None:
-    """Pages say `base_url="local"`; here the tiny model stands in under the embedded one's name."""
-    environment = {
-        **os.environ,
-        "TINKEX_LOCAL_DATA": str(tmp_path / "data"),
+@pytest.fixture(scope="module")
+def local(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """
+    Settings of the server that pages call `base_url="local"`.
+
+    The tiny model stands in under the embedded one's name. The server runs until the last page is
+    done: each page finds it running, as a second program on the same machine does.
+    """
+    settings = {
+        "TINKEX_LOCAL_DATA": str(tmp_path_factory.mktemp("local")),
         "TINKEX_LOCAL_ARGS": "--threads 1",
         "TINKEX_LOCAL_MODEL": f"HuggingFaceTB/SmolLM2-135M-Instruct={tiny_model}",
     }
+    held = attach(LocalSettings.from_env({**os.environ, **settings}))
+    yield settings
+    held.release()
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("page", RUNNABLE, ids=name)
+def test_the_page_runs(page: Path, local: dict[str, str], tmp_path: Path) -> None:
+    environment = {**os.environ, **local}
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", as_program(page)],
         cwd=tmp_path,

@@ -11,8 +11,25 @@ import pytest
 from server.echo import EchoExecutor
 from server.hosting import Answer, Api, hosted
 from server.storage.test_full_disk import until_well
+from tinkex.server import watch
+from tinkex.server.dispatch import dispatcher
 
 pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture(autouse=True)
+def looks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """One for each look at the disk, and they come soon. A stop does not wait for lost results."""
+    monkeypatch.setattr(watch, "LOOK_EVERY_S", 0.05)
+    monkeypatch.setattr(dispatcher, "SETTLE_S", 0.1)
+    real, counted = watch.Watch.look, []
+
+    async def look(self: watch.Watch) -> None:
+        await real(self)
+        counted.append(1)
+
+    monkeypatch.setattr(watch.Watch, "look", look)
+    return counted
 
 
 async def until_noticed(api: Api) -> Answer:
@@ -41,6 +58,7 @@ async def test_nothing_is_acknowledged_without_the_database(
     echo: EchoExecutor,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
+    looks: list[int],
     name: str,
     act: Callable[[Path], None],
     word: str,
@@ -64,7 +82,10 @@ async def test_nothing_is_acknowledged_without_the_database(
             answer = await api.post(path, body)
             assert answer.status == 503
             assert word in answer.json["detail"]
-        await asyncio.sleep(1.5)
+        # What is seen again is not said again.
+        seen = len(looks)
+        while len(looks) < seen + 3:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
         assert (await api.get("/api/v1/healthz")).json["trouble"] == "gone"
     said = [one for one in caplog.records if "was deleted, moved or replaced" in one.getMessage()]
     assert [one.levelno for one in said] == [logging.ERROR]
