@@ -11,6 +11,9 @@ from serving import TINY, Server, serving
 
 pytest_plugins = ["no_skips"]
 
+# Before any test module is imported: huggingface_hub reads it when it is, and not again.
+os.environ["HF_HUB_OFFLINE"] = "1"
+
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -42,4 +45,3 @@ def _no_real_service() -> None:
     """No test may reach a service outside this machine by accident."""
     for name in ("TINKER_API_KEY", "TINKER_BASE_URL", "TINKEX_API_KEY", "TINKEX_BASE_URL"):
         os.environ.pop(name, None)
-    os.environ["HF_HUB_OFFLINE"] = "1"

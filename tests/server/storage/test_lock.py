@@ -91,13 +91,17 @@ def test_the_file_of_a_database_is_known_by_its_url(url: str, file: str | None) 
     assert database_file(url) == (None if file is None else Path(file))
 
 
-async def test_deleting_lock_files_lets_no_second_server_in(
+async def test_deleting_lock_files_lets_no_second_server_in_and_moving_the_folder_stops_it(
     tiny_model: Path, tmp_path: Path
 ) -> None:
-    """Somebody tidies up; what is locked is the folder and the database, not these files."""
+    """
+    Somebody tidies up; what is locked is the folder and the database, not these files.
+
+    Where the folder was, another server can start: this one holds nothing there any more.
+    """
     data, own = tmp_path / "data", tmp_path / "own"
     spec = f"{TINY}={tiny_model}"
-    with serving(spec, data=data):
+    with serving(spec, data=data) as server:
         for file in ("server.lock", "tinkex.db.lock"):
             (data / file).unlink()
         done = await tinkex("serve", spec, "--port", "0", "--data", str(data))
@@ -111,6 +115,9 @@ async def test_deleting_lock_files_lets_no_second_server_in(
             done = await tinkex("serve", spec, "--port", "0", *where)
             assert done.returncode == 1, file
             assert "holds the database" in done.stderr
+        data.rename(tmp_path / "moved")
+        assert await asyncio.to_thread(server.process.wait, 30) == 1
+    assert any(f"{data} was moved, deleted or replaced" in line for line in server.log)
 
 
 async def test_a_server_says_who_it_is_again_after_its_lock_file_was_deleted(
@@ -126,15 +133,6 @@ async def test_a_server_says_who_it_is_again_after_its_lock_file_was_deleted(
             assert (tmp_path / name).read_text() == f"{os.getpid()}\n"
         assert holder_of(tmp_path) == str(os.getpid())
     assert holder_of(tmp_path) is None
-
-
-async def test_a_server_whose_folder_was_moved_away_stops(tiny_model: Path, tmp_path: Path) -> None:
-    """Another one can start where it was: this one holds nothing there any more."""
-    data = tmp_path / "data"
-    with serving(f"{TINY}={tiny_model}", data=data) as server:
-        data.rename(tmp_path / "moved")
-        assert await asyncio.to_thread(server.process.wait, 30) == 1
-    assert any(f"{data} was moved, deleted or replaced" in line for line in server.log)
 
 
 def test_a_lock_file_names_one_process(tmp_path: Path) -> None:

@@ -34,8 +34,14 @@ def start(folder: Path) -> None:
 
 
 async def with_key(folder: Path) -> Path:
-    done = await tinkex("key", "create", "--data", str(folder))
-    assert done.returncode == 0, done.stderr
+    """As `tinkex key create` does it."""
+    folder.mkdir(mode=0o700, exist_ok=True)
+    url = f"sqlite:///{folder / 'tinkex.db'}"
+    store = open_store(db_url=url, storage_url=str(folder), folder=folder)
+    try:
+        await store.keys.create(owner="local")
+    finally:
+        store.close()
     return folder
 
 

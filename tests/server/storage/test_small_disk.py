@@ -1,15 +1,21 @@
-"""A real server on a real disk that is nearly full: the log says so once, and saves wait for room."""
+"""The server on a real disk that is nearly full: the log says so once, and saves wait for room."""
 
 import asyncio
+import logging
 import os
 import subprocess
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from server.hosting import Api, connected
-from serving import TINY, serving
+from server.echo import EchoExecutor
+from server.hosting import Api, hosted
+from server.waiting import until
+from serving import TINY
+from tinkex.server import saving, watch
+from tinkex.server.executor import EngineOptions, LocalExecutor, Outcome, ServedModel, Task, Work
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120)]
 
@@ -48,47 +54,70 @@ async def large_model(api: Api, session: str, number: int) -> str:
     return str(made.json["model_id"])
 
 
+class Counting(LocalExecutor):
+    """How often each model was to be saved."""
+
+    def __init__(self, model: Path) -> None:
+        super().__init__([ServedModel(name=TINY, folder=model)], EngineOptions(threads=1))
+        self.saves: Counter[str | None] = Counter()
+
+    async def send(
+        self, base_model: str, work: Work, *, incarnation: int | None = None
+    ) -> asyncio.Future[Outcome]:
+        self.saves[work.model_id] += work.task is Task.SAVE
+        return await super().send(base_model, work, incarnation=incarnation)
+
+
 async def test_saves_without_room_wait_and_the_log_says_so_once(
-    small_disk: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+    small_disk: Path,
+    tiny_model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setenv("TINKEX_RESERVE_MB", "1")
-    with serving(f"{TINY}={tiny_model}", data=small_disk / "data") as server:
-        async with connected(server.url, TINY) as api:
-            session = await api.session()
-            models = [await large_model(api, session, number) for number in range(2)]
-            filler = fill(small_disk, left=LEFT)
-            saves = [
-                await api.step("save_weights", model_id=model, seq_id=1, path="kept")
-                for model in models
-            ]
-            await asyncio.sleep(10)
-            waiting = list(server.log)
-            filler.unlink()
-            for model, save in zip(models, saves, strict=True):
-                path = (await api.result(save))["path"]
-                assert path == f"tinker://{model}/weights/kept"
-        text = "".join(waiting)
-        assert "Traceback" not in text
-        assert "engine bug" not in text
-        assert text.count("waits up to 600 s") == len(models)
-        assert "No space left on device" in text
-        # Nothing is said twice.
-        said = [line.split(" ", 2)[2] for line in waiting]
-        assert len(set(said)) == len(said), said
-        assert sum("was written after" in line for line in server.log) == len(models)
+    monkeypatch.setattr(saving, "ROOM_RETRY_S", 0.1)
+    monkeypatch.setattr(watch, "LOOK_EVERY_S", 0.05)
+    caplog.set_level(logging.INFO)
+    executor = Counting(tiny_model)
+    async with hosted(executor, small_disk / "data", reserve_mb=1) as api:
+        api.base_model = TINY
+        session = await api.session()
+        models = [await large_model(api, session, number) for number in range(2)]
+        filler = fill(small_disk, left=LEFT)
+        caplog.clear()
+        saves = [
+            await api.step("save_weights", model_id=model, seq_id=1, path="kept")
+            for model in models
+        ]
+        # A fourth try comes after three have failed.
+        await until(lambda: all(executor.saves[model] >= 4 for model in models))
+        waiting = [record.getMessage() for record in caplog.records]
+        of_engine = capfd.readouterr().err
+        filler.unlink()
+        for model, save in zip(models, saves, strict=True):
+            path = (await api.result(save))["path"]
+            assert path == f"tinker://{model}/weights/kept"
+    text = "".join(waiting)
+    for said in (text, of_engine, caplog.text):
+        assert "Traceback" not in said
+        assert "engine bug" not in said
+    assert text.count("waits up to 600 s") == len(models)
+    assert "No space left on device" in text
+    # Nothing is said twice.
+    assert len(set(waiting)) == len(waiting), waiting
+    lines = [line.split(" ", 2)[-1] for line in of_engine.splitlines()]
+    assert len(set(lines)) == len(lines), lines
+    assert caplog.text.count("was written after") == len(models)
 
 
-async def test_a_flood_of_sessions_leaves_most_of_the_reserve(
-    small_disk: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_flood_of_sessions_leaves_most_of_the_reserve(small_disk: Path) -> None:
     reserve = 24 * 2**20
-    monkeypatch.setenv("TINKEX_RESERVE_MB", str(reserve // 2**20))
-    with serving(f"{TINY}={tiny_model}", data=small_disk / "data") as server:
-        async with connected(server.url, TINY) as api:
-            fill(small_disk, left=reserve + 2**20)
-            metadata = dict.fromkeys("abc", "y" * 16_000)
-            session = {"tags": [], "user_metadata": metadata, "sdk_version": "0.36.0"}
-            statuses = [(await api.post("create_session", session)).status for _ in range(500)]
+    settings = {"reserve_mb": reserve // 2**20}
+    async with hosted(EchoExecutor(), small_disk / "data", **settings) as api:
+        fill(small_disk, left=reserve + 2**20)
+        metadata = dict.fromkeys("abc", "y" * 16_000)
+        session = {"tags": [], "user_metadata": metadata, "sdk_version": "0.36.0"}
+        statuses = [(await api.post("create_session", session)).status for _ in range(500)]
         stats = os.statvfs(small_disk)
     assert set(statuses) == {200, 503}
     # All but what was added between two looks, and the log of the database.
