@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -20,10 +21,25 @@ from serving import TINY, Server, serving
 pytestmark = pytest.mark.anyio
 
 
+@contextmanager
+def umask_of_nothing() -> Iterator[None]:
+    """What does not say who may read it is for everybody."""
+    before = os.umask(0)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
 @pytest.fixture(scope="module")
 def own_server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server that may be hurt."""
-    with serving(f"{TINY}={tiny_model}", data=tmp_path_factory.mktemp("data")) as server:
+    """A server that may be hurt; it runs without a umask, and has a settings file."""
+    data = tmp_path_factory.mktemp("data")
+    (data / "tinkex.toml").write_text("drain_s = 5.0\n")
+    (data / "tinkex.toml").chmod(0o644)
+    with ExitStack() as stack:
+        with umask_of_nothing():
+            server = stack.enter_context(serving(f"{TINY}={tiny_model}", data=data))
         yield server
 
 
@@ -150,45 +166,26 @@ async def gauge(api: Api, name: str, *, at_least: float = 0.0) -> float:
         await asyncio.sleep(0.02)
 
 
-async def test_what_a_server_writes_is_its_users_alone(own_server: Server) -> None:
+async def test_whatever_the_umask_all_files_are_their_users_alone(
+    own_server: Server, tmp_path: Path
+) -> None:
+    """Of a data folder, of a back-up and of what was restored; each file by itself."""
+    data = own_server.data
+    target, elsewhere, again = (tmp_path / name for name in ("backup", "elsewhere", "again"))
     async with connected(own_server.url, TINY) as api:
         model = await api.model()
         await trained(api, model, first=1)
         saved = await api.step("save_weights", model_id=model, seq_id=3, path="private")
         assert "path" in await api.result(saved)
-    written = [*own_server.data.rglob("*")]
-    assert len(written) > 5
-    assert not [file for file in written if not is_private(file)]
-
-
-async def test_whatever_the_umask_all_files_are_their_users_alone(
-    tiny_model: Path, tmp_path: Path
-) -> None:
-    """Of a data folder, of a back-up and of what was restored; each file by itself."""
-    data, target, elsewhere = (tmp_path / name for name in ("data", "backup", "elsewhere"))
-    before = os.umask(0)
-    try:
-        data.mkdir(mode=0o700)
-        (data / "tinkex.toml").write_text("drain_s = 5.0\n")
-        (data / "tinkex.toml").chmod(0o644)
-        with serving(f"{TINY}={tiny_model}", data=data) as server:
-            async with connected(server.url, TINY) as api:
-                model = await api.model()
-                await trained(api, model, first=1)
-                saved = await api.step("save_weights", model_id=model, seq_id=3, path="private")
-                assert "path" in await api.result(saved)
-            for words in (("key", "create"), ("backup", str(target))):
-                done = await tinkex(*words, "--data", str(data))
-                assert done.returncode == 0, done.stderr
+    with umask_of_nothing():
+        done = await tinkex("backup", str(target), "--data", str(data))
+        assert done.returncode == 0, done.stderr
         for file in target.rglob("*"):
             file.chmod(0o777)  # as it may be carried elsewhere
-        done = await tinkex("restore", str(target), "--data", str(elsewhere))
-        assert done.returncode == 0, done.stderr
-        done = await tinkex("backup", str(tmp_path / "again"), "--data", str(elsewhere))
-        assert done.returncode == 0, done.stderr
-    finally:
-        os.umask(before)
-    for folder in (data, elsewhere, tmp_path / "again"):
+        for words in (("restore", str(target)), ("key", "create"), ("backup", str(again))):
+            done = await tinkex(*words, "--data", str(elsewhere))
+            assert done.returncode == 0, done.stderr
+    for folder in (data, elsewhere, again):
         written = [*folder.rglob("*")]
         assert len(written) > 5
         # The operator's own file is as the operator left it.
@@ -210,7 +207,7 @@ async def test_the_engine_s_sizes_are_among_the_metrics(own_server: Server) -> N
         assert await gauge(api, "adapters_on_disk") == 0
 
 
-async def test_more_models_than_fit_train_through_the_server(
+async def test_more_models_than_fit_train_and_a_stopped_server_leaves_nothing_behind(
     tiny_model: Path, tmp_path: Path
 ) -> None:
     """Room for one adapter: the others wait on disk, and nobody hears "not loaded"."""
@@ -225,7 +222,12 @@ async def test_more_models_than_fit_train_through_the_server(
             assert await gauge(api, "adapters_on_disk", at_least=1) == 3
             assert await gauge(api, "adapters_resident") == 1
             assert await gauge(api, "adapter_budget_bytes") == 400_000
+        pids = [web_process(server), engine_process(server)]
+        server.process.send_signal(signal.SIGINT)
+        assert server.process.wait(20) == 0
     assert max(curves[2]) < min(curves[0])
+    assert not any(is_alive(pid) for pid in pids)
+    assert "stopped; what was accepted" in server.log[-1]
 
 
 async def test_engines_keep_the_allocator_s_defaults(own_server: Server) -> None:
@@ -274,15 +276,6 @@ def test_a_model_that_cannot_be_loaded_ends_the_server_with_the_reason(
     assert done.returncode == 1
     assert "broken cannot be loaded" in done.stderr
     assert done.stdout == ""
-
-
-def test_a_stopped_server_leaves_nothing_behind(tiny_model: Path, tmp_path: Path) -> None:
-    with serving(f"{TINY}={tiny_model}", data=tmp_path) as server:
-        pids = [web_process(server), engine_process(server)]
-        server.process.send_signal(signal.SIGINT)
-        assert server.process.wait(20) == 0
-    assert not any(is_alive(pid) for pid in pids)
-    assert "stopped; what was accepted" in server.log[-1]
 
 
 def serve(*arguments: str) -> "subprocess.CompletedProcess[str]":

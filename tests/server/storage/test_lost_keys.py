@@ -18,6 +18,7 @@ from server.tenants import is_private
 from serving import TINY, serving
 from tinkex.server.backup import restore, take
 from tinkex.server.doctor import Level, examine
+from tinkex.server.folder_lock import open_beside
 from tinkex.server.settings import Settings
 from tinkex.server.store import DatabaseRefused, open_store
 from tinkex.server.store.database import log_is_lost
@@ -35,9 +36,7 @@ def start(folder: Path) -> None:
 
 async def with_key(folder: Path) -> Path:
     """As `tinkex key create` does it."""
-    folder.mkdir(mode=0o700, exist_ok=True)
-    url = f"sqlite:///{folder / 'tinkex.db'}"
-    store = open_store(db_url=url, storage_url=str(folder), folder=folder)
+    store = open_beside(Settings(data=str(folder)))
     try:
         await store.keys.create(owner="local")
     finally:
