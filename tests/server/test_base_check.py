@@ -4,6 +4,7 @@ import asyncio
 import shutil
 import sqlite3
 import threading
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from models.test_content_hash import flip
 from server.echo import BASE, EchoExecutor
 from server.hosting import Api, hosted
+from server.waiting import until
 from tinkex.server import base_check
 from tinkex.server.executor import ServedModel
 
@@ -189,6 +191,15 @@ async def test_only_what_needs_the_hash_waits_for_it(
         return hashing(*args, **options)
 
     monkeypatch.setattr(base_check, "content_hash", slow)
+    reached = set()
+    for name in ("known", "check_version"):
+
+        def noted(self: Any, *args: Any, name: str = name, check: Any = None) -> Any:
+            reached.add(name)
+            return check(self, *args)
+
+        check = getattr(base_check.BaseCheck, name)
+        monkeypatch.setattr(base_check.BaseCheck, name, partialmethod(noted, check=check))
     try:
         async with hosted(executor(model), data, max_training=1) as api:
             old = [
@@ -197,11 +208,12 @@ async def test_only_what_needs_the_hash_waits_for_it(
                     "asample", prompt=PROMPT, sampling_params={"max_tokens": 1}, model_path=shown
                 ),
             ]
+            waiting = [asyncio.create_task(api.result(request_id)) for request_id in old]
+            await until(lambda: len(reached) == 2)
+            # What came later is done, and they are not.
             new = await api.model()
             await api.forward_backward(new, 1, tokens=2)
             assert await api.value(await api.optim_step(new, 2)) == 2
-            waiting = [asyncio.create_task(api.result(request_id)) for request_id in old]
-            await asyncio.sleep(0.2)
             assert not any(task.done() for task in waiting)
             go.set()
             for result in await asyncio.gather(*waiting):

@@ -28,11 +28,15 @@ class Starting(EchoExecutor):
         super().__init__()
         self.up = asyncio.Event()
         self.up.set()
+        #: How many wait until it is up.
+        self.waiting = 0
         #: Owners of samples, models of everything else, in the order in which the engine did it.
         self.did: list[str] = []
 
     async def ready(self, base_model: str) -> int:
+        self.waiting += 1
         await self.up.wait()
+        self.waiting -= 1
         return await super().ready(base_model)
 
     async def run(self, base_model: str, work: Work, *, incarnation: int | None = None) -> Outcome:
@@ -47,6 +51,20 @@ class Starting(EchoExecutor):
         self.did.clear()
 
 
+@pytest.fixture
+def arrived(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Owners of what has come to an engine, and waits for it if it is not up."""
+    owners: list[str] = []
+    enter = Admission.enter
+
+    async def noted(self: Admission, owner: str) -> None:
+        owners.append(owner)
+        await enter(self, owner)
+
+    monkeypatch.setattr(Admission, "enter", noted)
+    return owners
+
+
 @asynccontextmanager
 async def alice_and_bob(executor: EchoExecutor, folder: Path) -> AsyncIterator[tuple[Api, Api]]:
     async with hosted(executor, folder, janitor_s=0, snapshot_steps=0) as api:
@@ -55,7 +73,9 @@ async def alice_and_bob(executor: EchoExecutor, folder: Path) -> AsyncIterator[t
             yield alice, bob
 
 
-async def test_samples_go_to_a_new_engine_by_turns_of_owners(tmp_path: Path) -> None:
+async def test_samples_go_to_a_new_engine_by_turns_of_owners(
+    tmp_path: Path, arrived: list[str]
+) -> None:
     executor = Starting()
     async with alice_and_bob(executor, tmp_path) as (alice, bob), asyncio.timeout(30):
         ours, theirs = await alice.session(), await bob.session()
@@ -66,11 +86,12 @@ async def test_samples_go_to_a_new_engine_by_turns_of_owners(tmp_path: Path) -> 
         ]
         for _ in range(FLOOD):
             await executor.entered.acquire()
+        arrived.clear()
         executor.die()
         executor.open.set()
         small = (await bob.post("asample", sample(theirs, 1))).json["request_id"]
         # Everybody who was with it waits for the next one.
-        await asyncio.sleep(0.1)
+        await until(lambda: len(arrived) == FLOOD + 1)
         executor.up.set()
         assert "sequences" in await bob.result(small)
         for request_id in flood:
@@ -99,7 +120,7 @@ async def test_models_are_built_again_by_turns_of_owners(tmp_path: Path) -> None
         executor.die()
         later = [await alice.optim_step(model, 21) for model in models]
         step = await bob.optim_step(small, 2)
-        await asyncio.sleep(0.1)
+        await until(lambda: executor.waiting == len(models) + 1)
         executor.up.set()
         await bob.value(step)
         before = set(executor.did[: len(executor.did) - executor.did[::-1].index(small)])
@@ -122,7 +143,7 @@ async def test_a_large_turn_gives_way_to_a_model_that_is_soon_there(tmp_path: Pa
         # Alice's has next to nothing to be built from, and a large pass waiting.
         passed = await alice.forward_backward(large, 1, tokens=2_000)
         step = await bob.optim_step(small, 6)
-        await asyncio.sleep(0.1)
+        await until(lambda: executor.waiting == 2)
         executor.up.set()
         await bob.value(step)
         await alice.passed(passed)

@@ -11,6 +11,7 @@ from server.echo import EchoExecutor
 from server.hosting import Api, hosted
 from server.test_pickup import sample
 from server.waiting import until
+from tinkex.server.dispatch import dispatcher
 from tinkex.server.executor import Task
 from tinkex.server.plan import Cause
 from tinkex.server.store import Status
@@ -194,17 +195,20 @@ async def test_a_save_is_not_on_disk_without_the_steps_before_it(
     async with hosted(echo, tmp_path, janitor_s=0) as api, asyncio.timeout(20):
         assert api.app
         requests = api.app.state.context.store.requests
-        model = await api.model()
+        model, other = await api.model(), await api.model()
 
         async def waits(result: bytes) -> Any:
             await asyncio.Event().wait()
 
         monkeypatch.setattr(requests, "keep", waits)
+        # It never ends: a stop that waits for it longer finds nothing new.
+        monkeypatch.setattr(dispatcher, "SETTLE_S", 0.1)
         first = await api.forward_backward(model, 1)
         await until(lambda: Task.PASS in echo.tasks())
         saved = await api.step("save_weights", model_id=model, seq_id=2, path="x")
-        # Long enough for a save that does not wait.
-        await asyncio.sleep(0.3)
+        # A save that does not wait is done before one that came later.
+        later = await api.step("save_weights", model_id=other, seq_id=1, path="x")
+        assert "path" in await api.result(later)
         row = await requests.get(saved)
         assert row.status is Status.WAITING
     async with hosted(EchoExecutor(), tmp_path, janitor_s=0) as api, asyncio.timeout(20):

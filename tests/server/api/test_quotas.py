@@ -244,10 +244,13 @@ async def test_many_at_once_do_not_pass_together(echo: EchoExecutor, tmp_path: P
         assert len(models) == 6
         # All have been written before the first of them is committed.
         echo.open.clear()
+        echo.entered = asyncio.Semaphore(0)
         saves = [
             await api.step("save_weights", model_id=model, seq_id=1, path="a") for model in models
         ]
-        await asyncio.sleep(0.2)
+        async with asyncio.timeout(20):
+            for _ in models:
+                await echo.entered.acquire()
         echo.open.set()
         saved = [await api.result(one) for one in saves]
         assert len([one for one in saved if "path" in one]) == 1
