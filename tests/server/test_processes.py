@@ -207,10 +207,14 @@ async def test_the_engine_s_sizes_are_among_the_metrics(own_server: Server) -> N
         assert await gauge(api, "adapters_on_disk") == 0
 
 
-async def test_more_models_than_fit_train_and_a_stopped_server_leaves_nothing_behind(
+async def test_more_models_than_fit_train_through_the_server(
     tiny_model: Path, tmp_path: Path
 ) -> None:
-    """Room for one adapter: the others wait on disk, and nobody hears "not loaded"."""
+    """
+    Room for one adapter: the others wait on disk, and nobody hears "not loaded".
+
+    The server that is stopped in the end leaves no process behind.
+    """
     limits = ("--adapter-gb", "0.0004", "--kv-tokens", "512")
     with serving(f"{TINY}={tiny_model}", data=tmp_path, args=limits) as server:
         async with connected(server.url, TINY) as api:
