@@ -91,13 +91,13 @@ def test_the_file_of_a_database_is_known_by_its_url(url: str, file: str | None) 
     assert database_file(url) == (None if file is None else Path(file))
 
 
-async def test_deleting_lock_files_lets_no_second_server_in_and_moving_the_folder_stops_it(
+async def test_deleting_lock_files_lets_no_second_server_in(
     tiny_model: Path, tmp_path: Path
 ) -> None:
     """
     Somebody tidies up; what is locked is the folder and the database, not these files.
 
-    Where the folder was, another server can start: this one holds nothing there any more.
+    Once the folder itself is moved, the server stops: another one can start where it was.
     """
     data, own = tmp_path / "data", tmp_path / "own"
     spec = f"{TINY}={tiny_model}"
