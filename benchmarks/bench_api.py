@@ -184,7 +184,7 @@ SERVERS = {"tinkex": serve_instant, "table": serve_polling}
 
 def serve(kind: str, folder: Path) -> None:
     """The server's process."""
-    from tinkex.server.garbage import collect_rarely
+    from tinkex.server.processes import collect_rarely
 
     app = SERVERS[kind](folder)
     if kind == "tinkex":

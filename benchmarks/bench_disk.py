@@ -27,7 +27,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 from server.echo import EchoExecutor
 from server.hosting import PROTOBUF, Api, hosted
-from tinkex.server.janitor import Janitor
+from tinkex.server.maintenance.cleanup import Janitor
 from tinkex.wire.inputs import Datum, ModelInput
 from tinkex.wire.protobuf import encode_forward_backward_request
 from tinkex.wire.training import ForwardBackwardInput, ForwardBackwardRequest

@@ -43,7 +43,7 @@ from processes import children
 from serving import Server, serving
 from tinkex import types
 from tinkex.models.resolve import DEFAULT_MODEL
-from tinkex.server.store import Model, NewRequest, Store, open_store, writer
+from tinkex.server.store import Model, NewRequest, Store, group_commit, open_store
 
 T = TypeVar("T")
 
@@ -229,11 +229,11 @@ def about_training(on: Sequence[Turn], off: Sequence[Turn]) -> str:
 @contextmanager
 def a_commit_each() -> Iterator[None]:
     """The writer takes one write at a time."""
-    together, writer.MOST_TOGETHER = writer.MOST_TOGETHER, 1
+    together, group_commit.MOST_TOGETHER = group_commit.MOST_TOGETHER, 1
     try:
         yield
     finally:
-        writer.MOST_TOGETHER = together
+        group_commit.MOST_TOGETHER = together
 
 
 class Acceptor:
@@ -452,7 +452,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.serve:
         if options.serve == "each":
-            writer.MOST_TOGETHER = 1
+            group_commit.MOST_TOGETHER = 1
         bench_api.serve("tinkex", options.folder)
         return
     pairs: list[Pair] = []

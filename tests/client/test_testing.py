@@ -143,14 +143,14 @@ def test_the_fake_refuses_numbers_that_a_server_refuses(service):
 
 def test_the_limits_of_the_fake_are_those_of_the_server():
     from tinkex.engine import adapters
-    from tinkex.server import saving
     from tinkex.server.api import sampling
+    from tinkex.server.scheduler import checkpoints
     from tinkex.testing import service, shelf
 
     assert service.MAX_RANK == adapters.MAX_RANK
     assert service.MOST_SAMPLES == sampling.MOST_SEQUENCES
-    assert shelf.SHORTEST_TTL_S == saving.SHORTEST_TTL_S
-    assert shelf.LONGEST_TTL_S == saving.LONGEST_TTL_S
+    assert shelf.SHORTEST_TTL_S == checkpoints.SHORTEST_TTL_S
+    assert shelf.LONGEST_TTL_S == checkpoints.LONGEST_TTL_S
 
 
 def test_the_fake_answers_every_question_a_sample_may_ask(service):

@@ -20,9 +20,8 @@ import uvicorn
 
 from server.echo import BASE, EchoExecutor
 from tinkex.server.app import create_app
-from tinkex.server.blame import Engine
 from tinkex.server.executor import Outcome, Task, Work
-from tinkex.server.roll import Roll
+from tinkex.server.scheduler.crash_isolation import Engine, Roll
 from tinkex.server.settings import Settings
 from tinkex.server.store import open_store
 from tinkex.server.web import uvicorn_config

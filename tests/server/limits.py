@@ -14,20 +14,21 @@ import zstandard
 
 from server.hosting import PROTOBUF, Answer, Api, pass_body
 from tinkex.engine import graph_operations, graphs
-from tinkex.server import head, saving, tokens
 from tinkex.server.api import (
-    billing,
-    intake,
-    losses,
-    numbers,
-    reports,
+    account,
+    auth,
+    bodies,
+    http_limits,
+    models,
+    operations,
+    report_limits,
     sampling,
     sessions,
-    telemetry,
-    turns,
+    submit,
 )
+from tinkex.server.scheduler import checkpoints
 from tinkex.server.settings import Settings
-from tinkex.server.store import history, pages
+from tinkex.server.store import checkpoint_lists, history
 from tinkex.server.store import telemetry as kept_telemetry
 from tinkex.wire import errors, limits, tensors
 from tinkex.wire.proto import tinkex_wire_pb2 as pb
@@ -205,14 +206,14 @@ LIMITS = [
     # Of a whole request.
     Limit(
         "bytes of the address and the headers",
-        head.LONGEST_HEAD,
+        http_limits.LONGEST_HEAD,
         "431",
         "head",
         get("/api/v1/sessions?x=" + "x" * 70_000),
     ),
     Limit(
         "bytes of trailers, and of anything else around a body",
-        head.LONGEST_HEAD,
+        http_limits.LONGEST_HEAD,
         "the connection is closed",
         "",
         None,
@@ -220,7 +221,7 @@ LIMITS = [
     ),
     Limit(
         "requests that a connection sends before the first is answered",
-        head.MOST_AHEAD,
+        http_limits.MOST_AHEAD,
         "the connection is closed",
         "",
         None,
@@ -252,7 +253,7 @@ LIMITS = [
     ),
     Limit(
         "bytes of bodies that one owner has arriving at once",
-        intake.BODIES * DEFAULTS.max_body_bytes,
+        bodies.BODIES * DEFAULTS.max_body_bytes,
         "429",
         "",
         None,
@@ -261,7 +262,7 @@ LIMITS = [
     ),
     Limit(
         "large bodies of one owner that are unpacked and decoded at once",
-        intake.AT_ONCE,
+        bodies.AT_ONCE,
         "the next wait",
         "",
         None,
@@ -355,7 +356,7 @@ LIMITS = [
     ),
     Limit(
         "number of a step",
-        numbers.LARGEST_SEQ_ID,
+        submit.LARGEST_SEQ_ID,
         "422",
         "seq_id",
         post("optim_step", {"model_id": "{model}", "seq_id": 2**31, "adam_params": {}}),
@@ -455,13 +456,13 @@ LIMITS = [
     ),
     Limit(
         "bytes of the name of a checkpoint",
-        saving.LONGEST_NAME,
+        checkpoints.LONGEST_NAME,
         "user",
         "checkpoint name",
         settled(
             post(
                 "save_weights",
-                {"model_id": "{model}", "seq_id": 1, "path": "x" * (saving.LONGEST_NAME + 1)},
+                {"model_id": "{model}", "seq_id": 1, "path": "x" * (checkpoints.LONGEST_NAME + 1)},
             )
         ),
     ),
@@ -500,7 +501,7 @@ LIMITS = [
     ),
     Limit(
         "bytes of a token (JWT)",
-        tokens.LONGEST_TOKEN,
+        auth.LONGEST_TOKEN,
         "401",
         "",
         None,
@@ -509,7 +510,7 @@ LIMITS = [
     # Of telemetry, which is always answered with 200.
     Limit(
         "bytes of telemetry",
-        telemetry.MOST_BYTES,
+        operations.MOST_BYTES,
         "200, and not kept",
         "accepted",
         None,
@@ -533,23 +534,33 @@ LIMITS = [
     ),
     # Of answers.
     Limit(
-        "characters of metadata in one answer", pages.MOST_METADATA, "400", "", None, test=METADATA
+        "characters of metadata in one answer",
+        checkpoint_lists.MOST_METADATA,
+        "400",
+        "",
+        None,
+        test=METADATA,
     ),
     Limit(
-        "bytes of a list, search, trace or report", reports.MOST_BYTES, "400", "", None, test=PARTS
+        "bytes of a list, search, trace or report",
+        report_limits.MOST_BYTES,
+        "400",
+        "",
+        None,
+        test=PARTS,
     ),
     Limit(
         "checkpoints of a run, or runs or samplers of a session, in one answer",
-        reports.MOST_LISTED,
+        report_limits.MOST_LISTED,
         "400",
         "",
         None,
         test=MUCH,
     ),
-    Limit("events in one answer about usage", billing.MOST_EVENTS, "400", "", None, test=USAGE),
+    Limit("events in one answer about usage", account.MOST_EVENTS, "400", "", None, test=USAGE),
     Limit(
         "checkpoints that one answer about usage counts",
-        billing.MOST_STORED,
+        account.MOST_STORED,
         "400",
         "",
         None,
@@ -566,7 +577,7 @@ LIMITS = [
     Limit("requests in a trace", history.MOST_SPANS, "the newest", "", None, test=MUCH),
     Limit(
         "lists, searches and reports of an owner that are made at once",
-        turns.REPORTS_AT_ONCE,
+        bodies.REPORTS_AT_ONCE,
         "the next wait",
         "",
         None,
@@ -577,14 +588,14 @@ LIMITS = [
     # Of custom losses.
     Limit(
         "custom losses of a session",
-        losses.MOST_LOSSES,
+        models.MOST_LOSSES,
         "422",
         "custom_loss_seq_id",
         post(
             "create_custom_loss",
             {
                 "session_id": "{session}",
-                "custom_loss_seq_id": losses.MOST_LOSSES,
+                "custom_loss_seq_id": models.MOST_LOSSES,
                 "name": "x",
                 "inputs": [],
                 "graph": {"nodes": []},

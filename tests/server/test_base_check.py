@@ -14,8 +14,8 @@ from models.test_content_hash import flip
 from server.echo import BASE, EchoExecutor
 from server.hosting import Api, hosted
 from server.waiting import until
-from tinkex.server import base_check
 from tinkex.server.executor import ServedModel
+from tinkex.server.scheduler import base_model_check
 
 pytestmark = pytest.mark.anyio
 
@@ -184,13 +184,13 @@ async def test_only_what_needs_the_hash_waits_for_it(
     data = tmp_path / "data"
     async with hosted(executor(model), data) as api:
         run, _, shown = await a_run(api)
-    hashing, go = base_check.content_hash, threading.Event()
+    hashing, go = base_model_check.content_hash, threading.Event()
 
     def slow(*args: Any, **options: Any) -> str | None:
         assert go.wait(60)
         return hashing(*args, **options)
 
-    monkeypatch.setattr(base_check, "content_hash", slow)
+    monkeypatch.setattr(base_model_check, "content_hash", slow)
     reached = set()
     for name in ("known", "check_version"):
 
@@ -198,8 +198,8 @@ async def test_only_what_needs_the_hash_waits_for_it(
             reached.add(name)
             return check(self, *args)
 
-        check = getattr(base_check.BaseCheck, name)
-        monkeypatch.setattr(base_check.BaseCheck, name, partialmethod(noted, check=check))
+        check = getattr(base_model_check.BaseCheck, name)
+        monkeypatch.setattr(base_model_check.BaseCheck, name, partialmethod(noted, check=check))
     try:
         async with hosted(executor(model), data, max_training=1) as api:
             old = [
@@ -232,9 +232,9 @@ async def test_a_server_that_stops_does_not_wait_for_the_hash(
         began.set()
         while not stopped():
             pass
-        raise base_check.Stopped
+        raise base_model_check.Stopped
 
-    monkeypatch.setattr(base_check, "content_hash", endless)
+    monkeypatch.setattr(base_model_check, "content_hash", endless)
     async with asyncio.timeout(20):
         async with hosted(executor(model), tmp_path / "data") as api:
             await api.model()

@@ -19,9 +19,8 @@ from server.dying_server import POISON
 from server.hosting import Api, connected, hosted
 from server.test_company import POISON as COMPANY_POISON
 from server.test_company import Mortal
-from tinkex.server.blame import Engine, Remains, counts, crashed
 from tinkex.server.executor import Outcome, Work
-from tinkex.server.roll import Roll, boot_id
+from tinkex.server.scheduler.crash_isolation import Engine, Remains, Roll, boot_id, counts, crashed
 
 pytestmark = pytest.mark.anyio
 

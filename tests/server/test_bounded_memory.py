@@ -7,10 +7,10 @@ import pytest
 
 from tinkex.server.api import auth
 from tinkex.server.api.auth import Gate
-from tinkex.server.api.intake import Intake
-from tinkex.server.dispatch import desk
-from tinkex.server.dispatch.desk import Desk
-from tinkex.server.dispatch.places import Places
+from tinkex.server.api.bodies import Intake
+from tinkex.server.scheduler import execution
+from tinkex.server.scheduler.execution import Desk
+from tinkex.server.scheduler.fairness import Places
 
 pytestmark = pytest.mark.anyio
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.anyio
 async def test_seconds_are_kept_of_the_owners_who_computed_last(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(desk, "MOST_OWNERS", 3)
+    monkeypatch.setattr(execution, "MOST_OWNERS", 3)
     nothing: Any = SimpleNamespace()
     shared = Desk(store=nothing, executor=nothing, futures=nothing)
     for owner in ("a", "b", "c", "a", "d"):

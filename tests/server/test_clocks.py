@@ -16,10 +16,9 @@ from server.echo import EchoExecutor
 from server.hosting import hosted
 from server.tenants import new_key, with_key
 from tinkex.server.api import auth
-from tinkex.server.api.auth import Gate
+from tinkex.server.api.auth import Gate, Tokens
 from tinkex.server.api.errors import Refusal
 from tinkex.server.store import Keys, open_store
-from tinkex.server.tokens import Tokens
 
 SERVER = Path(auth.__file__).parents[1]
 WALL = {("time", "time"), ("time", "time_ns"), ("datetime", "now"), ("datetime", "utcnow")}

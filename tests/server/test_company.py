@@ -9,8 +9,8 @@ import pytest
 from server.echo import BASE, EchoExecutor
 from server.hosting import Api, hosted
 from server.waiting import until
-from tinkex.server.dispatch.company import FEW, Company, width
 from tinkex.server.executor import EngineLost, Outcome, Task, Work, WorkFailed, WorkMuddled
+from tinkex.server.scheduler.crash_isolation import FEW, Company, width
 from tinkex.wire.codec import decode_json
 from tinkex.wire.sampling import SampleRequest
 

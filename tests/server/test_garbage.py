@@ -8,7 +8,7 @@ import weakref
 
 import pytest
 
-from tinkex.server.garbage import collect_by_the_clock
+from tinkex.server.processes import collect_by_the_clock
 
 PROGRAM = """
 import gc

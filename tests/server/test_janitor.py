@@ -13,10 +13,10 @@ import pytest
 
 from server.echo import EchoExecutor
 from server.hosting import Api, hosted
-from tinkex.server import janitor as janitors
-from tinkex.server.dispatch import Dispatcher
 from tinkex.server.executor import Task
-from tinkex.server.janitor import Janitor, surplus
+from tinkex.server.maintenance import cleanup as janitors
+from tinkex.server.maintenance.cleanup import Janitor, surplus
+from tinkex.server.scheduler.scheduler import Dispatcher
 from tinkex.server.store.retention import Named
 
 pytestmark = pytest.mark.anyio

@@ -19,9 +19,9 @@ from server.echo import EchoExecutor
 from server.hosting import PROTOBUF, Api, hosted
 from server.limits import LIMITS, SMALL, Ids, Limit
 from server.tenants import new_key, with_key
-from tinkex.server import head as heads
-from tinkex.server.api import intake, sessions, telemetry
-from tinkex.server.store import pages
+from tinkex.server.api import bodies, operations, sessions
+from tinkex.server.api import http_limits as heads
+from tinkex.server.store import checkpoint_lists
 from tinkex.server.store import telemetry as kept_telemetry
 from tinkex.wire import errors, limits
 
@@ -99,7 +99,7 @@ async def test_telemetry_over_its_limits_is_accepted_and_not_kept(tmp_path: Path
         event = {"event": "GENERIC_EVENT", "event_id": "x" * 5_000}
         few = {"session_id": "few", "events": [event] * (kept_telemetry.MOST_EVENTS // 2)}
         many = {"session_id": "many", "events": [{}] * (kept_telemetry.MOST_EVENTS + 9)}
-        large = {"session_id": "large", "events": [{}], "x": "x" * telemetry.MOST_BYTES}
+        large = {"session_id": "large", "events": [{}], "x": "x" * operations.MOST_BYTES}
         deep = b"[" * 500_000
         for body in (few, many, large, deep):
             sent = body if isinstance(body, bytes) else json.dumps(body).encode()
@@ -341,7 +341,7 @@ async def test_bodies_that_an_owner_has_arriving_have_an_end_together(tmp_path: 
         assert api.app
         held = api.app.state.context.intake._bytes
         writers = []
-        for key in (*[keys[0]] * 2 * intake.BODIES, keys[1]):
+        for key in (*[keys[0]] * 2 * bodies.BODIES, keys[1]):
             _, writer = await asyncio.open_connection(url.host, url.port)
             writer.write(head.format(key).encode() + body)
             writers.append(writer)
@@ -361,7 +361,7 @@ async def test_bodies_that_an_owner_has_arriving_have_an_end_together(tmp_path: 
 async def test_an_answer_holds_so_much_metadata(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pages, "MOST_METADATA", 50_000)
+    monkeypatch.setattr(checkpoint_lists, "MOST_METADATA", 50_000)
     said = {"a": "x" * 12_000, "b": "y" * 12_000}
     async with hosted(EchoExecutor(), tmp_path) as api:
         session = {"tags": [], "user_metadata": said, "sdk_version": "0.36.0"}

@@ -15,11 +15,11 @@ from server.echo import EchoExecutor
 from server.hosting import Api, hosted
 from server.tenants import new_key, with_key
 from server.waiting import until
-from tinkex.server import garbage, web
+from tinkex.server import processes, web
+from tinkex.server.api.http_limits import STEP_BYTES, Patience, Phase
 from tinkex.server.executor import Outcome, Work
-from tinkex.server.futures import Settled
-from tinkex.server.patience import STEP_BYTES, Patience, Phase
-from tinkex.server.plan import Kind
+from tinkex.server.scheduler.results import Settled
+from tinkex.server.scheduler.step_queue import Kind
 
 pytestmark = pytest.mark.anyio
 
@@ -58,8 +58,8 @@ async def a_sampler(api: Api) -> str:
 
 def resident_bytes() -> int:
     gc.collect()
-    if garbage._trim is not None:
-        garbage._trim(0)
+    if processes._trim is not None:
+        processes._trim(0)
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
 

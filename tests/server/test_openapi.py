@@ -9,9 +9,9 @@ from starlette.routing import Route
 
 from server.echo import EchoExecutor
 from server.hosting import Api
-from tinkex.server import docs_page
+from tinkex.server.api import openapi
+from tinkex.server.api.openapi import HOT_PATHS
 from tinkex.server.app import HOT_ROUTES, create_app
-from tinkex.server.openapi import HOT_PATHS
 from tinkex.server.settings import Settings
 from tinkex.server.store import open_store
 
@@ -125,5 +125,5 @@ def test_what_a_description_says_is_text_on_the_page() -> None:
         "components": {"schemas": {hostile: {"properties": {hostile: {"default": hostile}}}}},
     }
     reader = Reader()
-    reader.feed(docs_page.page(described))
+    reader.feed(openapi.page(described))
     assert reader.loads == []

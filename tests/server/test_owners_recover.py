@@ -13,8 +13,8 @@ from server.tenants import new_key, with_key
 from server.test_pickup import sample
 from server.waiting import until
 from tinkex.engine.settings import EngineSettings
-from tinkex.server.dispatch.admission import MAX_SEQUENCES, Admission
 from tinkex.server.executor import Outcome, Task, Work
+from tinkex.server.scheduler.fairness import MAX_SEQUENCES, Admission
 
 pytestmark = pytest.mark.anyio
 

@@ -16,10 +16,10 @@ from server.hosting import PROTOBUF, Answer, Api, hosted, pass_body
 from server.store.test_store import opened
 from server.waiting import unfinished, until
 from tinkex.server.executor import Task
-from tinkex.server.plan import Kind
-from tinkex.server.shares import Load
+from tinkex.server.scheduler.fairness import Load
+from tinkex.server.scheduler.step_queue import Kind
 from tinkex.server.store import NewRequest, StorageTrouble
-from tinkex.server.store.trouble import AWAY, Trouble
+from tinkex.server.store.storage_health import AWAY, Trouble
 
 pytestmark = pytest.mark.anyio
 
@@ -123,7 +123,7 @@ async def finished(api: Api, kind: Kind) -> list[str]:
 async def test_what_was_committed_and_not_handed_on_is_found_without_a_restart(
     kind: Kind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tinkex.server.dispatch.pickup.LOOK_S", 0.05)
+    monkeypatch.setattr("tinkex.server.scheduler.scheduler.LOOK_S", 0.05)
     async with hosted(EchoExecutor(), tmp_path, janitor_s=0) as api:
         session = await prepared(api)
         with monkeypatch.context() as patched:
@@ -157,7 +157,7 @@ async def test_a_repeat_of_what_was_not_handed_on_hands_it_on(
 async def test_a_step_is_not_lost_when_its_model_cannot_be_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tinkex.server.dispatch.pickup.LOOK_S", 0.05)
+    monkeypatch.setattr("tinkex.server.scheduler.scheduler.LOOK_S", 0.05)
     async with hosted(EchoExecutor(), tmp_path, janitor_s=0) as api:
         model = await api.model()
         await api.value(await api.optim_step(model, 1))
@@ -286,11 +286,11 @@ async def test_a_poll_for_what_nobody_has_taken_up_yet_is_held(
 
 
 async def test_owners_are_taken_up_by_turns_and_those_who_have_least_first(tmp_path: Path) -> None:
-    from tinkex.server.dispatch import pickup
+    from tinkex.server.scheduler import scheduler
 
     store = opened(tmp_path)
     try:
-        for owner, count in (("flood", 2 * pickup.PIECE + 1), ("few", 3), ("one", 1)):
+        for owner, count in (("flood", 2 * scheduler.PIECE + 1), ("few", 3), ("one", 1)):
             for number in range(count):
                 payload = json.dumps(number).encode()
                 new = NewRequest(owner=owner, kind=Kind.SAMPLE, base_model=BASE, payload=payload)
@@ -298,7 +298,7 @@ async def test_owners_are_taken_up_by_turns_and_those_who_have_least_first(tmp_p
         taken: list[str] = []
         read = []
         desk = SimpleNamespace(store=store, taken=set(), closing=False)
-        looking = pickup.Pickup(desk, lambda row: taken.append(row.owner))  # type: ignore[arg-type]
+        looking = scheduler.Pickup(desk, lambda row: taken.append(row.owner))  # type: ignore[arg-type]
         waiting_of = store.requests.waiting_of
 
         async def piece(owner: str, *, after: Any, most: int) -> Any:
@@ -311,5 +311,5 @@ async def test_owners_are_taken_up_by_turns_and_those_who_have_least_first(tmp_p
     finally:
         store.close()
     assert taken[:4] == ["one", "few", "few", "few"]
-    assert taken[4:] == ["flood"] * (2 * pickup.PIECE + 1)
-    assert max(read) == pickup.PIECE
+    assert taken[4:] == ["flood"] * (2 * scheduler.PIECE + 1)
+    assert max(read) == scheduler.PIECE

@@ -2,7 +2,16 @@
 
 import pytest
 
-from tinkex.server.plan import Cause, Kind, Line, Replayed, Step, late, replayed, restored
+from tinkex.server.scheduler.step_queue import (
+    Cause,
+    Kind,
+    Line,
+    Replayed,
+    Step,
+    late,
+    replayed,
+    restored,
+)
 
 FB, OPT = Kind.FORWARD_BACKWARD, Kind.OPTIM_STEP
 FWD, SAVE, LOAD = Kind.FORWARD, Kind.SAVE_WEIGHTS, Kind.LOAD_WEIGHTS

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from tinkex.server.restarts import (
+from tinkex.server.processes import (
     ENGINE,
     ENGINE_STEADY_S,
     WEB,

@@ -11,9 +11,9 @@ from server.echo import EchoExecutor
 from server.hosting import Api, hosted
 from server.test_pickup import sample
 from server.waiting import until
-from tinkex.server.dispatch import dispatcher
 from tinkex.server.executor import Task
-from tinkex.server.plan import Cause
+from tinkex.server.scheduler import scheduler
+from tinkex.server.scheduler.step_queue import Cause
 from tinkex.server.store import Status
 
 pytestmark = pytest.mark.anyio
@@ -25,7 +25,7 @@ LARGE = 40_000
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is tried again is tried again at once, a few times."""
-    name = "tinkex.server.dispatch.desk.STORE_AGAIN_S"
+    name = "tinkex.server.scheduler.execution.STORE_AGAIN_S"
     monkeypatch.setattr(name, (0.01, 0.01, 0.01), raising=False)
 
 
@@ -202,7 +202,7 @@ async def test_a_save_is_not_on_disk_without_the_steps_before_it(
 
         monkeypatch.setattr(requests, "keep", waits)
         # It never ends: a stop that waits for it longer finds nothing new.
-        monkeypatch.setattr(dispatcher, "SETTLE_S", 0.1)
+        monkeypatch.setattr(scheduler, "SETTLE_S", 0.1)
         first = await api.forward_backward(model, 1)
         await until(lambda: Task.PASS in echo.tasks())
         saved = await api.step("save_weights", model_id=model, seq_id=2, path="x")

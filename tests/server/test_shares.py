@@ -2,7 +2,7 @@
 
 import pytest
 
-from tinkex.server.shares import Ask, Limits, Load, Shares, over_limit
+from tinkex.server.scheduler.fairness import Ask, Limits, Load, Shares, over_limit
 
 LOAD = Load(requests=3, tokens=100, samples=4)
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 from tinkex.models.resolve import ModelSource, resolve
 from tinkex.server import web
-from tinkex.server.run import Supervisor
 from tinkex.server.settings import Settings
+from tinkex.server.supervisor import Supervisor
 
 
 def test_names_and_folders_may_hold_any_sign(tmp_path: Path) -> None:

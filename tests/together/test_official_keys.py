@@ -13,7 +13,7 @@ from sdk_programs import FINE
 from server.echo import BASE, EchoExecutor
 from server.hosting import Api, hosted
 from server.tenants import new_key, revoke
-from tinkex.server import completions
+from tinkex.server.scheduler import results
 
 PROGRAM = Path(__file__).with_name("keys_program.py")
 
@@ -82,16 +82,16 @@ async def test_a_long_log_of_samples_is_read_in_pieces(
     anyio_backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The server tells so many at once; the client polls on from there by itself."""
-    monkeypatch.setattr(completions, "MOST_TOLD", 2)
+    monkeypatch.setattr(results, "MOST_TOLD", 2)
     told_at_once: list[int] = []
-    after = completions.Completions.after
+    after = results.Completions.after
 
     async def counted(*args: Any, **options: Any) -> Any:
         events = await after(*args, **options)
         told_at_once.append(len(events))
         return events
 
-    monkeypatch.setattr(completions.Completions, "after", counted)
+    monkeypatch.setattr(results.Completions, "after", counted)
     key = await new_key(tmp_path, "alice")
     async with hosted(EchoExecutor(), tmp_path) as api:
         status, told, errors = await ran(api, key, pause_s=0.0)

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from server.fountain import Fountain, asked
 from server.hosting import Api, hosted
 from server.waiting import until
-from tinkex.server import patience
+from tinkex.server.api import http_limits
 
 #: Instead of a minute.
 GONE_S = 3
@@ -113,6 +113,6 @@ async def watch(folder: Path) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    patience.GONE_S = GONE_S
+    http_limits.GONE_S = GONE_S
     set_network(up=True)
     print(json.dumps(asyncio.run(watch(Path(sys.argv[1])))))

@@ -41,7 +41,7 @@ def settings_of(
     """As `tinkex serve` would read them: options, environment, the folder's own file."""
     try:
         # What these commands need of it needs the most.
-        importlib.import_module("tinkex.server.doctor")
+        importlib.import_module("tinkex.server.maintenance.doctor")
         from tinkex.server.settings import Settings, SettingsError
     except ModuleNotFoundError as error:
         raise needs(error, f"`tinkex {what}`", "all") from error

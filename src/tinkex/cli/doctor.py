@@ -11,7 +11,7 @@ from tinkex.cli.failures import CommandFailed
 from tinkex.cli.output import as_json, show_json, show_table
 
 if TYPE_CHECKING:
-    from tinkex.server.doctor import Finding
+    from tinkex.server.maintenance.doctor import Finding
 
 
 @click.command("doctor")
@@ -29,7 +29,7 @@ def command(
     The exit status is 1 when there is a problem, and 0 when there is none (any more).
     """
     settings = settings_of("doctor", data=data, db=db, storage=storage)
-    from tinkex.server import doctor
+    from tinkex.server.maintenance import doctor
     from tinkex.server.settings import SettingsError
     from tinkex.server.store import DatabaseRefused
 

@@ -140,9 +140,9 @@ def _with_keys(
 ) -> T:
     """Open the server's store for one act; one that is not there is made only if that is meant."""
     try:
-        from tinkex.server.folder_lock import open_beside
         from tinkex.server.settings import Settings, SettingsError
         from tinkex.server.store import DatabaseRefused
+        from tinkex.server.store.folder_lock import open_beside
     except ModuleNotFoundError as error:
         raise needs(error, "`tinkex key`", "all") from error
     try:

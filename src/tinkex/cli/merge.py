@@ -76,9 +76,9 @@ def named_base(folder: Path) -> str:
 def from_server(path: str, data: str | None) -> Path:
     """The folder behind a tinker:// path of a server on this machine."""
     try:
-        from tinkex.server.folder_lock import database_file, open_beside
         from tinkex.server.settings import Settings
         from tinkex.server.store import DatabaseRefused
+        from tinkex.server.store.folder_lock import database_file, open_beside
     except ModuleNotFoundError as error:
         raise needs(error, "a tinker:// path", "all") from error
     settings = Settings.from_sources({"data": data})

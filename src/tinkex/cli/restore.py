@@ -20,7 +20,7 @@ def command(backup: Path, data: str | None) -> None:
     """
     # The back-up brings its own settings; none of those here apply to it.
     settings = settings_of("restore", data=data)
-    from tinkex.server.backup import BackupFailed, restore
+    from tinkex.server.maintenance.backup import BackupFailed, restore
 
     try:
         found = restore(backup, settings.folder)

@@ -81,8 +81,8 @@ def command(models: tuple[str, ...], **flags: Any) -> None:
     """
     try:
         from tinkex.models.resolve import ModelNotFound
-        from tinkex.server.run import StartFailed, run
         from tinkex.server.settings import Settings, SettingsError
+        from tinkex.server.supervisor import StartFailed, run
     except ModuleNotFoundError as error:
         raise needs(error, "`tinkex serve`", "all") from error
     _check_parts()

@@ -12,44 +12,35 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 
-from tinkex.server import docs_page
 from tinkex.server.api import (
-    audit,
-    billing,
+    account,
     checkpoints,
-    copies,
     downloads,
     errors,
     futures,
-    health,
-    history,
-    keys,
-    losses,
     models,
-    runs,
+    openapi,
+    operations,
     sampling,
     sessions,
-    streaming,
-    telemetry,
     training,
+    training_runs,
 )
-from tinkex.server.api.auth import Authentication, Caller, Gate
-from tinkex.server.api.context import Context
-from tinkex.server.api.room import Leaving
-from tinkex.server.base_check import BaseCheck
-from tinkex.server.dispatch import Dispatcher
+from tinkex.server.api.auth import Authentication, Caller, Gate, Signer, Tokens
+from tinkex.server.api.bodies import Leaving
+from tinkex.server.api.deps import Context
+from tinkex.server.api.openapi import complete
 from tinkex.server.executor import Executor
-from tinkex.server.futures import Futures
-from tinkex.server.janitor import Janitor
-from tinkex.server.openapi import complete
-from tinkex.server.presence import Presence
-from tinkex.server.roll import Roll
+from tinkex.server.maintenance.cleanup import Janitor
+from tinkex.server.maintenance.disk_monitor import Watch
+from tinkex.server.scheduler.base_model_check import BaseCheck
+from tinkex.server.scheduler.crash_isolation import Roll
+from tinkex.server.scheduler.results import Futures
+from tinkex.server.scheduler.scheduler import Dispatcher
+from tinkex.server.scheduler.session_timeout import Presence
 from tinkex.server.settings import Settings
-from tinkex.server.signing import Signer
 from tinkex.server.store import Quota, Store
-from tinkex.server.store.trouble import KINDS
-from tinkex.server.tokens import Tokens
-from tinkex.server.watch import Watch
+from tinkex.server.store.storage_health import KINDS
 from tinkex.wire import checkpoints as wire_checkpoints
 from tinkex.wire import custom_loss as wire_custom_loss
 from tinkex.wire import futures as wire_futures
@@ -66,33 +57,31 @@ HOT_ROUTES: dict[str, Callable[[Request], Any]] = {
     "/api/v1/forward_backward": training.forward_backward,
     "/api/v1/retrieve_future": futures.retrieve_future,
     "/api/v1/retrieve_futures": futures.retrieve_futures,
-    "/api/v1/stream_sample": streaming.stream_sample,
+    "/api/v1/stream_sample": sampling.stream_sample,
 }
 
 ROUTERS = (
-    audit.router,
-    billing.router,
+    account.audit_router,
+    account.key_router,
+    account.router,
+    account.unauthed,
     checkpoints.router,
-    copies.router,
     downloads.router,
     futures.router,
-    health.router,
-    history.router,
-    keys.router,
-    keys.unauthed,
-    losses.router,
+    models.custom_loss_router,
     models.router,
-    runs.router,
+    operations.router,
+    operations.telemetry_router,
     sampling.router,
     sessions.router,
-    telemetry.router,
     training.router,
+    training_runs.router,
 )
 
 #: Bodies that routes read themselves; named in the OpenAPI page.
 BODIES: tuple[type[BaseModel], ...] = (
     checkpoints.WeightsInfoRequest,
-    history.SetSessionProjectRequest,
+    sessions.SetSessionProjectRequest,
     wire_checkpoints.CopyWeightsRequest,
     wire_checkpoints.LoadWeightsRequest,
     wire_checkpoints.SaveWeightsExternalRequest,
@@ -200,7 +189,7 @@ def create_app(
 
 async def docs(request: Request) -> Response:
     """What there is to ask for, for people."""
-    return HTMLResponse(docs_page.page(request.app.openapi()), headers=docs_page.HEADERS)
+    return HTMLResponse(openapi.page(request.app.openapi()), headers=openapi.HEADERS)
 
 
 async def metrics(request: Request) -> Response:

@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from tinkex.server.blame import Engine as Life
-from tinkex.server.restarts import ENGINE, engine_was_well
-from tinkex.server.roll import Roll
+from tinkex.server.processes import ENGINE, engine_was_well
+from tinkex.server.scheduler.crash_isolation import Engine as Life
+from tinkex.server.scheduler.crash_isolation import Roll
 from tinkex.wire import frames
 from tinkex.wire.proto import frames_pb2
 

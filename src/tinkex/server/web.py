@@ -24,14 +24,13 @@ import uvicorn
 from fastapi import FastAPI
 
 from tinkex.models.resolve import ModelSource, describe
-from tinkex.server import logs
-from tinkex.server.api.context import Context
+from tinkex.server import processes
+from tinkex.server.api.deps import Context
+from tinkex.server.api.http_limits import patient, protocol
 from tinkex.server.app import create_app
 from tinkex.server.executor import EngineOptions, EngineRefused, LocalExecutor, ServedModel
-from tinkex.server.garbage import collect_by_the_clock, collect_rarely, share_one_heap
-from tinkex.server.head import protocol
-from tinkex.server.patience import patient
-from tinkex.server.roll import Roll
+from tinkex.server.processes import collect_by_the_clock, collect_rarely, share_one_heap
+from tinkex.server.scheduler.crash_isolation import Roll
 from tinkex.server.settings import Settings
 from tinkex.server.store import DatabaseRefused, open_store
 
@@ -214,12 +213,12 @@ def main() -> None:
     share_one_heap()
     # What this process and its engines write is training data, and nobody else's on this machine.
     os.umask(0o077)
-    logs.begin()
+    processes.begin()
     # Its starting and stopping is the supervisor's to tell.
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     reporter = Reporter(options.report_fd)
     settings = Settings.from_json(sys.stdin.read())
-    logs.tell(settings.log_level)
+    processes.tell(settings.log_level)
     served = []
     for name, folder in options.model:
         facts = describe(ModelSource(name=name, folder=Path(folder)))

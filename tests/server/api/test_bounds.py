@@ -22,12 +22,12 @@ from starlette.routing import Route
 from server.echo import BASE, EchoExecutor
 from server.hosting import Answer, Api, hosted
 from server.tenants import new_key, with_key
-from tinkex.server.api import billing, context, history, reports
-from tinkex.server.api.billing import _storage_events
-from tinkex.server.api.reports import MOST_BYTES, MOST_LISTED, bound_of, encoded
-from tinkex.server.api.turns import Turns
+from tinkex.server.api import account, deps, report_limits, sessions
+from tinkex.server.api.account import _storage_events
+from tinkex.server.api.bodies import Turns
+from tinkex.server.api.report_limits import MOST_BYTES, MOST_LISTED, bound_of, encoded
 from tinkex.server.app import HOT_ROUTES, ROUTERS
-from tinkex.server.store import Store, pages, tables
+from tinkex.server.store import Store, checkpoint_lists, schema
 from tinkex.server.store import history as stored_history
 from tinkex.server.store.usage import Stored
 from tinkex.wire.billing import StorageBillingEvent
@@ -109,11 +109,11 @@ def fill(connection: sa.Connection) -> None:
     session = {"tags": [], "user_metadata": said, "seen_s": now_s, **kept}
     count = 12_000
     ids = [SESSION, *(f"s{number:06}" for number in range(count))]
-    connection.execute(tables.sessions.insert(), [{"session_id": one, **session} for one in ids])
+    connection.execute(schema.sessions.insert(), [{"session_id": one, **session} for one in ids])
     model = {"base_model": BASE, "lora_config": {"rank": 8}, "optimizer_config": {}, **kept}
     owned = [(RUN, SESSION), *((f"{one}:train:0", one) for one in ids[1:])]
     connection.execute(
-        tables.models.insert(),
+        schema.models.insert(),
         [
             {"model_id": run, "session_id": one, "model_seq_id": 0, "user_metadata": said, **model}
             for run, one in owned
@@ -134,9 +134,9 @@ def fill(connection: sa.Connection) -> None:
         }
         for number, (run, name) in enumerate(named)
     ]
-    connection.execute(tables.checkpoint_versions.insert(), versions)
+    connection.execute(schema.checkpoint_versions.insert(), versions)
     connection.execute(
-        tables.checkpoint_names.insert(),
+        schema.checkpoint_names.insert(),
         [
             {
                 **{key: one[key] for key in ("model_id", "kind", "name", "version_id")},
@@ -148,7 +148,7 @@ def fill(connection: sa.Connection) -> None:
         ],
     )
     connection.execute(
-        tables.samplers.insert(),
+        schema.samplers.insert(),
         [
             {
                 "sampling_session_id": f"{SESSION}:sample:{number}",
@@ -161,7 +161,7 @@ def fill(connection: sa.Connection) -> None:
         ],
     )
     connection.execute(
-        tables.requests.insert(),
+        schema.requests.insert(),
         [
             {
                 "request_id": f"r{number:030}",
@@ -177,7 +177,7 @@ def fill(connection: sa.Connection) -> None:
         ],
     )
     connection.execute(
-        tables.audit.insert(),
+        schema.audit.insert(),
         [
             {
                 "owner": OWNER,
@@ -243,7 +243,7 @@ async def test_an_owner_with_very_much_gets_bounded_answers_built_off_the_event_
             on_the_loop.append(len(body))
         return body
 
-    for module in (context, reports):
+    for module in (deps, report_limits):
         monkeypatch.setattr(module, "encode_json", watched)
     refused, whole = set(), set()
     for method, path, endpoint in routes():
@@ -296,7 +296,7 @@ async def test_usage_of_too_much_is_refused_and_a_shorter_time_is_answered(full:
 async def test_the_number_of_checkpoints_in_a_report_has_an_end(
     full: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(billing, "MOST_STORED", 1_000)
+    monkeypatch.setattr(account, "MOST_STORED", 1_000)
     answer = await full.get(f"/api/v1/billing/usage/events?{span(1)}")
     assert answer.status == 400
     assert "more than 1000 checkpoints" in answer.json["detail"]
@@ -336,7 +336,7 @@ async def test_one_owner_makes_one_report_at_a_time_and_others_do_not_wait(
 ) -> None:
     keys = [await new_key(tmp_path, owner) for owner in ("alice", "bob")]
     running, most, gate = 0, 0, threading.Event()
-    real = history._summary
+    real = sessions._summary
 
     def slow(*args: Any) -> Any:
         nonlocal running, most
@@ -353,7 +353,7 @@ async def test_one_owner_makes_one_report_at_a_time_and_others_do_not_wait(
     ):
         await alice.session()
         await bob.session()
-        monkeypatch.setattr(history, "_summary", slow)
+        monkeypatch.setattr(sessions, "_summary", slow)
         searches = [asyncio.create_task(alice.post("sessions/search", {})) for _ in range(6)]
         while not running:  # noqa: ASYNC110  it is set in another thread
             await asyncio.sleep(0.01)
@@ -388,14 +388,14 @@ def test_an_answer_in_parts_is_the_same_as_whole(monkeypatch: pytest.MonkeyPatch
         {"traceEvents": [{"a": None}], "displayTimeUnit": "ms", "none": None},
     ):
         assert encoded(message, "") == encode_json(message)
-    monkeypatch.setattr(reports, "MOST_BYTES", 20)
+    monkeypatch.setattr(report_limits, "MOST_BYTES", 20)
     with pytest.raises(UserFailure, match=r"more than 20 bytes.*Ask for less"):
         encoded(session, "Ask for less.")
 
 
 def test_the_weight_of_metadata_is_that_of_keys_and_values() -> None:
-    assert pages.characters_of({"ab": "cde", "f": 12}) == 8
-    assert pages.characters_of(None) == 0
+    assert checkpoint_lists.characters_of({"ab": "cde", "f": 12}) == 8
+    assert checkpoint_lists.characters_of(None) == 0
 
 
 @pytest.mark.parametrize("seed", range(5))

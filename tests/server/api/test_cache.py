@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from tinkex.server.api.cache import Cache
+from tinkex.server.api.deps import Cache
 
 pytestmark = pytest.mark.anyio
 

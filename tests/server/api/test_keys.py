@@ -13,9 +13,9 @@ from server.echo import EchoExecutor
 from server.hosting import Api, hosted
 from server.tenants import everything_kept, is_private, new_key, revoke, with_key
 from tinkex.server.api import auth
-from tinkex.server.folder_lock import hold_folder
+from tinkex.server.api.auth import BadToken, Tokens
+from tinkex.server.store.folder_lock import hold_folder
 from tinkex.server.store.keys import hashed
-from tinkex.server.tokens import BadToken, Tokens
 
 pytestmark = pytest.mark.anyio
 

@@ -15,7 +15,7 @@ from yarl import URL
 from server.echo import EchoExecutor
 from server.hosting import Api, hosted
 from server.tenants import new_key, with_key
-from tinkex.server.signing import Signer
+from tinkex.server.api.auth import Signer
 
 pytestmark = pytest.mark.anyio
 

@@ -9,8 +9,8 @@ import pytest
 
 from server.echo import BASE, EchoExecutor
 from server.hosting import Api, hosted
-from tinkex.server import watch
 from tinkex.server.api import futures, sampling
+from tinkex.server.maintenance import disk_monitor
 from tinkex.wire.codec import PROTOBUF_TYPE
 
 pytestmark = pytest.mark.anyio
@@ -64,9 +64,9 @@ async def test_a_large_result_is_looked_at_elsewhere(
 async def test_a_disk_that_hangs_does_not_stop_the_server(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watch, "LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(disk_monitor, "LOOK_EVERY_S", 0.01)
     hangs, hanging, release = (threading.Event() for _ in range(3))
-    real = watch.shutil.disk_usage
+    real = disk_monitor.shutil.disk_usage
     loop_thread = threading.get_ident()
     on_the_loop: list[bool] = []
 
@@ -78,7 +78,7 @@ async def test_a_disk_that_hangs_does_not_stop_the_server(
                 release.wait(30)
         return real(folder)
 
-    monkeypatch.setattr(watch.shutil, "disk_usage", usage)
+    monkeypatch.setattr(disk_monitor.shutil, "disk_usage", usage)
     async with hosted(EchoExecutor(), tmp_path) as api:
         hangs.set()
         while not hanging.is_set():  # noqa: ASYNC110  it is set in another thread

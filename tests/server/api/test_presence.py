@@ -12,7 +12,7 @@ import pytest
 from server.echo import EchoExecutor
 from server.hosting import Api, hosted
 from tinkex.server.executor import Task
-from tinkex.server.presence import Presence, session_status
+from tinkex.server.scheduler.session_timeout import Presence, session_status
 from tinkex.server.store import open_store
 
 pytestmark = pytest.mark.anyio

@@ -22,8 +22,8 @@ from tinkex.server.app import create_app
 from tinkex.server.settings import Settings
 from tinkex.server.store import open_store
 from tinkex.server.store.database import Database
-from tinkex.server.store.tables import telemetry
-from tinkex.server.store.trouble import ROOM, NewRefused
+from tinkex.server.store.schema import telemetry
+from tinkex.server.store.storage_health import ROOM, NewRefused
 
 pytestmark = pytest.mark.anyio
 

@@ -14,7 +14,7 @@ import pytest
 from server.echo import BASE, EchoExecutor
 from server.hosting import Api, hosted
 from tinkex.server.executor import Outcome, Task, Work
-from tinkex.server.prices import Prices
+from tinkex.server.settings import Prices
 from tinkex.server.store import open_store
 from tinkex.wire.proto import tinkex_wire_pb2 as pb
 

@@ -14,14 +14,15 @@ import pytest
 from server.api.test_custom_losses import loss
 from server.echo import EchoExecutor
 from server.hosting import hosted
-from tinkex.server import dispatch, saving
+from tinkex.server import scheduler
+from tinkex.server.scheduler import checkpoints
 from tinkex.server.store import StorageTrouble, database
-from tinkex.server.store.trouble import AWAY, Trouble
+from tinkex.server.store.storage_health import AWAY, Trouble
 
 pytestmark = pytest.mark.anyio
 
-DISPATCH = str(Path(dispatch.__file__).parent)
-API = str(Path(dispatch.__file__).parents[1] / "api")
+DISPATCH = str(Path(scheduler.__file__).parent)
+API = str(Path(scheduler.__file__).parents[1] / "api")
 #: Reads that the work below is known to make.
 KNOWN = {
     *("Checkpoints.version", "Checkpoints._fingerprint", "Checkpoints._named"),
@@ -37,7 +38,7 @@ def is_for_accepted_work() -> bool:
     while frame is not None:
         files.append(frame.f_code.co_filename)
         frame = frame.f_back  # type: ignore[assignment]
-    ours = any(file.startswith(DISPATCH) or file == saving.__file__ for file in files)
+    ours = any(file.startswith(DISPATCH) or file == checkpoints.__file__ for file in files)
     return ours and not any(file.startswith(API) for file in files)
 
 

@@ -17,8 +17,8 @@ from server.storage.commands import tinkex
 from server.storage.test_damage import LARGE, overwrite_pages, snapshot, trained
 from server.tenants import is_private
 from serving import TINY, Server, serving
-from tinkex.server.backup import About, BackupFailed, restore, take
-from tinkex.server.doctor import Level, examine
+from tinkex.server.maintenance.backup import About, BackupFailed, restore, take
+from tinkex.server.maintenance.doctor import Level, examine
 from tinkex.server.settings import Settings
 
 pytestmark = pytest.mark.anyio

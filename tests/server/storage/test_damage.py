@@ -147,7 +147,7 @@ async def test_a_payload_that_may_not_be_read_says_so(
             raise PermissionError(13, "Permission denied", path)
         return open(path, mode)
 
-    monkeypatch.setattr("tinkex.server.store.files.open", opened, raising=False)
+    monkeypatch.setattr("tinkex.server.store.blobs.open", opened, raising=False)
     async with hosted(echo, tmp_path) as api:
         model = await api.model()
         large = await api.forward_backward(model, 1, tokens=LARGE)

@@ -16,8 +16,8 @@ from server.store.test_store import a_model, step
 from server.tenants import with_key
 from server.waiting import unfinished
 from tinkex.server.api import auth
-from tinkex.server.store import NewRequest, StorageTrouble, Store, open_store, writer
-from tinkex.server.store.finishing import failure, success
+from tinkex.server.store import NewRequest, StorageTrouble, Store, group_commit, open_store
+from tinkex.server.store.request_writes import failure, success
 from tinkex.server.store.runs import Sampler
 
 pytestmark = pytest.mark.anyio
@@ -80,7 +80,7 @@ async def test_new_work_is_refused_and_accepted_work_goes_on_when_it_is_back(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(writer, "SILENT_S", 0.3)
+    monkeypatch.setattr(group_commit, "SILENT_S", 0.3)
     async with hosted(echo, tmp_path, db=own.database(), long_poll_s=0.2, gap_s=0.2) as api:
         model = await api.model()
         kept = await api.optim_step(model, 1)
@@ -122,7 +122,7 @@ async def test_new_work_is_refused_and_accepted_work_goes_on_when_it_is_back(
 async def test_who_had_a_good_key_keeps_polling_and_nobody_else_gets_in(
     own: Postgres, echo: EchoExecutor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writer, "SILENT_S", 0.3)
+    monkeypatch.setattr(group_commit, "SILENT_S", 0.3)
     monkeypatch.setattr(auth, "BELIEVED_S", 0.0)
     async with hosted(echo, tmp_path, db=own.database(), long_poll_s=0.2) as api:
         assert api.app is not None
@@ -175,7 +175,7 @@ async def store(own: Postgres, tmp_path: Path) -> AsyncIterator[Store]:
 async def test_a_result_outlives_a_database_that_stays_away_for_long(
     own: Postgres, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writer, "AWAY_S", 0.3)
+    monkeypatch.setattr(group_commit, "AWAY_S", 0.3)
     model = await a_model(store)
     ids = [(await store.requests.accept(step(model, seq_id))).request_id for seq_id in (1, 2)]
     async with out_of_reach(own, stopped):
@@ -276,8 +276,8 @@ def _until_trouble(store: Store) -> None:
 async def test_what_may_be_on_disk_is_not_refused(
     own: Postgres, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writer, "AWAY_S", 0.2)
-    monkeypatch.setattr(writer, "SILENT_S", 0.5)
+    monkeypatch.setattr(group_commit, "AWAY_S", 0.2)
+    monkeypatch.setattr(group_commit, "SILENT_S", 0.5)
     model = await a_model(store)
     try:
         with answer_lost(store, then=own.stop):

@@ -11,8 +11,8 @@ import pytest
 from server.echo import EchoExecutor
 from server.hosting import Answer, Api, hosted
 from server.storage.test_full_disk import until_well
-from tinkex.server import watch
-from tinkex.server.dispatch import dispatcher
+from tinkex.server.maintenance import disk_monitor
+from tinkex.server.scheduler import scheduler
 
 pytestmark = pytest.mark.anyio
 
@@ -20,15 +20,15 @@ pytestmark = pytest.mark.anyio
 @pytest.fixture(autouse=True)
 def looks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """One for each look at the disk, and they come soon. A stop does not wait for lost results."""
-    monkeypatch.setattr(watch, "LOOK_EVERY_S", 0.05)
-    monkeypatch.setattr(dispatcher, "SETTLE_S", 0.1)
-    real, counted = watch.Watch.look, []
+    monkeypatch.setattr(disk_monitor, "LOOK_EVERY_S", 0.05)
+    monkeypatch.setattr(scheduler, "SETTLE_S", 0.1)
+    real, counted = disk_monitor.Watch.look, []
 
-    async def look(self: watch.Watch) -> None:
+    async def look(self: disk_monitor.Watch) -> None:
         await real(self)
         counted.append(1)
 
-    monkeypatch.setattr(watch.Watch, "look", look)
+    monkeypatch.setattr(disk_monitor.Watch, "look", look)
     return counted
 
 

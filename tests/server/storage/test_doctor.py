@@ -17,11 +17,11 @@ from server.echo import EchoExecutor
 from server.hosting import Api, hosted
 from server.storage.commands import tinkex
 from server.storage.test_damage import LARGE, overwrite_pages, snapshot, tear, trained
-from tinkex.server.doctor import Finding, Level, Place, diagnose, examine, repair
-from tinkex.server.folder_lock import hold_database, hold_folder
+from tinkex.server.maintenance.doctor import Finding, Level, Place, diagnose, examine, repair
 from tinkex.server.settings import Settings, SettingsError
 from tinkex.server.store import DatabaseRefused, open_store
-from tinkex.server.store.files import UNREADABLE, tensor_fault
+from tinkex.server.store.blobs import UNREADABLE, tensor_fault
+from tinkex.server.store.folder_lock import hold_database, hold_folder
 from tinkex.server.store.inspection import PAYLOAD, SNAPSHOT, Broken, Facts
 
 pytestmark = pytest.mark.anyio

@@ -12,9 +12,9 @@ import pytest
 from server.echo import EchoExecutor
 from server.hosting import Api, hosted
 from server.storage.failing import FULL, READ_ONLY, FailingFileSystem
-from tinkex.server import saving
 from tinkex.server.executor import Outcome, Task, Work, WorkFailed
-from tinkex.server.store.trouble import trouble_of
+from tinkex.server.scheduler import checkpoints
+from tinkex.server.store.storage_health import trouble_of
 
 pytestmark = pytest.mark.anyio
 
@@ -104,7 +104,7 @@ class Cramped(EchoExecutor):
 
 
 async def test_a_save_waits_for_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saving, "ROOM_RETRY_S", 0.05)
+    monkeypatch.setattr(checkpoints, "ROOM_RETRY_S", 0.05)
     echo = Cramped()
     async with hosted(echo, tmp_path) as api:
         model = await api.model()

@@ -13,9 +13,9 @@ from alembic import command
 from server.storage.commands import tinkex
 from server.tenants import is_private
 from serving import TINY, Server, serving
-from tinkex.server.folder_lock import database_file, hold_database, hold_folder, holder_of
 from tinkex.server.settings import Settings, SettingsError
 from tinkex.server.store.database import migrations
+from tinkex.server.store.folder_lock import database_file, hold_database, hold_folder, holder_of
 
 pytestmark = pytest.mark.anyio
 

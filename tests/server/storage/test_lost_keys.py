@@ -16,12 +16,12 @@ import pytest
 from server.storage.commands import tinkex
 from server.tenants import is_private
 from serving import TINY, serving
-from tinkex.server.backup import restore, take
-from tinkex.server.doctor import Level, examine
-from tinkex.server.folder_lock import open_beside
+from tinkex.server.maintenance.backup import restore, take
+from tinkex.server.maintenance.doctor import Level, examine
 from tinkex.server.settings import Settings
 from tinkex.server.store import DatabaseRefused, open_store
 from tinkex.server.store.database import log_is_lost
+from tinkex.server.store.folder_lock import open_beside
 
 pytestmark = pytest.mark.anyio
 

@@ -16,9 +16,9 @@ import pytest
 from object_store import BUCKET, ObjectStore, object_store
 from server.echo import EchoExecutor
 from server.hosting import PROTOBUF, Api, hosted, pass_body
-from tinkex.server.store import files as files_module
-from tinkex.server.store.files import Files, ObjectTooLarge
-from tinkex.server.store.trouble import Damaged, StoreAway
+from tinkex.server.store import blobs as files_module
+from tinkex.server.store.blobs import Files, ObjectTooLarge
+from tinkex.server.store.storage_health import Damaged, StoreAway
 
 LARGE = 40_000  # tokens: payload and result are files of their own
 SOON_S = 20.0

@@ -14,8 +14,9 @@ from server.echo import EchoExecutor
 from server.hosting import Api, hosted
 from server.waiting import until
 from serving import TINY
-from tinkex.server import saving, watch
 from tinkex.server.executor import EngineOptions, LocalExecutor, Outcome, ServedModel, Task, Work
+from tinkex.server.maintenance import disk_monitor
+from tinkex.server.scheduler import checkpoints
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120)]
 
@@ -75,8 +76,8 @@ async def test_saves_without_room_wait_and_the_log_says_so_once(
     caplog: pytest.LogCaptureFixture,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(saving, "ROOM_RETRY_S", 0.1)
-    monkeypatch.setattr(watch, "LOOK_EVERY_S", 0.05)
+    monkeypatch.setattr(checkpoints, "ROOM_RETRY_S", 0.1)
+    monkeypatch.setattr(disk_monitor, "LOOK_EVERY_S", 0.05)
     caplog.set_level(logging.INFO)
     executor = Counting(tiny_model)
     async with hosted(executor, small_disk / "data", reserve_mb=1) as api:

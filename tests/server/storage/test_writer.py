@@ -17,12 +17,12 @@ from tinkex.server.store import (
     Status,
     StorageTrouble,
     Store,
+    group_commit,
     open_store,
-    trouble,
-    writer,
+    storage_health,
 )
-from tinkex.server.store.finishing import failure, success
-from tinkex.server.store.trouble import FILES, Condition
+from tinkex.server.store.request_writes import failure, success
+from tinkex.server.store.storage_health import FILES, Condition
 
 pytestmark = pytest.mark.anyio
 
@@ -114,7 +114,7 @@ async def test_a_store_that_is_closed_on_a_full_disk_closes(store: Store) -> Non
 async def test_a_disk_that_hangs_before_the_commit_is_noticed(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writer, "SILENT_S", 0.2)
+    monkeypatch.setattr(group_commit, "SILENT_S", 0.2)
     answers = threading.Event()
     store.condition.look = lambda: answers.wait() and None
     try:
@@ -147,7 +147,7 @@ def test_two_threads_clear_one_part() -> None:
     assert condition.trouble is None
 
 
-@pytest.mark.parametrize("number", sorted(trouble._ERRNOS), ids=errno.errorcode.get)
+@pytest.mark.parametrize("number", sorted(storage_health._ERRNOS), ids=errno.errorcode.get)
 async def test_work_on_files_waits_for_any_trouble_of_the_disk(store: Store, number: int) -> None:
     fails = [True, True]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 
-from tinkex.server.store.among import among, listed
+from tinkex.server.store.sql_dialects import among, listed
 
 IDS = ["plain", 'a "quoted" one', "back\\slash", "ümlaut", "line\nbreak", "[]", ""]
 TABLE = sa.Table("kept", sa.MetaData(), sa.Column("id", sa.Text, primary_key=True))

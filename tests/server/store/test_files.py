@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tinkex.server.store.files import Files, fault, fingerprint
+from tinkex.server.store.blobs import Files, fault, fingerprint
 
 
 def test_what_lies_below_a_room_is_found_by_its_depth(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 
-from tinkex.server.store import Store, open_store, writer
-from tinkex.server.store.tables import sessions
+from tinkex.server.store import Store, group_commit, open_store
+from tinkex.server.store.schema import sessions
 
 pytestmark = pytest.mark.anyio
 
@@ -66,7 +66,7 @@ async def a_session(store: Store) -> str:
 async def test_so_many_wait_and_the_oldest_are_dropped_and_told_of_once(
     store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(writer, "MOST_LAZY", 50)
+    monkeypatch.setattr(group_commit, "MOST_LAZY", 50)
     written: list[int] = []
     with silent(store), caplog.at_level(logging.WARNING):
         for number in range(500):
@@ -103,7 +103,7 @@ async def test_of_writes_about_one_thing_the_newest_waits(store: Store) -> None:
 async def test_marks_that_are_dropped_count_no_more(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writer, "MOST_LAZY", 3)
+    monkeypatch.setattr(group_commit, "MOST_LAZY", 3)
     with silent(store):
         for number in range(10):
             store.requests.all_fetched([str(number)] * 10, owner="alice")

@@ -29,33 +29,31 @@ from server.store.machine.clients import Clients
 from server.store.machine.comparing import Comparing
 from server.store.machine.keys import Keys
 from server.store.machine.tidying import Tidying
-from tinkex.server.plan import Kind
+from tinkex.server.scheduler.step_queue import Kind
 from tinkex.server.store import (
-    accepting,
     audit,
-    catalog,
+    checkpoint_lists,
     checkpoints,
-    finishing,
     history,
     keys,
+    request_writes,
     requests,
     retention,
     runs,
     snapshots,
-    tally,
     telemetry,
 )
-from tinkex.server.store.finishing import success
-from tinkex.server.store.key_marker import MARKER
-from tinkex.server.store.tables import metadata
+from tinkex.server.store.keys import MARKER
+from tinkex.server.store.request_writes import success
+from tinkex.server.store.schema import metadata
 
 EXAMPLES = os.environ.get("TINKEX_PROPERTY_EXAMPLES")
 STEPS = 50
 
 #: Everything in the store that asks what time it is.
 TIMED = (
-    *(accepting, audit, catalog, checkpoints, finishing, history, keys),
-    *(requests, retention, runs, snapshots, tally, telemetry),
+    *(request_writes, audit, checkpoint_lists, checkpoints, request_writes, history, keys),
+    *(requests, retention, runs, snapshots, request_writes, telemetry),
 )
 
 

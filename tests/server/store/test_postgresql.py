@@ -14,11 +14,18 @@ from sqlalchemy import event
 from postgres import Postgres
 from server.store.test_store import a_model, step, tell_repeats_and_bad_ones_apart
 from server.waiting import unfinished
-from tinkex.server.plan import Kind
-from tinkex.server.store import DatabaseRefused, StorageTrouble, Store, open_store, postgres, writer
+from tinkex.server.scheduler.step_queue import Kind
+from tinkex.server.store import (
+    DatabaseRefused,
+    StorageTrouble,
+    Store,
+    group_commit,
+    open_store,
+    sql_dialects,
+)
 from tinkex.server.store.database import migrate
-from tinkex.server.store.finishing import success
-from tinkex.server.store.tables import metadata
+from tinkex.server.store.request_writes import success
+from tinkex.server.store.schema import metadata
 
 pytestmark = pytest.mark.anyio
 
@@ -63,7 +70,7 @@ def test_the_migrations_make_the_tables_that_the_code_uses(url: str) -> None:
 async def test_a_database_that_a_server_holds_is_refused_until_it_is_closed(
     url: str, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(postgres, "LOCK_WAIT_S", 0.2)
+    monkeypatch.setattr(sql_dialects, "LOCK_WAIT_S", 0.2)
     with pytest.raises(DatabaseRefused, match=r"another server \(tinkex serve, process \d+ on .*"):
         opened(url, tmp_path)
     # Those who only look, or make a key, are let in.
@@ -103,15 +110,15 @@ async def test_a_server_that_lost_its_database_to_another_writes_nothing(
     url: str, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = await a_model(store)
-    monkeypatch.setattr(postgres, "LOCK_WAIT_S", 2.0)
+    monkeypatch.setattr(sql_dialects, "LOCK_WAIT_S", 2.0)
     waiting = asyncio.create_task(asyncio.to_thread(opened, url, tmp_path))
     while not await _waits_for_lock(store):
         assert not waiting.done()
         await asyncio.sleep(0.01)
     await cut_writer(store)
     other = await waiting
-    monkeypatch.setattr(postgres, "LOCK_WAIT_S", 0.2)
-    monkeypatch.setattr(writer, "AWAY_S", 0.3)
+    monkeypatch.setattr(sql_dialects, "LOCK_WAIT_S", 0.2)
+    monkeypatch.setattr(group_commit, "AWAY_S", 0.3)
     first = (await unfinished(store))[0].request_id
     settling = store.requests.finish_one(success(first, b"{}", None))
     # To be sent again: the other one may be gone by then.
@@ -145,7 +152,7 @@ async def cut_writer(store: Store) -> None:
 async def test_a_database_that_stays_away_fails_the_writes_that_waited(
     store: Store, postgres: Postgres, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writer, "AWAY_S", 0.3)
+    monkeypatch.setattr(group_commit, "AWAY_S", 0.3)
     model = await a_model(store)
     name = sa.make_url(url).database
     with postgres.connect() as admin:

@@ -15,12 +15,12 @@ from alembic.migration import MigrationContext
 from sqlalchemy import event
 
 from server.waiting import unfinished
-from tinkex.server.plan import Kind
+from tinkex.server.scheduler.step_queue import Kind
 from tinkex.server.store import Model, NewRequest, Status, Store, open_store
 from tinkex.server.store.database import Database, migrate
-from tinkex.server.store.finishing import failure, success
-from tinkex.server.store.tables import metadata, requests
-from tinkex.server.store.writer import Writer
+from tinkex.server.store.group_commit import Writer
+from tinkex.server.store.request_writes import failure, success
+from tinkex.server.store.schema import metadata, requests
 
 pytestmark = pytest.mark.anyio
 

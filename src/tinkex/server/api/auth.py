@@ -1,14 +1,25 @@
 """
-Who asks. Every request passes here before any route, and every look-up uses the owner found here.
+Links that open one thing until a time, for whoever holds them: no key travels with them.
 
-A server that never had a key is bound to loopback, and everybody on the machine is the owner
-`local`. Once there is a key, each request needs one, or a token that was given for one.
+    signer = Signer.of_folder(settings.folder)
+    query = signer.sign("/api/v1/signed/trace/ID", lasts_s=900)    # "expires=...&signature=..."
+    signer.opens(path, expires, signature)                         # in the route that answers it
 """
 
+import base64
+import binascii
+import contextlib
 import hashlib
+import hmac
+import json
+import logging
+import os
+import secrets
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
 from urllib.parse import urlsplit
 
 from starlette.requests import HTTPConnection
@@ -17,7 +28,126 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from tinkex.server.api.errors import Refusal, storage_trouble, told
 from tinkex.server.settings import is_loopback
 from tinkex.server.store import ApiKey, Keys, StorageTrouble
-from tinkex.server.tokens import BadToken, Tokens
+
+log = logging.getLogger("tinkex.server.api.auth")
+
+LINK_KEY_FILE = "signing.key"
+KEY_BYTES = 32
+
+
+class Signer:
+    """Signs paths with a key of this server. Query parts other than the two are not covered."""
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+
+    @classmethod
+    def of_folder(cls, folder: Path) -> Self:
+        """With the key of a data folder, made there the first time; links outlive a restart."""
+        return cls(folder_key(folder))
+
+    def sign(self, path: str, *, lasts_s: float) -> str:
+        """The query that makes this path a link for so many seconds."""
+        expires_s = int(time.time() + lasts_s)
+        return f"expires={expires_s}&signature={self._signature(path, expires_s)}"
+
+    def opens(self, path: str, expires: str, signature: str) -> bool:
+        """Whether a link was made here and has not run out; takes as long for a near miss."""
+        if not (expires.isascii() and expires.isdigit() and len(expires) < 16):
+            return False
+        expected = self._signature(path, int(expires))
+        return hmac.compare_digest(expected.encode(), signature.encode()) and (
+            int(expires) > time.time()
+        )
+
+    def _signature(self, path: str, expires_s: int) -> str:
+        signed = f"{expires_s}\n{path}".encode()
+        return hmac.new(self._key, signed, hashlib.sha256).hexdigest()
+
+
+def folder_key(folder: Path, name: str = LINK_KEY_FILE) -> bytes:
+    """The secret of a data folder, readable by its owner alone; made when it is not there."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    file = folder / name
+    with contextlib.suppress(FileNotFoundError):
+        if len(found := file.read_bytes()) >= KEY_BYTES:
+            return found
+        # With an empty key anybody could sign. Links and tokens of the old one are over.
+        log.error("%s was cut short and is made anew; who has a token fetches another", file)
+        file.unlink()
+    part = folder / f".{name}.{secrets.token_hex(4)}"
+    descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "wb") as written:
+        written.write(secrets.token_bytes(KEY_BYTES))
+        written.flush()
+        os.fsync(written.fileno())
+    try:
+        # Whole or not at all, and the first of two wins.
+        os.link(part, file)
+    except FileExistsError:
+        pass
+    finally:
+        part.unlink()
+    return file.read_bytes()
+
+
+# MERGED: Tokens that stand for a key for a while: JSON web tokens, signed and known again by this server. The secret is a file of the data folder, readable by its owner alone. Deleting it, and starting again, makes every token worthless; clients fetch new ones for their keys.
+
+
+TOKEN_KEY_FILE = "tokens.key"
+# Tokens are read before anybody is known: no more than this is looked at.
+LONGEST_TOKEN = 4096
+
+
+class BadToken(Exception):
+    """Not signed here, changed, or over."""
+
+
+class Tokens:
+    """HS256, and nothing else: what a token says about its own algorithm is not asked."""
+
+    def __init__(self, secret: bytes) -> None:
+        self._secret = secret
+
+    @classmethod
+    def of_folder(cls, folder: Path) -> Self:
+        return cls(folder_key(folder, TOKEN_KEY_FILE))
+
+    def make(self, claims: Mapping[str, Any]) -> str:
+        head = _encode(b'{"alg":"HS256","typ":"JWT"}')
+        body = _encode(json.dumps(dict(claims), separators=(",", ":")).encode())
+        return f"{head}.{body}.{self._signature(head, body)}"
+
+    def read(self, token: str, *, now_s: float) -> dict[str, Any]:
+        """What one of our own tokens says, while it lasts."""
+        parts = token.split(".")
+        if len(token) > LONGEST_TOKEN or len(parts) != 3 or not token.isascii():
+            raise BadToken("it is not a token")
+        head, body, signature = parts
+        if not hmac.compare_digest(self._signature(head, body), signature):
+            raise BadToken("it was not signed by this server")
+        try:
+            claims: dict[str, Any] = json.loads(_decode(body))
+        except (ValueError, binascii.Error):
+            raise BadToken("it is not a token") from None
+        if claims["exp"] <= now_s:
+            raise BadToken("it has expired")
+        return claims
+
+    def _signature(self, head: str, body: str) -> str:
+        return _encode(hmac.new(self._secret, f"{head}.{body}".encode(), hashlib.sha256).digest())
+
+
+def _encode(data: bytes) -> str:
+    return base64.urlsafe_b64encode(data).rstrip(b"=").decode()
+
+
+def _decode(text: str) -> bytes:
+    return base64.urlsafe_b64decode(text + "=" * (-len(text) % 4))
+
+
+# MERGED: Who asks. Every request passes here before any route, and every look-up uses the owner found here. A server that never had a key is bound to loopback, and everybody on the machine is the owner `local`. Once there is a key, each request needs one, or a token that was given for one.
+
 
 LOCAL_OWNER = "local"
 WEIGHTS_TOKEN = "X-Tinker-Weights-Access-Token"

@@ -17,11 +17,10 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from tinkex.server.api.context import answer, context_of
+from tinkex.server.api.deps import answer, context_of, readable
 from tinkex.server.api.errors import Refusal
-from tinkex.server.api.reading import readable
-from tinkex.server.api.runs import CHECKPOINT
-from tinkex.server.saving import EXTERNAL, tinker_path
+from tinkex.server.api.training_runs import CHECKPOINT
+from tinkex.server.scheduler.checkpoints import EXTERNAL, tinker_path
 from tinkex.server.store import Version
 from tinkex.wire.checkpoints import ExternalWeightsUrlsResponse
 

@@ -23,7 +23,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, HTTPConnection, Request
 from starlette.responses import JSONResponse, Response
 
-from tinkex.server.futures import UnknownRequest
+from tinkex.server.scheduler.results import UnknownRequest
 from tinkex.server.store import Damaged, RunTaken, StorageTrouble
 from tinkex.server.store.requests import ResultGone
 from tinkex.wire.errors import FieldError, TooLarge, UserFailure, WireError

@@ -9,11 +9,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tinkex.server.api.auth import owner_of
-from tinkex.server.api.context import Context, answer, context_of, describe, dialect_of, read_json
-from tinkex.server.futures import Settled
-from tinkex.server.patience import GONE
-from tinkex.server.plan import PASSES, Kind
-from tinkex.server.shares import Waiting
+from tinkex.server.api.deps import Context, answer, context_of, describe, dialect_of, read_json
+from tinkex.server.api.http_limits import GONE
+from tinkex.server.scheduler.fairness import Waiting
+from tinkex.server.scheduler.results import Settled
+from tinkex.server.scheduler.step_queue import PASSES, Kind
 from tinkex.server.store import Completion
 from tinkex.wire.codec import JSON_TYPE, PROTOBUF_TYPE, encode_json
 from tinkex.wire.dialect import Dialect, wants_protobuf

@@ -4,10 +4,9 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tinkex.server.api.accept import accepted, admit, tokens_known
-from tinkex.server.api.context import Context, context_of, describe, read_body, read_data
-from tinkex.server.api.numbers import LARGEST_SEQ_ID, numbered
-from tinkex.server.plan import Kind
+from tinkex.server.api.deps import Context, context_of, describe, read_body, read_data
+from tinkex.server.api.submit import LARGEST_SEQ_ID, accepted, admit, numbered, tokens_known
+from tinkex.server.scheduler.step_queue import Kind
 from tinkex.server.store import Model, NewRequest
 from tinkex.wire.checkpoints import (
     SaveWeightsExternalRequest,

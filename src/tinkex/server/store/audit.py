@@ -14,7 +14,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from tinkex.server.store.database import Database
-from tinkex.server.store.tables import audit
+from tinkex.server.store.schema import audit
 
 #: What `GET audit?event_type=` may ask for, by the first word of an event.
 TOPICS = {

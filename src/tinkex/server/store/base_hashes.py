@@ -5,7 +5,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from tinkex.server.store.database import Database
-from tinkex.server.store.tables import checkpoint_versions, models
+from tinkex.server.store.schema import checkpoint_versions, models
 
 
 class BaseHashes:

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sa
 
-from tinkex.server.store import audit, finishing
+from tinkex.server.store import audit, request_writes
+from tinkex.server.store.blobs import Files, fault, fingerprint
 from tinkex.server.store.database import Database
-from tinkex.server.store.files import Files, fault, fingerprint
 from tinkex.server.store.runs import Sampler, insert_sampler
-from tinkex.server.store.tables import checkpoint_names, checkpoint_versions
-from tinkex.server.store.trouble import FILES, Damaged, StorageTrouble
+from tinkex.server.store.schema import checkpoint_names, checkpoint_versions
+from tinkex.server.store.storage_health import FILES, Damaged, StorageTrouble
 from tinkex.wire.checkpoints import ParsedCheckpointTinkerPath
 from tinkex.wire.errors import UserFailure
 
@@ -196,7 +196,7 @@ class Checkpoints:
             if sampler is not None and insert_sampler(connection, *sampler) != sampler[0]:
                 raise SamplerTaken
             note_saved(connection, version, "checkpoint.saved")
-            finishing.set_done(connection, request_id, result, version_id=version.version_id)
+            request_writes.set_done(connection, request_id, result, version_id=version.version_id)
 
         await self._database.write(act, must=True)
 

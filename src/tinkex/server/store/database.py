@@ -22,10 +22,10 @@ from alembic.script import ScriptDirectory
 from alembic.util import CommandError
 from sqlalchemy import event
 
-from tinkex.server.store import postgres, tally, writer
-from tinkex.server.store.same_file import SameFile
-from tinkex.server.store.tables import api_keys
-from tinkex.server.store.trouble import (
+from tinkex.server.store import group_commit, request_writes, sql_dialects
+from tinkex.server.store.group_commit import Many, Writer
+from tinkex.server.store.schema import api_keys
+from tinkex.server.store.storage_health import (
     DATABASE_FILE,
     FAILING,
     FILES,
@@ -36,7 +36,6 @@ from tinkex.server.store.trouble import (
     StorageTrouble,
     trouble_of,
 )
-from tinkex.server.store.writer import Many, Writer
 
 log = logging.getLogger("tinkex.server.store")
 
@@ -136,7 +135,10 @@ class Database:
             SameFile(Path(file)) if file and self._writing.dialect.name == "sqlite" else None
         )
         self.writer = Writer(
-            self._writing, last=tally.write, undone=tally.forget, condition=self.condition
+            self._writing,
+            last=request_writes.write,
+            undone=request_writes.forget,
+            condition=self.condition,
         )
 
     async def write(
@@ -225,10 +227,10 @@ class Database:
         """
         began_s = time.monotonic()
         try:
-            while not (await asyncio.wait((reading,), timeout=writer.SILENT_S))[0]:
+            while not (await asyncio.wait((reading,), timeout=group_commit.SILENT_S))[0]:
                 silent_s = time.monotonic() - began_s
-                if silent_s >= writer.AWAY_S or self.condition.trouble is not None:
-                    raise StorageTrouble(writer.silence(self._writing, silent_s))
+                if silent_s >= group_commit.AWAY_S or self.condition.trouble is not None:
+                    raise StorageTrouble(group_commit.silence(self._writing, silent_s))
             return reading.result()
         finally:
             # Its thread goes on until it is answered; nobody listens.
@@ -323,7 +325,7 @@ def _told(engine: sa.Engine) -> Iterator[None]:
     """Whatever keeps a database from being opened, as DatabaseRefused."""
     try:
         yield
-    except postgres.DatabaseHeld as error:
+    except sql_dialects.DatabaseHeld as error:
         raise DatabaseRefused(str(error)) from None
     except sa.exc.OperationalError as error:
         reason = str(error.orig).strip().partition("\n")[0]
@@ -528,7 +530,7 @@ def _engines(url: str, *, alone: bool) -> tuple[sa.Engine, sa.Engine]:
         # Errors are logged, and what was to be written belongs to somebody.
         shared: dict[str, Any] = {"hide_parameters": True, "max_overflow": 0}
         if backend == "postgresql":
-            shared["connect_args"] = postgres.patience(sa.make_url(url))
+            shared["connect_args"] = sql_dialects.patience(sa.make_url(url))
         writing = sa.create_engine(url, pool_size=1, **shared)
         reading = sa.create_engine(url, pool_size=READERS + KEY_READERS + REPORTERS, **shared)
     except ModuleNotFoundError as error:
@@ -542,9 +544,9 @@ def _engines(url: str, *, alone: bool) -> tuple[sa.Engine, sa.Engine]:
         _prepare_sqlite(writing, "BEGIN IMMEDIATE", writes=True)
         _prepare_sqlite(reading, "BEGIN", writes=False)
     else:
-        postgres.prepare_writer(writing, alone=alone)
-        postgres.prepare_texts(writing)
-        postgres.prepare_texts(reading)
+        sql_dialects.prepare_writer(writing, alone=alone)
+        sql_dialects.prepare_texts(writing)
+        sql_dialects.prepare_texts(reading)
         # All statements of one read see the same commits, as with SQLite.
         reading = reading.execution_options(
             isolation_level="REPEATABLE READ", postgresql_readonly=True
@@ -577,3 +579,27 @@ def _prepare_sqlite(engine: sa.Engine, begin: str, *, writes: bool) -> None:
     @event.listens_for(engine, "begin")
     def _begun(connection: sa.Connection) -> None:
         connection.exec_driver_sql(begin)
+
+
+# MERGED: Whether the files of a SQLite database are still those that were opened. A file that is deleted or replaced stays open: writes to it succeed, and are gone when the process ends.
+
+
+class SameFile:
+    """The database and its write-ahead log, by device and inode."""
+
+    def __init__(self, database: Path) -> None:
+        self._files = (database, database.with_name(f"{database.name}-wal"))
+        self._opened: dict[Path, tuple[int, int]] = {}
+
+    def check(self) -> None:
+        """Raises DatabaseGone when one is not there, or is another. The first call takes note."""
+        for file in self._files:
+            try:
+                stats = file.stat()
+            except (FileNotFoundError, NotADirectoryError):
+                if file in self._opened:
+                    raise DatabaseGone(f"{file} is not there any more") from None
+                continue
+            found = (stats.st_dev, stats.st_ino)
+            if self._opened.setdefault(file, found) != found:
+                raise DatabaseGone(f"{file} is another file than the one that was opened")

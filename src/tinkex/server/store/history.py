@@ -8,11 +8,15 @@ from typing import Any
 import sqlalchemy as sa
 
 from tinkex.server.store import audit
-from tinkex.server.store.among import among
-from tinkex.server.store.catalog import alive, shares_something, was_made
+from tinkex.server.store.checkpoint_lists import (
+    alive,
+    characters_of,
+    shares_something,
+    slices,
+    was_made,
+)
 from tinkex.server.store.database import Database
-from tinkex.server.store.pages import characters_of, slices
-from tinkex.server.store.tables import (
+from tinkex.server.store.schema import (
     checkpoint_names,
     checkpoint_versions,
     models,
@@ -20,6 +24,7 @@ from tinkex.server.store.tables import (
     samplers,
     sessions,
 )
+from tinkex.server.store.sql_dialects import among
 
 # Conditions on free-form metadata are not for the database: a search looks at rows. So many of
 # one search, and so many characters of their metadata; then it answers where to go on.

@@ -13,12 +13,11 @@ import sqlalchemy as sa
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
 
-from tinkex.server.store.belonging import belonging, named_in
+from tinkex.server.store.blobs import ROOMS, UNREADABLE, Files, fault, is_place
 from tinkex.server.store.database import any_key, migrations
-from tinkex.server.store.files import ROOMS, UNREADABLE, Files, fault, is_place
-from tinkex.server.store.snapshots import ASIDE
-from tinkex.server.store.status import Status
-from tinkex.server.store.tables import (
+from tinkex.server.store.retention import belonging, named_in
+from tinkex.server.store.schema import (
+    Status,
     checkpoint_versions,
     models,
     older_snapshots,
@@ -26,7 +25,8 @@ from tinkex.server.store.tables import (
     sessions,
     snapshots,
 )
-from tinkex.server.store.trouble import Damaged
+from tinkex.server.store.snapshots import ASIDE
+from tinkex.server.store.storage_health import Damaged
 
 PAYLOAD = "payload"
 RESULT = "result"

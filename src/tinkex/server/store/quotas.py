@@ -15,10 +15,10 @@ from dataclasses import dataclass, fields
 
 import sqlalchemy as sa
 
-from tinkex.server.store.catalog import alive, was_made
+from tinkex.server.store.checkpoint_lists import alive, was_made
 from tinkex.server.store.database import Database
 from tinkex.server.store.retention import ended
-from tinkex.server.store.tables import (
+from tinkex.server.store.schema import (
     api_keys,
     checkpoint_names,
     checkpoint_versions,

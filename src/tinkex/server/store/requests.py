@@ -4,28 +4,31 @@ import asyncio
 import threading
 import time
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import sqlalchemy as sa
 
-from tinkex.server.store.accepting import Accepted, Adding, NewRequest, insert, insert_many
-from tinkex.server.store.among import among
+from tinkex.server.store.blobs import Files
 from tinkex.server.store.database import Database
-from tinkex.server.store.files import Files
-from tinkex.server.store.finishing import (
+from tinkex.server.store.request_writes import (
+    Accepted,
+    Adding,
     Completion,
     Ending,
+    NewRequest,
     failure,
     finish,
     finish_many,
+    insert,
+    insert_many,
     set_done,
 )
-from tinkex.server.store.status import Status
-from tinkex.server.store.tables import completions, requests
-from tinkex.server.store.trouble import FILES, Damaged
+from tinkex.server.store.schema import Status, completions, custom_losses, requests
+from tinkex.server.store.sql_dialects import among
+from tinkex.server.store.storage_health import FILES, Damaged
 
 # Larger payloads and results are files of their own: rows stay small enough to copy.
 INLINE_BYTES = 64 * 1024
@@ -370,3 +373,77 @@ def _row(found: sa.Row[*tuple[object, ...]] | None) -> RequestRow | None:
 def _request_row(values: dict[str, Any]) -> RequestRow:
     values.pop("created_s", None)
     return RequestRow(**{**values, "status": Status(values["status"])})
+
+
+# MERGED: Finding the first self of a request without writing anything.
+
+
+class Repeats:
+    """A request is repeated when its client did not get the answer. The place is what counts."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    async def find(self, new: NewRequest) -> Accepted | None:
+        """The request that has this place in the line of its model or sampler, if there is one."""
+        if new.seq_id is None:
+            return None
+        place = (
+            requests.c.model_id == new.model_id
+            if new.model_id is not None
+            else requests.c.sampling_session_id == new.sampling_session_id
+        )
+        statement = sa.select(requests.c.request_id, requests.c.kind, requests.c.sequences).where(
+            place, requests.c.seq_id == new.seq_id
+        )
+        row = await self._database.read(lambda connection: connection.execute(statement).first())
+        return None if row is None else Accepted(**row._mapping, is_new=False)
+
+    async def has_loss(self, session_id: str, number: int) -> bool:
+        """Whether a session has a loss of this number."""
+        statement = sa.select(custom_losses.c.loss_id).where(
+            custom_losses.c.session_id == session_id,
+            custom_losses.c.custom_loss_seq_id == number,
+        )
+        return await self._database.read(
+            lambda connection: connection.execute(statement).first() is not None
+        )
+
+
+# MERGED: How often requests that wait were with an engine that died. Written only when one dies.
+
+
+_WAITING = requests.c.status == Status.WAITING
+_NOTE = (
+    requests.update()
+    .where(requests.c.request_id == sa.bindparam("lost"), _WAITING)
+    .values(deaths=sa.bindparam("times"))
+)
+_ALL = sa.select(requests.c.request_id, requests.c.deaths).where(_WAITING, requests.c.deaths > 0)
+_CLEAR = requests.update().where(_WAITING, requests.c.deaths > 0).values(deaths=0)
+
+
+class Deaths:
+    """A number in the row of a request; it goes with the row."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    async def all(self) -> dict[str, int]:
+        """Of everything that waits and was lost before."""
+        return await self._database.read(
+            lambda connection: {row.request_id: row.deaths for row in connection.execute(_ALL)}
+        )
+
+    async def note(self, deaths: Mapping[str, int]) -> None:
+        """From now on these have been lost so often."""
+        rows = [{"lost": request_id, "times": times} for request_id, times in deaths.items()]
+        if rows:
+            await self._database.write(
+                lambda connection: connection.execute(_NOTE, rows), must=True
+            )
+
+    async def clear(self, base_model: str) -> None:
+        """What was lost with engines of this model was lost because of another one."""
+        statement = _CLEAR.where(requests.c.base_model == base_model)
+        await self._database.write(lambda connection: connection.execute(statement), must=True)

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sa
 
-from tinkex.server.store import accepting, audit, finishing
-from tinkex.server.store.accepting import Accepted, NewRequest
+from tinkex.server.store import audit, request_writes
 from tinkex.server.store.database import Database
-from tinkex.server.store.status import Status
-from tinkex.server.store.tables import custom_losses, models, requests, samplers, sessions
+from tinkex.server.store.request_writes import Accepted, NewRequest
+from tinkex.server.store.schema import Status, custom_losses, models, requests, samplers, sessions
 from tinkex.wire.errors import UserFailure
 
 if TYPE_CHECKING:
@@ -291,17 +290,17 @@ class Runs:
                         "created_s": model.created_s,
                     },
                 )
-            accepted = accepting.insert(connection, request)
+            accepted = request_writes.insert(connection, request)
             if known is not None and accepted.is_new and known.last_request_s is None:
                 raise RunTaken(model.model_id)  # it never had a step 0, not even one that is gone
             if accepted.is_new:
                 try:
                     self._quotas.check(connection, model.owner, runs=1)
                 except UserFailure as over:
-                    ending = finishing.failure(
+                    ending = request_writes.failure(
                         accepted.request_id, str(over), category="user", cause="work"
                     )
-                    finishing.finish(connection, ending)
+                    request_writes.finish(connection, ending)
                     return replace(accepted, refused=str(over))
             return accepted
 
@@ -366,7 +365,7 @@ class Runs:
                 return Accepted(
                     request_id=first.request_id, kind=request.kind, sequences=0, is_new=False
                 )
-            accepted = accepting.insert(connection, request)
+            accepted = request_writes.insert(connection, request)
             connection.execute(
                 custom_losses.insert(),
                 {

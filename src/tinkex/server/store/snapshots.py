@@ -12,11 +12,10 @@ from pathlib import Path
 
 import sqlalchemy as sa
 
+from tinkex.server.store.blobs import UNREADABLE, Files, fault, fingerprint
 from tinkex.server.store.database import Database
-from tinkex.server.store.files import UNREADABLE, Files, fault, fingerprint
-from tinkex.server.store.status import Status
-from tinkex.server.store.tables import older_snapshots, requests, snapshots
-from tinkex.server.store.trouble import Damaged
+from tinkex.server.store.schema import Status, older_snapshots, requests, snapshots
+from tinkex.server.store.storage_health import Damaged
 
 log = logging.getLogger("tinkex.server.store")
 

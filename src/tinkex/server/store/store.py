@@ -11,23 +11,19 @@ import sqlalchemy as sa
 
 from tinkex.server.store.audit import Audit
 from tinkex.server.store.base_hashes import BaseHashes
-from tinkex.server.store.belonging import refuse_another
-from tinkex.server.store.catalog import Catalog
+from tinkex.server.store.blobs import Files
+from tinkex.server.store.checkpoint_lists import Catalog
 from tinkex.server.store.checkpoints import Checkpoints
 from tinkex.server.store.database import Database, DatabaseRefused
-from tinkex.server.store.deaths import Deaths
-from tinkex.server.store.files import Files
 from tinkex.server.store.history import History
-from tinkex.server.store.key_marker import refuse_lost_keys
-from tinkex.server.store.keys import Keys
+from tinkex.server.store.keys import Keys, refuse_lost_keys
 from tinkex.server.store.quotas import OverQuota, Quotas
-from tinkex.server.store.repeats import Repeats
-from tinkex.server.store.requests import Requests
-from tinkex.server.store.retention import Retention
+from tinkex.server.store.requests import Deaths, Repeats, Requests
+from tinkex.server.store.retention import Retention, refuse_another
 from tinkex.server.store.runs import Runs
 from tinkex.server.store.snapshots import Snapshots
+from tinkex.server.store.storage_health import FILES, Condition, StorageTrouble, StoreAway
 from tinkex.server.store.telemetry import Telemetry
-from tinkex.server.store.trouble import FILES, Condition, StorageTrouble, StoreAway
 from tinkex.server.store.usage import Usage
 
 T = TypeVar("T")

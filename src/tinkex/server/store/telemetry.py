@@ -8,7 +8,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from tinkex.server.store.database import Database
-from tinkex.server.store.tables import telemetry
+from tinkex.server.store.schema import telemetry
 from tinkex.wire.scrubbing import scrubbed as without_secrets
 
 # An SDK sends up to 100 at once.

@@ -4,17 +4,16 @@ from dataclasses import dataclass
 
 import sqlalchemy as sa
 
-from tinkex.server.store.among import among
-from tinkex.server.store.catalog import alive
+from tinkex.server.store.checkpoint_lists import alive, weighed
 from tinkex.server.store.database import Database
-from tinkex.server.store.pages import weighed
-from tinkex.server.store.tables import (
+from tinkex.server.store.schema import (
     checkpoint_names,
     checkpoint_versions,
     models,
     sessions,
     usage,
 )
+from tinkex.server.store.sql_dialects import among
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,7 +10,7 @@ from hypothesis.stateful import precondition, rule
 from server.store import model as told
 from server.store.machine.base import BASE, PICK
 from server.store.machine.requests import Requests
-from tinkex.server.plan import Kind
+from tinkex.server.scheduler.step_queue import Kind
 from tinkex.server.store import Sampler
 from tinkex.server.store.checkpoints import NameTaken, Naming, SamplerTaken
 

@@ -8,8 +8,8 @@ from hypothesis.stateful import invariant
 
 from server.store.machine.base import Base
 from server.waiting import unfinished
-from tinkex.server.store.files import ROOMS
-from tinkex.server.store.tables import metadata
+from tinkex.server.store.blobs import ROOMS
+from tinkex.server.store.schema import metadata
 
 
 class Comparing(Base):

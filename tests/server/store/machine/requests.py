@@ -11,9 +11,9 @@ from hypothesis.stateful import precondition, rule
 
 from server.store import model as told
 from server.store.machine.base import BASE, OWNERS, PICK, Base
-from tinkex.server.plan import Kind
+from tinkex.server.scheduler.step_queue import Kind
 from tinkex.server.store import Accepted, Completion, NewRequest, Status
-from tinkex.server.store.finishing import SAMPLES_OF_A_CLONE, failure, success
+from tinkex.server.store.request_writes import SAMPLES_OF_A_CLONE, failure, success
 from tinkex.server.store.requests import INLINE_BYTES, ResultGone
 from tinkex.wire.protobuf import encode_sample_response
 from tinkex.wire.sampling import SampledSequence, SampleResponse

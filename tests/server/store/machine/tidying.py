@@ -10,7 +10,7 @@ from server.store import model as told
 from server.store.machine.base import AGES_S, PICK
 from server.store.machine.checkpoints import KINDS, Checkpoints
 from server.store.machine.snapshots import Snapshots
-from tinkex.server.janitor import surplus
+from tinkex.server.maintenance.cleanup import surplus
 
 THREE_AGES_S = st.tuples(AGES_S, AGES_S, AGES_S)
 

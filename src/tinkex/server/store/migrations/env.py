@@ -2,7 +2,7 @@
 
 from alembic import context
 
-from tinkex.server.store.tables import metadata
+from tinkex.server.store.schema import metadata
 
 connection = context.config.attributes["connection"]
 # `render_as_batch`: SQLite changes a table by copying it.

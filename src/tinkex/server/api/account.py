@@ -1,0 +1,420 @@
+"""What was used, and what it would cost: tokens really counted, prices from settings."""
+
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from datetime import UTC, date, datetime, timedelta
+from itertools import chain
+from typing import Annotated, Literal
+
+from fastapi import APIRouter, Query
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tinkex.server.api.auth import caller_of, gate_of, owner_of
+from tinkex.server.api.deps import answer, context_of
+from tinkex.server.api.errors import Refusal
+from tinkex.server.api.report_limits import bounded, report
+from tinkex.server.api.sessions import texts
+from tinkex.server.settings import HOURS_A_MONTH, Prices
+from tinkex.server.store.audit import MOST_ENTRIES, AuditEntry
+from tinkex.server.store.request_writes import CACHED, HOUR_S, SAMPLED, TRAINING
+from tinkex.server.store.usage import Stored, Used
+from tinkex.wire.billing import (
+    AuditLogEntry,
+    AuditLogResponse,
+    BillingEventInfo,
+    BillingUsageEvent,
+    BillingUsageResponse,
+    BillingUsageSession,
+    CheckpointBillingEvent,
+    CurrentCheckpointStorageUsageItem,
+    CurrentCheckpointStorageUsageResponse,
+    SamplingPrefillBillingEvent,
+    SamplingSampleBillingEvent,
+    StorageBillingEvent,
+    TrainingBillingEvent,
+)
+from tinkex.wire.errors import UserFailure
+
+router = APIRouter(prefix="/api/v1", tags=["billing"])
+
+LONGEST = timedelta(days=14)
+GIGABYTE = 10**9
+MILLION = 10**6
+
+# Ends of one answer. A checkpoint that is kept is an event for each hour.
+MOST_EVENTS = 25_000
+MOST_STORED = 100_000
+MOST_PROJECTS = 10_000
+SHORTER = "Ask about a shorter time."
+
+#: Session, project and base model.
+_Group = tuple[str, str | None, str]
+#: The hour, and the same.
+_Place = tuple[int, str, str | None, str]
+
+
+@router.get("/billing/usage/events")
+@bounded(entries=MOST_EVENTS)
+async def usage_events(
+    request: Request,
+    starting_on: Annotated[str, Query(description="RFC 3339, a whole UTC hour")],
+    ending_before: Annotated[str, Query(description="RFC 3339, a whole UTC hour")],
+) -> Response:
+    """Hour by hour: tokens by session and base model, checkpoints, and their storage."""
+    first = _hour("starting_on", starting_on)
+    end = _hour("ending_before", ending_before)
+    if not timedelta(0) < end - first <= LONGEST:
+        raise _wrong(
+            "ending_before",
+            f"it is {end - first} after starting_on; one hour to {LONGEST.days} days are allowed.",
+        )
+    context = context_of(request)
+    owner = owner_of(request)
+    first_hour, end_hour = int(first.timestamp()) // HOUR_S, int(end.timestamp()) // HOUR_S
+    usage = context.store.usage
+    used = await usage.between(
+        owner=owner, first_hour=first_hour, end_hour=end_hour, most=MOST_EVENTS + 1
+    )
+    stored = await usage.stored(
+        owner=owner,
+        since_s=first_hour * HOUR_S,
+        until_s=end_hour * HOUR_S,
+        most=MOST_STORED + 1,
+    )
+    if len(stored) > MOST_STORED:
+        raise UserFailure(
+            f"more than {MOST_STORED} checkpoints were there in this time, which is the most of "
+            f"one answer. {SHORTER}"
+        )
+    prices = Prices.parse(context.settings.prices)
+    storage_rate = context.settings.price_gb_month or None
+    now_s = time.time()
+
+    def build() -> list[BillingUsageEvent]:
+        events: list[BillingUsageEvent] = []
+        for event in chain(
+            (_token_event(one, prices, owner) for one in used),
+            _storage_events(stored, first_hour, end_hour, now_s, storage_rate, owner),
+        ):
+            if len(events) == MOST_EVENTS:
+                raise UserFailure(
+                    f"there are more than {MOST_EVENTS} events in this time, which is the most of "
+                    f"one answer. {SHORTER}"
+                )
+            events.append(event)
+        events.sort(key=lambda event: event.bucket_start)
+        return events
+
+    events = await context.store.build_report(build)
+    sessions = sorted({event.session_id for event in events if event.session_id})
+    said = await usage.metadata(sessions)
+    return await report(
+        request,
+        lambda: BillingUsageResponse(
+            data=events,
+            sessions={
+                one: BillingUsageSession(user_metadata=texts(said.get(one))) for one in sessions
+            },
+            cost_data_through=datetime.fromtimestamp(int(now_s), UTC),
+        ),
+        advice=SHORTER,
+    )
+
+
+@router.get("/billing/usage/checkpoints/current")
+@bounded(entries=MOST_PROJECTS)
+async def current_storage(request: Request, project_id: str | None = None) -> Response:
+    """What the owner's checkpoints take now, by project: those that are in the lists."""
+    context = context_of(request)
+    owner = owner_of(request)
+    kept = await context.store.usage.current(
+        owner=owner, project_id=project_id, now_s=time.time(), most=MOST_PROJECTS + 1
+    )
+    if len(kept) > MOST_PROJECTS:
+        raise UserFailure(
+            f"there are checkpoints in more than {MOST_PROJECTS} projects, which is the most of "
+            "one answer. Ask about one `project_id`."
+        )
+    rate = context.settings.price_gb_month or None
+    return await report(
+        request,
+        lambda: CurrentCheckpointStorageUsageResponse(
+            effective_rate_usd_per_gigabyte_month=rate,
+            data=[
+                CurrentCheckpointStorageUsageItem(
+                    project_id=one.project_id,
+                    user_name=owner,
+                    checkpoint_count=one.checkpoints,
+                    size_bytes=one.size_bytes,
+                    size_gigabytes=one.size_bytes / GIGABYTE,
+                    estimated_monthly_cost_usd=(
+                        None if rate is None else one.size_bytes / GIGABYTE * rate
+                    ),
+                )
+                for one in kept
+            ],
+        ),
+        advice="Ask about one `project_id`.",
+    )
+
+
+def _hour(name: str, text: str) -> datetime:
+    """A whole UTC hour; a `+` that a client left as it is arrives as a space."""
+    try:
+        moment = datetime.fromisoformat(text.strip().replace(" ", "+"))
+    except ValueError:
+        raise _wrong(
+            name, f"{text[:60]!r} is not an RFC 3339 time such as 2026-11-15T10:00:00Z."
+        ) from None
+    if moment.tzinfo is None:
+        raise _wrong(name, f"{text[:60]!r} names no time zone; end it with Z or +00:00.")
+    try:
+        moment = moment.astimezone(UTC)
+    except OverflowError:
+        raise _wrong(name, f"{text[:60]!r} is out of reach.") from None
+    if moment.minute or moment.second or moment.microsecond:
+        raise _wrong(name, f"{text[:60]!r} is not a whole UTC hour, and usage is kept by the hour.")
+    return moment
+
+
+def _wrong(name: str, message: str) -> Refusal:
+    return Refusal(422, [{"loc": ["query", name], "msg": message, "type": "value_error"}])
+
+
+def _token_event(used: Used, prices: Prices, owner: str) -> BillingUsageEvent:
+    rate = prices.rate(used.base_model, used.what)
+    return BillingUsageEvent(
+        bucket_start=_moment(used.hour),
+        bucket_end=_moment(used.hour + 1),
+        base_model=used.base_model,
+        user_id=owner,
+        session_id=used.session_id or None,
+        project_id=used.project_id,
+        estimated_cost_usd=None if rate is None else used.amount / MILLION * rate,
+        effective_rate_usd_per_million_tokens=rate,
+        event_info=_info(used),
+    )
+
+
+def _info(used: Used) -> BillingEventInfo:
+    if used.what == TRAINING:
+        return TrainingBillingEvent(token_count=used.amount)
+    if used.what == SAMPLED:
+        return SamplingSampleBillingEvent(token_count=used.amount)
+    return SamplingPrefillBillingEvent(cached=used.what == CACHED, token_count=used.amount)
+
+
+def _storage_events(
+    stored: Iterable[Stored],
+    first_hour: int,
+    end_hour: int,
+    now_s: float,
+    rate: float | None,
+    owner: str,
+) -> Iterator[BillingUsageEvent]:
+    """Saves by the hour they were made in, and gigabyte-hours by the hours they lasted."""
+    saves: defaultdict[_Place, int] = defaultdict(int)
+    kept: defaultdict[_Group, _Kept] = defaultdict(_Kept)
+    for one in stored:
+        until_s = min(now_s, one.until_s or now_s, end_hour * HOUR_S)
+        made_in = int(one.since_s) // HOUR_S
+        if made_in >= first_hour:
+            saves[made_in, one.session_id, one.project_id, one.base_model] += 1
+        since_s = max(one.since_s, first_hour * HOUR_S)
+        kept[one.session_id, one.project_id, one.base_model].add(since_s, until_s, one.size_bytes)
+    for place, count in saves.items():
+        yield _event(place, owner, CheckpointBillingEvent(count=count))
+    for group, lasted in kept.items():
+        for hour, byte_hours in lasted.byte_hours():
+            gigabyte_hours = byte_hours / GIGABYTE
+            yield _event(
+                (hour, *group),
+                owner,
+                StorageBillingEvent(gigabyte_hours=gigabyte_hours),
+                cost=None if rate is None else gigabyte_hours / HOURS_A_MONTH * rate,
+                rate=rate,
+            )
+
+
+class _Kept:
+    """Bytes of checkpoints over time, hour by hour. Adding one takes the same for any time."""
+
+    def __init__(self) -> None:
+        #: Byte-hours of the hours in which a checkpoint came or went.
+        self._edges: defaultdict[int, float] = defaultdict(float)
+        #: How many more, and how many more bytes, are there for all of an hour and those after it.
+        self._more: defaultdict[int, tuple[int, int]] = defaultdict(lambda: (0, 0))
+
+    def add(self, since_s: float, until_s: float, size_bytes: int) -> None:
+        if until_s <= since_s:
+            return
+        first, last = int(since_s // HOUR_S), int(until_s // HOUR_S)
+        if first == last:
+            self._edges[first] += size_bytes * (until_s - since_s) / HOUR_S
+            return
+        self._edges[first] += size_bytes * ((first + 1) * HOUR_S - since_s) / HOUR_S
+        if until_s > last * HOUR_S:
+            self._edges[last] += size_bytes * (until_s - last * HOUR_S) / HOUR_S
+        for hour, sign in ((first + 1, 1), (last, -1)):
+            count, size = self._more[hour]
+            self._more[hour] = (count + sign, size + sign * size_bytes)
+
+    def byte_hours(self) -> Iterator[tuple[int, float]]:
+        """The hours in which something was there."""
+        count = size = 0
+        hours = self._edges.keys() | self._more.keys()
+        for hour in range(min(hours), max(hours) + 1) if hours else ():
+            more, bytes_more = self._more.get(hour, (0, 0))
+            count, size = count + more, size + bytes_more
+            if count or hour in self._edges:
+                yield hour, size + self._edges.get(hour, 0.0)
+
+
+def _event(
+    place: _Place,
+    owner: str,
+    info: BillingEventInfo,
+    *,
+    cost: float | None = None,
+    rate: float | None = None,
+) -> BillingUsageEvent:
+    hour, session_id, project_id, base_model = place
+    return BillingUsageEvent(
+        bucket_start=_moment(hour),
+        bucket_end=_moment(hour + 1),
+        base_model=base_model,
+        user_id=owner,
+        session_id=session_id,
+        project_id=project_id,
+        estimated_cost_usd=cost,
+        effective_rate_usd_per_gigabyte_month=rate,
+        event_info=info,
+    )
+
+
+def _moment(hour: int) -> datetime:
+    return datetime.fromtimestamp(hour * HOUR_S, UTC)
+
+
+# MERGED: The audit log: what was changed on this server by its owner's keys.
+
+
+audit_router = APIRouter(prefix="/api/v1", tags=["audit"])
+
+Topic = Literal["all", "checkpoints", "projects", "teams", "organizations"]
+
+
+@audit_router.get("/audit")
+@bounded(entries=MOST_ENTRIES)
+async def audit(
+    request: Request,
+    event_type: Annotated[Topic, Query()] = "all",
+    day: Annotated[date | None, Query(description="of UTC; left out: all that is kept")] = None,
+) -> Response:
+    """Oldest first."""
+    since_s, until_s = 0.0, time.time() + 1
+    if day is not None:
+        begins = datetime(day.year, day.month, day.day, tzinfo=UTC)
+        since_s = begins.timestamp()
+        until_s = since_s + timedelta(days=1).total_seconds()
+    found = await context_of(request).store.audit.entries(
+        owner=owner_of(request),
+        topic=None if event_type == "all" else event_type,
+        since_s=since_s,
+        until_s=until_s,
+    )
+    return await report(
+        request,
+        lambda: AuditLogResponse(entries=[_entry(entry) for entry in found]),
+        advice="Ask about one `day`, or one `event_type`.",
+    )
+
+
+def _entry(entry: AuditEntry) -> AuditLogEntry:
+    return AuditLogEntry(
+        timestamp=datetime.fromtimestamp(entry.at_s, UTC),
+        event=entry.event,
+        event_details=dict(entry.details),
+        model_id=entry.details.get("model_id"),
+        tinker_path=entry.details.get("tinker_path"),
+    )
+
+
+# MERGED: What a client may ask about its own key, and the exchange of a key for a token.
+
+
+key_router = APIRouter(prefix="/api/v1/auth", tags=["keys"])
+unauthed = APIRouter(prefix="/api/unauthed", tags=["keys"])
+
+# Official clients read tokens whose issuer begins with `passport-`.
+ISSUER = "passport-tinkex"
+NO_LOGIN = (
+    "this server has no login in a browser. Whoever runs it makes keys with `tinkex key create`; "
+    "set TINKER_API_KEY to yours."
+)
+
+
+@key_router.post("/token")
+async def exchange(request: Request) -> Response:
+    """A token that stands for the key of this request until it expires."""
+    caller = caller_of(request)
+    if caller.by_token:
+        raise Refusal(
+            400, "a token cannot be exchanged for another one. Send the API key itself (tml-…)."
+        )
+    now_s = time.time()
+    claims = {
+        "iss": ISSUER,
+        "sub": f"tml:user:{caller.owner}",
+        "org_id": caller.project_id or "tinkex",
+        "email": "",
+        "key_id": caller.key_id or 0,
+        "iat": int(now_s),
+        "exp": int(now_s + context_of(request).settings.jwt_s),
+    }
+    return answer({"jwt": gate_of(request).tokens.make(claims)})
+
+
+@key_router.get("/apikey/me")
+async def key_info(request: Request) -> Response:
+    caller = caller_of(request)
+    return answer(
+        {
+            "key_id": caller.key_id or 0,
+            "name": caller.name,
+            "note": "" if caller.key_id else "this server has no keys: everybody is `local`",
+            "details": {
+                "org_details": {"name": caller.project_id or "tinkex"},
+                "user_details": {"email": caller.owner},
+            },
+        }
+    )
+
+
+@key_router.delete("/apikey/me")
+async def revoke_key(request: Request) -> Response:
+    """The key of this request opens nothing any more, from the next request on."""
+    caller = caller_of(request)
+    if caller.by_token:
+        # It lasts an hour, and would end the key for good.
+        raise Refusal(
+            403,
+            "a token cannot revoke the key that it stands for. Send the API key itself (tml-…), or "
+            "ask whoever runs this server: `tinkex key revoke`.",
+        )
+    if caller.key_id is not None:
+        await context_of(request).store.keys.revoke(caller.key_id)
+        gate_of(request).forget()
+    return answer({})
+
+
+@key_router.post("/apikey")
+async def create_key(_request: Request) -> Response:
+    raise Refusal(403, NO_LOGIN)
+
+
+@unauthed.get("/auth-config")
+async def login_config(_request: Request) -> Response:
+    raise Refusal(404, NO_LOGIN)

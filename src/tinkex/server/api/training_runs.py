@@ -1,0 +1,237 @@
+"""Training runs and checkpoints: lists, details, and what their owner may change."""
+
+import time
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Query
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tinkex.server.api.auth import owner_of
+from tinkex.server.api.deps import answer, context_of, describe, dialect_of, read_body
+from tinkex.server.api.errors import Refusal, missing
+from tinkex.server.api.report_limits import MOST_LISTED, bounded, report
+from tinkex.server.scheduler.checkpoints import (
+    EXTERNAL,
+    SAMPLER,
+    TRAINING,
+    check_ttl,
+    no_checkpoint,
+    tinker_path,
+)
+from tinkex.server.store.checkpoint_lists import Run, Saved
+from tinkex.wire.checkpoints import (
+    KINDS,
+    Checkpoint,
+    CheckpointsListResponse,
+    Cursor,
+    SetCheckpointTtlRequest,
+)
+from tinkex.wire.codec import decode_json, parse_json
+from tinkex.wire.errors import UserFailure
+from tinkex.wire.runs import TrainingRun, TrainingRunsResponse
+
+router = APIRouter(prefix="/api/v1", tags=["runs"])
+
+MOST_ON_A_PAGE = 10_000
+Limit = Annotated[int, Query(ge=0, le=MOST_ON_A_PAGE)]
+Offset = Annotated[int, Query(ge=0, le=2**53)]
+# `accessible`: also what others have published, and of it only that.
+Scope = Annotated[Literal["owned", "accessible"], Query()]
+
+CHECKPOINT = "/training_runs/{run}/checkpoints/{kind}/{name}"
+
+
+@router.get("/training_runs")
+@bounded(entries=MOST_ON_A_PAGE)
+async def list_training_runs(
+    request: Request,
+    limit: Limit = 20,
+    offset: Offset = 0,
+    access_scope: Scope = "owned",
+    project_id: str | None = None,
+) -> Response:
+    """Newest first."""
+    catalog = context_of(request).store.catalog
+    runs, total = await catalog.runs(
+        owner=owner_of(request),
+        project_id=project_id,
+        published=access_scope == "accessible",
+        limit=limit,
+        offset=offset,
+    )
+    return await report(
+        request,
+        lambda: TrainingRunsResponse(
+            training_runs=[_run(run) for run in runs],
+            cursor=Cursor(offset=offset, limit=limit, total_count=total),
+        ),
+        advice="Ask for fewer with `limit`.",
+    )
+
+
+@router.get("/training_runs/{run}")
+async def get_training_run(request: Request, run: str, access_scope: Scope = "owned") -> Response:
+    return answer(_run(await _readable(request, run, access_scope)))
+
+
+@router.get("/training_runs/{run}/checkpoints")
+@bounded(entries=MOST_LISTED)
+async def list_run_checkpoints(
+    request: Request, run: str, access_scope: Scope = "owned"
+) -> Response:
+    """All of a run, newest first."""
+    await _readable(request, run, access_scope)
+    found, total = await context_of(request).store.catalog.checkpoints(
+        owner=owner_of(request),
+        kinds=_kinds(request),
+        model_id=run,
+        published=access_scope == "accessible",
+        limit=MOST_LISTED,
+    )
+    advice = "List them with GET checkpoints, page by page."
+    if total > MOST_LISTED:
+        raise UserFailure(
+            f"{run} has {total} checkpoints, and {MOST_LISTED} are the most of one answer. {advice}"
+        )
+    return await report(
+        request,
+        lambda: CheckpointsListResponse(checkpoints=[_checkpoint(saved) for saved in found]),
+        advice=advice,
+    )
+
+
+@router.get("/checkpoints")
+@bounded(entries=MOST_ON_A_PAGE)
+async def list_checkpoints(
+    request: Request, limit: Limit = 100, offset: Offset = 0, access_scope: Scope = "owned"
+) -> Response:
+    """All of an owner, newest first."""
+    found, total = await context_of(request).store.catalog.checkpoints(
+        owner=owner_of(request),
+        kinds=_kinds(request),
+        published=access_scope == "accessible",
+        limit=limit,
+        offset=offset,
+    )
+    return await report(
+        request,
+        lambda: CheckpointsListResponse(
+            checkpoints=[_checkpoint(saved) for saved in found],
+            cursor=Cursor(offset=offset, limit=limit, total_count=total),
+        ),
+        advice="Ask for fewer with `limit`.",
+    )
+
+
+@router.delete(CHECKPOINT, status_code=204)
+async def delete_checkpoint(request: Request, run: str, kind: str, name: str) -> Response:
+    """Gone for everybody who asks by its path; samplers that are open on it go on."""
+    key = await _key(request, run, kind, name)
+    return _changed(await context_of(request).store.catalog.delete(**key), key)
+
+
+@router.post(f"{CHECKPOINT}/publish", status_code=204)
+async def publish(request: Request, run: str, kind: str, name: str) -> Response:
+    """Everybody on this server may read it. A second time changes nothing."""
+    key = await _key(request, run, kind, name)
+    return _changed(await context_of(request).store.catalog.set_public(True, **key), key)
+
+
+@router.delete(f"{CHECKPOINT}/publish", status_code=204)
+async def unpublish(request: Request, run: str, kind: str, name: str) -> Response:
+    key = await _key(request, run, kind, name)
+    return _changed(await context_of(request).store.catalog.set_public(False, **key), key)
+
+
+@router.put(
+    f"{CHECKPOINT}/ttl", status_code=204, openapi_extra=dict(describe(SetCheckpointTtlRequest))
+)
+async def set_ttl(request: Request, run: str, kind: str, name: str) -> Response:
+    """Seconds from now; null keeps it for good."""
+    ttl_s = _ttl(await read_body(request))
+    key = await _key(request, run, kind, name)
+    check_ttl(ttl_s)
+    expires_s = None if ttl_s is None else time.time() + ttl_s
+    return _changed(await context_of(request).store.catalog.set_expiry(expires_s, **key), key)
+
+
+async def _readable(request: Request, run: str, access_scope: Scope) -> Run:
+    """A run of the caller's or, if asked for, one of which something is published."""
+    context = context_of(request)
+    if access_scope == "owned":
+        await context.model(request, run)
+    found = await context.store.catalog.run(run, reader=owner_of(request))
+    if found is None:
+        raise missing("model", run, "Create one with create_model.")
+    return found
+
+
+def _ttl(body: bytes) -> int | None:
+    """Here, and only here, null means something that a missing field does not."""
+    try:
+        asked: object = parse_json(body)
+    except ValueError:
+        asked = None
+    if isinstance(asked, dict) and asked.get("ttl_seconds", "") is None:
+        return None
+    return decode_json(SetCheckpointTtlRequest, body).ttl_seconds
+
+
+def time_of(seconds: float) -> datetime:
+    return datetime.fromtimestamp(seconds, UTC)
+
+
+async def _key(request: Request, run: str, kind: str, name: str) -> Mapping[str, Any]:
+    """The name that is meant, if its run is the caller's."""
+    model = await context_of(request).model(request, run)
+    return {"model_id": model.model_id, "kind": kind, "name": name}
+
+
+def _changed(found: bool, key: Mapping[str, Any]) -> Response:
+    if not found:
+        raise Refusal(404, no_checkpoint(tinker_path(key["model_id"], key["kind"], key["name"])))
+    return Response(status_code=204)
+
+
+def _kinds(request: Request) -> set[str]:
+    """The kinds that this client can read about."""
+    known = dialect_of(request, None).knows_external_checkpoints
+    return set(KINDS) if known else set(KINDS) - {EXTERNAL}
+
+
+def _run(run: Run) -> TrainingRun:
+    model = run.model
+    training, sampler = run.newest.get(TRAINING), run.newest.get(SAMPLER)
+    return TrainingRun(
+        training_run_id=model.model_id,
+        base_model=model.base_model,
+        model_owner=model.owner,
+        is_lora=True,
+        corrupted=run.lost,
+        lora_rank=model.lora_config["rank"],
+        last_request_time=time_of(run.last_request_s),
+        last_checkpoint=None if training is None else _checkpoint(training),
+        last_sampler_checkpoint=None if sampler is None else _checkpoint(sampler),
+        user_metadata=_texts(model.user_metadata),
+    )
+
+
+def _checkpoint(saved: Saved) -> Checkpoint:
+    return Checkpoint(
+        checkpoint_id=f"{saved.kind}/{saved.name}",
+        checkpoint_type=KINDS[saved.kind],
+        time=time_of(saved.saved_s),
+        tinker_path=tinker_path(saved.model_id, saved.kind, saved.name),
+        size_bytes=saved.version.size_bytes,
+        public=saved.public,
+        expires_at=None if saved.expires_s is None else time_of(saved.expires_s),
+        user_metadata=_texts(saved.user_metadata),
+    )
+
+
+def _texts(metadata: Mapping[str, Any] | None) -> dict[str, str] | None:
+    """Any JSON was taken in; what goes out is text."""
+    return None if metadata is None else {key: str(value) for key, value in metadata.items()}

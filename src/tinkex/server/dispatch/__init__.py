@@ -1,5 +1,0 @@
-"""From accepted rows to engines and back: every model's steps in order, every sample at once."""
-
-from tinkex.server.dispatch.dispatcher import Dispatcher
-
-__all__ = ["Dispatcher"]

@@ -1,0 +1,1 @@
+"""Work on a data folder beside serving: cleanup, backup, diagnosis."""

@@ -1,0 +1,175 @@
+"""
+Deletes what has been kept long enough. One pass after the other, each of small steps.
+
+Every step is one transaction and then the files that only its rows pointed to. If the process dies
+in between, those files are swept later as left behind; so it may be killed at any moment.
+"""
+
+import asyncio
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from tinkex.server.scheduler.results import Futures
+from tinkex.server.scheduler.scheduler import Dispatcher
+from tinkex.server.settings import Settings
+from tinkex.server.store import StorageTrouble, Store
+from tinkex.server.store.retention import Named
+
+log = logging.getLogger("tinkex.server.maintenance.cleanup")
+
+# Between two steps of a pass, so that requests go first.
+BREATH_S = 0.01
+# Files are looked through this often.
+SWEEP_EVERY_S = 1800.0
+# A session that was silent for this long has its models written down.
+SILENT_S = 900.0
+SNAPSHOTS_AT_ONCE = 4
+# One that could not be written down is tried again after this long, then after twice as long, ...
+RETRY_S = 600.0
+LONGEST_RETRY_S = 86_400.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """Points in time: what is older may go."""
+
+    fetched_s: float
+    unfetched_s: float
+    silent_s: float
+    abandoned_s: float
+    way_back_s: float
+    orphan_s: float
+    telemetry_s: float
+    audit_s: float
+
+
+def limits(settings: Settings, *, now_s: float) -> Limits:
+    """What the settings mean at this moment."""
+    return Limits(
+        fetched_s=now_s - settings.result_kept_s,
+        unfetched_s=now_s - settings.unfetched_kept_s,
+        silent_s=now_s - max(SILENT_S, settings.session_grace_s),
+        abandoned_s=now_s - settings.abandoned_s,
+        way_back_s=now_s - settings.way_back_s,
+        orphan_s=now_s - settings.orphan_s,
+        telemetry_s=now_s - settings.telemetry_kept_s,
+        audit_s=now_s - settings.audit_kept_s,
+    )
+
+
+def surplus(names: Iterable[Named], *, keep_last: int) -> list[Named]:
+    """Which checkpoints go when a run keeps so many of a kind; published ones stay."""
+    by_kind: defaultdict[tuple[str, str], list[Named]] = defaultdict(list)
+    for name in names:
+        by_kind[name.model_id, name.kind].append(name)
+    gone = []
+    for group in by_kind.values():
+        group.sort(key=lambda name: name.saved_s, reverse=True)
+        gone += [name for name in group[keep_last:] if not name.public]
+    return gone
+
+
+class Janitor:
+    """The loop. Belongs to one event loop; `start` before, `close` after."""
+
+    def __init__(
+        self,
+        *,
+        settings: Settings,
+        store: Store,
+        dispatcher: Dispatcher,
+        futures: Futures,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._settings = settings
+        self._store = store
+        self._dispatcher = dispatcher
+        self._futures = futures
+        self._clock = clock
+        self._swept_s = float("-inf")
+        #: Models that could not be written down -> when to try again (by the monotonic clock), and
+        #: how long the wait was.
+        self._put_off: dict[str, tuple[float, float]] = {}
+        self._running: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        if self._settings.janitor_s > 0:
+            self._running = asyncio.create_task(self._run())
+
+    async def close(self) -> None:
+        if self._running is not None:
+            self._running.cancel()
+            await asyncio.gather(self._running, return_exceptions=True)
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(self._settings.janitor_s)
+            try:
+                await self.tidy()
+            except StorageTrouble as error:
+                log.info("nothing is tidied up now: %s", error)
+            except Exception:
+                log.exception("tidying up failed; it is tried again")
+
+    async def tidy(self) -> None:
+        """One pass over everything."""
+        until = limits(self._settings, now_s=self._clock())
+        retention = self._store.retention
+        await self._write_down(until)
+        await retention.drop_older_snapshots(before_s=until.way_back_s)
+        while dropped := await retention.drop_results(
+            fetched_before_s=until.fetched_s,
+            unfetched_before_s=until.unfetched_s,
+            abandoned_before_s=until.abandoned_s,
+        ):
+            self._futures.forget(dropped)
+            await asyncio.sleep(BREATH_S)
+        await retention.drop_events(
+            # A result that is gone needs no notice that it is there.
+            completions_before_s=min(until.fetched_s, until.unfetched_s),
+            telemetry_before_s=until.telemetry_s,
+            audit_before_s=until.audit_s,
+        )
+        await self._drop_checkpoints(until)
+        await retention.drop_snapshots(abandoned_before_s=until.abandoned_s)
+        if time.monotonic() - self._swept_s >= min(SWEEP_EVERY_S, self._settings.orphan_s):
+            self._swept_s = time.monotonic()
+            if swept := await retention.sweep(before_s=until.orphan_s):
+                log.info("deleted %d files and folders that nothing refers to", swept)
+        while pages := await retention.shrink():
+            log.debug("gave %d pages of the database back", pages)
+            await asyncio.sleep(BREATH_S)
+
+    async def _write_down(self, until: Limits) -> None:
+        """Models whose client is silent need no log once they are written down."""
+        silent = await self._store.retention.without_snapshot(
+            silent_before_s=until.silent_s,
+            abandoned_before_s=until.abandoned_s,
+            most=(most := SNAPSHOTS_AT_ONCE + len(self._put_off)),
+        )
+        if len(silent) < most:  # these are all; the others need nothing any more
+            self._put_off = {one: self._put_off[one] for one in silent if one in self._put_off}
+        now_s = time.monotonic()
+        due = [one for one in silent if self._put_off.get(one, (now_s, 0.0))[0] <= now_s]
+        for model_id in due[:SNAPSHOTS_AT_ONCE]:
+            if await self._dispatcher.snapshot(model_id):
+                self._put_off.pop(model_id, None)
+            else:
+                # Its engine may have been started again meanwhile; or it can never be done.
+                _, waited_s = self._put_off.get(model_id, (0.0, RETRY_S / 2))
+                wait_s = min(2 * waited_s, LONGEST_RETRY_S)
+                self._put_off[model_id] = (now_s + wait_s, wait_s)
+
+    async def _drop_checkpoints(self, until: Limits) -> None:
+        retention = self._store.retention
+        await retention.drop_expired_names(now_s=self._clock())
+        keep_last = self._settings.keep_last
+        if keep_last > 0:
+            await retention.drop_names(
+                surplus(await retention.crowded(keep_last=keep_last), keep_last=keep_last)
+            )
+        await retention.drop_versions(abandoned_before_s=until.abandoned_s)
+        self._store.checkpoints.forget_opened()

@@ -1,0 +1,1 @@
+"""Which accepted request runs next, on which engine, and what becomes of it."""

@@ -1,0 +1,370 @@
+"""Saving and loading as steps of a model: names, versions, samplers. The engine only moves files."""
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+from tinkex.server.executor import Outcome, Task, Work, WorkFailed
+from tinkex.server.scheduler.base_model_check import BaseCheck
+from tinkex.server.scheduler.step_queue import Kind, Step
+from tinkex.server.store import Model, OverQuota, Sampler, Store, Version
+from tinkex.server.store.blobs import check_recipients, lock_files
+from tinkex.server.store.checkpoints import NameTaken, Naming, SamplerTaken
+from tinkex.server.store.storage_health import FILES, told_by, trouble_of
+from tinkex.wire.checkpoints import (
+    LoadWeightsRequest,
+    LoadWeightsResponse,
+    SaveWeightsExternalRequest,
+    SaveWeightsExternalResponseInternal,
+    SaveWeightsForSamplerRequest,
+    SaveWeightsForSamplerResponseInternal,
+    SaveWeightsRequest,
+    SaveWeightsResponse,
+)
+from tinkex.wire.codec import decode_json, encode_json
+from tinkex.wire.dialect import Dialect
+from tinkex.wire.errors import UserFailure
+
+log = logging.getLogger("tinkex.server.scheduler.checkpoints")
+
+TRAINING = "weights"
+SAMPLER = "sampler_weights"
+EXTERNAL = "external_weights"
+
+LONGEST_NAME = 200
+SHORTEST_TTL_S = 3600
+LONGEST_TTL_S = 10 * 365 * 24 * 3600
+# A save that the disk does not take is tried again after this, then after twice as long each time,
+# up to so long; and is given up in the end. Each try may fill the disk for a moment.
+ROOM_RETRY_S = 2.0
+ROOM_RETRY_MOST_S = 16.0
+ROOM_PATIENCE_S = 600.0
+
+RunWork = Callable[[Work], Awaitable[Outcome]]
+
+
+class Saving:
+    """What `save_weights`, `save_weights_for_sampler` and `load_weights` do when their turn comes."""
+
+    def __init__(self, store: Store, base_check: BaseCheck | None = None) -> None:
+        self._store = store
+        self._base_check = base_check
+
+    async def save(self, model: Model, step: Step, payload: bytes, run: RunWork) -> bytes:
+        """Save and commit; the result is already on disk when this answers."""
+        if step.kind is Kind.SAVE_WEIGHTS:
+            return await self._save_training(model, step, payload, run)
+        if step.kind is Kind.SAVE_EXTERNAL:
+            return await self._save_external(model, step, payload, run)
+        request = decode_json(SaveWeightsForSamplerRequest, payload)
+        if request.path is None:
+            return await self._save_unnamed(model, step, request, run)
+        result = encode_json(
+            SaveWeightsForSamplerResponseInternal(
+                path=tinker_path(model.model_id, SAMPLER, request.path),
+                type="save_weights_for_sampler",
+            )
+        )
+        naming = _naming(request.ttl_seconds, request.user_metadata, overwrite=False)
+        await self._save_named(model, step, SAMPLER, request.path, naming, result, run)
+        return result
+
+    async def load(
+        self, model: Model, payload: bytes, run: RunWork, *, version_id: str | None
+    ) -> tuple[bytes, str]:
+        """Load a checkpoint; the result, and the version it was (again `version_id` if given)."""
+        request = decode_json(LoadWeightsRequest, payload)
+        version = await self._version(model, request.path, version_id)
+        refuse_external(version)
+        if self._base_check is not None:
+            await self._base_check.check_version(version.version_id, model.base_model)
+        if version.kind != TRAINING and request.optimizer:
+            raise UserFailure(
+                f"{request.path} was saved for sampling and holds no optimizer state. "
+                "Load it without the optimizer, or load a checkpoint made by save_state."
+            )
+        folder = await self._store.checkpoints.open(version.version_id, must=True)
+        await run(
+            Work(
+                task=Task.LOAD,
+                model_id=model.model_id,
+                folder=folder,
+                optimizer=bool(request.optimizer),
+            )
+        )
+        result = LoadWeightsResponse(
+            path=request.path, model_id=model.model_id, type="load_weights"
+        )
+        return encode_json(result), version.version_id
+
+    async def _version(self, model: Model, path: str, version_id: str | None) -> Version:
+        checkpoints = self._store.checkpoints
+        if version_id is not None:
+            version = await checkpoints.version(version_id)
+        else:
+            version = await checkpoints.find(path, readers=[model.owner])
+        if version is None:
+            raise UserFailure(no_checkpoint(path))
+        source = await self._store.runs.model(version.model_id)
+        if source is not None and source.base_model != model.base_model:
+            raise UserFailure(
+                f"{path} is an adapter of {source.base_model} and does not fit this model, which "
+                f"is {model.base_model}. Create the model on {source.base_model}."
+            )
+        return version
+
+    async def _save_training(self, model: Model, step: Step, payload: bytes, run: RunWork) -> bytes:
+        request = decode_json(SaveWeightsRequest, payload)
+        # Old clients may save without a name; the step's number is one nobody else has.
+        name = request.path if request.path is not None else f"{step.seq_id:06d}"
+        path = tinker_path(model.model_id, TRAINING, name)
+        result = encode_json(SaveWeightsResponse(path=path, type="save_weights"))
+        naming = _naming(request.ttl_seconds, request.user_metadata, overwrite=request.overwrite)
+        await self._save_named(model, step, TRAINING, name, naming, result, run)
+        return result
+
+    async def _save_external(self, model: Model, step: Step, payload: bytes, run: RunWork) -> bytes:
+        """Files for other programs, locked if keys were given."""
+        request = decode_json(SaveWeightsExternalRequest, payload)
+        check_name(request.path)
+        recipients = request.age_encryption_recipients or []
+        check_recipients(recipients)
+        naming = _naming(request.ttl_seconds, None, overwrite=False)
+        checkpoints = self._store.checkpoints
+        if await self._is_taken(model, EXTERNAL, request.path):
+            raise UserFailure(_name_taken(model, EXTERNAL, request.path))
+        await self._refuse_over_quota(model, checkpoints=1)
+        version = checkpoints.new_version(
+            owner=model.owner, model_id=model.model_id, kind=EXTERNAL, name=request.path
+        )
+        folder = Path(checkpoints.folder(version))
+        # What is to be locked never has the name that is served.
+        written = folder.with_name(f".{folder.name}.open") if recipients else folder
+        work = Work(task=Task.SAVE, model_id=model.model_id, folder=str(written))
+        outcome = await self._with_room(run, work)
+        size_bytes: int = json.loads(outcome.result)["size_bytes"]
+        if recipients:
+            size_bytes = await asyncio.to_thread(lock_files, written, folder, recipients)
+        path = tinker_path(model.model_id, EXTERNAL, request.path)
+        result = encode_json(
+            SaveWeightsExternalResponseInternal(
+                path=path, size_bytes=size_bytes, type="save_weights_external"
+            )
+        )
+        await self._commit_named(model, step, version.sized(size_bytes), naming, result)
+        return result
+
+    async def _save_named(
+        self,
+        model: Model,
+        step: Step,
+        kind: str,
+        name: str,
+        naming: Naming,
+        result: bytes,
+        run: RunWork,
+    ) -> None:
+        check_name(name)
+        taken = await self._is_taken(model, kind, name)
+        if taken and not naming.overwrite:
+            raise UserFailure(_name_taken(model, kind, name))
+        await self._refuse_over_quota(model, checkpoints=int(not taken))
+        version = await self._written(model, kind, name, run)
+        await self._commit_named(model, step, version, naming, result)
+
+    async def _is_taken(self, model: Model, kind: str, name: str) -> bool:
+        """Asked before the work for a quick refusal; the commit asks again, and decides."""
+        checkpoints = self._store.checkpoints
+        return await checkpoints.is_taken(model_id=model.model_id, kind=kind, name=name)
+
+    async def _refuse_over_quota(self, model: Model, *, checkpoints: int) -> None:
+        """The same for what their owner may keep."""
+        quotas, owner = self._store.quotas, model.owner
+        await self._store.within_quota(
+            owner, lambda: quotas.refuse_save(owner, checkpoints=checkpoints)
+        )
+
+    async def _commit(
+        self,
+        version: Version,
+        step: Step,
+        result: bytes,
+        *,
+        naming: Naming | None = None,
+        sampler: tuple[Sampler, int] | None = None,
+    ) -> None:
+        """The save is there for everybody who may see it, or its files are gone."""
+        checkpoints = self._store.checkpoints
+        written = await checkpoints.keep_files(version)
+        try:
+            await self._store.within_quota(
+                version.owner,
+                lambda: checkpoints.save(
+                    version,
+                    fingerprint=written,
+                    request_id=step.request_id,
+                    result=result,
+                    naming=naming,
+                    sampler=sampler,
+                ),
+            )
+        except (OverQuota, NameTaken, SamplerTaken):
+            await checkpoints.discard(version)
+            raise
+
+    async def _commit_named(
+        self, model: Model, step: Step, version: Version, naming: Naming, result: bytes
+    ) -> None:
+        try:
+            await self._commit(version, step, result, naming=naming)
+        except NameTaken:
+            raise UserFailure(_name_taken(model, version.kind, version.name or "")) from None
+
+    async def _save_unnamed(
+        self, model: Model, step: Step, request: SaveWeightsForSamplerRequest, run: RunWork
+    ) -> bytes:
+        number = request.sampling_session_seq_id
+        if number is None or number < 0:
+            raise UserFailure(
+                "save_weights_for_sampler needs a `path` (a name for the checkpoint) or a "
+                "`sampling_session_seq_id` (a number, from 0, for the sampler it makes)."
+            )
+        session = await self._store.runs.session(model.session_id)
+        dialect = Dialect.of(session.sdk_version if session else None)
+        await self._refuse_over_quota(model, checkpoints=0)
+        version = await self._written(model, SAMPLER, None, run)
+        path = tinker_path(model.model_id, SAMPLER, f".{version.version_id}")
+        sampler = Sampler(
+            sampling_session_id=f"{model.session_id}:sample:{number}",
+            owner=model.owner,
+            session_id=model.session_id,
+            base_model=model.base_model,
+            version_id=version.version_id,
+            model_path=path,
+        )
+        result = encode_json(
+            SaveWeightsForSamplerResponseInternal(
+                path=path if dialect.unnamed_sampler_save_has_path else None,
+                sampling_session_id=sampler.sampling_session_id,
+                type="save_weights_for_sampler",
+            )
+        )
+        try:
+            await self._commit(version, step, result, sampler=(sampler, number))
+        except SamplerTaken:
+            raise UserFailure(
+                f"sampling_session_seq_id {number} of session {model.session_id} is taken by "
+                "another sampler. Use the next free number."
+            ) from None
+        return result
+
+    async def _written(self, model: Model, kind: str, name: str | None, run: RunWork) -> Version:
+        """The engine writes the files; nobody can find them until the commit."""
+        checkpoints = self._store.checkpoints
+        version = checkpoints.new_version(
+            owner=model.owner, model_id=model.model_id, kind=kind, name=name
+        )
+        work = Work(
+            task=Task.SAVE,
+            model_id=model.model_id,
+            folder=checkpoints.folder(version),
+            optimizer=kind == TRAINING,
+        )
+        outcome = await self._with_room(run, work)
+        return version.sized(json.loads(outcome.result)["size_bytes"])
+
+    async def _with_room(self, run: RunWork, work: Work) -> Outcome:
+        """A save was accepted: while the disk does not take it, it waits; the log says that once."""
+        began_s = time.monotonic()
+        wait_s = ROOM_RETRY_S
+        waits = False
+        while True:
+            try:
+                outcome = await run(work)
+            except WorkFailed as failed:
+                error = told_by(failed.message)
+                if (trouble := trouble_of(error)) is None:
+                    raise
+                waited_s = time.monotonic() - began_s
+                if waited_s > ROOM_PATIENCE_S:
+                    log.error("a save of %s is given up after %.0f s", work.model_id, waited_s)
+                    raise
+                if not waits:
+                    waits = True
+                    # Only the first time: there may be room for everything but this.
+                    self._store.condition.note(error, FILES)
+                    log.error(
+                        "a save of %s waits up to %.0f s: %s. %s",
+                        *(work.model_id, ROOM_PATIENCE_S, failed.message, trouble.advice),
+                    )
+            else:
+                if waits:
+                    waited_s = time.monotonic() - began_s
+                    log.warning("the save of %s was written after %.0f s", work.model_id, waited_s)
+                return outcome
+            await asyncio.sleep(wait_s)
+            wait_s = min(2 * wait_s, ROOM_RETRY_MOST_S)
+
+
+def check_name(name: str) -> None:
+    """Names become folders and parts of paths: refuse what cannot be both."""
+    problem = None
+    if not name or len(name.encode()) > LONGEST_NAME:
+        problem = f"it has {len(name.encode())} bytes, and 1 to {LONGEST_NAME} are allowed"
+    elif "/" in name or "\\" in name or not name.isprintable():
+        problem = "slashes and control characters are not allowed"
+    elif name.startswith("."):
+        problem = "it must not begin with a dot"
+    if problem:
+        raise UserFailure(
+            f"checkpoint name {name[:80]!r} cannot be used: {problem}. "
+            "Letters, digits, `-`, `_` and `.` always work."
+        )
+
+
+def tinker_path(model_id: str, kind: str, name: str) -> str:
+    return f"tinker://{model_id}/{kind}/{name}"
+
+
+def no_checkpoint(path: str) -> str:
+    return (
+        f"there is no checkpoint {path}: it was never saved, was deleted, has expired, or belongs "
+        "to another owner. Paths are tinker://RUN/weights/NAME or tinker://RUN/sampler_weights/NAME."
+    )
+
+
+def refuse_external(version: Version) -> None:
+    """Files for other programs are not read back here: they may be locked."""
+    if version.kind == EXTERNAL:
+        raise UserFailure(
+            f"{tinker_path(version.model_id, EXTERNAL, version.name or '')} was made for other "
+            "programs and cannot be loaded or sampled from here. Use a checkpoint made by "
+            "save_state or save_weights_for_sampler."
+        )
+
+
+def check_ttl(ttl_s: int | None) -> None:
+    """Refuse a time to live that is too short or too long."""
+    if ttl_s is not None and not SHORTEST_TTL_S <= ttl_s <= LONGEST_TTL_S:
+        raise UserFailure(
+            f"ttl_seconds is {ttl_s}; {SHORTEST_TTL_S} (one hour) to {LONGEST_TTL_S} (ten years) "
+            "are allowed. Leave it out to keep the checkpoint."
+        )
+
+
+def _naming(ttl_s: int | None, user_metadata: dict[str, Any] | None, *, overwrite: bool) -> Naming:
+    check_ttl(ttl_s)
+    return Naming(
+        overwrite=overwrite,
+        expires_s=None if ttl_s is None else time.time() + ttl_s,
+        user_metadata=user_metadata,
+    )
+
+
+def _name_taken(model: Model, kind: str, name: str) -> str:
+    advice = " Save with overwrite=True to replace it, or" if kind == TRAINING else " Please"
+    return f"{tinker_path(model.model_id, kind, name)} exists already.{advice} choose another name."

@@ -1,0 +1,246 @@
+"""
+One server at a time on a data folder, and on a database.
+
+    with hold_folder(settings.folder) as folder, hold_database(settings) as database:
+        ...
+        folder.problem()        # asked now and then: is it still the folder that was locked?
+
+What is locked is the folder itself, and the database file itself: lock files can be deleted, and a
+hard link gives a database a second name. The lock files say which process holds the lock, and keep
+servers of earlier versions out.
+"""
+
+import contextlib
+import fcntl
+import logging
+import os
+import struct
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+from tinkex.server.settings import Settings, SettingsError
+
+if TYPE_CHECKING:
+    from tinkex.server.store import Store
+
+log = logging.getLogger("tinkex.server.supervisor")
+
+LOCK_FILE = "server.lock"
+# Training data is nobody else's on this machine. A folder that was there before stays as it is.
+PRIVATE = 0o700
+# SQLite locks bytes around 2**30 of its file, so this one is free.
+LOCKED_BYTE = 2**62
+
+
+class Held:
+    """A lock file that this process holds, with what it stands for."""
+
+    def __init__(self, lock: TextIO, file: Path, of: Path, descriptor: int | None) -> None:
+        self._lock = lock
+        self._file = file
+        self._of = of
+        self._descriptor = descriptor
+
+    def problem(self) -> str | None:
+        """Why the lock is lost, if it is. A lock file that was deleted is made again."""
+        try:
+            if self._descriptor is not None and not _is_same(self._of, self._descriptor):
+                return f"{self._of} was moved, deleted or replaced"
+            if not _is_same(self._file, self._lock.fileno()):
+                return self._lock_again()
+        except OSError as error:
+            log.warning("%s cannot be looked at: %s", self._file, error.strerror)
+        return None
+
+    def _lock_again(self) -> str | None:
+        lock = _opened(self._file)
+        if (holder := _taken(lock)) is not None:
+            lock.close()
+            return f"{self._file} was deleted, and process {holder} holds a new one"
+        log.warning("%s was deleted; it is made again", self._file)
+        self.close()
+        self._lock = lock
+        return None
+
+    def close(self) -> None:
+        self._lock.close()
+
+
+@contextlib.contextmanager
+def hold_folder(folder: Path) -> Iterator[Held]:
+    """One server at a time for each data folder; the system frees it however we end."""
+    with contextlib.ExitStack() as stack:
+        try:
+            folder.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+            stack.callback(os.close, descriptor)
+            free = _flock(descriptor)
+            lock = stack.enter_context(_opened(folder / LOCK_FILE))
+        except OSError as error:
+            raise SettingsError(
+                f"the data folder {folder} cannot be written: {error.strerror}.",
+                hint="Choose another one with --data.",
+            ) from error
+        holder = _taken(lock) if free else _told(lock)
+        if holder is not None:
+            raise SettingsError(
+                f"another server (process {holder}) holds the data folder {folder}.",
+                hint="Use that one, stop it, or choose another folder with --data.",
+            )
+        held = Held(lock, folder / LOCK_FILE, folder, descriptor)
+        stack.callback(held.close)
+        yield held
+
+
+@contextlib.contextmanager
+def hold_database(settings: Settings) -> Iterator[Held | None]:
+    """
+    One server at a time for each database file, wherever it is: with `--db` two folders may name it.
+
+    PostgreSQL is held by the connection that writes.
+    """
+    file = database_file(settings.db_url)
+    if file is None:
+        yield None
+        return
+    with contextlib.ExitStack() as stack:
+        try:
+            file.parent.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
+            lock_file = file.with_name(f"{file.name}.lock")
+            lock = stack.enter_context(_opened(lock_file))
+        except OSError as error:
+            raise SettingsError(
+                f"the database {file} cannot be held: {error.strerror}.",
+                hint="Choose another one with --db, or leave it out for one in the data folder.",
+            ) from error
+        free = True
+        # What is wrong with the file itself is told by who opens it.
+        with contextlib.suppress(OSError):
+            descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
+            stack.callback(os.close, descriptor)
+            free = _lock_byte(descriptor)
+        holder = _taken(lock) if free else _told(lock)
+        if holder is not None:
+            raise SettingsError(
+                f"another server (process {holder}) holds the database {file}.",
+                hint="Use that server, stop it, or choose another database with --db.",
+            )
+        held = Held(lock, lock_file, file, None)
+        stack.callback(held.close)
+        yield held
+
+
+def holder_of(folder: Path) -> str | None:
+    """The process that holds a data folder; None when nobody does."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except FileNotFoundError:
+        return None
+    try:
+        free = _flock(descriptor, fcntl.LOCK_SH)
+    finally:
+        os.close(descriptor)
+    try:
+        lock = (folder / LOCK_FILE).open()
+    except FileNotFoundError:
+        return None if free else "unknown"
+    with lock:
+        return None if free and _flock(lock.fileno(), fcntl.LOCK_SH) else _told(lock)
+
+
+def open_beside(settings: Settings) -> "Store":
+    """
+    The store of a data folder on which a server may be working.
+
+    Its schema is changed only while no server holds the folder: one that runs knows its own.
+    """
+    from tinkex.server.store import DatabaseRefused, open_store
+    from tinkex.server.store.database import Database, outdated
+
+    if (problem := outdated(settings.db_url)) is not None:
+        try:
+            with hold_folder(settings.folder), hold_database(settings):
+                Database(settings.db_url, alone=True).close()
+        except SettingsError as held:
+            raise DatabaseRefused(
+                f"{problem}, and {held} Use the tinkex that this server runs with, or stop it "
+                "first: without it this command brings the database up to date."
+            ) from held
+    return open_store(
+        db_url=settings.db_url, storage_url=settings.storage_url, folder=settings.folder
+    )
+
+
+def database_file(db_url: str) -> Path | None:
+    """The file behind a URL of SQLite, whatever links lead to it; None for any other database."""
+    backend, _, rest = db_url.partition("://")
+    name = rest.partition("?")[0].removeprefix("/").removeprefix("file:")
+    if backend.partition("+")[0] != "sqlite" or name in ("", ":memory:"):
+        return None
+    return Path(name).resolve()
+
+
+def _opened(file: Path) -> TextIO:
+    """A lock file that only its user can read, whatever the umask is or was."""
+    descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+    lock = os.fdopen(descriptor, "a+")
+    with contextlib.suppress(PermissionError):  # another user's, who may let us use it
+        os.fchmod(descriptor, 0o600)
+    return lock
+
+
+def _is_same(path: Path, descriptor: int) -> bool:
+    """Whether a path leads to what was opened."""
+    try:
+        return os.path.samestat(path.stat(), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+
+
+def _flock(descriptor: int, kind: int = fcntl.LOCK_EX) -> bool:
+    """Whether it is ours now; a folder that cannot be locked, as on NFS, counts as free."""
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        log.debug("a folder cannot be locked here, its lock file counts alone: %s", error)
+    return True
+
+
+def _lock_byte(descriptor: int) -> bool:
+    """
+    Lock one byte of a database file, far behind its end; whether it is ours now.
+
+    Not the file as a whole: on some systems that is the same lock as SQLite's own. Where it can be
+    had, the lock belongs to the descriptor: SQLite in this process cannot drop it by closing.
+    """
+    try:
+        if sys.platform == "linux":
+            lock = struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, LOCKED_BYTE, 1, 0)
+            fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, lock)
+        else:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, LOCKED_BYTE)
+    except (BlockingIOError, PermissionError):
+        return False
+    return True
+
+
+def _taken(lock: TextIO) -> str | None:
+    """Hold a lock file; the process that has it already, if one does."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return _told(lock)
+    lock.truncate(0)
+    lock.write(f"{os.getpid()}\n")
+    lock.flush()
+    return None
+
+
+def _told(lock: TextIO) -> str:
+    """Which process a lock file names."""
+    lock.seek(0)
+    return lock.read().strip() or "unknown"

@@ -1,0 +1,310 @@
+"""The tables, and the promise that each constraint keeps. Times are seconds since 1970, UTC."""
+
+import enum
+
+import sqlalchemy as sa
+
+metadata = sa.MetaData(
+    naming_convention={
+        "ix": "ix_%(table_name)s_%(column_0_N_name)s",
+        "uq": "uq_%(table_name)s_%(column_0_N_name)s",
+        "ck": "ck_%(table_name)s_%(constraint_name)s",
+        "fk": "fk_%(table_name)s_%(column_0_N_name)s_%(referred_table_name)s",
+        "pk": "pk_%(table_name)s",
+    }
+)
+
+sessions = sa.Table(
+    "sessions",
+    metadata,
+    sa.Column("session_id", sa.String(64), primary_key=True),
+    sa.Column("owner", sa.String(200), nullable=False),
+    sa.Column("sdk_version", sa.String(64)),
+    sa.Column("tags", sa.JSON, nullable=False),
+    sa.Column("user_metadata", sa.JSON, nullable=False),
+    sa.Column("project_id", sa.String(200)),
+    sa.Column("display_name", sa.String(500)),
+    sa.Column("idempotency_key", sa.String(200)),
+    sa.Column("created_s", sa.Float, nullable=False),
+    sa.Column("seen_s", sa.Float, nullable=False),
+    sa.Column("finished_s", sa.Float),
+    sa.Column("finish_reason", sa.String(40)),
+    sa.Column("finish_detail", sa.Text),
+    # Since when its client has been taken for gone. It may come back: that empties this again.
+    sa.Column("lapsed_s", sa.Float),
+    # What of it failed, and why; empty again once its work succeeds.
+    sa.Column("failure", sa.JSON(none_as_null=True)),
+    # A repeated `create_session` finds its first self.
+    sa.UniqueConstraint("owner", "idempotency_key"),
+    # Lists of an owner's sessions, newest first.
+    sa.Index("ix_sessions_owner_created_s", "owner", "created_s"),
+)
+
+models = sa.Table(
+    "models",
+    metadata,
+    sa.Column("model_id", sa.String(120), primary_key=True),
+    sa.Column("owner", sa.String(200), nullable=False),
+    sa.Column("session_id", sa.ForeignKey("sessions.session_id"), nullable=False),
+    sa.Column("model_seq_id", sa.BigInteger, nullable=False),
+    sa.Column("base_model", sa.String(500), nullable=False),
+    sa.Column("lora_config", sa.JSON, nullable=False),
+    sa.Column("optimizer_config", sa.JSON, nullable=False),
+    sa.Column("user_metadata", sa.JSON),
+    sa.Column("created_s", sa.Float, nullable=False),
+    # When the newest of those requests came whose rows are gone.
+    sa.Column("last_request_s", sa.Float),
+    # What its base model held when it was made; none until that is known.
+    sa.Column("base_hash", sa.String(200)),
+    # A repeated `create_model` finds its first self.
+    sa.UniqueConstraint("session_id", "model_seq_id"),
+)
+
+checkpoint_versions = sa.Table(
+    "checkpoint_versions",
+    metadata,
+    sa.Column("version_id", sa.String(64), primary_key=True),
+    sa.Column("owner", sa.String(200), nullable=False),
+    sa.Column("model_id", sa.ForeignKey("models.model_id"), nullable=False),
+    sa.Column("kind", sa.String(40), nullable=False),
+    # Unnamed sampler saves have none.
+    sa.Column("name", sa.String(250)),
+    # Where the files are, below the storage root. Written once, never changed.
+    sa.Column("place", sa.String(1000), nullable=False),
+    sa.Column("size_bytes", sa.BigInteger, nullable=False),
+    sa.Column("created_s", sa.Float, nullable=False),
+    # Since when nothing needs its files; they may be gone.
+    sa.Column("discarded_s", sa.Float),
+    # Of its files, to see whether they are still what was written; none on rows from before.
+    sa.Column("fingerprint", sa.String(64)),
+    # Two saves never share a folder.
+    sa.UniqueConstraint("place"),
+)
+
+checkpoint_names = sa.Table(
+    "checkpoint_names",
+    metadata,
+    # A name of a run means one version at a time; overwriting moves it.
+    sa.Column("model_id", sa.ForeignKey("models.model_id"), primary_key=True),
+    sa.Column("kind", sa.String(40), primary_key=True),
+    sa.Column("name", sa.String(250), primary_key=True),
+    sa.Column("version_id", sa.ForeignKey("checkpoint_versions.version_id"), nullable=False),
+    sa.Column("saved_s", sa.Float, nullable=False),
+    sa.Column("expires_s", sa.Float),
+    sa.Column("user_metadata", sa.JSON),
+    sa.Column("public", sa.Boolean, nullable=False),
+)
+
+samplers = sa.Table(
+    "samplers",
+    metadata,
+    sa.Column("sampling_session_id", sa.String(120), primary_key=True),
+    sa.Column("owner", sa.String(200), nullable=False),
+    sa.Column("session_id", sa.ForeignKey("sessions.session_id"), nullable=False),
+    sa.Column("sampling_session_seq_id", sa.BigInteger, nullable=False),
+    sa.Column("base_model", sa.String(500), nullable=False),
+    # None samples from the base model.
+    sa.Column("version_id", sa.ForeignKey("checkpoint_versions.version_id")),
+    sa.Column("model_path", sa.String(1000)),
+    sa.Column("created_s", sa.Float, nullable=False),
+    # Copies of the client that asked for a number; the next one gets one more.
+    sa.Column("clients", sa.Integer, nullable=False, server_default="0"),
+    # A repeated `create_sampling_session` finds its first self.
+    sa.UniqueConstraint("session_id", "sampling_session_seq_id"),
+)
+
+requests = sa.Table(
+    "requests",
+    metadata,
+    sa.Column("request_id", sa.String(64), primary_key=True),
+    sa.Column("owner", sa.String(200), nullable=False),
+    sa.Column("session_id", sa.ForeignKey("sessions.session_id")),
+    sa.Column("model_id", sa.ForeignKey("models.model_id")),
+    sa.Column("sampling_session_id", sa.ForeignKey("samplers.sampling_session_id")),
+    sa.Column("seq_id", sa.BigInteger),
+    sa.Column("kind", sa.String(40), nullable=False),
+    sa.Column("status", sa.String(20), nullable=False),
+    sa.Column("base_model", sa.String(500), nullable=False),
+    # Small payloads and results live in the row, larger ones in a file that is durable before it.
+    sa.Column("payload", sa.LargeBinary),
+    sa.Column("payload_place", sa.String(1000)),
+    # Sequences a sample was asked for: their ids are made from the request's.
+    sa.Column("sequences", sa.Integer, nullable=False),
+    # The version a load or a sample was given: replay uses the same one.
+    sa.Column("version_id", sa.ForeignKey("checkpoint_versions.version_id")),
+    sa.Column("result", sa.LargeBinary),
+    sa.Column("result_place", sa.String(1000)),
+    sa.Column("result_bytes", sa.BigInteger),
+    sa.Column("error", sa.Text),
+    sa.Column("category", sa.String(20)),
+    # Why a step failed, for building its model again.
+    sa.Column("cause", sa.String(20)),
+    sa.Column("created_s", sa.Float, nullable=False),
+    sa.Column("finished_s", sa.Float),
+    sa.Column("fetched_s", sa.Float),
+    # Of the examples of a pass, or of the prompt of a sample: counted once, when it came.
+    sa.Column("tokens", sa.BigInteger, nullable=False, server_default="0"),
+    # How often it was with an engine that died; written only then.
+    sa.Column("deaths", sa.Integer, nullable=False, server_default="0"),
+    # A repeated step, and a repeated sample, find their first selves.
+    sa.UniqueConstraint("model_id", "seq_id"),
+    sa.UniqueConstraint("sampling_session_id", "seq_id"),
+    sa.CheckConstraint("status IN ('waiting', 'done', 'failed')", name="status"),
+    # What is finished says how; what waits has no result.
+    sa.CheckConstraint("(status = 'waiting') = (finished_s IS NULL)", name="finished"),
+    sa.CheckConstraint("(status = 'failed') = (error IS NOT NULL)", name="error"),
+    # The trace of a session.
+    sa.Index("ix_requests_session_id", "session_id"),
+    # What waits after a start is found without reading the finished.
+    sa.Index("ix_requests_status_created_s", "status", "created_s"),
+    # What has been kept long enough is found without reading the rest.
+    sa.Index("ix_requests_finished_s_fetched_s", "finished_s", "fetched_s"),
+)
+
+snapshots = sa.Table(
+    "snapshots",
+    metadata,
+    # The newest one of a model; steps up to `seq_id` are in it and never run again.
+    sa.Column("model_id", sa.ForeignKey("models.model_id"), primary_key=True),
+    sa.Column("seq_id", sa.BigInteger, nullable=False),
+    sa.Column("place", sa.String(1000), nullable=False),
+    sa.Column("size_bytes", sa.BigInteger, nullable=False),
+    # Why the next optimizer step is refused, if it is.
+    sa.Column("spoiled", sa.Text),
+    sa.Column("created_s", sa.Float, nullable=False),
+    # Of its files, to see whether they are still what was written; none on rows from before.
+    sa.Column("fingerprint", sa.String(64)),
+    sa.UniqueConstraint("place"),
+)
+
+# The one before the newest, for a while, with the steps since: the newest may be damaged.
+older_snapshots = sa.Table(
+    "older_snapshots",
+    metadata,
+    sa.Column("model_id", sa.ForeignKey("models.model_id"), primary_key=True),
+    sa.Column("seq_id", sa.BigInteger, nullable=False),
+    # None is the beginning, -1: the whole log is there.
+    sa.Column("place", sa.String(1000)),
+    sa.Column("size_bytes", sa.BigInteger, nullable=False),
+    sa.Column("spoiled", sa.Text),
+    sa.Column("created_s", sa.Float, nullable=False),
+    sa.Column("fingerprint", sa.String(64)),
+    sa.UniqueConstraint("place"),
+)
+
+custom_losses = sa.Table(
+    "custom_losses",
+    metadata,
+    # Unguessable: who knows it and owns it may use it.
+    sa.Column("loss_id", sa.String(64), primary_key=True),
+    sa.Column("owner", sa.String(200), nullable=False),
+    sa.Column("session_id", sa.ForeignKey("sessions.session_id"), nullable=False),
+    sa.Column("custom_loss_seq_id", sa.BigInteger, nullable=False),
+    sa.Column("request_id", sa.String(64), nullable=False),
+    # The request as it came: engines that start get it again.
+    sa.Column("definition", sa.LargeBinary, nullable=False),
+    sa.Column("created_s", sa.Float, nullable=False),
+    # A repeated `create_custom_loss` finds its first self.
+    sa.UniqueConstraint("session_id", "custom_loss_seq_id"),
+    sa.UniqueConstraint("request_id"),
+)
+
+api_keys = sa.Table(
+    "api_keys",
+    metadata,
+    # Never given twice, and rows stay when a key is revoked: a server that ever had a key is
+    # not open again because the last one was.
+    sa.Column("key_id", sa.Integer, primary_key=True),
+    # SHA-256 of the key. The key itself is nowhere.
+    sa.Column("hash", sa.String(64), nullable=False),
+    # Its first characters, for lists.
+    sa.Column("hint", sa.String(20), nullable=False),
+    sa.Column("owner", sa.String(200), nullable=False),
+    sa.Column("project_id", sa.String(200)),
+    sa.Column("name", sa.String(200), nullable=False),
+    # Limits of this key that differ from the server's, by name.
+    sa.Column("limits", sa.JSON, nullable=False),
+    sa.Column("created_s", sa.Float, nullable=False),
+    sa.Column("expires_s", sa.Float),
+    sa.Column("used_s", sa.Float),
+    sa.Column("revoked_s", sa.Float),
+    sa.UniqueConstraint("hash"),
+)
+
+# SQLite numbers rows by itself only in a column of exactly this type.
+_NUMBER = sa.BigInteger().with_variant(sa.Integer, "sqlite")
+
+completions = sa.Table(
+    "completions",
+    metadata,
+    # Increases with every commit and is never used again, so it orders each client's events.
+    sa.Column("position", _NUMBER, primary_key=True),
+    sa.Column("sampling_session_id", sa.String(120), nullable=False),
+    # Which copy of the sampling client; 0 is the original.
+    sa.Column("clone_id", sa.BigInteger, nullable=False),
+    sa.Column("request_id", sa.String(64), nullable=False),
+    # None when the sample failed.
+    sa.Column("result_bytes", sa.BigInteger),
+    sa.Column("at_s", sa.Float, nullable=False),
+    # A sample finishes once.
+    sa.UniqueConstraint("request_id"),
+    sa.Index(
+        "ix_completions_sampling_session_id_clone_id_position",
+        "sampling_session_id",
+        "clone_id",
+        "position",
+    ),
+    sqlite_autoincrement=True,
+)
+
+usage = sa.Table(
+    "usage",
+    metadata,
+    # One row for each hour in which something was used; kept when the requests themselves are not.
+    sa.Column("owner", sa.String(200), primary_key=True),
+    # Whole hours since 1970.
+    sa.Column("hour", sa.BigInteger, primary_key=True, autoincrement=False),
+    # Empty for work outside any session.
+    sa.Column("session_id", sa.String(64), primary_key=True),
+    sa.Column("base_model", sa.String(500), primary_key=True),
+    sa.Column("what", sa.String(20), primary_key=True),
+    sa.Column("amount", sa.BigInteger, nullable=False),
+)
+
+audit = sa.Table(
+    "audit",
+    metadata,
+    # Rows are added with the change they tell of, and never changed.
+    sa.Column("entry_id", _NUMBER, primary_key=True),
+    sa.Column("owner", sa.String(200), nullable=False),
+    sa.Column("at_s", sa.Float, nullable=False),
+    sa.Column("topic", sa.String(20), nullable=False),
+    sa.Column("event", sa.String(60), nullable=False),
+    sa.Column("details", sa.JSON, nullable=False),
+    sa.Index("ix_audit_owner_at_s", "owner", "at_s"),
+    sqlite_autoincrement=True,
+)
+
+telemetry = sa.Table(
+    "telemetry",
+    metadata,
+    sa.Column("event_number", _NUMBER, primary_key=True),
+    sa.Column("owner", sa.String(200), nullable=False),
+    sa.Column("session_id", sa.String(120), nullable=False),
+    sa.Column("at_s", sa.Float, nullable=False),
+    # Only named fields, cut to size.
+    sa.Column("event", sa.JSON, nullable=False),
+    sa.Index("ix_telemetry_at_s", "at_s"),
+    sqlite_autoincrement=True,
+)
+
+
+# MERGED: Where a request is, from its acceptance to its end.
+
+
+class Status(enum.StrEnum):
+    """Where a request is; it moves once, from waiting to one of the others."""
+
+    WAITING = "waiting"  # accepted, on disk, not finished
+    DONE = "done"  # the result is on disk
+    FAILED = "failed"  # the error is on disk
