@@ -16,9 +16,7 @@ if TYPE_CHECKING:
     from tinkex import resources as resources
     from tinkex import types
     from tinkex.client.admin import AdminClient
-    from tinkex.client.breaker import BreakerPolicy, CircuitOpenError
     from tinkex.client.custom_loss import LossHandle, PerDatumLossFn
-    from tinkex.client.download import download_checkpoint, download_checkpoint_async
     from tinkex.client.errors import (
         APIConnectionError,
         APIError,
@@ -38,22 +36,27 @@ if TYPE_CHECKING:
         TinkerError,
         UnprocessableEntityError,
     )
+    from tinkex.client.files.checkpoint_download import (
+        download_checkpoint,
+        download_checkpoint_async,
+    )
     from tinkex.client.futures import APIFuture
-    from tinkex.client.metrics import metrics_snapshot, reset_metrics
-    from tinkex.client.options import RequestOptions, Timeout
-    from tinkex.client.progress import progress
-    from tinkex.client.queue_states import QueueState, on_queue_state
-    from tinkex.client.raw import APIResponse as APIResponse
-    from tinkex.client.raw import AsyncAPIResponse as AsyncAPIResponse
+    from tinkex.client.http.circuit_breaker import BreakerPolicy, CircuitOpenError
+    from tinkex.client.http.retry import RetryConfig
+    from tinkex.client.observe.instrumentation import metrics_snapshot, reset_metrics
+    from tinkex.client.observe.progress import progress
+    from tinkex.client.observe.queue_states import QueueState, on_queue_state
     from tinkex.client.recovery import Recovery, recovering, recovering_async
     from tinkex.client.rest import RestClient
-    from tinkex.client.retry import RetryConfig
+    from tinkex.client.sample_stream import SampleStream
     from tinkex.client.sampling import SamplingClient
     from tinkex.client.service import ServiceClient
     from tinkex.client.settings import Settings
-    from tinkex.client.streaming import SampleStream
     from tinkex.client.training import TrainingClient
     from tinkex.client.version import __version__
+    from tinkex.compat.raw_responses import APIResponse as APIResponse
+    from tinkex.compat.raw_responses import AsyncAPIResponse as AsyncAPIResponse
+    from tinkex.compat.request_options import RequestOptions, Timeout
     from tinkex.wire.checkpoints import Checkpoint, CheckpointType, ParsedCheckpointTinkerPath
     from tinkex.wire.growing import SampledTokens
     from tinkex.wire.inputs import (
@@ -229,4 +232,4 @@ def __dir__() -> list[str]:
 
 
 if os.environ.get("TINKEX_LOG") or os.environ.get("TINKER_LOG"):
-    importlib.import_module("tinkex.client.logs").configure(os.environ)
+    importlib.import_module("tinkex.client.observe.logging_setup").configure(os.environ)

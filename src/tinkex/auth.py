@@ -28,8 +28,8 @@ def tinker_has_credentials() -> bool:
 
 def raise_if_tinker_not_accessible() -> None:
     """Ask the service one question. A `TinkerError` says why there is no answer, and soon."""
+    from tinkex.client.auth.key_requests import ask, capabilities
     from tinkex.client.futures import refuse_to_block
-    from tinkex.client.probe import ask, capabilities
 
     refuse_to_block(
         "raise_if_tinker_not_accessible", "asyncio.to_thread(raise_if_tinker_not_accessible)"

@@ -14,8 +14,8 @@ from server.echo import EchoExecutor
 from server.hosting import hosted
 from server.tenants import new_key
 from tinkex.cli.group import command
-from tinkex.client.credentials import ApiKey
-from tinkex.client.stored_keys import StoredKey, StoredKeys, place, read, write
+from tinkex.client.auth.credentials import ApiKey
+from tinkex.client.auth.key_store import StoredKey, StoredKeys, place, read, write
 
 pytestmark = pytest.mark.anyio
 

@@ -7,7 +7,7 @@ import pytest
 
 from loopback import Loopback
 from tinkex import ServiceClient, types
-from tinkex.client.retry import RetryPolicy
+from tinkex.client.http.retry import RetryPolicy
 from tinkex.testing import FakeService
 
 
@@ -15,7 +15,7 @@ from tinkex.testing import FakeService
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short delays between attempts: that there are some is tested where they are decided."""
     quick = functools.partial(RetryPolicy, first_delay_s=0.02)
-    monkeypatch.setattr("tinkex.client.calls.RetryPolicy", quick)
+    monkeypatch.setattr("tinkex.client.http.api_calls.RetryPolicy", quick)
 
 
 @pytest.fixture

@@ -7,9 +7,9 @@ import pytest
 
 import tinkex
 from tinkex import auth
-from tinkex.client import backpressure
-from tinkex.client.credentials import ApiKey
-from tinkex.client.stored_keys import StoredKey, StoredKeys, place, write
+from tinkex.client.auth.credentials import ApiKey
+from tinkex.client.auth.key_store import StoredKey, StoredKeys, place, write
+from tinkex.client.http import backpressure
 from tinkex.testing import Answer, FakeService
 
 KEY = "tml-0123456789"

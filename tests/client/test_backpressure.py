@@ -5,7 +5,7 @@ import gc
 
 import pytest
 
-from tinkex.client.backpressure import MOST_SPREAD_S, Backoff, BillingPause, Budget, Lanes
+from tinkex.client.http.backpressure import MOST_SPREAD_S, Backoff, BillingPause, Budget, Lanes
 
 
 class Clock:
@@ -96,7 +96,7 @@ def test_a_wait_ends_with_the_time_of_the_one_who_waits(monkeypatch):
         if len(slept) < 3:
             backoff.ask(3600)  # told again and again
 
-    monkeypatch.setattr("tinkex.client.backpressure.asyncio.sleep", sleep)
+    monkeypatch.setattr("tinkex.client.http.backpressure.asyncio.sleep", sleep)
     backoff = Backoff(clock)
     backoff.ask(3600)
     asyncio.run(backoff.wait(300))

@@ -7,10 +7,10 @@ import pytest
 
 import tinkex
 from tinkex import BreakerPolicy
-from tinkex.client.breaker import Breaker
 from tinkex.client.errors import status_error
+from tinkex.client.http.circuit_breaker import Breaker
+from tinkex.client.http.transport import Request, Response
 from tinkex.client.settings import Settings
-from tinkex.client.transport import Request, Response
 from tinkex.testing import Answer, Lost
 
 REQUEST = Request(method="POST", url="http://h/api/v1/optim_step")

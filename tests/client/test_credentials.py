@@ -7,8 +7,8 @@ import time
 import pytest
 
 from tinkex import TinkerError
-from tinkex.client import credentials
-from tinkex.client.credentials import ApiKey, Command, Printed, resolve, run_command
+from tinkex.client.auth import credentials
+from tinkex.client.auth.credentials import ApiKey, Command, Printed, resolve, run_command
 from tinkex.client.settings import Settings
 from tinkex.testing import FakeService
 

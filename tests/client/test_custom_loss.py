@@ -13,7 +13,7 @@ import torch
 import tinkex
 from losses import BY_NAME
 from tinkex import types
-from tinkex.client import tracing
+from tinkex.client import loss_tracing
 from tinkex.client.custom_loss import LossHandle
 from tinkex.testing import Answer, FakeService
 from tinkex.wire.custom_loss import CreateCustomLossRequest
@@ -369,7 +369,7 @@ def test_a_traced_loss_is_sent_as_the_official_client_sends_it(name):
     }[name]
     fn, ranks = BY_NAME[name]
 
-    traced = tracing.trace(fn, dict(reversed(ranks.items())))  # the parameters give the order
+    traced = loss_tracing.trace(fn, dict(reversed(ranks.items())))  # the parameters give the order
 
     assert traced.name == name
     assert list(traced.inputs) == recorded.inputs
@@ -384,7 +384,7 @@ def test_a_handle_knows_its_inputs_and_its_session(service):
     assert (handle.name, handle.loss_id) == ("weighted", None)
     assert handle.session_id == service.holder.session_id
     assert handle.input_names == ("advantages",)
-    assert handle.key == tracing.digest(handle.graph, handle.inputs)
+    assert handle.key == loss_tracing.digest(handle.graph, handle.inputs)
     with pytest.raises(AttributeError):
         handle.name = "other"
 

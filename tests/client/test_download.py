@@ -20,17 +20,17 @@ import pytest
 
 import tinkex
 from standin import Asked, Reply, Standin, reply_json, standing_in
-from tinkex.client import download as module
-from tinkex.client.download import (
+from tinkex.client.files import checkpoint_download as module
+from tinkex.client.files.checkpoint_download import (
     check_target,
     download_checkpoint,
     download_checkpoint_async,
     resumable,
     safe_path,
 )
-from tinkex.client.fetching import DownloadFailed, Facts, Links, facts_of
+from tinkex.client.files.file_download import DownloadFailed, Facts, Links, facts_of
+from tinkex.client.http.retry import RetryPolicy
 from tinkex.client.rest import RestClient
-from tinkex.client.retry import RetryPolicy
 
 EXPORT = "tinker://s:train:0/external_weights/e"
 SAMPLER = "tinker://s:train:0/sampler_weights/w"
@@ -105,7 +105,7 @@ def rest(here: Standin) -> Iterator[RestClient]:
 @pytest.fixture(autouse=True)
 def _quick_fetches(monkeypatch: pytest.MonkeyPatch) -> None:
     quick = functools.partial(RetryPolicy, first_delay_s=0.02)
-    monkeypatch.setattr("tinkex.client.fetching.RetryPolicy", quick)
+    monkeypatch.setattr("tinkex.client.files.file_download.RetryPolicy", quick)
 
 
 def content(folder: Path) -> dict[str, bytes]:

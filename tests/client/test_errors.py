@@ -7,7 +7,7 @@ import pytest
 
 import tinkex
 from tinkex.client.errors import status_error
-from tinkex.client.transport import Request, Response
+from tinkex.client.http.transport import Request, Response
 
 REQUEST = Request(
     method="POST",

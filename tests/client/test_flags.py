@@ -7,7 +7,8 @@ import pytest
 
 import tinkex
 from tinkex import SamplingParams, types
-from tinkex.client import backpressure, session, steps
+from tinkex.client import session, submission
+from tinkex.client.http import backpressure
 from tinkex.testing import Answer, FakeService
 from tinkex.wire.proto import tinkex_wire_pb2 as pb
 from tinkex.wire.protobuf import decode_sample_response
@@ -63,7 +64,7 @@ def test_samples_that_share_a_poll_are_not_limited_by_open_files(monkeypatch):
 def test_batches_go_uncompressed_where_there_is_no_zstd(monkeypatch, datum, caplog):
     for name in ("zstandard", "compression", "compression.zstd"):
         monkeypatch.setitem(sys.modules, name, None)
-    steps._say_once_that_bodies_stay_large.cache_clear()
+    submission._say_once_that_bodies_stay_large.cache_clear()
     fake = FakeService(config={"proto_compress_fwdbwd": True})
     with fake.client() as service, caplog.at_level("DEBUG", logger="tinkex"):
         model = service.create_lora_training_client("fake/model")

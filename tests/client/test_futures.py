@@ -9,7 +9,7 @@ import warnings
 import pytest
 
 from tinkex import AdamParams, APIFuture, SamplingClient, SamplingParams, types
-from tinkex.client import loop as background_loop
+from tinkex.client import background_loop
 from tinkex.client.futures import Promise
 
 PROMPT = types.ModelInput.from_ints([1, 2, 3])

@@ -10,7 +10,15 @@ from typing import Any
 import pytest
 
 from standin import Asked, Reply, Standin, reply_json, standing_in
-from tinkex.client.hub import HubError, adapter_config, card, check_card, chosen, place, push_to_hub
+from tinkex.client.files.huggingface import (
+    HubError,
+    adapter_config,
+    card,
+    check_card,
+    chosen,
+    place,
+    push_to_hub,
+)
 
 PATH = "tinker://s-1:train:0/sampler_weights/step 10"
 REPO = "somebody/tinker-s-1-train-0"

@@ -14,8 +14,8 @@ from tinkex.client.errors import (
     RequestFailedError,
     status_error,
 )
-from tinkex.client.stubborn import MOST_FAILED_DRAWS, starts_over
-from tinkex.client.transport import Request, Response
+from tinkex.client.http.transport import Request, Response
+from tinkex.client.sample_retry import MOST_FAILED_DRAWS, starts_over
 from tinkex.testing import Answer, FakeService, Lost
 from tinkex.wire.errors import RequestErrorCategory
 

@@ -10,8 +10,8 @@ import pytest
 
 import tinkex
 from tinkex import SamplingParams, types
-from tinkex.client import loop as background_loop
-from tinkex.client import poller
+from tinkex.client import background_loop
+from tinkex.client.http import polling
 from tinkex.testing import FakeService
 
 PROMPT = types.ModelInput.from_ints([5, 6, 7])
@@ -60,7 +60,7 @@ def use(url):
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_closed_sessions_free_their_sockets_tasks_and_objects(loopback, fake, shared, monkeypatch):
-    monkeypatch.setattr(poller, "FEW", 4)
+    monkeypatch.setattr(polling, "FEW", 4)
     fake._config["sample_use_retrieve_futures"] = shared
     service, _ = use(loopback.url)  # what the process keeps anyway
     service.close("success").result(5)

@@ -12,8 +12,8 @@ import pytest
 
 from processes import gone
 from tinkex import TinkerError
-from tinkex.client import local
-from tinkex.client.local import LocalSettings
+from tinkex.client import local_server
+from tinkex.client.local_server import LocalSettings
 
 #: Stands in for `tinkex serve`: says that it is ready, answers healthz, ends on SIGTERM.
 SERVER = """
@@ -50,7 +50,7 @@ def server_pid(settings: LocalSettings) -> int:
 
 
 def test_the_server_stops_when_the_last_client_lets_go(settings, capsys):
-    first, second = local.attach(settings), local.attach(settings)
+    first, second = local_server.attach(settings), local_server.attach(settings)
     pid = server_pid(settings)
     assert first.url == second.url
     assert "loading serve m --port 0 --data" in capsys.readouterr().err
@@ -63,20 +63,20 @@ def test_the_server_stops_when_the_last_client_lets_go(settings, capsys):
 
 def test_a_server_is_there_whether_or_not_the_last_one_was_about_to_go(settings):
     for _ in range(5):
-        first = local.attach(settings)
+        first = local_server.attach(settings)
         first.release()
-        second = local.attach(settings)  # at once: the old one stays, or a new one comes
-        assert local._healthy(second.url)
+        second = local_server.attach(settings)  # at once: the old one stays, or a new one comes
+        assert local_server._healthy(second.url)
         assert not gone(server_pid(settings), within_s=0.1)
         second.release()
     assert gone(server_pid(settings))
 
 
 def test_a_new_server_is_started_after_the_old_one_has_gone(settings):
-    local.attach(settings).release()
+    local_server.attach(settings).release()
     pid = server_pid(settings)
     assert gone(pid)
-    second = local.attach(settings)
+    second = local_server.attach(settings)
     assert server_pid(settings) != pid
     second.release()
     assert gone(server_pid(settings))
@@ -115,7 +115,7 @@ def test_the_server_outlives_the_program_that_started_it_while_another_needs_it(
     starter = attach_elsewhere(settings)
     assert starter.stdout
     url = starter.stdout.readline().strip()
-    mine = local.attach(settings)
+    mine = local_server.attach(settings)
     assert mine.url == url
     pid = server_pid(settings)
     starter.send_signal(signal.SIGKILL)
@@ -140,11 +140,11 @@ def test_many_programs_at_once_share_one_server(settings):
 
 
 def test_a_server_that_was_killed_is_replaced(settings):
-    first = local.attach(settings)
+    first = local_server.attach(settings)
     pid = server_pid(settings)
     os.kill(pid, signal.SIGKILL)
     assert gone(pid)
-    second = local.attach(settings)
+    second = local_server.attach(settings)
     assert server_pid(settings) != pid
     first.release()
     second.release()
@@ -152,10 +152,10 @@ def test_a_server_that_was_killed_is_replaced(settings):
 
 
 def test_other_settings_for_the_same_data_are_refused(settings):
-    running = local.attach(settings)
+    running = local_server.attach(settings)
     other = dataclasses.replace(settings, arguments=("--dtype", "bfloat16"))
     with pytest.raises(TinkerError, match="with other settings uses"):
-        local.attach(other)
+        local_server.attach(other)
     pid = server_pid(settings)
     running.release()
     assert gone(pid)
@@ -164,7 +164,7 @@ def test_other_settings_for_the_same_data_are_refused(settings):
 def test_a_server_that_does_not_start_is_quoted(settings):
     broken = dataclasses.replace(settings, arguments=("--broken",))
     with pytest.raises(TinkerError, match="no such model"):
-        local.attach(broken)
+        local_server.attach(broken)
 
 
 def test_settings_come_from_the_environment(tmp_path):

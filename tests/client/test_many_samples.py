@@ -8,8 +8,8 @@ import time
 import pytest
 
 from tinkex import RetryConfig, SamplingParams, types
-from tinkex.client import loop as background_loop
-from tinkex.client.admission import Admission, Line
+from tinkex.client import background_loop
+from tinkex.client.http.backpressure import Admission, Line
 from tinkex.testing import Answer, FakeService
 from tinkex.wire.protobuf import encode_sample_response
 

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tinkex.client.chunks import cut, datum_bytes, input_bytes
-from tinkex.client.merge import merge, merge_metrics
+from tinkex.client.batching import cut, datum_bytes, input_bytes, merge, merge_metrics
 from tinkex.types import (
     Datum,
     ForwardBackwardInput,

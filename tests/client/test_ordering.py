@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from tinkex.client.ordering import Fate, Numbers, Turnstile
+from tinkex.client.submission import Fate, Numbers, Turnstile
 
 
 def test_tickets_are_served_in_order_whoever_comes_first():

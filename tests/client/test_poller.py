@@ -11,8 +11,8 @@ import pytest
 import tinkex
 from client.waiting import until
 from tinkex import RetryConfig, SamplingParams, types
-from tinkex.client import poller
-from tinkex.client.poller import Poller
+from tinkex.client.http import polling
+from tinkex.client.http.polling import Poller
 from tinkex.testing import Answer, FakeService, Lost
 
 PROMPT = types.ModelInput.from_ints([5, 6, 7])
@@ -23,7 +23,7 @@ BATCHED = {"sample_use_retrieve_futures": True}
 @pytest.fixture(autouse=True)
 def _all_wait_together(monkeypatch):
     """No sample asks for itself, except where a test says so."""
-    monkeypatch.setattr(poller, "FEW", 0)
+    monkeypatch.setattr(polling, "FEW", 0)
 
 
 @pytest.fixture
@@ -190,7 +190,7 @@ def test_events_of_nobody_are_forgotten():
 
 
 def test_a_few_samples_ask_for_themselves(fake, service, monkeypatch):
-    monkeypatch.setattr(poller, "FEW", 8)
+    monkeypatch.setattr(polling, "FEW", 8)
     sampling = service.create_sampling_client(base_model="fake/model")
     [future.result(10) for future in draw(sampling, 5)]
     assert not seen(fake, "retrieve_futures")

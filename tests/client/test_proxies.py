@@ -13,8 +13,8 @@ import pytest
 from aiohttp import web
 
 import tinkex
-from tinkex.client.fetching import fetch_file
-from tinkex.client.proxies import proxy_for
+from tinkex.client.files.file_download import fetch_file
+from tinkex.client.http.transport import proxy_for
 from tinkex.client.settings import Settings
 
 KEY = "tml-0123456789"

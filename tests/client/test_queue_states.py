@@ -8,15 +8,15 @@ import pytest
 import tinkex
 from client.waiting import until
 from tinkex import types
-from tinkex.client import metrics, queue_states
-from tinkex.client.progress import Row, in_words
+from tinkex.client.observe import instrumentation, queue_states
+from tinkex.client.observe.progress import Row, in_words
 from tinkex.testing import Answer
 
 
 @pytest.fixture(autouse=True)
 def _alone(monkeypatch):
     """What other tests left running is not shown here."""
-    monkeypatch.setattr(metrics, "here", metrics.Metrics())
+    monkeypatch.setattr(instrumentation, "here", instrumentation.Metrics())
     monkeypatch.setattr(queue_states, "_paused", {})
 
 

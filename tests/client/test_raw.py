@@ -9,9 +9,9 @@ from aiohttp import web
 
 import tinkex
 from tinkex import types
-from tinkex.client.raw import Raw
-from tinkex.client.sse import Consumed
-from tinkex.client.transport import HttpTransport, Kind, Request, TooSlow, Unreachable
+from tinkex.client.http.sse import Consumed
+from tinkex.client.http.transport import HttpTransport, Kind, Request, TooSlow, Unreachable
+from tinkex.compat.raw_responses import Raw
 from tinkex.testing import Answer, Lost
 
 EVENTS = "data: Zürich\n\n: hm\n\nevent: x\ndata: 1\ndata: 2\n\n".encode()

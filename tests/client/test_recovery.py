@@ -8,8 +8,8 @@ import pytest
 import tinkex
 from tinkex import types
 from tinkex.client.errors import status_error
+from tinkex.client.http.transport import Request, Response
 from tinkex.client.recovery import CorruptedRunError, Restarts, Saved, may_recover
-from tinkex.client.transport import Request, Response
 from tinkex.testing import Answer, FakeService
 from tinkex.testing.toy import toy_logprob
 from tinkex.wire.errors import RequestErrorCategory

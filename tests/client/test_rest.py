@@ -19,7 +19,7 @@ import tinkex
 from standin import Asked, Reply, Standin, reply_json, standing_in
 from tinkex import AdminClient, RestClient, types
 from tinkex.client import rest as rest_module
-from tinkex.client import sessionless
+from tinkex.client import rest_base
 from tinkex.client.rest import owner_in
 from tinkex.testing import Answer, FakeService
 
@@ -562,13 +562,13 @@ def test_o9_a_connection_that_nobody_uses_any_more_is_closed(here: Service) -> N
     rest = RestClient(base_url=here.url, api_key="tml-gone")
     rest.list_sessions().result(5)
     lane = rest.holder.settings.lane
-    assert lane in sessionless._holders
+    assert lane in rest_base._holders
     del rest
     deadline = time.monotonic() + 5
-    while lane in sessionless._holders and time.monotonic() < deadline:
+    while lane in rest_base._holders and time.monotonic() < deadline:
         gc.collect()
         time.sleep(0.01)
-    assert lane not in sessionless._holders
+    assert lane not in rest_base._holders
 
 
 def test_a_forked_child_asks_on_a_connection_of_its_own(here: Service) -> None:
@@ -595,4 +595,4 @@ def test_keys_are_in_no_repr(here: Service) -> None:
     with RestClient(base_url=here.url, api_key="tml-secret") as rest:
         assert repr(rest) == f"<RestClient of {here.url}>"
         assert "tml-secret" not in repr(rest.holder)
-        assert "tml-secret" not in repr(dict(sessionless._holders))
+        assert "tml-secret" not in repr(dict(rest_base._holders))

@@ -8,7 +8,7 @@ import time
 import pytest
 
 import tinkex
-from tinkex.client.results import Pace, QueueLog
+from tinkex.client.http.polling import Pace, QueueLog
 from tinkex.testing import Answer, Lost
 from tinkex.wire.digest import content_digest
 

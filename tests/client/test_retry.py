@@ -16,8 +16,8 @@ from tinkex import (
     types,
 )
 from tinkex.client.errors import status_error
-from tinkex.client.retry import RetryPolicy, is_retryable, is_user_error, retry_after_s
-from tinkex.client.transport import Request, Response
+from tinkex.client.http.retry import RetryPolicy, is_retryable, is_user_error, retry_after_s
+from tinkex.client.http.transport import Request, Response
 
 NOW = datetime(2026, 1, 1, 12, 0, 0, tzinfo=UTC)
 REQUEST = Request(method="POST", url="http://h/api/v1/x")

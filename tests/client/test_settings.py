@@ -12,8 +12,8 @@ import pytest
 import tinkex
 from loopback import Loopback
 from tinkex import TinkerError, types
+from tinkex.client.auth.key_store import StoredKey, StoredKeys, place, write
 from tinkex.client.settings import DEFAULT_URL, ApiKey, Settings, is_loopback, normalise_url
-from tinkex.client.stored_keys import StoredKey, StoredKeys, place, write
 from tinkex.testing import Answer, FakeService
 
 KEY = "tml-secret-0123456789"

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tinkex.client.sse import Consumed, EventDecoder, EventStream, ServerSentEvent
+from tinkex.client.http.sse import Consumed, EventDecoder, EventStream, ServerSentEvent
 
 
 def decode(*chunks: bytes) -> list[ServerSentEvent]:

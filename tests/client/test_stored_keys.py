@@ -9,9 +9,9 @@ import pytest
 
 import sdk_envs
 from tinkex import TinkerError
-from tinkex.client.credentials import ApiKey
+from tinkex.client.auth.credentials import ApiKey
+from tinkex.client.auth.key_store import StoredKey, StoredKeys, place, read, write
 from tinkex.client.settings import DEFAULT_URL, Settings
-from tinkex.client.stored_keys import StoredKey, StoredKeys, place, read, write
 
 KEY = "tml-stored-0123456789"
 OTHER = "http://127.0.0.1:8000"

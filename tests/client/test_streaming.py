@@ -8,8 +8,8 @@ import pytest
 
 import tinkex
 from tinkex import SamplingParams, types
-from tinkex.client.sse import Consumed
-from tinkex.client.transport import Request, Streamed, Unreachable
+from tinkex.client.http.sse import Consumed
+from tinkex.client.http.transport import Request, Streamed, Unreachable
 from tinkex.testing import Answer, FakeService, Lost
 
 PROMPT = types.ModelInput.from_ints([1, 2, 3])

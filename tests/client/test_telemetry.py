@@ -10,7 +10,7 @@ import pytest
 
 import tinkex
 from tinkex import types
-from tinkex.client import telemetry
+from tinkex.client.observe import telemetry
 from tinkex.testing import Answer, Lost
 
 
@@ -117,7 +117,7 @@ def test_e2_what_is_not_the_users_doing_is_an_unhandled_exception_without_its_wo
     assert found["error_type"] == "RequestFailedError"
     assert found["error_message"] == "category server"
     assert found["severity"] == "ERROR"
-    assert found["traceback"].splitlines()[-1].startswith("tinkex/client/results.py:")
+    assert found["traceback"].splitlines()[-1].startswith("tinkex/client/http/polling.py:")
     for seen in sent(fake):
         assert b"Alice" not in seen.body
         assert __file__.encode() not in seen.body

@@ -9,9 +9,9 @@ import time
 import pytest
 
 import tinkex
-from tinkex.client import tokens
+from tinkex.client.auth import token_exchange
+from tinkex.client.auth.token_exchange import Exchanged, Held, lifetime_s, read_claims
 from tinkex.client.settings import Settings
-from tinkex.client.tokens import Exchanged, Held, lifetime_s, read_claims
 from tinkex.testing import Answer, FakeService
 
 
@@ -131,8 +131,8 @@ def test_a_clock_that_differs_from_the_services_does_not_stretch_a_token():
     assert lifetime_s(token, now_s=10_000 - 3600) == 3600
     # A token that the service made a while ago lasts what is left of it.
     assert lifetime_s(token, now_s=12_000) == 1600
-    assert lifetime_s("not a token", now_s=0) == tokens.UNKNOWN_S
-    assert lifetime_s(jwt(exp="soon"), now_s=0) == tokens.UNKNOWN_S
+    assert lifetime_s("not a token", now_s=0) == token_exchange.UNKNOWN_S
+    assert lifetime_s(jwt(exp="soon"), now_s=0) == token_exchange.UNKNOWN_S
 
 
 def test_the_background_renews_ahead_of_time_and_tries_again_after_a_failure(monkeypatch):
@@ -150,7 +150,7 @@ def test_the_background_renews_ahead_of_time_and_tries_again_after_a_failure(mon
             if len(naps) == 5:
                 raise asyncio.CancelledError
 
-        monkeypatch.setattr(tokens.asyncio, "sleep", nap)
+        monkeypatch.setattr(token_exchange.asyncio, "sleep", nap)
         with pytest.raises(asyncio.CancelledError):
             await credential.keep_fresh()
         return bank

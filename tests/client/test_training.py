@@ -10,7 +10,7 @@ import pytest
 
 import tinkex
 from tinkex import types
-from tinkex.client.breaker import Breaker
+from tinkex.client.http.circuit_breaker import Breaker
 from tinkex.testing import Answer, FakeService, Lost
 from tinkex.wire.protobuf import decode_forward_backward_request
 
@@ -178,9 +178,9 @@ async def _no_key(*_):
 @pytest.mark.parametrize(
     ("place", "how", "error"),
     [
-        ("tinkex.client.steps.encode_forward_backward_request", _fails, "cannot be encoded"),
-        ("tinkex.client.credentials.Fixed.token", _no_key, "printed no key"),
-        ("tinkex.client.calls.Calls.signed", _no_key, "printed no key"),
+        ("tinkex.client.submission.encode_forward_backward_request", _fails, "cannot be encoded"),
+        ("tinkex.client.auth.credentials.Fixed.token", _no_key, "printed no key"),
+        ("tinkex.client.http.api_calls.Calls.signed", _no_key, "printed no key"),
     ],
 )
 def test_what_fails_before_it_is_sent_uses_no_number(
@@ -261,7 +261,7 @@ def test_a_step_without_a_loop_to_run_on_takes_no_place(fake, training, monkeypa
         def refuse():
             raise RuntimeError("can't start new thread")
 
-        broken.setattr("tinkex.client.loop.background", refuse)
+        broken.setattr("tinkex.client.background_loop.background", refuse)
         with pytest.raises(RuntimeError, match="can't start new thread"):
             training.optim_step(ADAM)
     training.optim_step(ADAM).result(5)

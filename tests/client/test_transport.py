@@ -22,7 +22,7 @@ import tinkex
 from client.waiting import until
 from standin import Reply, reply_json, standing_in
 from tinkex import SamplingParams, types
-from tinkex.client.transport import (
+from tinkex.client.http.transport import (
     CONNECTIONS,
     Headers,
     HttpTransport,
@@ -417,7 +417,7 @@ KINDS = {
 
 def test_every_request_of_a_program_is_of_its_kind(datum, monkeypatch):
     monkeypatch.setattr("tinkex.client.session.HEARTBEAT_EVERY_S", 0.01)
-    monkeypatch.setattr("tinkex.client.poller.FEW", 0)
+    monkeypatch.setattr("tinkex.client.http.polling.FEW", 0)
     fake = FakeService(
         config={"sample_use_retrieve_futures": True},
         dynamic_config={"sample_cancel_enabled": True},

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tinkex.client.local import LocalSettings, attach
+from tinkex.client.local_server import LocalSettings, attach
 
 ROOT = Path(__file__).resolve().parents[2]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)

@@ -8,8 +8,8 @@ import pytest
 
 import tinkex
 from tinkex.client.errors import status_error
-from tinkex.client.retry import RetryPolicy, is_retryable
-from tinkex.client.transport import Request, Response
+from tinkex.client.http.retry import RetryPolicy, is_retryable
+from tinkex.client.http.transport import Request, Response
 
 PAGE = (Path(__file__).parents[2] / "docs" / "guides" / "training-client.md").read_text()
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tinkex.client.steps import filler
+from tinkex.client.submission import filler
 from tinkex.engine import Engine, EngineSettings
 from tinkex.engine import engine as engine_module
 from tinkex.engine.model import UnsupportedModel

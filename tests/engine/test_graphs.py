@@ -22,7 +22,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from losses import BY_NAME, LossFn, ppo
-from tinkex.client.tracing import trace
+from tinkex.client.loss_tracing import trace
 from tinkex.engine import graphs
 from tinkex.engine.graph_operations import FUNCTIONS, METHODS
 from tinkex.engine.graphs import Graph

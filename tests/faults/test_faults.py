@@ -14,7 +14,7 @@ from faults.program import Plan
 from faults.proof import BASE, TINY, check, through, through_echo, tiny_server
 from faults.proxy import FAULTS, Dice, in_front_of
 from tinkex import types
-from tinkex.client.retry import RetryPolicy
+from tinkex.client.http.retry import RetryPolicy
 
 SEED = 1
 
@@ -26,8 +26,8 @@ pytestmark = pytest.mark.timeout(180)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short waits, and few samples that ask for themselves, so that the shared poll is used."""
     quick = partial(RetryPolicy, first_delay_s=0.02)
-    monkeypatch.setattr("tinkex.client.calls.RetryPolicy", quick)
-    monkeypatch.setattr("tinkex.client.poller.FEW", 4)
+    monkeypatch.setattr("tinkex.client.http.api_calls.RetryPolicy", quick)
+    monkeypatch.setattr("tinkex.client.http.polling.FEW", 4)
 
 
 def test_o2_o6_h2_h4_nothing_is_lost_and_nothing_runs_twice_on_a_failing_network(tmp_path: Path):

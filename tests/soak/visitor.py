@@ -173,7 +173,7 @@ class Visit:
     def download(self) -> None:
         if self.saved is None:
             return
-        from tinkex.client.download import download_checkpoint
+        from tinkex.client.files.checkpoint_download import download_checkpoint
 
         with tempfile.TemporaryDirectory() as folder:
             try:

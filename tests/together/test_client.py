@@ -14,8 +14,8 @@ from processes import gone
 from serving import TINY, Server
 from tinkex import types
 from tinkex.client import training as training_module
+from tinkex.client.http.transport import HttpTransport, Request, Response
 from tinkex.client.settings import Settings
-from tinkex.client.transport import HttpTransport, Request, Response
 
 TEXTS = (
     "the ship sails at dawn",

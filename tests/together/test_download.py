@@ -11,7 +11,7 @@ import pytest
 import tinkex
 from serving import TINY, Server
 from tinkex import RestClient, types
-from tinkex.client.fetching import PIECE_BYTES
+from tinkex.client.files.file_download import PIECE_BYTES
 
 ADAPTER = {"adapter_config.json", "adapter_model.safetensors"}
 
@@ -71,7 +71,7 @@ def test_defect_21_a_download_that_was_stopped_goes_on_where_it_was(
 ) -> None:
     whole = tinkex.download_checkpoint(paths[kind], tmp_path / "whole", rest=rest)
     assert PIECE_BYTES > 4096
-    monkeypatch.setattr("tinkex.client.fetching.PIECE_BYTES", 4096)
+    monkeypatch.setattr("tinkex.client.files.file_download.PIECE_BYTES", 4096)
 
     def stop(done: int, total: int) -> None:
         if done > 20_000:

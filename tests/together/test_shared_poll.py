@@ -8,7 +8,7 @@ import pytest
 import tinkex
 from serving import TINY, Server
 from tinkex import SamplingParams, types
-from tinkex.client import poller
+from tinkex.client.http import polling
 from tinkex.client.sampling import draw
 
 PROMPT = types.ModelInput.from_ints([5, 6, 7])
@@ -16,7 +16,7 @@ PROMPT = types.ModelInput.from_ints([5, 6, 7])
 
 @pytest.fixture(autouse=True)
 def _all_wait_together(monkeypatch):
-    monkeypatch.setattr(poller, "FEW", 0)
+    monkeypatch.setattr(polling, "FEW", 0)
 
 
 @pytest.fixture

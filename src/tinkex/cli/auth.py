@@ -15,8 +15,8 @@ from tinkex.cli.output import NONE, as_json, show_json, show_properties, yes
 from tinkex.cli.remote import address, talks_to_a_service
 
 if TYPE_CHECKING:
+    from tinkex.client.auth.key_store import StoredKeys
     from tinkex.client.session import Connection
-    from tinkex.client.stored_keys import StoredKeys
 
 
 @click.group("auth")
@@ -34,8 +34,8 @@ def login() -> None:
 
     The key is asked for, or read from stdin where that is no terminal.
     """
-    from tinkex.client import probe, stored_keys
-    from tinkex.client.credentials import ApiKey
+    from tinkex.client.auth import key_requests, key_store
+    from tinkex.client.auth.credentials import ApiKey
     from tinkex.client.settings import LOCAL, Settings
 
     service, stored, found = _stored()
@@ -56,14 +56,16 @@ def login() -> None:
             f"{problem if key.value else 'is empty'}.",
             hint="Copy the whole key, and nothing else.",
         )
-    about = probe.ask(Settings.resolve(base_url=service, api_key=key.value), probe.own_key)
+    about = key_requests.ask(
+        Settings.resolve(base_url=service, api_key=key.value), key_requests.own_key
+    )
     if not about.get("key_id"):
         raise CommandFailed(
             f"{service} knows no keys: it takes everybody on its machine, so none was stored.",
             hint="`tinkex key create` makes keys for a server of your own.",
         )
     key_id, details = _key_id(service, about), about.get("details") or {}
-    entry = stored_keys.StoredKey(
+    entry = key_store.StoredKey(
         key=key,
         name=str(about.get("name") or key_id),
         note=about.get("note") or None,
@@ -73,7 +75,7 @@ def login() -> None:
     stored = stored.with_key(key_id, entry)
     if stored.default is None:  # another service's default stays what it is
         stored = stored.with_default(key_id)
-    stored_keys.write(stored_keys.place(), stored)
+    key_store.write(key_store.place(), stored)
     if os.environ.get("TINKER_API_KEY") or os.environ.get("TINKEX_API_KEY"):
         click.echo("note: TINKER_API_KEY is set and wins over the stored key.", err=True)
     told = {"base_url": service, "key": entry.name, **_owner(details)}
@@ -90,7 +92,7 @@ def logout() -> None:
 
     A key that was made for this machine is deleted on the service too.
     """
-    from tinkex.client import probe, stored_keys
+    from tinkex.client.auth import key_requests, key_store
     from tinkex.client.errors import TinkerError
     from tinkex.client.settings import DEFAULT_URL, Settings
 
@@ -103,11 +105,11 @@ def logout() -> None:
     if entry.type == "generated":
         settings = Settings.resolve(base_url=service, api_key=entry.key.value)
         try:
-            probe.ask(settings, probe.delete_own_key)
+            key_requests.ask(settings, key_requests.delete_own_key)
         except TinkerError as error:
             failure = error
     deleted = entry.type == "generated" and failure is None
-    stored_keys.write(stored_keys.place(), stored.without(key_id))
+    key_store.write(key_store.place(), stored.without(key_id))
     name = entry.name or key_id
     if as_json():
         show_json({"base_url": service, "removed": name, "deleted_on_service": deleted})
@@ -127,14 +129,14 @@ def logout() -> None:
 @talks_to_a_service
 def status() -> None:
     """Say whether there are credentials, and whether the service takes them. Exit 1 on a no."""
-    from tinkex.client import probe
+    from tinkex.client.auth import key_requests
     from tinkex.client.errors import TinkerError
     from tinkex.client.settings import Settings
 
     settings, problem = None, None
     try:
         settings = Settings.resolve(**_given())
-        probe.ask(settings, probe.capabilities)
+        key_requests.ask(settings, key_requests.capabilities)
     except TinkerError as error:
         problem = str(error)
     has_credentials, is_accessible = settings is not None, problem is None
@@ -159,7 +161,7 @@ def status() -> None:
 @talks_to_a_service
 def whoami() -> None:
     """Show whose key is used: email, user, organisation."""
-    from tinkex.client import probe
+    from tinkex.client.auth import key_requests
     from tinkex.client.errors import TinkerError
     from tinkex.client.settings import Settings
 
@@ -167,9 +169,9 @@ def whoami() -> None:
         try:
             claims = await connection.credential.claims()
         except RuntimeError:  # a plain key: the service knows whose
-            return _owner((await probe.own_key(connection)).get("details") or {})
+            return _owner((await key_requests.own_key(connection)).get("details") or {})
         try:
-            named = _owner((await probe.own_key(connection)).get("details") or {})
+            named = _owner((await key_requests.own_key(connection)).get("details") or {})
         except TinkerError:  # a token without a key behind it: the service has ids only
             named = {}
         return {
@@ -179,7 +181,7 @@ def whoami() -> None:
             "organization_id": claims.get("org_id") or None,
         }
 
-    owner = probe.ask(Settings.resolve(**_given()), who)
+    owner = key_requests.ask(Settings.resolve(**_given()), who)
     if as_json():
         show_json(owner)
         return
@@ -197,11 +199,11 @@ def _given() -> dict[str, Any]:
 
 def _stored() -> tuple[str, StoredKeys, str | None]:
     """Which service is meant, all stored keys, and the id of the one for it."""
-    from tinkex.client import stored_keys
+    from tinkex.client.auth import key_store
     from tinkex.client.settings import is_loopback, service_url
 
     service = service_url(address()["base_url"])
-    stored = stored_keys.read(stored_keys.place())
+    stored = key_store.read(key_store.place())
     return service, stored, stored.of(service, is_local=is_loopback(service))
 
 

@@ -57,7 +57,7 @@ def folder_name(path: str) -> str:
 
 
 def _downloaded(client: RestClient, path: str, target: Path, *, force: bool) -> Path:
-    from tinkex.client.download import download_checkpoint
+    from tinkex.client.files.checkpoint_download import download_checkpoint
 
     if target.exists() and not force:
         raise CommandFailed(
@@ -95,7 +95,7 @@ def push_hf(
     """
     import tempfile
 
-    from tinkex.client.hub import push_to_hub
+    from tinkex.client.files.huggingface import push_to_hub
 
     with tempfile.TemporaryDirectory() as work:
         target = Path(work) / folder_name(checkpoint_path)

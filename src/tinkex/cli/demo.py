@@ -285,7 +285,7 @@ def service_for(console: Console, base_url: str, model: str) -> Iterator[tuple[S
 
 
 def local_data_folder() -> str:
-    from tinkex.client.local import LocalSettings
+    from tinkex.client.local_server import LocalSettings
 
     return str(LocalSettings.from_env().data)
 

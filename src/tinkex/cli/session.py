@@ -40,7 +40,7 @@ def export_trace(session_id: str, output: Path | None, url_only: bool) -> None:
         else:
             click.echo(url)
         return
-    from tinkex.client.fetching import fetch_file
+    from tinkex.client.files.file_download import fetch_file
 
     target = output or Path(f"{session_id}.pftrace".replace("/", "_").replace(":", "_"))
     if target.is_dir():

@@ -5,15 +5,15 @@ from __future__ import annotations
 from datetime import date, datetime
 from typing import get_args
 
-from tinkex.client import arguments
-from tinkex.client.calls import decode
-from tinkex.client.credentials import Fixed
+from tinkex.client import validation
+from tinkex.client.auth.credentials import Fixed
 from tinkex.client.errors import APIStatusError
 from tinkex.client.futures import Promise, awaits
-from tinkex.client.origins import origin, redirect_url
+from tinkex.client.http.api_calls import decode
+from tinkex.client.http.origins import origin, redirect_url
+from tinkex.client.http.transport import Kind, Request
+from tinkex.client.rest_base import Sessionless, sdk_headers, with_query
 from tinkex.client.session import Connection
-from tinkex.client.sessionless import Sessionless, sdk_headers, with_query
-from tinkex.client.transport import Kind, Request
 from tinkex.wire.billing import (
     AuditLogResponse,
     BillingUsageResponse,
@@ -33,11 +33,11 @@ class AdminClient(Sessionless):
     """
 
     def get_audit_log(
-        self, event_type: arguments.AuditEvents = "all", day: date | None = None
+        self, event_type: validation.AuditEvents = "all", day: date | None = None
     ) -> Promise[AuditLogResponse]:
         """Who did what: of one kind, on one day (UTC); without a day, of the last ones."""
-        arguments.one_of("event_type", event_type, get_args(arguments.AuditEvents))
-        path = with_query("audit", {"event_type": event_type, "day": arguments.day(day)})
+        validation.one_of("event_type", event_type, get_args(validation.AuditEvents))
+        path = with_query("audit", {"event_type": event_type, "day": validation.day(day)})
 
         async def work(connection: Connection) -> AuditLogResponse:
             calls, about = connection.calls, "asking for the audit log"
@@ -69,8 +69,8 @@ class AdminClient(Sessionless):
         self, starting_on: datetime | str, ending_before: datetime | str
     ) -> Promise[BillingUsageResponse]:
         """What was used in each hour. Whole hours (UTC where no zone is said), at most 14 days."""
-        start = arguments.moment("starting_on", starting_on)
-        end = arguments.moment("ending_before", ending_before)
+        start = validation.moment("starting_on", starting_on)
+        end = validation.moment("ending_before", ending_before)
         if end <= start:
             raise ValueError(
                 f"ending_before ({end.isoformat()}) must be after starting_on ({start.isoformat()})."

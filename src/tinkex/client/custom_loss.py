@@ -15,10 +15,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Concatenate, TypeAlias, TypeVar, Union
 
-from tinkex.client import arguments, callers, tracing
+from tinkex.client import loss_tracing, user_warnings, validation
+from tinkex.client.batching import merge
 from tinkex.client.futures import Promise
-from tinkex.client.merge import merge
-from tinkex.client.results import QueueLog, Wanted
+from tinkex.client.http.polling import QueueLog, Wanted
 from tinkex.extras import needs
 from tinkex.wire.custom_loss import (
     CreateCustomLossRequest,
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from torch import fx
 
     from tinkex.client.session import Connection, Session
-    from tinkex.client.steps import Accepted
+    from tinkex.client.submission import Accepted
     from tinkex.client.training import TrainingClient
 
 T = TypeVar("T")
@@ -66,7 +66,7 @@ class LossHandle:
     @property
     def key(self) -> str:
         """Equal for losses that compute the same."""
-        return tracing.digest(self.graph, self.inputs)
+        return loss_tracing.digest(self.graph, self.inputs)
 
     @property
     def input_names(self) -> tuple[str, ...]:
@@ -87,8 +87,8 @@ def create(
 ) -> Promise[LossHandle]:
     """Trace the loss here and now, and let the server have it if it wants it."""
     need_torch()
-    traced = tracing.trace(fn, input_ranks)
-    key = tracing.digest(traced.module, traced.inputs)
+    traced = loss_tracing.trace(fn, input_ranks)
+    key = loss_tracing.digest(traced.module, traced.inputs)
     if key in holder.losses:
         raise ValueError(
             f"custom loss {traced.name!r}: this session has the same loss already, made as "
@@ -111,7 +111,7 @@ def create(
 
 
 async def _upload(
-    holder: Session, connection: Connection, session_id: str, traced: tracing.Traced
+    holder: Session, connection: Connection, session_id: str, traced: loss_tracing.Traced
 ) -> str:
     created = await holder.submit(
         connection,
@@ -148,14 +148,14 @@ def start(
     """
     need_torch()
     if loss_type_input is not None:
-        callers.warn(
+        user_warnings.warn(
             "loss_type_input is deprecated: a custom loss always gets logprobs.",
             DeprecationWarning,
         )
         if loss_type_input != "logprobs":
             raise ValueError(f"loss_type_input is {loss_type_input!r}; only 'logprobs' exists.")
-    given = arguments.examples(data)
-    data = [arguments.as_it_is(datum) for datum in given]
+    given = validation.examples(data)
+    data = [validation.as_it_is(datum) for datum in given]
     if isinstance(loss_fn, LossHandle):
         _check_fits(loss_fn, client.holder.session_id, data)
         if loss_fn.loss_id is not None:

@@ -21,10 +21,10 @@ import copy
 import json
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from tinkex.client.origins import origin, redirect_url
+from tinkex.client.http.origins import origin, redirect_url
 
 if TYPE_CHECKING:
-    from tinkex.client.transport import Request, Response
+    from tinkex.client.http.transport import Request, Response
     from tinkex.wire.errors import RequestErrorCategory
 
 # The surface is that of the official client, so these are not all spelt `...Error` by chance.

@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Generator, Iterator
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
-from tinkex.client import loop as background_loop
+from tinkex.client import background_loop
 
 T = TypeVar("T")
 S = TypeVar("S")

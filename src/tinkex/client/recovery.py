@@ -19,8 +19,8 @@ from tinkex.client.errors import (
     RequestFailedError,
     TinkerError,
 )
+from tinkex.client.http.retry import is_retryable, is_user_error
 from tinkex.client.rest import RestClient
-from tinkex.client.retry import is_retryable, is_user_error
 
 if TYPE_CHECKING:
     from tinkex.client.service import ServiceClient

@@ -9,15 +9,20 @@ from collections.abc import Mapping
 from datetime import UTC, date, datetime, timedelta
 from typing import Any
 
-from tinkex.client import arguments, callers
+from tinkex.client import user_warnings, validation
 from tinkex.client.admin import AdminClient, redirected
-from tinkex.client.arguments import AccessScope, AuditEvents, checkpoint_at, checkpoint_url, segment
 from tinkex.client.errors import APIStatusError, ExperimentalWarning
 from tinkex.client.futures import Promise, awaits
-from tinkex.client.pages import Page, Pages, by_offset
+from tinkex.client.http.transport import Kind
+from tinkex.client.rest_base import Page, Pages, Sessionless, by_offset, sdk_headers
 from tinkex.client.session import Connection
-from tinkex.client.sessionless import Sessionless, sdk_headers
-from tinkex.client.transport import Kind
+from tinkex.client.validation import (
+    AccessScope,
+    AuditEvents,
+    checkpoint_at,
+    checkpoint_url,
+    segment,
+)
 from tinkex.wire.billing import (
     AuditLogResponse,
     BillingUsageResponse,
@@ -86,7 +91,7 @@ class RestClient(Sessionless):
             "GET",
             f"training_runs/{segment('training_run_id', training_run_id)}",
             answer=TrainingRun,
-            query={"access_scope": arguments.scope(access_scope)},
+            query={"access_scope": validation.scope(access_scope)},
             about=f"asking about run {training_run_id}",
         )
 
@@ -129,9 +134,9 @@ class RestClient(Sessionless):
             "training_runs",
             answer=TrainingRunsResponse,
             query={
-                "limit": arguments.count("limit", limit),
-                "offset": arguments.count("offset", offset),
-                "access_scope": arguments.scope(access_scope),
+                "limit": validation.count("limit", limit),
+                "offset": validation.count("offset", offset),
+                "access_scope": validation.scope(access_scope),
                 "project_id": project_id,
             },
             about="listing training runs",
@@ -143,7 +148,7 @@ class RestClient(Sessionless):
         self, access_scope: AccessScope = "owned", project_id: str | None = None
     ) -> Pages[TrainingRun]:
         """Every run, newest first: `for` or `async for`."""
-        arguments.scope(access_scope)
+        validation.scope(access_scope)
         return by_offset(
             lambda limit, offset: self.list_training_runs(limit, offset, access_scope, project_id),
             lambda found: found.training_runs,
@@ -175,8 +180,8 @@ class RestClient(Sessionless):
             "checkpoints",
             answer=CheckpointsListResponse,
             query={
-                "limit": arguments.count("limit", limit),
-                "offset": arguments.count("offset", offset),
+                "limit": validation.count("limit", limit),
+                "offset": validation.count("offset", offset),
             },
             about="listing checkpoints",
         )
@@ -246,7 +251,7 @@ class RestClient(Sessionless):
             "set_checkpoint_ttl_from_tinker_path",
             "PUT",
             f"{checkpoint_url(*checkpoint_at(tinker_path))}/ttl",
-            {"ttl_seconds": arguments.ttl(ttl_seconds)},
+            {"ttl_seconds": validation.ttl(ttl_seconds)},
             answer=type(None),
             about=f"setting the expiry of {tinker_path}",
         )
@@ -276,7 +281,7 @@ class RestClient(Sessionless):
         body = CopyWeightsRequest(
             destination_project_id=project,
             source_path=path,
-            ttl_seconds=arguments.ttl(ttl_seconds),
+            ttl_seconds=validation.ttl(ttl_seconds),
         )
         # One key for all attempts: a repeat finds the copy that the first one made.
         headers = {**sdk_headers("copy_weights"), "X-Idempotency-Key": str(uuid.uuid4())}
@@ -369,7 +374,7 @@ class RestClient(Sessionless):
             "GET",
             f"sessions/{segment('session_id', session_id)}",
             answer=GetSessionResponse,
-            query={"access_scope": arguments.scope(access_scope)},
+            query={"access_scope": validation.scope(access_scope)},
             about=f"asking about session {session_id}",
         )
 
@@ -385,9 +390,9 @@ class RestClient(Sessionless):
             "sessions",
             answer=ListSessionsResponse,
             query={
-                "limit": arguments.count("limit", limit),
-                "offset": arguments.count("offset", offset),
-                "access_scope": arguments.scope(access_scope),
+                "limit": validation.count("limit", limit),
+                "offset": validation.count("offset", offset),
+                "access_scope": validation.scope(access_scope),
             },
             about="listing sessions",
         )
@@ -396,7 +401,7 @@ class RestClient(Sessionless):
 
     def all_sessions(self, access_scope: AccessScope = "owned") -> Pages[str]:
         """The ids of all sessions, newest first: `for` or `async for`."""
-        arguments.scope(access_scope)
+        validation.scope(access_scope)
         return by_offset(
             lambda limit, offset: self.list_sessions(limit, offset, access_scope),
             lambda found: found.sessions,
@@ -406,14 +411,16 @@ class RestClient(Sessionless):
 
     def search_sessions(self, request: SessionSearchRequest) -> Promise[SessionSearchResponse]:
         """Sessions by metadata, project, owner or state. Experimental."""
-        callers.warn("search_sessions() is experimental: it may change or go.", ExperimentalWarning)
+        user_warnings.warn(
+            "search_sessions() is experimental: it may change or go.", ExperimentalWarning
+        )
         return self._search(request)
 
     search_sessions_async = awaits(search_sessions)
 
     def all_found_sessions(self, request: SessionSearchRequest) -> Pages[SessionSummary]:
         """Everything that a search finds: `for` or `async for`. Experimental."""
-        callers.warn(
+        user_warnings.warn(
             "all_found_sessions() is experimental: it may change or go.", ExperimentalWarning
         )
 
@@ -572,4 +579,6 @@ def _expiry(text: str | None) -> datetime:
 
 
 def _moved(name: str) -> None:
-    callers.warn(f"RestClient.{name}() is deprecated: use AdminClient.{name}().", FutureWarning)
+    user_warnings.warn(
+        f"RestClient.{name}() is deprecated: use AdminClient.{name}().", FutureWarning
+    )

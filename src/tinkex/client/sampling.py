@@ -9,17 +9,17 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 from urllib.parse import quote
 
-from tinkex.client import arguments, handles, tokenizer
-from tinkex.client.desk import Desk
+from tinkex.client import sampler_handles, tokenizer, validation
 from tinkex.client.futures import Promise, awaits, refuse_to_block, waits
-from tinkex.client.handles import Passport
-from tinkex.client.results import QueueLog
-from tinkex.client.retry import RetryConfig
+from tinkex.client.http.polling import QueueLog
+from tinkex.client.http.retry import RetryConfig
+from tinkex.client.observe.telemetry import Telemetry
+from tinkex.client.sample_queue import Desk
+from tinkex.client.sample_retry import RetryHandler
+from tinkex.client.sample_stream import SampleStream, Told
+from tinkex.client.sampler_handles import Passport
 from tinkex.client.session import Session
-from tinkex.client.streaming import SampleStream, Told
-from tinkex.client.stubborn import RetryHandler
-from tinkex.client.telemetry import Telemetry
-from tinkex.client.text import SpeaksText
+from tinkex.client.tokenizer import SpeaksText
 from tinkex.wire.inputs import ModelInput
 from tinkex.wire.sampling import (
     CreateSamplingSessionRequest,
@@ -110,7 +110,7 @@ class SamplingClient(SpeaksText):
         if model_path is None and base_model is None:
             raise ValueError("Say what to sample from: model_path='tinker://...' or base_model.")
         if model_path is not None:
-            arguments.check_tinker_path(model_path)
+            validation.check_tinker_path(model_path)
         return holder.run(
             open_sampler(
                 holder,
@@ -127,12 +127,12 @@ class SamplingClient(SpeaksText):
     # -- other processes -------------------------------------------------------------------------
 
     def __reduce__(self) -> tuple[Any, ...]:
-        handles.leaving(self.holder)
+        sampler_handles.leaving(self.holder)
         return _copied, (self._passport(),)
 
     def get_sampler_handle(self) -> str:
         """Text from which another process makes a client of the same weights. Holds no key."""
-        handles.leaving(self.holder)
+        sampler_handles.leaving(self.holder)
         return self._passport().to_handle()
 
     @staticmethod
@@ -143,7 +143,7 @@ class SamplingClient(SpeaksText):
         A handle names the service that will be asked, with your key: take it from whom you trust.
         """
         passport = Passport.from_handle(handle)
-        return _copied(passport, handles.arrive(passport, api_key=api_key))
+        return _copied(passport, sampler_handles.arrive(passport, api_key=api_key))
 
     def _passport(self) -> Passport:
         return Passport(
@@ -245,7 +245,7 @@ class SamplingClient(SpeaksText):
                 raise ValueError("prompt_logprobs_last_n needs include_prompt_logprobs=True.")
         return SampleRequest(
             num_samples=num_samples,
-            prompt=arguments.prompt(prompt),
+            prompt=validation.prompt(prompt),
             sampling_params=sampling_params,
             sampling_session_id=self._sampling_session_id,
             prompt_logprobs=include_prompt_logprobs,
@@ -263,7 +263,7 @@ class SamplingClient(SpeaksText):
         """The logprob of each token of the prompt; None for the first, which nothing precedes."""
         request = SampleRequest(
             num_samples=1,
-            prompt=arguments.prompt(prompt),
+            prompt=validation.prompt(prompt),
             sampling_params=SamplingParams(max_tokens=1),
             sampling_session_id=self._sampling_session_id,
             prompt_logprobs=True,
@@ -397,7 +397,7 @@ _desks: weakref.WeakKeyDictionary[Session, Desk] = weakref.WeakKeyDictionary()
 
 def _copied(passport: Passport, holder: Session | None = None) -> SamplingClient:
     return SamplingClient(
-        holder or handles.arrive(passport),
+        holder or sampler_handles.arrive(passport),
         sampling_session_id=passport.sampling_session_id,
         shadow=True,
         retry_config=passport.retry_config,

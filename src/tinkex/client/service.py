@@ -8,17 +8,17 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from tinkex.client import custom_loss
-from tinkex.client.arguments import check_tinker_path
+from tinkex.client.auth.token_exchange import lent
 from tinkex.client.futures import Promise, awaits, refuse_to_block, waits
+from tinkex.client.http.polling import QueueLog, Wanted
+from tinkex.client.http.retry import RetryConfig
+from tinkex.client.http.transport import Kind
 from tinkex.client.rest import RestClient
-from tinkex.client.results import QueueLog, Wanted
-from tinkex.client.retry import RetryConfig
 from tinkex.client.sampling import SamplingClient
 from tinkex.client.session import CloseStatus, Connection, Session, closed
 from tinkex.client.settings import Settings
-from tinkex.client.sign_in import lent
 from tinkex.client.training import TrainingClient
-from tinkex.client.transport import Kind
+from tinkex.client.validation import check_tinker_path
 from tinkex.wire.checkpoints import (
     CONSOLE_URL,
     LoadWeightsRequest,
@@ -38,8 +38,8 @@ from tinkex.wire.training import (
 
 if TYPE_CHECKING:
     from tinkex.client.custom_loss import LossHandle, PerDatumLossFn
+    from tinkex.client.observe.telemetry import Telemetry
     from tinkex.client.session import MakeTransport
-    from tinkex.client.telemetry import Telemetry
 
 
 class ServiceClient:
@@ -50,7 +50,7 @@ class ServiceClient:
             training = service.create_lora_training_client("HuggingFaceTB/SmolLM2-135M-Instruct")
 
     Building one sends nothing. Leaving the `with` block ends the session on the server.
-    `base_url="local"` runs a server on this machine (see `tinkex.client.local`).
+    `base_url="local"` runs a server on this machine (see `tinkex.client.local_server`).
     """
 
     def __init__(

@@ -23,20 +23,19 @@ from urllib.parse import quote
 
 from pydantic import BaseModel
 
-from tinkex.client import arguments, operations, otel, telemetry
-from tinkex.client import loop as background_loop
-from tinkex.client.backpressure import Lane, Lanes
-from tinkex.client.calls import Calls, client_headers
-from tinkex.client.cancels import Cancels
-from tinkex.client.credentials import Credential
+from tinkex.client import background_loop, validation
+from tinkex.client.auth.credentials import Credential
+from tinkex.client.auth.token_exchange import Exchanged, sign_in
 from tinkex.client.errors import APIStatusError, TinkerError
 from tinkex.client.futures import Promise, settle
-from tinkex.client.results import QueueObserver, Results, Wanted
+from tinkex.client.http.api_calls import Calls, client_headers
+from tinkex.client.http.backpressure import Lane, Lanes
+from tinkex.client.http.cancellation import Cancels
+from tinkex.client.http.polling import QueueObserver, Results, Wanted
+from tinkex.client.http.transport import HttpTransport, Kind, Request, Transport, most_polls
+from tinkex.client.observe import instrumentation, telemetry
+from tinkex.client.observe.telemetry import Telemetry
 from tinkex.client.settings import LOCAL, PROTOCOL_VERSION, Settings
-from tinkex.client.sign_in import sign_in
-from tinkex.client.telemetry import Telemetry
-from tinkex.client.tokens import Exchanged
-from tinkex.client.transport import HttpTransport, Kind, Request, Transport, most_polls
 from tinkex.wire.base import Payload
 from tinkex.wire.futures import UntypedAPIFuture
 from tinkex.wire.runs import (
@@ -50,8 +49,8 @@ from tinkex.wire.runs import (
 )
 
 if TYPE_CHECKING:
-    from tinkex.client.local import LocalServer
-    from tinkex.client.otel import Tracing
+    from tinkex.client.local_server import LocalServer
+    from tinkex.client.observe.instrumentation import Tracing
 
 log = logging.getLogger("tinkex.session")
 
@@ -186,7 +185,7 @@ class Session:
     @property
     def tracing(self) -> Tracing | None:
         """What makes spans of operations, where the settings ask for it."""
-        return otel.tracing() if self.settings.otel else None
+        return instrumentation.tracing() if self.settings.otel else None
 
     # -- running work ----------------------------------------------------------------------------
 
@@ -277,10 +276,10 @@ class Session:
 
         url = self.settings.base_url
         if url == LOCAL:
-            from tinkex.client import local
+            from tinkex.client import local_server
 
             if self._server is None:
-                self._server = await asyncio.to_thread(local.attach)
+                self._server = await asyncio.to_thread(local_server.attach)
             url = self._server.url
         transport = self.make_transport(url, self.settings)
         _transports.add(transport)
@@ -401,8 +400,8 @@ class Session:
         observer: QueueObserver | None = None,
     ) -> R:
         """Send a request that answers with a promise, and wait for what was promised."""
-        name = operations.named(wanted.request_type)
-        with operations.during(name, connection.calls.tracing, self._session_id or ""):
+        name = instrumentation.named(wanted.request_type)
+        with instrumentation.during(name, connection.calls.tracing, self._session_id or ""):
             started = monotonic()
             promised = await connection.calls.call(
                 "POST", path, body, answer=UntypedAPIFuture, kind=kind, about=wanted.request_type
@@ -441,7 +440,7 @@ class Session:
 
     def close(self, status: CloseStatus, detail: str | None = None) -> Promise[None]:
         """End the session. The first call wins; nothing can be sent afterwards."""
-        arguments.one_of("status", status, get_args(CloseStatus))
+        validation.one_of("status", status, get_args(CloseStatus))
         promise: Promise[None] = Promise()
         if self.closed:
             promise.finish(None)

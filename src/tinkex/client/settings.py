@@ -13,11 +13,11 @@ from pathlib import Path
 from types import MappingProxyType
 from urllib.parse import urlsplit, urlunsplit
 
-from tinkex.client import credentials, stored_keys
-from tinkex.client.breaker import BreakerPolicy
-from tinkex.client.credentials import ApiKey, Credential
+from tinkex.client.auth import credentials, key_store
+from tinkex.client.auth.credentials import ApiKey, Credential
 from tinkex.client.errors import TinkerError
-from tinkex.client.proxies import proxy_for, proxy_variables
+from tinkex.client.http.circuit_breaker import BreakerPolicy
+from tinkex.client.http.transport import proxy_for, proxy_variables
 
 __all__ = [
     "ApiKey",
@@ -265,7 +265,7 @@ def _names(given: str | Iterable[str] | None) -> tuple[str, ...]:
 def _stored_key(url: str, home: Path | None) -> ApiKey | None:
     if url == LOCAL:
         return None
-    stored = stored_keys.read(stored_keys.place(home))
+    stored = key_store.read(key_store.place(home))
     # A key that was stored without its service is not for this machine: it never gets to see it.
     key_id = stored.of(url, is_local=is_loopback(url))
     return None if key_id is None else stored.keys[key_id].key

@@ -13,28 +13,30 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
 
 from pydantic import BaseModel
 
-from tinkex.client import arguments, callers, custom_loss, operations, tokenizer
-from tinkex.client.calls import decode
-from tinkex.client.chunks import cut, datum_bytes
+from tinkex.client import custom_loss, tokenizer, user_warnings, validation
+from tinkex.client.batching import cut, datum_bytes, merge
 from tinkex.client.errors import APIStatusError, BadRequestError, UnprocessableEntityError
 from tinkex.client.futures import Promise, awaits, refuse_to_block, submits, waits
-from tinkex.client.merge import merge
-from tinkex.client.ordering import Fate, Numbers, Turnstile
-from tinkex.client.results import QueueLog, Wanted
-from tinkex.client.retry import RetryConfig
+from tinkex.client.http.api_calls import decode
+from tinkex.client.http.polling import QueueLog, Wanted
+from tinkex.client.http.retry import RetryConfig
+from tinkex.client.http.transport import Kind
+from tinkex.client.observe import instrumentation
 from tinkex.client.sampling import SamplingClient, open_sampler
 from tinkex.client.session import Connection, Session, closed
-from tinkex.client.steps import (
+from tinkex.client.submission import (
     Accepted,
+    Fate,
+    Numbers,
     Part,
     Submission,
+    Turnstile,
     all_of,
     compressed,
     filler,
     pass_encoder,
 )
-from tinkex.client.text import SpeaksText
-from tinkex.client.transport import Kind
+from tinkex.client.tokenizer import SpeaksText
 from tinkex.wire.base import Payload
 from tinkex.wire.checkpoints import (
     CONSOLE_URL,
@@ -67,7 +69,7 @@ from tinkex.wire.training import (
 
 if TYPE_CHECKING:
     from tinkex.client.custom_loss import CustomLoss
-    from tinkex.client.telemetry import Telemetry
+    from tinkex.client.observe.telemetry import Telemetry
 
 log = logging.getLogger("tinkex.training")
 
@@ -142,7 +144,7 @@ class TrainingClient(SpeaksText):
         *,
         forward_only: bool,
     ) -> Promise[ForwardBackwardOutput]:
-        config = arguments.loss_config(loss_fn_config)
+        config = validation.loss_config(loss_fn_config)
         parts = self._pass_parts(data, loss_fn, config, forward_only=forward_only)
         return self._step(parts, self._pass_wanted(request_type), merge)
 
@@ -154,8 +156,8 @@ class TrainingClient(SpeaksText):
         *,
         forward_only: bool,
     ) -> Callable[[Connection], list[Part]]:
-        data = arguments.batch(data)
-        arguments.loss_name(loss_fn)
+        data = validation.batch(data)
+        validation.loss_name(loss_fn)
         # Checks the name of the loss here, where the caller sees it. The data were checked above.
         ForwardBackwardInput(data=[], loss_fn=loss_fn, loss_fn_config=config)
         sizes = [datum_bytes(datum) for datum in data]
@@ -331,7 +333,7 @@ class TrainingClient(SpeaksText):
     ) -> Promise[SamplingClient]:
         """A client that samples from the weights as they are at this point of the order."""
         if name is not None:
-            callers.warn(
+            user_warnings.warn(
                 "`name` is ignored: these weights are not kept under a name. Use "
                 "save_weights_for_sampler(name) for that.",
                 DeprecationWarning,
@@ -552,8 +554,8 @@ class TrainingClient(SpeaksText):
                 return asyncio.create_task(self._finish(submission, wanted, finish))
 
             try:
-                return operations.Operation(
-                    operations.named(wanted.request_type), self.holder.tracing, self.model_id
+                return instrumentation.Operation(
+                    instrumentation.named(wanted.request_type), self.holder.tracing, self.model_id
                 ).run(make)
             except BaseException:
                 # The step never began. Later steps must not wait for its ticket.
@@ -708,7 +710,7 @@ def _same(value: R) -> R:
 
 
 def _deprecated(name: str, instead: str) -> None:
-    callers.warn(
+    user_warnings.warn(
         f"{name}() is deprecated: make a new client with ServiceClient.{instead}().",
         FutureWarning,
     )

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from tinkex.client.retry import RetryConfig
+from tinkex.client.http.retry import RetryConfig
 
 __all__ = ["RetryConfig"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tinkex.aliases import aliases as _aliases
+from tinkex.compat.import_aliases import aliases as _aliases
 from tinkex.wire.chunks import DmelChunk, EncodedTextChunk, ImageChunk
 from tinkex.wire.inputs import PromptProvenanceSpan, SampledProvenanceSpan
 from tinkex.wire.proto import tinkex_wire_pb2 as _pb

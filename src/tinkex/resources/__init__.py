@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote
 
 from tinkex import types
-from tinkex.aliases import aliases as _aliases
-from tinkex.client.calls import DEADLINE_S, decode
 from tinkex.client.errors import APIStatusError
-from tinkex.client.options import Timeout
-from tinkex.client.raw import AsyncAPIResponse, Raw
+from tinkex.client.http.api_calls import DEADLINE_S, decode
+from tinkex.client.http.transport import Kind
 from tinkex.client.session import Session
-from tinkex.client.transport import Kind
+from tinkex.compat.import_aliases import aliases as _aliases
+from tinkex.compat.raw_responses import AsyncAPIResponse, Raw
+from tinkex.compat.request_options import Timeout
 from tinkex.wire.codec import JSON_TYPE, PROTOBUF_TYPE
 from tinkex.wire.protobuf import encode_forward_backward_request
 

@@ -7,7 +7,7 @@ import re
 import threading
 from typing import TYPE_CHECKING, Self
 
-from tinkex.client.transport import Request, Response, Streamed, TooSlow, Unreachable
+from tinkex.client.http.transport import Request, Response, Streamed, TooSlow, Unreachable
 
 if TYPE_CHECKING:
     from aiohttp import web

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tinkex.client.transport import TooSlow, Unreachable
+from tinkex.client.http.transport import TooSlow, Unreachable
 
 
 @dataclass(frozen=True, kw_only=True)

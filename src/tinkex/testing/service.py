@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
-from tinkex.client.transport import Transport
+from tinkex.client.http.transport import Transport
 from tinkex.testing.edges import MAX_BODY_BYTES, FakeTransport, Loopback
 from tinkex.testing.faults import Answer, Hold, Lost, Seen
 from tinkex.testing.shelf import Model, Shelf

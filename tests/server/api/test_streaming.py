@@ -13,7 +13,7 @@ import pytest
 
 from server.echo import BASE, EchoExecutor
 from server.hosting import Api, hosted
-from tinkex.client.sse import EventDecoder, ServerSentEvent
+from tinkex.client.http.sse import EventDecoder, ServerSentEvent
 from tinkex.server.executor import EngineLost, Outcome, Task, Work, WorkFailed
 from tinkex.wire.codec import decode_json
 from tinkex.wire.errors import UserFailure

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from tinkex.aliases import aliases as _aliases
 from tinkex.client.admin import AdminClient
 from tinkex.client.futures import APIFuture, AwaitableConcurrentFuture
 from tinkex.client.rest import RestClient
 from tinkex.client.sampling import SamplingClient
 from tinkex.client.service import ServiceClient
 from tinkex.client.training import TrainingClient
+from tinkex.compat.import_aliases import aliases as _aliases
 
 __all__ = [
     "APIFuture",

@@ -1,0 +1,1 @@
+"""Credentials: API keys, key commands, tokens."""

@@ -1,0 +1,1 @@
+"""Checkpoint files: downloads, and uploads to the Hugging Face hub."""

@@ -1,0 +1,359 @@
+"""
+A checkpoint's files in a folder here.
+
+    folder = tinkex.download_checkpoint("tinker://RUN/sampler_weights/NAME", "adapter")
+
+Everything is first written to `FOLDER.part`, which a download that was cut off goes on from, and
+becomes FOLDER at the end, all at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import json
+import shutil
+import tarfile
+import threading
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any
+
+from tinkex.client.errors import APIStatusError
+from tinkex.client.files.file_download import DownloadFailed, Facts, Fetcher, Links, Stopped
+from tinkex.client.futures import refuse_to_block
+from tinkex.wire.checkpoints import ParsedCheckpointTinkerPath
+
+if TYPE_CHECKING:
+    from tinkex.client.rest import RestClient
+
+Progress = Callable[[int, int], None]
+
+#: Files fetched at the same time.
+AT_ONCE = 4
+ARCHIVE = "archive.tar"
+EXPORT_KEPT_S = 3600
+#: How services answer that have no archives (any more).
+NO_ARCHIVES = frozenset({404, 405, 410, 501})
+
+
+def download_checkpoint(
+    path: str,
+    folder: str | Path,
+    *,
+    rest: RestClient | None = None,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> Path:
+    """
+    Fetch the adapter files of a checkpoint of any kind into `folder`, which is made.
+
+    A folder that is there and not empty is an error, unless `overwrite` lets the new one replace
+    it. `progress(done_bytes, total_bytes)` is called from another thread, once at a time. A
+    download that failed goes on where it stopped when it is asked for again.
+    """
+    refuse_to_block("download_checkpoint", "download_checkpoint_async")
+    stop = threading.Event()
+    pool = ThreadPoolExecutor(1, thread_name_prefix="tinkex-download")
+    try:
+        # On a thread of its own, so that Ctrl-C is heard while a connection is silent.
+        return pool.submit(_download, path, Path(folder), rest, overwrite, progress, stop).result()
+    finally:
+        stop.set()
+        pool.shutdown(wait=False)
+
+
+async def download_checkpoint_async(
+    path: str,
+    folder: str | Path,
+    *,
+    rest: RestClient | None = None,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> Path:
+    """The same, for coroutines. Cancelled, it stops after the piece that is under way."""
+    stop = threading.Event()
+    try:
+        return await asyncio.to_thread(
+            _download, path, Path(folder), rest, overwrite, progress, stop
+        )
+    finally:
+        stop.set()
+
+
+def _download(
+    path: str,
+    folder: Path,
+    rest: RestClient | None,
+    overwrite: bool,
+    progress: Progress | None,
+    stop: threading.Event,
+) -> Path:
+    from tinkex.client.rest import RestClient
+
+    parsed = ParsedCheckpointTinkerPath.from_tinker_path(path)
+    check_target(folder, overwrite)
+    if rest is None:
+        with RestClient() as own:
+            return _download(path, folder, own, overwrite, progress, stop)
+    here = folder.absolute()
+    part = here.with_name(f"{here.name}.part")
+    fetcher = Fetcher(rest.holder.settings, stop)
+    with contextlib.ExitStack() as stack:
+        if parsed.checkpoint_type == "external":
+            links = _file_links(rest, path)
+        elif (archive := _archive_links(rest, path)) is not None:
+            links = archive
+        else:
+            links = _file_links(rest, stack.enter_context(_exported(rest, parsed)))
+        part.mkdir(parents=True, exist_ok=True)
+        stack.enter_context(_only_one(part))
+        files = _fetch_all(fetcher, links, part, path, progress)
+        if files == [ARCHIVE] and parsed.checkpoint_type != "external":
+            _unpack(part / "files" / ARCHIVE, part / "unpacked")
+            ready = part / "unpacked"
+        else:
+            ready = part / "files"
+        _put_in_place(ready, folder, part, overwrite)
+    shutil.rmtree(part, ignore_errors=True)
+    return folder
+
+
+# -- decisions ---------------------------------------------------------------------------------------
+
+
+def check_target(folder: Path, overwrite: bool) -> None:
+    """Before anything is asked for."""
+    if folder.exists() and not folder.is_dir():
+        raise FileExistsError(f"{folder} is a file. Choose another place for the checkpoint.")
+    if folder.is_dir() and any(folder.iterdir()) and not overwrite:
+        raise FileExistsError(
+            f"{folder} is there already and not empty. Choose another folder, or pass "
+            "overwrite=True to replace it."
+        )
+
+
+def safe_path(name: str) -> PurePosixPath:
+    """A file's path inside the folder; whatever could lead out of it is refused."""
+    path = PurePosixPath(name)
+    if (
+        not path.parts
+        or path.is_absolute()
+        or ".." in path.parts
+        or any(bad in name for bad in "\\:\0")
+        or not all(part.strip(" .") for part in path.parts)
+    ):
+        raise DownloadFailed(
+            f"The checkpoint has a file {name!r}, whose name leads out of the folder or is none. "
+            "Nothing was written."
+        )
+    return path
+
+
+def resumable(state: Mapping[str, Any], path: str, name: str, facts: Facts, have: int) -> bool:
+    """Whether the beginning of a file, left by an earlier download, belongs to the one there is."""
+    files = state.get("files")
+    known = files.get(name) if isinstance(files, dict) and state.get("path") == path else None
+    return facts.tag is not None and known == [facts.tag, facts.size] and have <= facts.size
+
+
+# -- where the files are -----------------------------------------------------------------------------
+
+
+def _file_links(rest: RestClient, path: str) -> Links:
+    def renew() -> tuple[Mapping[str, str], datetime]:
+        found = rest.get_external_weights_urls(path).result()
+        return found.urls, found.expires
+
+    return Links(renew)
+
+
+def _archive_links(rest: RestClient, path: str) -> Links | None:
+    """One link, to a tar of the files; None where the service has no archives."""
+
+    def renew() -> tuple[Mapping[str, str], datetime]:
+        found = rest.get_checkpoint_archive_url_from_tinker_path(path).result()
+        return {ARCHIVE: found.url}, found.expires
+
+    links = Links(renew)
+    try:
+        links.names()
+    except APIStatusError as error:
+        if error.status_code not in NO_ARCHIVES:
+            raise
+        rest.get_weights_info_by_tinker_path(path).result()  # is it the checkpoint that is missing?
+        return None
+    return links
+
+
+@contextlib.contextmanager
+def _exported(rest: RestClient, parsed: ParsedCheckpointTinkerPath) -> Iterator[str]:
+    """Through a model of our own, for services without archives; the export goes afterwards."""
+    from tinkex.client.service import ServiceClient
+
+    if parsed.checkpoint_type != "training":
+        raise DownloadFailed(
+            f"This service gives out no files of {parsed.tinker_path}. Save with save_state() or "
+            "save_weights_external(), and download that."
+        )
+    settings = rest.holder.settings
+    with ServiceClient(
+        base_url=settings.base_url,
+        api_key=settings.api_key.value if settings.api_key else None,
+        default_headers_overrides=settings.headers,
+    ) as service:
+        training = service.create_training_client_from_state(parsed.tinker_path)
+        name = f"download-{uuid.uuid4().hex[:12]}"
+        export = training.save_weights_external(name, ttl_seconds=EXPORT_KEPT_S).result().path
+        try:
+            yield export
+        finally:
+            # It expires by itself; what went wrong before must not be hidden by this.
+            with contextlib.suppress(Exception):
+                rest.delete_checkpoint_from_tinker_path(export).result(30)
+
+
+# -- fetching ----------------------------------------------------------------------------------------
+
+
+def _fetch_all(
+    fetcher: Fetcher, links: Links, part: Path, path: str, progress: Progress | None
+) -> list[str]:
+    names = links.names()
+    targets = {name: part / "files" / safe_path(name) for name in names}
+    if not targets:
+        raise DownloadFailed(f"{path} has no files.")
+    with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="tinkex-download") as pool:
+        try:
+            looks = [pool.submit(fetcher.look, links, name) for name in names]
+            facts = {name: look.result() for name, look in zip(names, looks, strict=True)}
+            done = _prepare(part, path, facts, targets)
+            show = _Shown(progress, done, sum(each.size for each in facts.values()))
+            work = [
+                pool.submit(fetcher.fetch, links, name, facts[name], targets[name], show.moved)
+                for name in names
+            ]
+            failures = [error for each in work if (error := _outcome(each, fetcher))]
+        except BaseException:
+            fetcher.stop.set()  # before the pool waits for its threads
+            raise
+    if failures:
+        raise next((each for each in failures if not isinstance(each, Stopped)), failures[0])
+    return names
+
+
+def _outcome(work: Any, fetcher: Fetcher) -> BaseException | None:
+    error: BaseException | None = work.exception()
+    if error is not None:
+        fetcher.stop.set()  # the others need not go on
+    return error
+
+
+def _prepare(part: Path, path: str, facts: Mapping[str, Facts], targets: Mapping[str, Path]) -> int:
+    """Throw away what is of another download; how many bytes are there already."""
+    note = part / "download.json"
+    try:
+        state = json.loads(note.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        state = {}
+    kept = 0
+    shutil.rmtree(part / "unpacked", ignore_errors=True)
+    for file in (part / "files").rglob("*"):
+        if file.is_file() and file not in targets.values():
+            file.unlink()
+    for name, target in targets.items():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        have = target.stat().st_size if target.is_file() else 0
+        if have and not resumable(state, path, name, facts[name], have):
+            target.unlink()
+            have = 0
+        kept += have
+    files = {name: [each.tag, each.size] for name, each in facts.items()}
+    note.write_text(json.dumps({"path": path, "files": files}), encoding="utf-8")
+    missing = sum(each.size for each in facts.values()) - kept
+    # An archive is there twice while it is unpacked.
+    needed = missing + (facts[ARCHIVE].size if ARCHIVE in facts else 0)
+    if needed > (free := shutil.disk_usage(part).free):
+        raise OSError(errno.ENOSPC, f"{needed:,} bytes are needed and {free:,} are free", str(part))
+    return kept
+
+
+class _Shown:
+    """Adds up what all threads fetch."""
+
+    def __init__(self, progress: Progress | None, done: int, total: int) -> None:
+        self._progress, self._done, self._total = progress, done, total
+        self._lock = threading.Lock()
+        self.moved(0)
+
+    def moved(self, count: int) -> None:
+        with self._lock:
+            self._done += count
+            if self._progress is not None:
+                self._progress(self._done, self._total)
+
+
+# -- the end -----------------------------------------------------------------------------------------
+
+
+def _unpack(archive: Path, folder: Path) -> None:
+    """Plain files only, and none outside the folder."""
+    folder.mkdir()
+    try:
+        with tarfile.open(archive) as tar:
+            for member in tar:
+                if member.isdir():
+                    continue
+                target = folder / safe_path(member.name)
+                content = tar.extractfile(member) if member.isreg() else None
+                if content is None:
+                    raise DownloadFailed(
+                        f"The archive has {member.name!r}, which is no plain file. Nothing was "
+                        "unpacked."
+                    )
+                target.parent.mkdir(parents=True, exist_ok=True)
+                with content, target.open("xb") as file:
+                    shutil.copyfileobj(content, file)
+                if target.stat().st_size != member.size:
+                    raise tarfile.ReadError(f"{member.name} is cut short")
+    except (tarfile.TarError, EOFError, FileExistsError) as error:
+        archive.unlink()
+        raise DownloadFailed(
+            f"The archive that was fetched is damaged ({error}). It was deleted; download it again."
+        ) from error
+
+
+def _put_in_place(ready: Path, folder: Path, part: Path, overwrite: bool) -> None:
+    check_target(folder, overwrite)  # again: it may have been a long download
+    if folder.is_dir():
+        old = part / f"replaced-{uuid.uuid4().hex[:8]}"
+        folder.rename(old)
+        try:
+            ready.rename(folder)
+        except OSError:
+            old.rename(folder)
+            raise
+    else:
+        ready.rename(folder)
+
+
+@contextlib.contextmanager
+def _only_one(part: Path) -> Iterator[None]:
+    """Two downloads into one folder would write into each other's files."""
+    with (part / "lock").open("wb") as file:
+        try:
+            import fcntl
+        except ModuleNotFoundError:  # Windows, where nothing is locked
+            yield
+            return
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise RuntimeError(
+                f"Another download writes to {part} now. Wait for it, or choose another folder."
+            ) from None
+        yield

@@ -1,0 +1,424 @@
+"""
+One file from a signed link to disk: in pieces, resumed where it was cut off, checked at the end.
+
+Blocking, for threads. Links need no key, so none is sent. They may lead to other hosts: the headers
+of the settings go to the service's own origin only, where a gateway may ask for them, and to no
+place that a redirect leads to elsewhere.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import http.client
+import random
+import re
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from time import monotonic
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+from urllib.parse import unquote, urlsplit
+
+from tinkex.client.errors import (
+    APIConnectionError,
+    APIError,
+    APIStatusError,
+    TinkerError,
+    status_error,
+)
+from tinkex.client.http.api_calls import KEY_HEADER
+from tinkex.client.http.origins import origin, redirect_url
+from tinkex.client.http.retry import RetryPolicy
+from tinkex.client.http.transport import Request, Response
+from tinkex.client.settings import Settings
+
+if TYPE_CHECKING:
+    from urllib.request import OpenerDirector
+
+T = TypeVar("T")
+
+PIECE_BYTES = 1024 * 1024
+#: Seconds without a byte until a connection counts as broken.
+SILENCE_S = 20.0
+#: A link is asked for again when it has less than this left, or half of its life.
+MARGIN = timedelta(minutes=5)
+
+TOTAL = re.compile(r"bytes (?:(\d+)-\d+|\*)/(\d+)")
+
+
+class DownloadFailed(TinkerError):
+    """What arrived is not what the service announced."""
+
+
+class Stopped(Exception):
+    """Somebody else's file failed, or the caller gave up."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What a service says about a file before it is fetched."""
+
+    size: int
+    #: Changes when the file does; None if the service tells nothing of the kind.
+    tag: str | None
+    sha256: bytes | None
+
+
+def facts_of(status: int, headers: Mapping[str, str]) -> Facts:
+    """From the answer to a request for the first byte. Header names are lower case."""
+    found = TOTAL.fullmatch(headers.get("content-range", "").strip())
+    length = headers.get("content-length", "")
+    if status in (206, 416) and found:
+        size = int(found[2])
+    elif status == 200 and length.isdigit() and "content-encoding" not in headers:
+        size = int(length)
+    else:
+        raise DownloadFailed(
+            f"The service does not say how large the file is (status {status}), so it could not "
+            "be told whether all of it arrived."
+        )
+    tag = headers.get("etag", "")
+    if not tag or tag.startswith("W/"):  # a weak one promises no equal bytes
+        tag = headers.get("last-modified", "")
+    return Facts(size=size, tag=tag or None, sha256=_sha256(headers))
+
+
+def _sha256(headers: Mapping[str, str]) -> bytes | None:
+    """The checksum of the whole file in `Repr-Digest` or `Digest`, if the service gives one."""
+    for header, form in (
+        ("repr-digest", r"(?:^|,)\s*sha-256=:([A-Za-z0-9+/=]+):"),
+        ("digest", r"(?i:(?:^|,)\s*sha-256)=([A-Za-z0-9+/=]+)"),
+    ):
+        if found := re.search(form, headers.get(header, "")):
+            return base64.b64decode(found[1])
+    return None
+
+
+class Links:
+    """Signed links by name, renewed before they expire. Safe for threads."""
+
+    def __init__(
+        self,
+        renew: Callable[[], tuple[Mapping[str, str], datetime]],
+        now: Callable[[], datetime] = lambda: datetime.now(UTC),
+    ) -> None:
+        self._renew = renew
+        self._now = now
+        self._lock = threading.Lock()
+        self._links: Mapping[str, str] | None = None
+        self._good_until = now()
+
+    def names(self) -> list[str]:
+        with self._lock:
+            return sorted(self._fresh())
+
+    def get(self, name: str) -> str:
+        with self._lock:
+            links = self._fresh()
+            if name not in links:
+                raise DownloadFailed(f"{name} has gone from the checkpoint while it was fetched.")
+            return links[name]
+
+    def refused(self, name: str, link: str) -> None:
+        """The service no longer takes this one."""
+        with self._lock:
+            if self._links is not None and self._links.get(name) == link:
+                self._links = None
+
+    def _fresh(self) -> Mapping[str, str]:
+        now = self._now()
+        if self._links is None or now >= self._good_until:
+            self._links, expires = self._renew()
+            self._good_until = expires - min(MARGIN, (expires - now) / 2)
+        return self._links
+
+
+class Fetcher:
+    """Fetches files until it is told to stop."""
+
+    def __init__(self, settings: Settings, stop: threading.Event) -> None:
+        self.stop = stop
+        self._policy = RetryPolicy(give_up_s=settings.give_up_s)
+        self._rng = random.Random()
+        self._opener = _opener(settings)
+        self._origin = origin(settings.base_url)
+        # Links are signed, so the key goes to none of them, not even where the user sets it.
+        self._headers = {
+            name: value
+            for name, value in settings.headers.items()
+            if name.lower() != KEY_HEADER.lower()
+        }
+
+    def look(self, links: Links, name: str) -> Facts:
+        """What there is to fetch."""
+
+        def ask(link: str) -> Facts:
+            with self._open(link, {"Range": "bytes=0-0"}, accept=(200, 206, 416)) as answer:
+                return facts_of(answer.status, answer.headers)
+
+        return self._patiently(links, name, ask, lambda: 0)
+
+    def fetch(
+        self, links: Links, name: str, facts: Facts, target: Path, moved: Callable[[int], None]
+    ) -> None:
+        """The rest of a file of which `target` has the beginning. `moved` hears of every piece."""
+        target.touch()
+
+        def ask(link: str) -> None:
+            while (have := target.stat().st_size) < facts.size:
+                self._go_on(link, facts, target, have, moved)
+
+        self._patiently(links, name, ask, lambda: target.stat().st_size)
+        _verify(name, facts, target)
+
+    def _go_on(
+        self, link: str, facts: Facts, target: Path, have: int, moved: Callable[[int], None]
+    ) -> None:
+        headers = {"Range": f"bytes={have}-"}
+        if facts.tag:
+            headers["If-Range"] = facts.tag
+        with self._open(link, headers, accept=(200, 206)) as answer:
+            start = _start(answer.status, answer.headers, facts, have)
+            if start < have:  # this service always sends all of it
+                moved(start - have)
+            with target.open("r+b") as file:
+                file.truncate(start)
+                file.seek(start)
+                place = start
+                while piece := answer.read(PIECE_BYTES):
+                    if self.stop.is_set():
+                        raise Stopped
+                    file.write(piece)
+                    place += len(piece)
+                    moved(len(piece))
+        if place < facts.size:
+            raise APIConnectionError(_bare(link), f"Cut off after {place} of {facts.size} bytes.")
+
+    def _patiently(
+        self, links: Links, name: str, ask: Callable[[str], T], progress: Callable[[], int]
+    ) -> T:
+        """Asks again as the policy says; whoever gets on starts counting anew."""
+        attempt, refusals, since, last = 0, 0, monotonic(), progress()
+        while True:
+            if self.stop.is_set():
+                raise Stopped
+            link = links.get(name)
+            try:
+                return ask(link)
+            except APIError as error:
+                if (here := progress()) > last:
+                    attempt, refusals, since, last = 0, 0, monotonic(), here
+                if isinstance(error, APIStatusError) and error.status_code == 403 and not refusals:
+                    # Expired early, by a clock that is not ours.
+                    refusals += 1
+                    links.refused(name, link)
+                    continue
+                attempt += 1
+                delay = self._policy.delay_s(
+                    attempt,
+                    error,
+                    elapsed_s=monotonic() - since,
+                    now=datetime.now(UTC),
+                    rng=self._rng,
+                )
+                if delay is None:
+                    raise
+                self.stop.wait(delay)
+
+    def _open(self, link: str, headers: Mapping[str, str], *, accept: tuple[int, ...]) -> _Answer:
+        from urllib.error import HTTPError
+        from urllib.request import Request as UrlRequest
+
+        place = origin(link)
+        if place is None:
+            raise DownloadFailed("The service gave a link that is no http:// or https:// address.")
+        # `identity`: sizes and ranges are those of the file, not of a compressed form.
+        asked = UrlRequest(link, headers={**headers, "Accept-Encoding": "identity"})
+        if place == self._origin:
+            for name, value in self._headers.items():
+                if not asked.has_header(name.capitalize()):  # what we ask for is ours to say
+                    asked.add_unredirected_header(name, value)
+        try:
+            answer = _Answer(self._opener.open(asked, timeout=SILENCE_S), link)
+        except HTTPError as error:  # which is an answer as well
+            answer = _Answer(error, link)
+        except (OSError, http.client.HTTPException) as error:
+            raise _broken(link, error) from error
+        if answer.status in accept:
+            return answer
+        with answer:
+            content = answer.read(2000)
+        raise status_error(
+            Response(
+                status_code=answer.status,
+                headers=answer.headers,
+                content=content,
+                request=_bare(link),
+            ),
+            about="downloading",
+        )
+
+
+def fetch_file(
+    link: str,
+    target: Path,
+    *,
+    settings: Settings,
+    progress: Callable[[int, int], None] | None = None,
+) -> int:
+    """One file from one link, in place when it is whole. Returns its size."""
+    fetcher = Fetcher(settings, threading.Event())
+    # It is asked for at once, and a single link cannot be renewed.
+    links = Links(lambda: ({target.name: link}, datetime.now(UTC) + timedelta(hours=1)))
+    facts = fetcher.look(links, target.name)
+    part = target.with_name(target.name + ".part")
+    part.unlink(missing_ok=True)
+    done = 0
+
+    def moved(count: int) -> None:
+        nonlocal done
+        done += count
+        if progress:
+            progress(done, facts.size)
+
+    fetcher.fetch(links, target.name, facts, part, moved)
+    part.replace(target)
+    return facts.size
+
+
+class _Answer:
+    """An answer whose broken connection is our error. Header names are lower case."""
+
+    def __init__(self, raw: Any, link: str) -> None:
+        self.status: int = raw.status
+        self.headers = {name.lower(): value for name, value in raw.headers.items()}
+        self._raw, self._link = raw, link
+
+    def read(self, size: int) -> bytes:
+        try:
+            return bytes(self._raw.read(size))
+        except (OSError, http.client.HTTPException) as error:
+            raise _broken(self._link, error) from error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._raw.close()
+
+
+def _start(status: int, headers: Mapping[str, str], facts: Facts, have: int) -> int:
+    """Which byte an answer begins with; an error if it is of another file than was looked at."""
+    if status == 200:
+        start, total = 0, headers.get("content-length", "")
+    else:
+        found = TOTAL.fullmatch(headers.get("content-range", "").strip())
+        start, total = (int(found[1] or -1), found[2]) if found else (-1, "")
+    if start not in (0, have) or total != str(facts.size):
+        raise DownloadFailed(
+            f"The file changed while it was fetched: {facts.size} bytes before, {total or 'unknown'}"
+            " now. Download the checkpoint again."
+        )
+    return start
+
+
+def _verify(name: str, facts: Facts, target: Path) -> None:
+    size = target.stat().st_size
+    if size != facts.size:
+        target.unlink()
+        raise DownloadFailed(
+            f"{name} has {size} bytes instead of {facts.size}. It was deleted; download it again."
+        )
+    if facts.sha256 is None:
+        return
+    with target.open("rb") as file:
+        found = hashlib.file_digest(file, "sha256").digest()
+    if found != facts.sha256:
+        target.unlink()
+        raise DownloadFailed(
+            f"{name} has the checksum {found.hex()} instead of {facts.sha256.hex()}. "
+            "It was deleted; download it again."
+        )
+
+
+def _opener(settings: Settings) -> OpenerDirector:
+    import ssl
+    from urllib.request import (
+        BaseHandler,
+        HTTPRedirectHandler,
+        HTTPSHandler,
+        ProxyHandler,
+        build_opener,
+    )
+    from urllib.request import Request as UrlRequest
+
+    class Proxies(BaseHandler):
+        """
+        The proxy of the settings for each host.
+
+        Not `ProxyHandler`, which asks the environment each time which hosts are exempt.
+        """
+
+        handler_order = 100  # before those that open connections
+
+        def http_open(self, asked: UrlRequest) -> Any:
+            proxy = None if asked.has_proxy() else settings.proxy_to(asked.full_url)
+            if proxy is None:
+                return None  # the next handler opens it
+            parts, scheme = urlsplit(proxy), asked.type
+            if parts.username is not None:
+                name, password = unquote(parts.username), unquote(parts.password or "")
+                word = base64.b64encode(f"{name}:{password}".encode()).decode("ascii")
+                asked.add_unredirected_header("Proxy-Authorization", f"Basic {word}")
+            asked.set_proxy(parts.netloc.rpartition("@")[2], parts.scheme)
+            if asked.type != scheme:  # http through a proxy that itself speaks TLS
+                return self.parent.open(asked, timeout=asked.timeout)
+            return None
+
+        https_open = http_open
+
+    class Redirects(HTTPRedirectHandler):
+        """Keeps the headers of the settings within one origin, and drops them at its border."""
+
+        def http_error_302(
+            self, req: UrlRequest, fp: Any, code: int, msg: str, headers: Any
+        ) -> Any:
+            location = headers.get("location", headers.get("uri"))  # as urllib looks for it
+            if location is not None and redirect_url(req.full_url, location) is None:
+                fp.close()
+                raise DownloadFailed(
+                    "The link redirects to an address that is neither http:// nor https://."
+                )
+            return super().http_error_302(req, fp, code, msg, headers)
+
+        http_error_301 = http_error_303 = http_error_302
+        http_error_307 = http_error_308 = http_error_302
+
+        def redirect_request(self, req: UrlRequest, fp: Any, *rest: Any) -> UrlRequest | None:
+            following = super().redirect_request(req, fp, *rest)
+            if following is None:
+                return None
+            if origin(following.full_url) == origin(req.full_url):
+                for name, value in req.unredirected_hdrs.items():
+                    following.add_unredirected_header(name, value)
+            return following
+
+    return build_opener(
+        HTTPSHandler(context=ssl.create_default_context(cafile=settings.ca_bundle)),
+        ProxyHandler({}),
+        Proxies(),
+        Redirects(),
+    )
+
+
+def _bare(link: str) -> Request:
+    """What an error may keep: the query of a signed link is a key."""
+    return Request(method="GET", url=link.partition("?")[0])
+
+
+def _broken(link: str, error: Exception) -> APIConnectionError:
+    found = str(getattr(error, "reason", error)) or type(error).__name__
+    return APIConnectionError(_bare(link), f"Connection error. {_bare(link).url}: {found}.")

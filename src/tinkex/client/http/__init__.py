@@ -1,0 +1,1 @@
+"""HTTP: typed calls, retries, long polls, limits."""

@@ -1,0 +1,127 @@
+"""
+A circuit breaker: after so many failures in a row, fail at once for a while instead of insisting.
+
+Off unless `Settings.breaker` (`TINKEX_BREAKER=5/30`) asks for it. One for each kind of work of a
+lane, asked by the one layer that repeats requests. Pure: it reads a clock and sleeps never.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from time import monotonic
+from typing import TYPE_CHECKING, Literal
+
+from tinkex.client.errors import APIConnectionError, APIStatusError, TinkerError
+
+if TYPE_CHECKING:
+    from tinkex.client.http.transport import Request
+
+State = Literal["closed", "open", "half-open"]
+
+_ON = frozenset({"1", "true", "yes", "on"})
+_OFF = frozenset({"0", "false", "no", "off"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class BreakerPolicy:
+    """When to stop asking a service, and for how long."""
+
+    #: So many attempts in a row without a sound answer open the circuit.
+    failures: int = 5
+    #: Seconds until one attempt is let through to see whether the service is back.
+    open_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        if self.failures < 1 or not self.open_s > 0:
+            raise TinkerError(
+                f"A circuit breaker of {self.failures} failures and {self.open_s:g} s: it needs at "
+                "least one failure, and seconds above zero."
+            )
+
+    @classmethod
+    def parse(cls, text: str) -> BreakerPolicy | None:
+        """`on`, `off`, or `FAILURES/SECONDS`."""
+        word = text.strip().lower()
+        if word in _OFF:
+            return None
+        if word in _ON:
+            return cls()
+        failures, _, seconds = word.partition("/")
+        try:
+            return cls(failures=int(failures), open_s=float(seconds))
+        except ValueError:
+            raise TinkerError(
+                f"TINKEX_BREAKER={text!r} is neither on, off nor FAILURES/SECONDS such as 5/30."
+            ) from None
+
+
+class CircuitOpenError(APIConnectionError):
+    """The service has failed too often in a row, so it was not asked. Says when it will be."""
+
+    #: Seconds until the next attempt is let through.
+    retry_in_s: float
+
+    def __init__(self, request: Request, message: str, retry_in_s: float) -> None:
+        super().__init__(request, message)
+        self.retry_in_s = retry_in_s
+
+
+def counts_as_failure(error: BaseException) -> bool:
+    """Only what says that the service is not well; "busy" and "wrong" are sound answers."""
+    if isinstance(error, APIStatusError):
+        return error.status_code >= 500
+    return isinstance(error, APIConnectionError)
+
+
+class Breaker:
+    """
+    Closed until enough failures in a row; then open; then half-open, with one attempt under way.
+
+    That attempt closes it, or opens it again.
+    """
+
+    def __init__(self, policy: BreakerPolicy, clock: Callable[[], float] = monotonic) -> None:
+        self._policy = policy
+        self._clock = clock
+        self._failures = 0
+        self._opened_at: float | None = None
+        self._probe_since: float | None = None
+
+    @property
+    def state(self) -> State:
+        if self._opened_at is None:
+            return "closed"
+        return "open" if self._left_s() > 0 else "half-open"
+
+    def _left_s(self) -> float:
+        if self._opened_at is None:
+            return 0.0
+        return max(0.0, self._opened_at + self._policy.open_s - self._clock())
+
+    def blocked_s(self) -> float | None:
+        """None: go ahead, and tell how it went. Otherwise seconds until asking may help."""
+        if self._opened_at is None:
+            return None
+        if (left := self._left_s()) > 0:
+            return left
+        if self._probe_since is not None:
+            # One whose outcome was never told (cancelled) does not keep it shut for good.
+            left = self._probe_since + self._policy.open_s - self._clock()
+            if left > 0:
+                return left
+        self._probe_since = self._clock()
+        return None
+
+    def succeeded(self) -> None:
+        self._failures = 0
+        self._opened_at = self._probe_since = None
+
+    def failed(self, error: BaseException) -> None:
+        if not counts_as_failure(error):
+            self.succeeded()
+            return
+        self._failures += 1
+        if self._opened_at is not None or self._failures >= self._policy.failures:
+            self._opened_at = self._clock()
+            self._probe_since = None

@@ -1,0 +1,1 @@
+"""What a user can see of a running client: metrics, telemetry, progress, logs."""

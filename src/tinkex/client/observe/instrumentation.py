@@ -1,0 +1,341 @@
+"""Counts, levels and times of every client in this process: cheap to keep, read as one plain dict."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import math
+import os
+import re
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import lru_cache
+from time import monotonic
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from tinkex.client.errors import TinkerError
+from tinkex.extras import MissingExtra, needs
+
+if TYPE_CHECKING:
+    from opentelemetry.metrics import CallbackOptions, Observation
+    from opentelemetry.trace import Span as OtelSpan
+    # REGROUP
+
+__all__ = ["Histogram", "Metrics", "here", "metrics_snapshot", "reset_metrics"]
+
+
+#: An octave of time is cut into so many buckets: a percentile is off by 6 % at most.
+_PARTS = 8
+_OCTAVES = 40  # from 1 µs to 12 days
+#: Names come from our own code and the protocol, so there are few; this is a backstop.
+MOST_NAMES = 1000
+OTHER = "other"
+
+
+class Histogram:
+    """Times, of which only how many fell between two bounds is kept."""
+
+    __slots__ = ("_buckets", "count", "most", "total")
+
+    def __init__(self) -> None:
+        self._buckets = [0] * (_PARTS * (_OCTAVES + 1))
+        self.count = 0
+        self.total = 0.0
+        self.most = 0.0
+
+    def observe(self, seconds: float) -> None:
+        fraction, octave = math.frexp(max(seconds, 1e-6) * 1e6)
+        place = octave * _PARTS + int(fraction * 2 * _PARTS) - 2 * _PARTS
+        self._buckets[min(place, len(self._buckets) - 1)] += 1
+        self.count += 1
+        self.total += seconds
+        self.most = max(self.most, seconds)
+
+    def percentile(self, share: float) -> float:
+        """What `share` of all observations do not exceed."""
+        wanted, seen = share * self.count, 0
+        for place, count in enumerate(self._buckets):
+            seen += count
+            if count and seen >= wanted:
+                octave, part = divmod(place, _PARTS)
+                middle = (_PARTS + part + 0.5) / _PARTS * 2.0**octave * 1e-6
+                return min(middle, self.most)
+        return 0.0
+
+    def snapshot(self) -> dict[str, float]:
+        return {
+            "count": self.count,
+            "mean": self.total / self.count if self.count else 0.0,
+            "p50": self.percentile(0.50),
+            "p95": self.percentile(0.95),
+            "p99": self.percentile(0.99),
+            "max": self.most,
+        }
+
+
+class Metrics:
+    """
+    Three kinds of figures in families: `count("retries", "asample")` is `retries.asample`.
+
+    One lock and no more than a few dictionary look-ups each: about a microsecond.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counters: defaultdict[tuple[str, str], float] = defaultdict(float)
+        self._levels: defaultdict[tuple[str, str], float] = defaultdict(float)
+        self._times: defaultdict[tuple[str, str], Histogram] = defaultdict(Histogram)
+
+    def count(self, family: str, name: str, amount: float = 1) -> None:
+        with self._lock:
+            self._counters[_bounded(self._counters, family, name)] += amount
+
+    def change(self, family: str, name: str, amount: float) -> None:
+        """Something begins (+1) or ends (-1)."""
+        with self._lock:
+            self._levels[_bounded(self._levels, family, name)] += amount
+
+    def observe(self, family: str, name: str, seconds: float) -> None:
+        with self._lock:
+            self._times[_bounded(self._times, family, name)].observe(seconds)
+
+    def asked(self, endpoint: str, sent_bytes: int) -> None:
+        """A request leaves."""
+        with self._lock:
+            self._counters[_bounded(self._counters, "requests", endpoint)] += 1
+            self._counters[_bounded(self._counters, "bytes_sent", endpoint)] += sent_bytes
+            self._levels[_bounded(self._levels, "requests_in_flight", endpoint)] += 1
+
+    def answered(self, endpoint: str, status: str, received_bytes: int, seconds: float) -> None:
+        """Its answer is here, or it is known that none will come."""
+        with self._lock:
+            self._counters[_bounded(self._counters, "bytes_received", endpoint)] += received_bytes
+            self._counters[_bounded(self._counters, "statuses", status)] += 1
+            self._levels[_bounded(self._levels, "requests_in_flight", endpoint)] -= 1
+            self._times[_bounded(self._times, "request", endpoint)].observe(seconds)
+
+    # -- reading ---------------------------------------------------------------------------------
+
+    def snapshot(self) -> dict[str, Any]:
+        with self._lock:
+            return {
+                "counters": {".".join(key): value for key, value in sorted(self._counters.items())},
+                "gauges": {".".join(key): value for key, value in sorted(self._levels.items())},
+                "latency_s": {
+                    ".".join(key): times.snapshot() for key, times in sorted(self._times.items())
+                },
+            }
+
+    def family(self, family: str) -> dict[str, float]:
+        """The counters, or else the levels, of one family by name."""
+        with self._lock:
+            for figures in (self._counters, self._levels):
+                if found := {
+                    name: value for (kind, name), value in figures.items() if kind == family
+                }:
+                    return found
+        return {}
+
+    def reset(self) -> None:
+        """Forget counts and times. Levels stay: what is in flight is so all the same."""
+        with self._lock:
+            self._counters.clear()
+            self._times.clear()
+
+
+def _bounded(known: dict[tuple[str, str], Any], family: str, name: str) -> tuple[str, str]:
+    key = (family, name)
+    return key if key in known or len(known) < MOST_NAMES else (family, OTHER)
+
+
+here = Metrics()
+
+
+def _forget() -> None:
+    """In a forked child: the counts are the parent's, and its lock may be held."""
+    here.__init__()  # type: ignore[misc]  # the object is referred to everywhere
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_forget)
+
+
+def metrics_snapshot() -> dict[str, Any]:
+    """
+    What the clients of this process have done: `counters`, `gauges` and `latency_s`.
+
+    Names are `family.name`: `requests.asample`, `operations_done.sample`. What each means:
+    docs/guides/observing.md.
+    """
+    return here.snapshot()
+
+
+def reset_metrics() -> None:
+    """Start counting anew; gauges stay, being levels."""
+    here.reset()
+
+
+# MERGED: Spans and metrics for OpenTelemetry (extra `otel`), where `TINKEX_OTEL=1` or `Settings.otel` asks. The only place that imports opentelemetry, and only then. Where the figures go is up to the program, which sets the providers; without any, all of this does nothing.
+
+
+#: Families of `metrics` that are exported as they are, and the kind of instrument for each.
+_COUNTERS = ("requests", "retries", "rate_limited", "bytes_sent", "bytes_received")
+_LEVELS = ("requests_in_flight", "operations_in_flight", "samples_waiting")
+
+
+class Span:
+    """One operation as a trace shows it."""
+
+    __slots__ = ("_durations", "_inner", "_name")
+
+    def __init__(self, name: str, inner: OtelSpan, durations: Any) -> None:
+        self._name = name
+        self._inner = inner
+        self._durations = durations
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        with needs("TINKEX_OTEL (Settings.otel)"):
+            from opentelemetry import context, trace
+
+        token = context.attach(trace.set_span_in_context(self._inner))
+        try:
+            yield
+        finally:
+            context.detach(token)
+
+    def end(self, outcome: str, error: BaseException | None, seconds: float) -> None:
+        with needs("TINKEX_OTEL (Settings.otel)"):
+            from opentelemetry.trace import Status, StatusCode
+
+        attributes = {"operation": self._name, "outcome": outcome}
+        self._durations.record(seconds, attributes)
+        self._inner.set_attribute("tinkex.outcome", outcome)
+        if outcome == "failed":
+            # Its kind, not its words: these may quote what was sent.
+            self._inner.set_attribute("error.type", type(error).__name__)
+            self._inner.set_status(Status(StatusCode.ERROR))
+        self._inner.end()
+
+
+class Tracing:
+    """The tracer and the instruments of this process."""
+
+    def __init__(self) -> None:
+        try:
+            with needs("TINKEX_OTEL (Settings.otel)"):
+                from opentelemetry import metrics as meters
+                from opentelemetry import propagate, trace
+        except MissingExtra as error:
+            raise TinkerError(f"{error}. Or switch it off.") from error
+        self._propagate = propagate
+        self._tracer = trace.get_tracer("tinkex")
+        meter = meters.get_meter("tinkex")
+        self._durations = meter.create_histogram(
+            "tinkex.operation.duration", unit="s", description="operations, call to result"
+        )
+        for family in _COUNTERS:
+            meter.create_observable_counter(
+                f"tinkex.{family}", callbacks=[functools.partial(_observed, family)]
+            )
+        for family in _LEVELS:
+            meter.create_observable_up_down_counter(
+                f"tinkex.{family}", callbacks=[functools.partial(_observed, family)]
+            )
+
+    def begin(self, name: str, about: str) -> Span:
+        with needs("TINKEX_OTEL (Settings.otel)"):
+            from opentelemetry.trace import SpanKind
+
+        inner = self._tracer.start_span(
+            f"tinkex.{name}", kind=SpanKind.CLIENT, attributes={"tinkex.subject": about}
+        )
+        return Span(name, inner, self._durations)
+
+    def inject(self, headers: dict[str, str]) -> None:
+        """Add `traceparent` (and what else the program's propagators send)."""
+        self._propagate.inject(headers)
+
+
+def _observed(family: str, options: CallbackOptions) -> Iterable[Observation]:
+    with needs("TINKEX_OTEL (Settings.otel)"):
+        from opentelemetry.metrics import Observation
+
+    key = "operation" if family.startswith("operations") else "endpoint"
+    return [Observation(value, {key: name}) for name, value in here.family(family).items()]
+
+
+@functools.cache
+def tracing() -> Tracing:
+    """Made once. Raises `TinkerError` where the extra is missing."""
+    return Tracing()
+
+
+# MERGED: One operation of a user's, from its beginning to its end, for metrics and traces.
+
+
+T = TypeVar("T")
+
+
+class Operation:
+    """Begun; `run` makes the task that does it, and it ends when that does."""
+
+    __slots__ = ("_metrics", "_name", "_span", "_started")
+
+    def __init__(self, name: str, tracing: Tracing | None, about: str) -> None:
+        self._name = name
+        self._started = monotonic()
+        self._span: Span | None = None if tracing is None else tracing.begin(name, about)
+        self._metrics = here
+        self._metrics.change("operations_in_flight", name, 1)
+
+    def current(self) -> AbstractContextManager[None]:
+        """Tasks that are made inside belong to this operation, and so do their requests."""
+        return nullcontext() if self._span is None else self._span.current()
+
+    def run(self, make: Callable[[], asyncio.Task[T]]) -> asyncio.Task[T]:
+        """Make the task. If that fails, the operation has failed."""
+        try:
+            with self.current():
+                task = make()
+        except BaseException as error:
+            self.end(error)
+            raise
+        # Not by waiting inside the task: one that is cancelled before it starts never gets there.
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self.end(asyncio.CancelledError() if task.cancelled() else task.exception())
+
+    def end(self, error: BaseException | None) -> None:
+        taken_s = monotonic() - self._started
+        outcome = "done" if error is None else "failed"
+        if isinstance(error, asyncio.CancelledError):
+            outcome = "cancelled"
+        self._metrics.change("operations_in_flight", self._name, -1)
+        self._metrics.count(f"operations_{outcome}", self._name)
+        self._metrics.observe("operation", self._name, taken_s)
+        if self._span is not None:
+            self._span.end(outcome, error, taken_s)
+
+
+@contextmanager
+def during(name: str, tracing: Tracing | None, about: str) -> Iterator[None]:
+    """The same around a piece of a coroutine."""
+    operation = Operation(name, tracing, about)
+    try:
+        with operation.current():
+            yield
+    except BaseException as error:
+        operation.end(error)
+        raise
+    operation.end(None)
+
+
+@lru_cache(maxsize=100)
+def named(request_type: str) -> str:
+    """`ForwardBackward`, as servers call it, is `forward_backward` to users."""
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", request_type).lower()

@@ -1,0 +1,171 @@
+"""What is under way, shown while a program runs: a bar on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TextIO
+
+from tinkex.client.observe import instrumentation, queue_states
+from tinkex.client.observe.queue_states import QueueState
+from tinkex.extras import MissingExtra, needs
+
+__all__ = ["Row", "in_words", "progress", "rows"]
+
+BAR_EVERY_S = 0.25
+LINES_EVERY_S = 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One kind of operation."""
+
+    name: str
+    done: int
+    failed: int
+    in_flight: int
+    waiting: int
+
+    @property
+    def total(self) -> int:
+        return self.done + self.failed + self.in_flight + self.waiting
+
+
+def rows(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Row]:
+    """What happened between two snapshots of the metrics, and what is going on."""
+
+    def grown(family: str, name: str) -> int:
+        key = f"{family}.{name}"
+        # Somebody may have reset the metrics in between.
+        return max(0, int(now["counters"].get(key, 0) - before["counters"].get(key, 0)))
+
+    def level(family: str, name: str) -> int:
+        return max(0, int(now["gauges"].get(f"{family}.{name}", 0)))
+
+    prefix = "operations_in_flight."
+    found = [
+        Row(
+            name=name,
+            done=grown("operations_done", name),
+            failed=grown("operations_failed", name),
+            in_flight=level("operations_in_flight", name),
+            waiting=level("samples_waiting", name),
+        )
+        for name in (key.removeprefix(prefix) for key in now["gauges"] if key.startswith(prefix))
+    ]
+    return [row for row in found if row.total]
+
+
+def in_words(shown: Sequence[Row], paused: Sequence[QueueState]) -> str:
+    """`sample 12/40, 28 in flight; Sampling from s-1: two jobs ahead`."""
+    parts = []
+    for row in shown:
+        text = f"{row.name} {row.done}/{row.total}"
+        for count, what in (
+            (row.in_flight, "in flight"),
+            (row.waiting, "waiting"),
+            (row.failed, "failed"),
+        ):
+            if count:
+                text += f", {count} {what}"
+        parts.append(text)
+    parts += [f"{each.subject}: {each.reason}" for each in paused]
+    return "; ".join(parts)
+
+
+@contextmanager
+def progress(file: TextIO | None = None, *, every_s: float | None = None) -> Iterator[None]:
+    """
+    Show the operations of every client of this process while the block runs.
+
+        with tinkex.progress():
+            answers = [each.result() for each in futures]
+
+    On a terminal (stderr unless `file` is given) a bar for each kind of operation, with the extra
+    `cli`; elsewhere a line every 10 s when something has changed, and one at the end.
+    """
+    out = sys.stderr if file is None else file
+    before = instrumentation.metrics_snapshot()
+    if out.isatty() and (bars := _bars(out)) is not None:
+        with bars, _every(every_s or BAR_EVERY_S, lambda: bars.show(before)):
+            yield
+        return
+    last = ""
+
+    def line() -> None:
+        nonlocal last
+        text = in_words(rows(before, instrumentation.metrics_snapshot()), queue_states.paused())
+        if text and text != last:
+            last = text
+            out.write(f"tinkex: {text}\n")
+            out.flush()
+
+    with _every(every_s or LINES_EVERY_S, line):
+        yield
+
+
+@contextmanager
+def _every(seconds: float, show: Callable[[], None]) -> Iterator[None]:
+    """Call `show` every so often on a thread of its own, and once more at the end."""
+    over = threading.Event()
+
+    def look() -> None:
+        while not over.wait(seconds):
+            show()
+
+    thread = threading.Thread(target=look, name="tinkex-progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+        show()
+
+
+class _Bars:
+    def __init__(self, file: TextIO) -> None:
+        with needs("A progress bar"):
+            from rich.console import Console
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[note]}"),
+            console=Console(file=file),
+            transient=False,
+        )
+        self._tasks: dict[str, Any] = {}
+
+    def __enter__(self) -> None:
+        self._progress.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def show(self, before: Mapping[str, Any]) -> None:
+        paused = queue_states.paused()
+        for row in rows(before, instrumentation.metrics_snapshot()):
+            if row.name not in self._tasks:
+                self._tasks[row.name] = self._progress.add_task(row.name, note="")
+            note = f"{row.failed} failed" if row.failed else ""
+            if paused and row.in_flight:
+                note = f"{note} paused: {paused[0].reason}".strip()
+            self._progress.update(
+                self._tasks[row.name],
+                completed=row.done + row.failed,
+                total=row.total,
+                note=note,
+            )
+
+
+def _bars(file: TextIO) -> _Bars | None:
+    try:
+        return _Bars(file)
+    except MissingExtra:  # without the extra `cli`: lines do as well
+        return None

@@ -1,0 +1,296 @@
+"""
+What a client reports about itself: that a session began and ended, which errors it met, and how
+often it had to wait.
+
+Named fields only (a type's name, a status, a category, places in our own code), never messages,
+headers, bodies or data; besides what users `log` themselves. Sent in the background: no call waits
+for it, no failure of it reaches anybody, and what does not fit into the queue is dropped.
+`TINKER_TELEMETRY=0` switches it off.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import itertools
+import json
+import logging
+import os
+import platform
+import traceback
+import uuid
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from time import monotonic
+from typing import Any, get_args
+
+from tinkex.client.errors import TinkerError
+from tinkex.client.http.api_calls import Calls
+from tinkex.client.http.retry import is_retryable, is_user_error
+from tinkex.client.http.transport import Kind
+from tinkex.client.settings import PROTOCOL_VERSION
+from tinkex.wire.telemetry import (
+    GenericEvent,
+    SessionEndEvent,
+    SessionStartEvent,
+    Severity,
+    TelemetryEvent,
+    TelemetryResponse,
+    TelemetrySendRequest,
+    UnhandledExceptionEvent,
+)
+
+log = logging.getLogger("tinkex.telemetry")
+
+MOST_EVENTS = 10_000
+BATCH = 100
+SEND_EVERY_S = 10.0
+DEADLINE_S = 5.0
+#: A batch that was not taken is sent again with the next, so many times in all.
+MOST_SENDS = 3
+#: At the end of a session, this long and no longer.
+LAST_SEND_S = 1.0
+#: Places in our code that an event names, the innermost.
+MOST_FRAMES = 20
+#: What a user logs may have so many bytes of JSON.
+MOST_DATA_BYTES = 64 * 1024
+
+_PACKAGE = Path(__file__).parents[1]
+
+
+@functools.lru_cache(maxsize=1)
+def process_uuid(pid: int) -> str:
+    """One for each process; a forked child is another."""
+    return str(uuid.uuid4())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Noted:
+    """An event as it is kept: made into what is sent only when it is sent."""
+
+    kind: Callable[..., TelemetryEvent]
+    fields: Mapping[str, Any]
+    index: int
+    severity: Severity
+    at: datetime = field(default_factory=lambda: datetime.now(UTC))
+
+    def event(self) -> TelemetryEvent:
+        return self.kind(
+            event_id=str(uuid.uuid4()),
+            event_session_index=self.index,
+            severity=self.severity,
+            timestamp=self.at,
+            **self.fields,
+        )
+
+
+class Telemetry:
+    """The events of one session. Sending belongs to the background loop; noting to any thread."""
+
+    def __init__(
+        self, session_id: str, calls: Calls, clock: Callable[[], float] = monotonic
+    ) -> None:
+        self._session_id = session_id
+        self._calls = calls
+        self._clock = clock
+        self._started = clock()
+        self._indexes = itertools.count()
+        # The oldest go first when it is full: the newest explain what is happening now.
+        self._events: deque[Noted] = deque(maxlen=MOST_EVENTS)
+        #: Taken from the queue and not accepted yet, and how often it was sent.
+        self._batch: list[TelemetryEvent] = []
+        self._sends = 0
+        self._ended = False
+        self._queue_states: Counter[str] = Counter()
+        self._busy = 0
+        self._longest_busy_s = 0.0
+        self._note(SessionStartEvent, "INFO", event="SESSION_START")
+        _live.add(self)
+
+    def _note(self, kind: Callable[..., TelemetryEvent], severity: Severity, **fields: Any) -> None:
+        self._events.append(
+            Noted(kind=kind, fields=fields, index=next(self._indexes), severity=severity)
+        )
+
+    # -- noting ----------------------------------------------------------------------------------
+
+    def log(
+        self,
+        event_name: str,
+        event_data: Mapping[str, object] | None = None,
+        severity: Severity = "INFO",
+    ) -> bool:
+        """
+        Report an event of your own under this session. Never raises, never waits.
+
+        Returns whether it was taken: the data must be JSON of at most 64 KiB.
+        """
+        if self._ended:
+            return False
+        try:
+            # Through JSON, so that what is changed later is not what is sent.
+            text = json.dumps(dict(event_data or {}), allow_nan=False)
+            if len(text) > MOST_DATA_BYTES or severity not in get_args(Severity):
+                raise ValueError(f"{len(text)} bytes at severity {severity!r}")
+            self._note(
+                GenericEvent,
+                severity,
+                event="GENERIC_EVENT",
+                event_name=str(event_name),
+                event_data=json.loads(text),
+            )
+        except (TypeError, ValueError, RecursionError) as error:
+            log.debug("event %r was not taken: %s", event_name, error)
+            return False
+        return True
+
+    def note_error(self, error: BaseException) -> None:
+        """Remember that an operation failed, and how; not with which words."""
+        status, category = getattr(error, "status_code", None), getattr(error, "category", None)
+        if is_user_error(error):
+            self._note(
+                GenericEvent,
+                "WARNING",
+                event="GENERIC_EVENT",
+                event_name="user_error",
+                event_data={
+                    "error_type": type(error).__name__,
+                    "status_code": status if isinstance(status, int) else None,
+                    "category": None if category is None else str(category),
+                },
+            )
+        else:
+            told = f"status {status}" if isinstance(status, int) else f"category {category}"
+            self._note(
+                UnhandledExceptionEvent,
+                "ERROR",
+                event="UNHANDLED_EXCEPTION",
+                error_type=type(error).__name__,
+                error_message="" if status is None and category is None else told,
+                traceback=own_frames(error),
+            )
+
+    def note_queue_state(self, queue_state: str) -> None:
+        """Something waits, or goes on. Counted, and told with the next batch."""
+        if len(self._queue_states) < 16 or queue_state in self._queue_states:
+            self._queue_states[queue_state[:64]] += 1
+
+    def note_busy(self, delay_s: float) -> None:
+        """The service asked for patience (429). Counted, and told with the next batch."""
+        self._busy += 1
+        self._longest_busy_s = max(self._longest_busy_s, delay_s)
+
+    def _note_waiting(self) -> None:
+        if self._busy:
+            self._note(
+                GenericEvent,
+                "INFO",
+                event="GENERIC_EVENT",
+                event_name="backpressure",
+                event_data={
+                    "rate_limited": self._busy,
+                    "longest_wait_s": round(self._longest_busy_s, 3),
+                },
+            )
+        if self._queue_states:
+            self._note(
+                GenericEvent,
+                "INFO",
+                event="GENERIC_EVENT",
+                event_name="queue_states",
+                event_data=dict(self._queue_states),
+            )
+        self._busy, self._longest_busy_s = 0, 0.0
+        self._queue_states.clear()
+
+    # -- sending ---------------------------------------------------------------------------------
+
+    async def send_regularly(self) -> None:
+        while True:
+            await asyncio.sleep(SEND_EVERY_S)
+            await self._send()
+
+    async def end(self) -> None:
+        """The session is over: send what is left, if that works at once. The first call counts."""
+        if self._ended:
+            return
+        self._ended = True
+        self._note_waiting()
+        self._note(
+            SessionEndEvent,
+            "INFO",
+            event="SESSION_END",
+            duration=str(timedelta(seconds=self._clock() - self._started)),
+        )
+        try:
+            async with asyncio.timeout(LAST_SEND_S):
+                await self._send()
+        except TimeoutError:
+            log.debug("telemetry was not taken in time")
+
+    async def _send(self) -> None:
+        self._note_waiting()
+        while self._batch or self._events:
+            if not self._batch:
+                count = min(BATCH, len(self._events))
+                self._batch = [self._events.popleft().event() for _ in range(count)]
+                self._sends = 0
+            self._sends += 1
+            try:
+                await self._calls.call(
+                    "POST",
+                    "telemetry",
+                    TelemetrySendRequest(
+                        events=self._batch,
+                        platform=platform.system(),
+                        sdk_version=PROTOCOL_VERSION,
+                        session_id=self._session_id,
+                        process_uuid=process_uuid(os.getpid()),
+                    ),
+                    answer=TelemetryResponse,
+                    kind=Kind.TELEMETRY,
+                    deadline_s=DEADLINE_S,
+                    give_up_s=0.0,
+                )
+            except TinkerError as error:
+                # The next round is the back-off. A service that does not want it is not asked twice.
+                if self._sends >= MOST_SENDS or not is_retryable(error):
+                    self._batch = []
+                log.debug("telemetry was not taken: %s", error)
+                return
+            self._batch = []
+
+
+def own_frames(error: BaseException) -> str:
+    """Where in our own code it was raised: no line of source, and no file of anybody else's."""
+    places = (
+        (Path(frame.f_code.co_filename), line, frame.f_code.co_name)
+        for frame, line in traceback.walk_tb(error.__traceback__)
+    )
+    ours = [
+        f"{file.relative_to(_PACKAGE.parent).as_posix()}:{line} {name}"
+        for file, line, name in places
+        if file.is_relative_to(_PACKAGE)
+    ]
+    return "\n".join(ours[-MOST_FRAMES:])
+
+
+_live: weakref.WeakSet[Telemetry] = weakref.WeakSet()
+
+
+def _forget() -> None:
+    """In a forked child: these belong to the parent's sessions, which report for themselves."""
+    _live.clear()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_forget)
+
+
+async def end_all() -> None:
+    """At the end of the program: what was not closed reports its end all the same."""
+    await asyncio.gather(*(each.end() for each in list(_live)), return_exceptions=True)

@@ -1,0 +1,287 @@
+"""A list that the service gives out page by page, as one."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import weakref
+from collections.abc import AsyncIterator, Callable, Coroutine, Hashable, Iterator, Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
+from urllib.parse import urlencode
+
+from tinkex.client.errors import APITimeoutError
+from tinkex.client.futures import Promise, refuse_to_block
+from tinkex.client.http.transport import Kind, Request
+from tinkex.client.session import Connection, Session
+from tinkex.client.settings import PROTOCOL_VERSION, Settings
+
+if TYPE_CHECKING:
+    from tinkex.client.observe.telemetry import Telemetry
+
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True)
+class Page(Generic[T]):
+    items: list[T]
+    #: What the next page is asked for by; None after the last.
+    next: Any = None
+
+
+class Pages(Generic[T]):
+    """
+    All of a list: `for` or `async for` over it; every loop starts anew.
+
+    Pages are fetched as the loop comes to them. What is added meanwhile may be missing, and never
+    comes twice; what is deleted meanwhile moves the rest up, so take `list(...)` before deleting.
+    """
+
+    def __init__(
+        self,
+        fetch: Callable[[Any], Promise[R]],
+        read: Callable[[Any, R], Page[T]],
+        key: Callable[[T], Hashable],
+    ) -> None:
+        self._fetch = fetch
+        self._read = read
+        self._key = key
+
+    def __iter__(self) -> Iterator[T]:
+        seen: set[Hashable] = set()
+        place: Any = None
+        while True:
+            refuse_to_block("a `for` loop over pages", "anext(pages)")
+            page = self._read(place, self._fetch(place).block())
+            yield from self._new(page.items, seen)
+            if (place := page.next) is None:
+                return
+
+    async def __aiter__(self) -> AsyncIterator[T]:
+        seen: set[Hashable] = set()
+        place: Any = None
+        while True:
+            page = self._read(place, await self._fetch(place))
+            for item in self._new(page.items, seen):
+                yield item
+            if (place := page.next) is None:
+                return
+
+    def _new(self, items: list[T], seen: set[Hashable]) -> list[T]:
+        fresh = []
+        for item in items:
+            if (key := self._key(item)) not in seen:
+                seen.add(key)
+                fresh.append(item)
+        return fresh
+
+
+def by_offset(
+    fetch: Callable[[int, int], Promise[R]],
+    items: Callable[[R], list[T]],
+    key: Callable[[T], Hashable],
+    *,
+    size: int,
+) -> Pages[T]:
+    """Pages that are asked for by how many, and after how many."""
+
+    def read(place: int | None, found: R) -> Page[T]:
+        offset, got = place or 0, items(found)
+        cursor = getattr(found, "cursor", None)
+        total = None if cursor is None else cursor.total_count
+        return Page(got, next_offset(offset, len(got), size, total))
+
+    return Pages(lambda place: fetch(size, place or 0), read, key)
+
+
+def next_offset(offset: int, got: int, limit: int, total: int | None) -> int | None:
+    """Where the page after one of `got` items begins; None if that was the last."""
+    after = offset + got
+    last = got < limit if total is None else after >= total
+    return None if last or not got else after
+
+
+# MERGED: Clients without a session: they ask and change things, and train or sample nothing. All of one process that ask the same service with the same key share one connection. It ends with the last of them; closing one leaves the others alone.
+
+
+class Sessionless:
+    """What RestClient and AdminClient have in common."""
+
+    #: What the connection belongs to.
+    holder: Session
+
+    def __init__(
+        self,
+        _holder: Session | None = None,
+        *,
+        base_url: str | None = None,
+        api_key: str | None = None,
+    ) -> None:
+        if _holder is not None and (base_url is not None or api_key is not None):
+            raise ValueError(
+                "A client of another one asks the same service with the same key: "
+                "leave out base_url and api_key."
+            )
+        self._closed = False
+        self._timeout_s: float | None = None
+        if _holder is not None:
+            self.holder = _holder
+        else:
+            self.holder = _join(self, Settings.resolve(base_url=base_url, api_key=api_key))
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {self.holder.settings.base_url}>"
+
+    def with_timeout(self, seconds: float) -> Self:
+        """The same client, whose calls fail with `APITimeoutError` after so long altogether."""
+        if not seconds > 0:
+            raise ValueError(f"a time-out of {seconds!r} seconds: it must be above zero.")
+        sibling = type(self)(self._open_holder())
+        sibling._timeout_s = seconds
+        _share(self, sibling)
+        return sibling
+
+    def get_telemetry(self) -> Telemetry | None:
+        """The reporter of the session this client was made from; None without one."""
+        return self.holder.telemetry
+
+    # -- asking ----------------------------------------------------------------------------------
+
+    def _ask(
+        self,
+        name: str,
+        method: str,
+        path: str,
+        body: Any = None,
+        *,
+        answer: type[T],
+        query: Mapping[str, object] | None = None,
+        about: str,
+    ) -> Promise[T]:
+        """The request of the method called `name`, whose arguments have been checked."""
+        path = with_query(path, query)
+        headers = sdk_headers(name)
+
+        async def work(connection: Connection) -> T:
+            return await connection.calls.call(
+                method, path, body, answer=answer, kind=Kind.REST, headers=headers, about=about
+            )
+
+        return self._run(work, method, path)
+
+    def _run(
+        self, work: Callable[[Connection], Coroutine[Any, Any, T]], method: str, path: str
+    ) -> Promise[T]:
+        holder, timeout_s = self._open_holder(), self._timeout_s
+
+        async def started() -> T:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    return await work(await holder.connect())
+            except TimeoutError as error:
+                url = f"{holder.settings.base_url}/api/v1/{path}"
+                raise APITimeoutError(Request(method=method, url=url)) from error
+
+        return holder.run(started())
+
+    def _open_holder(self) -> Session:
+        if self._closed:
+            raise RuntimeError(f"This {type(self).__name__} is closed. Create a new one to go on.")
+        return self.holder
+
+    # -- the end ---------------------------------------------------------------------------------
+
+    def close(self) -> Promise[None]:
+        """Be done with this client. Its connection stays as long as another client uses it."""
+        self._closed = True
+        if _leave(self):
+            return self.holder.close("success")
+        done: Promise[None] = Promise()
+        done.finish(None)
+        return done
+
+    def __enter__(self) -> Self:
+        self._open_holder()
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc_value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        refuse_to_block(f"leaving `with {type(self).__name__}`", "client.close")
+        self.close().block()
+
+    async def __aenter__(self) -> Self:
+        return self.__enter__()
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc_value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+
+def sdk_headers(name: str) -> dict[str, str]:
+    """Which method asks: services count by it."""
+    return {"x-sdk-version": PROTOCOL_VERSION, "x-sdk-method": name}
+
+
+def with_query(path: str, query: Mapping[str, object] | None) -> str:
+    """What is None is left out."""
+    pairs = [(name, value) for name, value in (query or {}).items() if value is not None]
+    return f"{path}?{urlencode(pairs)}" if pairs else path
+
+
+# -- who shares a connection -------------------------------------------------------------------------
+
+_lock = threading.Lock()
+#: Held weakly: what nobody uses goes, and its connection with it.
+_holders: weakref.WeakValueDictionary[tuple[str, str], Session] = weakref.WeakValueDictionary()
+_users: weakref.WeakKeyDictionary[Session, weakref.WeakSet[Sessionless]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def _forget_lock() -> None:
+    """In a forked child: another thread of the parent may have held it."""
+    global _lock
+    _lock = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_forget_lock)
+
+
+def _join(user: Sessionless, settings: Settings) -> Session:
+    with _lock:
+        holder = _holders.get(settings.lane)
+        # Other settings (headers, patience) of the same service are another connection.
+        if holder is None or holder.closed or holder.settings != settings:
+            holder = _holders[settings.lane] = Session(settings)
+        _users.setdefault(holder, weakref.WeakSet()).add(user)
+        return holder
+
+
+def _share(user: Sessionless, sibling: Sessionless) -> None:
+    with _lock:
+        users = _users.get(user.holder)
+        if users is not None and user in users:
+            users.add(sibling)
+
+
+def _leave(user: Sessionless) -> bool:
+    """Whether it was the last of those that share its connection."""
+    with _lock:
+        users = _users.get(user.holder)
+        if users is None or user not in users:  # a ServiceClient's connection, or closed before
+            return False
+        users.discard(user)
+        return not users

@@ -1,0 +1,92 @@
+"""
+Sampling clients that cross processes: what a pickle and a handle hold, and what is made of them.
+
+Neither holds a credential. A copy in the same process, or in a forked one, uses the settings of
+the original; elsewhere they are found again as a new client would find them.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+from weakref import WeakValueDictionary
+
+from tinkex.client.http.retry import RetryConfig
+from tinkex.client.session import Session
+from tinkex.client.settings import Settings
+
+
+@dataclass(frozen=True, kw_only=True)
+class Passport:
+    """What a copy needs to know."""
+
+    session_id: str | None
+    sampling_session_id: str
+    base_url: str
+    retry_config: RetryConfig | None
+    record_stability_info: bool
+
+    def to_handle(self) -> str:
+        """Text that is safe in URLs and command lines."""
+        fields: dict[str, Any] = {**asdict(self), "retry_config": None}
+        if self.retry_config is not None:
+            # Exceptions are classes, which text does not carry: a copy has the usual ones.
+            fields["retry_config"] = asdict(replace(self.retry_config, retryable_exceptions=()))
+            del fields["retry_config"]["retryable_exceptions"]
+        return base64.urlsafe_b64encode(json.dumps(fields).encode()).decode("ascii")
+
+    @classmethod
+    def from_handle(cls, handle: str) -> Passport:
+        try:
+            fields = json.loads(base64.urlsafe_b64decode(handle.encode("ascii")))
+            config = fields.get("retry_config")
+            return cls(
+                session_id=_text(fields["session_id"]),
+                sampling_session_id=_text(fields["sampling_session_id"]),
+                base_url=_text(fields["base_url"]),
+                retry_config=None if config is None else RetryConfig(**config),
+                record_stability_info=bool(fields.get("record_stability_info", False)),
+            )
+        except (ValueError, KeyError, TypeError, AttributeError, binascii.Error) as error:
+            raise ValueError(
+                f"This is not a sampler handle ({type(error).__name__}). Pass the text that "
+                "SamplingClient.get_sampler_handle() returned, whole and unchanged."
+            ) from None
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError("text is needed")
+    return value
+
+
+#: Sessions of this process that copies were made of; a forked child has them too.
+_originals: WeakValueDictionary[tuple[str | None, str], Session] = WeakValueDictionary()
+#: Sessions that this process only joined: all copies of one share its connections and heartbeat.
+_joined: WeakValueDictionary[tuple[str | None, tuple[str, str]], Session] = WeakValueDictionary()
+
+
+def leaving(session: Session) -> None:
+    """A copy of one of this session's clients is being made."""
+    _originals[session.session_id, session.settings.base_url] = session
+
+
+def arrive(passport: Passport, *, api_key: str | None = None) -> Session:
+    """The session of a copy, joined here once."""
+    original = _originals.get((passport.session_id, passport.base_url))
+    if original is None or api_key is not None:
+        settings = Settings.resolve(base_url=passport.base_url, api_key=api_key)
+        return _join(passport, settings, {})
+    # Where the original is, its settings are known, headers and key included.
+    return _join(passport, original.settings, {"make_transport": original.make_transport})
+
+
+def _join(passport: Passport, settings: Settings, how: dict[str, Any]) -> Session:
+    key = (passport.session_id, settings.lane)
+    session = _joined.get(key)
+    if session is None or session.closed:
+        session = _joined[key] = Session(settings, session_id=passport.session_id, **how)
+    return session

@@ -1,0 +1,1 @@
+"""Mirrors of the official client: import paths, raw responses, request options."""
