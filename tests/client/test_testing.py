@@ -142,7 +142,7 @@ def test_the_fake_refuses_numbers_that_a_server_refuses(service):
 
 
 def test_the_limits_of_the_fake_are_those_of_the_server():
-    from tinkex.engine import adapters
+    from tinkex.engine.adapters import adapters
     from tinkex.server.api import sampling
     from tinkex.server.scheduler import checkpoints
     from tinkex.testing import service, shelf

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tinkex.engine import Engine, attention
-from tinkex.engine.attention import (
+from tinkex.engine import Engine
+from tinkex.engine.model import attention
+from tinkex.engine.model.attention import (
     CacheLayer,
     CacheUse,
     Level,

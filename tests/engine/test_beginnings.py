@@ -3,7 +3,7 @@
 import hypothesis.strategies as st
 from hypothesis import given, settings
 
-from tinkex.engine.blocks import Holding, Pages, Version
+from tinkex.engine.sampling.kv_pages import Holding, Pages, Version
 
 SIZE = 2
 

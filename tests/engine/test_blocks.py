@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from tinkex.engine.blocks import GROWTH, Holding, Pages
+from tinkex.engine.sampling.kv_pages import GROWTH, Holding, Pages
 
 
 def spans(holding: Holding) -> list[tuple[int, int]]:

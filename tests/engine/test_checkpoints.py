@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tinkex.engine import Engine
-from tinkex.engine.checkpoints import whole_folder
+from tinkex.engine.adapters.checkpoints import whole_folder
 from tinkex.wire.errors import UserFailure
 from tinkex.wire.training import AdamOptimizerConfig, LoraConfig
 

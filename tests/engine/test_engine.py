@@ -10,7 +10,7 @@ import torch
 from tinkex.client.submission import filler
 from tinkex.engine import Engine, EngineSettings
 from tinkex.engine import engine as engine_module
-from tinkex.engine.model import UnsupportedModel
+from tinkex.engine.model.base_model import UnsupportedModel
 from tinkex.wire.errors import UserFailure
 from tinkex.wire.inputs import Datum, ModelInput
 from tinkex.wire.protobuf import decode_forward_backward_request

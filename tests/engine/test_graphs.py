@@ -23,9 +23,9 @@ from torch import Tensor
 
 from losses import BY_NAME, LossFn, ppo
 from tinkex.client.loss_tracing import trace
-from tinkex.engine import graphs
-from tinkex.engine.graph_operations import FUNCTIONS, METHODS
-from tinkex.engine.graphs import Graph
+from tinkex.engine.training import custom_loss_graph
+from tinkex.engine.training.custom_loss_graph import Graph
+from tinkex.engine.training.custom_loss_ops import FUNCTIONS, METHODS
 from tinkex.wire.custom_loss import CreateCustomLossRequest, CustomLossGraph, CustomLossInput
 from tinkex.wire.errors import UserFailure
 
@@ -740,7 +740,7 @@ def test_a_run_stops_when_its_time_is_over():
 
 def test_the_time_covers_the_way_back_too(monkeypatch):
     now = 0.0
-    monkeypatch.setattr(graphs.time, "monotonic", lambda: now)
+    monkeypatch.setattr(custom_loss_graph.time, "monotonic", lambda: now)
     graph = rebuilt(*BY_NAME["ppo"])
     logprobs, inputs = data_for(BY_NAME["ppo"][1])
     graph.value_and_gradient(logprobs, inputs, deadline_s=1.0)
@@ -856,7 +856,7 @@ def test_long_data_may_make_a_matrix_and_longer_data_may_grow_with_its_length():
     graph.value_and_gradient(torch.zeros(1_000), {})
     with pytest.raises(UserFailure, match="elements; allowed are 8388608"):
         graph.run(torch.zeros(10_000), {})
-    wide = graphs._Budget([torch.zeros(1).expand(10**6)])
+    wide = custom_loss_graph._Budget([torch.zeros(1).expand(10**6)])
     assert wide.largest == 64 * 10**6
 
 

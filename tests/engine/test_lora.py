@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from tinkex.engine.adapters import chosen_targets, seed_of
-from tinkex.engine.lora import (
+from tinkex.engine.adapters.adapters import chosen_targets, seed_of
+from tinkex.engine.model.lora import (
     ALIGNMENT,
     Layout,
     LoraLinear,

@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from tinkex.engine.pick import (
+from tinkex.engine.sampling.sequences import Drawing
+from tinkex.engine.sampling.token_sampling import (
     Draw,
     draw_alternatives,
     gumbel_noise,
@@ -15,7 +16,6 @@ from tinkex.engine.pick import (
     pick,
     uniform_number,
 )
-from tinkex.engine.sequences import Drawing
 
 CPU = torch.device("cpu")
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tinkex.engine.residency import (
+from tinkex.engine.adapters.memory_plan import (
     SHARES,
     DoesNotFit,
     Resident,

@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tinkex.engine import Engine, EngineSettings, sampling
-from tinkex.engine.adapters import SamplerAdapter
-from tinkex.engine.checkpoints import SavedAdapter, read_adapter
-from tinkex.engine.model import BaseModel
+from tinkex.engine import Engine, EngineSettings
+from tinkex.engine.adapters.adapters import SamplerAdapter
+from tinkex.engine.adapters.checkpoints import SavedAdapter, read_adapter
+from tinkex.engine.model.base_model import BaseModel
+from tinkex.engine.sampling import sampler
 from tinkex.models.tokenizer import Tokenizer, load_tokenizer
 from tinkex.wire.errors import UserFailure
 from tinkex.wire.inputs import ModelInput
@@ -485,7 +486,7 @@ def test_a_sample_that_runs_does_not_wait_for_the_adapter_of_another(
         assert lets.wait(30)
         return read_adapter(folder)
 
-    monkeypatch.setattr(sampling.checkpoints, "read_adapter", slow)
+    monkeypatch.setattr(sampler.checkpoints, "read_adapter", slow)
     engine.submit(1, request(max_tokens=40, stop=[]), adapter=None)
     engine.advance()
     engine.submit(2, request(max_tokens=5), adapter=tmp_path / "saved")
@@ -518,7 +519,7 @@ def test_a_cancelled_request_does_not_keep_the_adapter_that_was_read_for_it(
     engine.drop("m")
     began, lets = threading.Event(), threading.Event()
     read: list[weakref.ref[SamplerAdapter]] = []
-    reading = sampling.read_sampler_adapter
+    reading = sampler.read_sampler_adapter
 
     def slow(model: BaseModel, folder: Path) -> SamplerAdapter:
         began.set()
@@ -527,7 +528,7 @@ def test_a_cancelled_request_does_not_keep_the_adapter_that_was_read_for_it(
         read.append(weakref.ref(adapter))
         return adapter
 
-    monkeypatch.setattr(sampling, "read_sampler_adapter", slow)
+    monkeypatch.setattr(sampler, "read_sampler_adapter", slow)
     for ticket in (1, 2):
         engine.submit(ticket, request(max_tokens=5), adapter=tmp_path / "saved")
     engine.advance(wait_for_reads=False)

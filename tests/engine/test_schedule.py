@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 import pytest
 
-from tinkex.engine.blocks import Pages
-from tinkex.engine.schedule import (
+from tinkex.engine.sampling.kv_pages import Pages
+from tinkex.engine.sampling.scheduler import (
     DecodeStep,
     FillStep,
     Piece,
@@ -17,7 +17,13 @@ from tinkex.engine.schedule import (
     run_levels,
     table_is_cheaper,
 )
-from tinkex.engine.sequences import Drawing, PromptQuestions, Request, SampleSequence, Stops
+from tinkex.engine.sampling.sequences import (
+    Drawing,
+    PromptQuestions,
+    Request,
+    SampleSequence,
+    Stops,
+)
 
 DRAWING = Drawing(temperature=1.0, top_k=None, top_p=None, seed=0)
 

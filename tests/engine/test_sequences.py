@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from tinkex.engine.sequences import Drawing, Request, SampleSequence, Stops
+from tinkex.engine.sampling.sequences import Drawing, Request, SampleSequence, Stops
 
 
 def decode(tokens: Sequence[int]) -> str:

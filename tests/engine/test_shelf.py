@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from numerics.parts import request, sample, weighted, work
-from tinkex.engine import Engine, EngineSettings, sampling
-from tinkex.engine.adapters import TrainingAdapter, adapter_bytes
-from tinkex.engine.devices import available_bytes
-from tinkex.engine.lora import make_layout
-from tinkex.engine.residency import Tier
-from tinkex.engine.shelf import Shelf
+from tinkex.engine import Engine, EngineSettings
+from tinkex.engine.adapters.adapter_store import Shelf
+from tinkex.engine.adapters.adapters import TrainingAdapter, adapter_bytes
+from tinkex.engine.adapters.memory_plan import Tier
+from tinkex.engine.device import available_bytes
+from tinkex.engine.model.lora import make_layout
+from tinkex.engine.sampling import sampler
 from tinkex.wire.errors import UserFailure
 from tinkex.wire.training import AdamOptimizerConfig, AdamParams, LoraConfig
 
@@ -235,7 +236,7 @@ def test_who_waits_for_an_adapter_s_room_stops_nobody_but_those_who_need_room_to
 def test_a_stream_of_samples_does_not_keep_another_adapter_out(
     engine_with: Make, one_adapter: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sampling, "ROOM_WAIT_S", 0.0)
+    monkeypatch.setattr(sampler, "ROOM_WAIT_S", 0.0)
     folders = saved_adapters(engine_with(), tmp_path, 2)
     engine = engine_with(adapter_bytes=one_adapter // 4)  # one of a sampler
     asked = request([1, 2, 3], max_tokens=12, seed=1, stop=[])

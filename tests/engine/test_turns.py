@@ -1,6 +1,6 @@
 """Whose work comes next."""
 
-from tinkex.engine.turns import Turns
+from tinkex.engine.sampling.fair_queue import Turns
 
 
 def test_the_one_with_the_fewest_tokens_comes_next_and_equals_in_order_of_arrival() -> None:

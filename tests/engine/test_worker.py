@@ -14,11 +14,12 @@ import pytest
 import torch
 
 from server.api.test_custom_losses import loss
-from tinkex.engine import Engine, EngineSettings, checkpoints, process, reports, snapshot_writer
-from tinkex.engine.checkpoints import Files, SavedAdapter, read_adapter, write
-from tinkex.engine.devices import is_broken, is_full
+from tinkex.engine import Engine, EngineSettings, process, reports, snapshot_writer
+from tinkex.engine.adapters import checkpoints
+from tinkex.engine.adapters.checkpoints import Files, SavedAdapter, read_adapter, write
+from tinkex.engine.device import is_broken, is_full
 from tinkex.engine.process import Wire, Worker
-from tinkex.engine.sampling import Finished
+from tinkex.engine.sampling.sampler import Finished
 from tinkex.wire import frames
 from tinkex.wire.codec import encode_json
 from tinkex.wire.inputs import Datum, ModelInput

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 
-from tinkex.engine.graph_operations import FUNCTIONS, METHODS
-from tinkex.engine.graphs import Graph
+from tinkex.engine.training.custom_loss_graph import Graph
+from tinkex.engine.training.custom_loss_ops import FUNCTIONS, METHODS
 from tinkex.wire.custom_loss import CreateCustomLossRequest
 from tinkex.wire.errors import UserFailure
 

@@ -6,7 +6,7 @@ import torch
 
 from numerics.parts import model_from, random_adapter, work
 from tinkex.engine import Engine, EngineSettings
-from tinkex.engine.merge import merge
+from tinkex.engine.adapters.merge import merge
 from tinkex.models.embedded import write_files_beside
 from tinkex.wire.inputs import Datum, ModelInput
 

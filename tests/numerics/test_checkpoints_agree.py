@@ -11,7 +11,7 @@ import torch
 
 from numerics.parts import model_from, random_adapter, random_datum, weighted, work
 from tinkex.engine import Engine
-from tinkex.engine.checkpoints import write
+from tinkex.engine.adapters.checkpoints import write
 from tinkex.wire.errors import UserFailure
 from tinkex.wire.inputs import Datum
 from tinkex.wire.training import AdamOptimizerConfig, AdamParams, LoraConfig

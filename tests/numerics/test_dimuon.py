@@ -10,9 +10,9 @@ import torch
 
 from numerics.parts import gradients, weighted, work
 from tinkex.engine import Engine
-from tinkex.engine.adapters import TrainingAdapter
-from tinkex.engine.lora import Target, matrices
-from tinkex.engine.optimizer import optimizer_step, orthogonalised
+from tinkex.engine.adapters.adapters import TrainingAdapter
+from tinkex.engine.model.lora import Target, matrices
+from tinkex.engine.training.optimizer import optimizer_step, orthogonalised
 from tinkex.wire.errors import UserFailure
 from tinkex.wire.training import (
     AdamOptimizerConfig,

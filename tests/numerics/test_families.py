@@ -19,7 +19,7 @@ from numerics.parts import (
     work,
 )
 from tinkex.engine import Engine, EngineSettings
-from tinkex.engine.model import UnsupportedModel
+from tinkex.engine.model.base_model import UnsupportedModel
 from tinkex.wire.inputs import Datum, ModelInput
 
 SHAPE = {

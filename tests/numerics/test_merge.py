@@ -13,7 +13,7 @@ from safetensors import safe_open
 
 from numerics.parts import model_from, random_adapter, random_datum, work
 from tinkex.engine import Engine, EngineSettings
-from tinkex.engine.merge import merge
+from tinkex.engine.adapters.merge import merge
 from tinkex.wire.errors import UserFailure
 
 pytestmark = pytest.mark.filterwarnings("ignore")

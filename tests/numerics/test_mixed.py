@@ -11,7 +11,7 @@ import torch
 from engine.test_graphs import declared, to_wire
 from numerics.parts import MAKERS, gradients, model_from, random_adapter, random_datum, work
 from tinkex.engine import Engine
-from tinkex.engine.mixing import Mixer, Queue
+from tinkex.engine.training.batch_mixer import Mixer, Queue
 from tinkex.wire.custom_loss import CustomLossGraph
 from tinkex.wire.errors import UserFailure
 from tinkex.wire.inputs import Datum

@@ -6,10 +6,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from tinkex.engine import optimizer
-from tinkex.engine.adapters import TrainingAdapter
-from tinkex.engine.lora import Target
-from tinkex.engine.optimizer import optimizer_step
+from tinkex.engine.adapters.adapters import TrainingAdapter
+from tinkex.engine.model.lora import Target
+from tinkex.engine.training import optimizer
+from tinkex.engine.training.optimizer import optimizer_step
 from tinkex.wire.errors import UserFailure
 from tinkex.wire.training import AdamParams, DimuonParams, LoraConfig
 

@@ -13,7 +13,7 @@ from typing import Any
 import zstandard
 
 from server.hosting import PROTOBUF, Answer, Api, pass_body
-from tinkex.engine import graph_operations, graphs
+from tinkex.engine.training import custom_loss_graph, custom_loss_ops
 from tinkex.server.api import (
     account,
     auth,
@@ -618,18 +618,25 @@ LIMITS = [
             },
         ),
     ),
-    Limit("characters of its name", graphs.MAX_NAME, "user", "", None, test=ENGINE),
-    Limit("inputs", graphs.MAX_INPUTS, "user", "", None, test=ENGINE),
-    Limit("nodes", graphs.MAX_NODES, "user", "", None, test=ENGINE),
-    Limit("lists inside lists of an argument", graphs.MAX_DEPTH, "user", "", None, test=ENGINE),
-    Limit("constants over all nodes", graphs.MAX_VALUES, "user", "", None, test=ENGINE),
-    Limit("items of a list", graph_operations.MAX_ITEMS, "user", "", None, test=ENGINE),
-    Limit("characters of a text", graph_operations.MAX_TEXT, "user", "", None, test=ENGINE),
-    Limit("dimensions of a value", graph_operations.MAX_RANK, "user", "", None, test=ENGINE),
-    Limit("metrics", graphs.MAX_METRICS, "user", "", None, test=ENGINE),
+    Limit("characters of its name", custom_loss_graph.MAX_NAME, "user", "", None, test=ENGINE),
+    Limit("inputs", custom_loss_graph.MAX_INPUTS, "user", "", None, test=ENGINE),
+    Limit("nodes", custom_loss_graph.MAX_NODES, "user", "", None, test=ENGINE),
+    Limit(
+        "lists inside lists of an argument",
+        custom_loss_graph.MAX_DEPTH,
+        "user",
+        "",
+        None,
+        test=ENGINE,
+    ),
+    Limit("constants over all nodes", custom_loss_graph.MAX_VALUES, "user", "", None, test=ENGINE),
+    Limit("items of a list", custom_loss_ops.MAX_ITEMS, "user", "", None, test=ENGINE),
+    Limit("characters of a text", custom_loss_ops.MAX_TEXT, "user", "", None, test=ENGINE),
+    Limit("dimensions of a value", custom_loss_ops.MAX_RANK, "user", "", None, test=ENGINE),
+    Limit("metrics", custom_loss_graph.MAX_METRICS, "user", "", None, test=ENGINE),
     Limit(
         "elements of a value, an empty dimension counted as one (or 64 times the largest input)",
-        graphs.LARGEST_VALUE,
+        custom_loss_graph.LARGEST_VALUE,
         "user",
         "",
         None,

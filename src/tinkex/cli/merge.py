@@ -36,9 +36,9 @@ def command(adapter: str, out: Path, base: str | None, dtype: str | None, data: 
     tinker:// path of a checkpoint in a server's data folder.
     """
     try:
-        from tinkex.engine.devices import DTYPES
-        from tinkex.engine.merge import merge
-        from tinkex.engine.model import UnsupportedModel
+        from tinkex.engine.adapters.merge import merge
+        from tinkex.engine.device import DTYPES
+        from tinkex.engine.model.base_model import UnsupportedModel
         from tinkex.models.resolve import ModelNotFound, resolve
         from tinkex.models.weight_files import RefusedFolder
         from tinkex.wire.errors import UserFailure

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tinkex.engine.engine import Engine
-    from tinkex.engine.sampling import Finished
+    from tinkex.engine.sampling.sampler import Finished
     from tinkex.engine.settings import EngineFacts, EngineSettings
 
 __all__ = ["Engine", "EngineFacts", "EngineSettings", "Finished"]
@@ -17,7 +17,7 @@ _HOMES = {
     "Engine": "tinkex.engine.engine",
     "EngineFacts": "tinkex.engine.settings",
     "EngineSettings": "tinkex.engine.settings",
-    "Finished": "tinkex.engine.sampling",
+    "Finished": "tinkex.engine.sampling.sampler",
 }
 
 

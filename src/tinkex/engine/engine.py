@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
-from tinkex.engine import checkpoints
-from tinkex.engine.adapters import (
+from tinkex.engine.adapters import checkpoints
+from tinkex.engine.adapters.adapter_store import Shelf
+from tinkex.engine.adapters.adapters import (
     SamplerAdapter,
     TrainingAdapter,
     adapter_bytes,
@@ -22,18 +23,17 @@ from tinkex.engine.adapters import (
     chosen_targets,
     seed_of,
 )
-from tinkex.engine.devices import available_bytes, choose_device, choose_dtype, prepare_to_repeat
-from tinkex.engine.graphs import Graph
-from tinkex.engine.lora import make_layout
-from tinkex.engine.losses import CustomLoss
-from tinkex.engine.model import BaseModel
-from tinkex.engine.optimizer import optimizer_step
-from tinkex.engine.pack import Limits, check, fitting
-from tinkex.engine.residency import SHARES, MemoryPlan, Tier, memory_plan
-from tinkex.engine.sampling import Finished, Grown, Sampler
+from tinkex.engine.adapters.memory_plan import SHARES, MemoryPlan, Tier, memory_plan
+from tinkex.engine.device import available_bytes, choose_device, choose_dtype, prepare_to_repeat
+from tinkex.engine.model.base_model import BaseModel
+from tinkex.engine.model.lora import make_layout
+from tinkex.engine.sampling.sampler import Finished, Grown, Sampler
 from tinkex.engine.settings import EngineFacts, EngineSettings, EngineStats
-from tinkex.engine.shelf import Shelf
-from tinkex.engine.training import Part, Pass, run_together
+from tinkex.engine.training.custom_loss_graph import Graph
+from tinkex.engine.training.losses import CustomLoss
+from tinkex.engine.training.optimizer import optimizer_step
+from tinkex.engine.training.passes import Part, Pass, run_together
+from tinkex.engine.training.request_checks import Limits, check, fitting
 from tinkex.wire.custom_loss import CustomLossGraph, CustomLossInput
 from tinkex.wire.errors import UserFailure
 from tinkex.wire.sampling import SampleRequest

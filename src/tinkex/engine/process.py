@@ -29,12 +29,12 @@ from pathlib import Path
 from typing import NoReturn
 
 from tinkex.engine import Engine, EngineSettings, reports
-from tinkex.engine.checkpoints import memory_bytes
-from tinkex.engine.devices import is_broken, is_full
-from tinkex.engine.mixing import Mixer, Queue
-from tinkex.engine.pack import no_custom_loss
+from tinkex.engine.adapters.checkpoints import memory_bytes
+from tinkex.engine.device import is_broken, is_full
 from tinkex.engine.snapshot_writer import SnapshotWriter, Written
-from tinkex.engine.training import Pass
+from tinkex.engine.training.batch_mixer import Mixer, Queue
+from tinkex.engine.training.passes import Pass
+from tinkex.engine.training.request_checks import no_custom_loss
 from tinkex.wire import frames
 from tinkex.wire.codec import decode_json, encode_json
 from tinkex.wire.custom_loss import CreateCustomLossRequest

@@ -6,9 +6,9 @@ import logging
 import secrets
 from collections.abc import Iterable
 
-from tinkex.engine.checkpoints import NotWritten
+from tinkex.engine.adapters.checkpoints import NotWritten
 from tinkex.engine.engine import NoSuchModel
-from tinkex.engine.sampling import Grown
+from tinkex.engine.sampling.sampler import Grown
 from tinkex.wire import frames
 from tinkex.wire.errors import UserFailure
 from tinkex.wire.proto import frames_pb2

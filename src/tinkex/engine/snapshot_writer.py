@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tinkex.engine import reports
-from tinkex.engine.checkpoints import Files, memory_bytes
-from tinkex.engine.checkpoints import write as write_files
+from tinkex.engine.adapters.checkpoints import Files, memory_bytes
+from tinkex.engine.adapters.checkpoints import write as write_files
 
 if TYPE_CHECKING:
     from tinkex.engine.process import Wire

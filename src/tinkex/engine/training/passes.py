@@ -15,13 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tinkex.engine.adapters import TrainingAdapter
-from tinkex.engine.devices import repeating
-from tinkex.engine.head import Head, LossGradient
-from tinkex.engine.lora import Route
-from tinkex.engine.losses import AnyLoss, Judged, Loss, judge, value_and_gradient
-from tinkex.engine.model import BaseModel
-from tinkex.engine.pack import Row, pack, pack_inputs
+from tinkex.engine.adapters.adapters import TrainingAdapter
+from tinkex.engine.device import repeating
+from tinkex.engine.model.base_model import BaseModel
+from tinkex.engine.model.lm_head import Head, LossGradient
+from tinkex.engine.model.lora import Route
+from tinkex.engine.training.losses import AnyLoss, Judged, Loss, judge, value_and_gradient
+from tinkex.engine.training.request_checks import Row, pack, pack_inputs
 from tinkex.wire.errors import UserFailure
 from tinkex.wire.tensors import TensorData
 from tinkex.wire.training import ForwardBackwardOutput

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tinkex.engine.graph_operations import (
+from tinkex.engine.training.custom_loss_ops import (
     ATTRIBUTES,
     FUNCTIONS,
     MAX_INT,

@@ -17,10 +17,10 @@ from typing import Protocol
 
 import torch
 
-from tinkex.engine import checkpoints
-from tinkex.engine.adapters import TrainingAdapter
-from tinkex.engine.devices import available_bytes
-from tinkex.engine.residency import MemoryPlan, Resident, Tier, give_way, readable
+from tinkex.engine.adapters import checkpoints
+from tinkex.engine.adapters.adapters import TrainingAdapter
+from tinkex.engine.adapters.memory_plan import MemoryPlan, Resident, Tier, give_way, readable
+from tinkex.engine.device import available_bytes
 from tinkex.wire.errors import UserFailure
 
 log = logging.getLogger(__name__)

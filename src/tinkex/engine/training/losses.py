@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from tinkex.engine.graphs import Graph
+from tinkex.engine.training.custom_loss_graph import Graph
 
 # All tensors are [T, K]: packed tokens, and K targets of each (1 but for two-dimensional targets).
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tinkex.engine.adapters import TrainingAdapter
-from tinkex.engine.lora import Layout, matrices
+from tinkex.engine.adapters.adapters import TrainingAdapter
+from tinkex.engine.model.lora import Layout, matrices
 from tinkex.wire.errors import UserFailure
 from tinkex.wire.training import AdamParams, DimuonParams, OptimParams
 

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from tinkex.engine.sequences import Drawing
+from tinkex.engine.sampling.sequences import Drawing
 
 # S rows, V vocabulary
 

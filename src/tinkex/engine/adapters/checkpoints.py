@@ -29,9 +29,9 @@ from safetensors.numpy import save_file
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tinkex.engine.adapters import TrainingAdapter
-from tinkex.engine.head import HEAD
-from tinkex.engine.lora import ALPHA, Layout, matrices
+from tinkex.engine.adapters.adapters import TrainingAdapter
+from tinkex.engine.model.lm_head import HEAD
+from tinkex.engine.model.lora import ALPHA, Layout, matrices
 from tinkex.wire.errors import UserFailure
 
 WEIGHTS = "adapter_model.safetensors"

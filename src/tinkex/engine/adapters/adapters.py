@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from tinkex.engine.lora import (
+from tinkex.engine.model.lora import (
     ALPHA,
     Layout,
     Pair,

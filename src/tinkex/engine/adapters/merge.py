@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig
 
-from tinkex.engine.checkpoints import SavedAdapter, read_adapter, size_bytes, whole_folder
-from tinkex.engine.head import HEAD
-from tinkex.engine.model import load, quiet_transformers
+from tinkex.engine.adapters.checkpoints import SavedAdapter, read_adapter, size_bytes, whole_folder
+from tinkex.engine.model.base_model import load, quiet_transformers
+from tinkex.engine.model.lm_head import HEAD
 from tinkex.wire.errors import UserFailure
 
 #: Larger models are written in several files.

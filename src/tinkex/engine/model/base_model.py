@@ -25,10 +25,10 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from tinkex.engine import attention
-from tinkex.engine.attention import Packing, PackingLost
-from tinkex.engine.head import HEAD, Head
-from tinkex.engine.lora import (
+from tinkex.engine.model import attention
+from tinkex.engine.model.attention import Packing, PackingLost
+from tinkex.engine.model.lm_head import HEAD, Head
+from tinkex.engine.model.lora import (
     LoraLinear,
     Route,
     Routing,

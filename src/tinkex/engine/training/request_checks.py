@@ -16,8 +16,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from tinkex.engine.attention import Packing
-from tinkex.engine.losses import CUSTOM, LOSSES, AnyLoss, CustomLoss, Loss
+from tinkex.engine.model.attention import Packing
+from tinkex.engine.training.losses import CUSTOM, LOSSES, AnyLoss, CustomLoss, Loss
 from tinkex.wire.errors import UserFailure
 from tinkex.wire.inputs import Datum, ModelInput
 from tinkex.wire.tensors import TensorData

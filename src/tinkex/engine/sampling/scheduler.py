@@ -17,9 +17,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from tinkex.engine.blocks import Holding, Pages
-from tinkex.engine.sequences import AdapterKey, PromptQuestions, Request, SampleSequence
-from tinkex.engine.turns import Turns
+from tinkex.engine.sampling.fair_queue import Turns
+from tinkex.engine.sampling.kv_pages import Holding, Pages
+from tinkex.engine.sampling.sequences import AdapterKey, PromptQuestions, Request, SampleSequence
 
 
 @dataclass(kw_only=True, eq=False)

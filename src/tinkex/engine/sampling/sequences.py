@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from tinkex.engine.blocks import Holding
+from tinkex.engine.sampling.kv_pages import Holding
 
 if TYPE_CHECKING:
     import numpy as np

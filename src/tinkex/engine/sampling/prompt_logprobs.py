@@ -12,8 +12,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from tinkex.engine.pick import draw_alternatives
-from tinkex.engine.sequences import Cells, Drawing, PromptQuestions
+from tinkex.engine.sampling.sequences import Cells, Drawing, PromptQuestions
+from tinkex.engine.sampling.token_sampling import draw_alternatives
 from tinkex.wire.errors import UserFailure
 from tinkex.wire.sampling import (
     EMPTY_LOGPROB,

@@ -17,18 +17,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tinkex.engine import checkpoints
-from tinkex.engine.adapters import SamplerAdapter
-from tinkex.engine.attention import CacheLayer, CacheUse, Level, Packing, Reach, Run, Table
-from tinkex.engine.blocks import Pages
-from tinkex.engine.checkpoints import SavedAdapter, describe_difference
-from tinkex.engine.lora import Layout, Route, make_layout
-from tinkex.engine.model import BaseModel
-from tinkex.engine.pack import Limits, checked_tokens
-from tinkex.engine.pick import Draw, pick
-from tinkex.engine.questions import PromptAnswers, check_count, check_questions
-from tinkex.engine.residency import Resident
-from tinkex.engine.schedule import (
+from tinkex.engine.adapters import checkpoints
+from tinkex.engine.adapters.adapters import SamplerAdapter
+from tinkex.engine.adapters.checkpoints import SavedAdapter, describe_difference
+from tinkex.engine.adapters.memory_plan import Resident
+from tinkex.engine.model.attention import CacheLayer, CacheUse, Level, Packing, Reach, Run, Table
+from tinkex.engine.model.base_model import BaseModel
+from tinkex.engine.model.lora import Layout, Route, make_layout
+from tinkex.engine.sampling.kv_pages import Pages
+from tinkex.engine.sampling.prompt_logprobs import PromptAnswers, check_count, check_questions
+from tinkex.engine.sampling.scheduler import (
     CopyRows,
     DecodeStep,
     FillStep,
@@ -39,7 +37,7 @@ from tinkex.engine.schedule import (
     run_levels,
     table_is_cheaper,
 )
-from tinkex.engine.sequences import (
+from tinkex.engine.sampling.sequences import (
     AdapterKey,
     Decode,
     Drawing,
@@ -47,7 +45,9 @@ from tinkex.engine.sequences import (
     SampleSequence,
     Stops,
 )
+from tinkex.engine.sampling.token_sampling import Draw, pick
 from tinkex.engine.settings import EngineSettings
+from tinkex.engine.training.request_checks import Limits, checked_tokens
 from tinkex.wire.errors import UserFailure
 from tinkex.wire.sampling import (
     SampledSequence,

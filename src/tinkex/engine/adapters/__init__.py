@@ -1,0 +1,1 @@
+"""LoRA adapters: in memory, on the host, on disk."""

@@ -1,0 +1,1 @@
+"""The frozen base model and the layers that replace its own."""

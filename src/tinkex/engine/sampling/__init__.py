@@ -1,0 +1,1 @@
+"""Sampling: scheduler, KV cache, token sampling."""

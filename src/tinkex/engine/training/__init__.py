@@ -1,0 +1,1 @@
+"""Training passes: request checks, losses, optimizers."""
