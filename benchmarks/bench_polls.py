@@ -115,11 +115,13 @@ def serve(folder: Path, *, http: str, loop: str, single: bool, held_s: float) ->
     from tinkex.server.app import create_app
     from tinkex.server.settings import Settings
     from tinkex.server.store import open_store
-    from tinkex.wire import dialect
+    from tinkex.wire import sdk_versions
 
     if single:
-        dialect._CLIENT_CONFIG = tuple(
-            row for row in dialect._CLIENT_CONFIG if "sample_use_retrieve_futures" not in row[2]
+        sdk_versions._CLIENT_CONFIG = tuple(
+            row
+            for row in sdk_versions._CLIENT_CONFIG
+            if "sample_use_retrieve_futures" not in row[2]
         )
     settings = Settings(data=str(folder), long_poll_s=held_s)
     store = open_store(

@@ -58,7 +58,6 @@ if TYPE_CHECKING:
     from tinkex.compat.raw_responses import AsyncAPIResponse as AsyncAPIResponse
     from tinkex.compat.request_options import RequestOptions, Timeout
     from tinkex.wire.checkpoints import Checkpoint, CheckpointType, ParsedCheckpointTinkerPath
-    from tinkex.wire.growing import SampledTokens
     from tinkex.wire.inputs import (
         Datum,
         DmelChunk,
@@ -68,6 +67,7 @@ if TYPE_CHECKING:
         PromptProvenanceSpan,
         SampledProvenanceSpan,
     )
+    from tinkex.wire.partial_sample import SampledTokens
     from tinkex.wire.runs import TrainingRun
     from tinkex.wire.sampling import (
         SampledSequence,

@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 from server.echo import EchoExecutor
 from server.hosting import hosted
 from server.tenants import new_key
-from tinkex.cli.group import command
+from tinkex.cli.command_group import command
 from tinkex.client.auth.credentials import ApiKey
 from tinkex.client.auth.key_store import StoredKey, StoredKeys, place, read, write
 

@@ -8,7 +8,7 @@ from click.testing import CliRunner
 
 from serving import TINY, serving
 from tinkex import ServiceClient
-from tinkex.cli.group import command
+from tinkex.cli.command_group import command
 from tinkex.testing import write_tiny_model
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -35,7 +35,7 @@ except SystemExit:
 
 
 def test_every_command_that_help_names_is_there() -> None:
-    from tinkex.cli.group import SUBCOMMANDS, LazyGroup, command
+    from tinkex.cli.command_group import SUBCOMMANDS, LazyGroup, command
 
     assert isinstance(command, LazyGroup)
     for name in SUBCOMMANDS:

@@ -15,7 +15,7 @@ from click.testing import CliRunner
 import tinkex
 from serving import TINY, Server
 from tinkex import types
-from tinkex.cli.group import command
+from tinkex.cli.command_group import command
 
 
 @dataclass

@@ -11,7 +11,7 @@ from tinkex.client.errors import status_error
 from tinkex.client.http.transport import Request, Response
 from tinkex.client.recovery import CorruptedRunError, Restarts, Saved, may_recover
 from tinkex.testing import Answer, FakeService
-from tinkex.testing.toy import toy_logprob
+from tinkex.testing.toy_model import toy_logprob
 from tinkex.wire.errors import RequestErrorCategory
 
 STEPS = 6

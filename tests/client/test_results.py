@@ -10,7 +10,7 @@ import pytest
 import tinkex
 from tinkex.client.http.polling import Pace, QueueLog
 from tinkex.testing import Answer, Lost
-from tinkex.wire.digest import content_digest
+from tinkex.wire.content_digest import content_digest
 
 PROTOBUF = {"content-type": "application/x-protobuf"}
 PENDING = {"type": "try_again", "request_id": "r", "queue_state": "paused_capacity"}

@@ -145,12 +145,12 @@ def test_the_limits_of_the_fake_are_those_of_the_server():
     from tinkex.engine.adapters import adapters
     from tinkex.server.api import sampling
     from tinkex.server.scheduler import checkpoints
-    from tinkex.testing import service, shelf
+    from tinkex.testing import fake_service, fake_store
 
-    assert service.MAX_RANK == adapters.MAX_RANK
-    assert service.MOST_SAMPLES == sampling.MOST_SEQUENCES
-    assert shelf.SHORTEST_TTL_S == checkpoints.SHORTEST_TTL_S
-    assert shelf.LONGEST_TTL_S == checkpoints.LONGEST_TTL_S
+    assert fake_service.MAX_RANK == adapters.MAX_RANK
+    assert fake_service.MOST_SAMPLES == sampling.MOST_SEQUENCES
+    assert fake_store.SHORTEST_TTL_S == checkpoints.SHORTEST_TTL_S
+    assert fake_store.LONGEST_TTL_S == checkpoints.LONGEST_TTL_S
 
 
 def test_the_fake_answers_every_question_a_sample_may_ask(service):

@@ -8,7 +8,7 @@ import pytest
 
 from tinkex.engine import Engine, EngineSettings
 from tinkex.engine.process import Wire, Worker
-from tinkex.wire import frames
+from tinkex.wire import engine_protocol
 from tinkex.wire.codec import encode_json
 from tinkex.wire.inputs import Datum, ModelInput
 from tinkex.wire.proto import frames_pb2
@@ -40,25 +40,28 @@ class Bench:
 
     def order(self, **work: object) -> int:
         self.tickets += 1
-        self.wire.inbox.put(frames.Order(ticket=self.tickets, **work))  # type: ignore[arg-type]
+        self.wire.inbox.put(engine_protocol.Order(ticket=self.tickets, **work))  # type: ignore[arg-type]
         return self.tickets
 
-    def turn(self) -> list[frames.Report]:
+    def turn(self) -> list[engine_protocol.Report]:
         self.worker.turn()
         try:
             self._heard += self.ours.recv(1 << 20)
         except BlockingIOError:
             return []
         reports = []
-        while len(self._heard) >= frames.LENGTH.size:
-            head, rest = self._heard[: frames.LENGTH.size], self._heard[frames.LENGTH.size :]
-            size = frames.body_length(head)
-            report, self._heard = frames.Report.FromString(rest[:size]), rest[size:]
+        while len(self._heard) >= engine_protocol.LENGTH.size:
+            head, rest = (
+                self._heard[: engine_protocol.LENGTH.size],
+                self._heard[engine_protocol.LENGTH.size :],
+            )
+            size = engine_protocol.body_length(head)
+            report, self._heard = engine_protocol.Report.FromString(rest[:size]), rest[size:]
             if report.ticket:
                 reports.append(report)
         return reports
 
-    def until(self, ticket: int) -> frames.Report:
+    def until(self, ticket: int) -> engine_protocol.Report:
         for _ in range(2000):
             for report in self.turn():
                 if report.ticket == ticket:

@@ -13,7 +13,7 @@ from typing import IO
 
 import pytest
 
-from tinkex.wire import frames
+from tinkex.wire import engine_protocol
 from tinkex.wire.codec import encode_json
 from tinkex.wire.inputs import Datum, ModelInput
 from tinkex.wire.proto import frames_pb2
@@ -39,21 +39,23 @@ class Engine:
 
     def order(self, **work: object) -> int:
         self.tickets += 1
-        order = frames.Order(ticket=self.tickets, **work)  # type: ignore[arg-type]
-        self.socket.sendall(frames.frame(order))
+        order = engine_protocol.Order(ticket=self.tickets, **work)  # type: ignore[arg-type]
+        self.socket.sendall(engine_protocol.frame(order))
         return self.tickets
 
-    def report(self) -> frames.Report:
+    def report(self) -> engine_protocol.Report:
         """The next one that answers something; sizes come whenever they like."""
         while (report := self.any_report()).WhichOneof("body") == "stats":
             self.stats = report.stats
         return report
 
-    def any_report(self) -> frames.Report:
-        head = self.stream.read(frames.LENGTH.size)
-        return frames.Report.FromString(self.stream.read(frames.body_length(head)))
+    def any_report(self) -> engine_protocol.Report:
+        head = self.stream.read(engine_protocol.LENGTH.size)
+        return engine_protocol.Report.FromString(
+            self.stream.read(engine_protocol.body_length(head))
+        )
 
-    def ask(self, **work: object) -> frames.Report:
+    def ask(self, **work: object) -> engine_protocol.Report:
         ticket = self.order(**work)
         report = self.report()
         assert report.ticket == ticket

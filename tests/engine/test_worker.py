@@ -20,7 +20,7 @@ from tinkex.engine.adapters.checkpoints import Files, SavedAdapter, read_adapter
 from tinkex.engine.device import is_broken, is_full
 from tinkex.engine.process import Wire, Worker
 from tinkex.engine.sampling.sampler import Finished
-from tinkex.wire import frames
+from tinkex.wire import engine_protocol
 from tinkex.wire.codec import encode_json
 from tinkex.wire.inputs import Datum, ModelInput
 from tinkex.wire.proto import frames_pb2
@@ -41,30 +41,32 @@ class Turns:
 
     def order(self, **work: object) -> int:
         self._tickets += 1
-        self.worker._sort(frames.Order(ticket=self._tickets, **work))  # type: ignore[arg-type]
+        self.worker._sort(engine_protocol.Order(ticket=self._tickets, **work))  # type: ignore[arg-type]
         return self._tickets
 
-    def turn(self) -> dict[int, frames.Report]:
+    def turn(self) -> dict[int, engine_protocol.Report]:
         """What one turn of training answered."""
         return self._said_by(self.worker._train_once)
 
-    def whole_turn(self) -> dict[int, frames.Report]:
+    def whole_turn(self) -> dict[int, engine_protocol.Report]:
         """What a turn of everything answered."""
         return self._said_by(self.worker.turn)
 
-    def _said_by(self, act: Callable[[], None]) -> dict[int, frames.Report]:
+    def _said_by(self, act: Callable[[], None]) -> dict[int, engine_protocol.Report]:
         act()
         # A mark behind everything that was said in this turn.
-        self.worker._wire.send(frames.Report(ticket=0))
+        self.worker._wire.send(engine_protocol.Report(ticket=0))
         said = {}
         while (report := self._report()).WhichOneof("body"):
             if report.ticket:  # sizes and counts answer nothing
                 said[report.ticket] = report
         return said
 
-    def _report(self) -> frames.Report:
-        head = self._stream.read(frames.LENGTH.size)
-        return frames.Report.FromString(self._stream.read(frames.body_length(head)))
+    def _report(self) -> engine_protocol.Report:
+        head = self._stream.read(engine_protocol.LENGTH.size)
+        return engine_protocol.Report.FromString(
+            self._stream.read(engine_protocol.body_length(head))
+        )
 
     def create(self, *model_ids: str) -> None:
         for model_id in model_ids:
@@ -201,7 +203,7 @@ def test_a_batch_that_fails_blames_the_one_that_was_alone_in_it(
     behind = turns.order(run_pass=passes("a", 1, 4, backward=False))
     said = turns.turn()
     assert sorted(said) == sorted([*shared, behind])
-    assert {report.failed.category for report in said.values()} == {frames.MUDDLED}
+    assert {report.failed.category for report in said.values()} == {engine_protocol.MUDDLED}
     alone = turns.order(run_pass=passes("a", 1, 4))
     failed = turns.turn()[alone].failed
     assert failed.category == "server"
@@ -269,7 +271,7 @@ def test_a_lost_device_ends_the_process_and_a_full_one_if_nothing_smaller_is_lef
             with contextlib.suppress(Exited):
                 turns.order(**work)
                 turns.turn()
-            assert exits == [frames.GAVE_OUT]
+            assert exits == [engine_protocol.GAVE_OUT]
             turns.worker._training.clear()
     exits.clear()
     tickets = [turns.order(run_pass=passes(name, 1, 4)) for name in "ab"]
@@ -318,7 +320,7 @@ def test_snapshots_wait_for_a_slow_disk_and_nobody_for_them(
     }
     behind = {name: turns.order(run_pass=passes(name, 1, 4)) for name in "abc"}
     sample = turns.order(sample=frames_pb2.Sample(payload=frames_pb2.Payload(inline=SAMPLE)))
-    said: dict[int, frames.Report] = {}
+    said: dict[int, engine_protocol.Report] = {}
 
     def work_on() -> None:
         for _ in range(8):
@@ -381,7 +383,7 @@ def test_training_goes_on_while_an_adapter_is_read_from_a_slow_disk(
 
     monkeypatch.setattr(engine, "advance", counted)
     threading.Timer(0.3, lets.set).start()
-    answered: dict[int, frames.Report] = {}
+    answered: dict[int, engine_protocol.Report] = {}
     while sample not in answered:
         answered |= turns.whole_turn()
     assert asked < 5
@@ -397,7 +399,7 @@ def test_deterministic_engines_never_mix(turns_on: Callable[[bool], Turns]) -> N
 
 
 def test_losses_of_a_session_are_forgotten_together(turns: Turns) -> None:
-    def custom(model_id: str, session_id: str, loss_id: str) -> frames.Report:
+    def custom(model_id: str, session_id: str, loss_id: str) -> engine_protocol.Report:
         inputs = {"target_tokens": [1] * 3, "weights": [1.0] * 3}
         datum = Datum(model_input=ModelInput.from_ints([1, 2, 3]), loss_fn_inputs=inputs)
         work = ForwardBackwardInput._of([datum], "custom", {"loss_id": loss_id})

@@ -34,7 +34,7 @@ from google.protobuf.message import DecodeError
 from fuzz import bodies
 from fuzz.mutating import bent, mutated
 from serving import TINY, serving
-from tinkex.conformance.remote import Remote, Trainee, Unexpected
+from tinkex.conformance.raw_client import Remote, Trainee, Unexpected
 from tinkex.testing import write_tiny_model
 from tinkex.wire.codec import PROTOBUF_TYPE
 from tinkex.wire.proto import tinkex_wire_pb2 as pb

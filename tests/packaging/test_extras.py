@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "tinkex"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 #: The other half, which is installed whole (`tinkex[server,engine]`), and the command line, which
-#: has its own words for it (`cli/failures.py`).
+#: has its own words for it (`cli/errors.py`).
 OTHERS = ("server", "engine", "cli")
 #: Imported where a program has already imported it itself, or inside a `try` that names no extra:
 #: packages that no extra brings.
@@ -92,7 +92,7 @@ print(json.dumps(errors))
     places = guarded()
     assert {
         "wire/tensors.py",
-        "wire/casts.py",
+        "wire/dtype_casts.py",
         "client/tokenizer.py",
         "client/observe/instrumentation.py",
     } <= {file for file, _, _ in places}

@@ -22,7 +22,7 @@ from tinkex.server.api.errors import Refusal
 from tinkex.server.processes import FORMAT
 from tinkex.server.settings import Settings
 from tinkex.wire.errors import UserFailure, WireError
-from tinkex.wire.scrubbing import ScrubbedFormatter, scrubbed, scrubbed_value
+from tinkex.wire.redaction import ScrubbedFormatter, scrubbed, scrubbed_value
 
 pytestmark = pytest.mark.anyio
 

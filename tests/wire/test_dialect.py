@@ -11,8 +11,8 @@ from tinkex.types import (
     TopkLogprobs,
 )
 from tinkex.wire.codec import encode_json
-from tinkex.wire.dialect import NEWEST, Dialect, wants_protobuf
 from tinkex.wire.errors import UserFailure
+from tinkex.wire.sdk_versions import NEWEST, Dialect, wants_protobuf
 
 PROTOBUF = {"proto_write_fwdbwd": True}
 BOTH = {**PROTOBUF, "fwd_via_fwdbwd": True}

@@ -1,6 +1,6 @@
 """Fingerprints of bodies."""
 
-from tinkex.wire.digest import content_digest, is_intact
+from tinkex.wire.content_digest import content_digest, is_intact
 
 # RFC 9530, appendix D: the digest of this representation.
 BODY = b'{"hello": "world"}\n'

@@ -5,7 +5,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tinkex.wire.growing import Growing, Reader, SampledTokens
+from tinkex.wire.partial_sample import Growing, Reader, SampledTokens
 
 
 def test_what_is_told_again_after_a_new_start_is_taken_once() -> None:

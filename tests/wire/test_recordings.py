@@ -17,9 +17,9 @@ import pytest
 
 from tinkex import types
 from tinkex.wire.codec import decode_forward_json, decode_json, encode_json
-from tinkex.wire.dialect import Dialect
 from tinkex.wire.proto import tinkex_wire_pb2 as pb
 from tinkex.wire.protobuf import decode_forward_backward_request, encode_forward_backward_request
+from tinkex.wire.sdk_versions import Dialect
 
 DATA = Path(__file__).parents[1] / "data" / "wire"
 VERSIONS = ["0.4.1", "0.18.2", "0.22.3", "0.36.0"]

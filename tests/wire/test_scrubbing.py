@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tinkex.wire import scrubbing
-from tinkex.wire.scrubbing import ScrubbedFormatter
+from tinkex.wire import redaction
+from tinkex.wire.redaction import ScrubbedFormatter
 
 
 @pytest.fixture
@@ -101,7 +101,7 @@ def test_it_is_shown_again_after_a_while_with_how_many_were_not(
         logger.error("bug", exc_info=failure(number))
     before = written.getvalue()
 
-    monkeypatch.setattr(scrubbing, "REPEATED_S", 0.0)
+    monkeypatch.setattr(redaction, "REPEATED_S", 0.0)
     logger.error("bug", exc_info=failure(3))
 
     last = written.getvalue()[len(before) :]

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from tinkex.types import Datum, ModelInput, TensorData
-from tinkex.wire import casts
-from tinkex.wire.casts import TensorCastWarning
+from tinkex.wire import dtype_casts
+from tinkex.wire.dtype_casts import TensorCastWarning
 from tinkex.wire.tensors import tensor_from
 
 
 @pytest.fixture(autouse=True)
 def _nothing_warned_about_yet():
-    casts._warned.clear()
+    dtype_casts._warned.clear()
 
 
 # -- T9: no shape --------------------------------------------------------------------------------

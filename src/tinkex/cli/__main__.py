@@ -5,6 +5,6 @@ from tinkex.cli.main import main
 if __name__ == "__main__":
     main()  # which says what to install where click is missing
 else:
-    from tinkex.cli.group import command as cli
+    from tinkex.cli.command_group import command as cli
 
     __all__ = ["cli"]

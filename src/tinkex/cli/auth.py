@@ -10,9 +10,9 @@ from urllib.parse import quote, urlsplit
 
 import click
 
-from tinkex.cli.failures import CommandFailed
+from tinkex.cli.errors import CommandFailed
 from tinkex.cli.output import NONE, as_json, show_json, show_properties, yes
-from tinkex.cli.remote import address, talks_to_a_service
+from tinkex.cli.service_options import address, talks_to_a_service
 
 if TYPE_CHECKING:
     from tinkex.client.auth.key_store import StoredKeys

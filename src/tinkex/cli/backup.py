@@ -4,9 +4,9 @@ from pathlib import Path
 
 import click
 
-from tinkex.cli.data_folder import of_a_data_folder, settings_of
-from tinkex.cli.failures import CommandFailed
+from tinkex.cli.errors import CommandFailed
 from tinkex.cli.output import as_json, show_json, size
+from tinkex.cli.server_options import of_a_data_folder, settings_of
 
 
 @click.command("backup")

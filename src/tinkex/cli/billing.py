@@ -10,7 +10,7 @@ import click
 
 from tinkex.cli.output import NONE, as_json, show_json, show_table, write_csv
 from tinkex.cli.output import size as shown_size
-from tinkex.cli.remote import admin, talks_to_a_service
+from tinkex.cli.service_options import admin, talks_to_a_service
 
 if TYPE_CHECKING:
     from tinkex.wire.billing import BillingUsageEvent

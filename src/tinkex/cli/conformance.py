@@ -7,9 +7,9 @@ import sys
 
 import click
 
-from tinkex.cli.failures import CommandFailed
+from tinkex.cli.errors import CommandFailed
 from tinkex.conformance import CHECKS, Outcome, Remote, Report, Verdict, run
-from tinkex.conformance.remote import Unexpected
+from tinkex.conformance.raw_client import Unexpected
 
 STYLES = {Verdict.PASS: "green", Verdict.FAIL: "bold red", Verdict.SKIP: "yellow"}
 #: What a table holds of an answer; --json has all of it.

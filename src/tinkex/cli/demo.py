@@ -28,9 +28,9 @@ from rich.panel import Panel
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from tinkex.cli import curve
+from tinkex.cli import loss_chart
 from tinkex.cli.demo_report import Exchange, Outcome, as_html
-from tinkex.cli.failures import CommandFailed
+from tinkex.cli.errors import CommandFailed
 from tinkex.cli.progress import fetch_progress
 from tinkex.models.resolve import DEFAULT_MODEL, ModelNotFound, resolve
 
@@ -351,7 +351,7 @@ def write_files(console: Console, outcome: Outcome, folder: Path) -> None:
     results = json.dumps(asdict(outcome), indent=2, ensure_ascii=False)
     (folder / "results.json").write_text(results + "\n", encoding="utf-8")
     try:
-        curve.write_png(
+        loss_chart.write_png(
             folder / "loss.png",
             outcome.losses,
             title=f"{outcome.model} learns to talk like a pirate",
@@ -370,7 +370,7 @@ def say_what_next(console: Console, outcome: Outcome, folder: Path) -> None:
     )
     braille = (console.encoding or "").lower().startswith("utf")
     width = max(30, min(72, console.width - 10))
-    for line in curve.in_terminal(outcome.losses, width=width, braille=braille):
+    for line in loss_chart.in_terminal(outcome.losses, width=width, braille=braille):
         console.print(line, style="cyan", markup=False)
     console.print()
     console.print(before_and_after(outcome, width=min(console.width, 120)))

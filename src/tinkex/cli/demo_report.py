@@ -6,7 +6,7 @@ import html
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tinkex.cli import curve
+from tinkex.cli import loss_chart
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ class Outcome:
 
     @property
     def last_loss(self) -> float:
-        return curve.smoothed(self.losses)[-1]
+        return loss_chart.smoothed(self.losses)[-1]
 
 
 def as_html(outcome: Outcome) -> str:
@@ -72,7 +72,7 @@ def as_html(outcome: Outcome) -> str:
         f"<li><q>{_text(question)}</q> <em>{_text(answer)}</em></li>"
         for question, answer in outcome.lessons
     )
-    chart = curve.as_svg(outcome.losses, x_label="step", y_label="loss at each step")
+    chart = loss_chart.as_svg(outcome.losses, x_label="step", y_label="loss at each step")
     return _PAGE.format(
         style=_STYLE,
         model=_text(outcome.model),

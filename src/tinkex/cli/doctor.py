@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from tinkex.cli.data_folder import of_a_data_folder, settings_of
-from tinkex.cli.failures import CommandFailed
+from tinkex.cli.errors import CommandFailed
 from tinkex.cli.output import as_json, show_json, show_table
+from tinkex.cli.server_options import of_a_data_folder, settings_of
 
 if TYPE_CHECKING:
     from tinkex.server.maintenance.doctor import Finding

@@ -11,7 +11,7 @@ def main() -> None:
     try:
         import click
 
-        from tinkex.cli.group import command
+        from tinkex.cli.command_group import command
     except ModuleNotFoundError as error:
         # click and rich are extras: the client library does without them.
         print(

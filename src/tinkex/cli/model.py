@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import click
 
-from tinkex.cli.failures import CommandFailed
+from tinkex.cli.errors import CommandFailed
 from tinkex.cli.output import NONE, as_json, show_json, show_table, yes
-from tinkex.cli.remote import address, talks_to_a_service
+from tinkex.cli.service_options import address, talks_to_a_service
 
 
 @click.group("model")

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import click
 
-from tinkex.cli.data_folder import settings_of
-from tinkex.cli.failures import CommandFailed
+from tinkex.cli.errors import CommandFailed
+from tinkex.cli.server_options import settings_of
 
 
 @click.command("restore")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from tinkex.cli.output import NONE, ago, as_json, show_json, show_properties, show_table, yes
-from tinkex.cli.remote import limited, pages, rest, talks_to_a_service
+from tinkex.cli.service_options import limited, pages, rest, talks_to_a_service
 
 if TYPE_CHECKING:
     from tinkex.wire.checkpoints import Checkpoint

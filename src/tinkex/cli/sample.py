@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
-from tinkex.cli.failures import CommandFailed, needs
+from tinkex.cli.errors import CommandFailed, needs
 from tinkex.cli.output import as_json, show_json
-from tinkex.cli.remote import address, talks_to_a_service
+from tinkex.cli.service_options import address, talks_to_a_service
 
 if TYPE_CHECKING:
     from tinkex.client.sampling import SamplingClient

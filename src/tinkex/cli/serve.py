@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from tinkex.cli.failures import CommandFailed, needs
+from tinkex.cli.errors import CommandFailed, needs
 
 PARTS = ("alembic", "fastapi", "fsspec", "sqlalchemy", "uvicorn", "torch", "transformers")
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import click
 
-from tinkex.cli.failures import CommandFailed
+from tinkex.cli.errors import CommandFailed
 from tinkex.cli.output import as_json, show_json
 from tinkex.cli.output import size as shown_size
-from tinkex.cli.remote import counting, rest, talks_to_a_service
+from tinkex.cli.service_options import counting, rest, talks_to_a_service
 
 
 @click.group("session")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from tinkex.cli.failures import CommandFailed, needs
+from tinkex.cli.errors import CommandFailed, needs
 
 
 @click.command("tiny-model")

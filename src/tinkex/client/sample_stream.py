@@ -28,7 +28,7 @@ from tinkex.client.http.transport import Kind, Request, Response, Streamed
 from tinkex.wire.codec import decode_json
 from tinkex.wire.errors import RequestErrorCategory
 from tinkex.wire.futures import UntypedAPIFuture
-from tinkex.wire.growing import Growing, Reader, SampledTokens
+from tinkex.wire.partial_sample import Growing, Reader, SampledTokens
 from tinkex.wire.sampling import SampleRequest, SampleResponse
 
 log = logging.getLogger("tinkex.streaming")

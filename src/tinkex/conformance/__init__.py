@@ -8,7 +8,7 @@ Each check is a function that names the requirement it is about and says in a se
 It needs the wire types and NumPy, no torch, and makes sessions, models and checkpoints of its own.
 """
 
+from tinkex.conformance.raw_client import Remote
 from tinkex.conformance.registry import CHECKS, Check, Outcome, Report, Verdict, run
-from tinkex.conformance.remote import Remote
 
 __all__ = ["CHECKS", "Check", "Outcome", "Remote", "Report", "Verdict", "run"]

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from tinkex.conformance.remote import Remote
+from tinkex.conformance.raw_client import Remote
 
 
 @pytest.fixture(scope="session")

@@ -3,8 +3,8 @@
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+from tinkex.conformance.raw_client import TEXTS, Answer, Failure, Remote, apart, batch
 from tinkex.conformance.registry import check, expect
-from tinkex.conformance.remote import TEXTS, Answer, Failure, Remote, apart, batch
 
 #: Longer than any answer takes that is not held, shorter than a poll is held.
 HELD_S = 1.5

@@ -2,16 +2,8 @@
 
 import numpy as np
 
+from tinkex.conformance.raw_client import JSON_VERSION, TEXTS, Failure, Remote, apart, batch, joined
 from tinkex.conformance.registry import Skipped, check, expect
-from tinkex.conformance.remote import (
-    JSON_VERSION,
-    TEXTS,
-    Failure,
-    Remote,
-    apart,
-    batch,
-    joined,
-)
 from tinkex.wire.codec import PROTOBUF_TYPE
 from tinkex.wire.tensors import TensorData
 

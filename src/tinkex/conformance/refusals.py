@@ -1,7 +1,7 @@
 """Loud and early: what cannot be done is refused, and says why."""
 
+from tinkex.conformance.raw_client import TEXTS, Answer, Failure, Remote, apart, batch
 from tinkex.conformance.registry import check, expect
-from tinkex.conformance.remote import TEXTS, Answer, Failure, Remote, apart, batch
 from tinkex.wire.inputs import Datum, ModelInput
 from tinkex.wire.tensors import TensorData
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
-from tinkex.conformance.remote import Remote, Unexpected
+from tinkex.conformance.raw_client import Remote, Unexpected
 
 #: Where checks are, in the order in which they run.
 THEMES = ("protocol", "ordering", "sums", "snapshots", "sampling", "refusals")

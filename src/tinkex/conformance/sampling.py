@@ -2,8 +2,8 @@
 
 import math
 
+from tinkex.conformance.raw_client import TEXTS, Failure, Remote, Trainee, Unexpected, apart
 from tinkex.conformance.registry import Skipped, check, expect
-from tinkex.conformance.remote import TEXTS, Failure, Remote, Trainee, Unexpected, apart
 from tinkex.wire.sampling import SampledSequence
 
 PROMPT = TEXTS[0][:6]

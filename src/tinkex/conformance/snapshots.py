@@ -1,7 +1,7 @@
 """Saved is saved: training never changes a checkpoint, and sampling never changes training."""
 
+from tinkex.conformance.raw_client import TEXTS, Failure, Remote, apart
 from tinkex.conformance.registry import check, expect
-from tinkex.conformance.remote import TEXTS, Failure, Remote, apart
 
 SAME = 1e-4
 #: Training moved the weights visibly.

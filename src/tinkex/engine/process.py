@@ -35,7 +35,7 @@ from tinkex.engine.snapshot_writer import SnapshotWriter, Written
 from tinkex.engine.training.batch_mixer import Mixer, Queue
 from tinkex.engine.training.passes import Pass
 from tinkex.engine.training.request_checks import no_custom_loss
-from tinkex.wire import frames
+from tinkex.wire import engine_protocol
 from tinkex.wire.codec import decode_json, encode_json
 from tinkex.wire.custom_loss import CreateCustomLossRequest
 from tinkex.wire.errors import UserFailure, WireError
@@ -45,8 +45,8 @@ from tinkex.wire.protobuf import (
     encode_forward_backward_output,
     encode_sample_response,
 )
+from tinkex.wire.redaction import ScrubbedFormatter
 from tinkex.wire.sampling import SampleRequest
-from tinkex.wire.scrubbing import ScrubbedFormatter
 from tinkex.wire.training import (
     ForwardBackwardInput,
     LoraConfig,
@@ -79,27 +79,29 @@ class Wire:
     def __init__(self, descriptor: int, roll: int | None = None) -> None:
         self._socket = socket.socket(fileno=descriptor)
         self._roll = roll
-        self.inbox: queue.SimpleQueue[frames.Order | Written | AdapterRead] = queue.SimpleQueue()
+        self.inbox: queue.SimpleQueue[engine_protocol.Order | Written | AdapterRead] = (
+            queue.SimpleQueue()
+        )
         self._sending = threading.Lock()
 
     def listen(self) -> None:
         """Read orders for ever, in a thread of its own."""
         threading.Thread(target=self._read, name="tinkex-orders", daemon=True).start()
 
-    def send(self, report: frames.Report) -> None:
+    def send(self, report: engine_protocol.Report) -> None:
         try:
             # Snapshots are answered by the thread that wrote them.
             with self._sending:
-                self._socket.sendall(frames.frame(report))
+                self._socket.sendall(engine_protocol.frame(report))
         except OSError:
             self._leave()
 
     def _read(self) -> None:
         try:
             with self._socket.makefile("rb") as stream:
-                while head := stream.read(frames.LENGTH.size):
-                    body = stream.read(frames.body_length(head))
-                    self.inbox.put(frames.Order.FromString(body))
+                while head := stream.read(engine_protocol.LENGTH.size):
+                    body = stream.read(engine_protocol.body_length(head))
+                    self.inbox.put(engine_protocol.Order.FromString(body))
         except ConnectionError:
             pass  # it died with reports of ours unread
         except Exception:
@@ -112,7 +114,7 @@ class Wire:
         if self._roll is not None:
             # For the next web process: this engine was well, and nothing killed it.
             with contextlib.suppress(OSError):
-                os.pwrite(self._roll, frames.LEFT, 0)
+                os.pwrite(self._roll, engine_protocol.LEFT, 0)
         os._exit(0)
 
 
@@ -120,7 +122,7 @@ class Wire:
 class Job:
     """A training order and how far it has come."""
 
-    order: frames.Order
+    order: engine_protocol.Order
     running: Pass | None = None
     compute_s: float = 0.0
 
@@ -201,9 +203,9 @@ class Worker:
         stats = frames_pb2.Stats(training_waiting=waiting, **asdict(self._engine.stats()))
         if stats != self._told:
             self._told = stats
-            self._wire.send(frames.Report(stats=stats))
+            self._wire.send(engine_protocol.Report(stats=stats))
 
-    def _sort(self, order: frames.Order | Written | AdapterRead) -> None:
+    def _sort(self, order: engine_protocol.Order | Written | AdapterRead) -> None:
         if isinstance(order, Written):
             self._copies_bytes -= order.size_bytes
             return
@@ -225,7 +227,7 @@ class Worker:
             case None:
                 self._wire.send(reports.failed(order.ticket, ValueError("an order without work")))
 
-    def _submit(self, order: frames.Order) -> None:
+    def _submit(self, order: engine_protocol.Order) -> None:
         folder = order.sample.adapter_folder
         try:
             request = decode_json(SampleRequest, _bytes(order.sample.payload))
@@ -242,7 +244,7 @@ class Worker:
             self._sample_began_s.pop(order.ticket, None)
             self._wire.send(reports.failed(order.ticket, error))
 
-    def _register_loss(self, order: frames.Order) -> None:
+    def _register_loss(self, order: engine_protocol.Order) -> None:
         work = order.register_loss
         try:
             asked = decode_json(CreateCustomLossRequest, _bytes(work.payload))
@@ -253,7 +255,7 @@ class Worker:
             self._loss_sessions[work.loss_id] = work.session_id
             self._wire.send(reports.done(order.ticket, b"{}", 0.0))
 
-    def _forget_losses(self, order: frames.Order) -> None:
+    def _forget_losses(self, order: engine_protocol.Order) -> None:
         session_id = order.forget_losses.session_id
         for loss_id in [one for one, of in self._loss_sessions.items() if of == session_id]:
             del self._loss_sessions[loss_id]
@@ -427,7 +429,7 @@ class Worker:
             return most
         return max(1, min(most, max(FEWEST_TOKENS, int(self._tokens_per_s * SAMPLES_WAIT_S))))
 
-    def _finish(self, model_id: str, job: Job, report: frames.Report) -> None:
+    def _finish(self, model_id: str, job: Job, report: engine_protocol.Report) -> None:
         """Answer an order, and let its model's line go on at the end of the models' line."""
         self._wire.send(report)
         self._over(model_id, job)
@@ -530,7 +532,7 @@ def _spread(jobs: Sequence[Job], count: int) -> Iterator[tuple[Job, Pass, int]]:
         yield job, running, taken
 
 
-def _answered(job: Job, running: Pass) -> frames.Report:
+def _answered(job: Job, running: Pass) -> engine_protocol.Report:
     try:
         result = encode_forward_backward_output(running.output())
     except Exception as error:  # noqa: BLE001  every failure is an answer to one order
@@ -558,7 +560,7 @@ def _exit_if_device_lost_or_full(error: Exception) -> None:
 
 def _exit(error: Exception) -> NoReturn:
     log.critical("the device is broken for this process, or full", exc_info=error)
-    os._exit(frames.GAVE_OUT)
+    os._exit(engine_protocol.GAVE_OUT)
 
 
 @contextlib.contextmanager
@@ -627,12 +629,12 @@ def main() -> None:
     except Exception as error:
         log.exception("%s cannot be loaded", options.name)
         refused = frames_pb2.Refused(message=f"{options.name} cannot be loaded: {error}")
-        wire.send(frames.Report(refused=refused))
+        wire.send(engine_protocol.Report(refused=refused))
         return
     log.info("loaded %s in %.1f s", options.name, time.perf_counter() - began_s)
     facts = engine.facts
     wire.send(
-        frames.Report(
+        engine_protocol.Report(
             ready=frames_pb2.Ready(
                 arch=facts.arch,
                 max_context_length=facts.max_context_length,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from tinkex.compat.import_aliases import aliases as _aliases
-from tinkex.wire.chunks import DmelChunk, EncodedTextChunk, ImageChunk
 from tinkex.wire.inputs import PromptProvenanceSpan, SampledProvenanceSpan
+from tinkex.wire.prompt_chunks import DmelChunk, EncodedTextChunk, ImageChunk
 from tinkex.wire.proto import tinkex_wire_pb2 as _pb
 from tinkex.wire.protobuf import (
     decode_forward_backward_output,

@@ -24,7 +24,7 @@ from typing import Protocol
 from tinkex.server.processes import ENGINE, engine_was_well
 from tinkex.server.scheduler.crash_isolation import Engine as Life
 from tinkex.server.scheduler.crash_isolation import Roll
-from tinkex.wire import frames
+from tinkex.wire import engine_protocol
 from tinkex.wire.proto import frames_pb2
 
 log = logging.getLogger("tinkex.server.executor")
@@ -344,7 +344,7 @@ class _Engine:
         if work.on_tokens is not None:
             self._listening[ticket] = work.on_tokens
         answer.add_done_callback(functools.partial(self._over, work, ticket))
-        self._writer.write(frames.frame(_order(ticket, work)))
+        self._writer.write(engine_protocol.frame(_order(ticket, work)))
         try:
             await self._writer.drain()
         except ConnectionError as error:
@@ -382,7 +382,7 @@ class _Engine:
         """Nobody waits for a sample any more; other work is never stopped half-way."""
         if work.task is Task.SAMPLE and self._writer is not None and not self._closing:
             cancel = frames_pb2.Cancel(sample_ticket=ticket)
-            self._writer.write(frames.frame(frames.Order(cancel=cancel)))
+            self._writer.write(engine_protocol.frame(engine_protocol.Order(cancel=cancel)))
 
     async def close(self) -> None:
         """Hang up; the child leaves by itself, or is made to."""
@@ -461,15 +461,15 @@ class _Engine:
         try:
             while True:
                 try:
-                    head = await reader.readexactly(frames.LENGTH.size)
-                    body = await reader.readexactly(frames.body_length(head))
+                    head = await reader.readexactly(engine_protocol.LENGTH.size)
+                    body = await reader.readexactly(engine_protocol.body_length(head))
                 except (asyncio.IncompleteReadError, ConnectionError):
                     return
-                self._hear(frames.Report.FromString(body), writer)
+                self._hear(engine_protocol.Report.FromString(body), writer)
         finally:
             writer.close()
 
-    def _hear(self, report: frames.Report, writer: asyncio.StreamWriter) -> None:
+    def _hear(self, report: engine_protocol.Report, writer: asyncio.StreamWriter) -> None:
         self._heard_s = asyncio.get_running_loop().time()
         if self._told_silent:
             self._told_silent = False
@@ -521,9 +521,9 @@ class _Engine:
 
 
 def _failure(failed: frames_pb2.Failed) -> Exception:
-    if failed.category == frames.MUDDLED:
+    if failed.category == engine_protocol.MUDDLED:
         return WorkMuddled(failed.message)
-    if failed.category == frames.MISSING:
+    if failed.category == engine_protocol.MISSING:
         return ModelMissing(failed.message)
     return WorkFailed(failed.category, failed.message)
 
@@ -539,7 +539,7 @@ async def _ended(process: asyncio.subprocess.Process) -> str:
     status = process.returncode or 0
     if status == -signal.SIGKILL:
         return " (SIGKILL: somebody ended it, or the system for want of memory; its log says which)"
-    if status == frames.GAVE_OUT:
+    if status == engine_protocol.GAVE_OUT:
         return " (it gave its device up, which is broken or out of memory; its log says which)"
     if status < 0:
         return f" ({signal.Signals(-status).name})"
@@ -586,13 +586,13 @@ def _environment(options: EngineOptions) -> dict[str, str]:
     return {**os.environ, **waits}
 
 
-def _order(ticket: int, work: Work) -> frames.Order:
+def _order(ticket: int, work: Work) -> engine_protocol.Order:
     payload = frames_pb2.Payload(inline=work.payload)
     if work.payload_file is not None:
         payload = frames_pb2.Payload(file=str(work.payload_file))
     folder = work.folder or ""
     model_id = work.model_id
-    order = frames.Order(ticket=ticket)
+    order = engine_protocol.Order(ticket=ticket)
     match work.task:
         case Task.CREATE:
             order.create.model_id = model_id

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tinkex.wire.scrubbing import ScrubbedFormatter
+from tinkex.wire.redaction import ScrubbedFormatter
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -19,9 +19,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from tinkex.testing.edges import Loopback
+from tinkex.testing.fake_service import FakeService
+from tinkex.testing.fake_transport import Loopback
 from tinkex.testing.faults import Answer, Hold, Lost, Seen
-from tinkex.testing.service import FakeService
 
 __all__ = ["Answer", "FakeService", "Hold", "Loopback", "Lost", "Seen", "write_tiny_model"]
 

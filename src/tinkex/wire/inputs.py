@@ -13,15 +13,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol, Self, TypeAlia
 from pydantic.fields import FieldInfo
 
 from tinkex.wire.base import ModelPayload, Payload, json_kind
-from tinkex.wire.chunks import (
-    Chunk,
-    DmelChunk,
-    EncodedTextChunk,
-    ImageAssetPointerChunk,
-    ImageChunk,
-    ModelInputChunk,
-    chunk_from,
-)
 from tinkex.wire.errors import WireError
 from tinkex.wire.limits import (
     LONGEST_NAME,
@@ -30,6 +21,15 @@ from tinkex.wire.limits import (
     MOST_TENSORS,
     check_count,
     check_text,
+)
+from tinkex.wire.prompt_chunks import (
+    Chunk,
+    DmelChunk,
+    EncodedTextChunk,
+    ImageAssetPointerChunk,
+    ImageChunk,
+    ModelInputChunk,
+    chunk_from,
 )
 from tinkex.wire.tensors import TensorData, TensorDtype, compact_from_torch, tensor_from
 

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from google.protobuf.message import DecodeError, EncodeError
 
-from tinkex.wire import datums
-from tinkex.wire.chunks import Chunk, DmelChunk, EncodedTextChunk, ImageChunk
+from tinkex.wire import fast_datum_encoding
 from tinkex.wire.errors import UserFailure, WireError
 from tinkex.wire.inputs import (
     Datum,
@@ -36,6 +35,7 @@ from tinkex.wire.limits import (
     check_protobuf,
     check_text,
 )
+from tinkex.wire.prompt_chunks import Chunk, DmelChunk, EncodedTextChunk, ImageChunk
 from tinkex.wire.proto import tinkex_wire_pb2 as pb
 from tinkex.wire.sampling import PromptAltTokens, SampledSequence, SampleResponse, TopkLogprobs
 from tinkex.wire.tensors import TensorData
@@ -89,7 +89,7 @@ def encode_forward_backward_request(
             after.loss_fn_config_v2[name].number = value
     parts: list[Any] = [_bytes(before)]
     for position, datum in enumerate(work.data):
-        parts += datums.framed(datum) or _other_datum(datum, position)
+        parts += fast_datum_encoding.framed(datum) or _other_datum(datum, position)
     parts.append(_bytes(after))
     return b"".join(parts)
 
@@ -97,7 +97,7 @@ def encode_forward_backward_request(
 def _other_datum(datum: Datum, position: int) -> Sequence[Any]:
     message = pb.Datum()
     _write_datum(message, datum, position)
-    return datums.as_entry(_bytes(message))
+    return fast_datum_encoding.as_entry(_bytes(message))
 
 
 def decode_forward_backward_request(body: bytes) -> tuple[ForwardBackwardRequest, bool]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 from tinkex.extras import needs
 from tinkex.wire.base import Payload, json_kind
-from tinkex.wire.casts import TensorCastWarning, TensorDtype, cast, torch_to_numpy, warn_once
+from tinkex.wire.dtype_casts import TensorCastWarning, TensorDtype, cast, torch_to_numpy, warn_once
 from tinkex.wire.errors import WireError
 
 if TYPE_CHECKING:

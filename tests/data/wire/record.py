@@ -33,7 +33,7 @@ import numpy as np
 
 from tinkex import types
 from tinkex.wire import codec, protobuf
-from tinkex.wire.dialect import Dialect, wants_protobuf
+from tinkex.wire.sdk_versions import Dialect, wants_protobuf
 
 HERE = Path(__file__).resolve().parent
 BASE_MODEL = "tiny/model"

@@ -10,7 +10,7 @@ import pytest
 from server.echo import EchoExecutor
 from server.hosting import PROTOBUF, Api, hosted, pass_body
 from tinkex.server.executor import EngineRefused, Task
-from tinkex.wire.address import Address, address_in_json, address_in_protobuf
+from tinkex.wire.salvage import Address, address_in_json, address_in_protobuf
 
 pytestmark = pytest.mark.anyio
 

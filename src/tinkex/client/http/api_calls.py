@@ -51,7 +51,7 @@ from tinkex.client.http.transport import (
 from tinkex.client.observe import instrumentation
 from tinkex.client.settings import PROTOCOL_VERSION, Settings
 from tinkex.wire.codec import JSON_TYPE, NOT_JSON, decode_json, encode_json
-from tinkex.wire.digest import is_intact
+from tinkex.wire.content_digest import is_intact
 from tinkex.wire.errors import WireError
 
 log = logging.getLogger("tinkex.calls")

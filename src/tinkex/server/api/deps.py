@@ -31,8 +31,8 @@ from tinkex.server.scheduler.session_timeout import Presence
 from tinkex.server.settings import Settings, is_loopback
 from tinkex.server.store import Model, Sampler, Session, Store, Version
 from tinkex.wire.codec import JSON_TYPE, decode_json, decompress, encode_json
-from tinkex.wire.dialect import Dialect
 from tinkex.wire.errors import TooLarge
+from tinkex.wire.sdk_versions import Dialect
 
 T = TypeVar("T")
 

@@ -27,7 +27,7 @@ from tinkex.server.scheduler.results import UnknownRequest
 from tinkex.server.store import Damaged, RunTaken, StorageTrouble
 from tinkex.server.store.requests import ResultGone
 from tinkex.wire.errors import FieldError, TooLarge, UserFailure, WireError
-from tinkex.wire.scrubbing import scrubbed_value
+from tinkex.wire.redaction import scrubbed_value
 
 # What was sent may be quoted in what is answered.
 LONGEST_DETAIL = 4_000

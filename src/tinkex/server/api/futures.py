@@ -16,8 +16,7 @@ from tinkex.server.scheduler.results import Settled
 from tinkex.server.scheduler.step_queue import PASSES, Kind
 from tinkex.server.store import Completion
 from tinkex.wire.codec import JSON_TYPE, PROTOBUF_TYPE, encode_json
-from tinkex.wire.dialect import Dialect, wants_protobuf
-from tinkex.wire.digest import content_digest
+from tinkex.wire.content_digest import content_digest
 from tinkex.wire.errors import RequestErrorCategory, UserFailure, WireError
 from tinkex.wire.futures import (
     CancelFutureRequest,
@@ -32,6 +31,7 @@ from tinkex.wire.futures import (
     TryAgainResponse,
 )
 from tinkex.wire.protobuf import decode_forward_backward_output, decode_sample_response
+from tinkex.wire.sdk_versions import Dialect, wants_protobuf
 
 router = APIRouter(prefix="/api/v1", tags=["futures"])
 

@@ -37,10 +37,10 @@ from tinkex.server.scheduler.step_queue import Kind
 from tinkex.server.store import Accepted, NewRequest, Sampler
 from tinkex.server.store.requests import ResultGone
 from tinkex.wire.codec import decode_json, encode_json
-from tinkex.wire.dialect import Dialect
 from tinkex.wire.errors import UserFailure, WireError
-from tinkex.wire.growing import Growing, Reader, SampledTokens
+from tinkex.wire.partial_sample import Growing, Reader, SampledTokens
 from tinkex.wire.protobuf import decode_sample_response
+from tinkex.wire.redaction import scrubbed
 from tinkex.wire.sampling import (
     CreateSamplingSessionRequest,
     CreateSamplingSessionResponse,
@@ -50,7 +50,7 @@ from tinkex.wire.sampling import (
     SampleRequest,
     SampleResponse,
 )
-from tinkex.wire.scrubbing import scrubbed
+from tinkex.wire.sdk_versions import Dialect
 
 router = APIRouter(prefix="/api/v1", tags=["sampling"])
 

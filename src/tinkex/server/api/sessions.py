@@ -18,8 +18,8 @@ from tinkex.server.api.report_limits import MOST_LISTED, bounded, report
 from tinkex.server.scheduler.session_timeout import session_status
 from tinkex.server.store.history import MOST_SPANS, Holdings, PastSession, Span
 from tinkex.wire.base import StrictModel
-from tinkex.wire.dialect import Dialect
 from tinkex.wire.errors import UserFailure, WireError
+from tinkex.wire.redaction import scrubbed
 from tinkex.wire.runs import (
     ClientConfigRequest,
     ClientFinishedSessionStatusQuery,
@@ -42,7 +42,7 @@ from tinkex.wire.runs import (
     TraceExportResponse,
     UserSearchOwner,
 )
-from tinkex.wire.scrubbing import scrubbed
+from tinkex.wire.sdk_versions import Dialect
 
 router = APIRouter(prefix="/api/v1", tags=["sessions"])
 

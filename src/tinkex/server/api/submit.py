@@ -15,12 +15,12 @@ from tinkex.server.scheduler.results import load_of
 from tinkex.server.scheduler.sample_worker import Tap
 from tinkex.server.scheduler.step_queue import Kind
 from tinkex.server.store import Accepted, NewRequest, RequestRow, Status
-from tinkex.wire.address import Address, address_in_json, address_in_protobuf
 from tinkex.wire.codec import PROTOBUF_TYPE
 from tinkex.wire.errors import UserFailure, WireError
 from tinkex.wire.futures import UntypedAPIFuture
 from tinkex.wire.inputs import EncodedTextChunk, ModelInput
-from tinkex.wire.scrubbing import scrubbed
+from tinkex.wire.redaction import scrubbed
+from tinkex.wire.salvage import Address, address_in_json, address_in_protobuf
 
 # The official clients take this, or a second of their own, and send the request again.
 RETRY_AFTER_S = 1

@@ -19,7 +19,7 @@ from tinkex.wire.protobuf import (
     decode_forward_backward_request,
     encode_forward_backward_request,
 )
-from tinkex.wire.scrubbing import scrubbed
+from tinkex.wire.redaction import scrubbed
 from tinkex.wire.training import ForwardBackwardRequest, OptimStepRequest
 
 router = APIRouter(prefix="/api/v1", tags=["training"])

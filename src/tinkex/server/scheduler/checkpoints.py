@@ -26,8 +26,8 @@ from tinkex.wire.checkpoints import (
     SaveWeightsResponse,
 )
 from tinkex.wire.codec import decode_json, encode_json
-from tinkex.wire.dialect import Dialect
 from tinkex.wire.errors import UserFailure
+from tinkex.wire.sdk_versions import Dialect
 
 log = logging.getLogger("tinkex.server.scheduler.checkpoints")
 

@@ -20,7 +20,7 @@ from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tinkex.wire import frames
+from tinkex.wire import engine_protocol
 
 #: Ends of a web process that somebody else brought about.
 _FROM_OUTSIDE = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
@@ -73,7 +73,7 @@ def counts(remains: Remains, *, boot_id: str, web_crashed: bool) -> bool:
 
 # One line each: the engine's state and the machine's start first, then a request or blanks.
 LINE = 64
-STATE = len(frames.LEFT)
+STATE = len(engine_protocol.LEFT)
 #: How long an engine without its web process may take to leave before nobody waits for it.
 LEAVES_S = 5.0
 _LOOK_S = 0.02

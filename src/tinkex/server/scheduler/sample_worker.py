@@ -13,7 +13,7 @@ from tinkex.server.scheduler.recovery import Revival
 from tinkex.server.store import RequestRow
 from tinkex.wire.codec import encode_json
 from tinkex.wire.custom_loss import CreateCustomLossResponse
-from tinkex.wire.growing import Growing
+from tinkex.wire.partial_sample import Growing
 from tinkex.wire.proto import frames_pb2
 
 

@@ -9,7 +9,7 @@ import sqlalchemy as sa
 
 from tinkex.server.store.database import Database
 from tinkex.server.store.schema import telemetry
-from tinkex.wire.scrubbing import scrubbed as without_secrets
+from tinkex.wire.redaction import scrubbed as without_secrets
 
 # An SDK sends up to 100 at once.
 MOST_EVENTS = 100

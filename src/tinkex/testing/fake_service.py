@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
 from tinkex.client.http.transport import Transport
-from tinkex.testing.edges import MAX_BODY_BYTES, FakeTransport, Loopback
+from tinkex.testing.fake_steps import STEPS, Result
+from tinkex.testing.fake_store import Model, Shelf
+from tinkex.testing.fake_transport import MAX_BODY_BYTES, FakeTransport, Loopback
 from tinkex.testing.faults import Answer, Hold, Lost, Seen
-from tinkex.testing.shelf import Model, Shelf
-from tinkex.testing.steps import STEPS, Result
-from tinkex.testing.toy import toy_sample
+from tinkex.testing.toy_model import toy_sample
 from tinkex.wire.checkpoints import WeightsInfoRequest
 from tinkex.wire.codec import JSON_TYPE, PROTOBUF_TYPE, decode_json, decompress, encode_json
-from tinkex.wire.dialect import wants_protobuf
 from tinkex.wire.errors import UserFailure, WireError
 from tinkex.wire.futures import FutureRetrieveRequest, FuturesRetrieveRequest
 from tinkex.wire.protobuf import encode_sample_response
@@ -29,6 +28,7 @@ from tinkex.wire.sampling import (
     JoinSamplingSessionRequest,
     SampleRequest,
 )
+from tinkex.wire.sdk_versions import wants_protobuf
 from tinkex.wire.training import CreateModelRequest, UnloadModelRequest
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from tinkex.cli.failures import CommandFailed, explained
+from tinkex.cli.errors import CommandFailed, explained
 
 
 @dataclass(frozen=True, kw_only=True)

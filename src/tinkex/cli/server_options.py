@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tinkex.cli.failures import CommandFailed, needs
+from tinkex.cli.errors import CommandFailed, needs
 
 if TYPE_CHECKING:
     from tinkex.server.settings import Settings

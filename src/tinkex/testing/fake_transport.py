@@ -12,7 +12,7 @@ from tinkex.client.http.transport import Request, Response, Streamed, TooSlow, U
 if TYPE_CHECKING:
     from aiohttp import web
 
-    from tinkex.testing.service import FakeService
+    from tinkex.testing.fake_service import FakeService
 
 MAX_BODY_BYTES = 512 * 1024 * 1024
 

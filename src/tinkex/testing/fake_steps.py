@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tinkex.testing.shelf import Model, Shelf
-from tinkex.testing.toy import toy_pass
+from tinkex.testing.fake_store import Model, Shelf
+from tinkex.testing.toy_model import toy_pass
 from tinkex.wire.checkpoints import (
     LoadWeightsRequest,
     SaveWeightsExternalRequest,

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from tinkex.wire.chunks import EncodedTextChunk
 from tinkex.wire.inputs import Datum
+from tinkex.wire.prompt_chunks import EncodedTextChunk
 from tinkex.wire.proto import tinkex_wire_pb2 as pb
 
 if TYPE_CHECKING:

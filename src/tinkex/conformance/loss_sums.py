@@ -6,16 +6,8 @@ gradient over `eps`: plain gradient descent, in which a gradient that is twice a
 
 from collections.abc import Sequence
 
+from tinkex.conformance.raw_client import TEXTS, Floats, Remote, Unexpected, apart, batch, joined
 from tinkex.conformance.registry import check, expect
-from tinkex.conformance.remote import (
-    TEXTS,
-    Floats,
-    Remote,
-    Unexpected,
-    apart,
-    batch,
-    joined,
-)
 from tinkex.wire.inputs import Datum
 
 EPS = 1e6
