@@ -263,7 +263,7 @@ def found_before_it_is_handed_on(context: Any) -> None:
 
     async def accepts(new: NewRequest) -> Any:
         first = await accept(new)
-        for row in await requests.waiting():
+        for row in await unfinished(context.store):
             context.dispatcher.take(row)
         return first
 

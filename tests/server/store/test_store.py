@@ -183,7 +183,7 @@ async def test_a_commit_asks_the_disk(tmp_path: Path, store: Store) -> None:
 def test_a_process_killed_after_the_answer_has_lost_nothing(tmp_path: Path) -> None:
     program = """
 import asyncio, os, signal, sys
-sys.path.insert(0, "tests/server/store")
+sys.path[:0] = ["tests", "tests/server/store"]
 from pathlib import Path
 from test_store import a_model, opened, step
 

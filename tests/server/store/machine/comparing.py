@@ -91,8 +91,10 @@ class Comparing(Base):
         assert {one.request_id for one in waiting} == {
             one.request_id for one in self.world.waiting()
         }
-        came = [self.world.requests[one.request_id].created_s for one in waiting]
-        assert came == sorted(came)
+        for owner in {one.owner for one in waiting}:
+            theirs = [one.request_id for one in waiting if one.owner == owner]
+            came = [self.world.requests[one].created_s for one in theirs]
+            assert came == sorted(came)
         for model_id in list(self.world.models)[:2]:
             log = self.run(self.store.requests.log(model_id, after=2))
             assert [one.request_id for one in log] == [
