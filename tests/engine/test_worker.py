@@ -158,9 +158,15 @@ def test_a_step_waits_for_the_passes_before_it_and_holds_up_those_behind(turns: 
     stepped = turns.order(optim_step=step("a"))
     second = turns.order(run_pass=passes("a", 1, 4))
     other = turns.order(run_pass=passes("b", 1, 4))
-    assert list(turns.turn()) == [first, other]
-    assert list(turns.turn()) == [stepped]
+    assert list(turns.turn()) == [first, other, stepped]
     assert list(turns.turn()) == [second]
+
+
+def test_the_optimizer_step_behind_a_small_pass_waits_for_no_other_batch(turns: Turns) -> None:
+    turns.order(run_pass=passes("a", 3, 40))
+    small = turns.order(run_pass=passes("b", 1, 4))
+    optim = turns.order(optim_step=step("b"))
+    assert sorted(turns.turn()) == [small, optim]
 
 
 def test_an_operation_does_not_wait_for_a_model_that_waits_for_others(turns: Turns) -> None:

@@ -365,11 +365,18 @@ class Worker:
             return
         elapsed_s = time.perf_counter() - began_s
         left = [sum(running.waiting) for _, running, _ in cuts]
+        finished: list[str] = []
         self._tokens_per_s = (sum(before) - sum(left)) / max(elapsed_s, 1e-6)
         for (job, running, _), had, has in zip(cuts, before, left, strict=True):
             job.compute_s += elapsed_s * (had - has) / max(1, sum(before) - sum(left))
             if not has:
                 self._finish(running.model_id, job, _answered(job, running))
+                finished.append(running.model_id)
+        # A small step is a pass and an optimizer step: the second does not wait for another
+        # micro-batch, nor for a burst of samples.
+        for model_id in finished:
+            if self._training.get(model_id) and _is_operation(self._training[model_id][0]):
+                self._operate(model_id)
 
     def _fail_together(self, took_part: Sequence[Job], error: Exception) -> None:
         """A micro-batch failed: one that was alone in it is to blame; several are tried apart."""
@@ -500,6 +507,10 @@ def _model_of(job: Job) -> str:
 
 def _is_pass(job: Job) -> bool:
     return job.order.WhichOneof("work") == "run_pass"
+
+
+def _is_operation(job: Job) -> bool:
+    return not _is_pass(job) and not _is_snapshot(job)
 
 
 def _is_snapshot(job: Job) -> bool:

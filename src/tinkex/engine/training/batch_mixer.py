@@ -43,22 +43,24 @@ class Mixer:
         """
         Rows for one batch of at most `max_tokens`; a longer row goes alone.
 
-        Among equals who comes first here comes first. The model that is served first decides
-        whether the batch has gradients.
+        Ties go to the model with the fewest waiting tokens, then to the earlier in `queues`: a
+        small pass that has just arrived does not wait for another model's long row. The model that
+        is served first decides whether the batch has gradients.
         """
         self._welcome([queue.model_id for queue in queues])
         served = self._served
-        first = min(queues, key=lambda queue: served[queue.model_id])
+        waiting = {queue.model_id: sum(queue.lengths) for queue in queues}
+        first = min(queues, key=lambda queue: (served[queue.model_id], waiting[queue.model_id]))
         counts: dict[str, int] = {}
         left = max_tokens
         line = [
-            (served[queue.model_id], place, queue)
+            (served[queue.model_id], waiting[queue.model_id], place, queue)
             for place, queue in enumerate(queues)
             if queue.backward == first.backward
         ]
         heapq.heapify(line)
         while line:
-            _, place, queue = heapq.heappop(line)
+            _, _, place, queue = heapq.heappop(line)
             count = counts.get(queue.model_id, 0)
             length = queue.lengths[count]
             if length > left and counts:
@@ -67,7 +69,8 @@ class Mixer:
             served[queue.model_id] += length
             counts[queue.model_id] = count = count + 1
             if count < len(queue.lengths):
-                heapq.heappush(line, (served[queue.model_id], place, queue))
+                total = waiting[queue.model_id]
+                heapq.heappush(line, (served[queue.model_id], total, place, queue))
         return [
             Cut(queue.model_id, counts[queue.model_id])
             for queue in queues
