@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from tinkex.engine import Engine, EngineSettings
-from tinkex.engine.process import Wire, Worker
+from tinkex.engine.connection import Wire
+from tinkex.engine.worker import Worker
 from tinkex.wire import engine_protocol
 from tinkex.wire.codec import encode_json
 from tinkex.wire.inputs import Datum, ModelInput

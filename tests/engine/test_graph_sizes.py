@@ -17,7 +17,7 @@ from torch import Tensor
 
 from engine.test_graphs import attempt, call, graph_of
 from fuzz import graphs as hostile
-from tinkex.engine.training import custom_loss_graph
+from tinkex.engine.training import custom_loss_parser
 from tinkex.engine.training.custom_loss_ops import (
     ATTRIBUTES,
     FUNCTIONS,
@@ -207,6 +207,6 @@ def test_an_empty_result_with_a_large_dimension_is_refused_even_without_a_rule(
         size=lambda _: 0,
         makes=True,
     )
-    monkeypatch.setattr(custom_loss_graph, "FUNCTIONS", {**FUNCTIONS, "torch.zeros": careless})
+    monkeypatch.setattr(custom_loss_parser, "FUNCTIONS", {**FUNCTIONS, "torch.zeros": careless})
     with pytest.raises(UserFailure, match=r"shape \[0, 100000000\]"):
         attempt(graph_of(call("torch.zeros", 0, 10**8)))

@@ -4,8 +4,8 @@ from collections import Counter
 
 import pytest
 
+from tinkex.engine.training.batch import fitting
 from tinkex.engine.training.batch_mixer import Cut, Mixer, Queue
-from tinkex.engine.training.request_checks import fitting
 
 
 def queue(model_id: str, *lengths: int, backward: bool = True) -> Queue:

@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tinkex.engine.training.request_checks import Limits, check, fitting
+from tinkex.engine.training.batch import fitting
+from tinkex.engine.training.request_checks import Limits, check
 from tinkex.wire.errors import UserFailure
 from tinkex.wire.inputs import Datum, EncodedTextChunk, ImageChunk, ModelInput
 from tinkex.wire.tensors import TensorData

@@ -275,8 +275,8 @@ def test_the_youngest_makes_room_and_goes_on_later() -> None:
 
 def test_what_could_never_run_does_not_fit() -> None:
     plan = schedule(4)
-    assert plan.fits(16)
-    assert not plan.fits(17)
+    assert plan.pages.fits(16)
+    assert not plan.pages.fits(17)
 
 
 def test_more_samples_than_places_run_in_turns() -> None:

@@ -17,9 +17,10 @@ from server.api.test_custom_losses import loss
 from tinkex.engine import Engine, EngineSettings, process, reports, snapshot_writer
 from tinkex.engine.adapters import checkpoints
 from tinkex.engine.adapters.checkpoints import Files, SavedAdapter, read_adapter, write
+from tinkex.engine.connection import Wire
 from tinkex.engine.device import is_broken, is_full
-from tinkex.engine.process import Wire, Worker
 from tinkex.engine.sampling.sampler import Finished
+from tinkex.engine.worker import Worker
 from tinkex.wire import engine_protocol
 from tinkex.wire.codec import encode_json
 from tinkex.wire.inputs import Datum, ModelInput

@@ -13,7 +13,7 @@ from typing import Any
 import zstandard
 
 from server.hosting import PROTOBUF, Answer, Api, pass_body
-from tinkex.engine.training import custom_loss_graph, custom_loss_ops
+from tinkex.engine.training import custom_loss_graph, custom_loss_ops, custom_loss_parser
 from tinkex.server.api import (
     account,
     auth,
@@ -619,21 +619,21 @@ LIMITS = [
         ),
     ),
     Limit("characters of its name", custom_loss_graph.MAX_NAME, "user", "", None, test=ENGINE),
-    Limit("inputs", custom_loss_graph.MAX_INPUTS, "user", "", None, test=ENGINE),
-    Limit("nodes", custom_loss_graph.MAX_NODES, "user", "", None, test=ENGINE),
+    Limit("inputs", custom_loss_parser.MAX_INPUTS, "user", "", None, test=ENGINE),
+    Limit("nodes", custom_loss_parser.MAX_NODES, "user", "", None, test=ENGINE),
     Limit(
         "lists inside lists of an argument",
-        custom_loss_graph.MAX_DEPTH,
+        custom_loss_parser.MAX_DEPTH,
         "user",
         "",
         None,
         test=ENGINE,
     ),
-    Limit("constants over all nodes", custom_loss_graph.MAX_VALUES, "user", "", None, test=ENGINE),
+    Limit("constants over all nodes", custom_loss_parser.MAX_VALUES, "user", "", None, test=ENGINE),
     Limit("items of a list", custom_loss_ops.MAX_ITEMS, "user", "", None, test=ENGINE),
     Limit("characters of a text", custom_loss_ops.MAX_TEXT, "user", "", None, test=ENGINE),
     Limit("dimensions of a value", custom_loss_ops.MAX_RANK, "user", "", None, test=ENGINE),
-    Limit("metrics", custom_loss_graph.MAX_METRICS, "user", "", None, test=ENGINE),
+    Limit("metrics", custom_loss_parser.MAX_METRICS, "user", "", None, test=ENGINE),
     Limit(
         "elements of a value, an empty dimension counted as one (or 64 times the largest input)",
         custom_loss_graph.LARGEST_VALUE,

@@ -29,11 +29,12 @@ from tinkex.engine.model.base_model import BaseModel
 from tinkex.engine.model.lora import make_layout
 from tinkex.engine.sampling.sampler import Finished, Grown, Sampler
 from tinkex.engine.settings import EngineFacts, EngineSettings, EngineStats
+from tinkex.engine.training.batch import fitting
 from tinkex.engine.training.custom_loss_graph import Graph
 from tinkex.engine.training.losses import CustomLoss
 from tinkex.engine.training.optimizer import optimizer_step
 from tinkex.engine.training.passes import Part, Pass, run_together
-from tinkex.engine.training.request_checks import Limits, check, fitting
+from tinkex.engine.training.request_checks import Limits, check
 from tinkex.wire.custom_loss import CustomLossGraph, CustomLossInput
 from tinkex.wire.errors import UserFailure
 from tinkex.wire.sampling import SampleRequest

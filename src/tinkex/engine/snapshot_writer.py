@@ -6,23 +6,12 @@ import json
 import queue
 import threading
 import time
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from tinkex.engine import reports
+from tinkex.engine import connection
 from tinkex.engine.adapters.checkpoints import Files, memory_bytes
 from tinkex.engine.adapters.checkpoints import write as write_files
-
-if TYPE_CHECKING:
-    from tinkex.engine.process import Wire
-
-
-@dataclass(frozen=True, kw_only=True)
-class Written:
-    """A copy of a model has been written, or could not be: its memory is free."""
-
-    size_bytes: int
+from tinkex.engine.connection import Wire, Written
 
 
 class SnapshotWriter:
@@ -46,7 +35,7 @@ class SnapshotWriter:
         try:
             result = json.dumps({"size_bytes": write_files(copied, folder)}).encode()
         except Exception as error:  # noqa: BLE001  every failure is an answer to one order
-            self._wire.send(reports.failed(ticket, error))
+            self._wire.send(connection.failed(ticket, error))
         else:
-            self._wire.send(reports.done(ticket, result, time.perf_counter() - began_s))
+            self._wire.send(connection.done(ticket, result, time.perf_counter() - began_s))
         return memory_bytes(copied)

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tinkex.engine.device import add_mm_float32, linear, mm_float32
 from tinkex.engine.model.lora import Route, Share, shares_of
+from tinkex.engine.model.matmul import add_mm_float32, linear, mm_float32
 
 # T packed tokens, t tokens of one chunk, H hidden size, V vocabulary, K targets of one token, R rank
 

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tinkex.engine.device import add_mm_float32, linear
+from tinkex.engine.model.matmul import add_mm_float32, linear
 
 # T packed tokens, I inputs of a linear layer, O its outputs, R rank
 

@@ -95,6 +95,10 @@ class Pages:
     def needed(self, tokens: int) -> int:
         return -(-tokens // self.size)
 
+    def fits(self, tokens: int) -> bool:
+        """Whether a sequence of so many tokens could ever run."""
+        return self.needed(tokens) <= self.count
+
     def open(self, count: int, *, most: int, known: Sequence[int] = ()) -> Holding | None:
         """
         `count` pages for a sequence that will never have more than `most`.

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import logging
-import math
-import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -25,7 +22,8 @@ from tinkex.engine.model.attention import CacheLayer, CacheUse, Level, Packing, 
 from tinkex.engine.model.base_model import BaseModel
 from tinkex.engine.model.lora import Layout, Route, make_layout
 from tinkex.engine.sampling.kv_pages import Pages
-from tinkex.engine.sampling.prompt_logprobs import PromptAnswers, check_count, check_questions
+from tinkex.engine.sampling.prompt_logprobs import PromptAnswers
+from tinkex.engine.sampling.sample_checks import SampleChecks
 from tinkex.engine.sampling.scheduler import (
     CopyRows,
     DecodeStep,
@@ -39,26 +37,19 @@ from tinkex.engine.sampling.scheduler import (
 )
 from tinkex.engine.sampling.sequences import (
     AdapterKey,
-    Decode,
-    Drawing,
     Request,
     SampleSequence,
-    Stops,
 )
 from tinkex.engine.sampling.token_sampling import Draw, pick
 from tinkex.engine.settings import EngineSettings
-from tinkex.engine.training.request_checks import Limits, checked_tokens
+from tinkex.engine.training.request_checks import Limits
 from tinkex.wire.errors import UserFailure
 from tinkex.wire.sampling import (
     SampledSequence,
     SampleRequest,
     SampleResponse,
-    SamplingParams,
     TopkLogprobs,
 )
-
-if TYPE_CHECKING:
-    from tinkex.models.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -82,16 +73,9 @@ FILL_TOKENS_BETWEEN = {"cpu": 512, "cuda": 2048}
 IDLE_SHARE = {"cpu": 0.25, "cuda": 1.0}
 IDLE_BYTES = {"cpu": 1 << 29, "cuda": 1 << 40}
 
-#: Below this temperature the likeliest token is taken, as for 0. Logits are float32: at such a
-#: temperature their smallest difference decides already, and far below it they would overflow.
-LEAST_TEMPERATURE = 1e-6
-
 #: While a request waits for room for its adapter, others sample with the adapters in memory for so
 #: many seconds. After that they wait until it has room, or a steady stream of them would keep it out.
 ROOM_WAIT_S = 30.0
-
-#: A request for more samples is most likely a mistake.
-MAX_SAMPLES = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,9 +137,6 @@ class Sampler:
         self._clock = clock
         self._model = model
         self._settings = settings
-        self._limits = Limits(
-            vocab_size=model.vocab_size, max_context_length=model.max_context_length
-        )
         self._adapters: OrderedDict[str, SamplerAdapter] = OrderedDict()
         self._last_used: dict[str, int] = {}
         #: Reads adapters, so that nobody waits for a disk who does not need it.
@@ -169,7 +150,6 @@ class Sampler:
         self._answers: dict[int, _Answer] = {}
         #: Streamed sequences with tokens that were not told yet, in the order they got them.
         self._grown: dict[SampleSequence, None] = {}
-        self._tokenizer: Tokenizer | None = None
         count, kind = max(1, kv_tokens // PAGE_TOKENS), model.device.type
         most_idle = 0
         # Tokens found in the cache were computed in other company: equal up to rounding only.
@@ -185,6 +165,12 @@ class Sampler:
             one_request_at_a_time=settings.deterministic,
             load_adapter=self._load_adapter,
             may_load=self._may_load,
+        )
+        self._checks = SampleChecks(
+            Limits(vocab_size=model.vocab_size, max_context_length=model.max_context_length),
+            pages=pages,
+            eos_token_ids=model.eos_token_ids,
+            folder=settings.folder,
         )
         # Never written before it is needed, so on a CPU the size is only a promise.
         rows = pages.count * pages.size
@@ -223,7 +209,7 @@ class Sampler:
     ) -> None:
         """Checks the request and puts it in line; a `UserFailure` means that nothing happened."""
         key = None if adapter is None else str(adapter)
-        request = self._checked(ticket, wire, key, owner, streams)
+        request = self._checks.check(ticket, wire, key, owner, streams)
         self._answers[ticket] = _Answer(
             request=request, prompt=PromptAnswers(wire, request.prompt, request.questions)
         )
@@ -278,86 +264,6 @@ class Sampler:
                 )
             )
         return told
-
-    # -- requests ---------------------------------------------------------------------------------
-
-    def _checked(
-        self, ticket: int, wire: SampleRequest, adapter: AdapterKey, owner: str, streams: bool
-    ) -> Request:
-        refuse_unsupported(wire)
-        prompt = checked_tokens(wire.prompt, self._limits, where="prompt").tolist()
-        params = wire.sampling_params
-        if not 1 <= wire.num_samples <= MAX_SAMPLES:
-            raise UserFailure(
-                f"num_samples is {wire.num_samples}; it goes from 1 to {MAX_SAMPLES}."
-            )
-        new = self._new_tokens(len(prompt), params.max_tokens)
-        if not self._schedule.fits(len(prompt) + new):
-            pages = self._schedule.pages
-            raise UserFailure(
-                f"prompt ({len(prompt)} tokens) and max_tokens ({new}) need room for "
-                f"{len(prompt) + new} tokens, and the server's cache holds "
-                f"{pages.count * pages.size}. Ask for fewer tokens, or start the server with more."
-            )
-        return Request(
-            ticket=ticket,
-            adapter=adapter,
-            prompt=prompt,
-            samples=wire.num_samples,
-            max_new_tokens=new,
-            drawing=checked_drawing(wire, self._limits.vocab_size),
-            stops=self._stops(params),
-            questions=check_questions(wire, len(prompt), self._limits.vocab_size),
-            owner=owner,
-            streams=streams,
-        )
-
-    def _new_tokens(self, prompt: int, max_tokens: int | None) -> int:
-        context = self._limits.max_context_length
-        if max_tokens is None:
-            if prompt >= context:
-                raise UserFailure(
-                    f"the prompt has {prompt} tokens and fills the context of {context}; nothing "
-                    "can be sampled after it."
-                )
-            return context - prompt
-        if max_tokens < 1:
-            raise UserFailure(f"max_tokens is {max_tokens}; it must be at least 1.")
-        if prompt + max_tokens > context:
-            raise UserFailure(
-                f"the prompt's {prompt} tokens and max_tokens {max_tokens} are {prompt + max_tokens} "
-                f"together, and the model's context is {context}. "
-                f"Ask for at most {max(0, context - prompt)} tokens."
-            )
-        return max_tokens
-
-    def _stops(self, params: SamplingParams) -> Stops:
-        stop = params.stop
-        if stop is None:
-            return Stops(token_ids=self._model.eos_token_ids)
-        given = [stop] if isinstance(stop, str) else list(stop)
-        ids = frozenset(item for item in given if isinstance(item, int))
-        texts = tuple(item for item in given if isinstance(item, str))
-        if "" in texts:
-            raise UserFailure("sampling_params.stop holds an empty text, which is always met.")
-        vocabulary = self._limits.vocab_size
-        if outside := [item for item in ids if not 0 <= item < vocabulary]:
-            raise UserFailure(
-                f"sampling_params.stop holds token {outside[0]}; ids go from 0 to {vocabulary - 1}."
-            )
-        if not texts:
-            return Stops(token_ids=ids)
-        # A text comes on top of the end that the model itself sets: programs that stop at a line
-        # break do not expect a second turn behind the end of the first. Token ids, and the empty
-        # list, are an exact choice.
-        return Stops(token_ids=ids | self._model.eos_token_ids, texts=texts, decode=self._decoder())
-
-    def _decoder(self) -> Decode:
-        if self._tokenizer is None:
-            from tinkex.models.tokenizer import load_tokenizer
-
-            self._tokenizer = load_tokenizer(self._settings.folder)
-        return self._tokenizer.decode
 
     # -- adapters ---------------------------------------------------------------------------------
 
@@ -624,39 +530,6 @@ def row_table(pages: Pages, sequences: Sequence[SampleSequence], model: BaseMode
     return Table(
         torch.from_numpy(rows.reshape(-1)).to(model.device),
         torch.from_numpy(bias[:, None, None, :]).to(model.device, model.dtype),
-    )
-
-
-# -- checks ---------------------------------------------------------------------------------------
-
-
-def refuse_unsupported(wire: SampleRequest) -> None:
-    if wire.record_stability_info:
-        raise UserFailure(
-            "record_stability_info is not supported by this server: it serves the loss "
-            "stable_reinforce, which is not public. Create the sampling client without it."
-        )
-
-
-def checked_drawing(wire: SampleRequest, vocab_size: int) -> Drawing:
-    params = wire.sampling_params
-    if not (math.isfinite(params.temperature) and params.temperature >= 0):
-        raise UserFailure(
-            f"sampling_params.temperature is {params.temperature}; it is 0 (greedy) or positive."
-        )
-    if params.top_k != -1 and params.top_k < 1:
-        raise UserFailure(
-            f"sampling_params.top_k is {params.top_k}; use -1 for all, or 1 and more."
-        )
-    if not 0 < params.top_p <= 1:
-        raise UserFailure(f"sampling_params.top_p is {params.top_p}; it lies in (0, 1].")
-    check_count("topk_sample_logprobs", wire.topk_sample_logprobs, vocab_size)
-    return Drawing(
-        temperature=params.temperature if params.temperature >= LEAST_TEMPERATURE else 0.0,
-        top_k=None if params.top_k == -1 else params.top_k,
-        top_p=None if params.top_p == 1 else params.top_p,
-        seed=secrets.randbits(63) if params.seed is None else params.seed,
-        report_top=wire.topk_sample_logprobs,
     )
 
 

@@ -144,10 +144,6 @@ class Schedule:
         )
         self._waiting.arrive(request.owner, fill, active=self._active())
 
-    def fits(self, tokens: int) -> bool:
-        """Whether a sequence of so many tokens could ever run."""
-        return self.pages.needed(tokens) <= self.pages.count
-
     def cancel(self, ticket: int) -> None:
         """Forgets everything of one request; harmless when there is nothing left."""
         for fill in self._filling:

@@ -20,8 +20,9 @@ from tinkex.engine.device import repeating
 from tinkex.engine.model.base_model import BaseModel
 from tinkex.engine.model.lm_head import Head, LossGradient
 from tinkex.engine.model.lora import Route
+from tinkex.engine.training.batch import pack, pack_inputs
 from tinkex.engine.training.losses import AnyLoss, Judged, Loss, judge, value_and_gradient
-from tinkex.engine.training.request_checks import Row, pack, pack_inputs
+from tinkex.engine.training.request_checks import Row
 from tinkex.wire.errors import UserFailure
 from tinkex.wire.tensors import TensorData
 from tinkex.wire.training import ForwardBackwardOutput

@@ -1,0 +1,119 @@
+"""The socket to the web process: orders are read, reports are made and sent."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import secrets
+import socket
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from tinkex.engine.adapters.checkpoints import NotWritten
+from tinkex.engine.engine import NoSuchModel
+from tinkex.engine.sampling.sampler import Grown
+from tinkex.wire import engine_protocol
+from tinkex.wire.errors import UserFailure
+from tinkex.wire.proto import frames_pb2
+
+log = logging.getLogger("tinkex.engine.process")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Written:
+    """A copy of a model has been written, or could not be: its memory is free."""
+
+    size_bytes: int
+
+
+class AdapterRead:
+    """Samples waited for an adapter to be read, and it was: the worker need not wait any longer."""
+
+
+class Wire:
+    """The socket to the web process."""
+
+    def __init__(self, descriptor: int, roll: int | None = None) -> None:
+        self._socket = socket.socket(fileno=descriptor)
+        self._roll = roll
+        self.inbox: queue.SimpleQueue[engine_protocol.Order | Written | AdapterRead] = (
+            queue.SimpleQueue()
+        )
+        self._sending = threading.Lock()
+
+    def listen(self) -> None:
+        """Read orders for ever, in a thread of its own."""
+        threading.Thread(target=self._read, name="tinkex-orders", daemon=True).start()
+
+    def send(self, report: engine_protocol.Report) -> None:
+        try:
+            # Snapshots are answered by the thread that wrote them.
+            with self._sending:
+                self._socket.sendall(engine_protocol.frame(report))
+        except OSError:
+            self._leave()
+
+    def _read(self) -> None:
+        try:
+            with self._socket.makefile("rb") as stream:
+                while head := stream.read(engine_protocol.LENGTH.size):
+                    body = stream.read(engine_protocol.body_length(head))
+                    self.inbox.put(engine_protocol.Order.FromString(body))
+        except ConnectionError:
+            pass  # it died with reports of ours unread
+        except Exception:
+            log.exception("orders cannot be read any more")
+        finally:
+            self._leave()
+
+    def _leave(self) -> None:
+        """The web process is gone, so nobody can hear an answer: stop in the middle of anything."""
+        if self._roll is not None:
+            # For the next web process: this engine was well, and nothing killed it.
+            with contextlib.suppress(OSError):
+                os.pwrite(self._roll, engine_protocol.LEFT, 0)
+        os._exit(0)
+
+
+def done(ticket: int, result: bytes, compute_s: float) -> engine_protocol.Report:
+    return engine_protocol.Report(
+        ticket=ticket, done=frames_pb2.Done(result=result, compute_s=compute_s)
+    )
+
+
+def grown(ticket: int, grown: Iterable[Grown]) -> engine_protocol.Report:
+    sequences = [
+        frames_pb2.Tokens(
+            sequence=each.sequence, start=each.start, tokens=each.tokens, logprobs=each.logprobs
+        )
+        for each in grown
+    ]
+    return engine_protocol.Report(ticket=ticket, grown=frames_pb2.Grown(sequences=sequences))
+
+
+def muddled(ticket: int, error: Exception) -> engine_protocol.Report:
+    message = f"a batch of several requests failed ({type(error).__name__}: {error})"
+    failed = frames_pb2.Failed(category=engine_protocol.MUDDLED, message=message)
+    return engine_protocol.Report(ticket=ticket, failed=failed)
+
+
+def failed(ticket: int, error: Exception) -> engine_protocol.Report:
+    """What cannot be done is the user's to read; everything else is a bug with a number."""
+    if isinstance(error, NoSuchModel):
+        # Whoever asked has it built here again.
+        failed = frames_pb2.Failed(category=engine_protocol.MISSING, message=str(error))
+    elif isinstance(error, UserFailure | NotWritten):
+        category = "server" if isinstance(error, NotWritten) else "user"
+        failed = frames_pb2.Failed(category=category, message=str(error))
+    else:
+        bug = secrets.token_hex(4)
+        log.error("engine bug %s", bug, exc_info=error)
+        failed = frames_pb2.Failed(
+            category="server",
+            message=f"the engine failed unexpectedly ({type(error).__name__}: {error}). "
+            f"The server's log has the details under the id {bug}.",
+        )
+    return engine_protocol.Report(ticket=ticket, failed=failed)

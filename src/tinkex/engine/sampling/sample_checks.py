@@ -1,0 +1,144 @@
+"""Every check on a sample request, before it waits."""
+
+from __future__ import annotations
+
+import math
+import secrets
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tinkex.engine.sampling.kv_pages import Pages
+from tinkex.engine.sampling.prompt_logprobs import check_count, check_questions
+from tinkex.engine.sampling.sequences import AdapterKey, Decode, Drawing, Request, Stops
+from tinkex.engine.training.request_checks import Limits, checked_tokens
+from tinkex.wire.errors import UserFailure
+from tinkex.wire.sampling import SampleRequest, SamplingParams
+
+if TYPE_CHECKING:
+    from tinkex.models.tokenizer import Tokenizer
+
+#: Below this temperature the likeliest token is taken, as for 0. Logits are float32: at such a
+#: temperature their smallest difference decides already, and far below it they would overflow.
+LEAST_TEMPERATURE = 1e-6
+
+#: A request for more samples is most likely a mistake.
+MAX_SAMPLES = 1024
+
+
+class SampleChecks:
+    def __init__(
+        self, limits: Limits, *, pages: Pages, eos_token_ids: frozenset[int], folder: Path
+    ) -> None:
+        self._limits = limits
+        self._pages = pages
+        self._eos_token_ids = eos_token_ids
+        #: Of the base model, where its tokenizer is.
+        self._folder = folder
+        self._tokenizer: Tokenizer | None = None
+
+    def check(
+        self, ticket: int, wire: SampleRequest, adapter: AdapterKey, owner: str, streams: bool
+    ) -> Request:
+        refuse_unsupported(wire)
+        prompt = checked_tokens(wire.prompt, self._limits, where="prompt").tolist()
+        params = wire.sampling_params
+        if not 1 <= wire.num_samples <= MAX_SAMPLES:
+            raise UserFailure(
+                f"num_samples is {wire.num_samples}; it goes from 1 to {MAX_SAMPLES}."
+            )
+        new = self._new_tokens(len(prompt), params.max_tokens)
+        if not self._pages.fits(len(prompt) + new):
+            raise UserFailure(
+                f"prompt ({len(prompt)} tokens) and max_tokens ({new}) need room for "
+                f"{len(prompt) + new} tokens, and the server's cache holds "
+                f"{self._pages.count * self._pages.size}. Ask for fewer tokens, or start the server with more."
+            )
+        return Request(
+            ticket=ticket,
+            adapter=adapter,
+            prompt=prompt,
+            samples=wire.num_samples,
+            max_new_tokens=new,
+            drawing=checked_drawing(wire, self._limits.vocab_size),
+            stops=self._stops(params),
+            questions=check_questions(wire, len(prompt), self._limits.vocab_size),
+            owner=owner,
+            streams=streams,
+        )
+
+    def _new_tokens(self, prompt: int, max_tokens: int | None) -> int:
+        context = self._limits.max_context_length
+        if max_tokens is None:
+            if prompt >= context:
+                raise UserFailure(
+                    f"the prompt has {prompt} tokens and fills the context of {context}; nothing "
+                    "can be sampled after it."
+                )
+            return context - prompt
+        if max_tokens < 1:
+            raise UserFailure(f"max_tokens is {max_tokens}; it must be at least 1.")
+        if prompt + max_tokens > context:
+            raise UserFailure(
+                f"the prompt's {prompt} tokens and max_tokens {max_tokens} are {prompt + max_tokens} "
+                f"together, and the model's context is {context}. "
+                f"Ask for at most {max(0, context - prompt)} tokens."
+            )
+        return max_tokens
+
+    def _stops(self, params: SamplingParams) -> Stops:
+        stop = params.stop
+        if stop is None:
+            return Stops(token_ids=self._eos_token_ids)
+        given = [stop] if isinstance(stop, str) else list(stop)
+        ids = frozenset(item for item in given if isinstance(item, int))
+        texts = tuple(item for item in given if isinstance(item, str))
+        if "" in texts:
+            raise UserFailure("sampling_params.stop holds an empty text, which is always met.")
+        vocabulary = self._limits.vocab_size
+        if outside := [item for item in ids if not 0 <= item < vocabulary]:
+            raise UserFailure(
+                f"sampling_params.stop holds token {outside[0]}; ids go from 0 to {vocabulary - 1}."
+            )
+        if not texts:
+            return Stops(token_ids=ids)
+        # A text comes on top of the end that the model itself sets: programs that stop at a line
+        # break do not expect a second turn behind the end of the first. Token ids, and the empty
+        # list, are an exact choice.
+        return Stops(token_ids=ids | self._eos_token_ids, texts=texts, decode=self._decoder())
+
+    def _decoder(self) -> Decode:
+        if self._tokenizer is None:
+            from tinkex.models.tokenizer import load_tokenizer
+
+            self._tokenizer = load_tokenizer(self._folder)
+        return self._tokenizer.decode
+
+
+def refuse_unsupported(wire: SampleRequest) -> None:
+    if wire.record_stability_info:
+        raise UserFailure(
+            "record_stability_info is not supported by this server: it serves the loss "
+            "stable_reinforce, which is not public. Create the sampling client without it."
+        )
+
+
+def checked_drawing(wire: SampleRequest, vocab_size: int) -> Drawing:
+    params = wire.sampling_params
+    if not (math.isfinite(params.temperature) and params.temperature >= 0):
+        raise UserFailure(
+            f"sampling_params.temperature is {params.temperature}; it is 0 (greedy) or positive."
+        )
+    if params.top_k != -1 and params.top_k < 1:
+        raise UserFailure(
+            f"sampling_params.top_k is {params.top_k}; use -1 for all, or 1 and more."
+        )
+    if not 0 < params.top_p <= 1:
+        raise UserFailure(f"sampling_params.top_p is {params.top_p}; it lies in (0, 1].")
+    check_count("topk_sample_logprobs", wire.topk_sample_logprobs, vocab_size)
+    return Drawing(
+        temperature=params.temperature if params.temperature >= LEAST_TEMPERATURE else 0.0,
+        top_k=None if params.top_k == -1 else params.top_k,
+        top_p=None if params.top_p == 1 else params.top_p,
+        seed=secrets.randbits(63) if params.seed is None else params.seed,
+        report_top=wire.topk_sample_logprobs,
+    )
