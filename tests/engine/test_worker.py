@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from server.api.test_custom_losses import loss
-from tinkex.engine import Engine, EngineSettings, process, reports, snapshot_writer
+from tinkex.engine import Engine, EngineSettings, connection, snapshot_writer, worker
 from tinkex.engine.adapters import checkpoints
 from tinkex.engine.adapters.checkpoints import Files, SavedAdapter, read_adapter, write
 from tinkex.engine.connection import Wire
@@ -244,8 +244,8 @@ FULL = torch.OutOfMemoryError("CUDA out of memory")
 
 @pytest.mark.parametrize("error", [LOST, FULL, ValueError("a bug")])
 def test_telling_of_a_failure_never_ends_the_process(error: Exception, exits: list[int]) -> None:
-    assert str(error) in reports.failed(1, error).failed.message
-    assert str(error) in reports.muddled(1, error).failed.message
+    assert str(error) in connection.failed(1, error).failed.message
+    assert str(error) in connection.muddled(1, error).failed.message
     assert not exits
 
 
@@ -313,7 +313,7 @@ class SlowDisk:
 def test_snapshots_wait_for_a_slow_disk_and_nobody_for_them(
     turns: Turns, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most_bytes: int
 ) -> None:
-    monkeypatch.setattr(process, "COPIES_BYTES", most_bytes)
+    monkeypatch.setattr(worker, "COPIES_BYTES", most_bytes)
     disk = SlowDisk(monkeypatch)
     snapshots = {
         name: turns.order(snapshot=frames_pb2.Snapshot(model_id=name, folder=str(tmp_path / name)))
