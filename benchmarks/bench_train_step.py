@@ -48,7 +48,7 @@ Step = Callable[[], object]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class CheckedDatum:
     model: str
     case: str
     ours: float
@@ -145,7 +145,7 @@ def our_pass(engine: Engine, tokens: Sequence[np.ndarray], model_ids: Sequence[s
             engine.begin_pass(model_id, one, backward=True)
             for model_id, one in zip(model_ids, asked, strict=True)
         ]
-        engine.run_together([(running, len(running.waiting)) for running in passes])
+        engine.run_micro_batch([(running, len(running.waiting)) for running in passes])
         return [running.output() for running in passes]
 
     return step
@@ -163,7 +163,7 @@ def cpu_seconds(steps: Sequence[Step], rounds: int) -> list[float]:
     return best
 
 
-def measure(name: str, folder: Path, rounds: int) -> list[Row]:
+def measure(name: str, folder: Path, rounds: int) -> list[CheckedDatum]:
     engine = Engine(EngineSettings(name=name, folder=folder, device="cpu", threads=1))
     vocabulary = engine.facts.vocab_size
     with warnings.catch_warnings():
@@ -182,7 +182,7 @@ def measure(name: str, folder: Path, rounds: int) -> list[Row]:
         ours, theirs = cpu_seconds([our_step(engine, tokens), peft_step(model, tokens)], rounds)
         total = sum(lengths)
         rows.append(
-            Row(
+            CheckedDatum(
                 model=name,
                 case=f"{case}: {len(lengths)} x {min(lengths)} to {max(lengths)}",
                 ours=total / ours,
@@ -201,7 +201,7 @@ def measure(name: str, folder: Path, rounds: int) -> list[Row]:
         [our_pass(engine, tokens, ["one"]), our_pass(engine, tokens, ids)], rounds
     )
     rows.append(
-        Row(
+        CheckedDatum(
             model=name,
             case=f"{MANY} adapters beside one: one batch of {MANY} x 128",
             ours=MANY * 128 / many,
@@ -214,7 +214,7 @@ def measure(name: str, folder: Path, rounds: int) -> list[Row]:
     return rows
 
 
-def table(rows: Sequence[Row]) -> str:
+def table(rows: Sequence[CheckedDatum]) -> str:
     lines = [
         "| model | case | tinkex | beside it | ratio | bar | |",
         "|---|---|---:|---:|---:|---:|---|",
@@ -228,7 +228,7 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def report(rows: Sequence[Row], rounds: int) -> str:
+def report(rows: Sequence[CheckedDatum], rounds: int) -> str:
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"],
         cwd=ROOT,

@@ -275,7 +275,7 @@ class Check:
         for at, ((_, rank), work) in enumerate(zip(asked, works, strict=True)):
             engine.create(f"m{at}", LoraConfig(rank=rank, seed=rank), AdamOptimizerConfig())
             passes.append(engine.begin_pass(f"m{at}", work, backward=True))
-        engine.run_together([(one, len(one.waiting)) for one in passes])
+        engine.run_micro_batch([(one, len(one.waiting)) for one in passes])
         worst = 0.0
         for at, expected in enumerate(alone):
             passes[at].output()
@@ -348,7 +348,7 @@ class Check:
                     curve.append(engine.run_pass(name, work, backward=True).metrics["loss:sum"])
                     engine.optim_step(name, AdamParams(learning_rate=1e-3))
             curves.append(np.array(curve))
-        places = [tight._adapters.use(tier).count for tier in Tier]
+        places = [tight._adapters.usage(tier).count for tier in Tier]
         expected = [1, 1, 1] if self.device != "cpu" else [1, 0, 2]
         self.add(f"spilled to {places}: wrong places", "exact", float(places != expected))
         off = float(np.abs(curves[1] / curves[0] - 1).max())

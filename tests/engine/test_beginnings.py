@@ -3,26 +3,28 @@
 import hypothesis.strategies as st
 from hypothesis import given, settings
 
-from tinkex.engine.sampling.kv_pages import Holding, Pages, Version
+from tinkex.engine.sampling.kv_pages import Pages, PageTable, Version
 
 SIZE = 2
 
 
-def pages_of(holding: Holding) -> list[int]:
-    return [p for span in holding.spans for p in range(span.first, span.first + span.count)]
+def pages_of(page_table: PageTable) -> list[int]:
+    return [
+        p for extent in page_table.extents for p in range(extent.first, extent.first + extent.count)
+    ]
 
 
-def computed(pages: Pages, version: Version, tokens: list[int]) -> Holding:
+def computed(pages: Pages, version: Version, tokens: list[int]) -> PageTable:
     """The pages of some tokens, as a fill leaves them."""
     known = pages.find(version, tokens, (len(tokens) - 1) // SIZE)
-    holding = pages.open(pages.needed(len(tokens)), most=50, known=known)
-    assert holding is not None
-    pages.remember(version, tokens, holding)
-    return holding
+    page_table = pages.allocate(pages.needed(len(tokens)), max_pages=50, cached=known)
+    assert page_table is not None
+    pages.insert(version, tokens, page_table)
+    return page_table
 
 
 def test_full_pages_are_found_by_the_tokens_that_led_to_them() -> None:
-    pages = Pages(16, SIZE, most_idle=16)
+    pages = Pages(16, SIZE, max_idle=16)
     held = computed(pages, "a", [1, 2, 3, 4, 5])
     first, second, _ = pages_of(held)
     assert pages.find("a", [1, 2, 3, 4, 5, 6], 9) == [first, second]
@@ -34,67 +36,67 @@ def test_full_pages_are_found_by_the_tokens_that_led_to_them() -> None:
 
 
 def test_a_found_page_is_shared_until_its_last_holder_leaves_and_then_kept() -> None:
-    pages = Pages(8, SIZE, most_idle=8)
+    pages = Pages(8, SIZE, max_idle=8)
     one = computed(pages, None, [1, 2, 3, 4])
     two = computed(pages, None, [1, 2, 3, 4])
     assert pages_of(two)[0] == pages_of(one)[0]
     # The last token is always computed again, so its page is not shared.
     assert pages_of(two)[1] != pages_of(one)[1]
     assert pages.available == 5
-    pages.close(one)
-    pages.close(two)
+    pages.release(one)
+    pages.release(two)
     assert pages.available == 8
     assert pages.idle == 2
     assert len(pages.find(None, [1, 2, 3, 4], 2)) == 2
 
 
 def test_the_least_recently_used_goes_first_and_its_end_before_its_start() -> None:
-    pages = Pages(6, SIZE, most_idle=6)
+    pages = Pages(6, SIZE, max_idle=6)
     for tokens in ([1, 1, 1, 1], [2, 2, 2, 2], [3, 3, 3, 3]):
-        pages.close(computed(pages, None, tokens))
-    pages.close(computed(pages, None, [1, 1, 5]))  # uses the start of the first again
-    room = pages.open(3, most=3)
+        pages.release(computed(pages, None, tokens))
+    pages.release(computed(pages, None, [1, 1, 5]))  # uses the start of the first again
+    room = pages.allocate(3, max_pages=3)
     assert room is not None
     found = [len(pages.find(None, [n] * 4, 2)) for n in (1, 2, 3)]
     assert found == [1, 0, 2]
 
 
 def test_no_more_than_agreed_are_kept_for_nobody() -> None:
-    pages = Pages(10, SIZE, most_idle=3)
-    pages.close(computed(pages, None, [1] * 10))
+    pages = Pages(10, SIZE, max_idle=3)
+    pages.release(computed(pages, None, [1] * 10))
     assert pages.idle == 3
     assert len(pages.find(None, [1] * 10, 5)) == 3
     off = Pages(10, SIZE)
-    off.close(computed(off, None, [1] * 10))
+    off.release(computed(off, None, [1] * 10))
     assert (off.idle, off.find(None, [1] * 10, 5)) == (0, [])
 
 
 def test_a_dropped_version_leaves_nothing_that_can_be_found() -> None:
-    pages = Pages(10, SIZE, most_idle=10)
+    pages = Pages(10, SIZE, max_idle=10)
     held = computed(pages, "a", [1, 2, 3, 4])
-    pages.close(computed(pages, "a", [1, 2, 7, 8]))
-    pages.close(computed(pages, "b", [1, 2, 3, 4]))
-    pages.forget("a")
-    pages.forget("never there")
+    pages.release(computed(pages, "a", [1, 2, 7, 8]))
+    pages.release(computed(pages, "b", [1, 2, 3, 4]))
+    pages.evict("a")
+    pages.evict("never there")
     assert pages.find("a", [1, 2, 3, 4], 2) == []
     assert len(pages.find("b", [1, 2, 3, 4], 2)) == 2
     assert pages.idle == 2
     assert pages_of(held)
-    pages.close(held)
+    pages.release(held)
     assert pages.idle == 2
     assert pages.available == 10
 
 
 def test_known_pages_are_not_evicted_for_the_ones_behind_them() -> None:
-    pages = Pages(4, SIZE, most_idle=4)
-    pages.close(computed(pages, None, [1, 1, 2, 2, 3, 3, 4, 4]))
+    pages = Pages(4, SIZE, max_idle=4)
+    pages.release(computed(pages, None, [1, 1, 2, 2, 3, 3, 4, 4]))
     known = pages.find(None, [1, 1, 2, 2, 9, 9, 9, 9], 2)
-    holding = pages.open(4, most=4, known=known)
-    assert holding is not None
-    assert pages_of(holding)[:2] == known
-    assert len(set(pages_of(holding))) == 4
+    page_table = pages.allocate(4, max_pages=4, cached=known)
+    assert page_table is not None
+    assert pages_of(page_table)[:2] == known
+    assert len(set(pages_of(page_table))) == 4
     assert pages.available == 0
-    assert pages.open(1, most=1) is None
+    assert pages.allocate(1, max_pages=1) is None
 
 
 class Slow:
@@ -104,7 +106,7 @@ class Slow:
         self.pages = pages
         #: (version, all tokens up to the page's end) of every page that was computed.
         self.content: dict[int, tuple[Version, tuple[int, ...]]] = {}
-        self.held: list[tuple[Version, list[int], Holding]] = []
+        self.held: list[tuple[Version, list[int], PageTable]] = []
 
     def begin(self, version: Version, tokens: list[int]) -> None:
         pages = self.pages
@@ -112,42 +114,42 @@ class Slow:
         for index, page in enumerate(known):
             assert self.content[page] == (version, tuple(tokens[: (index + 1) * SIZE]))
         count = pages.needed(len(tokens))
-        before, taken = pages.available, pages.taken(count, known)
-        holding = pages.open(count, most=count + 3, known=known)
-        assert (holding is None) == (taken > before)
-        if holding is None:
+        before, taken = pages.available, pages.pages_taken(count, known)
+        page_table = pages.allocate(count, max_pages=count + 3, cached=known)
+        assert (page_table is None) == (taken > before)
+        if page_table is None:
             return
         assert pages.available == before - taken
-        assert pages_of(holding)[: len(known)] == known
-        self.held.append((version, tokens, holding))
+        assert pages_of(page_table)[: len(known)] == known
+        self.held.append((version, tokens, page_table))
         self.write(len(self.held) - 1, len(known))
 
     def write(self, at: int, first: int) -> None:
         """Compute the pages from `first` on; nobody else may hold them."""
-        version, tokens, holding = self.held[at]
+        version, tokens, page_table = self.held[at]
         others = {p for n, (_, _, h) in enumerate(self.held) if n != at for p in pages_of(h)}
-        for index in range(first, holding.page_count):
-            page = pages_of(holding)[index]
+        for index in range(first, page_table.page_count):
+            page = pages_of(page_table)[index]
             assert page not in others
             self.content[page] = (version, tuple(tokens[: (index + 1) * SIZE]))
-        self.pages.remember(version, tokens, holding)
+        self.pages.insert(version, tokens, page_table)
 
     def grow(self, at: int, more: list[int]) -> None:
-        _, tokens, holding = self.held[at]
+        _, tokens, page_table = self.held[at]
         begun = len(tokens) // SIZE
         tokens += more
-        while self.pages.needed(len(tokens)) > holding.page_count:
-            if not self.pages.extend(holding, most=holding.page_count + 4):
+        while self.pages.needed(len(tokens)) > page_table.page_count:
+            if not self.pages.extend(page_table, max_pages=page_table.page_count + 4):
                 assert self.pages.available == 0
-                del tokens[holding.page_count * SIZE :]
+                del tokens[page_table.page_count * SIZE :]
                 break
         self.write(at, begun)
 
     def check(self) -> None:
-        used = {page for _, _, holding in self.held for page in pages_of(holding)}
+        used = {page for _, _, page_table in self.held for page in pages_of(page_table)}
         assert self.pages.available == self.pages.count - len(used)
-        for version, tokens, holding in self.held:
-            for index, page in enumerate(pages_of(holding)[: len(tokens) // SIZE]):
+        for version, tokens, page_table in self.held:
+            for index, page in enumerate(pages_of(page_table)[: len(tokens) // SIZE]):
                 assert self.content[page] == (version, tuple(tokens[: (index + 1) * SIZE]))
 
 
@@ -164,41 +166,41 @@ ACTS = st.one_of(
 @settings(max_examples=150, deadline=None)
 @given(st.integers(1, 24), st.integers(0, 24), st.lists(ACTS, max_size=40))
 def test_whatever_happens_pages_hold_what_they_are_found_by(
-    count: int, most_idle: int, acts: list[tuple]
+    count: int, max_idle: int, acts: list[tuple]
 ) -> None:
-    pages = Pages(count, SIZE, most_idle=most_idle)
+    pages = Pages(count, SIZE, max_idle=max_idle)
     slow = Slow(pages)
     for act, *arguments in acts:
         if act == "begin":
             version, tokens = arguments
             slow.begin(version, list(tokens))
         elif act == "forget":
-            pages.forget(arguments[0])
+            pages.evict(arguments[0])
             assert pages.find(arguments[0], [0, 0, 0], 1) == []
         elif slow.held:
             at = arguments[0] % len(slow.held)
             if act == "grow":
                 slow.grow(at, list(arguments[1]))
             else:
-                pages.close(slow.held.pop(at)[2])
-        assert pages.idle <= most_idle
+                pages.release(slow.held.pop(at)[2])
+        assert pages.idle <= max_idle
         slow.check()
-    for _, _, holding in slow.held:
-        pages.close(holding)
+    for _, _, page_table in slow.held:
+        pages.release(page_table)
     assert pages.available == count
-    pages.forget(None)
-    pages.forget("a")
+    pages.evict(None)
+    pages.evict("a")
     assert pages.idle == 0
 
 
 def test_a_beginning_is_found_by_its_owner_only() -> None:
     """Whether a prompt was computed before would tell one owner what another asked."""
-    pages = Pages(16, SIZE, most_idle=16)
+    pages = Pages(16, SIZE, max_idle=16)
     tokens = [1, 2, 3, 4]
-    holding = pages.open(2, most=2)
-    assert holding
-    pages.remember("a", tokens, holding, owner="alice")
+    page_table = pages.allocate(2, max_pages=2)
+    assert page_table
+    pages.insert("a", tokens, page_table, owner="alice")
     assert len(pages.find("a", tokens, 2, owner="alice")) == 2
     assert pages.find("a", tokens, 2, owner="bob") == pages.find("a", tokens, 2) == []
-    pages.forget("a")
+    pages.evict("a")
     assert pages.find("a", tokens, 2, owner="alice") == []

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tinkex.engine import Engine
-from tinkex.engine.adapters.checkpoints import whole_folder
+from tinkex.engine.adapters.checkpoints import atomic_folder
 from tinkex.wire.errors import UserFailure
 from tinkex.wire.training import AdamOptimizerConfig, LoraConfig
 
@@ -47,7 +47,7 @@ def test_a_save_that_fails_leaves_nothing(tmp_path: Path) -> None:
         (part / "half").write_text("half")
         raise OSError("disk full")
 
-    with pytest.raises(OSError, match="disk full"), whole_folder(tmp_path / "new") as part:
+    with pytest.raises(OSError, match="disk full"), atomic_folder(tmp_path / "new") as part:
         fail(part)
     assert not list(tmp_path.iterdir())
 

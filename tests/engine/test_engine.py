@@ -183,7 +183,7 @@ def test_a_pass_can_be_run_in_steps(engine: Engine, model: str) -> None:
     expected = engine.run_pass(model, whole, backward=False)
     parts = engine.begin_pass(model, whole, backward=False)
     while parts.waiting:
-        engine.run_together([(parts, 1)])
+        engine.run_micro_batch([(parts, 1)])
     output = parts.output()
     assert output.metrics == pytest.approx(expected.metrics)
     for mine, theirs in zip(output.loss_fn_outputs, expected.loss_fn_outputs, strict=True):

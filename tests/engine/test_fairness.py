@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tinkex.engine import Engine, EngineSettings
-from tinkex.engine.connection import Wire
+from tinkex.engine.connection import Connection
 from tinkex.engine.worker import Worker
 from tinkex.wire import engine_protocol
 from tinkex.wire.codec import encode_json
@@ -26,26 +26,26 @@ class Bench:
     def __init__(self, engine: Engine) -> None:
         self.ours, theirs = socket.socketpair()
         self.ours.setblocking(False)
-        self.wire = Wire(theirs.detach())
-        self.worker = Worker(engine, self.wire, turn_file=None)
+        self.connection = Connection(theirs.detach())
+        self.worker = Worker(engine, self.connection, compute_lock=None)
         self.micro_batches = 0
         self.tickets = 0
         self._heard = b""
-        run_together = engine.run_together
+        run_micro_batch = engine.run_micro_batch
 
         def counted(cuts: object) -> None:
             self.micro_batches += 1
-            run_together(cuts)  # type: ignore[arg-type]
+            run_micro_batch(cuts)  # type: ignore[arg-type]
 
-        engine.run_together = counted  # type: ignore[method-assign]
+        engine.run_micro_batch = counted  # type: ignore[method-assign]
 
     def order(self, **work: object) -> int:
         self.tickets += 1
-        self.wire.inbox.put(engine_protocol.Order(ticket=self.tickets, **work))  # type: ignore[arg-type]
+        self.connection.inbox.put(engine_protocol.Order(ticket=self.tickets, **work))  # type: ignore[arg-type]
         return self.tickets
 
     def turn(self) -> list[engine_protocol.Report]:
-        self.worker.turn()
+        self.worker.run_once()
         try:
             self._heard += self.ours.recv(1 << 20)
         except BlockingIOError:
@@ -88,7 +88,7 @@ def bench(tiny_folder: Path) -> Iterator[Bench]:
     bench.until(bench.order(create=create))
     yield bench
     bench.ours.close()
-    bench.wire._socket.close()
+    bench.connection._socket.close()
 
 
 def long_pass(rows: int) -> frames_pb2.Pass:

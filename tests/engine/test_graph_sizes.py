@@ -24,8 +24,8 @@ from tinkex.engine.training.custom_loss_ops import (
     METHODS,
     Operation,
     Refused,
+    checked_result,
     elements,
-    settled,
     tensors_in,
 )
 from tinkex.wire.errors import UserFailure
@@ -135,7 +135,7 @@ def too_small(operation: Operation, dice: random.Random) -> tuple[list[str], boo
             given = list(tensors_in(bound.values()))
             shapes = [list(one.shape) for one in given]
             size = operation.size(bound)
-            made = settled(operation.call(*args, **kwargs))
+            made = checked_result(operation.call(*args, **kwargs))
         except (Refused, RuntimeError, TypeError, ValueError, LookupError, AttributeError):
             continue
         ran_empty += any(0 in shape for shape in shapes) or not given

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tinkex.engine.training.batch import fitting
-from tinkex.engine.training.request_checks import Limits, check
+from tinkex.engine.training.batch import count_fitting
+from tinkex.engine.training.request_checks import Limits, check_request
 from tinkex.wire.errors import UserFailure
 from tinkex.wire.inputs import Datum, EncodedTextChunk, ImageChunk, ModelInput
 from tinkex.wire.tensors import TensorData
@@ -160,17 +160,17 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 def test_a_wrong_request_is_refused_with_what_is_wrong(case: str) -> None:
     make, message = REFUSED[case]
     with pytest.raises(UserFailure, match=message):
-        check(make(), LIMITS, backward=True)
+        check_request(make(), LIMITS, backward=True)
 
 
 def test_a_forward_pass_without_weights_counts_every_token_once() -> None:
-    _, (row,) = check(work([without(datum(), "weights")]), LIMITS, backward=False)
+    _, (row,) = check_request(work([without(datum(), "weights")]), LIMITS, backward=False)
     assert row.inputs_NK["weights"].tolist() == [[1.0], [1.0], [1.0]]
 
 
 def test_config_comes_as_a_number_or_for_each_token() -> None:
     data = [policy(), policy(clip_low_threshold=[0.1, 0.2, 0.3])]
-    _, rows = check(work(data, "ppo", {"clip_high_threshold": 3.0}), LIMITS, backward=True)
+    _, rows = check_request(work(data, "ppo", {"clip_high_threshold": 3.0}), LIMITS, backward=True)
     low = [row.inputs_NK["clip_low_threshold"][:, 0].tolist() for row in rows]
     assert low == [pytest.approx([0.8] * 3), pytest.approx([0.1, 0.2, 0.3])]
     assert rows[1].inputs_NK["clip_high_threshold"][:, 0].tolist() == [3.0] * 3
@@ -182,7 +182,7 @@ def test_a_sparse_target_left_out_is_token_zero_with_weight_zero() -> None:
         target_tokens=TensorData(data=[42], dtype="int64", **sparse),
         weights=TensorData(data=[0.5], dtype="float32", **sparse),
     )
-    _, (row,) = check(work([made]), LIMITS, backward=True)
+    _, (row,) = check_request(work([made]), LIMITS, backward=True)
     assert row.shape == (3, 5)
     assert row.targets_NK.sum() == row.targets_NK[0, 2] == 42
     assert row.inputs_NK["weights"].sum() == row.inputs_NK["weights"][0, 2] == 0.5
@@ -202,7 +202,7 @@ def test_micro_batches_take_what_fits_in_order(
 ) -> None:
     found = []
     while lengths:
-        count = fitting(lengths, max_tokens)
+        count = count_fitting(lengths, max_tokens)
         found.append(lengths[:count])
         lengths = lengths[count:]
     assert found == batches

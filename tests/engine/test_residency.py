@@ -5,16 +5,16 @@ from typing import Any
 import pytest
 
 from tinkex.engine.adapters.memory_plan import (
-    SHARES,
+    FRACTIONS,
     DoesNotFit,
+    MemoryFractions,
     Resident,
-    Shares,
-    give_way,
+    choose_evictions,
+    format_bytes,
     memory_plan,
-    readable,
 )
 
-HALVES = Shares(activations=0.25, cache=0.5)
+HALVES = MemoryFractions(activations=0.25, cache=0.5)
 USUAL = {
     "total": 1_300_000,
     "base": 200_000,
@@ -23,7 +23,7 @@ USUAL = {
     "max_batch_tokens": 8192,
     "kv_bytes_per_token": 10,
     "max_kv_tokens": 10**9,
-    "shares": HALVES,
+    "fractions": HALVES,
 }
 
 #: change of the usual -> (tokens of a pass, tokens in the cache, bytes for adapters)
@@ -48,9 +48,9 @@ def test_the_memory_is_divided_by_the_table(name: str) -> None:
     assert (plan.batch_tokens, plan.kv_tokens, plan.adapters) == (batch, cache, adapters)
 
 
-@pytest.mark.parametrize("device", SHARES)
+@pytest.mark.parametrize("device", FRACTIONS)
 def test_the_parts_are_the_whole(device: str) -> None:
-    plan = memory_plan(**{**USUAL, "shares": SHARES[device]})
+    plan = memory_plan(**{**USUAL, "fractions": FRACTIONS[device]})
     parts = (plan.base, plan.reserved, plan.activations, plan.cache, plan.adapters)
     assert sum(parts) == plan.total
     assert min(parts) > 0
@@ -83,7 +83,7 @@ FILE = resident("file", 5, 9, has_file=True)
     ],
 )
 def test_the_cheap_and_the_least_used_give_way(shortage: int, leaving: list[str]) -> None:
-    assert give_way([NEW, BUSY, FILE, OLD], shortage) == leaving
+    assert choose_evictions([NEW, BUSY, FILE, OLD], shortage) == leaving
 
 
 @pytest.mark.parametrize(
@@ -91,4 +91,4 @@ def test_the_cheap_and_the_least_used_give_way(shortage: int, leaving: list[str]
     [(0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (2_500_000, "2.5 MB"), (3_210_000_000, "3.2 GB")],
 )  # fmt: skip
 def test_sizes_can_be_read(size: int, text: str) -> None:
-    assert readable(size) == text
+    assert format_bytes(size) == text

@@ -535,7 +535,7 @@ def test_a_cancelled_request_does_not_keep_the_adapter_that_was_read_for_it(
     assert began.wait(30)
     engine.cancel(1)
     assert engine._sampler is not None
-    assert engine._sampler._reading is not None  # the second needs it
+    assert engine._sampler._loading is not None  # the second needs it
     engine.cancel(2)
     assert not engine.sampling
     lets.set()

@@ -8,24 +8,24 @@ import pytest
 from tinkex.engine.sampling.kv_pages import Pages
 from tinkex.engine.sampling.scheduler import (
     DecodeStep,
-    FillStep,
-    Piece,
-    RunLevel,
-    Schedule,
-    SharedRun,
-    groups,
-    run_levels,
-    table_is_cheaper,
+    PrefillChunk,
+    PrefillStep,
+    RangePass,
+    Scheduler,
+    SharedRange,
+    adapter_ranges,
+    gather_is_cheaper,
+    plan_range_reads,
 )
 from tinkex.engine.sampling.sequences import (
-    Drawing,
-    PromptQuestions,
+    PromptLogprobRequest,
     Request,
     SampleSequence,
+    SamplingConfig,
     Stops,
 )
 
-DRAWING = Drawing(temperature=1.0, top_k=None, top_p=None, seed=0)
+SAMPLING = SamplingConfig(temperature=1.0, top_k=None, top_p=None, seed=0)
 
 
 def request(
@@ -36,7 +36,7 @@ def request(
     samples: int = 1,
     adapter: str | None = None,
     owner: str = "",
-    questions: PromptQuestions | None = None,
+    prompt_logprobs: PromptLogprobRequest | None = None,
 ) -> Request:
     return Request(
         ticket=ticket,
@@ -44,9 +44,11 @@ def request(
         prompt=list(range(prompt)) if isinstance(prompt, int) else prompt,
         samples=samples,
         max_new_tokens=new,
-        drawing=DRAWING,
+        sampling=SAMPLING,
         stops=Stops(),
-        questions=PromptQuestions(logprobs=True) if questions is None else questions,
+        prompt_logprobs=PromptLogprobRequest(logprobs=True)
+        if prompt_logprobs is None
+        else prompt_logprobs,
         owner=owner,
     )
 
@@ -57,14 +59,14 @@ def schedule(
     sequences: int = 64,
     tokens: int = 1000,
     between: int | None = None,
-    most_idle: int = 0,
+    max_idle: int = 0,
     load_adapter: Callable[[Request], bool] = lambda _: True,
-) -> Schedule:
-    return Schedule(
-        Pages(pages, 4, most_idle=most_idle),
+) -> Scheduler:
+    return Scheduler(
+        Pages(pages, 4, max_idle=max_idle),
         max_sequences=sequences,
         max_batch_tokens=tokens,
-        fill_tokens=between,
+        prefill_tokens=between,
         load_adapter=load_adapter,
     )
 
@@ -78,60 +80,65 @@ def next_token(sequence: SampleSequence) -> int:
 class Machine:
     """Runs steps the way the sampler does; keeps what is in each cache row."""
 
-    def __init__(self, plan: Schedule) -> None:
+    def __init__(self, plan: Scheduler) -> None:
         self.plan = plan
         #: The adapter and all tokens up to the row's own: what keys and values depend on.
         self.rows: dict[int, tuple[str | None, tuple[int, ...]]] = {}
         self.done: list[SampleSequence] = []
-        self.steps: list[FillStep | DecodeStep] = []
+        self.steps: list[PrefillStep | DecodeStep] = []
 
     def run(self, limit: int = 10_000) -> None:
         while self.step():
             assert len(self.steps) < limit, "no progress"
 
-    def pieces(self) -> list[Piece]:
-        return [p for step in self.steps if isinstance(step, FillStep) for p in step.pieces]
+    def chunks(self) -> list[PrefillChunk]:
+        return [p for step in self.steps if isinstance(step, PrefillStep) for p in step.chunks]
 
     def step(self) -> bool:
         step = self.plan.next_step()
         if step is None:
             return False
         self.steps.append(step)
-        if isinstance(step, FillStep):
-            self._fill(step)
+        if isinstance(step, PrefillStep):
+            self._prefill(step)
         else:
             self._decode(step)
         self.done += self.plan.drop_finished()
         return True
 
-    def _fill(self, step: FillStep) -> None:
-        for piece in step.pieces:
-            fill = piece.fill
-            for position in range(piece.start, piece.stop):
-                row = self.plan.pages.row(fill.holding, position)
-                self.rows[row] = (fill.request.adapter, tuple(fill.tokens[: position + 1]))
-            for position in range(piece.start):
-                row = self.plan.pages.row(fill.holding, position)
-                assert self.rows[row] == (fill.request.adapter, tuple(fill.tokens[: position + 1]))
-        for piece in step.pieces:
-            born, copies = self.plan.filled(piece)
+    def _prefill(self, step: PrefillStep) -> None:
+        for chunk in step.chunks:
+            prefill = chunk.prefill
+            for position in range(chunk.start, chunk.stop):
+                row = self.plan.pages.slot(prefill.page_table, position)
+                self.rows[row] = (prefill.request.adapter, tuple(prefill.tokens[: position + 1]))
+            for position in range(chunk.start):
+                row = self.plan.pages.slot(prefill.page_table, position)
+                assert self.rows[row] == (
+                    prefill.request.adapter,
+                    tuple(prefill.tokens[: position + 1]),
+                )
+        for chunk in step.chunks:
+            started, copies = self.plan.finish_chunk(chunk)
             for source, target, length in copies:
                 for offset in range(length):
                     self.rows[target + offset] = self.rows[source + offset]
-            for sequence in born:
+            for sequence in started:
                 sequence.append(next_token(sequence), 0.0, None)
 
     def _decode(self, step: DecodeStep) -> None:
         for sequence in step.sequences:
-            position = sequence.known - 1
-            row = self.plan.pages.row(sequence.holding, position)
+            position = sequence.length - 1
+            row = self.plan.pages.slot(sequence.page_table, position)
             known = (*sequence.request.prompt, *sequence.tokens)
             self.rows[row] = (sequence.request.adapter, known)
-        levels = run_levels(self.plan.pages, step.sequences)
+        levels = plan_range_reads(self.plan.pages, step.sequences)
         read: dict[int, list[int]] = {}
         for level in levels:
-            assert level.rows == [s for run in level.runs for s in range(run.first, run.last)]
-            for run in level.runs:
+            assert level.sequences == [
+                s for run in level.ranges for s in range(run.first, run.last)
+            ]
+            for run in level.ranges:
                 for at in range(run.first, run.last):
                     read.setdefault(at, []).extend(range(run.start, run.stop))
         for at, sequence in enumerate(step.sequences):
@@ -155,9 +162,9 @@ def test_a_prompt_is_filled_once_for_all_its_samples() -> None:
     plan.add(request(1, 10, 5, samples=6))
     machine = Machine(plan)
     machine.run()
-    fills = [step for step in machine.steps if isinstance(step, FillStep)]
-    assert [(p.start, p.stop) for p in fills[0].pieces] == [(0, 10)]
-    assert len(fills) == 1
+    prefills = [step for step in machine.steps if isinstance(step, PrefillStep)]
+    assert [(p.start, p.stop) for p in prefills[0].chunks] == [(0, 10)]
+    assert len(prefills) == 1
     assert len(machine.done) == 6
 
 
@@ -168,9 +175,9 @@ def test_samples_of_a_prompt_read_its_full_pages_together() -> None:
     machine.step()
     step = plan.next_step()
     assert isinstance(step, DecodeStep)
-    first, second = run_levels(plan.pages, step.sequences)
-    assert [(run.first, run.last, run.stop - run.start) for run in first.runs] == [(0, 3, 8)]
-    assert [(run.first, run.last, run.stop - run.start) for run in second.runs] == [
+    first, second = plan_range_reads(plan.pages, step.sequences)
+    assert [(run.first, run.last, run.stop - run.start) for run in first.ranges] == [(0, 3, 8)]
+    assert [(run.first, run.last, run.stop - run.start) for run in second.ranges] == [
         (0, 1, 3),  # two tokens of the prompt and the first drawn
         (1, 2, 3),
         (2, 3, 3),
@@ -183,8 +190,8 @@ def test_long_prompts_are_filled_in_pieces() -> None:
     plan.add(request(2, 3, 2))
     machine = Machine(plan)
     machine.run()
-    fills = [step for step in machine.steps if isinstance(step, FillStep)]
-    assert [[(p.start, p.stop) for p in step.pieces] for step in fills] == [
+    prefills = [step for step in machine.steps if isinstance(step, PrefillStep)]
+    assert [[(p.start, p.stop) for p in step.chunks] for step in prefills] == [
         [(0, 8)],
         [(8, 16)],
         [(16, 20), (0, 3)],
@@ -201,7 +208,7 @@ def test_arrivals_do_not_stop_those_who_run() -> None:
         machine.step()
         machine.step()
     kinds = [type(step).__name__ for step in machine.steps]
-    assert kinds == ["FillStep"] + ["DecodeStep", "FillStep"] * 5
+    assert kinds == ["PrefillStep"] + ["DecodeStep", "PrefillStep"] * 5
 
 
 def test_neighbours_share_an_adapter() -> None:
@@ -212,7 +219,7 @@ def test_neighbours_share_an_adapter() -> None:
     machine.step()
     step = plan.next_step()
     assert isinstance(step, DecodeStep)
-    assert groups(step.sequences) == [(0, 2, None), (2, 3, "a"), (3, 5, "b")]
+    assert adapter_ranges(step.sequences) == [(0, 2, None), (2, 3, "a"), (3, 5, "b")]
     assert plan.adapters_in_use() == {"a", "b", None}
 
 
@@ -224,7 +231,7 @@ def test_who_waits_for_an_adapter_uses_none_and_stops_nobody_who_has_theirs() ->
     machine = Machine(plan)
     machine.step()
     assert plan.adapters_in_use() == {"a", None}
-    assert plan.adapters_waited_for() == {"b"}
+    assert plan.adapters_awaited() == {"b"}
     machine.run()
     assert plan.next_step() is None
     assert sorted(sequence.request.ticket for sequence in machine.done) == [0, 2, 4]
@@ -240,7 +247,7 @@ def test_each_missing_adapter_is_asked_for_once_in_a_step_and_those_left_out_nev
         asked.append(request.adapter)
         return False
 
-    plan = Schedule(
+    plan = Scheduler(
         Pages(64, 4),
         max_sequences=64,
         max_batch_tokens=100,
@@ -261,15 +268,15 @@ def test_the_youngest_makes_room_and_goes_on_later() -> None:
     machine.run()
     assert [sequence.request.ticket for sequence in machine.done] == [1, 2]
     refills = [
-        piece
+        chunk
         for step in machine.steps
-        if isinstance(step, FillStep)
-        for piece in step.pieces
-        if len(piece.fill.tokens) > 8
+        if isinstance(step, PrefillStep)
+        for chunk in step.chunks
+        if len(chunk.prefill.tokens) > 8
     ]
     assert refills, "the second was never set aside"
-    assert all(piece.fill.request.ticket == 2 for piece in refills)
-    assert not any(piece.fill.questions for piece in refills)
+    assert all(chunk.prefill.request.ticket == 2 for chunk in refills)
+    assert not any(chunk.prefill.prompt_logprobs for chunk in refills)
     assert plan.pages.available == 6
 
 
@@ -303,7 +310,7 @@ def test_a_cancelled_request_leaves_nothing_behind() -> None:
 
 
 def test_requests_can_be_made_to_run_one_by_one() -> None:
-    plan = Schedule(
+    plan = Scheduler(
         Pages(64, 4), max_sequences=64, max_batch_tokens=100, one_request_at_a_time=True
     )
     for ticket in range(3):
@@ -316,9 +323,9 @@ def test_requests_can_be_made_to_run_one_by_one() -> None:
             assert len({s.request.ticket for s in step.sequences}) == 1
 
 
-def one_run_each(lengths: list[int]) -> list[RunLevel]:
-    runs = [SharedRun(0, length, at, at + 1) for at, length in enumerate(lengths)]
-    return [RunLevel(runs, list(range(len(lengths))))]
+def one_run_each(lengths: list[int]) -> list[RangePass]:
+    runs = [SharedRange(0, length, at, at + 1) for at, length in enumerate(lengths)]
+    return [RangePass(runs, list(range(len(lengths))))]
 
 
 @pytest.mark.parametrize(
@@ -332,7 +339,7 @@ def one_run_each(lengths: list[int]) -> list[RunLevel]:
     ],
 )
 def test_a_rectangle_serves_many_short_sequences(lengths: list[int], cheaper: bool) -> None:
-    assert table_is_cheaper(one_run_each(lengths), lengths) is cheaper
+    assert gather_is_cheaper(one_run_each(lengths), lengths) is cheaper
 
 
 @pytest.mark.parametrize("seed", range(25))
@@ -346,14 +353,16 @@ def test_whatever_arrives_everybody_ends_with_their_own_tokens(seed: int, rememb
         sequences=rng.randint(1, 8),
         tokens=rng.choice([3, 10, 100]),
         between=rng.choice([None, 2]),
-        most_idle=rng.randint(1, pages) if remembers else 0,
+        max_idle=rng.randint(1, pages) if remembers else 0,
     )
     machine = Machine(plan)
     asked: dict[int, Request] = {}
     for ticket in range(20):
         prompt = rng.randint(1, pages * 2)
         new = rng.randint(1, pages * 4 - prompt)
-        questions = PromptQuestions(logprobs=rng.random() < 0.5, first_position=rng.randint(1, 9))
+        questions = PromptLogprobRequest(
+            logprobs=rng.random() < 0.5, first_position=rng.randint(1, 9)
+        )
         one = request(
             ticket,
             [rng.choice([0, 0, 0, 1])] * 3 + [7] * (prompt - 3) if prompt > 3 else prompt,
@@ -361,7 +370,7 @@ def test_whatever_arrives_everybody_ends_with_their_own_tokens(seed: int, rememb
             samples=rng.randint(1, 5),
             adapter=rng.choice([None, "a"]),
             owner=rng.choice(["x", "x", "y", "z"]),
-            questions=questions,
+            prompt_logprobs=questions,
         )
         asked[ticket] = one
         plan.add(one)
@@ -376,66 +385,66 @@ def test_whatever_arrives_everybody_ends_with_their_own_tokens(seed: int, rememb
         for index in range(one.samples):
             assert done[ticket, index] == tokens_alone(one, index)
     assert plan.pages.available == pages
-    answered = {p.fill.request.ticket for p in machine.pieces() if p.fill.questions}
-    assert answered >= {ticket for ticket, one in asked.items() if one.questions}
-    for piece in machine.pieces():
-        first_row = piece.fill.questions.first_row
-        assert first_row is None or piece.fill.found <= first_row
+    answered = {p.prefill.request.ticket for p in machine.chunks() if p.prefill.prompt_logprobs}
+    assert answered >= {ticket for ticket, one in asked.items() if one.prompt_logprobs}
+    for chunk in machine.chunks():
+        first_source = chunk.prefill.prompt_logprobs.first_source
+        assert first_source is None or chunk.prefill.cached_tokens <= first_source
 
 
 # -- beginnings -----------------------------------------------------------------------------------
 
-SILENT = PromptQuestions()
+SILENT = PromptLogprobRequest()
 
 
 def test_requests_that_begin_alike_compute_it_once() -> None:
-    plan = schedule(64, most_idle=64)
+    plan = schedule(64, max_idle=64)
     for ticket in range(4):
-        plan.add(request(ticket, [*range(10), ticket], 3, questions=SILENT))
+        plan.add(request(ticket, [*range(10), ticket], 3, prompt_logprobs=SILENT))
     machine = Machine(plan)
     machine.run()
     # The first goes alone; the others wait for it and take its two full pages.
-    assert [(p.fill.request.ticket, p.start, p.stop) for p in machine.pieces()] == [
+    assert [(p.prefill.request.ticket, p.start, p.stop) for p in machine.chunks()] == [
         (0, 0, 11),
         (1, 8, 11),
         (2, 8, 11),
         (3, 8, 11),
     ]
-    assert [p.fill.found for p in machine.pieces()] == [0, 8, 8, 8]
+    assert [p.prefill.cached_tokens for p in machine.chunks()] == [0, 8, 8, 8]
 
 
 def test_nobody_waits_for_a_beginning_that_serves_another_adapter_or_has_questions() -> None:
-    plan = schedule(64, most_idle=64)
-    plan.add(request(0, 10, 3, questions=SILENT))
-    plan.add(request(1, 10, 3, questions=SILENT, adapter="a"))
-    plan.add(request(2, 10, 3, questions=PromptQuestions(logprobs=True)))
+    plan = schedule(64, max_idle=64)
+    plan.add(request(0, 10, 3, prompt_logprobs=SILENT))
+    plan.add(request(1, 10, 3, prompt_logprobs=SILENT, adapter="a"))
+    plan.add(request(2, 10, 3, prompt_logprobs=PromptLogprobRequest(logprobs=True)))
     machine = Machine(plan)
     machine.step()
-    assert sorted(p.fill.request.ticket for p in machine.pieces()) == [0, 1, 2]
+    assert sorted(p.prefill.request.ticket for p in machine.chunks()) == [0, 1, 2]
 
 
 def test_those_who_began_alike_read_it_together() -> None:
-    plan = schedule(200, most_idle=200)
+    plan = schedule(200, max_idle=200)
     long = list(range(400))
     for ticket in range(3):
-        plan.add(request(ticket, [*long, ticket], 9, questions=SILENT))
-    plan.add(request(3, [5] * 9, 9, questions=SILENT))
+        plan.add(request(ticket, [*long, ticket], 9, prompt_logprobs=SILENT))
+    plan.add(request(3, [5] * 9, 9, prompt_logprobs=SILENT))
     machine = Machine(plan)
     while plan.running < 4:
         machine.step()
     sequences = next(s for s in [plan.next_step()] if isinstance(s, DecodeStep)).sequences
-    levels = run_levels(plan.pages, sequences)
-    shared = [run for run in levels[0].runs if run.last - run.first == 3]
+    levels = plan_range_reads(plan.pages, sequences)
+    shared = [run for run in levels[0].ranges if run.last - run.first == 3]
     assert [run.stop - run.start for run in shared] == [400]
 
 
 def test_who_had_to_make_room_finds_its_own_pages_again() -> None:
-    plan = schedule(7, most_idle=7)
-    plan.add(request(1, [1] * 8, 12, questions=SILENT))
-    plan.add(request(2, [2] * 8, 12, questions=SILENT))
+    plan = schedule(7, max_idle=7)
+    plan.add(request(1, [1] * 8, 12, prompt_logprobs=SILENT))
+    plan.add(request(2, [2] * 8, 12, prompt_logprobs=SILENT))
     machine = Machine(plan)
     machine.run()
-    again = [p for p in machine.pieces() if len(p.fill.tokens) > 8]
+    again = [p for p in machine.chunks() if len(p.prefill.tokens) > 8]
     assert again
     assert min(p.start for p in again) > 0
 
@@ -517,10 +526,10 @@ def test_a_long_prompt_stops_neither_those_who_run_nor_a_short_one_of_another_ow
     begun = len(machine.steps)
     while not any(s.request.ticket == 2 for s in machine.done):
         machine.step()
-    # Two pieces beside the long prompt's, each followed by a token for everybody.
+    # Two chunks beside the long prompt's, each followed by a token for everybody.
     assert len(machine.steps) - begun <= 6
     assert plan.running == 1
     kinds = [type(step).__name__ for step in machine.steps[1:]]
-    assert "FillStep, FillStep" not in ", ".join(kinds)
-    fills = [step for step in machine.steps[1:] if isinstance(step, FillStep)]
-    assert all(sum(p.stop - p.start for p in step.pieces) <= 8 for step in fills)
+    assert "PrefillStep, PrefillStep" not in ", ".join(kinds)
+    prefills = [step for step in machine.steps[1:] if isinstance(step, PrefillStep)]
+    assert all(sum(p.stop - p.start for p in step.chunks) <= 8 for step in prefills)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from tinkex.engine.sampling.sequences import Drawing, Request, SampleSequence, Stops
+from tinkex.engine.sampling.sequences import Request, SampleSequence, SamplingConfig, Stops
 
 
 def decode(tokens: Sequence[int]) -> str:
@@ -18,7 +18,7 @@ def drawn(text: str, stops: Stops, *, max_new_tokens: int = 100) -> SampleSequen
         prompt=[1],
         samples=1,
         max_new_tokens=max_new_tokens,
-        drawing=Drawing(temperature=1.0, top_k=None, top_p=None, seed=0),
+        sampling=SamplingConfig(temperature=1.0, top_k=None, top_p=None, seed=0),
         stops=stops,
     )
     sequence = SampleSequence(request=request, index=0)

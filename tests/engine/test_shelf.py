@@ -11,7 +11,7 @@ import torch
 
 from numerics.parts import request, sample, weighted, work
 from tinkex.engine import Engine, EngineSettings
-from tinkex.engine.adapters.adapter_store import Shelf
+from tinkex.engine.adapters.adapter_store import AdapterStore
 from tinkex.engine.adapters.adapters import TrainingAdapter, adapter_bytes
 from tinkex.engine.adapters.memory_plan import Tier
 from tinkex.engine.device import available_bytes
@@ -80,8 +80,8 @@ def test_models_that_do_not_fit_together_train_as_if_they_did(
             engine.create(name, lora, AdamOptimizerConfig())
         curves.append(losses(engine, names, rounds=4))
     assert curves[0] == curves[1]
-    assert large._adapters.use(Tier.DISK).count == 0
-    use = {tier: small._adapters.use(tier).count for tier in Tier}
+    assert large._adapters.usage(Tier.DISK).count == 0
+    use = {tier: small._adapters.usage(tier).count for tier in Tier}
     assert use == {Tier.DEVICE: 2, Tier.HOST: 0, Tier.DISK: 2}
     assert len(spilled(tmp_path)) == 2
     for name in names:
@@ -105,10 +105,10 @@ def test_a_pass_goes_on_although_its_adapter_was_away(engine_with: Make, one_ada
     engine.create("a", LORA, AdamOptimizerConfig())
     rng = np.random.default_rng(0)
     running = engine.begin_pass("a", work([weighted(rng, 6), weighted(rng, 4)]), backward=True)
-    engine.run_together([(running, 1)])
+    engine.run_micro_batch([(running, 1)])
     engine.create("b", LORA, AdamOptimizerConfig())
-    assert engine._adapters.use(Tier.DISK).count == 1
-    engine.run_together([(running, 1)])
+    assert engine._adapters.usage(Tier.DISK).count == 1
+    engine.run_micro_batch([(running, 1)])
     assert len(running.output().loss_fn_outputs) == 2
     assert engine.optim_step("b", AdamParams())["grad_norm:mean"] == 0
     assert engine.optim_step("a", AdamParams())["grad_norm:mean"] > 0
@@ -121,13 +121,13 @@ def test_a_micro_batch_keeps_its_adapters_together(engine_with: Make, one_adapte
     for name in ("a", "b"):
         engine.create(name, LORA, AdamOptimizerConfig())
         passes.append(engine.begin_pass(name, work([weighted(rng, 6)]), backward=True))
-    engine.run_together([(one, 1) for one in passes])
+    engine.run_micro_batch([(one, 1) for one in passes])
     for name in ("a", "b"):
         assert engine.optim_step(name, AdamParams())["grad_norm:mean"] > 0
     passes.clear()
     gc.collect()
     engine.create("c", LORA, AdamOptimizerConfig())
-    assert engine._adapters.use(Tier.DEVICE).count == 1
+    assert engine._adapters.usage(Tier.DEVICE).count == 1
 
 
 def test_samplers_count_and_give_way_first(
@@ -142,7 +142,7 @@ def test_samplers_count_and_give_way_first(
     first = [sample(engine, [asked], [folder])[0] for folder in folders]
     assert engine._sampler is not None
     assert [Path(key).name for key in engine._sampler._adapters] == ["two", "three"]
-    assert engine._adapters.use(Tier.DEVICE).count == 1
+    assert engine._adapters.usage(Tier.DEVICE).count == 1
     assert [sample(engine, [asked], [folder])[0] for folder in folders] == first
 
 
@@ -223,7 +223,7 @@ def test_who_waits_for_an_adapter_s_room_stops_nobody_but_those_who_need_room_to
     engine.submit(BOB, short, adapter=folders[2], owner="bob")
     engine.advance()
     # Bob was served too, and Dave not: Dave's turn comes before Bob's, but not the room.
-    engine._sampler.schedule._waiting.charge("bob", 50)  # type: ignore[union-attr]
+    engine._sampler.scheduler._waiting.charge("bob", 50)  # type: ignore[union-attr]
     engine.submit(DAVE, short, adapter=folders[3], owner="dave")
     engine.submit(BASE, short, adapter=None, owner="erin")
     engine.submit(SHORT, short, adapter=folders[0], owner="alice")
@@ -236,7 +236,7 @@ def test_who_waits_for_an_adapter_s_room_stops_nobody_but_those_who_need_room_to
 def test_a_stream_of_samples_does_not_keep_another_adapter_out(
     engine_with: Make, one_adapter: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sampler, "ROOM_WAIT_S", 0.0)
+    monkeypatch.setattr(sampler, "MAX_ROOM_WAIT_S", 0.0)
     folders = saved_adapters(engine_with(), tmp_path, 2)
     engine = engine_with(adapter_bytes=one_adapter // 4)  # one of a sampler
     asked = request([1, 2, 3], max_tokens=12, seed=1, stop=[])
@@ -277,7 +277,7 @@ def test_a_pass_that_does_not_fit_sends_idle_models_away_first(
         engine.create(name, LORA, AdamOptimizerConfig())
     data = work([weighted(np.random.default_rng(0), length)])
     engine.run_pass("a", data, backward=True)
-    assert engine._adapters.use(Tier.DISK).count == 1
+    assert engine._adapters.usage(Tier.DISK).count == 1
     too_long = work([weighted(np.random.default_rng(0), length + 2 * one_adapter // per_token)])
     with pytest.raises(UserFailure, match=r"a sequence of \d+ tokens needs about .* are free"):
         engine.run_pass("a", too_long, backward=True)
@@ -305,10 +305,10 @@ def test_a_folder_of_its_own_goes_with_the_engine(tiny_folder: Path, one_adapter
 
 
 @pytest.fixture
-def host_shelf(engine: Engine, one_adapter: int) -> Iterator[Shelf]:
+def host_store(engine: Engine, one_adapter: int) -> Iterator[AdapterStore]:
     """A shelf that believes in a tier between device and disk, as on a GPU; room for one each."""
 
-    class Middle(Shelf):
+    class Middle(AdapterStore):
         def available(self) -> int:
             return available_bytes(torch.device("cpu"))
 
@@ -328,9 +328,9 @@ def host_shelf(engine: Engine, one_adapter: int) -> Iterator[Shelf]:
 
 
 def test_a_gpu_s_adapters_go_to_the_host_first_and_then_to_disk(
-    host_shelf: Shelf, engine: Engine, one_adapter: int
+    host_store: AdapterStore, engine: Engine, one_adapter: int
 ) -> None:
-    host_shelf._device = torch.device("cuda", 0)  # decides; the adapters themselves are on the CPU
+    host_store._device = torch.device("cuda", 0)  # decides; the adapters themselves are on the CPU
     moved: list[tuple[str, str]] = []
 
     class Watched(TrainingAdapter):
@@ -350,13 +350,13 @@ def test_a_gpu_s_adapters_go_to_the_host_first_and_then_to_disk(
             model_dtype=torch.float32,
             device=torch.device("cpu"),
         )
-        host_shelf.add(str(seed), one_adapter, "an adapter", lambda adapter=adapter: adapter)
-    tiers = {name: entry.tier for name, entry in host_shelf._entries.items()}
+        host_store.add(str(seed), one_adapter, "an adapter", lambda adapter=adapter: adapter)
+    tiers = {name: entry.tier for name, entry in host_store._entries.items()}
     assert tiers == {"1": Tier.DISK, "2": Tier.HOST, "3": Tier.DEVICE}
     assert moved == [("1", "cpu"), ("2", "cpu")]
-    assert host_shelf["2"].master.any()  # its own place on the host is free by then: 3 takes it
-    assert host_shelf["1"].master.any()
-    tiers = {name: entry.tier for name, entry in host_shelf._entries.items()}
+    assert host_store["2"].master.any()  # its own place on the host is free by then: 3 takes it
+    assert host_store["1"].master.any()
+    tiers = {name: entry.tier for name, entry in host_store._entries.items()}
     assert tiers == {"1": Tier.DEVICE, "2": Tier.HOST, "3": Tier.DISK}
     assert moved[2:] == [("3", "cpu"), ("2", "cuda"), ("2", "cpu"), ("1", "from disk to cuda")]
 

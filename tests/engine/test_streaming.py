@@ -4,7 +4,7 @@ from collections import defaultdict
 from typing import Any
 
 from tinkex.engine import Engine
-from tinkex.engine.sampling.sampler import Grown
+from tinkex.engine.sampling.sampler import PartialOutput
 from tinkex.wire.inputs import ModelInput
 from tinkex.wire.sampling import SampleRequest, SampleResponse, SamplingParams
 
@@ -17,14 +17,14 @@ def request(*, num_samples: int = 1, **params: Any) -> SampleRequest:
     )
 
 
-def run(engine: Engine) -> tuple[list[list[Grown]], dict[int, SampleResponse]]:
+def run(engine: Engine) -> tuple[list[list[PartialOutput]], dict[int, SampleResponse]]:
     """What every burst told, and what was answered."""
     told, answers = [], {}
     while engine.sampling:
         for finished in engine.advance():
             assert not isinstance(finished.outcome, Exception)
             answers[finished.ticket] = finished.outcome
-        told.append(engine.grown())
+        told.append(engine.partial_outputs())
     return told, answers
 
 
@@ -56,4 +56,4 @@ def test_a_sample_that_was_given_up_tells_nothing_more(engine: Engine) -> None:
     engine.submit(1, request(max_tokens=200), adapter=None, streams=True)
     engine.advance()
     engine.cancel(1)
-    assert engine.grown() == []
+    assert engine.partial_outputs() == []

@@ -17,8 +17,8 @@ from server.api.test_custom_losses import loss
 from tinkex.engine import Engine, EngineSettings, connection, snapshot_writer, worker
 from tinkex.engine.adapters import checkpoints
 from tinkex.engine.adapters.checkpoints import Files, SavedAdapter, read_adapter, write
-from tinkex.engine.connection import Wire
-from tinkex.engine.device import is_broken, is_full
+from tinkex.engine.connection import Connection
+from tinkex.engine.device import is_device_lost, is_out_of_memory
 from tinkex.engine.sampling.sampler import Finished
 from tinkex.engine.worker import Worker
 from tinkex.wire import engine_protocol
@@ -36,13 +36,13 @@ class Turns:
     def __init__(self, engine: Engine) -> None:
         self._ours, theirs = socket.socketpair()
         self._theirs = theirs.detach()
-        self.worker = Worker(engine, Wire(self._theirs), turn_file=None)
+        self.worker = Worker(engine, Connection(self._theirs), compute_lock=None)
         self._stream = self._ours.makefile("rb")
         self._tickets = 0
 
     def order(self, **work: object) -> int:
         self._tickets += 1
-        self.worker._sort(engine_protocol.Order(ticket=self._tickets, **work))  # type: ignore[arg-type]
+        self.worker._accept(engine_protocol.Order(ticket=self._tickets, **work))  # type: ignore[arg-type]
         return self._tickets
 
     def turn(self) -> dict[int, engine_protocol.Report]:
@@ -51,12 +51,12 @@ class Turns:
 
     def whole_turn(self) -> dict[int, engine_protocol.Report]:
         """What a turn of everything answered."""
-        return self._said_by(self.worker.turn)
+        return self._said_by(self.worker.run_once)
 
     def _said_by(self, act: Callable[[], None]) -> dict[int, engine_protocol.Report]:
         act()
         # A mark behind everything that was said in this turn.
-        self.worker._wire.send(engine_protocol.Report(ticket=0))
+        self.worker._connection.send(engine_protocol.Report(ticket=0))
         said = {}
         while (report := self._report()).WhichOneof("body"):
             if report.ticket:  # sizes and counts answer nothing
@@ -82,7 +82,7 @@ class Turns:
     def close(self) -> None:
         self._stream.close()
         self._ours.close()
-        self.worker._wire._socket.close()
+        self.worker._connection._socket.close()
 
 
 @pytest.fixture(scope="module")
@@ -198,7 +198,7 @@ def test_a_batch_that_fails_blames_the_one_that_was_alone_in_it(
     def fail(_cuts: object) -> None:
         raise RuntimeError("half-way")
 
-    monkeypatch.setattr(turns.worker._engine, "run_together", fail)
+    monkeypatch.setattr(turns.worker._engine, "run_micro_batch", fail)
     shared = [turns.order(run_pass=passes(name, 1, 4)) for name in "aab"]
     # It would run on what the batch left of its model, so it is tried again as well.
     behind = turns.order(run_pass=passes("a", 1, 4, backward=False))
@@ -212,14 +212,16 @@ def test_a_batch_that_fails_blames_the_one_that_was_alone_in_it(
 
 
 def test_a_device_that_is_lost_is_told_from_one_that_is_full() -> None:
-    assert is_broken(torch.AcceleratorError("CUDA error: device-side assert triggered"))
+    assert is_device_lost(torch.AcceleratorError("CUDA error: device-side assert triggered"))
     # As seen on a GPU (`benchmarks/check_gpu_recovery.py`): it has no type of its own.
-    assert is_broken(RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `c`"))
+    assert is_device_lost(
+        RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `c`")
+    )
     full = torch.OutOfMemoryError("CUDA out of memory")
-    assert is_full(full)
-    assert not is_broken(full)
-    assert not is_broken(RuntimeError("a bug"))
-    assert not is_broken(ValueError("a bug"))
+    assert is_out_of_memory(full)
+    assert not is_device_lost(full)
+    assert not is_device_lost(RuntimeError("a bug"))
+    assert not is_device_lost(ValueError("a bug"))
 
 
 class Exited(BaseException):
@@ -244,8 +246,8 @@ FULL = torch.OutOfMemoryError("CUDA out of memory")
 
 @pytest.mark.parametrize("error", [LOST, FULL, ValueError("a bug")])
 def test_telling_of_a_failure_never_ends_the_process(error: Exception, exits: list[int]) -> None:
-    assert str(error) in connection.failed(1, error).failed.message
-    assert str(error) in connection.muddled(1, error).failed.message
+    assert str(error) in connection.failure_report(1, error).failed.message
+    assert str(error) in connection.shared_failure_report(1, error).failed.message
     assert not exits
 
 
@@ -256,7 +258,7 @@ def test_a_lost_device_ends_the_process_and_a_full_one_if_nothing_smaller_is_lef
         def fail(*_: object, **__: object) -> NoReturn:
             raise error
 
-        for name in ("run_together", "optim_step", "copy", "submit"):
+        for name in ("run_micro_batch", "optim_step", "copy_snapshot", "submit"):
             monkeypatch.setattr(turns.worker._engine, name, fail)
 
     sample = frames_pb2.Sample(payload=frames_pb2.Payload(inline=SAMPLE))
@@ -313,7 +315,7 @@ class SlowDisk:
 def test_snapshots_wait_for_a_slow_disk_and_nobody_for_them(
     turns: Turns, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most_bytes: int
 ) -> None:
-    monkeypatch.setattr(worker, "COPIES_BYTES", most_bytes)
+    monkeypatch.setattr(worker, "MAX_PENDING_SNAPSHOT_BYTES", most_bytes)
     disk = SlowDisk(monkeypatch)
     snapshots = {
         name: turns.order(snapshot=frames_pb2.Snapshot(model_id=name, folder=str(tmp_path / name)))
@@ -339,7 +341,7 @@ def test_snapshots_wait_for_a_slow_disk_and_nobody_for_them(
     # With room for one copy only b itself waits: its pass comes after its snapshot.
     waits = set() if most_bytes > 1 else {behind["b"]}
     assert at_once == {sample, *behind.values()} - waits
-    while turns.worker._copies_bytes or turns.worker._next_model():
+    while turns.worker._pending_snapshot_bytes or turns.worker._next_model():
         said.update(turns.whole_turn())
     assert said.keys() == {sample, *snapshots.values(), *behind.values()}
     assert disk.written == ["a", "b"]

@@ -4,7 +4,7 @@ import io
 
 import pytest
 
-from tinkex.models.cache import cache_folder, plain_lines, staged
+from tinkex.models.cache import cache_folder, line_progress, staged
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ def test_a_failure_leaves_nothing(tmp_path):
 
 def test_progress_in_a_log_is_a_line_for_each_quarter():
     stream = io.StringIO()
-    report = plain_lines(stream)
+    report = line_progress(stream)
     for done in range(1001):
         report(done * 10_000, 10_000_000, "downloading")
     assert stream.getvalue().splitlines() == [

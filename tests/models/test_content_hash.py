@@ -25,13 +25,13 @@ def kept(tmp_path: Path) -> Path:
 def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the files that were read in full."""
     names: list[str] = []
-    reading = module._Hashes._read
+    reading = module._FileHashes._read
 
-    def noted(self: module._Hashes, file: Path) -> str:
+    def noted(self: module._FileHashes, file: Path) -> str:
         names.append(file.name)
         return reading(self, file)
 
-    monkeypatch.setattr(module._Hashes, "_read", noted)
+    monkeypatch.setattr(module._FileHashes, "_read", noted)
     return names
 
 

@@ -7,7 +7,7 @@ import torch
 from numerics.parts import model_from, random_adapter, work
 from tinkex.engine import Engine, EngineSettings
 from tinkex.engine.adapters.merge import merge
-from tinkex.models.embedded import write_files_beside
+from tinkex.models.embedded import write_companion_files
 from tinkex.wire.inputs import Datum, ModelInput
 
 
@@ -18,7 +18,7 @@ def test_a_gguf_base_becomes_a_full_model(small_llama, tmp_path):
     base = tmp_path / "base"
     base.mkdir()
     small_llama.rename(base / "model.gguf")
-    write_files_beside(base)
+    write_companion_files(base)
     engine = Engine(EngineSettings(name="gguf", folder=base, device="cpu", kv_tokens=64))
     adapter = random_adapter(engine, tmp_path / "adapter")
     merged = merge(base, adapter, tmp_path / "merged", torch.float32)

@@ -15,7 +15,13 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 from transformers import AutoTokenizer
 
 from tinkex.models.embedded import FetchFailed, ensure_embedded
-from tinkex.models.tokenizer import NAMED, NEUTRAL, Tokenizer, TokenizerError, load_tokenizer
+from tinkex.models.tokenizer import (
+    NAMED_TOKENS,
+    NEUTRAL_ARGUMENTS,
+    Tokenizer,
+    TokenizerError,
+    load_tokenizer,
+)
 
 TEXTS = (
     "every road leads home",
@@ -136,7 +142,7 @@ def test_m6_texts_give_the_same_tokens_and_tokens_the_same_texts(both):
 
 def test_m6_the_special_tokens_are_the_same(both):
     ours, theirs = both
-    for name in NAMED:
+    for name in NAMED_TOKENS:
         assert getattr(ours, name) == getattr(theirs, name), name
         assert getattr(ours, f"{name}_id") == getattr(theirs, f"{name}_id"), name
     assert ours.special_tokens_map == theirs.special_tokens_map
@@ -231,7 +237,7 @@ def test_m6_what_is_not_implemented_is_refused_by_name(tiny_model, call, options
 def test_m6_no_argument_of_transformers_is_taken_for_a_variable_of_the_template(tiny_model):
     """Every argument that transformers names is known here: implemented, or refused."""
     theirs = AutoTokenizer.from_pretrained(tiny_model)
-    known = {*inspect.signature(Tokenizer.apply_chat_template).parameters, *NEUTRAL}
+    known = {*inspect.signature(Tokenizer.apply_chat_template).parameters, *NEUTRAL_ARGUMENTS}
     for argument in inspect.signature(theirs.apply_chat_template).parameters.values():
         assert argument.kind is argument.VAR_KEYWORD or argument.name in known
 

@@ -92,7 +92,7 @@ def test_a_copy_is_what_the_model_was_whatever_becomes_of_it(
     engine.create("a", LoraConfig(rank=4, seed=1), AdamOptimizerConfig())
     step(engine, "a", data)
     engine.run_pass("a", work(data), backward=True)
-    copied = engine.copy("a", {})
+    copied = engine.copy_snapshot("a", {})
     engine.snapshot("a", tmp_path / "then", {})
     engine.optim_step("a", AdamParams(learning_rate=3e-3))
     engine.run_pass("a", work(data), backward=True)

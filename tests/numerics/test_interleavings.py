@@ -218,14 +218,14 @@ class Interleavings(RuleBasedStateMachine):
         ids=st.lists(models, min_size=2, max_size=3, unique=True),
         many=st.lists(batches(), min_size=3, max_size=3),
     )
-    def run_together(self, ids: list[str], many: list[tuple[str, list[Datum]]]) -> None:
+    def run_micro_batch(self, ids: list[str], many: list[tuple[str, list[Datum]]]) -> None:
         """Several models, ranks and losses in the same micro-batches."""
         passes = [
             self.engine.begin_pass(model_id, work(data, loss), backward=True)
             for model_id, (loss, data) in zip(ids, many, strict=False)
         ]
         while waiting := [one for one in passes if one.waiting]:
-            self.engine.run_together([(one, 1) for one in waiting])
+            self.engine.run_micro_batch([(one, 1) for one in waiting])
         for model_id, one, (loss, data) in zip(ids, passes, many, strict=False):
             self.check(model_id, one.output(), loss, data, backward=True)
 

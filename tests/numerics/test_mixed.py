@@ -11,7 +11,7 @@ import torch
 from engine.test_graphs import declared, to_wire
 from numerics.parts import MAKERS, gradients, model_from, random_adapter, random_datum, work
 from tinkex.engine import Engine
-from tinkex.engine.training.batch_mixer import Mixer, Queue
+from tinkex.engine.training.batch_mixer import BatchMixer, ModelQueue
 from tinkex.wire.custom_loss import CustomLossGraph
 from tinkex.wire.errors import UserFailure
 from tinkex.wire.inputs import Datum
@@ -77,13 +77,13 @@ def cases(engine: Engine, tmp_path: Path) -> Iterator[dict[str, Any]]:
         engine.drop(name)
 
 
-@pytest.mark.parametrize(("max_tokens", "chunk_rows"), [(10_000, None), (60, 7), (20, None)])
+@pytest.mark.parametrize(("max_tokens", "chunk_tokens"), [(10_000, None), (60, 7), (20, None)])
 def test_a_mixed_batch_gives_each_model_what_it_gets_alone(
     engine: Engine,
     cases: dict[str, Any],
     tmp_path: Path,
     max_tokens: int,
-    chunk_rows: int | None,
+    chunk_tokens: int | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     alone = {}
@@ -92,16 +92,16 @@ def test_a_mixed_batch_gives_each_model_what_it_gets_alone(
         alone[name] = output, flat(gradients(engine, name, tmp_path / f"{name}-alone"))
         engine.clear_gradients(name)
     passes = {name: engine.begin_pass(name, asked, backward=True) for name, asked in cases.items()}
-    if chunk_rows is not None:  # chunks of the head that cut through models and losses
-        monkeypatch.setattr(engine.model.head, "chunk_rows", chunk_rows)
-    mixer, batches = Mixer(), 0
+    if chunk_tokens is not None:  # chunks of the head that cut through models and losses
+        monkeypatch.setattr(engine.model.head, "chunk_tokens", chunk_tokens)
+    mixer, batches = BatchMixer(), 0
     while queues := [
-        Queue(model_id=name, backward=True, lengths=running.waiting)
+        ModelQueue(model_id=name, backward=True, lengths=running.waiting)
         for name, running in passes.items()
         if running.waiting
     ]:
         cuts = mixer.next_batch(queues, max_tokens)
-        engine.run_together([(passes[name], rows) for name, rows in cuts])
+        engine.run_micro_batch([(passes[name], rows) for name, rows in cuts])
         batches += 1
     assert (batches == 1) == (max_tokens == 10_000)
     for name, running in passes.items():
@@ -120,7 +120,7 @@ def test_forward_passes_mix_too_and_leave_no_gradient(
 ) -> None:
     alone = {name: engine.run_pass(name, asked, backward=False) for name, asked in cases.items()}
     passes = [engine.begin_pass(name, asked, backward=False) for name, asked in cases.items()]
-    engine.run_together([(running, len(running.waiting)) for running in passes])
+    engine.run_micro_batch([(running, len(running.waiting)) for running in passes])
     for running in passes:
         metrics = running.output().metrics
         assert metrics == pytest.approx(alone[running.model_id].metrics, rel=1e-4, abs=1e-5)
@@ -175,7 +175,7 @@ def test_a_custom_loss_that_fails_on_its_data_fails_alone(engine: Engine, tmp_pa
     alone = engine.run_pass("good", good, backward=True)
     engine.clear_gradients("good")
     passes = [engine.begin_pass(n, w, backward=True) for n, w in (("bad", bad), ("good", good))]
-    engine.run_together([(running, len(running.waiting)) for running in passes])
+    engine.run_micro_batch([(running, len(running.waiting)) for running in passes])
     try:
         with pytest.raises(UserFailure, match=r"custom loss 'fails_on_long_data': node"):
             passes[0].output()

@@ -94,7 +94,7 @@ def step_of_0_1(adapter: TrainingAdapter, params: AdamParams) -> dict[str, float
     }
 
 
-@pytest.mark.parametrize("part", [optimizer.PART, 1000, 7])
+@pytest.mark.parametrize("part", [optimizer.PART_ELEMENTS, 1000, 7])
 def test_steps_have_the_bits_they_had_in_0_1(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs = adapter(), adapter()
     generator = torch.Generator().manual_seed(4)
@@ -105,10 +105,12 @@ def test_steps_have_the_bits_they_had_in_0_1(part: int, monkeypatch: pytest.Monk
         theirs.grad.copy_(gradient)
         expected = step_of_0_1(theirs, params)
         with monkeypatch.context() as patched:
-            patched.setattr(optimizer, "PART", part)
+            patched.setattr(optimizer, "PART_ELEMENTS", part)
             found = optimizer_step(ours, params).metrics()
         # In parts only the norms may differ, in the last bits of float64.
-        assert found == (expected if part == optimizer.PART else pytest.approx(expected, rel=1e-13))
+        assert found == (
+            expected if part == optimizer.PART_ELEMENTS else pytest.approx(expected, rel=1e-13)
+        )
         for name in ("master", "m", "v", "grad", "live"):
             assert torch.equal(getattr(ours, name), getattr(theirs, name)), (step, name)
 
@@ -138,8 +140,8 @@ def peak_bytes(act: Callable[[], object]) -> int:
 def test_a_step_takes_no_memory_that_grows_with_the_adapter(
     family: str, params: AdamParams | DimuonParams, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(optimizer, "PART", 2**16)
-    monkeypatch.setattr(optimizer, "STACK", 2**16)
+    monkeypatch.setattr(optimizer, "PART_ELEMENTS", 2**16)
+    monkeypatch.setattr(optimizer, "STACK_ELEMENTS", 2**16)
     peaks = []
     for layers in (20, 80):
         targets = [

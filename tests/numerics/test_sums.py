@@ -140,7 +140,7 @@ def test_smaller_chunks_of_the_head_change_nothing(
     bench: Bench, data: list[Datum], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = bench.run(data)
-    monkeypatch.setattr(bench.engine.model.head, "chunk_rows", 7)
+    monkeypatch.setattr(bench.engine.model.head, "chunk_tokens", 7)
     assert_same(bench.run(data), whole)
 
 

@@ -102,7 +102,7 @@ def passed(change: Callable[[pb.ForwardBackwardRequest], None]) -> Case:
     return send
 
 
-def settled(case: Case) -> Case:
+def checked_result(case: Case) -> Case:
     """For what is accepted and fails when its turn comes."""
 
     async def send(api: Api, ids: Ids) -> Answer:
@@ -459,7 +459,7 @@ LIMITS = [
         checkpoints.LONGEST_NAME,
         "user",
         "checkpoint name",
-        settled(
+        checked_result(
             post(
                 "save_weights",
                 {"model_id": "{model}", "seq_id": 1, "path": "x" * (checkpoints.LONGEST_NAME + 1)},
@@ -636,7 +636,7 @@ LIMITS = [
     Limit("metrics", custom_loss_parser.MAX_METRICS, "user", "", None, test=ENGINE),
     Limit(
         "elements of a value, an empty dimension counted as one (or 64 times the largest input)",
-        custom_loss_graph.LARGEST_VALUE,
+        custom_loss_graph.MAX_VALUE_ELEMENTS,
         "user",
         "",
         None,

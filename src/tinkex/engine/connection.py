@@ -12,9 +12,9 @@ import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from tinkex.engine.adapters.checkpoints import NotWritten
+from tinkex.engine.adapters.checkpoints import WriteFailed
 from tinkex.engine.engine import NoSuchModel
-from tinkex.engine.sampling.sampler import Grown
+from tinkex.engine.sampling.sampler import PartialOutput
 from tinkex.wire import engine_protocol
 from tinkex.wire.errors import UserFailure
 from tinkex.wire.proto import frames_pb2
@@ -23,7 +23,7 @@ log = logging.getLogger("tinkex.engine.process")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Written:
+class SnapshotWritten:
     """A copy of a model has been written, or could not be: its memory is free."""
 
     size_bytes: int
@@ -33,18 +33,18 @@ class AdapterRead:
     """Samples waited for an adapter to be read, and it was: the worker need not wait any longer."""
 
 
-class Wire:
+class Connection:
     """The socket to the web process."""
 
-    def __init__(self, descriptor: int, roll: int | None = None) -> None:
+    def __init__(self, descriptor: int, exit_marker: int | None = None) -> None:
         self._socket = socket.socket(fileno=descriptor)
-        self._roll = roll
-        self.inbox: queue.SimpleQueue[engine_protocol.Order | Written | AdapterRead] = (
+        self._exit_marker = exit_marker
+        self.inbox: queue.SimpleQueue[engine_protocol.Order | SnapshotWritten | AdapterRead] = (
             queue.SimpleQueue()
         )
         self._sending = threading.Lock()
 
-    def listen(self) -> None:
+    def start_reading(self) -> None:
         """Read orders for ever, in a thread of its own."""
         threading.Thread(target=self._read, name="tinkex-orders", daemon=True).start()
 
@@ -54,7 +54,7 @@ class Wire:
             with self._sending:
                 self._socket.sendall(engine_protocol.frame(report))
         except OSError:
-            self._leave()
+            self._exit()
 
     def _read(self) -> None:
         try:
@@ -67,46 +67,46 @@ class Wire:
         except Exception:
             log.exception("orders cannot be read any more")
         finally:
-            self._leave()
+            self._exit()
 
-    def _leave(self) -> None:
+    def _exit(self) -> None:
         """The web process is gone, so nobody can hear an answer: stop in the middle of anything."""
-        if self._roll is not None:
+        if self._exit_marker is not None:
             # For the next web process: this engine was well, and nothing killed it.
             with contextlib.suppress(OSError):
-                os.pwrite(self._roll, engine_protocol.LEFT, 0)
+                os.pwrite(self._exit_marker, engine_protocol.LEFT, 0)
         os._exit(0)
 
 
-def done(ticket: int, result: bytes, compute_s: float) -> engine_protocol.Report:
+def done_report(ticket: int, result: bytes, compute_s: float) -> engine_protocol.Report:
     return engine_protocol.Report(
         ticket=ticket, done=frames_pb2.Done(result=result, compute_s=compute_s)
     )
 
 
-def grown(ticket: int, grown: Iterable[Grown]) -> engine_protocol.Report:
+def partial_output_report(ticket: int, outputs: Iterable[PartialOutput]) -> engine_protocol.Report:
     sequences = [
         frames_pb2.Tokens(
             sequence=each.sequence, start=each.start, tokens=each.tokens, logprobs=each.logprobs
         )
-        for each in grown
+        for each in outputs
     ]
     return engine_protocol.Report(ticket=ticket, grown=frames_pb2.Grown(sequences=sequences))
 
 
-def muddled(ticket: int, error: Exception) -> engine_protocol.Report:
+def shared_failure_report(ticket: int, error: Exception) -> engine_protocol.Report:
     message = f"a batch of several requests failed ({type(error).__name__}: {error})"
     failed = frames_pb2.Failed(category=engine_protocol.MUDDLED, message=message)
     return engine_protocol.Report(ticket=ticket, failed=failed)
 
 
-def failed(ticket: int, error: Exception) -> engine_protocol.Report:
+def failure_report(ticket: int, error: Exception) -> engine_protocol.Report:
     """What cannot be done is the user's to read; everything else is a bug with a number."""
     if isinstance(error, NoSuchModel):
         # Whoever asked has it built here again.
         failed = frames_pb2.Failed(category=engine_protocol.MISSING, message=str(error))
-    elif isinstance(error, UserFailure | NotWritten):
-        category = "server" if isinstance(error, NotWritten) else "user"
+    elif isinstance(error, UserFailure | WriteFailed):
+        category = "server" if isinstance(error, WriteFailed) else "user"
         failed = frames_pb2.Failed(category=category, message=str(error))
     else:
         bug = secrets.token_hex(4)

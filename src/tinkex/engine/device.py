@@ -34,19 +34,19 @@ def choose_dtype(settings: EngineSettings, device: torch.device) -> torch.dtype:
     return DTYPES[settings.dtype]
 
 
-def is_full(error: BaseException) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
     """Whether the device had no memory for it."""
     return isinstance(error, torch.OutOfMemoryError)
 
 
-def is_broken(error: BaseException) -> bool:
+def is_device_lost(error: BaseException) -> bool:
     """
     Whether the device may be lost to this process: after such an error every call may fail.
 
     Not all of them have a type of their own. Without memory for its kernels, or after a failed
     assertion on the device, cuBLAS says that it could not do a product.
     """
-    if not isinstance(error, RuntimeError) or is_full(error):
+    if not isinstance(error, RuntimeError) or is_out_of_memory(error):
         return False
     return any(words in str(error) for words in _DEVICE_ERRORS)
 
@@ -54,15 +54,15 @@ def is_broken(error: BaseException) -> bool:
 _DEVICE_ERRORS = ("CUDA error", "cuDNN error", "Triton Error")
 
 
-def prepare_to_repeat() -> None:
-    """Before the first product: what `repeating` needs of libraries."""
+def prepare_determinism() -> None:
+    """Before the first product: what `deterministic_kernels` needs of libraries."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     # Nothing here reads what it has not written.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 @contextmanager
-def repeating(wanted: bool) -> Iterator[None]:
+def deterministic_kernels(wanted: bool) -> Iterator[None]:
     """
     Kernels that add in a fixed order; those of attention's gradients add as blocks come.
 

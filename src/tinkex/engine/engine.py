@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from tinkex.engine.adapters import checkpoints
-from tinkex.engine.adapters.adapter_store import Shelf
+from tinkex.engine.adapters.adapter_store import AdapterStore
 from tinkex.engine.adapters.adapters import (
     SamplerAdapter,
     TrainingAdapter,
@@ -23,18 +23,18 @@ from tinkex.engine.adapters.adapters import (
     chosen_targets,
     seed_of,
 )
-from tinkex.engine.adapters.memory_plan import SHARES, MemoryPlan, Tier, memory_plan
-from tinkex.engine.device import available_bytes, choose_device, choose_dtype, prepare_to_repeat
+from tinkex.engine.adapters.memory_plan import FRACTIONS, MemoryPlan, Tier, memory_plan
+from tinkex.engine.device import available_bytes, choose_device, choose_dtype, prepare_determinism
 from tinkex.engine.model.base_model import BaseModel
 from tinkex.engine.model.lora import make_layout
-from tinkex.engine.sampling.sampler import Finished, Grown, Sampler
+from tinkex.engine.sampling.sampler import Finished, PartialOutput, Sampler
 from tinkex.engine.settings import EngineFacts, EngineSettings, EngineStats
-from tinkex.engine.training.batch import fitting
+from tinkex.engine.training.batch import count_fitting
 from tinkex.engine.training.custom_loss_graph import Graph
 from tinkex.engine.training.losses import CustomLoss
 from tinkex.engine.training.optimizer import optimizer_step
-from tinkex.engine.training.passes import Part, Pass, run_together
-from tinkex.engine.training.request_checks import Limits, check
+from tinkex.engine.training.passes import Pass, PassSlice, run_micro_batch
+from tinkex.engine.training.request_checks import Limits, check_request
 from tinkex.wire.custom_loss import CustomLossGraph, CustomLossInput
 from tinkex.wire.errors import UserFailure
 from tinkex.wire.sampling import SampleRequest
@@ -49,11 +49,11 @@ from tinkex.wire.training import (
 
 log = logging.getLogger(__name__)
 
-#: Share of the memory that nobody plans with: fragments, libraries, other programs.
-SLACK = 0.05
+#: LoraSlice of the memory that nobody plans with: fragments, libraries, other programs.
+SLACK_FRACTION = 0.05
 
-#: Share of what is free at start that is planned with when nobody says how much to take.
-FREE_SHARE = {"cpu": 0.5, "cuda": 1.0}
+#: LoraSlice of what is free at start that is planned with when nobody says how much to take.
+FREE_FRACTION = {"cpu": 0.5, "cuda": 1.0}
 
 #: Most tokens in one pass when nobody says so: more do not gain speed.
 BATCH_TOKENS = {"cpu": 1024, "cuda": 8192}
@@ -70,7 +70,7 @@ class Engine:
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
         if settings.deterministic:
-            prepare_to_repeat()
+            prepare_determinism()
         device = choose_device(settings)
         dtype = choose_dtype(settings, device)
         self.settings = settings
@@ -90,15 +90,15 @@ class Engine:
         log.info("memory: %s", self.plan.describe())
         #: What one pass takes at most; a longer single sequence still goes alone.
         self.max_batch_tokens = self.plan.batch_tokens
-        self._uses = itertools.count(1)
-        self._adapters = Shelf(
+        self._use_count = itertools.count(1)
+        self._adapters = AdapterStore(
             plan=self.plan,
             device=device,
             base_model=settings.name,
             folder=settings.spill_folder,
             host_bytes=settings.host_bytes,
             limit_bytes=settings.memory_bytes,
-            clock=self._uses.__next__,
+            clock=self._use_count.__next__,
         )
         self._losses: dict[str, CustomLoss] = {}
         # Made with the first request: a server that only trains needs no cache.
@@ -138,20 +138,20 @@ class Engine:
         """A pass over the data; `backward` adds to the model's gradient. Losses are sums."""
         training_pass = self.begin_pass(model_id, work, backward=backward)
         while waiting := training_pass.waiting:
-            self.run_together([(training_pass, fitting(waiting, self.max_batch_tokens))])
+            self.run_micro_batch([(training_pass, count_fitting(waiting, self.max_batch_tokens))])
         return training_pass.output()
 
     def begin_pass(self, model_id: str, work: ForwardBackwardInput, *, backward: bool) -> Pass:
         """The same pass for a caller that runs it step by step. All checks happen here."""
         self._adapter(model_id)
-        loss, rows = check(work, self.limits, backward=backward, custom=self._losses)
+        loss, rows = check_request(work, self.limits, backward=backward, custom=self._losses)
         if backward:
             longest = max(len(row.tokens_N) for row in rows)
             self._adapters.make_pass_room(
                 model_id,
                 longest * self.model.bytes_per_token,
                 f"training on a sequence of {longest} tokens",
-                "Cut the sequence",
+                "Selection the sequence",
             )
         return Pass(model_id, loss, rows, backward=backward)
 
@@ -159,26 +159,26 @@ class Engine:
         """Whether a model's adapter is in the device's memory: it can run without moving others."""
         return model_id in self._adapters and self._adapters.on_device(model_id)
 
-    def run_together(self, cuts: Sequence[tuple[Pass, int]]) -> None:
+    def run_micro_batch(self, cuts: Sequence[tuple[Pass, int]]) -> None:
         """
         One micro-batch: the next so many rows of each pass.
 
         All with gradients, or all without. A pass whose own loss fails has its `failure` set; the
         others go on. One whose adapter finds no room beside the others' keeps its rows.
         """
-        parts: list[Part] = []
-        for running, count in cuts:
+        parts: list[PassSlice] = []
+        for training_pass, count in cuts:
             try:
-                adapter = self._adapter(running.model_id)
+                adapter = self._adapter(training_pass.model_id)
             except UserFailure:
                 if not parts:
                     raise
                 continue
-            part = running.take(count, adapter)
+            part = training_pass.take(count, adapter)
             # Adapters may leave the device between micro-batches, not during one.
-            self._adapters.pin(running.model_id, part)
+            self._adapters.pin(training_pass.model_id, part)
             parts.append(part)
-        run_together(self.model, parts, deterministic=self.settings.deterministic)
+        run_micro_batch(self.model, parts, deterministic=self.settings.deterministic)
 
     def register_loss(
         self,
@@ -190,7 +190,7 @@ class Engine:
         """A loss that a user wrote, for passes that name it; `UserFailure` if it is not offered."""
         self._losses[loss_id] = CustomLoss(graph=Graph.rebuild(name, inputs, graph))
 
-    def forget_loss(self, loss_id: str) -> None:
+    def drop_loss(self, loss_id: str) -> None:
         """Passes that have begun keep theirs."""
         self._losses.pop(loss_id, None)
 
@@ -222,15 +222,15 @@ class Engine:
             self._adapter(model_id), folder, base_model=self.settings.name, meta=meta
         )
 
-    def copy(self, model_id: str, meta: Mapping[str, Any]) -> checkpoints.Files:
+    def copy_snapshot(self, model_id: str, meta: Mapping[str, Any]) -> checkpoints.Files:
         """The same for a caller that writes it later, in a thread of its own."""
         adapter = self._adapter(model_id)
-        return checkpoints.copy(adapter, base_model=self.settings.name, meta=meta)
+        return checkpoints.copy_snapshot(adapter, base_model=self.settings.name, meta=meta)
 
     def restore(self, model_id: str, folder: Path) -> dict[str, Any]:
         """Back to a snapshot, creating the model if need be; returns the caller's notes."""
         if not self.has(model_id):
-            notes = checkpoints.read_snapshot_notes(folder)
+            notes = checkpoints.read_snapshot_info(folder)
             lora = LoraConfig.model_validate(notes["lora_config"])
             family = {"type": notes.get("optimizer", "adamw")}
             self.create(model_id, lora, optimizer_config_from(family))
@@ -262,10 +262,10 @@ class Engine:
                 kv_tokens=self.plan.kv_tokens,
                 must_wait=self._adapters.must_wait,
                 make_room=self._adapters.make_adapter_room,
-                clock=self._uses.__next__,
+                clock=self._use_count.__next__,
             )
             self._adapters.sampler = self._sampler
-            self._adapters.cache_taken = self.plan.cache
+            self._adapters.cache_bytes = self.plan.cache
         self._sampler.submit(ticket, request, adapter, owner=owner, streams=streams)
 
     def cancel(self, ticket: int) -> None:
@@ -291,12 +291,12 @@ class Engine:
         """The read of an adapter without which nothing can be sampled; None if something can."""
         return None if self._sampler is None else self._sampler.awaited_read
 
-    def grown(self) -> list[Grown]:
+    def partial_outputs(self) -> list[PartialOutput]:
         """Tokens of streamed samples that were drawn since this was last asked."""
-        return [] if self._sampler is None else self._sampler.grown()
+        return [] if self._sampler is None else self._sampler.partial_outputs()
 
     def stats(self) -> EngineStats:
-        tiers = {tier: self._adapters.use(tier) for tier in Tier}
+        tiers = {tier: self._adapters.usage(tier) for tier in Tier}
         stats = EngineStats(
             memory_bytes=self.plan.total,
             base_bytes=self.plan.base,
@@ -312,8 +312,8 @@ class Engine:
         )
         if self._sampler is None:
             return stats
-        schedule, adapters = self._sampler.schedule, self._sampler.adapter_residents()
-        pages = schedule.pages
+        scheduler, adapters = self._sampler.scheduler, self._sampler.adapter_residents()
+        pages = scheduler.pages
         return dataclasses.replace(
             stats,
             sampler_adapters=len(adapters),
@@ -322,8 +322,8 @@ class Engine:
             kv_pages_used=pages.count - pages.available,
             kv_pages_known=pages.idle,
             kv_bytes=self.plan.cache,
-            samples_waiting=schedule.waiting,
-            sequences_running=schedule.running,
+            samples_waiting=scheduler.waiting,
+            sequences_running=scheduler.training_pass,
         )
 
     @property
@@ -343,21 +343,21 @@ def plan_memory(model: BaseModel, settings: EngineSettings) -> MemoryPlan:
     max_batch_tokens = settings.max_batch_tokens or (
         DETERMINISTIC_BATCH_TOKENS if settings.deterministic else BATCH_TOKENS[kind]
     )
-    logit_rows = min(model.head.chunk_rows, max_batch_tokens)
+    logit_rows = min(model.head.chunk_tokens, max_batch_tokens)
     if settings.memory_bytes is not None:
         total = min(base + free, settings.memory_bytes)
     else:
-        total = base + int(FREE_SHARE[kind] * free)
+        total = base + int(FREE_FRACTION[kind] * free)
     return memory_plan(
         total=total,
         base=base,
         # A chunk of logits, its gradient and what is made on the way.
-        reserved=int(SLACK * (total - base)) + 3 * 4 * model.vocab_size * logit_rows,
+        reserved=int(SLACK_FRACTION * (total - base)) + 3 * 4 * model.vocab_size * logit_rows,
         activation_bytes_per_token=model.bytes_per_token,
         max_batch_tokens=max_batch_tokens,
         kv_bytes_per_token=model.cache_bytes_per_token,
         max_kv_tokens=settings.max_sequences * model.max_context_length,
-        shares=SHARES[kind],
+        fractions=FRACTIONS[kind],
         # Cuts must be a function of the request alone.
         fixed_batch=settings.deterministic,
         kv_tokens=settings.kv_tokens,

@@ -16,7 +16,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from tinkex.engine import Engine, EngineSettings
-from tinkex.engine.connection import Wire
+from tinkex.engine.connection import Connection
 from tinkex.engine.worker import Worker
 from tinkex.wire import engine_protocol
 from tinkex.wire.proto import frames_pb2
@@ -71,8 +71,8 @@ def main() -> None:
     # A service manager tells all processes to stop at once. The web process then finishes what it
     # can, with this one, and hangs up.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    wire = Wire(options.fd, options.roll_fd)
-    wire.listen()
+    connection = Connection(options.fd, options.roll_fd)
+    connection.start_reading()
     log.info("loading %s from %s", options.name, options.folder)
     began_s = time.perf_counter()
     try:
@@ -80,11 +80,11 @@ def main() -> None:
     except Exception as error:
         log.exception("%s cannot be loaded", options.name)
         refused = frames_pb2.Refused(message=f"{options.name} cannot be loaded: {error}")
-        wire.send(engine_protocol.Report(refused=refused))
+        connection.send(engine_protocol.Report(refused=refused))
         return
     log.info("loaded %s in %.1f s", options.name, time.perf_counter() - began_s)
     facts = engine.facts
-    wire.send(
+    connection.send(
         engine_protocol.Report(
             ready=frames_pb2.Ready(
                 arch=facts.arch,
@@ -96,8 +96,8 @@ def main() -> None:
         )
     )
     # Engines on a device of their own do not stand in each other's way.
-    turn_file = options.turn_file if facts.device.startswith("cpu") else None
-    Worker(engine, wire, turn_file=turn_file).run()
+    compute_lock = options.turn_file if facts.device.startswith("cpu") else None
+    Worker(engine, connection, compute_lock=compute_lock).run()
 
 
 if __name__ == "__main__":

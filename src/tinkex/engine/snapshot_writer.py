@@ -8,17 +8,16 @@ import threading
 import time
 from pathlib import Path
 
-from tinkex.engine import connection
 from tinkex.engine.adapters.checkpoints import Files, memory_bytes
 from tinkex.engine.adapters.checkpoints import write as write_files
-from tinkex.engine.connection import Wire, Written
+from tinkex.engine.connection import Connection, SnapshotWritten, done_report, failure_report
 
 
 class SnapshotWriter:
     """A thread that writes copies of models, one after the other, while the engine computes."""
 
-    def __init__(self, wire: Wire) -> None:
-        self._wire = wire
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
         self._copies: queue.SimpleQueue[tuple[int, Path, Files]] = queue.SimpleQueue()
         threading.Thread(target=self._run, name="tinkex-snapshots", daemon=True).start()
 
@@ -28,14 +27,14 @@ class SnapshotWriter:
 
     def _run(self) -> None:
         while True:
-            self._wire.inbox.put(Written(size_bytes=self._write(*self._copies.get())))
+            self._connection.inbox.put(SnapshotWritten(size_bytes=self._write(*self._copies.get())))
 
     def _write(self, ticket: int, folder: Path, copied: Files) -> int:
         began_s = time.perf_counter()
         try:
             result = json.dumps({"size_bytes": write_files(copied, folder)}).encode()
         except Exception as error:  # noqa: BLE001  every failure is an answer to one order
-            self._wire.send(connection.failed(ticket, error))
+            self._connection.send(failure_report(ticket, error))
         else:
-            self._wire.send(connection.done(ticket, result, time.perf_counter() - began_s))
+            self._connection.send(done_report(ticket, result, time.perf_counter() - began_s))
         return memory_bytes(copied)

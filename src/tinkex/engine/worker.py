@@ -21,14 +21,22 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from tinkex.engine import Engine, connection
+from tinkex.engine import Engine
 from tinkex.engine.adapters.checkpoints import memory_bytes
-from tinkex.engine.connection import AdapterRead, Wire, Written
-from tinkex.engine.device import is_broken, is_full
+from tinkex.engine.connection import (
+    AdapterRead,
+    Connection,
+    SnapshotWritten,
+    done_report,
+    failure_report,
+    partial_output_report,
+    shared_failure_report,
+)
+from tinkex.engine.device import is_device_lost, is_out_of_memory
 from tinkex.engine.snapshot_writer import SnapshotWriter
-from tinkex.engine.training.batch_mixer import Mixer, Queue
+from tinkex.engine.training.batch_mixer import BatchMixer, ModelQueue
 from tinkex.engine.training.passes import Pass
-from tinkex.engine.training.request_checks import no_custom_loss
+from tinkex.engine.training.request_checks import unknown_custom_loss
 from tinkex.wire import engine_protocol
 from tinkex.wire.codec import decode_json, encode_json
 from tinkex.wire.custom_loss import CreateCustomLossRequest
@@ -52,18 +60,18 @@ from tinkex.wire.training import (
 log = logging.getLogger("tinkex.engine.process")
 
 #: Sampling and training take turns of about equal length, up to so many seconds.
-LONGEST_DEBT_S = 1.0
+MAX_SAMPLING_DEBT_S = 1.0
 
 #: How often sizes and counts are told while there is work.
-STATS_S = 1.0
+STATS_INTERVAL_S = 1.0
 
 #: While samples run, a micro-batch takes about this long at most: so long they stand still.
-SAMPLES_WAIT_S = 0.5
+MAX_MICRO_BATCH_S = 0.5
 #: And has this many tokens at least, or training would crawl.
-FEWEST_TOKENS = 256
+MIN_BATCH_TOKENS = 256
 
 #: Copies of models that wait to be written take this much of the host's memory, and one copy more.
-COPIES_BYTES = 256 * 2**20
+MAX_PENDING_SNAPSHOT_BYTES = 256 * 2**20
 
 
 @dataclass(slots=True, eq=False)
@@ -71,46 +79,48 @@ class Job:
     """A training order and how far it has come."""
 
     order: engine_protocol.Order
-    running: Pass | None = None
+    training_pass: Pass | None = None
     compute_s: float = 0.0
 
 
 class Worker:
     """The computing thread: an engine and what waits for it."""
 
-    def __init__(self, engine: Engine, wire: Wire, *, turn_file: Path | None) -> None:
+    def __init__(
+        self, engine: Engine, connection: Connection, *, compute_lock: Path | None
+    ) -> None:
         self._engine = engine
-        self._wire = wire
-        self._turn_file = turn_file
+        self._connection = connection
+        self._compute_lock = compute_lock
         #: Training orders of each model, models in the order of their last turn.
         self._training: OrderedDict[str, deque[Job]] = OrderedDict()
-        self._mixer = Mixer()
+        self._mixer = BatchMixer()
         self._loss_sessions: dict[str, str] = {}
         #: Of the last micro-batch.
         self._tokens_per_s = 0.0
         self._sample_began_s: dict[int, float] = {}
         #: Seconds of the last part of training, and of sampling since.
         self._trained_s = self._sampled_s = 0.0
-        self._told_s = 0.0
-        self._told: frames_pb2.Stats | None = None
-        self._snapshots = SnapshotWriter(wire)
+        self._stats_reported_s = 0.0
+        self._reported_stats: frames_pb2.Stats | None = None
+        self._snapshots = SnapshotWriter(connection)
         #: Of copies that are not written yet.
-        self._copies_bytes = 0
+        self._pending_snapshot_bytes = 0
 
     def run(self) -> None:
         while True:
-            self.turn()
+            self.run_once()
 
-    def turn(self) -> None:
+    def run_once(self) -> None:
         """One round: what arrived, a burst of samples, and a part of training if it is due."""
-        self._admit()
-        with _turn(self._turn_file):
+        self._accept_orders()
+        with _locked(self._compute_lock):
             if self._can_sample():
                 began_s = time.perf_counter()
-                self._decode()
+                self._sample()
                 self._sampled_s += time.perf_counter() - began_s
             # Samples get bursts until they had as much time as the last part of training.
-            if self._next_model() and not (self._can_sample() and self._behind()):
+            if self._next_model() and not (self._can_sample() and self._sampling_is_owed()):
                 began_s = time.perf_counter()
                 self._train_once()
                 self._trained_s, self._sampled_s = time.perf_counter() - began_s, 0.0
@@ -119,39 +129,39 @@ class Worker:
         """Whether there are samples, and not only such that wait for an adapter to be read."""
         return self._engine.sampling and self._engine.awaited_read is None
 
-    def _behind(self) -> bool:
+    def _sampling_is_owed(self) -> bool:
         """Whether sampling is still owed time; a long operation is not paid back in full."""
-        return self._sampled_s < min(self._trained_s, LONGEST_DEBT_S)
+        return self._sampled_s < min(self._trained_s, MAX_SAMPLING_DEBT_S)
 
-    def _admit(self) -> None:
+    def _accept_orders(self) -> None:
         """Take in everything that has arrived; wait only when there is nothing else to do."""
         # Asked once: a read that ends from here on still wakes this thread.
         reading = self._engine.awaited_read
         can_sample = self._engine.sampling and reading is None
         idle = not can_sample and self._next_model() is None
-        self._tell_stats(idle)
+        self._report_stats(idle)
         if idle and reading is not None:
-            reading.add_done_callback(lambda _: self._wire.inbox.put(AdapterRead()))
+            reading.add_done_callback(lambda _: self._connection.inbox.put(AdapterRead()))
         with contextlib.suppress(queue.Empty):
-            self._sort(self._wire.inbox.get(block=idle))
+            self._accept(self._connection.inbox.get(block=idle))
             while True:
-                self._sort(self._wire.inbox.get_nowait())
+                self._accept(self._connection.inbox.get_nowait())
 
-    def _tell_stats(self, idle: bool) -> None:
+    def _report_stats(self, idle: bool) -> None:
         """Now and then while there is work, and once it has ended."""
         now_s = time.monotonic()
-        if not idle and now_s - self._told_s < STATS_S:
+        if not idle and now_s - self._stats_reported_s < STATS_INTERVAL_S:
             return
-        self._told_s = now_s
+        self._stats_reported_s = now_s
         waiting = sum(len(jobs) for jobs in self._training.values())
         stats = frames_pb2.Stats(training_waiting=waiting, **asdict(self._engine.stats()))
-        if stats != self._told:
-            self._told = stats
-            self._wire.send(engine_protocol.Report(stats=stats))
+        if stats != self._reported_stats:
+            self._reported_stats = stats
+            self._connection.send(engine_protocol.Report(stats=stats))
 
-    def _sort(self, order: engine_protocol.Order | Written | AdapterRead) -> None:
-        if isinstance(order, Written):
-            self._copies_bytes -= order.size_bytes
+    def _accept(self, order: engine_protocol.Order | SnapshotWritten | AdapterRead) -> None:
+        if isinstance(order, SnapshotWritten):
+            self._pending_snapshot_bytes -= order.size_bytes
             return
         if isinstance(order, AdapterRead):
             return
@@ -164,19 +174,19 @@ class Worker:
             case "register_loss":
                 self._register_loss(order)
             case "forget_losses":
-                self._forget_losses(order)
+                self._drop_losses(order)
             case str(work):
                 model_id = getattr(order, work).model_id
                 self._training.setdefault(model_id, deque()).append(Job(order))
             case None:
-                self._wire.send(
-                    connection.failed(order.ticket, ValueError("an order without work"))
+                self._connection.send(
+                    failure_report(order.ticket, ValueError("an order without work"))
                 )
 
     def _submit(self, order: engine_protocol.Order) -> None:
         folder = order.sample.adapter_folder
         try:
-            request = decode_json(SampleRequest, _bytes(order.sample.payload))
+            request = decode_json(SampleRequest, _payload_bytes(order.sample.payload))
             self._sample_began_s[order.ticket] = time.perf_counter()
             self._engine.submit(
                 order.ticket,
@@ -188,43 +198,43 @@ class Worker:
         except Exception as error:  # noqa: BLE001  every failure is an answer to one order
             _exit_if_device_lost_or_full(error)
             self._sample_began_s.pop(order.ticket, None)
-            self._wire.send(connection.failed(order.ticket, error))
+            self._connection.send(failure_report(order.ticket, error))
 
     def _register_loss(self, order: engine_protocol.Order) -> None:
         work = order.register_loss
         try:
-            asked = decode_json(CreateCustomLossRequest, _bytes(work.payload))
+            asked = decode_json(CreateCustomLossRequest, _payload_bytes(work.payload))
             self._engine.register_loss(work.loss_id, asked.name, asked.inputs, asked.graph)
         except Exception as error:  # noqa: BLE001  every failure is an answer to one order
-            self._wire.send(connection.failed(order.ticket, error))
+            self._connection.send(failure_report(order.ticket, error))
         else:
             self._loss_sessions[work.loss_id] = work.session_id
-            self._wire.send(connection.done(order.ticket, b"{}", 0.0))
+            self._connection.send(done_report(order.ticket, b"{}", 0.0))
 
-    def _forget_losses(self, order: engine_protocol.Order) -> None:
+    def _drop_losses(self, order: engine_protocol.Order) -> None:
         session_id = order.forget_losses.session_id
         for loss_id in [one for one, of in self._loss_sessions.items() if of == session_id]:
             del self._loss_sessions[loss_id]
-            self._engine.forget_loss(loss_id)
-        self._wire.send(connection.done(order.ticket, b"{}", 0.0))
+            self._engine.drop_loss(loss_id)
+        self._connection.send(done_report(order.ticket, b"{}", 0.0))
 
-    def _decode(self) -> None:
+    def _sample(self) -> None:
         answered = self._engine.advance(wait_for_reads=False)
-        for ticket, grown in itertools.groupby(
-            sorted(self._engine.grown(), key=lambda grown: grown.ticket),
-            key=lambda grown: grown.ticket,
+        for ticket, outputs in itertools.groupby(
+            sorted(self._engine.partial_outputs(), key=lambda output: output.ticket),
+            key=lambda output: output.ticket,
         ):
-            self._wire.send(connection.grown(ticket, grown))
+            self._connection.send(partial_output_report(ticket, outputs))
         for finished in answered:
             began_s = self._sample_began_s.pop(finished.ticket, time.perf_counter())
             outcome = finished.outcome
             if isinstance(outcome, Exception):
                 _exit_if_device_lost_or_full(outcome)
-                self._wire.send(connection.failed(finished.ticket, outcome))
+                self._connection.send(failure_report(finished.ticket, outcome))
             else:
                 result = encode_sample_response(outcome)
-                self._wire.send(
-                    connection.done(finished.ticket, result, time.perf_counter() - began_s)
+                self._connection.send(
+                    done_report(finished.ticket, result, time.perf_counter() - began_s)
                 )
 
     def _next_model(self) -> str | None:
@@ -233,7 +243,7 @@ class Worker:
 
         One whose snapshot is next waits while there are too many copies. The others do not.
         """
-        full = self._copies_bytes >= COPIES_BYTES
+        full = self._pending_snapshot_bytes >= MAX_PENDING_SNAPSHOT_BYTES
         return next(
             (
                 model_id
@@ -249,80 +259,86 @@ class Worker:
         if model_id is None:
             return
         if _is_pass(self._training[model_id][0]):
-            self._run_passes()
+            self._run_micro_batch()
         else:
-            self._operate(model_id)
+            self._run_operation(model_id)
 
-    def _operate(self, model_id: str) -> None:
+    def _run_operation(self, model_id: str) -> None:
         job = self._training[model_id][0]
         if _is_snapshot(job):
             self._snapshot(model_id, job)
             return
         began_s = time.perf_counter()
         try:
-            result = self._train(job)
+            result = self._apply(job)
         except Exception as error:  # noqa: BLE001  every failure is an answer to one order
             _exit_if_device_lost_or_full(error)
-            self._finish(model_id, job, connection.failed(job.order.ticket, error))
+            self._finish(model_id, job, failure_report(job.order.ticket, error))
         else:
             compute_s = time.perf_counter() - began_s
-            self._finish(model_id, job, connection.done(job.order.ticket, result, compute_s))
+            self._finish(model_id, job, done_report(job.order.ticket, result, compute_s))
 
     def _snapshot(self, model_id: str, job: Job) -> None:
         """Copies the model now; another thread writes the copy while everybody goes on."""
         order = job.order
         try:
-            copied = self._engine.copy(model_id, {})
+            copied = self._engine.copy_snapshot(model_id, {})
         except Exception as error:  # noqa: BLE001  every failure is an answer to one order
             _exit_if_device_lost_or_full(error)
-            self._finish(model_id, job, connection.failed(order.ticket, error))
+            self._finish(model_id, job, failure_report(order.ticket, error))
             return
-        self._copies_bytes += memory_bytes(copied)
+        self._pending_snapshot_bytes += memory_bytes(copied)
         self._snapshots.put(order.ticket, Path(order.snapshot.folder), copied)
-        self._over(model_id, job)
+        self._remove(model_id, job)
 
-    def _run_passes(self) -> None:
+    def _run_micro_batch(self) -> None:
         """One micro-batch, of rows from every model that has a pass in front and can join."""
-        passes = self._open_passes()
+        passes = self._ready_passes()
         if not passes:
             return
         queues = [
-            Queue(
+            ModelQueue(
                 model_id=model_id,
                 backward=jobs[0].order.run_pass.backward,
-                lengths=[length for _, running in _begun(jobs) for length in running.waiting],
+                lengths=[
+                    length
+                    for _, training_pass in _started(jobs)
+                    for length in training_pass.waiting
+                ],
             )
             for model_id, jobs in passes.items()
         ]
         cuts = [
-            (job, running, taken)
+            (job, training_pass, taken)
             for model_id, count in self._mixer.next_batch(queues, self._batch_tokens())
-            for job, running, taken in _spread(passes[model_id], count)
+            for job, training_pass, taken in _distribute(passes[model_id], count)
         ]
         # Their turn is over even for those who got nothing: operations of others come next.
         for model_id in passes:
             self._training.move_to_end(model_id)
-        before = [sum(running.waiting) for _, running, _ in cuts]
+        before = [sum(training_pass.waiting) for _, training_pass, _ in cuts]
         began_s = time.perf_counter()
         try:
-            self._engine.run_together([(running, count) for _, running, count in cuts])
+            self._engine.run_micro_batch(
+                [(training_pass, count) for _, training_pass, count in cuts]
+            )
         except Exception as error:  # noqa: BLE001  it fails those who took part, and nobody else
-            self._fail_together([job for job, _, _ in cuts], error)
+            self._fail_micro_batch([job for job, _, _ in cuts], error)
             return
         elapsed_s = time.perf_counter() - began_s
-        left = [sum(running.waiting) for _, running, _ in cuts]
+        left = [sum(training_pass.waiting) for _, training_pass, _ in cuts]
         self._tokens_per_s = (sum(before) - sum(left)) / max(elapsed_s, 1e-6)
-        for (job, running, _), had, has in zip(cuts, before, left, strict=True):
+        for (job, training_pass, _), had, has in zip(cuts, before, left, strict=True):
             job.compute_s += elapsed_s * (had - has) / max(1, sum(before) - sum(left))
             if not has:
-                self._finish(running.model_id, job, _answered(job, running))
+                self._finish(training_pass.model_id, job, _pass_report(job, training_pass))
 
-    def _fail_together(self, took_part: Sequence[Job], error: Exception) -> None:
+    def _fail_micro_batch(self, took_part: Sequence[Job], error: Exception) -> None:
         """A micro-batch failed: one that was alone in it is to blame; several are tried apart."""
         if len(took_part) == 1:
             (job,) = took_part
             _exit_if_device_lost_or_full(error)
-            self._finish(_model_of(job), job, connection.failed(job.order.ticket, error))
+            self._finish(_model_of(job), job, failure_report(job.order.ticket, error))
             return
         # A batch of several that did not fit may fit in parts.
         _exit_if_device_lost(error)
@@ -330,9 +346,9 @@ class Worker:
         # With those behind them: gradients may be half added, so their models are built again.
         for model_id in dict.fromkeys(_model_of(job) for job in took_part):
             for job in [job for job in self._training[model_id] if _is_pass(job)]:
-                self._finish(model_id, job, connection.muddled(job.order.ticket, error))
+                self._finish(model_id, job, shared_failure_report(job.order.ticket, error))
 
-    def _open_passes(self) -> dict[str, list[Job]]:
+    def _ready_passes(self) -> dict[str, list[Job]]:
         """The passes in front of each model's line, checked and ready; models in their turn."""
         alone = self._engine.settings.deterministic
         passes: dict[str, list[Job]] = {}
@@ -340,25 +356,25 @@ class Worker:
             # The first in turn comes in from wherever it is; others join if nobody has to leave.
             if passes and (alone or not self._engine.resident(model_id)):
                 continue
-            for job in _front_passes(self._training[model_id], 1 if alone else None):
-                if self._begin(model_id, job):
+            for job in _leading_passes(self._training[model_id], 1 if alone else None):
+                if self._start_pass(model_id, job):
                     passes.setdefault(model_id, []).append(job)
         return passes
 
-    def _begin(self, model_id: str, job: Job) -> bool:
+    def _start_pass(self, model_id: str, job: Job) -> bool:
         """Whether a pass can run; if not, its order is answered."""
-        if job.running is not None:
+        if job.training_pass is not None:
             return True
         order = job.order.run_pass
         try:
-            request, _ = decode_forward_backward_request(_bytes(order.payload))
+            request, _ = decode_forward_backward_request(_payload_bytes(order.payload))
             self._check_loss(request.forward_backward_input, order.session_id)
-            job.running = self._engine.begin_pass(
+            job.training_pass = self._engine.begin_pass(
                 model_id, request.forward_backward_input, backward=order.backward
             )
         except Exception as error:  # noqa: BLE001  every failure is an answer to one order
             _exit_if_device_lost_or_full(error)
-            self._finish(model_id, job, connection.failed(job.order.ticket, error))
+            self._finish(model_id, job, failure_report(job.order.ticket, error))
             return False
         return True
 
@@ -366,27 +382,27 @@ class Worker:
         """A loss of another session is not there."""
         loss_id = (work.loss_fn_config or {}).get("loss_id")
         if isinstance(loss_id, str) and self._loss_sessions.get(loss_id) != session_id:
-            raise no_custom_loss(loss_id)
+            raise unknown_custom_loss(loss_id)
 
     def _batch_tokens(self) -> int:
         """A full micro-batch, or a short one while samples wait for it."""
         most = self._engine.max_batch_tokens
         if self._engine.settings.deterministic or not self._engine.sampling:
             return most
-        return max(1, min(most, max(FEWEST_TOKENS, int(self._tokens_per_s * SAMPLES_WAIT_S))))
+        return max(1, min(most, max(MIN_BATCH_TOKENS, int(self._tokens_per_s * MAX_MICRO_BATCH_S))))
 
     def _finish(self, model_id: str, job: Job, report: engine_protocol.Report) -> None:
         """Answer an order, and let its model's line go on at the end of the models' line."""
-        self._wire.send(report)
-        self._over(model_id, job)
+        self._connection.send(report)
+        self._remove(model_id, job)
 
-    def _over(self, model_id: str, job: Job) -> None:
+    def _remove(self, model_id: str, job: Job) -> None:
         waiting = self._training.pop(model_id)
         waiting.remove(job)
         if waiting:
             self._training[model_id] = waiting
 
-    def _train(self, job: Job) -> bytes:
+    def _apply(self, job: Job) -> bytes:
         """What came of an order that is no pass."""
         engine = self._engine
         order = job.order
@@ -434,7 +450,7 @@ class Worker:
 
 def _optim_params(payload: frames_pb2.Payload) -> OptimParams:
     try:
-        return decode_json(OptimStepRequest, _bytes(payload)).optim_params
+        return decode_json(OptimStepRequest, _payload_bytes(payload)).optim_params
     except WireError as error:
         # What an older version took in may not fit the types of this one.
         raise UserFailure(str(error)) from error
@@ -452,7 +468,7 @@ def _is_snapshot(job: Job) -> bool:
     return job.order.WhichOneof("work") == "snapshot"
 
 
-def _front_passes(waiting: Sequence[Job], most: int | None) -> list[Job]:
+def _leading_passes(waiting: Sequence[Job], most: int | None) -> list[Job]:
     """The passes before the first other operation, all with gradients or all without."""
     front: list[Job] = []
     for job in waiting:
@@ -464,29 +480,29 @@ def _front_passes(waiting: Sequence[Job], most: int | None) -> list[Job]:
     return front
 
 
-def _begun(jobs: Sequence[Job]) -> list[tuple[Job, Pass]]:
-    return [(job, job.running) for job in jobs if job.running is not None]
+def _started(jobs: Sequence[Job]) -> list[tuple[Job, Pass]]:
+    return [(job, job.training_pass) for job in jobs if job.training_pass is not None]
 
 
-def _spread(jobs: Sequence[Job], count: int) -> Iterator[tuple[Job, Pass, int]]:
+def _distribute(jobs: Sequence[Job], count: int) -> Iterator[tuple[Job, Pass, int]]:
     """The next `count` rows of a model, pass after pass."""
-    for job, running in _begun(jobs):
+    for job, training_pass in _started(jobs):
         if not count:
             return
-        taken = min(count, len(running.waiting))
+        taken = min(count, len(training_pass.waiting))
         count -= taken
-        yield job, running, taken
+        yield job, training_pass, taken
 
 
-def _answered(job: Job, running: Pass) -> engine_protocol.Report:
+def _pass_report(job: Job, training_pass: Pass) -> engine_protocol.Report:
     try:
-        result = encode_forward_backward_output(running.output())
+        result = encode_forward_backward_output(training_pass.output())
     except Exception as error:  # noqa: BLE001  every failure is an answer to one order
-        return connection.failed(job.order.ticket, error)
-    return connection.done(job.order.ticket, result, job.compute_s)
+        return failure_report(job.order.ticket, error)
+    return done_report(job.order.ticket, result, job.compute_s)
 
 
-def _bytes(payload: frames_pb2.Payload) -> bytes:
+def _payload_bytes(payload: frames_pb2.Payload) -> bytes:
     if payload.WhichOneof("source") == "file":
         return Path(payload.file).read_bytes()
     return payload.inline
@@ -494,13 +510,13 @@ def _bytes(payload: frames_pb2.Payload) -> bytes:
 
 def _exit_if_device_lost(error: Exception) -> None:
     """Ends the process if only another one can use the device now."""
-    if is_broken(error):
+    if is_device_lost(error):
         _exit(error)
 
 
 def _exit_if_device_lost_or_full(error: Exception) -> None:
     """The same when it has no memory left: another process begins with all of it."""
-    if is_broken(error) or is_full(error):
+    if is_device_lost(error) or is_out_of_memory(error):
         _exit(error)
 
 
@@ -510,7 +526,7 @@ def _exit(error: Exception) -> NoReturn:
 
 
 @contextlib.contextmanager
-def _turn(file: Path | None) -> Iterator[None]:
+def _locked(file: Path | None) -> Iterator[None]:
     """Hold the turn that engines on one processor share; the system frees it if we die."""
     if file is None:
         yield

@@ -15,11 +15,11 @@ from typing import TextIO
 Progress = Callable[[int, int, str], None]
 
 
-def silent(done: int, total: int, what: str) -> None:
+def no_progress(done: int, total: int, what: str) -> None:
     """Progress for those who did not ask."""
 
 
-def plain_lines(stream: TextIO) -> Progress:
+def line_progress(stream: TextIO) -> Progress:
     """Progress as a line for each quarter of each phrase, for logs and pipes."""
     last: dict[str, int] = {}
 

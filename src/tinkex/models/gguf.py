@@ -38,7 +38,7 @@ _SCALARS = {
 }
 _STRING, _ARRAY = 8, 9
 
-# Names are for the error message only; what can be read is in _DEQUANTISE.
+# Names are for the error message only; what can be read is in _DEQUANTIZE.
 _TENSOR_TYPES = {
     0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 9: "Q8_1",
     10: "Q2_K", 11: "Q3_K", 12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 15: "Q8_K", 16: "IQ2_XXS",
@@ -49,8 +49,8 @@ _TENSOR_TYPES = {
 #: Tensor type -> (values in a block, bytes of a block).
 _BLOCKS = {0: (1, 4), 1: (1, 2), 3: (32, 20), 8: (32, 34)}
 
-_MOST_DIMENSIONS = 4
-_DEEPEST_ARRAY = 4
+_MAX_DIMENSIONS = 4
+_MAX_ARRAY_DEPTH = 4
 
 
 class GgufError(ValueError):
@@ -80,7 +80,7 @@ class Tensors(Mapping[str, "Array"]):
 
     def __getitem__(self, name: str) -> Array:
         info = self._infos[name]
-        values = _DEQUANTISE[info.type](self._data, info)
+        values = _DEQUANTIZE[info.type](self._data, info)
         return values.reshape(info.shape)
 
     def __iter__(self) -> Iterator[str]:
@@ -159,7 +159,7 @@ class _Cursor:
             return self.scalar(_SCALARS[kind])
         if kind == _STRING:
             return self.string()
-        if kind == _ARRAY and depth < _DEEPEST_ARRAY:
+        if kind == _ARRAY and depth < _MAX_ARRAY_DEPTH:
             return self._array(depth)
         raise GgufError(f"{self.path}: metadata value of unknown type {kind}: a damaged file?")
 
@@ -174,7 +174,7 @@ class _Cursor:
 def _tensor_info(cursor: _Cursor) -> TensorInfo:
     """One row of the table of tensors; its offset still counts from the table's end."""
     name, dimensions = cursor.string(), cursor.scalar("I")
-    if dimensions > _MOST_DIMENSIONS:
+    if dimensions > _MAX_DIMENSIONS:
         raise GgufError(f"{cursor.path}: tensor {name!r} with {dimensions} dimensions: damaged?")
     shape = tuple(cursor.scalar("Q") for _ in range(dimensions))[::-1]
     kind, offset = cursor.scalar("I"), cursor.scalar("Q")
@@ -255,7 +255,7 @@ def _q8_0(data: mmap.mmap, info: TensorInfo) -> Array:
     return values_B32.reshape(-1)
 
 
-_DEQUANTISE: dict[int, Callable[[mmap.mmap, TensorInfo], Array]] = {
+_DEQUANTIZE: dict[int, Callable[[mmap.mmap, TensorInfo], Array]] = {
     0: _f32,
     1: _f16,
     3: _q4_1,

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["Encoded", "Tokenizer", "TokenizerError", "load_tokenizer"]
 
 #: Special tokens that have a name, in the order in which transformers lists them.
-NAMED = (
+NAMED_TOKENS = (
     "bos_token",
     "eos_token",
     "unk_token",
@@ -32,7 +32,7 @@ NAMED = (
     "mask_token",
 )
 #: Arguments of transformers that may be given here with these values: they ask for nothing.
-NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+NEUTRAL_ARGUMENTS: Mapping[str, tuple[Any, ...]] = {
     "text_pair": (None,),
     "padding": (False, None, "do_not_pad"),
     "truncation": (False, None, "do_not_truncate"),
@@ -151,7 +151,9 @@ class Tokenizer:
         self.backend = backend
         #: The model it belongs to, or its folder: programs choose their chat format by it.
         self.name_or_path = name
-        self._named: dict[str, str | None] = {name: _content(config.get(name)) for name in NAMED}
+        self._named: dict[str, str | None] = {
+            name: _content(config.get(name)) for name in NAMED_TOKENS
+        }
         self._further = _further_special_tokens(config)
         #: The template, several by name, or None. May be set.
         self.chat_template: str | dict[str, str] | None = _chat_template(config)
@@ -170,7 +172,7 @@ class Tokenizer:
         **others: Any,
     ) -> Encoded:
         """The ids of a text, or of each of several, under `input_ids`."""
-        refuse_unknown("tokenizer()", others)
+        reject_unsupported("tokenizer()", others)
         texts = [text] if isinstance(text, str) else list(text)
         if any(not isinstance(each, str) for each in texts):
             raise TypeError("tokenizer() takes a text or a list of texts.")
@@ -185,11 +187,11 @@ class Tokenizer:
         return Encoded(columns)
 
     def encode(self, text: str, *, add_special_tokens: bool = True, **others: Any) -> list[int]:
-        refuse_unknown("encode()", others)
+        reject_unsupported("encode()", others)
         return list(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def tokenize(self, text: str, *, add_special_tokens: bool = False, **others: Any) -> list[str]:
-        refuse_unknown("tokenize()", others)
+        reject_unsupported("tokenize()", others)
         return list(self.backend.encode(text, add_special_tokens=add_special_tokens).tokens)
 
     @overload
@@ -217,7 +219,7 @@ class Tokenizer:
         self, token_ids: Any, skip_special_tokens: bool = False, **others: Any
     ) -> str | list[str]:
         """The text of ids, or of each of several lists of ids."""
-        refuse_unknown("decode()", others)
+        reject_unsupported("decode()", others)
         ids = token_ids.tolist() if hasattr(token_ids, "tolist") else token_ids
         if isinstance(ids, int):
             ids = [ids]
@@ -338,7 +340,7 @@ class Tokenizer:
         Of several conversations a list. `return_dict=True` gives what calling the tokenizer gives;
         in transformers 5 that is the default. What is left over goes to the template.
         """
-        variables = refuse_unknown("apply_chat_template()", variables, others=True)
+        variables = reject_unsupported("apply_chat_template()", variables, others=True)
         if continue_final_message and add_generation_prompt:
             raise TokenizerError(
                 "continue_final_message continues the last message, add_generation_prompt starts "
@@ -385,14 +387,16 @@ class Tokenizer:
         return template
 
 
-def refuse_unknown(where: str, given: Mapping[str, Any], *, others: bool = False) -> dict[str, Any]:
+def reject_unsupported(
+    where: str, given: Mapping[str, Any], *, others: bool = False
+) -> dict[str, Any]:
     """Refuse what is not implemented here; with `others` return what transformers does not know."""
     left = {}
     for name, value in given.items():
-        if name not in NEUTRAL and others:
+        if name not in NEUTRAL_ARGUMENTS and others:
             left[name] = value
-        elif name not in NEUTRAL or not any(
-            value is each or value == each for each in NEUTRAL[name]
+        elif name not in NEUTRAL_ARGUMENTS or not any(
+            value is each or value == each for each in NEUTRAL_ARGUMENTS[name]
         ):
             raise TypeError(
                 f"{where}: {name}={value!r} is not implemented by this tokenizer. The tokenizer of "

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 # As long as the safetensors library itself allows.
-LONGEST_HEAD_BYTES = 100_000_000
+MAX_HEADER_BYTES = 100_000_000
 
 _LAYER = re.compile(r"(?:^|\.)(\d+)\.")
 
@@ -76,7 +76,7 @@ def tensor_names(folder: Path) -> Iterator[str]:
     for file in sorted(folder.glob("*.safetensors")):
         with file.open("rb") as opened:
             size = int.from_bytes(opened.read(8), "little")
-            if size > min(LONGEST_HEAD_BYTES, file.stat().st_size):
+            if size > min(MAX_HEADER_BYTES, file.stat().st_size):
                 continue  # not such a file; who loads it says so
             try:
                 head = json.loads(opened.read(size))

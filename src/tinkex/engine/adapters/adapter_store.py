@@ -19,7 +19,13 @@ import torch
 
 from tinkex.engine.adapters import checkpoints
 from tinkex.engine.adapters.adapters import TrainingAdapter
-from tinkex.engine.adapters.memory_plan import MemoryPlan, Resident, Tier, give_way, readable
+from tinkex.engine.adapters.memory_plan import (
+    MemoryPlan,
+    Resident,
+    Tier,
+    choose_evictions,
+    format_bytes,
+)
 from tinkex.engine.device import available_bytes
 from tinkex.wire.errors import UserFailure
 
@@ -27,8 +33,8 @@ log = logging.getLogger(__name__)
 
 HOST = torch.device("cpu")
 
-#: Share of the host's free memory for adapters that had to leave the device.
-HOST_SHARE = 0.5
+#: LoraSlice of the host's free memory for adapters that had to leave the device.
+HOST_FRACTION = 0.5
 
 
 class SamplerAdapters(Protocol):
@@ -52,12 +58,12 @@ class _Entry:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TierUse:
+class TierUsage:
     count: int
     size: int
 
 
-class Shelf:
+class AdapterStore:
     def __init__(
         self,
         *,
@@ -80,15 +86,15 @@ class Shelf:
         self._entries: dict[str, _Entry] = {}
         self._spills = 0
         #: Who is on the way back and so no longer counts where it was.
-        self._returning: _Entry | None = None
+        self._loading: _Entry | None = None
         #: Whose room is being made: it does not leave for itself.
-        self._kept: _Entry | None = None
+        self._protected: _Entry | None = None
         self._folder = folder
         if folder is not None and folder.exists():
             shutil.rmtree(folder)
         self.sampler: SamplerAdapters | None = None
         #: What the cache for sampling has taken of the plan, once it is made.
-        self.cache_taken = 0
+        self.cache_bytes = 0
 
     # -- a mapping from model ids to adapters that can be used ------------------------------------
 
@@ -106,7 +112,7 @@ class Shelf:
         entry = self._entries[model_id]
         entry.last_used = self._clock()
         if entry.tier is not Tier.DEVICE:
-            self._bring_back(model_id, entry)
+            self._load(model_id, entry)
         return entry.adapter
 
     def __delitem__(self, model_id: str) -> None:
@@ -126,9 +132,9 @@ class Shelf:
         """The adapter stays where it is as long as `user` exists."""
         self._entries[model_id].users.add(user)
 
-    def use(self, tier: Tier) -> TierUse:
+    def usage(self, tier: Tier) -> TierUsage:
         sizes = [entry.size for entry in self._entries.values() if entry.tier is tier]
-        return TierUse(count=len(sizes), size=sum(sizes))
+        return TierUsage(count=len(sizes), size=sum(sizes))
 
     # -- room -------------------------------------------------------------------------------------
 
@@ -136,13 +142,13 @@ class Shelf:
         """Room in the adapters' part of the plan, or a refusal with the sizes."""
         if size > self._plan.adapters:
             raise UserFailure(
-                f"{what} needs {readable(size)}, and the server has {readable(self._plan.adapters)} "
+                f"{what} needs {format_bytes(size)}, and the server has {format_bytes(self._plan.adapters)} "
                 f"for adapters ({self._plan.describe()}). Use a smaller rank, train fewer kinds of "
                 "layers, or serve with more memory."
             )
         over = sum(resident.size for resident in self._residents()) + size - self._plan.adapters
-        self._free(max(over, size - self.available()))
-        self._insist(size, what, "Use a smaller rank, or train fewer kinds of layers")
+        self._evict(max(over, size - self.available()))
+        self._require(size, what, "Use a smaller rank, or train fewer kinds of layers")
 
     def must_wait(self, size: int) -> bool:
         """Whether room for an adapter comes only when others are not in use any more."""
@@ -159,29 +165,29 @@ class Shelf:
 
         The plan has it; others may have taken it.
         """
-        self._kept = self._entries[model_id]
+        self._protected = self._entries[model_id]
         try:
-            self._free(size - self.available())
-            self._insist(size, what, advice)
+            self._evict(size - self.available())
+            self._require(size, what, advice)
         finally:
-            self._kept = None
+            self._protected = None
 
     def available(self) -> int:
         """What could be taken now, within the limit that was set."""
         found = available_bytes(self._device)
         if self._limit_bytes is None:
             return found
-        taken = self._plan.base + self.cache_taken + sum(r.size for r in self._residents())
+        taken = self._plan.base + self.cache_bytes + sum(r.size for r in self._residents())
         return max(0, min(found, self._limit_bytes - taken))
 
-    def _insist(self, size: int, what: str, advice: str) -> None:
+    def _require(self, size: int, what: str, advice: str) -> None:
         available = self.available()
         if size > available:
             busy = sum(resident.size for resident in self._residents() if resident.busy)
             raise UserFailure(
-                f"{what} needs about {readable(size)}, and {readable(available)} are free on the "
-                f"server (base model {readable(self._plan.base)}, cache "
-                f"{readable(self.cache_taken)}, adapters in use {readable(busy)}). {advice}, or "
+                f"{what} needs about {format_bytes(size)}, and {format_bytes(available)} are free on the "
+                f"server (base model {format_bytes(self._plan.base)}, cache "
+                f"{format_bytes(self.cache_bytes)}, adapters in use {format_bytes(busy)}). {advice}, or "
                 "serve with more memory."
             )
 
@@ -192,15 +198,15 @@ class Shelf:
                 name=model_id,
                 size=entry.size,
                 last_used=entry.last_used,
-                busy=bool(entry.users) or entry is self._kept,
+                busy=bool(entry.users) or entry is self._protected,
             )
             for model_id, entry in self._entries.items()
             if entry.tier is Tier.DEVICE
         ]
         return own if self.sampler is None else [*own, *self.sampler.adapter_residents()]
 
-    def _free(self, shortage: int) -> None:
-        for name in give_way(self._residents(), shortage):
+    def _evict(self, shortage: int) -> None:
+        for name in choose_evictions(self._residents(), shortage):
             if name in self._entries:
                 self._spill(name, self._entries[name])
             elif self.sampler is not None:
@@ -212,7 +218,7 @@ class Shelf:
         if self._device.type == "cpu" or not self._make_host_room(entry.size):
             self._to_disk(model_id, entry)
             return
-        log.info("model %s leaves the device (%s)", model_id, readable(entry.size))
+        log.info("model %s leaves the device (%s)", model_id, format_bytes(entry.size))
         entry.adapter.move(HOST)
         entry.tier = Tier.HOST
 
@@ -221,32 +227,32 @@ class Shelf:
         there = [
             Resident(name=model_id, size=entry.size, last_used=entry.last_used)
             for model_id, entry in self._entries.items()
-            if entry.tier is Tier.HOST and entry is not self._returning
+            if entry.tier is Tier.HOST and entry is not self._loading
         ]
         used = sum(resident.size for resident in there)
         if budget is None:
             # What has moved there already was free before.
-            budget = int((available_bytes(HOST) + used) * HOST_SHARE)
+            budget = int((available_bytes(HOST) + used) * HOST_FRACTION)
         if size > budget:
             return False
-        for name in give_way(there, used + size - budget):
+        for name in choose_evictions(there, used + size - budget):
             self._to_disk(name, self._entries[name])
         return True
 
     def _to_disk(self, model_id: str, entry: _Entry) -> None:
         self._spills += 1
         folder = self._spill_folder() / str(self._spills)
-        log.info("model %s goes to disk (%s)", model_id, readable(entry.size))
+        log.info("model %s goes to disk (%s)", model_id, format_bytes(entry.size))
         checkpoints.snapshot(entry.adapter, folder, base_model=self._base_model, meta={})
         entry.adapter.release()
         entry.tier, entry.folder = Tier.DISK, folder
 
-    def _bring_back(self, model_id: str, entry: _Entry) -> None:
-        self._returning = entry
+    def _load(self, model_id: str, entry: _Entry) -> None:
+        self._loading = entry
         try:
             self.make_adapter_room(entry.size, f"model {model_id}")
         finally:
-            self._returning = None
+            self._loading = None
         if entry.tier is Tier.HOST:
             entry.adapter.move(self._device)
         elif entry.folder is not None:
@@ -257,7 +263,7 @@ class Shelf:
                 entry.adapter.release()  # still whole on disk
                 raise
             shutil.rmtree(entry.folder, ignore_errors=True)
-        log.info("model %s is back (%s)", model_id, readable(entry.size))
+        log.info("model %s is back (%s)", model_id, format_bytes(entry.size))
         entry.tier, entry.folder = Tier.DEVICE, None
 
     def _spill_folder(self) -> Path:

@@ -24,7 +24,7 @@ from tinkex.wire.training import LoraConfig, OptimizerConfig
 MAX_RANK = 512
 
 #: The float32 vectors of an adapter in training.
-FLAT = ("master", "m", "v", "grad")
+FLAT_VECTORS = ("master", "m", "v", "grad")
 
 
 class SamplerAdapter:
@@ -85,18 +85,18 @@ class TrainingAdapter:
 
     def move(self, device: torch.device) -> None:
         """To another memory, as it is. Layers can only use it on the model's own device."""
-        for name in FLAT:
+        for name in FLAT_VECTORS:
             setattr(self, name, getattr(self, name).to(device))
         self._connect()
 
     def release(self) -> None:
         """Without any memory; unusable until it is allocated and filled again."""
-        for name in FLAT:
+        for name in FLAT_VECTORS:
             setattr(self, name, torch.empty(0))
         self.live, self.pairs = self.master, {}
 
     def allocate(self, device: torch.device) -> None:
-        for name in FLAT:
+        for name in FLAT_VECTORS:
             setattr(self, name, torch.zeros(self._size_of(name), device=device))
         self._connect()
 

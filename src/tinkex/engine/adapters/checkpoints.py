@@ -68,16 +68,16 @@ def snapshot(
     adapter: TrainingAdapter, folder: Path, *, base_model: str, meta: Mapping[str, Any]
 ) -> int:
     """A checkpoint that also has the gradients, so that training goes on as if never stopped."""
-    return write(_everything(adapter, base_model, meta), folder)
+    return write(_snapshot_files(adapter, base_model, meta), folder)
 
 
-def copy(adapter: TrainingAdapter, *, base_model: str, meta: Mapping[str, Any]) -> Files:
+def copy_snapshot(adapter: TrainingAdapter, *, base_model: str, meta: Mapping[str, Any]) -> Files:
     """The same for a caller that writes it later, in another thread, while the model goes on."""
-    files = _everything(adapter, base_model, meta)
+    files = _snapshot_files(adapter, base_model, meta)
     return {name: file.copied() for name, file in files.items()}
 
 
-class NotWritten(Exception):
+class WriteFailed(Exception):
     """
     The disk did not take a checkpoint; the text has what the system said.
 
@@ -88,14 +88,14 @@ class NotWritten(Exception):
 def write(files: Files, folder: Path) -> int:
     """Writes the folder and returns its size in bytes."""
     try:
-        with whole_folder(folder) as part:
+        with atomic_folder(folder) as part:
             for name, file in files.items():
                 file.write(part / name)
     except (OSError, SafetensorError) as error:
         # The library for files, which is not Python, puts the system's number into its text.
         if getattr(error, "errno", None) is None and "os error" not in str(error):
             raise
-        raise NotWritten(f"the checkpoint could not be written: {error}") from error
+        raise WriteFailed(f"the checkpoint could not be written: {error}") from error
     return size_bytes(folder)
 
 
@@ -124,7 +124,7 @@ class File:
         arrays = {
             prefix + name: matrix.numpy()
             for prefix, flat in self.flat.items()
-            for name, matrix in named(flat.detach().to(HOST), self.layout).items()
+            for name, matrix in to_peft_names(flat.detach().to(HOST), self.layout).items()
         }
         arrays |= {name: np.array(number) for name, number in self.numbers.items()}
         # The library for numpy takes views of one vector, the one for torch refuses them.
@@ -139,7 +139,7 @@ def memory_bytes(files: Files) -> int:
     return sum(flat.nbytes for file in files.values() for flat in file.flat.values())
 
 
-def _everything(adapter: TrainingAdapter, base_model: str, meta: Mapping[str, Any]) -> Files:
+def _snapshot_files(adapter: TrainingAdapter, base_model: str, meta: Mapping[str, Any]) -> Files:
     """What a snapshot is made of."""
     # By their bytes: a minus zero is not what an optimizer step leaves, and bytes are quickest.
     has_gradients = bool(adapter.grad.view(torch.uint8).any())
@@ -163,37 +163,37 @@ def _everything(adapter: TrainingAdapter, base_model: str, meta: Mapping[str, An
 def load(adapter: TrainingAdapter, folder: Path, *, optimizer: bool) -> None:
     """Puts a checkpoint's weights, and its optimizer state if asked, into a model in training."""
     saved = read_adapter(folder)
-    weights = _fitting(adapter, saved, folder)
+    weights = _check_fits(adapter, saved, folder)
     moments = _read_optimizer(adapter, folder) if optimizer else None
     # Everything has been read and fits: from here on nothing can fail half-way.
-    fill(adapter.master, adapter.layout, weights)
+    copy_pairs(adapter.master, adapter.layout, weights)
     adapter.grad.zero_()
     if moments is None:
         adapter.m.zero_()
         adapter.v.zero_()
         adapter.step = 0
     else:
-        fill(adapter.m, adapter.layout, moments.m)
+        copy_pairs(adapter.m, adapter.layout, moments.m)
         if moments.v is not None:
-            fill(adapter.v, adapter.layout, moments.v)
+            copy_pairs(adapter.v, adapter.layout, moments.v)
         adapter.step = moments.step
     adapter.refresh_live()
 
 
 def restore(adapter: TrainingAdapter, folder: Path) -> dict[str, Any]:
     """Puts a snapshot into a model of the same shape; returns the caller's notes."""
-    notes = read_snapshot_notes(folder)
+    notes = read_snapshot_info(folder)
     # Notes from before they were left out when they are zero do not say.
     has_gradients = notes.get("gradients", True)
-    gradients = unnamed(_tensors(folder, GRADIENTS)) if has_gradients else None
+    gradients = from_peft_names(_tensors(folder, GRADIENTS)) if has_gradients else None
     load(adapter, folder, optimizer=True)
     if gradients is not None:
-        fill(adapter.grad, adapter.layout, gradients)
+        copy_pairs(adapter.grad, adapter.layout, gradients)
     meta: dict[str, Any] = notes["meta"]
     return meta
 
 
-def read_snapshot_notes(folder: Path) -> dict[str, Any]:
+def read_snapshot_info(folder: Path) -> dict[str, Any]:
     return _json(folder, SNAPSHOT)
 
 
@@ -221,7 +221,7 @@ def read_adapter(folder: Path) -> SavedAdapter:
             f"{folder.name}: adapter_config.json has r = {rank!r} and lora_alpha = {alpha!r}; "
             "both must be numbers."
         )
-    pairs = unnamed(_tensors(folder, WEIGHTS))
+    pairs = from_peft_names(_tensors(folder, WEIGHTS))
     for name, (A, B) in pairs.items():
         if A.shape[0] != rank or B.shape[1] != rank:
             raise UserFailure(
@@ -234,17 +234,17 @@ def read_adapter(folder: Path) -> SavedAdapter:
 # -- tensors and their names ----------------------------------------------------------------------
 
 
-def named(flat: Tensor, layout: Layout) -> dict[str, Tensor]:
+def to_peft_names(flat: Tensor, layout: Layout) -> dict[str, Tensor]:
     """Every matrix of a flat vector under its PEFT name, as views of it."""
     tensors = {}
-    for name, place in layout.places.items():
-        A, B = matrices(flat, place)
+    for name, placement in layout.placements.items():
+        A, B = matrices(flat, placement)
         for letter, matrix in (("A", A), ("B", B)):
             tensors[f"{PREFIX}{name}.lora_{letter}.weight"] = matrix
     return tensors
 
 
-def unnamed(tensors: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
+def from_peft_names(tensors: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
     """PEFT names back to pairs by module."""
     halves: dict[str, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
@@ -262,13 +262,13 @@ def unnamed(tensors: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
     return {module: (half["A"], half["B"]) for module, half in halves.items()}
 
 
-def fill(flat: Tensor, layout: Layout, pairs: Mapping[str, tuple[Tensor, Tensor]]) -> None:
-    for name, place in layout.places.items():
-        for matrix, saved in zip(matrices(flat, place), pairs[name], strict=True):
+def copy_pairs(flat: Tensor, layout: Layout, pairs: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+    for name, placement in layout.placements.items():
+        for matrix, saved in zip(matrices(flat, placement), pairs[name], strict=True):
             matrix.copy_(saved)
 
 
-def _fitting(
+def _check_fits(
     adapter: TrainingAdapter, saved: SavedAdapter, folder: Path
 ) -> Mapping[str, tuple[Tensor, Tensor]]:
     layout = adapter.layout
@@ -282,19 +282,22 @@ def _fitting(
             f"{folder.name}: has lora_alpha {saved.scale * saved.rank:g}; models here are trained "
             f"with {ALPHA:g}."
         )
-    missing, extra = layout.places.keys() - saved.pairs.keys(), saved.pairs.keys() - layout.places
+    missing, extra = (
+        layout.placements.keys() - saved.pairs.keys(),
+        saved.pairs.keys() - layout.placements,
+    )
     if missing or extra:
         raise UserFailure(
             f"{folder.name}: adapts other layers than this model: "
             f"{describe_difference(missing, extra)}. Create the model with the same base model "
             "and the same train_attn, train_mlp and train_unembed."
         )
-    for name, place in layout.places.items():
+    for name, placement in layout.placements.items():
         A, B = saved.pairs[name]
-        if tuple(A.shape) != place.shape_A or tuple(B.shape) != place.shape_B:
+        if tuple(A.shape) != placement.shape_A or tuple(B.shape) != placement.shape_B:
             raise UserFailure(
                 f"{folder.name}: {name} has matrices {list(A.shape)} and {list(B.shape)}, and "
-                f"this model {list(place.shape_A)} and {list(place.shape_B)}: it belongs to "
+                f"this model {list(placement.shape_A)} and {list(placement.shape_B)}: it belongs to "
                 "another base model."
             )
     return saved.pairs
@@ -313,7 +316,7 @@ def describe_difference(missing: set[str], extra: set[str]) -> str:
 
 
 @contextlib.contextmanager
-def whole_folder(folder: Path) -> Iterator[Path]:
+def atomic_folder(folder: Path) -> Iterator[Path]:
     """A folder to write into, which becomes `folder` on success and vanishes on failure."""
     if folder.exists():
         raise FileExistsError(f"{folder} exists, and a checkpoint is never written twice.")
@@ -323,16 +326,16 @@ def whole_folder(folder: Path) -> Iterator[Path]:
     try:
         yield part
         for file in part.iterdir():
-            sync(file)
-        sync(part)
+            fsync(file)
+        fsync(part)
         part.rename(folder)
     except BaseException:
         shutil.rmtree(part, ignore_errors=True)
         raise
-    sync(folder.parent)  # makes the new name itself durable
+    fsync(folder.parent)  # makes the new name itself durable
 
 
-def sync(path: Path) -> None:
+def fsync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -359,7 +362,7 @@ def peft_config(adapter: TrainingAdapter, base_model: str) -> dict[str, Any]:
         "base_model_name_or_path": base_model,
         "r": adapter.layout.rank,
         "lora_alpha": int(ALPHA),
-        "target_modules": sorted({name.rpartition(".")[2] for name in adapter.layout.places}),
+        "target_modules": sorted({name.rpartition(".")[2] for name in adapter.layout.placements}),
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": False,
@@ -407,10 +410,10 @@ def _read_optimizer(adapter: TrainingAdapter, folder: Path) -> Moments:
     for key, tensor in tensors.items():
         kind, _, name = key.partition(":")
         by_kind[kind][name] = tensor
-    m = unnamed(by_kind["m"])
-    v = unnamed(by_kind["v"]) if len(adapter.v) else None
+    m = from_peft_names(by_kind["m"])
+    v = from_peft_names(by_kind["v"]) if len(adapter.v) else None
     for moments in (m, v):
-        if moments is not None and moments.keys() != adapter.layout.places.keys():
+        if moments is not None and moments.keys() != adapter.layout.placements.keys():
             raise UserFailure(f"{folder.name}: its optimizer state is of other layers.")
     return Moments(m=m, v=v, step=step)
 

@@ -25,7 +25,7 @@ class Tier(enum.IntEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shares:
+class MemoryFractions:
     """How what is left beside the base model is divided. Adapters get the rest."""
 
     activations: float
@@ -33,10 +33,13 @@ class Shares:
 
 
 #: A CPU decodes little at once; a GPU lives from large decode batches.
-SHARES = {"cpu": Shares(activations=0.3, cache=0.25), "cuda": Shares(activations=0.25, cache=0.5)}
+FRACTIONS = {
+    "cpu": MemoryFractions(activations=0.3, cache=0.25),
+    "cuda": MemoryFractions(activations=0.25, cache=0.5),
+}
 
 #: Fewer tokens in a pass or in the cache than this are no service.
-FEWEST_TOKENS = 16
+MIN_TOKENS = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,8 +64,8 @@ class MemoryPlan:
             (f"cache of {self.kv_tokens} tokens", self.cache),
             ("adapters", self.adapters),
         )
-        shown = ", ".join(f"{name} {readable(size)}" for name, size in parts)
-        return f"{readable(self.total)} in all: {shown}"
+        shown = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts)
+        return f"{format_bytes(self.total)} in all: {shown}"
 
 
 def memory_plan(
@@ -74,7 +77,7 @@ def memory_plan(
     max_batch_tokens: int,
     kv_bytes_per_token: int,
     max_kv_tokens: int,
-    shares: Shares,
+    fractions: MemoryFractions,
     fixed_batch: bool = False,
     kv_tokens: int | None = None,
     adapter_bytes: int | None = None,
@@ -86,12 +89,12 @@ def memory_plan(
     are of what they leave.
     """
     left = total - base - reserved
-    smallest = FEWEST_TOKENS * (activation_bytes_per_token + kv_bytes_per_token)
+    smallest = MIN_TOKENS * (activation_bytes_per_token + kv_bytes_per_token)
     if left < smallest:
         raise DoesNotFit(
-            f"the base model takes {readable(base)} of {readable(total)}, and {readable(reserved)} "
-            f"are kept free: the {readable(max(0, left))} that are left are too little to work "
-            f"with ({readable(smallest)} at least). Serve a smaller model, use --dtype bfloat16, "
+            f"the base model takes {format_bytes(base)} of {format_bytes(total)}, and {format_bytes(reserved)} "
+            f"are kept free: the {format_bytes(max(0, left))} that are left are too little to work "
+            f"with ({format_bytes(smallest)} at least). Serve a smaller model, use --dtype bfloat16, "
             "or free memory."
         )
     free = left
@@ -104,12 +107,12 @@ def memory_plan(
     free = max(0, free)
     batch_tokens = max_batch_tokens
     if not fixed_batch:
-        fitting = int(free * shares.activations) // activation_bytes_per_token
-        batch_tokens = min(max_batch_tokens, max(FEWEST_TOKENS, fitting))
+        fitting = int(free * fractions.activations) // activation_bytes_per_token
+        batch_tokens = min(max_batch_tokens, max(MIN_TOKENS, fitting))
     if kv_tokens is None:
         # More than every sequence at full length is never used.
-        kv_tokens = int(free * shares.cache) // kv_bytes_per_token
-        kv_tokens = min(max_kv_tokens, max(FEWEST_TOKENS, kv_tokens))
+        kv_tokens = int(free * fractions.cache) // kv_bytes_per_token
+        kv_tokens = min(max_kv_tokens, max(MIN_TOKENS, kv_tokens))
     activations, cache = batch_tokens * activation_bytes_per_token, kv_tokens * kv_bytes_per_token
     if adapter_bytes is None:
         adapter_bytes = max(0, left - activations - cache)
@@ -139,7 +142,7 @@ class Resident:
     has_file: bool = False
 
 
-def give_way(residents: Iterable[Resident], shortage: int) -> list[str]:
+def choose_evictions(residents: Iterable[Resident], shortage: int) -> list[str]:
     """
     Who leaves so that `shortage` bytes become free: what is cheap to drop, then least used first.
 
@@ -155,7 +158,7 @@ def give_way(residents: Iterable[Resident], shortage: int) -> list[str]:
     return leaving
 
 
-def readable(size: int) -> str:
+def format_bytes(size: int) -> str:
     """A size in the unit in which it has one to three digits before the point."""
     amount = float(size)
     for unit in ("B", "kB", "MB"):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig
 
-from tinkex.engine.adapters.checkpoints import SavedAdapter, read_adapter, size_bytes, whole_folder
+from tinkex.engine.adapters.checkpoints import SavedAdapter, atomic_folder, read_adapter, size_bytes
 from tinkex.engine.model.base_model import load, quiet_transformers
 from tinkex.engine.model.lm_head import HEAD
 from tinkex.wire.errors import UserFailure
@@ -49,7 +49,7 @@ def merge(
         model: Any = load(base_folder, dtype)
         untied = HEAD in saved.pairs and untie(model)
         add(model, saved, adapter_folder.name)
-        with whole_folder(out_folder) as part:
+        with atomic_folder(out_folder) as part:
             # Beside the weights, which may be large, these files are next to nothing.
             copy_other_files(base_folder, part)
             with quiet_transformers():

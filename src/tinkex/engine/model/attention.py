@@ -40,7 +40,7 @@ except ImportError:
 _VARLEN_DTYPES = (torch.bfloat16, torch.float16)  # a float32 model goes segment by segment
 
 
-class Run(NamedTuple):
+class SlotRange(NamedTuple):
     """Sequences `first` to `last` read rows `start` to `stop` of the cache, which lie together."""
 
     start: int
@@ -49,33 +49,33 @@ class Run(NamedTuple):
     last: int
 
 
-class Level(NamedTuple):
+class ReadPass(NamedTuple):
     """Runs that together touch each of their sequences once."""
 
-    runs: Sequence[Run]
+    ranges: Sequence[SlotRange]
     #: The sequences touched, in the order of the runs; None for all of them in order.
-    rows: Tensor | None
+    sequences: Tensor | None
 
 
-class Reach(NamedTuple):
+class CachedPrefix(NamedTuple):
     """Cache rows that a segment reads beside its own tokens, its own included, in order."""
 
-    rows: Tensor
+    slots: Tensor
     #: [tokens of the segment, rows]: what each of them may see. The same in every layer.
     mask: Tensor
 
     @classmethod
-    def of(cls, rows: Tensor, tokens: int) -> Reach:
+    def of(cls, slots: Tensor, tokens: int) -> CachedPrefix:
         """The last `tokens` of the rows are the segment's own."""
-        mask = torch.ones(tokens, len(rows), dtype=torch.bool, device=rows.device)
-        return cls(rows, mask.tril(len(rows) - tokens))
+        mask = torch.ones(tokens, len(slots), dtype=torch.bool, device=slots.device)
+        return cls(slots, mask.tril(len(slots) - tokens))
 
 
-class Table(NamedTuple):
+class GatheredTable(NamedTuple):
     """All cache rows of each sequence as one rectangle: one call, at the price of a copy."""
 
     #: [S * L], sequence by sequence.
-    rows: Tensor
+    slots: Tensor
     #: [S, 1, 1, L]: 0 where a row is the sequence's, -inf where it is filling.
     bias: Tensor
 
@@ -92,13 +92,13 @@ class CacheUse:
 
     layers: Sequence[CacheLayer]
     #: Where the keys and values of each packed token go.
-    write_T: Tensor
-    #: For decoding, where every segment is one token: what is read, level by level ...
-    levels: Sequence[Level] | None = None
+    write_slots_T: Tensor
+    #: For decoding, where every segment is one token: what is read, pass by pass ...
+    passes: Sequence[ReadPass] | None = None
     #: ... or all at once.
-    table: Table | None = None
+    table: GatheredTable | None = None
     #: For each segment, what it reads when it goes on from cached tokens; None when it begins.
-    reaches: Sequence[Reach | None] = ()
+    prefixes: Sequence[CachedPrefix | None] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,8 +169,8 @@ def attend(
     layer = None
     if packing.cache is not None:
         layer = packing.cache.layers[layer_index]
-        layer.keys.index_copy_(0, packing.cache.write_T, key[0].transpose(0, 1))
-        layer.values.index_copy_(0, packing.cache.write_T, value[0].transpose(0, 1))
+        layer.keys.index_copy_(0, packing.cache.write_slots_T, key[0].transpose(0, 1))
+        layer.values.index_copy_(0, packing.cache.write_slots_T, value[0].transpose(0, 1))
     given = query.dtype
     if given != torch.float32 and not query.is_cuda:
         # On a CPU short formats gain nothing here, and rounded probabilities would make decoding
@@ -190,13 +190,13 @@ def _attended(
     cache = packing.cache
     if cache is None or layer is None:
         return within_segments(query, key, value, scaling, packing)
-    if cache.levels is not None:
-        return over_runs(query, layer, scaling, cache.levels)
+    if cache.passes is not None:
+        return over_ranges(query, layer, scaling, cache.passes)
     if cache.table is not None:
-        return over_table(query, layer, scaling, cache.table)
-    if not any(cache.reaches):
+        return over_gathered(query, layer, scaling, cache.table)
+    if not any(cache.prefixes):
         return within_segments(query, key, value, scaling, packing)
-    return over_reaches(query, key, value, layer, scaling, packing)
+    return over_prefixes(query, key, value, layer, scaling, packing)
 
 
 AttentionInterface.register(NAME, attend)
@@ -237,22 +237,22 @@ def within_segments(
     return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)).transpose(1, 2)
 
 
-def over_reaches(
+def over_prefixes(
     query: Tensor, key: Tensor, value: Tensor, layer: CacheLayer, scaling: float, packing: Packing
 ) -> Tensor:
     """Segments of which some go on from cached tokens: the later chunks of long prompts."""
     assert packing.cache is not None
     grouped = query.shape[1] != key.shape[1]
     parts = []
-    for i, reach in enumerate(packing.cache.reaches):
+    for i, prefix in enumerate(packing.cache.prefixes):
         start, stop = packing.starts[i], packing.starts[i + 1]
         q = query[:, :, start:stop]
-        if reach is None:
+        if prefix is None:
             k, v, mask = key[:, :, start:stop], value[:, :, start:stop], None
         else:
-            k = layer.keys[reach.rows].to(q.dtype).transpose(0, 1).unsqueeze(0)
-            v = layer.values[reach.rows].to(q.dtype).transpose(0, 1).unsqueeze(0)
-            mask = reach.mask
+            k = layer.keys[prefix.slots].to(q.dtype).transpose(0, 1).unsqueeze(0)
+            v = layer.values[prefix.slots].to(q.dtype).transpose(0, 1).unsqueeze(0)
+            mask = prefix.mask
         parts.append(
             F.scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=grouped
@@ -261,19 +261,19 @@ def over_reaches(
     return torch.cat(parts, dim=2).transpose(1, 2)
 
 
-def over_table(query: Tensor, layer: CacheLayer, scaling: float, table: Table) -> Tensor:
+def over_gathered(query: Tensor, layer: CacheLayer, scaling: float, table: GatheredTable) -> Tensor:
     """One token of each sequence over its cached keys, gathered side by side."""
     heads, sequences, size = query.shape[1:]
     key_heads = layer.keys.shape[1]
     q_SKGD = query[0].transpose(0, 1).reshape(sequences, key_heads, heads // key_heads, size)
     k_SKLD, v_SKLD = (
         # As rows of numbers, not of heads: a CPU copies those several times faster.
-        rows.view(len(rows), -1)
-        .index_select(0, table.rows)
+        cached.view(len(cached), -1)
+        .index_select(0, table.slots)
         .to(query.dtype)
         .view(sequences, -1, key_heads, size)
         .transpose(1, 2)
-        for rows in layer
+        for cached in layer
     )
     bias_S1GL = table.bias.to(query.dtype).expand(-1, -1, heads // key_heads, -1)
     out_SKGD = F.scaled_dot_product_attention(
@@ -301,9 +301,7 @@ def flash_attention_and_lse(
     return out, lse
 
 
-def quickest_attention_and_lse() -> Callable[
-    [Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]
-]:
+def fastest_attention_and_lse() -> Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]:
     """The kernel is private to torch: where it is missing or has changed, it is not used."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 2, n, 8, generator=generator) for n in (3, 5, 5))
@@ -321,10 +319,12 @@ def quickest_attention_and_lse() -> Callable[
     return plain_attention_and_lse
 
 
-attention_and_lse = quickest_attention_and_lse()
+attention_and_lse = fastest_attention_and_lse()
 
 
-def over_runs(query: Tensor, layer: CacheLayer, scaling: float, levels: Sequence[Level]) -> Tensor:
+def over_ranges(
+    query: Tensor, layer: CacheLayer, scaling: float, passes: Sequence[ReadPass]
+) -> Tensor:
     """
     One token of each sequence over its cached keys, which lie in one or more runs.
 
@@ -334,25 +334,25 @@ def over_runs(query: Tensor, layer: CacheLayer, scaling: float, levels: Sequence
     heads, sequences, size = query.shape[1:]
     key_heads = layer.keys.shape[1]
     q_SKGD = query[0].transpose(0, 1).reshape(sequences, key_heads, heads // key_heads, size)
-    out_SKGD, lse_SKG = _one_level(q_SKGD, layer, scaling, levels[0])
-    for level in levels[1:]:
-        part, lse = _one_level(q_SKGD, layer, scaling, level)
-        before, lse_before = out_SKGD[level.rows], lse_SKG[level.rows]
+    out_SKGD, lse_SKG = _one_pass(q_SKGD, layer, scaling, passes[0])
+    for read_pass in passes[1:]:
+        part, lse = _one_pass(q_SKGD, layer, scaling, read_pass)
+        before, lse_before = out_SKGD[read_pass.sequences], lse_SKG[read_pass.sequences]
         both = torch.logaddexp(lse_before, lse)
-        out_SKGD[level.rows] = (
+        out_SKGD[read_pass.sequences] = (
             before.float() * (lse_before - both).exp().unsqueeze(-1)
             + part.float() * (lse - both).exp().unsqueeze(-1)
         ).to(before.dtype)
-        lse_SKG[level.rows] = both
+        lse_SKG[read_pass.sequences] = both
     return out_SKGD.reshape(1, sequences, heads, size)
 
 
-def _one_level(
-    q_SKGD: Tensor, layer: CacheLayer, scaling: float, level: Level
+def _one_pass(
+    q_SKGD: Tensor, layer: CacheLayer, scaling: float, read_pass: ReadPass
 ) -> tuple[Tensor, Tensor]:
     outs, lses = [], []
     short = layer.keys.dtype != q_SKGD.dtype
-    for start, stop, first, last in level.runs:
+    for start, stop, first, last in read_pass.ranges:
         k_1KLD = layer.keys[start:stop].transpose(0, 1).unsqueeze(0)
         v_1KLD = layer.values[start:stop].transpose(0, 1).unsqueeze(0)
         if short:

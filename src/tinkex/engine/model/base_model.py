@@ -29,9 +29,9 @@ from tinkex.engine.model import attention
 from tinkex.engine.model.attention import Packing, PackingLost
 from tinkex.engine.model.lm_head import HEAD, Head
 from tinkex.engine.model.lora import (
+    AdapterContext,
+    AdapterSegment,
     LoraLinear,
-    Route,
-    Routing,
     Target,
     TargetKind,
     make_layout,
@@ -70,12 +70,12 @@ class BaseModel:
         self.max_context_length = context_length(model.config)
         self.eos_token_ids = eos_token_ids(folder, model.config)
         expected = untouched_logits(model)
-        self._routing = Routing()
+        self._context = AdapterContext()
         self._decoder: Any = model.get_decoder()
         self._embed: nn.Module = model.get_input_embeddings()
         output: Any = model.get_output_embeddings()
         self.head = Head(output.weight, output.bias)
-        self.targets = replace_linears(model, self._routing)
+        self.targets = replace_linears(model, self._context)
         self.targets.append(
             Target(
                 name=HEAD,
@@ -99,12 +99,12 @@ class BaseModel:
         self,
         ids_T: Tensor,
         packing: Packing,
-        routes: Sequence[Route] = (),
+        segments: Sequence[AdapterSegment] = (),
         *,
         gradients: bool = False,
     ) -> Tensor:
         """The last hidden states [T, H] of a packed pass, ready for the head."""
-        self._routing.routes = routes
+        self._context.segments = segments
         try:
             with torch.set_grad_enabled(gradients):
                 embedded = self._embed(ids_T.unsqueeze(0))
@@ -119,7 +119,7 @@ class BaseModel:
                 )
         finally:
             # Routes hold the memory of adapters, which may be dropped or spilled after the pass.
-            self._routing.routes = ()
+            self._context.segments = ()
         hidden_1TH: Tensor = output.last_hidden_state
         return hidden_1TH[0]
 
@@ -155,9 +155,9 @@ class BaseModel:
 
             packing = Packing.of([length], device=self.device)
             ids_T = torch.zeros(length, dtype=torch.long, device=self.device)
-            routes = [Route(0, length, pairs)]
+            segments = [AdapterSegment(0, length, pairs)]
             with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-                output = self.hidden(ids_T, packing, routes, gradients=True)
+                output = self.hidden(ids_T, packing, segments, gradients=True)
             found = distinct_storages([*kept, output])
             sizes.append(sum(size for at, size in found.items() if at not in weights))
         few, many = PROBE_LENGTHS
@@ -326,7 +326,7 @@ GROUPS = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "gate_
 }
 
 
-def replace_linears(model: Any, routing: Routing) -> list[Target]:
+def replace_linears(model: Any, context: AdapterContext) -> list[Target]:
     """Every linear layer of the decoder's layers becomes one that can add adapters."""
     layers = getattr(model.get_decoder(), "layers", None)
     if layers is None:
@@ -341,7 +341,7 @@ def replace_linears(model: Any, routing: Routing) -> list[Target]:
             continue
         parent_path, _, leaf = path.rpartition(".")
         name = f"{prefix}.{path}"
-        setattr(layers.get_submodule(parent_path), leaf, LoraLinear(module, name, routing))
+        setattr(layers.get_submodule(parent_path), leaf, LoraLinear(module, name, context))
         kind: TargetKind = "attn" if "attn" in parent_path or "attention" in parent_path else "mlp"
         targets.append(
             Target(

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tinkex.engine.model.lora import Route, Share, shares_of
+from tinkex.engine.model.lora import AdapterSegment, LoraSlice, lora_slices_of
 from tinkex.engine.model.matmul import add_mm_float32, linear, mm_float32
 
 # T packed tokens, t tokens of one chunk, H hidden size, V vocabulary, K targets of one token, R rank
@@ -29,11 +29,11 @@ LossGradient = Callable[[slice, Tensor], Tensor]
 
 
 class Chunk(NamedTuple):
-    rows: slice
+    span: slice
     hidden_tH: Tensor
     #: Float32, fresh: the receiver may overwrite them.
     logits_tV: Tensor
-    shares: Sequence[Share]
+    lora_slices: Sequence[LoraSlice]
 
 
 class HeadGradient(NamedTuple):
@@ -52,70 +52,72 @@ class Head:
         self.weight_VH = weight_VH.detach().to(keep)
         self.bias_V = None if bias_V is None else bias_V.detach().float()
         self.vocab_size = weight_VH.shape[0]
-        self.chunk_rows = max(16, CHUNK_BYTES[weight_VH.device.type] // (4 * self.vocab_size))
+        self.chunk_tokens = max(16, CHUNK_BYTES[weight_VH.device.type] // (4 * self.vocab_size))
 
-    def logits(self, hidden_TH: Tensor, routes: Sequence[Route] = ()) -> Tensor:
-        return self._project(hidden_TH.to(self.weight_VH.dtype), shares_of(routes, HEAD))
+    def logits(self, hidden_TH: Tensor, segments: Sequence[AdapterSegment] = ()) -> Tensor:
+        return self._project(hidden_TH.to(self.weight_VH.dtype), lora_slices_of(segments, HEAD))
 
-    def chunks(self, hidden_TH: Tensor, routes: Sequence[Route]) -> Iterator[Chunk]:
+    def chunks(self, hidden_TH: Tensor, segments: Sequence[AdapterSegment]) -> Iterator[Chunk]:
         hidden_TH = hidden_TH.to(self.weight_VH.dtype)
-        whole = shares_of(routes, HEAD)
-        for start in range(0, len(hidden_TH), self.chunk_rows):
-            rows = slice(start, min(start + self.chunk_rows, len(hidden_TH)))
-            shares = [
-                Share(max(s.start, rows.start) - start, min(s.stop, rows.stop) - start, s.pair)
+        whole = lora_slices_of(segments, HEAD)
+        for start in range(0, len(hidden_TH), self.chunk_tokens):
+            rows = slice(start, min(start + self.chunk_tokens, len(hidden_TH)))
+            lora_slices = [
+                LoraSlice(max(s.start, rows.start) - start, min(s.stop, rows.stop) - start, s.pair)
                 for s in whole
                 if s.start < rows.stop and s.stop > rows.start
             ]
             hidden_tH = hidden_TH[rows]
-            yield Chunk(rows, hidden_tH, self._project(hidden_tH, shares), shares)
+            yield Chunk(rows, hidden_tH, self._project(hidden_tH, lora_slices), lora_slices)
 
-    def logprobs(self, hidden_TH: Tensor, targets_TK: Tensor, routes: Sequence[Route]) -> Tensor:
+    def logprobs(
+        self, hidden_TH: Tensor, targets_TK: Tensor, segments: Sequence[AdapterSegment]
+    ) -> Tensor:
         """Log-probabilities [T, K] of the target tokens."""
         logprobs_TK = torch.empty(targets_TK.shape, device=hidden_TH.device)
-        for chunk in self.chunks(hidden_TH, routes):
-            logprobs_TK[chunk.rows] = gathered(chunk.logits_tV, targets_TK[chunk.rows])[0]
+        for chunk in self.chunks(hidden_TH, segments):
+            logprobs_TK[chunk.span] = gathered(chunk.logits_tV, targets_TK[chunk.span])[0]
         return logprobs_TK
 
     def logprobs_and_gradient(
         self,
         hidden_TH: Tensor,
         targets_TK: Tensor,
-        routes: Sequence[Route],
+        segments: Sequence[AdapterSegment],
         loss_gradient: LossGradient,
     ) -> HeadGradient:
         """
         The same logprobs, and the loss's gradient by the hidden states.
 
-        The gradients of the routes' output pairs are added to their adapters on the way. A loss
+        The gradients of the segments' output pairs are added to their adapters on the way. A loss
         that must see more than one chunk's logprobs asks `logprobs` for them first and gives the
         derivatives it found then: the logits are made twice, and still one chunk at a time.
         """
         logprobs_TK = torch.empty(targets_TK.shape, device=hidden_TH.device)
         gradient_TH = torch.zeros_like(hidden_TH)
         entropy_T = torch.empty(len(hidden_TH), device=hidden_TH.device)
-        for chunk in self.chunks(hidden_TH, routes):
-            targets_tK = targets_TK[chunk.rows]
+        for chunk in self.chunks(hidden_TH, segments):
+            targets_tK = targets_TK[chunk.span]
             logprobs_tK, total_t1 = gathered(chunk.logits_tV, targets_tK)
-            logprobs_TK[chunk.rows] = logprobs_tK
-            g_tK = loss_gradient(chunk.rows, logprobs_tK)
+            logprobs_TK[chunk.span] = logprobs_tK
+            g_tK = loss_gradient(chunk.span, logprobs_tK)
             gradient_tH, slope_t = self._backward(chunk, targets_tK, total_t1, g_tK)
-            gradient_TH[chunk.rows] = gradient_tH
+            gradient_TH[chunk.span] = gradient_tH
             # dL/dlogits = onehot·g - softmax·Σg, and its product with the logits is the slope:
             # solved for the mean logit, that is the entropy without a pass over the vocabulary.
             found_t = (slope_t - (g_tK * logprobs_tK).sum(dim=1)) / g_tK.sum(dim=1)
             # Several derivatives of one token may cancel, and the quotient would be noise.
-            entropy_T[chunk.rows] = found_t.where((g_tK != 0).sum(dim=1) == 1, math.nan)
+            entropy_T[chunk.span] = found_t.where((g_tK != 0).sum(dim=1) == 1, math.nan)
         return HeadGradient(logprobs_TK, gradient_TH, entropy_T)
 
-    def _project(self, hidden_tH: Tensor, shares: Sequence[Share]) -> Tensor:
+    def _project(self, hidden_tH: Tensor, lora_slices: Sequence[LoraSlice]) -> Tensor:
         if hidden_tH.dtype == torch.float32:
             logits_tV = linear(hidden_tH, self.weight_VH)
         else:
             logits_tV = mm_float32(hidden_tH, self.weight_VH.t())
         if self.bias_V is not None:
             logits_tV += self.bias_V
-        for start, stop, pair in shares:
+        for start, stop, pair in lora_slices:
             h_tR = mm_float32(hidden_tH[start:stop], pair.A_RI.t().to(hidden_tH.dtype))
             add_mm_float32(
                 logits_tV[start:stop], h_tR.mul_(pair.scale), pair.B_OR.t().to(torch.float32)
@@ -144,19 +146,19 @@ class Head:
         if not everything:
             gradient_tH = dhidden_uH.new_zeros(chunk.hidden_tH.shape)
             gradient_tH[used] = dhidden_uH
-        if chunk.shares:
-            self._backward_shares(chunk, used, dlogits_uV, gradient_tH)
+        if chunk.lora_slices:
+            self._backward_lora_slices(chunk, used, dlogits_uV, gradient_tH)
         # The logits are linear in the hidden states but for the bias.
         slope_t = (chunk.hidden_tH * gradient_tH).sum(dim=1)
         if self.bias_V is not None:
             slope_t[used] += dlogits_uV @ self.bias_V
         return gradient_tH, slope_t
 
-    def _backward_shares(
+    def _backward_lora_slices(
         self, chunk: Chunk, used_t: Tensor, dlogits_uV: Tensor, gradient_tH: Tensor
     ) -> None:
         rows_u = used_t.nonzero().squeeze(1)
-        for start, stop, pair in chunk.shares:
+        for start, stop, pair in chunk.lora_slices:
             mine = (rows_u >= start) & (rows_u < stop)
             rows_m = rows_u[mine]
             dlogits_mV = dlogits_uV if len(rows_m) == len(rows_u) else dlogits_uV[mine]

@@ -27,13 +27,13 @@ def add_mm_float32(total: Tensor, left: Tensor, right: Tensor) -> None:
 #: Up to so many rows a CPU multiplies faster with the weight on the left. Measured on two cores
 #: with MKL over a 135M model's layers and head: 1 row 43 -> 20 ms, 2 rows 72 -> 19, 4 rows 61 -> 25,
 #: 8 rows 55 -> 44, from 12 rows on no gain.
-FEW_ROWS = 8
+FEW_TOKENS = 8
 
 
 def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
     """`F.linear` for passes without gradients, quick for few rows too. The result is fresh."""
     rows = len(x_TI)
-    if rows > FEW_ROWS or x_TI.is_cuda or x_TI.dtype != torch.float32:
+    if rows > FEW_TOKENS or x_TI.is_cuda or x_TI.dtype != torch.float32:
         return F.linear(x_TI, weight_OI, bias_O)
     # One row would be a matrix-vector product, which runs on one core: two rows cost half as much.
     columns = F.pad(x_TI, (0, 0, 0, 1)).t() if rows == 1 else x_TI.t()

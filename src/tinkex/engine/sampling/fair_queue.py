@@ -10,9 +10,9 @@ from typing import Generic, TypeVar
 WorkT = TypeVar("WorkT")
 
 
-class Turns(Generic[WorkT]):
+class FairQueue(Generic[WorkT]):
     """
-    A line for each owner.
+    A queue for each owner.
 
     Every token computed for an owner is counted, and the one with the lowest count comes next.
     Somebody who comes back after a while starts at the lowest count of those who are here: time
@@ -20,56 +20,56 @@ class Turns(Generic[WorkT]):
     """
 
     def __init__(self) -> None:
-        self._lines: dict[str, deque[WorkT]] = {}
+        self._queues: dict[str, deque[WorkT]] = {}
         self._served: dict[str, int] = {}
 
     def __len__(self) -> int:
-        return sum(len(line) for line in self._lines.values())
+        return sum(len(queue) for queue in self._queues.values())
 
     def __iter__(self) -> Iterator[WorkT]:
-        for line in self._lines.values():
-            yield from line
+        for queue in self._queues.values():
+            yield from queue
 
     @property
     def served(self) -> dict[str, int]:
         """Tokens by owner, above the count at which each of them came."""
         return dict(self._served)
 
-    def arrive(self, owner: str, work: WorkT, *, active: AbstractSet[str]) -> None:
+    def add(self, owner: str, work: WorkT, *, active: AbstractSet[str]) -> None:
         """New work; `active` are the owners who have some elsewhere."""
-        present = active | self._lines.keys()
+        present = active | self._queues.keys()
         if owner not in present:
             others = [self._served.get(other, 0) for other in present]
             # Nobody else is left whose count means anything.
             self._served = {name: self._served.get(name, 0) for name in present}
             self._served[owner] = min(others, default=0)
-        self._lines.setdefault(owner, deque()).append(work)
+        self._queues.setdefault(owner, deque()).append(work)
 
     def charge(self, owner: str, tokens: int) -> None:
         self._served[owner] = self._served.get(owner, 0) + tokens
 
     def owners(self) -> Sequence[str]:
         """Who waits, next first; among equals who came first."""
-        return sorted(self._lines, key=lambda owner: self._served.get(owner, 0))
+        return sorted(self._queues, key=lambda owner: self._served.get(owner, 0))
 
-    def of(self, owner: str) -> Sequence[WorkT]:
-        return self._lines.get(owner, ())
+    def work_of(self, owner: str) -> Sequence[WorkT]:
+        return self._queues.get(owner, ())
 
-    def put_back(self, owner: str, work: WorkT) -> None:
+    def requeue(self, owner: str, work: WorkT) -> None:
         """Work that had begun: before all other of its owner."""
-        self._lines.setdefault(owner, deque()).appendleft(work)
+        self._queues.setdefault(owner, deque()).appendleft(work)
 
-    def put_behind(self, owner: str, before: WorkT, work: WorkT) -> None:
-        line = self._lines[owner]
-        line.insert(line.index(before) + 1, work)
+    def insert_after(self, owner: str, before: WorkT, work: WorkT) -> None:
+        queue = self._queues[owner]
+        queue.insert(queue.index(before) + 1, work)
 
-    def take(self, owner: str, work: WorkT) -> None:
-        line = self._lines[owner]
-        line.remove(work)
-        if not line:
-            del self._lines[owner]
+    def remove(self, owner: str, work: WorkT) -> None:
+        queue = self._queues[owner]
+        queue.remove(work)
+        if not queue:
+            del self._queues[owner]
 
-    def keep(self, wanted: Callable[[WorkT], bool]) -> None:
+    def retain(self, wanted: Callable[[WorkT], bool]) -> None:
         """Drops everything else."""
-        lines = {owner: deque(filter(wanted, line)) for owner, line in self._lines.items()}
-        self._lines = {owner: line for owner, line in lines.items() if line}
+        queues = {owner: deque(filter(wanted, queue)) for owner, queue in self._queues.items()}
+        self._queues = {owner: queue for owner, queue in queues.items() if queue}

@@ -14,18 +14,18 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-_HELD, _FREE, _PROMISED, _IDLE = 0, 1, 2, 3
+_HELD, _FREE, _RESERVED, _IDLE = 0, 1, 2, 3
 
 #: Under which weights tokens were computed; pages of different versions never meet.
 Version = str | None
 
 #: So many free pages behind a sequence's own are kept for it. Fewer would scatter long sequences,
-#: more would scatter everybody once most of the cache is promised.
-GROWTH = 16
+#: more would scatter everybody once most of the cache is reserved.
+MAX_RESERVED_PAGES = 16
 
 
 @dataclass(slots=True)
-class Span:
+class Extent:
     """Pages that lie together."""
 
     first: int
@@ -33,48 +33,48 @@ class Span:
 
 
 @dataclass(slots=True)
-class Holding:
+class PageTable:
     """The pages of one sequence, in the order of its tokens."""
 
-    spans: list[Span] = field(default_factory=list)
-    #: The first so many spans belong to others too and are never written or lengthened.
-    shared_spans: int = 0
-    #: Free pages behind the last span that others leave alone as long as they can.
-    promised: range = range(0)
+    extents: list[Extent] = field(default_factory=list)
+    #: The first so many extents belong to others too and are never written or lengthened.
+    shared_extents: int = 0
+    #: Free pages behind the last extent that others leave alone as long as they can.
+    reserved: range = range(0)
 
     @property
     def page_count(self) -> int:
-        return sum(span.count for span in self.spans)
+        return sum(extent.count for extent in self.extents)
 
 
 @dataclass(slots=True, eq=False)
-class _Remembered:
+class _CachedPage:
     """A full page in the tree of known beginnings."""
 
     page: int
     #: Where it hangs: the children of the page before it, or the beginnings of a version.
-    siblings: dict[tuple[int, ...], _Remembered]
+    siblings: dict[tuple[int, ...], _CachedPage]
     tokens: tuple[int, ...]
-    children: dict[tuple[int, ...], _Remembered] = field(default_factory=dict)
+    children: dict[tuple[int, ...], _CachedPage] = field(default_factory=dict)
 
 
 class Pages:
     """
     All pages of a cache. Not enough is an answer, not an error: callers wait or make room.
 
-    At most `most_idle` pages are kept for beginnings that nobody uses; 0 remembers nothing.
+    At most `max_idle` pages are kept for beginnings that nobody uses; 0 remembers nothing.
     """
 
-    def __init__(self, count: int, size: int, *, most_idle: int = 0) -> None:
+    def __init__(self, count: int, size: int, *, max_idle: int = 0) -> None:
         self.count = count
         #: Tokens in a page.
         self.size = size
         self._state = bytearray([_FREE]) * count
         self._users = [0] * count
         self._available = count
-        self._most_idle = most_idle
-        self._beginnings: dict[tuple[Version, str], dict[tuple[int, ...], _Remembered]] = {}
-        self._remembered: dict[int, _Remembered] = {}
+        self._max_idle = max_idle
+        self._prefix_trees: dict[tuple[Version, str], dict[tuple[int, ...], _CachedPage]] = {}
+        self._cached: dict[int, _CachedPage] = {}
         #: Remembered pages that nobody holds, the least recently used first.
         self._idle: OrderedDict[int, None] = OrderedDict()
 
@@ -84,8 +84,8 @@ class Pages:
         return self._available
 
     @property
-    def remembers(self) -> bool:
-        return self._most_idle > 0
+    def caches_prefixes(self) -> bool:
+        return self._max_idle > 0
 
     @property
     def idle(self) -> int:
@@ -99,37 +99,39 @@ class Pages:
         """Whether a sequence of so many tokens could ever run."""
         return self.needed(tokens) <= self.count
 
-    def open(self, count: int, *, most: int, known: Sequence[int] = ()) -> Holding | None:
+    def allocate(
+        self, count: int, *, max_pages: int, cached: Sequence[int] = ()
+    ) -> PageTable | None:
         """
-        `count` pages for a sequence that will never have more than `most`.
+        `count` pages for a sequence that will never have more than `max_pages`.
 
         The first of them are the `known` ones, as `find` named them; the rest are new.
         """
-        if self.taken(count, known) > self._available:
+        if self.pages_taken(count, cached) > self._available:
             return None
-        holding = Holding()
-        self._hold(holding, known)
-        if count > len(known):
-            self._begin_span(holding, count - len(known), most - len(known))
-        return holding
+        page_table = PageTable()
+        self._acquire(page_table, cached)
+        if count > len(cached):
+            self._add_extents(page_table, count - len(cached), max_pages - len(cached))
+        return page_table
 
-    def taken(self, count: int, known: Sequence[int]) -> int:
+    def pages_taken(self, count: int, cached: Sequence[int]) -> int:
         """By how many fewer pages are available after `open` with the same arguments."""
-        return count - sum(1 for page in known if self._state[page] == _HELD)
+        return count - sum(1 for page in cached if self._state[page] == _HELD)
 
     # -- known beginnings -------------------------------------------------------------------------
 
     def find(
-        self, version: Version, tokens: Sequence[int], most: int, *, owner: str = ""
+        self, version: Version, tokens: Sequence[int], max_pages: int, *, owner: str = ""
     ) -> list[int]:
         """
-        The remembered pages of the longest beginning of `tokens`, no more than `most`.
+        The remembered pages of the longest beginning of `tokens`, no more than `max_pages`.
 
         Only those of the same owner: a page that is found shows that somebody asked just this.
         """
         found: list[int] = []
-        known = self._beginnings.get((version, owner))
-        while known and len(found) < most:
+        known = self._prefix_trees.get((version, owner))
+        while known and len(found) < max_pages:
             begin = len(found) * self.size
             entry = known.get(tuple(tokens[begin : begin + self.size]))
             if entry is None:
@@ -138,197 +140,208 @@ class Pages:
             known = entry.children
         return found
 
-    def remember(
-        self, version: Version, tokens: Sequence[int], holding: Holding, *, owner: str = ""
+    def insert(
+        self, version: Version, tokens: Sequence[int], page_table: PageTable, *, owner: str = ""
     ) -> None:
         """
-        The full pages of `tokens`, which lie computed in `holding`, can be found from now on.
+        The full pages of `tokens`, which lie computed in `page_table`, can be found from now on.
 
         Nobody writes to them any more. What is known already stays where it is.
         """
-        if not self._most_idle:
+        if not self._max_idle:
             return
-        beginnings = siblings = self._beginnings.setdefault((version, owner), {})
-        pages = (p for span in holding.spans for p in range(span.first, span.first + span.count))
+        beginnings = siblings = self._prefix_trees.setdefault((version, owner), {})
+        pages = (
+            p
+            for extent in page_table.extents
+            for p in range(extent.first, extent.first + extent.count)
+        )
         for index, page in zip(range(len(tokens) // self.size), pages, strict=False):
             mine = tuple(tokens[index * self.size : (index + 1) * self.size])
             entry = siblings.get(mine)
             if entry is None:
-                entry = siblings[mine] = _Remembered(page, siblings, mine)
-                self._remembered[page] = entry
+                entry = siblings[mine] = _CachedPage(page, siblings, mine)
+                self._cached[page] = entry
             siblings = entry.children
         if not beginnings:
-            del self._beginnings[version, owner]
+            del self._prefix_trees[version, owner]
 
-    def forget(self, version: Version) -> None:
+    def evict(self, version: Version) -> None:
         """Nothing computed under these weights will be asked for again."""
-        for key in [key for key in self._beginnings if key[0] == version]:
-            for entry in list(self._beginnings.pop(key).values()):
-                self._drop(entry)
+        for key in [key for key in self._prefix_trees if key[0] == version]:
+            for entry in list(self._prefix_trees.pop(key).values()):
+                self._remove(entry)
 
-    def _hold(self, holding: Holding, known: Iterable[int]) -> None:
-        for page in known:
+    def _acquire(self, page_table: PageTable, cached: Iterable[int]) -> None:
+        for page in cached:
             self._users[page] += 1
             if self._state[page] == _IDLE:
                 del self._idle[page]
                 self._state[page] = _HELD
                 self._available -= 1
-            last = holding.spans[-1] if holding.spans else None
+            last = page_table.extents[-1] if page_table.extents else None
             if last is not None and last.first + last.count == page:
                 last.count += 1
             else:
-                holding.spans.append(Span(page, 1))
-        holding.shared_spans = len(holding.spans)
+                page_table.extents.append(Extent(page, 1))
+        page_table.shared_extents = len(page_table.extents)
 
-    def _drop(self, entry: _Remembered) -> None:
+    def _remove(self, entry: _CachedPage) -> None:
         """Forgets a page and whatever goes on from it; who holds one of them keeps it."""
         entry.siblings.pop(entry.tokens, None)
         leaving = [entry]
         while leaving:
             one = leaving.pop()
             leaving += one.children.values()
-            del self._remembered[one.page]
+            del self._cached[one.page]
             if self._state[one.page] == _IDLE:
                 del self._idle[one.page]
                 self._state[one.page] = _FREE
 
-    def _evict(self, most_idle: int) -> None:
-        while len(self._idle) > max(0, most_idle):
-            self._drop(self._remembered[next(iter(self._idle))])
+    def _evict_idle(self, max_idle: int) -> None:
+        while len(self._idle) > max(0, max_idle):
+            self._remove(self._cached[next(iter(self._idle))])
 
     # -- pages of one sequence --------------------------------------------------------------------
 
-    def extend(self, holding: Holding, *, most: int) -> bool:
+    def extend(self, page_table: PageTable, *, max_pages: int) -> bool:
         """One more page at the end; False when there is none."""
         if not self._available:
             return False
-        if not self._grow(holding):
-            self._break_promise(holding)
-            self._begin_span(holding, 1, most - holding.page_count)
+        if not self._extend_in_place(page_table):
+            self._release_reserved(page_table)
+            self._add_extents(page_table, 1, max_pages - page_table.page_count)
         return True
 
-    def fork(self, holding: Holding, page_count: int) -> Holding:
+    def fork(self, page_table: PageTable, page_count: int) -> PageTable:
         """
-        A second holding of the first `page_count` pages, to be extended with its own.
+        A second page_table of the first `page_count` pages, to be extended with its own.
 
-        From now on neither writes to these pages, and both have them in the same spans.
+        From now on neither writes to these pages, and both have them in the same extents.
         """
-        self._share(holding, page_count)
-        spans, left = [], page_count
-        for span in holding.spans:
+        self._mark_shared(page_table, page_count)
+        extents, left = [], page_count
+        for extent in page_table.extents:
             if not left:
                 break
-            spans.append(Span(span.first, span.count))
-            left -= span.count
-            for page in range(span.first, span.first + span.count):
+            extents.append(Extent(extent.first, extent.count))
+            left -= extent.count
+            for page in range(extent.first, extent.first + extent.count):
                 self._users[page] += 1
-        return Holding(spans=spans, shared_spans=len(spans))
+        return PageTable(extents=extents, shared_extents=len(extents))
 
-    def close(self, holding: Holding) -> None:
+    def release(self, page_table: PageTable) -> None:
         """Gives the pages back; those that somebody else holds too stay held."""
-        self._break_promise(holding)
+        self._release_reserved(page_table)
         # Backwards, so that the end of a beginning is forgotten before its start.
-        for span in reversed(holding.spans):
-            for page in reversed(range(span.first, span.first + span.count)):
+        for extent in reversed(page_table.extents):
+            for page in reversed(range(extent.first, extent.first + extent.count)):
                 self._users[page] -= 1
                 if not self._users[page]:
                     self._available += 1
-                    if page in self._remembered:
+                    if page in self._cached:
                         self._state[page] = _IDLE
                         self._idle[page] = None
                     else:
                         self._state[page] = _FREE
-        holding.spans, holding.shared_spans = [], 0
-        self._evict(self._most_idle)
+        page_table.extents, page_table.shared_extents = [], 0
+        self._evict_idle(self._max_idle)
 
-    def rows(self, holding: Holding, tokens: int) -> Iterator[tuple[int, int]]:
+    def slot_ranges(self, page_table: PageTable, tokens: int) -> Iterator[tuple[int, int]]:
         """The runs of cache rows, (start, stop), that hold the first `tokens` tokens."""
         left = tokens
-        for span in holding.spans:
+        for extent in page_table.extents:
             if left <= 0:
                 return
-            start = span.first * self.size
-            length = min(left, span.count * self.size)
+            start = extent.first * self.size
+            length = min(left, extent.count * self.size)
             yield start, start + length
             left -= length
 
-    def row(self, holding: Holding, position: int) -> int:
+    def slot(self, page_table: PageTable, position: int) -> int:
         """The cache row of one token."""
-        for span in holding.spans:
-            capacity = span.count * self.size
+        for extent in page_table.extents:
+            capacity = extent.count * self.size
             if position < capacity:
-                return span.first * self.size + position
+                return extent.first * self.size + position
             position -= capacity
-        raise IndexError(f"the holding has no page for the token {position} behind its end")
+        raise IndexError(f"the page_table has no page for the token {position} behind its end")
 
-    def _share(self, holding: Holding, page_count: int) -> None:
-        """Marks the first pages as shared, with a border between spans behind them."""
-        shared = sum(span.count for span in holding.spans[: holding.shared_spans])
+    def _mark_shared(self, page_table: PageTable, page_count: int) -> None:
+        """Marks the first pages as shared, with a border between extents behind them."""
+        shared = sum(extent.count for extent in page_table.extents[: page_table.shared_extents])
         shared = max(shared, page_count)
-        spans: list[Span] = []
+        extents: list[Extent] = []
         begin = 0
-        for span in holding.spans:
-            inside = min(max(page_count - begin, 0), span.count)
-            for first, count in ((span.first, inside), (span.first + inside, span.count - inside)):
+        for extent in page_table.extents:
+            inside = min(max(page_count - begin, 0), extent.count)
+            for first, count in (
+                (extent.first, inside),
+                (extent.first + inside, extent.count - inside),
+            ):
                 if count:
-                    spans.append(Span(first, count))
+                    extents.append(Extent(first, count))
                     begin += count
                     if begin == shared:
-                        holding.shared_spans = len(spans)
-        holding.spans = spans
+                        page_table.shared_extents = len(extents)
+        page_table.extents = extents
 
-    def _grow(self, holding: Holding) -> bool:
-        """The last span one page longer, if the next page is not held."""
-        if len(holding.spans) <= holding.shared_spans:
+    def _extend_in_place(self, page_table: PageTable) -> bool:
+        """The last extent one page longer, if the next page is not held."""
+        if len(page_table.extents) <= page_table.shared_extents:
             return False
-        span = holding.spans[-1]
-        page = span.first + span.count
+        extent = page_table.extents[-1]
+        page = extent.first + extent.count
         if page >= self.count or self._state[page] in (_HELD, _IDLE):
             return False
-        if self._state[page] == _PROMISED and page not in holding.promised:
+        if self._state[page] == _RESERVED and page not in page_table.reserved:
             return False
-        self._take(page)
-        span.count += 1
-        holding.promised = range(page + 1, max(page + 1, holding.promised.stop))
+        self._claim(page)
+        extent.count += 1
+        page_table.reserved = range(page + 1, max(page + 1, page_table.reserved.stop))
         return True
 
-    def _begin_span(self, holding: Holding, count: int, most: int) -> None:
-        """`count` pages in as few spans as there are; the caller knows that they are there."""
-        roomy = max(count, min(most, count + GROWTH))
+    def _add_extents(self, page_table: PageTable, count: int, max_pages: int) -> None:
+        """`count` pages in as few extents as there are; the caller knows that they are there."""
+        roomy = max(count, min(max_pages, count + MAX_RESERVED_PAGES))
         if self._idle:
             # Room to grow is worth a few remembered pages, never all of them.
             room = count + min(roomy - count, len(self._idle) // 8)
-            self._evict(len(self._idle) - max(0, room - self._state.count(_FREE)))
+            self._evict_idle(len(self._idle) - max(0, room - self._state.count(_FREE)))
         for wanted in (roomy, count):
             first = self._state.find(bytes([_FREE]) * wanted)
             if first >= 0:
                 for page in range(first, first + count):
-                    self._take(page)
-                holding.spans.append(Span(first, count))
-                holding.promised = range(first + count, first + wanted)
-                for page in holding.promised:
-                    self._state[page] = _PROMISED
+                    self._claim(page)
+                page_table.extents.append(Extent(first, count))
+                page_table.reserved = range(first + count, first + wanted)
+                for page in page_table.reserved:
+                    self._state[page] = _RESERVED
                 return
-        # What is free comes first, then what is promised, from the far end of the promise.
-        for kind, find in ((_FREE, self._state.find), (_PROMISED, self._state.rfind)):
+        # What is free comes first, then what is reserved, from the far end of the promise.
+        for kind, find in ((_FREE, self._state.find), (_RESERVED, self._state.rfind)):
             while count and (page := find(kind)) >= 0:
-                self._take(page)
+                self._claim(page)
                 count -= 1
-                last = holding.spans[-1] if len(holding.spans) > holding.shared_spans else None
+                last = (
+                    page_table.extents[-1]
+                    if len(page_table.extents) > page_table.shared_extents
+                    else None
+                )
                 if last is not None and last.first + last.count == page:
                     last.count += 1
                 else:
-                    holding.spans.append(Span(page, 1))
-        holding.promised = range(0)
+                    page_table.extents.append(Extent(page, 1))
+        page_table.reserved = range(0)
 
-    def _take(self, page: int) -> None:
+    def _claim(self, page: int) -> None:
         self._state[page] = _HELD
         self._users[page] = 1
         self._available -= 1
 
-    def _break_promise(self, holding: Holding) -> None:
-        for page in holding.promised:
+    def _release_reserved(self, page_table: PageTable) -> None:
+        for page in page_table.reserved:
             # Somebody in need may have taken it since.
-            if self._state[page] == _PROMISED:
+            if self._state[page] == _RESERVED:
                 self._state[page] = _FREE
-        holding.promised = range(0)
+        page_table.reserved = range(0)

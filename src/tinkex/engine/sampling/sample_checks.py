@@ -8,18 +8,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tinkex.engine.sampling.kv_pages import Pages
-from tinkex.engine.sampling.prompt_logprobs import check_count, check_questions
-from tinkex.engine.sampling.sequences import AdapterKey, Decode, Drawing, Request, Stops
-from tinkex.engine.training.request_checks import Limits, checked_tokens
+from tinkex.engine.sampling.prompt_logprobs import check_count, check_prompt_logprobs
+from tinkex.engine.sampling.sequences import AdapterKey, Decode, Request, SamplingConfig, Stops
+from tinkex.engine.training.request_checks import Limits, check_tokens
 from tinkex.wire.errors import UserFailure
 from tinkex.wire.sampling import SampleRequest, SamplingParams
 
 if TYPE_CHECKING:
     from tinkex.models.tokenizer import Tokenizer
 
-#: Below this temperature the likeliest token is taken, as for 0. Logits are float32: at such a
+#: Below this temperature the top_tokens token is taken, as for 0. Logits are float32: at such a
 #: temperature their smallest difference decides already, and far below it they would overflow.
-LEAST_TEMPERATURE = 1e-6
+MIN_TEMPERATURE = 1e-6
 
 #: A request for more samples is most likely a mistake.
 MAX_SAMPLES = 1024
@@ -37,14 +37,19 @@ class SampleChecks:
         self._tokenizer: Tokenizer | None = None
 
     def check(
-        self, ticket: int, wire: SampleRequest, adapter: AdapterKey, owner: str, streams: bool
+        self,
+        ticket: int,
+        sample_request: SampleRequest,
+        adapter: AdapterKey,
+        owner: str,
+        streams: bool,
     ) -> Request:
-        refuse_unsupported(wire)
-        prompt = checked_tokens(wire.prompt, self._limits, where="prompt").tolist()
-        params = wire.sampling_params
-        if not 1 <= wire.num_samples <= MAX_SAMPLES:
+        refuse_unsupported(sample_request)
+        prompt = check_tokens(sample_request.prompt, self._limits, where="prompt").tolist()
+        params = sample_request.sampling_params
+        if not 1 <= sample_request.num_samples <= MAX_SAMPLES:
             raise UserFailure(
-                f"num_samples is {wire.num_samples}; it goes from 1 to {MAX_SAMPLES}."
+                f"num_samples is {sample_request.num_samples}; it goes from 1 to {MAX_SAMPLES}."
             )
         new = self._new_tokens(len(prompt), params.max_tokens)
         if not self._pages.fits(len(prompt) + new):
@@ -57,11 +62,13 @@ class SampleChecks:
             ticket=ticket,
             adapter=adapter,
             prompt=prompt,
-            samples=wire.num_samples,
+            samples=sample_request.num_samples,
             max_new_tokens=new,
-            drawing=checked_drawing(wire, self._limits.vocab_size),
+            sampling=check_sampling(sample_request, self._limits.vocab_size),
             stops=self._stops(params),
-            questions=check_questions(wire, len(prompt), self._limits.vocab_size),
+            prompt_logprobs=check_prompt_logprobs(
+                sample_request, len(prompt), self._limits.vocab_size
+            ),
             owner=owner,
             streams=streams,
         )
@@ -114,16 +121,16 @@ class SampleChecks:
         return self._tokenizer.decode
 
 
-def refuse_unsupported(wire: SampleRequest) -> None:
-    if wire.record_stability_info:
+def refuse_unsupported(sample_request: SampleRequest) -> None:
+    if sample_request.record_stability_info:
         raise UserFailure(
             "record_stability_info is not supported by this server: it serves the loss "
             "stable_reinforce, which is not public. Create the sampling client without it."
         )
 
 
-def checked_drawing(wire: SampleRequest, vocab_size: int) -> Drawing:
-    params = wire.sampling_params
+def check_sampling(sample_request: SampleRequest, vocab_size: int) -> SamplingConfig:
+    params = sample_request.sampling_params
     if not (math.isfinite(params.temperature) and params.temperature >= 0):
         raise UserFailure(
             f"sampling_params.temperature is {params.temperature}; it is 0 (greedy) or positive."
@@ -134,11 +141,11 @@ def checked_drawing(wire: SampleRequest, vocab_size: int) -> Drawing:
         )
     if not 0 < params.top_p <= 1:
         raise UserFailure(f"sampling_params.top_p is {params.top_p}; it lies in (0, 1].")
-    check_count("topk_sample_logprobs", wire.topk_sample_logprobs, vocab_size)
-    return Drawing(
-        temperature=params.temperature if params.temperature >= LEAST_TEMPERATURE else 0.0,
+    check_count("topk_sample_logprobs", sample_request.topk_sample_logprobs, vocab_size)
+    return SamplingConfig(
+        temperature=params.temperature if params.temperature >= MIN_TEMPERATURE else 0.0,
         top_k=None if params.top_k == -1 else params.top_k,
         top_p=None if params.top_p == 1 else params.top_p,
         seed=secrets.randbits(63) if params.seed is None else params.seed,
-        report_top=wire.topk_sample_logprobs,
+        top_logprobs=sample_request.topk_sample_logprobs,
     )

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from tinkex.engine.sampling.kv_pages import Holding
+from tinkex.engine.sampling.kv_pages import PageTable
 
 if TYPE_CHECKING:
     import numpy as np
@@ -19,7 +19,7 @@ AdapterKey = str | None
 Decode = Callable[[Sequence[int]], str]
 
 #: A character may take four tokens of one byte; so many more are decoded than a stop text has.
-SPLIT_CHARACTER = 4
+MAX_TOKENS_PER_CHARACTER = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,9 +33,9 @@ class Stops:
     @property
     def window(self) -> int:
         """How many tokens at the end can hold a stop text: every token adds a byte or more."""
-        return max(len(text.encode()) for text in self.texts) + SPLIT_CHARACTER
+        return max(len(text.encode()) for text in self.texts) + MAX_TOKENS_PER_CHARACTER
 
-    def met_by(self, tokens: Sequence[int]) -> bool:
+    def matched_by(self, tokens: Sequence[int]) -> bool:
         """Whether the last of `tokens` completes a stop; earlier ones are known not to."""
         if tokens[-1] in self.token_ids:
             return True
@@ -46,7 +46,7 @@ class Stops:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Drawing:
+class SamplingConfig:
     """How the tokens of a request are drawn."""
 
     temperature: float
@@ -55,32 +55,32 @@ class Drawing:
     #: None: no cut.
     top_p: float | None
     seed: int
-    #: So many likeliest tokens are reported with every drawn one.
-    report_top: int = 0
+    #: So many top_tokens tokens are reported with every drawn one.
+    top_logprobs: int = 0
 
     @property
-    def is_cut(self) -> bool:
+    def is_truncated(self) -> bool:
         """Whether some tokens can not be drawn."""
         return self.top_k is not None or self.top_p is not None
 
 
-class Cells(NamedTuple):
+class PromptTargets(NamedTuple):
     """Tokens whose logprobs are asked for: `token[i]` as what follows prompt token `row[i]`."""
 
     #: In rising order.
-    row: npt.NDArray[np.int64]
+    source: npt.NDArray[np.int64]
     token: npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True)
-class PromptQuestions:
+class PromptLogprobRequest:
     """What is asked about the prompt beside its continuation."""
 
     logprobs: bool = False
     top: int = 0
-    #: Own logprobs and likeliest tokens are answered from here on (the first token never is).
+    #: Own logprobs and top_tokens tokens are answered from here on (the first token never is).
     first_position: int = 1
-    targets: Cells | None = None
+    targets: PromptTargets | None = None
     #: So many other tokens are drawn for every position after the first.
     alternatives: int = 0
 
@@ -88,13 +88,13 @@ class PromptQuestions:
         return bool(self.logprobs or self.top or self.targets is not None or self.alternatives)
 
     @property
-    def first_row(self) -> int | None:
+    def first_source(self) -> int | None:
         """The first prompt token whose hidden state is needed for an answer."""
         rows = []
         if self.logprobs or self.top:
             rows.append(self.first_position - 1)
-        if self.targets is not None and len(self.targets.row):
-            rows.append(int(self.targets.row[0]))
+        if self.targets is not None and len(self.targets.source):
+            rows.append(int(self.targets.source[0]))
         if self.alternatives:
             rows.append(0)
         return min(rows, default=None)
@@ -107,9 +107,9 @@ class Request:
     prompt: list[int]
     samples: int
     max_new_tokens: int
-    drawing: Drawing
+    sampling: SamplingConfig
     stops: Stops
-    questions: PromptQuestions = field(default_factory=PromptQuestions)
+    prompt_logprobs: PromptLogprobRequest = field(default_factory=PromptLogprobRequest)
     #: Who asked: owners share the sampler evenly.
     owner: str = ""
     #: Tokens are told as they are drawn.
@@ -125,22 +125,22 @@ class SampleSequence:
     index: int
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    #: (token ids, logprobs) of the likeliest, if asked for.
+    #: (token ids, logprobs) of the top_tokens, if asked for.
     top: list[tuple[list[int], list[float]]] = field(default_factory=list)
-    holding: Holding = field(default_factory=Holding)
+    page_table: PageTable = field(default_factory=PageTable)
     #: Order of admission: the youngest makes room when pages run out.
-    age: int = 0
+    admission_number: int = 0
     stop_reason: Literal["length", "stop"] | None = None
     #: So many of the tokens have been told.
-    told: int = 0
+    reported: int = 0
 
     @property
-    def known(self) -> int:
+    def length(self) -> int:
         """Tokens known so far, prompt included."""
         return len(self.request.prompt) + len(self.tokens)
 
     @property
-    def computed(self) -> list[int]:
+    def cached_tokens(self) -> list[int]:
         """The tokens whose keys and values are in the cache: all but the last one drawn."""
         return self.request.prompt + self.tokens[:-1]
 
@@ -149,7 +149,7 @@ class SampleSequence:
         self.logprobs.append(logprob)
         if top is not None:
             self.top.append(top)
-        if self.request.stops.met_by(self.tokens):
+        if self.request.stops.matched_by(self.tokens):
             self.stop_reason = "stop"
         elif len(self.tokens) == self.request.max_new_tokens:
             self.stop_reason = "length"

@@ -1,4 +1,4 @@
-"""Drawing tokens: temperature, cuts, and noise that depends on nothing but the request.
+"""SamplingConfig tokens: temperature, cuts, and noise that depends on nothing but the request.
 
 A token is drawn as the largest of logit + noise (Gumbel-max). The noise of a token is a hash of the
 request's seed, the sample's index, the position and the token itself: neither batch mates nor the
@@ -16,17 +16,17 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from tinkex.engine.sampling.sequences import Drawing
+from tinkex.engine.sampling.sequences import SamplingConfig
 
 # S rows, V vocabulary
 
 _MASK64 = (1 << 64) - 1
 
 
-class Draw(NamedTuple):
+class SampleStep(NamedTuple):
     """What one row is drawn for."""
 
-    drawing: Drawing
+    sampling: SamplingConfig
     #: Which sample of the request.
     sample: int
     #: Which of its tokens, from 0.
@@ -34,11 +34,11 @@ class Draw(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Picked:
+class SampledTokens:
     tokens: list[int]
     #: Of the distribution at the row's temperature before any cut; untempered when greedy.
     logprobs: list[float]
-    #: (token ids, logprobs) of the likeliest where the row asked for them.
+    #: (token ids, logprobs) of the top_tokens where the row asked for them.
     tops: list[tuple[list[int], list[float]] | None]
 
 
@@ -46,52 +46,52 @@ class Picked:
 NOISE_BLOCK = {"cpu": 1 << 16, "cuda": 1 << 26}
 
 
-def pick(logits_SV: Tensor, draws: Sequence[Draw]) -> Picked:
+def sample_tokens(logits_SV: Tensor, steps: Sequence[SampleStep]) -> SampledTokens:
     """One token for each row. Overwrites the logits."""
-    temperatures = [draw.drawing.temperature or 1.0 for draw in draws]
+    temperatures = [step.sampling.temperature or 1.0 for step in steps]
     if any(temperature != 1.0 for temperature in temperatures):
         logits_SV.div_(torch.tensor(temperatures, device=logits_SV.device).unsqueeze(1))
     lse_S1 = logits_SV.logsumexp(dim=1, keepdim=True)
-    tokens_S = torch.empty(len(draws), dtype=torch.int64, device=logits_SV.device)
+    tokens_S = torch.empty(len(steps), dtype=torch.int64, device=logits_SV.device)
     plain = []
-    for at, draw in enumerate(draws):
-        if draw.drawing.is_cut or draw.drawing.temperature == 0:
-            tokens_S[at] = _pick_one(logits_SV[at], draw)
+    for at, step in enumerate(steps):
+        if step.sampling.is_truncated or step.sampling.temperature == 0:
+            tokens_S[at] = _sample_one(logits_SV[at], step)
         else:
             plain.append(at)
     # A few rows at a time: so much noise stays in the processor's cache.
-    step = max(1, NOISE_BLOCK[logits_SV.device.type] // logits_SV.shape[1])
-    for begin in range(0, len(plain), step):
-        rows = plain[begin : begin + step]
-        keys = [noise_keys(d.drawing.seed, d.sample, d.step) for d in (draws[at] for at in rows)]
+    block = max(1, NOISE_BLOCK[logits_SV.device.type] // logits_SV.shape[1])
+    for begin in range(0, len(plain), block):
+        rows = plain[begin : begin + block]
+        keys = [noise_keys(d.sampling.seed, d.sample, d.step) for d in (steps[at] for at in rows)]
         noise_sV = gumbel_rows(logits_SV.shape[1], keys, logits_SV.device)
         tokens_S[rows] = noise_sV.add_(logits_SV[rows]).argmax(dim=1)
     logprobs_S = (logits_SV.gather(1, tokens_S.unsqueeze(1)) - lse_S1).squeeze(1)
-    return Picked(
+    return SampledTokens(
         tokens=tokens_S.tolist(),
         logprobs=logprobs_S.tolist(),
         tops=[
-            likeliest(logits_SV[at] - lse_S1[at], draw.drawing.report_top)
-            for at, draw in enumerate(draws)
+            top_tokens(logits_SV[at] - lse_S1[at], step.sampling.top_logprobs)
+            for at, step in enumerate(steps)
         ],
     )
 
 
-def _pick_one(logits_V: Tensor, draw: Draw) -> Tensor:
-    drawing = draw.drawing
-    if drawing.temperature == 0:
+def _sample_one(logits_V: Tensor, step: SampleStep) -> Tensor:
+    sampling = step.sampling
+    if sampling.temperature == 0:
         return logits_V.argmax()
     noise_V = gumbel_noise(
-        len(logits_V), noise_keys(drawing.seed, draw.sample, draw.step), logits_V.device
+        len(logits_V), noise_keys(sampling.seed, step.sample, step.step), logits_V.device
     )
     scores_V = noise_V.add_(logits_V)
-    cutoff = lowest_kept(logits_V, drawing)
+    cutoff = cutoff_logit(logits_V, sampling)
     if cutoff is not None:
         scores_V.masked_fill_(logits_V < cutoff, float("-inf"))
     return scores_V.argmax()
 
 
-def likeliest(logprobs_V: Tensor, count: int) -> tuple[list[int], list[float]] | None:
+def top_tokens(logprobs_V: Tensor, count: int) -> tuple[list[int], list[float]] | None:
     if not count:
         return None
     values, ids = logprobs_V.topk(count)
@@ -100,35 +100,35 @@ def likeliest(logprobs_V: Tensor, count: int) -> tuple[list[int], list[float]] |
 
 # -- cuts -----------------------------------------------------------------------------------------
 
-#: The likeliest tokens nearly always hold the nucleus, and finding so many is much cheaper than
+#: The top_tokens tokens nearly always hold the nucleus, and finding so many is much cheaper than
 #: sorting all.
 NUCLEUS_GUESS = 512
 
 
-def lowest_kept(logits_V: Tensor, drawing: Drawing) -> Tensor | None:
+def cutoff_logit(logits_V: Tensor, sampling: SamplingConfig) -> Tensor | None:
     """
     The smallest logit that may still be drawn, None without cuts.
 
-    First the top_k likeliest are kept, then the fewest of those whose share of what was kept
+    First the top_k top_tokens are kept, then the fewest of those whose share of what was kept
     reaches top_p. Ties with the last one kept are kept too.
     """
     cutoff = None
     size = len(logits_V)
-    if drawing.top_k is not None and drawing.top_k < size:
-        kept = logits_V.topk(drawing.top_k).values
+    if sampling.top_k is not None and sampling.top_k < size:
+        kept = logits_V.topk(sampling.top_k).values
         cutoff = kept[-1]
         total = kept.logsumexp(dim=0)
-    elif drawing.top_p is not None:
+    elif sampling.top_p is not None:
         kept = logits_V.topk(min(NUCLEUS_GUESS, size)).values
         total = logits_V.logsumexp(dim=0)
-    if drawing.top_p is None:
+    if sampling.top_p is None:
         return cutoff
     reached = (kept - total).exp().cumsum(dim=0)
-    if cutoff is None and reached[-1] < drawing.top_p and len(kept) < size:
+    if cutoff is None and reached[-1] < sampling.top_p and len(kept) < size:
         kept = logits_V.sort(descending=True).values
         reached = (kept - total).exp().cumsum(dim=0)
     # Token i is kept when those before it do not reach top_p yet; the first always is.
-    before = torch.searchsorted(reached, drawing.top_p, side="left")
+    before = torch.searchsorted(reached, sampling.top_p, side="left")
     return kept[torch.clamp(before, max=len(kept) - 1)]
 
 
@@ -138,25 +138,25 @@ def lowest_kept(logits_V: Tensor, drawing: Drawing) -> Tensor | None:
 _ALTERNATIVES = 1 << 40
 
 
-def draw_alternatives(
-    logits_tV: Tensor, rows: Sequence[int], count: int, drawing: Drawing
+def sample_alternatives(
+    logits_tV: Tensor, sources: Sequence[int], count: int, sampling: SamplingConfig
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
     """
-    `count` independent draws for each row, and their logprobs in the distribution drawn from.
+    `count` independent steps for each row, and their logprobs in the distribution drawn from.
 
     Without cuts. One uniform number for each draw, a hash of seed, row and draw, is looked up in
-    the cumulated probabilities: much cheaper than noise for every token and draw.
+    the cumulated probabilities: much cheaper than noise for every token and step.
     """
-    tokens = np.empty((len(rows), count), np.int64)
-    logprobs = np.empty((len(rows), count), np.float32)
-    for at, row in enumerate(rows):
-        logprobs_V = (logits_tV[at] / (drawing.temperature or 1.0)).log_softmax(dim=0)
-        if drawing.temperature == 0:
+    tokens = np.empty((len(sources), count), np.int64)
+    logprobs = np.empty((len(sources), count), np.float32)
+    for at, source in enumerate(sources):
+        logprobs_V = (logits_tV[at] / (sampling.temperature or 1.0)).log_softmax(dim=0)
+        if sampling.temperature == 0:
             drawn = logprobs_V.argmax().expand(count)
         else:
             reached_V = logprobs_V.exp().cumsum(dim=0, dtype=torch.float64)
             uniform = torch.tensor(
-                [uniform_number(drawing.seed, _ALTERNATIVES + j, row) for j in range(count)],
+                [uniform_number(sampling.seed, _ALTERNATIVES + j, source) for j in range(count)],
                 dtype=torch.float64,
                 device=reached_V.device,
             )

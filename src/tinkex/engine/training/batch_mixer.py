@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 @dataclass(frozen=True, kw_only=True)
-class Queue:
+class ModelQueue:
     """The rows of one model that wait, in their order."""
 
     model_id: str
@@ -19,16 +19,16 @@ class Queue:
     lengths: Sequence[int]
 
 
-class Cut(NamedTuple):
+class Selection(NamedTuple):
     """The next rows of a model, so many."""
 
     model_id: str
     rows: int
 
 
-class Mixer:
+class BatchMixer:
     """
-    Row after row from the model that got the fewest tokens so far.
+    CheckedDatum after row from the model that got the fewest tokens so far.
 
     A row that does not fit ends its model's part in this batch; having got the fewest, the model
     comes first in the next one. So over time models that have work get the same number of tokens,
@@ -39,14 +39,14 @@ class Mixer:
     def __init__(self) -> None:
         self._served: dict[str, int] = {}
 
-    def next_batch(self, queues: Sequence[Queue], max_tokens: int) -> list[Cut]:
+    def next_batch(self, queues: Sequence[ModelQueue], max_tokens: int) -> list[Selection]:
         """
         Rows for one batch of at most `max_tokens`; a longer row goes alone.
 
         Among equals who comes first here comes first. The model that is served first decides
         whether the batch has gradients.
         """
-        self._welcome([queue.model_id for queue in queues])
+        self._rebase_counts([queue.model_id for queue in queues])
         served = self._served
         first = min(queues, key=lambda queue: served[queue.model_id])
         counts: dict[str, int] = {}
@@ -69,12 +69,12 @@ class Mixer:
             if count < len(queue.lengths):
                 heapq.heappush(line, (served[queue.model_id], place, queue))
         return [
-            Cut(queue.model_id, counts[queue.model_id])
+            Selection(queue.model_id, counts[queue.model_id])
             for queue in queues
             if queue.model_id in counts
         ]
 
-    def _welcome(self, present: Sequence[str]) -> None:
+    def _rebase_counts(self, present: Sequence[str]) -> None:
         known = {name: self._served[name] for name in present if name in self._served}
         lowest = min(known.values(), default=0)
         # Counted from the lowest: the numbers stay small however long the engine runs.

@@ -21,12 +21,19 @@ from tinkex.engine.training.custom_loss_ops import (
     MAX_RANK,
     PLACEHOLDER,
     Refused,
+    checked_result,
     elements,
-    settled,
     shown,
     tensors_in,
 )
-from tinkex.engine.training.custom_loss_parser import Device, Ref, Slice, Step, check_inputs, read
+from tinkex.engine.training.custom_loss_parser import (
+    Device,
+    Ref,
+    Slice,
+    Step,
+    check_inputs,
+    parse_nodes,
+)
 from tinkex.wire.custom_loss import CustomLossGraph, CustomLossInput
 from tinkex.wire.errors import UserFailure
 
@@ -35,12 +42,12 @@ __all__ = ["Graph"]
 MAX_NAME = 256
 
 #: Elements a single value may have: this many, or so many times those of the largest input.
-LARGEST_VALUE = 8 * 2**20  # 64 MiB of float64
-LARGEST_GROWTH = 64
+MAX_VALUE_ELEMENTS = 8 * 2**20  # 64 MiB of float64
+MAX_GROWTH = 64
 #: Over a whole run, as multiples of the above. Autograd keeps what was written until the backward
 #: pass; what was read bounds the time of that pass.
-WRITTEN = 8
-TOUCHED = 32
+MAX_WRITTEN = 8
+MAX_TOUCHED = 32
 
 
 class Graph:
@@ -68,7 +75,7 @@ class Graph:
             if len(name) > MAX_NAME:
                 raise Refused(f"its name has {len(name)} characters; allowed are {MAX_NAME}")
             check_inputs(inputs)
-            steps, loss, metrics = read(inputs, graph.nodes)
+            steps, loss, metrics = parse_nodes(inputs, graph.nodes)
         except Refused as refusal:
             raise UserFailure(f"custom loss {shown(name)}: {refusal}") from None
         made = object.__new__(cls)
@@ -98,7 +105,7 @@ class Graph:
         longer than `deadline_s` seconds is refused. A loss that is not finite is returned as it
         is: the optimizer step refuses its gradient and can say more.
         """
-        return self._results(logprobs, inputs, _Clock(deadline_s), watched=False)
+        return self._results(logprobs, inputs, _Deadline(deadline_s), watched=False)
 
     def value_and_gradient(
         self,
@@ -109,7 +116,7 @@ class Graph:
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """The loss, its derivative by each logprob, and the metrics; the time is for all of it."""
         leaf = logprobs.detach().requires_grad_()
-        loss, metrics = self._results(leaf, inputs, _Clock(deadline_s), watched=True)
+        loss, metrics = self._results(leaf, inputs, _Deadline(deadline_s), watched=True)
         try:
             (gradient,) = torch.autograd.grad(loss, leaf, allow_unused=True)
         except torch.OutOfMemoryError:
@@ -124,13 +131,13 @@ class Graph:
         return loss.detach(), gradient, metrics
 
     def _results(
-        self, logprobs: Tensor, inputs: Mapping[str, Tensor], clock: _Clock, *, watched: bool
+        self, logprobs: Tensor, inputs: Mapping[str, Tensor], deadline: _Deadline, *, watched: bool
     ) -> tuple[Tensor, dict[str, Tensor]]:
         # Torch warns about odd numbers (a deviation of one element); the user is not here to read.
         with torch.set_grad_enabled(logprobs.requires_grad), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
-                values = self._run(logprobs, inputs, clock, watched=watched)
+                values = self._run(logprobs, inputs, deadline, watched=watched)
                 loss = _loss(values[self._loss], wants_gradient=logprobs.requires_grad)
                 metrics = {
                     name: _metric(name, values[node], logprobs.device)
@@ -141,9 +148,9 @@ class Graph:
         return loss, metrics
 
     def _run(
-        self, logprobs: Tensor, inputs: Mapping[str, Tensor], clock: _Clock, *, watched: bool
+        self, logprobs: Tensor, inputs: Mapping[str, Tensor], deadline: _Deadline, *, watched: bool
     ) -> dict[str, Any]:
-        given = [logprobs, *(_given(declared, inputs) for declared in self.inputs[1:])]
+        given = [logprobs, *(_input_tensor(declared, inputs) for declared in self.inputs[1:])]
         for declared, tensor in zip(self.inputs, given, strict=True):
             if tensor.dim() != declared.rank:
                 raise Refused(
@@ -156,13 +163,13 @@ class Graph:
         values: dict[str, Any] = {}
         waiting = iter(given)
         for step in self._steps:
-            clock.check(step.where)
+            deadline.check(step.where)
             if step.operation is PLACEHOLDER:
                 values[step.name] = next(waiting)
                 continue
             values[step.name] = result = _run_step(step, values, budget, logprobs.device)
             if watched and isinstance(result, Tensor) and result.requires_grad:
-                clock.watch(result, step.where)
+                deadline.watch(result, step.where)
         return values
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -194,7 +201,7 @@ def _run_step(step: Step, values: Mapping[str, Any], budget: _Budget, device: to
         budget.allow(size, bound, operation.work(bound) if operation.work else 0)
         if operation.makes:
             kwargs["device"] = device
-        result = settled(operation.call(*args, **kwargs))
+        result = checked_result(operation.call(*args, **kwargs))
         budget.spend(result)
     except torch.OutOfMemoryError:
         raise  # the engine's matter, not the user's
@@ -227,7 +234,7 @@ def _resolve(arg: Any, values: Mapping[str, Any], device: torch.device) -> Any:
 # ---- what goes in and comes out -----------------------------------------------------------------
 
 
-class _Clock:
+class _Deadline:
     """The time of one run: looked at before each node, and on the way back."""
 
     def __init__(self, limit_s: float | None) -> None:
@@ -241,7 +248,7 @@ class _Clock:
             )
 
     def watch(self, result: Tensor, where: str) -> None:
-        """Look at the clock when the gradient of a result is known."""
+        """Look at the deadline when the gradient of a result is known."""
         if self._stop_at < math.inf:
             result.register_hook(lambda _: self.check(where))  # type: ignore[no-untyped-call]
 
@@ -251,9 +258,9 @@ class _Budget:
 
     def __init__(self, inputs: Sequence[Tensor]) -> None:
         widest = max(tensor.numel() for tensor in inputs)
-        self.largest = max(LARGEST_VALUE, LARGEST_GROWTH * widest)
-        self._to_write = WRITTEN * self.largest
-        self._to_touch = TOUCHED * self.largest
+        self.largest = max(MAX_VALUE_ELEMENTS, MAX_GROWTH * widest)
+        self._to_write = MAX_WRITTEN * self.largest
+        self._to_touch = MAX_TOUCHED * self.largest
 
     def allow(self, size: int, bound: Mapping[str, Any], work: int) -> None:
         """Before an operation: refuse what would come out too large."""
@@ -263,8 +270,8 @@ class _Budget:
         if size > self._to_write or self._to_touch < 0:
             raise Refused(
                 "the operations of the loss together read or write too many elements; "
-                f"allowed for this datum are {TOUCHED * self.largest} read and "
-                f"{WRITTEN * self.largest} written"
+                f"allowed for this datum are {MAX_TOUCHED * self.largest} read and "
+                f"{MAX_WRITTEN * self.largest} written"
             )
 
     def spend(self, result: Any) -> None:
@@ -280,7 +287,7 @@ class _Budget:
                 raise Refused(f"the result has {tensor.dim()} dimensions; allowed are {MAX_RANK}")
 
 
-def _given(declared: CustomLossInput, inputs: Mapping[str, Tensor]) -> Tensor:
+def _input_tensor(declared: CustomLossInput, inputs: Mapping[str, Tensor]) -> Tensor:
     tensor = inputs.get(declared.name)
     if tensor is None:
         has = ", ".join(sorted(inputs)) or "none"

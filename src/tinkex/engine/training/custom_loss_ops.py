@@ -32,8 +32,8 @@ __all__ = [
     "Operation",
     "Parameter",
     "Refused",
+    "checked_result",
     "elements",
-    "settled",
     "shown",
     "tensors_in",
 ]
@@ -239,7 +239,7 @@ def tensors_in(values: Any) -> Iterator[Tensor]:
             yield from tensors_in(value)
 
 
-def settled(result: Any) -> Any:
+def checked_result(result: Any) -> Any:
     """The result in a form that later nodes may use."""
     if type(result) is Tensor:
         return result
@@ -257,7 +257,7 @@ def settled(result: Any) -> Any:
         case [Tensor() as values, Tensor() as indices] if hasattr(result, "indices"):
             return _Pair(values, indices)
         case list():
-            return settled(tuple(result))
+            return checked_result(tuple(result))
         case _:
             raise Refused(f"the result is a {type(result).__name__}; allowed are tensors, numbers")
 
@@ -666,7 +666,7 @@ def _cast(dtype: torch.dtype) -> Callable[..., Tensor]:
     return lambda input_, **_: input_.to(dtype)
 
 
-def _stays(input_: Tensor, *_: Any, **__: Any) -> Tensor:
+def _identity(input_: Tensor, *_: Any, **__: Any) -> Tensor:
     return input_
 
 
@@ -867,8 +867,8 @@ METHODS: Mapping[str, Operation] = {
     ),
     "type": _operation(_to, "input:tensor dtype:dtype"),
     "type_as": _operation(_to, "input:tensor other:tensor", _as_input),
-    "cpu": _operation(_stays, "input:tensor"),
-    "cuda": _operation(_stays, "input:tensor device:any? non_blocking:bool?"),
+    "cpu": _operation(_identity, "input:tensor"),
+    "cuda": _operation(_identity, "input:tensor device:any? non_blocking:bool?"),
     "contiguous": _operation(Tensor.contiguous, "input:tensor memory_format:memory_format?"),
     "size": _operation(Tensor.size, "input:tensor dim:int?", _one),
     "dim": _operation(Tensor.dim, "input:tensor", _one),

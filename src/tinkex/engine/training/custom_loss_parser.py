@@ -107,12 +107,12 @@ def check_inputs(inputs: Sequence[CustomLossInput]) -> None:
         raise Refused("two inputs have the same name")
 
 
-def read(
+def parse_nodes(
     inputs: Sequence[CustomLossInput], nodes: Sequence[CustomLossNode]
 ) -> tuple[tuple[Step, ...], str, Mapping[str, str]]:
     if len(nodes) > MAX_NODES:
         raise Refused(f"has {len(nodes)} nodes; allowed are {MAX_NODES}")
-    reader = _Reader()
+    reader = _ArgumentReader()
     steps: list[Step] = []
     expected = [declared.name for declared in inputs]
     for place, node in enumerate(nodes):
@@ -125,17 +125,19 @@ def read(
                     raise Refused("an output ends the graph, and nodes follow this one")
                 if len(reader.known) < len(inputs) or expected:
                     raise Refused(f"no node reads input {expected[0]!r}; each has a placeholder")
-                loss, metrics = _read_output(node, reader)
+                loss, metrics = _parse_output(node, reader)
                 return tuple(steps), loss, metrics
             if node.name in reader.known:
                 raise Refused("an earlier node has the same name")
-            steps.append(_read_step(node, where, reader, expected))
+            steps.append(_parse_step(node, where, reader, expected))
         except Refused as refusal:
             raise Refused(f"{where}: {refusal}") from None
     raise Refused("has no output; the last node must be one")
 
 
-def _read_step(node: CustomLossNode, where: str, reader: _Reader, expected: list[str]) -> Step:
+def _parse_step(
+    node: CustomLossNode, where: str, reader: _ArgumentReader, expected: list[str]
+) -> Step:
     match node.op:
         case "placeholder":
             if node.args or node.kwargs:
@@ -168,10 +170,10 @@ def _read_step(node: CustomLossNode, where: str, reader: _Reader, expected: list
             )
     operation = table.get(node.target)
     if operation is None:
-        raise Refused(_unknown(node.target, what, table))
+        raise Refused(_unknown_target(node.target, what, table))
     reader.begin()
-    args = tuple(reader.read(arg) for arg in _items(node.args, list))
-    kwargs = {key: reader.read(arg) for key, arg in _items(node.kwargs, dict).items()}
+    args = tuple(reader.read(arg) for arg in _check_type(node.args, list))
+    kwargs = {key: reader.read(arg) for key, arg in _check_type(node.kwargs, dict).items()}
     slots = operation.bind(len(args), kwargs)
     if operation is FUNCTIONS["getattr"]:
         attribute = args[1] if len(args) == 2 else None
@@ -189,7 +191,7 @@ def _read_step(node: CustomLossNode, where: str, reader: _Reader, expected: list
     )
 
 
-def _read_output(node: CustomLossNode, reader: _Reader) -> tuple[str, Mapping[str, str]]:
+def _parse_output(node: CustomLossNode, reader: _ArgumentReader) -> tuple[str, Mapping[str, str]]:
     shape = "an output is one pair: a reference to the loss, and a dict from metric to reference"
     reader.begin()
     match node.args:
@@ -220,9 +222,9 @@ def _read_output(node: CustomLossNode, reader: _Reader) -> tuple[str, Mapping[st
     return ref.node, refs
 
 
-def _unknown(target: str, what: str, table: Mapping[str, Operation]) -> str:
+def _unknown_target(target: str, what: str, table: Mapping[str, Operation]) -> str:
     last = target.rpartition(".")[2]
-    for pattern, reason in NEVER:
+    for pattern, reason in FORBIDDEN:
         if re.fullmatch(pattern, last):
             return f"{what} {shown(target)} is not offered: {reason}"
     near = difflib.get_close_matches(target[:MAX_TEXT], table, n=1, cutoff=0.75)
@@ -234,7 +236,7 @@ def _unknown(target: str, what: str, table: Mapping[str, Operation]) -> str:
 
 
 #: Last parts of names that are refused on purpose -> why.
-NEVER = (
+FORBIDDEN = (
     (
         "item|tolist|numpy|backward|__.*__",
         "values leave a tensor only as the loss or as a metric",
@@ -250,13 +252,13 @@ NEVER = (
 )
 
 
-def _items(value: Any, kind: type) -> Any:
+def _check_type(value: Any, kind: type) -> Any:
     if not isinstance(value, kind):
         raise Refused(f"arguments are a {type(value).__name__}, not a {kind.__name__}")
     return value
 
 
-class _Reader:
+class _ArgumentReader:
     """Reads arguments: plain values, lists, and objects with one key."""
 
     def __init__(self) -> None:
@@ -333,11 +335,11 @@ class _Reader:
                     raise Refused(f"float {shown(value)}; allowed are 'inf', '-inf' and 'nan'")
                 return float(value)
             case "dtype":
-                return _named("dtype", value, DTYPES)
+                return _lookup("dtype", value, DTYPES)
             case "layout":
-                return _named("layout", value, LAYOUTS)
+                return _lookup("layout", value, LAYOUTS)
             case "memory_format":
-                return _named("memory_format", value, MEMORY_FORMATS)
+                return _lookup("memory_format", value, MEMORY_FORMATS)
             case "device":
                 if not isinstance(value, str) or not DEVICE.fullmatch(value):
                     raise Refused(f"device {shown(value)}; allowed are such as 'cpu', 'cuda:0'")
@@ -349,7 +351,7 @@ class _Reader:
                 )
 
 
-def _named(what: str, value: Any, table: Mapping[str, Any]) -> Any:
+def _lookup(what: str, value: Any, table: Mapping[str, Any]) -> Any:
     known = table.get(value.removeprefix("torch.")) if isinstance(value, str) else None
     if known is None:
         raise Refused(f"{what} {shown(value)}; allowed are {', '.join(table)}")

@@ -134,7 +134,7 @@ AnyLoss = Loss | CustomLoss
 
 
 @dataclass(frozen=True, kw_only=True)
-class Judged:
+class LossValue:
     """What a loss says of one datum."""
 
     value: float
@@ -143,14 +143,14 @@ class Judged:
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
-def judge(
+def evaluate_loss(
     loss: AnyLoss,
     logprobs: Tensor,
     inputs: Inputs,
     *,
     backward: bool,
     deadline_s: float | None = None,
-) -> Judged:
+) -> LossValue:
     """One datum by itself. `logprobs` are in the shape of its targets."""
     if isinstance(loss, CustomLoss):
         gradient = None
@@ -161,11 +161,11 @@ def judge(
         else:
             value, metrics = loss.graph.run(logprobs, inputs, deadline_s=deadline_s)
         numbers = {name: float(metric) for name, metric in metrics.items()}
-        return Judged(value=float(value), gradient=gradient, metrics=numbers)
+        return LossValue(value=float(value), gradient=gradient, metrics=numbers)
     if not backward:
-        return Judged(value=total(loss.terms(logprobs, inputs)), gradient=None)
+        return LossValue(value=total(loss.terms(logprobs, inputs)), gradient=None)
     terms, gradient = value_and_gradient(loss, logprobs, inputs)
-    return Judged(value=total(terms), gradient=gradient)
+    return LossValue(value=total(terms), gradient=gradient)
 
 
 def total(terms: Tensor) -> float:

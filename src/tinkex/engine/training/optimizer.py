@@ -26,10 +26,10 @@ CLIP_EPS = 1e-6
 
 #: With eps 0 a weight without a gradient would become 0 / 0, and every A has none in the first
 #: step. Below this float32 has no numbers to spare.
-SMALLEST_EPS = 1e-30
+MIN_EPS = 1e-30
 
 #: Weights, moments and the numbers that scale them are float32.
-LARGEST = torch.finfo(torch.float32).max
+MAX_FLOAT32 = torch.finfo(torch.float32).max
 #: Below these bounds no step can leave float32, so most steps need not be tried first.
 SAFE_UPDATE = 1e30
 SAFE_GRADIENT = 1e15
@@ -37,9 +37,9 @@ SAFE_GRADIENT = 1e15
 
 #: Elements of a vector of which a norm or a denominator is made at a time: 128 MB in float64. A norm
 #: in one part has the bits it always had, so this is more than most adapters have.
-PART = 2**24
+PART_ELEMENTS = 2**24
 #: The same for dimuon, which works with about six copies of the matrices.
-STACK = 2**22
+STACK_ELEMENTS = 2**22
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,11 +73,11 @@ def check_params(family: str, params: object) -> AdamParams | DimuonParams:
         )
     where = "adam_params" if family == "adamw" else "optimizer_params"
     for name, low, high in (
-        ("learning_rate", 0.0, LARGEST),
+        ("learning_rate", 0.0, MAX_FLOAT32),
         ("beta1", 0.0, 1.0),
         ("beta2", 0.0, 1.0),
-        ("eps", SMALLEST_EPS, LARGEST),
-        ("weight_decay", 0.0, LARGEST),
+        ("eps", MIN_EPS, MAX_FLOAT32),
+        ("weight_decay", 0.0, MAX_FLOAT32),
         ("grad_clip_norm", 0.0, math.inf),
     ):
         value = getattr(params, name, None)
@@ -136,11 +136,11 @@ def _may_overflow(
         moment = float(torch.linalg.vector_norm(adapter.m, ord=math.inf))
         largest = max(grad_norm, moment) / params.eps
     else:
-        places = adapter.layout.places.values()
-        widest = max(max(*place.shape_A, *place.shape_B) for place in places)
+        placements = adapter.layout.placements.values()
+        widest = max(max(*placement.shape_A, *placement.shape_B) for placement in placements)
         factor = params.learning_rate * UPDATE_RMS * math.sqrt(widest)
         decay, largest = 0.0, 1.0
-    if max(factor, decay) >= LARGEST:
+    if max(factor, decay) >= MAX_FLOAT32:
         raise _too_large(params, grad_norm)
     return factor * largest >= SAFE_UPDATE or decay > 2 or grad_norm >= SAFE_GRADIENT
 
@@ -152,7 +152,8 @@ def _stays_finite(
     grad, weights, m = adapter.grad, adapter.master, adapter.m
     if isinstance(params, AdamParams):
         for parts in zip(
-            *(torch.split(each, PART // 4) for each in (weights, grad, m, adapter.v)), strict=True
+            *(torch.split(each, PART_ELEMENTS // 4) for each in (weights, grad, m, adapter.v)),
+            strict=True,
         ):
             new, old, *moments = (part.clone() for part in parts)
             old.mul_(scale)
@@ -163,7 +164,7 @@ def _stays_finite(
     for shape, (momenta, targets, grads) in _by_shape(adapter.layout, m, weights, grad):
         momentum = torch.stack(momenta).lerp_(torch.stack(grads).mul_(scale), 1 - params.beta1)
         old = torch.stack(targets)
-        new = old.sub(orthogonalised(momentum), alpha=_step_length(params, shape))
+        new = old.sub(orthogonalized(momentum), alpha=_step_length(params, shape))
         if not _are_finite(new, momentum, old.sub_(new)):
             return False
     return True
@@ -175,7 +176,7 @@ def _are_finite(*tensors: Tensor) -> bool:
 
 def _too_large(params: AdamParams | DimuonParams, grad_norm: float) -> UserFailure:
     return UserFailure(
-        f"this optimizer step would make weights that float32 cannot hold (beyond {LARGEST:.2g}): "
+        f"this optimizer step would make weights that float32 cannot hold (beyond {MAX_FLOAT32:.2g}): "
         f"learning_rate {params.learning_rate:g}, norm of the gradient {grad_norm:g}. No step was "
         "taken and the weights are unchanged. Use a smaller learning rate; 1e-5 to 1e-3 are usual."
     )
@@ -184,7 +185,8 @@ def _too_large(params: AdamParams | DimuonParams, grad_norm: float) -> UserFailu
 def norm(flat: Tensor) -> float:
     """The Euclidean norm, added up in float64; torch makes a float64 copy of what it is given."""
     parts = [
-        torch.linalg.vector_norm(part, dtype=torch.float64) for part in torch.split(flat, PART)
+        torch.linalg.vector_norm(part, dtype=torch.float64)
+        for part in torch.split(flat, PART_ELEMENTS)
     ]
     return float(parts[0] if len(parts) == 1 else torch.linalg.vector_norm(torch.stack(parts)))
 
@@ -205,7 +207,7 @@ def update_weights(
     correction_m = 1 - params.beta1**step
     correction_v = 1 - params.beta2**step
     for w, m_part, v_part in zip(
-        *(torch.split(each, PART) for each in (weights, m, v)), strict=True
+        *(torch.split(each, PART_ELEMENTS) for each in (weights, m, v)), strict=True
     ):
         # eps is added to the corrected root, so its size does not depend on the step.
         denominator = v_part.sqrt().div_(math.sqrt(correction_v)).add_(params.eps)
@@ -223,7 +225,7 @@ ITERATIONS = 5
 UPDATE_RMS = 0.2
 
 #: Only a momentum of zeros is smaller.
-SMALLEST_NORM = 1e-30
+MIN_NORM = 1e-30
 
 
 def update_matrices(
@@ -240,7 +242,7 @@ def update_matrices(
     grad.copy_(weights)
     for shape, (momenta, targets) in _by_shape(layout, m, weights):
         step = _step_length(params, shape)
-        for target, update in zip(targets, orthogonalised(torch.stack(momenta)), strict=True):
+        for target, update in zip(targets, orthogonalized(torch.stack(momenta)), strict=True):
             target.sub_(update, alpha=step)
 
 
@@ -248,12 +250,12 @@ def _step_length(params: DimuonParams, shape: tuple[int, int]) -> float:
     return params.learning_rate * UPDATE_RMS * math.sqrt(max(shape))
 
 
-def orthogonalised(stack: Tensor) -> Tensor:
+def orthogonalized(stack: Tensor) -> Tensor:
     """Each matrix of [n, rows, columns] with its singular values taken to about 1."""
     a, b, c = QUINTIC
     tall = stack.shape[1] > stack.shape[2]
     x: Tensor = stack.mT if tall else stack
-    x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp(min=SMALLEST_NORM)
+    x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp(min=MIN_NORM)
     for _ in range(ITERATIONS):
         square = x @ x.mT
         x = a * x + (b * square + c * square @ square) @ x
@@ -269,10 +271,10 @@ def _by_shape(
     Layers are alike, and one product serves many.
     """
     groups: dict[tuple[int, int], list[tuple[Tensor, ...]]] = {}
-    for place in layout.places.values():
-        for same in zip(*(matrices(vector, place) for vector in vectors), strict=True):
+    for placement in layout.placements.values():
+        for same in zip(*(matrices(vector, placement) for vector in vectors), strict=True):
             groups.setdefault((same[0].shape[0], same[0].shape[1]), []).append(same)
     for shape, members in groups.items():
-        count = max(1, STACK // (shape[0] * shape[1]))
+        count = max(1, STACK_ELEMENTS // (shape[0] * shape[1]))
         for start in range(0, len(members), count):
             yield shape, [list(each) for each in zip(*members[start : start + count], strict=True)]

@@ -16,13 +16,19 @@ import torch
 from torch import Tensor
 
 from tinkex.engine.adapters.adapters import TrainingAdapter
-from tinkex.engine.device import repeating
+from tinkex.engine.device import deterministic_kernels
 from tinkex.engine.model.base_model import BaseModel
 from tinkex.engine.model.lm_head import Head, LossGradient
-from tinkex.engine.model.lora import Route
+from tinkex.engine.model.lora import AdapterSegment
 from tinkex.engine.training.batch import pack, pack_inputs
-from tinkex.engine.training.losses import AnyLoss, Judged, Loss, judge, value_and_gradient
-from tinkex.engine.training.request_checks import Row
+from tinkex.engine.training.losses import (
+    AnyLoss,
+    Loss,
+    LossValue,
+    evaluate_loss,
+    value_and_gradient,
+)
+from tinkex.engine.training.request_checks import CheckedDatum
 from tinkex.wire.errors import UserFailure
 from tinkex.wire.tensors import TensorData
 from tinkex.wire.training import ForwardBackwardOutput
@@ -30,8 +36,8 @@ from tinkex.wire.training import ForwardBackwardOutput
 # T packed tokens of a batch, t of a part, N of one datum, K targets of a token, H hidden size
 
 #: Time that losses written by users may take: for one datum, and for all of a request.
-DATUM_S = 5.0
-REQUEST_S = 60.0
+MAX_LOSS_S_PER_DATUM = 5.0
+MAX_LOSS_S_PER_REQUEST = 60.0
 
 
 class Pass:
@@ -43,7 +49,7 @@ class Pass:
     """
 
     def __init__(
-        self, model_id: str, loss: AnyLoss, rows: Sequence[Row], *, backward: bool
+        self, model_id: str, loss: AnyLoss, rows: Sequence[CheckedDatum], *, backward: bool
     ) -> None:
         self.model_id, self.loss, self.backward = model_id, loss, backward
         self.lengths = [len(row.tokens_N) for row in rows]
@@ -57,19 +63,19 @@ class Pass:
             self._sums |= {"loss_tokens:sum": 0.0, "entropy:sum": 0.0}
         #: Of custom losses: name -> sum over the datums.
         self._custom: dict[str, float] = {}
-        self._seconds_left = REQUEST_S
+        self._seconds_left = MAX_LOSS_S_PER_REQUEST
 
     @property
     def waiting(self) -> Sequence[int]:
         """Tokens of each row that has not run yet."""
         return [] if self.failure is not None else self.lengths[self._taken :]
 
-    def take(self, count: int, adapter: TrainingAdapter) -> Part:
+    def take(self, count: int, adapter: TrainingAdapter) -> PassSlice:
         """The next rows, for the micro-batch that is being put together."""
         rows = self._rows[self._taken : self._taken + count]
         self._taken += len(rows)
         tokens = sum(len(row.tokens_N) for row in rows)
-        return Part(owner=self, adapter=adapter, rows=rows, tokens=tokens)
+        return PassSlice(owner=self, adapter=adapter, rows=rows, tokens=tokens)
 
     def output(self) -> ForwardBackwardOutput:
         if self.failure is not None:
@@ -85,7 +91,7 @@ class Pass:
             metrics=self._sums | custom,
         )
 
-    def judge(self, row: Row, logprobs_NK: Tensor) -> Judged | None:
+    def evaluate(self, row: CheckedDatum, logprobs_NK: Tensor) -> LossValue | None:
         """What a loss over whole datums says; None once the request has failed."""
         if self.failure is not None:
             return None
@@ -98,27 +104,27 @@ class Pass:
             for name, values in row.inputs_NK.items()
         }
         if isinstance(self.loss, Loss):
-            judged = judge(self.loss, logprobs_NK, inputs, backward=self.backward)
+            loss_value = evaluate_loss(self.loss, logprobs_NK, inputs, backward=self.backward)
         else:
             began_s = time.monotonic()
             try:
-                judged = judge(
+                loss_value = evaluate_loss(
                     self.loss,
                     logprobs_NK.reshape(row.shape),
                     inputs,
                     backward=self.backward,
-                    deadline_s=min(DATUM_S, self._seconds_left),
+                    deadline_s=min(MAX_LOSS_S_PER_DATUM, self._seconds_left),
                 )
             except UserFailure as failure:
                 self.failure = failure
                 return None
             self._seconds_left -= time.monotonic() - began_s
-        self._sums["loss:sum"] += judged.value
-        for name, value in judged.metrics.items():
+        self._sums["loss:sum"] += loss_value.value
+        for name, value in loss_value.metrics.items():
             self._custom[name] = self._custom.get(name, 0.0) + value
-        return judged
+        return loss_value
 
-    def note(self, found: Found, rows: Sequence[Row]) -> None:
+    def record(self, found: TokenResults, rows: Sequence[CheckedDatum]) -> None:
         """What a micro-batch found for the next rows of this pass."""
         start = 0
         for row in rows:
@@ -135,16 +141,16 @@ class Pass:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Part:
+class PassSlice:
     """Rows of one pass in a micro-batch."""
 
     owner: Pass
     adapter: TrainingAdapter
-    rows: Sequence[Row]
+    rows: Sequence[CheckedDatum]
     tokens: int
 
 
-class Found(NamedTuple):
+class TokenResults(NamedTuple):
     """What came of a part's tokens, on the CPU."""
 
     logprobs_tK: Tensor
@@ -154,7 +160,7 @@ class Found(NamedTuple):
     entropy_t: Tensor | None
 
 
-class Stretch(NamedTuple):
+class LossSegment(NamedTuple):
     """Neighbouring rows with the same loss over single tokens."""
 
     loss: Loss
@@ -163,7 +169,9 @@ class Stretch(NamedTuple):
     inputs_tK: dict[str, Tensor]
 
 
-def run_together(model: BaseModel, parts: Sequence[Part], *, deterministic: bool = False) -> None:
+def run_micro_batch(
+    model: BaseModel, parts: Sequence[PassSlice], *, deterministic: bool = False
+) -> None:
     """One micro-batch. All parts are with gradients, or none is."""
     # Equal losses and equal adapters side by side: one product, one evaluation for each. Losses
     # over whole datums come last, so that the others keep the head's single pass.
@@ -177,94 +185,98 @@ def run_together(model: BaseModel, parts: Sequence[Part], *, deterministic: bool
     )
     backward = parts[0].owner.backward
     batch = pack([row for part in parts for row in part.rows], model.device)
-    routes = routes_of(parts)
-    hidden_TH = model.hidden(batch.ids_T, batch.packing, routes, gradients=backward)
-    judging = _Judging(model, parts, batch.targets_TK, backward=backward)
-    gradient_TH = judging.run(hidden_TH.detach(), routes)
+    segments = adapter_segments_of(parts)
+    hidden_TH = model.hidden(batch.ids_T, batch.packing, segments, gradients=backward)
+    evaluator = LossEvaluator(model, parts, batch.targets_TK, backward=backward)
+    gradient_TH = evaluator.run(hidden_TH.detach(), segments)
     if gradient_TH is not None:
-        with repeating(deterministic):
+        with deterministic_kernels(deterministic):
             hidden_TH.backward(gradient_TH)  # type: ignore[no-untyped-call]
-    judging.hand_out(parts)
+    evaluator.distribute(parts)
 
 
-def routes_of(parts: Sequence[Part]) -> list[Route]:
-    """Which rows belong to which adapter; neighbours of one adapter are one route."""
-    routes: list[Route] = []
+def adapter_segments_of(parts: Sequence[PassSlice]) -> list[AdapterSegment]:
+    """Which rows belong to which adapter; neighbours of one adapter are one segment."""
+    segments: list[AdapterSegment] = []
     start = 0
     for part in parts:
         stop, pairs = start + part.tokens, part.adapter.pairs
-        if routes and routes[-1].pairs is pairs:
-            routes[-1] = routes[-1]._replace(stop=stop)
+        if segments and segments[-1].pairs is pairs:
+            segments[-1] = segments[-1]._replace(stop=stop)
         else:
-            routes.append(Route(start, stop, pairs))
+            segments.append(AdapterSegment(start, stop, pairs))
         start = stop
-    return routes
+    return segments
 
 
-def routes_between(routes: Sequence[Route], start: int, stop: int) -> list[Route]:
-    """The same routes for rows `start` to `stop` alone, counted from there."""
+def segments_between(
+    segments: Sequence[AdapterSegment], start: int, stop: int
+) -> list[AdapterSegment]:
+    """The same segments for rows `start` to `stop` alone, counted from there."""
     return [
-        Route(max(route.start, start) - start, min(route.stop, stop) - start, route.pairs)
-        for route in routes
-        if route.start < stop and route.stop > start
+        AdapterSegment(
+            max(segment.start, start) - start, min(segment.stop, stop) - start, segment.pairs
+        )
+        for segment in segments
+        if segment.start < stop and segment.stop > start
     ]
 
 
-class _Judging:
+class LossEvaluator:
     """Head and losses over the hidden states of one micro-batch."""
 
     def __init__(
-        self, model: BaseModel, parts: Sequence[Part], targets_TK: Tensor, *, backward: bool
+        self, model: BaseModel, parts: Sequence[PassSlice], targets_TK: Tensor, *, backward: bool
     ) -> None:
         self._head: Head = model.head
         self._targets_TK, self._backward = targets_TK, backward
-        self._singles = [part for part in parts if not part.owner.loss.whole_datum]
-        self._wholes = [part for part in parts if part.owner.loss.whole_datum]
-        self._stretches = stretches_of(self._singles, model.device)
+        self._per_token = [part for part in parts if not part.owner.loss.whole_datum]
+        self._whole_datum = [part for part in parts if part.owner.loss.whole_datum]
+        self._loss_segments = loss_segments_of(self._per_token, model.device)
         #: Rows before this have losses over single tokens.
-        self._split = sum(part.tokens for part in self._singles)
+        self._split = sum(part.tokens for part in self._per_token)
         self._logprobs_TK = torch.empty(targets_TK.shape, device=model.device)
         self._terms_T = torch.zeros(len(targets_TK), dtype=torch.float64, device=model.device)
         self._entropy_T = torch.empty(len(targets_TK), device=model.device)
 
-    def run(self, hidden_TH: Tensor, routes: Sequence[Route]) -> Tensor | None:
+    def run(self, hidden_TH: Tensor, segments: Sequence[AdapterSegment]) -> Tensor | None:
         """The gradient by the hidden states, if there is to be one."""
         gradients = []
-        if self._singles:
-            gradients.append(self._run_singles(hidden_TH, routes))
-        if self._wholes:
-            gradients.append(self._run_wholes(hidden_TH, routes))
+        if self._per_token:
+            gradients.append(self._run_per_token(hidden_TH, segments))
+        if self._whole_datum:
+            gradients.append(self._run_whole_datum(hidden_TH, segments))
         if not self._backward:
             return None
         return gradients[0] if len(gradients) == 1 else torch.cat(gradients)
 
-    def hand_out(self, parts: Sequence[Part]) -> None:
+    def distribute(self, parts: Sequence[PassSlice]) -> None:
         logprobs_TK, terms_T = self._logprobs_TK.cpu(), self._terms_T.cpu()
         entropy_T = self._entropy_T.cpu() if self._backward else None
         start = 0
         for part in parts:
             mine = slice(start, start + part.tokens)
             entropy_t = None if entropy_T is None else entropy_T[mine]
-            part.owner.note(Found(logprobs_TK[mine], terms_T[mine], entropy_t), part.rows)
+            part.owner.record(TokenResults(logprobs_TK[mine], terms_T[mine], entropy_t), part.rows)
             start = mine.stop
 
-    def _run_singles(self, hidden_TH: Tensor, routes: Sequence[Route]) -> Tensor:
+    def _run_per_token(self, hidden_TH: Tensor, segments: Sequence[AdapterSegment]) -> Tensor:
         mine = slice(0, self._split)
-        routes = routes_between(routes, mine.start, mine.stop)
+        segments = segments_between(segments, mine.start, mine.stop)
         hidden_tH, targets_tK = hidden_TH[mine], self._targets_TK[mine]
         if self._backward:
-            return self._run_head(mine, hidden_tH, routes, self._single_gradient)
-        self._logprobs_TK[mine] = self._head.logprobs(hidden_tH, targets_tK, routes)
-        for loss, start, stop, inputs_tK in self._stretches:
+            return self._run_head(mine, hidden_tH, segments, self._per_token_gradient)
+        self._logprobs_TK[mine] = self._head.logprobs(hidden_tH, targets_tK, segments)
+        for loss, start, stop, inputs_tK in self._loss_segments:
             width = next(iter(inputs_tK.values())).shape[1]
             terms_tK = loss.terms(self._logprobs_TK[start:stop, :width], inputs_tK)
             self._terms_T[start:stop] = terms_tK.sum(dim=1, dtype=torch.float64)
         return hidden_tH
 
-    def _single_gradient(self, rows: slice, logprobs_tK: Tensor) -> Tensor:
-        """dL/dlogp of one chunk, which may cut through several stretches."""
+    def _per_token_gradient(self, rows: slice, logprobs_tK: Tensor) -> Tensor:
+        """dL/dlogp of one chunk, which may cut through several loss_segments."""
         g_tK = torch.zeros_like(logprobs_tK)
-        for loss, first, last, inputs_tK in self._stretches:
+        for loss, first, last, inputs_tK in self._loss_segments:
             start, stop = max(first, rows.start), min(last, rows.stop)
             if start >= stop:
                 continue
@@ -278,46 +290,46 @@ class _Judging:
             g_tK[own, :width] = gradient_tK
         return g_tK
 
-    def _run_wholes(self, hidden_TH: Tensor, routes: Sequence[Route]) -> Tensor:
+    def _run_whole_datum(self, hidden_TH: Tensor, segments: Sequence[AdapterSegment]) -> Tensor:
         """All logprobs of a datum first, then its loss, then the head once more with what it says."""
         mine = slice(self._split, len(hidden_TH))
-        routes = routes_between(routes, mine.start, mine.stop)
+        segments = segments_between(segments, mine.start, mine.stop)
         hidden_tH, targets_tK = hidden_TH[mine], self._targets_TK[mine]
-        logprobs_tK = self._head.logprobs(hidden_tH, targets_tK, routes)
+        logprobs_tK = self._head.logprobs(hidden_tH, targets_tK, segments)
         self._logprobs_TK[mine] = logprobs_tK
         g_tK = torch.zeros_like(logprobs_tK)
         start = 0
-        for part in self._wholes:
+        for part in self._whole_datum:
             for row in part.rows:
                 own, width = slice(start, start + len(row.tokens_N)), row.targets_NK.shape[1]
-                judged = part.owner.judge(row, logprobs_tK[own, :width])
-                if judged is not None and judged.gradient is not None:
-                    g_tK[own, :width] = judged.gradient.reshape(-1, width)
+                loss_value = part.owner.evaluate(row, logprobs_tK[own, :width])
+                if loss_value is not None and loss_value.gradient is not None:
+                    g_tK[own, :width] = loss_value.gradient.reshape(-1, width)
                 start = own.stop
         if not self._backward:
             return hidden_tH
-        return self._run_head(mine, hidden_tH, routes, lambda rows, _: g_tK[rows])
+        return self._run_head(mine, hidden_tH, segments, lambda rows, _: g_tK[rows])
 
     def _run_head(
         self,
         mine: slice,
         hidden_tH: Tensor,
-        routes: Sequence[Route],
+        segments: Sequence[AdapterSegment],
         loss_gradient: LossGradient,
     ) -> Tensor:
         logprobs_tK, gradient_tH, entropy_t = self._head.logprobs_and_gradient(
-            hidden_tH, self._targets_TK[mine], routes, loss_gradient
+            hidden_tH, self._targets_TK[mine], segments, loss_gradient
         )
         self._logprobs_TK[mine] = logprobs_tK
         self._entropy_T[mine] = entropy_t
         return gradient_tH
 
 
-def stretches_of(parts: Sequence[Part], device: torch.device) -> list[Stretch]:
+def loss_segments_of(parts: Sequence[PassSlice], device: torch.device) -> list[LossSegment]:
     """Neighbouring parts with the same loss together, with what the loss reads of them."""
-    stretches: list[Stretch] = []
+    loss_segments: list[LossSegment] = []
     start = 0
-    rows: list[Row] = []
+    rows: list[CheckedDatum] = []
     for place, part in enumerate(parts):
         rows.extend(part.rows)
         loss = part.owner.loss
@@ -326,6 +338,6 @@ def stretches_of(parts: Sequence[Part], device: torch.device) -> list[Stretch]:
             continue
         assert isinstance(loss, Loss)
         stop = start + sum(len(row.tokens_N) for row in rows)
-        stretches.append(Stretch(loss, start, stop, pack_inputs(rows, device)))
+        loss_segments.append(LossSegment(loss, start, stop, pack_inputs(rows, device)))
         start, rows = stop, []
-    return stretches
+    return loss_segments

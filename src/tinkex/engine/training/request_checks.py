@@ -33,7 +33,7 @@ class Limits:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class CheckedDatum:
     """One datum, checked."""
 
     tokens_N: Ints
@@ -45,19 +45,19 @@ class Row:
     shape: tuple[int, ...]
 
 
-def check(
+def check_request(
     work: ForwardBackwardInput,
     limits: Limits,
     *,
     backward: bool,
     custom: Mapping[str, CustomLoss] = MappingProxyType({}),
-) -> tuple[AnyLoss, list[Row]]:
+) -> tuple[AnyLoss, list[CheckedDatum]]:
     """The loss and the rows of a request, or a `UserFailure` that names what is wrong."""
     if work.loss_fn == CUSTOM:
-        own = custom_loss(work.loss_fn_config or {}, custom)
-        _check_some(work)
+        own = find_custom_loss(work.loss_fn_config or {}, custom)
+        _check_not_empty(work)
         return own, [
-            _checked_custom_row(index, datum, own, limits) for index, datum in enumerate(work.data)
+            _check_custom_datum(index, datum, own, limits) for index, datum in enumerate(work.data)
         ]
     loss = LOSSES.get(work.loss_fn)
     if loss is None:
@@ -65,21 +65,23 @@ def check(
             f"loss_fn {work.loss_fn!r} is not supported by this server. "
             f"Supported: {', '.join((*LOSSES, CUSTOM))}."
         )
-    config = checked_config(loss, work.loss_fn_config or {})
-    _check_some(work)
+    config = check_config(loss, work.loss_fn_config or {})
+    _check_not_empty(work)
     rows = [
-        _checked_row(index, datum, loss, config, limits, backward=backward)
+        _check_datum(index, datum, loss, config, limits, backward=backward)
         for index, datum in enumerate(work.data)
     ]
     return loss, rows
 
 
-def _check_some(work: ForwardBackwardInput) -> None:
+def _check_not_empty(work: ForwardBackwardInput) -> None:
     if not work.data:
         raise UserFailure("`data` is empty; send at least one datum.")
 
 
-def custom_loss(config: Mapping[str, float | str], custom: Mapping[str, CustomLoss]) -> CustomLoss:
+def find_custom_loss(
+    config: Mapping[str, float | str], custom: Mapping[str, CustomLoss]
+) -> CustomLoss:
     """The registered loss that a request's config names."""
     loss_id = config.get("loss_id")
     if not isinstance(loss_id, str) or len(config) != 1:
@@ -88,18 +90,18 @@ def custom_loss(config: Mapping[str, float | str], custom: Mapping[str, CustomLo
             "`loss_id` alone, the text that create_custom_loss answered with."
         )
     if loss_id not in custom:
-        raise no_custom_loss(loss_id)
+        raise unknown_custom_loss(loss_id)
     return custom[loss_id]
 
 
-def no_custom_loss(loss_id: str) -> UserFailure:
+def unknown_custom_loss(loss_id: str) -> UserFailure:
     return UserFailure(
         f"loss_fn_config: there is no custom loss {loss_id[:80]!r}. Make it with "
         "create_custom_loss in this session, and use the id of its answer."
     )
 
 
-def checked_config(loss: Loss, given: Mapping[str, float | str]) -> dict[str, float]:
+def check_config(loss: Loss, given: Mapping[str, float | str]) -> dict[str, float]:
     config = dict(loss.config)
     for key, value in given.items():
         if key not in config:
@@ -119,7 +121,7 @@ def checked_config(loss: Loss, given: Mapping[str, float | str]) -> dict[str, fl
     return config
 
 
-def _checked_row(
+def _check_datum(
     index: int,
     datum: Datum,
     loss: Loss,
@@ -127,9 +129,9 @@ def _checked_row(
     limits: Limits,
     *,
     backward: bool,
-) -> Row:
+) -> CheckedDatum:
     where = f"data[{index}]"
-    tokens_N = checked_tokens(datum.model_input, limits, where=f"{where}.model_input")
+    tokens_N = check_tokens(datum.model_input, limits, where=f"{where}.model_input")
     given = datum.loss_fn_inputs
     known = {"target_tokens", *loss.inputs, *config}
     if unknown := sorted(set(given) - known):
@@ -137,7 +139,7 @@ def _checked_row(
             f"{where}.loss_fn_inputs: {unknown[0]!r} is not an input of loss {loss.name!r}. "
             f"Its inputs: {', '.join(sorted(known))}."
         )
-    targets_NK, shape = _checked_targets(
+    targets_NK, shape = _check_targets(
         given,
         len(tokens_N),
         name=loss.name,
@@ -148,7 +150,7 @@ def _checked_row(
     inputs: dict[str, Floats] = {}
     for name in loss.inputs:
         if name in given:
-            inputs[name] = _checked_floats(given[name], name, shape, where=where)
+            inputs[name] = _check_floats(given[name], name, shape, where=where)
         elif name == "weights" and not backward:
             # A forward pass is asked for logprobs; without weights its loss is the plain sum.
             inputs[name] = np.ones(targets_NK.shape, np.float32)
@@ -160,12 +162,12 @@ def _checked_row(
             )
     for name, value in config.items():
         if name in given:
-            inputs[name] = _checked_floats(given[name], name, shape, where=where)
+            inputs[name] = _check_floats(given[name], name, shape, where=where)
         else:
             inputs[name] = np.full(targets_NK.shape, value, np.float32)
     if loss.name == "gspo":
         _check_sequence_mask(inputs, where=where)
-    return Row(tokens_N=tokens_N, targets_NK=targets_NK, inputs_NK=inputs, shape=shape)
+    return CheckedDatum(tokens_N=tokens_N, targets_NK=targets_NK, inputs_NK=inputs, shape=shape)
 
 
 def _check_sequence_mask(inputs: Mapping[str, Floats], *, where: str) -> None:
@@ -184,15 +186,15 @@ def _check_sequence_mask(inputs: Mapping[str, Floats], *, where: str) -> None:
         )
 
 
-def _checked_custom_row(index: int, datum: Datum, loss: CustomLoss, limits: Limits) -> Row:
+def _check_custom_datum(index: int, datum: Datum, loss: CustomLoss, limits: Limits) -> CheckedDatum:
     where = f"data[{index}]"
-    tokens_N = checked_tokens(datum.model_input, limits, where=f"{where}.model_input")
+    tokens_N = check_tokens(datum.model_input, limits, where=f"{where}.model_input")
     given = datum.loss_fn_inputs
     # A datum may carry more than the loss reads: the loss says itself what that is, and its
     # `logprobs` are the model's own whatever the datum has under that name.
     own, *declared = loss.graph.inputs
     known = {"target_tokens", *(one.name for one in declared)}
-    targets_NK, shape = _checked_targets(
+    targets_NK, shape = _check_targets(
         given,
         len(tokens_N),
         name=loss.graph.name,
@@ -219,10 +221,10 @@ def _checked_custom_row(index: int, datum: Datum, loss: CustomLoss, limits: Limi
                 f"{loss.graph.name!r} was made for {one.rank} dimensions."
             )
         inputs[one.name] = values
-    return Row(tokens_N=tokens_N, targets_NK=targets_NK, inputs_NK=inputs, shape=shape)
+    return CheckedDatum(tokens_N=tokens_N, targets_NK=targets_NK, inputs_NK=inputs, shape=shape)
 
 
-def checked_tokens(model_input: ModelInput, limits: Limits, *, where: str) -> Ints:
+def check_tokens(model_input: ModelInput, limits: Limits, *, where: str) -> Ints:
     """The token ids of a text-only input that fits the model."""
     try:
         tokens_N: Ints = model_input.tokens_np.astype(np.int64)
@@ -235,7 +237,7 @@ def checked_tokens(model_input: ModelInput, limits: Limits, *, where: str) -> In
     if len(tokens_N) > limits.max_context_length:
         raise UserFailure(
             f"{where}: has {len(tokens_N)} tokens, and the model's context is "
-            f"{limits.max_context_length}. Cut the sequence."
+            f"{limits.max_context_length}. Selection the sequence."
         )
     _check_vocabulary(tokens_N, limits, where=where)
     return tokens_N
@@ -251,7 +253,7 @@ def _check_vocabulary(tokens: Ints, limits: Limits, *, where: str) -> None:
         )
 
 
-def _checked_targets(
+def _check_targets(
     given: Mapping[str, TensorData],
     length: int,
     *,
@@ -282,7 +284,7 @@ def _checked_targets(
     return targets.reshape(length, -1), targets.shape
 
 
-def _checked_floats(tensor: TensorData, name: str, shape: tuple[int, ...], *, where: str) -> Floats:
+def _check_floats(tensor: TensorData, name: str, shape: tuple[int, ...], *, where: str) -> Floats:
     where = f"{where}.loss_fn_inputs.{name}"
     values = tensor.to_numpy().astype(np.float32)
     if values.shape != shape:
