@@ -51,7 +51,7 @@ LONGEST_S = 0.5
 
 #: What is said of contexts that were spoiled, of engines that end themselves, of memory that is
 #: full, and of something unknown.
-TOLD = ("Assertion", "the device is broken", "out of memory", "engine bug")
+TOLD = ("Assertion", "the device is lost", "out of memory", "engine bug")
 
 #: Loaded by every Python that starts below: a signal spoils the context of an engine.
 SPOILING = """

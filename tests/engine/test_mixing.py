@@ -42,8 +42,8 @@ def test_one_model_alone_is_cut_as_a_pass_alone(lengths: list[int], max_tokens: 
     mixer = BatchMixer()
     while lengths:
         (cut,) = mixer.next_batch([queue("m", *lengths)], max_tokens)
-        assert cut.rows == count_fitting(lengths, max_tokens)
-        lengths = lengths[cut.rows :]
+        assert cut.size == count_fitting(lengths, max_tokens)
+        lengths = lengths[cut.size :]
 
 
 def test_models_get_the_same_tokens_whatever_their_rows_look_like() -> None:

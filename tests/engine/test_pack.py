@@ -61,11 +61,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "custom loss without an id": (
         lambda: work([datum()], "custom"),
-        "it must have `loss_id` alone",
+        "it must have only `loss_id`",
     ),
     "custom loss that is not there": (
         lambda: work([datum()], "custom", {"loss_id": "nothing"}),
-        "there is no custom loss 'nothing'. Make it with create_custom_loss",
+        "there is no custom loss 'nothing' in this session. Create it with create_custom_loss",
     ),
     "gspo without a mask": (
         lambda: work([policy()], "gspo"),
@@ -77,7 +77,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "gspo with half a mask": (
         lambda: work([policy(sequence_ratio_mask=[0.0, 0.5, 1.0])], "gspo"),
-        "holds 0.5; 1.0 takes a token into the sequence's ratio",
+        "contains 0.5; allowed are 1.0, which includes a token in the sequence ratio",
     ),
     "unknown config": (
         lambda: work([policy()], "ppo", {"clip_ratio": 0.2}),
@@ -102,12 +102,12 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "too long": (
         lambda: work([datum(range(9))]),
-        r"data\[0\].model_input: has 9 tokens, and the model's context is 8",
+        r"data\[0\].model_input: has 9 tokens; the model's context is 8",
     ),
     "image": (lambda: work([datum(IMAGE)]), r"data\[0\].model_input: this model reads text only"),
     "token outside": (
         lambda: work([datum((1, 100, 3))]),
-        r"token 100 at position 1 is outside the vocabulary; ids go from 0 to 99",
+        r"token 100 at position 1 is outside the vocabulary; allowed ids are 0 to 99",
     ),
     "target outside": (
         lambda: work([datum(), datum(target_tokens=[2, -100, 4])]),
@@ -139,7 +139,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "weights that are no numbers": (
         lambda: work([datum(weights=[1.0, float("nan"), 1.0])]),
-        "weights: holds nan; only finite numbers",
+        "weights: contains nan; only finite numbers",
     ),
     "missing weights": (
         lambda: work([without(datum(), "weights")]),

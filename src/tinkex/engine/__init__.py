@@ -1,6 +1,6 @@
 """The engine: LoRA training and sampling over one frozen base model.
 
-torch is loaded with the first name taken from here, not before: pages and scheduling are plain code.
+Names are imported lazily, so that the scheduler and the KV pages can be used without loading torch.
 """
 
 from importlib import import_module

@@ -1,4 +1,7 @@
-"""The socket to the web process: orders are read, reports are made and sent."""
+"""The socket to the web process: reads orders, builds and sends reports.
+
+`frames.proto` defines both messages. Other threads also put events for the worker into the inbox.
+"""
 
 from __future__ import annotations
 
@@ -24,20 +27,19 @@ log = logging.getLogger("tinkex.engine.process")
 
 @dataclass(frozen=True, kw_only=True)
 class SnapshotWritten:
-    """A copy of a model has been written, or could not be: its memory is free."""
+    """Event: the copy of a snapshot was written, or failed; its memory is free again."""
 
     size_bytes: int
 
 
 class AdapterRead:
-    """Samples waited for an adapter to be read, and it was: the worker need not wait any longer."""
+    """Event: the adapter that samples were waiting for has been read. Wakes the worker."""
 
 
 class Connection:
-    """The socket to the web process."""
-
     def __init__(self, descriptor: int, exit_marker: int | None = None) -> None:
         self._socket = socket.socket(fileno=descriptor)
+        #: Descriptor of the engine registry, where a clean exit is recorded.
         self._exit_marker = exit_marker
         self.inbox: queue.SimpleQueue[engine_protocol.Order | SnapshotWritten | AdapterRead] = (
             queue.SimpleQueue()
@@ -45,12 +47,12 @@ class Connection:
         self._sending = threading.Lock()
 
     def start_reading(self) -> None:
-        """Read orders for ever, in a thread of its own."""
+        """Starts the thread that reads orders into the inbox."""
         threading.Thread(target=self._read, name="tinkex-orders", daemon=True).start()
 
     def send(self, report: engine_protocol.Report) -> None:
         try:
-            # Snapshots are answered by the thread that wrote them.
+            # The snapshot writer sends from its own thread.
             with self._sending:
                 self._socket.sendall(engine_protocol.frame(report))
         except OSError:
@@ -63,16 +65,16 @@ class Connection:
                     body = stream.read(engine_protocol.body_length(head))
                     self.inbox.put(engine_protocol.Order.FromString(body))
         except ConnectionError:
-            pass  # it died with reports of ours unread
+            pass  # the web process died with unread reports
         except Exception:
-            log.exception("orders cannot be read any more")
+            log.exception("cannot read further orders")
         finally:
             self._exit()
 
     def _exit(self) -> None:
-        """The web process is gone, so nobody can hear an answer: stop in the middle of anything."""
+        """Ends the process at once: the web process is gone, so no report can be delivered."""
         if self._exit_marker is not None:
-            # For the next web process: this engine was well, and nothing killed it.
+            # Shows the next web process that this engine exited cleanly and no request killed it.
             with contextlib.suppress(OSError):
                 os.pwrite(self._exit_marker, engine_protocol.LEFT, 0)
         os._exit(0)
@@ -95,15 +97,16 @@ def partial_output_report(ticket: int, outputs: Iterable[PartialOutput]) -> engi
 
 
 def shared_failure_report(ticket: int, error: Exception) -> engine_protocol.Report:
+    """A micro-batch of several requests failed: the server retries each request alone."""
     message = f"a batch of several requests failed ({type(error).__name__}: {error})"
     failed = frames_pb2.Failed(category=engine_protocol.MUDDLED, message=message)
     return engine_protocol.Report(ticket=ticket, failed=failed)
 
 
 def failure_report(ticket: int, error: Exception) -> engine_protocol.Report:
-    """What cannot be done is the user's to read; everything else is a bug with a number."""
+    """User failures are reported with their message, all other errors as a bug with a log id."""
     if isinstance(error, NoSuchModel):
-        # Whoever asked has it built here again.
+        # The server then rebuilds the model in this engine.
         failed = frames_pb2.Failed(category=engine_protocol.MISSING, message=str(error))
     elif isinstance(error, UserFailure | WriteFailed):
         category = "server" if isinstance(error, WriteFailed) else "user"

@@ -1,4 +1,4 @@
-"""Which device and number format to use, and how much memory there is."""
+"""Selects device and number format, measures free memory, and classifies device errors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def choose_device(settings: EngineSettings) -> torch.device:
     device = torch.device(settings.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(
-            f"device {settings.device!r} was asked for and this torch sees no GPU. "
+            f"device is {settings.device!r}, but this torch finds no GPU. "
             "Use --device cpu, or install a torch build with CUDA."
         )
     if device.type not in ("cpu", "cuda"):
@@ -35,16 +35,16 @@ def choose_dtype(settings: EngineSettings, device: torch.device) -> torch.dtype:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the device had no memory for it."""
+    """Whether the error means that the device ran out of memory."""
     return isinstance(error, torch.OutOfMemoryError)
 
 
 def is_device_lost(error: BaseException) -> bool:
     """
-    Whether the device may be lost to this process: after such an error every call may fail.
+    Whether this process can no longer use the device: after such an error any call may fail.
 
-    Not all of them have a type of their own. Without memory for its kernels, or after a failed
-    assertion on the device, cuBLAS says that it could not do a product.
+    Recognized by the message, because not all of these errors have their own type: after a failed
+    device-side assertion, or without memory for its kernels, cuBLAS raises a plain RuntimeError.
     """
     if not isinstance(error, RuntimeError) or is_out_of_memory(error):
         return False
@@ -55,20 +55,20 @@ _DEVICE_ERRORS = ("CUDA error", "cuDNN error", "Triton Error")
 
 
 def prepare_determinism() -> None:
-    """Before the first product: what `deterministic_kernels` needs of libraries."""
+    """Library settings that `deterministic_kernels` needs; call before the first matrix product."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    # Nothing here reads what it has not written.
+    # The engine never reads uninitialized memory, so filling it would only cost time.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 @contextmanager
-def deterministic_kernels(wanted: bool) -> Iterator[None]:
+def deterministic_kernels(enabled: bool) -> Iterator[None]:
     """
-    Kernels that add in a fixed order; those of attention's gradients add as blocks come.
+    Uses kernels that add in a fixed order; the default gradient kernels of attention do not.
 
-    For a backward pass alone: there are kernels without such an order, which would be refused.
+    Use it around the backward pass only: elsewhere torch rejects kernels without such a variant.
     """
-    torch.use_deterministic_algorithms(wanted)
+    torch.use_deterministic_algorithms(enabled)
     try:
         yield
     finally:
@@ -76,16 +76,16 @@ def deterministic_kernels(wanted: bool) -> Iterator[None]:
 
 
 def available_bytes(device: torch.device) -> int:
-    """Memory that could be taken now without pushing anything out."""
+    """Memory that can be allocated now without displacing anything."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        # torch keeps what was freed for itself: to us it is free all the same.
-        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return int(free) + kept
+        # Memory that torch's caching allocator holds but does not use counts as free.
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(free) + cached
     limits = [size for size in (_machine_bytes(), _container_bytes()) if size is not None]
     if limits:
         return min(limits)
-    # Not Linux: half of what the machine has is the careful guess.
+    # Not Linux: assume that half of the physical memory is free.
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
@@ -101,15 +101,15 @@ def _machine_bytes() -> int | None:
 
 
 def _container_bytes() -> int | None:
-    """What a container may still take; the machine's own figure knows nothing of that limit."""
+    """Free memory within the container's limit, which /proc/meminfo does not include."""
     try:
-        most = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        taken = int(Path("/sys/fs/cgroup/memory.current").read_text())
-        # Pages of files that were read are given up when somebody needs the memory.
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+        # The kernel reclaims inactive file pages when memory is needed.
         files = 0
         for line in Path("/sys/fs/cgroup/memory.stat").read_text().splitlines():
             if line.startswith("inactive_file "):
                 files = int(line.split()[1])
     except (OSError, ValueError):
         return None
-    return None if most == "max" else max(0, int(most) - taken + files)
+    return None if limit == "max" else max(0, int(limit) - used + files)

@@ -1,10 +1,10 @@
 """
-An engine as a process: orders come in over a socket, reports go out. Knows no SQL and no HTTP.
+Runs an engine as its own process: orders arrive over a socket, reports go back.
 
     python -m tinkex.engine.process --fd N --name NAME --folder FOLDER
 
-One thread reads, so that a hung-up web process ends this one at once, whatever it computes; saves
-are written whole or not at all. The other computes.
+One thread reads the socket (`connection`), another computes (`worker`). When the web process closes
+the socket, this process exits at once, even in the middle of a computation; saves are atomic.
 """
 
 import argparse
@@ -32,7 +32,7 @@ def _begin_log() -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Options that are settings of the engine have their names. Without one the default counts."""
+    """Options named like fields of `EngineSettings` set them; without an option the default holds."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--fd", type=int, required=True)
     parser.add_argument("--name", required=True)
@@ -59,7 +59,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def settings_of(options: argparse.Namespace) -> EngineSettings:
-    """The settings that were given; the others keep their defaults."""
+    """Settings from the given options; all others keep their defaults."""
     names = {field.name for field in fields(EngineSettings)}
     given = {name: value for name, value in vars(options).items() if name in names}
     return EngineSettings(**{name: value for name, value in given.items() if value is not None})
@@ -68,8 +68,8 @@ def settings_of(options: argparse.Namespace) -> EngineSettings:
 def main() -> None:
     options = parser().parse_args()
     _begin_log()
-    # A service manager tells all processes to stop at once. The web process then finishes what it
-    # can, with this one, and hangs up.
+    # A service manager sends SIGTERM to all processes at once. The web process still needs this one
+    # to finish its work, then closes the socket.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     connection = Connection(options.fd, options.roll_fd)
     connection.start_reading()
@@ -95,7 +95,7 @@ def main() -> None:
             )
         )
     )
-    # Engines on a device of their own do not stand in each other's way.
+    # Only engines that share the CPU take turns.
     compute_lock = options.turn_file if facts.device.startswith("cpu") else None
     Worker(engine, connection, compute_lock=compute_lock).run()
 

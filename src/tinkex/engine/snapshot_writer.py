@@ -1,4 +1,4 @@
-"""Writes copies of models to disk in a thread of its own, while the engine computes."""
+"""Writes snapshots to disk in its own thread while the engine continues to compute."""
 
 from __future__ import annotations
 
@@ -14,15 +14,13 @@ from tinkex.engine.connection import Connection, SnapshotWritten, done_report, f
 
 
 class SnapshotWriter:
-    """A thread that writes copies of models, one after the other, while the engine computes."""
-
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._copies: queue.SimpleQueue[tuple[int, Path, Files]] = queue.SimpleQueue()
         threading.Thread(target=self._run, name="tinkex-snapshots", daemon=True).start()
 
     def put(self, ticket: int, folder: Path, copied: Files) -> None:
-        """The order is answered when the copy is written."""
+        """Queues a copy. The thread reports on the order once the copy is written."""
         self._copies.put((ticket, folder, copied))
 
     def _run(self) -> None:
@@ -33,7 +31,7 @@ class SnapshotWriter:
         began_s = time.perf_counter()
         try:
             result = json.dumps({"size_bytes": write_files(copied, folder)}).encode()
-        except Exception as error:  # noqa: BLE001  every failure is an answer to one order
+        except Exception as error:  # noqa: BLE001  reported as the failure of this order
             self._connection.send(failure_report(ticket, error))
         else:
             self._connection.send(done_report(ticket, result, time.perf_counter() - began_s))

@@ -1,8 +1,9 @@
 """
-The computing thread of an engine process.
+The compute loop of an engine process.
 
-It works in turns: admit samples, decode bursts for as long as the last part of training took, at
-most one training operation or one micro-batch, again. Nobody waits for somebody else's whole step.
+Each round accepts orders, samples a burst of tokens, and runs at most one training operation or one
+micro-batch. Sampling gets as much time as the last piece of training took, so no request waits for
+the whole step of another.
 """
 
 from __future__ import annotations
@@ -59,24 +60,24 @@ from tinkex.wire.training import (
 
 log = logging.getLogger("tinkex.engine.process")
 
-#: Sampling and training take turns of about equal length, up to so many seconds.
+#: Sampling gets as much time as the last piece of training took, but at most this many seconds.
 MAX_SAMPLING_DEBT_S = 1.0
 
-#: How often sizes and counts are told while there is work.
+#: Interval between stats reports while there is work.
 STATS_INTERVAL_S = 1.0
 
-#: While samples run, a micro-batch takes about this long at most: so long they stand still.
+#: Target duration of a micro-batch while sequences are being sampled, which wait meanwhile.
 MAX_MICRO_BATCH_S = 0.5
-#: And has this many tokens at least, or training would crawl.
+#: A shortened micro-batch still has this many tokens, to keep training efficient.
 MIN_BATCH_TOKENS = 256
 
-#: Copies of models that wait to be written take this much of the host's memory, and one copy more.
+#: No further snapshot is copied while the copies that wait to be written take this much host memory.
 MAX_PENDING_SNAPSHOT_BYTES = 256 * 2**20
 
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A training order and how far it has come."""
+    """A training order and its progress."""
 
     order: engine_protocol.Order
     training_pass: Pass | None = None
@@ -84,7 +85,7 @@ class Job:
 
 
 class Worker:
-    """The computing thread: an engine and what waits for it."""
+    """Runs orders on an engine."""
 
     def __init__(
         self, engine: Engine, connection: Connection, *, compute_lock: Path | None
@@ -92,19 +93,19 @@ class Worker:
         self._engine = engine
         self._connection = connection
         self._compute_lock = compute_lock
-        #: Training orders of each model, models in the order of their last turn.
+        #: Training orders by model; the model that ran least recently comes first.
         self._training: OrderedDict[str, deque[Job]] = OrderedDict()
         self._mixer = BatchMixer()
         self._loss_sessions: dict[str, str] = {}
-        #: Of the last micro-batch.
+        #: Speed of the last micro-batch.
         self._tokens_per_s = 0.0
         self._sample_began_s: dict[int, float] = {}
-        #: Seconds of the last part of training, and of sampling since.
+        #: Seconds of the last piece of training, and of sampling since then.
         self._trained_s = self._sampled_s = 0.0
         self._stats_reported_s = 0.0
         self._reported_stats: frames_pb2.Stats | None = None
         self._snapshots = SnapshotWriter(connection)
-        #: Of copies that are not written yet.
+        #: Host memory of snapshot copies that are not written yet.
         self._pending_snapshot_bytes = 0
 
     def run(self) -> None:
@@ -112,30 +113,29 @@ class Worker:
             self.run_once()
 
     def run_once(self) -> None:
-        """One round: what arrived, a burst of samples, and a part of training if it is due."""
+        """One round: accepts orders, samples a burst, and trains if it is training's turn."""
         self._accept_orders()
         with _locked(self._compute_lock):
             if self._can_sample():
                 began_s = time.perf_counter()
                 self._sample()
                 self._sampled_s += time.perf_counter() - began_s
-            # Samples get bursts until they had as much time as the last part of training.
             if self._next_model() and not (self._can_sample() and self._sampling_is_owed()):
                 began_s = time.perf_counter()
                 self._train_once()
                 self._trained_s, self._sampled_s = time.perf_counter() - began_s, 0.0
 
     def _can_sample(self) -> bool:
-        """Whether there are samples, and not only such that wait for an adapter to be read."""
+        """Whether some sample can proceed without waiting for an adapter to be read from disk."""
         return self._engine.sampling and self._engine.awaited_read is None
 
     def _sampling_is_owed(self) -> bool:
-        """Whether sampling is still owed time; a long operation is not paid back in full."""
+        """Whether sampling has had less time than the last piece of training, up to the maximum."""
         return self._sampled_s < min(self._trained_s, MAX_SAMPLING_DEBT_S)
 
     def _accept_orders(self) -> None:
-        """Take in everything that has arrived; wait only when there is nothing else to do."""
-        # Asked once: a read that ends from here on still wakes this thread.
+        """Takes everything from the inbox; blocks only if there is no other work."""
+        # Read once: an adapter read that ends after this line still wakes this thread.
         reading = self._engine.awaited_read
         can_sample = self._engine.sampling and reading is None
         idle = not can_sample and self._next_model() is None
@@ -148,7 +148,7 @@ class Worker:
                 self._accept(self._connection.inbox.get_nowait())
 
     def _report_stats(self, idle: bool) -> None:
-        """Now and then while there is work, and once it has ended."""
+        """Sends changed stats: at intervals while there is work, and once when it ends."""
         now_s = time.monotonic()
         if not idle and now_s - self._stats_reported_s < STATS_INTERVAL_S:
             return
@@ -180,7 +180,7 @@ class Worker:
                 self._training.setdefault(model_id, deque()).append(Job(order))
             case None:
                 self._connection.send(
-                    failure_report(order.ticket, ValueError("an order without work"))
+                    failure_report(order.ticket, ValueError("the order has no `work` field"))
                 )
 
     def _submit(self, order: engine_protocol.Order) -> None:
@@ -195,7 +195,7 @@ class Worker:
                 owner=order.sample.owner,
                 streams=order.sample.streams,
             )
-        except Exception as error:  # noqa: BLE001  every failure is an answer to one order
+        except Exception as error:  # noqa: BLE001  reported as the failure of this order
             _exit_if_device_lost_or_full(error)
             self._sample_began_s.pop(order.ticket, None)
             self._connection.send(failure_report(order.ticket, error))
@@ -203,9 +203,9 @@ class Worker:
     def _register_loss(self, order: engine_protocol.Order) -> None:
         work = order.register_loss
         try:
-            asked = decode_json(CreateCustomLossRequest, _payload_bytes(work.payload))
-            self._engine.register_loss(work.loss_id, asked.name, asked.inputs, asked.graph)
-        except Exception as error:  # noqa: BLE001  every failure is an answer to one order
+            loss = decode_json(CreateCustomLossRequest, _payload_bytes(work.payload))
+            self._engine.register_loss(work.loss_id, loss.name, loss.inputs, loss.graph)
+        except Exception as error:  # noqa: BLE001  reported as the failure of this order
             self._connection.send(failure_report(order.ticket, error))
         else:
             self._loss_sessions[work.loss_id] = work.session_id
@@ -219,13 +219,13 @@ class Worker:
         self._connection.send(done_report(order.ticket, b"{}", 0.0))
 
     def _sample(self) -> None:
-        answered = self._engine.advance(wait_for_reads=False)
+        all_finished = self._engine.advance(wait_for_reads=False)
         for ticket, outputs in itertools.groupby(
             sorted(self._engine.partial_outputs(), key=lambda output: output.ticket),
             key=lambda output: output.ticket,
         ):
             self._connection.send(partial_output_report(ticket, outputs))
-        for finished in answered:
+        for finished in all_finished:
             began_s = self._sample_began_s.pop(finished.ticket, time.perf_counter())
             outcome = finished.outcome
             if isinstance(outcome, Exception):
@@ -239,9 +239,9 @@ class Worker:
 
     def _next_model(self) -> str | None:
         """
-        The model whose last turn is longest ago, of those that can go on.
+        The model that ran least recently, of those that can run.
 
-        One whose snapshot is next waits while there are too many copies. The others do not.
+        A model whose next order is a snapshot waits while too many copies wait to be written.
         """
         full = self._pending_snapshot_bytes >= MAX_PENDING_SNAPSHOT_BYTES
         return next(
@@ -254,7 +254,7 @@ class Worker:
         )
 
     def _train_once(self) -> None:
-        """One operation of the model whose turn it is, or one micro-batch."""
+        """Runs one operation of the next model, or one micro-batch."""
         model_id = self._next_model()
         if model_id is None:
             return
@@ -271,7 +271,7 @@ class Worker:
         began_s = time.perf_counter()
         try:
             result = self._apply(job)
-        except Exception as error:  # noqa: BLE001  every failure is an answer to one order
+        except Exception as error:  # noqa: BLE001  reported as the failure of this order
             _exit_if_device_lost_or_full(error)
             self._finish(model_id, job, failure_report(job.order.ticket, error))
         else:
@@ -279,11 +279,11 @@ class Worker:
             self._finish(model_id, job, done_report(job.order.ticket, result, compute_s))
 
     def _snapshot(self, model_id: str, job: Job) -> None:
-        """Copies the model now; another thread writes the copy while everybody goes on."""
+        """Copies the model now. The snapshot writer writes the copy while other work continues."""
         order = job.order
         try:
             copied = self._engine.copy_snapshot(model_id, {})
-        except Exception as error:  # noqa: BLE001  every failure is an answer to one order
+        except Exception as error:  # noqa: BLE001  reported as the failure of this order
             _exit_if_device_lost_or_full(error)
             self._finish(model_id, job, failure_report(order.ticket, error))
             return
@@ -292,7 +292,7 @@ class Worker:
         self._remove(model_id, job)
 
     def _run_micro_batch(self) -> None:
-        """One micro-batch, of rows from every model that has a pass in front and can join."""
+        """Runs one micro-batch with data from all passes that are ready."""
         passes = self._ready_passes()
         if not passes:
             return
@@ -313,7 +313,7 @@ class Worker:
             for model_id, count in self._mixer.next_batch(queues, self._batch_tokens())
             for job, training_pass, taken in _distribute(passes[model_id], count)
         ]
-        # Their turn is over even for those who got nothing: operations of others come next.
+        # Also models that got no data go to the end, so that operations of other models run next.
         for model_id in passes:
             self._training.move_to_end(model_id)
         before = [sum(training_pass.waiting) for _, training_pass, _ in cuts]
@@ -322,7 +322,7 @@ class Worker:
             self._engine.run_micro_batch(
                 [(training_pass, count) for _, training_pass, count in cuts]
             )
-        except Exception as error:  # noqa: BLE001  it fails those who took part, and nobody else
+        except Exception as error:  # noqa: BLE001  fails the passes in this micro-batch only
             self._fail_micro_batch([job for job, _, _ in cuts], error)
             return
         elapsed_s = time.perf_counter() - began_s
@@ -333,27 +333,29 @@ class Worker:
             if not has:
                 self._finish(training_pass.model_id, job, _pass_report(job, training_pass))
 
-    def _fail_micro_batch(self, took_part: Sequence[Job], error: Exception) -> None:
-        """A micro-batch failed: one that was alone in it is to blame; several are tried apart."""
-        if len(took_part) == 1:
-            (job,) = took_part
+    def _fail_micro_batch(self, jobs: Sequence[Job], error: Exception) -> None:
+        """A pass that was alone in the micro-batch fails; several are reported for separate retries."""
+        if len(jobs) == 1:
+            (job,) = jobs
             _exit_if_device_lost_or_full(error)
             self._finish(_model_of(job), job, failure_report(job.order.ticket, error))
             return
-        # A batch of several that did not fit may fit in parts.
+        # If the batch was too large for the memory, each pass alone may still fit.
         _exit_if_device_lost(error)
-        log.error("a micro-batch of %d requests failed", len(took_part), exc_info=error)
-        # With those behind them: gradients may be half added, so their models are built again.
-        for model_id in dict.fromkeys(_model_of(job) for job in took_part):
+        log.error("a micro-batch of %d requests failed", len(jobs), exc_info=error)
+        # Gradients may be partly added, so the server rebuilds these models. Later passes of the same
+        # models must wait for that too.
+        for model_id in dict.fromkeys(_model_of(job) for job in jobs):
             for job in [job for job in self._training[model_id] if _is_pass(job)]:
                 self._finish(model_id, job, shared_failure_report(job.order.ticket, error))
 
     def _ready_passes(self) -> dict[str, list[Job]]:
-        """The passes in front of each model's line, checked and ready; models in their turn."""
+        """The checked passes at the head of each model's queue, least recently run model first."""
         alone = self._engine.settings.deterministic
         passes: dict[str, list[Job]] = {}
         for model_id in list(self._training):
-            # The first in turn comes in from wherever it is; others join if nobody has to leave.
+            # The first adapter is loaded if necessary. Others join only if they are on the device, so
+            # that no adapter is evicted for them.
             if passes and (alone or not self._engine.resident(model_id)):
                 continue
             for job in _leading_passes(self._training[model_id], 1 if alone else None):
@@ -362,7 +364,7 @@ class Worker:
         return passes
 
     def _start_pass(self, model_id: str, job: Job) -> bool:
-        """Whether a pass can run; if not, its order is answered."""
+        """Decodes and checks a pass. Returns False after reporting a failure."""
         if job.training_pass is not None:
             return True
         order = job.order.run_pass
@@ -372,27 +374,29 @@ class Worker:
             job.training_pass = self._engine.begin_pass(
                 model_id, request.forward_backward_input, backward=order.backward
             )
-        except Exception as error:  # noqa: BLE001  every failure is an answer to one order
+        except Exception as error:  # noqa: BLE001  reported as the failure of this order
             _exit_if_device_lost_or_full(error)
             self._finish(model_id, job, failure_report(job.order.ticket, error))
             return False
         return True
 
     def _check_loss(self, work: ForwardBackwardInput, session_id: str) -> None:
-        """A loss of another session is not there."""
+        """Raises `UserFailure` if the pass names a custom loss of another session."""
         loss_id = (work.loss_fn_config or {}).get("loss_id")
         if isinstance(loss_id, str) and self._loss_sessions.get(loss_id) != session_id:
             raise unknown_custom_loss(loss_id)
 
     def _batch_tokens(self) -> int:
-        """A full micro-batch, or a short one while samples wait for it."""
-        most = self._engine.max_batch_tokens
+        """Tokens of the next micro-batch; fewer while sequences are being sampled."""
+        limit = self._engine.max_batch_tokens
         if self._engine.settings.deterministic or not self._engine.sampling:
-            return most
-        return max(1, min(most, max(MIN_BATCH_TOKENS, int(self._tokens_per_s * MAX_MICRO_BATCH_S))))
+            return limit
+        return max(
+            1, min(limit, max(MIN_BATCH_TOKENS, int(self._tokens_per_s * MAX_MICRO_BATCH_S)))
+        )
 
     def _finish(self, model_id: str, job: Job, report: engine_protocol.Report) -> None:
-        """Answer an order, and let its model's line go on at the end of the models' line."""
+        """Sends the report and removes the job; its model goes to the end of the model order."""
         self._connection.send(report)
         self._remove(model_id, job)
 
@@ -403,7 +407,7 @@ class Worker:
             self._training[model_id] = waiting
 
     def _apply(self, job: Job) -> bytes:
-        """What came of an order that is no pass."""
+        """Runs an order other than a pass or snapshot and returns its encoded result."""
         engine = self._engine
         order = job.order
         match order.WhichOneof("work"):
@@ -430,7 +434,7 @@ class Worker:
         return b"{}"
 
     def _create(self, create: frames_pb2.Create) -> None:
-        # A model that is built again from its log starts from nothing.
+        # A model that is rebuilt from its log starts from scratch.
         if self._engine.has(create.model_id):
             self._engine.drop(create.model_id)
         lora = decode_json(LoraConfig, create.lora_config)
@@ -441,8 +445,8 @@ class Worker:
         try:
             metrics = self._engine.optim_step(work.model_id, _optim_params(work.payload))
         except UserFailure:
-            # A refused step takes the gradients with it: left behind, they would be added to
-            # the next batch's, or, when they are not finite, stop the model for good.
+            # A refused step also clears the gradients. Otherwise they would be added to the next
+            # batch or, if they are not finite, make every later step fail.
             self._engine.clear_gradients(work.model_id)
             raise
         return encode_json(OptimStepResponse(metrics=metrics))
@@ -452,7 +456,7 @@ def _optim_params(payload: frames_pb2.Payload) -> OptimParams:
     try:
         return decode_json(OptimStepRequest, _payload_bytes(payload)).optim_params
     except WireError as error:
-        # What an older version took in may not fit the types of this one.
+        # An older version may have accepted a request that does not fit the current types.
         raise UserFailure(str(error)) from error
 
 
@@ -468,16 +472,16 @@ def _is_snapshot(job: Job) -> bool:
     return job.order.WhichOneof("work") == "snapshot"
 
 
-def _leading_passes(waiting: Sequence[Job], most: int | None) -> list[Job]:
-    """The passes before the first other operation, all with gradients or all without."""
-    front: list[Job] = []
+def _leading_passes(waiting: Sequence[Job], limit: int | None) -> list[Job]:
+    """The passes before the first other operation; all with gradients, or all without."""
+    leading: list[Job] = []
     for job in waiting:
-        if not _is_pass(job) or len(front) == most:
+        if not _is_pass(job) or len(leading) == limit:
             break
-        if front and job.order.run_pass.backward != front[0].order.run_pass.backward:
+        if leading and job.order.run_pass.backward != leading[0].order.run_pass.backward:
             break
-        front.append(job)
-    return front
+        leading.append(job)
+    return leading
 
 
 def _started(jobs: Sequence[Job]) -> list[tuple[Job, Pass]]:
@@ -485,7 +489,7 @@ def _started(jobs: Sequence[Job]) -> list[tuple[Job, Pass]]:
 
 
 def _distribute(jobs: Sequence[Job], count: int) -> Iterator[tuple[Job, Pass, int]]:
-    """The next `count` rows of a model, pass after pass."""
+    """Distributes the next `count` data of a model over its passes, in order."""
     for job, training_pass in _started(jobs):
         if not count:
             return
@@ -497,7 +501,7 @@ def _distribute(jobs: Sequence[Job], count: int) -> Iterator[tuple[Job, Pass, in
 def _pass_report(job: Job, training_pass: Pass) -> engine_protocol.Report:
     try:
         result = encode_forward_backward_output(training_pass.output())
-    except Exception as error:  # noqa: BLE001  every failure is an answer to one order
+    except Exception as error:  # noqa: BLE001  reported as the failure of this order
         return failure_report(job.order.ticket, error)
     return done_report(job.order.ticket, result, job.compute_s)
 
@@ -509,28 +513,28 @@ def _payload_bytes(payload: frames_pb2.Payload) -> bytes:
 
 
 def _exit_if_device_lost(error: Exception) -> None:
-    """Ends the process if only another one can use the device now."""
+    """Ends the process if it can no longer use the device; a new process can."""
     if is_device_lost(error):
         _exit(error)
 
 
 def _exit_if_device_lost_or_full(error: Exception) -> None:
-    """The same when it has no memory left: another process begins with all of it."""
+    """Also ends it if the device is out of memory: a new process starts with all of it."""
     if is_device_lost(error) or is_out_of_memory(error):
         _exit(error)
 
 
 def _exit(error: Exception) -> NoReturn:
-    log.critical("the device is broken for this process, or full", exc_info=error)
+    log.critical("the device is lost to this process, or full", exc_info=error)
     os._exit(engine_protocol.GAVE_OUT)
 
 
 @contextlib.contextmanager
 def _locked(file: Path | None) -> Iterator[None]:
-    """Hold the turn that engines on one processor share; the system frees it if we die."""
+    """Holds the lock that engines on one CPU share. The system releases it if the process dies."""
     if file is None:
         yield
         return
-    with file.open("w") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
+    with file.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
         yield

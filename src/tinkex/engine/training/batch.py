@@ -1,4 +1,4 @@
-"""Checked rows as packed tensors: one micro-batch."""
+"""Packs checked data into the tensors of one micro-batch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tinkex.engine.training.request_checks import CheckedDatum
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """Rows back to back, as tensors."""
+    """The tokens of several data back to back, as tensors."""
 
     ids_T: Tensor
     packing: Packing
@@ -26,7 +26,7 @@ class Batch:
 
 
 def count_fitting(lengths: Iterable[int], max_tokens: int) -> int:
-    """How many of the next rows go into one micro-batch; a longer one goes alone."""
+    """How many of the next data fit one micro-batch. A datum longer than that runs alone."""
     tokens = count = 0
     for length in lengths:
         if count and tokens + length > max_tokens:
@@ -36,21 +36,21 @@ def count_fitting(lengths: Iterable[int], max_tokens: int) -> int:
     return count
 
 
-def pack(rows: Sequence[CheckedDatum], device: torch.device) -> Batch:
-    width = max(row.targets_NK.shape[1] for row in rows)
+def pack(data: Sequence[CheckedDatum], device: torch.device) -> Batch:
+    width = max(datum.targets_NK.shape[1] for datum in data)
     return Batch(
-        ids_T=to_tensor([row.tokens_N for row in rows], device),
-        packing=Packing.of([len(row.tokens_N) for row in rows], device=device),
-        targets_TK=to_tensor([pad_columns(row.targets_NK, width) for row in rows], device),
+        ids_T=to_tensor([datum.tokens_N for datum in data], device),
+        packing=Packing.of([len(datum.tokens_N) for datum in data], device=device),
+        targets_TK=to_tensor([pad_columns(datum.targets_NK, width) for datum in data], device),
     )
 
 
-def pack_inputs(rows: Sequence[CheckedDatum], device: torch.device) -> dict[str, Tensor]:
-    """What a loss reads of the tokens of several rows: [T, K], K the widest of theirs."""
-    width = max(row.targets_NK.shape[1] for row in rows)
+def pack_inputs(data: Sequence[CheckedDatum], device: torch.device) -> dict[str, Tensor]:
+    """The loss inputs of several data as [T, K], where K is the largest number of targets."""
+    width = max(datum.targets_NK.shape[1] for datum in data)
     return {
-        name: to_tensor([pad_columns(row.inputs_NK[name], width) for row in rows], device)
-        for name in rows[0].inputs_NK
+        name: to_tensor([pad_columns(datum.inputs_NK[name], width) for datum in data], device)
+        for name in data[0].inputs_NK
     }
 
 
@@ -59,6 +59,6 @@ def to_tensor(parts: Sequence[npt.NDArray[np.generic]], device: torch.device) ->
 
 
 def pad_columns(values_NK: npt.NDArray[np.generic], width: int) -> npt.NDArray[np.generic]:
-    """Padded to `width` columns with zeros: weight 0 leaves them out of loss and gradient."""
+    """Pads to `width` columns with zeros: weight 0 excludes them from loss and gradient."""
     missing = width - values_NK.shape[1]
     return np.pad(values_NK, ((0, 0), (0, missing))) if missing else values_NK

@@ -1,4 +1,4 @@
-"""Whose rows go into the next micro-batch: a decision over lengths. Knows no tensors and no clock."""
+"""Chooses which data of which models go into the next micro-batch, from their lengths alone."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from typing import NamedTuple
 
 @dataclass(frozen=True, kw_only=True)
 class ModelQueue:
-    """The rows of one model that wait, in their order."""
+    """The waiting data of one model, in order."""
 
     model_id: str
-    #: Rows with gradients and rows without are never in one batch.
+    #: A batch never mixes passes with and without gradients.
     backward: bool
-    #: Tokens of each row.
+    #: Tokens of each datum.
     lengths: Sequence[int]
 
 
 class Selection(NamedTuple):
-    """The next rows of a model, so many."""
+    """The next `size` data of a model."""
 
     model_id: str
-    rows: int
+    size: int
 
 
 class BatchMixer:
     """
-    CheckedDatum after row from the model that got the fewest tokens so far.
+    Takes datum after datum from the model that has been served the fewest tokens.
 
-    A row that does not fit ends its model's part in this batch; having got the fewest, the model
-    comes first in the next one. So over time models that have work get the same number of tokens,
-    whether their rows are long or short. Who comes back after a while starts at the lowest count
-    of those who are here: time away earns nothing.
+    A datum that does not fit excludes its model from the rest of this batch; the model then comes
+    first in the next one. Over time, models with work get the same number of tokens, whether their
+    data are long or short. A model that returns after a pause starts at the lowest count of the
+    others, so it cannot accumulate credit while idle.
     """
 
     def __init__(self) -> None:
@@ -41,24 +41,24 @@ class BatchMixer:
 
     def next_batch(self, queues: Sequence[ModelQueue], max_tokens: int) -> list[Selection]:
         """
-        Rows for one batch of at most `max_tokens`; a longer row goes alone.
+        Data for one batch of at most `max_tokens`; a longer datum runs alone.
 
-        Among equals who comes first here comes first. The model that is served first decides
-        whether the batch has gradients.
+        Ties are broken by input order. The first model served determines whether the batch has
+        gradients.
         """
         self._rebase_counts([queue.model_id for queue in queues])
         served = self._served
         first = min(queues, key=lambda queue: served[queue.model_id])
         counts: dict[str, int] = {}
         left = max_tokens
-        line = [
-            (served[queue.model_id], place, queue)
-            for place, queue in enumerate(queues)
+        heap = [
+            (served[queue.model_id], index, queue)
+            for index, queue in enumerate(queues)
             if queue.backward == first.backward
         ]
-        heapq.heapify(line)
-        while line:
-            _, place, queue = heapq.heappop(line)
+        heapq.heapify(heap)
+        while heap:
+            _, index, queue = heapq.heappop(heap)
             count = counts.get(queue.model_id, 0)
             length = queue.lengths[count]
             if length > left and counts:
@@ -67,7 +67,7 @@ class BatchMixer:
             served[queue.model_id] += length
             counts[queue.model_id] = count = count + 1
             if count < len(queue.lengths):
-                heapq.heappush(line, (served[queue.model_id], place, queue))
+                heapq.heappush(heap, (served[queue.model_id], index, queue))
         return [
             Selection(queue.model_id, counts[queue.model_id])
             for queue in queues
@@ -77,5 +77,5 @@ class BatchMixer:
     def _rebase_counts(self, present: Sequence[str]) -> None:
         known = {name: self._served[name] for name in present if name in self._served}
         lowest = min(known.values(), default=0)
-        # Counted from the lowest: the numbers stay small however long the engine runs.
+        # Counts are relative to the lowest, so they stay small however long the engine runs.
         self._served = {name: known.get(name, lowest) - lowest for name in present}

@@ -1,9 +1,9 @@
 """
-Losses that users wrote: a graph from the wire, checked, then run one node at a time.
+Interprets custom losses: a graph from a request is checked, then run one node at a time.
 
-The graph is untrusted data. Nothing in it is evaluated or looked up by name in a module: the
-targets that work are the keys of the tables in `custom_loss_ops`, every argument is checked
-against a signature before the call, and the size of every result is known before it is made.
+The graph is untrusted. `custom_loss_parser` accepts only operations listed in `custom_loss_ops`.
+Here every argument is checked against a signature before the call, the size of every result is
+checked before it is computed, and each run has limits on time and elements.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ __all__ = ["Graph"]
 
 MAX_NAME = 256
 
-#: Elements a single value may have: this many, or so many times those of the largest input.
+#: Maximum elements of one value: this many, or MAX_GROWTH times those of the largest input.
 MAX_VALUE_ELEMENTS = 8 * 2**20  # 64 MiB of float64
 MAX_GROWTH = 64
-#: Over a whole run, as multiples of the above. Autograd keeps what was written until the backward
-#: pass; what was read bounds the time of that pass.
+#: Limits of a whole run, as multiples of the limit above. Autograd keeps everything written until
+#: the backward pass; the elements read bound the time of that pass.
 MAX_WRITTEN = 8
 MAX_TOUCHED = 32
 
 
 class Graph:
-    """A custom loss that passed every check which needs no data; pickles as its wire form."""
+    """A custom loss that passed all checks that need no data. Immutable; pickles as its wire form."""
 
     __slots__ = ("_graph", "_loss", "_metrics", "_steps", "_writes", "inputs", "name")
 
@@ -60,20 +60,22 @@ class Graph:
     _graph: CustomLossGraph
     _steps: tuple[Step, ...]
     _loss: str
-    #: Name of the metric -> name of the node.
+    #: Metric name -> node name.
     _metrics: Mapping[str, str]
     #: Whether any node changes a tensor in place.
     _writes: bool
 
     def __init__(self) -> None:
-        raise TypeError("a Graph is made by Graph.rebuild(name, inputs, graph)")
+        raise TypeError("create a Graph with Graph.rebuild(name, inputs, graph)")
 
     @classmethod
     def rebuild(cls, name: str, inputs: Sequence[CustomLossInput], graph: CustomLossGraph) -> Graph:
-        """Check a graph from the wire. `UserFailure` names the node, what it has, what it may."""
+        """Checks a graph from a request. `UserFailure` names the node, the problem and what is allowed."""
         try:
             if len(name) > MAX_NAME:
-                raise Refused(f"its name has {len(name)} characters; allowed are {MAX_NAME}")
+                raise Refused(
+                    f"its name has {len(name)} characters; at most {MAX_NAME} are allowed"
+                )
             check_inputs(inputs)
             steps, loss, metrics = parse_nodes(inputs, graph.nodes)
         except Refused as refusal:
@@ -99,11 +101,11 @@ class Graph:
         deadline_s: float | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """
-        The loss of one datum, with autograd through `logprobs`, and its metrics.
+        The loss of one datum, differentiable by `logprobs`, and its metrics.
 
-        `logprobs` are the model's own; an input of that name is not looked at. A run that takes
-        longer than `deadline_s` seconds is refused. A loss that is not finite is returned as it
-        is: the optimizer step refuses its gradient and can say more.
+        `logprobs` are those of the model; an input of that name is ignored. A run that takes longer
+        than `deadline_s` seconds is refused. A loss that is not finite is returned unchanged: the
+        optimizer step refuses its gradient with a better message.
         """
         return self._results(logprobs, inputs, _Deadline(deadline_s), watched=False)
 
@@ -114,7 +116,7 @@ class Graph:
         *,
         deadline_s: float | None = None,
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """The loss, its derivative by each logprob, and the metrics; the time is for all of it."""
+        """The loss, its derivative by each logprob, and the metrics, all within `deadline_s`."""
         leaf = logprobs.detach().requires_grad_()
         loss, metrics = self._results(leaf, inputs, _Deadline(deadline_s), watched=True)
         try:
@@ -122,7 +124,7 @@ class Graph:
         except torch.OutOfMemoryError:
             raise
         except (Refused, RuntimeError) as error:
-            # Such as a value that its own gradient needs, changed in place.
+            # For example, an in-place change of a value that its gradient needs.
             raise UserFailure(
                 f"custom loss {shown(self.name)}: the backward pass failed: {_first_line(error)}"
             ) from None
@@ -133,7 +135,8 @@ class Graph:
     def _results(
         self, logprobs: Tensor, inputs: Mapping[str, Tensor], deadline: _Deadline, *, watched: bool
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        # Torch warns about odd numbers (a deviation of one element); the user is not here to read.
+        # Torch warns about unusual values (such as the deviation of one element) in the server's log,
+        # where the user does not see it.
         with torch.set_grad_enabled(logprobs.requires_grad), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
@@ -154,10 +157,10 @@ class Graph:
         for declared, tensor in zip(self.inputs, given, strict=True):
             if tensor.dim() != declared.rank:
                 raise Refused(
-                    f"input {declared.name!r} has {tensor.dim()} dimensions, "
-                    f"the loss was made for {declared.rank}"
+                    f"input {declared.name!r} has {tensor.dim()} dimensions; "
+                    f"the loss expects {declared.rank}"
                 )
-        if self._writes:  # into copies: the caller's tensors stay as they are
+        if self._writes:  # the caller's tensors must stay unchanged
             given = [tensor.clone() for tensor in given]
         budget = _Budget(given)
         values: dict[str, Any] = {}
@@ -173,10 +176,10 @@ class Graph:
         return values
 
     def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError(f"a Graph does not change: {name}")
+        raise AttributeError(f"a Graph is immutable; cannot change {name}")
 
     def __delattr__(self, name: str) -> None:
-        raise AttributeError(f"a Graph does not change: {name}")
+        raise AttributeError(f"a Graph is immutable; cannot change {name}")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Graph.rebuild, (self.name, self.inputs, self._graph)
@@ -204,7 +207,7 @@ def _run_step(step: Step, values: Mapping[str, Any], budget: _Budget, device: to
         result = checked_result(operation.call(*args, **kwargs))
         budget.spend(result)
     except torch.OutOfMemoryError:
-        raise  # the engine's matter, not the user's
+        raise  # a failure of the server, not of the user
     except Refused as refusal:
         raise Refused(f"{step.where}: {refusal}") from None
     except (
@@ -221,7 +224,7 @@ def _run_step(step: Step, values: Mapping[str, Any], budget: _Budget, device: to
 
 
 def _resolve(arg: Any, values: Mapping[str, Any], device: torch.device) -> Any:
-    kind = type(arg)  # every argument of every datum comes by here: no patterns
+    kind = type(arg)  # runs for every argument of every datum: faster than pattern matching
     if kind is Ref:
         return values[arg.node]
     if kind is tuple or kind is list:
@@ -231,11 +234,11 @@ def _resolve(arg: Any, values: Mapping[str, Any], device: torch.device) -> Any:
     return device if kind is Device else arg
 
 
-# ---- what goes in and comes out -----------------------------------------------------------------
+# ---- limits, inputs and results -----------------------------------------------------------------
 
 
 class _Deadline:
-    """The time of one run: looked at before each node, and on the way back."""
+    """Time limit of one run, checked before each node and during the backward pass."""
 
     def __init__(self, limit_s: float | None) -> None:
         self._stop_at = math.inf if limit_s is None else time.monotonic() + limit_s
@@ -243,18 +246,18 @@ class _Deadline:
     def check(self, where: str) -> None:
         if time.monotonic() > self._stop_at:
             raise Refused(
-                f"{where}: the time for one datum is over; "
+                f"{where}: the time limit for one datum is exceeded; "
                 "use fewer or smaller operations, or shorter data"
             )
 
     def watch(self, result: Tensor, where: str) -> None:
-        """Look at the deadline when the gradient of a result is known."""
+        """Checks the deadline when the gradient of `result` is computed."""
         if self._stop_at < math.inf:
             result.register_hook(lambda _: self.check(where))  # type: ignore[no-untyped-call]
 
 
 class _Budget:
-    """Elements that one run may still make and read."""
+    """Elements that one run may still write and read."""
 
     def __init__(self, inputs: Sequence[Tensor]) -> None:
         widest = max(tensor.numel() for tensor in inputs)
@@ -263,14 +266,16 @@ class _Budget:
         self._to_touch = MAX_TOUCHED * self.largest
 
     def allow(self, size: int, bound: Mapping[str, Any], work: int) -> None:
-        """Before an operation: refuse what would come out too large."""
+        """Called before an operation: refuses a result that would be too large."""
         if size > self.largest:
-            raise Refused(f"the result would have {size} elements; allowed are {self.largest}")
+            raise Refused(
+                f"the result would have {size} elements; at most {self.largest} are allowed"
+            )
         self._to_touch -= size + work + sum(tensor.numel() for tensor in tensors_in(bound.values()))
         if size > self._to_write or self._to_touch < 0:
             raise Refused(
                 "the operations of the loss together read or write too many elements; "
-                f"allowed for this datum are {MAX_TOUCHED * self.largest} read and "
+                f"the limits for this datum are {MAX_TOUCHED * self.largest} read and "
                 f"{MAX_WRITTEN * self.largest} written"
             )
 
@@ -278,13 +283,15 @@ class _Budget:
         for tensor in tensors_in((result,)):
             self._to_write -= tensor.numel()
             if (size := elements(tensor.shape)) > self.largest:
-                # It holds no memory, but a later reduction over its empty dimension would.
+                # It takes no memory, but a later reduction over its empty dimension would.
                 raise Refused(
                     f"the result has shape {list(tensor.shape)}, which counts as {size} elements "
-                    f"(an empty dimension counts as one); allowed are {self.largest}"
+                    f"(an empty dimension counts as one); at most {self.largest} are allowed"
                 )
             if tensor.dim() > MAX_RANK:
-                raise Refused(f"the result has {tensor.dim()} dimensions; allowed are {MAX_RANK}")
+                raise Refused(
+                    f"the result has {tensor.dim()} dimensions; at most {MAX_RANK} are allowed"
+                )
 
 
 def _input_tensor(declared: CustomLossInput, inputs: Mapping[str, Tensor]) -> Tensor:
@@ -297,15 +304,17 @@ def _input_tensor(declared: CustomLossInput, inputs: Mapping[str, Tensor]) -> Te
 
 def _loss(value: Any, *, wants_gradient: bool) -> Tensor:
     if not isinstance(value, Tensor):
-        raise Refused(f"the loss is a {type(value).__name__}; it must be a tensor of one number")
+        raise Refused(f"the loss is a {type(value).__name__}; it must be a tensor with one element")
     if value.numel() != 1:
-        raise Refused(f"the loss has shape {list(value.shape)}; it must be one number: sum it up")
+        raise Refused(
+            f"the loss has shape {list(value.shape)}; it must be a single number: use sum()"
+        )
     if not value.dtype.is_floating_point:
         raise Refused(f"the loss is of {value.dtype}; it must be a floating-point number")
     if wants_gradient and not value.requires_grad:
         raise Refused(
             "the loss has no gradient by the logprobs: "
-            "they go in only through detach(), comparisons or whole numbers"
+            "it uses them only through detach(), comparisons or integers"
         )
     return value.reshape(())
 
@@ -315,5 +324,5 @@ def _metric(name: str, value: Any, device: torch.device) -> Tensor:
         return torch.tensor(float(value), device=device)
     if not isinstance(value, Tensor) or value.numel() != 1:
         shape = f"shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-        raise Refused(f"metric {name!r} is of {shape}; it must be one number")
+        raise Refused(f"metric {name!r} is of {shape}; it must be a single number")
     return value.detach().reshape(())

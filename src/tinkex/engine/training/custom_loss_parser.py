@@ -1,8 +1,8 @@
 """
-Reads a custom loss from the wire: a graph of untrusted nodes becomes checked steps.
+Parses a custom loss from a request: untrusted nodes become checked steps.
 
-Nothing in it is evaluated or looked up by name in a module: the targets that work are the keys of
-the tables in `custom_loss_ops`, and every argument is checked.
+Nothing is evaluated or looked up by name in a module: a node may only call the operations in the
+tables of `custom_loss_ops`, with plain values and results of earlier nodes as arguments.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from tinkex.wire.custom_loss import CustomLossInput, CustomLossNode
 
 MAX_INPUTS = 16
 MAX_NODES = 2_000
-#: Lists inside lists of one argument.
+#: Nesting depth of lists in one argument.
 MAX_DEPTH = 8
-#: Values over all arguments of all nodes.
+#: Values in all arguments of all nodes.
 MAX_VALUES = 50_000
 MAX_METRICS = 64
 
@@ -73,7 +73,7 @@ class Slice(NamedTuple):
 
 
 class Device(NamedTuple):
-    """Any device a user names means the one the loss runs on."""
+    """A device named in the graph. It always stands for the device that the loss runs on."""
 
     text: str
 
@@ -81,10 +81,10 @@ class Device(NamedTuple):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Step:
     name: str
-    #: Name and target, for messages.
+    #: Node name and target, for messages.
     where: str
     operation: Operation
-    #: The parameter each positional argument is for.
+    #: The parameter of each positional argument.
     slots: tuple[Parameter, ...]
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
@@ -96,8 +96,8 @@ def check_inputs(inputs: Sequence[CustomLossInput]) -> None:
     for place, declared in enumerate(inputs):
         if not INPUT_NAME.fullmatch(declared.name):
             raise Refused(
-                f"input {place} is called {shown(declared.name)}; "
-                f"a name has small letters, digits and _, at most {MAX_TEXT}"
+                f"input {place} has the name {shown(declared.name)}; a name consists of at most "
+                f"{MAX_TEXT} lowercase letters, digits and _"
             )
     if inputs[0].name != "logprobs":
         raise Refused(f"the first input is {inputs[0].name!r}; it must be 'logprobs'")
@@ -117,14 +117,14 @@ def parse_nodes(
     expected = [declared.name for declared in inputs]
     for place, node in enumerate(nodes):
         if not NODE_NAME.fullmatch(node.name):
-            raise Refused(f"node {place} is called {shown(node.name)}; a name is an identifier")
+            raise Refused(f"node {place} has the name {shown(node.name)}; it must be an identifier")
         where = f"node {node.name!r} ({shown(node.target)[1:-1]})"
         try:
             if node.op == "output":
                 if place != len(nodes) - 1:
-                    raise Refused("an output ends the graph, and nodes follow this one")
+                    raise Refused("the output must be the last node, but nodes follow this one")
                 if len(reader.known) < len(inputs) or expected:
-                    raise Refused(f"no node reads input {expected[0]!r}; each has a placeholder")
+                    raise Refused(f"input {expected[0]!r} has no placeholder; each input needs one")
                 loss, metrics = _parse_output(node, reader)
                 return tuple(steps), loss, metrics
             if node.name in reader.known:
@@ -165,8 +165,8 @@ def _parse_step(
         case _:
             raise Refused(
                 f"operation {shown(node.op)} is not offered; allowed are placeholder, "
-                "call_function, call_method and output: a loss reads its inputs, "
-                "no modules and no tensors from outside"
+                "call_function, call_method and output: a loss can read only its inputs, "
+                "not modules or other tensors"
             )
     operation = table.get(node.target)
     if operation is None:
@@ -208,7 +208,7 @@ def _parse_output(node: CustomLossNode, reader: _ArgumentReader) -> tuple[str, M
         if not isinstance(name, str) or not METRIC_NAME.fullmatch(name):
             raise Refused(
                 f"metric {shown(name)}; a name is custom/NAME:sum or custom/NAME:mean, "
-                "with small letters, digits and _./- in NAME, at most 64"
+                "where NAME has at most 64 lowercase letters, digits and _./-"
             )
         ref = reader.read(value)
         if not isinstance(ref, Ref):
@@ -231,23 +231,23 @@ def _unknown_target(target: str, what: str, table: Mapping[str, Operation]) -> s
     hint = f"; the nearest is {near[0]!r}" if near else ""
     return (
         f"{what} {shown(target)} is not offered{hint}. Allowed are {len(table)} {what}s "
-        "that compute on tensors; write the loss with those, or use it as a callable"
+        "that compute on tensors; use those, or pass the loss as a Python callable"
     )
 
 
-#: Last parts of names that are refused on purpose -> why.
+#: Patterns of function names (their last part) that are refused on purpose, and the reason.
 FORBIDDEN = (
     (
         "item|tolist|numpy|backward|__.*__",
-        "values leave a tensor only as the loss or as a metric",
+        "values may leave a tensor only as the loss or as a metric",
     ),
     (
         "(rand|bernoulli|normal|multinomial|poisson|dropout|uniform|exponential_).*|.*_dropout",
-        "a step that is run again must give the same numbers; send random numbers as an input",
+        "a repeated step must give the same numbers; pass random numbers as an input",
     ),
     (
         "(new_)?empty.*|resize.*|set_|as_strided.*",
-        "it reads memory that no operation has written; use torch.zeros",
+        "it exposes uninitialized memory; use torch.zeros",
     ),
 )
 
@@ -262,7 +262,7 @@ class _ArgumentReader:
     """Reads arguments: plain values, lists, and objects with one key."""
 
     def __init__(self) -> None:
-        #: Nodes so far, and whether their value depends on the logprobs.
+        #: Earlier nodes, and whether their value depends on the logprobs.
         self.known: dict[str, bool] = {}
         self._values = 0
         self._depends = False
@@ -284,7 +284,7 @@ class _ArgumentReader:
                 return value
             case int():
                 if abs(value) >= MAX_INT:
-                    raise Refused("a whole number does not fit 64 bits")
+                    raise Refused("an integer does not fit 64 bits")
                 return value
             case float():
                 return value
@@ -316,7 +316,7 @@ class _ArgumentReader:
             case "ref":
                 name = value if isinstance(value, str) else None
                 if name not in self.known:
-                    raise Refused(f"reference to {shown(value)}, which is no earlier node")
+                    raise Refused(f"reference to {shown(value)}, which is not an earlier node")
                 self._depends = self._depends or self.known[name]
                 return Ref(name)
             case "tuple":
@@ -324,7 +324,7 @@ class _ArgumentReader:
             case "slice":
                 parts = self._list(value, depth)
                 if len(parts) != 3:
-                    raise Refused(f"a slice of {len(parts)} parts; it has start, stop and step")
+                    raise Refused(f"a slice of {len(parts)} parts; it needs start, stop and step")
                 return Slice(*parts)
             case "ellipsis":
                 if value is not True:
@@ -342,7 +342,9 @@ class _ArgumentReader:
                 return _lookup("memory_format", value, MEMORY_FORMATS)
             case "device":
                 if not isinstance(value, str) or not DEVICE.fullmatch(value):
-                    raise Refused(f"device {shown(value)}; allowed are such as 'cpu', 'cuda:0'")
+                    raise Refused(
+                        f"device {shown(value)}; allowed are, for example, 'cpu' and 'cuda:0'"
+                    )
                 return Device(value)
             case _:
                 raise Refused(

@@ -1,10 +1,10 @@
-"""The optimizers over one adapter's flat vectors: AdamW, and dimuon for whole matrices.
+"""Optimizers over the flat vectors of an adapter: AdamW, and dimuon for whole matrices.
 
-Both clip by the global norm first, refuse a gradient that is not finite and a step whose result would
-not be, and leave the gradient at zero.
-A step takes no memory that grows with the adapter: what it needs beside the vectors is made for a
-part of them at a time, and fits what is reserved for logits, which nobody needs during a step. One
-whose numbers may leave float32 is tried on copies of the parts first.
+Both clip by the global norm first, refuse a gradient or a result that is not finite, and reset the
+gradient to zero.
+The temporary memory of a step does not grow with the adapter: temporaries are made for one part of
+the vectors at a time and fit the memory reserved for logits, which is unused during a step. A step
+whose numbers may exceed float32 is tried on copies of the parts first.
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ from tinkex.engine.model.lora import Layout, matrices
 from tinkex.wire.errors import UserFailure
 from tinkex.wire.training import AdamParams, DimuonParams, OptimParams
 
-#: As torch.nn.utils.clip_grad_norm_ has it: the scale is limit / (norm + CLIP_EPS), at most 1.
+#: As in torch.nn.utils.clip_grad_norm_: the scale is limit / (norm + CLIP_EPS), at most 1.
 CLIP_EPS = 1e-6
 
-#: With eps 0 a weight without a gradient would become 0 / 0, and every A has none in the first
-#: step. Below this float32 has no numbers to spare.
+#: With eps 0 a weight without a gradient would become 0 / 0, and no A has a gradient in the first
+#: step. Smaller values are too close to the float32 limit.
 MIN_EPS = 1e-30
 
-#: Weights, moments and the numbers that scale them are float32.
+#: Limit of weights, moments and their scale factors, which are all float32.
 MAX_FLOAT32 = torch.finfo(torch.float32).max
-#: Below these bounds no step can leave float32, so most steps need not be tried first.
+#: Below these bounds no step can exceed float32, so most steps need not be tried first.
 SAFE_UPDATE = 1e30
 SAFE_GRADIENT = 1e15
 
 
-#: Elements of a vector of which a norm or a denominator is made at a time: 128 MB in float64. A norm
-#: in one part has the bits it always had, so this is more than most adapters have.
+#: Elements of a vector that a norm or a denominator processes at a time: 128 MB in float64. A norm
+#: computed in one part keeps the bits of version 0.1, so this is larger than most adapters.
 PART_ELEMENTS = 2**24
-#: The same for dimuon, which works with about six copies of the matrices.
+#: The same for dimuon, which needs about six copies of the matrices.
 STACK_ELEMENTS = 2**22
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepReport:
-    #: Of the accumulated gradient, before clipping.
+    #: Norm of the accumulated gradient, before clipping.
     grad_norm: float
-    #: Of the change of the weights.
+    #: Norm of the change of the weights.
     update_norm: float
     learning_rate: float
 
@@ -58,18 +58,18 @@ class StepReport:
         }
 
 
-#: What each family of optimizers is stepped with.
+#: The step parameters of each optimizer family.
 PARAMS = {"adamw": AdamParams, "dimuon": DimuonParams}
 
 
 def check_params(family: str, params: object) -> AdamParams | DimuonParams:
-    """The parameters of a step of this family, within their ranges."""
-    wanted = PARAMS[family]
-    if not isinstance(params, wanted):
+    """The step parameters. Raises `UserFailure` for another family or a value out of range."""
+    expected = PARAMS[family]
+    if not isinstance(params, expected):
         kind = "adamw" if isinstance(params, AdamParams) else getattr(params, "type", "unknown")
         raise UserFailure(
-            f"this model was created with the {family} optimizer; parameters of type {kind!r} do "
-            f"not fit. Send {wanted.__name__}."
+            f"this model was created with the {family} optimizer; it cannot use parameters of type "
+            f"{kind!r}. Send {expected.__name__}."
         )
     where = "adam_params" if family == "adamw" else "optimizer_params"
     for name, low, high in (
@@ -90,11 +90,11 @@ def check_params(family: str, params: object) -> AdamParams | DimuonParams:
 
 def optimizer_step(adapter: TrainingAdapter, params: OptimParams) -> StepReport:
     """
-    One step from the accumulated gradient, which is zero afterwards.
+    One step with the accumulated gradient, which is zero afterwards.
 
-    Without a gradient it is a step with a zero gradient: moments decay and weight decay applies,
-    as in torch. A gradient that is not finite is refused, and so is a step after which a weight or
-    a moment would not be: everything stays as it was, the gradient included.
+    Without a pass since the last step, the gradient is zero: moments decay and weight decay applies,
+    as in torch. A gradient that is not finite is refused, and so is a step after which a weight or a
+    moment would not be finite. A refused step changes nothing, not even the gradient.
     """
     checked = check_params(adapter.optimizer, params)
     grad_norm = norm(adapter.grad)
@@ -102,7 +102,7 @@ def optimizer_step(adapter: TrainingAdapter, params: OptimParams) -> StepReport:
         raise UserFailure(
             f"the gradient is not finite ({grad_norm}), so optimizer step {adapter.step + 1} was "
             "not taken and the weights are unchanged. Look for extreme weights or advantages in "
-            "the batches before it."
+            "the preceding batches."
         )
     scale = 1.0
     if checked.grad_clip_norm > 0:
@@ -129,7 +129,7 @@ def optimizer_step(adapter: TrainingAdapter, params: OptimParams) -> StepReport:
 def _may_overflow(
     adapter: TrainingAdapter, params: AdamParams | DimuonParams, grad_norm: float
 ) -> bool:
-    """Whether the step has to be tried first; `UserFailure` for factors that float32 cannot hold."""
+    """Whether the step must be tried first. Raises `UserFailure` for factors beyond float32."""
     if isinstance(params, AdamParams):
         factor = params.learning_rate / (1 - params.beta1 ** (adapter.step + 1))
         decay = params.learning_rate * params.weight_decay
@@ -148,7 +148,7 @@ def _may_overflow(
 def _stays_finite(
     adapter: TrainingAdapter, params: AdamParams | DimuonParams, scale: float
 ) -> bool:
-    """Whether a step's weights, moments and change are finite. Changes nothing."""
+    """Whether the weights, moments and change of a step are finite, computed on copies."""
     grad, weights, m = adapter.grad, adapter.master, adapter.m
     if isinstance(params, AdamParams):
         for parts in zip(
@@ -176,14 +176,14 @@ def _are_finite(*tensors: Tensor) -> bool:
 
 def _too_large(params: AdamParams | DimuonParams, grad_norm: float) -> UserFailure:
     return UserFailure(
-        f"this optimizer step would make weights that float32 cannot hold (beyond {MAX_FLOAT32:.2g}): "
-        f"learning_rate {params.learning_rate:g}, norm of the gradient {grad_norm:g}. No step was "
-        "taken and the weights are unchanged. Use a smaller learning rate; 1e-5 to 1e-3 are usual."
+        f"this optimizer step would make weights beyond the range of float32 ({MAX_FLOAT32:.2g}): "
+        f"learning_rate {params.learning_rate:g}, gradient norm {grad_norm:g}. No step was taken and "
+        "the weights are unchanged. Use a smaller learning rate; 1e-5 to 1e-3 are usual."
     )
 
 
 def norm(flat: Tensor) -> float:
-    """The Euclidean norm, added up in float64; torch makes a float64 copy of what it is given."""
+    """The Euclidean norm in float64. In parts, because torch makes a float64 copy of its input."""
     parts = [
         torch.linalg.vector_norm(part, dtype=torch.float64)
         for part in torch.split(flat, PART_ELEMENTS)
@@ -195,9 +195,9 @@ def update_weights(
     weights: Tensor, grad: Tensor, m: Tensor, v: Tensor, *, step: int, params: AdamParams
 ) -> None:
     """
-    torch.optim.AdamW's update: moments, decay, bias correction, eps.
+    The update of torch.optim.AdamW: moments, decay, bias correction, eps.
 
-    Leaves the weights as they were where the gradient was: nobody needs it any more.
+    Stores the old weights in `grad`, which is no longer needed.
     """
     m.lerp_(grad, 1 - params.beta1)
     v.mul_(params.beta2).addcmul_(grad, grad, value=1 - params.beta2)
@@ -209,22 +209,22 @@ def update_weights(
     for w, m_part, v_part in zip(
         *(torch.split(each, PART_ELEMENTS) for each in (weights, m, v)), strict=True
     ):
-        # eps is added to the corrected root, so its size does not depend on the step.
+        # eps is added to the bias-corrected root, so its effect does not depend on the step.
         denominator = v_part.sqrt().div_(math.sqrt(correction_v)).add_(params.eps)
         w.addcdiv_(m_part, denominator, value=-params.learning_rate / correction_m)
 
 
 # -- dimuon ---------------------------------------------------------------------------------------
 
-#: Of the quintic a·s + b·s³ + c·s⁵ that drives every singular value s towards 1, as in Muon.
+#: Coefficients of a·s + b·s³ + c·s⁵, which drives every singular value s towards 1, as in Muon.
 QUINTIC = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5
 
-#: The root mean square of an update at learning rate 1. AdamW's is about this, so learning rates
-#: that are right for AdamW are right here too.
+#: Root mean square of an update at learning rate 1. It is about that of AdamW, so learning rates for
+#: AdamW are suitable here too.
 UPDATE_RMS = 0.2
 
-#: Only a momentum of zeros is smaller.
+#: Only a momentum of zeros has a smaller norm.
 MIN_NORM = 1e-30
 
 
@@ -232,11 +232,11 @@ def update_matrices(
     weights: Tensor, grad: Tensor, m: Tensor, layout: Layout, *, params: DimuonParams
 ) -> None:
     """
-    Muon's update for every A and B by itself: M <- beta1·M + (1 - beta1)·G, W <- W - lr·s·O(M).
+    Muon's update of every A and B separately: M <- beta1·M + (1 - beta1)·G, W <- W - lr·s·O(M).
 
-    O takes the singular values to about 1, so every direction that the momentum has moves by the
-    same amount; s = 0.2·sqrt(max(rows, columns)) makes the update's root mean square 0.2. Leaves the
-    weights as they were where the gradient was, as AdamW's does.
+    O maps the singular values to about 1, so every direction of the momentum moves by the same
+    amount; s = 0.2·sqrt(max(rows, columns)) makes the root mean square of the update 0.2. Stores the
+    old weights in `grad`, as `update_weights` does.
     """
     m.lerp_(grad, 1 - params.beta1)
     grad.copy_(weights)
@@ -251,7 +251,7 @@ def _step_length(params: DimuonParams, shape: tuple[int, int]) -> float:
 
 
 def orthogonalized(stack: Tensor) -> Tensor:
-    """Each matrix of [n, rows, columns] with its singular values taken to about 1."""
+    """Each matrix of [n, rows, columns] with its singular values mapped to about 1."""
     a, b, c = QUINTIC
     tall = stack.shape[1] > stack.shape[2]
     x: Tensor = stack.mT if tall else stack
@@ -266,9 +266,9 @@ def _by_shape(
     layout: Layout, *vectors: Tensor
 ) -> Iterator[tuple[tuple[int, int], list[list[Tensor]]]]:
     """
-    The same matrices of each vector, those of one shape together.
+    Groups the matrices of each vector by shape.
 
-    Layers are alike, and one product serves many.
+    Layers have equal shapes, so one batched product handles many matrices.
     """
     groups: dict[tuple[int, int], list[tuple[Tensor, ...]]] = {}
     for placement in layout.placements.values():

@@ -1,7 +1,6 @@
-"""Every check on a training request.
+"""Checks of a training request.
 
-All checks happen in `check`, before
-anything is computed, so that a refused request has changed nothing.
+`check_request` makes all of them before anything is computed, so a refused request changes nothing.
 """
 
 from __future__ import annotations
@@ -34,14 +33,14 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckedDatum:
-    """One datum, checked."""
+    """One datum of a request that passed all checks."""
 
     tokens_N: Ints
     targets_NK: Ints
-    #: What the loss reads, config values spread over the tokens included. A custom loss gets its
-    #: inputs in the shapes and types they came in.
+    #: Loss inputs, including config values repeated for every token. A custom loss gets its inputs in
+    #: their original shapes and types.
     inputs_NK: Mapping[str, npt.NDArray[np.generic]]
-    #: Of `target_tokens` as it came, [N] or [N, K]: the answer has the same.
+    #: Original shape of `target_tokens`, [N] or [N, K]. The returned logprobs have the same shape.
     shape: tuple[int, ...]
 
 
@@ -52,7 +51,7 @@ def check_request(
     backward: bool,
     custom: Mapping[str, CustomLoss] = MappingProxyType({}),
 ) -> tuple[AnyLoss, list[CheckedDatum]]:
-    """The loss and the rows of a request, or a `UserFailure` that names what is wrong."""
+    """The loss and the checked data of a request. Raises `UserFailure` that names what is wrong."""
     if work.loss_fn == CUSTOM:
         own = find_custom_loss(work.loss_fn_config or {}, custom)
         _check_not_empty(work)
@@ -67,11 +66,11 @@ def check_request(
         )
     config = check_config(loss, work.loss_fn_config or {})
     _check_not_empty(work)
-    rows = [
+    data = [
         _check_datum(index, datum, loss, config, limits, backward=backward)
         for index, datum in enumerate(work.data)
     ]
-    return loss, rows
+    return loss, data
 
 
 def _check_not_empty(work: ForwardBackwardInput) -> None:
@@ -86,8 +85,8 @@ def find_custom_loss(
     loss_id = config.get("loss_id")
     if not isinstance(loss_id, str) or len(config) != 1:
         raise UserFailure(
-            f"loss_fn_config of loss {CUSTOM!r} has {sorted(config) or 'nothing'}; it must have "
-            "`loss_id` alone, the text that create_custom_loss answered with."
+            f"loss_fn_config of loss {CUSTOM!r} has {sorted(config) or 'no keys'}; it must have only "
+            "`loss_id`, the id returned by create_custom_loss."
         )
     if loss_id not in custom:
         raise unknown_custom_loss(loss_id)
@@ -96,8 +95,8 @@ def find_custom_loss(
 
 def unknown_custom_loss(loss_id: str) -> UserFailure:
     return UserFailure(
-        f"loss_fn_config: there is no custom loss {loss_id[:80]!r}. Make it with "
-        "create_custom_loss in this session, and use the id of its answer."
+        f"loss_fn_config: there is no custom loss {loss_id[:80]!r} in this session. Create it with "
+        "create_custom_loss and use the id it returns."
     )
 
 
@@ -116,7 +115,7 @@ def check_config(loss: Loss, given: Mapping[str, float | str]) -> dict[str, floa
     if low > high:
         raise UserFailure(
             f"loss_fn_config: clip_low_threshold {low} is above clip_high_threshold {high}. "
-            "Both are bounds of the ratio itself, such as 0.8 and 1.2."
+            "Both are absolute bounds of the ratio, such as 0.8 and 1.2."
         )
     return config
 
@@ -152,7 +151,7 @@ def _check_datum(
         if name in given:
             inputs[name] = _check_floats(given[name], name, shape, where=where)
         elif name == "weights" and not backward:
-            # A forward pass is asked for logprobs; without weights its loss is the plain sum.
+            # A forward pass is usually run for its logprobs; without weights its loss is the sum.
             inputs[name] = np.ones(targets_NK.shape, np.float32)
         else:
             needed = " and ".join(loss.inputs)
@@ -176,13 +175,13 @@ def _check_sequence_mask(inputs: Mapping[str, Floats], *, where: str) -> None:
     if not np.isin(mask, (0.0, 1.0)).all():
         other = mask[~np.isin(mask, (0.0, 1.0))][0]
         raise UserFailure(
-            f"{where}: holds {other}; 1.0 takes a token into the sequence's ratio, 0.0 leaves it "
-            "out, and nothing else is allowed."
+            f"{where}: contains {other}; allowed are 1.0, which includes a token in the sequence "
+            "ratio, and 0.0, which excludes it."
         )
     if not mask.any() and inputs["advantages"].any():
         raise UserFailure(
-            f"{where}: is 0.0 everywhere, so the sequence has no ratio; mark the sampled tokens "
-            "with 1.0."
+            f"{where}: is 0.0 everywhere, so the sequence has no ratio. Set it to 1.0 for the sampled "
+            "tokens."
         )
 
 
@@ -190,8 +189,8 @@ def _check_custom_datum(index: int, datum: Datum, loss: CustomLoss, limits: Limi
     where = f"data[{index}]"
     tokens_N = check_tokens(datum.model_input, limits, where=f"{where}.model_input")
     given = datum.loss_fn_inputs
-    # A datum may carry more than the loss reads: the loss says itself what that is, and its
-    # `logprobs` are the model's own whatever the datum has under that name.
+    # A datum may have inputs that the loss does not declare; they are ignored. `logprobs` are always
+    # those of the model, even if the datum has an input of that name.
     own, *declared = loss.graph.inputs
     known = {"target_tokens", *(one.name for one in declared)}
     targets_NK, shape = _check_targets(
@@ -205,7 +204,7 @@ def _check_custom_datum(index: int, datum: Datum, loss: CustomLoss, limits: Limi
     if len(shape) != own.rank:
         raise UserFailure(
             f"{where}.loss_fn_inputs.target_tokens: has shape {list(shape)}; custom loss "
-            f"{loss.graph.name!r} was made for logprobs of {own.rank} dimensions."
+            f"{loss.graph.name!r} expects logprobs of {own.rank} dimensions."
         )
     inputs = {}
     for one in declared:
@@ -218,14 +217,14 @@ def _check_custom_datum(index: int, datum: Datum, loss: CustomLoss, limits: Limi
         if values.ndim != one.rank:
             raise UserFailure(
                 f"{where}.loss_fn_inputs.{one.name}: has shape {list(values.shape)}; custom loss "
-                f"{loss.graph.name!r} was made for {one.rank} dimensions."
+                f"{loss.graph.name!r} expects {one.rank} dimensions."
             )
         inputs[one.name] = values
     return CheckedDatum(tokens_N=tokens_N, targets_NK=targets_NK, inputs_NK=inputs, shape=shape)
 
 
 def check_tokens(model_input: ModelInput, limits: Limits, *, where: str) -> Ints:
-    """The token ids of a text-only input that fits the model."""
+    """The token ids of an input. Raises `UserFailure` unless it is text that fits the model."""
     try:
         tokens_N: Ints = model_input.tokens_np.astype(np.int64)
     except ValueError as error:
@@ -236,8 +235,8 @@ def check_tokens(model_input: ModelInput, limits: Limits, *, where: str) -> Ints
         raise UserFailure(f"{where}: is empty; at least one token is needed.")
     if len(tokens_N) > limits.max_context_length:
         raise UserFailure(
-            f"{where}: has {len(tokens_N)} tokens, and the model's context is "
-            f"{limits.max_context_length}. Selection the sequence."
+            f"{where}: has {len(tokens_N)} tokens; the model's context is "
+            f"{limits.max_context_length}. Shorten the sequence."
         )
     _check_vocabulary(tokens_N, limits, where=where)
     return tokens_N
@@ -249,7 +248,7 @@ def _check_vocabulary(tokens: Ints, limits: Limits, *, where: str) -> None:
         at = np.unravel_index(int(np.argmax(outside)), tokens.shape)
         raise UserFailure(
             f"{where}: token {tokens[at]} at position {'/'.join(map(str, at))} is outside the "
-            f"vocabulary; ids go from 0 to {limits.vocab_size - 1}."
+            f"vocabulary; allowed ids are 0 to {limits.vocab_size - 1}."
         )
 
 
@@ -268,7 +267,7 @@ def _check_targets(
     tensor = given["target_tokens"]
     if tensor.dtype != "int64":
         raise UserFailure(f"{where}: has dtype {tensor.dtype}; token ids are int64.")
-    # Cells that a sparse tensor leaves out are token 0: senders drop explicit zeros.
+    # Cells missing from a sparse tensor are token 0, because clients drop explicit zeros.
     targets = tensor.to_numpy()
     if targets.ndim == 2 and not takes_2d:
         raise UserFailure(
@@ -290,9 +289,9 @@ def _check_floats(tensor: TensorData, name: str, shape: tuple[int, ...], *, wher
     if values.shape != shape:
         raise UserFailure(
             f"{where}: has shape {list(values.shape)} and target_tokens {list(shape)}; give one "
-            "number for each target (0.0 leaves a token out of the loss)."
+            "number for each target (0.0 excludes a token from the loss)."
         )
     if not np.isfinite(values).all():
         bad = values[~np.isfinite(values)][0]
-        raise UserFailure(f"{where}: holds {bad}; only finite numbers are allowed.")
+        raise UserFailure(f"{where}: contains {bad}; only finite numbers are allowed.")
     return values.reshape(shape[0], -1)
