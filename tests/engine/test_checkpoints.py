@@ -37,7 +37,7 @@ def edit_config(folder: Path, **changes: object) -> None:
 
 def test_a_checkpoint_is_never_written_twice(engine: Engine, model: str, saved: Path) -> None:
     before = {file.name: file.read_bytes() for file in saved.iterdir()}
-    with pytest.raises(FileExistsError, match="never written twice"):
+    with pytest.raises(FileExistsError, match="never overwritten"):
         engine.save(model, saved, optimizer=False)
     assert {file.name: file.read_bytes() for file in saved.iterdir()} == before
 
@@ -62,10 +62,10 @@ def test_the_size_is_that_of_the_files(engine: Engine, model: str, tmp_path: Pat
 @pytest.mark.parametrize(
     ("lora", "message"),
     [
-        (LoraConfig(rank=8), r"saved with rank 4, and this model has rank 8.*rank 4"),
+        (LoraConfig(rank=8), r"saved with rank 4, but this model has rank 8.*rank 4"),
         (
             LoraConfig(rank=4, train_mlp=False),
-            r"adapts other layers than this model: it has 6 more, such as model.layers.0.mlp",
+            r"adapts different layers than this model: it has 6 more, such as model.layers.0.mlp",
         ),
         (LoraConfig(rank=4, train_unembed=False), "it has 1 more, such as lm_head"),
     ],
@@ -90,7 +90,7 @@ def test_a_checkpoint_of_another_shape_is_refused(
         ({"rank_pattern": {"q_proj": 2}}, "rank_pattern"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"peft_type": "IA3"}, "peft_type 'IA3' is not LORA"),
-        ({"lora_alpha": 16}, "has lora_alpha 16; models here are trained with 32"),
+        ({"lora_alpha": 16}, "has lora_alpha 16; this server trains with lora_alpha 32"),
         ({"r": "four"}, "r = 'four'"),
         ({"r": 5}, "says rank 5"),
     ],
@@ -118,7 +118,7 @@ def test_a_refused_load_changes_nothing(engine: Engine, model: str, saved: Path)
     tensors["base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"] += 1
     save_file(tensors, file)
     before = engine._adapters[model].master.clone()
-    with pytest.raises(UserFailure, match="it belongs to another base model"):
+    with pytest.raises(UserFailure, match="The checkpoint belongs to another base model"):
         engine.load(model, saved, optimizer=False)
     assert torch.equal(engine._adapters[model].master, before)
 

@@ -807,8 +807,8 @@ def test_the_logprobs_are_those_of_the_model_whatever_the_datum_carries():
         ({}, "0 inputs"),
         ({"logprobs": 0}, "rank 0"),
         ({"w": 1, "logprobs": 1}, "must be 'logprobs'"),
-        ({"logprobs": 1, "Weights": 1}, "small letters"),
-        ({"logprobs": 1, "a" * 65: 1}, "small letters"),
+        ({"logprobs": 1, "Weights": 1}, "lowercase letters"),
+        ({"logprobs": 1, "a" * 65: 1}, "lowercase letters"),
         ({"logprobs": 1, **{f"x{n}": 1 for n in range(16)}}, "17 inputs"),
         ({"logprobs": 1, "k": 1, "w": 2}, "must be for 'k'"),  # another order
         ({"logprobs": 1, "w": 2}, "no further one"),

@@ -54,11 +54,11 @@ def test_the_parts_are_the_whole(device: str) -> None:
     parts = (plan.base, plan.reserved, plan.activations, plan.cache, plan.adapters)
     assert sum(parts) == plan.total
     assert min(parts) > 0
-    assert "1.3 MB in all: base model 200.0 kB" in plan.describe()
+    assert "1.3 MB in total: base model 200.0 kB" in plan.describe()
 
 
 def test_a_base_model_that_leaves_too_little_is_refused_with_the_sizes() -> None:
-    with pytest.raises(DoesNotFit, match=r"takes 1.2 MB of 1.3 MB, and 100.0 kB are kept free"):
+    with pytest.raises(DoesNotFit, match=r"takes 1.2 MB of 1.3 MB, and 100.0 kB are reserved"):
         memory_plan(**{**USUAL, "base": 1_199_000})
 
 

@@ -257,8 +257,8 @@ def test_what_can_never_fit_is_refused_with_the_sizes(engine_with: Make, one_ada
     engine = engine_with(adapter_bytes=one_adapter)
     with pytest.raises(
         UserFailure,
-        match=r"adapter of rank 8 needs \d+\.\d kB, and the server has \d+\.\d kB for adapters "
-        r"\(.* in all: base model .*smaller rank",
+        match=r"adapter of rank 8 needs \d+\.\d kB; the server has \d+\.\d kB for adapters "
+        r"\(.* in total: base model .*smaller rank",
     ):
         engine.create("a", LoraConfig(rank=8), AdamOptimizerConfig())
     assert not engine.has("a")

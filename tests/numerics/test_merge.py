@@ -108,7 +108,7 @@ def test_what_does_not_fit_leaves_nothing_behind(
     tensors: dict[str, Any] = load_file(file)
     tensors["base_model.model.lm_head.lora_B.weight"] = torch.ones(7, 4)
     save_file(tensors, file)
-    with pytest.raises(UserFailure, match=r"lm_head maps 64 to 7 features, and in this base model"):
+    with pytest.raises(UserFailure, match=r"lm_head maps 64 to 7 features, but in this base model"):
         merge(models["qwen3"], adapter, tmp_path / "merged")
     tensors = {name: tensor for name, tensor in tensors.items() if "lm_head" not in name}
     renamed = {name.replace("q_proj", "query"): tensor for name, tensor in tensors.items()}
