@@ -113,13 +113,13 @@ def test_a_sliding_window_cuts_the_context(tmp_path: Path) -> None:
 
 #: Refused, with what it says. Those of the second kind by their config alone.
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "Granite": ({"logits_scaling": 8.0}, "computes something beside layers"),
-    "Cohere": ({}, "computes something beside layers"),
-    "Gemma2": ({"head_dim": 16}, "caps its attention scores"),
-    "StableLm": ({}, "does not take another attention"),
-    "Mamba": ({}, "does not take another attention"),
-    "GPT2": ({}, "keeps its layers elsewhere"),
-    "Qwen3_5Text": ({}, "2 of the 2 layers .* are no attention"),
+    "Granite": ({"logits_scaling": 8.0}, "does not compute .* models correctly: they do more than layers"),
+    "Cohere": ({}, "does not compute .* models correctly: they do more than layers"),
+    "Gemma2": ({"head_dim": 16}, "uses soft-capped attention scores"),
+    "StableLm": ({}, "does not support custom attention"),
+    "Mamba": ({}, "does not support custom attention"),
+    "GPT2": ({}, "has no decoder attribute"),
+    "Qwen3_5Text": ({}, "2 of the 2 layers .* are not attention"),
 }
 REFUSED_BY_CONFIG: dict[str, tuple[dict[str, Any], str]] = {
     "Qwen3Moe": ({}, "mixture of experts"),
@@ -128,7 +128,7 @@ REFUSED_BY_CONFIG: dict[str, tuple[dict[str, Any], str]] = {
     "GptOss": ({}, "mixture of experts"),
     "Qwen2_5_VL": ({}, "qwen2_5_vl takes images"),
     "Llava": ({}, "llava takes images"),
-    "T5": ({}, "t5 is no language model"),
+    "T5": ({}, "t5 is not a decoder-only language model"),
 }
 
 

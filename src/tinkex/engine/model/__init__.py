@@ -1,1 +1,1 @@
-"""The frozen base model and the layers that replace its own."""
+"""The frozen base model, and the parts that replace its attention, linear layers and output head."""

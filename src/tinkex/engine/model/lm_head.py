@@ -1,7 +1,7 @@
-"""The output projection, chunk by chunk: logprobs of given tokens and the gradient of any loss.
+"""The output projection in chunks: logprobs of target tokens, and the gradient of any loss.
 
-Logits of a whole batch never exist. Each chunk of rows is projected once in float32; the loss says
-how it changes with each logprob, and that is all the backward pass needs.
+The logits of a whole batch never exist. Each chunk of tokens is projected once in float32. The loss
+provides its derivative by each logprob, which is all that the backward pass needs.
 """
 
 from __future__ import annotations
@@ -18,36 +18,37 @@ from tinkex.engine.model.matmul import add_mm_float32, linear, mm_float32
 
 # T packed tokens, t tokens of one chunk, H hidden size, V vocabulary, K targets of one token, R rank
 
-#: The output projection as PEFT names it; also the name of its low-rank pair.
+#: PEFT's name of the output projection, and of its LoRA pair.
 HEAD = "lm_head"
 
-#: Most bytes of float32 logits that are alive at once.
+#: Maximum bytes of float32 logits of one chunk.
 CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}
 
-#: Rows start..stop and their logprobs [t, K] in; the loss's derivative by each logprob out.
+#: Maps a span of tokens and their logprobs [t, K] to the derivative of the loss by each logprob.
 LossGradient = Callable[[slice, Tensor], Tensor]
 
 
 class Chunk(NamedTuple):
     span: slice
     hidden_tH: Tensor
-    #: Float32, fresh: the receiver may overwrite them.
+    #: Float32. The receiver may overwrite them.
     logits_tV: Tensor
     lora_slices: Sequence[LoraSlice]
 
 
 class HeadGradient(NamedTuple):
     logprobs_TK: Tensor
-    #: The loss's derivative by the hidden states, in their format.
+    #: Derivative of the loss by the hidden states, in their format.
     gradient_TH: Tensor
-    #: Of the predicted distribution, in nats; NaN but where one target of a token has a gradient.
+    #: Entropy of the predicted distribution in nats, for tokens of which exactly one target has a
+    #: gradient; otherwise NaN.
     entropy_T: Tensor
 
 
 class Head:
     def __init__(self, weight_VH: Tensor, bias_V: Tensor | None) -> None:
-        # A CPU multiplies in float32 whatever the base's format is: bfloat16 logits would lose
-        # what importance ratios are made of, and converting at every step costs more than this copy.
+        # On a CPU the product is always in float32: bfloat16 logits are too coarse for importance
+        # ratios, and this copy is cheaper than converting the weight at every step.
         keep = weight_VH.dtype if weight_VH.is_cuda else torch.float32
         self.weight_VH = weight_VH.detach().to(keep)
         self.bias_V = None if bias_V is None else bias_V.detach().float()
@@ -87,11 +88,11 @@ class Head:
         loss_gradient: LossGradient,
     ) -> HeadGradient:
         """
-        The same logprobs, and the loss's gradient by the hidden states.
+        The logprobs, and the gradient of the loss by the hidden states.
 
-        The gradients of the segments' output pairs are added to their adapters on the way. A loss
-        that must see more than one chunk's logprobs asks `logprobs` for them first and gives the
-        derivatives it found then: the logits are made twice, and still one chunk at a time.
+        Also adds the gradients of the output LoRA pairs to their adapters. A loss that needs the
+        logprobs of several chunks calls `logprobs` first and provides the derivatives here. The
+        logits are then computed twice, still one chunk at a time.
         """
         logprobs_TK = torch.empty(targets_TK.shape, device=hidden_TH.device)
         gradient_TH = torch.zeros_like(hidden_TH)
@@ -103,10 +104,10 @@ class Head:
             g_tK = loss_gradient(chunk.span, logprobs_tK)
             gradient_tH, slope_t = self._backward(chunk, targets_tK, total_t1, g_tK)
             gradient_TH[chunk.span] = gradient_tH
-            # dL/dlogits = onehot·g - softmax·Σg, and its product with the logits is the slope:
-            # solved for the mean logit, that is the entropy without a pass over the vocabulary.
+            # dL/dlogits = onehot·g - softmax·Σg, and its product with the logits is the slope. Solved
+            # for the mean logit, this gives the entropy without another pass over the vocabulary.
             found_t = (slope_t - (g_tK * logprobs_tK).sum(dim=1)) / g_tK.sum(dim=1)
-            # Several derivatives of one token may cancel, and the quotient would be noise.
+            # With several derivatives of one token, the sum may cancel and the quotient be noise.
             entropy_T[chunk.span] = found_t.where((g_tK != 0).sum(dim=1) == 1, math.nan)
         return HeadGradient(logprobs_TK, gradient_TH, entropy_T)
 
@@ -128,11 +129,11 @@ class Head:
         self, chunk: Chunk, targets_tK: Tensor, total_t1: Tensor, g_tK: Tensor
     ) -> tuple[Tensor, Tensor]:
         """
-        dL/dhidden of one chunk, and each row's Σ dL/dlogit · logit.
+        dL/dhidden of one chunk, and Σ dL/dlogit · logit of each token.
 
         From g = dL/dlogp: dL/dlogits = onehot·g - softmax·Σg.
         """
-        # Prompt tokens have weight zero in most batches: leave their rows out of both products.
+        # Prompt tokens have weight zero in most batches: exclude them from both products.
         used = (g_tK != 0).any(dim=1)
         everything = bool(used.all())
         powers_uV, targets_uK, total_u1, g_uK = chunk.logits_tV, targets_tK, total_t1, g_tK
@@ -148,7 +149,7 @@ class Head:
             gradient_tH[used] = dhidden_uH
         if chunk.lora_slices:
             self._backward_lora_slices(chunk, used, dlogits_uV, gradient_tH)
-        # The logits are linear in the hidden states but for the bias.
+        # Except for the bias, the logits are linear in the hidden states.
         slope_t = (chunk.hidden_tH * gradient_tH).sum(dim=1)
         if self.bias_V is not None:
             slope_t[used] += dlogits_uV @ self.bias_V
@@ -175,10 +176,10 @@ class Head:
 
 def gathered(logits_tV: Tensor, targets_tK: Tensor) -> tuple[Tensor, Tensor]:
     """
-    Logprobs [t, K] of the targets, and what the softmax divides by [t, 1].
+    Logprobs [t, K] of the targets, and the divisor [t, 1] of the softmax.
 
-    Leaves exp(logit - largest) where the logits were: with the divisor that is the softmax, which
-    the gradient needs, and exponentials are most of the work.
+    Overwrites the logits with exp(logit - largest). Divided by the divisor this is the softmax, which
+    the gradient needs; the exponentials are most of the work.
     """
     largest_t1 = logits_tV.amax(dim=1, keepdim=True)
     own_tK = logits_tV.gather(1, targets_tK) - largest_t1

@@ -1,7 +1,7 @@
-"""Low-rank adapters: where each matrix lies in a flat vector, and the linear layer that adds them.
+"""LoRA adapters: their layout in a flat vector, and the linear layer that adds them.
 
-An adapter is one flat vector. A layout says where the A and B of every target begin, so a step of
-the optimizer, a gradient norm or a copy is one operation over the whole adapter.
+An adapter is one flat vector. The layout says where A and B of every target begin, so an optimizer
+step, a gradient norm or a copy is one operation over the whole adapter.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ from tinkex.engine.model.matmul import add_mm_float32, linear
 
 # T packed tokens, I inputs of a linear layer, O its outputs, R rank
 
-#: The same at every rank: the scale is ALPHA / rank.
+#: LoRA alpha, independent of the rank: the scale is ALPHA / rank.
 ALPHA = 32.0
 
 TargetKind = Literal["attn", "mlp", "unembed"]
 
-#: Matrices begin at multiples of this many elements: 16 bytes in bfloat16, as GPU kernels want.
+#: Matrices begin at multiples of this many elements: 16 bytes in bfloat16, which GPU kernels need.
 ALIGNMENT = 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """A linear layer of the base model that an adapter may add to."""
+    """A linear layer of the base model that can be adapted."""
 
     #: The module's path in the model, such as `model.layers.0.self_attn.q_proj`.
     name: str
     kind: TargetKind
     inputs: int
     outputs: int
-    #: Targets with the same group read the same input, and their A's lie side by side: one
-    #: product can shrink the input for all of them.
+    #: Targets of one group read the same input. Their A matrices are adjacent, so that one product
+    #: can project the input for all of them.
     group: str
 
 
 class Placement(NamedTuple):
-    """Where the two matrices of a target begin in the flat vector, and their shapes."""
+    """Offsets and shapes of the two matrices of a target in the flat vector."""
 
     offset_A: int
     shape_A: tuple[int, int]
@@ -94,10 +94,10 @@ def matrices(flat: Tensor, placement: Placement) -> tuple[Tensor, Tensor]:
 
 def initial_weights(layout: Layout, seed: int) -> Tensor:
     """
-    A uniform as Kaiming has it, B zero: the adapter begins as no change at all.
+    Kaiming-uniform A and zero B, so that a new adapter changes nothing.
 
-    Each A depends on the seed and its own name only, so leaving out the MLP does not change what
-    attention begins with.
+    Each A depends only on the seed and its name, so excluding the MLP does not change the initial
+    weights of attention.
     """
     flat = torch.zeros(layout.size)
     for name, placement in layout.placements.items():
@@ -105,13 +105,13 @@ def initial_weights(layout: Layout, seed: int) -> Tensor:
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
         bound = (
             placement.shape_A[1] ** -0.5
-        )  # kaiming_uniform_ with a = sqrt(5), as nn.Linear and PEFT
+        )  # kaiming_uniform_ with a = sqrt(5), as in nn.Linear and PEFT
         matrices(flat, placement)[0].uniform_(-bound, bound, generator=generator)
     return flat
 
 
 class Pair(NamedTuple):
-    """What a linear layer needs of one adapter. Gradients are None for adapters that only run."""
+    """The matrices of one adapter for one linear layer. Sampler adapters have no gradients."""
 
     A_RI: Tensor
     B_OR: Tensor
@@ -131,7 +131,7 @@ def make_pairs(
 
 
 class AdapterSegment(NamedTuple):
-    """Rows `start` to `stop` of a packed batch use these pairs; rows of no segment are the base's."""
+    """Tokens `start` to `stop` of a packed pass use this adapter; others use the base model alone."""
 
     start: int
     stop: int
@@ -139,14 +139,14 @@ class AdapterSegment(NamedTuple):
 
 
 class AdapterContext:
-    """The segments of the pass that is running, if one is: one object, shared by all layers."""
+    """The adapter segments of the current pass: one object, shared by all layers."""
 
     def __init__(self) -> None:
         self.segments: Sequence[AdapterSegment] = ()
 
 
 class LoraSlice(NamedTuple):
-    """A segment as one linear layer sees it."""
+    """The part of an adapter segment that concerns one linear layer."""
 
     start: int
     stop: int
@@ -154,7 +154,7 @@ class LoraSlice(NamedTuple):
 
 
 class LoraLinear(nn.Module):
-    """A frozen linear layer that adds to each row what the row's adapter says."""
+    """A frozen linear layer that adds to each token the LoRA product of its adapter."""
 
     def __init__(self, base: nn.Linear, name: str, context: AdapterContext) -> None:
         super().__init__()
@@ -186,7 +186,7 @@ def lora_slices_of(segments: Sequence[AdapterSegment], name: str) -> list[LoraSl
 
 
 def add_lora_slices(x_TI: Tensor, y_TO: Tensor, lora_slices: Sequence[LoraSlice]) -> None:
-    """Adds each share's low-rank product to its rows of `y_TO`, in placement."""
+    """Adds the LoRA product of each slice to its tokens of `y_TO`, in place."""
     for start, stop, pair in lora_slices:
         h_TR = x_TI[start:stop] @ pair.A_RI.t()
         y_TO[start:stop].addmm_(h_TR, pair.B_OR.t(), alpha=pair.scale)
@@ -194,10 +194,10 @@ def add_lora_slices(x_TI: Tensor, y_TO: Tensor, lora_slices: Sequence[LoraSlice]
 
 class _LoraFunction(torch.autograd.Function):
     """
-    y = x Wᵀ + b + s (x Aᵀ) Bᵀ row range by row range, with gradients of A and B but none of W.
+    y = x Wᵀ + b + s (x Aᵀ) Bᵀ for each slice of tokens, with gradients of A and B but not of W.
 
-    The low-rank products are accumulated by the matrix products themselves, and the gradients go
-    straight into the adapter's flat float32 vector: autograd sees only x.
+    The matrix products accumulate the LoRA products in place, and the gradients are added directly
+    to the adapter's flat float32 vector: autograd sees only x.
     """
 
     @staticmethod
