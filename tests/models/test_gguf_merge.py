@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from numerics.parts import model_from, random_adapter, work
+from numerics.helpers import model_from, random_adapter, work
 from tinkex.engine import Engine, EngineSettings
 from tinkex.engine.adapters.merge import merge
 from tinkex.models.embedded import write_companion_files

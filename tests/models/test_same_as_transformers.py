@@ -191,11 +191,11 @@ def test_m6_a_turn_that_is_continued_stays_open(tiny_model):
     tokenizer = load_tokenizer(tiny_model)
     text = tokenizer.apply_chat_template(CHAT, continue_final_message=True, tokenize=False)
     assert text.rstrip().endswith("It is")
-    with pytest.raises(ValueError, match="choose one"):
+    with pytest.raises(ValueError, match="Use only one"):
         tokenizer.apply_chat_template(CHAT, continue_final_message=True, add_generation_prompt=True)
     with pytest.raises(ValueError, match="no text under 'content'"):
         tokenizer.apply_chat_template([{"role": "user"}], continue_final_message=True)
-    with pytest.raises(ValueError, match="leaves the text"):
+    with pytest.raises(ValueError, match="omits the text"):
         tokenizer.apply_chat_template(CHAT, continue_final_message=True, chat_template="x")
     parts = [{"role": "user", "content": [{"type": "text", "text": "Hi"}, {"type": "image"}]}]
     template = "{% for p in messages[0].content %}{{ p.text }}{% endfor %}."

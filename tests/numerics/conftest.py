@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from numerics.parts import tied_copy
+from numerics.helpers import tied_copy
 from tinkex.engine import Engine, EngineSettings
 from tinkex.engine.tiny_model import write_tiny_model
 

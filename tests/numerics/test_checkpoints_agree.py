@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from numerics.parts import model_from, random_adapter, random_datum, weighted, work
+from numerics.helpers import model_from, random_adapter, random_datum, weighted, work
 from tinkex.engine import Engine
 from tinkex.engine.adapters.checkpoints import write
 from tinkex.wire.errors import UserFailure

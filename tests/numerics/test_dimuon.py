@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from numerics.parts import gradients, weighted, work
+from numerics.helpers import gradients, weighted, work
 from tinkex.engine import Engine
 from tinkex.engine.adapters.adapters import TrainingAdapter
 from tinkex.engine.model.lora import Target, matrices

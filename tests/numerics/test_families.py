@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 
-from numerics.parts import (
+from numerics.helpers import (
     VOCABULARY,
     model_from,
     random_adapter,
@@ -113,7 +113,10 @@ def test_a_sliding_window_cuts_the_context(tmp_path: Path) -> None:
 
 #: Refused, with what it says. Those of the second kind by their config alone.
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "Granite": ({"logits_scaling": 8.0}, "does not compute .* models correctly: they do more than layers"),
+    "Granite": (
+        {"logits_scaling": 8.0},
+        "does not compute .* models correctly: they do more than layers",
+    ),
     "Cohere": ({}, "does not compute .* models correctly: they do more than layers"),
     "Gemma2": ({"head_dim": 16}, "uses soft-capped attention scores"),
     "StableLm": ({}, "does not support custom attention"),

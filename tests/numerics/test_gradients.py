@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from numerics import reference
-from numerics.parts import (
+from numerics.helpers import (
     MAKERS,
     VOCABULARY,
     gradients,

@@ -33,7 +33,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from numerics import reference
-from numerics.parts import VOCABULARY, request, sample, work
+from numerics.helpers import VOCABULARY, request, sample, work
 from tinkex.engine import Engine, EngineSettings
 from tinkex.wire.errors import UserFailure
 from tinkex.wire.inputs import Datum, ModelInput

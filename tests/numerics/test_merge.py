@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from numerics.parts import model_from, random_adapter, random_datum, work
+from numerics.helpers import model_from, random_adapter, random_datum, work
 from tinkex.engine import Engine, EngineSettings
 from tinkex.engine.adapters.merge import merge
 from tinkex.wire.errors import UserFailure

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from numerics.parts import (
+from numerics.helpers import (
     VOCABULARY,
     model_from,
     random_adapter,

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from numerics.parts import MAKERS, gradients, model_from, random_adapter, weighted, work
+from numerics.helpers import MAKERS, gradients, model_from, random_adapter, weighted, work
 from tinkex.engine import Engine
 from tinkex.wire.inputs import Datum
 

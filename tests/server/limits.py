@@ -200,7 +200,7 @@ MUCH = f"{BOUNDS}::test_an_owner_with_very_much_gets_bounded_answers_built_off_t
 PARTS = f"{BOUNDS}::test_an_answer_in_parts_is_the_same_as_whole"
 USAGE = f"{BOUNDS}::test_usage_of_too_much_is_refused_and_a_shorter_time_is_answered"
 AROUND = "tests/server/test_limits_page.py::test_what_is_around_bodies_has_an_end"
-ENGINE = "tests/engine/test_graphs.py::test_a_hostile_graph_is_refused_with_a_reason"
+ENGINE = "tests/engine/test_custom_loss_graph.py::test_a_hostile_graph_is_refused_with_a_reason"
 
 LIMITS = [
     # Of a whole request.

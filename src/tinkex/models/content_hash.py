@@ -1,9 +1,9 @@
 """
-What a base model's folder holds, as one line of text: another line, other numbers.
+Hashes the contents of a base model folder, to detect that a model has changed.
 
-Only what the numbers depend on counts: the settings in config.json, the end tokens, the tokenizer,
-the weights. Weights take seconds for each gigabyte, so their hashes are cache_file in a small file and used
-again for as long as path, inode, size and times of a file stay the same.
+The hash covers everything that affects the results: config.json, the end tokens, the tokenizer and
+the weights. Hashing weights takes seconds per gigabyte, so file hashes are cached and reused as long
+as path, inode, size and times of a file stay the same.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-#: Part of the hash, the version of this recipe: another recipe must not look like another model.
+#: Parts of the hash. Changing how they are computed would make every model look changed.
 PARTS = ("config", "tokenizer", "weights")
 
-#: Written by tools without any effect on the numbers.
+#: Keys of config.json that do not affect the results.
 IGNORED_KEYS = frozenset({"_name_or_path", "transformers_version"})
-#: Of generation_config.json the end of an answer is used, and nothing else.
+#: The only keys of generation_config.json that the engine uses.
 GENERATION_KEYS = frozenset({"eos_token_id", "bos_token_id"})
 
 BUFFER_BYTES = 4 << 20
@@ -30,7 +30,7 @@ DIGITS = 32
 
 
 class Stopped(Exception):
-    """Somebody asked to stop before the folder was read."""
+    """`stopped()` returned True before the folder was read."""
 
 
 def content_hash(
@@ -48,19 +48,19 @@ def content_hash(
             "weights": _joined((file.name, hashes.of(file)) for file in weights),
         }
     finally:
-        # Also of a start that was stopped: the next one goes on where it was.
+        # Also if stopped, so that the next start continues from there.
         hashes.save()
     return " ".join(f"{part}:{parts[part]}" for part in PARTS)
 
 
 def changed_parts(before: str, now: str) -> list[str]:
-    """Which parts of two hashes differ."""
+    """The parts in which two hashes differ."""
     first, second = (dict(_pairs(text)) for text in (before, now))
     return [part for part in PARTS if first.get(part) != second.get(part)]
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files that an engine reads its weights from."""
+    """The weight files that an engine reads."""
     found = [*folder.glob("*.safetensors"), *folder.glob("*.safetensors.index.json")]
     return sorted(found or folder.glob("*.gguf"))
 
@@ -99,7 +99,7 @@ def _joined(named: Iterable[tuple[str, str]]) -> str:
 
 
 class _FileHashes:
-    """Hashes of files, those from earlier starts included."""
+    """File hashes, with a cache from earlier starts."""
 
     def __init__(self, cache_file: Path, stopped: Callable[[], bool]) -> None:
         self._cache_file = cache_file
@@ -113,7 +113,7 @@ class _FileHashes:
         if isinstance(known, list) and known[:-1] == fingerprint:
             return str(known[-1])
         digest = self._read(file)
-        # A file that changed while it was read has a hash of nothing that ever was.
+        # Do not cache the hash of a file that changed while it was read.
         if _fingerprint(file) == fingerprint:
             self._known[str(file)] = [*fingerprint, digest]
             self._is_new = True
@@ -131,7 +131,7 @@ class _FileHashes:
         return digest.hexdigest()
 
     def save(self) -> None:
-        """For the next start; without it the files are read again."""
+        """Writes the cache for the next start. If that fails, files are hashed again."""
         if not self._is_new:
             return
         there = {path: known for path, known in self._known.items() if Path(path).exists()}
@@ -143,6 +143,6 @@ class _FileHashes:
 
 
 def _fingerprint(file: Path) -> list[int]:
-    """What differs once a file was written or replaced; links are followed."""
+    """Metadata that changes when a file is written or replaced. Follows links."""
     found = file.stat()
     return [found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns]

@@ -1,11 +1,11 @@
-"""Pages of the key-value cache: who holds which, who shares them, and what they can be found by.
+"""Pages of the KV cache: page tables of sequences, sharing of pages, and the prefix cache.
 
-A page holds the keys and values of a few tokens. Pages are handed out next to each other where that
-is possible, because a CPU reads a run of neighbours in place and would have to copy scattered ones;
-nothing depends on it. A full page can be remembered by the tokens that led to it: whoever begins
-with the same tokens under the same weights holds it too and computes nothing for it. Remembered
-pages that nobody holds stay until somebody needs the room, the least recently used going first.
-Knows nothing of tensors: rows are numbers.
+A page holds the keys and values of `size` tokens, one slot each. Pages of a sequence are allocated
+contiguously if possible, because a CPU reads a contiguous range in place but must copy scattered
+pages; correctness does not depend on it.
+The prefix cache finds full pages by the tokens up to their end: sequences with the same prefix under
+the same weights share its pages and do not compute them again. Cached pages that no sequence uses
+are idle; the least recently used are evicted when pages are needed. Only numbers, no tensors.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-_HELD, _FREE, _RESERVED, _IDLE = 0, 1, 2, 3
+_USED, _FREE, _RESERVED, _IDLE = 0, 1, 2, 3
 
-#: Under which weights tokens were computed; pages of different versions never meet.
+#: The adapter under which tokens were computed. Pages of different versions are never shared.
 Version = str | None
 
-#: So many free pages behind a sequence's own are kept for it. Fewer would scatter long sequences,
-#: more would scatter everybody once most of the cache is reserved.
+#: Free pages reserved after those of a sequence. Fewer would scatter long sequences; more would
+#: scatter all sequences once most of the cache is reserved.
 MAX_RESERVED_PAGES = 16
 
 
 @dataclass(slots=True)
 class Extent:
-    """Pages that lie together."""
+    """Contiguous pages."""
 
     first: int
     count: int
@@ -37,9 +37,9 @@ class PageTable:
     """The pages of one sequence, in the order of its tokens."""
 
     extents: list[Extent] = field(default_factory=list)
-    #: The first so many extents belong to others too and are never written or lengthened.
+    #: Number of first extents that other sequences share; they are never written or extended.
     shared_extents: int = 0
-    #: Free pages behind the last extent that others leave alone as long as they can.
+    #: Free pages after the last extent. Other sequences use them only if nothing else is free.
     reserved: range = range(0)
 
     @property
@@ -49,10 +49,10 @@ class PageTable:
 
 @dataclass(slots=True, eq=False)
 class _CachedPage:
-    """A full page in the tree of known beginnings."""
+    """A full page in the tree of cached prefixes."""
 
     page: int
-    #: Where it hangs: the children of the page before it, or the beginnings of a version.
+    #: The dict that contains it: the children of the previous page, or the roots of a version.
     siblings: dict[tuple[int, ...], _CachedPage]
     tokens: tuple[int, ...]
     children: dict[tuple[int, ...], _CachedPage] = field(default_factory=dict)
@@ -60,9 +60,9 @@ class _CachedPage:
 
 class Pages:
     """
-    All pages of a cache. Not enough is an answer, not an error: callers wait or make room.
+    All pages of a KV cache. If pages are short, methods return None or False; callers wait or preempt.
 
-    At most `max_idle` pages are kept for beginnings that nobody uses; 0 remembers nothing.
+    At most `max_idle` idle pages are kept for the prefix cache; 0 disables it.
     """
 
     def __init__(self, count: int, size: int, *, max_idle: int = 0) -> None:
@@ -75,12 +75,12 @@ class Pages:
         self._max_idle = max_idle
         self._prefix_trees: dict[tuple[Version, str], dict[tuple[int, ...], _CachedPage]] = {}
         self._cached: dict[int, _CachedPage] = {}
-        #: Remembered pages that nobody holds, the least recently used first.
+        #: Cached pages that no sequence uses, least recently used first.
         self._idle: OrderedDict[int, None] = OrderedDict()
 
     @property
     def available(self) -> int:
-        """Pages that can be had, remembered ones that nobody holds included."""
+        """Pages that can be allocated, including idle cached pages."""
         return self._available
 
     @property
@@ -89,23 +89,23 @@ class Pages:
 
     @property
     def idle(self) -> int:
-        """Pages kept only because somebody may begin with the same tokens again."""
+        """Number of cached pages that no sequence uses."""
         return len(self._idle)
 
     def needed(self, tokens: int) -> int:
         return -(-tokens // self.size)
 
     def fits(self, tokens: int) -> bool:
-        """Whether a sequence of so many tokens could ever run."""
+        """Whether the whole cache can hold a sequence of this many tokens."""
         return self.needed(tokens) <= self.count
 
     def allocate(
         self, count: int, *, max_pages: int, cached: Sequence[int] = ()
     ) -> PageTable | None:
         """
-        `count` pages for a sequence that will never have more than `max_pages`.
+        Allocates `count` pages for a sequence that will never have more than `max_pages`.
 
-        The first of them are the `known` ones, as `find` named them; the rest are new.
+        The first are the `cached` pages, as returned by `find`; the others are new.
         """
         if self.pages_taken(count, cached) > self._available:
             return None
@@ -116,58 +116,58 @@ class Pages:
         return page_table
 
     def pages_taken(self, count: int, cached: Sequence[int]) -> int:
-        """By how many fewer pages are available after `open` with the same arguments."""
-        return count - sum(1 for page in cached if self._state[page] == _HELD)
+        """By how many pages `allocate` with the same arguments reduces `available`."""
+        return count - sum(1 for page in cached if self._state[page] == _USED)
 
-    # -- known beginnings -------------------------------------------------------------------------
+    # -- prefix cache -----------------------------------------------------------------------------
 
     def find(
         self, version: Version, tokens: Sequence[int], max_pages: int, *, owner: str = ""
     ) -> list[int]:
         """
-        The remembered pages of the longest beginning of `tokens`, no more than `max_pages`.
+        The cached pages of the longest cached prefix of `tokens`, at most `max_pages`.
 
-        Only those of the same owner: a page that is found shows that somebody asked just this.
+        Only pages of the same owner: a cache hit would reveal the prompts of other owners.
         """
         found: list[int] = []
-        known = self._prefix_trees.get((version, owner))
-        while known and len(found) < max_pages:
+        entries = self._prefix_trees.get((version, owner))
+        while entries and len(found) < max_pages:
             begin = len(found) * self.size
-            entry = known.get(tuple(tokens[begin : begin + self.size]))
+            entry = entries.get(tuple(tokens[begin : begin + self.size]))
             if entry is None:
                 break
             found.append(entry.page)
-            known = entry.children
+            entries = entry.children
         return found
 
     def insert(
         self, version: Version, tokens: Sequence[int], page_table: PageTable, *, owner: str = ""
     ) -> None:
         """
-        The full pages of `tokens`, which lie computed in `page_table`, can be found from now on.
+        Adds the full, computed pages of `tokens` to the prefix cache.
 
-        Nobody writes to them any more. What is known already stays where it is.
+        These pages are never written again. Tokens that are cached already keep their page.
         """
         if not self._max_idle:
             return
-        beginnings = siblings = self._prefix_trees.setdefault((version, owner), {})
+        roots = siblings = self._prefix_trees.setdefault((version, owner), {})
         pages = (
             p
             for extent in page_table.extents
             for p in range(extent.first, extent.first + extent.count)
         )
         for index, page in zip(range(len(tokens) // self.size), pages, strict=False):
-            mine = tuple(tokens[index * self.size : (index + 1) * self.size])
-            entry = siblings.get(mine)
+            key = tuple(tokens[index * self.size : (index + 1) * self.size])
+            entry = siblings.get(key)
             if entry is None:
-                entry = siblings[mine] = _CachedPage(page, siblings, mine)
+                entry = siblings[key] = _CachedPage(page, siblings, key)
                 self._cached[page] = entry
             siblings = entry.children
-        if not beginnings:
+        if not roots:
             del self._prefix_trees[version, owner]
 
     def evict(self, version: Version) -> None:
-        """Nothing computed under these weights will be asked for again."""
+        """Removes everything of this version from the prefix cache."""
         for key in [key for key in self._prefix_trees if key[0] == version]:
             for entry in list(self._prefix_trees.pop(key).values()):
                 self._remove(entry)
@@ -177,7 +177,7 @@ class Pages:
             self._users[page] += 1
             if self._state[page] == _IDLE:
                 del self._idle[page]
-                self._state[page] = _HELD
+                self._state[page] = _USED
                 self._available -= 1
             last = page_table.extents[-1] if page_table.extents else None
             if last is not None and last.first + last.count == page:
@@ -187,12 +187,12 @@ class Pages:
         page_table.shared_extents = len(page_table.extents)
 
     def _remove(self, entry: _CachedPage) -> None:
-        """Forgets a page and whatever goes on from it; who holds one of them keeps it."""
+        """Removes a page and all its descendants from the cache. Sequences keep pages they use."""
         entry.siblings.pop(entry.tokens, None)
-        leaving = [entry]
-        while leaving:
-            one = leaving.pop()
-            leaving += one.children.values()
+        removed = [entry]
+        while removed:
+            one = removed.pop()
+            removed += one.children.values()
             del self._cached[one.page]
             if self._state[one.page] == _IDLE:
                 del self._idle[one.page]
@@ -205,7 +205,7 @@ class Pages:
     # -- pages of one sequence --------------------------------------------------------------------
 
     def extend(self, page_table: PageTable, *, max_pages: int) -> bool:
-        """One more page at the end; False when there is none."""
+        """Adds one page at the end. Returns False if no page is available."""
         if not self._available:
             return False
         if not self._extend_in_place(page_table):
@@ -215,9 +215,9 @@ class Pages:
 
     def fork(self, page_table: PageTable, page_count: int) -> PageTable:
         """
-        A second page_table of the first `page_count` pages, to be extended with its own.
+        A second page table that shares the first `page_count` pages.
 
-        From now on neither writes to these pages, and both have them in the same extents.
+        Neither table may write to the shared pages. Both have them in the same extents.
         """
         self._mark_shared(page_table, page_count)
         extents, left = [], page_count
@@ -231,9 +231,9 @@ class Pages:
         return PageTable(extents=extents, shared_extents=len(extents))
 
     def release(self, page_table: PageTable) -> None:
-        """Gives the pages back; those that somebody else holds too stay held."""
+        """Releases all pages; pages that other sequences share stay in use."""
         self._release_reserved(page_table)
-        # Backwards, so that the end of a beginning is forgotten before its start.
+        # In reverse order, so that the end of a prefix is evicted before its start.
         for extent in reversed(page_table.extents):
             for page in reversed(range(extent.first, extent.first + extent.count)):
                 self._users[page] -= 1
@@ -248,7 +248,7 @@ class Pages:
         self._evict_idle(self._max_idle)
 
     def slot_ranges(self, page_table: PageTable, tokens: int) -> Iterator[tuple[int, int]]:
-        """The runs of cache rows, (start, stop), that hold the first `tokens` tokens."""
+        """The contiguous slot ranges (start, stop) of the first `tokens` tokens."""
         left = tokens
         for extent in page_table.extents:
             if left <= 0:
@@ -259,16 +259,16 @@ class Pages:
             left -= length
 
     def slot(self, page_table: PageTable, position: int) -> int:
-        """The cache row of one token."""
+        """The cache slot of one token."""
         for extent in page_table.extents:
             capacity = extent.count * self.size
             if position < capacity:
                 return extent.first * self.size + position
             position -= capacity
-        raise IndexError(f"the page_table has no page for the token {position} behind its end")
+        raise IndexError(f"the page table ends {position + 1} tokens before this position")
 
     def _mark_shared(self, page_table: PageTable, page_count: int) -> None:
-        """Marks the first pages as shared, with a border between extents behind them."""
+        """Marks the first pages as shared and ends an extent after them."""
         shared = sum(extent.count for extent in page_table.extents[: page_table.shared_extents])
         shared = max(shared, page_count)
         extents: list[Extent] = []
@@ -287,12 +287,12 @@ class Pages:
         page_table.extents = extents
 
     def _extend_in_place(self, page_table: PageTable) -> bool:
-        """The last extent one page longer, if the next page is not held."""
+        """Extends the last extent by one page if the next page is free or reserved for it."""
         if len(page_table.extents) <= page_table.shared_extents:
             return False
         extent = page_table.extents[-1]
         page = extent.first + extent.count
-        if page >= self.count or self._state[page] in (_HELD, _IDLE):
+        if page >= self.count or self._state[page] in (_USED, _IDLE):
             return False
         if self._state[page] == _RESERVED and page not in page_table.reserved:
             return False
@@ -302,13 +302,13 @@ class Pages:
         return True
 
     def _add_extents(self, page_table: PageTable, count: int, max_pages: int) -> None:
-        """`count` pages in as few extents as there are; the caller knows that they are there."""
-        roomy = max(count, min(max_pages, count + MAX_RESERVED_PAGES))
+        """Adds `count` pages in as few extents as possible; the caller knows they are available."""
+        with_reserve = max(count, min(max_pages, count + MAX_RESERVED_PAGES))
         if self._idle:
-            # Room to grow is worth a few remembered pages, never all of them.
-            room = count + min(roomy - count, len(self._idle) // 8)
+            # Evict a few idle pages for a reservation, but never all of them.
+            room = count + min(with_reserve - count, len(self._idle) // 8)
             self._evict_idle(len(self._idle) - max(0, room - self._state.count(_FREE)))
-        for wanted in (roomy, count):
+        for wanted in (with_reserve, count):
             first = self._state.find(bytes([_FREE]) * wanted)
             if first >= 0:
                 for page in range(first, first + count):
@@ -318,7 +318,7 @@ class Pages:
                 for page in page_table.reserved:
                     self._state[page] = _RESERVED
                 return
-        # What is free comes first, then what is reserved, from the far end of the promise.
+        # Free pages first, then reserved ones, from the end of a reservation.
         for kind, find in ((_FREE, self._state.find), (_RESERVED, self._state.rfind)):
             while count and (page := find(kind)) >= 0:
                 self._claim(page)
@@ -335,13 +335,13 @@ class Pages:
         page_table.reserved = range(0)
 
     def _claim(self, page: int) -> None:
-        self._state[page] = _HELD
+        self._state[page] = _USED
         self._users[page] = 1
         self._available -= 1
 
     def _release_reserved(self, page_table: PageTable) -> None:
         for page in page_table.reserved:
-            # Somebody in need may have taken it since.
+            # Another sequence may have claimed it.
             if self._state[page] == _RESERVED:
                 self._state[page] = _FREE
         page_table.reserved = range(0)

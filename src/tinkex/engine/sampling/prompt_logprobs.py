@@ -1,8 +1,8 @@
-"""What a sample request asks about its prompt: checked, answered row by row, and put together.
+"""Prompt logprobs of a sample request: checks, computation and results.
 
-CheckedDatum i is what the model says after prompt token i, so it is about position i + 1. Own logprobs, the
-top_tokens tokens and those of given tokens are at temperature 1; alternatives are drawn at the
-request's temperature, without cuts.
+Source i is prompt token i, whose hidden state predicts position i + 1. Logprobs of the prompt, of the
+most likely tokens and of target tokens are at temperature 1; alternatives are sampled at the
+temperature of the request, without top-k and top-p.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from tinkex.wire.sampling import (
 )
 from tinkex.wire.tensors import TensorData
 
-# N rows of a prompt (one less than its tokens), t rows at hand, V vocabulary, K tokens for one row
+# t sources at hand, V vocabulary, K targets of one source
 
-#: A target cell that asks for nothing.
+#: Value of a target cell that requests nothing.
 NO_TARGET = -1
 
-#: Most numbers in one answer: a table over a long prompt is easily larger than anybody wants.
+#: Maximum numbers in one result: a table over a long prompt easily becomes too large.
 MAX_PROMPT_LOGPROBS = 1 << 22
 
 
@@ -45,7 +45,7 @@ def check_prompt_logprobs(
         if width * prompt > MAX_PROMPT_LOGPROBS:
             raise UserFailure(
                 f"{name} is {width} for a prompt of {prompt} tokens, {width * prompt} numbers "
-                f"together; at most {MAX_PROMPT_LOGPROBS} are answered. Ask for fewer."
+                f"in total; at most {MAX_PROMPT_LOGPROBS} are allowed. Request fewer."
             )
     last_n = sample_request.prompt_logprobs_last_n
     if last_n is not None:
@@ -53,7 +53,7 @@ def check_prompt_logprobs(
             raise UserFailure("prompt_logprobs_last_n needs prompt_logprobs = true.")
         if not 1 <= last_n <= prompt - 1:
             raise UserFailure(
-                f"prompt_logprobs_last_n is {last_n}; for this prompt it goes from 1 to {prompt - 1}."
+                f"prompt_logprobs_last_n is {last_n}; allowed for this prompt are 1 to {prompt - 1}."
             )
     targets = sample_request.target_prompt_logprobs
     return PromptLogprobRequest(
@@ -67,38 +67,39 @@ def check_prompt_logprobs(
 
 def check_count(name: str, count: int, vocab_size: int) -> None:
     if not 0 <= count <= vocab_size:
-        raise UserFailure(f"{name} is {count}; it goes from 0 to the vocabulary of {vocab_size}.")
+        raise UserFailure(f"{name} is {count}; allowed are 0 to {vocab_size}, the vocabulary size.")
 
 
-# -- given tokens ---------------------------------------------------------------------------------
+# -- target tokens --------------------------------------------------------------------------------
 
 
 def check_targets(targets: TensorData, sources: int, vocab_size: int) -> PromptTargets:
-    """The cells that ask for something, row by row."""
+    """The cells that request a logprob, in order of their sources."""
     shape = targets.shape
     if targets.dtype != "int64" or shape is None or len(shape) != 2 or shape[0] != sources:
         raise UserFailure(
-            f"target_prompt_logprobs is {targets.dtype} of shape {shape}; it is int64 of shape "
-            f"[{sources}, K] for this prompt, a row for each token after the first."
+            f"target_prompt_logprobs is {targets.dtype} of shape {shape}; for this prompt it must be "
+            f"int64 of shape [{sources}, K], with a row for each token after the first."
         )
     tokens = target_tokens(targets)
     if len(tokens) > MAX_PROMPT_LOGPROBS:
         raise UserFailure(
-            f"target_prompt_logprobs has {len(tokens)} cells; at most {MAX_PROMPT_LOGPROBS} are answered."
+            f"target_prompt_logprobs has {len(tokens)} cells; at most {MAX_PROMPT_LOGPROBS} are "
+            "allowed."
         )
     if bad := [int(token) for token in tokens if not NO_TARGET <= token < vocab_size][:1]:
         raise UserFailure(
-            f"target_prompt_logprobs holds token {bad[0]}; ids go from 0 to {vocab_size - 1}, and "
-            f"{NO_TARGET} asks for nothing."
+            f"target_prompt_logprobs contains token {bad[0]}; allowed ids are 0 to {vocab_size - 1}, "
+            f"and {NO_TARGET} for cells that request nothing."
         )
     used = tokens != NO_TARGET
     if not used.any():
-        raise UserFailure("target_prompt_logprobs names no token: every cell is -1.")
+        raise UserFailure("target_prompt_logprobs contains no token: every cell is -1.")
     return PromptTargets(source=target_sources(targets)[used], token=tokens[used])
 
 
 def target_tokens(targets: TensorData) -> npt.NDArray[np.int64]:
-    """What the listed cells hold: all of them when dense."""
+    """The values of all cells, or of the listed cells of a sparse tensor."""
     if targets.sparse_crow_indices is not None:
         return np.asarray(targets.data, np.int64)
     return targets.to_numpy().astype(np.int64).reshape(-1)
@@ -113,7 +114,7 @@ def target_sources(targets: TensorData) -> npt.NDArray[np.int64]:
 
 
 def target_logprobs(targets: TensorData, logprobs: npt.NDArray[np.float32]) -> TensorData:
-    """The logprobs where the tokens were, in the same form; NaN where nothing was wanted."""
+    """The logprobs in the same form as the targets; NaN for cells that request nothing."""
     tokens = target_tokens(targets)
     values = np.full(len(tokens), np.nan, np.float32)
     values[tokens != NO_TARGET] = logprobs
@@ -129,11 +130,11 @@ def target_logprobs(targets: TensorData, logprobs: npt.NDArray[np.float32]) -> T
     )
 
 
-# -- answers --------------------------------------------------------------------------------------
+# -- results --------------------------------------------------------------------------------------
 
 
 class PromptLogprobResults:
-    """What is known so far. Rows may come in any order, and again."""
+    """Collects the results. Sources may be added in any order, and repeatedly."""
 
     def __init__(
         self, sample_request: SampleRequest, prompt: list[int], wanted: PromptLogprobRequest
@@ -151,7 +152,7 @@ class PromptLogprobResults:
         self._alt_logprobs = np.zeros(shape, np.float32)
 
     def needed_sources(self, start: int, stop: int) -> npt.NDArray[np.int64]:
-        """Which of the rows `start` to `stop` are wanted about."""
+        """The needed sources among prompt tokens `start` to `stop`."""
         wanted, last = self._wanted, len(self._prompt) - 1
         first = last
         if wanted.logprobs or wanted.top:
@@ -168,7 +169,7 @@ class PromptLogprobResults:
     def add_logits(
         self, sources: npt.NDArray[np.int64], logits_tV: Tensor, sampling: SamplingConfig
     ) -> None:
-        """The model's word on some rows, in rising order. Overwrites the logits."""
+        """Adds the logits of some sources, in ascending order. Overwrites the logits."""
         wanted = self._wanted
         if wanted.alternatives:
             tokens, logprobs = sample_alternatives(
@@ -205,8 +206,8 @@ class PromptLogprobResults:
 
     @property
     def targets(self) -> TensorData | None:
-        sample_request = self._sample_request.target_prompt_logprobs
-        return None if sample_request is None else target_logprobs(sample_request, self._targets)
+        targets = self._sample_request.target_prompt_logprobs
+        return None if targets is None else target_logprobs(targets, self._targets)
 
     @property
     def alternatives(self) -> PromptAltTokens | None:

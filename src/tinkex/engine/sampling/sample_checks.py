@@ -1,4 +1,4 @@
-"""Every check on a sample request, before it waits."""
+"""Checks of a sample request, before it is queued."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from tinkex.wire.sampling import SampleRequest, SamplingParams
 if TYPE_CHECKING:
     from tinkex.models.tokenizer import Tokenizer
 
-#: Below this temperature the top_tokens token is taken, as for 0. Logits are float32: at such a
-#: temperature their smallest difference decides already, and far below it they would overflow.
+#: Below this temperature sampling is greedy, as for 0. Logits are float32: at this temperature their
+#: smallest difference is decisive, and at far lower temperatures they would overflow.
 MIN_TEMPERATURE = 1e-6
 
-#: A request for more samples is most likely a mistake.
+#: More samples in one request are most likely a mistake.
 MAX_SAMPLES = 1024
 
 
@@ -32,7 +32,7 @@ class SampleChecks:
         self._limits = limits
         self._pages = pages
         self._eos_token_ids = eos_token_ids
-        #: Of the base model, where its tokenizer is.
+        #: Folder of the base model, which has the tokenizer.
         self._folder = folder
         self._tokenizer: Tokenizer | None = None
 
@@ -49,14 +49,15 @@ class SampleChecks:
         params = sample_request.sampling_params
         if not 1 <= sample_request.num_samples <= MAX_SAMPLES:
             raise UserFailure(
-                f"num_samples is {sample_request.num_samples}; it goes from 1 to {MAX_SAMPLES}."
+                f"num_samples is {sample_request.num_samples}; allowed are 1 to {MAX_SAMPLES}."
             )
         new = self._new_tokens(len(prompt), params.max_tokens)
         if not self._pages.fits(len(prompt) + new):
             raise UserFailure(
                 f"prompt ({len(prompt)} tokens) and max_tokens ({new}) need room for "
-                f"{len(prompt) + new} tokens, and the server's cache holds "
-                f"{self._pages.count * self._pages.size}. Ask for fewer tokens, or start the server with more."
+                f"{len(prompt) + new} tokens; the server's KV cache holds "
+                f"{self._pages.count * self._pages.size}. Request fewer tokens, or start the server "
+                "with a larger cache."
             )
         return Request(
             ticket=ticket,
@@ -78,8 +79,8 @@ class SampleChecks:
         if max_tokens is None:
             if prompt >= context:
                 raise UserFailure(
-                    f"the prompt has {prompt} tokens and fills the context of {context}; nothing "
-                    "can be sampled after it."
+                    f"the prompt has {prompt} tokens and fills the context of {context}, so no token "
+                    "can be sampled. Shorten the prompt."
                 )
             return context - prompt
         if max_tokens < 1:
@@ -87,8 +88,8 @@ class SampleChecks:
         if prompt + max_tokens > context:
             raise UserFailure(
                 f"the prompt's {prompt} tokens and max_tokens {max_tokens} are {prompt + max_tokens} "
-                f"together, and the model's context is {context}. "
-                f"Ask for at most {max(0, context - prompt)} tokens."
+                f"in total; the model's context is {context}. "
+                f"Request at most {max(0, context - prompt)} tokens."
             )
         return max_tokens
 
@@ -100,17 +101,17 @@ class SampleChecks:
         ids = frozenset(item for item in given if isinstance(item, int))
         texts = tuple(item for item in given if isinstance(item, str))
         if "" in texts:
-            raise UserFailure("sampling_params.stop holds an empty text, which is always met.")
+            raise UserFailure("sampling_params.stop contains an empty text; remove it.")
         vocabulary = self._limits.vocab_size
         if outside := [item for item in ids if not 0 <= item < vocabulary]:
             raise UserFailure(
-                f"sampling_params.stop holds token {outside[0]}; ids go from 0 to {vocabulary - 1}."
+                f"sampling_params.stop contains token {outside[0]}; allowed ids are 0 to "
+                f"{vocabulary - 1}."
             )
         if not texts:
             return Stops(token_ids=ids)
-        # A text comes on top of the end that the model itself sets: programs that stop at a line
-        # break do not expect a second turn behind the end of the first. Token ids, and the empty
-        # list, are an exact choice.
+        # Stop texts are added to the model's own end tokens: a program that stops at a line break does
+        # not expect text after the end of the turn. Token ids, and the empty list, replace them.
         return Stops(token_ids=ids | self._eos_token_ids, texts=texts, decode=self._decoder())
 
     def _decoder(self) -> Decode:
@@ -124,7 +125,7 @@ class SampleChecks:
 def refuse_unsupported(sample_request: SampleRequest) -> None:
     if sample_request.record_stability_info:
         raise UserFailure(
-            "record_stability_info is not supported by this server: it serves the loss "
+            "record_stability_info is not supported by this server: it is used only by the loss "
             "stable_reinforce, which is not public. Create the sampling client without it."
         )
 
@@ -133,14 +134,14 @@ def check_sampling(sample_request: SampleRequest, vocab_size: int) -> SamplingCo
     params = sample_request.sampling_params
     if not (math.isfinite(params.temperature) and params.temperature >= 0):
         raise UserFailure(
-            f"sampling_params.temperature is {params.temperature}; it is 0 (greedy) or positive."
+            f"sampling_params.temperature is {params.temperature}; it must be 0 (greedy) or positive."
         )
     if params.top_k != -1 and params.top_k < 1:
         raise UserFailure(
-            f"sampling_params.top_k is {params.top_k}; use -1 for all, or 1 and more."
+            f"sampling_params.top_k is {params.top_k}; use -1 for all tokens, or at least 1."
         )
     if not 0 < params.top_p <= 1:
-        raise UserFailure(f"sampling_params.top_p is {params.top_p}; it lies in (0, 1].")
+        raise UserFailure(f"sampling_params.top_p is {params.top_p}; it must be in (0, 1].")
     check_count("topk_sample_logprobs", sample_request.topk_sample_logprobs, vocab_size)
     return SamplingConfig(
         temperature=params.temperature if params.temperature >= MIN_TEMPERATURE else 0.0,

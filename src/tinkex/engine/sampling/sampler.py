@@ -1,4 +1,4 @@
-"""The sampler: continuous batching over one cache, for many adapters and the base at once."""
+"""The sampler: continuous batching over one KV cache, for many adapters and the base model at once."""
 
 from __future__ import annotations
 
@@ -63,26 +63,25 @@ log = logging.getLogger(__name__)
 
 # T packed tokens, H hidden size
 
-#: Tokens in a page. Small pages waste little at the end of a sequence; runs of neighbours are
-#: read as one, so their number costs nothing.
+#: Tokens in a page. Small pages waste little at the end of a sequence; contiguous pages are read as
+#: one range, so their number does not matter.
 PAGE_TOKENS = 16
 
-#: Tokens drawn for everybody before others get their turn, and seconds after which no other step
-#: is begun.
+#: Limits of one burst: the number of steps, and the seconds after which no further step starts.
 BURST_STEPS = 8
 BURST_S = 0.25
 
-#: Prompt tokens filled in one step while nobody runs, and while others wait for their next token.
+#: Maximum prompt tokens of a prefill step, alone and while sequences are decoding.
 MAX_PREFILL_TOKENS = {"cpu": 2048, "cuda": 8192}
 MAX_PREFILL_TOKENS_WHILE_DECODING = {"cpu": 512, "cuda": 2048}
 
-#: Of the cache, for beginnings that nobody uses at the moment: a share and most bytes. On a CPU what
-#: was never written takes no memory, so keeping everything would make an idle server large.
+#: Limits of idle pages in the prefix cache, as a fraction of all pages and in bytes. On a CPU pages
+#: that were never written take no memory, so without a limit an idle server would grow.
 MAX_IDLE_FRACTION = {"cpu": 0.25, "cuda": 1.0}
 MAX_IDLE_BYTES = {"cpu": 1 << 29, "cuda": 1 << 40}
 
-#: While a request waits for room for its adapter, others sample with the adapters in memory for so
-#: many seconds. After that they wait until it has room, or a steady stream of them would keep it out.
+#: While a request waits for memory for its adapter, requests for loaded adapters are admitted for
+#: this many seconds. Then they wait too, or a steady stream of them would block it forever.
 MAX_ROOM_WAIT_S = 30.0
 
 
@@ -94,11 +93,11 @@ class Finished:
 
 @dataclass(frozen=True, kw_only=True)
 class PartialOutput:
-    """Tokens that a sequence of a streamed request got since it was last asked about."""
+    """Tokens of a streamed sequence that were sampled since the last report."""
 
     ticket: int
     sequence: int
-    #: The place of the first of them.
+    #: Index of the first of them in the sequence.
     start: int
     tokens: list[int]
     logprobs: list[float]
@@ -106,22 +105,22 @@ class PartialOutput:
 
 @dataclass(kw_only=True)
 class _PendingResponse:
-    """What is known of one request's pending."""
+    """A request and its results so far."""
 
     request: Request
     sequences: list[SampleSequence] = field(default_factory=list)
     prompt: PromptLogprobResults
-    #: Prompt tokens that were in the cache.
+    #: Prompt tokens found in the prefix cache.
     cached_tokens: int = 0
 
 
 @dataclass(kw_only=True)
 class _AdapterLoad:
-    """An adapter that is being read from its folder, or has been and waits for room."""
+    """An adapter that is being read from its folder, or was read and waits for memory."""
 
     key: str
     future: Future[SamplerAdapter]
-    #: When it began to wait for room.
+    #: When it started to wait for memory.
     waiting_since_s: float | None = None
 
 
@@ -137,30 +136,30 @@ class Sampler:
         make_room: Callable[[int, str], None],
         clock: Callable[[], int],
     ) -> None:
-        #: Whether an adapter of this size fits only after one that is in use has left.
+        #: Whether an adapter of this size fits only after adapters in use become idle.
         self._must_wait = must_wait
-        #: Called with a size and what it is for before an adapter is loaded; may refuse.
+        #: Called with a size and a description before an adapter is loaded; may raise `UserFailure`.
         self._make_room = make_room
-        #: Counts uses of adapters, here and in training alike.
+        #: Counts uses of adapters, together with those in training.
         self._clock = clock
         self._model = model
         self._settings = settings
         self._adapters: OrderedDict[str, SamplerAdapter] = OrderedDict()
         self._last_used: dict[str, int] = {}
-        #: Reads adapters, so that nobody waits for a disk who does not need it.
+        #: Reads adapters in the background, so that other requests need not wait for the disk.
         self._reader = ThreadPoolExecutor(1, "tinkex-adapters")
-        #: One at a time: whoever asked first has the next room.
+        #: One load at a time, so that adapters get memory in the order of their requests.
         self._loading: _AdapterLoad | None = None
-        #: Whether the last step found nothing to compute, and no request has come since.
+        #: Whether the last step found nothing to compute and no request has arrived since.
         self._stalled = False
         #: Requests whose adapter could not be loaded.
         self._failed_loads: list[Finished] = []
         self._pending: dict[int, _PendingResponse] = {}
-        #: Streamed sequences with tokens that were not told yet, in the order they got them.
+        #: Streamed sequences with unreported tokens, in the order in which they were sampled.
         self._partial: dict[SampleSequence, None] = {}
         count, kind = max(1, kv_tokens // PAGE_TOKENS), model.device.type
         max_idle = 0
-        # Tokens found in the cache were computed in other company: equal up to rounding only.
+        # Cached tokens were computed in another batch and are equal only up to rounding.
         if settings.prefix_cache and not settings.deterministic:
             bytes_each = PAGE_TOKENS * model.cache_bytes_per_token
             max_idle = min(int(count * MAX_IDLE_FRACTION[kind]), MAX_IDLE_BYTES[kind] // bytes_each)
@@ -180,7 +179,7 @@ class Sampler:
             eos_token_ids=model.eos_token_ids,
             folder=settings.folder,
         )
-        # Never written before it is needed, so on a CPU the size is only a promise.
+        # Not initialized: on a CPU pages take physical memory only once they are written.
         slots = pages.count * pages.size
         self._layers = [
             CacheLayer(
@@ -196,14 +195,14 @@ class Sampler:
 
     @property
     def awaited_read(self) -> Future[SamplerAdapter] | None:
-        """The read of an adapter without which nothing can be sampled; None if something can."""
+        """The adapter read that all requests wait for; None if some request can proceed."""
         if self._loading is None or not self._stalled or self._loading.future.done():
             return None
         return self._loading.future
 
     @property
     def scheduler(self) -> Scheduler:
-        """To be read: how many wait, run, and hold pages."""
+        """For statistics only."""
         return self._scheduler
 
     def submit(
@@ -215,7 +214,7 @@ class Sampler:
         owner: str = "",
         streams: bool = False,
     ) -> None:
-        """Checks the request and puts it in line; a `UserFailure` means that nothing happened."""
+        """Checks and queues a request. If it raises `UserFailure`, nothing has changed."""
         key = None if adapter is None else str(adapter)
         request = self._checks.check(ticket, sample_request, key, owner, streams)
         self._pending[ticket] = _PendingResponse(
@@ -234,7 +233,7 @@ class Sampler:
         self._partial = {each: None for each in self._partial if each.request.ticket != ticket}
 
     def advance(self) -> list[Finished]:
-        """A burst of steps for everybody; ends early when a request is answered. Waits for no disk."""
+        """Runs a burst of steps; ends early when a request is finished. Never waits for the disk."""
         finished: list[Finished] = []
         ends_s = time.perf_counter() + BURST_S
         for _ in range(BURST_STEPS):
@@ -248,7 +247,7 @@ class Sampler:
                 with torch.inference_mode():
                     self._run(step)
             except Exception as error:
-                # Whoever was in the step gets to know; everybody else goes on.
+                # Fail the requests in this step; the others continue.
                 log.exception("sampling step failed")
                 finished += self._fail(tickets_of(step), error)
             finished += self._collect()
@@ -258,7 +257,7 @@ class Sampler:
         return finished
 
     def partial_outputs(self) -> list[PartialOutput]:
-        """The tokens of streamed requests that were not told yet, also of those just answered."""
+        """Unreported tokens of streamed requests, including requests that have just finished."""
         changed, self._partial = self._partial, {}
         outputs = []
         for sequence in changed:
@@ -277,7 +276,7 @@ class Sampler:
     # -- adapters ---------------------------------------------------------------------------------
 
     def _may_load(self, key: AdapterKey) -> bool:
-        """Whether samples of an adapter may begin, or read it, although another may be on its way."""
+        """Whether a request for this adapter may be admitted while another adapter is being loaded."""
         loading = self._loading
         if key is None or loading is None or key == loading.key:
             return True
@@ -286,14 +285,14 @@ class Sampler:
         return key in self._adapters and not overdue
 
     def _load_adapter(self, request: Request) -> bool:
-        """Whether the adapter of a request that is next in line is in memory, now or already."""
+        """Loads the adapter of the next request. Returns whether it is in memory."""
         key = request.adapter
         if key is None:
             return True
         try:
             if key not in self._adapters and not self._load(key):
                 return False
-        except Exception as error:  # noqa: BLE001  the outcome of this request, and of no other
+        except Exception as error:  # noqa: BLE001  the outcome of this request only
             self._loading = None
             self._failed_loads += self._fail({request.ticket}, error)
             return False
@@ -302,7 +301,7 @@ class Sampler:
         return True
 
     def _load(self, key: str) -> bool:
-        """Whether an adapter that is not in memory came there; if not, ask again."""
+        """Starts or finishes loading an adapter. Returns False if the caller must try again later."""
         if self._loading is None:
             reading = self._reader.submit(read_sampler_adapter, self._model, Path(key))
             self._loading = _AdapterLoad(key=key, future=reading)
@@ -310,7 +309,7 @@ class Sampler:
             return False
         used = self._scheduler.adapters_in_use()
         adapter = self._loading.future.result()
-        # Samples that use the memory now end some time. Without any it is now or never.
+        # If adapters are in use, wait for them to become idle. Otherwise load now or fail.
         if used - {None} and self._must_wait(adapter.live.nbytes):
             if self._loading.waiting_since_s is None:
                 self._loading.waiting_since_s = time.monotonic()
@@ -321,7 +320,7 @@ class Sampler:
         return True
 
     def adapter_residents(self) -> list[Resident]:
-        """The adapters as whoever plans the memory sees them."""
+        """The adapters in memory, for the adapter store."""
         used = self._scheduler.adapters_in_use()
         return [
             Resident(
@@ -414,7 +413,7 @@ class Sampler:
     def _sample_first_tokens(
         self, hidden_TH: Tensor, ready: Sequence[tuple[int, list[SampleSequence]]]
     ) -> None:
-        """The next token of sequences that have all their known tokens in the cache."""
+        """Samples the first token of sequences whose prefill is complete."""
         segments = self._adapter_segments(adapter_ranges(started[0] for _, started in ready))
         logits = self._model.head.logits(hidden_TH[[at for at, _ in ready]], segments)
         repeats = [at for at, (_, started) in enumerate(ready) for _ in started]
@@ -470,7 +469,7 @@ class Sampler:
         for part in self._model.head.chunks(needed_tH, segments):
             results.add_logits(sources[part.span], part.logits_tV, request.sampling)
 
-    # -- answers ----------------------------------------------------------------------------------
+    # -- results ----------------------------------------------------------------------------------
 
     def _collect(self) -> list[Finished]:
         finished = []
@@ -522,7 +521,7 @@ def to_sampled_sequence(sequence: SampleSequence) -> SampledSequence:
 
 
 def slots_of(pages: Pages, chunk: PrefillChunk) -> Tensor:
-    """The cache rows of a fill's tokens up to the end of the chunk."""
+    """The cache slots of a prefill's tokens up to the end of the chunk."""
     ranges = pages.slot_ranges(chunk.prefill.page_table, chunk.stop)
     return torch.cat([torch.arange(start, stop) for start, stop in ranges])
 
@@ -540,7 +539,7 @@ def to_read_passes(passes: Sequence[RangePass]) -> list[ReadPass]:
 def gathered_table(
     pages: Pages, sequences: Sequence[SampleSequence], model: BaseModel
 ) -> GatheredTable:
-    """What a decode step reads, as one rectangle."""
+    """All slots that a decode step reads, as one rectangle."""
     longest = max(sequence.length for sequence in sequences)
     slots = np.zeros((len(sequences), longest), np.int64)
     bias = np.zeros((len(sequences), longest), np.float32)
@@ -549,7 +548,8 @@ def gathered_table(
         for start, stop in pages.slot_ranges(sequence.page_table, sequence.length):
             slots[at, begin : begin + stop - start] = np.arange(start, stop)
             begin += stop - start
-        # Filling repeats a row that is written: what was never written may be NaN, and 0 * NaN is.
+        # Pad with an initialized slot: uninitialized cache may hold NaN, and masking does not remove
+        # NaN (0 * NaN = NaN).
         slots[at, begin:] = slots[at, 0]
         bias[at, begin:] = -np.inf
     return GatheredTable(
@@ -562,7 +562,7 @@ def gathered_table(
 
 
 def sampler_layout(model: BaseModel, saved: SavedAdapter, folder: Path) -> Layout:
-    """Where the adapter's matrices will lie; refuses what does not fit the base model."""
+    """The layout of a saved adapter. Raises `UserFailure` if it does not fit the base model."""
     known = {target.name: target for target in model.targets}
     if extra := saved.pairs.keys() - known.keys():
         raise UserFailure(
@@ -571,14 +571,14 @@ def sampler_layout(model: BaseModel, saved: SavedAdapter, folder: Path) -> Layou
     for name, (A, B) in saved.pairs.items():
         if (A.shape[1], B.shape[0]) != (known[name].inputs, known[name].outputs):
             raise UserFailure(
-                f"{folder.name}: {name} maps {A.shape[1]} to {B.shape[0]} features, and in this "
-                f"base model {known[name].inputs} to {known[name].outputs}."
+                f"{folder.name}: {name} maps {A.shape[1]} to {B.shape[0]} features, but in this base "
+                f"model it maps {known[name].inputs} to {known[name].outputs}."
             )
     return make_layout([known[name] for name in known if name in saved.pairs], saved.rank)
 
 
 def read_sampler_adapter(model: BaseModel, folder: Path) -> SamplerAdapter:
-    """An adapter for sampling, still in the host's memory."""
+    """Reads an adapter for sampling into host memory."""
     saved = checkpoints.read_adapter(folder)
     layout = sampler_layout(model, saved, folder)
     live = torch.zeros(layout.size, dtype=model.dtype)

@@ -1,14 +1,15 @@
-"""Which sequences run next, and who makes room when the cache is full. Knows no tensors.
+"""The scheduler: which sequences run next, and which are preempted when pages run out. No tensors.
 
-Two kinds of step take turns: a prefill computes the keys and values of known tokens (a prompt, or a
-sequence that had to make room), a decode draws one token for every running sequence. Long prompts
-are filled in chunks while others run. Waiting work is admitted as soon as its pages are free and its
-adapter is in memory: the owner who got the fewest tokens comes next, each owner's requests in order
-of arrival. Who waits for an adapter is overtaken by those whose adapter is in memory. What waits
-holds neither pages nor an adapter. What begins with tokens that are in the cache, or are just being computed, takes their pages and goes on from
-there. When a running sequence needs a page and there is none, the youngest gives back all of its
-pages and waits to be filled again: its tokens are kept, and since noise depends on seed and position
-only, it goes on as if nothing had happened.
+Two kinds of steps alternate: a prefill computes the keys and values of known tokens (a prompt, or a
+preempted sequence), and a decode step samples one token for every running sequence. Long prompts are
+prefilled in chunks while other sequences run.
+A waiting request is admitted when its pages are free and its adapter is in memory; until then it
+holds neither. The owner who has been served the fewest tokens comes next; requests of one owner keep
+their order, except that a request that waits for an adapter can be overtaken.
+A request whose prefix is cached, or is being computed by another request, uses those pages and
+continues after them. If a running sequence needs a page and none is available, the sequence admitted
+last is preempted: it releases its pages and is prefilled again later. Its tokens are kept, and noise
+depends only on seed and step, so the result does not change.
 """
 
 from __future__ import annotations
@@ -29,28 +30,28 @@ from tinkex.engine.sampling.sequences import (
 
 @dataclass(kw_only=True, eq=False)
 class Prefill:
-    """Known tokens to be computed, and the sequences that go on from their end."""
+    """Known tokens whose keys and values are computed, and the sequences that continue them."""
 
     request: Request
     tokens: list[int]
     sequences: list[SampleSequence]
-    #: Only the first prefill of a request answers them.
+    #: Computed only by the first prefill of a request.
     prompt_logprobs: PromptLogprobRequest
     page_table: PageTable = field(default_factory=PageTable)
-    #: Tokens computed so far.
+    #: Number of tokens in the cache so far.
     computed: int = 0
-    #: Tokens that did not have to be computed when it was first admitted.
+    #: Tokens found in the prefix cache when it was first admitted.
     cached_tokens: int | None = None
 
     @property
     def max_cached_tokens(self) -> int:
-        """So many tokens need not be computed: the last one must be, and what is asked about."""
+        """Tokens that may come from the cache: not the last one, nor any whose logits are needed."""
         needed = self.prompt_logprobs.first_source
         return min(len(self.tokens) - 1, len(self.tokens) if needed is None else needed)
 
 
 class PrefillChunk(NamedTuple):
-    """Tokens `start` to `stop` of a prefill, computed in one pass."""
+    """Tokens `start` to `stop` of a prefill, computed in one step."""
 
     prefill: Prefill
     start: int
@@ -73,7 +74,7 @@ class DecodeStep:
 
 
 class CopySlots(NamedTuple):
-    """Cache rows to copy before the next step."""
+    """Cache slots to copy before the next step."""
 
     source: int
     target: int
@@ -82,11 +83,11 @@ class CopySlots(NamedTuple):
 
 class Scheduler:
     """
-    `max_batch_tokens` are filled in one step, or `prefill_tokens` while sequences run: they wait.
+    A prefill step has at most `max_batch_tokens`, or `prefill_tokens` while sequences are decoding.
 
-    `load_adapter` is asked before a request is admitted. On False the request keeps its place in line
-    and is asked about again at the next step; others go on. The function may also cancel it. Requests
-    for adapters that `may_load` excludes are passed over without being asked about.
+    `load_adapter` is called before a request is admitted. If it returns False, the request keeps its
+    place in the queue and is tried again at the next step; others continue. The function may also
+    cancel the request. Requests for adapters that `may_load` excludes are skipped.
     """
 
     def __init__(
@@ -120,7 +121,7 @@ class Scheduler:
 
     @property
     def waiting(self) -> int:
-        """Fills that have not been admitted."""
+        """Number of prefills that have not been admitted."""
         return len(self._waiting)
 
     @property
@@ -129,11 +130,11 @@ class Scheduler:
 
     @property
     def served(self) -> dict[str, int]:
-        """Tokens computed for each owner who has work here."""
+        """Token counts of the owners who have work."""
         return self._waiting.served
 
     def adapters_in_use(self) -> set[AdapterKey]:
-        """Those of everything that is admitted."""
+        """Adapters of all admitted requests."""
         prefills = {prefill.request.adapter for prefill in self._prefilling}
         return prefills | {sequence.request.adapter for sequence in self._running}
 
@@ -150,7 +151,7 @@ class Scheduler:
         self._waiting.add(request.owner, prefill, active=self._active())
 
     def cancel(self, ticket: int) -> None:
-        """Forgets everything of one request; harmless when there is nothing left."""
+        """Removes a request. Does nothing if it is finished or unknown."""
         for prefill in self._prefilling:
             if prefill.request.ticket == ticket:
                 self.pages.release(prefill.page_table)
@@ -163,10 +164,10 @@ class Scheduler:
 
     def next_step(self) -> PrefillStep | DecodeStep | None:
         """
-        What to compute now. The caller computes it and reports with `filled` or `drawn`.
+        The next step. The caller computes it, then calls `finish_chunk` for each prefill chunk.
 
-        Fills come first, so that more sequences decode together; after each one everybody who
-        runs gets a token, so that a stream of arrivals stops nobody.
+        Prefills come first, so that more sequences decode together. After each prefill step follows
+        a decode step, so that a stream of new requests does not block running sequences.
         """
         if self._running and self._prefilled_last:
             self._prefilled_last = False
@@ -179,9 +180,9 @@ class Scheduler:
 
     def finish_chunk(self, chunk: PrefillChunk) -> tuple[list[SampleSequence], list[CopySlots]]:
         """
-        After a chunk was computed: the sequences that were started by it, and the rows they need.
+        Call after a chunk was computed. Returns the sequences that start decoding, and slots to copy.
 
-        Sequences that find no page wait for another prefill of their own.
+        Sequences for which no page is available are queued for their own prefill.
         """
         prefill = chunk.prefill
         prefill.computed = chunk.stop
@@ -202,7 +203,7 @@ class Scheduler:
         return started, copies
 
     def drop_finished(self) -> list[SampleSequence]:
-        """Takes out the sequences that are over and gives their pages back."""
+        """Removes finished sequences and releases their pages."""
         finished = [s for s in self._running if s.stop_reason is not None]
         if finished:
             for sequence in finished:
@@ -211,13 +212,13 @@ class Scheduler:
         return finished
 
     def _active(self) -> set[str]:
-        """The owners of everything that is admitted."""
+        """Owners of all admitted requests."""
         return {prefill.request.owner for prefill in self._prefilling} | {
             sequence.request.owner for sequence in self._running
         }
 
     def _release(self, sequence: SampleSequence) -> None:
-        """What it computed can be found by those who begin with the same tokens."""
+        """Releases the pages of a sequence, after adding them to the prefix cache."""
         request = sequence.request
         self.pages.insert(
             request.adapter, sequence.cached_tokens, sequence.page_table, owner=request.owner
@@ -227,7 +228,7 @@ class Scheduler:
     # -- decoding ---------------------------------------------------------------------------------
 
     def _decode_step(self) -> DecodeStep | None:
-        """The running sequences, each with a page for the token that it computes next."""
+        """The running sequences, each with a page for its next token."""
         pages = self.pages
         short = [s for s in self._running if pages.needed(s.length) > s.page_table.page_count]
         for sequence in sorted(short, key=lambda s: s.admission_number):
@@ -238,13 +239,13 @@ class Scheduler:
         for sequence in self._running:
             self._waiting.charge(sequence.request.owner, 1)
         if not self._sorted:
-            # Neighbours share adapters, and beginnings.
+            # Sequences with the same adapter or prefix become adjacent.
             self._running.sort(key=_decode_order)
             self._sorted = True
         return DecodeStep(sequences=tuple(self._running)) if self._running else None
 
     def _preempt_youngest(self) -> None:
-        """The youngest gives up its pages and waits, even if it is the one in need."""
+        """Preempts the last admitted prefill or sequence, even if it is the one that needs a page."""
         if self._prefilling:
             prefill = self._prefilling.pop()
             self.pages.release(prefill.page_table)
@@ -261,19 +262,19 @@ class Scheduler:
     def _max_pages(self, request: Request) -> int:
         return self.pages.needed(len(request.prompt) + request.max_new_tokens)
 
-    # -- filling ----------------------------------------------------------------------------------
+    # -- admission and prefill --------------------------------------------------------------------
 
     def _budget(self) -> int:
         return self._prefill_tokens if self._running else self._max_batch_tokens
 
     def _admit(self) -> None:
         """
-        Everybody who fits, until there is enough to prefill.
+        Admits waiting prefills until the budget of the step is used.
 
-        Nobody overtakes a request that waits for pages. One that waits for an adapter is overtaken.
+        A prefill that waits for pages stops admission. One that waits for an adapter is skipped.
         """
         full: set[str] = set()
-        # Who follows somebody goes on waiting_on_prefix while more are admitted: asked once.
+        # A prefill that waits for a prefix keeps waiting during this call, so check it only once.
         waiting_on_prefix: set[Prefill] = set()
         missing: set[AdapterKey] = set()
         while (prefill := self._candidate(full, waiting_on_prefix, missing)) is not None:
@@ -310,9 +311,9 @@ class Scheduler:
         self, full: set[str], waiting_on_prefix: set[Prefill], missing: set[AdapterKey]
     ) -> Prefill | None:
         """
-        The next in line.
+        The next prefill to admit.
 
-        Leaves out who begins as somebody does who is being filled, and who has to wait for an adapter.
+        Skips prefills that wait for a prefix that is being computed, or for an adapter.
         """
         prefix_owners: dict[tuple[int, ...], list[Prefill]] = {}
         if self.pages.caches_prefixes:
@@ -328,10 +329,10 @@ class Scheduler:
                         or not self._may_load(adapter)
                     ):
                         continue
-                    alike = (
+                    others = (
                         prefix_owners.get(self._first_page(prefill), ()) if prefix_owners else ()
                     )
-                    if not any(self._waits_on_prefix(prefill, other) for other in alike):
+                    if not any(self._waits_on_prefix(prefill, other) for other in others):
                         return prefill
                     waiting_on_prefix.add(prefill)
         return None
@@ -340,7 +341,7 @@ class Scheduler:
         return tuple(prefill.tokens[: self.pages.size])
 
     def _waits_on_prefix(self, prefill: Prefill, other: Prefill) -> bool:
-        """Whether `other` is computing a page that `prefill` could take when it is there."""
+        """Whether `other` is computing a page that `prefill` can use afterwards."""
         size = self.pages.size
         page = other.computed // size
         mine, theirs = prefill.request, other.request
@@ -352,14 +353,14 @@ class Scheduler:
         return prefill.tokens[:stop] == other.tokens[:stop]
 
     def _allocate(self, prefill: Prefill) -> bool:
-        """Pages for a prefill, those that are in the cache first; False when there are too few."""
+        """Allocates pages for a prefill, using cached ones. Returns False if there are too few."""
         pages, length = self.pages, len(prefill.tokens)
         request, max_cached = prefill.request, prefill.max_cached_tokens // pages.size
         cached = pages.find(request.adapter, prefill.tokens, max_cached, owner=request.owner)
         needed = pages.needed(length)
         if self._running or self._prefilling:
-            # One page beyond the known tokens for each sequence, and one for each that runs:
-            # who is admitted should not be the one to make room in the next step.
+            # Require one spare page for each sequence, running or new, so that the prefill is not
+            # preempted in the next step.
             spare = len(self._running) + len(prefill.sequences) if self._running else 0
             if pages.pages_taken(needed, cached) + spare > pages.available:
                 return False
@@ -375,9 +376,9 @@ class Scheduler:
 
     def _preempt_for(self, owner: str, needed: int) -> bool:
         """
-        Sets aside the youngest sequence of an owner who has more than an even share.
+        Preempts the last admitted sequence of an owner who has more than an equal share.
 
-        Only for somebody who stays within theirs, so that two owners never push each other out.
+        Only for an owner who stays within an equal share, so that two owners never preempt each other.
         """
         owners = self._active() | set(self._waiting.owners())
         if len(owners) < 2:
@@ -411,13 +412,13 @@ class Scheduler:
         return any(other is not request for other in started)
 
     def _next_chunks(self) -> list[PrefillChunk]:
-        """As much as one step takes: owners share it evenly, each owner's prefills go in order."""
+        """The chunks of one step: owners get equal shares, and prefills of an owner keep their order."""
         by_owner: dict[str, list[Prefill]] = {}
         for prefill in self._prefilling:
             by_owner.setdefault(prefill.request.owner, []).append(prefill)
         chunks = []
         budget = self._budget()
-        # Who has least to do comes first, and leaves what it does not use to the others.
+        # The owner with the least work comes first and leaves its unused share to the others.
         queues = sorted(
             by_owner.values(), key=lambda prefills: sum(len(f.tokens) for f in prefills)
         )
@@ -429,25 +430,25 @@ class Scheduler:
                     chunks.append(PrefillChunk(prefill, prefill.computed, stop))
                     left -= stop - prefill.computed
                     budget -= stop - prefill.computed
-        # By adapter, so that the rows of one adapter lie together.
+        # Tokens of one adapter become adjacent.
         chunks.sort(key=lambda chunk: chunk.prefill.request.adapter or "")
         return chunks
 
     def _fork_sequences(self, prefill: Prefill) -> tuple[list[SampleSequence], list[CopySlots]]:
         """
-        The prefill's pages to its sequences.
+        Gives the pages of a finished prefill to its sequences.
 
-        The first goes on in them. The others share the full pages and copy the one begun; those
-        that find no page for it wait.
+        The first sequence continues in them. The others share the full pages and copy the last,
+        partial page. Sequences for which no page is available are queued again.
         """
         pages, length = self.pages, len(prefill.tokens)
         first, *others = prefill.sequences
-        full, begun = divmod(length, pages.size)
+        full, partial = divmod(length, pages.size)
         first.page_table = prefill.page_table
         started, copies = [first], []
         for sequence in others:
             sequence.page_table = pages.fork(prefill.page_table, full)
-            if begun:
+            if partial:
                 own = pages.allocate(1, max_pages=self._max_pages(prefill.request) - full)
                 if own is None:
                     pages.release(sequence.page_table)
@@ -455,7 +456,7 @@ class Scheduler:
                 sequence.page_table.extents += own.extents
                 sequence.page_table.reserved = own.reserved
                 source = pages.slot(prefill.page_table, full * pages.size)
-                copies.append(CopySlots(source, own.extents[0].first * pages.size, begun))
+                copies.append(CopySlots(source, own.extents[0].first * pages.size, partial))
             started.append(sequence)
         if rest := prefill.sequences[len(started) :]:
             self._waiting.requeue(prefill.request.owner, _resume_prefill(prefill.request, rest))
@@ -469,7 +470,7 @@ def _decode_order(sequence: SampleSequence) -> tuple[str, list[int], int, int]:
 
 
 def _resume_prefill(request: Request, sequences: list[SampleSequence]) -> Prefill:
-    """A prefill that answers no questions: for one sequence that goes on, or some that begin."""
+    """A prefill without prompt logprobs: for a preempted sequence, or for samples not started yet."""
     tokens = request.prompt + sequences[0].tokens
     return Prefill(
         request=request,
@@ -481,7 +482,7 @@ def _resume_prefill(request: Request, sequences: list[SampleSequence]) -> Prefil
 
 
 def adapter_ranges(sequences: Iterable[SampleSequence]) -> list[tuple[int, int, AdapterKey]]:
-    """Ranges of neighbours with the same adapter."""
+    """Ranges (start, stop, adapter) of adjacent sequences with the same adapter."""
     ranges: list[tuple[int, int, AdapterKey]] = []
     for at, sequence in enumerate(sequences):
         key = sequence.request.adapter
@@ -493,7 +494,7 @@ def adapter_ranges(sequences: Iterable[SampleSequence]) -> list[tuple[int, int, 
 
 
 class SharedRange(NamedTuple):
-    """Cache rows `start` to `stop` are read by sequences `first` to `last`."""
+    """Cache slots `start` to `stop` are read by sequences `first` to `last`."""
 
     start: int
     stop: int
@@ -503,26 +504,26 @@ class SharedRange(NamedTuple):
 
 class RangePass(NamedTuple):
     ranges: list[SharedRange]
-    #: The sequences in the order of the runs.
+    #: Indices of the sequences, in the order of the ranges.
     sequences: list[int]
 
 
-#: Costs of attention on a CPU in cache rows read, measured on two cores with 32 sequences of 32 to
-#: 512 tokens: a call costs as much as so many rows, and a rectangle as much as so many calls.
+#: Costs of attention on a CPU, measured on two cores with 32 sequences of 32 to 512 tokens: a call
+#: costs as much as reading CALL_SLOTS slots, and a gathered table as much as GATHER_CALLS calls.
 CALL_SLOTS = 200
 GATHER_CALLS = 8
-#: A row of a rectangle is copied before it is read.
+#: Relative cost of a gathered slot, which is copied before it is read.
 COPY_FACTOR = 1.3
-#: Longer sequences do not fit the processor's cache, and then copies cost more than that.
+#: Longer sequences do not fit the processor's cache, which makes copies more expensive.
 MAX_GATHER_TOKENS = 384
 
 
 def plan_range_reads(pages: Pages, sequences: Sequence[SampleSequence]) -> list[RangePass]:
     """
-    What each sequence reads, as runs of cache rows: range_pass i has everybody's i-th run.
+    What each sequence reads, as contiguous slot ranges: pass i has the i-th range of each sequence.
 
-    Neighbours with the same beginning read it together, where that is worth another call for
-    those whose run goes on behind it.
+    Adjacent sequences with the same prefix read it together, if that saves more than the additional
+    calls for the sequences whose range continues after it.
     """
     left = [list(pages.slot_ranges(s.page_table, s.length))[::-1] for s in sequences]
     passes: list[RangePass] = []
@@ -543,7 +544,7 @@ def plan_range_reads(pages: Pages, sequences: Sequence[SampleSequence]) -> list[
             common = min(left[one][-1][1] for one in group)
             longer = sum(1 for one in group if left[one][-1][1] > common)
             if longer and common - start < CALL_SLOTS * longer / max(1, len(group) - 1):
-                # Not worth it: only those who read exactly the same do so together.
+                # Not worth it: only sequences with exactly the same range read together.
                 common = stop
                 same = [left[one][-1][1] == stop for one in group]
                 group = group[: same.index(False)] if False in same else group
@@ -558,10 +559,10 @@ def plan_range_reads(pages: Pages, sequences: Sequence[SampleSequence]) -> list[
 
 
 def gather_is_cheaper(passes: Sequence[RangePass], lengths: Sequence[int]) -> bool:
-    """Whether to copy all that is read into one rectangle rather than read run by run."""
+    """Whether gathering all slots into one table is cheaper than reading range by range."""
     if max(lengths) > MAX_GATHER_TOKENS:
         return False
-    runs = [run for range_pass in passes for run in range_pass.ranges]
-    by_run = len(runs) * CALL_SLOTS + sum(run.stop - run.start for run in runs)
-    rectangle = max(lengths) * len(lengths) * COPY_FACTOR
-    return GATHER_CALLS * CALL_SLOTS + rectangle < by_run
+    ranges = [each for range_pass in passes for each in range_pass.ranges]
+    by_range = len(ranges) * CALL_SLOTS + sum(each.stop - each.start for each in ranges)
+    gathered = max(lengths) * len(lengths) * COPY_FACTOR
+    return GATHER_CALLS * CALL_SLOTS + gathered < by_range

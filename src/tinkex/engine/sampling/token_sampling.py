@@ -1,8 +1,8 @@
-"""SamplingConfig tokens: temperature, cuts, and noise that depends on nothing but the request.
+"""Samples tokens from logits: temperature, top-k, top-p, and noise that depends only on the request.
 
-A token is drawn as the largest of logit + noise (Gumbel-max). The noise of a token is a hash of the
-request's seed, the sample's index, the position and the token itself: neither batch mates nor the
-order of events can change what is drawn.
+The sampled token has the largest logit + noise (Gumbel-max). The noise of a token is a hash of the
+request's seed, the sample's index, the step and the token id, so other sequences in the batch and
+the order of events do not change the result.
 """
 
 from __future__ import annotations
@@ -18,36 +18,36 @@ from torch import Tensor
 
 from tinkex.engine.sampling.sequences import SamplingConfig
 
-# S rows, V vocabulary
+# S sequences (rows of logits), V vocabulary
 
 _MASK64 = (1 << 64) - 1
 
 
 class SampleStep(NamedTuple):
-    """What one row is drawn for."""
+    """The sequence and step that one row of logits belongs to."""
 
     sampling: SamplingConfig
-    #: Which sample of the request.
+    #: Index of the sample in its request.
     sample: int
-    #: Which of its tokens, from 0.
+    #: Index of the token in the sample.
     step: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class SampledTokens:
     tokens: list[int]
-    #: Of the distribution at the row's temperature before any cut; untempered when greedy.
+    #: Logprobs at the temperature of the request, before top-k and top-p; at temperature 1 if greedy.
     logprobs: list[float]
-    #: (token ids, logprobs) of the top_tokens where the row asked for them.
+    #: (token ids, logprobs) of the most likely tokens, if requested.
     tops: list[tuple[list[int], list[float]] | None]
 
 
-#: Numbers of noise that are made together.
+#: Number of noise values generated at a time.
 NOISE_BLOCK = {"cpu": 1 << 16, "cuda": 1 << 26}
 
 
 def sample_tokens(logits_SV: Tensor, steps: Sequence[SampleStep]) -> SampledTokens:
-    """One token for each row. Overwrites the logits."""
+    """Samples one token for each row. Overwrites the logits."""
     temperatures = [step.sampling.temperature or 1.0 for step in steps]
     if any(temperature != 1.0 for temperature in temperatures):
         logits_SV.div_(torch.tensor(temperatures, device=logits_SV.device).unsqueeze(1))
@@ -59,7 +59,7 @@ def sample_tokens(logits_SV: Tensor, steps: Sequence[SampleStep]) -> SampledToke
             tokens_S[at] = _sample_one(logits_SV[at], step)
         else:
             plain.append(at)
-    # A few rows at a time: so much noise stays in the processor's cache.
+    # A few rows at a time, so that the noise stays in the processor's cache.
     block = max(1, NOISE_BLOCK[logits_SV.device.type] // logits_SV.shape[1])
     for begin in range(0, len(plain), block):
         rows = plain[begin : begin + block]
@@ -98,19 +98,19 @@ def top_tokens(logprobs_V: Tensor, count: int) -> tuple[list[int], list[float]] 
     return ids.tolist(), values.tolist()
 
 
-# -- cuts -----------------------------------------------------------------------------------------
+# -- top-k and top-p ------------------------------------------------------------------------------
 
-#: The top_tokens tokens nearly always hold the nucleus, and finding so many is much cheaper than
-#: sorting all.
+#: This many most likely tokens nearly always contain the nucleus, and finding them is much cheaper
+#: than sorting all.
 NUCLEUS_GUESS = 512
 
 
 def cutoff_logit(logits_V: Tensor, sampling: SamplingConfig) -> Tensor | None:
     """
-    The smallest logit that may still be drawn, None without cuts.
+    The smallest logit that may be sampled; None without top-k and top-p.
 
-    First the top_k top_tokens are kept, then the fewest of those whose share of what was kept
-    reaches top_p. Ties with the last one kept are kept too.
+    First the top_k most likely tokens are kept, then the fewest of them whose share of the kept
+    probability reaches top_p. Ties with the last kept token are kept too.
     """
     cutoff = None
     size = len(logits_V)
@@ -127,14 +127,14 @@ def cutoff_logit(logits_V: Tensor, sampling: SamplingConfig) -> Tensor | None:
     if cutoff is None and reached[-1] < sampling.top_p and len(kept) < size:
         kept = logits_V.sort(descending=True).values
         reached = (kept - total).exp().cumsum(dim=0)
-    # Token i is kept when those before it do not reach top_p yet; the first always is.
+    # Token i is kept if the tokens before it do not reach top_p; the first is always kept.
     before = torch.searchsorted(reached, sampling.top_p, side="left")
     return kept[torch.clamp(before, max=len(kept) - 1)]
 
 
 # -- alternatives ---------------------------------------------------------------------------------
 
-#: Stands where samples have their index: alternatives share no noise with them.
+#: Used instead of a sample index, so that alternatives share no noise with samples.
 _ALTERNATIVES = 1 << 40
 
 
@@ -142,10 +142,10 @@ def sample_alternatives(
     logits_tV: Tensor, sources: Sequence[int], count: int, sampling: SamplingConfig
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
     """
-    `count` independent steps for each row, and their logprobs in the distribution drawn from.
+    Samples `count` independent tokens for each source, with their logprobs, without top-k and top-p.
 
-    Without cuts. One uniform number for each draw, a hash of seed, row and draw, is looked up in
-    the cumulated probabilities: much cheaper than noise for every token and step.
+    Each sample looks up one uniform number, a hash of seed, source and sample index, in the cumulative
+    probabilities: much cheaper than noise for every token.
     """
     tokens = np.empty((len(sources), count), np.int64)
     logprobs = np.empty((len(sources), count), np.float32)
@@ -168,7 +168,7 @@ def sample_alternatives(
 
 
 def uniform_number(seed: int, index: int, step: int) -> float:
-    """In [0, 1), with 53 bits."""
+    """A number in [0, 1) with 53 bits."""
     low, high = noise_keys(seed, index, step)
     return (high << 21 | low >> 11) * 2.0**-53
 
@@ -185,7 +185,7 @@ def noise_keys(seed: int, index: int, step: int) -> tuple[int, int]:
 
 
 def _mixed(value: int) -> int:
-    """splitmix64: every bit of the input moves half of the output's."""
+    """splitmix64: every input bit changes about half of the output bits."""
     value = (value + 0x9E3779B97F4A7C15) & _MASK64
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK64
@@ -193,12 +193,12 @@ def _mixed(value: int) -> int:
 
 
 def gumbel_noise(size: int, keys: tuple[int, int], device: torch.device) -> Tensor:
-    """The noise of one row."""
+    """Noise for one row of logits."""
     return gumbel_rows(size, [keys], device)[0]
 
 
 def gumbel_rows(size: int, keys: Sequence[tuple[int, int]], device: torch.device) -> Tensor:
-    """Float32 noise for token ids 0 to size - 1, by murmur3's finaliser over id and row keys."""
+    """Float32 noise for token ids 0 to size - 1: the murmur3 finalizer over id and row keys."""
     keys_S2 = torch.tensor(
         [(_int32(low), _int32(high)) for low, high in keys], dtype=torch.int32, device=device
     )
@@ -208,13 +208,13 @@ def gumbel_rows(size: int, keys: Sequence[tuple[int, int]], device: torch.device
     x.bitwise_xor_(keys_S2[:, 1:])
     x.bitwise_xor_((x >> 13).bitwise_and_(0x7FFFF)).mul_(_int32(0xC2B2AE35))
     x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF))
-    # Uniform in (0, 1) and, as 31 bits counted from 0, finest near 0: there the largest noise is
-    # made, which is what wins. It stays below 1, so that a single candidate has finite noise.
+    # Uniform in (0, 1), from 31 bits. Float32 is finest near 0, where the largest noise comes from,
+    # which decides the result. Below 1, so that the noise is always finite.
     uniform = x.bitwise_and_(0x7FFFFFFF).to(torch.float32).add_(0.5).mul_(2.0**-31)
     return uniform.clamp_(max=1 - 2.0**-24).neg_().log1p_().neg_().log_().neg_()
 
 
 def _int32(value: int) -> int:
-    """The same 32 bits as a signed number."""
+    """The same 32 bits as a signed integer."""
     value &= 0xFFFFFFFF
     return value - (1 << 32) if value >= 1 << 31 else value

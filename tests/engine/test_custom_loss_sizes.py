@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.test_graphs import attempt, call, graph_of
+from engine.test_custom_loss_graph import attempt, call, graph_of
 from fuzz import graphs as hostile
 from tinkex.engine.training import custom_loss_parser
 from tinkex.engine.training.custom_loss_ops import (

@@ -387,24 +387,24 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "max_tokens": ({"max_tokens": 0}, "max_tokens is 0; it must be at least 1"),
     "samples": ({"num_samples": 0}, "num_samples is 0"),
     "temperature": ({"temperature": -1.0}, "temperature is -1.0"),
-    "top_k": ({"top_k": 0}, "top_k is 0; use -1 for all"),
-    "top_p": ({"top_p": 0.0}, r"top_p is 0.0; it lies in \(0, 1\]"),
-    "stop token": ({"stop": [401]}, "stop holds token 401"),
-    "stop text": ({"stop": ["a", ""]}, "stop holds an empty text"),
+    "top_k": ({"top_k": 0}, "top_k is 0; use -1 for all tokens"),
+    "top_p": ({"top_p": 0.0}, r"top_p is 0.0; it must be in \(0, 1\]"),
+    "stop token": ({"stop": [401]}, "stop contains token 401"),
+    "stop text": ({"stop": ["a", ""]}, "stop contains an empty text"),
     "top of samples": ({"topk_sample_logprobs": 401}, "topk_sample_logprobs is 401"),
     "top of prompt": ({"topk_prompt_logprobs": -1}, "topk_prompt_logprobs is -1"),
     "last n alone": ({"prompt_logprobs_last_n": 1}, "needs prompt_logprobs = true"),
     "last n": (
         {"prompt_logprobs": True, "prompt_logprobs_last_n": 3},
-        "prompt_logprobs_last_n is 3; for this prompt it goes from 1 to 2",
+        "prompt_logprobs_last_n is 3; allowed for this prompt are 1 to 2",
     ),
     "targets of another length": (
         {"target_prompt_logprobs": TensorData(data=[1, 2, 3], dtype="int64", shape=[3, 1])},
-        r"int64 of shape \[3, 1\]; it is int64 of shape \[2, K\] for this prompt",
+        r"int64 of shape \[3, 1\]; for this prompt it must be int64 of shape \[2, K\]",
     ),
     "targets of one dimension": (
         {"target_prompt_logprobs": TensorData(data=[1, 2], dtype="int64", shape=[2])},
-        r"it is int64 of shape \[2, K\]",
+        r"it must be int64 of shape \[2, K\]",
     ),
     "targets as numbers": (
         {"target_prompt_logprobs": TensorData(data=[1.0, 2.0], dtype="float32", shape=[2, 1])},
@@ -412,11 +412,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "target": (
         {"target_prompt_logprobs": TensorData(data=[1, 400], dtype="int64", shape=[2, 1])},
-        "target_prompt_logprobs holds token 400; ids go from 0 to 399, and -1 asks for nothing",
+        "contains token 400; allowed ids are 0 to 399, and -1 for cells that request nothing",
     ),
     "no target": (
         {"target_prompt_logprobs": TensorData(data=[-1, -1], dtype="int64", shape=[2, 1])},
-        "names no token",
+        "contains no token",
     ),
     "alternatives": ({"prompt_alt_tokens_k": 401}, "prompt_alt_tokens_k is 401"),
     "stability": ({"record_stability_info": True}, "record_stability_info is not supported"),
@@ -433,7 +433,7 @@ def test_what_cannot_be_done_is_refused_at_once(engine: Engine, case: str) -> No
 
 def test_what_never_fits_the_cache_is_refused_with_the_sizes(tiny_folder: Path) -> None:
     small = Engine(EngineSettings(name="t", folder=tiny_folder, device="cpu", kv_tokens=64))
-    with pytest.raises(UserFailure, match=r"room for 70 tokens, and the server's cache holds 64"):
+    with pytest.raises(UserFailure, match=r"room for 70 tokens; the server's KV cache holds 64"):
         small.submit(1, request([1] * 40, max_tokens=30), adapter=None)
     assert len(tokens(small, prompt=[1] * 40, max_tokens=24, stop=[])) == 24
 

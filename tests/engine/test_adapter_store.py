@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from numerics.parts import request, sample, weighted, work
+from numerics.helpers import request, sample, weighted, work
 from tinkex.engine import Engine, EngineSettings
 from tinkex.engine.adapters.adapter_store import AdapterStore
 from tinkex.engine.adapters.adapters import TrainingAdapter, adapter_bytes

@@ -137,6 +137,6 @@ def test_layers_without_weights_are_refused_before_they_are_built(hostile: Path)
     config.pop("layer_types", None)
     file.write_text(json.dumps({**config, "num_hidden_layers": 100_000}))
     began_s = time.monotonic()
-    with pytest.raises(RefusedFolder, match="says 100000 layers, and the weights have 2"):
+    with pytest.raises(RefusedFolder, match="has 100000 layers, but the weights have 2"):
         load(hostile, torch.float32)
     assert time.monotonic() - began_s < 20

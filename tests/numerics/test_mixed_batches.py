@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from engine.test_graphs import declared, to_wire
-from numerics.parts import MAKERS, gradients, model_from, random_adapter, random_datum, work
+from engine.test_custom_loss_graph import declared, to_wire
+from numerics.helpers import MAKERS, gradients, model_from, random_adapter, random_datum, work
 from tinkex.engine import Engine
 from tinkex.engine.training.batch_mixer import BatchMixer, ModelQueue
 from tinkex.wire.custom_loss import CustomLossGraph
