@@ -68,7 +68,7 @@ def losses(engine: Engine, names: list[str], rounds: int) -> dict[str, list[floa
     return curves
 
 
-def test_models_that_do_not_fit_together_train_as_if_they_did(
+def test_models_that_do_not_fit_memory_together_train_correctly(
     engine_with: Make, one_adapter: int, tmp_path: Path
 ) -> None:
     names = ["a", "bb", "ccc", "dd"]
@@ -89,7 +89,7 @@ def test_models_that_do_not_fit_together_train_as_if_they_did(
     assert not spilled(tmp_path)
 
 
-def test_whoever_was_used_last_stays(engine_with: Make, one_adapter: int) -> None:
+def test_the_most_recently_used_adapter_stays(engine_with: Make, one_adapter: int) -> None:
     engine = engine_with(adapter_bytes=2 * one_adapter)
     for name in ("a", "b"):
         engine.create(name, LORA, AdamOptimizerConfig())
@@ -100,7 +100,9 @@ def test_whoever_was_used_last_stays(engine_with: Make, one_adapter: int) -> Non
     assert engine.has("b")  # never "not loaded"
 
 
-def test_a_pass_goes_on_although_its_adapter_was_away(engine_with: Make, one_adapter: int) -> None:
+def test_a_pass_continues_after_its_adapter_was_evicted(
+    engine_with: Make, one_adapter: int
+) -> None:
     engine = engine_with(adapter_bytes=one_adapter)
     engine.create("a", LORA, AdamOptimizerConfig())
     rng = np.random.default_rng(0)
@@ -130,7 +132,7 @@ def test_a_micro_batch_keeps_its_adapters_together(engine_with: Make, one_adapte
     assert engine._adapters.usage(Tier.DEVICE).count == 1
 
 
-def test_samplers_count_and_give_way_first(
+def test_sampler_adapters_count_and_are_evicted_first(
     engine_with: Make, one_adapter: int, tmp_path: Path
 ) -> None:
     engine = engine_with(adapter_bytes=one_adapter * 3 // 2)  # one in training, two of samplers
@@ -160,7 +162,7 @@ def saved_adapters(engine: Engine, folder: Path, count: int) -> list[Path]:
 
 
 @pytest.mark.parametrize("limit", ["adapters", "everything"])
-def test_samples_of_more_adapters_than_fit_wait_for_each_other(
+def test_samples_of_more_adapters_than_fit_wait_for_memory(
     engine_with: Make, one_adapter: int, tmp_path: Path, limit: str
 ) -> None:
     large = engine_with()
@@ -209,7 +211,7 @@ def finished_tickets(engine: Engine) -> list[int]:
 ALICE, CAROL, BOB, DAVE, BASE, SHORT = range(1, 7)
 
 
-def test_who_waits_for_an_adapter_s_room_stops_nobody_but_those_who_need_room_too(
+def test_a_request_waiting_for_adapter_memory_blocks_only_others_that_need_memory(
     engine_with: Make, one_adapter: int, tmp_path: Path
 ) -> None:
     folders = saved_adapters(engine_with(), tmp_path, 4)
@@ -233,7 +235,7 @@ def test_who_waits_for_an_adapter_s_room_stops_nobody_but_those_who_need_room_to
     assert order.index(BOB) < order.index(DAVE)
 
 
-def test_a_stream_of_samples_does_not_keep_another_adapter_out(
+def test_a_stream_of_samples_does_not_block_another_adapter(
     engine_with: Make, one_adapter: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sampler, "MAX_ROOM_WAIT_S", 0.0)
@@ -253,7 +255,9 @@ def test_a_stream_of_samples_does_not_keep_another_adapter_out(
     finished_tickets(engine)
 
 
-def test_what_can_never_fit_is_refused_with_the_sizes(engine_with: Make, one_adapter: int) -> None:
+def test_an_adapter_that_can_never_fit_is_refused_with_the_sizes(
+    engine_with: Make, one_adapter: int
+) -> None:
     engine = engine_with(adapter_bytes=one_adapter)
     with pytest.raises(
         UserFailure,
@@ -264,7 +268,7 @@ def test_what_can_never_fit_is_refused_with_the_sizes(engine_with: Make, one_ada
     assert not engine.has("a")
 
 
-def test_a_pass_that_does_not_fit_sends_idle_models_away_first(
+def test_a_pass_that_does_not_fit_evicts_idle_adapters_first(
     engine_with: Make, one_adapter: int
 ) -> None:
     # So much memory that two idle adapters are in the way of a long sequence.
@@ -284,13 +288,15 @@ def test_a_pass_that_does_not_fit_sends_idle_models_away_first(
     assert engine.run_pass("b", data, backward=True).metrics["loss:sum"]
 
 
-def test_an_engine_removes_what_an_earlier_one_left(engine_with: Make, tmp_path: Path) -> None:
+def test_an_engine_empties_the_spill_folder_at_start(engine_with: Make, tmp_path: Path) -> None:
     (tmp_path / "spill" / "7").mkdir(parents=True)
     engine_with()
     assert not spilled(tmp_path)
 
 
-def test_a_folder_of_its_own_goes_with_the_engine(tiny_folder: Path, one_adapter: int) -> None:
+def test_a_temporary_spill_folder_is_deleted_with_the_engine(
+    tiny_folder: Path, one_adapter: int
+) -> None:
     settings = EngineSettings(
         name="t", folder=tiny_folder, device="cpu", kv_tokens=64, adapter_bytes=one_adapter
     )
@@ -361,7 +367,7 @@ def test_a_gpu_s_adapters_go_to_the_host_first_and_then_to_disk(
     assert moved[2:] == [("3", "cpu"), ("2", "cuda"), ("2", "cpu"), ("1", "from disk to cuda")]
 
 
-def test_an_adapter_that_leaves_after_a_pass_leaves_its_memory(
+def test_an_adapter_evicted_or_dropped_after_a_pass_frees_its_memory(
     engine_with: Make, one_adapter: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = engine_with(adapter_bytes=one_adapter)

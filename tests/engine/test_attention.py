@@ -59,7 +59,7 @@ def call(q: Tensor, k: Tensor, v: Tensor, packing: Packing) -> Tensor:
 
 
 @pytest.mark.parametrize("lengths", [[7], [4, 4, 4], [3, 1, 9], [1, 1]])
-def test_segments_see_themselves_and_their_past_only(lengths: list[int]) -> None:
+def test_tokens_attend_only_to_the_past_of_their_segment(lengths: list[int]) -> None:
     q, k, v = random_qkv(sum(lengths))
     found = call(q, k, v, Packing.of(lengths, device=CPU))
     parts = [plain(*part) for part in zip(*(t.split(lengths) for t in (q, k, v)), strict=True)]
@@ -71,7 +71,7 @@ def empty_cache(rows: int) -> CacheLayer:
     return CacheLayer(torch.full(shape, math.nan), torch.full(shape, math.nan))
 
 
-def test_a_later_chunk_sees_what_was_cached_before_it() -> None:
+def test_a_later_chunk_attends_to_the_cached_prefix() -> None:
     """Nine tokens in chunks of four and five, beside a new segment of three."""
     q, k, v = random_qkv(9)
     other_q, other_k, other_v = random_qkv(3)
@@ -95,7 +95,7 @@ def test_a_later_chunk_sees_what_was_cached_before_it() -> None:
 
 
 @pytest.mark.parametrize("form", ["runs", "table", "runs without the flash kernel"])
-def test_decoding_reads_the_cache_wherever_it_lies(
+def test_decoding_reads_contiguous_and_scattered_slots(
     form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two samples of a prompt of six, and a third sequence in two runs of its own."""
@@ -153,7 +153,7 @@ def changed(q: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("kernel", [gone, changed])
-def test_a_torch_without_the_kernel_as_it_was_decodes_with_public_operations(
+def test_without_a_working_flash_kernel_public_operations_are_used(
     kernel: Callable[..., object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = "_scaled_dot_product_flash_attention_for_cpu"

@@ -27,7 +27,7 @@ def test_a_large_request_leaves_room_for_a_small_one() -> None:
     assert BatchMixer().next_batch(queues, 100) == [Selection("large", 8), Selection("small", 2)]
 
 
-def test_a_row_longer_than_a_batch_goes_alone() -> None:
+def test_a_datum_longer_than_a_batch_runs_alone() -> None:
     mixer = BatchMixer()
     assert mixer.next_batch([queue("long", 500, 2), queue("other", 2)], 100) == [
         Selection("long", 1)
@@ -38,7 +38,7 @@ def test_a_row_longer_than_a_batch_goes_alone() -> None:
 
 @pytest.mark.parametrize("lengths", [[3, 3, 3], [2, 9, 2], [9], [1] * 20, [7, 1, 7, 1]])
 @pytest.mark.parametrize("max_tokens", [1, 6, 9])
-def test_one_model_alone_is_cut_as_a_pass_alone(lengths: list[int], max_tokens: int) -> None:
+def test_a_single_model_is_batched_like_a_single_pass(lengths: list[int], max_tokens: int) -> None:
     mixer = BatchMixer()
     while lengths:
         (cut,) = mixer.next_batch([queue("m", *lengths)], max_tokens)
@@ -46,7 +46,7 @@ def test_one_model_alone_is_cut_as_a_pass_alone(lengths: list[int], max_tokens: 
         lengths = lengths[cut.size :]
 
 
-def test_models_get_the_same_tokens_whatever_their_rows_look_like() -> None:
+def test_models_get_equal_tokens_for_long_and_short_data() -> None:
     rows = {"long": [70] * 400, "short": [3] * 10_000, "middling": [20] * 1_400}
     order = list(rows)
     mixer = BatchMixer()
@@ -63,7 +63,7 @@ def test_models_get_the_same_tokens_whatever_their_rows_look_like() -> None:
     assert max(served.values()) <= 1.1 * min(served.values())
 
 
-def test_time_away_earns_nothing() -> None:
+def test_idle_time_earns_no_credit() -> None:
     mixer = BatchMixer()
     for _ in range(50):
         mixer.next_batch([queue("busy", 10, 10, 10)], 20)

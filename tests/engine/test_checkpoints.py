@@ -35,14 +35,14 @@ def edit_config(folder: Path, **changes: object) -> None:
     file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
 
 
-def test_a_checkpoint_is_never_written_twice(engine: Engine, model: str, saved: Path) -> None:
+def test_a_checkpoint_is_never_overwritten(engine: Engine, model: str, saved: Path) -> None:
     before = {file.name: file.read_bytes() for file in saved.iterdir()}
     with pytest.raises(FileExistsError, match="never overwritten"):
         engine.save(model, saved, optimizer=False)
     assert {file.name: file.read_bytes() for file in saved.iterdir()} == before
 
 
-def test_a_save_that_fails_leaves_nothing(tmp_path: Path) -> None:
+def test_a_failed_save_leaves_nothing(tmp_path: Path) -> None:
     def fail(part: Path) -> None:
         (part / "half").write_text("half")
         raise OSError("disk full")
@@ -95,7 +95,7 @@ def test_a_checkpoint_of_another_shape_is_refused(
         ({"r": 5}, "says rank 5"),
     ],
 )
-def test_a_config_that_means_something_else_is_refused(
+def test_an_unsupported_peft_config_is_refused(
     engine: Engine, model: str, saved: Path, changes: dict[str, object], message: str
 ) -> None:
     edit_config(saved, **changes)
@@ -103,7 +103,7 @@ def test_a_config_that_means_something_else_is_refused(
         engine.load(model, saved, optimizer=False)
 
 
-def test_a_sampler_s_checkpoint_has_no_optimizer_to_load(
+def test_a_sampler_checkpoint_has_no_optimizer_state(
     engine: Engine, model: str, tmp_path: Path
 ) -> None:
     engine.save(model, tmp_path / "sampler", optimizer=False)
@@ -123,7 +123,9 @@ def test_a_refused_load_changes_nothing(engine: Engine, model: str, saved: Path)
     assert torch.equal(engine._adapters[model].master, before)
 
 
-def test_what_is_no_checkpoint_is_refused(engine: Engine, model: str, tmp_path: Path) -> None:
+def test_a_folder_that_is_not_a_checkpoint_is_refused(
+    engine: Engine, model: str, tmp_path: Path
+) -> None:
     with pytest.raises(UserFailure, match=r"has no adapter_config.json; it is not a checkpoint"):
         engine.load(model, tmp_path / "nothing", optimizer=False)
     (tmp_path / "broken").mkdir()
@@ -132,14 +134,14 @@ def test_what_is_no_checkpoint_is_refused(engine: Engine, model: str, tmp_path: 
         engine.load(model, tmp_path / "broken", optimizer=False)
 
 
-def test_a_cut_off_file_is_refused(engine: Engine, model: str, saved: Path) -> None:
+def test_a_truncated_file_is_refused(engine: Engine, model: str, saved: Path) -> None:
     file = saved / "adapter_model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(UserFailure, match=r"adapter_model.safetensors cannot be read"):
         engine.load(model, saved, optimizer=False)
 
 
-def test_other_tensors_than_pairs_are_refused(engine: Engine, model: str, saved: Path) -> None:
+def test_tensors_other_than_lora_pairs_are_refused(engine: Engine, model: str, saved: Path) -> None:
     file = saved / "adapter_model.safetensors"
     tensors = load_file(file)
     tensors["base_model.model.lm_head.weight"] = torch.ones(2)
@@ -164,7 +166,7 @@ for number in itertools.count():
 """
 
 
-def test_a_process_killed_while_it_saves_leaves_nothing_half_written_to_see(
+def test_a_process_killed_while_saving_leaves_no_partial_checkpoint(
     engine: Engine, tiny_folder: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"

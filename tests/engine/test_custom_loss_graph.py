@@ -102,7 +102,7 @@ def test_a_loss_gives_the_numbers_of_the_python_function(name):
 
 
 @pytest.mark.parametrize("name", BY_NAME)
-def test_a_graph_recorded_from_the_official_client_is_the_one_we_trace_and_runs(name):
+def test_a_graph_recorded_from_the_official_client_equals_our_trace_and_runs(name):
     recorded = {
         request.name: request
         for request in map(
@@ -636,7 +636,7 @@ def test_a_hostile_graph_is_refused_with_a_reason(place):
     assert len(message) < 600
 
 
-def test_there_are_many_hostile_graphs_and_together_they_take_no_memory_and_no_time():
+def test_all_hostile_graphs_together_take_little_memory_and_time():
     before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     started = time.monotonic()
     for wire, _ in HOSTILE:
@@ -731,14 +731,14 @@ def test_every_operation_survives_any_arguments(table):
     assert len(ran) > 60
 
 
-def test_a_run_stops_when_its_time_is_over():
+def test_a_run_stops_at_its_deadline():
     graph = rebuilt(ppo, BY_NAME["ppo"][1])
     logprobs, inputs = data_for(BY_NAME["ppo"][1])
     with pytest.raises(UserFailure, match="time"):
         graph.run(logprobs, inputs, deadline_s=-1.0)
 
 
-def test_the_time_covers_the_way_back_too(monkeypatch):
+def test_the_deadline_includes_the_backward_pass(monkeypatch):
     now = 0.0
     monkeypatch.setattr(custom_loss_graph.time, "monotonic", lambda: now)
     graph = rebuilt(*BY_NAME["ppo"])
@@ -756,7 +756,7 @@ def test_the_time_covers_the_way_back_too(monkeypatch):
         graph.value_and_gradient(logprobs, inputs, deadline_s=1.0)
 
 
-def test_the_loss_is_refused_when_it_has_no_gradient_or_is_no_float():
+def test_a_loss_without_gradient_or_of_another_type_is_refused():
     ranks = {"logprobs": 1}
     logprobs = torch.zeros(3, requires_grad=True)
     for fn, word in (
@@ -778,7 +778,7 @@ def test_without_gradients_the_same_loss_only_gives_a_value():
     assert metrics["custom/tokens:sum"].item() == 4
 
 
-def test_a_loss_that_is_not_finite_is_passed_on():
+def test_a_loss_that_is_not_finite_is_returned():
     graph = rebuilt(lambda logprobs: (torch.log(logprobs).sum(), {}), {"logprobs": 1})
     loss, _ = graph.run(torch.tensor([-1.0], requires_grad=True), {})
     assert math.isnan(loss.item())
@@ -795,7 +795,7 @@ def test_inputs_must_be_there_and_of_the_declared_rank():
         graph.run(logprobs, inputs)
 
 
-def test_the_logprobs_are_those_of_the_model_whatever_the_datum_carries():
+def test_the_logprobs_are_those_of_the_model_not_of_the_datum():
     graph = rebuilt(lambda logprobs: (logprobs.sum(), {}), {"logprobs": 1})
     loss, _ = graph.run(torch.ones(3), {"logprobs": torch.zeros(3)})
     assert loss.item() == 3
@@ -820,7 +820,7 @@ def test_inputs_that_do_not_fit_the_graph_are_refused(ranks, word):
         Graph.rebuild("hostile", declared(ranks), CustomLossGraph.model_validate(graph_of()))
 
 
-def test_a_name_without_end_is_refused():
+def test_a_very_long_name_is_refused():
     with pytest.raises(UserFailure, match="1000000 characters; at most 256 are allowed"):
         Graph.rebuild("x" * 10**6, declared(RANKS), CustomLossGraph.model_validate(graph_of()))
 
@@ -838,7 +838,7 @@ def test_a_graph_without_output_is_refused():
         attempt(wire)
 
 
-def test_a_value_that_its_gradient_needs_changed_in_place_is_the_users_failure():
+def test_an_in_place_change_that_breaks_the_gradient_is_a_user_failure():
     def loss(logprobs):
         ratio = torch.exp(logprobs)
         ratio.add_(1)
@@ -860,7 +860,7 @@ def test_long_data_may_make_a_matrix_and_longer_data_may_grow_with_its_length():
     assert wide.largest == 64 * 10**6
 
 
-def test_a_graph_survives_pickling_and_does_not_change():
+def test_a_graph_can_be_pickled_and_is_immutable():
     fn, ranks = BY_NAME["ppo"]
     graph = rebuilt(fn, ranks)
     assert repr(graph).startswith("<Graph ppo(logprobs, old_logprobs, advantages, mask) of ")
@@ -873,6 +873,6 @@ def test_a_graph_survives_pickling_and_does_not_change():
         Graph()
 
 
-def test_a_misspelt_target_is_answered_with_the_nearest():
+def test_a_misspelled_target_gets_a_suggestion():
     with pytest.raises(UserFailure, match=r"nearest is 'torch\.minimum'"):
         attempt(graph_of(call("torch.minimun", X)))

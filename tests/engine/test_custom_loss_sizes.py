@@ -157,7 +157,7 @@ def operations() -> Iterator[tuple[str, Operation]]:
             yield name, operation
 
 
-def test_no_operation_makes_more_than_its_rule_says() -> None:
+def test_no_operation_exceeds_its_size_rule() -> None:
     torch.set_num_threads(1)
     dice = random.Random(12)
     wrong, untried, number = {}, [], 0
@@ -176,7 +176,7 @@ def test_no_operation_makes_more_than_its_rule_says() -> None:
 
 
 @pytest.mark.parametrize("made", [torch.sum, torch.logsumexp, torch.std_mean])
-def test_a_rule_that_counts_elements_only_is_found(made: Callable[..., Any]) -> None:
+def test_a_size_rule_that_ignores_empty_dimensions_is_detected(made: Callable[..., Any]) -> None:
     careless = Operation(
         call=made,
         parameters=FUNCTIONS["torch.logsumexp"].parameters,
@@ -185,7 +185,7 @@ def test_a_rule_that_counts_elements_only_is_found(made: Callable[..., Any]) -> 
     assert too_small(careless, random.Random(1))[0]
 
 
-def test_every_kept_graph_is_refused_and_takes_no_memory() -> None:
+def test_every_corpus_graph_is_refused_without_allocating() -> None:
     """Each asks for gigabytes by way of an empty dimension."""
     kept = hostile.corpus()
     hostile.attempted(kept[0])

@@ -74,7 +74,7 @@ def test_an_impossible_adapter_is_refused(engine: Engine, lora: LoraConfig, mess
     assert not engine.has("new")
 
 
-def test_an_optimizer_that_is_not_there_is_refused(engine: Engine, model: str) -> None:
+def test_an_unknown_optimizer_is_refused(engine: Engine, model: str) -> None:
     with pytest.raises(UserFailure, match="'lion' is not supported by this server; use 'adamw'"):
         engine.create("new", LoraConfig(rank=4), OptimizerConfigBase(type="lion"))
     with pytest.raises(UserFailure, match="created with the adamw optimizer"):
@@ -112,7 +112,7 @@ def test_parameters_out_of_range_are_refused(
         ({"deterministic": True}, 4 * 10**9, 8192),
     ],
 )
-def test_on_a_cpu_half_of_the_free_memory_is_planned_with_unless_said(
+def test_on_a_cpu_half_of_the_free_memory_is_the_default(
     engine: Engine,
     monkeypatch: pytest.MonkeyPatch,
     settings: dict[str, Any],
@@ -127,7 +127,9 @@ def test_on_a_cpu_half_of_the_free_memory_is_planned_with_unless_said(
     assert (plan.total - beside, plan.batch_tokens) == (total, tokens)
 
 
-def test_a_deterministic_engine_repeats_every_bit_whatever_else_waits(tiny_folder: Path) -> None:
+def test_a_deterministic_engine_repeats_every_bit_with_and_without_other_requests(
+    tiny_folder: Path,
+) -> None:
     engine = Engine(
         EngineSettings(
             name="t", folder=tiny_folder, device="cpu", kv_tokens=512, deterministic=True
@@ -170,7 +172,7 @@ def test_metrics_have_one_colon_and_a_loss(engine: Engine, model: str) -> None:
     assert step["learning_rate:mean"] == 1e-3
 
 
-def test_gradients_can_be_thrown_away(engine: Engine, model: str) -> None:
+def test_gradients_can_be_cleared(engine: Engine, model: str) -> None:
     engine.run_pass(model, work([1, 2, 3]), backward=True)
     engine.clear_gradients(model)
     assert engine.optim_step(model, AdamParams())["grad_norm:mean"] == 0.0
@@ -190,7 +192,7 @@ def test_a_pass_can_be_run_in_steps(engine: Engine, model: str) -> None:
         assert mine["logprobs"].tolist() == pytest.approx(theirs["logprobs"].tolist(), abs=1e-5)
 
 
-def test_two_models_train_apart(engine: Engine, model: str, tmp_path: Path) -> None:
+def test_two_models_train_independently(engine: Engine, model: str, tmp_path: Path) -> None:
     engine.create("other", LoraConfig(rank=2, seed=1, train_mlp=False), AdamOptimizerConfig())
     before = engine._adapters["other"].master.clone()
     for _ in range(2):
@@ -201,7 +203,7 @@ def test_two_models_train_apart(engine: Engine, model: str, tmp_path: Path) -> N
     engine.drop("other")
 
 
-def test_a_wrong_device_says_what_there_is(tiny_folder: Path) -> None:
+def test_an_unsupported_device_error_lists_the_allowed_ones(tiny_folder: Path) -> None:
     with pytest.raises(ValueError, match="use cpu, cuda or auto"):
         Engine(EngineSettings(name="tiny", folder=tiny_folder, device="mps"))
 

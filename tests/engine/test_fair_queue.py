@@ -3,7 +3,7 @@
 from tinkex.engine.sampling.fair_queue import FairQueue
 
 
-def test_the_one_with_the_fewest_tokens_comes_next_and_equals_in_order_of_arrival() -> None:
+def test_the_owner_with_the_fewest_tokens_comes_next_and_ties_by_arrival() -> None:
     queue: FairQueue[int] = FairQueue()
     for number, owner in enumerate("bab"):
         queue.add(owner, number, active=set())
@@ -14,7 +14,7 @@ def test_the_one_with_the_fewest_tokens_comes_next_and_equals_in_order_of_arriva
     assert list(queue) == [0, 2, 1]
 
 
-def test_time_away_earns_nothing() -> None:
+def test_idle_time_earns_no_credit() -> None:
     queue: FairQueue[int] = FairQueue()
     queue.add("old", 0, active=set())
     queue.charge("old", 1000)
@@ -26,7 +26,7 @@ def test_time_away_earns_nothing() -> None:
     assert queue.served == {"old": 1050, "new": 1050}
 
 
-def test_work_that_had_begun_comes_before_the_rest_of_its_owner() -> None:
+def test_requeued_work_comes_before_other_work_of_its_owner() -> None:
     queue: FairQueue[int] = FairQueue()
     queue.add("a", 1, active=set())
     queue.requeue("a", 0)

@@ -17,7 +17,7 @@ def opened(pages: Pages, count: int, most: int | None = None) -> PageTable:
     return page_table
 
 
-def test_pages_of_a_sequence_lie_together_and_grow_in_place() -> None:
+def test_pages_of_a_sequence_are_contiguous_and_extended_in_place() -> None:
     pages = Pages(64, 16)
     first, second = opened(pages, 2, max_pages=6), opened(pages, 3, max_pages=3)
     for _ in range(4):
@@ -26,7 +26,7 @@ def test_pages_of_a_sequence_lie_together_and_grow_in_place() -> None:
     assert extents(second) == [(6, 3)]
 
 
-def test_a_promise_is_kept_only_as_long_as_there_are_other_pages() -> None:
+def test_reserved_pages_are_used_only_if_no_others_are_free() -> None:
     pages = Pages(4, 16)
     first = opened(pages, 1, max_pages=4)
     second = opened(pages, 2, max_pages=2)
@@ -38,20 +38,20 @@ def test_a_promise_is_kept_only_as_long_as_there_are_other_pages() -> None:
     assert not pages.extend(first, max_pages=4)
 
 
-def test_no_more_than_a_few_pages_are_promised() -> None:
+def test_the_number_of_reserved_pages_is_limited() -> None:
     pages = Pages(200, 16)
     opened(pages, 1, max_pages=200)
     assert extents(opened(pages, 1, max_pages=200)) == [(1 + MAX_RESERVED_PAGES, 1)]
 
 
-def test_too_few_pages_are_an_answer_and_change_nothing() -> None:
+def test_a_failed_allocation_changes_nothing() -> None:
     pages = Pages(3, 16)
     opened(pages, 2)
     assert pages.allocate(2, max_pages=2) is None
     assert pages.available == 1
 
 
-def test_scattered_pages_serve_when_no_run_is_left() -> None:
+def test_scattered_pages_are_used_if_no_contiguous_range_is_free() -> None:
     pages = Pages(6, 16)
     page_tables = [opened(pages, 1) for _ in range(6)]
     for index in (1, 3, 4):
@@ -59,7 +59,7 @@ def test_scattered_pages_serve_when_no_run_is_left() -> None:
     assert extents(opened(pages, 3)) == [(1, 1), (3, 2)]
 
 
-def test_forks_share_full_pages_until_the_last_holder_leaves() -> None:
+def test_forks_share_full_pages_until_the_last_user_releases_them() -> None:
     pages = Pages(8, 4)
     prompt = opened(pages, 3)
     forks = [pages.fork(prompt, 2) for _ in range(2)]
@@ -75,7 +75,7 @@ def test_forks_share_full_pages_until_the_last_holder_leaves() -> None:
     assert pages.available == 8
 
 
-def test_rows_follow_the_spans() -> None:
+def test_slots_follow_the_extents() -> None:
     pages = Pages(6, 4)
     page_tables = [opened(pages, 1) for _ in range(6)]
     pages.release(page_tables[1])
@@ -88,7 +88,7 @@ def test_rows_follow_the_spans() -> None:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_random_use_never_loses_or_doubles_a_page(seed: int) -> None:
+def test_random_use_never_loses_or_duplicates_a_page(seed: int) -> None:
     rng = random.Random(seed)
     pages = Pages(rng.randint(1, 60), 4)
     held: list[PageTable] = []

@@ -57,7 +57,7 @@ def test_matrices_do_not_overlap_and_groups_share_one_tall_A(rank: int) -> None:
     assert all(placement.offset_B % ALIGNMENT == 0 for placement in layout.placements.values())
 
 
-def test_an_adapter_begins_as_no_change_with_a_uniform_A() -> None:
+def test_a_new_adapter_changes_nothing_and_has_a_uniform_A() -> None:
     layout = make_layout(TARGETS, 64)
     flat = initial_weights(layout, seed=1)
     for name, placement in layout.placements.items():
@@ -97,7 +97,7 @@ def test_switches_choose_the_layers(switches: dict[str, bool], names: list[str])
 
 
 @pytest.mark.parametrize("rows", [3, 40])
-def test_every_row_gets_its_own_adapter_and_gradients_go_to_theirs(rows: int) -> None:
+def test_every_token_uses_its_adapter_and_gradients_go_to_it(rows: int) -> None:
     """Two adapters of different rank, base rows between them, against plain autograd."""
     torch.manual_seed(0)
     base = nn.Linear(6, 7).requires_grad_(False)

@@ -49,7 +49,7 @@ def test_the_memory_is_divided_by_the_table(name: str) -> None:
 
 
 @pytest.mark.parametrize("device", FRACTIONS)
-def test_the_parts_are_the_whole(device: str) -> None:
+def test_the_parts_add_up_to_the_total(device: str) -> None:
     plan = memory_plan(**{**USUAL, "fractions": FRACTIONS[device]})
     parts = (plan.base, plan.reserved, plan.activations, plan.cache, plan.adapters)
     assert sum(parts) == plan.total
@@ -82,7 +82,9 @@ FILE = resident("file", 5, 9, has_file=True)
         (999, ["file", "old", "new"]),  # never who is busy
     ],
 )
-def test_the_cheap_and_the_least_used_give_way(shortage: int, leaving: list[str]) -> None:
+def test_adapters_with_files_and_least_recently_used_are_evicted_first(
+    shortage: int, leaving: list[str]
+) -> None:
     assert choose_evictions([NEW, BUSY, FILE, OLD], shortage) == leaving
 
 
@@ -90,5 +92,5 @@ def test_the_cheap_and_the_least_used_give_way(shortage: int, leaving: list[str]
     ("size", "text"),
     [(0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (2_500_000, "2.5 MB"), (3_210_000_000, "3.2 GB")],
 )  # fmt: skip
-def test_sizes_can_be_read(size: int, text: str) -> None:
+def test_sizes_are_formatted_with_units(size: int, text: str) -> None:
     assert format_bytes(size) == text

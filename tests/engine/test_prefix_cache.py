@@ -23,7 +23,7 @@ def computed(pages: Pages, version: Version, tokens: list[int]) -> PageTable:
     return page_table
 
 
-def test_full_pages_are_found_by_the_tokens_that_led_to_them() -> None:
+def test_full_pages_are_found_by_their_token_prefix() -> None:
     pages = Pages(16, SIZE, max_idle=16)
     held = computed(pages, "a", [1, 2, 3, 4, 5])
     first, second, _ = pages_of(held)
@@ -35,7 +35,7 @@ def test_full_pages_are_found_by_the_tokens_that_led_to_them() -> None:
     assert pages.find(None, [1, 2, 3, 4], 9) == []
 
 
-def test_a_found_page_is_shared_until_its_last_holder_leaves_and_then_kept() -> None:
+def test_a_cached_page_is_shared_and_stays_idle_after_its_last_user() -> None:
     pages = Pages(8, SIZE, max_idle=8)
     one = computed(pages, None, [1, 2, 3, 4])
     two = computed(pages, None, [1, 2, 3, 4])
@@ -50,7 +50,7 @@ def test_a_found_page_is_shared_until_its_last_holder_leaves_and_then_kept() -> 
     assert len(pages.find(None, [1, 2, 3, 4], 2)) == 2
 
 
-def test_the_least_recently_used_goes_first_and_its_end_before_its_start() -> None:
+def test_the_least_recently_used_prefix_is_evicted_from_its_end() -> None:
     pages = Pages(6, SIZE, max_idle=6)
     for tokens in ([1, 1, 1, 1], [2, 2, 2, 2], [3, 3, 3, 3]):
         pages.release(computed(pages, None, tokens))
@@ -61,7 +61,7 @@ def test_the_least_recently_used_goes_first_and_its_end_before_its_start() -> No
     assert found == [1, 0, 2]
 
 
-def test_no_more_than_agreed_are_kept_for_nobody() -> None:
+def test_the_number_of_idle_pages_is_limited() -> None:
     pages = Pages(10, SIZE, max_idle=3)
     pages.release(computed(pages, None, [1] * 10))
     assert pages.idle == 3
@@ -71,7 +71,7 @@ def test_no_more_than_agreed_are_kept_for_nobody() -> None:
     assert (off.idle, off.find(None, [1] * 10, 5)) == (0, [])
 
 
-def test_a_dropped_version_leaves_nothing_that_can_be_found() -> None:
+def test_an_evicted_version_is_no_longer_found() -> None:
     pages = Pages(10, SIZE, max_idle=10)
     held = computed(pages, "a", [1, 2, 3, 4])
     pages.release(computed(pages, "a", [1, 2, 7, 8]))
@@ -87,7 +87,7 @@ def test_a_dropped_version_leaves_nothing_that_can_be_found() -> None:
     assert pages.available == 10
 
 
-def test_known_pages_are_not_evicted_for_the_ones_behind_them() -> None:
+def test_cached_pages_of_a_prefix_are_not_evicted_for_its_new_pages() -> None:
     pages = Pages(4, SIZE, max_idle=4)
     pages.release(computed(pages, None, [1, 1, 2, 2, 3, 3, 4, 4]))
     known = pages.find(None, [1, 1, 2, 2, 9, 9, 9, 9], 2)
@@ -165,7 +165,7 @@ ACTS = st.one_of(
 
 @settings(max_examples=150, deadline=None)
 @given(st.integers(1, 24), st.integers(0, 24), st.lists(ACTS, max_size=40))
-def test_whatever_happens_pages_hold_what_they_are_found_by(
+def test_cached_pages_always_have_the_content_they_are_found_by(
     count: int, max_idle: int, acts: list[tuple]
 ) -> None:
     pages = Pages(count, SIZE, max_idle=max_idle)
@@ -193,7 +193,7 @@ def test_whatever_happens_pages_hold_what_they_are_found_by(
     assert pages.idle == 0
 
 
-def test_a_beginning_is_found_by_its_owner_only() -> None:
+def test_a_cached_prefix_is_found_only_by_its_owner() -> None:
     """Whether a prompt was computed before would tell one owner what another asked."""
     pages = Pages(16, SIZE, max_idle=16)
     tokens = [1, 2, 3, 4]

@@ -157,7 +157,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_a_wrong_request_is_refused_with_what_is_wrong(case: str) -> None:
+def test_an_invalid_request_is_refused_with_the_reason(case: str) -> None:
     make, message = REFUSED[case]
     with pytest.raises(UserFailure, match=message):
         check_request(make(), LIMITS, backward=True)
@@ -176,7 +176,7 @@ def test_config_comes_as_a_number_or_for_each_token() -> None:
     assert rows[1].inputs_NK["clip_high_threshold"][:, 0].tolist() == [3.0] * 3
 
 
-def test_a_sparse_target_left_out_is_token_zero_with_weight_zero() -> None:
+def test_a_missing_sparse_target_is_token_zero_with_weight_zero() -> None:
     sparse = {"shape": [3, 5], "sparse_crow_indices": [0, 1, 1, 1], "sparse_col_indices": [2]}
     made = datum(
         target_tokens=TensorData(data=[42], dtype="int64", **sparse),

@@ -60,12 +60,12 @@ def test_the_same_seed_repeats_and_another_does_not(engine: Engine) -> None:
     assert tokens(engine, max_tokens=20, seed=5, stop=[]) != first
 
 
-def test_without_a_seed_draws_differ(engine: Engine) -> None:
+def test_without_a_seed_samples_differ(engine: Engine) -> None:
     drawn = {tuple(tokens(engine, max_tokens=20, seed=None, stop=[])) for _ in range(3)}
     assert len(drawn) == 3
 
 
-def test_greedy_is_the_likeliest_token_every_time(engine: Engine) -> None:
+def test_greedy_sampling_takes_the_most_likely_token(engine: Engine) -> None:
     answer = sample(
         engine, request(max_tokens=10, temperature=0.0, stop=[], topk_sample_logprobs=2)
     ).sequences[0]
@@ -79,7 +79,7 @@ def test_greedy_is_the_likeliest_token_every_time(engine: Engine) -> None:
 
 @pytest.mark.parametrize("cut", [{}, {"top_p": 0.9}, {"top_k": 3}])
 @pytest.mark.parametrize("temperature", [5e-324, 1e-300, 1e-40, 1e-20, 9e-7])
-def test_below_the_least_temperature_sampling_is_greedy(
+def test_below_the_minimum_temperature_sampling_is_greedy(
     engine: Engine, temperature: float, cut: dict[str, Any]
 ) -> None:
     options = {"max_tokens": 6, "stop": [], "prompt_alt_tokens_k": 2}
@@ -114,7 +114,7 @@ def test_samples_of_a_request_differ_and_come_in_order(engine: Engine) -> None:
     assert several[0].tokens == tokens(engine, max_tokens=12, stop=[])
 
 
-def test_a_stop_token_is_included_and_named_as_the_reason(engine: Engine) -> None:
+def test_a_stop_token_is_included_and_is_the_stop_reason(engine: Engine) -> None:
     free = tokens(engine, max_tokens=20, stop=[])
     at = free.index(free[7])
     answer = sample(engine, request(max_tokens=20, stop=[free[7]])).sequences[0]
@@ -179,7 +179,7 @@ def test_prompt_logprobs_begin_with_none(engine: Engine) -> None:
         assert [pair[1] for pair in row] == sorted((pair[1] for pair in row), reverse=True)
 
 
-def test_only_the_last_prompt_positions_are_answered_when_asked(engine: Engine) -> None:
+def test_prompt_logprobs_can_be_limited_to_the_last_positions(engine: Engine) -> None:
     prompt = list(range(10))
     options = {"max_tokens": 1, "prompt_logprobs": True, "topk_prompt_logprobs": 2}
     whole = sample(engine, request(prompt, **options))
@@ -203,7 +203,7 @@ def all_logprobs(engine: Engine, prompt: list[int]) -> np.ndarray:
     return found[1:]
 
 
-def test_given_tokens_are_scored_where_they_were_asked_for(engine: Engine) -> None:
+def test_target_tokens_are_scored_at_their_positions(engine: Engine) -> None:
     prompt = list(range(40, 60))
     expected = all_logprobs(engine, prompt)
     targets = np.full((19, 3), -1)
@@ -255,7 +255,7 @@ def test_the_last_positions_alone_limit_neither_targets_nor_alternatives(engine:
     assert answer.prompt_alt_tokens.tokens.shape == [9, 2]
 
 
-def test_alternatives_are_drawn_from_the_model_at_every_position(engine: Engine) -> None:
+def test_alternatives_are_sampled_at_every_position(engine: Engine) -> None:
     prompt = list(range(100, 112))
     expected = all_logprobs(engine, prompt).astype(np.float64)
     asked = request(prompt, max_tokens=1, prompt_alt_tokens_k=300, seed=3)
@@ -298,7 +298,7 @@ def test_alternatives_follow_the_temperature(engine: Engine) -> None:
     )
 
 
-def test_what_was_computed_before_is_found_and_said(engine: Engine) -> None:
+def test_cached_prefix_tokens_are_reused_and_reported(engine: Engine) -> None:
     prompt = list(range(200, 270))
     first = sample(engine, request(prompt, max_tokens=40, stop=[]))
     assert first.prompt_cache_hit_tokens == 0
@@ -311,7 +311,7 @@ def test_what_was_computed_before_is_found_and_said(engine: Engine) -> None:
     assert sample(engine, request(prompt[1:], max_tokens=1)).prompt_cache_hit_tokens == 0
 
 
-def test_what_one_owner_asked_is_not_found_by_another(engine: Engine) -> None:
+def test_a_prefix_of_one_owner_is_not_found_by_another(engine: Engine) -> None:
     prompt = list(range(120, 160))
     found = []
     for owner in ("alice", "bob", "alice"):
@@ -323,7 +323,7 @@ def test_what_one_owner_asked_is_not_found_by_another(engine: Engine) -> None:
     assert found == [0, 0, 32]
 
 
-def test_a_prompt_that_is_asked_about_is_computed_as_far_as_needed(engine: Engine) -> None:
+def test_a_prompt_with_logprobs_is_computed_from_the_first_needed_token(engine: Engine) -> None:
     prompt = list(range(300, 364))
     whole = sample(engine, request(prompt, max_tokens=1, prompt_logprobs=True))
     again = sample(engine, request(prompt, max_tokens=1, prompt_logprobs=True))
@@ -348,7 +348,7 @@ def test_a_prompt_that_is_asked_about_is_computed_as_far_as_needed(engine: Engin
     )
 
 
-def test_requests_that_come_together_share_what_they_begin_with(engine: Engine) -> None:
+def test_simultaneous_requests_share_their_prefix(engine: Engine) -> None:
     prompt = list(range(7, 90))
     for ticket in range(4):
         engine.submit(ticket, request(prompt, max_tokens=4, seed=ticket), adapter=None)
@@ -361,12 +361,12 @@ def test_requests_that_come_together_share_what_they_begin_with(engine: Engine) 
     assert found == [0, 80, 80, 80]
 
 
-def test_a_prompt_of_one_token_has_no_logprobs_to_tell(engine: Engine) -> None:
+def test_a_prompt_of_one_token_has_no_logprobs(engine: Engine) -> None:
     answer = sample(engine, request([9], max_tokens=1, prompt_logprobs=True))
     assert answer.prompt_logprobs == [None]
 
 
-def test_nothing_about_the_prompt_is_said_unasked(engine: Engine) -> None:
+def test_without_a_request_there_are_no_prompt_logprobs(engine: Engine) -> None:
     answer = sample(engine, request(max_tokens=1))
     assert answer.prompt_logprobs_np is None
     assert answer.topk_prompt_logprobs_np is None
@@ -424,14 +424,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_done_is_refused_at_once(engine: Engine, case: str) -> None:
+def test_an_invalid_request_is_refused_at_submission(engine: Engine, case: str) -> None:
     options, message = REFUSED[case]
     with pytest.raises(UserFailure, match=message):
         engine.submit(1, request(**{"max_tokens": 5, **options}), adapter=None)
     assert not engine.sampling
 
 
-def test_what_never_fits_the_cache_is_refused_with_the_sizes(tiny_folder: Path) -> None:
+def test_a_request_larger_than_the_cache_is_refused_with_the_sizes(tiny_folder: Path) -> None:
     small = Engine(EngineSettings(name="t", folder=tiny_folder, device="cpu", kv_tokens=64))
     with pytest.raises(UserFailure, match=r"room for 70 tokens; the server's KV cache holds 64"):
         small.submit(1, request([1] * 40, max_tokens=30), adapter=None)
@@ -449,7 +449,7 @@ def test_an_adapter_of_another_model_is_refused(engine: Engine, tmp_path: Path) 
     assert isinstance(outcomes[2], SampleResponse)
 
 
-def test_idle_adapters_are_let_go_and_come_back(tiny_folder: Path, tmp_path: Path) -> None:
+def test_idle_adapters_are_dropped_and_loaded_again(tiny_folder: Path, tmp_path: Path) -> None:
     engine = Engine(
         EngineSettings(name="t", folder=tiny_folder, device="cpu", kv_tokens=256, idle_adapters=2)
     )
@@ -471,7 +471,7 @@ def test_idle_adapters_are_let_go_and_come_back(tiny_folder: Path, tmp_path: Pat
     assert again == answers[0]
 
 
-def test_a_sample_that_runs_does_not_wait_for_the_adapter_of_another(
+def test_a_running_sample_does_not_wait_for_the_adapter_of_another(
     engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine.create("m", LoraConfig(rank=2, seed=1), AdamOptimizerConfig())
@@ -511,7 +511,7 @@ def test_a_sample_that_runs_does_not_wait_for_the_adapter_of_another(
     assert finished[1].outcome == expected
 
 
-def test_a_cancelled_request_does_not_keep_the_adapter_that_was_read_for_it(
+def test_a_canceled_request_frees_the_adapter_read_for_it(
     engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine.create("m", LoraConfig(rank=2, seed=1), AdamOptimizerConfig())
@@ -543,7 +543,7 @@ def test_a_cancelled_request_does_not_keep_the_adapter_that_was_read_for_it(
     assert [adapter() for adapter in read] == [None]
 
 
-def test_a_cancelled_request_is_never_answered(engine: Engine) -> None:
+def test_a_canceled_request_gets_no_result(engine: Engine) -> None:
     engine.submit(1, request(max_tokens=200, stop=[]), adapter=None)
     engine.submit(2, request(max_tokens=20, stop=[], seed=3), adapter=None)
     engine.advance()
@@ -555,14 +555,14 @@ def test_a_cancelled_request_is_never_answered(engine: Engine) -> None:
     engine.cancel(77)
 
 
-def test_a_burst_ends_when_somebody_is_done(engine: Engine) -> None:
+def test_a_burst_ends_when_a_request_finishes(engine: Engine) -> None:
     engine.submit(1, request(max_tokens=1, stop=[]), adapter=None)
     engine.submit(2, request(max_tokens=100, stop=[]), adapter=None)
     assert [one.ticket for one in engine.advance()] == [1]
     engine.cancel(2)
 
 
-def test_a_failing_step_is_answered_and_others_can_follow(
+def test_a_failing_step_fails_its_requests_and_sampling_continues(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as broken:

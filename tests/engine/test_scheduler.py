@@ -157,7 +157,7 @@ def tokens_alone(request: Request, index: int) -> list[int]:
     return sequence.tokens
 
 
-def test_a_prompt_is_filled_once_for_all_its_samples() -> None:
+def test_a_prompt_is_prefilled_once_for_all_its_samples() -> None:
     plan = schedule(64)
     plan.add(request(1, 10, 5, samples=6))
     machine = Machine(plan)
@@ -184,7 +184,7 @@ def test_samples_of_a_prompt_read_its_full_pages_together() -> None:
     ]
 
 
-def test_long_prompts_are_filled_in_pieces() -> None:
+def test_long_prompts_are_prefilled_in_chunks() -> None:
     plan = schedule(64, tokens=8)
     plan.add(request(1, 20, 2))
     plan.add(request(2, 3, 2))
@@ -198,7 +198,7 @@ def test_long_prompts_are_filled_in_pieces() -> None:
     ]
 
 
-def test_arrivals_do_not_stop_those_who_run() -> None:
+def test_new_requests_do_not_block_running_sequences() -> None:
     plan = schedule(64)
     plan.add(request(0, 4, 50))
     machine = Machine(plan)
@@ -211,7 +211,7 @@ def test_arrivals_do_not_stop_those_who_run() -> None:
     assert kinds == ["PrefillStep"] + ["DecodeStep", "PrefillStep"] * 5
 
 
-def test_neighbours_share_an_adapter() -> None:
+def test_sequences_of_one_adapter_are_adjacent() -> None:
     plan = schedule(64)
     for ticket, adapter in enumerate(["b", None, "a", "b", None]):
         plan.add(request(ticket, 4, 5, adapter=adapter))
@@ -223,7 +223,7 @@ def test_neighbours_share_an_adapter() -> None:
     assert plan.adapters_in_use() == {"a", "b", None}
 
 
-def test_who_waits_for_an_adapter_uses_none_and_stops_nobody_who_has_theirs() -> None:
+def test_a_request_waiting_for_an_adapter_blocks_no_request_with_a_loaded_adapter() -> None:
     there: set[str | None] = {None, "a"}
     plan = schedule(64, load_adapter=lambda request: request.adapter in there)
     for ticket, adapter in enumerate(["a", "b", "a", "b", None]):
@@ -240,7 +240,7 @@ def test_who_waits_for_an_adapter_uses_none_and_stops_nobody_who_has_theirs() ->
     assert not plan.busy
 
 
-def test_each_missing_adapter_is_asked_for_once_in_a_step_and_those_left_out_never() -> None:
+def test_each_missing_adapter_is_requested_once_per_step_and_excluded_ones_never() -> None:
     asked: list[str | None] = []
 
     def load(request: Request) -> bool:
@@ -260,7 +260,7 @@ def test_each_missing_adapter_is_asked_for_once_in_a_step_and_those_left_out_nev
     assert asked == ["a", "b"]
 
 
-def test_the_youngest_makes_room_and_goes_on_later() -> None:
+def test_the_last_admitted_sequence_is_preempted_and_resumed() -> None:
     plan = schedule(6)
     plan.add(request(1, 8, 12))
     plan.add(request(2, 8, 12))
@@ -280,13 +280,13 @@ def test_the_youngest_makes_room_and_goes_on_later() -> None:
     assert plan.pages.available == 6
 
 
-def test_what_could_never_run_does_not_fit() -> None:
+def test_a_sequence_larger_than_the_cache_does_not_fit() -> None:
     plan = schedule(4)
     assert plan.pages.fits(16)
     assert not plan.pages.fits(17)
 
 
-def test_more_samples_than_places_run_in_turns() -> None:
+def test_more_samples_than_max_sequences_run_one_after_another() -> None:
     plan = schedule(64, sequences=3)
     plan.add(request(1, 6, 4, samples=8))
     machine = Machine(plan)
@@ -295,7 +295,7 @@ def test_more_samples_than_places_run_in_turns() -> None:
     assert max(len(s.sequences) for s in machine.steps if isinstance(s, DecodeStep)) == 3
 
 
-def test_a_cancelled_request_leaves_nothing_behind() -> None:
+def test_a_canceled_request_releases_everything() -> None:
     plan = schedule(16, tokens=4)
     for ticket in range(3):
         plan.add(request(ticket, 6, 20, samples=2))
@@ -338,13 +338,13 @@ def one_run_each(lengths: list[int]) -> list[RangePass]:
         ([1000] * 32, False),  # too long to copy
     ],
 )
-def test_a_rectangle_serves_many_short_sequences(lengths: list[int], cheaper: bool) -> None:
+def test_gathering_is_cheaper_for_many_short_sequences(lengths: list[int], cheaper: bool) -> None:
     assert gather_is_cheaper(one_run_each(lengths), lengths) is cheaper
 
 
 @pytest.mark.parametrize("seed", range(25))
 @pytest.mark.parametrize("remembers", [False, True])
-def test_whatever_arrives_everybody_ends_with_their_own_tokens(seed: int, remembers: bool) -> None:
+def test_random_requests_all_end_with_their_own_tokens(seed: int, remembers: bool) -> None:
     """Random requests, beginnings, owners and cancellations in a cache that is far too small."""
     rng = random.Random(seed)
     pages = rng.randint(5, 30)
@@ -397,7 +397,7 @@ def test_whatever_arrives_everybody_ends_with_their_own_tokens(seed: int, rememb
 SILENT = PromptLogprobRequest()
 
 
-def test_requests_that_begin_alike_compute_it_once() -> None:
+def test_requests_with_the_same_prefix_compute_it_once() -> None:
     plan = schedule(64, max_idle=64)
     for ticket in range(4):
         plan.add(request(ticket, [*range(10), ticket], 3, prompt_logprobs=SILENT))
@@ -413,7 +413,7 @@ def test_requests_that_begin_alike_compute_it_once() -> None:
     assert [p.prefill.cached_tokens for p in machine.chunks()] == [0, 8, 8, 8]
 
 
-def test_nobody_waits_for_a_beginning_that_serves_another_adapter_or_has_questions() -> None:
+def test_a_request_waits_only_for_a_prefix_that_it_can_use() -> None:
     plan = schedule(64, max_idle=64)
     plan.add(request(0, 10, 3, prompt_logprobs=SILENT))
     plan.add(request(1, 10, 3, prompt_logprobs=SILENT, adapter="a"))
@@ -423,7 +423,7 @@ def test_nobody_waits_for_a_beginning_that_serves_another_adapter_or_has_questio
     assert sorted(p.prefill.request.ticket for p in machine.chunks()) == [0, 1, 2]
 
 
-def test_those_who_began_alike_read_it_together() -> None:
+def test_sequences_with_the_same_prefix_read_it_together() -> None:
     plan = schedule(200, max_idle=200)
     long = list(range(400))
     for ticket in range(3):
@@ -438,7 +438,7 @@ def test_those_who_began_alike_read_it_together() -> None:
     assert [run.stop - run.start for run in shared] == [400]
 
 
-def test_who_had_to_make_room_finds_its_own_pages_again() -> None:
+def test_a_preempted_sequence_reuses_its_cached_pages() -> None:
     plan = schedule(7, max_idle=7)
     plan.add(request(1, [1] * 8, 12, prompt_logprobs=SILENT))
     plan.add(request(2, [2] * 8, 12, prompt_logprobs=SILENT))
@@ -452,7 +452,7 @@ def test_who_had_to_make_room_finds_its_own_pages_again() -> None:
 # -- owners ---------------------------------------------------------------------------------------
 
 
-def test_owners_take_turns_however_many_requests_they_send() -> None:
+def test_owners_alternate_however_many_requests_they_send() -> None:
     plan = schedule(400, sequences=4)
     for ticket in range(30):
         plan.add(request(ticket, 8, 6, owner="busy"))
@@ -467,7 +467,7 @@ def test_owners_take_turns_however_many_requests_they_send() -> None:
     assert max(order.index(ticket) for ticket in (100, 101)) <= 5
 
 
-def test_an_owner_who_has_all_places_gives_way_to_one_who_has_none() -> None:
+def test_an_owner_with_all_sequences_is_preempted_for_another() -> None:
     plan = schedule(400, sequences=4)
     for ticket in range(4):
         plan.add(request(ticket, 8, 500, owner="long"))
@@ -482,7 +482,7 @@ def test_an_owner_who_has_all_places_gives_way_to_one_who_has_none() -> None:
     assert sorted(sequence.request.ticket for sequence in machine.done) == [0, 1, 2, 3, 100]
 
 
-def test_an_owner_who_has_all_pages_gives_way_as_well() -> None:
+def test_an_owner_with_all_pages_is_preempted_for_another() -> None:
     plan = schedule(40, sequences=64)
     for ticket in range(2):
         plan.add(request(ticket, 70, 10, owner="large"))
@@ -514,7 +514,7 @@ def test_served_tokens_are_even_over_time() -> None:
     assert abs(a - b) < 0.15 * (a + b)
 
 
-def test_a_long_prompt_stops_neither_those_who_run_nor_a_short_one_of_another_owner() -> None:
+def test_a_long_prompt_blocks_neither_running_sequences_nor_a_short_one_of_another_owner() -> None:
     plan = schedule(1000, tokens=1000, between=8)
     plan.add(request(0, 4, 200, owner="runs"))
     machine = Machine(plan)

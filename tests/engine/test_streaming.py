@@ -28,7 +28,7 @@ def run(engine: Engine) -> tuple[list[list[PartialOutput]], dict[int, SampleResp
     return told, answers
 
 
-def test_what_is_told_burst_by_burst_adds_up_to_the_answer(engine: Engine) -> None:
+def test_partial_outputs_add_up_to_the_result(engine: Engine) -> None:
     engine.submit(1, request(num_samples=3), adapter=None, streams=True)
     told, answers = run(engine)
     assert len([burst for burst in told if burst]) >= 5  # 40 tokens in bursts of 8
@@ -44,7 +44,7 @@ def test_what_is_told_burst_by_burst_adds_up_to_the_answer(engine: Engine) -> No
         assert logprobs[index] == sequence.logprobs
 
 
-def test_who_does_not_stream_is_told_nothing_before_the_answer(engine: Engine) -> None:
+def test_requests_without_streaming_have_no_partial_output(engine: Engine) -> None:
     engine.submit(1, request(), adapter=None)
     engine.submit(2, request(), adapter=None, streams=True)
     told, answers = run(engine)
@@ -52,7 +52,7 @@ def test_who_does_not_stream_is_told_nothing_before_the_answer(engine: Engine) -
     assert answers[1].sequences[0].tokens == answers[2].sequences[0].tokens
 
 
-def test_a_sample_that_was_given_up_tells_nothing_more(engine: Engine) -> None:
+def test_a_canceled_request_has_no_partial_output(engine: Engine) -> None:
     engine.submit(1, request(max_tokens=200), adapter=None, streams=True)
     engine.advance()
     engine.cancel(1)

@@ -43,7 +43,7 @@ def draw_many(logits: torch.Tensor, how: SamplingConfig, count: int) -> torch.Te
     )
 
 
-def test_temperature_zero_takes_the_likeliest_and_reports_it_untempered() -> None:
+def test_temperature_zero_is_greedy_with_logprobs_at_temperature_one() -> None:
     sampled = sample_tokens(
         logits_of(0.2, 0.5, 0.3)[None], [SampleStep(sampling(temperature=0.0), 0, 0)]
     )
@@ -51,7 +51,7 @@ def test_temperature_zero_takes_the_likeliest_and_reports_it_untempered() -> Non
     assert sampled.logprobs == [pytest.approx(math.log(0.5))]
 
 
-def test_the_logprob_is_of_the_tempered_distribution_before_any_cut() -> None:
+def test_the_logprob_is_of_the_tempered_distribution_before_truncation() -> None:
     probabilities = [0.6, 0.3, 0.1]
     how = sampling(temperature=0.5, top_k=1)
     sampled = sample_tokens(logits_of(*probabilities)[None], [SampleStep(how, 0, 0)])
@@ -59,7 +59,7 @@ def test_the_logprob_is_of_the_tempered_distribution_before_any_cut() -> None:
     assert sampled.logprobs == [pytest.approx(math.log(squares[0] / sum(squares)))]
 
 
-def test_draws_have_the_right_frequencies() -> None:
+def test_sampled_tokens_have_the_right_frequencies() -> None:
     probabilities = torch.tensor([0.5, 0.25, 0.15, 0.07, 0.03])
     tokens = draw_many(probabilities.log(), sampling(seed=3), 4000)
     counts = torch.bincount(tokens, minlength=5).double()
@@ -68,7 +68,7 @@ def test_draws_have_the_right_frequencies() -> None:
     assert chi_square < 23.5  # 4 degrees of freedom: one in ten thousand seeds is beyond
 
 
-def test_a_token_of_no_probability_is_never_drawn() -> None:
+def test_a_token_of_negligible_probability_is_never_sampled() -> None:
     """Noise has no outliers: forty nats below the rest is out of reach."""
     logits = torch.full((20_000,), -40.0)
     logits[7] = 0.0
@@ -90,7 +90,9 @@ def test_a_token_of_no_probability_is_never_drawn() -> None:
         (2, 0.6, {0}),
     ],
 )
-def test_cuts_keep_the_likeliest(top_k: int | None, top_p: float | None, kept: set[int]) -> None:
+def test_top_k_and_top_p_keep_the_most_likely_tokens(
+    top_k: int | None, top_p: float | None, kept: set[int]
+) -> None:
     logits = logits_of(0.5, 0.25, 0.15, 0.07, 0.03)
     cutoff = cutoff_logit(logits, sampling(top_k=top_k, top_p=top_p))
     found = set(range(5)) if cutoff is None else set((logits >= cutoff).nonzero()[:, 0].tolist())
@@ -130,7 +132,7 @@ def test_neighbouring_seeds_and_steps_are_independent() -> None:
     assert float(correlation.abs().max()) < 0.07
 
 
-def test_the_likeliest_are_reported_where_asked() -> None:
+def test_top_logprobs_are_reported_if_requested() -> None:
     logits = logits_of(0.5, 0.2, 0.3).repeat(2, 1)
     sampled = sample_tokens(
         logits, [SampleStep(sampling(top_logprobs=2), 0, 0), SampleStep(sampling(), 0, 0)]

@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 
-def test_pages_sequences_and_schedule_load_no_torch() -> None:
+def test_pages_sequences_and_scheduler_load_no_torch() -> None:
     code = (
         "import sys, tinkex.engine.sampling.scheduler, tinkex.engine.settings\n"
         "loaded = {'torch', 'transformers', 'numpy'} & set(sys.modules)\n"

@@ -71,7 +71,7 @@ def with_index(folder: Path, name: str) -> Path:
 
 
 @pytest.mark.parametrize("name", ["shard.bin", "../elsewhere/w.bin", "/absolute/w.bin"])
-def test_an_index_names_no_pickle_and_nothing_outside_of_its_folder(
+def test_an_index_cannot_name_pickles_or_files_outside_the_folder(
     hostile: Path, tmp_path: Path, name: str
 ) -> None:
     name = name.replace("/absolute", str(tmp_path / "absolute"))
@@ -82,7 +82,7 @@ def test_an_index_names_no_pickle_and_nothing_outside_of_its_folder(
         resolve(str(hostile))
 
 
-def test_an_index_leads_to_no_safetensors_elsewhere(hostile: Path, tmp_path: Path) -> None:
+def test_an_index_cannot_name_safetensors_outside_the_folder(hostile: Path, tmp_path: Path) -> None:
     (file,) = hostile.glob("*.safetensors")
     moved = file.rename(tmp_path / "outside.safetensors")
     index = {"weight_map": dict.fromkeys(load_file(moved), "../outside.safetensors")}
@@ -103,14 +103,14 @@ def test_an_index_of_plain_files_is_loaded(hostile: Path) -> None:
 
 
 @pytest.mark.parametrize("weights", ["adapter_model.bin", "../w.safetensors", "pytorch_model.bin"])
-def test_a_config_names_no_other_weights(hostile: Path, weights: str) -> None:
+def test_a_config_cannot_name_other_weight_files(hostile: Path, weights: str) -> None:
     file = hostile / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "transformers_weights": weights}))
     with pytest.raises(RefusedFolder, match="as its weights"):
         load(hostile, torch.float32)
 
 
-def test_pickles_alone_are_no_weights(hostile: Path, tmp_path: Path) -> None:
+def test_a_folder_with_only_pickles_is_refused(hostile: Path, tmp_path: Path) -> None:
     (file,) = hostile.glob("*.safetensors")
     tensors = load_file(file)
     file.unlink()
@@ -121,7 +121,7 @@ def test_pickles_alone_are_no_weights(hostile: Path, tmp_path: Path) -> None:
         load(hostile, torch.float32)
 
 
-def test_an_adapter_does_not_lead_to_another_folder(
+def test_an_adapter_config_does_not_load_another_folder(
     hostile: Path, tiny_folder: Path, tmp_path: Path
 ) -> None:
     """With peft installed, transformers would load whatever base model the adapter names."""

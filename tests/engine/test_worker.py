@@ -146,7 +146,7 @@ def test_small_passes_of_several_models_are_one_micro_batch(turns: Turns) -> Non
     assert sum(said[ticket].done.compute_s for ticket in tickets) > 0
 
 
-def test_a_large_pass_is_cut_and_a_small_one_does_not_wait_for_it(turns: Turns) -> None:
+def test_a_large_pass_is_split_and_a_small_one_does_not_wait_for_it(turns: Turns) -> None:
     large = turns.order(run_pass=passes("a", 12, 10))
     small = turns.order(run_pass=passes("b", 1, 10))
     assert list(turns.turn()) == [small]
@@ -154,7 +154,7 @@ def test_a_large_pass_is_cut_and_a_small_one_does_not_wait_for_it(turns: Turns) 
     assert later == [[], [], [large]]
 
 
-def test_a_step_waits_for_the_passes_before_it_and_holds_up_those_behind(turns: Turns) -> None:
+def test_a_step_waits_for_earlier_passes_and_delays_later_ones(turns: Turns) -> None:
     first = turns.order(run_pass=passes("a", 1, 4))
     stepped = turns.order(optim_step=step("a"))
     second = turns.order(run_pass=passes("a", 1, 4))
@@ -164,7 +164,7 @@ def test_a_step_waits_for_the_passes_before_it_and_holds_up_those_behind(turns: 
     assert list(turns.turn()) == [second]
 
 
-def test_an_operation_does_not_wait_for_a_model_that_waits_for_others(turns: Turns) -> None:
+def test_an_operation_is_not_delayed_by_many_passes_of_another_model(turns: Turns) -> None:
     turns.order(run_pass=passes("a", 8, 20))
     turns.order(run_pass=passes("b", 1, 4))
     turns.turn()  # a got many tokens, b few
@@ -177,7 +177,7 @@ def test_an_operation_does_not_wait_for_a_model_that_waits_for_others(turns: Tur
     assert set(answered) & set(many)
 
 
-def test_passes_without_gradients_are_batches_of_their_own(turns: Turns) -> None:
+def test_passes_without_gradients_run_in_separate_batches(turns: Turns) -> None:
     backward = turns.order(run_pass=passes("a", 1, 4))
     forward = turns.order(run_pass=passes("b", 1, 4, backward=False))
     assert list(turns.turn()) == [backward]
@@ -192,7 +192,7 @@ def test_a_refused_pass_is_answered_and_the_others_run(turns: Turns) -> None:
     assert said[good].done.result
 
 
-def test_a_batch_that_fails_blames_the_one_that_was_alone_in_it(
+def test_a_failed_batch_of_one_fails_its_request_and_a_shared_batch_is_retried(
     turns: Turns, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(_cuts: object) -> None:
@@ -211,7 +211,7 @@ def test_a_batch_that_fails_blames_the_one_that_was_alone_in_it(
     assert "half-way" in failed.message
 
 
-def test_a_device_that_is_lost_is_told_from_one_that_is_full() -> None:
+def test_device_lost_and_out_of_memory_are_distinguished() -> None:
     assert is_device_lost(torch.AcceleratorError("CUDA error: device-side assert triggered"))
     # As seen on a GPU (`benchmarks/check_gpu_recovery.py`): it has no type of its own.
     assert is_device_lost(
@@ -245,13 +245,15 @@ FULL = torch.OutOfMemoryError("CUDA out of memory")
 
 
 @pytest.mark.parametrize("error", [LOST, FULL, ValueError("a bug")])
-def test_telling_of_a_failure_never_ends_the_process(error: Exception, exits: list[int]) -> None:
+def test_building_a_failure_report_never_ends_the_process(
+    error: Exception, exits: list[int]
+) -> None:
     assert str(error) in connection.failure_report(1, error).failed.message
     assert str(error) in connection.shared_failure_report(1, error).failed.message
     assert not exits
 
 
-def test_a_lost_device_ends_the_process_and_a_full_one_if_nothing_smaller_is_left(
+def test_device_lost_ends_the_process_and_out_of_memory_only_for_a_single_request(
     turns: Turns, exits: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails_with(error: Exception) -> None:
@@ -312,7 +314,7 @@ class SlowDisk:
 
 
 @pytest.mark.parametrize("most_bytes", [2**28, 1])
-def test_snapshots_wait_for_a_slow_disk_and_nobody_for_them(
+def test_snapshots_wait_for_a_slow_disk_but_other_work_continues(
     turns: Turns, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most_bytes: int
 ) -> None:
     monkeypatch.setattr(worker, "MAX_PENDING_SNAPSHOT_BYTES", most_bytes)
@@ -350,7 +352,7 @@ def test_snapshots_wait_for_a_slow_disk_and_nobody_for_them(
         assert turns.worker._engine.restore(name, tmp_path / name) == {}
 
 
-def test_training_goes_on_while_an_adapter_is_read_from_a_slow_disk(
+def test_training_continues_while_an_adapter_is_read_from_a_slow_disk(
     turns: Turns, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = turns.worker._engine
@@ -401,7 +403,7 @@ def test_deterministic_engines_never_mix(turns_on: Callable[[bool], Turns]) -> N
     turns.close()
 
 
-def test_losses_of_a_session_are_forgotten_together(turns: Turns) -> None:
+def test_losses_of_a_session_are_dropped_together(turns: Turns) -> None:
     def custom(model_id: str, session_id: str, loss_id: str) -> engine_protocol.Report:
         inputs = {"target_tokens": [1] * 3, "weights": [1.0] * 3}
         datum = Datum(model_input=ModelInput.from_ints([1, 2, 3]), loss_fn_inputs=inputs)

@@ -130,7 +130,7 @@ def test_short_samples_finish_within_a_few_micro_batches_of_a_long_step(bench: B
     assert bench.until(step).WhichOneof("body") == "done"
 
 
-def test_a_cancelled_sample_is_never_answered_and_leaves_its_pages(bench: Bench) -> None:
+def test_a_canceled_sample_gets_no_report_and_releases_its_pages(bench: Bench) -> None:
     given_up = bench.order(sample=sample(10, 1500))
     for _ in range(5):
         assert bench.turn() == []
@@ -143,7 +143,7 @@ def test_a_cancelled_sample_is_never_answered_and_leaves_its_pages(bench: Bench)
     assert bench.until(bench.order(sample=sample(10, 4))).ticket
 
 
-def test_one_owner_s_flood_does_not_hold_up_another(bench: Bench) -> None:
+def test_a_flood_of_requests_of_one_owner_does_not_delay_another(bench: Bench) -> None:
     flood = [bench.order(sample=sample(40, 60, "flood", samples=8)) for _ in range(40)]
     for _ in range(2):
         bench.turn()

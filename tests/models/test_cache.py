@@ -15,11 +15,11 @@ from tinkex.models.cache import cache_folder, line_progress, staged
         ({"HOME": "/c"}, "/c/.cache/tinkex"),
     ],
 )
-def test_the_cache_is_where_the_environment_says(env, expected):
+def test_the_cache_folder_follows_the_environment(env, expected):
     assert str(cache_folder(env)) == expected
 
 
-def test_a_folder_appears_whole(tmp_path):
+def test_a_staged_folder_appears_complete(tmp_path):
     final = tmp_path / "models" / "m"
     with staged(final) as staging:
         (staging / "a").write_text("1")

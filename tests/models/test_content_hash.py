@@ -72,7 +72,7 @@ def test_the_same_content_elsewhere_is_the_same(model: Path, kept: Path, tmp_pat
         (lambda folder: (folder / "README.md").write_text("new"), []),
     ],
 )
-def test_what_the_numbers_depend_on_makes_another_one(
+def test_the_hash_changes_with_everything_that_affects_results(
     model: Path, kept: Path, change: object, parts: list[str]
 ) -> None:
     before = content_hash(model, kept)
@@ -99,7 +99,7 @@ def test_files_that_stayed_the_same_are_not_read_again(
     assert read[2:] == ["model.safetensors"]
 
 
-def test_a_file_that_cannot_be_kept_or_read_back_is_done_without(
+def test_a_cache_file_that_cannot_be_written_or_read_is_ignored(
     model: Path, tmp_path: Path
 ) -> None:
     found = content_hash(model, tmp_path / "none.json")
@@ -110,7 +110,7 @@ def test_a_file_that_cannot_be_kept_or_read_back_is_done_without(
     assert content_hash(model, tmp_path / "file" / "kept.json") == found
 
 
-def test_a_gguf_counts_where_there_are_no_safetensors(model: Path, kept: Path) -> None:
+def test_a_gguf_file_is_hashed_if_there_are_no_safetensors(model: Path, kept: Path) -> None:
     with_both = content_hash(model, kept)
     (model / "weights.gguf").write_bytes(b"GGUF" + bytes(100))
     assert content_hash(model, kept) == with_both

@@ -77,7 +77,7 @@ def test_the_first_call_fetches_and_the_second_does_not(source, env, cache):
     assert not seen
 
 
-def test_two_at_once_fetch_once(source, env, cache):
+def test_concurrent_calls_fetch_once(source, env, cache):
     downloads, folders = set(), []
 
     def fetch():

@@ -171,7 +171,7 @@ def test_m6_the_special_tokens_are_the_same(both):
     ],
     ids=lambda options: "-".join(options) or "plain",
 )
-def test_m6_conversations_are_written_the_same(both, options):
+def test_m6_conversations_are_rendered_the_same(both, options):
     ours, theirs = both
     for text in (CHAT, CHAT[:2], [*CHAT[:2], {**CHAT[2], "reasoning": "sum"}]):
         rendered = theirs.apply_chat_template(text, **{**options, "tokenize": False})
@@ -187,7 +187,7 @@ def test_m6_conversations_are_written_the_same(both, options):
     assert ours.get_chat_template() == theirs.get_chat_template()
 
 
-def test_m6_a_turn_that_is_continued_stays_open(tiny_model):
+def test_m6_a_continued_message_stays_open(tiny_model):
     tokenizer = load_tokenizer(tiny_model)
     text = tokenizer.apply_chat_template(CHAT, continue_final_message=True, tokenize=False)
     assert text.rstrip().endswith("It is")
@@ -234,7 +234,7 @@ def test_m6_what_is_not_implemented_is_refused_by_name(tiny_model, call, options
         getattr(load_tokenizer(tiny_model), call)(given.get(call, "text"), **options)
 
 
-def test_m6_no_argument_of_transformers_is_taken_for_a_variable_of_the_template(tiny_model):
+def test_m6_no_argument_of_transformers_becomes_a_template_variable(tiny_model):
     """Every argument that transformers names is known here: implemented, or refused."""
     theirs = AutoTokenizer.from_pretrained(tiny_model)
     known = {*inspect.signature(Tokenizer.apply_chat_template).parameters, *NEUTRAL_ARGUMENTS}

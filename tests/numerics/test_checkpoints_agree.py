@@ -66,7 +66,7 @@ def test_a_snapshot_restores_gradients_that_were_not_stepped_yet(
     engine.drop("a")
 
 
-def test_a_snapshot_just_after_a_step_has_no_gradients_and_is_as_good(
+def test_a_snapshot_just_after_a_step_has_no_gradient_file_and_restores_exactly(
     engine: Engine, data: list[Datum], tmp_path: Path
 ) -> None:
     engine.create("a", LoraConfig(rank=4, seed=1), AdamOptimizerConfig())
@@ -86,7 +86,7 @@ def test_a_snapshot_just_after_a_step_has_no_gradients_and_is_as_good(
     engine.drop("a")
 
 
-def test_a_copy_is_what_the_model_was_whatever_becomes_of_it(
+def test_a_snapshot_copy_does_not_change_with_the_model(
     engine: Engine, data: list[Datum], tmp_path: Path
 ) -> None:
     engine.create("a", LoraConfig(rank=4, seed=1), AdamOptimizerConfig())

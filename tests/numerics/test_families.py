@@ -106,7 +106,7 @@ def test_a_family_trains_and_samples_as_peft_would(
     np.testing.assert_allclose(found, expected.numpy(), atol=1e-4)
 
 
-def test_a_sliding_window_cuts_the_context(tmp_path: Path) -> None:
+def test_a_sliding_window_limits_the_context(tmp_path: Path) -> None:
     engine = engine_on(write_model(tmp_path, "Mistral", sliding_window=64))
     assert engine.facts.max_context_length == 64
 
@@ -137,7 +137,7 @@ REFUSED_BY_CONFIG: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("family", REFUSED)
-def test_a_model_that_would_come_out_wrong_is_refused(family: str, tmp_path: Path) -> None:
+def test_a_model_with_different_logits_is_refused(family: str, tmp_path: Path) -> None:
     extra, message = REFUSED[family]
     folder = write_model(tmp_path, family, **extra)
     with pytest.raises(UnsupportedModel, match=message):
@@ -146,7 +146,7 @@ def test_a_model_that_would_come_out_wrong_is_refused(family: str, tmp_path: Pat
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("family", REFUSED_BY_CONFIG)
-def test_a_model_of_another_kind_is_refused_before_its_weights_are_read(
+def test_an_unsupported_config_is_refused_before_weights_are_read(
     family: str, tmp_path: Path
 ) -> None:
     extra, message = REFUSED_BY_CONFIG[family]

@@ -329,7 +329,7 @@ def machine(models: dict[str, Path]) -> Callable[[], Interleavings]:
 
 
 @pytest.mark.timeout(60 if EXAMPLES is None else 0)
-def test_any_interleaving_gives_what_the_slow_model_gives(
+def test_any_interleaving_gives_the_results_of_the_reference_model(
     machine: Callable[[], Interleavings],
 ) -> None:
     run_state_machine_as_test(  # type: ignore[no-untyped-call]

@@ -98,7 +98,7 @@ def test_a_number_format_can_be_chosen(
         assert file.get_tensor("lm_head.weight").dtype == torch.bfloat16
 
 
-def test_what_does_not_fit_leaves_nothing_behind(
+def test_a_failed_merge_leaves_nothing(
     engine: Engine, models: dict[str, Path], tmp_path: Path
 ) -> None:
     adapter = random_adapter(engine, tmp_path / "adapter")

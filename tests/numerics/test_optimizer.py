@@ -162,7 +162,7 @@ def test_a_step_takes_no_memory_that_grows_with_the_adapter(
     assert peaks[1] < large.master.nbytes / 2
 
 
-def test_a_step_takes_the_gradient_with_it() -> None:
+def test_a_step_resets_the_gradient() -> None:
     ours = adapter()
     ours.grad.fill_(0.5)
     optimizer_step(ours, AdamParams())
@@ -221,7 +221,7 @@ def test_small_updates_are_not_lost_in_a_bfloat16_model() -> None:
         (AdamParams(grad_clip_norm=1e308), 1.0),
     ],
 )
-def test_a_step_is_finite_or_refused_as_the_users_and_changes_nothing(
+def test_a_step_is_finite_or_a_user_failure_that_changes_nothing(
     params: AdamParams, size: float
 ) -> None:
     ours = adapter(torch.bfloat16)
