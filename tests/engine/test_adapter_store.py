@@ -1,4 +1,4 @@
-"""Adapters that leave memory and come back: nobody notices but the disk."""
+"""Evicted adapters are loaded again with the same state."""
 
 import gc
 import weakref
@@ -54,7 +54,7 @@ def spilled(folder: Path) -> list[str]:
 
 
 def losses(engine: Engine, names: list[str], rounds: int) -> dict[str, list[float]]:
-    """Round robin over the models: with room for two, every turn finds its model on disk."""
+    """Trains the models in turn: with memory for two, each model is on disk when it is needed."""
     rng = np.random.default_rng(3)
     data = work([weighted(rng, 9), weighted(rng, 5)])
     curves: dict[str, list[float]] = {name: [] for name in names}
@@ -63,7 +63,7 @@ def losses(engine: Engine, names: list[str], rounds: int) -> dict[str, list[floa
             passed = engine.run_pass(name, data, backward=True)
             curves[name].append(passed.metrics["loss:sum"])
         for name in reversed(names):
-            if (at + len(name)) % 3:  # some keep their gradient for the next round
+            if (at + len(name)) % 3:  # some models keep their gradient for the next round
                 engine.optim_step(name, AdamParams(learning_rate=3e-3, weight_decay=0.1))
     return curves
 
@@ -97,7 +97,7 @@ def test_the_most_recently_used_adapter_stays(engine_with: Make, one_adapter: in
     engine.create("c", LORA, AdamOptimizerConfig())
     tiers = {name: entry.tier for name, entry in engine._adapters._entries.items()}
     assert tiers == {"a": Tier.DEVICE, "b": Tier.DISK, "c": Tier.DEVICE}
-    assert engine.has("b")  # never "not loaded"
+    assert engine.has("b")  # an evicted model still exists
 
 
 def test_a_pass_continues_after_its_adapter_was_evicted(
@@ -117,7 +117,7 @@ def test_a_pass_continues_after_its_adapter_was_evicted(
 
 
 def test_a_micro_batch_keeps_its_adapters_together(engine_with: Make, one_adapter: int) -> None:
-    engine = engine_with(adapter_bytes=one_adapter)  # over the budget rather than under a pass
+    engine = engine_with(adapter_bytes=one_adapter)  # a running micro-batch may exceed the budget
     rng = np.random.default_rng(0)
     passes = []
     for name in ("a", "b"):
@@ -135,7 +135,9 @@ def test_a_micro_batch_keeps_its_adapters_together(engine_with: Make, one_adapte
 def test_sampler_adapters_count_and_are_evicted_first(
     engine_with: Make, one_adapter: int, tmp_path: Path
 ) -> None:
-    engine = engine_with(adapter_bytes=one_adapter * 3 // 2)  # one in training, two of samplers
+    engine = engine_with(
+        adapter_bytes=one_adapter * 3 // 2
+    )  # one training adapter and two sampler adapters
     engine.create("a", LORA, AdamOptimizerConfig())
     folders = [tmp_path / name for name in ("one", "two", "three")]
     for folder in folders:
@@ -167,7 +169,7 @@ def test_samples_of_more_adapters_than_fit_wait_for_memory(
 ) -> None:
     large = engine_with()
     folders = saved_adapters(large, tmp_path, 9)
-    # One in training and two of samplers, which are a quarter each.
+    # One training adapter and two sampler adapters, which take a quarter each.
     room = one_adapter * 3 // 2
     settings = {"adapter_bytes": room}
     if limit == "everything":
@@ -190,7 +192,7 @@ def test_samples_of_more_adapters_than_fit_wait_for_memory(
     while small.sampling:
         outcomes |= {finished.ticket: finished.outcome for finished in small.advance()}
         assert small.stats().sampler_adapters_bytes <= room
-        small.run_pass("a", data, backward=True)  # in the middle of it all
+        small.run_pass("a", data, backward=True)  # training continues meanwhile
     for ticket, answer in enumerate(expected):
         found = outcomes[ticket]
         assert not isinstance(found, Exception), found
@@ -199,7 +201,7 @@ def test_samples_of_more_adapters_than_fit_wait_for_memory(
 
 
 def finished_tickets(engine: Engine) -> list[int]:
-    """Those of all samples, in the order they were answered."""
+    """Tickets of all samples, in the order in which they finished."""
     order: list[int] = []
     while engine.sampling:
         for finished in engine.advance():
@@ -224,14 +226,14 @@ def test_a_request_waiting_for_adapter_memory_blocks_only_others_that_need_memor
         engine.advance()
     engine.submit(BOB, short, adapter=folders[2], owner="bob")
     engine.advance()
-    # Bob was served too, and Dave not: Dave's turn comes before Bob's, but not the room.
+    # Bob has been served more tokens than Dave, so Dave comes first, but Bob's adapter is loading.
     engine._sampler.scheduler._waiting.charge("bob", 50)  # type: ignore[union-attr]
     engine.submit(DAVE, short, adapter=folders[3], owner="dave")
     engine.submit(BASE, short, adapter=None, owner="erin")
     engine.submit(SHORT, short, adapter=folders[0], owner="alice")
     order = finished_tickets(engine)
     assert set(order[:2]) == {BASE, SHORT}
-    assert order[2] in {ALICE, CAROL}  # makes room
+    assert order[2] in {ALICE, CAROL}  # its adapter becomes idle and is evicted
     assert order.index(BOB) < order.index(DAVE)
 
 
@@ -249,7 +251,7 @@ def test_a_stream_of_samples_does_not_block_another_adapter(
     engine.submit(1, asked, adapter=folders[1], owner="bob")
     answered: set[int] = set()
     while 1 not in answered:
-        # Another sample of Alice's begins before the last one ends.
+        # Another sample of Alice starts before the previous one ends.
         engine.submit(next(tickets), asked, adapter=folders[0], owner="alice")
         answered |= {finished.ticket for finished in engine.advance()}
     finished_tickets(engine)
@@ -271,7 +273,7 @@ def test_an_adapter_that_can_never_fit_is_refused_with_the_sizes(
 def test_a_pass_that_does_not_fit_evicts_idle_adapters_first(
     engine_with: Make, one_adapter: int
 ) -> None:
-    # So much memory that two idle adapters are in the way of a long sequence.
+    # With this limit, idle adapters must be evicted for a long sequence.
     probe = engine_with()
     base, per_token = probe.plan.base, probe.model.bytes_per_token
     length = 3 * one_adapter // per_token
@@ -312,7 +314,7 @@ def test_a_temporary_spill_folder_is_deleted_with_the_engine(
 
 @pytest.fixture
 def host_store(engine: Engine, one_adapter: int) -> Iterator[AdapterStore]:
-    """A shelf that believes in a tier between device and disk, as on a GPU; room for one each."""
+    """A store with a host tier between device and disk, as on a GPU; each tier has memory for one."""
 
     class Middle(AdapterStore):
         def available(self) -> int:
@@ -336,7 +338,9 @@ def host_store(engine: Engine, one_adapter: int) -> Iterator[AdapterStore]:
 def test_a_gpu_s_adapters_go_to_the_host_first_and_then_to_disk(
     host_store: AdapterStore, engine: Engine, one_adapter: int
 ) -> None:
-    host_store._device = torch.device("cuda", 0)  # decides; the adapters themselves are on the CPU
+    host_store._device = torch.device(
+        "cuda", 0
+    )  # enables the host tier; the adapters themselves are on the CPU
     moved: list[tuple[str, str]] = []
 
     class Watched(TrainingAdapter):
@@ -360,7 +364,7 @@ def test_a_gpu_s_adapters_go_to_the_host_first_and_then_to_disk(
     tiers = {name: entry.tier for name, entry in host_store._entries.items()}
     assert tiers == {"1": Tier.DISK, "2": Tier.HOST, "3": Tier.DEVICE}
     assert moved == [("1", "cpu"), ("2", "cpu")]
-    assert host_store["2"].master.any()  # its own place on the host is free by then: 3 takes it
+    assert host_store["2"].master.any()  # its host memory is then free for adapter 3
     assert host_store["1"].master.any()
     tiers = {name: entry.tier for name, entry in host_store._entries.items()}
     assert tiers == {"1": Tier.DEVICE, "2": Tier.HOST, "3": Tier.DISK}
@@ -384,7 +388,7 @@ def test_an_adapter_evicted_or_dropped_after_a_pass_frees_its_memory(
     engine.create("spilled", LORA, AdamOptimizerConfig())
     engine.run_pass("spilled", data, backward=True)
     held = vectors("spilled")
-    engine.create("dropped", LORA, AdamOptimizerConfig())  # there is room for one
+    engine.create("dropped", LORA, AdamOptimizerConfig())  # there is memory for one
     assert are_free(held)
 
     engine.run_pass("dropped", data, backward=True)

@@ -1,4 +1,4 @@
-"""Attention in all its forms against the formula."""
+"""All variants of attention against the formula."""
 
 import math
 from collections.abc import Callable
@@ -72,7 +72,7 @@ def empty_cache(rows: int) -> CacheLayer:
 
 
 def test_a_later_chunk_attends_to_the_cached_prefix() -> None:
-    """Nine tokens in chunks of four and five, beside a new segment of three."""
+    """Nine tokens in chunks of four and five, together with a new segment of three."""
     q, k, v = random_qkv(9)
     other_q, other_k, other_v = random_qkv(3)
     layer = empty_cache(30)
@@ -94,11 +94,11 @@ def test_a_later_chunk_attends_to_the_cached_prefix() -> None:
     torch.testing.assert_close(found[5:], plain(other_q, other_k, other_v))
 
 
-@pytest.mark.parametrize("form", ["runs", "table", "runs without the flash kernel"])
+@pytest.mark.parametrize("form", ["ranges", "table", "ranges without the flash kernel"])
 def test_decoding_reads_contiguous_and_scattered_slots(
     form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two samples of a prompt of six, and a third sequence in two runs of its own."""
+    """Two samples of a prompt of six, and a third sequence with two slot ranges of its own."""
     torch.manual_seed(3)
     if "without" in form:
         monkeypatch.setattr(attention, "attention_and_lse", attention.plain_attention_and_lse)
@@ -123,7 +123,7 @@ def test_decoding_reads_contiguous_and_scattered_slots(
         ]
         cache = CacheUse(layers=[layer], write_slots_T=torch.tensor(own), passes=passes)
     else:
-        # Filling points at a row that somebody holds: unused rows hold NaN in this test.
+        # Padding must name an initialized slot: unused slots hold NaN in this test.
         table = torch.full((3, 8), 8)
         for at, rows in enumerate(cached_rows):
             table[at, : len(rows)] = torch.tensor(rows)

@@ -1,4 +1,4 @@
-"""Whose rows go into a micro-batch."""
+"""Which data go into a micro-batch."""
 
 from collections import Counter
 
@@ -59,7 +59,7 @@ def test_models_get_equal_tokens_for_long_and_short_data() -> None:
             rows[name] = rows[name][count:]
             order.remove(name)
             order.append(name)
-    assert all(rows.values()), "nobody ran out, so the shares can be compared"
+    assert all(rows.values()), "no model ran out of data, so the token counts can be compared"
     assert max(served.values()) <= 1.1 * min(served.values())
 
 

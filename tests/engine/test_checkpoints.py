@@ -1,4 +1,4 @@
-"""Checkpoint folders: whole or not at all, and refused with reasons when they do not fit."""
+"""Checkpoint folders are written atomically and refused with a reason if they do not fit."""
 
 import json
 import subprocess
@@ -150,7 +150,7 @@ def test_tensors_other_than_lora_pairs_are_refused(engine: Engine, model: str, s
         engine.load(model, saved, optimizer=False)
 
 
-SAVES_FOR_EVER = """
+SAVES_FOREVER = """
 import sys, itertools
 from pathlib import Path
 import torch
@@ -171,10 +171,10 @@ def test_a_process_killed_while_saving_leaves_no_partial_checkpoint(
 ) -> None:
     out = tmp_path / "out"
     out.mkdir()
-    command = [sys.executable, "-c", SAVES_FOR_EVER, str(tiny_folder), str(out)]
+    command = [sys.executable, "-c", SAVES_FOREVER, str(tiny_folder), str(out)]
     with subprocess.Popen(command) as child:
         try:
-            # The first saves are whole; then right into the middle of one.
+            # Some saves are complete; kill the process in the middle of the next.
             while not (out / "2").exists() or not list(out.glob(".*.part/*.safetensors")):
                 assert child.poll() is None
                 time.sleep(0.0005)
@@ -186,7 +186,7 @@ def test_a_process_killed_while_saving_leaves_no_partial_checkpoint(
     try:
         for folder in seen:
             engine.load("after", folder, optimizer=True)
-        # What is left of the last one is in nobody's way.
+        # Leftovers of the killed save do not interfere.
         engine.save("after", out / str(len(seen)), optimizer=True)
     finally:
         engine.drop("after")

@@ -1,4 +1,4 @@
-"""Custom losses from the wire: the numbers of the Python function, and nothing for attackers."""
+"""Custom losses give the numbers of the Python function and are safe against hostile graphs."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def data_for(ranks: dict[str, int], seed: int = 0) -> tuple[Tensor, dict[str, Te
 
 def assert_same_as_python(graph: Graph, fn: LossFn, ranks: dict[str, int]) -> None:
     logprobs, inputs = data_for(ranks)
-    # Cloned: the function may write into its inputs, and not into a leaf.
+    # Cloned, because the function may write into its inputs, which a leaf tensor does not allow.
     leaf = logprobs.clone().requires_grad_()
     copies = [inputs[name].clone() for name in list(ranks)[1:]]
     loss, metrics = fn(leaf.clone(), *copies)
@@ -128,7 +128,7 @@ def with_terms(term: Callable[..., Any]) -> LossFn:
     return loss
 
 
-# x: logprobs [7], y: positive [7], w: [7, 3], k: whole numbers [7]
+# x: logprobs [7], y: positive [7], w: [7, 3], k: integers [7]
 TERMS: list[Callable[..., Any]] = [
     lambda x, y, w, k: x.exp() + torch.exp2(x) + torch.expm1(x) + torch.log(y) + y.log1p(),
     lambda x, y, w, k: torch.sqrt(y) + y.rsqrt() + y.log2() + y.log10() + y.reciprocal(),
@@ -273,7 +273,7 @@ RANKS = {"logprobs": 1, "w": 2, "k": 1}
 
 
 def graph_of(*nodes: dict[str, Any]) -> dict[str, Any]:
-    """A graph with these nodes in it: its loss sums the logprobs and the last of them."""
+    """A graph with these nodes; its loss is the sum of the logprobs and of the last node."""
     numbered = [
         node | {"name": f"call_{place}" if node["name"] == "call" else node["name"]}
         for place, node in enumerate(nodes)
@@ -346,7 +346,7 @@ REFUSED_METHODS = [
 ]
 HUGE = 2**40
 
-#: Graphs that are sound in form and must be refused, each with a word of the message.
+#: Well-formed graphs that must be refused, each with a word of the message.
 HOSTILE: list[tuple[dict[str, Any], str]] = [
     *((graph_of(call(target, X)), "not offered") for target in REFUSED_TARGETS),
     *((graph_of(method(target)), "not offered") for target in REFUSED_METHODS),
@@ -360,7 +360,7 @@ HOSTILE: list[tuple[dict[str, Any], str]] = [
     (graph_of(call("getattr", X, "shape", 3)), "at most 2"),
     (graph_of(call("getattr", X, name="shape")), "attribute"),
     (graph_of(call("getattr", input=X, name="shape")), "attribute"),
-    # results that grow
+    # results that become too large
     (graph_of(call("torch.zeros", HUGE)), "integer"),
     (graph_of(call("torch.zeros", 2**30)), "elements"),
     (graph_of(call("torch.zeros", 2**15, 2**15)), "elements"),
@@ -458,7 +458,7 @@ HOSTILE: list[tuple[dict[str, Any], str]] = [
         ),
         "dimensions",
     ),
-    # Python's numbers
+    # Python numbers
     (graph_of(call("operator.pow", 10, 10**10)), "64 bits"),
     (graph_of(call("operator.pow", -2, 10**10)), "64 bits"),
     (graph_of(call("operator.ipow", 10, 10**10)), "64 bits"),
@@ -477,7 +477,7 @@ HOSTILE: list[tuple[dict[str, Any], str]] = [
     (graph_of(call("math.exp", 10**6)), "range"),
     (graph_of(call("operator.add", X, 2**63)), "64 bits"),
     (graph_of(call("operator.add", {"tuple": [1]}, {"tuple": ["a"]})), "tuple"),
-    # the process would end: whole numbers divided, an index outside
+    # would abort the process: integer division, an index out of range
     (
         graph_of(method("long"), call("torch.div", {"ref": "call_0"}, -1, rounding_mode="trunc")),
         "floor_divide",
@@ -649,7 +649,7 @@ def test_all_hostile_graphs_together_take_little_memory_and_time():
 
 
 def mutated(wire: dict[str, Any], dice: random.Random) -> dict[str, Any]:
-    """A graph with one to three things changed that an attacker, or a bug, might change."""
+    """A graph with one to three random changes."""
     wire = copy.deepcopy(wire)
     odd: list[Any] = [
         *(None, True, 0, -1, 2**31, 2**62, 10**30, 1e308, "", "sum", [], {}, [[0]], deep(30)),

@@ -1,5 +1,5 @@
 """
-The size of every tensor a custom loss makes is bounded before it is made.
+The size of every tensor that a custom loss creates is checked before it is computed.
 
 A dimension of size 0 hides the others: a tensor of shape (0, N) has no elements, but its sum over
 the first dimension has N. So each size counts as at least one. The tests walk the tables of
@@ -30,7 +30,7 @@ from tinkex.engine.training.custom_loss_ops import (
 )
 from tinkex.wire.errors import UserFailure
 
-# Torch warns of odd arguments, such as a deviation of one element.
+# Torch warns about unusual arguments, such as the deviation of one element.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 SHAPES = (
@@ -107,7 +107,7 @@ def arguments(operation: Operation, dice: random.Random) -> tuple[list[Any], dic
         if parameter.kind == "any":
             value = index(dice) if parameter.name == "index" else tensor(dice)
         elif parameter.kind == "tensor" and dice.random() < 0.6:
-            # Most operations want the same shape twice, some want one that begins where it ends.
+            # Most operations need the same shape twice; matrix products need matching inner sizes.
             value = tensor(dice, shape if dice.random() < 0.7 else dice.choice(fitting))
         elif operation is FUNCTIONS["getattr"] and parameter.name == "name":
             value = dice.choice(sorted(ATTRIBUTES))
@@ -125,7 +125,7 @@ def arguments(operation: Operation, dice: random.Random) -> tuple[list[Any], dic
 
 
 def too_small(operation: Operation, dice: random.Random) -> tuple[list[str], bool]:
-    """Where the rule of an operation said less than it made; whether it ran on empty tensors."""
+    """Calls whose result exceeds the size rule; and whether the operation ran on empty tensors."""
     wrong, ran_empty = [], 0
     for _ in range(TRIES):
         args, kwargs = arguments(operation, dice)
@@ -170,7 +170,7 @@ def test_no_operation_exceeds_its_size_rule() -> None:
             if not ran_empty:
                 untried.append(name)
     assert not wrong
-    # An operation that none of the arguments above fit would not be tested at all.
+    # An operation that accepts none of the arguments above would not be tested.
     assert not untried
     assert number > 300
 
@@ -186,7 +186,7 @@ def test_a_size_rule_that_ignores_empty_dimensions_is_detected(made: Callable[..
 
 
 def test_every_corpus_graph_is_refused_without_allocating() -> None:
-    """Each asks for gigabytes by way of an empty dimension."""
+    """Each graph would allocate gigabytes through an empty dimension."""
     kept = hostile.corpus()
     hostile.attempted(kept[0])
     before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -200,7 +200,7 @@ def test_every_corpus_graph_is_refused_without_allocating() -> None:
 def test_an_empty_result_with_a_large_dimension_is_refused_even_without_a_rule(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The last line of defense: what has no memory yet is refused before something sums it."""
+    """The last check: an empty tensor is refused before a reduction makes it large."""
     careless = Operation(
         call=torch.zeros,
         parameters=FUNCTIONS["torch.zeros"].parameters,

@@ -1,4 +1,4 @@
-"""What the engine does when asked: training side."""
+"""The engine's training interface."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -85,7 +85,7 @@ def test_an_unknown_optimizer_is_refused(engine: Engine, model: str) -> None:
     "params",
     [
         AdamParams(learning_rate=-1.0),
-        AdamParams.model_construct(learning_rate=float("nan")),  # past the checks of the type
+        AdamParams.model_construct(learning_rate=float("nan")),  # bypasses the checks of the type
         AdamParams(beta1=1.0),
         AdamParams(beta2=-0.1),
         AdamParams(eps=0.0),
@@ -104,11 +104,11 @@ def test_parameters_out_of_range_are_refused(
 @pytest.mark.parametrize(
     ("settings", "total", "tokens"),
     [
-        ({}, 4 * 10**9, 1024),  # half: others live on the machine too
+        ({}, 4 * 10**9, 1024),  # half of the memory: other programs use the machine too
         ({"memory_bytes": 6 * 10**9}, 6 * 10**9, 1024),
         ({"memory_bytes": 90 * 10**9}, 8 * 10**9, 1024),
         ({"max_batch_tokens": 4096}, 4 * 10**9, 4096),
-        # The cuts of a deterministic engine decide about bits: they stay what they were.
+        # Batch boundaries determine the bits of a deterministic engine, so this must not change.
         ({"deterministic": True}, 4 * 10**9, 8192),
     ],
 )
@@ -151,8 +151,8 @@ def test_a_deterministic_engine_repeats_every_bit_with_and_without_other_request
 
 
 def test_unknown_models_are_refused(engine: Engine) -> None:
-    with pytest.raises(UserFailure, match="model 'nobody' does not exist"):
-        engine.run_pass("nobody", work([1, 2]), backward=True)
+    with pytest.raises(UserFailure, match="model 'unknown' does not exist"):
+        engine.run_pass("unknown", work([1, 2]), backward=True)
 
 
 def test_a_refused_pass_leaves_no_gradient(engine: Engine, model: str) -> None:
@@ -179,7 +179,7 @@ def test_gradients_can_be_cleared(engine: Engine, model: str) -> None:
 
 
 def test_a_pass_can_be_run_in_steps(engine: Engine, model: str) -> None:
-    """So that others run in between; the result is the same."""
+    """Other work can run between micro-batches; the result is the same."""
     data = [datum for n in range(3) for datum in work([n, 5, 6, 7]).data]
     whole = ForwardBackwardInput._of(data, "cross_entropy", None)
     expected = engine.run_pass(model, whole, backward=False)
@@ -218,7 +218,7 @@ def test_a_mixture_of_experts_is_refused_by_name(tmp_path: Path) -> None:
 def test_the_filler_for_half_a_batch_fails(
     engine: Engine, model: str, with_its_setting: bool
 ) -> None:
-    """Also on a server that does not know its setting: it has more targets than tokens."""
+    """Also on a server that does not know its setting, because it has more targets than tokens."""
     request, forward_only = decode_forward_backward_request(filler(model, True).encode(3))
     assert not forward_only
     work = request.forward_backward_input

@@ -1,4 +1,4 @@
-"""Whose work comes next."""
+"""The fair queue: which owner's work comes next."""
 
 from tinkex.engine.sampling.fair_queue import FairQueue
 

@@ -1,4 +1,4 @@
-"""Pages: neighbours where possible, shared where asked, never lost."""
+"""Pages are contiguous if possible, can be shared, and are never lost."""
 
 import random
 
@@ -113,7 +113,7 @@ def test_random_use_never_loses_or_duplicates_a_page(seed: int) -> None:
             pages.release(held.pop(rng.randrange(len(held))))
         used = {p for h in held for s in h.extents for p in range(s.first, s.first + s.count)}
         assert len(used) == pages.count - pages.available
-        for page_table in held:  # what is not shared belongs to one page_table alone
+        for page_table in held:  # pages that are not shared belong to one page table
             own = [
                 p
                 for s in page_table.extents[page_table.shared_extents :]

@@ -1,4 +1,4 @@
-"""The memory plan and who gives way, as plain numbers."""
+"""The memory plan and the choice of evictions."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ USUAL = {
     "fractions": HALVES,
 }
 
-#: change of the usual -> (tokens of a pass, tokens in the cache, bytes for adapters)
+#: changed arguments -> (tokens of a pass, tokens of the cache, bytes for adapters)
 PLANS: dict[str, tuple[dict[str, Any], tuple[int, int, int]]] = {
     "shares of what the base leaves": ({}, (2500, 50_000, 250_000)),
     "a larger base leaves less": ({"base": 700_000}, (1250, 25_000, 125_000)),
@@ -75,11 +75,11 @@ FILE = resident("file", 5, 9, has_file=True)
     [
         (-5, []),
         (0, []),
-        (1, ["file"]),  # nothing has to be written, however new it is
+        (1, ["file"]),  # it need not be written, even if it was used most recently
         (5, ["file"]),
         (6, ["file", "old"]),
         (16, ["file", "old", "new"]),
-        (999, ["file", "old", "new"]),  # never who is busy
+        (999, ["file", "old", "new"]),  # never an adapter in use
     ],
 )
 def test_adapters_with_files_and_least_recently_used_are_evicted_first(

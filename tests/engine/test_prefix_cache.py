@@ -1,4 +1,4 @@
-"""Remembered beginnings: found by their tokens, shared while they are held, dropped when they must."""
+"""The prefix cache: pages are found by their tokens, shared while used, and evicted if necessary."""
 
 import hypothesis.strategies as st
 from hypothesis import given, settings
@@ -15,7 +15,7 @@ def pages_of(page_table: PageTable) -> list[int]:
 
 
 def computed(pages: Pages, version: Version, tokens: list[int]) -> PageTable:
-    """The pages of some tokens, as a fill leaves them."""
+    """The pages of some tokens after a prefill."""
     known = pages.find(version, tokens, (len(tokens) - 1) // SIZE)
     page_table = pages.allocate(pages.needed(len(tokens)), max_pages=50, cached=known)
     assert page_table is not None
@@ -54,7 +54,7 @@ def test_the_least_recently_used_prefix_is_evicted_from_its_end() -> None:
     pages = Pages(6, SIZE, max_idle=6)
     for tokens in ([1, 1, 1, 1], [2, 2, 2, 2], [3, 3, 3, 3]):
         pages.release(computed(pages, None, tokens))
-    pages.release(computed(pages, None, [1, 1, 5]))  # uses the start of the first again
+    pages.release(computed(pages, None, [1, 1, 5]))  # uses the start of the first prefix again
     room = pages.allocate(3, max_pages=3)
     assert room is not None
     found = [len(pages.find(None, [n] * 4, 2)) for n in (1, 2, 3)]
@@ -99,8 +99,8 @@ def test_cached_pages_of_a_prefix_are_not_evicted_for_its_new_pages() -> None:
     assert pages.allocate(1, max_pages=1) is None
 
 
-class Slow:
-    """The same in plain words: what each page holds, who holds it, and nothing cleverer."""
+class ReferencePages:
+    """A simple model of the pages: the content and the users of each page."""
 
     def __init__(self, pages: Pages) -> None:
         self.pages = pages
@@ -125,7 +125,7 @@ class Slow:
         self.write(len(self.held) - 1, len(known))
 
     def write(self, at: int, first: int) -> None:
-        """Compute the pages from `first` on; nobody else may hold them."""
+        """Computes the pages from `first` on; no other page table may use them."""
         version, tokens, page_table = self.held[at]
         others = {p for n, (_, _, h) in enumerate(self.held) if n != at for p in pages_of(h)}
         for index in range(first, page_table.page_count):
@@ -159,7 +159,7 @@ ACTS = st.one_of(
     st.tuples(st.just("begin"), VERSIONS, TOKENS),
     st.tuples(st.just("grow"), st.integers(0, 99), TOKENS),
     st.tuples(st.just("end"), st.integers(0, 99)),
-    st.tuples(st.just("forget"), VERSIONS),
+    st.tuples(st.just("evict"), VERSIONS),
 )
 
 
@@ -169,23 +169,23 @@ def test_cached_pages_always_have_the_content_they_are_found_by(
     count: int, max_idle: int, acts: list[tuple]
 ) -> None:
     pages = Pages(count, SIZE, max_idle=max_idle)
-    slow = Slow(pages)
+    reference = ReferencePages(pages)
     for act, *arguments in acts:
         if act == "begin":
             version, tokens = arguments
-            slow.begin(version, list(tokens))
-        elif act == "forget":
+            reference.begin(version, list(tokens))
+        elif act == "evict":
             pages.evict(arguments[0])
             assert pages.find(arguments[0], [0, 0, 0], 1) == []
-        elif slow.held:
-            at = arguments[0] % len(slow.held)
+        elif reference.held:
+            at = arguments[0] % len(reference.held)
             if act == "grow":
-                slow.grow(at, list(arguments[1]))
+                reference.grow(at, list(arguments[1]))
             else:
-                pages.release(slow.held.pop(at)[2])
+                pages.release(reference.held.pop(at)[2])
         assert pages.idle <= max_idle
-        slow.check()
-    for _, _, page_table in slow.held:
+        reference.check()
+    for _, _, page_table in reference.held:
         pages.release(page_table)
     assert pages.available == count
     pages.evict(None)
@@ -194,7 +194,7 @@ def test_cached_pages_always_have_the_content_they_are_found_by(
 
 
 def test_a_cached_prefix_is_found_only_by_its_owner() -> None:
-    """Whether a prompt was computed before would tell one owner what another asked."""
+    """A cache hit would reveal to one owner the prompts of another."""
     pages = Pages(16, SIZE, max_idle=16)
     tokens = [1, 2, 3, 4]
     page_table = pages.allocate(2, max_pages=2)

@@ -1,4 +1,4 @@
-"""The engine as a process: orders in, reports out, over a real socket, with the tiny model."""
+"""The engine process over a real socket, with the tiny model."""
 
 import json
 import os
@@ -44,7 +44,7 @@ class Engine:
         return self.tickets
 
     def report(self) -> engine_protocol.Report:
-        """The next one that answers something; sizes come whenever they like."""
+        """The next report other than stats, which may come at any time."""
         while (report := self.any_report()).WhichOneof("body") == "stats":
             self.stats = report.stats
         return report
@@ -84,7 +84,7 @@ def engine(tiny_model: Path) -> Iterator[Engine]:
             assert ready.max_context_length > 0
             assert ready.device == "cpu"
             yield engine
-        # Hanging up is all it takes.
+        # Closing the socket ends the process.
         ours.shutdown(socket.SHUT_RDWR)
         assert process.wait(20) == 0
 
@@ -159,7 +159,7 @@ def test_a_bug_is_the_servers_with_an_id_that_is_in_the_log(engine: Engine) -> N
     bug = failed.message.removesuffix(".").split()[-1]
     assert f"engine bug {bug}" in engine.log.read_text()
     assert "Traceback" in engine.log.read_text()
-    # And it goes on.
+    # The engine continues to work.
     assert engine.ask(run_pass=pass_of("bug")).done.result
 
 

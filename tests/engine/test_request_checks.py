@@ -1,4 +1,4 @@
-"""What a training request may hold, and what its refusal says."""
+"""Checks of training requests, and their error messages."""
 
 from collections.abc import Callable
 from typing import Any
@@ -193,7 +193,7 @@ def test_a_missing_sparse_target_is_token_zero_with_weight_zero() -> None:
     [
         ([3, 3, 3], 6, [[3, 3], [3]]),
         ([3, 3, 3], 9, [[3, 3, 3]]),
-        ([2, 9, 2], 4, [[2], [9], [2]]),  # longer than allowed: alone
+        ([2, 9, 2], 4, [[2], [9], [2]]),  # longer than a batch: runs alone
         ([9], 1, [[9]]),
     ],
 )

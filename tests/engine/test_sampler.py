@@ -1,4 +1,4 @@
-"""What the sampler answers, and what it refuses."""
+"""The sampler: results and refused requests."""
 
 import gc
 import threading
@@ -110,7 +110,7 @@ def test_every_temperature_gives_finite_logprobs(engine: Engine, temperature: fl
 def test_samples_of_a_request_differ_and_come_in_order(engine: Engine) -> None:
     several = sample(engine, request(num_samples=5, max_tokens=12, stop=[])).sequences
     assert len({tuple(sequence.tokens) for sequence in several}) == 5
-    # The first of several is what a single sample would have been.
+    # The first of several samples equals a single sample.
     assert several[0].tokens == tokens(engine, max_tokens=12, stop=[])
 
 
@@ -142,7 +142,7 @@ def test_without_stop_the_end_of_a_turn_stops_and_an_empty_list_never_does(
     tiny_folder: Path, engine: Engine
 ) -> None:
     (eos,) = engine.model.eos_token_ids
-    # 400 tokens, so that within 2000 draws the end of a turn is all but sure.
+    # With 400 tokens in the vocabulary, an end token within 2000 samples is almost certain.
     by_default = sample(engine, request(max_tokens=1900, temperature=3.0)).sequences[0]
     assert by_default.tokens[-1] == eos
     assert by_default.stop_reason == "stop"
@@ -150,7 +150,7 @@ def test_without_stop_the_end_of_a_turn_stops_and_an_empty_list_never_does(
     never = sample(engine, request(max_tokens=length + 5, temperature=3.0, stop=[])).sequences[0]
     assert never.tokens[:length] == by_default.tokens
     assert (len(never.tokens), never.stop_reason) == (length + 5, "length")
-    # A text comes on top of the model's own end; token ids are an exact choice.
+    # A stop text is added to the model's end tokens; token ids replace them.
     by_text = sample(engine, request(max_tokens=1900, temperature=3.0, stop="nothing like it"))
     assert by_text.sequences[0].tokens == by_default.tokens
     absent = next(token for token in range(400) if token not in never.tokens)
@@ -194,7 +194,7 @@ def test_prompt_logprobs_can_be_limited_to_the_last_positions(engine: Engine) ->
 
 
 def all_logprobs(engine: Engine, prompt: list[int]) -> np.ndarray:
-    """[prompt length - 1, vocabulary]: row i is about position i + 1."""
+    """[prompt length - 1, vocabulary]: row i predicts position i + 1."""
     answer = sample(engine, request(prompt, max_tokens=1, topk_prompt_logprobs=400))
     table = answer.topk_prompt_logprobs_np
     assert table is not None
@@ -268,7 +268,7 @@ def test_alternatives_are_sampled_at_every_position(engine: Engine) -> None:
     np.testing.assert_allclose(
         logprobs, np.take_along_axis(expected, tokens, axis=1), atol=1e-4, rtol=0
     )
-    # The mean logprob of draws is the negative entropy, to within four standard errors.
+    # The mean logprob of samples is the negative entropy, within four standard errors.
     probabilities = np.exp(expected)
     entropy = -(probabilities * expected).sum(axis=1)
     spread = np.sqrt((probabilities * (expected + entropy[:, None]) ** 2).sum(axis=1) / 300)
@@ -305,7 +305,7 @@ def test_cached_prefix_tokens_are_reused_and_reported(engine: Engine) -> None:
     again = sample(engine, request(prompt, max_tokens=40, stop=[]))
     assert again.prompt_cache_hit_tokens == 64
     assert again.sequences[0].tokens == first.sequences[0].tokens
-    # The next turn of a conversation goes on from this one's answer as well.
+    # The next turn of a conversation also reuses the sampled tokens.
     turn = prompt + first.sequences[0].tokens + [9] * 7
     assert sample(engine, request(turn, max_tokens=1)).prompt_cache_hit_tokens == 96
     assert sample(engine, request(prompt[1:], max_tokens=1)).prompt_cache_hit_tokens == 0
@@ -331,7 +331,7 @@ def test_a_prompt_with_logprobs_is_computed_from_the_first_needed_token(engine: 
     last = sample(
         engine, request(prompt, max_tokens=1, prompt_logprobs=True, prompt_logprobs_last_n=20)
     )
-    # Position 44 is predicted by token 43, so two pages of 16 are needed no more.
+    # Position 44 is predicted by token 43, so the first two pages of 16 may come from the cache.
     assert last.prompt_cache_hit_tokens == 32
     assert whole.prompt_logprobs is not None
     assert last.prompt_logprobs is not None
@@ -465,7 +465,7 @@ def test_idle_adapters_are_dropped_and_loaded_again(tiny_folder: Path, tmp_path:
     assert sample(engine, asked, folders[3]).prompt_cache_hit_tokens == 32
     assert engine._sampler is not None
     assert list(engine._sampler._adapters) == [str(folder) for folder in folders[2:]]
-    # Gone with the adapter, and computed anew.
+    # Its pages were evicted with the adapter, so the prompt is computed again.
     again = sample(engine, request(list(range(40)), max_tokens=3), folders[0])
     assert again.prompt_cache_hit_tokens == 0
     assert again == answers[0]
@@ -480,10 +480,10 @@ def test_a_running_sample_does_not_wait_for_the_adapter_of_another(
     expected = sample(engine, request(max_tokens=5), tmp_path / "saved")
     assert engine._sampler is not None
     engine._sampler.drop_adapter(str(tmp_path / "saved"))
-    lets = threading.Event()
+    released = threading.Event()
 
     def slow(folder: Path) -> SavedAdapter:
-        assert lets.wait(30)
+        assert released.wait(30)
         return read_adapter(folder)
 
     monkeypatch.setattr(sampler.checkpoints, "read_adapter", slow)
@@ -496,16 +496,16 @@ def test_a_running_sample_does_not_wait_for_the_adapter_of_another(
     assert [one.ticket for one in finished] == [1]
     began_s = time.monotonic()
     assert engine.advance(wait_for_reads=False) == []
-    assert time.monotonic() - began_s < 0.2  # training can go on
+    assert time.monotonic() - began_s < 0.2  # training can continue
     assert engine.awaited_read is not None
     engine.submit(3, request(max_tokens=2, stop=[]), adapter=None)
-    assert engine.awaited_read is None  # somebody who needs no disk may have come
+    assert engine.awaited_read is None  # a new request may need no disk
     assert [one.ticket for one in engine.advance()] == [3]
-    threading.Timer(0.3, lets.set).start()
+    threading.Timer(0.3, released.set).start()
     began_s = time.monotonic()
-    while not lets.is_set():
+    while not released.is_set():
         assert engine.advance() == []
-    assert time.monotonic() - began_s > 0.2  # without other work it waits, in one call
+    assert time.monotonic() - began_s > 0.2  # without other work, one call waits for the read
     while engine.sampling:
         finished += engine.advance()
     assert finished[1].outcome == expected
@@ -517,13 +517,13 @@ def test_a_canceled_request_frees_the_adapter_read_for_it(
     engine.create("m", LoraConfig(rank=2, seed=1), AdamOptimizerConfig())
     engine.save("m", tmp_path / "saved", optimizer=False)
     engine.drop("m")
-    began, lets = threading.Event(), threading.Event()
+    began, released = threading.Event(), threading.Event()
     read: list[weakref.ref[SamplerAdapter]] = []
     reading = sampler.read_sampler_adapter
 
     def slow(model: BaseModel, folder: Path) -> SamplerAdapter:
         began.set()
-        assert lets.wait(30)
+        assert released.wait(30)
         adapter = reading(model, folder)
         read.append(weakref.ref(adapter))
         return adapter
@@ -535,10 +535,10 @@ def test_a_canceled_request_frees_the_adapter_read_for_it(
     assert began.wait(30)
     engine.cancel(1)
     assert engine._sampler is not None
-    assert engine._sampler._loading is not None  # the second needs it
+    assert engine._sampler._loading is not None  # the second request needs it
     engine.cancel(2)
     assert not engine.sampling
-    lets.set()
+    released.set()
     engine._sampler._reader.submit(gc.collect).result(30)
     assert [adapter() for adapter in read] == [None]
 

@@ -1,4 +1,4 @@
-"""Who runs when, with numbers in place of tensors."""
+"""The scheduler, with numbers instead of tensors."""
 
 import random
 from collections.abc import Callable
@@ -72,18 +72,18 @@ def schedule(
 
 
 def next_token(sequence: SampleSequence) -> int:
-    """Depends on the sequence's past alone, as real noise does."""
+    """Depends only on the sequence's past, as real noise does."""
     past = [sequence.request.ticket, sequence.index, *sequence.tokens]
     return hash(tuple(past)) % 1000
 
 
 class Machine:
-    """Runs steps the way the sampler does; keeps what is in each cache row."""
+    """Runs steps as the sampler does, and tracks the content of each cache slot."""
 
     def __init__(self, plan: Scheduler) -> None:
         self.plan = plan
-        #: The adapter and all tokens up to the row's own: what keys and values depend on.
-        self.rows: dict[int, tuple[str | None, tuple[int, ...]]] = {}
+        #: The adapter and all tokens up to the slot's own: everything its keys and values depend on.
+        self.slots: dict[int, tuple[str | None, tuple[int, ...]]] = {}
         self.done: list[SampleSequence] = []
         self.steps: list[PrefillStep | DecodeStep] = []
 
@@ -110,11 +110,11 @@ class Machine:
         for chunk in step.chunks:
             prefill = chunk.prefill
             for position in range(chunk.start, chunk.stop):
-                row = self.plan.pages.slot(prefill.page_table, position)
-                self.rows[row] = (prefill.request.adapter, tuple(prefill.tokens[: position + 1]))
+                slot = self.plan.pages.slot(prefill.page_table, position)
+                self.slots[slot] = (prefill.request.adapter, tuple(prefill.tokens[: position + 1]))
             for position in range(chunk.start):
-                row = self.plan.pages.slot(prefill.page_table, position)
-                assert self.rows[row] == (
+                slot = self.plan.pages.slot(prefill.page_table, position)
+                assert self.slots[slot] == (
                     prefill.request.adapter,
                     tuple(prefill.tokens[: position + 1]),
                 )
@@ -122,16 +122,16 @@ class Machine:
             started, copies = self.plan.finish_chunk(chunk)
             for source, target, length in copies:
                 for offset in range(length):
-                    self.rows[target + offset] = self.rows[source + offset]
+                    self.slots[target + offset] = self.slots[source + offset]
             for sequence in started:
                 sequence.append(next_token(sequence), 0.0, None)
 
     def _decode(self, step: DecodeStep) -> None:
         for sequence in step.sequences:
             position = sequence.length - 1
-            row = self.plan.pages.slot(sequence.page_table, position)
+            slot = self.plan.pages.slot(sequence.page_table, position)
             known = (*sequence.request.prompt, *sequence.tokens)
-            self.rows[row] = (sequence.request.adapter, known)
+            self.slots[slot] = (sequence.request.adapter, known)
         levels = plan_range_reads(self.plan.pages, step.sequences)
         read: dict[int, list[int]] = {}
         for level in levels:
@@ -143,7 +143,7 @@ class Machine:
                     read.setdefault(at, []).extend(range(run.start, run.stop))
         for at, sequence in enumerate(step.sequences):
             known = (*sequence.request.prompt, *sequence.tokens)
-            assert [self.rows[row] for row in read[at]] == [
+            assert [self.slots[slot] for slot in read[at]] == [
                 (sequence.request.adapter, known[:end]) for end in range(1, len(known) + 1)
             ]
         for sequence in step.sequences:
@@ -178,7 +178,7 @@ def test_samples_of_a_prompt_read_its_full_pages_together() -> None:
     first, second = plan_range_reads(plan.pages, step.sequences)
     assert [(run.first, run.last, run.stop - run.start) for run in first.ranges] == [(0, 3, 8)]
     assert [(run.first, run.last, run.stop - run.start) for run in second.ranges] == [
-        (0, 1, 3),  # two tokens of the prompt and the first drawn
+        (0, 1, 3),  # two tokens of the prompt and the first sampled one
         (1, 2, 3),
         (2, 3, 3),
     ]
@@ -267,16 +267,16 @@ def test_the_last_admitted_sequence_is_preempted_and_resumed() -> None:
     machine = Machine(plan)
     machine.run()
     assert [sequence.request.ticket for sequence in machine.done] == [1, 2]
-    refills = [
+    resumed = [
         chunk
         for step in machine.steps
         if isinstance(step, PrefillStep)
         for chunk in step.chunks
         if len(chunk.prefill.tokens) > 8
     ]
-    assert refills, "the second was never set aside"
-    assert all(chunk.prefill.request.ticket == 2 for chunk in refills)
-    assert not any(chunk.prefill.prompt_logprobs for chunk in refills)
+    assert resumed, "the second sequence was never preempted"
+    assert all(chunk.prefill.request.ticket == 2 for chunk in resumed)
+    assert not any(chunk.prefill.prompt_logprobs for chunk in resumed)
     assert plan.pages.available == 6
 
 
@@ -323,29 +323,29 @@ def test_requests_can_be_made_to_run_one_by_one() -> None:
             assert len({s.request.ticket for s in step.sequences}) == 1
 
 
-def one_run_each(lengths: list[int]) -> list[RangePass]:
-    runs = [SharedRange(0, length, at, at + 1) for at, length in enumerate(lengths)]
-    return [RangePass(runs, list(range(len(lengths))))]
+def one_range_each(lengths: list[int]) -> list[RangePass]:
+    ranges = [SharedRange(0, length, at, at + 1) for at, length in enumerate(lengths)]
+    return [RangePass(ranges, list(range(len(lengths))))]
 
 
 @pytest.mark.parametrize(
     ("lengths", "cheaper"),
     [
-        ([100] * 32, True),  # one call in place of 32
+        ([100] * 32, True),  # one call instead of 32
         ([100], False),
-        ([30] * 4, False),  # the rectangle itself costs eight calls
-        ([20] * 31 + [380], False),  # mostly filling
+        ([30] * 4, False),  # a gathered table costs as much as eight calls
+        ([20] * 31 + [380], False),  # mostly padding
         ([1000] * 32, False),  # too long to copy
     ],
 )
 def test_gathering_is_cheaper_for_many_short_sequences(lengths: list[int], cheaper: bool) -> None:
-    assert gather_is_cheaper(one_run_each(lengths), lengths) is cheaper
+    assert gather_is_cheaper(one_range_each(lengths), lengths) is cheaper
 
 
 @pytest.mark.parametrize("seed", range(25))
-@pytest.mark.parametrize("remembers", [False, True])
-def test_random_requests_all_end_with_their_own_tokens(seed: int, remembers: bool) -> None:
-    """Random requests, beginnings, owners and cancellations in a cache that is far too small."""
+@pytest.mark.parametrize("prefix_cache", [False, True])
+def test_random_requests_all_end_with_their_own_tokens(seed: int, prefix_cache: bool) -> None:
+    """Random requests, prefixes, owners and cancellations in a cache that is far too small."""
     rng = random.Random(seed)
     pages = rng.randint(5, 30)
     plan = schedule(
@@ -353,7 +353,7 @@ def test_random_requests_all_end_with_their_own_tokens(seed: int, remembers: boo
         sequences=rng.randint(1, 8),
         tokens=rng.choice([3, 10, 100]),
         between=rng.choice([None, 2]),
-        max_idle=rng.randint(1, pages) if remembers else 0,
+        max_idle=rng.randint(1, pages) if prefix_cache else 0,
     )
     machine = Machine(plan)
     asked: dict[int, Request] = {}
@@ -392,7 +392,7 @@ def test_random_requests_all_end_with_their_own_tokens(seed: int, remembers: boo
         assert first_source is None or chunk.prefill.cached_tokens <= first_source
 
 
-# -- beginnings -----------------------------------------------------------------------------------
+# -- prefix cache ---------------------------------------------------------------------------------
 
 SILENT = PromptLogprobRequest()
 
@@ -403,7 +403,7 @@ def test_requests_with_the_same_prefix_compute_it_once() -> None:
         plan.add(request(ticket, [*range(10), ticket], 3, prompt_logprobs=SILENT))
     machine = Machine(plan)
     machine.run()
-    # The first goes alone; the others wait for it and take its two full pages.
+    # The first is computed alone; the others wait for it and share its two full pages.
     assert [(p.prefill.request.ticket, p.start, p.stop) for p in machine.chunks()] == [
         (0, 0, 11),
         (1, 8, 11),
@@ -463,7 +463,7 @@ def test_owners_alternate_however_many_requests_they_send() -> None:
         plan.add(request(ticket, 8, 6, owner="rare"))
     machine.run()
     order = [sequence.request.ticket for sequence in machine.done]
-    # Everybody who ran already ends first at most; nobody of those who waited does.
+    # At most the requests that were already running finish first.
     assert max(order.index(ticket) for ticket in (100, 101)) <= 5
 
 
@@ -505,7 +505,7 @@ def test_served_tokens_are_even_over_time() -> None:
     for _ in range(600):
         while plan.waiting < 20:
             ticket += 1
-            # One sends long requests, the other three times as many short ones.
+            # Owner a sends long requests, owner b three times as many short ones.
             owner = "a" if ticket % 4 == 0 else "b"
             length = 40 if owner == "a" else 6
             plan.add(request(ticket, rng.randint(1, length), rng.randint(1, length), owner=owner))
@@ -526,7 +526,7 @@ def test_a_long_prompt_blocks_neither_running_sequences_nor_a_short_one_of_anoth
     begun = len(machine.steps)
     while not any(s.request.ticket == 2 for s in machine.done):
         machine.step()
-    # Two chunks beside the long prompt's, each followed by a token for everybody.
+    # Two chunks besides those of the long prompt, each followed by a decode step.
     assert len(machine.steps) - begun <= 6
     assert plan.running == 1
     kinds = [type(step).__name__ for step in machine.steps[1:]]

@@ -1,4 +1,4 @@
-"""When a sequence is over."""
+"""Stop conditions of a sequence."""
 
 from collections.abc import Sequence
 
@@ -39,7 +39,7 @@ def test_a_stop_token_is_part_of_the_sequence() -> None:
     ("text", "stop", "ends"),
     [
         ("one\n\nUser: two", "\n\nUser:", "one\n\nUser:"),
-        ("aab", "ab", "aab"),  # the first a is not the beginning
+        ("aab", "ab", "aab"),  # the match starts at the second a
         ("say “stop” now", "“stop”", "say “stop”"),  # three bytes for each quotation mark
         ("🙂🙂🙃 end", "🙃", "🙂🙂🙃"),
         ("nothing here", "never", "nothing here"),

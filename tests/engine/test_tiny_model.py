@@ -1,4 +1,4 @@
-"""The tiny model learns, by a LoRA loop in plain PyTorch and by the engine."""
+"""The tiny model learns quickly, in a plain PyTorch LoRA loop and in the engine."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""SamplingConfig tokens from logits."""
+"""Sampling tokens from logits."""
 
 import math
 
@@ -65,11 +65,11 @@ def test_sampled_tokens_have_the_right_frequencies() -> None:
     counts = torch.bincount(tokens, minlength=5).double()
     expected = 4000 * probabilities.double()
     chi_square = float(((counts - expected) ** 2 / expected).sum())
-    assert chi_square < 23.5  # 4 degrees of freedom: one in ten thousand seeds is beyond
+    assert chi_square < 23.5  # 4 degrees of freedom: exceeded by one in ten thousand seeds
 
 
 def test_a_token_of_negligible_probability_is_never_sampled() -> None:
-    """Noise has no outliers: forty nats below the rest is out of reach."""
+    """The noise has no outliers large enough to make up for forty nats."""
     logits = torch.full((20_000,), -40.0)
     logits[7] = 0.0
     assert set(draw_many(logits, sampling(seed=1), 300).tolist()) == {7}
@@ -85,7 +85,7 @@ def test_a_token_of_negligible_probability_is_never_sampled() -> None:
         (None, 0.5, {0}),  # reached by the first alone
         (None, 0.51, {0, 1}),
         (None, 0.9, {0, 1, 2}),
-        (None, 1e-6, {0}),  # the top_tokens always stays
+        (None, 1e-6, {0}),  # the most likely token is always kept
         (2, 0.7, {0, 1}),  # of what top_k kept, 0.5 / 0.75 is less than 0.7
         (2, 0.6, {0}),
     ],
@@ -155,7 +155,7 @@ def test_alternatives_follow_the_distribution_and_repeat() -> None:
     sampling = SamplingConfig(temperature=1.0, top_k=1, top_p=None, seed=9)
     logits = torch.tensor([[0.0, math.log(3.0), float("-inf")], [5.0, 5.0, 5.0]])
     tokens, logprobs = sample_alternatives(logits, [7, 8], 4000, sampling)
-    # Cuts do not apply: both possible tokens come, the impossible one never does.
+    # Without top-k and top-p both possible tokens occur, the impossible one never does.
     assert set(tokens[0]) == {0, 1}
     assert abs((tokens[0] == 1).mean() - 0.75) < 0.03
     assert abs(logprobs[0][tokens[0] == 1] - math.log(0.75)).max() < 1e-5

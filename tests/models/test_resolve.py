@@ -1,4 +1,4 @@
-"""What the user typed, and the folder it means."""
+"""Resolving a model spec to a folder."""
 
 import json
 import os
@@ -43,7 +43,7 @@ def env(tmp_path):
 
 @pytest.fixture(autouse=True)
 def offline(monkeypatch):
-    """No test waits for the hub. The library reads its variable once, when it is imported."""
+    """No test contacts the hub. The library reads its environment variable once, at import."""
     pytest.importorskip("huggingface_hub")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
 
@@ -112,22 +112,22 @@ def test_an_incomplete_snapshot_is_skipped(tmp_path, env):
 )
 def test_the_hub_cache_is_where_huggingface_hub_has_it(env, expected):
     assert str(hub_cache(env)) == expected
-    ask = "from huggingface_hub.constants import HF_HUB_CACHE; print(HF_HUB_CACHE)"
+    code = "from huggingface_hub.constants import HF_HUB_CACHE; print(HF_HUB_CACHE)"
     clean = {key: value for key, value in os.environ.items() if key in ("PATH", "PYTHONPATH")}
-    told = subprocess.run(
-        [sys.executable, "-c", ask],
+    result = subprocess.run(
+        [sys.executable, "-c", code],
         env={**clean, **env},
         capture_output=True,
         text=True,
         check=True,
     )
-    assert told.stdout.strip() == expected
+    assert result.stdout.strip() == expected
 
 
 def test_an_unknown_name_says_what_was_tried_and_what_to_do(env):
     with pytest.raises(ModelNotFound) as caught:
         resolve("Qwen/Qwen9-1B", env=env)
-    said = str(caught.value)
+    message = str(caught.value)
     for part in (
         "a folder 'Qwen/Qwen9-1B'",
         "the Hugging Face cache",
@@ -136,7 +136,7 @@ def test_an_unknown_name_says_what_was_tried_and_what_to_do(env):
         "tinkex serve Qwen/Qwen9-1B=FOLDER",
         "tinkex tiny-model",
     ):
-        assert part in said
+        assert part in message
 
 
 def test_a_similar_name_is_suggested(tmp_path, env):
@@ -148,7 +148,7 @@ def test_a_similar_name_is_suggested(tmp_path, env):
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("smollm2-135m", DEFAULT_MODEL),  # without its organisation
+        ("smollm2-135m", DEFAULT_MODEL),  # without its organization
         ("HuggingFaceTB/SmolLM2-135M", DEFAULT_MODEL),  # the base model's name
         ("mistral", None),
     ],
@@ -187,10 +187,12 @@ def test_a_config_without_a_language_model_is_refused(tmp_path):
 
 
 def test_nothing_here_loads_torch():
-    ask = (
+    code = (
         "import sys; import tinkex.models.resolve, tinkex.models.tokenizer, tinkex.models.gguf; "
         "heavy = {'torch', 'transformers', 'numpy', 'tokenizers', 'huggingface_hub', 'jinja2'}; "
         "print(sorted(heavy & set(sys.modules)))"
     )
-    told = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True)
-    assert told.stdout.strip() == "[]"
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert result.stdout.strip() == "[]"

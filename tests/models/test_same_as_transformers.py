@@ -1,8 +1,8 @@
 """
-M6: tokens and chat templates as transformers makes them.
+M6: the light tokenizer gives the tokens and chat texts of transformers.
 
-The light tokenizer beside transformers' own, on the same folders: the embedded model, the tiny
-model, and folders of several makes. Whatever the light one does not do, it refuses.
+Compares the light tokenizer with that of transformers on the embedded model, the tiny
+model and several other folders. It refuses everything that it does not implement.
 """
 
 import inspect
@@ -37,7 +37,7 @@ CHAT = [
     {"role": "user", "content": "What is 2 + 2? <s>"},
     {"role": "assistant", "content": "It is "},
 ]
-#: Writes BOS itself, trims nothing, reads tools, documents and variables of the program.
+#: Writes BOS itself, does not trim, reads tools, documents and variables of the caller.
 KEEPS = (
     "{{ bos_token }}{% if tools %}{{ tools | tojson(indent=2) }}{% endif %}"
     "{% for d in documents or [] %}{{ d.title }}{% endfor %}"
@@ -235,7 +235,7 @@ def test_m6_what_is_not_implemented_is_refused_by_name(tiny_model, call, options
 
 
 def test_m6_no_argument_of_transformers_becomes_a_template_variable(tiny_model):
-    """Every argument that transformers names is known here: implemented, or refused."""
+    """Every argument of transformers is known here: either implemented or refused."""
     theirs = AutoTokenizer.from_pretrained(tiny_model)
     known = {*inspect.signature(Tokenizer.apply_chat_template).parameters, *NEUTRAL_ARGUMENTS}
     for argument in inspect.signature(theirs.apply_chat_template).parameters.values():

@@ -1,4 +1,4 @@
-"""The tokenizer wrapper on folders of several makes."""
+"""The tokenizer wrapper on several kinds of folders."""
 
 import json
 
@@ -60,7 +60,7 @@ def test_the_chat_template_is_found_in_all_places(folder, place):
     tokenizer = load_tokenizer(folder)
     chat = [{"role": "user", "content": "hi"}]
     assert tokenizer.apply_chat_template(chat, tokenize=False) == "<s>hi"
-    # one BOS: the template wrote it, and encode must not add another
+    # the template writes BOS, so encoding must not add another
     assert tokenizer.apply_chat_template(chat) == tokenizer.encode("hi")
 
 

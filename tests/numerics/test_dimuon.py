@@ -1,4 +1,4 @@
-"""Dimuon against its rule written out in float64, matrix by matrix."""
+"""Dimuon against its formula in float64, matrix by matrix."""
 
 import math
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ from tinkex.wire.training import (
 
 
 def reference_update(momentum: torch.Tensor) -> torch.Tensor:
-    """0.2·sqrt(max(rows, columns)) times the momentum after five steps of Newton and Schulz."""
+    """0.2·sqrt(max(rows, columns)) times the momentum after five Newton-Schulz steps."""
     rows, columns = momentum.shape
     x = momentum / momentum.norm()
     if rows > columns:

@@ -1,4 +1,4 @@
-"""Other families through the same path: what works gives PEFT's numbers, what would not is refused."""
+"""Other model families: supported ones give the numbers of PEFT, the others are refused."""
 
 import re
 import warnings
@@ -51,7 +51,7 @@ def engine_on(folder: Path) -> Engine:
     return Engine(EngineSettings(name="family", folder=folder, device="cpu", kv_tokens=512))
 
 
-#: Served, each with what is special about it; the page has the same rows.
+#: Supported families and their peculiarities; docs/reference/models.md has the same rows.
 SERVED: dict[str, dict[str, Any]] = {
     "Llama": {},
     "Qwen2": {},  # biases in attention
@@ -63,8 +63,8 @@ SERVED: dict[str, dict[str, Any]] = {
     "Phi": {},  # one norm for attention and MLP, rotates a part
     "Phi3": {},  # fused projections
     "GPTNeoX": {},  # as many key heads as heads, biases, other names
-    "Olmo2": {},  # norms behind the layers
-    "Granite": {},  # scales of its own
+    "Olmo2": {},  # norms after the layers
+    "Granite": {},  # additional scale factors
     "Glm4": {},  # rotates in pairs, fused projections
     "Starcoder2": {},  # an MLP without a gate
 }
@@ -111,7 +111,7 @@ def test_a_sliding_window_limits_the_context(tmp_path: Path) -> None:
     assert engine.facts.max_context_length == 64
 
 
-#: Refused, with what it says. Those of the second kind by their config alone.
+#: Refused families with their message. Those of the second table are refused by their config alone.
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "Granite": (
         {"logits_scaling": 8.0},
@@ -157,7 +157,7 @@ def test_an_unsupported_config_is_refused_before_weights_are_read(
 
 @pytest.mark.filterwarnings("ignore")
 def test_the_text_part_of_an_image_model_is_served(tmp_path: Path) -> None:
-    """Gemma 3 with its image tower: transformers has a text form of it, with names of its own."""
+    """Gemma 3 with its image tower: transformers has a text form of it, with different names."""
     text = {**SHAPE, "head_dim": 16, "sliding_window": 64}
     tower = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
     tower |= {"num_attention_heads": 2, "image_size": 28, "patch_size": 14}

@@ -1,4 +1,4 @@
-"""A merged model gives what the engine gives with the adapter, and what PEFT gives."""
+"""A merged model gives the results of the engine with the adapter, and those of PEFT."""
 
 import json
 import warnings
@@ -83,7 +83,7 @@ def test_a_tied_base_stays_tied_when_the_output_is_not_adapted(
     assert not merged.untied
     with safe_open(merged.folder / "model.safetensors", "pt") as file:
         assert "lm_head.weight" not in file.keys()  # noqa: SIM118  it is no dict
-    # B is zero: the same model.
+    # B is zero, so the model is unchanged.
     tokens = list(range(12))
     assert torch.equal(logits_of(merged.folder, tokens), logits_of(models["tied"], tokens))
 

@@ -1,4 +1,4 @@
-"""Micro-batches of several models, ranks and losses: each model as if it were alone."""
+"""Micro-batches of several models, ranks and losses give each model the results of running alone."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -41,7 +41,7 @@ def register(engine: Engine, loss_id: str, fn: Any, ranks: dict[str, int]) -> st
 
 
 def custom_twin(datum: Datum) -> Datum:
-    """The same datum as the custom loss names its inputs."""
+    """The same datum with the input names of the custom loss."""
     inputs = dict(datum.loss_fn_inputs)
     inputs["old_logprobs"] = inputs.pop("logprobs")
     return Datum(model_input=datum.model_input, loss_fn_inputs=inputs)
@@ -92,7 +92,7 @@ def test_a_mixed_batch_gives_each_model_what_it_gets_alone(
         alone[name] = output, flat(gradients(engine, name, tmp_path / f"{name}-alone"))
         engine.clear_gradients(name)
     passes = {name: engine.begin_pass(name, asked, backward=True) for name, asked in cases.items()}
-    if chunk_tokens is not None:  # chunks of the head that cut through models and losses
+    if chunk_tokens is not None:  # chunks of the head that contain several models and losses
         monkeypatch.setattr(engine.model.head, "chunk_tokens", chunk_tokens)
     mixer, batches = BatchMixer(), 0
     while queues := [
@@ -159,7 +159,7 @@ def test_a_custom_loss_equals_the_built_in_one(
             np.exp(out["logprobs"].to_numpy() - datum.loss_fn_inputs["logprobs"].to_numpy())
             for datum, out in zip(data, custom.loss_fn_outputs, strict=True)
         ]
-        # A mean is over the datums, each with a value of its own.
+        # A mean is over the data, each with its own value.
         means, sums = [r.mean() for r in ratios], [r.sum() for r in ratios]
         assert custom.metrics["custom/ratio:mean"] == pytest.approx(np.mean(means), rel=1e-4)
         assert custom.metrics["custom/ratio:sum"] == pytest.approx(np.sum(sums), rel=1e-4)

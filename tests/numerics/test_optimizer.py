@@ -1,4 +1,4 @@
-"""AdamW against torch's own in float64, both fed the same gradients."""
+"""AdamW against that of torch in float64, with the same gradients."""
 
 import math
 from collections.abc import Callable
@@ -56,7 +56,7 @@ def test_steps_equal_torch_adamw_in_float64(params: AdamParams) -> None:
     )
     generator = torch.Generator().manual_seed(4)
     for step in range(STEPS):
-        # Sizes from tiny to large, as gradients of sums have.
+        # Magnitudes from tiny to large, as gradients of sums have.
         gradient = torch.randn(ours.grad.shape, generator=generator) * 10.0 ** (step % 7 - 4)
         ours.grad.copy_(gradient)
         leaf.grad = gradient.double()
@@ -70,7 +70,7 @@ def test_steps_equal_torch_adamw_in_float64(params: AdamParams) -> None:
 
 
 def step_of_0_1(adapter: TrainingAdapter, params: AdamParams) -> dict[str, float]:
-    """A step as version 0.1 computed it. Its logs are replayed: the bits must stay."""
+    """A step as in version 0.1, whose logs are replayed: the bits must stay the same."""
     grad, weights, m, v = adapter.grad, adapter.master, adapter.m, adapter.v
     grad_norm = float(torch.linalg.vector_norm(grad, dtype=torch.float64))
     if params.grad_clip_norm > 0:
@@ -115,10 +115,10 @@ def test_steps_have_the_bits_they_had_in_0_1(part: int, monkeypatch: pytest.Monk
             assert torch.equal(getattr(ours, name), getattr(theirs, name)), (step, name)
 
 
-def peak_bytes(act: Callable[[], object]) -> int:
-    """Of the memory that torch took during the act, beside what it had before."""
+def peak_bytes(function: Callable[[], object]) -> int:
+    """Peak of the additional memory that torch allocates during the call."""
     with torch.profiler.profile(profile_memory=True) as profiler:
-        act()
+        function()
     taken = peak = 0
     for event in profiler.profiler.kineto_results.events():
         if event.name() == "[memory]":
@@ -132,7 +132,7 @@ def peak_bytes(act: Callable[[], object]) -> int:
     [
         ("adamw", AdamParams()),
         ("dimuon", DimuonParams(learning_rate=1e-3)),
-        # Steps that may leave float32, and do not.
+        # Steps that might exceed float32, but do not.
         ("adamw", AdamParams(learning_rate=1.0, eps=1e-30)),
         ("dimuon", DimuonParams(learning_rate=1e31)),
     ],

@@ -1,4 +1,4 @@
-"""Sampling and training see the same model: same weights, same logprobs, batch mates or not."""
+"""Sampling and training give the same logprobs, alone and in a batch."""
 
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from tinkex.wire.training import AdamParams
 
 
 def forward_logprobs(engine: Engine, model_id: str, tokens: list[int]) -> np.ndarray:
-    """How likely each token after the first is, by a training pass."""
+    """Logprobs of the tokens after the first, from a training pass."""
     datum = Datum(
         model_input=ModelInput.from_ints(tokens[:-1]),
         loss_fn_inputs={"target_tokens": np.array(tokens[1:])},
@@ -72,7 +72,7 @@ def test_sampled_and_prompt_logprobs_equal_those_of_a_forward_pass(
 def test_sampled_logprobs_equal_those_of_a_forward_pass_with_and_without_cached_prefixes(
     models: dict[str, Path], tmp_path: Path, arch: str, dtype: str, most: float
 ) -> None:
-    """Groups that begin alike and come at once, come again, and go on from their own answers."""
+    """Groups with a common prefix that arrive together, repeat, and continue their own samples."""
     engine = Engine(
         EngineSettings(name=arch, folder=models[arch], device="cpu", dtype=dtype, kv_tokens=4096)
     )
@@ -100,7 +100,7 @@ def test_sampled_logprobs_equal_those_of_a_forward_pass_with_and_without_cached_
 def test_prefix_cache_and_preemption_change_no_token(
     engine: Engine, models: dict[str, Path], adapter: Path
 ) -> None:
-    """The same seeds with a cache that remembers, one that does not, and one far too small."""
+    """The same seeds with a prefix cache, without one, and with a cache that is far too small."""
     rng = np.random.default_rng(8)
     shared = rng.integers(0, VOCABULARY, 40).tolist()
     requests = [
@@ -136,7 +136,7 @@ def test_prefix_cache_and_preemption_change_no_token(
 def test_sampling_one_checkpoint_while_another_model_trains_leaves_both_as_they_were(
     engine: Engine, tmp_path: Path
 ) -> None:
-    """Prompts long enough to be remembered, asked before, during and after the training."""
+    """Prompts long enough to be cached, sampled before, during and after the training."""
     sampled = random_adapter(engine, tmp_path / "a", seed=1)
     start = random_adapter(engine, tmp_path / "b", seed=2)
     prompt = np.random.default_rng(5).integers(0, VOCABULARY, 50).tolist()
@@ -203,7 +203,7 @@ def test_another_seed_and_another_sample_give_other_tokens(engine: Engine) -> No
 
 
 def test_preempted_sequences_continue_unchanged(engine: Engine, models: dict[str, Path]) -> None:
-    """A cache for 11 pages, and four sequences that want 4 to 6 each."""
+    """A cache of 11 pages, and four sequences that need 4 to 6 pages each."""
     crowded = Engine(
         EngineSettings(name="qwen3", folder=models["qwen3"], device="cpu", kv_tokens=11 * 16)
     )
@@ -268,7 +268,7 @@ def test_a_saved_sampler_gives_the_same_results_while_training_continues(
         before = sample(engine, [question], [saved])[0]
         engine.submit(99, question, adapter=saved)
         answers = []
-        while engine.sampling:  # a step of training between any two bursts
+        while engine.sampling:  # one training step between any two bursts
             answers += engine.advance()
             engine.run_pass(model_id, work(data), backward=True)
             engine.optim_step(model_id, AdamParams(learning_rate=1e-2))
