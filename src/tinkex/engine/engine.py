@@ -162,7 +162,7 @@ class Engine:
         """Whether a model's adapter is on the device, so that it can run without evicting others."""
         return model_id in self._adapters and self._adapters.on_device(model_id)
 
-    def run_micro_batch(self, cuts: Sequence[tuple[Pass, int]]) -> None:
+    def run_micro_batch(self, slices: Sequence[tuple[Pass, int]]) -> None:
         """
         Runs one micro-batch with the next `count` data of each pass.
 
@@ -171,7 +171,7 @@ class Engine:
         left out and keeps its data for a later micro-batch.
         """
         parts: list[PassSlice] = []
-        for training_pass, count in cuts:
+        for training_pass, count in slices:
             try:
                 adapter = self._adapter(training_pass.model_id)
             except UserFailure:

@@ -308,7 +308,7 @@ class Worker:
             )
             for model_id, jobs in passes.items()
         ]
-        cuts = [
+        slices = [
             (job, training_pass, taken)
             for model_id, count in self._mixer.next_batch(queues, self._batch_tokens())
             for job, training_pass, taken in _distribute(passes[model_id], count)
@@ -316,19 +316,19 @@ class Worker:
         # Also models that got no data go to the end, so that operations of other models run next.
         for model_id in passes:
             self._training.move_to_end(model_id)
-        before = [sum(training_pass.waiting) for _, training_pass, _ in cuts]
+        before = [sum(training_pass.waiting) for _, training_pass, _ in slices]
         began_s = time.perf_counter()
         try:
             self._engine.run_micro_batch(
-                [(training_pass, count) for _, training_pass, count in cuts]
+                [(training_pass, count) for _, training_pass, count in slices]
             )
         except Exception as error:  # noqa: BLE001  fails the passes in this micro-batch only
-            self._fail_micro_batch([job for job, _, _ in cuts], error)
+            self._fail_micro_batch([job for job, _, _ in slices], error)
             return
         elapsed_s = time.perf_counter() - began_s
-        left = [sum(training_pass.waiting) for _, training_pass, _ in cuts]
+        left = [sum(training_pass.waiting) for _, training_pass, _ in slices]
         self._tokens_per_s = (sum(before) - sum(left)) / max(elapsed_s, 1e-6)
-        for (job, training_pass, _), had, has in zip(cuts, before, left, strict=True):
+        for (job, training_pass, _), had, has in zip(slices, before, left, strict=True):
             job.compute_s += elapsed_s * (had - has) / max(1, sum(before) - sum(left))
             if not has:
                 self._finish(training_pass.model_id, job, _pass_report(job, training_pass))

@@ -177,10 +177,10 @@ def attend(
         # On a CPU short formats are not faster here, and rounded probabilities would be the largest
         # difference between decoding and a whole pass.
         query, key, value = query.float(), key.float(), value.float()
-    return _attended(query, key, value, layer, scaling, packing).to(given), None
+    return _dispatch(query, key, value, layer, scaling, packing).to(given), None
 
 
-def _attended(
+def _dispatch(
     query: Tensor,
     key: Tensor,
     value: Tensor,

@@ -62,14 +62,14 @@ class Head:
         hidden_TH = hidden_TH.to(self.weight_VH.dtype)
         whole = lora_slices_of(segments, HEAD)
         for start in range(0, len(hidden_TH), self.chunk_tokens):
-            rows = slice(start, min(start + self.chunk_tokens, len(hidden_TH)))
+            span = slice(start, min(start + self.chunk_tokens, len(hidden_TH)))
             lora_slices = [
-                LoraSlice(max(s.start, rows.start) - start, min(s.stop, rows.stop) - start, s.pair)
+                LoraSlice(max(s.start, span.start) - start, min(s.stop, span.stop) - start, s.pair)
                 for s in whole
-                if s.start < rows.stop and s.stop > rows.start
+                if s.start < span.stop and s.stop > span.start
             ]
-            hidden_tH = hidden_TH[rows]
-            yield Chunk(rows, hidden_tH, self._project(hidden_tH, lora_slices), lora_slices)
+            hidden_tH = hidden_TH[span]
+            yield Chunk(span, hidden_tH, self._project(hidden_tH, lora_slices), lora_slices)
 
     def logprobs(
         self, hidden_TH: Tensor, targets_TK: Tensor, segments: Sequence[AdapterSegment]
@@ -158,12 +158,12 @@ class Head:
     def _backward_lora_slices(
         self, chunk: Chunk, used_t: Tensor, dlogits_uV: Tensor, gradient_tH: Tensor
     ) -> None:
-        rows_u = used_t.nonzero().squeeze(1)
+        tokens_u = used_t.nonzero().squeeze(1)
         for start, stop, pair in chunk.lora_slices:
-            mine = (rows_u >= start) & (rows_u < stop)
-            rows_m = rows_u[mine]
-            dlogits_mV = dlogits_uV if len(rows_m) == len(rows_u) else dlogits_uV[mine]
-            hidden_mH = chunk.hidden_tH[rows_m].float()
+            mine = (tokens_u >= start) & (tokens_u < stop)
+            tokens_m = tokens_u[mine]
+            dlogits_mV = dlogits_uV if len(tokens_m) == len(tokens_u) else dlogits_uV[mine]
+            hidden_mH = chunk.hidden_tH[tokens_m].float()
             A_RH, B_VR = pair.A_RI.float(), pair.B_OR.float()
             dh_mR = (dlogits_mV @ B_VR).mul_(pair.scale)
             if pair.grad_A_RI is not None:
@@ -171,7 +171,7 @@ class Head:
             if pair.grad_B_OR is not None:
                 h_mR = (hidden_mH @ A_RH.t()).mul_(pair.scale)
                 pair.grad_B_OR.addmm_(dlogits_mV.t(), h_mR)
-            gradient_tH.index_add_(0, rows_m, (dh_mR @ A_RH).to(gradient_tH.dtype))
+            gradient_tH.index_add_(0, tokens_m, (dh_mR @ A_RH).to(gradient_tH.dtype))
 
 
 def gathered(logits_tV: Tensor, targets_tK: Tensor) -> tuple[Tensor, Tensor]:
