@@ -314,7 +314,7 @@ def test_a_temporary_spill_folder_is_deleted_with_the_engine(
 
 @pytest.fixture
 def host_store(engine: Engine, one_adapter: int) -> Iterator[AdapterStore]:
-    """A store with a host tier between device and disk, as on a GPU; each tier has memory for one."""
+    """A store with a host tier, as on a GPU; device and host each have memory for one."""
 
     class Middle(AdapterStore):
         def available(self) -> int:

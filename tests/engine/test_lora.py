@@ -98,7 +98,7 @@ def test_switches_choose_the_layers(switches: dict[str, bool], names: list[str])
 
 @pytest.mark.parametrize("rows", [3, 40])
 def test_every_token_uses_its_adapter_and_gradients_go_to_it(rows: int) -> None:
-    """Two adapters of different rank, tokens without an adapter between them, against plain autograd."""
+    """Two adapters of different rank and tokens without one, against plain autograd."""
     torch.manual_seed(0)
     base = nn.Linear(6, 7).requires_grad_(False)
     context = AdapterContext()

@@ -1,4 +1,4 @@
-"""The prefix cache: pages are found by their tokens, shared while used, and evicted if necessary."""
+"""The prefix cache: pages are found by their tokens, shared while used, and evicted."""
 
 import hypothesis.strategies as st
 from hypothesis import given, settings

@@ -82,7 +82,7 @@ class Machine:
 
     def __init__(self, plan: Scheduler) -> None:
         self.plan = plan
-        #: The adapter and all tokens up to the slot's own: everything its keys and values depend on.
+        #: The adapter and all tokens up to the slot's own: what its keys and values depend on.
         self.slots: dict[int, tuple[str | None, tuple[int, ...]]] = {}
         self.done: list[SampleSequence] = []
         self.steps: list[PrefillStep | DecodeStep] = []

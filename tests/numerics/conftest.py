@@ -27,7 +27,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="session")
 def engine_on(models: dict[str, Path]) -> Callable[[str], Engine]:
-    """An engine on one of the models, shared by all tests: each test drops the models it creates."""
+    """An engine on one of the models. Shared: each test drops the models it creates."""
     engines: dict[str, Engine] = {}
 
     def get(name: str) -> Engine:

@@ -1,4 +1,4 @@
-"""The losses of the embedded model equal the recorded ones; benchmarks/golden_curve.py runs the rest."""
+"""The first losses of the embedded model equal the recorded ones."""
 
 import subprocess
 import sys

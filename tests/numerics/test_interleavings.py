@@ -103,7 +103,7 @@ def reference_loss(
     *,
     backward: bool,
 ) -> tuple[float, list[Tensor]]:
-    """The loss and each datum's logprobs; with `backward`, gradients are added to those of the reference."""
+    """The loss and each datum's logprobs; `backward` adds to the adapter's gradients."""
     base.scale = 32 / adapter.lora.rank
     base.lora = {name: w.clone().requires_grad_(backward) for name, w in adapter.weights.items()}
     total = torch.zeros((), dtype=torch.float64)
@@ -290,7 +290,7 @@ class Interleavings(RuleBasedStateMachine):
         greedy=st.booleans(),
     )
     def sample(self, chosen: list[Saved | None], seed: int, greedy: bool) -> None:
-        """Samples checkpoints and the base model at once: each uses its own weights during training."""
+        """Samples checkpoints and the base model at once: each uses its own weights."""
         rng = np.random.default_rng(seed)
         prompts = [rng.integers(0, VOCABULARY, rng.integers(1, 8)).tolist() for _ in chosen]
         asked = [

@@ -1,4 +1,4 @@
-"""Micro-batches of several models, ranks and losses give each model the results of running alone."""
+"""Mixed micro-batches give each model the results of running alone."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -138,7 +138,7 @@ class Engine:
     def run_pass(
         self, model_id: str, work: ForwardBackwardInput, *, backward: bool
     ) -> ForwardBackwardOutput:
-        """Runs a whole pass; `backward` adds to the model's gradient. Losses are sums over tokens."""
+        """Runs a whole pass; `backward` adds to the gradient. Losses are sums over tokens."""
         training_pass = self.begin_pass(model_id, work, backward=backward)
         while waiting := training_pass.waiting:
             self.run_micro_batch([(training_pass, count_fitting(waiting, self.max_batch_tokens))])
@@ -159,7 +159,7 @@ class Engine:
         return Pass(model_id, loss, data, backward=backward)
 
     def resident(self, model_id: str) -> bool:
-        """Whether a model's adapter is on the device, so that it can run without evicting others."""
+        """Whether the adapter is on the device, so that it can run without evicting others."""
         return model_id in self._adapters and self._adapters.on_device(model_id)
 
     def run_micro_batch(self, slices: Sequence[tuple[Pass, int]]) -> None:
@@ -252,7 +252,7 @@ class Engine:
         streams: bool = False,
     ) -> None:
         """
-        Queues a sample request. `adapter` is an immutable checkpoint folder, or None for the base model.
+        Queues a sample request. `adapter` is an immutable checkpoint folder; None is the base model.
 
         The folder is read when the request is admitted; a bad folder is then the request's outcome.
         Owners get equal shares of the sampler, however many requests they send. With `streams` the

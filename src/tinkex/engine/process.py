@@ -32,7 +32,7 @@ def _begin_log() -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Options named like fields of `EngineSettings` set them; without an option the default holds."""
+    """Options named like fields of `EngineSettings` set them; the others keep their defaults."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--fd", type=int, required=True)
     parser.add_argument("--name", required=True)

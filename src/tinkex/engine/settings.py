@@ -37,7 +37,7 @@ class EngineSettings:
     #: start; on a CPU, which other programs share, the base model and half of the remaining free
     #: memory. A single long sequence may exceed it.
     memory_bytes: int | None = None
-    #: Part of it for training and sampler adapters. None is what base model, passes and cache leave.
+    #: Part of it for training and sampler adapters. None is the rest of the memory plan.
     adapter_bytes: int | None = None
     #: Host memory for adapters evicted from a GPU. None is half of the free host memory.
     host_bytes: int | None = None

@@ -50,7 +50,7 @@ When the rain had stopped, the children ran out of the house and into the garden
 
 
 def write_tiny_model(folder: str | Path, arch: Arch = "qwen3", seed: int = 0) -> Path:
-    """Writes a small Qwen3 or Llama model with a tokenizer; the same arguments give the same bytes."""
+    """Writes a small Qwen3 or Llama model; the same arguments give the same bytes."""
     if arch not in ARCHES:
         raise ValueError(f"arch is {arch!r}; allowed are {', '.join(ARCHES)}.")
     folder = Path(folder)
@@ -120,7 +120,7 @@ def _config(arch: Arch, vocabulary: int) -> dict[str, Any]:
 
 
 #: Standard deviations of input embedding and output head, found by experiment: they make the model
-#: learn quickly (see tests/engine/test_tiny_model.py). Other matrices have the usual 1/sqrt(inputs).
+#: learn quickly (tests/engine/test_tiny_model.py). Other matrices have the usual 1/sqrt(inputs).
 EMBEDDING_STD = 1.0
 HEAD_STD = 0.3
 

@@ -71,7 +71,7 @@ MAX_MICRO_BATCH_S = 0.5
 #: A shortened micro-batch still has this many tokens, to keep training efficient.
 MIN_BATCH_TOKENS = 256
 
-#: No further snapshot is copied while the copies that wait to be written take this much host memory.
+#: No snapshot is copied while the copies that wait to be written take this much host memory.
 MAX_PENDING_SNAPSHOT_BYTES = 256 * 2**20
 
 
@@ -334,7 +334,7 @@ class Worker:
                 self._finish(training_pass.model_id, job, _pass_report(job, training_pass))
 
     def _fail_micro_batch(self, jobs: Sequence[Job], error: Exception) -> None:
-        """A pass that was alone in the micro-batch fails; several are reported for separate retries."""
+        """A pass alone in the micro-batch fails; several are reported for separate retries."""
         if len(jobs) == 1:
             (job,) = jobs
             _exit_if_device_lost_or_full(error)
@@ -343,8 +343,8 @@ class Worker:
         # If the batch was too large for the memory, each pass alone may still fit.
         _exit_if_device_lost(error)
         log.error("a micro-batch of %d requests failed", len(jobs), exc_info=error)
-        # Gradients may be partly added, so the server rebuilds these models. Later passes of the same
-        # models must wait for that too.
+        # Gradients may be partly added, so the server rebuilds these models. Later passes of the
+        # same models must wait for that too.
         for model_id in dict.fromkeys(_model_of(job) for job in jobs):
             for job in [job for job in self._training[model_id] if _is_pass(job)]:
                 self._finish(model_id, job, shared_failure_report(job.order.ticket, error))
@@ -354,8 +354,8 @@ class Worker:
         alone = self._engine.settings.deterministic
         passes: dict[str, list[Job]] = {}
         for model_id in list(self._training):
-            # The first adapter is loaded if necessary. Others join only if they are on the device, so
-            # that no adapter is evicted for them.
+            # The first adapter is loaded if necessary. Others join only if they are on the device,
+            # so that no adapter is evicted for them.
             if passes and (alone or not self._engine.resident(model_id)):
                 continue
             for job in _leading_passes(self._training[model_id], 1 if alone else None):

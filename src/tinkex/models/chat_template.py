@@ -91,8 +91,8 @@ def _cut(text: str) -> str:
     place = text.rfind(_MARK.strip())
     if place < 0:
         raise TokenizerError(
-            "continue_final_message: the chat template omits the text of the last message, so there "
-            "is nothing to continue."
+            "continue_final_message: the chat template omits the text of the last message, so "
+            "there is nothing to continue."
         )
     before = text[:place]
     return before if text.startswith(_MARK, place) else before.rstrip()

@@ -2,8 +2,8 @@
 Hashes the contents of a base model folder, to detect that a model has changed.
 
 The hash covers everything that affects the results: config.json, the end tokens, the tokenizer and
-the weights. Hashing weights takes seconds per gigabyte, so file hashes are cached and reused as long
-as path, inode, size and times of a file stay the same.
+the weights. Hashing weights takes seconds per gigabyte, so file hashes are cached and reused as
+long as path, inode, size and times of a file stay the same.
 """
 
 from __future__ import annotations

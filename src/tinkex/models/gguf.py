@@ -185,8 +185,8 @@ def _tensor_info(cursor: _Cursor) -> TensorInfo:
     if kind not in _BLOCKS:
         known = ", ".join(_TENSOR_TYPES[kind] for kind in _BLOCKS)
         raise GgufError(
-            f"{cursor.path}: tensor {name!r} has type {_TENSOR_TYPES.get(kind, kind)}; supported are "
-            f"{known}. Use a file with these types, or safetensors."
+            f"{cursor.path}: tensor {name!r} has type {_TENSOR_TYPES.get(kind, kind)}; supported "
+            f"are {known}. Use a file with these types, or safetensors."
         )
     count = 1
     for length in shape:

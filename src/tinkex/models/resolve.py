@@ -1,4 +1,4 @@
-"""Resolves a model spec to a folder: alias, folder, Hugging Face cache, embedded model, hub download.
+"""Resolves a model spec to a folder: alias, folder, Hugging Face cache, embedded model, hub.
 
 Reads only file names and small JSON files, never weights.
 """
@@ -223,7 +223,7 @@ def download_from_hub(name: str, env: Mapping[str, str]) -> tuple[Path | None, s
         return None, str(error)
     try:
         path = snapshot_download(name, allow_patterns=HUB_PATTERNS, cache_dir=hub_cache(env))
-    except Exception as error:  # noqa: BLE001  errors of four libraries; all mean that the download failed
+    except Exception as error:  # noqa: BLE001  any error means that the download failed
         return None, f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
     if missing := what_is_missing(Path(path)):
         return None, f"{path} was downloaded, but {missing}"

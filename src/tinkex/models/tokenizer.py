@@ -82,7 +82,7 @@ def _config_of(folder: Path) -> dict[str, Any]:
 
 
 class Encoded(dict[str, Any]):
-    """The result of calling a tokenizer: `input_ids` and `attention_mask`, as keys or attributes."""
+    """The result of a tokenizer: `input_ids` and `attention_mask`, as keys or attributes."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -375,8 +375,8 @@ class Tokenizer:
                 return known[name]
             if chat_template is None:
                 raise TokenizerError(
-                    "This model has several chat templates and no default. Set chat_template to one "
-                    f"of {', '.join(sorted(known))}."
+                    "This model has several chat templates and no default. Set chat_template to "
+                    f"one of {', '.join(sorted(known))}."
                 )
         template = chat_template or known
         if not isinstance(template, str):

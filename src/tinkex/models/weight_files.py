@@ -2,8 +2,8 @@
 Checks which weight files a model folder refers to, before any of them is opened.
 
 A folder may be untrusted. transformers opens every file that an index names, and by its extension
-treats it as safetensors, which are data, or as a pickle, which can run code. So every name must be a
-plain `*.safetensors` file in the folder itself.
+treats it as safetensors, which are data, or as a pickle, which can run code. So every name must be
+a plain `*.safetensors` file in the folder itself.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def check_weight_files(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def check_index(index: Path) -> set[str]:
-    """The files that an index names. Raises RefusedFolder unless all are plain safetensors files."""
+    """The files that an index names. Raises RefusedFolder unless all are plain safetensors."""
     try:
         names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -66,8 +66,8 @@ def check_layers(layers: int, names: Collection[str], folder: Path) -> None:
     found = {int(match[1]) for name in names if (match := _LAYER.search(name))}
     if found and layers > max(found) + 1:
         raise RefusedFolder(
-            f"config.json of {folder} has {layers} layers, but the weights have {max(found) + 1}: the "
-            "others would be random. Download the model again, or correct num_hidden_layers."
+            f"config.json of {folder} has {layers} layers, but the weights have {max(found) + 1}: "
+            "the others would be random. Download the model again, or correct num_hidden_layers."
         )
 
 

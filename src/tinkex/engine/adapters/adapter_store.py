@@ -143,9 +143,9 @@ class AdapterStore:
         """Evicts adapters until one of this size fits. Raises `UserFailure` with the sizes."""
         if size > self._plan.adapters:
             raise UserFailure(
-                f"{what} needs {format_bytes(size)}; the server has {format_bytes(self._plan.adapters)} "
-                f"for adapters ({self._plan.describe()}). Use a smaller rank, train fewer kinds of "
-                "layers, or give the server more memory."
+                f"{what} needs {format_bytes(size)}; the server has "
+                f"{format_bytes(self._plan.adapters)} for adapters ({self._plan.describe()}). Use "
+                "a smaller rank, train fewer kinds of layers, or give the server more memory."
             )
         over = sum(resident.size for resident in self._residents()) + size - self._plan.adapters
         self._evict(max(over, size - self.available()))
@@ -186,10 +186,10 @@ class AdapterStore:
         if size > available:
             busy = sum(resident.size for resident in self._residents() if resident.busy)
             raise UserFailure(
-                f"{what} needs about {format_bytes(size)}; {format_bytes(available)} are free on the "
-                f"server (base model {format_bytes(self._plan.base)}, cache "
-                f"{format_bytes(self.cache_bytes)}, adapters in use {format_bytes(busy)}). {advice}, or "
-                "give the server more memory."
+                f"{what} needs about {format_bytes(size)}; {format_bytes(available)} are free on "
+                f"the server (base model {format_bytes(self._plan.base)}, cache "
+                f"{format_bytes(self.cache_bytes)}, adapters in use {format_bytes(busy)}). "
+                f"{advice}, or give the server more memory."
             )
 
     def _residents(self) -> list[Resident]:

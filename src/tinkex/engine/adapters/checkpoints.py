@@ -297,8 +297,8 @@ def _check_fits(
         if tuple(A.shape) != placement.shape_A or tuple(B.shape) != placement.shape_B:
             raise UserFailure(
                 f"{folder.name}: {name} has matrices {list(A.shape)} and {list(B.shape)}, but this "
-                f"model has {list(placement.shape_A)} and {list(placement.shape_B)}. The checkpoint "
-                "belongs to another base model."
+                f"model has {list(placement.shape_A)} and {list(placement.shape_B)}. The "
+                "checkpoint belongs to another base model."
             )
     return saved.pairs
 

@@ -94,8 +94,8 @@ def memory_plan(
         raise DoesNotFit(
             f"the base model takes {format_bytes(base)} of {format_bytes(total)}, and "
             f"{format_bytes(reserved)} are reserved: {format_bytes(max(0, left))} are left, and at "
-            f"least {format_bytes(smallest)} are needed. Serve a smaller model, use --dtype bfloat16, "
-            "or free memory."
+            f"least {format_bytes(smallest)} are needed. Serve a smaller model, use --dtype "
+            "bfloat16, or free memory."
         )
     free = left
     if kv_tokens is not None:

@@ -1,4 +1,4 @@
-"""Merges an adapter into its base model: writes a full model in Hugging Face layout without PEFT."""
+"""Merges an adapter into its base model and writes a full model in Hugging Face layout."""
 
 from __future__ import annotations
 
@@ -94,9 +94,9 @@ def add(model: Any, saved: SavedAdapter, adapter: str) -> None:
         weight: Tensor = module.weight
         if (B.shape[0], A.shape[1]) != tuple(weight.shape):
             raise UserFailure(
-                f"{adapter}: {name} maps {A.shape[1]} to {B.shape[0]} features, but in this base model "
-                f"it maps {weight.shape[1]} to {weight.shape[0]}. Merge it with the base model it "
-                "was trained on."
+                f"{adapter}: {name} maps {A.shape[1]} to {B.shape[0]} features, but in this base "
+                f"model it maps {weight.shape[1]} to {weight.shape[0]}. Merge it with the base "
+                "model it was trained on."
             )
         weight.copy_(weight.float().addmm_(B.float(), A.float(), alpha=saved.scale))
 

@@ -1,1 +1,1 @@
-"""The frozen base model, and the parts that replace its attention, linear layers and output head."""
+"""The frozen base model, with replaced attention, linear layers and output head."""

@@ -1,8 +1,8 @@
 """The frozen base model: a transformers model with three parts replaced.
 
-Attention reads packed tokens, every linear layer can add adapters, and `lm_head` computes the output
-projection. The rest of the model's code is unchanged, so a model family that transformers supports
-usually works; a comparison of logits at startup refuses the others.
+Attention reads packed tokens, every linear layer can add adapters, and `lm_head` computes the
+output projection. The rest of the model's code is unchanged, so a model family that transformers
+supports usually works; a comparison of logits at startup refuses the others.
 """
 
 from __future__ import annotations
@@ -186,8 +186,8 @@ class BaseModel:
         if len(shapes) != layers:
             raise UnsupportedModel(
                 f"{layers - len(shapes)} of the {layers} layers of this {self.config.model_type} "
-                "model are not attention but recurrent, convolutional or similar layers, which this "
-                "engine does not support. Serve another model."
+                "model are not attention but recurrent, convolutional or similar layers, which "
+                "this engine does not support. Serve another model."
             )
         gap = (found_TV - expected_TV).abs().max() / expected_TV.abs().max().clamp(min=1e-6)
         if not gap < TOLERANCE[self.dtype]:  # NaN is refused too
@@ -281,7 +281,7 @@ def refuse_unsupported(config: PretrainedConfig) -> None:
         what = "takes images" if images else "is not a decoder-only language model"
         raise UnsupportedModel(
             f"{config.model_type} {what}, and transformers does not load it as a causal language "
-            "model; this engine serves text only. Serve a text model, or the text part saved as one."
+            "model; this engine serves text only. Serve a text model, or the saved text part."
         )
     for key in ("num_experts", "num_local_experts", "n_routed_experts"):
         if getattr(text, key, None):

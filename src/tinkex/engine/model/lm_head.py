@@ -16,7 +16,7 @@ from torch import Tensor
 from tinkex.engine.model.lora import AdapterSegment, LoraSlice, lora_slices_of
 from tinkex.engine.model.matmul import add_mm_float32, linear, mm_float32
 
-# T packed tokens, t tokens of one chunk, H hidden size, V vocabulary, K targets of one token, R rank
+# T packed tokens, t tokens of one chunk, H hidden size, V vocabulary, K targets of a token, R rank
 
 #: PEFT's name of the output projection, and of its LoRA pair.
 HEAD = "lm_head"
@@ -104,8 +104,9 @@ class Head:
             g_tK = loss_gradient(chunk.span, logprobs_tK)
             gradient_tH, slope_t = self._backward(chunk, targets_tK, total_t1, g_tK)
             gradient_TH[chunk.span] = gradient_tH
-            # dL/dlogits = onehot·g - softmax·Σg, and its product with the logits is the slope. Solved
-            # for the mean logit, this gives the entropy without another pass over the vocabulary.
+            # dL/dlogits = onehot·g - softmax·Σg, and its product with the logits is the slope.
+            # Solved for the mean logit, this gives the entropy without another pass over the
+            # vocabulary.
             found_t = (slope_t - (g_tK * logprobs_tK).sum(dim=1)) / g_tK.sum(dim=1)
             # With several derivatives of one token, the sum may cancel and the quotient be noise.
             entropy_T[chunk.span] = found_t.where((g_tK != 0).sum(dim=1) == 1, math.nan)
@@ -178,8 +179,8 @@ def gathered(logits_tV: Tensor, targets_tK: Tensor) -> tuple[Tensor, Tensor]:
     """
     Logprobs [t, K] of the targets, and the divisor [t, 1] of the softmax.
 
-    Overwrites the logits with exp(logit - largest). Divided by the divisor this is the softmax, which
-    the gradient needs; the exponentials are most of the work.
+    Overwrites the logits with exp(logit - largest). Divided by the divisor this is the softmax,
+    which the gradient needs; the exponentials are most of the work.
     """
     largest_t1 = logits_tV.amax(dim=1, keepdim=True)
     own_tK = logits_tV.gather(1, targets_tK) - largest_t1

@@ -131,7 +131,7 @@ def make_pairs(
 
 
 class AdapterSegment(NamedTuple):
-    """Tokens `start` to `stop` of a packed pass use this adapter; others use the base model alone."""
+    """Tokens `start` to `stop` of a packed pass use this adapter; others use the base model."""
 
     start: int
     stop: int

@@ -35,7 +35,7 @@ def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Ten
     tokens = len(x_TI)
     if tokens > FEW_TOKENS or x_TI.is_cuda or x_TI.dtype != torch.float32:
         return F.linear(x_TI, weight_OI, bias_O)
-    # One token would be a matrix-vector product, which uses one core. Two tokens take half the time.
+    # A matrix-vector product for one token uses one core; two tokens take half the time.
     columns = F.pad(x_TI, (0, 0, 0, 1)).t() if tokens == 1 else x_TI.t()
     y_TO = torch.mm(weight_OI, columns)[:, :tokens].t().contiguous()
     return y_TO if bias_O is None else y_TO.add_(bias_O)

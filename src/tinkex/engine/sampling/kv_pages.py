@@ -3,9 +3,10 @@
 A page holds the keys and values of `size` tokens, one slot each. Pages of a sequence are allocated
 contiguously if possible, because a CPU reads a contiguous range in place but must copy scattered
 pages; correctness does not depend on it.
-The prefix cache finds full pages by the tokens up to their end: sequences with the same prefix under
-the same weights share its pages and do not compute them again. Cached pages that no sequence uses
-are idle; the least recently used are evicted when pages are needed. Only numbers, no tensors.
+
+The prefix cache finds full pages by the tokens up to their end: sequences with the same prefix
+under the same weights share its pages and do not compute them again. Cached pages that no sequence
+uses are idle; the least recently used are evicted when pages are needed. Only numbers, no tensors.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class _CachedPage:
 
 class Pages:
     """
-    All pages of a KV cache. If pages are short, methods return None or False; callers wait or preempt.
+    All pages of a KV cache. If pages are short, methods return None or False.
 
     At most `max_idle` idle pages are kept for the prefix cache; 0 disables it.
     """

@@ -1,7 +1,7 @@
 """Prompt logprobs of a sample request: checks, computation and results.
 
-Source i is prompt token i, whose hidden state predicts position i + 1. Logprobs of the prompt, of the
-most likely tokens and of target tokens are at temperature 1; alternatives are sampled at the
+Source i is prompt token i, whose hidden state predicts position i + 1. Logprobs of the prompt, of
+the most likely tokens and of target tokens are at temperature 1; alternatives are sampled at the
 temperature of the request, without top-k and top-p.
 """
 
@@ -53,7 +53,8 @@ def check_prompt_logprobs(
             raise UserFailure("prompt_logprobs_last_n needs prompt_logprobs = true.")
         if not 1 <= last_n <= prompt - 1:
             raise UserFailure(
-                f"prompt_logprobs_last_n is {last_n}; allowed for this prompt are 1 to {prompt - 1}."
+                f"prompt_logprobs_last_n is {last_n}; allowed for this prompt are 1 to "
+                f"{prompt - 1}."
             )
     targets = sample_request.target_prompt_logprobs
     return PromptLogprobRequest(
@@ -78,8 +79,8 @@ def check_targets(targets: TensorData, sources: int, vocab_size: int) -> PromptT
     shape = targets.shape
     if targets.dtype != "int64" or shape is None or len(shape) != 2 or shape[0] != sources:
         raise UserFailure(
-            f"target_prompt_logprobs is {targets.dtype} of shape {shape}; for this prompt it must be "
-            f"int64 of shape [{sources}, K], with a row for each token after the first."
+            f"target_prompt_logprobs is {targets.dtype} of shape {shape}; for this prompt it must "
+            f"be int64 of shape [{sources}, K], with a row for each token after the first."
         )
     tokens = target_tokens(targets)
     if len(tokens) > MAX_PROMPT_LOGPROBS:
@@ -89,8 +90,8 @@ def check_targets(targets: TensorData, sources: int, vocab_size: int) -> PromptT
         )
     if bad := [int(token) for token in tokens if not NO_TARGET <= token < vocab_size][:1]:
         raise UserFailure(
-            f"target_prompt_logprobs contains token {bad[0]}; allowed ids are 0 to {vocab_size - 1}, "
-            f"and {NO_TARGET} for cells that request nothing."
+            f"target_prompt_logprobs contains token {bad[0]}; allowed ids are 0 to "
+            f"{vocab_size - 1}, and {NO_TARGET} for cells that request nothing."
         )
     used = tokens != NO_TARGET
     if not used.any():

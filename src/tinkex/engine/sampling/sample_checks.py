@@ -17,8 +17,8 @@ from tinkex.wire.sampling import SampleRequest, SamplingParams
 if TYPE_CHECKING:
     from tinkex.models.tokenizer import Tokenizer
 
-#: Below this temperature sampling is greedy, as for 0. Logits are float32: at this temperature their
-#: smallest difference is decisive, and at far lower temperatures they would overflow.
+#: Below this temperature sampling is greedy, as for 0. Logits are float32: at this temperature
+#: their smallest difference is decisive, and at far lower temperatures they would overflow.
 MIN_TEMPERATURE = 1e-6
 
 #: More samples in one request are most likely a mistake.
@@ -56,8 +56,8 @@ class SampleChecks:
             raise UserFailure(
                 f"prompt ({len(prompt)} tokens) and max_tokens ({new}) need room for "
                 f"{len(prompt) + new} tokens; the server's KV cache holds "
-                f"{self._pages.count * self._pages.size}. Request fewer tokens, or start the server "
-                "with a larger cache."
+                f"{self._pages.count * self._pages.size}. Request fewer tokens, or start the "
+                "server with a larger cache."
             )
         return Request(
             ticket=ticket,
@@ -79,16 +79,16 @@ class SampleChecks:
         if max_tokens is None:
             if prompt >= context:
                 raise UserFailure(
-                    f"the prompt has {prompt} tokens and fills the context of {context}, so no token "
-                    "can be sampled. Shorten the prompt."
+                    f"the prompt has {prompt} tokens and fills the context of {context}, so no "
+                    "token can be sampled. Shorten the prompt."
                 )
             return context - prompt
         if max_tokens < 1:
             raise UserFailure(f"max_tokens is {max_tokens}; it must be at least 1.")
         if prompt + max_tokens > context:
             raise UserFailure(
-                f"the prompt's {prompt} tokens and max_tokens {max_tokens} are {prompt + max_tokens} "
-                f"in total; the model's context is {context}. "
+                f"the prompt's {prompt} tokens and max_tokens {max_tokens} are "
+                f"{prompt + max_tokens} in total; the model's context is {context}. "
                 f"Request at most {max(0, context - prompt)} tokens."
             )
         return max_tokens
@@ -110,8 +110,9 @@ class SampleChecks:
             )
         if not texts:
             return Stops(token_ids=ids)
-        # Stop texts are added to the model's own end tokens: a program that stops at a line break does
-        # not expect text after the end of the turn. Token ids, and the empty list, replace them.
+        # Stop texts are added to the model's own end tokens: a program that stops at a line break
+        # does not expect text after the end of the turn. Token ids, and the empty list, replace
+        # them.
         return Stops(token_ids=ids | self._eos_token_ids, texts=texts, decode=self._decoder())
 
     def _decoder(self) -> Decode:
@@ -134,7 +135,8 @@ def check_sampling(sample_request: SampleRequest, vocab_size: int) -> SamplingCo
     params = sample_request.sampling_params
     if not (math.isfinite(params.temperature) and params.temperature >= 0):
         raise UserFailure(
-            f"sampling_params.temperature is {params.temperature}; it must be 0 (greedy) or positive."
+            f"sampling_params.temperature is {params.temperature}; it must be 0 (greedy) or "
+            "positive."
         )
     if params.top_k != -1 and params.top_k < 1:
         raise UserFailure(

@@ -1,4 +1,4 @@
-"""The sampler: continuous batching over one KV cache, for many adapters and the base model at once."""
+"""The sampler: continuous batching over one KV cache, for the base model and many adapters."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ class Sampler:
     ) -> None:
         #: Whether an adapter of this size fits only after adapters in use become idle.
         self._must_wait = must_wait
-        #: Called with a size and a description before an adapter is loaded; may raise `UserFailure`.
+        #: Called with size and description before an adapter is loaded; may raise `UserFailure`.
         self._make_room = make_room
         #: Counts uses of adapters, together with those in training.
         self._clock = clock
@@ -233,7 +233,7 @@ class Sampler:
         self._partial = {each: None for each in self._partial if each.request.ticket != ticket}
 
     def advance(self) -> list[Finished]:
-        """Runs a burst of steps; ends early when a request is finished. Never waits for the disk."""
+        """Runs a burst of steps; ends early when a request finishes. Never waits for the disk."""
         finished: list[Finished] = []
         ends_s = time.perf_counter() + BURST_S
         for _ in range(BURST_STEPS):
@@ -276,7 +276,7 @@ class Sampler:
     # -- adapters ---------------------------------------------------------------------------------
 
     def _may_load(self, key: AdapterKey) -> bool:
-        """Whether a request for this adapter may be admitted while another adapter is being loaded."""
+        """Whether a request for this adapter may be admitted while another is being loaded."""
         loading = self._loading
         if key is None or loading is None or key == loading.key:
             return True
@@ -301,7 +301,7 @@ class Sampler:
         return True
 
     def _load(self, key: str) -> bool:
-        """Starts or finishes loading an adapter. Returns False if the caller must try again later."""
+        """Starts or finishes loading an adapter. Returns False if it is not in memory yet."""
         if self._loading is None:
             reading = self._reader.submit(read_sampler_adapter, self._model, Path(key))
             self._loading = _AdapterLoad(key=key, future=reading)
@@ -548,8 +548,8 @@ def gathered_table(
         for start, stop in pages.slot_ranges(sequence.page_table, sequence.length):
             slots[at, begin : begin + stop - start] = np.arange(start, stop)
             begin += stop - start
-        # Pad with an initialized slot: uninitialized cache may hold NaN, and masking does not remove
-        # NaN (0 * NaN = NaN).
+        # Pad with an initialized slot: uninitialized cache may hold NaN, and masking does not
+        # remove NaN (0 * NaN = NaN).
         slots[at, begin:] = slots[at, 0]
         bias[at, begin:] = -np.inf
     return GatheredTable(
@@ -571,8 +571,8 @@ def sampler_layout(model: BaseModel, saved: SavedAdapter, folder: Path) -> Layou
     for name, (A, B) in saved.pairs.items():
         if (A.shape[1], B.shape[0]) != (known[name].inputs, known[name].outputs):
             raise UserFailure(
-                f"{folder.name}: {name} maps {A.shape[1]} to {B.shape[0]} features, but in this base "
-                f"model it maps {known[name].inputs} to {known[name].outputs}."
+                f"{folder.name}: {name} maps {A.shape[1]} to {B.shape[0]} features, but in this "
+                f"base model it maps {known[name].inputs} to {known[name].outputs}."
             )
     return make_layout([known[name] for name in known if name in saved.pairs], saved.rank)
 

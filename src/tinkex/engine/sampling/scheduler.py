@@ -1,15 +1,17 @@
 """The scheduler: which sequences run next, and which are preempted when pages run out. No tensors.
 
 Two kinds of steps alternate: a prefill computes the keys and values of known tokens (a prompt, or a
-preempted sequence), and a decode step samples one token for every running sequence. Long prompts are
-prefilled in chunks while other sequences run.
+preempted sequence), and a decode step samples one token for every running sequence. Long prompts
+are prefilled in chunks while other sequences run.
+
 A waiting request is admitted when its pages are free and its adapter is in memory; until then it
-holds neither. The owner who has been served the fewest tokens comes next; requests of one owner keep
-their order, except that a request that waits for an adapter can be overtaken.
+holds neither. The owner who has been served the fewest tokens comes next. Requests of one owner
+keep their order, except that a request that waits for an adapter can be overtaken.
+
 A request whose prefix is cached, or is being computed by another request, uses those pages and
-continues after them. If a running sequence needs a page and none is available, the sequence admitted
-last is preempted: it releases its pages and is prefilled again later. Its tokens are kept, and noise
-depends only on seed and step, so the result does not change.
+continues after them. If a running sequence needs a page and none is available, the sequence
+admitted last is preempted: it releases its pages and is prefilled again later. Its tokens are kept,
+and noise depends only on seed and step, so the result does not change.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ class Prefill:
 
     @property
     def max_cached_tokens(self) -> int:
-        """Tokens that may come from the cache: not the last one, nor any whose logits are needed."""
+        """Tokens that may come from the cache: none whose logits are needed, nor the last one."""
         needed = self.prompt_logprobs.first_source
         return min(len(self.tokens) - 1, len(self.tokens) if needed is None else needed)
 
@@ -85,9 +87,9 @@ class Scheduler:
     """
     A prefill step has at most `max_batch_tokens`, or `prefill_tokens` while sequences are decoding.
 
-    `load_adapter` is called before a request is admitted. If it returns False, the request keeps its
-    place in the queue and is tried again at the next step; others continue. The function may also
-    cancel the request. Requests for adapters that `may_load` excludes are skipped.
+    `load_adapter` is called before a request is admitted. If it returns False, the request keeps
+    its place in the queue and is tried again at the next step; others continue. The function may
+    also cancel the request. Requests for adapters that `may_load` excludes are skipped.
     """
 
     def __init__(
@@ -180,7 +182,7 @@ class Scheduler:
 
     def finish_chunk(self, chunk: PrefillChunk) -> tuple[list[SampleSequence], list[CopySlots]]:
         """
-        Call after a chunk was computed. Returns the sequences that start decoding, and slots to copy.
+        Call after a chunk was computed. Returns sequences that start decoding, and slots to copy.
 
         Sequences for which no page is available are queued for their own prefill.
         """
@@ -245,7 +247,7 @@ class Scheduler:
         return DecodeStep(sequences=tuple(self._running)) if self._running else None
 
     def _preempt_youngest(self) -> None:
-        """Preempts the last admitted prefill or sequence, even if it is the one that needs a page."""
+        """Preempts the prefill or sequence admitted last, even if it is the one in need."""
         if self._prefilling:
             prefill = self._prefilling.pop()
             self.pages.release(prefill.page_table)
@@ -378,7 +380,7 @@ class Scheduler:
         """
         Preempts the last admitted sequence of an owner who has more than an equal share.
 
-        Only for an owner who stays within an equal share, so that two owners never preempt each other.
+        Only for an owner within an equal share, so that two owners never preempt each other.
         """
         owners = self._active() | set(self._waiting.owners())
         if len(owners) < 2:
@@ -412,7 +414,7 @@ class Scheduler:
         return any(other is not request for other in started)
 
     def _next_chunks(self) -> list[PrefillChunk]:
-        """The chunks of one step: owners get equal shares, and prefills of an owner keep their order."""
+        """The chunks of one step: owners get equal shares, each owner's prefills in order."""
         by_owner: dict[str, list[Prefill]] = {}
         for prefill in self._prefilling:
             by_owner.setdefault(prefill.request.owner, []).append(prefill)
@@ -470,7 +472,7 @@ def _decode_order(sequence: SampleSequence) -> tuple[str, list[int], int, int]:
 
 
 def _resume_prefill(request: Request, sequences: list[SampleSequence]) -> Prefill:
-    """A prefill without prompt logprobs: for a preempted sequence, or for samples not started yet."""
+    """A prefill without prompt logprobs: for a preempted sequence or postponed samples."""
     tokens = request.prompt + sequences[0].tokens
     return Prefill(
         request=request,

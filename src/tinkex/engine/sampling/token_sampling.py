@@ -1,4 +1,4 @@
-"""Samples tokens from logits: temperature, top-k, top-p, and noise that depends only on the request.
+"""Samples tokens from logits: temperature, top-k, top-p, and reproducible noise.
 
 The sampled token has the largest logit + noise (Gumbel-max). The noise of a token is a hash of the
 request's seed, the sample's index, the step and the token id, so other sequences in the batch and
@@ -36,7 +36,7 @@ class SampleStep(NamedTuple):
 @dataclass(frozen=True, kw_only=True)
 class SampledTokens:
     tokens: list[int]
-    #: Logprobs at the temperature of the request, before top-k and top-p; at temperature 1 if greedy.
+    #: At the temperature of the request (1 if greedy), before top-k and top-p.
     logprobs: list[float]
     #: (token ids, logprobs) of the most likely tokens, if requested.
     tops: list[tuple[list[int], list[float]] | None]
@@ -142,10 +142,10 @@ def sample_alternatives(
     logits_tV: Tensor, sources: Sequence[int], count: int, sampling: SamplingConfig
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
     """
-    Samples `count` independent tokens for each source, with their logprobs, without top-k and top-p.
+    Samples `count` independent tokens for each source, without top-k and top-p.
 
-    Each sample looks up one uniform number, a hash of seed, source and sample index, in the cumulative
-    probabilities: much cheaper than noise for every token.
+    Each sample looks up one uniform number, a hash of seed, source and sample index, in the
+    cumulative probabilities: much cheaper than noise for every token.
     """
     tokens = np.empty((len(sources), count), np.int64)
     logprobs = np.empty((len(sources), count), np.float32)

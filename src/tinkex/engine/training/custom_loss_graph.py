@@ -51,7 +51,7 @@ MAX_TOUCHED = 32
 
 
 class Graph:
-    """A custom loss that passed all checks that need no data. Immutable; pickles as its wire form."""
+    """A custom loss that passed all checks without data. Immutable; pickles as its wire form."""
 
     __slots__ = ("_graph", "_loss", "_metrics", "_steps", "_writes", "inputs", "name")
 
@@ -70,7 +70,7 @@ class Graph:
 
     @classmethod
     def rebuild(cls, name: str, inputs: Sequence[CustomLossInput], graph: CustomLossGraph) -> Graph:
-        """Checks a graph from a request. `UserFailure` names the node, the problem and what is allowed."""
+        """Checks a graph. `UserFailure` names the node, the problem and what is allowed."""
         try:
             if len(name) > MAX_NAME:
                 raise Refused(
@@ -135,8 +135,8 @@ class Graph:
     def _results(
         self, logprobs: Tensor, inputs: Mapping[str, Tensor], deadline: _Deadline, *, watched: bool
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        # Torch warns about unusual values (such as the deviation of one element) in the server's log,
-        # where the user does not see it.
+        # Torch warns about unusual values (such as the deviation of one element) in the server's
+        # log, where the user does not see it.
         with torch.set_grad_enabled(logprobs.requires_grad), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:

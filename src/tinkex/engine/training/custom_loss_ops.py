@@ -652,7 +652,7 @@ def _to(
     copy: bool = False,
     **_: Any,
 ) -> Tensor:
-    """Converts the dtype. Device arguments are ignored: all tensors are on the device of the run."""
+    """Converts the dtype. Device arguments are ignored: all tensors are on one device."""
     wanted = input_.dtype
     for target in (*targets, other, dtype):
         if isinstance(target, torch.dtype):
@@ -713,9 +713,9 @@ _ELEMENTWISE: Mapping[str, str] = {
     **dict.fromkeys(
         _words(
             "abs absolute acos acosh asin asinh atan atanh bitwise_not ceil cos cosh deg2rad "
-            "digamma erf erfc erfinv exp exp2 expm1 floor frac i0 isfinite isinf isnan isneginf isposinf "
-            "lgamma log log10 log1p log2 logical_not neg negative positive rad2deg reciprocal relu "
-            "rsqrt sigmoid sign signbit sgn sin sinc sinh sqrt square tan tanh trunc"
+            "digamma erf erfc erfinv exp exp2 expm1 floor frac i0 isfinite isinf isnan isneginf "
+            "isposinf lgamma log log10 log1p log2 logical_not neg negative positive rad2deg "
+            "reciprocal relu rsqrt sigmoid sign signbit sgn sin sinc sinh sqrt square tan tanh trunc"
         ),
         "input:tensor",
     ),

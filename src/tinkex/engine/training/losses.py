@@ -77,7 +77,7 @@ class Loss:
     terms: Terms
     #: Inputs that every datum must have besides `target_tokens`, one number for each target.
     inputs: tuple[str, ...]
-    #: Names and defaults of numbers from `loss_fn_config`. A datum may give one for each token instead.
+    #: Names and defaults of `loss_fn_config`. A datum may give one number per token instead.
     config: Mapping[str, float] = field(default_factory=dict)
     #: Whether a token may have several targets: [N, K].
     takes_2d: bool = False

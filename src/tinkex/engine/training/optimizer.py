@@ -92,9 +92,9 @@ def optimizer_step(adapter: TrainingAdapter, params: OptimParams) -> StepReport:
     """
     One step with the accumulated gradient, which is zero afterwards.
 
-    Without a pass since the last step, the gradient is zero: moments decay and weight decay applies,
-    as in torch. A gradient that is not finite is refused, and so is a step after which a weight or a
-    moment would not be finite. A refused step changes nothing, not even the gradient.
+    Without a pass since the last step, the gradient is zero: moments decay and weight decay
+    applies, as in torch. A gradient that is not finite is refused, and so is a step after which a
+    weight or a moment would not be finite. A refused step changes nothing, not even the gradient.
     """
     checked = check_params(adapter.optimizer, params)
     grad_norm = norm(adapter.grad)
@@ -177,8 +177,8 @@ def _are_finite(*tensors: Tensor) -> bool:
 def _too_large(params: AdamParams | DimuonParams, grad_norm: float) -> UserFailure:
     return UserFailure(
         f"this optimizer step would make weights beyond the range of float32 ({MAX_FLOAT32:.2g}): "
-        f"learning_rate {params.learning_rate:g}, gradient norm {grad_norm:g}. No step was taken and "
-        "the weights are unchanged. Use a smaller learning rate; 1e-5 to 1e-3 are usual."
+        f"learning_rate {params.learning_rate:g}, gradient norm {grad_norm:g}. No step was taken "
+        "and the weights are unchanged. Use a smaller learning rate; 1e-5 to 1e-3 are usual."
     )
 
 
@@ -220,8 +220,8 @@ def update_weights(
 QUINTIC = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5
 
-#: Root mean square of an update at learning rate 1. It is about that of AdamW, so learning rates for
-#: AdamW are suitable here too.
+#: Root mean square of an update at learning rate 1. It is about that of AdamW, so learning rates
+#: for AdamW are suitable here too.
 UPDATE_RMS = 0.2
 
 #: Only a momentum of zeros has a smaller norm.
@@ -235,8 +235,8 @@ def update_matrices(
     Muon's update of every A and B separately: M <- beta1·M + (1 - beta1)·G, W <- W - lr·s·O(M).
 
     O maps the singular values to about 1, so every direction of the momentum moves by the same
-    amount; s = 0.2·sqrt(max(rows, columns)) makes the root mean square of the update 0.2. Stores the
-    old weights in `grad`, as `update_weights` does.
+    amount; s = 0.2·sqrt(max(rows, columns)) makes the root mean square of the update 0.2. Stores
+    the old weights in `grad`, as `update_weights` does.
     """
     m.lerp_(grad, 1 - params.beta1)
     grad.copy_(weights)

@@ -1,7 +1,7 @@
 """Training passes: run in micro-batches through the base model, the output head and the loss.
 
-A micro-batch may mix passes of different models, ranks and losses. They share the computation of the
-base model, and each adds only to the gradient of its own adapter.
+A micro-batch may mix passes of different models, ranks and losses. They share the computation of
+the base model, and each adds only to the gradient of its own adapter.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Pass:
     """
     The pass of one request: its waiting data and the results of the others.
 
-    Sums are kept in float64 and gradients in float32, so the division into micro-batches changes the
-    result only by rounding.
+    Sums are kept in float64 and gradients in float32, so the division into micro-batches changes
+    the result only by rounding.
     """
 
     def __init__(
@@ -95,8 +95,8 @@ class Pass:
         """Evaluates a whole-datum loss. Returns None once the request has failed."""
         if self.failure is not None:
             return None
-        # Custom losses run on the CPU, where an error is raised at once and belongs to this request.
-        # A GPU reports errors later, when they can no longer be attributed. A datum is small.
+        # Custom losses run on the CPU, where an error is raised at once and belongs to this
+        # request. A GPU reports errors later, when they can no longer be attributed.
         if not isinstance(self.loss, Loss):
             logprobs_NK = logprobs_NK.cpu()
         inputs = {
@@ -291,7 +291,7 @@ class LossEvaluator:
         return g_tK
 
     def _run_whole_datum(self, hidden_TH: Tensor, segments: Sequence[AdapterSegment]) -> Tensor:
-        """Computes all logprobs, then the losses, then runs the head again with their derivatives."""
+        """Computes all logprobs, then the losses, then runs the head with their derivatives."""
         span = slice(self._split, len(hidden_TH))
         segments = segments_between(segments, span.start, span.stop)
         hidden_tH, targets_tK = hidden_TH[span], self._targets_TK[span]

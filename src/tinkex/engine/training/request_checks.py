@@ -37,8 +37,8 @@ class CheckedDatum:
 
     tokens_N: Ints
     targets_NK: Ints
-    #: Loss inputs, including config values repeated for every token. A custom loss gets its inputs in
-    #: their original shapes and types.
+    #: Loss inputs, including config values repeated for every token. A custom loss gets its inputs
+    #: in their original shapes and types.
     inputs_NK: Mapping[str, npt.NDArray[np.generic]]
     #: Original shape of `target_tokens`, [N] or [N, K]. The returned logprobs have the same shape.
     shape: tuple[int, ...]
@@ -85,8 +85,8 @@ def find_custom_loss(
     loss_id = config.get("loss_id")
     if not isinstance(loss_id, str) or len(config) != 1:
         raise UserFailure(
-            f"loss_fn_config of loss {CUSTOM!r} has {sorted(config) or 'no keys'}; it must have only "
-            "`loss_id`, the id returned by create_custom_loss."
+            f"loss_fn_config of loss {CUSTOM!r} has {sorted(config) or 'no keys'}; it must have "
+            "only `loss_id`, the id returned by create_custom_loss."
         )
     if loss_id not in custom:
         raise unknown_custom_loss(loss_id)
@@ -180,8 +180,8 @@ def _check_sequence_mask(inputs: Mapping[str, Floats], *, where: str) -> None:
         )
     if not mask.any() and inputs["advantages"].any():
         raise UserFailure(
-            f"{where}: is 0.0 everywhere, so the sequence has no ratio. Set it to 1.0 for the sampled "
-            "tokens."
+            f"{where}: is 0.0 everywhere, so the sequence has no ratio. Set it to 1.0 for the "
+            "sampled tokens."
         )
 
 
@@ -189,8 +189,8 @@ def _check_custom_datum(index: int, datum: Datum, loss: CustomLoss, limits: Limi
     where = f"data[{index}]"
     tokens_N = check_tokens(datum.model_input, limits, where=f"{where}.model_input")
     given = datum.loss_fn_inputs
-    # A datum may have inputs that the loss does not declare; they are ignored. `logprobs` are always
-    # those of the model, even if the datum has an input of that name.
+    # A datum may have inputs that the loss does not declare; they are ignored. `logprobs` are
+    # always those of the model, even if the datum has an input of that name.
     own, *declared = loss.graph.inputs
     known = {"target_tokens", *(one.name for one in declared)}
     targets_NK, shape = _check_targets(
