@@ -88,14 +88,14 @@ def _marked(message: dict[str, Any], field: str) -> dict[str, Any]:
 
 
 def _cut(text: str) -> str:
-    place = text.rfind(_MARK.strip())
-    if place < 0:
+    at = text.rfind(_MARK.strip())
+    if at < 0:
         raise TokenizerError(
             "continue_final_message: the chat template omits the text of the last message, so "
             "there is nothing to continue."
         )
-    before = text[:place]
-    return before if text.startswith(_MARK, place) else before.rstrip()
+    before = text[:at]
+    return before if text.startswith(_MARK, at) else before.rstrip()
 
 
 @functools.lru_cache(maxsize=64)

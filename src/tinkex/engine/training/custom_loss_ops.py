@@ -416,8 +416,8 @@ def _as_padded(bound: Bound) -> int:
     if len(pad) % 2 or len(pad) > 2 * input_.dim():
         raise Refused(f"{len(pad)} widths for {input_.dim()} dimensions; two for each are allowed")
     shape = list(input_.shape)
-    for place in range(len(pad) // 2):
-        shape[-1 - place] += pad[2 * place] + pad[2 * place + 1]
+    for at in range(len(pad) // 2):
+        shape[-1 - at] += pad[2 * at] + pad[2 * at + 1]
     return _product(shape)
 
 
@@ -461,9 +461,9 @@ def _as_differences(bound: Bound) -> int:
 def _as_divided(bound: Bound) -> int:
     # Dividing the lowest integer by -1 kills the process with a signal.
     whole = [not isinstance(value, float) for value in (bound["input"], bound["other"])]
-    for place, value in enumerate((bound["input"], bound["other"])):
+    for at, value in enumerate((bound["input"], bound["other"])):
         if isinstance(value, Tensor):
-            whole[place] = not value.dtype.is_floating_point
+            whole[at] = not value.dtype.is_floating_point
     if bound.get("rounding_mode") is not None and all(whole):
         raise Refused("rounding_mode with integers; use torch.floor_divide, or float()")
     return _as_broadcast(bound)

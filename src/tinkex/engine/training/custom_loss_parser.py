@@ -93,10 +93,10 @@ class Step:
 def check_inputs(inputs: Sequence[CustomLossInput]) -> None:
     if not 1 <= len(inputs) <= MAX_INPUTS:
         raise Refused(f"has {len(inputs)} inputs; allowed are 1 to {MAX_INPUTS}")
-    for place, declared in enumerate(inputs):
+    for index, declared in enumerate(inputs):
         if not INPUT_NAME.fullmatch(declared.name):
             raise Refused(
-                f"input {place} has the name {shown(declared.name)}; a name consists of at most "
+                f"input {index} has the name {shown(declared.name)}; a name consists of at most "
                 f"{MAX_TEXT} lowercase letters, digits and _"
             )
     if inputs[0].name != "logprobs":
@@ -115,13 +115,13 @@ def parse_nodes(
     reader = _ArgumentReader()
     steps: list[Step] = []
     expected = [declared.name for declared in inputs]
-    for place, node in enumerate(nodes):
+    for index, node in enumerate(nodes):
         if not NODE_NAME.fullmatch(node.name):
-            raise Refused(f"node {place} has the name {shown(node.name)}; it must be an identifier")
+            raise Refused(f"node {index} has the name {shown(node.name)}; it must be an identifier")
         where = f"node {node.name!r} ({shown(node.target)[1:-1]})"
         try:
             if node.op == "output":
-                if place != len(nodes) - 1:
+                if index != len(nodes) - 1:
                     raise Refused("the output must be the last node, but nodes follow this one")
                 if len(reader.known) < len(inputs) or expected:
                     raise Refused(f"input {expected[0]!r} has no placeholder; each input needs one")
