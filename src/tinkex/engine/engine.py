@@ -327,7 +327,7 @@ class Engine:
             kv_pages_known=pages.idle,
             kv_bytes=self.plan.cache,
             samples_waiting=scheduler.waiting,
-            sequences_running=scheduler.training_pass,
+            sequences_running=scheduler.running,
         )
 
     @property
