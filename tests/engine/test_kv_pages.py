@@ -11,15 +11,15 @@ def extents(page_table: PageTable) -> list[tuple[int, int]]:
     return [(extent.first, extent.count) for extent in page_table.extents]
 
 
-def opened(pages: Pages, count: int, most: int | None = None) -> PageTable:
-    page_table = pages.allocate(count, max_pages=count if most is None else most)
+def allocated(pages: Pages, count: int, max_pages: int | None = None) -> PageTable:
+    page_table = pages.allocate(count, max_pages=count if max_pages is None else max_pages)
     assert page_table is not None
     return page_table
 
 
 def test_pages_of_a_sequence_are_contiguous_and_extended_in_place() -> None:
     pages = Pages(64, 16)
-    first, second = opened(pages, 2, max_pages=6), opened(pages, 3, max_pages=3)
+    first, second = allocated(pages, 2, max_pages=6), allocated(pages, 3, max_pages=3)
     for _ in range(4):
         assert pages.extend(first, max_pages=6)
     assert extents(first) == [(0, 6)]
@@ -28,8 +28,8 @@ def test_pages_of_a_sequence_are_contiguous_and_extended_in_place() -> None:
 
 def test_reserved_pages_are_used_only_if_no_others_are_free() -> None:
     pages = Pages(4, 16)
-    first = opened(pages, 1, max_pages=4)
-    second = opened(pages, 2, max_pages=2)
+    first = allocated(pages, 1, max_pages=4)
+    second = allocated(pages, 2, max_pages=2)
     assert pages.available == 1
     assert extents(first) == [(0, 1)]
     assert sorted(page for f, n in extents(second) for page in range(f, f + n)) == [2, 3]
@@ -40,28 +40,28 @@ def test_reserved_pages_are_used_only_if_no_others_are_free() -> None:
 
 def test_the_number_of_reserved_pages_is_limited() -> None:
     pages = Pages(200, 16)
-    opened(pages, 1, max_pages=200)
-    assert extents(opened(pages, 1, max_pages=200)) == [(1 + MAX_RESERVED_PAGES, 1)]
+    allocated(pages, 1, max_pages=200)
+    assert extents(allocated(pages, 1, max_pages=200)) == [(1 + MAX_RESERVED_PAGES, 1)]
 
 
 def test_a_failed_allocation_changes_nothing() -> None:
     pages = Pages(3, 16)
-    opened(pages, 2)
+    allocated(pages, 2)
     assert pages.allocate(2, max_pages=2) is None
     assert pages.available == 1
 
 
 def test_scattered_pages_are_used_if_no_contiguous_range_is_free() -> None:
     pages = Pages(6, 16)
-    page_tables = [opened(pages, 1) for _ in range(6)]
+    page_tables = [allocated(pages, 1) for _ in range(6)]
     for index in (1, 3, 4):
         pages.release(page_tables[index])
-    assert extents(opened(pages, 3)) == [(1, 1), (3, 2)]
+    assert extents(allocated(pages, 3)) == [(1, 1), (3, 2)]
 
 
 def test_forks_share_full_pages_until_the_last_user_releases_them() -> None:
     pages = Pages(8, 4)
-    prompt = opened(pages, 3)
+    prompt = allocated(pages, 3)
     forks = [pages.fork(prompt, 2) for _ in range(2)]
     assert extents(prompt) == [(0, 2), (2, 1)]
     assert prompt.shared_extents == 1
@@ -77,10 +77,10 @@ def test_forks_share_full_pages_until_the_last_user_releases_them() -> None:
 
 def test_slots_follow_the_extents() -> None:
     pages = Pages(6, 4)
-    page_tables = [opened(pages, 1) for _ in range(6)]
+    page_tables = [allocated(pages, 1) for _ in range(6)]
     pages.release(page_tables[1])
     pages.release(page_tables[4])
-    scattered = opened(pages, 2)
+    scattered = allocated(pages, 2)
     assert list(pages.slot_ranges(scattered, 6)) == [(4, 8), (16, 18)]
     assert [pages.slot(scattered, position) for position in (0, 3, 4, 5)] == [4, 7, 16, 17]
     with pytest.raises(IndexError):
