@@ -1,12 +1,12 @@
 """
-How many useful tokens does a CPU-second give, here and by transformers' `generate`?
+Useful tokens per CPU-second: the engine's sampler against `generate` of transformers.
 
     python benchmarks/bench_sampling.py [--repeats 3] [--models small,embedded] [--no-report]
 
 32 requests of mixed prompt and output lengths, sampled at temperature 1, on one thread. `generate`
-gets them as one left-padded batch and stops each row at its own length; a row that is done waits for
-the longest. Only tokens that somebody asked for count. CPU time is that of the whole process.
-Beside it: 16 requests with the same prompt, and 32 requests over 8 adapters and over one.
+gets them as one left-padded batch and stops each sequence at its own length; finished sequences wait
+for the longest. Only requested tokens count. CPU time is that of the whole process.
+Also measures 16 requests with the same prompt, and 32 requests over 8 adapters and over one.
 """
 
 import argparse
@@ -51,7 +51,7 @@ class Ask:
 
 
 @dataclass(frozen=True)
-class Row:
+class CheckedDatum:
     model: str
     case: str
     way: str
@@ -84,7 +84,7 @@ def small_model(folder: Path) -> Path:
     return folder
 
 
-# -- the two ways ---------------------------------------------------------------------------------
+# -- the samplers ---------------------------------------------------------------------------------
 
 
 def ours(engine: Engine, asks: list[Ask]) -> int:
@@ -102,7 +102,7 @@ def ours(engine: Engine, asks: list[Ask]) -> int:
 
 
 class OwnLength(StoppingCriteria):
-    """A row is done when it has as many new tokens as it asked for."""
+    """A sequence is done when it has as many new tokens as requested."""
 
     def __init__(self, prompt: int, new: list[int]) -> None:
         self._ends = torch.tensor([prompt + count for count in new])
@@ -139,7 +139,7 @@ def by_generate(model: Any, asks: list[Ask]) -> int:
 
 
 def rates(work: dict[str, Callable[[int], int]], repeats: int) -> dict[str, list[float]]:
-    """Tokens per CPU-second; the ways take turns, so that a busy machine is busy for all."""
+    """Tokens per CPU-second. Measures alternately, so that other load affects all of them."""
     found: dict[str, list[float]] = {way: [] for way in work}
     for repeat in range(repeats):
         for way, run in work.items():
@@ -168,7 +168,7 @@ def grouped(vocabulary: int, repeat: int, scale: float) -> list[Ask]:
     return [Ask(prompt=prompt, new=int(32 * scale), seed=number) for number in range(GROUP)]
 
 
-def measure(name: str, folder: Path, *, repeats: int, scale: float) -> list[Row]:
+def measure(name: str, folder: Path, *, repeats: int, scale: float) -> list[CheckedDatum]:
     def engine(prefix_cache: bool) -> Engine:
         return Engine(
             EngineSettings(
@@ -198,7 +198,7 @@ def measure(name: str, folder: Path, *, repeats: int, scale: float) -> list[Row]
 
     def add(case: str, work: dict[str, Callable[[int], int]]) -> None:
         for way, found in rates(work, repeats).items():
-            rows.append(Row(name, case, way, found))
+            rows.append(CheckedDatum(name, case, way, found))
             print(f"{name:9} {case:40} {way:30} {rows[-1].median:8.1f} tokens/CPU-s", flush=True)
 
     add(
@@ -238,7 +238,7 @@ def measure(name: str, folder: Path, *, repeats: int, scale: float) -> list[Row]
 # -- report ---------------------------------------------------------------------------------------
 
 
-def report(rows: list[Row], command: str, commit: str) -> str:
+def report(rows: list[CheckedDatum], command: str, commit: str) -> str:
     by = {(row.model, row.case, row.way): row for row in rows}
     today = f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}"
     lines = [
@@ -275,7 +275,7 @@ def main() -> None:
     parser.add_argument("--no-report", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    # Now: others may commit while this runs.
+    # Read now: the commit may change while this runs.
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"],
         cwd=ROOT,
@@ -283,7 +283,7 @@ def main() -> None:
         text=True,
         check=True,
     ).stdout.strip()
-    rows: list[Row] = []
+    rows: list[CheckedDatum] = []
     with tempfile.TemporaryDirectory() as place:
         for name in options.models.split(","):
             folder = ensure_embedded() if name == "embedded" else small_model(Path(place) / name)

@@ -1,13 +1,13 @@
 """
-How many tokens does a second of CPU time train, beside plain transformers + PEFT?
+Trained tokens per CPU-second: the engine against plain transformers + PEFT.
 
     python benchmarks/bench_train_step.py [--quick] [--rounds 3]
 
-One thread, both sides in one process and in turns, best of the rounds by process CPU time. A step
+One thread, both sides alternately in one process, best of the rounds by process CPU time. A step
 is forward, backward and AdamW over 8 sequences with LoRA of rank 16 on all linear layers and the
 output projection. Mixed lengths are padded for PEFT and packed by tinkex; only real tokens count.
-Then 32 sequences of 128 tokens: each with an adapter of its own, beside all with the same one.
-`--quick` leaves the embedded model out.
+Then 32 sequences of 128 tokens: each with its own adapter, against all with the same one.
+`--quick` skips the embedded model.
 """
 
 import argparse
@@ -41,22 +41,22 @@ RANK = 16
 EQUAL = [128] * 8
 MIXED = [128, 96, 32, 64, 48, 112, 24, 72]
 MANY = 32
-#: The small model is measured this many times as often: its steps are short.
+#: The small model is measured this many times as often, because its steps are short.
 SMALL_ROUNDS = 4
 
 Step = Callable[[], object]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class CheckedDatum:
     model: str
     case: str
     ours: float
     theirs: float
-    #: Ours by theirs, or the cost of many adapters by that of one.
+    #: Our speed relative to theirs, or the cost of many adapters relative to that of one.
     ratio: float
     bar: float
-    #: Whether more than the bar is good.
+    #: Whether a ratio above the bar is good.
     more: bool
 
     @property
@@ -111,7 +111,7 @@ def our_step(engine: Engine, tokens: Sequence[np.ndarray]) -> Step:
 
 
 def peft_step(model: torch.nn.Module, tokens: Sequence[np.ndarray]) -> Step:
-    """Padded on the right, as a data collator does it; the loss is over real tokens only."""
+    """Padded on the right, as by a data collator; the loss is over real tokens only."""
     longest = max(len(row) for row in tokens) - 1
     ids = torch.zeros(len(tokens), longest, dtype=torch.int64)
     targets = torch.full_like(ids, -100)
@@ -137,7 +137,7 @@ def peft_step(model: torch.nn.Module, tokens: Sequence[np.ndarray]) -> Step:
 
 
 def our_pass(engine: Engine, tokens: Sequence[np.ndarray], model_ids: Sequence[str]) -> Step:
-    """One micro-batch of all rows, row n on the n-th model; gradients and no step."""
+    """One micro-batch of all sequences, sequence n on model n; gradients, but no optimizer step."""
     asked = [work([row]) for row in tokens] if len(model_ids) > 1 else [work(tokens)]
 
     def step() -> object:
@@ -145,14 +145,14 @@ def our_pass(engine: Engine, tokens: Sequence[np.ndarray], model_ids: Sequence[s
             engine.begin_pass(model_id, one, backward=True)
             for model_id, one in zip(model_ids, asked, strict=True)
         ]
-        engine.run_together([(running, len(running.waiting)) for running in passes])
+        engine.run_micro_batch([(running, len(running.waiting)) for running in passes])
         return [running.output() for running in passes]
 
     return step
 
 
 def cpu_seconds(steps: Sequence[Step], rounds: int) -> list[float]:
-    """The best of each, measured in turns after one round to warm up."""
+    """The best of each, measured alternately after a warm-up round."""
     best = [float("inf")] * len(steps)
     for turn in range(rounds + 1):
         for place, step in enumerate(steps):
@@ -163,11 +163,11 @@ def cpu_seconds(steps: Sequence[Step], rounds: int) -> list[float]:
     return best
 
 
-def measure(name: str, folder: Path, rounds: int) -> list[Row]:
+def measure(name: str, folder: Path, rounds: int) -> list[CheckedDatum]:
     engine = Engine(EngineSettings(name=name, folder=folder, device="cpu", threads=1))
     vocabulary = engine.facts.vocab_size
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about tied embeddings: nothing is merged here
+        warnings.simplefilter("ignore")  # warnings about tied embeddings: nothing is merged here
         config = PeftConfig(
             r=RANK,
             lora_alpha=32,
@@ -182,7 +182,7 @@ def measure(name: str, folder: Path, rounds: int) -> list[Row]:
         ours, theirs = cpu_seconds([our_step(engine, tokens), peft_step(model, tokens)], rounds)
         total = sum(lengths)
         rows.append(
-            Row(
+            CheckedDatum(
                 model=name,
                 case=f"{case}: {len(lengths)} x {min(lengths)} to {max(lengths)}",
                 ours=total / ours,
@@ -201,7 +201,7 @@ def measure(name: str, folder: Path, rounds: int) -> list[Row]:
         [our_pass(engine, tokens, ["one"]), our_pass(engine, tokens, ids)], rounds
     )
     rows.append(
-        Row(
+        CheckedDatum(
             model=name,
             case=f"{MANY} adapters beside one: one batch of {MANY} x 128",
             ours=MANY * 128 / many,
@@ -214,7 +214,7 @@ def measure(name: str, folder: Path, rounds: int) -> list[Row]:
     return rows
 
 
-def table(rows: Sequence[Row]) -> str:
+def table(rows: Sequence[CheckedDatum]) -> str:
     lines = [
         "| model | case | tinkex | beside it | ratio | bar | |",
         "|---|---|---:|---:|---:|---:|---|",
@@ -228,7 +228,7 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def report(rows: Sequence[Row], rounds: int) -> str:
+def report(rows: Sequence[CheckedDatum], rounds: int) -> str:
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"],
         cwd=ROOT,

@@ -1,12 +1,12 @@
 """
-Does a GPU give what the CPU gives? Every loss, optimizer, checkpoint and sample, side by side.
+Compares a GPU with the CPU: every loss, optimizer, checkpoint and sample.
 
     python benchmarks/check_gpu.py [--device cuda] [--models qwen3,llama,mid] [--lib FOLDER]
 
 Needs torch, transformers, safetensors, tokenizers, numpy, pydantic and protobuf; `--lib` names a
-folder with those that are not installed. Two tiny models and one of middle size, random weights;
-the engine on the device in float32 and bfloat16 against the engine on the CPU in the same format.
-Prints a table and exits with 1 when a figure is out of its bounds.
+folder with those that are not installed. Uses two tiny models and one of medium size with random
+weights: the engine on the device in float32 and bfloat16 against the engine on the CPU in the same
+format. Prints a table and exits with 1 if a figure is out of bounds.
 """
 
 import argparse
@@ -49,7 +49,7 @@ LENGTHS = (17, 5, 64, 1, 130, 33)
 LOSSES = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo", "custom")
 GRAPHS = ROOT / "tests" / "data" / "graphs" / "official-0.36.0.jsonl"
 
-#: figure -> the most it may be, by number format
+#: figure -> its limit, by number format
 BOUNDS = {
     "loss": {"float32": 1e-3, "bfloat16": 5e-2},
     "logprob max": {"float32": 2e-3, "bfloat16": 0.5},
@@ -71,7 +71,7 @@ class Table:
 
     def add(self, model: str, dtype: str, what: str, kind: str, value: float) -> None:
         bound = BOUNDS[kind][dtype]
-        good = value <= bound  # NaN is not
+        good = value <= bound  # false for NaN
         self.bad += not good
         row = f"{model:6} {dtype:8} {what:34} {value:9.1e} {bound:9.1e}  {'' if good else 'BAD'}"
         self.rows.append(row)
@@ -82,7 +82,7 @@ class Table:
 
 
 def write_mid_size(folder: Path) -> Path:
-    """Eight layers of width 512, scaled so that logits are of a trained model's size."""
+    """Eight layers of width 512, scaled so that logits have the magnitude of a trained model."""
     config = transformers.Qwen3Config(
         hidden_size=512,
         intermediate_size=1536,
@@ -131,7 +131,7 @@ def datum_of(tokens: np.ndarray, **inputs: np.ndarray) -> Datum:
 
 
 def work_of(loss: str, rows: list[np.ndarray], own: list[np.ndarray]) -> ForwardBackwardInput:
-    """Ratios are far from every bound, so that rounding does not change sides."""
+    """Ratios are far from every bound, so that rounding does not move them across it."""
     rng = np.random.default_rng(2)
     data = []
     for tokens, logprobs in zip(rows, own, strict=True):
@@ -196,7 +196,7 @@ class Check:
         return self.files / str(self._count)
 
     def trained_adapter(self) -> Path:
-        """An adapter whose every matrix does something."""
+        """An adapter in which every matrix has an effect."""
         self.cpu.create("maker", LoraConfig(rank=8, seed=1), AdamOptimizerConfig())
         data = [datum_of(row, weights=np.ones(len(row) - 1, np.float32)) for row in self.rows]
         for _ in range(2):
@@ -251,7 +251,7 @@ class Check:
                 gradients.append(self.gradient(engine))
                 engine.drop("m")
             ours, theirs = (output.metrics["loss:sum"] for output in outputs[::-1])
-            # Nats per token: terms of both signs cancel in some losses, their rounding does not.
+            # In nats per token: in some losses terms of both signs cancel, but their rounding does not.
             self.add(f"{loss}: loss", "loss", abs(ours - theirs) / sum(LENGTHS))
             self.add(f"{loss}: gradient", "gradient", relative(gradients[1], gradients[0]))
         gaps = np.concatenate(
@@ -275,7 +275,7 @@ class Check:
         for at, ((_, rank), work) in enumerate(zip(asked, works, strict=True)):
             engine.create(f"m{at}", LoraConfig(rank=rank, seed=rank), AdamOptimizerConfig())
             passes.append(engine.begin_pass(f"m{at}", work, backward=True))
-        engine.run_together([(one, len(one.waiting)) for one in passes])
+        engine.run_micro_batch([(one, len(one.waiting)) for one in passes])
         worst = 0.0
         for at, expected in enumerate(alone):
             passes[at].output()
@@ -291,8 +291,8 @@ class Check:
         )
         for dimuon in (False, True):
             params = (
-                # Orthogonalising gives small directions the size of large ones, rounding included:
-                # larger steps only measure how fast two bfloat16 runs part.
+                # Orthogonalization amplifies small directions, including rounding errors: larger
+                # steps would only measure how fast two bfloat16 runs diverge.
                 DimuonParams(learning_rate=3e-3, grad_clip_norm=1.0)
                 if dimuon
                 else AdamParams(learning_rate=1e-3, weight_decay=0.01, grad_clip_norm=1.0, eps=1e-6)
@@ -331,7 +331,7 @@ class Check:
         self.gpu.drop("m")
 
     def spilling(self) -> None:
-        """Room for one adapter: the others wait on the host, and then on disk."""
+        """Memory for one adapter: the others are evicted to the host, then to disk."""
         self.load(self.gpu)
         one = self.gpu.stats().adapters_resident_bytes
         self.gpu.drop("m")
@@ -348,11 +348,11 @@ class Check:
                     curve.append(engine.run_pass(name, work, backward=True).metrics["loss:sum"])
                     engine.optim_step(name, AdamParams(learning_rate=1e-3))
             curves.append(np.array(curve))
-        places = [tight._adapters.use(tier).count for tier in Tier]
+        places = [tight._adapters.usage(tier).count for tier in Tier]
         expected = [1, 1, 1] if self.device != "cpu" else [1, 0, 2]
         self.add(f"spilled to {places}: wrong places", "exact", float(places != expected))
         off = float(np.abs(curves[1] / curves[0] - 1).max())
-        # Atomic additions may differ in their order; a lost moment or gradient is no rounding.
+        # The order of atomic additions may differ; a lost moment or gradient would differ by far more.
         self.add("spilled: curve against resident", "curve", off)
         for name in names:
             self.gpu.drop(name)
@@ -394,7 +394,7 @@ class Check:
         self.add("sampled against forward: mean", "sampled mean", float(gap.mean()))
 
     def learning(self) -> None:
-        """From a fresh adapter, the share of the loss that is left."""
+        """The fraction of the loss that remains after training a new adapter."""
         self.gpu.create("m", LoraConfig(rank=8, seed=3), AdamOptimizerConfig())
         rows = [row for row in self.rows if 10 < len(row) < 40]
         data = [datum_of(row, weights=np.ones(len(row) - 1, np.float32)) for row in rows]
@@ -413,7 +413,7 @@ def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def memory(folder: Path, device: str) -> Iterator[str]:
-    """What the plan says a pass takes, beside what it takes."""
+    """The planned memory of a pass against its measured memory."""
     engine = engine_on(folder, device, "auto", kv_tokens=None)
     yield f"plan: {engine.plan.describe()}"
     if device == "cpu":
@@ -464,7 +464,7 @@ def main() -> None:
     }
     models = {name: makers[name]() for name in options.models.split(",")}
     for name, model in models.items():
-        # Tiny products only wait for the other cores.
+        # Tiny products are slower on several cores.
         torch.set_num_threads(most_threads if name == "mid" else 1)
         for dtype in ("float32", "bfloat16"):
             timed(f"{name} {dtype}", Check(name, model, dtype, device, table).run)

@@ -1,14 +1,13 @@
 """
-Does a device that breaks only make clients wait? Kills, CUDA errors and full memory while they train.
+Checks that device failures only delay clients: kills, CUDA errors and full memory during training.
 
     python benchmarks/check_gpu_recovery.py [--device cuda] [--faults 9] [--seed 1] [--lib FOLDER]
 
-A real `tinkex serve` on the device and two clients of ours that train and sample; then the same once
-more while the engine is killed, its CUDA context is spoiled by a failed assertion on the device, or
-another process takes all memory that is free. With `--deterministic` losses, tokens and the bits of
-the saved weights must be those of the undisturbed run; without it losses must be close. On a CPU
-engines are only killed. `--lib` names a folder with packages that are not installed. Exit status 1:
-somebody saw an error, or numbers differ.
+Two clients train and sample on a real `tinkex serve`; then again while the engine is killed, its CUDA
+context is broken by a failed device-side assertion, or another process takes all free memory. With
+`--deterministic` losses, tokens and the bits of the saved weights must equal those of the undisturbed
+run; without it losses must be close. On a CPU engines are only killed. `--lib` names a folder with
+packages that are not installed. Exit status 1: a client saw an error, or numbers differ.
 """
 
 import argparse
@@ -42,29 +41,29 @@ from tinkex.testing import write_tiny_model
 
 CLIENTS = 2
 STEPS = 60
-#: Losses of runs whose batches may be cut differently, relative.
+#: Allowed relative difference of losses if batch boundaries may differ.
 CLOSE = 0.02
-#: So that a client with such a wait has hung.
+#: A client without progress for this long has hung.
 PATIENCE_S = 180.0
-#: After so many answers a fault comes within this time: in the middle of something.
-LONGEST_S = 0.5
+#: After this many results, a fault comes within this time, in the middle of an operation.
+MAX_FAULT_DELAY_S = 0.5
 
-#: What is said of contexts that were spoiled, of engines that end themselves, of memory that is
-#: full, and of something unknown.
-TOLD = ("Assertion", "the device is broken", "out of memory", "engine bug")
+#: Log texts of broken contexts, of engines that end themselves, of full memory, and of unknown
+#: errors.
+LOG_TEXTS = ("Assertion", "the device is lost", "out of memory", "engine bug")
 
-#: Loaded by every Python that starts below: a signal spoils the context of an engine.
-SPOILING = """
+#: Loaded by every Python process started below: a signal breaks the CUDA context of an engine.
+BREAK_CONTEXT = """
 import signal, sys
 if any("tinkex.engine" in word for word in sys.orig_argv):
-    def spoil(*_):
+    def break_context(*_):
         torch = sys.modules.get("torch")
         if torch is not None and hasattr(torch, "cuda") and torch.cuda.is_initialized():
             torch.zeros(1, device="cuda")[torch.tensor([5], device="cuda")]
-    signal.signal(signal.SIGUSR1, spoil)
+    signal.signal(signal.SIGUSR1, break_context)
 """
-#: Takes what is free, a piece at a time, and keeps it for a moment.
-FILLING = """
+#: Takes all free memory, piece by piece, and holds it for a moment.
+FILL_MEMORY = """
 import sys, time, torch
 kept, piece = [], 1 << 30
 while piece >= 1 << 20:
@@ -77,8 +76,8 @@ time.sleep(float(sys.argv[1]))
 """
 
 
-class Answers:
-    """How many clients have got so far."""
+class ResultCounter:
+    """Counts the results of all clients."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -90,7 +89,7 @@ class Answers:
             self._changed.notify_all()
 
     def wait_for_more(self, number: int) -> None:
-        """Until there are so many more, or none for long: clients have ended, or hang."""
+        """Waits for this many more results, or until there are none for long: clients ended or hang."""
         with self._changed:
             enough = self._count + number
             self._changed.wait_for(lambda: self._count >= enough, timeout=60)
@@ -98,7 +97,7 @@ class Answers:
 
 @dataclass
 class Run:
-    """What clients saw, and what is on disk in the end."""
+    """The results of the clients and the final files."""
 
     losses: list[list[float]] = field(default_factory=list)
     tokens: list[list[int]] = field(default_factory=list)
@@ -121,12 +120,12 @@ def batch(step: int) -> list[types.Datum]:
 
 
 def one_client(
-    url: str, data: Path, number: int, answers: Answers, quiet: threading.Event
+    url: str, data: Path, number: int, results: ResultCounter, quiet: threading.Event
 ) -> tuple[list[float], list[int], str]:
     """
-    Losses of all steps, tokens of all samples, and a fingerprint of the saved weights.
+    Losses of all steps, tokens of all samples, and a hash of the saved weights.
 
-    Saves when it is quiet: the last faults may come when all steps are done, and are in it too.
+    Saves after the last fault, so that faults after the last step are covered too.
     """
     losses, tokens = [], []
     with tinkex.ServiceClient(base_url=url, api_key="tml-check") as service:
@@ -136,7 +135,7 @@ def one_client(
             stepped = training.optim_step(types.AdamParams(learning_rate=1e-3))
             losses.append(float(passed.result(PATIENCE_S).metrics["loss:sum"]))
             stepped.result(PATIENCE_S)
-            answers.add()
+            results.add()
             if step % 4 == 3:
                 sampler = training.save_weights_and_get_sampling_client()
                 for temperature in (0.0, 1.0):
@@ -154,7 +153,7 @@ def one_client(
 
 
 def engine_of(server: Server) -> int | None:
-    """The process of the engine, while there is one."""
+    """The process id of the engine, if it is running."""
     for web in children(server.process.pid):
         for child in children(web):
             try:
@@ -166,11 +165,11 @@ def engine_of(server: Server) -> int | None:
     return None
 
 
-def deal(server: Server, kind: str, seconds: float) -> bool:
-    """One fault; False when there was nobody to hit."""
+def inject_fault(server: Server, kind: str, seconds: float) -> bool:
+    """Causes one fault. Returns False if there was no engine to hit."""
     if kind == "full":
         with subprocess.Popen(
-            [sys.executable, "-c", FILLING, str(seconds)], stdout=subprocess.PIPE
+            [sys.executable, "-c", FILL_MEMORY, str(seconds)], stdout=subprocess.PIPE
         ) as filling:
             filling.wait()
         return True
@@ -189,27 +188,27 @@ def disturb(
     kinds: list[str],
     faults: int,
     rng: random.Random,
-    answers: Answers,
+    results: ResultCounter,
     quiet: threading.Event,
 ) -> Counter[str]:
-    dealt: Counter[str] = Counter()
+    injected: Counter[str] = Counter()
     plan = [kinds[number % len(kinds)] for number in range(faults)]
     rng.shuffle(plan)
     while plan:
-        # Without progress in between three deaths would be held against the same request.
-        answers.wait_for_more(rng.randrange(2, 8))
-        time.sleep(rng.uniform(0.0, LONGEST_S))
-        if deal(server, plan[0], rng.uniform(1.0, 4.0)):
-            dealt[plan.pop(0)] += 1
+        # Without progress in between, three crashes would be attributed to the same request.
+        results.wait_for_more(rng.randrange(2, 8))
+        time.sleep(rng.uniform(0.0, MAX_FAULT_DELAY_S))
+        if inject_fault(server, plan[0], rng.uniform(1.0, 4.0)):
+            injected[plan.pop(0)] += 1
     quiet.set()
-    return dealt
+    return injected
 
 
 def run(
     model: Path, args: tuple[str, ...], kinds: list[str], faults: int, seed: int
 ) -> tuple[Run, Counter[str], list[str]]:
-    """All clients once, with so many faults of these kinds."""
-    found, answers, quiet = Run(), Answers(), threading.Event()
+    """Runs all clients once, with this many faults of these kinds."""
+    found, results, quiet = Run(), ResultCounter(), threading.Event()
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder)
         with (
@@ -217,11 +216,11 @@ def run(
             ThreadPoolExecutor() as pool,
         ):
             disturbing = pool.submit(
-                disturb, server, kinds, faults, random.Random(seed), answers, quiet
+                disturb, server, kinds, faults, random.Random(seed), results, quiet
             )
             began = time.monotonic()
             for client in [
-                pool.submit(one_client, server.url, data, number, answers, quiet)
+                pool.submit(one_client, server.url, data, number, results, quiet)
                 for number in range(CLIENTS)
             ]:
                 try:
@@ -233,12 +232,12 @@ def run(
                 found.tokens.append(tokens)
                 found.weights.append(weights)
             found.took_s = time.monotonic() - began
-            dealt = disturbing.result()
+            injected = disturbing.result()
             log = list(server.log)
-    return found, dealt, log
+    return found, injected, log
 
 
-def farthest(one: list[list[float]], other: list[list[float]]) -> float:
+def max_difference(one: list[list[float]], other: list[list[float]]) -> float:
     return max(
         abs(a - b) / max(abs(a), 1e-3)
         for mine, theirs in zip(one, other, strict=True)
@@ -251,27 +250,28 @@ def check(
 ) -> bool:
     args = ("--device", options.device, *(["--deterministic"] if deterministic else []))
     name = "deterministic" if deterministic else "default"
-    calm, _, _ = run(model, args, kinds, 0, options.seed)
+    undisturbed, _, _ = run(model, args, kinds, 0, options.seed)
     print(
-        f"{name}: undisturbed in {calm.took_s:.0f} s; {calm.weights}; errors: {calm.errors}",
+        f"{name}: undisturbed in {undisturbed.took_s:.0f} s; {undisturbed.weights}; errors: {undisturbed.errors}",
         flush=True,
     )
-    wild, dealt, log = run(model, args, kinds, options.faults, options.seed)
+    disturbed, injected, log = run(model, args, kinds, options.faults, options.seed)
     print(
-        f"{name}: {dict(dealt)} in {wild.took_s:.0f} s; {wild.weights}; errors: {wild.errors}",
+        f"{name}: {dict(injected)} in {disturbed.took_s:.0f} s; {disturbed.weights}; errors: {disturbed.errors}",
         flush=True,
     )
-    if calm.errors or wild.errors:
+    if undisturbed.errors or disturbed.errors:
         print("\n".join(log[-60:]))
         return False
-    said = {text: sum(text in line for line in log) for text in TOLD}
-    print(f"{name}: in the log: {said}", flush=True)
-    apart = farthest(calm.losses, wild.losses)
+    counts = {text: sum(text in line for line in log) for text in LOG_TEXTS}
+    print(f"{name}: in the log: {counts}", flush=True)
+    difference = max_difference(undisturbed.losses, disturbed.losses)
     same = {
-        what: getattr(calm, what) == getattr(wild, what) for what in ("losses", "tokens", "weights")
+        what: getattr(undisturbed, what) == getattr(disturbed, what)
+        for what in ("losses", "tokens", "weights")
     }
-    print(f"{name}: losses at most {apart:.1e} apart; the same: {same}", flush=True)
-    return all(same.values()) if deterministic else apart <= CLOSE
+    print(f"{name}: losses differ by at most {difference:.1e}; equal: {same}", flush=True)
+    return all(same.values()) if deterministic else difference <= CLOSE
 
 
 def main() -> int:
@@ -283,19 +283,19 @@ def main() -> int:
     parser.add_argument("--lib", help="a folder with packages that are not installed")
     options = parser.parse_args()
     on_gpu = options.device != "cpu"
-    kinds = ["killed", "spoiled", "full"] if on_gpu else ["killed"]
+    kinds = ["killed", "broken context", "full"] if on_gpu else ["killed"]
     print(
         f"torch {torch.__version__}, {torch.cuda.get_device_name() if on_gpu else 'CPU'}",
         flush=True,
     )
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "sitecustomize.py").write_text(SPOILING)
+        (Path(folder) / "sitecustomize.py").write_text(BREAK_CONTEXT)
         os.environ["PYTHONPATH"] = os.pathsep.join([folder, *LIBRARIES])
         model = write_tiny_model(Path(folder) / "model")
         if on_gpu:
             from check_gpu import write_mid_size  # needs more packages than a run on a CPU
 
-            # Large enough for the kernels that real models use; with the tokenizer of the tiny one.
+            # Large enough for the kernels that real models use, with the tokenizer of the tiny model.
             write_mid_size(model)
         good = [
             check(model, options, kinds, deterministic=mode == "deterministic")

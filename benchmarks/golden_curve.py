@@ -1,13 +1,13 @@
 """
-Does training give the losses it always gave? Fifty steps on the embedded model, against a record.
+Compares the losses of fifty training steps on the embedded model with a record.
 
     python benchmarks/golden_curve.py [--steps 50] [--threads 1] [--write]
 
-Two of sixteen lessons of the demo a step, over and over, LoRA rank 16, AdamW at 1e-3, float32 on a CPU. Other processors and
-thread counts add in another order, so losses may differ in their last digits, and by more the
-longer training goes on. `--write` makes a new record: only when a change of the numbers is meant,
-and then the commit says why. Exits with 1 when a loss is off,
-with 75 when the model cannot be fetched.
+Each step trains on two of the demo's sixteen lessons, with LoRA rank 16, AdamW at 1e-3 and float32 on
+a CPU. Other processors and thread counts add in another order, so losses may differ in their last
+digits, and more so the longer training runs. `--write` makes a new record: only if a change of the
+numbers is intended, with the reason in the commit. Exits with 1 if a loss is off, and with 75 if the
+model cannot be downloaded.
 """
 
 import argparse
@@ -28,17 +28,17 @@ RECORD = ROOT / "tests" / "data" / "losses" / "smollm2-135m_cpu-float32.tsv"
 
 STEPS, LESSONS, BATCH, RANK, LEARNING_RATE = 50, 16, 2, 16, 1e-3
 
-#: Exit status where the model cannot be had; 2 would also be a wrong option or a missing file.
+#: Exit status if the model cannot be downloaded; 2 would also mean a wrong option or missing file.
 NO_MODEL = 75
 
 #: Allowed relative difference of a loss: at the first step, and at the fiftieth.
 FIRST, LAST = 1e-4, 2e-2
-#: Of a loss below this, the difference is taken as a share of this.
+#: For a loss below this, the difference is relative to this value.
 SMALL = 0.1
 
 
 def losses(steps: int, threads: int) -> Iterator[float]:
-    """Mean loss of an answer's token, before each step."""
+    """Mean loss per answer token, before each step."""
     folder = ensure_embedded()
     tokenizer = load_tokenizer(folder)
     engine = Engine(
@@ -59,7 +59,7 @@ def losses(steps: int, threads: int) -> Iterator[float]:
 
 
 def allowed(step: int) -> float:
-    """Grows with the steps, evenly on a logarithmic scale."""
+    """The tolerance of a step; it grows exponentially with the steps."""
     return float(FIRST * (LAST / FIRST) ** (step / (STEPS - 1)))
 
 

@@ -1,4 +1,4 @@
-"""A tiny model and an engine on it, made once; parts that do not need them do not wait for them."""
+"""A tiny model and an engine on it, created once and only for tests that need them."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,7 +18,7 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def engine(tiny_folder: Path) -> "Engine":
-    """Tests leave no model of theirs behind in it."""
+    """Shared by all tests: each test drops the models it creates."""
     import torch
 
     from tinkex.engine import Engine, EngineSettings

@@ -1,4 +1,4 @@
-"""Attention in all its forms against the formula."""
+"""All variants of attention against the formula."""
 
 import math
 from collections.abc import Callable
@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from tinkex.engine import Engine
 from tinkex.engine.model import attention
 from tinkex.engine.model.attention import (
+    CachedPrefix,
     CacheLayer,
     CacheUse,
-    Level,
+    GatheredTable,
     Packing,
-    Reach,
-    Run,
-    Table,
+    ReadPass,
+    SlotRange,
     attend,
 )
 
@@ -59,7 +59,7 @@ def call(q: Tensor, k: Tensor, v: Tensor, packing: Packing) -> Tensor:
 
 
 @pytest.mark.parametrize("lengths", [[7], [4, 4, 4], [3, 1, 9], [1, 1]])
-def test_segments_see_themselves_and_their_past_only(lengths: list[int]) -> None:
+def test_tokens_attend_only_to_the_past_of_their_segment(lengths: list[int]) -> None:
     q, k, v = random_qkv(sum(lengths))
     found = call(q, k, v, Packing.of(lengths, device=CPU))
     parts = [plain(*part) for part in zip(*(t.split(lengths) for t in (q, k, v)), strict=True)]
@@ -71,18 +71,18 @@ def empty_cache(rows: int) -> CacheLayer:
     return CacheLayer(torch.full(shape, math.nan), torch.full(shape, math.nan))
 
 
-def test_a_later_chunk_sees_what_was_cached_before_it() -> None:
-    """Nine tokens in chunks of four and five, beside a new segment of three."""
+def test_a_later_chunk_attends_to_the_cached_prefix() -> None:
+    """Nine tokens in chunks of four and five, together with a new segment of three."""
     q, k, v = random_qkv(9)
     other_q, other_k, other_v = random_qkv(3)
     layer = empty_cache(30)
     rows = torch.tensor([20, 21, 22, 23, 3, 4, 5, 6, 7])
-    first = CacheUse(layers=[layer], write_T=rows[:4], reaches=[None])
+    first = CacheUse(layers=[layer], write_slots_T=rows[:4], prefixes=[None])
     call(q[:4], k[:4], v[:4], Packing.of([4], device=CPU, cache=first))
     second = CacheUse(
         layers=[layer],
-        write_T=torch.cat([rows[4:], torch.tensor([10, 11, 12])]),
-        reaches=[Reach.of(rows, 5), None],
+        write_slots_T=torch.cat([rows[4:], torch.tensor([10, 11, 12])]),
+        prefixes=[CachedPrefix.of(rows, 5), None],
     )
     found = call(
         torch.cat([q[4:], other_q]),
@@ -94,11 +94,11 @@ def test_a_later_chunk_sees_what_was_cached_before_it() -> None:
     torch.testing.assert_close(found[5:], plain(other_q, other_k, other_v))
 
 
-@pytest.mark.parametrize("form", ["runs", "table", "runs without the flash kernel"])
-def test_decoding_reads_the_cache_wherever_it_lies(
+@pytest.mark.parametrize("form", ["ranges", "table", "ranges without the flash kernel"])
+def test_decoding_reads_contiguous_and_scattered_slots(
     form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two samples of a prompt of six, and a third sequence in two runs of its own."""
+    """Two samples of a prompt of six, and a third sequence with two slot ranges of its own."""
     torch.manual_seed(3)
     if "without" in form:
         monkeypatch.setattr(attention, "attention_and_lse", attention.plain_attention_and_lse)
@@ -112,15 +112,18 @@ def test_decoding_reads_the_cache_wherever_it_lies(
     for row in {row for rows in cached_rows for row in rows} - set(own):
         layer.keys[row], layer.values[row] = torch.randn(2, KEY_HEADS, SIZE)
     q, k, v = random_qkv(3)
-    cache = CacheUse(layers=[layer], write_T=torch.tensor(own))
+    cache = CacheUse(layers=[layer], write_slots_T=torch.tensor(own))
     if form != "table":
-        levels = [
-            Level([Run(8, 14, 0, 2), Run(0, 3, 2, 3)], None),
-            Level([Run(20, 21, 0, 1), Run(30, 32, 1, 2), Run(25, 27, 2, 3)], torch.arange(3)),
+        passes = [
+            ReadPass([SlotRange(8, 14, 0, 2), SlotRange(0, 3, 2, 3)], None),
+            ReadPass(
+                [SlotRange(20, 21, 0, 1), SlotRange(30, 32, 1, 2), SlotRange(25, 27, 2, 3)],
+                torch.arange(3),
+            ),
         ]
-        cache = CacheUse(layers=[layer], write_T=torch.tensor(own), levels=levels)
+        cache = CacheUse(layers=[layer], write_slots_T=torch.tensor(own), passes=passes)
     else:
-        # Filling points at a row that somebody holds: unused rows hold NaN in this test.
+        # Padding must name an initialized slot: unused slots hold NaN in this test.
         table = torch.full((3, 8), 8)
         for at, rows in enumerate(cached_rows):
             table[at, : len(rows)] = torch.tensor(rows)
@@ -128,8 +131,8 @@ def test_decoding_reads_the_cache_wherever_it_lies(
         bias = torch.zeros(3, 8).masked_fill(torch.arange(8) >= lengths[:, None], -math.inf)
         cache = CacheUse(
             layers=[layer],
-            write_T=torch.tensor(own),
-            table=Table(table.flatten(), bias[:, None, None, :]),
+            write_slots_T=torch.tensor(own),
+            table=GatheredTable(table.flatten(), bias[:, None, None, :]),
         )
     found = call(q, k, v, Packing.of([1, 1, 1], device=CPU, offsets=[6, 7, 4], cache=cache))
     for at, rows in enumerate(cached_rows):
@@ -150,12 +153,12 @@ def changed(q: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("kernel", [gone, changed])
-def test_a_torch_without_the_kernel_as_it_was_decodes_with_public_operations(
+def test_without_a_working_flash_kernel_public_operations_are_used(
     kernel: Callable[..., object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = "_scaled_dot_product_flash_attention_for_cpu"
     monkeypatch.setattr(torch.ops.aten, name, kernel)
-    assert attention.quickest_attention_and_lse() is attention.plain_attention_and_lse
+    assert attention.fastest_attention_and_lse() is attention.plain_attention_and_lse
 
 
 def test_the_mask_of_a_later_chunk_is_made_once_for_all_layers(
@@ -177,8 +180,8 @@ def test_the_mask_of_a_later_chunk_is_made_once_for_all_layers(
     assert len(layers) > 1
     cache = CacheUse(
         layers=layers,
-        write_T=torch.arange(4, 9),
-        reaches=[Reach.of(torch.arange(9), 5)],
+        write_slots_T=torch.arange(4, 9),
+        prefixes=[CachedPrefix.of(torch.arange(9), 5)],
     )
     packing = Packing.of([5], device=CPU, offsets=[4], cache=cache)
     with torch.inference_mode():

@@ -1,4 +1,4 @@
-"""Checkpoint folders: whole or not at all, and refused with reasons when they do not fit."""
+"""Checkpoint folders are written atomically and refused with a reason if they do not fit."""
 
 import json
 import subprocess
@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tinkex.engine import Engine
-from tinkex.engine.adapters.checkpoints import whole_folder
+from tinkex.engine.adapters.checkpoints import atomic_folder
 from tinkex.wire.errors import UserFailure
 from tinkex.wire.training import AdamOptimizerConfig, LoraConfig
 
@@ -35,19 +35,19 @@ def edit_config(folder: Path, **changes: object) -> None:
     file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
 
 
-def test_a_checkpoint_is_never_written_twice(engine: Engine, model: str, saved: Path) -> None:
+def test_a_checkpoint_is_never_overwritten(engine: Engine, model: str, saved: Path) -> None:
     before = {file.name: file.read_bytes() for file in saved.iterdir()}
-    with pytest.raises(FileExistsError, match="never written twice"):
+    with pytest.raises(FileExistsError, match="never overwritten"):
         engine.save(model, saved, optimizer=False)
     assert {file.name: file.read_bytes() for file in saved.iterdir()} == before
 
 
-def test_a_save_that_fails_leaves_nothing(tmp_path: Path) -> None:
+def test_a_failed_save_leaves_nothing(tmp_path: Path) -> None:
     def fail(part: Path) -> None:
         (part / "half").write_text("half")
         raise OSError("disk full")
 
-    with pytest.raises(OSError, match="disk full"), whole_folder(tmp_path / "new") as part:
+    with pytest.raises(OSError, match="disk full"), atomic_folder(tmp_path / "new") as part:
         fail(part)
     assert not list(tmp_path.iterdir())
 
@@ -62,10 +62,10 @@ def test_the_size_is_that_of_the_files(engine: Engine, model: str, tmp_path: Pat
 @pytest.mark.parametrize(
     ("lora", "message"),
     [
-        (LoraConfig(rank=8), r"saved with rank 4, and this model has rank 8.*rank 4"),
+        (LoraConfig(rank=8), r"saved with rank 4, but this model has rank 8.*rank 4"),
         (
             LoraConfig(rank=4, train_mlp=False),
-            r"adapts other layers than this model: it has 6 more, such as model.layers.0.mlp",
+            r"adapts different layers than this model: it has 6 more, such as model.layers.0.mlp",
         ),
         (LoraConfig(rank=4, train_unembed=False), "it has 1 more, such as lm_head"),
     ],
@@ -90,12 +90,12 @@ def test_a_checkpoint_of_another_shape_is_refused(
         ({"rank_pattern": {"q_proj": 2}}, "rank_pattern"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"peft_type": "IA3"}, "peft_type 'IA3' is not LORA"),
-        ({"lora_alpha": 16}, "has lora_alpha 16; models here are trained with 32"),
+        ({"lora_alpha": 16}, "has lora_alpha 16; this server trains with lora_alpha 32"),
         ({"r": "four"}, "r = 'four'"),
         ({"r": 5}, "says rank 5"),
     ],
 )
-def test_a_config_that_means_something_else_is_refused(
+def test_an_unsupported_peft_config_is_refused(
     engine: Engine, model: str, saved: Path, changes: dict[str, object], message: str
 ) -> None:
     edit_config(saved, **changes)
@@ -103,7 +103,7 @@ def test_a_config_that_means_something_else_is_refused(
         engine.load(model, saved, optimizer=False)
 
 
-def test_a_sampler_s_checkpoint_has_no_optimizer_to_load(
+def test_a_sampler_checkpoint_has_no_optimizer_state(
     engine: Engine, model: str, tmp_path: Path
 ) -> None:
     engine.save(model, tmp_path / "sampler", optimizer=False)
@@ -118,12 +118,14 @@ def test_a_refused_load_changes_nothing(engine: Engine, model: str, saved: Path)
     tensors["base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"] += 1
     save_file(tensors, file)
     before = engine._adapters[model].master.clone()
-    with pytest.raises(UserFailure, match="it belongs to another base model"):
+    with pytest.raises(UserFailure, match="The checkpoint belongs to another base model"):
         engine.load(model, saved, optimizer=False)
     assert torch.equal(engine._adapters[model].master, before)
 
 
-def test_what_is_no_checkpoint_is_refused(engine: Engine, model: str, tmp_path: Path) -> None:
+def test_a_folder_that_is_not_a_checkpoint_is_refused(
+    engine: Engine, model: str, tmp_path: Path
+) -> None:
     with pytest.raises(UserFailure, match=r"has no adapter_config.json; it is not a checkpoint"):
         engine.load(model, tmp_path / "nothing", optimizer=False)
     (tmp_path / "broken").mkdir()
@@ -132,14 +134,14 @@ def test_what_is_no_checkpoint_is_refused(engine: Engine, model: str, tmp_path: 
         engine.load(model, tmp_path / "broken", optimizer=False)
 
 
-def test_a_cut_off_file_is_refused(engine: Engine, model: str, saved: Path) -> None:
+def test_a_truncated_file_is_refused(engine: Engine, model: str, saved: Path) -> None:
     file = saved / "adapter_model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(UserFailure, match=r"adapter_model.safetensors cannot be read"):
         engine.load(model, saved, optimizer=False)
 
 
-def test_other_tensors_than_pairs_are_refused(engine: Engine, model: str, saved: Path) -> None:
+def test_tensors_other_than_lora_pairs_are_refused(engine: Engine, model: str, saved: Path) -> None:
     file = saved / "adapter_model.safetensors"
     tensors = load_file(file)
     tensors["base_model.model.lm_head.weight"] = torch.ones(2)
@@ -148,7 +150,7 @@ def test_other_tensors_than_pairs_are_refused(engine: Engine, model: str, saved:
         engine.load(model, saved, optimizer=False)
 
 
-SAVES_FOR_EVER = """
+SAVES_FOREVER = """
 import sys, itertools
 from pathlib import Path
 import torch
@@ -164,15 +166,15 @@ for number in itertools.count():
 """
 
 
-def test_a_process_killed_while_it_saves_leaves_nothing_half_written_to_see(
+def test_a_process_killed_while_saving_leaves_no_partial_checkpoint(
     engine: Engine, tiny_folder: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
     out.mkdir()
-    command = [sys.executable, "-c", SAVES_FOR_EVER, str(tiny_folder), str(out)]
+    command = [sys.executable, "-c", SAVES_FOREVER, str(tiny_folder), str(out)]
     with subprocess.Popen(command) as child:
         try:
-            # The first saves are whole; then right into the middle of one.
+            # Some saves are complete; kill the process in the middle of the next.
             while not (out / "2").exists() or not list(out.glob(".*.part/*.safetensors")):
                 assert child.poll() is None
                 time.sleep(0.0005)
@@ -184,7 +186,7 @@ def test_a_process_killed_while_it_saves_leaves_nothing_half_written_to_see(
     try:
         for folder in seen:
             engine.load("after", folder, optimizer=True)
-        # What is left of the last one is in nobody's way.
+        # Leftovers of the killed save do not interfere.
         engine.save("after", out / str(len(seen)), optimizer=True)
     finally:
         engine.drop("after")

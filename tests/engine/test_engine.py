@@ -1,4 +1,4 @@
-"""What the engine does when asked: training side."""
+"""The engine's training interface."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -74,7 +74,7 @@ def test_an_impossible_adapter_is_refused(engine: Engine, lora: LoraConfig, mess
     assert not engine.has("new")
 
 
-def test_an_optimizer_that_is_not_there_is_refused(engine: Engine, model: str) -> None:
+def test_an_unknown_optimizer_is_refused(engine: Engine, model: str) -> None:
     with pytest.raises(UserFailure, match="'lion' is not supported by this server; use 'adamw'"):
         engine.create("new", LoraConfig(rank=4), OptimizerConfigBase(type="lion"))
     with pytest.raises(UserFailure, match="created with the adamw optimizer"):
@@ -85,7 +85,7 @@ def test_an_optimizer_that_is_not_there_is_refused(engine: Engine, model: str) -
     "params",
     [
         AdamParams(learning_rate=-1.0),
-        AdamParams.model_construct(learning_rate=float("nan")),  # past the checks of the type
+        AdamParams.model_construct(learning_rate=float("nan")),  # bypasses the checks of the type
         AdamParams(beta1=1.0),
         AdamParams(beta2=-0.1),
         AdamParams(eps=0.0),
@@ -104,15 +104,15 @@ def test_parameters_out_of_range_are_refused(
 @pytest.mark.parametrize(
     ("settings", "total", "tokens"),
     [
-        ({}, 4 * 10**9, 1024),  # half: others live on the machine too
+        ({}, 4 * 10**9, 1024),  # half of the memory: other programs use the machine too
         ({"memory_bytes": 6 * 10**9}, 6 * 10**9, 1024),
         ({"memory_bytes": 90 * 10**9}, 8 * 10**9, 1024),
         ({"max_batch_tokens": 4096}, 4 * 10**9, 4096),
-        # The cuts of a deterministic engine decide about bits: they stay what they were.
+        # Batch boundaries determine the bits of a deterministic engine, so this must not change.
         ({"deterministic": True}, 4 * 10**9, 8192),
     ],
 )
-def test_on_a_cpu_half_of_the_free_memory_is_planned_with_unless_said(
+def test_on_a_cpu_half_of_the_free_memory_is_the_default(
     engine: Engine,
     monkeypatch: pytest.MonkeyPatch,
     settings: dict[str, Any],
@@ -127,7 +127,9 @@ def test_on_a_cpu_half_of_the_free_memory_is_planned_with_unless_said(
     assert (plan.total - beside, plan.batch_tokens) == (total, tokens)
 
 
-def test_a_deterministic_engine_repeats_every_bit_whatever_else_waits(tiny_folder: Path) -> None:
+def test_a_deterministic_engine_repeats_every_bit_with_and_without_other_requests(
+    tiny_folder: Path,
+) -> None:
     engine = Engine(
         EngineSettings(
             name="t", folder=tiny_folder, device="cpu", kv_tokens=512, deterministic=True
@@ -149,8 +151,8 @@ def test_a_deterministic_engine_repeats_every_bit_whatever_else_waits(tiny_folde
 
 
 def test_unknown_models_are_refused(engine: Engine) -> None:
-    with pytest.raises(UserFailure, match="model 'nobody' does not exist"):
-        engine.run_pass("nobody", work([1, 2]), backward=True)
+    with pytest.raises(UserFailure, match="model 'unknown' does not exist"):
+        engine.run_pass("unknown", work([1, 2]), backward=True)
 
 
 def test_a_refused_pass_leaves_no_gradient(engine: Engine, model: str) -> None:
@@ -170,27 +172,27 @@ def test_metrics_have_one_colon_and_a_loss(engine: Engine, model: str) -> None:
     assert step["learning_rate:mean"] == 1e-3
 
 
-def test_gradients_can_be_thrown_away(engine: Engine, model: str) -> None:
+def test_gradients_can_be_cleared(engine: Engine, model: str) -> None:
     engine.run_pass(model, work([1, 2, 3]), backward=True)
     engine.clear_gradients(model)
     assert engine.optim_step(model, AdamParams())["grad_norm:mean"] == 0.0
 
 
 def test_a_pass_can_be_run_in_steps(engine: Engine, model: str) -> None:
-    """So that others run in between; the result is the same."""
+    """Other work can run between micro-batches; the result is the same."""
     data = [datum for n in range(3) for datum in work([n, 5, 6, 7]).data]
     whole = ForwardBackwardInput._of(data, "cross_entropy", None)
     expected = engine.run_pass(model, whole, backward=False)
     parts = engine.begin_pass(model, whole, backward=False)
     while parts.waiting:
-        engine.run_together([(parts, 1)])
+        engine.run_micro_batch([(parts, 1)])
     output = parts.output()
     assert output.metrics == pytest.approx(expected.metrics)
     for mine, theirs in zip(output.loss_fn_outputs, expected.loss_fn_outputs, strict=True):
         assert mine["logprobs"].tolist() == pytest.approx(theirs["logprobs"].tolist(), abs=1e-5)
 
 
-def test_two_models_train_apart(engine: Engine, model: str, tmp_path: Path) -> None:
+def test_two_models_train_independently(engine: Engine, model: str, tmp_path: Path) -> None:
     engine.create("other", LoraConfig(rank=2, seed=1, train_mlp=False), AdamOptimizerConfig())
     before = engine._adapters["other"].master.clone()
     for _ in range(2):
@@ -201,7 +203,7 @@ def test_two_models_train_apart(engine: Engine, model: str, tmp_path: Path) -> N
     engine.drop("other")
 
 
-def test_a_wrong_device_says_what_there_is(tiny_folder: Path) -> None:
+def test_an_unsupported_device_error_lists_the_allowed_ones(tiny_folder: Path) -> None:
     with pytest.raises(ValueError, match="use cpu, cuda or auto"):
         Engine(EngineSettings(name="tiny", folder=tiny_folder, device="mps"))
 
@@ -216,7 +218,7 @@ def test_a_mixture_of_experts_is_refused_by_name(tmp_path: Path) -> None:
 def test_the_filler_for_half_a_batch_fails(
     engine: Engine, model: str, with_its_setting: bool
 ) -> None:
-    """Also on a server that does not know its setting: it has more targets than tokens."""
+    """Also on a server that does not know its setting, because it has more targets than tokens."""
     request, forward_only = decode_forward_backward_request(filler(model, True).encode(3))
     assert not forward_only
     work = request.forward_backward_input

@@ -1,4 +1,4 @@
-"""Where adapters lie, what they begin with, and mixed rows in one batch."""
+"""Layout and initial weights of adapters, and several adapters in one batch."""
 
 import itertools
 
@@ -9,10 +9,10 @@ from torch import nn
 from tinkex.engine.adapters.adapters import chosen_targets, seed_of
 from tinkex.engine.model.lora import (
     ALIGNMENT,
+    AdapterContext,
+    AdapterSegment,
     Layout,
     LoraLinear,
-    Route,
-    Routing,
     Target,
     initial_weights,
     make_layout,
@@ -38,10 +38,10 @@ TARGETS = [
 def ranges(layout: Layout) -> list[tuple[int, int]]:
     return sorted(
         (offset, offset + rows * columns)
-        for place in layout.places.values()
+        for placement in layout.placements.values()
         for offset, (rows, columns) in (
-            (place.offset_A, place.shape_A),
-            (place.offset_B, place.shape_B),
+            (placement.offset_A, placement.shape_A),
+            (placement.offset_B, placement.shape_B),
         )
     )
 
@@ -52,17 +52,17 @@ def test_matrices_do_not_overlap_and_groups_share_one_tall_A(rank: int) -> None:
     for (_, stop), (start, _) in itertools.pairwise(ranges(layout)):
         assert stop <= start
     assert ranges(layout)[-1][1] <= layout.size
-    q, k = layout.places["q"], layout.places["k"]
+    q, k = layout.placements["q"], layout.placements["k"]
     assert k.offset_A == q.offset_A + rank * 6
-    assert all(place.offset_B % ALIGNMENT == 0 for place in layout.places.values())
+    assert all(placement.offset_B % ALIGNMENT == 0 for placement in layout.placements.values())
 
 
-def test_an_adapter_begins_as_no_change_with_a_uniform_A() -> None:
+def test_a_new_adapter_changes_nothing_and_has_a_uniform_A() -> None:
     layout = make_layout(TARGETS, 64)
     flat = initial_weights(layout, seed=1)
-    for name, place in layout.places.items():
-        A, B = matrices(flat, place)
-        bound = place.shape_A[1] ** -0.5
+    for name, placement in layout.placements.items():
+        A, B = matrices(flat, placement)
+        bound = placement.shape_A[1] ** -0.5
         assert not B.any()
         assert A.abs().max() <= bound, name
         assert float(A.std()) == pytest.approx(bound / 3**0.5, rel=0.15)
@@ -72,8 +72,8 @@ def test_the_same_seed_gives_the_same_weights_whatever_else_is_trained() -> None
     everything, some = make_layout(TARGETS, 4), make_layout(TARGETS[2:4], 4)
     flats = [initial_weights(everything, 5), initial_weights(some, 5)]
     for name in ("o", "up"):
-        left = matrices(flats[0], everything.places[name])[0]
-        assert torch.equal(left, matrices(flats[1], some.places[name])[0])
+        left = matrices(flats[0], everything.placements[name])[0]
+        assert torch.equal(left, matrices(flats[1], some.placements[name])[0])
     assert not torch.equal(flats[0], initial_weights(everything, 6))
 
 
@@ -97,21 +97,21 @@ def test_switches_choose_the_layers(switches: dict[str, bool], names: list[str])
 
 
 @pytest.mark.parametrize("rows", [3, 40])
-def test_every_row_gets_its_own_adapter_and_gradients_go_to_theirs(rows: int) -> None:
-    """Two adapters of different rank, base rows between them, against plain autograd."""
+def test_every_token_uses_its_adapter_and_gradients_go_to_it(rows: int) -> None:
+    """Two adapters of different rank and tokens without one, against plain autograd."""
     torch.manual_seed(0)
     base = nn.Linear(6, 7).requires_grad_(False)
-    routing = Routing()
-    layer = LoraLinear(base, "q", routing)
-    routes, leaves, grads = [], [], []
+    context = AdapterContext()
+    layer = LoraLinear(base, "q", context)
+    segments, leaves, grads = [], [], []
     cuts = [(0, rows // 3), (rows - rows // 3, rows)]
     for rank, (start, stop) in zip((2, 5), cuts, strict=True):
         layout = make_layout([TARGETS[0]], rank)
         flat, grad = torch.randn(layout.size), torch.zeros(layout.size)
-        routes.append(Route(start, stop, make_pairs(layout, flat, scale=0.7, grad=grad)))
-        leaves.append([m.clone().requires_grad_() for m in matrices(flat, layout.places["q"])])
-        grads.append(matrices(grad, layout.places["q"]))
-    routing.routes = routes
+        segments.append(AdapterSegment(start, stop, make_pairs(layout, flat, scale=0.7, grad=grad)))
+        leaves.append([m.clone().requires_grad_() for m in matrices(flat, layout.placements["q"])])
+        grads.append(matrices(grad, layout.placements["q"]))
+    context.segments = segments
     x, push = torch.randn(1, rows, 6), torch.randn(1, rows, 7)
 
     mine = x.clone().requires_grad_()
@@ -137,12 +137,12 @@ def test_every_row_gets_its_own_adapter_and_gradients_go_to_theirs(rows: int) ->
 
 def test_gradients_of_several_passes_add_up() -> None:
     torch.manual_seed(1)
-    routing = Routing()
-    layer = LoraLinear(nn.Linear(6, 7, bias=False).requires_grad_(False), "q", routing)
+    context = AdapterContext()
+    layer = LoraLinear(nn.Linear(6, 7, bias=False).requires_grad_(False), "q", context)
     layout = make_layout([TARGETS[0]], 3)
     grad = torch.zeros(layout.size)
-    routing.routes = [
-        Route(0, 4, make_pairs(layout, torch.randn(layout.size), scale=1.0, grad=grad))
+    context.segments = [
+        AdapterSegment(0, 4, make_pairs(layout, torch.randn(layout.size), scale=1.0, grad=grad))
     ]
     x = torch.randn(4, 6, requires_grad=True)
     layer(x).sum().backward()

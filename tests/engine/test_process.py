@@ -1,4 +1,4 @@
-"""The engine as a process: orders in, reports out, over a real socket, with the tiny model."""
+"""The engine process over a real socket, with the tiny model."""
 
 import json
 import os
@@ -44,7 +44,7 @@ class Engine:
         return self.tickets
 
     def report(self) -> engine_protocol.Report:
-        """The next one that answers something; sizes come whenever they like."""
+        """The next report other than stats, which may come at any time."""
         while (report := self.any_report()).WhichOneof("body") == "stats":
             self.stats = report.stats
         return report
@@ -84,7 +84,7 @@ def engine(tiny_model: Path) -> Iterator[Engine]:
             assert ready.max_context_length > 0
             assert ready.device == "cpu"
             yield engine
-        # Hanging up is all it takes.
+        # Closing the socket ends the process.
         ours.shutdown(socket.SHUT_RDWR)
         assert process.wait(20) == 0
 
@@ -124,7 +124,7 @@ def test_a_payload_may_be_a_file(engine: Engine, tmp_path: Path) -> None:
     assert engine.ask(run_pass=work).done.result
 
 
-def test_creating_a_model_again_starts_it_from_nothing(engine: Engine) -> None:
+def test_creating_a_model_again_resets_it(engine: Engine) -> None:
     engine.create("again")
     first = engine.ask(run_pass=pass_of("again")).done.result
     engine.ask(optim_step=step_of("again", learning_rate=1e-2))
@@ -133,7 +133,7 @@ def test_creating_a_model_again_starts_it_from_nothing(engine: Engine) -> None:
     assert engine.ask(run_pass=pass_of("again")).done.result == first
 
 
-def test_a_refused_step_takes_the_gradients_with_it(engine: Engine) -> None:
+def test_a_refused_step_clears_the_gradients(engine: Engine) -> None:
     engine.create("refused")
     engine.ask(run_pass=pass_of("refused"))
     failed = engine.ask(optim_step=step_of("refused", learning_rate=1e-2, momentum=1.0)).failed
@@ -143,7 +143,7 @@ def test_a_refused_step_takes_the_gradients_with_it(engine: Engine) -> None:
     assert metrics["grad_norm:mean"] == 0
 
 
-def test_what_cannot_be_done_is_the_users(engine: Engine) -> None:
+def test_an_invalid_request_is_a_user_failure(engine: Engine) -> None:
     engine.create("user")
     failed = engine.ask(run_pass=pass_of("user", loss="no_such_loss")).failed
     assert failed.category == "user"
@@ -159,7 +159,7 @@ def test_a_bug_is_the_servers_with_an_id_that_is_in_the_log(engine: Engine) -> N
     bug = failed.message.removesuffix(".").split()[-1]
     assert f"engine bug {bug}" in engine.log.read_text()
     assert "Traceback" in engine.log.read_text()
-    # And it goes on.
+    # The engine continues to work.
     assert engine.ask(run_pass=pass_of("bug")).done.result
 
 
@@ -187,7 +187,7 @@ def test_samples_and_training_of_several_models_take_turns(engine: Engine) -> No
     assert len(samples.pop()) == 12
 
 
-def test_a_streamed_sample_tells_its_tokens_before_it_is_answered(engine: Engine) -> None:
+def test_a_streamed_sample_reports_its_tokens_before_the_result(engine: Engine) -> None:
     request = SampleRequest(
         num_samples=2,
         prompt=ModelInput.from_ints([1, 2, 3]),
@@ -209,7 +209,7 @@ def test_a_streamed_sample_tells_its_tokens_before_it_is_answered(engine: Engine
     assert [sequence.tokens for sequence in answer.sequences] == tokens
 
 
-def test_a_save_is_whole_and_can_be_loaded_and_sampled(engine: Engine, tmp_path: Path) -> None:
+def test_a_save_is_complete_and_can_be_loaded(engine: Engine, tmp_path: Path) -> None:
     engine.create("saved")
     engine.ask(run_pass=pass_of("saved"))
     engine.ask(optim_step=step_of("saved", learning_rate=1e-2))
@@ -229,7 +229,7 @@ def test_a_save_is_whole_and_can_be_loaded_and_sampled(engine: Engine, tmp_path:
     assert os.path.isdir(folder)
 
 
-def test_it_tells_its_sizes_when_it_falls_idle(engine: Engine) -> None:
+def test_stats_are_reported_when_the_engine_becomes_idle(engine: Engine) -> None:
     engine.create("sized")
     while (report := engine.any_report()).WhichOneof("body") != "stats":
         pass

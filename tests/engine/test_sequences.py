@@ -1,10 +1,10 @@
-"""When a sequence is over."""
+"""Stop conditions of a sequence."""
 
 from collections.abc import Sequence
 
 import pytest
 
-from tinkex.engine.sampling.sequences import Drawing, Request, SampleSequence, Stops
+from tinkex.engine.sampling.sequences import Request, SampleSequence, SamplingConfig, Stops
 
 
 def decode(tokens: Sequence[int]) -> str:
@@ -18,7 +18,7 @@ def drawn(text: str, stops: Stops, *, max_new_tokens: int = 100) -> SampleSequen
         prompt=[1],
         samples=1,
         max_new_tokens=max_new_tokens,
-        drawing=Drawing(temperature=1.0, top_k=None, top_p=None, seed=0),
+        sampling=SamplingConfig(temperature=1.0, top_k=None, top_p=None, seed=0),
         stops=stops,
     )
     sequence = SampleSequence(request=request, index=0)
@@ -39,7 +39,7 @@ def test_a_stop_token_is_part_of_the_sequence() -> None:
     ("text", "stop", "ends"),
     [
         ("one\n\nUser: two", "\n\nUser:", "one\n\nUser:"),
-        ("aab", "ab", "aab"),  # the first a is not the beginning
+        ("aab", "ab", "aab"),  # the match starts at the second a
         ("say “stop” now", "“stop”", "say “stop”"),  # three bytes for each quotation mark
         ("🙂🙂🙃 end", "🙃", "🙂🙂🙃"),
         ("nothing here", "never", "nothing here"),

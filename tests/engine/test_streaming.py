@@ -1,10 +1,10 @@
-"""Tokens told as they are drawn."""
+"""Partial outputs of streamed requests."""
 
 from collections import defaultdict
 from typing import Any
 
 from tinkex.engine import Engine
-from tinkex.engine.sampling.sampler import Grown
+from tinkex.engine.sampling.sampler import PartialOutput
 from tinkex.wire.inputs import ModelInput
 from tinkex.wire.sampling import SampleRequest, SampleResponse, SamplingParams
 
@@ -17,43 +17,43 @@ def request(*, num_samples: int = 1, **params: Any) -> SampleRequest:
     )
 
 
-def run(engine: Engine) -> tuple[list[list[Grown]], dict[int, SampleResponse]]:
-    """What every burst told, and what was answered."""
-    told, answers = [], {}
+def run(engine: Engine) -> tuple[list[list[PartialOutput]], dict[int, SampleResponse]]:
+    """The partial outputs of every burst, and the results."""
+    partial, answers = [], {}
     while engine.sampling:
         for finished in engine.advance():
             assert not isinstance(finished.outcome, Exception)
             answers[finished.ticket] = finished.outcome
-        told.append(engine.grown())
-    return told, answers
+        partial.append(engine.partial_outputs())
+    return partial, answers
 
 
-def test_what_is_told_burst_by_burst_adds_up_to_the_answer(engine: Engine) -> None:
+def test_partial_outputs_add_up_to_the_result(engine: Engine) -> None:
     engine.submit(1, request(num_samples=3), adapter=None, streams=True)
-    told, answers = run(engine)
-    assert len([burst for burst in told if burst]) >= 5  # 40 tokens in bursts of 8
+    partial, answers = run(engine)
+    assert len([burst for burst in partial if burst]) >= 5  # 40 tokens in bursts of 8
     tokens: defaultdict[int, list[int]] = defaultdict(list)
     logprobs: defaultdict[int, list[float]] = defaultdict(list)
-    for grown in (each for burst in told for each in burst):
-        assert grown.ticket == 1
-        assert grown.start == len(tokens[grown.sequence])
-        tokens[grown.sequence] += grown.tokens
-        logprobs[grown.sequence] += grown.logprobs
+    for output in (each for burst in partial for each in burst):
+        assert output.ticket == 1
+        assert output.start == len(tokens[output.sequence])
+        tokens[output.sequence] += output.tokens
+        logprobs[output.sequence] += output.logprobs
     for index, sequence in enumerate(answers[1].sequences):
         assert tokens[index] == sequence.tokens
         assert logprobs[index] == sequence.logprobs
 
 
-def test_who_does_not_stream_is_told_nothing_before_the_answer(engine: Engine) -> None:
+def test_requests_without_streaming_have_no_partial_output(engine: Engine) -> None:
     engine.submit(1, request(), adapter=None)
     engine.submit(2, request(), adapter=None, streams=True)
-    told, answers = run(engine)
-    assert {grown.ticket for burst in told for grown in burst} == {2}
+    partial, answers = run(engine)
+    assert {output.ticket for burst in partial for output in burst} == {2}
     assert answers[1].sequences[0].tokens == answers[2].sequences[0].tokens
 
 
-def test_a_sample_that_was_given_up_tells_nothing_more(engine: Engine) -> None:
+def test_a_canceled_request_has_no_partial_output(engine: Engine) -> None:
     engine.submit(1, request(max_tokens=200), adapter=None, streams=True)
     engine.advance()
     engine.cancel(1)
-    assert engine.grown() == []
+    assert engine.partial_outputs() == []

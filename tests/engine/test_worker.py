@@ -1,4 +1,4 @@
-"""The engine process's loop, turn by turn: which orders one micro-batch answers."""
+"""The worker loop, round by round: which orders each micro-batch completes."""
 
 import contextlib
 import json
@@ -14,12 +14,13 @@ import pytest
 import torch
 
 from server.api.test_custom_losses import loss
-from tinkex.engine import Engine, EngineSettings, process, reports, snapshot_writer
+from tinkex.engine import Engine, EngineSettings, connection, snapshot_writer, worker
 from tinkex.engine.adapters import checkpoints
 from tinkex.engine.adapters.checkpoints import Files, SavedAdapter, read_adapter, write
-from tinkex.engine.device import is_broken, is_full
-from tinkex.engine.process import Wire, Worker
+from tinkex.engine.connection import Connection
+from tinkex.engine.device import is_device_lost, is_out_of_memory
 from tinkex.engine.sampling.sampler import Finished
+from tinkex.engine.worker import Worker
 from tinkex.wire import engine_protocol
 from tinkex.wire.codec import encode_json
 from tinkex.wire.inputs import Datum, ModelInput
@@ -29,38 +30,38 @@ from tinkex.wire.sampling import SampleRequest, SamplingParams
 from tinkex.wire.training import ForwardBackwardInput, ForwardBackwardRequest
 
 
-class Turns:
-    """A worker that takes one turn at a time, and what it said."""
+class Rounds:
+    """A worker that runs one round at a time, and its reports."""
 
     def __init__(self, engine: Engine) -> None:
         self._ours, theirs = socket.socketpair()
         self._theirs = theirs.detach()
-        self.worker = Worker(engine, Wire(self._theirs), turn_file=None)
+        self.worker = Worker(engine, Connection(self._theirs), compute_lock=None)
         self._stream = self._ours.makefile("rb")
         self._tickets = 0
 
     def order(self, **work: object) -> int:
         self._tickets += 1
-        self.worker._sort(engine_protocol.Order(ticket=self._tickets, **work))  # type: ignore[arg-type]
+        self.worker._accept(engine_protocol.Order(ticket=self._tickets, **work))  # type: ignore[arg-type]
         return self._tickets
 
-    def turn(self) -> dict[int, engine_protocol.Report]:
-        """What one turn of training answered."""
-        return self._said_by(self.worker._train_once)
+    def train(self) -> dict[int, engine_protocol.Report]:
+        """Runs one piece of training; returns the reports by ticket."""
+        return self._reports_of(self.worker._train_once)
 
-    def whole_turn(self) -> dict[int, engine_protocol.Report]:
-        """What a turn of everything answered."""
-        return self._said_by(self.worker.turn)
+    def whole_round(self) -> dict[int, engine_protocol.Report]:
+        """Runs one whole round; returns the reports by ticket."""
+        return self._reports_of(self.worker.run_once)
 
-    def _said_by(self, act: Callable[[], None]) -> dict[int, engine_protocol.Report]:
+    def _reports_of(self, act: Callable[[], None]) -> dict[int, engine_protocol.Report]:
         act()
-        # A mark behind everything that was said in this turn.
-        self.worker._wire.send(engine_protocol.Report(ticket=0))
-        said = {}
+        # Marks the end of the reports of this round.
+        self.worker._connection.send(engine_protocol.Report(ticket=0))
+        reports = {}
         while (report := self._report()).WhichOneof("body"):
-            if report.ticket:  # sizes and counts answer nothing
-                said[report.ticket] = report
-        return said
+            if report.ticket:  # stats have no ticket
+                reports[report.ticket] = report
+        return reports
 
     def _report(self) -> engine_protocol.Report:
         head = self._stream.read(engine_protocol.LENGTH.size)
@@ -76,20 +77,20 @@ class Turns:
                 optimizer_config=b'{"type":"adamw"}',
             )
             self.order(create=create)
-            self.turn()
+            self.train()
 
     def close(self) -> None:
         self._stream.close()
         self._ours.close()
-        self.worker._wire._socket.close()
+        self.worker._connection._socket.close()
 
 
 @pytest.fixture(scope="module")
-def turns_on(tiny_folder: Path) -> Callable[[bool], Turns]:
+def rounds_on(tiny_folder: Path) -> Callable[[bool], Rounds]:
     torch.set_num_threads(1)
     made: dict[bool, Engine] = {}
 
-    def get(deterministic: bool) -> Turns:
+    def get(deterministic: bool) -> Rounds:
         if deterministic not in made:
             settings = EngineSettings(
                 name="tiny",
@@ -100,17 +101,17 @@ def turns_on(tiny_folder: Path) -> Callable[[bool], Turns]:
                 deterministic=deterministic,
             )
             made[deterministic] = Engine(settings)
-        return Turns(made[deterministic])
+        return Rounds(made[deterministic])
 
     return get
 
 
 @pytest.fixture
-def turns(turns_on: Callable[[bool], Turns]) -> Iterator[Turns]:
-    turns = turns_on(False)
-    turns.create("a", "b", "c")
-    yield turns
-    turns.close()
+def rounds(rounds_on: Callable[[bool], Rounds]) -> Iterator[Rounds]:
+    rounds = rounds_on(False)
+    rounds.create("a", "b", "c")
+    yield rounds
+    rounds.close()
 
 
 def passes(
@@ -131,115 +132,117 @@ def step(model_id: str) -> frames_pb2.OptimStep:
     return frames_pb2.OptimStep(model_id=model_id, payload=frames_pb2.Payload(inline=body))
 
 
-def test_small_passes_of_several_models_are_one_micro_batch(turns: Turns) -> None:
-    tickets = [turns.order(run_pass=passes(name, 2, 4)) for name in "abc"]
-    tickets.append(turns.order(run_pass=passes("a", 1, 4)))  # the next chunk of the same batch
-    said = turns.turn()
-    assert sorted(said) == sorted(tickets)
+def test_small_passes_of_several_models_are_one_micro_batch(rounds: Rounds) -> None:
+    tickets = [rounds.order(run_pass=passes(name, 2, 4)) for name in "abc"]
+    tickets.append(rounds.order(run_pass=passes("a", 1, 4)))  # the next part of the same batch
+    reports = rounds.train()
+    assert sorted(reports) == sorted(tickets)
     losses = [
-        decode_forward_backward_output(said[ticket].done.result).metrics["loss:sum"]
+        decode_forward_backward_output(reports[ticket].done.result).metrics["loss:sum"]
         for ticket in tickets
     ]
-    # The models begin alike, so equal data has equal losses, and half of it half.
+    # The models start with equal weights, so equal data have equal losses, and half the data half.
     assert losses == pytest.approx([losses[0], losses[0], losses[0], losses[0] / 2], rel=1e-5)
-    assert sum(said[ticket].done.compute_s for ticket in tickets) > 0
+    assert sum(reports[ticket].done.compute_s for ticket in tickets) > 0
 
 
-def test_a_large_pass_is_cut_and_a_small_one_does_not_wait_for_it(turns: Turns) -> None:
-    large = turns.order(run_pass=passes("a", 12, 10))
-    small = turns.order(run_pass=passes("b", 1, 10))
-    assert list(turns.turn()) == [small]
-    later = [list(turns.turn()) for _ in range(3)]
+def test_a_large_pass_is_split_and_a_small_one_does_not_wait_for_it(rounds: Rounds) -> None:
+    large = rounds.order(run_pass=passes("a", 12, 10))
+    small = rounds.order(run_pass=passes("b", 1, 10))
+    assert list(rounds.train()) == [small]
+    later = [list(rounds.train()) for _ in range(3)]
     assert later == [[], [], [large]]
 
 
-def test_a_step_waits_for_the_passes_before_it_and_holds_up_those_behind(turns: Turns) -> None:
-    first = turns.order(run_pass=passes("a", 1, 4))
-    stepped = turns.order(optim_step=step("a"))
-    second = turns.order(run_pass=passes("a", 1, 4))
-    other = turns.order(run_pass=passes("b", 1, 4))
-    assert list(turns.turn()) == [first, other, stepped]
-    assert list(turns.turn()) == [second]
+def test_a_step_waits_for_earlier_passes_and_delays_later_ones(rounds: Rounds) -> None:
+    first = rounds.order(run_pass=passes("a", 1, 4))
+    stepped = rounds.order(optim_step=step("a"))
+    second = rounds.order(run_pass=passes("a", 1, 4))
+    other = rounds.order(run_pass=passes("b", 1, 4))
+    assert list(rounds.train()) == [first, other, stepped]
+    assert list(rounds.train()) == [second]
 
 
 def test_the_optimizer_step_behind_a_small_pass_waits_for_no_other_batch(turns: Turns) -> None:
     turns.order(run_pass=passes("a", 3, 40))
     small = turns.order(run_pass=passes("b", 1, 4))
     optim = turns.order(optim_step=step("b"))
-    assert sorted(turns.turn()) == [small, optim]
+    assert sorted(rounds.train()) == [small, optim]
 
 
-def test_an_operation_does_not_wait_for_a_model_that_waits_for_others(turns: Turns) -> None:
-    turns.order(run_pass=passes("a", 8, 20))
-    turns.order(run_pass=passes("b", 1, 4))
-    turns.turn()  # a got many tokens, b few
-    many = [turns.order(run_pass=passes("b", 1, 4)) for _ in range(40)]
-    stepped = turns.order(optim_step=step("c"))
+def test_an_operation_is_not_delayed_by_many_passes_of_another_model(rounds: Rounds) -> None:
+    rounds.order(run_pass=passes("a", 8, 20))
+    rounds.order(run_pass=passes("b", 1, 4))
+    rounds.train()  # a was served many tokens, b few
+    many = [rounds.order(run_pass=passes("b", 1, 4)) for _ in range(40)]
+    stepped = rounds.order(optim_step=step("c"))
     answered: list[int] = []
     for _ in range(3):
-        answered += turns.turn()
+        answered += rounds.train()
     assert stepped in answered
     assert set(answered) & set(many)
 
 
-def test_passes_without_gradients_are_batches_of_their_own(turns: Turns) -> None:
-    backward = turns.order(run_pass=passes("a", 1, 4))
-    forward = turns.order(run_pass=passes("b", 1, 4, backward=False))
-    assert list(turns.turn()) == [backward]
-    assert list(turns.turn()) == [forward]
+def test_passes_without_gradients_run_in_separate_batches(rounds: Rounds) -> None:
+    backward = rounds.order(run_pass=passes("a", 1, 4))
+    forward = rounds.order(run_pass=passes("b", 1, 4, backward=False))
+    assert list(rounds.train()) == [backward]
+    assert list(rounds.train()) == [forward]
 
 
-def test_a_refused_pass_is_answered_and_the_others_run(turns: Turns) -> None:
-    bad = turns.order(run_pass=passes("a", 1, 4, loss="no_such_loss"))
-    good = turns.order(run_pass=passes("b", 1, 4))
-    said = turns.turn()
-    assert said[bad].failed.category == "user"
-    assert said[good].done.result
+def test_a_refused_pass_is_answered_and_the_others_run(rounds: Rounds) -> None:
+    bad = rounds.order(run_pass=passes("a", 1, 4, loss="no_such_loss"))
+    good = rounds.order(run_pass=passes("b", 1, 4))
+    reports = rounds.train()
+    assert reports[bad].failed.category == "user"
+    assert reports[good].done.result
 
 
-def test_a_batch_that_fails_blames_the_one_that_was_alone_in_it(
-    turns: Turns, monkeypatch: pytest.MonkeyPatch
+def test_a_failed_batch_of_one_fails_its_request_and_a_shared_batch_is_retried(
+    rounds: Rounds, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(_cuts: object) -> None:
         raise RuntimeError("half-way")
 
-    monkeypatch.setattr(turns.worker._engine, "run_together", fail)
-    shared = [turns.order(run_pass=passes(name, 1, 4)) for name in "aab"]
-    # It would run on what the batch left of its model, so it is tried again as well.
-    behind = turns.order(run_pass=passes("a", 1, 4, backward=False))
-    said = turns.turn()
-    assert sorted(said) == sorted([*shared, behind])
-    assert {report.failed.category for report in said.values()} == {engine_protocol.MUDDLED}
-    alone = turns.order(run_pass=passes("a", 1, 4))
-    failed = turns.turn()[alone].failed
+    monkeypatch.setattr(rounds.worker._engine, "run_micro_batch", fail)
+    shared = [rounds.order(run_pass=passes(name, 1, 4)) for name in "aab"]
+    # Its model may have been changed by the failed batch, so it is retried as well.
+    behind = rounds.order(run_pass=passes("a", 1, 4, backward=False))
+    reports = rounds.train()
+    assert sorted(reports) == sorted([*shared, behind])
+    assert {report.failed.category for report in reports.values()} == {engine_protocol.MUDDLED}
+    alone = rounds.order(run_pass=passes("a", 1, 4))
+    failed = rounds.train()[alone].failed
     assert failed.category == "server"
     assert "half-way" in failed.message
 
 
-def test_a_device_that_is_lost_is_told_from_one_that_is_full() -> None:
-    assert is_broken(torch.AcceleratorError("CUDA error: device-side assert triggered"))
-    # As seen on a GPU (`benchmarks/check_gpu_recovery.py`): it has no type of its own.
-    assert is_broken(RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `c`"))
+def test_device_lost_and_out_of_memory_are_distinguished() -> None:
+    assert is_device_lost(torch.AcceleratorError("CUDA error: device-side assert triggered"))
+    # As seen on a GPU (`benchmarks/check_gpu_recovery.py`): it has no error type of its own.
+    assert is_device_lost(
+        RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `c`")
+    )
     full = torch.OutOfMemoryError("CUDA out of memory")
-    assert is_full(full)
-    assert not is_broken(full)
-    assert not is_broken(RuntimeError("a bug"))
-    assert not is_broken(ValueError("a bug"))
+    assert is_out_of_memory(full)
+    assert not is_device_lost(full)
+    assert not is_device_lost(RuntimeError("a bug"))
+    assert not is_device_lost(ValueError("a bug"))
 
 
 class Exited(BaseException):
-    """The process would be gone."""
+    """Stands for the end of the process."""
 
 
 @pytest.fixture
 def exits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     statuses: list[int] = []
 
-    def leave(status: int) -> NoReturn:
+    def exit_(status: int) -> NoReturn:
         statuses.append(status)
         raise Exited
 
-    monkeypatch.setattr(os, "_exit", leave)
+    monkeypatch.setattr(os, "_exit", exit_)
     return statuses
 
 
@@ -248,21 +251,23 @@ FULL = torch.OutOfMemoryError("CUDA out of memory")
 
 
 @pytest.mark.parametrize("error", [LOST, FULL, ValueError("a bug")])
-def test_telling_of_a_failure_never_ends_the_process(error: Exception, exits: list[int]) -> None:
-    assert str(error) in reports.failed(1, error).failed.message
-    assert str(error) in reports.muddled(1, error).failed.message
+def test_building_a_failure_report_never_ends_the_process(
+    error: Exception, exits: list[int]
+) -> None:
+    assert str(error) in connection.failure_report(1, error).failed.message
+    assert str(error) in connection.shared_failure_report(1, error).failed.message
     assert not exits
 
 
-def test_a_lost_device_ends_the_process_and_a_full_one_if_nothing_smaller_is_left(
-    turns: Turns, exits: list[int], monkeypatch: pytest.MonkeyPatch
+def test_device_lost_ends_the_process_and_out_of_memory_only_for_a_single_request(
+    rounds: Rounds, exits: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails_with(error: Exception) -> None:
         def fail(*_: object, **__: object) -> NoReturn:
             raise error
 
-        for name in ("run_together", "optim_step", "copy", "submit"):
-            monkeypatch.setattr(turns.worker._engine, name, fail)
+        for name in ("run_micro_batch", "optim_step", "copy_snapshot", "submit"):
+            monkeypatch.setattr(rounds.worker._engine, name, fail)
 
     sample = frames_pb2.Sample(payload=frames_pb2.Payload(inline=SAMPLE))
     for error in (LOST, FULL):
@@ -275,19 +280,19 @@ def test_a_lost_device_ends_the_process_and_a_full_one_if_nothing_smaller_is_lef
         ):
             exits.clear()
             with contextlib.suppress(Exited):
-                turns.order(**work)
-                turns.turn()
+                rounds.order(**work)
+                rounds.train()
             assert exits == [engine_protocol.GAVE_OUT]
-            turns.worker._training.clear()
+            rounds.worker._training.clear()
     exits.clear()
-    tickets = [turns.order(run_pass=passes(name, 1, 4)) for name in "ab"]
-    assert sorted(turns.turn()) == tickets  # tried apart: each may fit by itself
+    tickets = [rounds.order(run_pass=passes(name, 1, 4)) for name in "ab"]
+    assert sorted(rounds.train()) == tickets  # retried separately: each may fit alone
     fails_with(LOST)
     for name in "ab":
-        turns.order(run_pass=passes(name, 1, 4))
+        rounds.order(run_pass=passes(name, 1, 4))
     with pytest.raises(Exited):
-        turns.turn()
-    turns.worker._training.clear()
+        rounds.train()
+    rounds.worker._training.clear()
 
 
 SAMPLE = encode_json(
@@ -300,14 +305,14 @@ SAMPLE = encode_json(
 
 
 class SlowDisk:
-    """Writes of snapshots that end when they are let."""
+    """Blocks writes of snapshots until they are released."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.lets = threading.Semaphore(0)
+        self.released = threading.Semaphore(0)
         self.written: list[str] = []
 
         def slow(files: Files, folder: Path) -> int:
-            assert self.lets.acquire(timeout=30)
+            assert self.released.acquire(timeout=30)
             self.written.append(folder.name)
             return write(files, folder)
 
@@ -315,70 +320,70 @@ class SlowDisk:
 
 
 @pytest.mark.parametrize("most_bytes", [2**28, 1])
-def test_snapshots_wait_for_a_slow_disk_and_nobody_for_them(
-    turns: Turns, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most_bytes: int
+def test_snapshots_wait_for_a_slow_disk_but_other_work_continues(
+    rounds: Rounds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most_bytes: int
 ) -> None:
-    monkeypatch.setattr(process, "COPIES_BYTES", most_bytes)
+    monkeypatch.setattr(worker, "MAX_PENDING_SNAPSHOT_BYTES", most_bytes)
     disk = SlowDisk(monkeypatch)
     snapshots = {
-        name: turns.order(snapshot=frames_pb2.Snapshot(model_id=name, folder=str(tmp_path / name)))
+        name: rounds.order(snapshot=frames_pb2.Snapshot(model_id=name, folder=str(tmp_path / name)))
         for name in "ab"
     }
-    behind = {name: turns.order(run_pass=passes(name, 1, 4)) for name in "abc"}
-    sample = turns.order(sample=frames_pb2.Sample(payload=frames_pb2.Payload(inline=SAMPLE)))
-    said: dict[int, engine_protocol.Report] = {}
+    behind = {name: rounds.order(run_pass=passes(name, 1, 4)) for name in "abc"}
+    sample = rounds.order(sample=frames_pb2.Sample(payload=frames_pb2.Payload(inline=SAMPLE)))
+    reports: dict[int, engine_protocol.Report] = {}
 
     def work_on() -> None:
         for _ in range(8):
-            if turns.worker._engine.sampling or turns.worker._next_model():
-                said.update(turns.whole_turn())
+            if rounds.worker._engine.sampling or rounds.worker._next_model():
+                reports.update(rounds.whole_round())
 
     computing = threading.Thread(target=work_on, daemon=True)
     computing.start()
     computing.join(15)
     stood_still = computing.is_alive()
-    at_once = set(said)
-    disk.lets.release(2)
+    at_once = set(reports)
+    disk.released.release(2)
     computing.join(15)
-    assert not stood_still, "the computing thread waits for the disk"
-    # With room for one copy only b itself waits: its pass comes after its snapshot.
+    assert not stood_still, "the compute thread waits for the disk"
+    # With memory for one copy, only the pass of b waits, because it comes after its snapshot.
     waits = set() if most_bytes > 1 else {behind["b"]}
     assert at_once == {sample, *behind.values()} - waits
-    while turns.worker._copies_bytes or turns.worker._next_model():
-        said.update(turns.whole_turn())
-    assert said.keys() == {sample, *snapshots.values(), *behind.values()}
+    while rounds.worker._pending_snapshot_bytes or rounds.worker._next_model():
+        reports.update(rounds.whole_round())
+    assert reports.keys() == {sample, *snapshots.values(), *behind.values()}
     assert disk.written == ["a", "b"]
-    assert all(report.WhichOneof("body") == "done" for report in said.values())
+    assert all(report.WhichOneof("body") == "done" for report in reports.values())
     for name in "ab":
-        assert turns.worker._engine.restore(name, tmp_path / name) == {}
+        assert rounds.worker._engine.restore(name, tmp_path / name) == {}
 
 
-def test_training_goes_on_while_an_adapter_is_read_from_a_slow_disk(
-    turns: Turns, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_training_continues_while_an_adapter_is_read_from_a_slow_disk(
+    rounds: Rounds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = turns.worker._engine
+    engine = rounds.worker._engine
     engine.save("a", tmp_path / "saved", optimizer=False)
-    lets = threading.Event()
+    released = threading.Event()
 
     def slow(folder: Path) -> SavedAdapter:
-        assert lets.wait(30)
+        assert released.wait(30)
         return read_adapter(folder)
 
     monkeypatch.setattr(checkpoints, "read_adapter", slow)
     payload = frames_pb2.Payload(inline=SAMPLE)
     folder = str(tmp_path / "saved")
-    sample = turns.order(sample=frames_pb2.Sample(payload=payload, adapter_folder=folder))
-    # Sampling is owed a second, and cannot use it.
-    turns.worker._trained_s, turns.worker._sampled_s = 1.0, 0.0
-    trained = [turns.order(run_pass=passes("a", 1, 40)) for _ in range(5)]
-    took_s, said = [], []
+    sample = rounds.order(sample=frames_pb2.Sample(payload=payload, adapter_folder=folder))
+    # Sampling is owed a second, but cannot use it.
+    rounds.worker._trained_s, rounds.worker._sampled_s = 1.0, 0.0
+    trained = [rounds.order(run_pass=passes("a", 1, 40)) for _ in range(5)]
+    took_s, reports = [], []
     for _ in trained:
         began_s = time.monotonic()
-        said += list(turns.whole_turn())
+        reports += list(rounds.whole_round())
         took_s.append(time.monotonic() - began_s)
-    assert said == trained
-    assert min(took_s) < 0.2  # nobody waits for the disk
-    # Nothing is left but the read: the thread sleeps, and wakes when it is done.
+    assert reports == trained
+    assert min(took_s) < 0.2  # no round waits for the disk
+    # Only the read is left: the thread blocks, and wakes when it is done.
     asked = 0
     advance = engine.advance
 
@@ -388,23 +393,23 @@ def test_training_goes_on_while_an_adapter_is_read_from_a_slow_disk(
         return advance(wait_for_reads=wait_for_reads)
 
     monkeypatch.setattr(engine, "advance", counted)
-    threading.Timer(0.3, lets.set).start()
+    threading.Timer(0.3, released.set).start()
     answered: dict[int, engine_protocol.Report] = {}
     while sample not in answered:
-        answered |= turns.whole_turn()
+        answered |= rounds.whole_round()
     assert asked < 5
     assert answered[sample].WhichOneof("body") == "done"
 
 
-def test_deterministic_engines_never_mix(turns_on: Callable[[bool], Turns]) -> None:
-    turns = turns_on(True)
-    turns.create("a", "b")
-    tickets = [turns.order(run_pass=passes(name, 1, 4)) for name in ("a", "b", "a")]
-    assert [list(turns.turn()) for _ in tickets] == [[ticket] for ticket in tickets]
-    turns.close()
+def test_deterministic_engines_never_mix(rounds_on: Callable[[bool], Rounds]) -> None:
+    rounds = rounds_on(True)
+    rounds.create("a", "b")
+    tickets = [rounds.order(run_pass=passes(name, 1, 4)) for name in ("a", "b", "a")]
+    assert [list(rounds.train()) for _ in tickets] == [[ticket] for ticket in tickets]
+    rounds.close()
 
 
-def test_losses_of_a_session_are_forgotten_together(turns: Turns) -> None:
+def test_losses_of_a_session_are_dropped_together(rounds: Rounds) -> None:
     def custom(model_id: str, session_id: str, loss_id: str) -> engine_protocol.Report:
         inputs = {"target_tokens": [1] * 3, "weights": [1.0] * 3}
         datum = Datum(model_input=ModelInput.from_ints([1, 2, 3]), loss_fn_inputs=inputs)
@@ -412,20 +417,20 @@ def test_losses_of_a_session_are_forgotten_together(turns: Turns) -> None:
         asked = ForwardBackwardRequest(forward_backward_input=work, model_id=model_id, seq_id=1)
         payload = frames_pb2.Payload(inline=encode_forward_backward_request(asked))
         order = frames_pb2.Pass(model_id=model_id, payload=payload, session_id=session_id)
-        ticket = turns.order(run_pass=order)
-        return turns.turn()[ticket]
+        ticket = rounds.order(run_pass=order)
+        return rounds.train()[ticket]
 
-    turns.create("m")
+    rounds.create("m")
     asked = frames_pb2.Payload(inline=json.dumps(loss("any")).encode())
     for loss_id, session_id in (("a", "one"), ("b", "one"), ("c", "two")):
-        turns.order(
+        rounds.order(
             register_loss=frames_pb2.RegisterLoss(
                 loss_id=loss_id, session_id=session_id, payload=asked
             )
         )
     assert custom("m", "one", "a").WhichOneof("body") == "done"
-    turns.order(forget_losses=frames_pb2.ForgetLosses(session_id="one"))
+    rounds.order(forget_losses=frames_pb2.ForgetLosses(session_id="one"))
     for gone in ("a", "b"):
         assert "there is no custom loss" in custom("m", "one", gone).failed.message
     assert custom("m", "two", "c").WhichOneof("body") == "done"
-    assert set(turns.worker._engine._losses) == {"c"}
+    assert set(rounds.worker._engine._losses) == {"c"}

@@ -1,4 +1,4 @@
-"""A GGUF writer for the tests: the format once more, from the other side."""
+"""A GGUF writer for the tests."""
 
 import struct
 
@@ -57,7 +57,7 @@ def write_gguf():
 
 @pytest.fixture
 def small_llama(write_gguf, tmp_path):
-    """A whole Llama-shaped GGUF of a few kilobytes, tokenizer and chat template included."""
+    """A complete Llama GGUF file of a few kilobytes, with tokenizer and chat template."""
     alphabet = [chr(code) for code in range(33, 127)] + ["Ġ", "Ċ"]
     tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *alphabet, "he", "ll", "hell", "hello"]
     hidden, heads, kv_heads, mlp = 32, 4, 2, 64

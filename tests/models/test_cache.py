@@ -1,10 +1,10 @@
-"""The cache folder, and publishing whole or not at all."""
+"""The cache folder, and atomic publishing."""
 
 import io
 
 import pytest
 
-from tinkex.models.cache import cache_folder, plain_lines, staged
+from tinkex.models.cache import cache_folder, line_progress, staged
 
 
 @pytest.mark.parametrize(
@@ -15,11 +15,11 @@ from tinkex.models.cache import cache_folder, plain_lines, staged
         ({"HOME": "/c"}, "/c/.cache/tinkex"),
     ],
 )
-def test_the_cache_is_where_the_environment_says(env, expected):
+def test_the_cache_folder_follows_the_environment(env, expected):
     assert str(cache_folder(env)) == expected
 
 
-def test_a_folder_appears_whole(tmp_path):
+def test_a_staged_folder_appears_complete(tmp_path):
     final = tmp_path / "models" / "m"
     with staged(final) as staging:
         (staging / "a").write_text("1")
@@ -37,7 +37,7 @@ def test_a_failure_leaves_nothing(tmp_path):
 
 def test_progress_in_a_log_is_a_line_for_each_quarter():
     stream = io.StringIO()
-    report = plain_lines(stream)
+    report = line_progress(stream)
     for done in range(1001):
         report(done * 10_000, 10_000_000, "downloading")
     assert stream.getvalue().splitlines() == [

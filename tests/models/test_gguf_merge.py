@@ -1,13 +1,13 @@
-"""A model that came as GGUF, merged with an adapter, is a full model like any other."""
+"""A GGUF base model can be merged with an adapter."""
 
 import numpy as np
 import pytest
 import torch
 
-from numerics.parts import model_from, random_adapter, work
+from numerics.helpers import model_from, random_adapter, work
 from tinkex.engine import Engine, EngineSettings
 from tinkex.engine.adapters.merge import merge
-from tinkex.models.embedded import write_files_beside
+from tinkex.models.embedded import write_companion_files
 from tinkex.wire.inputs import Datum, ModelInput
 
 
@@ -18,11 +18,11 @@ def test_a_gguf_base_becomes_a_full_model(small_llama, tmp_path):
     base = tmp_path / "base"
     base.mkdir()
     small_llama.rename(base / "model.gguf")
-    write_files_beside(base)
+    write_companion_files(base)
     engine = Engine(EngineSettings(name="gguf", folder=base, device="cpu", kv_tokens=64))
     adapter = random_adapter(engine, tmp_path / "adapter")
     merged = merge(base, adapter, tmp_path / "merged", torch.float32)
-    assert merged.untied  # as the embedded model is
+    assert merged.untied  # like the embedded model
     names = {file.name for file in merged.folder.iterdir()}
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= names
     assert not any(name.endswith(".gguf") for name in names)

@@ -1,4 +1,4 @@
-"""What the user typed, and the folder it means."""
+"""Resolving a model spec to a folder."""
 
 import json
 import os
@@ -43,12 +43,12 @@ def env(tmp_path):
 
 @pytest.fixture(autouse=True)
 def offline(monkeypatch):
-    """No test waits for the hub. The library reads its variable once, when it is imported."""
+    """No test contacts the hub. The library reads its environment variable once, at import."""
     pytest.importorskip("huggingface_hub")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
 
 
-def test_a_folder_is_served_under_its_own_name(tmp_path):
+def test_a_folder_is_served_under_its_name(tmp_path):
     folder = write_model(tmp_path / "my-model")
     assert resolve(str(folder)) == ModelSource(name="my-model", folder=folder)
 
@@ -64,13 +64,13 @@ def test_an_alias_may_point_to_a_name(tmp_path, env):
 
 
 @pytest.mark.parametrize("spec", ["=folder", "name="])
-def test_half_an_alias_is_refused(spec, env):
+def test_an_incomplete_alias_is_refused(spec, env):
     with pytest.raises(ModelNotFound, match="NAME=FOLDER"):
         resolve(spec, env=env)
 
 
 @pytest.mark.parametrize("spec", ["/nowhere/model", "./model", "a=../model", "~/no/model"])
-def test_a_path_that_leads_nowhere_is_not_taken_for_a_name(spec, env):
+def test_a_missing_path_is_not_treated_as_a_name(spec, env):
     with pytest.raises(ModelNotFound, match=r"There is no folder .* Check the path"):
         resolve(spec, env=env)
 
@@ -83,12 +83,12 @@ def test_a_name_is_found_in_the_hugging_face_cache(tmp_path, env):
     assert resolve("some/model:peft:262144", env=env).name == "some/model"
 
 
-def test_the_cache_comes_before_the_embedded_model(tmp_path, env):
+def test_the_hub_cache_takes_precedence_over_the_embedded_model(tmp_path, env):
     snapshot = write_snapshot(tmp_path / "hf" / "hub", DEFAULT_MODEL, "abc")
     assert resolve(DEFAULT_MODEL, env=env).folder == snapshot
 
 
-def test_an_incomplete_snapshot_is_passed_over(tmp_path, env):
+def test_an_incomplete_snapshot_is_skipped(tmp_path, env):
     hub = tmp_path / "hf" / "hub"
     whole = write_snapshot(hub, "some/model", "whole", main=False)
     partial = write_snapshot(hub, "some/model", "partial")
@@ -112,22 +112,22 @@ def test_an_incomplete_snapshot_is_passed_over(tmp_path, env):
 )
 def test_the_hub_cache_is_where_huggingface_hub_has_it(env, expected):
     assert str(hub_cache(env)) == expected
-    ask = "from huggingface_hub.constants import HF_HUB_CACHE; print(HF_HUB_CACHE)"
+    code = "from huggingface_hub.constants import HF_HUB_CACHE; print(HF_HUB_CACHE)"
     clean = {key: value for key, value in os.environ.items() if key in ("PATH", "PYTHONPATH")}
-    told = subprocess.run(
-        [sys.executable, "-c", ask],
+    result = subprocess.run(
+        [sys.executable, "-c", code],
         env={**clean, **env},
         capture_output=True,
         text=True,
         check=True,
     )
-    assert told.stdout.strip() == expected
+    assert result.stdout.strip() == expected
 
 
 def test_an_unknown_name_says_what_was_tried_and_what_to_do(env):
     with pytest.raises(ModelNotFound) as caught:
         resolve("Qwen/Qwen9-1B", env=env)
-    said = str(caught.value)
+    message = str(caught.value)
     for part in (
         "a folder 'Qwen/Qwen9-1B'",
         "the Hugging Face cache",
@@ -136,10 +136,10 @@ def test_an_unknown_name_says_what_was_tried_and_what_to_do(env):
         "tinkex serve Qwen/Qwen9-1B=FOLDER",
         "tinkex tiny-model",
     ):
-        assert part in said
+        assert part in message
 
 
-def test_a_near_miss_is_named(tmp_path, env):
+def test_a_similar_name_is_suggested(tmp_path, env):
     write_snapshot(tmp_path / "hf" / "hub", "Qwen/Qwen3-0.6B", "abc")
     with pytest.raises(ModelNotFound, match=r"Did you mean Qwen/Qwen3-0\.6B\?"):
         resolve("Qwen3-0.6b", env=env)
@@ -148,12 +148,12 @@ def test_a_near_miss_is_named(tmp_path, env):
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("smollm2-135m", DEFAULT_MODEL),  # without its organisation
+        ("smollm2-135m", DEFAULT_MODEL),  # without its organization
         ("HuggingFaceTB/SmolLM2-135M", DEFAULT_MODEL),  # the base model's name
         ("mistral", None),
     ],
 )
-def test_nearness_ignores_case_and_organisation(name, expected):
+def test_similarity_ignores_case_and_organization(name, expected):
     assert nearest(name, [DEFAULT_MODEL]) == expected
 
 
@@ -176,7 +176,7 @@ def test_facts_come_from_the_config_files(tmp_path):
     assert (facts.arch, facts.max_context_length, facts.vocab_size) == ("llama", 64, 10)
 
 
-def test_a_config_that_is_no_language_model_is_refused(tmp_path):
+def test_a_config_without_a_language_model_is_refused(tmp_path):
     folder = write_model(tmp_path / "m")
     (folder / "config.json").write_text('{"model_type": "vit"}')
     with pytest.raises(ModelNotFound, match="max_position_embeddings"):
@@ -187,10 +187,12 @@ def test_a_config_that_is_no_language_model_is_refused(tmp_path):
 
 
 def test_nothing_here_loads_torch():
-    ask = (
+    code = (
         "import sys; import tinkex.models.resolve, tinkex.models.tokenizer, tinkex.models.gguf; "
         "heavy = {'torch', 'transformers', 'numpy', 'tokenizers', 'huggingface_hub', 'jinja2'}; "
         "print(sorted(heavy & set(sys.modules)))"
     )
-    told = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True)
-    assert told.stdout.strip() == "[]"
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert result.stdout.strip() == "[]"

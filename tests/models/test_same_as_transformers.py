@@ -1,8 +1,8 @@
 """
-M6: tokens and chat templates as transformers makes them.
+M6: the light tokenizer gives the tokens and chat texts of transformers.
 
-The light tokenizer beside transformers' own, on the same folders: the embedded model, the tiny
-model, and folders of several makes. Whatever the light one does not do, it refuses.
+Compares the light tokenizer with that of transformers on the embedded model, the tiny
+model and several other folders. It refuses everything that it does not implement.
 """
 
 import inspect
@@ -15,7 +15,13 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 from transformers import AutoTokenizer
 
 from tinkex.models.embedded import FetchFailed, ensure_embedded
-from tinkex.models.tokenizer import NAMED, NEUTRAL, Tokenizer, TokenizerError, load_tokenizer
+from tinkex.models.tokenizer import (
+    NAMED_TOKENS,
+    NEUTRAL_ARGUMENTS,
+    Tokenizer,
+    TokenizerError,
+    load_tokenizer,
+)
 
 TEXTS = (
     "every road leads home",
@@ -31,7 +37,7 @@ CHAT = [
     {"role": "user", "content": "What is 2 + 2? <s>"},
     {"role": "assistant", "content": "It is "},
 ]
-#: Writes BOS itself, trims nothing, reads tools, documents and variables of the program.
+#: Writes BOS itself, does not trim, reads tools, documents and variables of the caller.
 KEEPS = (
     "{{ bos_token }}{% if tools %}{{ tools | tojson(indent=2) }}{% endif %}"
     "{% for d in documents or [] %}{{ d.title }}{% endfor %}"
@@ -136,7 +142,7 @@ def test_m6_texts_give_the_same_tokens_and_tokens_the_same_texts(both):
 
 def test_m6_the_special_tokens_are_the_same(both):
     ours, theirs = both
-    for name in NAMED:
+    for name in NAMED_TOKENS:
         assert getattr(ours, name) == getattr(theirs, name), name
         assert getattr(ours, f"{name}_id") == getattr(theirs, f"{name}_id"), name
     assert ours.special_tokens_map == theirs.special_tokens_map
@@ -165,7 +171,7 @@ def test_m6_the_special_tokens_are_the_same(both):
     ],
     ids=lambda options: "-".join(options) or "plain",
 )
-def test_m6_conversations_are_written_the_same(both, options):
+def test_m6_conversations_are_rendered_the_same(both, options):
     ours, theirs = both
     for text in (CHAT, CHAT[:2], [*CHAT[:2], {**CHAT[2], "reasoning": "sum"}]):
         rendered = theirs.apply_chat_template(text, **{**options, "tokenize": False})
@@ -181,15 +187,15 @@ def test_m6_conversations_are_written_the_same(both, options):
     assert ours.get_chat_template() == theirs.get_chat_template()
 
 
-def test_m6_a_turn_that_is_continued_stays_open(tiny_model):
+def test_m6_a_continued_message_stays_open(tiny_model):
     tokenizer = load_tokenizer(tiny_model)
     text = tokenizer.apply_chat_template(CHAT, continue_final_message=True, tokenize=False)
     assert text.rstrip().endswith("It is")
-    with pytest.raises(ValueError, match="choose one"):
+    with pytest.raises(ValueError, match="Use only one"):
         tokenizer.apply_chat_template(CHAT, continue_final_message=True, add_generation_prompt=True)
     with pytest.raises(ValueError, match="no text under 'content'"):
         tokenizer.apply_chat_template([{"role": "user"}], continue_final_message=True)
-    with pytest.raises(ValueError, match="leaves the text"):
+    with pytest.raises(ValueError, match="omits the text"):
         tokenizer.apply_chat_template(CHAT, continue_final_message=True, chat_template="x")
     parts = [{"role": "user", "content": [{"type": "text", "text": "Hi"}, {"type": "image"}]}]
     template = "{% for p in messages[0].content %}{{ p.text }}{% endfor %}."
@@ -228,10 +234,10 @@ def test_m6_what_is_not_implemented_is_refused_by_name(tiny_model, call, options
         getattr(load_tokenizer(tiny_model), call)(given.get(call, "text"), **options)
 
 
-def test_m6_no_argument_of_transformers_is_taken_for_a_variable_of_the_template(tiny_model):
-    """Every argument that transformers names is known here: implemented, or refused."""
+def test_m6_no_argument_of_transformers_becomes_a_template_variable(tiny_model):
+    """Every argument of transformers is known here: either implemented or refused."""
     theirs = AutoTokenizer.from_pretrained(tiny_model)
-    known = {*inspect.signature(Tokenizer.apply_chat_template).parameters, *NEUTRAL}
+    known = {*inspect.signature(Tokenizer.apply_chat_template).parameters, *NEUTRAL_ARGUMENTS}
     for argument in inspect.signature(theirs.apply_chat_template).parameters.values():
         assert argument.kind is argument.VAR_KEYWORD or argument.name in known
 

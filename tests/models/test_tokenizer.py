@@ -1,4 +1,4 @@
-"""The tokenizer wrapper on folders of several makes."""
+"""The tokenizer wrapper on several kinds of folders."""
 
 import json
 
@@ -47,7 +47,7 @@ def test_tokens_may_be_written_as_words_or_with_options(folder):
 
 
 @pytest.mark.parametrize("place", ["config", "named", "file"])
-def test_the_chat_template_is_found_wherever_it_is_kept(folder, place):
+def test_the_chat_template_is_found_in_all_places(folder, place):
     template = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"
     if place == "config":
         configure(folder, bos_token="<s>", chat_template=template)
@@ -60,11 +60,11 @@ def test_the_chat_template_is_found_wherever_it_is_kept(folder, place):
     tokenizer = load_tokenizer(folder)
     chat = [{"role": "user", "content": "hi"}]
     assert tokenizer.apply_chat_template(chat, tokenize=False) == "<s>hi"
-    # one BOS: the template wrote it, and encode must not add another
+    # the template writes BOS, so encoding must not add another
     assert tokenizer.apply_chat_template(chat) == tokenizer.encode("hi")
 
 
-def test_templates_may_use_what_transformers_gives_them(folder):
+def test_templates_may_use_the_functions_of_transformers(folder):
     template = (
         "{% for m in messages %}\n"
         "    {%- if m.role == 'skip' %}{% continue %}{% endif %}\n"
@@ -82,7 +82,7 @@ def test_templates_may_use_what_transformers_gives_them(folder):
     assert text == '{"role": "é"}24True'
 
 
-def test_a_refusal_by_the_template_reaches_the_user(folder):
+def test_an_exception_of_the_template_reaches_the_user(folder):
     configure(folder, chat_template="{{ raise_exception('roles must alternate') }}")
     with pytest.raises(TokenizerError, match="roles must alternate"):
         load_tokenizer(folder).apply_chat_template([])
@@ -102,6 +102,6 @@ def test_no_template_and_no_tokenizer_say_what_to_do(folder, tmp_path):
         load_tokenizer(tmp_path / "empty")
 
 
-def test_it_knows_the_model_it_belongs_to_else_its_folder(folder):
+def test_name_or_path_is_the_model_name_or_the_folder(folder):
     assert load_tokenizer(folder, name="Qwen/Qwen3-8B").name_or_path == "Qwen/Qwen3-8B"
     assert load_tokenizer(folder).name_or_path == str(folder)

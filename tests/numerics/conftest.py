@@ -1,4 +1,4 @@
-"""Tiny models and an engine on each, made once."""
+"""Tiny models and an engine on each, created once."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from numerics.parts import tied_copy
+from numerics.helpers import tied_copy
 from tinkex.engine import Engine, EngineSettings
 from tinkex.engine.tiny_model import write_tiny_model
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> None:
-    # Tiny products gain nothing from a second core, and waiting for it costs a lot.
+    # Tiny products are slower on several cores.
     torch.set_num_threads(1)
 
 
@@ -27,7 +27,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="session")
 def engine_on(models: dict[str, Path]) -> Callable[[str], Engine]:
-    """An engine on one of the models; tests leave no model behind in it."""
+    """An engine on one of the models. Shared: each test drops the models it creates."""
     engines: dict[str, Engine] = {}
 
     def get(name: str) -> Engine:

@@ -1,6 +1,6 @@
-"""A slow, plain float64 model to check the engine against: no tinkex code in it, on purpose.
+"""A simple float64 reference model for the engine. It deliberately uses no tinkex code.
 
-One sequence at a time, full logits, LoRA written out as the formula says, gradients by autograd.
+One sequence at a time, full logits, LoRA as in its formula, gradients by autograd.
 """
 
 import json
@@ -17,7 +17,7 @@ MLP = ("gate_proj", "up_proj", "down_proj")
 
 
 class Reference:
-    """Llama or Qwen3 from its files, with LoRA pairs as leaves that collect gradients."""
+    """Llama or Qwen3 from its files, with LoRA pairs as leaf tensors that collect gradients."""
 
     def __init__(self, folder: Path, adapter: Path | None = None) -> None:
         self.config = json.loads((folder / "config.json").read_text())
@@ -103,7 +103,7 @@ def _ratio(logp: Tensor, x: Inputs) -> Tensor:
 
 
 def _gspo(logp: Tensor, x: Inputs) -> Tensor:
-    """The value of every token's ratio is the sequence's; its gradient is the token's own."""
+    """Each token's ratio has the value of the sequence ratio and the token's own gradient."""
     mask = x["sequence_ratio_mask"]
     sequence = torch.exp((mask * (logp - x["logprobs"])).sum() / mask.sum()).detach()
     ratio = sequence * logp.exp() / logp.exp().detach()

@@ -1,4 +1,4 @@
-"""A saved adapter is the same adapter: for us, later, and for PEFT."""
+"""A saved adapter gives the same results after loading, in the engine and in PEFT."""
 
 import json
 import warnings
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from numerics.parts import model_from, random_adapter, random_datum, weighted, work
+from numerics.helpers import model_from, random_adapter, random_datum, weighted, work
 from tinkex.engine import Engine
 from tinkex.engine.adapters.checkpoints import write
 from tinkex.wire.errors import UserFailure
@@ -47,7 +47,7 @@ def test_a_resumed_run_repeats_the_uninterrupted_one_exactly(
     engine.drop("b")
     assert resumed == uninterrupted
     assert afresh[0] == uninterrupted[0]  # the same weights ...
-    assert afresh[1:] != uninterrupted[1:]  # ... but an optimizer without memory
+    assert afresh[1:] != uninterrupted[1:]  # ... but a reset optimizer
 
 
 def test_a_snapshot_restores_gradients_that_were_not_stepped_yet(
@@ -66,7 +66,7 @@ def test_a_snapshot_restores_gradients_that_were_not_stepped_yet(
     engine.drop("a")
 
 
-def test_a_snapshot_just_after_a_step_has_no_gradients_and_is_as_good(
+def test_a_snapshot_just_after_a_step_has_no_gradient_file_and_restores_exactly(
     engine: Engine, data: list[Datum], tmp_path: Path
 ) -> None:
     engine.create("a", LoraConfig(rank=4, seed=1), AdamOptimizerConfig())
@@ -76,23 +76,23 @@ def test_a_snapshot_just_after_a_step_has_no_gradients_and_is_as_good(
     engine.run_pass("a", work(data), backward=True)
     engine.snapshot("a", tmp_path / "half", {})
     assert not (tmp_path / "snapshot" / "gradients.safetensors").exists()
-    # Gradients that are here do not outlive what is restored.
+    # A restore drops the current gradients.
     engine.restore("a", tmp_path / "snapshot")
     assert [step(engine, "a", data) for _ in range(3)] == expected
-    # One that had some and lost them is not taken for one that had none.
+    # A snapshot whose gradient file is missing is refused.
     (tmp_path / "half" / "gradients.safetensors").unlink()
     with pytest.raises(UserFailure, match="has no gradients"):
         engine.restore("a", tmp_path / "half")
     engine.drop("a")
 
 
-def test_a_copy_is_what_the_model_was_whatever_becomes_of_it(
+def test_a_snapshot_copy_does_not_change_with_the_model(
     engine: Engine, data: list[Datum], tmp_path: Path
 ) -> None:
     engine.create("a", LoraConfig(rank=4, seed=1), AdamOptimizerConfig())
     step(engine, "a", data)
     engine.run_pass("a", work(data), backward=True)
-    copied = engine.copy("a", {})
+    copied = engine.copy_snapshot("a", {})
     engine.snapshot("a", tmp_path / "then", {})
     engine.optim_step("a", AdamParams(learning_rate=3e-3))
     engine.run_pass("a", work(data), backward=True)
@@ -111,7 +111,7 @@ def test_peft_loads_a_checkpoint_and_gives_the_same_logprobs(
     arch: str, engine_on: Callable[[str], Engine], models: dict[str, Path], tmp_path: Path
 ) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # PEFT's own, about tied weights among others
+        warnings.simplefilter("ignore")  # warnings of PEFT, for example about tied weights
         from peft import PeftModel
         from transformers import AutoModelForCausalLM
 
@@ -132,7 +132,7 @@ def test_peft_loads_a_checkpoint_and_gives_the_same_logprobs(
     np.testing.assert_allclose(
         output.loss_fn_outputs[0]["logprobs"].to_numpy(), theirs.numpy(), atol=1e-4
     )
-    assert (logits - plain).abs().max() > 0.1  # the adapter does something
+    assert (logits - plain).abs().max() > 0.1  # the adapter has an effect
 
 
 def test_the_other_name_of_the_output_projection_is_read(

@@ -1,4 +1,4 @@
-"""Dimuon against its rule written out in float64, matrix by matrix."""
+"""Dimuon against its formula in float64, matrix by matrix."""
 
 import math
 from collections.abc import Iterator
@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from numerics.parts import gradients, weighted, work
+from numerics.helpers import gradients, weighted, work
 from tinkex.engine import Engine
 from tinkex.engine.adapters.adapters import TrainingAdapter
 from tinkex.engine.model.lora import Target, matrices
-from tinkex.engine.training.optimizer import optimizer_step, orthogonalised
+from tinkex.engine.training.optimizer import optimizer_step, orthogonalized
 from tinkex.wire.errors import UserFailure
 from tinkex.wire.training import (
     AdamOptimizerConfig,
@@ -25,7 +25,7 @@ from tinkex.wire.training import (
 
 
 def reference_update(momentum: torch.Tensor) -> torch.Tensor:
-    """0.2·sqrt(max(rows, columns)) times the momentum after five steps of Newton and Schulz."""
+    """0.2·sqrt(max(rows, columns)) times the momentum after five Newton-Schulz steps."""
     rows, columns = momentum.shape
     x = momentum / momentum.norm()
     if rows > columns:
@@ -67,7 +67,7 @@ def adapter(optimizer: str = "dimuon") -> TrainingAdapter:
 )
 def test_twenty_steps_equal_the_rule_in_float64(params: DimuonParams) -> None:
     ours = adapter()
-    places = [(p, n) for p in ours.layout.places.values() for n in (0, 1)]
+    places = [(p, n) for p in ours.layout.placements.values() for n in (0, 1)]
     weights = [matrices(ours.master, p)[n].double().clone() for p, n in places]
     momenta = [torch.zeros_like(weight) for weight in weights]
     generator = torch.Generator().manual_seed(4)
@@ -91,13 +91,13 @@ def test_twenty_steps_equal_the_rule_in_float64(params: DimuonParams) -> None:
 
 def test_an_update_is_nearly_orthogonal_and_of_adams_size() -> None:
     stack = torch.randn(3, 8, 200, generator=torch.Generator().manual_seed(1)) * 1e-9
-    found = orthogonalised(stack)
+    found = orthogonalized(stack)
     values = torch.linalg.svdvals(found)
     assert values.min() > 0.6
     assert values.max() < 1.3
     rms = (0.2 * math.sqrt(200) * found).square().mean().sqrt()
     assert 0.12 < float(rms) < 0.26
-    assert not orthogonalised(torch.zeros(1, 4, 8)).any()
+    assert not orthogonalized(torch.zeros(1, 4, 8)).any()
 
 
 def test_a_gradient_that_is_not_finite_changes_nothing() -> None:

@@ -1,4 +1,4 @@
-"""Other families through the same path: what works gives PEFT's numbers, what would not is refused."""
+"""Other model families: supported ones give the numbers of PEFT, the others are refused."""
 
 import re
 import warnings
@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 
-from numerics.parts import (
+from numerics.helpers import (
     VOCABULARY,
     model_from,
     random_adapter,
@@ -51,7 +51,7 @@ def engine_on(folder: Path) -> Engine:
     return Engine(EngineSettings(name="family", folder=folder, device="cpu", kv_tokens=512))
 
 
-#: Served, each with what is special about it; the page has the same rows.
+#: Supported families and their peculiarities; docs/reference/models.md has the same rows.
 SERVED: dict[str, dict[str, Any]] = {
     "Llama": {},
     "Qwen2": {},  # biases in attention
@@ -63,8 +63,8 @@ SERVED: dict[str, dict[str, Any]] = {
     "Phi": {},  # one norm for attention and MLP, rotates a part
     "Phi3": {},  # fused projections
     "GPTNeoX": {},  # as many key heads as heads, biases, other names
-    "Olmo2": {},  # norms behind the layers
-    "Granite": {},  # scales of its own
+    "Olmo2": {},  # norms after the layers
+    "Granite": {},  # additional scale factors
     "Glm4": {},  # rotates in pairs, fused projections
     "Starcoder2": {},  # an MLP without a gate
 }
@@ -106,20 +106,23 @@ def test_a_family_trains_and_samples_as_peft_would(
     np.testing.assert_allclose(found, expected.numpy(), atol=1e-4)
 
 
-def test_a_sliding_window_cuts_the_context(tmp_path: Path) -> None:
+def test_a_sliding_window_limits_the_context(tmp_path: Path) -> None:
     engine = engine_on(write_model(tmp_path, "Mistral", sliding_window=64))
     assert engine.facts.max_context_length == 64
 
 
-#: Refused, with what it says. Those of the second kind by their config alone.
+#: Refused families with their message. Those of the second table are refused by their config alone.
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "Granite": ({"logits_scaling": 8.0}, "computes something beside layers"),
-    "Cohere": ({}, "computes something beside layers"),
-    "Gemma2": ({"head_dim": 16}, "caps its attention scores"),
-    "StableLm": ({}, "does not take another attention"),
-    "Mamba": ({}, "does not take another attention"),
-    "GPT2": ({}, "keeps its layers elsewhere"),
-    "Qwen3_5Text": ({}, "2 of the 2 layers .* are no attention"),
+    "Granite": (
+        {"logits_scaling": 8.0},
+        "does not compute .* models correctly: they do more than layers",
+    ),
+    "Cohere": ({}, "does not compute .* models correctly: they do more than layers"),
+    "Gemma2": ({"head_dim": 16}, "uses soft-capped attention scores"),
+    "StableLm": ({}, "does not support custom attention"),
+    "Mamba": ({}, "does not support custom attention"),
+    "GPT2": ({}, "has no decoder attribute"),
+    "Qwen3_5Text": ({}, "2 of the 2 layers .* are not attention"),
 }
 REFUSED_BY_CONFIG: dict[str, tuple[dict[str, Any], str]] = {
     "Qwen3Moe": ({}, "mixture of experts"),
@@ -128,13 +131,13 @@ REFUSED_BY_CONFIG: dict[str, tuple[dict[str, Any], str]] = {
     "GptOss": ({}, "mixture of experts"),
     "Qwen2_5_VL": ({}, "qwen2_5_vl takes images"),
     "Llava": ({}, "llava takes images"),
-    "T5": ({}, "t5 is no language model"),
+    "T5": ({}, "t5 is not a decoder-only language model"),
 }
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("family", REFUSED)
-def test_a_model_that_would_come_out_wrong_is_refused(family: str, tmp_path: Path) -> None:
+def test_a_model_with_different_logits_is_refused(family: str, tmp_path: Path) -> None:
     extra, message = REFUSED[family]
     folder = write_model(tmp_path, family, **extra)
     with pytest.raises(UnsupportedModel, match=message):
@@ -143,7 +146,7 @@ def test_a_model_that_would_come_out_wrong_is_refused(family: str, tmp_path: Pat
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("family", REFUSED_BY_CONFIG)
-def test_a_model_of_another_kind_is_refused_before_its_weights_are_read(
+def test_an_unsupported_config_is_refused_before_weights_are_read(
     family: str, tmp_path: Path
 ) -> None:
     extra, message = REFUSED_BY_CONFIG[family]
@@ -154,7 +157,7 @@ def test_a_model_of_another_kind_is_refused_before_its_weights_are_read(
 
 @pytest.mark.filterwarnings("ignore")
 def test_the_text_part_of_an_image_model_is_served(tmp_path: Path) -> None:
-    """Gemma 3 with its image tower: transformers has a text form of it, with names of its own."""
+    """Gemma 3 with its image tower: transformers has a text form of it, with different names."""
     text = {**SHAPE, "head_dim": 16, "sliding_window": 64}
     tower = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
     tower |= {"num_attention_heads": 2, "image_size": 28, "patch_size": 14}

@@ -1,4 +1,4 @@
-"""Losses, logprobs and LoRA gradients against a float64 model written out in plain PyTorch."""
+"""Losses, logprobs and LoRA gradients against a float64 reference model in plain PyTorch."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from numerics import reference
-from numerics.parts import (
+from numerics.helpers import (
     MAKERS,
     VOCABULARY,
     gradients,
@@ -30,7 +30,7 @@ EngineOn = Callable[[str], Engine]
 def expected(
     model: reference.Reference, data: list[Datum], loss: str
 ) -> tuple[float, list[torch.Tensor]]:
-    """The summed loss (its gradients are left in the model) and each datum's logprobs."""
+    """The summed loss and each datum's logprobs; leaves the gradients in the model."""
     total = torch.zeros((), dtype=torch.float64)
     logprobs = []
     for datum in data:
@@ -129,7 +129,7 @@ def test_sparse_targets_give_what_dense_ones_give(engine: Engine, tmp_path: Path
 
 
 def slope_data(loss: str) -> tuple[list[Datum], dict[str, float]]:
-    """Data on which the gradient a loss asks for is the slope of its value; and its config."""
+    """Data for which the gradient of a loss is the slope of its value, and the loss config."""
     rng = np.random.default_rng(5)
     data, config = [MAKERS[loss](rng, 12)], {}
     inputs = dict(data[0].loss_fn_inputs)
@@ -182,7 +182,7 @@ def test_a_gradient_agrees_with_finite_differences(
 def test_entropy_is_that_of_the_predicted_distribution(
     engine: Engine, models: dict[str, Path], tmp_path: Path
 ) -> None:
-    """Over the tokens that carry a gradient, though no pass over the vocabulary computes it."""
+    """Over the tokens that have a gradient; computed without another pass over the vocabulary."""
     rng = np.random.default_rng(6)
     data = [weighted(rng, length) for length in (17, 5, 30)]
     adapter = random_adapter(engine, tmp_path / "adapter")

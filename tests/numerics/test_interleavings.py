@@ -1,11 +1,11 @@
-"""Random interleavings of everything a client can ask, against a slow model of plain float64.
+"""Random interleavings of all operations, against a simple float64 reference model.
 
-The slow model keeps every adapter as a dict of tensors and knows nothing of packing, pages,
-shared batches or spilling; the engine has room for few adapters only, so they come and go.
+The reference keeps every adapter as a dict of tensors, without packing, pages, shared batches
+or eviction; the engine has memory for few adapters, so they are evicted often.
 
     TINKEX_PROPERTY_EXAMPLES=200 pytest tests/numerics/test_interleavings.py
 
-looks longer, and elsewhere each time.
+runs more examples, different ones each time.
 """
 
 import os
@@ -33,7 +33,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from numerics import reference
-from numerics.parts import VOCABULARY, request, sample, work
+from numerics.helpers import VOCABULARY, request, sample, work
 from tinkex.engine import Engine, EngineSettings
 from tinkex.wire.errors import UserFailure
 from tinkex.wire.inputs import Datum, ModelInput
@@ -42,15 +42,15 @@ from tinkex.wire.training import AdamOptimizerConfig, AdamParams, LoraConfig
 EXAMPLES = os.environ.get("TINKEX_PROPERTY_EXAMPLES")
 STEPS = 16
 
-#: Logprobs may differ by so much: float32 against float64, after some optimizer steps.
+#: Allowed difference of logprobs: float32 against float64, after some optimizer steps.
 TOLERANCE = 2e-3
 
 
-# -- the slow model -------------------------------------------------------------------------------
+# -- the reference model --------------------------------------------------------------------------
 
 
 @dataclass
-class Slow:
+class ReferenceAdapter:
     """One adapter: plain tensors by their PEFT names."""
 
     lora: LoraConfig
@@ -87,7 +87,7 @@ class Slow:
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint: its folder, and what the slow model had when it was made."""
+    """A checkpoint: its folder, and the state of the reference at that time."""
 
     folder: Path
     lora: LoraConfig
@@ -95,12 +95,17 @@ class Saved:
     moments: tuple[dict[str, Tensor], dict[str, Tensor], int] | None
 
 
-def judged(
-    base: reference.Reference, slow: Slow, data: list[Datum], loss: str, *, backward: bool
+def reference_loss(
+    base: reference.Reference,
+    adapter: ReferenceAdapter,
+    data: list[Datum],
+    loss: str,
+    *,
+    backward: bool,
 ) -> tuple[float, list[Tensor]]:
-    """The loss and each datum's logprobs; with `backward`, gradients are added to the slow one's."""
-    base.scale = 32 / slow.lora.rank
-    base.lora = {name: w.clone().requires_grad_(backward) for name, w in slow.weights.items()}
+    """The loss and each datum's logprobs; `backward` adds to the adapter's gradients."""
+    base.scale = 32 / adapter.lora.rank
+    base.lora = {name: w.clone().requires_grad_(backward) for name, w in adapter.weights.items()}
     total = torch.zeros((), dtype=torch.float64)
     logprobs = []
     for datum in data:
@@ -116,12 +121,12 @@ def judged(
         total.backward()
         for name, leaf in base.lora.items():
             if leaf.grad is not None:
-                slow.grad[name] = slow.grad[name] + leaf.grad
+                adapter.grad[name] = adapter.grad[name] + leaf.grad
     base.lora = {}
     return float(total.detach()), logprobs
 
 
-# -- what is asked --------------------------------------------------------------------------------
+# -- strategies -----------------------------------------------------------------------------------
 
 loras = st.builds(
     LoraConfig,
@@ -135,7 +140,7 @@ loras = st.builds(
 steps = st.builds(
     AdamParams,
     learning_rate=st.sampled_from([1e-3, 1e-2]),
-    # Large enough that a gradient of nothing but rounding moves nothing.
+    # Large enough that rounding errors in a zero gradient have no effect.
     eps=st.sampled_from([1e-2, 1e-3]),
     weight_decay=st.sampled_from([0.0, 0.1]),
     grad_clip_norm=st.sampled_from([0.0, 0.5]),
@@ -154,7 +159,7 @@ def batches(draw: st.DrawFn) -> tuple[str, list[Datum]]:
             inputs["weights"] = rng.normal(size=length).astype(np.float32)
         else:
             inputs["advantages"] = rng.normal(size=length).astype(np.float32)
-            # Ratios well off the bounds, where float32 and float64 could take different sides.
+            # Ratios far from the bounds, where float32 and float64 could be on different sides.
             inputs["logprobs"] = rng.choice([-12.0, -3.0], length).astype(np.float32)
         data.append(
             Datum(model_input=ModelInput.from_ints(tokens[:-1].tolist()), loss_fn_inputs=inputs)
@@ -162,7 +167,7 @@ def batches(draw: st.DrawFn) -> tuple[str, list[Datum]]:
     return loss, data
 
 
-# -- the machine ----------------------------------------------------------------------------------
+# -- the state machine ----------------------------------------------------------------------------
 
 
 class Interleavings(RuleBasedStateMachine):
@@ -176,11 +181,11 @@ class Interleavings(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.base = reference.Reference(self.base_folder)
-        self.slow: dict[str, Slow] = {}
+        self.adapters: dict[str, ReferenceAdapter] = {}
         self.files = tempfile.TemporaryDirectory()
 
     def teardown(self) -> None:
-        for model_id in self.slow:
+        for model_id in self.adapters:
             self.engine.drop(model_id)
         self.files.cleanup()
 
@@ -196,12 +201,14 @@ class Interleavings(RuleBasedStateMachine):
         self.engine.save(model_id, folder, optimizer=False)
         weights = load_file(folder / "adapter_model.safetensors")
         assert all(not w.any() for name, w in weights.items() if "lora_B" in name)
-        self.slow[model_id] = Slow(lora, {name: w.double() for name, w in weights.items()})
+        self.adapters[model_id] = ReferenceAdapter(
+            lora, {name: w.double() for name, w in weights.items()}
+        )
         return model_id
 
     @initialize(target=models, first=loras, second=loras, third=loras)
     def some(self, first: LoraConfig, second: LoraConfig, third: LoraConfig) -> Any:
-        """Three to begin with: a machine of one model finds little."""
+        """Starts with three models: with only one, little is tested."""
         return multiple(*(self.new_model(lora) for lora in (first, second, third)))
 
     @rule(target=models, lora=loras)
@@ -218,21 +225,23 @@ class Interleavings(RuleBasedStateMachine):
         ids=st.lists(models, min_size=2, max_size=3, unique=True),
         many=st.lists(batches(), min_size=3, max_size=3),
     )
-    def run_together(self, ids: list[str], many: list[tuple[str, list[Datum]]]) -> None:
+    def run_micro_batch(self, ids: list[str], many: list[tuple[str, list[Datum]]]) -> None:
         """Several models, ranks and losses in the same micro-batches."""
         passes = [
             self.engine.begin_pass(model_id, work(data, loss), backward=True)
             for model_id, (loss, data) in zip(ids, many, strict=False)
         ]
         while waiting := [one for one in passes if one.waiting]:
-            self.engine.run_together([(one, 1) for one in waiting])
+            self.engine.run_micro_batch([(one, 1) for one in waiting])
         for model_id, one, (loss, data) in zip(ids, passes, many, strict=False):
             self.check(model_id, one.output(), loss, data, backward=True)
 
     def check(
         self, model_id: str, output: Any, loss: str, data: list[Datum], *, backward: bool
     ) -> None:
-        total, logprobs = judged(self.base, self.slow[model_id], data, loss, backward=backward)
+        total, logprobs = reference_loss(
+            self.base, self.adapters[model_id], data, loss, backward=backward
+        )
         for found, own in zip(output.loss_fn_outputs, logprobs, strict=True):
             np.testing.assert_allclose(found["logprobs"].to_numpy(), own.numpy(), atol=TOLERANCE)
         assert output.metrics["loss:sum"] == pytest.approx(total, rel=1e-3, abs=0.02)
@@ -240,38 +249,40 @@ class Interleavings(RuleBasedStateMachine):
     @rule(model_id=models, params=steps)
     def optim_step(self, model_id: str, params: AdamParams) -> None:
         metrics = self.engine.optim_step(model_id, params)
-        norm = self.slow[model_id].adamw(params)
+        norm = self.adapters[model_id].adamw(params)
         assert metrics["grad_norm:mean"] == pytest.approx(norm, rel=1e-3, abs=1e-3)
 
     @rule(model_id=models)
     def clear_gradients(self, model_id: str) -> None:
         self.engine.clear_gradients(model_id)
-        self.slow[model_id].clear()
+        self.adapters[model_id].clear()
 
     @rule(target=checkpoints, model_id=models, optimizer=st.booleans())
     def save(self, model_id: str, optimizer: bool) -> Saved:
         folder = self.new_folder()
         self.engine.save(model_id, folder, optimizer=optimizer)
-        slow = self.slow[model_id]
+        adapter = self.adapters[model_id]
         found = load_file(folder / "adapter_model.safetensors")
-        assert found.keys() == slow.weights.keys()
-        for name, weight in slow.weights.items():
+        assert found.keys() == adapter.weights.keys()
+        for name, weight in adapter.weights.items():
             torch.testing.assert_close(found[name].double(), weight, rtol=0, atol=TOLERANCE)
-        moments = (dict(slow.m), dict(slow.v), slow.step) if optimizer else None
-        return Saved(folder, slow.lora, dict(slow.weights), moments)
+        moments = (dict(adapter.m), dict(adapter.v), adapter.step) if optimizer else None
+        return Saved(folder, adapter.lora, dict(adapter.weights), moments)
 
     @rule(model_id=models, saved=checkpoints, optimizer=st.booleans())
     def load(self, model_id: str, saved: Saved, optimizer: bool) -> None:
-        slow = self.slow[model_id]
+        adapter = self.adapters[model_id]
         shape = ("rank", "train_attn", "train_mlp", "train_unembed")
-        fits = all(getattr(slow.lora, name) == getattr(saved.lora, name) for name in shape)
+        fits = all(getattr(adapter.lora, name) == getattr(saved.lora, name) for name in shape)
         if not fits or (optimizer and saved.moments is None):
             with pytest.raises(UserFailure):
                 self.engine.load(model_id, saved.folder, optimizer=optimizer)
-            return  # and nothing changed, as later steps show
+            return  # later steps show that nothing changed
         self.engine.load(model_id, saved.folder, optimizer=optimizer)
         m, v, step = saved.moments if optimizer and saved.moments else ({}, {}, 0)
-        self.slow[model_id] = Slow(slow.lora, dict(saved.weights), {}, dict(m), dict(v), step)
+        self.adapters[model_id] = ReferenceAdapter(
+            adapter.lora, dict(saved.weights), {}, dict(m), dict(v), step
+        )
 
     @rule(
         chosen=st.lists(checkpoints | st.none(), min_size=1, max_size=3),
@@ -279,7 +290,7 @@ class Interleavings(RuleBasedStateMachine):
         greedy=st.booleans(),
     )
     def sample(self, chosen: list[Saved | None], seed: int, greedy: bool) -> None:
-        """Checkpoints and the base at once: each answers with its own weights, whatever trains."""
+        """Samples checkpoints and the base model at once: each uses its own weights."""
         rng = np.random.default_rng(seed)
         prompts = [rng.integers(0, VOCABULARY, rng.integers(1, 8)).tolist() for _ in chosen]
         asked = [
@@ -307,7 +318,7 @@ class Interleavings(RuleBasedStateMachine):
     @rule(model_id=consumes(models))
     def drop(self, model_id: str) -> None:
         self.engine.drop(model_id)
-        del self.slow[model_id]
+        del self.adapters[model_id]
         assert not self.engine.has(model_id)
 
 
@@ -329,7 +340,7 @@ def machine(models: dict[str, Path]) -> Callable[[], Interleavings]:
 
 
 @pytest.mark.timeout(60 if EXAMPLES is None else 0)
-def test_any_interleaving_gives_what_the_slow_model_gives(
+def test_any_interleaving_gives_the_results_of_the_reference_model(
     machine: Callable[[], Interleavings],
 ) -> None:
     run_state_machine_as_test(  # type: ignore[no-untyped-call]
@@ -344,4 +355,4 @@ def test_any_interleaving_gives_what_the_slow_model_gives(
             suppress_health_check=list(HealthCheck),
         ),
     )
-    assert Interleavings.engine._adapters._spills > 10  # the test is to go there too
+    assert Interleavings.engine._adapters._spills > 10  # eviction must be part of the test

@@ -1,4 +1,4 @@
-"""A merged model gives what the engine gives with the adapter, and what PEFT gives."""
+"""A merged model gives the results of the engine with the adapter, and those of PEFT."""
 
 import json
 import warnings
@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from numerics.parts import model_from, random_adapter, random_datum, work
+from numerics.helpers import model_from, random_adapter, random_datum, work
 from tinkex.engine import Engine, EngineSettings
 from tinkex.engine.adapters.merge import merge
 from tinkex.wire.errors import UserFailure
@@ -83,7 +83,7 @@ def test_a_tied_base_stays_tied_when_the_output_is_not_adapted(
     assert not merged.untied
     with safe_open(merged.folder / "model.safetensors", "pt") as file:
         assert "lm_head.weight" not in file.keys()  # noqa: SIM118  it is no dict
-    # B is zero: the same model.
+    # B is zero, so the model is unchanged.
     tokens = list(range(12))
     assert torch.equal(logits_of(merged.folder, tokens), logits_of(models["tied"], tokens))
 
@@ -98,7 +98,7 @@ def test_a_number_format_can_be_chosen(
         assert file.get_tensor("lm_head.weight").dtype == torch.bfloat16
 
 
-def test_what_does_not_fit_leaves_nothing_behind(
+def test_a_failed_merge_leaves_nothing(
     engine: Engine, models: dict[str, Path], tmp_path: Path
 ) -> None:
     adapter = random_adapter(engine, tmp_path / "adapter")
@@ -108,7 +108,7 @@ def test_what_does_not_fit_leaves_nothing_behind(
     tensors: dict[str, Any] = load_file(file)
     tensors["base_model.model.lm_head.lora_B.weight"] = torch.ones(7, 4)
     save_file(tensors, file)
-    with pytest.raises(UserFailure, match=r"lm_head maps 64 to 7 features, and in this base model"):
+    with pytest.raises(UserFailure, match=r"lm_head maps 64 to 7 features, but in this base model"):
         merge(models["qwen3"], adapter, tmp_path / "merged")
     tensors = {name: tensor for name, tensor in tensors.items() if "lm_head" not in name}
     renamed = {name.replace("q_proj", "query"): tensor for name, tensor in tensors.items()}

@@ -1,4 +1,4 @@
-"""AdamW against torch's own in float64, both fed the same gradients."""
+"""AdamW against that of torch in float64, with the same gradients."""
 
 import math
 from collections.abc import Callable
@@ -56,7 +56,7 @@ def test_steps_equal_torch_adamw_in_float64(params: AdamParams) -> None:
     )
     generator = torch.Generator().manual_seed(4)
     for step in range(STEPS):
-        # Sizes from tiny to large, as gradients of sums have.
+        # Magnitudes from tiny to large, as gradients of sums have.
         gradient = torch.randn(ours.grad.shape, generator=generator) * 10.0 ** (step % 7 - 4)
         ours.grad.copy_(gradient)
         leaf.grad = gradient.double()
@@ -70,7 +70,7 @@ def test_steps_equal_torch_adamw_in_float64(params: AdamParams) -> None:
 
 
 def step_of_0_1(adapter: TrainingAdapter, params: AdamParams) -> dict[str, float]:
-    """A step as version 0.1 computed it. Its logs are replayed: the bits must stay."""
+    """A step as in version 0.1, whose logs are replayed: the bits must stay the same."""
     grad, weights, m, v = adapter.grad, adapter.master, adapter.m, adapter.v
     grad_norm = float(torch.linalg.vector_norm(grad, dtype=torch.float64))
     if params.grad_clip_norm > 0:
@@ -94,7 +94,7 @@ def step_of_0_1(adapter: TrainingAdapter, params: AdamParams) -> dict[str, float
     }
 
 
-@pytest.mark.parametrize("part", [optimizer.PART, 1000, 7])
+@pytest.mark.parametrize("part", [optimizer.PART_ELEMENTS, 1000, 7])
 def test_steps_have_the_bits_they_had_in_0_1(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs = adapter(), adapter()
     generator = torch.Generator().manual_seed(4)
@@ -105,18 +105,20 @@ def test_steps_have_the_bits_they_had_in_0_1(part: int, monkeypatch: pytest.Monk
         theirs.grad.copy_(gradient)
         expected = step_of_0_1(theirs, params)
         with monkeypatch.context() as patched:
-            patched.setattr(optimizer, "PART", part)
+            patched.setattr(optimizer, "PART_ELEMENTS", part)
             found = optimizer_step(ours, params).metrics()
         # In parts only the norms may differ, in the last bits of float64.
-        assert found == (expected if part == optimizer.PART else pytest.approx(expected, rel=1e-13))
+        assert found == (
+            expected if part == optimizer.PART_ELEMENTS else pytest.approx(expected, rel=1e-13)
+        )
         for name in ("master", "m", "v", "grad", "live"):
             assert torch.equal(getattr(ours, name), getattr(theirs, name)), (step, name)
 
 
-def peak_bytes(act: Callable[[], object]) -> int:
-    """Of the memory that torch took during the act, beside what it had before."""
+def peak_bytes(function: Callable[[], object]) -> int:
+    """Peak of the additional memory that torch allocates during the call."""
     with torch.profiler.profile(profile_memory=True) as profiler:
-        act()
+        function()
     taken = peak = 0
     for event in profiler.profiler.kineto_results.events():
         if event.name() == "[memory]":
@@ -130,7 +132,7 @@ def peak_bytes(act: Callable[[], object]) -> int:
     [
         ("adamw", AdamParams()),
         ("dimuon", DimuonParams(learning_rate=1e-3)),
-        # Steps that may leave float32, and do not.
+        # Steps that might exceed float32, but do not.
         ("adamw", AdamParams(learning_rate=1.0, eps=1e-30)),
         ("dimuon", DimuonParams(learning_rate=1e31)),
     ],
@@ -138,8 +140,8 @@ def peak_bytes(act: Callable[[], object]) -> int:
 def test_a_step_takes_no_memory_that_grows_with_the_adapter(
     family: str, params: AdamParams | DimuonParams, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(optimizer, "PART", 2**16)
-    monkeypatch.setattr(optimizer, "STACK", 2**16)
+    monkeypatch.setattr(optimizer, "PART_ELEMENTS", 2**16)
+    monkeypatch.setattr(optimizer, "STACK_ELEMENTS", 2**16)
     peaks = []
     for layers in (20, 80):
         targets = [
@@ -160,7 +162,7 @@ def test_a_step_takes_no_memory_that_grows_with_the_adapter(
     assert peaks[1] < large.master.nbytes / 2
 
 
-def test_a_step_takes_the_gradient_with_it() -> None:
+def test_a_step_resets_the_gradient() -> None:
     ours = adapter()
     ours.grad.fill_(0.5)
     optimizer_step(ours, AdamParams())
@@ -219,7 +221,7 @@ def test_small_updates_are_not_lost_in_a_bfloat16_model() -> None:
         (AdamParams(grad_clip_norm=1e308), 1.0),
     ],
 )
-def test_a_step_is_finite_or_refused_as_the_users_and_changes_nothing(
+def test_a_step_is_finite_or_a_user_failure_that_changes_nothing(
     params: AdamParams, size: float
 ) -> None:
     ours = adapter(torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Sampling and training see the same model: same weights, same logprobs, batch mates or not."""
+"""Sampling and training give the same logprobs, alone and in a batch."""
 
 from pathlib import Path
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from numerics.parts import (
+from numerics.helpers import (
     VOCABULARY,
     model_from,
     random_adapter,
@@ -24,7 +24,7 @@ from tinkex.wire.training import AdamParams
 
 
 def forward_logprobs(engine: Engine, model_id: str, tokens: list[int]) -> np.ndarray:
-    """How likely each token after the first is, by a training pass."""
+    """Logprobs of the tokens after the first, from a training pass."""
     datum = Datum(
         model_input=ModelInput.from_ints(tokens[:-1]),
         loss_fn_inputs={"target_tokens": np.array(tokens[1:])},
@@ -69,10 +69,10 @@ def test_sampled_and_prompt_logprobs_equal_those_of_a_forward_pass(
 
 @pytest.mark.parametrize(("dtype", "most"), [("float32", 1e-4), ("bfloat16", 5e-2)])
 @pytest.mark.parametrize("arch", ["qwen3", "llama"])
-def test_sampled_logprobs_equal_those_of_a_forward_pass_with_and_without_known_beginnings(
+def test_sampled_logprobs_equal_those_of_a_forward_pass_with_and_without_cached_prefixes(
     models: dict[str, Path], tmp_path: Path, arch: str, dtype: str, most: float
 ) -> None:
-    """Groups that begin alike and come at once, come again, and go on from their own answers."""
+    """Groups with a common prefix that arrive together, repeat, and continue their own samples."""
     engine = Engine(
         EngineSettings(name=arch, folder=models[arch], device="cpu", dtype=dtype, kv_tokens=4096)
     )
@@ -97,10 +97,10 @@ def test_sampled_logprobs_equal_those_of_a_forward_pass_with_and_without_known_b
     assert np.concatenate(gaps).mean() < most / 10
 
 
-def test_known_beginnings_and_crowding_change_no_token(
+def test_prefix_cache_and_preemption_change_no_token(
     engine: Engine, models: dict[str, Path], adapter: Path
 ) -> None:
-    """The same seeds with a cache that remembers, one that does not, and one far too small."""
+    """The same seeds with a prefix cache, without one, and with a cache that is far too small."""
     rng = np.random.default_rng(8)
     shared = rng.integers(0, VOCABULARY, 40).tolist()
     requests = [
@@ -136,7 +136,7 @@ def test_known_beginnings_and_crowding_change_no_token(
 def test_sampling_one_checkpoint_while_another_model_trains_leaves_both_as_they_were(
     engine: Engine, tmp_path: Path
 ) -> None:
-    """Prompts long enough to be remembered, asked before, during and after the training."""
+    """Prompts long enough to be cached, sampled before, during and after the training."""
     sampled = random_adapter(engine, tmp_path / "a", seed=1)
     start = random_adapter(engine, tmp_path / "b", seed=2)
     prompt = np.random.default_rng(5).integers(0, VOCABULARY, 50).tolist()
@@ -169,7 +169,7 @@ def test_sampling_one_checkpoint_while_another_model_trains_leaves_both_as_they_
     assert weights[0] == weights[1]
 
 
-def test_the_same_seed_draws_the_same_tokens_alone_and_in_a_batch(
+def test_the_same_seed_gives_the_same_tokens_alone_and_in_a_batch(
     engine: Engine, adapter: Path, tmp_path: Path
 ) -> None:
     other = random_adapter(engine, tmp_path / "other", rank=8, seed=2)
@@ -195,17 +195,15 @@ def test_the_same_seed_draws_the_same_tokens_alone_and_in_a_batch(
         assert_equal(sample(engine, [one], [adapter_used])[0], answer)
 
 
-def test_another_seed_and_another_sample_draw_other_tokens(engine: Engine) -> None:
+def test_another_seed_and_another_sample_give_other_tokens(engine: Engine) -> None:
     options = {"samples": 3, "max_tokens": 24, "temperature": 1.0, "stop": []}
     requests = [request([1, 2, 3], seed=seed, **options) for seed in (1, 2)]
     drawn = [tuple(s.tokens) for answer in sample(engine, requests) for s in answer.sequences]
     assert len(set(drawn)) == 6
 
 
-def test_sequences_that_had_to_make_room_go_on_unchanged(
-    engine: Engine, models: dict[str, Path]
-) -> None:
-    """A cache for 11 pages, and four sequences that want 4 to 6 each."""
+def test_preempted_sequences_continue_unchanged(engine: Engine, models: dict[str, Path]) -> None:
+    """A cache of 11 pages, and four sequences that need 4 to 6 pages each."""
     crowded = Engine(
         EngineSettings(name="qwen3", folder=models["qwen3"], device="cpu", kv_tokens=11 * 16)
     )
@@ -217,7 +215,7 @@ def test_sequences_that_had_to_make_room_go_on_unchanged(
         assert_equal(mine, theirs)
 
 
-def test_a_prompt_filled_in_chunks_is_the_same_prompt(
+def test_a_prompt_prefilled_in_chunks_gives_the_same_result(
     engine: Engine, adapter: Path, models: dict[str, Path]
 ) -> None:
     chunked = Engine(
@@ -257,7 +255,7 @@ def test_a_prompt_filled_in_chunks_is_the_same_prompt(
         assert mine.prompt_alt_tokens.tokens == theirs.prompt_alt_tokens.tokens
 
 
-def test_a_saved_sampler_answers_the_same_while_training_goes_on(
+def test_a_saved_sampler_gives_the_same_results_while_training_continues(
     engine: Engine, tmp_path: Path
 ) -> None:
     rng = np.random.default_rng(4)
@@ -270,7 +268,7 @@ def test_a_saved_sampler_answers_the_same_while_training_goes_on(
         before = sample(engine, [question], [saved])[0]
         engine.submit(99, question, adapter=saved)
         answers = []
-        while engine.sampling:  # a step of training between any two bursts
+        while engine.sampling:  # one training step between any two bursts
             answers += engine.advance()
             engine.run_pass(model_id, work(data), backward=True)
             engine.optim_step(model_id, AdamParams(learning_rate=1e-2))
@@ -300,7 +298,7 @@ def test_sampling_leaves_training_as_it_was(engine: Engine, tmp_path: Path) -> N
     assert losses("quiet", sampling=False) == losses("busy", sampling=True)
 
 
-def test_draws_follow_the_model_s_distribution(engine: Engine) -> None:
+def test_samples_follow_the_model_s_distribution(engine: Engine) -> None:
     """Two thousand first tokens at a temperature: their mean logprob is the negative entropy."""
     prompt = [7, 8, 9]
     (answer,) = sample(

@@ -1,4 +1,4 @@
-"""A loss is a sum, linear in its weights, however the data is cut."""
+"""A loss is a sum, linear in its weights, however the data are split."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from numerics.parts import MAKERS, gradients, model_from, random_adapter, weighted, work
+from numerics.helpers import MAKERS, gradients, model_from, random_adapter, weighted, work
 from tinkex.engine import Engine
 from tinkex.wire.inputs import Datum
 
@@ -15,7 +15,7 @@ LENGTHS = (12, 3, 25, 9)
 
 
 class Bench:
-    """One model, its gradient after any list of passes."""
+    """One model, and its gradient after any list of passes."""
 
     def __init__(self, engine: Engine, folder: Path) -> None:
         self.engine, self.folder = engine, folder
@@ -99,7 +99,7 @@ def test_policy_losses_are_sums_too(bench: Bench, loss: str) -> None:
 
 @pytest.mark.parametrize("loss", ["importance_sampling", "ppo", "cispo", "gspo"])
 def test_twice_the_advantages_are_twice_the_loss(bench: Bench, loss: str) -> None:
-    """Where the loss is linear in them; dro has a term without."""
+    """For losses that are linear in the advantages; dro has a term without them."""
     rng = np.random.default_rng(9)
     data = [MAKERS[loss](rng, length) for length in LENGTHS]
     total, gradient = bench.run(data, loss=loss)
@@ -109,7 +109,7 @@ def test_twice_the_advantages_are_twice_the_loss(bench: Bench, loss: str) -> Non
 
 @pytest.mark.parametrize("loss", ["importance_sampling", "cispo"])
 def test_opposite_advantages_cancel(bench: Bench, loss: str) -> None:
-    """Where nothing is chosen by the sign."""
+    """For losses that do not depend on the sign of the advantages."""
     rng = np.random.default_rng(10)
     data = [MAKERS[loss](rng, length) for length in LENGTHS]
     _, gradient = bench.run(data, loss=loss)
@@ -140,7 +140,7 @@ def test_smaller_chunks_of_the_head_change_nothing(
     bench: Bench, data: list[Datum], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = bench.run(data)
-    monkeypatch.setattr(bench.engine.model.head, "chunk_rows", 7)
+    monkeypatch.setattr(bench.engine.model.head, "chunk_tokens", 7)
     assert_same(bench.run(data), whole)
 
 
@@ -153,7 +153,7 @@ def test_a_forward_pass_leaves_no_gradient(bench: Bench, data: list[Datum]) -> N
 def test_switched_off_layers_have_no_part_in_the_others_gradients(
     engine: Engine, data: list[Datum], tmp_path: Path
 ) -> None:
-    """Adapters that begin at zero: whether the MLP has one changes nothing for attention."""
+    """New adapters change nothing, so an adapter on the MLP does not affect attention gradients."""
     from tinkex.wire.training import AdamOptimizerConfig, LoraConfig
 
     everything = LoraConfig(rank=4, seed=3)

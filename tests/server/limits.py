@@ -13,7 +13,7 @@ from typing import Any
 import zstandard
 
 from server.hosting import PROTOBUF, Answer, Api, pass_body
-from tinkex.engine.training import custom_loss_graph, custom_loss_ops
+from tinkex.engine.training import custom_loss_graph, custom_loss_ops, custom_loss_parser
 from tinkex.server.api import (
     account,
     auth,
@@ -102,7 +102,7 @@ def passed(change: Callable[[pb.ForwardBackwardRequest], None]) -> Case:
     return send
 
 
-def settled(case: Case) -> Case:
+def checked_result(case: Case) -> Case:
     """For what is accepted and fails when its turn comes."""
 
     async def send(api: Api, ids: Ids) -> Answer:
@@ -200,7 +200,7 @@ MUCH = f"{BOUNDS}::test_an_owner_with_very_much_gets_bounded_answers_built_off_t
 PARTS = f"{BOUNDS}::test_an_answer_in_parts_is_the_same_as_whole"
 USAGE = f"{BOUNDS}::test_usage_of_too_much_is_refused_and_a_shorter_time_is_answered"
 AROUND = "tests/server/test_limits_page.py::test_what_is_around_bodies_has_an_end"
-ENGINE = "tests/engine/test_graphs.py::test_a_hostile_graph_is_refused_with_a_reason"
+ENGINE = "tests/engine/test_custom_loss_graph.py::test_a_hostile_graph_is_refused_with_a_reason"
 
 LIMITS = [
     # Of a whole request.
@@ -459,7 +459,7 @@ LIMITS = [
         checkpoints.LONGEST_NAME,
         "user",
         "checkpoint name",
-        settled(
+        checked_result(
             post(
                 "save_weights",
                 {"model_id": "{model}", "seq_id": 1, "path": "x" * (checkpoints.LONGEST_NAME + 1)},
@@ -619,24 +619,24 @@ LIMITS = [
         ),
     ),
     Limit("characters of its name", custom_loss_graph.MAX_NAME, "user", "", None, test=ENGINE),
-    Limit("inputs", custom_loss_graph.MAX_INPUTS, "user", "", None, test=ENGINE),
-    Limit("nodes", custom_loss_graph.MAX_NODES, "user", "", None, test=ENGINE),
+    Limit("inputs", custom_loss_parser.MAX_INPUTS, "user", "", None, test=ENGINE),
+    Limit("nodes", custom_loss_parser.MAX_NODES, "user", "", None, test=ENGINE),
     Limit(
         "lists inside lists of an argument",
-        custom_loss_graph.MAX_DEPTH,
+        custom_loss_parser.MAX_DEPTH,
         "user",
         "",
         None,
         test=ENGINE,
     ),
-    Limit("constants over all nodes", custom_loss_graph.MAX_VALUES, "user", "", None, test=ENGINE),
+    Limit("constants over all nodes", custom_loss_parser.MAX_VALUES, "user", "", None, test=ENGINE),
     Limit("items of a list", custom_loss_ops.MAX_ITEMS, "user", "", None, test=ENGINE),
     Limit("characters of a text", custom_loss_ops.MAX_TEXT, "user", "", None, test=ENGINE),
     Limit("dimensions of a value", custom_loss_ops.MAX_RANK, "user", "", None, test=ENGINE),
-    Limit("metrics", custom_loss_graph.MAX_METRICS, "user", "", None, test=ENGINE),
+    Limit("metrics", custom_loss_parser.MAX_METRICS, "user", "", None, test=ENGINE),
     Limit(
         "elements of a value, an empty dimension counted as one (or 64 times the largest input)",
-        custom_loss_graph.LARGEST_VALUE,
+        custom_loss_graph.MAX_VALUE_ELEMENTS,
         "user",
         "",
         None,

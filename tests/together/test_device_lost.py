@@ -20,14 +20,14 @@ if any("tinkex.engine" in word for word in sys.orig_argv):
     import torch
     from tinkex.engine import engine
 
-    plain = engine.run_together
+    plain = engine.run_micro_batch
     kinds = {
         "lost": torch.AcceleratorError("CUDA error: device-side assert triggered"),
         "product": RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `x`"),
         "full": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 98.00 MiB."),
     }
 
-    def run_together(*args, **kwargs):
+    def run_micro_batch(*args, **kwargs):
         first, *rest = open(os.environ["TEST_LOSSES"]).read().split() or [None]
         if first is not None:
             with open(os.environ["TEST_LOSSES"], "w") as file:
@@ -35,7 +35,7 @@ if any("tinkex.engine" in word for word in sys.orig_argv):
             raise kinds[first]
         return plain(*args, **kwargs)
 
-    engine.run_together = run_together
+    engine.run_micro_batch = run_micro_batch
 """
 KINDS = ("lost", "product", "full")
 

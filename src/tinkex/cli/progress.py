@@ -6,14 +6,14 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from tinkex.models.cache import Progress, plain_lines
+from tinkex.models.cache import Progress, line_progress
 
 
 @contextmanager
 def fetch_progress() -> Iterator[Progress]:
     """A callback for `tinkex.models.resolve.resolve`; writes to stderr, and nothing if unused."""
     if not sys.stderr.isatty():
-        yield plain_lines(sys.stderr)
+        yield line_progress(sys.stderr)
         return
     try:
         from rich.console import Console
@@ -27,7 +27,7 @@ def fetch_progress() -> Iterator[Progress]:
         )
         from rich.progress import Progress as Bars
     except ModuleNotFoundError:
-        yield plain_lines(sys.stderr)
+        yield line_progress(sys.stderr)
         return
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
     tasks: dict[str, TaskID] = {}

@@ -1,6 +1,6 @@
 """The engine: LoRA training and sampling over one frozen base model.
 
-torch is loaded with the first name taken from here, not before: pages and scheduling are plain code.
+Names are imported lazily, so that the scheduler and the KV pages can be used without loading torch.
 """
 
 from importlib import import_module
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Engine", "EngineFacts", "EngineSettings", "Finished"]
 
-_HOMES = {
+_MODULES = {
     "Engine": "tinkex.engine.engine",
     "EngineFacts": "tinkex.engine.settings",
     "EngineSettings": "tinkex.engine.settings",
@@ -22,6 +22,6 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    return getattr(import_module(_MODULES[name]), name)

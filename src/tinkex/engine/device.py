@@ -1,4 +1,4 @@
-"""Which device and number format to use, how much memory there is, and products in float32."""
+"""Selects device and number format, measures free memory, and classifies device errors."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
 from tinkex.engine.settings import EngineSettings
 
@@ -22,7 +20,7 @@ def choose_device(settings: EngineSettings) -> torch.device:
     device = torch.device(settings.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(
-            f"device {settings.device!r} was asked for and this torch sees no GPU. "
+            f"device is {settings.device!r}, but this torch finds no GPU. "
             "Use --device cpu, or install a torch build with CUDA."
         )
     if device.type not in ("cpu", "cuda"):
@@ -36,19 +34,19 @@ def choose_dtype(settings: EngineSettings, device: torch.device) -> torch.dtype:
     return DTYPES[settings.dtype]
 
 
-def is_full(error: BaseException) -> bool:
-    """Whether the device had no memory for it."""
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the error means that the device ran out of memory."""
     return isinstance(error, torch.OutOfMemoryError)
 
 
-def is_broken(error: BaseException) -> bool:
+def is_device_lost(error: BaseException) -> bool:
     """
-    Whether the device may be lost to this process: after such an error every call may fail.
+    Whether this process can no longer use the device: after such an error any call may fail.
 
-    Not all of them have a type of their own. Without memory for its kernels, or after a failed
-    assertion on the device, cuBLAS says that it could not do a product.
+    Recognized by the message, because not all of these errors have their own type: after a failed
+    device-side assertion, or without memory for its kernels, cuBLAS raises a plain RuntimeError.
     """
-    if not isinstance(error, RuntimeError) or is_full(error):
+    if not isinstance(error, RuntimeError) or is_out_of_memory(error):
         return False
     return any(words in str(error) for words in _DEVICE_ERRORS)
 
@@ -56,21 +54,21 @@ def is_broken(error: BaseException) -> bool:
 _DEVICE_ERRORS = ("CUDA error", "cuDNN error", "Triton Error")
 
 
-def prepare_to_repeat() -> None:
-    """Before the first product: what `repeating` needs of libraries."""
+def prepare_determinism() -> None:
+    """Library settings that `deterministic_kernels` needs; call before the first matrix product."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    # Nothing here reads what it has not written.
+    # The engine never reads uninitialized memory, so filling it would only cost time.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 @contextmanager
-def repeating(wanted: bool) -> Iterator[None]:
+def deterministic_kernels(enabled: bool) -> Iterator[None]:
     """
-    Kernels that add in a fixed order; those of attention's gradients add as blocks come.
+    Uses kernels that add in a fixed order; the default gradient kernels of attention do not.
 
-    For a backward pass alone: there are kernels without such an order, which would be refused.
+    Use it around the backward pass only: elsewhere torch rejects kernels without such a variant.
     """
-    torch.use_deterministic_algorithms(wanted)
+    torch.use_deterministic_algorithms(enabled)
     try:
         yield
     finally:
@@ -78,16 +76,16 @@ def repeating(wanted: bool) -> Iterator[None]:
 
 
 def available_bytes(device: torch.device) -> int:
-    """Memory that could be taken now without pushing anything out."""
+    """Memory that can be allocated now without displacing anything."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        # torch keeps what was freed for itself: to us it is free all the same.
-        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return int(free) + kept
+        # Memory that torch's caching allocator holds but does not use counts as free.
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(free) + cached
     limits = [size for size in (_machine_bytes(), _container_bytes()) if size is not None]
     if limits:
         return min(limits)
-    # Not Linux: half of what the machine has is the careful guess.
+    # Not Linux: assume that half of the physical memory is free.
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
@@ -103,49 +101,15 @@ def _machine_bytes() -> int | None:
 
 
 def _container_bytes() -> int | None:
-    """What a container may still take; the machine's own figure knows nothing of that limit."""
+    """Free memory within the container's limit, which /proc/meminfo does not include."""
     try:
-        most = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        taken = int(Path("/sys/fs/cgroup/memory.current").read_text())
-        # Pages of files that were read are given up when somebody needs the memory.
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+        # The kernel reclaims inactive file pages when memory is needed.
         files = 0
         for line in Path("/sys/fs/cgroup/memory.stat").read_text().splitlines():
             if line.startswith("inactive_file "):
                 files = int(line.split()[1])
     except (OSError, ValueError):
         return None
-    return None if most == "max" else max(0, int(most) - taken + files)
-
-
-def mm_float32(left: Tensor, right: Tensor) -> Tensor:
-    """`left @ right` with a float32 result that was never rounded to a shorter format."""
-    if left.dtype == torch.float32 and right.dtype == torch.float32:
-        return left @ right
-    if left.is_cuda and left.dtype == right.dtype:
-        return torch.mm(left, right, out_dtype=torch.float32)
-    return left.float() @ right.float()
-
-
-def add_mm_float32(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """`total += left @ right` for a float32 `total`."""
-    if left.dtype == torch.float32 and right.dtype == torch.float32:
-        total.addmm_(left, right)
-    else:
-        total.add_(mm_float32(left, right))
-
-
-#: Up to so many rows a CPU multiplies faster with the weight on the left. Measured on two cores
-#: with MKL over a 135M model's layers and head: 1 row 43 -> 20 ms, 2 rows 72 -> 19, 4 rows 61 -> 25,
-#: 8 rows 55 -> 44, from 12 rows on no gain.
-FEW_ROWS = 8
-
-
-def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
-    """`F.linear` for passes without gradients, quick for few rows too. The result is fresh."""
-    rows = len(x_TI)
-    if rows > FEW_ROWS or x_TI.is_cuda or x_TI.dtype != torch.float32:
-        return F.linear(x_TI, weight_OI, bias_O)
-    # One row would be a matrix-vector product, which runs on one core: two rows cost half as much.
-    columns = F.pad(x_TI, (0, 0, 0, 1)).t() if rows == 1 else x_TI.t()
-    y_TO = torch.mm(weight_OI, columns)[:, :rows].t().contiguous()
-    return y_TO if bias_O is None else y_TO.add_(bias_O)
+    return None if limit == "max" else max(0, int(limit) - used + files)

@@ -1,4 +1,7 @@
-"""The engine: one base model, its adapters in training, and its samplers. One thread calls it."""
+"""The engine: one base model, its training adapters and its sampler.
+
+Not thread-safe: one thread makes all calls.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from typing import Any
 import torch
 
 from tinkex.engine.adapters import checkpoints
-from tinkex.engine.adapters.adapter_store import Shelf
+from tinkex.engine.adapters.adapter_store import AdapterStore
 from tinkex.engine.adapters.adapters import (
     SamplerAdapter,
     TrainingAdapter,
@@ -23,17 +26,18 @@ from tinkex.engine.adapters.adapters import (
     chosen_targets,
     seed_of,
 )
-from tinkex.engine.adapters.memory_plan import SHARES, MemoryPlan, Tier, memory_plan
-from tinkex.engine.device import available_bytes, choose_device, choose_dtype, prepare_to_repeat
+from tinkex.engine.adapters.memory_plan import FRACTIONS, MemoryPlan, Tier, memory_plan
+from tinkex.engine.device import available_bytes, choose_device, choose_dtype, prepare_determinism
 from tinkex.engine.model.base_model import BaseModel
 from tinkex.engine.model.lora import make_layout
-from tinkex.engine.sampling.sampler import Finished, Grown, Sampler
+from tinkex.engine.sampling.sampler import Finished, PartialOutput, Sampler
 from tinkex.engine.settings import EngineFacts, EngineSettings, EngineStats
+from tinkex.engine.training.batch import count_fitting
 from tinkex.engine.training.custom_loss_graph import Graph
 from tinkex.engine.training.losses import CustomLoss
 from tinkex.engine.training.optimizer import optimizer_step
-from tinkex.engine.training.passes import Part, Pass, run_together
-from tinkex.engine.training.request_checks import Limits, check, fitting
+from tinkex.engine.training.passes import Pass, PassSlice, run_micro_batch
+from tinkex.engine.training.request_checks import Limits, check_request
 from tinkex.wire.custom_loss import CustomLossGraph, CustomLossInput
 from tinkex.wire.errors import UserFailure
 from tinkex.wire.sampling import SampleRequest
@@ -48,20 +52,20 @@ from tinkex.wire.training import (
 
 log = logging.getLogger(__name__)
 
-#: Share of the memory that nobody plans with: fragments, libraries, other programs.
-SLACK = 0.05
+#: Fraction of the memory that the plan leaves unused: fragmentation, libraries, other programs.
+SLACK_FRACTION = 0.05
 
-#: Share of what is free at start that is planned with when nobody says how much to take.
-FREE_SHARE = {"cpu": 0.5, "cuda": 1.0}
+#: Fraction of the memory free at start that is planned with if no limit is set.
+FREE_FRACTION = {"cpu": 0.5, "cuda": 1.0}
 
-#: Most tokens in one pass when nobody says so: more do not gain speed.
+#: Default maximum of tokens in one pass: more do not increase the throughput.
 BATCH_TOKENS = {"cpu": 1024, "cuda": 8192}
-#: Where the cuts decide about the bits, they stay as they were in the first version.
+#: In deterministic mode the batch boundaries determine the bits, so this value must never change.
 DETERMINISTIC_BATCH_TOKENS = 8192
 
 
 class NoSuchModel(UserFailure):
-    """This engine does not have that model, though another one may have had it."""
+    """The model is not in this engine. The server rebuilds it from its log."""
 
 
 class Engine:
@@ -69,7 +73,7 @@ class Engine:
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
         if settings.deterministic:
-            prepare_to_repeat()
+            prepare_determinism()
         device = choose_device(settings)
         dtype = choose_dtype(settings, device)
         self.settings = settings
@@ -87,23 +91,23 @@ class Engine:
         )
         self.plan = plan_memory(self.model, settings)
         log.info("memory: %s", self.plan.describe())
-        #: What one pass takes at most; a longer single sequence still goes alone.
+        #: Maximum tokens of one pass. A longer sequence runs alone.
         self.max_batch_tokens = self.plan.batch_tokens
-        self._uses = itertools.count(1)
-        self._adapters = Shelf(
+        self._use_count = itertools.count(1)
+        self._adapters = AdapterStore(
             plan=self.plan,
             device=device,
             base_model=settings.name,
             folder=settings.spill_folder,
             host_bytes=settings.host_bytes,
             limit_bytes=settings.memory_bytes,
-            clock=self._uses.__next__,
+            clock=self._use_count.__next__,
         )
         self._losses: dict[str, CustomLoss] = {}
-        # Made with the first request: a server that only trains needs no cache.
+        # Created with the first request: a server that only trains needs no KV cache.
         self._sampler: Sampler | None = None
 
-    # -- models in training -----------------------------------------------------------------------
+    # -- training ---------------------------------------------------------------------------------
 
     def create(self, model_id: str, lora: LoraConfig, optimizer: OptimizerConfig) -> None:
         if model_id in self._adapters:
@@ -134,50 +138,51 @@ class Engine:
     def run_pass(
         self, model_id: str, work: ForwardBackwardInput, *, backward: bool
     ) -> ForwardBackwardOutput:
-        """A pass over the data; `backward` adds to the model's gradient. Losses are sums."""
+        """Runs a whole pass; `backward` adds to the gradient. Losses are sums over tokens."""
         training_pass = self.begin_pass(model_id, work, backward=backward)
         while waiting := training_pass.waiting:
-            self.run_together([(training_pass, fitting(waiting, self.max_batch_tokens))])
+            self.run_micro_batch([(training_pass, count_fitting(waiting, self.max_batch_tokens))])
         return training_pass.output()
 
     def begin_pass(self, model_id: str, work: ForwardBackwardInput, *, backward: bool) -> Pass:
-        """The same pass for a caller that runs it step by step. All checks happen here."""
+        """Checks a pass completely. The caller runs it in micro-batches."""
         self._adapter(model_id)
-        loss, rows = check(work, self.limits, backward=backward, custom=self._losses)
+        loss, data = check_request(work, self.limits, backward=backward, custom=self._losses)
         if backward:
-            longest = max(len(row.tokens_N) for row in rows)
+            longest = max(len(datum.tokens_N) for datum in data)
             self._adapters.make_pass_room(
                 model_id,
                 longest * self.model.bytes_per_token,
                 f"training on a sequence of {longest} tokens",
-                "Cut the sequence",
+                "Shorten the sequence",
             )
-        return Pass(model_id, loss, rows, backward=backward)
+        return Pass(model_id, loss, data, backward=backward)
 
     def resident(self, model_id: str) -> bool:
-        """Whether a model's adapter is in the device's memory: it can run without moving others."""
+        """Whether the adapter is on the device, so that it can run without evicting others."""
         return model_id in self._adapters and self._adapters.on_device(model_id)
 
-    def run_together(self, cuts: Sequence[tuple[Pass, int]]) -> None:
+    def run_micro_batch(self, slices: Sequence[tuple[Pass, int]]) -> None:
         """
-        One micro-batch: the next so many rows of each pass.
+        Runs one micro-batch with the next `count` data of each pass.
 
-        All with gradients, or all without. A pass whose own loss fails has its `failure` set; the
-        others go on. One whose adapter finds no room beside the others' keeps its rows.
+        Either all passes have gradients or none has. If the loss of a pass fails, its `failure` is
+        set and the other passes continue. A pass whose adapter does not fit beside the others is
+        left out and keeps its data for a later micro-batch.
         """
-        parts: list[Part] = []
-        for running, count in cuts:
+        parts: list[PassSlice] = []
+        for training_pass, count in slices:
             try:
-                adapter = self._adapter(running.model_id)
+                adapter = self._adapter(training_pass.model_id)
             except UserFailure:
                 if not parts:
                     raise
                 continue
-            part = running.take(count, adapter)
-            # Adapters may leave the device between micro-batches, not during one.
-            self._adapters.pin(running.model_id, part)
+            part = training_pass.take(count, adapter)
+            # Adapters may be evicted between micro-batches, not during one.
+            self._adapters.pin(training_pass.model_id, part)
             parts.append(part)
-        run_together(self.model, parts, deterministic=self.settings.deterministic)
+        run_micro_batch(self.model, parts, deterministic=self.settings.deterministic)
 
     def register_loss(
         self,
@@ -186,11 +191,11 @@ class Engine:
         inputs: Sequence[CustomLossInput],
         graph: CustomLossGraph,
     ) -> None:
-        """A loss that a user wrote, for passes that name it; `UserFailure` if it is not offered."""
+        """Registers a user's loss by its id. Raises `UserFailure` if the graph is not allowed."""
         self._losses[loss_id] = CustomLoss(graph=Graph.rebuild(name, inputs, graph))
 
-    def forget_loss(self, loss_id: str) -> None:
-        """Passes that have begun keep theirs."""
+    def drop_loss(self, loss_id: str) -> None:
+        """Removes a custom loss. Passes that have started keep it."""
         self._losses.pop(loss_id, None)
 
     def optim_step(self, model_id: str, params: OptimParams) -> dict[str, float]:
@@ -202,36 +207,36 @@ class Engine:
     # -- checkpoints ------------------------------------------------------------------------------
 
     def save(self, model_id: str, folder: Path, *, optimizer: bool) -> int:
-        """Writes an immutable checkpoint, whole or not at all; returns its bytes."""
+        """Writes an immutable checkpoint atomically and returns its size in bytes."""
         return checkpoints.save(
             self._adapter(model_id), folder, base_model=self.settings.name, optimizer=optimizer
         )
 
     def load(self, model_id: str, folder: Path, *, optimizer: bool) -> None:
         """
-        Weights from a checkpoint; without `optimizer` its state starts afresh.
+        Loads weights from a checkpoint; without `optimizer` the optimizer state is reset.
 
-        Gradients that were not stepped are dropped: they belong to the old weights.
+        Accumulated gradients are dropped, because they belong to the old weights.
         """
         checkpoints.load(self._adapter(model_id), folder, optimizer=optimizer)
 
     def snapshot(self, model_id: str, folder: Path, meta: Mapping[str, Any]) -> int:
-        """A checkpoint with everything, un-stepped gradients and the caller's notes included."""
+        """Writes a checkpoint that also has the accumulated gradients and the caller's metadata."""
         return checkpoints.snapshot(
             self._adapter(model_id), folder, base_model=self.settings.name, meta=meta
         )
 
-    def copy(self, model_id: str, meta: Mapping[str, Any]) -> checkpoints.Files:
-        """The same for a caller that writes it later, in a thread of its own."""
+    def copy_snapshot(self, model_id: str, meta: Mapping[str, Any]) -> checkpoints.Files:
+        """Copies the contents of a snapshot, so that another thread can write them later."""
         adapter = self._adapter(model_id)
-        return checkpoints.copy(adapter, base_model=self.settings.name, meta=meta)
+        return checkpoints.copy_snapshot(adapter, base_model=self.settings.name, meta=meta)
 
     def restore(self, model_id: str, folder: Path) -> dict[str, Any]:
-        """Back to a snapshot, creating the model if need be; returns the caller's notes."""
+        """Restores a snapshot, creating the model if necessary; returns the caller's metadata."""
         if not self.has(model_id):
-            notes = checkpoints.read_snapshot_notes(folder)
-            lora = LoraConfig.model_validate(notes["lora_config"])
-            family = {"type": notes.get("optimizer", "adamw")}
+            info = checkpoints.read_snapshot_info(folder)
+            lora = LoraConfig.model_validate(info["lora_config"])
+            family = {"type": info.get("optimizer", "adamw")}
             self.create(model_id, lora, optimizer_config_from(family))
         return checkpoints.restore(self._adapter(model_id), folder)
 
@@ -247,11 +252,11 @@ class Engine:
         streams: bool = False,
     ) -> None:
         """
-        Puts a sample in line; `adapter` is an immutable checkpoint folder, None the base.
+        Queues a sample request. `adapter` is an immutable checkpoint folder; None is the base model.
 
-        The folder is read when the sample's turn comes: what is wrong with it is the outcome then.
-        Owners share the sampler evenly, whoever sends more. With `streams` its tokens are in
-        `grown` as they are drawn.
+        The folder is read when the request is admitted; a bad folder is then the request's outcome.
+        Owners get equal shares of the sampler, however many requests they send. With `streams` the
+        tokens are available from `partial_outputs` as they are sampled.
         """
         if self._sampler is None:
             self._sampler = Sampler(
@@ -261,10 +266,10 @@ class Engine:
                 kv_tokens=self.plan.kv_tokens,
                 must_wait=self._adapters.must_wait,
                 make_room=self._adapters.make_adapter_room,
-                clock=self._uses.__next__,
+                clock=self._use_count.__next__,
             )
             self._adapters.sampler = self._sampler
-            self._adapters.cache_taken = self.plan.cache
+            self._adapters.cache_bytes = self.plan.cache
         self._sampler.submit(ticket, request, adapter, owner=owner, streams=streams)
 
     def cancel(self, ticket: int) -> None:
@@ -273,10 +278,10 @@ class Engine:
 
     def advance(self, *, wait_for_reads: bool = True) -> list[Finished]:
         """
-        Admits what waits and draws a burst of tokens; returns what is answered.
+        Admits waiting requests and samples a burst of tokens; returns the finished requests.
 
-        While nothing can be sampled before an adapter is read from its folder, it waits for that. A
-        caller with other work sets `wait_for_reads` to False and looks at `awaited_read`.
+        If every request waits for an adapter to be read, this waits too. A caller with other work
+        sets `wait_for_reads` to False and checks `awaited_read`.
         """
         if self._sampler is None:
             return []
@@ -287,15 +292,15 @@ class Engine:
 
     @property
     def awaited_read(self) -> Future[SamplerAdapter] | None:
-        """The read of an adapter without which nothing can be sampled; None if something can."""
+        """The adapter read that all sample requests wait for; None if some request can proceed."""
         return None if self._sampler is None else self._sampler.awaited_read
 
-    def grown(self) -> list[Grown]:
-        """Tokens of streamed samples that were drawn since this was last asked."""
-        return [] if self._sampler is None else self._sampler.grown()
+    def partial_outputs(self) -> list[PartialOutput]:
+        """Tokens of streamed requests sampled since the last call."""
+        return [] if self._sampler is None else self._sampler.partial_outputs()
 
     def stats(self) -> EngineStats:
-        tiers = {tier: self._adapters.use(tier) for tier in Tier}
+        tiers = {tier: self._adapters.usage(tier) for tier in Tier}
         stats = EngineStats(
             memory_bytes=self.plan.total,
             base_bytes=self.plan.base,
@@ -311,8 +316,8 @@ class Engine:
         )
         if self._sampler is None:
             return stats
-        schedule, adapters = self._sampler.schedule, self._sampler.adapter_residents()
-        pages = schedule.pages
+        scheduler, adapters = self._sampler.scheduler, self._sampler.adapter_residents()
+        pages = scheduler.pages
         return dataclasses.replace(
             stats,
             sampler_adapters=len(adapters),
@@ -321,8 +326,8 @@ class Engine:
             kv_pages_used=pages.count - pages.available,
             kv_pages_known=pages.idle,
             kv_bytes=self.plan.cache,
-            samples_waiting=schedule.waiting,
-            sequences_running=schedule.running,
+            samples_waiting=scheduler.waiting,
+            sequences_running=scheduler.running,
         )
 
     @property
@@ -337,27 +342,27 @@ class Engine:
 
 
 def plan_memory(model: BaseModel, settings: EngineSettings) -> MemoryPlan:
-    """The plan from what was measured after loading, and from what somebody asked for."""
+    """The memory plan from sizes measured after loading and from the settings."""
     base, kind, free = model.size_bytes, model.device.type, available_bytes(model.device)
     max_batch_tokens = settings.max_batch_tokens or (
         DETERMINISTIC_BATCH_TOKENS if settings.deterministic else BATCH_TOKENS[kind]
     )
-    logit_rows = min(model.head.chunk_rows, max_batch_tokens)
+    logit_tokens = min(model.head.chunk_tokens, max_batch_tokens)
     if settings.memory_bytes is not None:
         total = min(base + free, settings.memory_bytes)
     else:
-        total = base + int(FREE_SHARE[kind] * free)
+        total = base + int(FREE_FRACTION[kind] * free)
     return memory_plan(
         total=total,
         base=base,
-        # A chunk of logits, its gradient and what is made on the way.
-        reserved=int(SLACK * (total - base)) + 3 * 4 * model.vocab_size * logit_rows,
+        # One chunk of float32 logits, its gradient and one temporary.
+        reserved=int(SLACK_FRACTION * (total - base)) + 3 * 4 * model.vocab_size * logit_tokens,
         activation_bytes_per_token=model.bytes_per_token,
         max_batch_tokens=max_batch_tokens,
         kv_bytes_per_token=model.cache_bytes_per_token,
         max_kv_tokens=settings.max_sequences * model.max_context_length,
-        shares=SHARES[kind],
-        # Cuts must be a function of the request alone.
+        fractions=FRACTIONS[kind],
+        # In deterministic mode batch boundaries depend on the request alone.
         fixed_batch=settings.deterministic,
         kv_tokens=settings.kv_tokens,
         adapter_bytes=settings.adapter_bytes,

@@ -1,4 +1,4 @@
-"""What an engine is told when it starts, and what it says about itself afterwards."""
+"""Settings of an engine, and the facts and statistics it reports."""
 
 from __future__ import annotations
 
@@ -11,52 +11,52 @@ DtypeName = Literal["auto", "float32", "bfloat16"]
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSettings:
-    #: The name under which the base model is served; written into every checkpoint.
+    #: Name under which the base model is served. Written into every checkpoint.
     name: str
     #: A folder in Hugging Face layout: config.json and *.safetensors or *.gguf.
     folder: Path
-    #: "auto" takes the GPU when there is one.
+    #: "auto" uses the GPU if there is one.
     device: str = "auto"
-    #: Of the frozen base model. "auto" is float32 on a CPU and bfloat16 on a GPU; adapters have
-    #: float32 masters either way.
+    #: Number format of the frozen base model. "auto" is float32 on a CPU and bfloat16 on a GPU.
+    #: Adapters always have float32 master weights.
     dtype: DtypeName = "auto"
-    #: CPU threads for tensor work; None leaves torch's own choice.
+    #: CPU threads for tensor operations. None keeps torch's default.
     threads: int | None = None
-    #: Most tokens in one training or prefill pass; fewer are taken where memory is short. None is as
-    #: many as gain speed on the device.
+    #: Maximum tokens in one training or prefill pass; less if memory is short. None is the largest
+    #: number that still increases throughput on the device.
     max_batch_tokens: int | None = None
-    #: Tokens whose keys and values are kept for sampling; None sizes them by free memory.
+    #: Size of the KV cache in tokens. None derives it from the free memory.
     kv_tokens: int | None = None
-    #: Whether prompts that begin alike are computed once; never in deterministic mode.
+    #: Whether prompts with the same prefix share its KV pages. Always off in deterministic mode.
     prefix_cache: bool = True
-    #: Most sequences that decode together.
+    #: Maximum sequences in one decode step.
     max_sequences: int = 256
-    #: Adapters of samplers kept in memory when no request uses them.
+    #: Sampler adapters kept in memory while no request uses them.
     idle_adapters: int = 16
-    #: Most that everything together may take of the device. None is all that is free at start, and
-    #: on a CPU, where others live too, the base model and half of what is free beside it; a single
-    #: sequence may take more.
+    #: Maximum memory of the device for everything together. None is all memory that is free at
+    #: start; on a CPU, which other programs share, the base model and half of the remaining free
+    #: memory. A single long sequence may exceed it.
     memory_bytes: int | None = None
-    #: Of that, for adapters in training and of samplers; None is what the rest leaves.
+    #: Part of it for training and sampler adapters. None is the rest of the memory plan.
     adapter_bytes: int | None = None
-    #: Host memory for adapters that had to leave a GPU; None is half of what is free.
+    #: Host memory for adapters evicted from a GPU. None is half of the free host memory.
     host_bytes: int | None = None
-    #: Where adapters wait that fit no memory; emptied at start. None is a temporary folder.
+    #: Folder for adapters evicted to disk, emptied at start. None is a temporary folder.
     spill_folder: Path | None = None
-    #: The same request gives the same bits again on the same machine: nothing in a pass may depend
-    #: on timing, on free memory or on what else is waiting. Samples run one request at a time.
+    #: The same request gives the same bits on the same machine: no pass depends on timing, on free
+    #: memory or on other requests. Sample requests run one at a time.
     deterministic: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineStats:
-    """Sizes and counts as they are now."""
+    """Current sizes and counts."""
 
-    #: What the plan divides: everything this engine may take of its device.
+    #: Memory of the device that the memory plan divides.
     memory_bytes: int
     base_bytes: int
     adapter_budget_bytes: int
-    #: Adapters in training: on the device, on the host beside it, on disk.
+    #: Training adapters on the device, in host memory, and on disk.
     adapters_resident: int
     adapters_resident_bytes: int
     adapters_on_host: int
@@ -67,10 +67,10 @@ class EngineStats:
     sampler_adapters_bytes: int = 0
     kv_pages: int = 0
     kv_pages_used: int = 0
-    #: Of the free ones, those that hold the beginning of a prompt that may come again.
+    #: Unused pages that hold a cached prefix.
     kv_pages_known: int = 0
     kv_bytes: int = 0
-    #: Most tokens in one pass, and what one of them takes.
+    #: Maximum tokens in one pass, and the activation memory of one token.
     batch_tokens: int
     activation_bytes_per_token: int
     samples_waiting: int = 0
@@ -80,7 +80,7 @@ class EngineStats:
 @dataclass(frozen=True, kw_only=True)
 class EngineFacts:
     name: str
-    #: The model family as its config names it: "llama", "qwen3", ...
+    #: The model family, as in `model_type` of its config: "llama", "qwen3", ...
     arch: str
     max_context_length: int
     vocab_size: int

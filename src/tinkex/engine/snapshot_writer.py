@@ -1,4 +1,4 @@
-"""Writes copies of models to disk in a thread of its own, while the engine computes."""
+"""Writes snapshots to disk in its own thread while the engine continues to compute."""
 
 from __future__ import annotations
 
@@ -6,47 +6,33 @@ import json
 import queue
 import threading
 import time
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from tinkex.engine import reports
 from tinkex.engine.adapters.checkpoints import Files, memory_bytes
 from tinkex.engine.adapters.checkpoints import write as write_files
-
-if TYPE_CHECKING:
-    from tinkex.engine.process import Wire
-
-
-@dataclass(frozen=True, kw_only=True)
-class Written:
-    """A copy of a model has been written, or could not be: its memory is free."""
-
-    size_bytes: int
+from tinkex.engine.connection import Connection, SnapshotWritten, done_report, failure_report
 
 
 class SnapshotWriter:
-    """A thread that writes copies of models, one after the other, while the engine computes."""
-
-    def __init__(self, wire: Wire) -> None:
-        self._wire = wire
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
         self._copies: queue.SimpleQueue[tuple[int, Path, Files]] = queue.SimpleQueue()
         threading.Thread(target=self._run, name="tinkex-snapshots", daemon=True).start()
 
     def put(self, ticket: int, folder: Path, copied: Files) -> None:
-        """The order is answered when the copy is written."""
+        """Queues a copy. The thread reports on the order once the copy is written."""
         self._copies.put((ticket, folder, copied))
 
     def _run(self) -> None:
         while True:
-            self._wire.inbox.put(Written(size_bytes=self._write(*self._copies.get())))
+            self._connection.inbox.put(SnapshotWritten(size_bytes=self._write(*self._copies.get())))
 
     def _write(self, ticket: int, folder: Path, copied: Files) -> int:
         began_s = time.perf_counter()
         try:
             result = json.dumps({"size_bytes": write_files(copied, folder)}).encode()
-        except Exception as error:  # noqa: BLE001  every failure is an answer to one order
-            self._wire.send(reports.failed(ticket, error))
+        except Exception as error:  # noqa: BLE001  reported as the failure of this order
+            self._connection.send(failure_report(ticket, error))
         else:
-            self._wire.send(reports.done(ticket, result, time.perf_counter() - began_s))
+            self._connection.send(done_report(ticket, result, time.perf_counter() - began_s))
         return memory_bytes(copied)

@@ -1,7 +1,7 @@
-"""Writes a small random model that learns: real files, a real tokenizer, made in a second.
+"""Writes a tiny random model with a real tokenizer, for tests and first steps.
 
-For tests and first steps. Its weights are scaled so that a LoRA of rank 8 at learning rate 1e-2
-memorises a few lines of text within 60 steps; a freshly initialised model of this size would not.
+Its weights are scaled so that a LoRA of rank 8 at learning rate 1e-2 memorizes a few lines of text
+within 60 steps; a model of this size with the usual initialization would not.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
-# What the tokenizer learns its merges from: enough for the commonest English pairs.
+# Training text of the tokenizer: enough to learn the most common English pairs.
 TRAINING_TEXT = """\
 The quick brown fox jumps over the lazy dog, and the dog sleeps on in the sun.
 user: What is the capital of France? assistant: The capital of France is Paris.
@@ -50,9 +50,9 @@ When the rain had stopped, the children ran out of the house and into the garden
 
 
 def write_tiny_model(folder: str | Path, arch: Arch = "qwen3", seed: int = 0) -> Path:
-    """A small Qwen3- or Llama-shaped checkpoint with its tokenizer; same arguments, same bytes."""
+    """Writes a small Qwen3 or Llama model; the same arguments give the same bytes."""
     if arch not in ARCHES:
-        raise ValueError(f"arch {arch!r} is not one of {', '.join(ARCHES)}.")
+        raise ValueError(f"arch is {arch!r}; allowed are {', '.join(ARCHES)}.")
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = _tokenizer()
@@ -119,8 +119,8 @@ def _config(arch: Arch, vocabulary: int) -> dict[str, Any]:
     return {**shape, "mlp_bias": False} if arch == "llama" else shape
 
 
-#: Standard deviations. Everything inside has the variance-keeping 1/sqrt(inputs); the two ends are
-#: what makes the model learnable, found by trying (tests/engine/test_tiny.py holds it to that).
+#: Standard deviations of input embedding and output head, found by experiment: they make the model
+#: learn quickly (tests/engine/test_tiny_model.py). Other matrices have the usual 1/sqrt(inputs).
 EMBEDDING_STD = 1.0
 HEAD_STD = 0.3
 

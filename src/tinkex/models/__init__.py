@@ -1,1 +1,1 @@
-"""Names, files and tokenizers of base models. Knows nothing of tensors on a device: no torch here."""
+"""Base models: names, files and tokenizers. Does not use torch."""

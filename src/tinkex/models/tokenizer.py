@@ -1,9 +1,9 @@
 """
-Text to token ids and back, chat templates included, from a model's folder alone.
+A light tokenizer with chat templates, loaded from a model folder.
 
-Where transformers is installed, clients hand out its tokenizer instead (`client/tokenizer.py`).
-This one gives the same tokens by the same names. An argument of transformers that it does not
-implement is refused, never ignored.
+If transformers is installed, clients return its tokenizer instead (`client/tokenizer.py`). This one
+has the same method names and gives the same tokens. Arguments of transformers that it does not
+implement are refused, never ignored.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Encoded", "Tokenizer", "TokenizerError", "load_tokenizer"]
 
-#: Special tokens that have a name, in the order in which transformers lists them.
-NAMED = (
+#: Names of special tokens, in the order of transformers.
+NAMED_TOKENS = (
     "bos_token",
     "eos_token",
     "unk_token",
@@ -31,8 +31,8 @@ NAMED = (
     "cls_token",
     "mask_token",
 )
-#: Arguments of transformers that may be given here with these values: they ask for nothing.
-NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+#: Arguments of transformers that are accepted with these values, because they have no effect.
+NEUTRAL_ARGUMENTS: Mapping[str, tuple[Any, ...]] = {
     "text_pair": (None,),
     "padding": (False, None, "do_not_pad"),
     "truncation": (False, None, "do_not_truncate"),
@@ -54,7 +54,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 
 
 def load_tokenizer(folder: str | Path, *, name: str | None = None) -> Tokenizer:
-    """The tokenizer in this folder: `tokenizer.json`, and `tokenizer_config.json` if there is one."""
+    """Loads `tokenizer.json`, and `tokenizer_config.json` if there is one."""
     folder = Path(folder)
     if not (folder / "tokenizer.json").is_file():
         raise TokenizerError(
@@ -75,14 +75,14 @@ def _config_of(folder: Path) -> dict[str, Any]:
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         if (path := folder / name).is_file():
             config.update(json.loads(path.read_text(encoding="utf-8")))
-    # Where newer folders keep the template; it wins over one inside the config.
+    # Newer folders have the template here; it takes precedence over the one in the config.
     if (template := folder / "chat_template.jinja").is_file():
         config["chat_template"] = template.read_text(encoding="utf-8")
     return config
 
 
 class Encoded(dict[str, Any]):
-    """What calling a tokenizer returns: `input_ids` and `attention_mask`, as keys or attributes."""
+    """The result of a tokenizer: `input_ids` and `attention_mask`, as keys or attributes."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -92,7 +92,7 @@ class Encoded(dict[str, Any]):
 
 
 class _NamedToken:
-    """`pad_token` and its like: a text, or None. May be set, as programs do."""
+    """A settable attribute such as `pad_token`: a text, or None."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -104,7 +104,7 @@ class _NamedToken:
         if token is not None and holder.backend.token_to_id(token) is None:
             raise TokenizerError(
                 f"{self.name} = {token!r}: the vocabulary has no such token, and the model has no "
-                "weights for a new one."
+                "weights for a new one. Use a token of the vocabulary."
             )
         holder._named[self.name] = token
 
@@ -126,7 +126,7 @@ class _NamedTokenId:
 
 class Tokenizer:
     """
-    A fast tokenizer with the names that programs know from transformers, and none of its weight.
+    A fast tokenizer with the method names of transformers, without depending on it.
 
         tokenizer = load_tokenizer(folder)
         ids = tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}])
@@ -145,15 +145,17 @@ class Tokenizer:
     def __init__(
         self, backend: tokenizers.Tokenizer, *, config: Mapping[str, Any], name: str = ""
     ) -> None:
-        # A saved tokenizer may carry the padding of its training run; ids here are as they are.
+        # A saved tokenizer may have the padding and truncation of its training run.
         backend.no_padding()
         backend.no_truncation()
         self.backend = backend
-        #: The model it belongs to, or its folder: programs choose their chat format by it.
+        #: Name or folder of its model. Some programs choose their chat format by it.
         self.name_or_path = name
-        self._named: dict[str, str | None] = {name: _content(config.get(name)) for name in NAMED}
+        self._named: dict[str, str | None] = {
+            name: _content(config.get(name)) for name in NAMED_TOKENS
+        }
         self._further = _further_special_tokens(config)
-        #: The template, several by name, or None. May be set.
+        #: One template, several by name, or None. May be set.
         self.chat_template: str | dict[str, str] | None = _chat_template(config)
         self.model_max_length = config.get("model_max_length") or int(1e30)
         _add_missing(backend, config, self.all_special_tokens)
@@ -169,8 +171,8 @@ class Tokenizer:
         return_offsets_mapping: bool = False,
         **others: Any,
     ) -> Encoded:
-        """The ids of a text, or of each of several, under `input_ids`."""
-        refuse_unknown("tokenizer()", others)
+        """The ids of one text or of several texts, as `input_ids`."""
+        reject_unsupported("tokenizer()", others)
         texts = [text] if isinstance(text, str) else list(text)
         if any(not isinstance(each, str) for each in texts):
             raise TypeError("tokenizer() takes a text or a list of texts.")
@@ -185,11 +187,11 @@ class Tokenizer:
         return Encoded(columns)
 
     def encode(self, text: str, *, add_special_tokens: bool = True, **others: Any) -> list[int]:
-        refuse_unknown("encode()", others)
+        reject_unsupported("encode()", others)
         return list(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def tokenize(self, text: str, *, add_special_tokens: bool = False, **others: Any) -> list[str]:
-        refuse_unknown("tokenize()", others)
+        reject_unsupported("tokenize()", others)
         return list(self.backend.encode(text, add_special_tokens=add_special_tokens).tokens)
 
     @overload
@@ -197,7 +199,7 @@ class Tokenizer:
     @overload
     def convert_tokens_to_ids(self, tokens: list[str]) -> list[int | None]: ...
     def convert_tokens_to_ids(self, tokens: str | list[str]) -> int | list[int | None] | None:
-        """The id of a token, or of each of several; that of `unk_token` for one that is none."""
+        """The id of one token or of several. Unknown tokens get the id of `unk_token`."""
         if not isinstance(tokens, str):
             return [self.convert_tokens_to_ids(token) for token in tokens]
         found = self.backend.token_to_id(tokens)
@@ -216,8 +218,8 @@ class Tokenizer:
     def decode(
         self, token_ids: Any, skip_special_tokens: bool = False, **others: Any
     ) -> str | list[str]:
-        """The text of ids, or of each of several lists of ids."""
-        refuse_unknown("decode()", others)
+        """The text of a list of ids, or of several lists."""
+        reject_unsupported("decode()", others)
         ids = token_ids.tolist() if hasattr(token_ids, "tolist") else token_ids
         if isinstance(ids, int):
             ids = [ids]
@@ -263,7 +265,7 @@ class Tokenizer:
         return {added[token_id].content: token_id for token_id in sorted(added)}
 
     def __len__(self) -> int:
-        """How many ids there are, added tokens included."""
+        """Number of ids, including added tokens."""
         return self.backend.get_vocab_size(with_added_tokens=True)
 
     def __bool__(self) -> bool:
@@ -271,7 +273,7 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """How many ids there are without added tokens, as in transformers; `len()` has all."""
+        """Number of ids without added tokens, as in transformers. `len()` includes them."""
         return self.backend.get_vocab_size(with_added_tokens=False)
 
     @property
@@ -280,7 +282,7 @@ class Tokenizer:
 
     @property
     def all_special_tokens(self) -> list[str]:
-        """Each special token once: those with a name first."""
+        """Each special token once, named ones first."""
         return list(dict.fromkeys([*self.special_tokens_map.values(), *self._further]))
 
     @property
@@ -333,16 +335,16 @@ class Tokenizer:
         **variables: Any,
     ) -> Any:
         """
-        The conversation as the model was trained to read it: ids, or text if not `tokenize`.
+        Renders a conversation with the chat template: ids, or text if `tokenize` is False.
 
-        Of several conversations a list. `return_dict=True` gives what calling the tokenizer gives;
-        in transformers 5 that is the default. What is left over goes to the template.
+        Several conversations give a list. With `return_dict=True` the result is the same as from
+        calling the tokenizer (the default of transformers 5). Other arguments go to the template.
         """
-        variables = refuse_unknown("apply_chat_template()", variables, others=True)
+        variables = reject_unsupported("apply_chat_template()", variables, others=True)
         if continue_final_message and add_generation_prompt:
             raise TokenizerError(
-                "continue_final_message continues the last message, add_generation_prompt starts "
-                "another: choose one."
+                "continue_final_message continues the last message, add_generation_prompt starts a "
+                "new one. Use only one of them."
             )
         several = bool(conversation) and isinstance(conversation[0], (list, tuple))
         template = self.get_chat_template(chat_template, tools)
@@ -360,12 +362,12 @@ class Tokenizer:
         ]
         if not tokenize:
             return texts if several else texts[0]
-        # The template writes BOS and its like itself.
+        # The template itself writes special tokens such as BOS.
         encoded = self(texts if several else texts[0], add_special_tokens=False)
         return encoded if return_dict else encoded["input_ids"]
 
     def get_chat_template(self, chat_template: str | None = None, tools: Any = None) -> str:
-        """The template that a conversation is written with. May be given by its name."""
+        """The template for a conversation. `chat_template` may be a template or its name."""
         known = self.chat_template
         if isinstance(known, dict):
             name = chat_template or ("tool_use" if tools and "tool_use" in known else "default")
@@ -373,43 +375,45 @@ class Tokenizer:
                 return known[name]
             if chat_template is None:
                 raise TokenizerError(
-                    "This model has several chat templates and no default: give chat_template= "
+                    "This model has several chat templates and no default. Set chat_template to "
                     f"one of {', '.join(sorted(known))}."
                 )
         template = chat_template or known
         if not isinstance(template, str):
             raise TokenizerError(
-                "This model's folder has no chat template: it is a base model, or the template "
-                "was left out. Give one as chat_template=..., or encode() the text yourself."
+                "This model's folder has no chat template: it is a base model, or the template is "
+                "missing. Pass one as chat_template=..., or encode() the text yourself."
             )
         return template
 
 
-def refuse_unknown(where: str, given: Mapping[str, Any], *, others: bool = False) -> dict[str, Any]:
-    """Refuse what is not implemented here; with `others` return what transformers does not know."""
+def reject_unsupported(
+    where: str, given: Mapping[str, Any], *, others: bool = False
+) -> dict[str, Any]:
+    """Refuses arguments that are not implemented. With `others`, returns unknown arguments."""
     left = {}
     for name, value in given.items():
-        if name not in NEUTRAL and others:
+        if name not in NEUTRAL_ARGUMENTS and others:
             left[name] = value
-        elif name not in NEUTRAL or not any(
-            value is each or value == each for each in NEUTRAL[name]
+        elif name not in NEUTRAL_ARGUMENTS or not any(
+            value is each or value == each for each in NEUTRAL_ARGUMENTS[name]
         ):
             raise TypeError(
-                f"{where}: {name}={value!r} is not implemented by this tokenizer. The tokenizer of "
-                "transformers has it: pip install transformers, and get_tokenizer() returns that."
+                f"{where}: {name}={value!r} is not implemented by this tokenizer, but by that of "
+                "transformers. Run pip install transformers; get_tokenizer() then returns it."
             )
     return left
 
 
 def _content(token: Any) -> str | None:
-    """A token as text; transformers writes tokens with options as objects."""
+    """The text of a token. transformers writes tokens with options as objects."""
     if isinstance(token, Mapping):
         token = token.get("content")
     return token if isinstance(token, str) else None
 
 
 def _further_special_tokens(config: Mapping[str, Any]) -> list[str]:
-    """Special tokens without a name of their own."""
+    """Special tokens without a name."""
     found = []
     for name in ("additional_special_tokens", "extra_special_tokens"):
         listed = config.get(name) or []
@@ -428,7 +432,7 @@ def _chat_template(config: Mapping[str, Any]) -> str | dict[str, str] | None:
 def _add_missing(
     backend: tokenizers.Tokenizer, config: Mapping[str, Any], special: Sequence[str]
 ) -> None:
-    """Tokens that only the config calls special are found in texts too, as in transformers."""
+    """Adds tokens that only the config lists as special, as transformers does."""
     with needs("A tokenizer"):
         from tokenizers import AddedToken
 

@@ -19,7 +19,7 @@ from importlib.metadata import version
 from pathlib import Path
 from types import FrameType
 
-from tinkex.models.cache import plain_lines
+from tinkex.models.cache import line_progress
 from tinkex.models.resolve import DEFAULT_MODEL, ModelSource, resolve
 from tinkex.server import processes
 from tinkex.server.scheduler import crash_isolation
@@ -57,7 +57,7 @@ def run(settings: Settings, *, announce: Callable[[str], None]) -> int:
             settings.check_reachable(has_keys=_has_keys(settings))
         listening = stack.enter_context(open_socket(settings))
         sources = [
-            resolve(spec, progress=plain_lines(sys.stderr))
+            resolve(spec, progress=line_progress(sys.stderr))
             for spec in settings.models or (DEFAULT_MODEL,)
         ]
         _check_names(sources)

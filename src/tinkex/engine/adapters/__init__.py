@@ -1,1 +1,1 @@
-"""LoRA adapters: in memory, on the host, on disk."""
+"""LoRA adapters: their tensors, their memory (device, host, disk) and their files."""

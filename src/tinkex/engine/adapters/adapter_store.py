@@ -1,7 +1,8 @@
-"""Training adapters in memory, on the host or on disk: whoever is asked for comes back.
+"""Keeps training adapters on the device, in host memory or on disk, and loads them when needed.
 
-The least used give way when memory is short. A micro-batch keeps the adapters it uses in place.
-What is on disk here is only a cache of a running engine: folders of an earlier one are removed.
+When memory is short, the least recently used adapters are evicted. Adapters that a micro-batch uses
+stay on the device. The spill folder belongs to the running engine; leftovers of an earlier engine
+are removed.
 """
 
 from __future__ import annotations
@@ -19,7 +20,13 @@ import torch
 
 from tinkex.engine.adapters import checkpoints
 from tinkex.engine.adapters.adapters import TrainingAdapter
-from tinkex.engine.adapters.memory_plan import MemoryPlan, Resident, Tier, give_way, readable
+from tinkex.engine.adapters.memory_plan import (
+    MemoryPlan,
+    Resident,
+    Tier,
+    choose_evictions,
+    format_bytes,
+)
 from tinkex.engine.device import available_bytes
 from tinkex.wire.errors import UserFailure
 
@@ -27,12 +34,12 @@ log = logging.getLogger(__name__)
 
 HOST = torch.device("cpu")
 
-#: Share of the host's free memory for adapters that had to leave the device.
-HOST_SHARE = 0.5
+#: Fraction of the free host memory for adapters evicted from the device.
+HOST_FRACTION = 0.5
 
 
 class SamplerAdapters(Protocol):
-    """Adapters that only run: they are read from files, so they are dropped and read again."""
+    """The sampler's adapters. Their files never change, so they can be dropped and read again."""
 
     def adapter_residents(self) -> list[Resident]: ...
 
@@ -45,19 +52,19 @@ class _Entry:
     size: int
     tier: Tier = Tier.DEVICE
     last_used: int = 0
-    #: Where it lies when it is on disk.
+    #: Its folder while it is on disk.
     folder: Path | None = None
-    #: Passes that exist and use it. Weak: a pass that failed must not hold memory for ever.
+    #: Pass slices that use it. Weak references: a failed pass must not pin the adapter forever.
     users: weakref.WeakSet[object] = field(default_factory=weakref.WeakSet)
 
 
 @dataclass(frozen=True, kw_only=True)
-class TierUse:
+class TierUsage:
     count: int
     size: int
 
 
-class Shelf:
+class AdapterStore:
     def __init__(
         self,
         *,
@@ -73,24 +80,24 @@ class Shelf:
         self._device = device
         self._base_model = base_model
         self._host_bytes = host_bytes
-        #: The most that everything together may take, when that was said.
+        #: Memory limit for everything together, if one is set.
         self._limit_bytes = limit_bytes
-        #: Counts uses, shared with whoever else has residents.
+        #: Counts uses, together with those of the sampler's adapters.
         self._clock = clock
         self._entries: dict[str, _Entry] = {}
         self._spills = 0
-        #: Who is on the way back and so no longer counts where it was.
-        self._returning: _Entry | None = None
-        #: Whose room is being made: it does not leave for itself.
-        self._kept: _Entry | None = None
+        #: Adapter being loaded back; excluded from the host usage.
+        self._loading: _Entry | None = None
+        #: Adapter that room is being made for; never evicted by that call.
+        self._protected: _Entry | None = None
         self._folder = folder
         if folder is not None and folder.exists():
             shutil.rmtree(folder)
         self.sampler: SamplerAdapters | None = None
-        #: What the cache for sampling has taken of the plan, once it is made.
-        self.cache_taken = 0
+        #: Size of the KV cache, once it is created.
+        self.cache_bytes = 0
 
-    # -- a mapping from model ids to adapters that can be used ------------------------------------
+    # -- a mapping from model ids to adapters on the device ---------------------------------------
 
     def __contains__(self, model_id: str) -> bool:
         return model_id in self._entries
@@ -102,11 +109,11 @@ class Shelf:
         return len(self._entries)
 
     def __getitem__(self, model_id: str) -> TrainingAdapter:
-        """The adapter, on the device. KeyError when there is none."""
+        """The adapter, loaded onto the device if necessary, which may evict others."""
         entry = self._entries[model_id]
         entry.last_used = self._clock()
         if entry.tier is not Tier.DEVICE:
-            self._bring_back(model_id, entry)
+            self._load(model_id, entry)
         return entry.adapter
 
     def __delitem__(self, model_id: str) -> None:
@@ -115,7 +122,7 @@ class Shelf:
             shutil.rmtree(entry.folder, ignore_errors=True)
 
     def add(self, model_id: str, size: int, what: str, make: Callable[[], TrainingAdapter]) -> None:
-        """Makes a new adapter once there is room for it."""
+        """Makes room for a new adapter, then creates it."""
         self.make_adapter_room(size, what)
         self._entries[model_id] = _Entry(adapter=make(), size=size, last_used=self._clock())
 
@@ -123,29 +130,29 @@ class Shelf:
         return self._entries[model_id].tier is Tier.DEVICE
 
     def pin(self, model_id: str, user: object) -> None:
-        """The adapter stays where it is as long as `user` exists."""
+        """Keeps the adapter on the device as long as `user` exists."""
         self._entries[model_id].users.add(user)
 
-    def use(self, tier: Tier) -> TierUse:
+    def usage(self, tier: Tier) -> TierUsage:
         sizes = [entry.size for entry in self._entries.values() if entry.tier is tier]
-        return TierUse(count=len(sizes), size=sum(sizes))
+        return TierUsage(count=len(sizes), size=sum(sizes))
 
     # -- room -------------------------------------------------------------------------------------
 
     def make_adapter_room(self, size: int, what: str) -> None:
-        """Room in the adapters' part of the plan, or a refusal with the sizes."""
+        """Evicts adapters until one of this size fits. Raises `UserFailure` with the sizes."""
         if size > self._plan.adapters:
             raise UserFailure(
-                f"{what} needs {readable(size)}, and the server has {readable(self._plan.adapters)} "
-                f"for adapters ({self._plan.describe()}). Use a smaller rank, train fewer kinds of "
-                "layers, or serve with more memory."
+                f"{what} needs {format_bytes(size)}; the server has "
+                f"{format_bytes(self._plan.adapters)} for adapters ({self._plan.describe()}). Use "
+                "a smaller rank, train fewer kinds of layers, or give the server more memory."
             )
         over = sum(resident.size for resident in self._residents()) + size - self._plan.adapters
-        self._free(max(over, size - self.available()))
-        self._insist(size, what, "Use a smaller rank, or train fewer kinds of layers")
+        self._evict(max(over, size - self.available()))
+        self._require(size, what, "Use a smaller rank, or train fewer kinds of layers")
 
     def must_wait(self, size: int) -> bool:
-        """Whether room for an adapter comes only when others are not in use any more."""
+        """Whether an adapter of this size fits only after adapters in use become idle."""
         if size > self._plan.adapters:
             return False
         residents = self._residents()
@@ -155,52 +162,52 @@ class Shelf:
 
     def make_pass_room(self, model_id: str, size: int, what: str, advice: str) -> None:
         """
-        Room for what a pass of this model keeps of its tokens, beside the model's own adapter.
+        Makes room for the activations of a pass of this model, besides its own adapter.
 
-        The plan has it; others may have taken it.
+        The plan includes them, but other programs may use that memory.
         """
-        self._kept = self._entries[model_id]
+        self._protected = self._entries[model_id]
         try:
-            self._free(size - self.available())
-            self._insist(size, what, advice)
+            self._evict(size - self.available())
+            self._require(size, what, advice)
         finally:
-            self._kept = None
+            self._protected = None
 
     def available(self) -> int:
-        """What could be taken now, within the limit that was set."""
-        found = available_bytes(self._device)
+        """Memory that can be allocated now, within the limit if one is set."""
+        free = available_bytes(self._device)
         if self._limit_bytes is None:
-            return found
-        taken = self._plan.base + self.cache_taken + sum(r.size for r in self._residents())
-        return max(0, min(found, self._limit_bytes - taken))
+            return free
+        used = self._plan.base + self.cache_bytes + sum(r.size for r in self._residents())
+        return max(0, min(free, self._limit_bytes - used))
 
-    def _insist(self, size: int, what: str, advice: str) -> None:
+    def _require(self, size: int, what: str, advice: str) -> None:
         available = self.available()
         if size > available:
             busy = sum(resident.size for resident in self._residents() if resident.busy)
             raise UserFailure(
-                f"{what} needs about {readable(size)}, and {readable(available)} are free on the "
-                f"server (base model {readable(self._plan.base)}, cache "
-                f"{readable(self.cache_taken)}, adapters in use {readable(busy)}). {advice}, or "
-                "serve with more memory."
+                f"{what} needs about {format_bytes(size)}; {format_bytes(available)} are free on "
+                f"the server (base model {format_bytes(self._plan.base)}, cache "
+                f"{format_bytes(self.cache_bytes)}, adapters in use {format_bytes(busy)}). "
+                f"{advice}, or give the server more memory."
             )
 
     def _residents(self) -> list[Resident]:
-        """Everything that takes memory of the device and could leave it."""
+        """All adapters on the device, including those of the sampler."""
         own = [
             Resident(
                 name=model_id,
                 size=entry.size,
                 last_used=entry.last_used,
-                busy=bool(entry.users) or entry is self._kept,
+                busy=bool(entry.users) or entry is self._protected,
             )
             for model_id, entry in self._entries.items()
             if entry.tier is Tier.DEVICE
         ]
         return own if self.sampler is None else [*own, *self.sampler.adapter_residents()]
 
-    def _free(self, shortage: int) -> None:
-        for name in give_way(self._residents(), shortage):
+    def _evict(self, shortage: int) -> None:
+        for name in choose_evictions(self._residents(), shortage):
             if name in self._entries:
                 self._spill(name, self._entries[name])
             elif self.sampler is not None:
@@ -212,41 +219,43 @@ class Shelf:
         if self._device.type == "cpu" or not self._make_host_room(entry.size):
             self._to_disk(model_id, entry)
             return
-        log.info("model %s leaves the device (%s)", model_id, readable(entry.size))
+        log.info(
+            "adapter of model %s moved to host memory (%s)", model_id, format_bytes(entry.size)
+        )
         entry.adapter.move(HOST)
         entry.tier = Tier.HOST
 
     def _make_host_room(self, size: int) -> bool:
         budget = self._host_bytes
-        there = [
+        residents = [
             Resident(name=model_id, size=entry.size, last_used=entry.last_used)
             for model_id, entry in self._entries.items()
-            if entry.tier is Tier.HOST and entry is not self._returning
+            if entry.tier is Tier.HOST and entry is not self._loading
         ]
-        used = sum(resident.size for resident in there)
+        used = sum(resident.size for resident in residents)
         if budget is None:
-            # What has moved there already was free before.
-            budget = int((available_bytes(HOST) + used) * HOST_SHARE)
+            # Adapters already in host memory are part of the budget.
+            budget = int((available_bytes(HOST) + used) * HOST_FRACTION)
         if size > budget:
             return False
-        for name in give_way(there, used + size - budget):
+        for name in choose_evictions(residents, used + size - budget):
             self._to_disk(name, self._entries[name])
         return True
 
     def _to_disk(self, model_id: str, entry: _Entry) -> None:
         self._spills += 1
         folder = self._spill_folder() / str(self._spills)
-        log.info("model %s goes to disk (%s)", model_id, readable(entry.size))
+        log.info("adapter of model %s written to disk (%s)", model_id, format_bytes(entry.size))
         checkpoints.snapshot(entry.adapter, folder, base_model=self._base_model, meta={})
         entry.adapter.release()
         entry.tier, entry.folder = Tier.DISK, folder
 
-    def _bring_back(self, model_id: str, entry: _Entry) -> None:
-        self._returning = entry
+    def _load(self, model_id: str, entry: _Entry) -> None:
+        self._loading = entry
         try:
             self.make_adapter_room(entry.size, f"model {model_id}")
         finally:
-            self._returning = None
+            self._loading = None
         if entry.tier is Tier.HOST:
             entry.adapter.move(self._device)
         elif entry.folder is not None:
@@ -254,10 +263,12 @@ class Shelf:
             try:
                 checkpoints.restore(entry.adapter, entry.folder)
             except BaseException:
-                entry.adapter.release()  # still whole on disk
+                entry.adapter.release()  # it is still complete on disk
                 raise
             shutil.rmtree(entry.folder, ignore_errors=True)
-        log.info("model %s is back (%s)", model_id, readable(entry.size))
+        log.info(
+            "adapter of model %s loaded to the device (%s)", model_id, format_bytes(entry.size)
+        )
         entry.tier, entry.folder = Tier.DEVICE, None
 
     def _spill_folder(self) -> Path:

@@ -1,4 +1,4 @@
-"""Adapters in memory: those that are trained, and those that samplers use."""
+"""Adapters in memory: training adapters with optimizer state, and sampler adapters."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from tinkex.engine.model.lora import (
 from tinkex.wire.errors import UserFailure
 from tinkex.wire.training import LoraConfig, OptimizerConfig
 
-#: A rank beyond this is a full fine-tune in all but name, and most likely a typing error.
+#: A larger rank is most likely a typing error.
 MAX_RANK = 512
 
-#: The float32 vectors of an adapter in training.
-FLAT = ("master", "m", "v", "grad")
+#: The float32 vectors of a training adapter.
+FLAT_VECTORS = ("master", "m", "v", "grad")
 
 
 class SamplerAdapter:
-    """Weights that never change, in the base model's number format."""
+    """Immutable weights in the number format of the base model."""
 
     def __init__(self, *, layout: Layout, scale: float, live: Tensor) -> None:
         self._layout, self._scale = layout, scale
@@ -36,7 +36,7 @@ class SamplerAdapter:
         self.pairs: Mapping[str, Pair] = make_pairs(layout, live, scale=scale)
 
     def to(self, device: torch.device) -> SamplerAdapter:
-        """The same in another memory, or itself if it is there."""
+        """The adapter on another device; itself if it is there already."""
         live = self.live.to(device)
         if live is self.live:
             return self
@@ -45,10 +45,10 @@ class SamplerAdapter:
 
 class TrainingAdapter:
     """
-    One adapter as flat vectors: master weights, the optimizer's moments, gradient; all float32.
+    An adapter as flat float32 vectors: master weights, optimizer moments and gradient.
 
-    `live` is what the layers read: the master itself when the base is float32, else a copy in the
-    base's format that follows the master after each step.
+    The layers read `live`: the master weights if the base model is float32, otherwise a copy in the
+    format of the base model that is refreshed after each step.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class TrainingAdapter:
         optimizer: str = "adamw",
     ) -> None:
         self.lora = lora
-        #: The family of optimizers its state belongs to.
+        #: The optimizer family of its state.
         self.optimizer = optimizer
         self.layout: Layout = make_layout(targets, lora.rank)
         self._model_dtype = model_dtype
@@ -77,35 +77,35 @@ class TrainingAdapter:
         self._connect()
 
     def refresh_live(self) -> None:
-        """After the master changed."""
+        """Call after the master weights changed."""
         if self.live is not self.master:
             self.live.copy_(self.master)
 
-    # -- giving up its memory and getting it back; what else it knows stays -----------------------
+    # -- moving between memories ------------------------------------------------------------------
 
     def move(self, device: torch.device) -> None:
-        """To another memory, as it is. Layers can only use it on the model's own device."""
-        for name in FLAT:
+        """Moves all vectors. Layers can use the adapter only on the device of the model."""
+        for name in FLAT_VECTORS:
             setattr(self, name, getattr(self, name).to(device))
         self._connect()
 
     def release(self) -> None:
-        """Without any memory; unusable until it is allocated and filled again."""
-        for name in FLAT:
+        """Frees all vectors; the adapter is unusable until `allocate` and a restore."""
+        for name in FLAT_VECTORS:
             setattr(self, name, torch.empty(0))
         self.live, self.pairs = self.master, {}
 
     def allocate(self, device: torch.device) -> None:
-        for name in FLAT:
+        for name in FLAT_VECTORS:
             setattr(self, name, torch.zeros(self._size_of(name), device=device))
         self._connect()
 
     def _size_of(self, name: str) -> int:
-        """Dimuon has one moment only."""
+        """Elements of a vector. Dimuon has only one moment."""
         return 0 if name == "v" and self.optimizer == "dimuon" else self.layout.size
 
     def _connect(self) -> None:
-        """What the layers read, as views of the flat vectors."""
+        """Makes the views of the flat vectors that the layers read."""
         self.live = self.master.to(self._model_dtype)  # the same tensor for float32
         self.pairs = make_pairs(
             self.layout, self.live, scale=ALPHA / self.lora.rank, grad=self.grad
@@ -113,7 +113,7 @@ class TrainingAdapter:
 
 
 def adapter_bytes(size: int, model_dtype: torch.dtype) -> int:
-    """Memory of an adapter in training: four float32 vectors, and the live copy if it is one."""
+    """Memory of a training adapter: four float32 vectors, and the live copy if there is one."""
     live = 0 if model_dtype == torch.float32 else torch.finfo(model_dtype).bits // 8
     return size * (4 * 4 + live)
 
@@ -126,7 +126,7 @@ def check_lora(lora: LoraConfig) -> None:
 
 
 def check_optimizer(optimizer: OptimizerConfig) -> str:
-    """The family of an optimizer's configuration."""
+    """The optimizer family. Raises `UserFailure` if it is not supported."""
     if optimizer.type not in ("adamw", "dimuon"):
         raise UserFailure(
             f"optimizer_config.type {optimizer.type!r} is not supported by this server; "
@@ -142,9 +142,9 @@ def chosen_targets(targets: Sequence[Target], lora: LoraConfig) -> list[Target]:
 
 def seed_of(lora: LoraConfig, model_id: str) -> int:
     """
-    The given seed, else one that follows from the model's id.
+    The given seed, or one derived from the model's id.
 
-    An adapter that is created again from the log after a crash must begin with the same numbers.
+    An adapter that is rebuilt from the log after a crash must start with the same numbers.
     """
     if lora.seed is not None:
         return lora.seed

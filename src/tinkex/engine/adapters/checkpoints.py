@@ -1,13 +1,13 @@
-"""The files of an adapter: a PEFT folder, with the optimizer's state beside it.
+"""The files of an adapter: a PEFT folder plus optimizer state.
 
-A folder appears whole or not at all, under a name that is never written again: readers need no
-lock, and what a sampler was opened on cannot change under it.
+A folder is written atomically and never changed afterwards, so readers need no lock and the weights
+of a sampler cannot change.
 
     adapter_model.safetensors   base_model.model.<module>.lora_A.weight and lora_B.weight, float32
-    adapter_config.json         what PEFT needs to know; rank and alpha above all
-    optimizer.safetensors       m (and v) of every tensor, the number of steps, and whose they are
-    gradients.safetensors       only in snapshots: what was accumulated since the last step, if any
-    snapshot.json               only in snapshots: how the model was created, and the caller's notes
+    adapter_config.json         the PEFT config, with rank and alpha
+    optimizer.safetensors       m (and v) of every tensor, the step count, and the optimizer family
+    gradients.safetensors       snapshots only: gradients accumulated since the last step, if any
+    snapshot.json               snapshots only: how the model was created, and the caller's metadata
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ SNAPSHOT = "snapshot.json"
 HOST = torch.device("cpu")
 
 PREFIX = "base_model.model."
-#: Another exporter's name for the output projection; read, never written.
+#: Names of the output projection in files of other exporters. Read, never written.
 HEAD_ALIASES = ("model.unembed_tokens", "unembed_tokens")
 
 
@@ -67,52 +67,52 @@ def save(adapter: TrainingAdapter, folder: Path, *, base_model: str, optimizer: 
 def snapshot(
     adapter: TrainingAdapter, folder: Path, *, base_model: str, meta: Mapping[str, Any]
 ) -> int:
-    """A checkpoint that also has the gradients, so that training goes on as if never stopped."""
-    return write(_everything(adapter, base_model, meta), folder)
+    """Writes a checkpoint that also has the gradients, so that training resumes exactly."""
+    return write(_snapshot_files(adapter, base_model, meta), folder)
 
 
-def copy(adapter: TrainingAdapter, *, base_model: str, meta: Mapping[str, Any]) -> Files:
-    """The same for a caller that writes it later, in another thread, while the model goes on."""
-    files = _everything(adapter, base_model, meta)
+def copy_snapshot(adapter: TrainingAdapter, *, base_model: str, meta: Mapping[str, Any]) -> Files:
+    """Copies the contents of a snapshot, for a thread that writes it while training continues."""
+    files = _snapshot_files(adapter, base_model, meta)
     return {name: file.copied() for name, file in files.items()}
 
 
-class NotWritten(Exception):
+class WriteFailed(Exception):
     """
-    The disk did not take a checkpoint; the text has what the system said.
+    The operating system could not write a checkpoint; the message has its error.
 
-    No bug: it is tried again, so whoever tries says it in the log, once.
+    Not a bug: the caller retries and logs the failure once.
     """
 
 
 def write(files: Files, folder: Path) -> int:
     """Writes the folder and returns its size in bytes."""
     try:
-        with whole_folder(folder) as part:
+        with atomic_folder(folder) as part:
             for name, file in files.items():
                 file.write(part / name)
     except (OSError, SafetensorError) as error:
-        # The library for files, which is not Python, puts the system's number into its text.
+        # The safetensors library, written in Rust, has the system's error only in its message.
         if getattr(error, "errno", None) is None and "os error" not in str(error):
             raise
-        raise NotWritten(f"the checkpoint could not be written: {error}") from error
+        raise WriteFailed(f"the checkpoint could not be written: {error}") from error
     return size_bytes(folder)
 
 
 @dataclass(frozen=True, kw_only=True)
 class File:
-    """What is written under one name: vectors with a matrix under each name, or text."""
+    """Contents of one file: either flat vectors that are written as named matrices, or text."""
 
-    #: Prefix of the names -> a flat vector of an adapter.
+    #: Name prefix -> flat vector of an adapter.
     flat: Mapping[str, Tensor] = field(default_factory=dict)
     layout: Layout | None = None
     numbers: Mapping[str, int] = field(default_factory=dict)
     metadata: Mapping[str, str] | None = None
-    #: Instead of all that.
+    #: Text contents; the other fields are then unused.
     text: str | None = None
 
     def copied(self) -> File:
-        """Apart from the model, whole vectors at a time: the model stands still meanwhile."""
+        """A copy that is independent of the model. Copies whole vectors, which is fastest."""
         vectors = {prefix: flat.detach().to(HOST, copy=True) for prefix, flat in self.flat.items()}
         return replace(self, flat=vectors)
 
@@ -124,10 +124,10 @@ class File:
         arrays = {
             prefix + name: matrix.numpy()
             for prefix, flat in self.flat.items()
-            for name, matrix in named(flat.detach().to(HOST), self.layout).items()
+            for name, matrix in to_peft_names(flat.detach().to(HOST), self.layout).items()
         }
         arrays |= {name: np.array(number) for name, number in self.numbers.items()}
-        # The library for numpy takes views of one vector, the one for torch refuses them.
+        # safetensors.numpy accepts views of one vector; safetensors.torch refuses them.
         save_file(arrays, path, metadata=None if self.metadata is None else dict(self.metadata))
 
 
@@ -135,15 +135,15 @@ Files = Mapping[str, File]
 
 
 def memory_bytes(files: Files) -> int:
-    """What the vectors behind files take while they wait to be written."""
+    """Memory of the vectors in files that wait to be written."""
     return sum(flat.nbytes for file in files.values() for flat in file.flat.values())
 
 
-def _everything(adapter: TrainingAdapter, base_model: str, meta: Mapping[str, Any]) -> Files:
-    """What a snapshot is made of."""
-    # By their bytes: a minus zero is not what an optimizer step leaves, and bytes are quickest.
+def _snapshot_files(adapter: TrainingAdapter, base_model: str, meta: Mapping[str, Any]) -> Files:
+    """The files of a snapshot."""
+    # Compare bytes, which is fastest. An optimizer step leaves +0.0, never -0.0.
     has_gradients = bool(adapter.grad.view(torch.uint8).any())
-    notes = {
+    info = {
         "lora_config": adapter.lora.model_dump(),
         "optimizer": adapter.optimizer,
         "gradients": has_gradients,
@@ -153,7 +153,7 @@ def _everything(adapter: TrainingAdapter, base_model: str, meta: Mapping[str, An
         WEIGHTS: _weights(adapter),
         CONFIG: _config(adapter, base_model),
         OPTIMIZER: _optimizer(adapter),
-        SNAPSHOT: File(text=json.dumps(notes, indent=2)),
+        SNAPSHOT: File(text=json.dumps(info, indent=2)),
     }
     if has_gradients:
         files[GRADIENTS] = File(flat={"": adapter.grad}, layout=adapter.layout)
@@ -161,44 +161,44 @@ def _everything(adapter: TrainingAdapter, base_model: str, meta: Mapping[str, An
 
 
 def load(adapter: TrainingAdapter, folder: Path, *, optimizer: bool) -> None:
-    """Puts a checkpoint's weights, and its optimizer state if asked, into a model in training."""
+    """Loads the weights of a checkpoint, and with `optimizer` its optimizer state."""
     saved = read_adapter(folder)
-    weights = _fitting(adapter, saved, folder)
+    weights = _check_fits(adapter, saved, folder)
     moments = _read_optimizer(adapter, folder) if optimizer else None
-    # Everything has been read and fits: from here on nothing can fail half-way.
-    fill(adapter.master, adapter.layout, weights)
+    # Everything has been read and fits, so the load cannot fail halfway.
+    copy_pairs(adapter.master, adapter.layout, weights)
     adapter.grad.zero_()
     if moments is None:
         adapter.m.zero_()
         adapter.v.zero_()
         adapter.step = 0
     else:
-        fill(adapter.m, adapter.layout, moments.m)
+        copy_pairs(adapter.m, adapter.layout, moments.m)
         if moments.v is not None:
-            fill(adapter.v, adapter.layout, moments.v)
+            copy_pairs(adapter.v, adapter.layout, moments.v)
         adapter.step = moments.step
     adapter.refresh_live()
 
 
 def restore(adapter: TrainingAdapter, folder: Path) -> dict[str, Any]:
-    """Puts a snapshot into a model of the same shape; returns the caller's notes."""
-    notes = read_snapshot_notes(folder)
-    # Notes from before they were left out when they are zero do not say.
-    has_gradients = notes.get("gradients", True)
-    gradients = unnamed(_tensors(folder, GRADIENTS)) if has_gradients else None
+    """Loads a snapshot into a model of the same shape; returns the caller's metadata."""
+    info = read_snapshot_info(folder)
+    # Snapshots of older versions always have gradients and do not have this key.
+    has_gradients = info.get("gradients", True)
+    gradients = from_peft_names(_tensors(folder, GRADIENTS)) if has_gradients else None
     load(adapter, folder, optimizer=True)
     if gradients is not None:
-        fill(adapter.grad, adapter.layout, gradients)
-    meta: dict[str, Any] = notes["meta"]
+        copy_pairs(adapter.grad, adapter.layout, gradients)
+    meta: dict[str, Any] = info["meta"]
     return meta
 
 
-def read_snapshot_notes(folder: Path) -> dict[str, Any]:
+def read_snapshot_info(folder: Path) -> dict[str, Any]:
     return _json(folder, SNAPSHOT)
 
 
 def read_adapter(folder: Path) -> SavedAdapter:
-    """Any PEFT LoRA folder whose settings mean what they mean here."""
+    """Reads a PEFT LoRA folder. Raises `UserFailure` for settings that are not supported."""
     config = _json(folder, CONFIG)
     if config.get("peft_type", "LORA") != "LORA":
         raise UserFailure(f"{folder.name}: peft_type {config['peft_type']!r} is not LORA.")
@@ -221,7 +221,7 @@ def read_adapter(folder: Path) -> SavedAdapter:
             f"{folder.name}: adapter_config.json has r = {rank!r} and lora_alpha = {alpha!r}; "
             "both must be numbers."
         )
-    pairs = unnamed(_tensors(folder, WEIGHTS))
+    pairs = from_peft_names(_tensors(folder, WEIGHTS))
     for name, (A, B) in pairs.items():
         if A.shape[0] != rank or B.shape[1] != rank:
             raise UserFailure(
@@ -234,18 +234,18 @@ def read_adapter(folder: Path) -> SavedAdapter:
 # -- tensors and their names ----------------------------------------------------------------------
 
 
-def named(flat: Tensor, layout: Layout) -> dict[str, Tensor]:
-    """Every matrix of a flat vector under its PEFT name, as views of it."""
+def to_peft_names(flat: Tensor, layout: Layout) -> dict[str, Tensor]:
+    """The matrices of a flat vector by PEFT name, as views."""
     tensors = {}
-    for name, place in layout.places.items():
-        A, B = matrices(flat, place)
+    for name, placement in layout.placements.items():
+        A, B = matrices(flat, placement)
         for letter, matrix in (("A", A), ("B", B)):
             tensors[f"{PREFIX}{name}.lora_{letter}.weight"] = matrix
     return tensors
 
 
-def unnamed(tensors: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
-    """PEFT names back to pairs by module."""
+def from_peft_names(tensors: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
+    """The (A, B) pairs by module name, from tensors by PEFT name."""
     halves: dict[str, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
         module, _, letter = key.removesuffix(".weight").rpartition(".lora_")
@@ -258,44 +258,47 @@ def unnamed(tensors: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
         halves.setdefault(HEAD if module in HEAD_ALIASES else module, {})[letter] = tensor
     for module, half in halves.items():
         if len(half) != 2:
-            raise UserFailure(f"the checkpoint has only one half of the pair for {module}.")
+            raise UserFailure(f"the checkpoint has only one of lora_A and lora_B for {module}.")
     return {module: (half["A"], half["B"]) for module, half in halves.items()}
 
 
-def fill(flat: Tensor, layout: Layout, pairs: Mapping[str, tuple[Tensor, Tensor]]) -> None:
-    for name, place in layout.places.items():
-        for matrix, saved in zip(matrices(flat, place), pairs[name], strict=True):
+def copy_pairs(flat: Tensor, layout: Layout, pairs: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+    for name, placement in layout.placements.items():
+        for matrix, saved in zip(matrices(flat, placement), pairs[name], strict=True):
             matrix.copy_(saved)
 
 
-def _fitting(
+def _check_fits(
     adapter: TrainingAdapter, saved: SavedAdapter, folder: Path
 ) -> Mapping[str, tuple[Tensor, Tensor]]:
     layout = adapter.layout
     if saved.rank != layout.rank:
         raise UserFailure(
-            f"{folder.name}: was saved with rank {saved.rank}, and this model has rank "
+            f"{folder.name}: was saved with rank {saved.rank}, but this model has rank "
             f"{layout.rank}. Create the model with rank {saved.rank}."
         )
     if saved.scale != ALPHA / layout.rank:
         raise UserFailure(
-            f"{folder.name}: has lora_alpha {saved.scale * saved.rank:g}; models here are trained "
-            f"with {ALPHA:g}."
+            f"{folder.name}: has lora_alpha {saved.scale * saved.rank:g}; this server trains with "
+            f"lora_alpha {ALPHA:g}."
         )
-    missing, extra = layout.places.keys() - saved.pairs.keys(), saved.pairs.keys() - layout.places
+    missing, extra = (
+        layout.placements.keys() - saved.pairs.keys(),
+        saved.pairs.keys() - layout.placements,
+    )
     if missing or extra:
         raise UserFailure(
-            f"{folder.name}: adapts other layers than this model: "
+            f"{folder.name}: adapts different layers than this model: "
             f"{describe_difference(missing, extra)}. Create the model with the same base model "
             "and the same train_attn, train_mlp and train_unembed."
         )
-    for name, place in layout.places.items():
+    for name, placement in layout.placements.items():
         A, B = saved.pairs[name]
-        if tuple(A.shape) != place.shape_A or tuple(B.shape) != place.shape_B:
+        if tuple(A.shape) != placement.shape_A or tuple(B.shape) != placement.shape_B:
             raise UserFailure(
-                f"{folder.name}: {name} has matrices {list(A.shape)} and {list(B.shape)}, and "
-                f"this model {list(place.shape_A)} and {list(place.shape_B)}: it belongs to "
-                "another base model."
+                f"{folder.name}: {name} has matrices {list(A.shape)} and {list(B.shape)}, but this "
+                f"model has {list(placement.shape_A)} and {list(placement.shape_B)}. The "
+                "checkpoint belongs to another base model."
             )
     return saved.pairs
 
@@ -313,26 +316,26 @@ def describe_difference(missing: set[str], extra: set[str]) -> str:
 
 
 @contextlib.contextmanager
-def whole_folder(folder: Path) -> Iterator[Path]:
-    """A folder to write into, which becomes `folder` on success and vanishes on failure."""
+def atomic_folder(folder: Path) -> Iterator[Path]:
+    """A temporary folder that is renamed to `folder` on success and deleted on failure."""
     if folder.exists():
-        raise FileExistsError(f"{folder} exists, and a checkpoint is never written twice.")
+        raise FileExistsError(f"{folder} already exists; a checkpoint is never overwritten.")
     folder.parent.mkdir(parents=True, exist_ok=True)
     part = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.part")
     part.mkdir()
     try:
         yield part
         for file in part.iterdir():
-            sync(file)
-        sync(part)
+            fsync(file)
+        fsync(part)
         part.rename(folder)
     except BaseException:
         shutil.rmtree(part, ignore_errors=True)
         raise
-    sync(folder.parent)  # makes the new name itself durable
+    fsync(folder.parent)  # makes the new name itself durable
 
 
-def sync(path: Path) -> None:
+def fsync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -359,7 +362,7 @@ def peft_config(adapter: TrainingAdapter, base_model: str) -> dict[str, Any]:
         "base_model_name_or_path": base_model,
         "r": adapter.layout.rank,
         "lora_alpha": int(ALPHA),
-        "target_modules": sorted({name.rpartition(".")[2] for name in adapter.layout.places}),
+        "target_modules": sorted({name.rpartition(".")[2] for name in adapter.layout.placements}),
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": False,
@@ -398,7 +401,7 @@ def _read_optimizer(adapter: TrainingAdapter, folder: Path) -> Moments:
     family = _family(folder / OPTIMIZER)
     if family != adapter.optimizer:
         raise UserFailure(
-            f"{folder.name}: its optimizer state is of {family}, and this model was created with "
+            f"{folder.name}: its optimizer state is of {family}, but this model was created with "
             f"{adapter.optimizer}. Load it without the optimizer, or create the model with "
             f"optimizer_config type {family!r}."
         )
@@ -407,11 +410,11 @@ def _read_optimizer(adapter: TrainingAdapter, folder: Path) -> Moments:
     for key, tensor in tensors.items():
         kind, _, name = key.partition(":")
         by_kind[kind][name] = tensor
-    m = unnamed(by_kind["m"])
-    v = unnamed(by_kind["v"]) if len(adapter.v) else None
+    m = from_peft_names(by_kind["m"])
+    v = from_peft_names(by_kind["v"]) if len(adapter.v) else None
     for moments in (m, v):
-        if moments is not None and moments.keys() != adapter.layout.places.keys():
-            raise UserFailure(f"{folder.name}: its optimizer state is of other layers.")
+        if moments is not None and moments.keys() != adapter.layout.placements.keys():
+            raise UserFailure(f"{folder.name}: its optimizer state is for other layers.")
     return Moments(m=m, v=v, step=step)
 
 

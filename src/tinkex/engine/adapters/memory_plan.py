@@ -1,8 +1,8 @@
-"""What the memory is for, and who gives way when it is short. Plain numbers: no tensors here.
+"""Divides the memory of the device, and chooses which adapters to evict. Only numbers, no tensors.
 
-    total = base model + reserved + activations of a pass + cache for sampling + adapters
+    total = base model + reserved + activations of a pass + KV cache + adapters
 
-Sizes come in measured, the plan goes out; the loop that moves adapters is in `shelf`.
+`adapter_store` moves the adapters.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 
 class DoesNotFit(ValueError):
-    """The base model leaves too little memory to work with."""
+    """The base model leaves too little memory for passes and the KV cache."""
 
 
 class Tier(enum.IntEnum):
-    """Where an adapter is. On a CPU there is no tier between device and disk."""
+    """Where an adapter is. With a CPU as the device, HOST is not used."""
 
     DEVICE = 0
     HOST = 1
@@ -25,18 +25,21 @@ class Tier(enum.IntEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shares:
-    """How what is left beside the base model is divided. Adapters get the rest."""
+class MemoryFractions:
+    """How the memory besides the base model is divided. Adapters get the rest."""
 
     activations: float
     cache: float
 
 
-#: A CPU decodes little at once; a GPU lives from large decode batches.
-SHARES = {"cpu": Shares(activations=0.3, cache=0.25), "cuda": Shares(activations=0.25, cache=0.5)}
+#: A CPU decodes few sequences at once; a GPU needs large decode batches to be efficient.
+FRACTIONS = {
+    "cpu": MemoryFractions(activations=0.3, cache=0.25),
+    "cuda": MemoryFractions(activations=0.25, cache=0.5),
+}
 
-#: Fewer tokens in a pass or in the cache than this are no service.
-FEWEST_TOKENS = 16
+#: Minimum tokens of a pass and of the KV cache.
+MIN_TOKENS = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,13 +47,13 @@ class MemoryPlan:
     total: int
     base: int
     reserved: int
-    #: Tokens of one training or prefill pass, and what they take.
+    #: Tokens of one training or prefill pass, and their memory.
     batch_tokens: int
     activations: int
-    #: Tokens whose keys and values are kept, and what they take.
+    #: Tokens of the KV cache, and their memory.
     kv_tokens: int
     cache: int
-    #: Adapters in training and of samplers together.
+    #: Memory for training and sampler adapters together.
     adapters: int
 
     def describe(self) -> str:
@@ -61,8 +64,8 @@ class MemoryPlan:
             (f"cache of {self.kv_tokens} tokens", self.cache),
             ("adapters", self.adapters),
         )
-        shown = ", ".join(f"{name} {readable(size)}" for name, size in parts)
-        return f"{readable(self.total)} in all: {shown}"
+        shown = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts)
+        return f"{format_bytes(self.total)} in total: {shown}"
 
 
 def memory_plan(
@@ -74,25 +77,25 @@ def memory_plan(
     max_batch_tokens: int,
     kv_bytes_per_token: int,
     max_kv_tokens: int,
-    shares: Shares,
+    fractions: MemoryFractions,
     fixed_batch: bool = False,
     kv_tokens: int | None = None,
     adapter_bytes: int | None = None,
 ) -> MemoryPlan:
     """
-    The whole memory divided once, at start.
+    Divides the whole memory, once at start.
 
-    `kv_tokens`, `adapter_bytes` and `fixed_batch` are somebody's wish and taken as they are; shares
-    are of what they leave.
+    `kv_tokens`, `adapter_bytes` and `fixed_batch` are taken as given; `fractions` apply to the
+    memory that they leave.
     """
     left = total - base - reserved
-    smallest = FEWEST_TOKENS * (activation_bytes_per_token + kv_bytes_per_token)
+    smallest = MIN_TOKENS * (activation_bytes_per_token + kv_bytes_per_token)
     if left < smallest:
         raise DoesNotFit(
-            f"the base model takes {readable(base)} of {readable(total)}, and {readable(reserved)} "
-            f"are kept free: the {readable(max(0, left))} that are left are too little to work "
-            f"with ({readable(smallest)} at least). Serve a smaller model, use --dtype bfloat16, "
-            "or free memory."
+            f"the base model takes {format_bytes(base)} of {format_bytes(total)}, and "
+            f"{format_bytes(reserved)} are reserved: {format_bytes(max(0, left))} are left, and at "
+            f"least {format_bytes(smallest)} are needed. Serve a smaller model, use --dtype "
+            "bfloat16, or free memory."
         )
     free = left
     if kv_tokens is not None:
@@ -104,12 +107,12 @@ def memory_plan(
     free = max(0, free)
     batch_tokens = max_batch_tokens
     if not fixed_batch:
-        fitting = int(free * shares.activations) // activation_bytes_per_token
-        batch_tokens = min(max_batch_tokens, max(FEWEST_TOKENS, fitting))
+        fitting = int(free * fractions.activations) // activation_bytes_per_token
+        batch_tokens = min(max_batch_tokens, max(MIN_TOKENS, fitting))
     if kv_tokens is None:
-        # More than every sequence at full length is never used.
-        kv_tokens = int(free * shares.cache) // kv_bytes_per_token
-        kv_tokens = min(max_kv_tokens, max(FEWEST_TOKENS, kv_tokens))
+        # A cache larger than all sequences at full length would never be used.
+        kv_tokens = int(free * fractions.cache) // kv_bytes_per_token
+        kv_tokens = min(max_kv_tokens, max(MIN_TOKENS, kv_tokens))
     activations, cache = batch_tokens * activation_bytes_per_token, kv_tokens * kv_bytes_per_token
     if adapter_bytes is None:
         adapter_bytes = max(0, left - activations - cache)
@@ -127,36 +130,35 @@ def memory_plan(
 
 @dataclass(frozen=True, kw_only=True)
 class Resident:
-    """An adapter that takes memory in some tier."""
+    """An adapter that takes memory in a tier."""
 
     name: str
     size: int
-    #: Greater is later.
+    #: A counter: larger is later.
     last_used: int
-    #: Used by a pass or a sample that is under way.
+    #: In use by a running pass or sample; never evicted.
     busy: bool = False
-    #: Its file never changes, so it can be dropped and read again: nothing has to be written.
+    #: Its file never changes, so it can be dropped and read again without being written.
     has_file: bool = False
 
 
-def give_way(residents: Iterable[Resident], shortage: int) -> list[str]:
+def choose_evictions(residents: Iterable[Resident], shortage: int) -> list[str]:
     """
-    Who leaves so that `shortage` bytes become free: what is cheap to drop, then least used first.
-
-    All that are idle when even they are not enough: the caller knows what to do then.
+    Names of the adapters to evict to free `shortage` bytes: those with files first, then the least
+    recently used. All idle adapters if even they are not enough.
     """
-    leaving: list[str] = []
+    evicted: list[str] = []
     idle = (resident for resident in residents if not resident.busy)
     for resident in sorted(idle, key=lambda r: (not r.has_file, r.last_used)):
         if shortage <= 0:
             break
-        leaving.append(resident.name)
+        evicted.append(resident.name)
         shortage -= resident.size
-    return leaving
+    return evicted
 
 
-def readable(size: int) -> str:
-    """A size in the unit in which it has one to three digits before the point."""
+def format_bytes(size: int) -> str:
+    """A size in the unit in which it has one to three digits before the decimal point."""
     amount = float(size)
     for unit in ("B", "kB", "MB"):
         if abs(amount) < 999.5:

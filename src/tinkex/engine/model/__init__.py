@@ -1,1 +1,1 @@
-"""The frozen base model and the layers that replace its own."""
+"""The frozen base model, with replaced attention, linear layers and output head."""

@@ -1,7 +1,8 @@
-"""Attention over packed tokens: segments of one pass, and segments that go on from a cache.
+"""Attention over packed tokens: whole segments, and segments that continue from the KV cache.
 
-There is no padding and there are no masks: a pass is one row of tokens, and its packing says where
-each sequence begins. On a CPU every segment is one call; on a GPU all of them are.
+A pass is one row of tokens without padding; `Packing` says where each segment (the tokens of one
+sequence) begins. On a CPU every segment is one call; on a GPU one call handles all segments.
+A cache slot holds the keys and values of one token.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-# T packed tokens, S sequences of a decode pass, H query heads, K key heads, G = H / K, D head size,
-# L keys of one run
+# T packed tokens, S sequences of a decode step, H query heads, K key heads, G = H / K, D head size,
+# L keys of one slot range
 
 log = logging.getLogger(__name__)
 
@@ -35,13 +36,13 @@ try:
     if "enable_gqa" in _parameters:
         _causal["enable_gqa"] = True
 except ImportError:
-    pass  # older torch: segment by segment on the GPU too
+    pass  # older torch: one call per segment on the GPU too
 
-_VARLEN_DTYPES = (torch.bfloat16, torch.float16)  # a float32 model goes segment by segment
+_VARLEN_DTYPES = (torch.bfloat16, torch.float16)  # with float32: one call per segment
 
 
-class Run(NamedTuple):
-    """Sequences `first` to `last` read rows `start` to `stop` of the cache, which lie together."""
+class SlotRange(NamedTuple):
+    """Sequences `first` to `last` read the contiguous cache slots `start` to `stop`."""
 
     start: int
     stop: int
@@ -49,61 +50,61 @@ class Run(NamedTuple):
     last: int
 
 
-class Level(NamedTuple):
-    """Runs that together touch each of their sequences once."""
+class ReadPass(NamedTuple):
+    """Slot ranges that together include each of their sequences once."""
 
-    runs: Sequence[Run]
-    #: The sequences touched, in the order of the runs; None for all of them in order.
-    rows: Tensor | None
+    ranges: Sequence[SlotRange]
+    #: Indices of the sequences, in the order of the ranges. None for all sequences in order.
+    sequences: Tensor | None
 
 
-class Reach(NamedTuple):
-    """Cache rows that a segment reads beside its own tokens, its own included, in order."""
+class CachedPrefix(NamedTuple):
+    """The cache slots of a segment that continues cached tokens: the prefix and its own tokens."""
 
-    rows: Tensor
-    #: [tokens of the segment, rows]: what each of them may see. The same in every layer.
+    slots: Tensor
+    #: [tokens of the segment, slots]: the causal mask, shared by all layers.
     mask: Tensor
 
     @classmethod
-    def of(cls, rows: Tensor, tokens: int) -> Reach:
-        """The last `tokens` of the rows are the segment's own."""
-        mask = torch.ones(tokens, len(rows), dtype=torch.bool, device=rows.device)
-        return cls(rows, mask.tril(len(rows) - tokens))
+    def of(cls, slots: Tensor, tokens: int) -> CachedPrefix:
+        """The last `tokens` slots belong to the segment's own tokens."""
+        mask = torch.ones(tokens, len(slots), dtype=torch.bool, device=slots.device)
+        return cls(slots, mask.tril(len(slots) - tokens))
 
 
-class Table(NamedTuple):
-    """All cache rows of each sequence as one rectangle: one call, at the price of a copy."""
+class GatheredTable(NamedTuple):
+    """The cache slots of all sequences as one rectangle: one attention call, but needs a copy."""
 
     #: [S * L], sequence by sequence.
-    rows: Tensor
-    #: [S, 1, 1, L]: 0 where a row is the sequence's, -inf where it is filling.
+    slots: Tensor
+    #: [S, 1, 1, L]: 0 for slots of the sequence, -inf for padding.
     bias: Tensor
 
 
 class CacheLayer(NamedTuple):
-    #: [cache rows, K, D]
+    #: [slots, K, D]
     keys: Tensor
     values: Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
 class CacheUse:
-    """What a pass does with the cache of keys and values."""
+    """How a pass writes and reads the KV cache."""
 
     layers: Sequence[CacheLayer]
-    #: Where the keys and values of each packed token go.
-    write_T: Tensor
-    #: For decoding, where every segment is one token: what is read, level by level ...
-    levels: Sequence[Level] | None = None
-    #: ... or all at once.
-    table: Table | None = None
-    #: For each segment, what it reads when it goes on from cached tokens; None when it begins.
-    reaches: Sequence[Reach | None] = ()
+    #: The slot for the keys and values of each packed token.
+    write_slots_T: Tensor
+    #: Decode steps (one token per segment) read slot ranges in several passes, ...
+    passes: Sequence[ReadPass] | None = None
+    #: ... or a gathered table at once.
+    table: GatheredTable | None = None
+    #: Prefill: the cached prefix of each segment; None for a segment that starts at position 0.
+    prefixes: Sequence[CachedPrefix | None] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Packing:
-    """Where the segments of a packed pass lie. Travels through the model as one keyword."""
+    """The segments of a packed pass. Passed through the model as one keyword argument."""
 
     lengths: Sequence[int]
     #: Segment i is starts[i] to starts[i + 1].
@@ -111,7 +112,7 @@ class Packing:
     positions_1T: Tensor
     starts_int32: Tensor
     cache: CacheUse | None = None
-    #: Filled with (key heads, head size) by layer, where somebody wants to know.
+    #: If given, attention records (key heads, head size) of each layer here.
     shapes_seen: dict[int, tuple[int, int]] | None = None
 
     @classmethod
@@ -124,7 +125,7 @@ class Packing:
         cache: CacheUse | None = None,
         shapes_seen: dict[int, tuple[int, int]] | None = None,
     ) -> Packing:
-        """`offsets` are the positions at which the segments begin, 0 when not given."""
+        """`offsets` are the first positions of the segments; the default is 0."""
         starts = [0]
         for length in lengths:
             starts.append(starts[-1] + length)
@@ -146,7 +147,7 @@ class Packing:
 
 
 class PackingLost(RuntimeError):
-    """The model's code does not hand keywords on to attention, so it cannot run packed."""
+    """The model's code does not pass keyword arguments on to attention, so it cannot run packed."""
 
 
 def attend(
@@ -160,7 +161,7 @@ def attend(
     packing: Packing | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls in every layer: [1, H, T, D] in, [1, T, H, D] out."""
+    """Called by transformers in every layer: [1, H, T, D] in, [1, T, H, D] out."""
     if packing is None:
         raise PackingLost
     layer_index: Any = module.layer_idx
@@ -169,17 +170,17 @@ def attend(
     layer = None
     if packing.cache is not None:
         layer = packing.cache.layers[layer_index]
-        layer.keys.index_copy_(0, packing.cache.write_T, key[0].transpose(0, 1))
-        layer.values.index_copy_(0, packing.cache.write_T, value[0].transpose(0, 1))
+        layer.keys.index_copy_(0, packing.cache.write_slots_T, key[0].transpose(0, 1))
+        layer.values.index_copy_(0, packing.cache.write_slots_T, value[0].transpose(0, 1))
     given = query.dtype
     if given != torch.float32 and not query.is_cuda:
-        # On a CPU short formats gain nothing here, and rounded probabilities would make decoding
-        # differ from a whole pass by more than everything else together.
+        # On a CPU short formats are not faster here, and rounded probabilities would be the largest
+        # difference between decoding and a whole pass.
         query, key, value = query.float(), key.float(), value.float()
-    return _attended(query, key, value, layer, scaling, packing).to(given), None
+    return _dispatch(query, key, value, layer, scaling, packing).to(given), None
 
 
-def _attended(
+def _dispatch(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -190,13 +191,13 @@ def _attended(
     cache = packing.cache
     if cache is None or layer is None:
         return within_segments(query, key, value, scaling, packing)
-    if cache.levels is not None:
-        return over_runs(query, layer, scaling, cache.levels)
+    if cache.passes is not None:
+        return over_ranges(query, layer, scaling, cache.passes)
     if cache.table is not None:
-        return over_table(query, layer, scaling, cache.table)
-    if not any(cache.reaches):
+        return over_gathered(query, layer, scaling, cache.table)
+    if not any(cache.prefixes):
         return within_segments(query, key, value, scaling, packing)
-    return over_reaches(query, key, value, layer, scaling, packing)
+    return over_prefixes(query, key, value, layer, scaling, packing)
 
 
 AttentionInterface.register(NAME, attend)
@@ -216,7 +217,7 @@ def within_segments(
     grouped = query.shape[1] != key.shape[1]
     lengths = packing.lengths
     if len(lengths) > 1 and len(set(lengths)) == 1:
-        # Equal lengths are a true batch: one call.
+        # Segments of equal length form a regular batch: one call.
         q, k, v = (
             t[0].view(t.shape[1], len(lengths), lengths[0], -1).transpose(0, 1)
             for t in (query, key, value)
@@ -225,8 +226,8 @@ def within_segments(
             q, k, v, is_causal=True, scale=scaling, enable_gqa=grouped
         )
         return out.transpose(1, 2).flatten(0, 1).unsqueeze(0)
-    # Split, not sliced: the gradient of a split is one concatenation, that of a slice a whole
-    # tensor of zeros for every segment.
+    # Split instead of slicing: the gradient of a split is one concatenation, that of a slice is a
+    # full-size tensor of zeros for every segment.
     segments = zip(
         *(torch.split(t, list(lengths), dim=2) for t in (query, key, value)), strict=True
     )
@@ -237,22 +238,22 @@ def within_segments(
     return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)).transpose(1, 2)
 
 
-def over_reaches(
+def over_prefixes(
     query: Tensor, key: Tensor, value: Tensor, layer: CacheLayer, scaling: float, packing: Packing
 ) -> Tensor:
-    """Segments of which some go on from cached tokens: the later chunks of long prompts."""
+    """Segments of which some continue a cached prefix, such as later chunks of long prompts."""
     assert packing.cache is not None
     grouped = query.shape[1] != key.shape[1]
     parts = []
-    for i, reach in enumerate(packing.cache.reaches):
+    for i, prefix in enumerate(packing.cache.prefixes):
         start, stop = packing.starts[i], packing.starts[i + 1]
         q = query[:, :, start:stop]
-        if reach is None:
+        if prefix is None:
             k, v, mask = key[:, :, start:stop], value[:, :, start:stop], None
         else:
-            k = layer.keys[reach.rows].to(q.dtype).transpose(0, 1).unsqueeze(0)
-            v = layer.values[reach.rows].to(q.dtype).transpose(0, 1).unsqueeze(0)
-            mask = reach.mask
+            k = layer.keys[prefix.slots].to(q.dtype).transpose(0, 1).unsqueeze(0)
+            v = layer.values[prefix.slots].to(q.dtype).transpose(0, 1).unsqueeze(0)
+            mask = prefix.mask
         parts.append(
             F.scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=grouped
@@ -261,19 +262,19 @@ def over_reaches(
     return torch.cat(parts, dim=2).transpose(1, 2)
 
 
-def over_table(query: Tensor, layer: CacheLayer, scaling: float, table: Table) -> Tensor:
-    """One token of each sequence over its cached keys, gathered side by side."""
+def over_gathered(query: Tensor, layer: CacheLayer, scaling: float, table: GatheredTable) -> Tensor:
+    """One token of each sequence over its cached keys, gathered into one rectangle."""
     heads, sequences, size = query.shape[1:]
     key_heads = layer.keys.shape[1]
     q_SKGD = query[0].transpose(0, 1).reshape(sequences, key_heads, heads // key_heads, size)
     k_SKLD, v_SKLD = (
-        # As rows of numbers, not of heads: a CPU copies those several times faster.
-        rows.view(len(rows), -1)
-        .index_select(0, table.rows)
+        # Viewed as two-dimensional: a CPU copies this several times faster.
+        cached.view(len(cached), -1)
+        .index_select(0, table.slots)
         .to(query.dtype)
         .view(sequences, -1, key_heads, size)
         .transpose(1, 2)
-        for rows in layer
+        for cached in layer
     )
     bias_S1GL = table.bias.to(query.dtype).expand(-1, -1, heads // key_heads, -1)
     out_SKGD = F.scaled_dot_product_attention(
@@ -285,7 +286,7 @@ def over_table(query: Tensor, layer: CacheLayer, scaling: float, table: Table) -
 def plain_attention_and_lse(
     q: Tensor, k: Tensor, v: Tensor, scaling: float
 ) -> tuple[Tensor, Tensor]:
-    """Attention without a mask, and the log-sum-exp of the scores, in public operations."""
+    """Attention without a mask, and the log-sum-exp of the scores, with public operations."""
     scores = (q * scaling) @ k.mT
     lse = torch.logsumexp(scores, dim=-1)
     return (scores - lse.unsqueeze(-1)).exp() @ v, lse
@@ -294,65 +295,66 @@ def plain_attention_and_lse(
 def flash_attention_and_lse(
     q: Tensor, k: Tensor, v: Tensor, scaling: float
 ) -> tuple[Tensor, Tensor]:
-    """The same by the CPU's flash kernel, called by its own name for the log-sum-exp."""
+    """The same with the CPU flash kernel, called directly because only then it returns the lse."""
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q, k, v, 0.0, False, scale=scaling
     )
     return out, lse
 
 
-def quickest_attention_and_lse() -> Callable[
-    [Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]
-]:
-    """The kernel is private to torch: where it is missing or has changed, it is not used."""
+def fastest_attention_and_lse() -> Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]:
+    """The flash kernel is private to torch: use it only if it exists and gives the right result."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 2, n, 8, generator=generator) for n in (3, 5, 5))
     expected = plain_attention_and_lse(q, k, v, 0.3)
     try:
         found = flash_attention_and_lse(q, k, v, 0.3)
-        alike = all(torch.allclose(a, b, atol=1e-5) for a, b in zip(found, expected, strict=True))
-    except Exception:  # noqa: BLE001  whatever another torch says to this call
-        alike = False
-    if alike:
+        matches = all(torch.allclose(a, b, atol=1e-5) for a, b in zip(found, expected, strict=True))
+    except Exception:  # noqa: BLE001  another torch version may raise anything
+        matches = False
+    if matches:
         return flash_attention_and_lse
     log.warning(
-        "this torch has no flash attention for a CPU that tells its sums: decoding is slower"
+        "this torch version has no CPU flash attention that returns the log-sum-exp; "
+        "decoding is slower"
     )
     return plain_attention_and_lse
 
 
-attention_and_lse = quickest_attention_and_lse()
+attention_and_lse = fastest_attention_and_lse()
 
 
-def over_runs(query: Tensor, layer: CacheLayer, scaling: float, levels: Sequence[Level]) -> Tensor:
+def over_ranges(
+    query: Tensor, layer: CacheLayer, scaling: float, passes: Sequence[ReadPass]
+) -> Tensor:
     """
-    One token of each sequence over its cached keys, which lie in one or more runs.
+    One token of each sequence over its cached keys, which are in one or more slot ranges.
 
-    Query heads that share a key head are rows of one small product, and sequences that share a run
-    read it together. Parts are joined by their log-sum-exp.
+    Query heads that share a key head are combined in one small product, and sequences that share a
+    range read it together. Partial results are combined by their log-sum-exp.
     """
     heads, sequences, size = query.shape[1:]
     key_heads = layer.keys.shape[1]
     q_SKGD = query[0].transpose(0, 1).reshape(sequences, key_heads, heads // key_heads, size)
-    out_SKGD, lse_SKG = _one_level(q_SKGD, layer, scaling, levels[0])
-    for level in levels[1:]:
-        part, lse = _one_level(q_SKGD, layer, scaling, level)
-        before, lse_before = out_SKGD[level.rows], lse_SKG[level.rows]
+    out_SKGD, lse_SKG = _one_pass(q_SKGD, layer, scaling, passes[0])
+    for read_pass in passes[1:]:
+        partial, lse = _one_pass(q_SKGD, layer, scaling, read_pass)
+        before, lse_before = out_SKGD[read_pass.sequences], lse_SKG[read_pass.sequences]
         both = torch.logaddexp(lse_before, lse)
-        out_SKGD[level.rows] = (
+        out_SKGD[read_pass.sequences] = (
             before.float() * (lse_before - both).exp().unsqueeze(-1)
-            + part.float() * (lse - both).exp().unsqueeze(-1)
+            + partial.float() * (lse - both).exp().unsqueeze(-1)
         ).to(before.dtype)
-        lse_SKG[level.rows] = both
+        lse_SKG[read_pass.sequences] = both
     return out_SKGD.reshape(1, sequences, heads, size)
 
 
-def _one_level(
-    q_SKGD: Tensor, layer: CacheLayer, scaling: float, level: Level
+def _one_pass(
+    q_SKGD: Tensor, layer: CacheLayer, scaling: float, read_pass: ReadPass
 ) -> tuple[Tensor, Tensor]:
     outs, lses = [], []
     short = layer.keys.dtype != q_SKGD.dtype
-    for start, stop, first, last in level.runs:
+    for start, stop, first, last in read_pass.ranges:
         k_1KLD = layer.keys[start:stop].transpose(0, 1).unsqueeze(0)
         v_1KLD = layer.values[start:stop].transpose(0, 1).unsqueeze(0)
         if short:

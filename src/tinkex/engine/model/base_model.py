@@ -1,8 +1,8 @@
-"""The frozen base model: transformers' own layers with three parts replaced.
+"""The frozen base model: a transformers model with three parts replaced.
 
-Attention reads packed tokens, every linear layer can add adapters, and the output projection is
-left to the head. Nothing else of the model's code is touched, so a new family works when
-transformers knows it; what would come out differently is found by a comparison at start-up.
+Attention reads packed tokens, every linear layer can add adapters, and `lm_head` computes the
+output projection. The rest of the model's code is unchanged, so a model family that transformers
+supports usually works; a comparison of logits at startup refuses the others.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from tinkex.engine.model import attention
 from tinkex.engine.model.attention import Packing, PackingLost
 from tinkex.engine.model.lm_head import HEAD, Head
 from tinkex.engine.model.lora import (
+    AdapterContext,
+    AdapterSegment,
     LoraLinear,
-    Route,
-    Routing,
     Target,
     TargetKind,
     make_layout,
@@ -43,22 +43,22 @@ log = logging.getLogger(__name__)
 
 # T packed tokens, H hidden size
 
-#: Logits of the replaced parts may differ from the untouched model's by this share of their
-#: largest value: rounding, not meaning.
+#: Logits may differ from those of the original model by this fraction of their largest value, which
+#: allows for rounding.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 6e-2}
 
 
-#: Lengths and rank of the passes that measure what a training pass keeps.
+#: Lengths and rank of the passes that measure the activation memory of training.
 PROBE_LENGTHS = (16, 48)
 PROBE_RANK = 8
 
-#: A backward pass works with more than what was kept for it. Measured on a 135M model on a CPU, with
-#: 512 and 1024 tokens: 1.7 MB a token at the peak, 1.2 MB kept.
-WORK = 1.4
+#: Peak memory of a backward pass relative to the saved activations. Measured on a 135M model on a
+#: CPU with 512 and 1024 tokens: 1.7 MB per token at the peak, 1.2 MB saved.
+PEAK_FACTOR = 1.4
 
 
 class UnsupportedModel(ValueError):
-    """The folder holds a model that this engine would not compute rightly."""
+    """The folder holds a model that this engine cannot compute correctly."""
 
 
 class BaseModel:
@@ -69,13 +69,13 @@ class BaseModel:
         self.device, self.dtype = device, dtype
         self.max_context_length = context_length(model.config)
         self.eos_token_ids = eos_token_ids(folder, model.config)
-        expected = untouched_logits(model)
-        self._routing = Routing()
+        expected = original_logits(model)
+        self._context = AdapterContext()
         self._decoder: Any = model.get_decoder()
         self._embed: nn.Module = model.get_input_embeddings()
         output: Any = model.get_output_embeddings()
         self.head = Head(output.weight, output.bias)
-        self.targets = replace_linears(model, self._routing)
+        self.targets = replace_linears(model, self._context)
         self.targets.append(
             Target(
                 name=HEAD,
@@ -86,10 +86,10 @@ class BaseModel:
             )
         )
         model.set_attn_implementation(attention.NAME)
-        #: (key heads, head size) of every layer, which the cache has to hold.
+        #: (key heads, head size) of every layer, for the KV cache.
         self.cache_shapes = self._check(expected)
-        #: What a training pass keeps of one token until its backward pass, and works with then.
-        self.bytes_per_token = int(self._kept_per_token() * WORK)
+        #: Peak activation memory of a training pass per token.
+        self.bytes_per_token = int(self._saved_per_token() * PEAK_FACTOR)
 
     @property
     def vocab_size(self) -> int:
@@ -99,17 +99,17 @@ class BaseModel:
         self,
         ids_T: Tensor,
         packing: Packing,
-        routes: Sequence[Route] = (),
+        segments: Sequence[AdapterSegment] = (),
         *,
         gradients: bool = False,
     ) -> Tensor:
         """The last hidden states [T, H] of a packed pass, ready for the head."""
-        self._routing.routes = routes
+        self._context.segments = segments
         try:
             with torch.set_grad_enabled(gradients):
                 embedded = self._embed(ids_T.unsqueeze(0))
                 if gradients:
-                    # Nothing else in the model has gradients: this is what makes autograd record.
+                    # All weights are frozen, so this is what makes autograd record the pass.
                     embedded.requires_grad_()
                 output = self._decoder(
                     inputs_embeds=embedded,
@@ -118,14 +118,14 @@ class BaseModel:
                     packing=packing,
                 )
         finally:
-            # Routes hold the memory of adapters, which may be dropped or spilled after the pass.
-            self._routing.routes = ()
+            # Segments reference adapter memory, which may be dropped or evicted after the pass.
+            self._context.segments = ()
         hidden_1TH: Tensor = output.last_hidden_state
         return hidden_1TH[0]
 
     @property
     def size_bytes(self) -> int:
-        """What the frozen weights take, the head's own copy included."""
+        """Memory of the frozen weights, including the head's copy."""
         weights = [*self._decoder.parameters(), *self._decoder.buffers(), *self._embed.parameters()]
         weights.append(self.head.weight_VH)
         return sum(distinct_storages(weights).values())
@@ -135,11 +135,11 @@ class BaseModel:
         size = torch.finfo(self.dtype).bits // 8
         return 2 * size * sum(heads * width for heads, width in self.cache_shapes)
 
-    def _kept_per_token(self) -> float:
+    def _saved_per_token(self) -> float:
         """
-        Measured: what autograd keeps of a pass with an adapter on every layer.
+        Measures what autograd saves per token in a pass with an adapter on every layer.
 
-        Two lengths, because some of it does not grow with the tokens.
+        The difference of two lengths excludes what does not grow with the tokens.
         """
         layout = make_layout(self.targets, PROBE_RANK)
         live = torch.zeros(layout.size, dtype=self.dtype, device=self.device)
@@ -147,31 +147,31 @@ class BaseModel:
         weights = distinct_storages([*self._decoder.parameters(), live])
         sizes = []
         for length in PROBE_LENGTHS:
-            kept: list[Tensor] = []
+            saved: list[Tensor] = []
 
-            def keep(tensor: Tensor, kept: list[Tensor] = kept) -> Tensor:
-                kept.append(tensor)
+            def save(tensor: Tensor, saved: list[Tensor] = saved) -> Tensor:
+                saved.append(tensor)
                 return tensor
 
             packing = Packing.of([length], device=self.device)
             ids_T = torch.zeros(length, dtype=torch.long, device=self.device)
-            routes = [Route(0, length, pairs)]
-            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-                output = self.hidden(ids_T, packing, routes, gradients=True)
-            found = distinct_storages([*kept, output])
+            segments = [AdapterSegment(0, length, pairs)]
+            with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
+                output = self.hidden(ids_T, packing, segments, gradients=True)
+            found = distinct_storages([*saved, output])
             sizes.append(sum(size for at, size in found.items() if at not in weights))
         few, many = PROBE_LENGTHS
         return (sizes[1] - sizes[0]) / (many - few)
 
     def _check(self, expected_TV: Tensor) -> list[tuple[int, int]]:
         """
-        Refuses a model whose replaced parts do not give what the whole one gave.
+        Refuses a model whose logits differ from those of the original.
 
-        Returns the shapes of the keys that went by.
+        Returns (key heads, head size) of every layer.
         """
         ids_T = probe(self.vocab_size).to(self.device)
         shapes: dict[int, tuple[int, int]] = {}
-        # Behind another sequence: whatever looks past the border between them shows.
+        # A second sequence before it shows whether tokens attend across the boundary.
         before = len(ids_T) // 2
         packing = Packing.of([before, len(ids_T)], device=self.device, shapes_seen=shapes)
         try:
@@ -179,21 +179,21 @@ class BaseModel:
             found_TV = self.head.logits(hidden_TH[before:])
         except PackingLost:
             raise UnsupportedModel(
-                f"transformers' code for {self.config.model_type} models does not take another "
-                "attention. Serve another model."
+                f"transformers' code for {self.config.model_type} models does not support custom "
+                "attention functions. Serve another model."
             ) from None
         layers = self.config.get_text_config().num_hidden_layers
         if len(shapes) != layers:
             raise UnsupportedModel(
                 f"{layers - len(shapes)} of the {layers} layers of this {self.config.model_type} "
-                "model are no attention but a recurrence, a convolution or the like, whose state "
-                "this engine does not keep. Serve another model."
+                "model are not attention but recurrent, convolutional or similar layers, which "
+                "this engine does not support. Serve another model."
             )
         gap = (found_TV - expected_TV).abs().max() / expected_TV.abs().max().clamp(min=1e-6)
         if not gap < TOLERANCE[self.dtype]:  # NaN is refused too
             raise UnsupportedModel(
-                f"a {self.config.model_type} model computes something beside layers and output "
-                f"projection that this engine does not know (logits differ by {gap:.1e}). "
+                f"this engine does not compute {self.config.model_type} models correctly: they do "
+                f"more than layers and output projection (logits differ by {gap:.1e}). "
                 "Serve another model."
             )
         return [shapes[layer] for layer in sorted(shapes)]
@@ -204,12 +204,12 @@ def probe(vocab_size: int) -> Tensor:
 
 
 def distinct_storages(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """Address and size of the memory behind these tensors, each once."""
+    """Address -> size of the storages of these tensors, each once."""
     storages = (tensor.untyped_storage() for tensor in tensors)
     return {storage.data_ptr(): storage.nbytes() for storage in storages}
 
 
-def untouched_logits(model: Any) -> Tensor:
+def original_logits(model: Any) -> Tensor:
     ids = probe(model.get_output_embeddings().weight.shape[0]).to(model.device)
     with torch.no_grad():
         logits: Tensor = model(input_ids=ids.unsqueeze(0), use_cache=False).logits[0]
@@ -217,8 +217,8 @@ def untouched_logits(model: Any) -> Tensor:
 
 
 def load(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
-    """The model as transformers builds it, on the CPU."""
-    # Code and pickles of a folder are never run: a model is numbers and settings.
+    """The original transformers model, on the CPU."""
+    # Never run code or pickles from a model folder.
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     refuse_unsupported(config)
     check_weight_files(folder, config.to_dict())
@@ -241,8 +241,8 @@ def load(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
             if "attention implementation" not in str(error):
                 raise
             raise UnsupportedModel(
-                f"transformers' code for {config.model_type} models does not take another "
-                "attention. Serve another model."
+                f"transformers' code for {config.model_type} models does not support custom "
+                "attention functions. Serve another model."
             ) from None
     return model
 
@@ -263,7 +263,7 @@ def load_gguf(path: Path, config: PretrainedConfig, dtype: torch.dtype) -> PreTr
 
 @contextlib.contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Without the progress bar: a server's stderr is a log."""
+    """Disables the progress bar: the server's stderr is a log."""
     was_on = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
@@ -275,13 +275,13 @@ def quiet_transformers() -> Iterator[None]:
 
 def refuse_unsupported(config: PretrainedConfig) -> None:
     text = config.get_text_config()
-    # The mapping is a lazy one that knows its keys only.
+    # The lazy mapping supports `in` only for its keys.
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING.keys():  # noqa: SIM118
         images = getattr(config, "vision_config", None) is not None
-        what = "takes images" if images else "is no language model of one decoder"
+        what = "takes images" if images else "is not a decoder-only language model"
         raise UnsupportedModel(
             f"{config.model_type} {what}, and transformers does not load it as a causal language "
-            "model; this engine serves text. Serve a text model, or its text part saved as one."
+            "model; this engine serves text only. Serve a text model, or the saved text part."
         )
     for key in ("num_experts", "num_local_experts", "n_routed_experts"):
         if getattr(text, key, None):
@@ -291,7 +291,8 @@ def refuse_unsupported(config: PretrainedConfig) -> None:
             )
     if getattr(text, "attn_logit_softcapping", None):
         raise UnsupportedModel(
-            f"{config.model_type} caps its attention scores, which this engine does not do yet."
+            f"{config.model_type} uses soft-capped attention scores, which this engine does not "
+            "support. Serve another model."
         )
 
 
@@ -301,14 +302,14 @@ def context_length(config: PretrainedConfig) -> int:
     window = getattr(text, "sliding_window", None)
     kinds = getattr(text, "layer_types", None) or []
     if window and (not kinds or "sliding_attention" in kinds) and window < length:
-        # Within one window sliding attention is full attention, so nothing is approximated.
-        log.warning("context cut to the sliding window", extra={"tokens": window, "of": length})
+        # Within one window, sliding attention equals full attention.
+        log.warning("context limited to the sliding window", extra={"tokens": window, "of": length})
         return int(window)
     return length
 
 
 def eos_token_ids(folder: Path, config: PretrainedConfig) -> frozenset[int]:
-    """generation_config.json knows the end of a chat turn; config.json is the fallback."""
+    """End-of-turn tokens from generation_config.json, or from config.json without that."""
     found: Any = None
     file = folder / "generation_config.json"
     if file.exists():
@@ -320,19 +321,19 @@ def eos_token_ids(folder: Path, config: PretrainedConfig) -> frozenset[int]:
     return frozenset([found] if isinstance(found, int) else found)
 
 
-#: Projections of one input, whose low-rank A's are laid side by side.
+#: Projections that read the same input, so that their A matrices are adjacent in the layout.
 GROUPS = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "gate_up"} | {
     "up_proj": "gate_up"
 }
 
 
-def replace_linears(model: Any, routing: Routing) -> list[Target]:
-    """Every linear layer of the decoder's layers becomes one that can add adapters."""
+def replace_linears(model: Any, context: AdapterContext) -> list[Target]:
+    """Replaces every linear layer in the decoder's layers by one that can add adapters."""
     layers = getattr(model.get_decoder(), "layers", None)
     if layers is None:
         raise UnsupportedModel(
-            f"transformers' code for {model.config.model_type} models keeps its layers elsewhere "
-            "than this engine looks for them. Serve another model."
+            f"transformers' code for {model.config.model_type} models has no decoder attribute "
+            "`layers`. Serve another model."
         )
     prefix = next(name for name, module in model.named_modules() if module is layers)
     targets = []
@@ -341,7 +342,7 @@ def replace_linears(model: Any, routing: Routing) -> list[Target]:
             continue
         parent_path, _, leaf = path.rpartition(".")
         name = f"{prefix}.{path}"
-        setattr(layers.get_submodule(parent_path), leaf, LoraLinear(module, name, routing))
+        setattr(layers.get_submodule(parent_path), leaf, LoraLinear(module, name, context))
         kind: TargetKind = "attn" if "attn" in parent_path or "attention" in parent_path else "mlp"
         targets.append(
             Target(

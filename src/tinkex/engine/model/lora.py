@@ -1,7 +1,7 @@
-"""Low-rank adapters: where each matrix lies in a flat vector, and the linear layer that adds them.
+"""LoRA adapters: their layout in a flat vector, and the linear layer that adds them.
 
-An adapter is one flat vector. A layout says where the A and B of every target begin, so a step of
-the optimizer, a gradient norm or a copy is one operation over the whole adapter.
+An adapter is one flat vector. The layout says where A and B of every target begin, so an optimizer
+step, a gradient norm or a copy is one operation over the whole adapter.
 """
 
 from __future__ import annotations
@@ -15,35 +15,35 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tinkex.engine.device import add_mm_float32, linear
+from tinkex.engine.model.matmul import add_mm_float32, linear
 
 # T packed tokens, I inputs of a linear layer, O its outputs, R rank
 
-#: The same at every rank: the scale is ALPHA / rank.
+#: LoRA alpha, independent of the rank: the scale is ALPHA / rank.
 ALPHA = 32.0
 
 TargetKind = Literal["attn", "mlp", "unembed"]
 
-#: Matrices begin at multiples of this many elements: 16 bytes in bfloat16, as GPU kernels want.
+#: Matrices begin at multiples of this many elements: 16 bytes in bfloat16, which GPU kernels need.
 ALIGNMENT = 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """A linear layer of the base model that an adapter may add to."""
+    """A linear layer of the base model that can be adapted."""
 
     #: The module's path in the model, such as `model.layers.0.self_attn.q_proj`.
     name: str
     kind: TargetKind
     inputs: int
     outputs: int
-    #: Targets with the same group read the same input, and their A's lie side by side: one
-    #: product can shrink the input for all of them.
+    #: Targets of one group read the same input. Their A matrices are adjacent, so that one product
+    #: can project the input for all of them.
     group: str
 
 
-class Place(NamedTuple):
-    """Where the two matrices of a target begin in the flat vector, and their shapes."""
+class Placement(NamedTuple):
+    """Offsets and shapes of the two matrices of a target in the flat vector."""
 
     offset_A: int
     shape_A: tuple[int, int]
@@ -55,14 +55,14 @@ class Place(NamedTuple):
 class Layout:
     rank: int
     size: int
-    places: Mapping[str, Place]
+    placements: Mapping[str, Placement]
 
 
 def make_layout(targets: Iterable[Target], rank: int) -> Layout:
     groups: dict[str, list[Target]] = {}
     for target in targets:
         groups.setdefault(target.group, []).append(target)
-    places: dict[str, Place] = {}
+    placements: dict[str, Placement] = {}
     end = 0
     for members in groups.values():
         starts_A: dict[str, int] = {}
@@ -72,40 +72,46 @@ def make_layout(targets: Iterable[Target], rank: int) -> Layout:
         end = aligned(end)
         for target in members:
             shape_A, shape_B = (rank, target.inputs), (target.outputs, rank)
-            places[target.name] = Place(starts_A[target.name], shape_A, end, shape_B)
+            placements[target.name] = Placement(starts_A[target.name], shape_A, end, shape_B)
             end = aligned(end + target.outputs * rank)
-    return Layout(rank=rank, size=end, places=places)
+    return Layout(rank=rank, size=end, placements=placements)
 
 
 def aligned(offset: int) -> int:
     return -(-offset // ALIGNMENT) * ALIGNMENT
 
 
-def matrices(flat: Tensor, place: Place) -> tuple[Tensor, Tensor]:
+def matrices(flat: Tensor, placement: Placement) -> tuple[Tensor, Tensor]:
     """A and B of one target as views of the flat vector."""
-    A = flat[place.offset_A :][: place.shape_A[0] * place.shape_A[1]].view(place.shape_A)
-    B = flat[place.offset_B :][: place.shape_B[0] * place.shape_B[1]].view(place.shape_B)
+    A = flat[placement.offset_A :][: placement.shape_A[0] * placement.shape_A[1]].view(
+        placement.shape_A
+    )
+    B = flat[placement.offset_B :][: placement.shape_B[0] * placement.shape_B[1]].view(
+        placement.shape_B
+    )
     return A, B
 
 
 def initial_weights(layout: Layout, seed: int) -> Tensor:
     """
-    A uniform as Kaiming has it, B zero: the adapter begins as no change at all.
+    Kaiming-uniform A and zero B, so that a new adapter changes nothing.
 
-    Each A depends on the seed and its own name only, so leaving out the MLP does not change what
-    attention begins with.
+    Each A depends only on the seed and its name, so excluding the MLP does not change the initial
+    weights of attention.
     """
     flat = torch.zeros(layout.size)
-    for name, place in layout.places.items():
+    for name, placement in layout.placements.items():
         digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-        bound = place.shape_A[1] ** -0.5  # kaiming_uniform_ with a = sqrt(5), as nn.Linear and PEFT
-        matrices(flat, place)[0].uniform_(-bound, bound, generator=generator)
+        bound = (
+            placement.shape_A[1] ** -0.5
+        )  # kaiming_uniform_ with a = sqrt(5), as in nn.Linear and PEFT
+        matrices(flat, placement)[0].uniform_(-bound, bound, generator=generator)
     return flat
 
 
 class Pair(NamedTuple):
-    """What a linear layer needs of one adapter. Gradients are None for adapters that only run."""
+    """The matrices of one adapter for one linear layer. Sampler adapters have no gradients."""
 
     A_RI: Tensor
     B_OR: Tensor
@@ -118,29 +124,29 @@ def make_pairs(
     layout: Layout, live: Tensor, *, scale: float, grad: Tensor | None = None
 ) -> dict[str, Pair]:
     pairs = {}
-    for name, place in layout.places.items():
-        grads = (None, None) if grad is None else matrices(grad, place)
-        pairs[name] = Pair(*matrices(live, place), scale, *grads)
+    for name, placement in layout.placements.items():
+        grads = (None, None) if grad is None else matrices(grad, placement)
+        pairs[name] = Pair(*matrices(live, placement), scale, *grads)
     return pairs
 
 
-class Route(NamedTuple):
-    """Rows `start` to `stop` of a packed batch use these pairs; rows of no route are the base's."""
+class AdapterSegment(NamedTuple):
+    """Tokens `start` to `stop` of a packed pass use this adapter; others use the base model."""
 
     start: int
     stop: int
     pairs: Mapping[str, Pair]
 
 
-class Routing:
-    """The routes of the pass that is running, if one is: one object, shared by all layers."""
+class AdapterContext:
+    """The adapter segments of the current pass: one object, shared by all layers."""
 
     def __init__(self) -> None:
-        self.routes: Sequence[Route] = ()
+        self.segments: Sequence[AdapterSegment] = ()
 
 
-class Share(NamedTuple):
-    """A route as one linear layer sees it."""
+class LoraSlice(NamedTuple):
+    """The part of an adapter segment that concerns one linear layer."""
 
     start: int
     stop: int
@@ -148,65 +154,65 @@ class Share(NamedTuple):
 
 
 class LoraLinear(nn.Module):
-    """A frozen linear layer that adds to each row what the row's adapter says."""
+    """A frozen linear layer that adds to each token the LoRA product of its adapter."""
 
-    def __init__(self, base: nn.Linear, name: str, routing: Routing) -> None:
+    def __init__(self, base: nn.Linear, name: str, context: AdapterContext) -> None:
         super().__init__()
         self.weight = base.weight
         self.bias = base.bias
         self.name = name
-        self.routing = routing
+        self.context = context
 
     def forward(self, x: Tensor) -> Tensor:
-        shares = shares_of(self.routing.routes, self.name)
+        lora_slices = lora_slices_of(self.context.segments, self.name)
         if x.requires_grad:
-            if not shares:
+            if not lora_slices:
                 return F.linear(x, self.weight, self.bias)
-            y: Tensor = _LoraFunction.apply(x, self.weight, self.bias, shares)  # type: ignore[no-untyped-call]
+            y: Tensor = _LoraFunction.apply(x, self.weight, self.bias, lora_slices)  # type: ignore[no-untyped-call]
             return y
         x_TI = x.reshape(-1, x.shape[-1])
         y_TO = linear(x_TI, self.weight, self.bias)
-        if shares:
-            add_shares(x_TI, y_TO, shares)
+        if lora_slices:
+            add_lora_slices(x_TI, y_TO, lora_slices)
         return y_TO.view(*x.shape[:-1], -1)
 
 
-def shares_of(routes: Sequence[Route], name: str) -> list[Share]:
+def lora_slices_of(segments: Sequence[AdapterSegment], name: str) -> list[LoraSlice]:
     return [
-        Share(start, stop, pair)
-        for start, stop, pairs in routes
+        LoraSlice(start, stop, pair)
+        for start, stop, pairs in segments
         if (pair := pairs.get(name)) is not None
     ]
 
 
-def add_shares(x_TI: Tensor, y_TO: Tensor, shares: Sequence[Share]) -> None:
-    """Adds each share's low-rank product to its rows of `y_TO`, in place."""
-    for start, stop, pair in shares:
+def add_lora_slices(x_TI: Tensor, y_TO: Tensor, lora_slices: Sequence[LoraSlice]) -> None:
+    """Adds the LoRA product of each slice to its tokens of `y_TO`, in place."""
+    for start, stop, pair in lora_slices:
         h_TR = x_TI[start:stop] @ pair.A_RI.t()
         y_TO[start:stop].addmm_(h_TR, pair.B_OR.t(), alpha=pair.scale)
 
 
 class _LoraFunction(torch.autograd.Function):
     """
-    y = x Wᵀ + b + s (x Aᵀ) Bᵀ row range by row range, with gradients of A and B but none of W.
+    y = x Wᵀ + b + s (x Aᵀ) Bᵀ for each slice of tokens, with gradients of A and B but not of W.
 
-    The low-rank products are accumulated by the matrix products themselves, and the gradients go
-    straight into the adapter's flat float32 vector: autograd sees only x.
+    The matrix products accumulate the LoRA products in place, and the gradients are added directly
+    to the adapter's flat float32 vector: autograd sees only x.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, shares: list[Share]
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, lora_slices: list[LoraSlice]
     ) -> Tensor:
         x_TI = x.reshape(-1, x.shape[-1])
         y_TO = F.linear(x_TI, weight, bias)
         shrunk = []
-        for start, stop, pair in shares:
+        for start, stop, pair in lora_slices:
             h_TR = (x_TI[start:stop] @ pair.A_RI.t()).mul_(pair.scale)
             y_TO[start:stop].addmm_(h_TR, pair.B_OR.t())
             shrunk.append(h_TR)
         ctx.save_for_backward(x_TI, *shrunk)
-        ctx.weight, ctx.shares, ctx.shape = weight, shares, x.shape
+        ctx.weight, ctx.lora_slices, ctx.shape = weight, lora_slices, x.shape
         return y_TO.view(*x.shape[:-1], -1)
 
     @staticmethod
@@ -214,7 +220,7 @@ class _LoraFunction(torch.autograd.Function):
         x_TI, *shrunk = ctx.saved_tensors
         dy_TO = dy.reshape(-1, dy.shape[-1])
         dx_TI = dy_TO @ ctx.weight
-        for (start, stop, pair), h_TR in zip(ctx.shares, shrunk, strict=True):
+        for (start, stop, pair), h_TR in zip(ctx.lora_slices, shrunk, strict=True):
             dy_tO = dy_TO[start:stop]
             dh_tR = (dy_tO @ pair.B_OR).mul_(pair.scale)
             if pair.grad_A_RI is not None:

@@ -1,1 +1,1 @@
-"""Sampling: scheduler, KV cache, token sampling."""
+"""Sampling: request checks, scheduling over a paged KV cache, and token sampling."""

@@ -1,4 +1,4 @@
-"""Whose waiting work comes next: the owner for whom the fewest tokens were computed."""
+"""A fair queue: the owner who has been served the fewest tokens comes next."""
 
 from __future__ import annotations
 
@@ -10,66 +10,66 @@ from typing import Generic, TypeVar
 WorkT = TypeVar("WorkT")
 
 
-class Turns(Generic[WorkT]):
+class FairQueue(Generic[WorkT]):
     """
-    A line for each owner.
+    One queue for each owner.
 
-    Every token computed for an owner is counted, and the one with the lowest count comes next.
-    Somebody who comes back after a while starts at the lowest count of those who are here: time
-    away earns nothing, or one could save it up and shut the others out.
+    Every token computed for an owner is counted, and the owner with the lowest count comes next. An
+    owner who returns after a pause starts at the lowest count of the present owners, so that nobody
+    can accumulate credit while idle and then block the others.
     """
 
     def __init__(self) -> None:
-        self._lines: dict[str, deque[WorkT]] = {}
+        self._queues: dict[str, deque[WorkT]] = {}
         self._served: dict[str, int] = {}
 
     def __len__(self) -> int:
-        return sum(len(line) for line in self._lines.values())
+        return sum(len(queue) for queue in self._queues.values())
 
     def __iter__(self) -> Iterator[WorkT]:
-        for line in self._lines.values():
-            yield from line
+        for queue in self._queues.values():
+            yield from queue
 
     @property
     def served(self) -> dict[str, int]:
-        """Tokens by owner, above the count at which each of them came."""
+        """Token counts by owner, relative to the counts at which they started."""
         return dict(self._served)
 
-    def arrive(self, owner: str, work: WorkT, *, active: AbstractSet[str]) -> None:
-        """New work; `active` are the owners who have some elsewhere."""
-        present = active | self._lines.keys()
+    def add(self, owner: str, work: WorkT, *, active: AbstractSet[str]) -> None:
+        """Adds new work. `active` are the owners who have admitted work."""
+        present = active | self._queues.keys()
         if owner not in present:
             others = [self._served.get(other, 0) for other in present]
-            # Nobody else is left whose count means anything.
+            # Forget owners without work: their counts are no longer needed.
             self._served = {name: self._served.get(name, 0) for name in present}
             self._served[owner] = min(others, default=0)
-        self._lines.setdefault(owner, deque()).append(work)
+        self._queues.setdefault(owner, deque()).append(work)
 
     def charge(self, owner: str, tokens: int) -> None:
         self._served[owner] = self._served.get(owner, 0) + tokens
 
     def owners(self) -> Sequence[str]:
-        """Who waits, next first; among equals who came first."""
-        return sorted(self._lines, key=lambda owner: self._served.get(owner, 0))
+        """Owners with waiting work, next first. Ties are broken by order of arrival."""
+        return sorted(self._queues, key=lambda owner: self._served.get(owner, 0))
 
-    def of(self, owner: str) -> Sequence[WorkT]:
-        return self._lines.get(owner, ())
+    def work_of(self, owner: str) -> Sequence[WorkT]:
+        return self._queues.get(owner, ())
 
-    def put_back(self, owner: str, work: WorkT) -> None:
-        """Work that had begun: before all other of its owner."""
-        self._lines.setdefault(owner, deque()).appendleft(work)
+    def requeue(self, owner: str, work: WorkT) -> None:
+        """Puts preempted work before all other work of its owner."""
+        self._queues.setdefault(owner, deque()).appendleft(work)
 
-    def put_behind(self, owner: str, before: WorkT, work: WorkT) -> None:
-        line = self._lines[owner]
-        line.insert(line.index(before) + 1, work)
+    def insert_after(self, owner: str, before: WorkT, work: WorkT) -> None:
+        queue = self._queues[owner]
+        queue.insert(queue.index(before) + 1, work)
 
-    def take(self, owner: str, work: WorkT) -> None:
-        line = self._lines[owner]
-        line.remove(work)
-        if not line:
-            del self._lines[owner]
+    def remove(self, owner: str, work: WorkT) -> None:
+        queue = self._queues[owner]
+        queue.remove(work)
+        if not queue:
+            del self._queues[owner]
 
-    def keep(self, wanted: Callable[[WorkT], bool]) -> None:
-        """Drops everything else."""
-        lines = {owner: deque(filter(wanted, line)) for owner, line in self._lines.items()}
-        self._lines = {owner: line for owner, line in lines.items() if line}
+    def retain(self, wanted: Callable[[WorkT], bool]) -> None:
+        """Removes all work for which `wanted` is false."""
+        queues = {owner: deque(filter(wanted, queue)) for owner, queue in self._queues.items()}
+        self._queues = {owner: queue for owner, queue in queues.items() if queue}

@@ -1,11 +1,12 @@
-"""Pages of the key-value cache: who holds which, who shares them, and what they can be found by.
+"""Pages of the KV cache: page tables of sequences, sharing of pages, and the prefix cache.
 
-A page holds the keys and values of a few tokens. Pages are handed out next to each other where that
-is possible, because a CPU reads a run of neighbours in place and would have to copy scattered ones;
-nothing depends on it. A full page can be remembered by the tokens that led to it: whoever begins
-with the same tokens under the same weights holds it too and computes nothing for it. Remembered
-pages that nobody holds stay until somebody needs the room, the least recently used going first.
-Knows nothing of tensors: rows are numbers.
+A page holds the keys and values of `size` tokens, one slot each. Pages of a sequence are allocated
+contiguously if possible, because a CPU reads a contiguous range in place but must copy scattered
+pages; correctness does not depend on it.
+
+The prefix cache finds full pages by the tokens up to their end: sequences with the same prefix
+under the same weights share its pages and do not compute them again. Cached pages that no sequence
+uses are idle; the least recently used are evicted when pages are needed. Only numbers, no tensors.
 """
 
 from __future__ import annotations
@@ -14,317 +15,334 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-_HELD, _FREE, _PROMISED, _IDLE = 0, 1, 2, 3
+_USED, _FREE, _RESERVED, _IDLE = 0, 1, 2, 3
 
-#: Under which weights tokens were computed; pages of different versions never meet.
+#: The adapter under which tokens were computed. Pages of different versions are never shared.
 Version = str | None
 
-#: So many free pages behind a sequence's own are kept for it. Fewer would scatter long sequences,
-#: more would scatter everybody once most of the cache is promised.
-GROWTH = 16
+#: Free pages reserved after those of a sequence. Fewer would scatter long sequences; more would
+#: scatter all sequences once most of the cache is reserved.
+MAX_RESERVED_PAGES = 16
 
 
 @dataclass(slots=True)
-class Span:
-    """Pages that lie together."""
+class Extent:
+    """Contiguous pages."""
 
     first: int
     count: int
 
 
 @dataclass(slots=True)
-class Holding:
+class PageTable:
     """The pages of one sequence, in the order of its tokens."""
 
-    spans: list[Span] = field(default_factory=list)
-    #: The first so many spans belong to others too and are never written or lengthened.
-    shared_spans: int = 0
-    #: Free pages behind the last span that others leave alone as long as they can.
-    promised: range = range(0)
+    extents: list[Extent] = field(default_factory=list)
+    #: Number of first extents that other sequences share; they are never written or extended.
+    shared_extents: int = 0
+    #: Free pages after the last extent. Other sequences use them only if nothing else is free.
+    reserved: range = range(0)
 
     @property
     def page_count(self) -> int:
-        return sum(span.count for span in self.spans)
+        return sum(extent.count for extent in self.extents)
 
 
 @dataclass(slots=True, eq=False)
-class _Remembered:
-    """A full page in the tree of known beginnings."""
+class _CachedPage:
+    """A full page in the tree of cached prefixes."""
 
     page: int
-    #: Where it hangs: the children of the page before it, or the beginnings of a version.
-    siblings: dict[tuple[int, ...], _Remembered]
+    #: The dict that contains it: the children of the previous page, or the roots of a version.
+    siblings: dict[tuple[int, ...], _CachedPage]
     tokens: tuple[int, ...]
-    children: dict[tuple[int, ...], _Remembered] = field(default_factory=dict)
+    children: dict[tuple[int, ...], _CachedPage] = field(default_factory=dict)
 
 
 class Pages:
     """
-    All pages of a cache. Not enough is an answer, not an error: callers wait or make room.
+    All pages of a KV cache. If pages are short, methods return None or False.
 
-    At most `most_idle` pages are kept for beginnings that nobody uses; 0 remembers nothing.
+    At most `max_idle` idle pages are kept for the prefix cache; 0 disables it.
     """
 
-    def __init__(self, count: int, size: int, *, most_idle: int = 0) -> None:
+    def __init__(self, count: int, size: int, *, max_idle: int = 0) -> None:
         self.count = count
         #: Tokens in a page.
         self.size = size
         self._state = bytearray([_FREE]) * count
         self._users = [0] * count
         self._available = count
-        self._most_idle = most_idle
-        self._beginnings: dict[tuple[Version, str], dict[tuple[int, ...], _Remembered]] = {}
-        self._remembered: dict[int, _Remembered] = {}
-        #: Remembered pages that nobody holds, the least recently used first.
+        self._max_idle = max_idle
+        self._prefix_trees: dict[tuple[Version, str], dict[tuple[int, ...], _CachedPage]] = {}
+        self._cached: dict[int, _CachedPage] = {}
+        #: Cached pages that no sequence uses, least recently used first.
         self._idle: OrderedDict[int, None] = OrderedDict()
 
     @property
     def available(self) -> int:
-        """Pages that can be had, remembered ones that nobody holds included."""
+        """Pages that can be allocated, including idle cached pages."""
         return self._available
 
     @property
-    def remembers(self) -> bool:
-        return self._most_idle > 0
+    def caches_prefixes(self) -> bool:
+        return self._max_idle > 0
 
     @property
     def idle(self) -> int:
-        """Pages kept only because somebody may begin with the same tokens again."""
+        """Number of cached pages that no sequence uses."""
         return len(self._idle)
 
     def needed(self, tokens: int) -> int:
         return -(-tokens // self.size)
 
-    def open(self, count: int, *, most: int, known: Sequence[int] = ()) -> Holding | None:
-        """
-        `count` pages for a sequence that will never have more than `most`.
+    def fits(self, tokens: int) -> bool:
+        """Whether the whole cache can hold a sequence of this many tokens."""
+        return self.needed(tokens) <= self.count
 
-        The first of them are the `known` ones, as `find` named them; the rest are new.
+    def allocate(
+        self, count: int, *, max_pages: int, cached: Sequence[int] = ()
+    ) -> PageTable | None:
         """
-        if self.taken(count, known) > self._available:
+        Allocates `count` pages for a sequence that will never have more than `max_pages`.
+
+        The first are the `cached` pages, as returned by `find`; the others are new.
+        """
+        if self.pages_taken(count, cached) > self._available:
             return None
-        holding = Holding()
-        self._hold(holding, known)
-        if count > len(known):
-            self._begin_span(holding, count - len(known), most - len(known))
-        return holding
+        page_table = PageTable()
+        self._acquire(page_table, cached)
+        if count > len(cached):
+            self._add_extents(page_table, count - len(cached), max_pages - len(cached))
+        return page_table
 
-    def taken(self, count: int, known: Sequence[int]) -> int:
-        """By how many fewer pages are available after `open` with the same arguments."""
-        return count - sum(1 for page in known if self._state[page] == _HELD)
+    def pages_taken(self, count: int, cached: Sequence[int]) -> int:
+        """By how many pages `allocate` with the same arguments reduces `available`."""
+        return count - sum(1 for page in cached if self._state[page] == _USED)
 
-    # -- known beginnings -------------------------------------------------------------------------
+    # -- prefix cache -----------------------------------------------------------------------------
 
     def find(
-        self, version: Version, tokens: Sequence[int], most: int, *, owner: str = ""
+        self, version: Version, tokens: Sequence[int], max_pages: int, *, owner: str = ""
     ) -> list[int]:
         """
-        The remembered pages of the longest beginning of `tokens`, no more than `most`.
+        The cached pages of the longest cached prefix of `tokens`, at most `max_pages`.
 
-        Only those of the same owner: a page that is found shows that somebody asked just this.
+        Only pages of the same owner: a cache hit would reveal the prompts of other owners.
         """
         found: list[int] = []
-        known = self._beginnings.get((version, owner))
-        while known and len(found) < most:
+        entries = self._prefix_trees.get((version, owner))
+        while entries and len(found) < max_pages:
             begin = len(found) * self.size
-            entry = known.get(tuple(tokens[begin : begin + self.size]))
+            entry = entries.get(tuple(tokens[begin : begin + self.size]))
             if entry is None:
                 break
             found.append(entry.page)
-            known = entry.children
+            entries = entry.children
         return found
 
-    def remember(
-        self, version: Version, tokens: Sequence[int], holding: Holding, *, owner: str = ""
+    def insert(
+        self, version: Version, tokens: Sequence[int], page_table: PageTable, *, owner: str = ""
     ) -> None:
         """
-        The full pages of `tokens`, which lie computed in `holding`, can be found from now on.
+        Adds the full, computed pages of `tokens` to the prefix cache.
 
-        Nobody writes to them any more. What is known already stays where it is.
+        These pages are never written again. Tokens that are cached already keep their page.
         """
-        if not self._most_idle:
+        if not self._max_idle:
             return
-        beginnings = siblings = self._beginnings.setdefault((version, owner), {})
-        pages = (p for span in holding.spans for p in range(span.first, span.first + span.count))
+        roots = siblings = self._prefix_trees.setdefault((version, owner), {})
+        pages = (
+            p
+            for extent in page_table.extents
+            for p in range(extent.first, extent.first + extent.count)
+        )
         for index, page in zip(range(len(tokens) // self.size), pages, strict=False):
-            mine = tuple(tokens[index * self.size : (index + 1) * self.size])
-            entry = siblings.get(mine)
+            key = tuple(tokens[index * self.size : (index + 1) * self.size])
+            entry = siblings.get(key)
             if entry is None:
-                entry = siblings[mine] = _Remembered(page, siblings, mine)
-                self._remembered[page] = entry
+                entry = siblings[key] = _CachedPage(page, siblings, key)
+                self._cached[page] = entry
             siblings = entry.children
-        if not beginnings:
-            del self._beginnings[version, owner]
+        if not roots:
+            del self._prefix_trees[version, owner]
 
-    def forget(self, version: Version) -> None:
-        """Nothing computed under these weights will be asked for again."""
-        for key in [key for key in self._beginnings if key[0] == version]:
-            for entry in list(self._beginnings.pop(key).values()):
-                self._drop(entry)
+    def evict(self, version: Version) -> None:
+        """Removes everything of this version from the prefix cache."""
+        for key in [key for key in self._prefix_trees if key[0] == version]:
+            for entry in list(self._prefix_trees.pop(key).values()):
+                self._remove(entry)
 
-    def _hold(self, holding: Holding, known: Iterable[int]) -> None:
-        for page in known:
+    def _acquire(self, page_table: PageTable, cached: Iterable[int]) -> None:
+        for page in cached:
             self._users[page] += 1
             if self._state[page] == _IDLE:
                 del self._idle[page]
-                self._state[page] = _HELD
+                self._state[page] = _USED
                 self._available -= 1
-            last = holding.spans[-1] if holding.spans else None
+            last = page_table.extents[-1] if page_table.extents else None
             if last is not None and last.first + last.count == page:
                 last.count += 1
             else:
-                holding.spans.append(Span(page, 1))
-        holding.shared_spans = len(holding.spans)
+                page_table.extents.append(Extent(page, 1))
+        page_table.shared_extents = len(page_table.extents)
 
-    def _drop(self, entry: _Remembered) -> None:
-        """Forgets a page and whatever goes on from it; who holds one of them keeps it."""
+    def _remove(self, entry: _CachedPage) -> None:
+        """Removes a page and all its descendants from the cache. Sequences keep pages they use."""
         entry.siblings.pop(entry.tokens, None)
-        leaving = [entry]
-        while leaving:
-            one = leaving.pop()
-            leaving += one.children.values()
-            del self._remembered[one.page]
+        removed = [entry]
+        while removed:
+            one = removed.pop()
+            removed += one.children.values()
+            del self._cached[one.page]
             if self._state[one.page] == _IDLE:
                 del self._idle[one.page]
                 self._state[one.page] = _FREE
 
-    def _evict(self, most_idle: int) -> None:
-        while len(self._idle) > max(0, most_idle):
-            self._drop(self._remembered[next(iter(self._idle))])
+    def _evict_idle(self, max_idle: int) -> None:
+        while len(self._idle) > max(0, max_idle):
+            self._remove(self._cached[next(iter(self._idle))])
 
     # -- pages of one sequence --------------------------------------------------------------------
 
-    def extend(self, holding: Holding, *, most: int) -> bool:
-        """One more page at the end; False when there is none."""
+    def extend(self, page_table: PageTable, *, max_pages: int) -> bool:
+        """Adds one page at the end. Returns False if no page is available."""
         if not self._available:
             return False
-        if not self._grow(holding):
-            self._break_promise(holding)
-            self._begin_span(holding, 1, most - holding.page_count)
+        if not self._extend_in_place(page_table):
+            self._release_reserved(page_table)
+            self._add_extents(page_table, 1, max_pages - page_table.page_count)
         return True
 
-    def fork(self, holding: Holding, page_count: int) -> Holding:
+    def fork(self, page_table: PageTable, page_count: int) -> PageTable:
         """
-        A second holding of the first `page_count` pages, to be extended with its own.
+        A second page table that shares the first `page_count` pages.
 
-        From now on neither writes to these pages, and both have them in the same spans.
+        Neither table may write to the shared pages. Both have them in the same extents.
         """
-        self._share(holding, page_count)
-        spans, left = [], page_count
-        for span in holding.spans:
+        self._mark_shared(page_table, page_count)
+        extents, left = [], page_count
+        for extent in page_table.extents:
             if not left:
                 break
-            spans.append(Span(span.first, span.count))
-            left -= span.count
-            for page in range(span.first, span.first + span.count):
+            extents.append(Extent(extent.first, extent.count))
+            left -= extent.count
+            for page in range(extent.first, extent.first + extent.count):
                 self._users[page] += 1
-        return Holding(spans=spans, shared_spans=len(spans))
+        return PageTable(extents=extents, shared_extents=len(extents))
 
-    def close(self, holding: Holding) -> None:
-        """Gives the pages back; those that somebody else holds too stay held."""
-        self._break_promise(holding)
-        # Backwards, so that the end of a beginning is forgotten before its start.
-        for span in reversed(holding.spans):
-            for page in reversed(range(span.first, span.first + span.count)):
+    def release(self, page_table: PageTable) -> None:
+        """Releases all pages; pages that other sequences share stay in use."""
+        self._release_reserved(page_table)
+        # In reverse order, so that the end of a prefix is evicted before its start.
+        for extent in reversed(page_table.extents):
+            for page in reversed(range(extent.first, extent.first + extent.count)):
                 self._users[page] -= 1
                 if not self._users[page]:
                     self._available += 1
-                    if page in self._remembered:
+                    if page in self._cached:
                         self._state[page] = _IDLE
                         self._idle[page] = None
                     else:
                         self._state[page] = _FREE
-        holding.spans, holding.shared_spans = [], 0
-        self._evict(self._most_idle)
+        page_table.extents, page_table.shared_extents = [], 0
+        self._evict_idle(self._max_idle)
 
-    def rows(self, holding: Holding, tokens: int) -> Iterator[tuple[int, int]]:
-        """The runs of cache rows, (start, stop), that hold the first `tokens` tokens."""
+    def slot_ranges(self, page_table: PageTable, tokens: int) -> Iterator[tuple[int, int]]:
+        """The contiguous slot ranges (start, stop) of the first `tokens` tokens."""
         left = tokens
-        for span in holding.spans:
+        for extent in page_table.extents:
             if left <= 0:
                 return
-            start = span.first * self.size
-            length = min(left, span.count * self.size)
+            start = extent.first * self.size
+            length = min(left, extent.count * self.size)
             yield start, start + length
             left -= length
 
-    def row(self, holding: Holding, position: int) -> int:
-        """The cache row of one token."""
-        for span in holding.spans:
-            capacity = span.count * self.size
+    def slot(self, page_table: PageTable, position: int) -> int:
+        """The cache slot of one token."""
+        for extent in page_table.extents:
+            capacity = extent.count * self.size
             if position < capacity:
-                return span.first * self.size + position
+                return extent.first * self.size + position
             position -= capacity
-        raise IndexError(f"the holding has no page for the token {position} behind its end")
+        raise IndexError(f"the page table ends {position + 1} tokens before this position")
 
-    def _share(self, holding: Holding, page_count: int) -> None:
-        """Marks the first pages as shared, with a border between spans behind them."""
-        shared = sum(span.count for span in holding.spans[: holding.shared_spans])
+    def _mark_shared(self, page_table: PageTable, page_count: int) -> None:
+        """Marks the first pages as shared and ends an extent after them."""
+        shared = sum(extent.count for extent in page_table.extents[: page_table.shared_extents])
         shared = max(shared, page_count)
-        spans: list[Span] = []
+        extents: list[Extent] = []
         begin = 0
-        for span in holding.spans:
-            inside = min(max(page_count - begin, 0), span.count)
-            for first, count in ((span.first, inside), (span.first + inside, span.count - inside)):
+        for extent in page_table.extents:
+            inside = min(max(page_count - begin, 0), extent.count)
+            for first, count in (
+                (extent.first, inside),
+                (extent.first + inside, extent.count - inside),
+            ):
                 if count:
-                    spans.append(Span(first, count))
+                    extents.append(Extent(first, count))
                     begin += count
                     if begin == shared:
-                        holding.shared_spans = len(spans)
-        holding.spans = spans
+                        page_table.shared_extents = len(extents)
+        page_table.extents = extents
 
-    def _grow(self, holding: Holding) -> bool:
-        """The last span one page longer, if the next page is not held."""
-        if len(holding.spans) <= holding.shared_spans:
+    def _extend_in_place(self, page_table: PageTable) -> bool:
+        """Extends the last extent by one page if the next page is free or reserved for it."""
+        if len(page_table.extents) <= page_table.shared_extents:
             return False
-        span = holding.spans[-1]
-        page = span.first + span.count
-        if page >= self.count or self._state[page] in (_HELD, _IDLE):
+        extent = page_table.extents[-1]
+        page = extent.first + extent.count
+        if page >= self.count or self._state[page] in (_USED, _IDLE):
             return False
-        if self._state[page] == _PROMISED and page not in holding.promised:
+        if self._state[page] == _RESERVED and page not in page_table.reserved:
             return False
-        self._take(page)
-        span.count += 1
-        holding.promised = range(page + 1, max(page + 1, holding.promised.stop))
+        self._claim(page)
+        extent.count += 1
+        page_table.reserved = range(page + 1, max(page + 1, page_table.reserved.stop))
         return True
 
-    def _begin_span(self, holding: Holding, count: int, most: int) -> None:
-        """`count` pages in as few spans as there are; the caller knows that they are there."""
-        roomy = max(count, min(most, count + GROWTH))
+    def _add_extents(self, page_table: PageTable, count: int, max_pages: int) -> None:
+        """Adds `count` pages in as few extents as possible; the caller knows they are available."""
+        with_reserve = max(count, min(max_pages, count + MAX_RESERVED_PAGES))
         if self._idle:
-            # Room to grow is worth a few remembered pages, never all of them.
-            room = count + min(roomy - count, len(self._idle) // 8)
-            self._evict(len(self._idle) - max(0, room - self._state.count(_FREE)))
-        for wanted in (roomy, count):
+            # Evict a few idle pages for a reservation, but never all of them.
+            room = count + min(with_reserve - count, len(self._idle) // 8)
+            self._evict_idle(len(self._idle) - max(0, room - self._state.count(_FREE)))
+        for wanted in (with_reserve, count):
             first = self._state.find(bytes([_FREE]) * wanted)
             if first >= 0:
                 for page in range(first, first + count):
-                    self._take(page)
-                holding.spans.append(Span(first, count))
-                holding.promised = range(first + count, first + wanted)
-                for page in holding.promised:
-                    self._state[page] = _PROMISED
+                    self._claim(page)
+                page_table.extents.append(Extent(first, count))
+                page_table.reserved = range(first + count, first + wanted)
+                for page in page_table.reserved:
+                    self._state[page] = _RESERVED
                 return
-        # What is free comes first, then what is promised, from the far end of the promise.
-        for kind, find in ((_FREE, self._state.find), (_PROMISED, self._state.rfind)):
+        # Free pages first, then reserved ones, from the end of a reservation.
+        for kind, find in ((_FREE, self._state.find), (_RESERVED, self._state.rfind)):
             while count and (page := find(kind)) >= 0:
-                self._take(page)
+                self._claim(page)
                 count -= 1
-                last = holding.spans[-1] if len(holding.spans) > holding.shared_spans else None
+                last = (
+                    page_table.extents[-1]
+                    if len(page_table.extents) > page_table.shared_extents
+                    else None
+                )
                 if last is not None and last.first + last.count == page:
                     last.count += 1
                 else:
-                    holding.spans.append(Span(page, 1))
-        holding.promised = range(0)
+                    page_table.extents.append(Extent(page, 1))
+        page_table.reserved = range(0)
 
-    def _take(self, page: int) -> None:
-        self._state[page] = _HELD
+    def _claim(self, page: int) -> None:
+        self._state[page] = _USED
         self._users[page] = 1
         self._available -= 1
 
-    def _break_promise(self, holding: Holding) -> None:
-        for page in holding.promised:
-            # Somebody in need may have taken it since.
-            if self._state[page] == _PROMISED:
+    def _release_reserved(self, page_table: PageTable) -> None:
+        for page in page_table.reserved:
+            # Another sequence may have claimed it.
+            if self._state[page] == _RESERVED:
                 self._state[page] = _FREE
-        holding.promised = range(0)
+        page_table.reserved = range(0)

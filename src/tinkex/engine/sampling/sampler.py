@@ -1,17 +1,14 @@
-"""The sampler: continuous batching over one cache, for many adapters and the base at once."""
+"""The sampler: continuous batching over one KV cache, for the base model and many adapters."""
 
 from __future__ import annotations
 
 import logging
-import math
-import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -21,77 +18,71 @@ from tinkex.engine.adapters import checkpoints
 from tinkex.engine.adapters.adapters import SamplerAdapter
 from tinkex.engine.adapters.checkpoints import SavedAdapter, describe_difference
 from tinkex.engine.adapters.memory_plan import Resident
-from tinkex.engine.model.attention import CacheLayer, CacheUse, Level, Packing, Reach, Run, Table
+from tinkex.engine.model.attention import (
+    CachedPrefix,
+    CacheLayer,
+    CacheUse,
+    GatheredTable,
+    Packing,
+    ReadPass,
+    SlotRange,
+)
 from tinkex.engine.model.base_model import BaseModel
-from tinkex.engine.model.lora import Layout, Route, make_layout
+from tinkex.engine.model.lora import AdapterSegment, Layout, make_layout
 from tinkex.engine.sampling.kv_pages import Pages
-from tinkex.engine.sampling.prompt_logprobs import PromptAnswers, check_count, check_questions
+from tinkex.engine.sampling.prompt_logprobs import PromptLogprobResults
+from tinkex.engine.sampling.sample_checks import SampleChecks
 from tinkex.engine.sampling.scheduler import (
-    CopyRows,
+    CopySlots,
     DecodeStep,
-    FillStep,
-    Piece,
-    RunLevel,
-    Schedule,
-    groups,
-    run_levels,
-    table_is_cheaper,
+    PrefillChunk,
+    PrefillStep,
+    RangePass,
+    Scheduler,
+    adapter_ranges,
+    gather_is_cheaper,
+    plan_range_reads,
 )
 from tinkex.engine.sampling.sequences import (
     AdapterKey,
-    Decode,
-    Drawing,
     Request,
     SampleSequence,
-    Stops,
 )
-from tinkex.engine.sampling.token_sampling import Draw, pick
+from tinkex.engine.sampling.token_sampling import SampleStep, sample_tokens
 from tinkex.engine.settings import EngineSettings
-from tinkex.engine.training.request_checks import Limits, checked_tokens
+from tinkex.engine.training.request_checks import Limits
 from tinkex.wire.errors import UserFailure
 from tinkex.wire.sampling import (
     SampledSequence,
     SampleRequest,
     SampleResponse,
-    SamplingParams,
     TopkLogprobs,
 )
-
-if TYPE_CHECKING:
-    from tinkex.models.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
 # T packed tokens, H hidden size
 
-#: Tokens in a page. Small pages waste little at the end of a sequence; runs of neighbours are
-#: read as one, so their number costs nothing.
+#: Tokens in a page. Small pages waste little at the end of a sequence; contiguous pages are read as
+#: one range, so their number does not matter.
 PAGE_TOKENS = 16
 
-#: Tokens drawn for everybody before others get their turn, and seconds after which no other step
-#: is begun.
+#: Limits of one burst: the number of steps, and the seconds after which no further step starts.
 BURST_STEPS = 8
 BURST_S = 0.25
 
-#: Prompt tokens filled in one step while nobody runs, and while others wait for their next token.
-FILL_TOKENS = {"cpu": 2048, "cuda": 8192}
-FILL_TOKENS_BETWEEN = {"cpu": 512, "cuda": 2048}
+#: Maximum prompt tokens of a prefill step, alone and while sequences are decoding.
+MAX_PREFILL_TOKENS = {"cpu": 2048, "cuda": 8192}
+MAX_PREFILL_TOKENS_WHILE_DECODING = {"cpu": 512, "cuda": 2048}
 
-#: Of the cache, for beginnings that nobody uses at the moment: a share and most bytes. On a CPU what
-#: was never written takes no memory, so keeping everything would make an idle server large.
-IDLE_SHARE = {"cpu": 0.25, "cuda": 1.0}
-IDLE_BYTES = {"cpu": 1 << 29, "cuda": 1 << 40}
+#: Limits of idle pages in the prefix cache, as a fraction of all pages and in bytes. On a CPU pages
+#: that were never written take no memory, so without a limit an idle server would grow.
+MAX_IDLE_FRACTION = {"cpu": 0.25, "cuda": 1.0}
+MAX_IDLE_BYTES = {"cpu": 1 << 29, "cuda": 1 << 40}
 
-#: Below this temperature the likeliest token is taken, as for 0. Logits are float32: at such a
-#: temperature their smallest difference decides already, and far below it they would overflow.
-LEAST_TEMPERATURE = 1e-6
-
-#: While a request waits for room for its adapter, others sample with the adapters in memory for so
-#: many seconds. After that they wait until it has room, or a steady stream of them would keep it out.
-ROOM_WAIT_S = 30.0
-
-#: A request for more samples is most likely a mistake.
-MAX_SAMPLES = 1024
+#: While a request waits for memory for its adapter, requests for loaded adapters are admitted for
+#: this many seconds. Then they wait too, or a steady stream of them would block it forever.
+MAX_ROOM_WAIT_S = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,36 +92,36 @@ class Finished:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Grown:
-    """Tokens that a sequence of a streamed request got since it was last asked about."""
+class PartialOutput:
+    """Tokens of a streamed sequence that were sampled since the last report."""
 
     ticket: int
     sequence: int
-    #: The place of the first of them.
+    #: Index of the first of them in the sequence.
     start: int
     tokens: list[int]
     logprobs: list[float]
 
 
 @dataclass(kw_only=True)
-class _Answer:
-    """What is known of one request's answer."""
+class _PendingResponse:
+    """A request and its results so far."""
 
     request: Request
     sequences: list[SampleSequence] = field(default_factory=list)
-    prompt: PromptAnswers
-    #: Prompt tokens that were in the cache.
-    found: int = 0
+    prompt: PromptLogprobResults
+    #: Prompt tokens found in the prefix cache.
+    cached_tokens: int = 0
 
 
 @dataclass(kw_only=True)
-class _Reading:
-    """An adapter that is being read from its folder, or has been and waits for room."""
+class _AdapterLoad:
+    """An adapter that is being read from its folder, or was read and waits for memory."""
 
     key: str
-    adapter: Future[SamplerAdapter]
-    #: When it began to wait for room.
-    waits_from_s: float | None = None
+    future: Future[SamplerAdapter]
+    #: When it started to wait for memory.
+    waiting_since_s: float | None = None
 
 
 class Sampler:
@@ -145,115 +136,118 @@ class Sampler:
         make_room: Callable[[int, str], None],
         clock: Callable[[], int],
     ) -> None:
-        #: Whether an adapter of this size fits only after one that is in use has left.
+        #: Whether an adapter of this size fits only after adapters in use become idle.
         self._must_wait = must_wait
-        #: Called with a size and what it is for before an adapter is loaded; may refuse.
+        #: Called with size and description before an adapter is loaded; may raise `UserFailure`.
         self._make_room = make_room
-        #: Counts uses of adapters, here and in training alike.
+        #: Counts uses of adapters, together with those in training.
         self._clock = clock
         self._model = model
         self._settings = settings
-        self._limits = Limits(
-            vocab_size=model.vocab_size, max_context_length=model.max_context_length
-        )
         self._adapters: OrderedDict[str, SamplerAdapter] = OrderedDict()
         self._last_used: dict[str, int] = {}
-        #: Reads adapters, so that nobody waits for a disk who does not need it.
+        #: Reads adapters in the background, so that other requests need not wait for the disk.
         self._reader = ThreadPoolExecutor(1, "tinkex-adapters")
-        #: One at a time: whoever asked first has the next room.
-        self._reading: _Reading | None = None
-        #: Whether the last step found nothing to compute, and no request has come since.
-        self._stands_still = False
+        #: One load at a time, so that adapters get memory in the order of their requests.
+        self._loading: _AdapterLoad | None = None
+        #: Whether the last step found nothing to compute and no request has arrived since.
+        self._stalled = False
         #: Requests whose adapter could not be loaded.
-        self._refused: list[Finished] = []
-        self._answers: dict[int, _Answer] = {}
-        #: Streamed sequences with tokens that were not told yet, in the order they got them.
-        self._grown: dict[SampleSequence, None] = {}
-        self._tokenizer: Tokenizer | None = None
+        self._failed_loads: list[Finished] = []
+        self._pending: dict[int, _PendingResponse] = {}
+        #: Streamed sequences with unreported tokens, in the order in which they were sampled.
+        self._partial: dict[SampleSequence, None] = {}
         count, kind = max(1, kv_tokens // PAGE_TOKENS), model.device.type
-        most_idle = 0
-        # Tokens found in the cache were computed in other company: equal up to rounding only.
+        max_idle = 0
+        # Cached tokens were computed in another batch and are equal only up to rounding.
         if settings.prefix_cache and not settings.deterministic:
             bytes_each = PAGE_TOKENS * model.cache_bytes_per_token
-            most_idle = min(int(count * IDLE_SHARE[kind]), IDLE_BYTES[kind] // bytes_each)
-        pages = Pages(count, PAGE_TOKENS, most_idle=most_idle)
-        self._schedule = Schedule(
+            max_idle = min(int(count * MAX_IDLE_FRACTION[kind]), MAX_IDLE_BYTES[kind] // bytes_each)
+        pages = Pages(count, PAGE_TOKENS, max_idle=max_idle)
+        self._scheduler = Scheduler(
             pages,
             max_sequences=settings.max_sequences,
-            max_batch_tokens=min(max_batch_tokens, FILL_TOKENS[kind]),
-            fill_tokens=FILL_TOKENS_BETWEEN[kind],
+            max_batch_tokens=min(max_batch_tokens, MAX_PREFILL_TOKENS[kind]),
+            prefill_tokens=MAX_PREFILL_TOKENS_WHILE_DECODING[kind],
             one_request_at_a_time=settings.deterministic,
             load_adapter=self._load_adapter,
             may_load=self._may_load,
         )
-        # Never written before it is needed, so on a CPU the size is only a promise.
-        rows = pages.count * pages.size
+        self._checks = SampleChecks(
+            Limits(vocab_size=model.vocab_size, max_context_length=model.max_context_length),
+            pages=pages,
+            eos_token_ids=model.eos_token_ids,
+            folder=settings.folder,
+        )
+        # Not initialized: on a CPU pages take physical memory only once they are written.
+        slots = pages.count * pages.size
         self._layers = [
             CacheLayer(
-                torch.empty(rows, *shape, dtype=model.dtype, device=model.device),
-                torch.empty(rows, *shape, dtype=model.dtype, device=model.device),
+                torch.empty(slots, *shape, dtype=model.dtype, device=model.device),
+                torch.empty(slots, *shape, dtype=model.dtype, device=model.device),
             )
             for shape in model.cache_shapes
         ]
 
     @property
     def busy(self) -> bool:
-        return self._schedule.busy
+        return self._scheduler.busy
 
     @property
     def awaited_read(self) -> Future[SamplerAdapter] | None:
-        """The read of an adapter without which nothing can be sampled; None if something can."""
-        if self._reading is None or not self._stands_still or self._reading.adapter.done():
+        """The adapter read that all requests wait for; None if some request can proceed."""
+        if self._loading is None or not self._stalled or self._loading.future.done():
             return None
-        return self._reading.adapter
+        return self._loading.future
 
     @property
-    def schedule(self) -> Schedule:
-        """To be read: how many wait, run, and hold pages."""
-        return self._schedule
+    def scheduler(self) -> Scheduler:
+        """For statistics only."""
+        return self._scheduler
 
     def submit(
         self,
         ticket: int,
-        wire: SampleRequest,
+        sample_request: SampleRequest,
         adapter: Path | None,
         *,
         owner: str = "",
         streams: bool = False,
     ) -> None:
-        """Checks the request and puts it in line; a `UserFailure` means that nothing happened."""
+        """Checks and queues a request. If it raises `UserFailure`, nothing has changed."""
         key = None if adapter is None else str(adapter)
-        request = self._checked(ticket, wire, key, owner, streams)
-        self._answers[ticket] = _Answer(
-            request=request, prompt=PromptAnswers(wire, request.prompt, request.questions)
+        request = self._checks.check(ticket, sample_request, key, owner, streams)
+        self._pending[ticket] = _PendingResponse(
+            request=request,
+            prompt=PromptLogprobResults(sample_request, request.prompt, request.prompt_logprobs),
         )
-        self._schedule.add(request)
-        self._stands_still = False
+        self._scheduler.add(request)
+        self._stalled = False
 
     def cancel(self, ticket: int) -> None:
-        self._schedule.cancel(ticket)
-        self._answers.pop(ticket, None)
-        if self._reading and self._reading.key not in self._schedule.adapters_waited_for():
-            self._reading.adapter.cancel()
-            self._reading = None
-        self._grown = {each: None for each in self._grown if each.request.ticket != ticket}
+        self._scheduler.cancel(ticket)
+        self._pending.pop(ticket, None)
+        if self._loading and self._loading.key not in self._scheduler.adapters_awaited():
+            self._loading.future.cancel()
+            self._loading = None
+        self._partial = {each: None for each in self._partial if each.request.ticket != ticket}
 
     def advance(self) -> list[Finished]:
-        """A burst of steps for everybody; ends early when a request is answered. Waits for no disk."""
+        """Runs a burst of steps; ends early when a request finishes. Never waits for the disk."""
         finished: list[Finished] = []
         ends_s = time.perf_counter() + BURST_S
         for _ in range(BURST_STEPS):
-            step = self._schedule.next_step()
-            self._stands_still = step is None
-            refused, self._refused = self._refused, []
-            finished += refused
+            step = self._scheduler.next_step()
+            self._stalled = step is None
+            failed, self._failed_loads = self._failed_loads, []
+            finished += failed
             if step is None:
                 break
             try:
                 with torch.inference_mode():
                     self._run(step)
             except Exception as error:
-                # Whoever was in the step gets to know; everybody else goes on.
+                # Fail the requests in this step; the others continue.
                 log.exception("sampling step failed")
                 finished += self._fail(tickets_of(step), error)
             finished += self._collect()
@@ -262,14 +256,14 @@ class Sampler:
         self._drop_idle_adapters()
         return finished
 
-    def grown(self) -> list[Grown]:
-        """The tokens of streamed requests that were not told yet, also of those just answered."""
-        grown, self._grown = self._grown, {}
-        told = []
-        for sequence in grown:
-            start, sequence.told = sequence.told, len(sequence.tokens)
-            told.append(
-                Grown(
+    def partial_outputs(self) -> list[PartialOutput]:
+        """Unreported tokens of streamed requests, including requests that have just finished."""
+        changed, self._partial = self._partial, {}
+        outputs = []
+        for sequence in changed:
+            start, sequence.reported = sequence.reported, len(sequence.tokens)
+            outputs.append(
+                PartialOutput(
                     ticket=sequence.request.ticket,
                     sequence=sequence.index,
                     start=start,
@@ -277,137 +271,57 @@ class Sampler:
                     logprobs=sequence.logprobs[start:],
                 )
             )
-        return told
-
-    # -- requests ---------------------------------------------------------------------------------
-
-    def _checked(
-        self, ticket: int, wire: SampleRequest, adapter: AdapterKey, owner: str, streams: bool
-    ) -> Request:
-        refuse_unsupported(wire)
-        prompt = checked_tokens(wire.prompt, self._limits, where="prompt").tolist()
-        params = wire.sampling_params
-        if not 1 <= wire.num_samples <= MAX_SAMPLES:
-            raise UserFailure(
-                f"num_samples is {wire.num_samples}; it goes from 1 to {MAX_SAMPLES}."
-            )
-        new = self._new_tokens(len(prompt), params.max_tokens)
-        if not self._schedule.fits(len(prompt) + new):
-            pages = self._schedule.pages
-            raise UserFailure(
-                f"prompt ({len(prompt)} tokens) and max_tokens ({new}) need room for "
-                f"{len(prompt) + new} tokens, and the server's cache holds "
-                f"{pages.count * pages.size}. Ask for fewer tokens, or start the server with more."
-            )
-        return Request(
-            ticket=ticket,
-            adapter=adapter,
-            prompt=prompt,
-            samples=wire.num_samples,
-            max_new_tokens=new,
-            drawing=checked_drawing(wire, self._limits.vocab_size),
-            stops=self._stops(params),
-            questions=check_questions(wire, len(prompt), self._limits.vocab_size),
-            owner=owner,
-            streams=streams,
-        )
-
-    def _new_tokens(self, prompt: int, max_tokens: int | None) -> int:
-        context = self._limits.max_context_length
-        if max_tokens is None:
-            if prompt >= context:
-                raise UserFailure(
-                    f"the prompt has {prompt} tokens and fills the context of {context}; nothing "
-                    "can be sampled after it."
-                )
-            return context - prompt
-        if max_tokens < 1:
-            raise UserFailure(f"max_tokens is {max_tokens}; it must be at least 1.")
-        if prompt + max_tokens > context:
-            raise UserFailure(
-                f"the prompt's {prompt} tokens and max_tokens {max_tokens} are {prompt + max_tokens} "
-                f"together, and the model's context is {context}. "
-                f"Ask for at most {max(0, context - prompt)} tokens."
-            )
-        return max_tokens
-
-    def _stops(self, params: SamplingParams) -> Stops:
-        stop = params.stop
-        if stop is None:
-            return Stops(token_ids=self._model.eos_token_ids)
-        given = [stop] if isinstance(stop, str) else list(stop)
-        ids = frozenset(item for item in given if isinstance(item, int))
-        texts = tuple(item for item in given if isinstance(item, str))
-        if "" in texts:
-            raise UserFailure("sampling_params.stop holds an empty text, which is always met.")
-        vocabulary = self._limits.vocab_size
-        if outside := [item for item in ids if not 0 <= item < vocabulary]:
-            raise UserFailure(
-                f"sampling_params.stop holds token {outside[0]}; ids go from 0 to {vocabulary - 1}."
-            )
-        if not texts:
-            return Stops(token_ids=ids)
-        # A text comes on top of the end that the model itself sets: programs that stop at a line
-        # break do not expect a second turn behind the end of the first. Token ids, and the empty
-        # list, are an exact choice.
-        return Stops(token_ids=ids | self._model.eos_token_ids, texts=texts, decode=self._decoder())
-
-    def _decoder(self) -> Decode:
-        if self._tokenizer is None:
-            from tinkex.models.tokenizer import load_tokenizer
-
-            self._tokenizer = load_tokenizer(self._settings.folder)
-        return self._tokenizer.decode
+        return outputs
 
     # -- adapters ---------------------------------------------------------------------------------
 
     def _may_load(self, key: AdapterKey) -> bool:
-        """Whether samples of an adapter may begin, or read it, although another may be on its way."""
-        reading = self._reading
-        if key is None or reading is None or key == reading.key:
+        """Whether a request for this adapter may be admitted while another is being loaded."""
+        loading = self._loading
+        if key is None or loading is None or key == loading.key:
             return True
-        since_s = reading.waits_from_s
-        overdue = since_s is not None and time.monotonic() - since_s > ROOM_WAIT_S
+        since_s = loading.waiting_since_s
+        overdue = since_s is not None and time.monotonic() - since_s > MAX_ROOM_WAIT_S
         return key in self._adapters and not overdue
 
     def _load_adapter(self, request: Request) -> bool:
-        """Whether the adapter of a request that is next in line is in memory, now or already."""
+        """Loads the adapter of the next request. Returns whether it is in memory."""
         key = request.adapter
         if key is None:
             return True
         try:
-            if key not in self._adapters and not self._bring_in(key):
+            if key not in self._adapters and not self._load(key):
                 return False
-        except Exception as error:  # noqa: BLE001  the outcome of this request, and of no other
-            self._reading = None
-            self._refused += self._fail({request.ticket}, error)
+        except Exception as error:  # noqa: BLE001  the outcome of this request only
+            self._loading = None
+            self._failed_loads += self._fail({request.ticket}, error)
             return False
         self._adapters.move_to_end(key)
         self._last_used[key] = self._clock()
         return True
 
-    def _bring_in(self, key: str) -> bool:
-        """Whether an adapter that is not in memory came there; if not, ask again."""
-        if self._reading is None:
+    def _load(self, key: str) -> bool:
+        """Starts or finishes loading an adapter. Returns False if it is not in memory yet."""
+        if self._loading is None:
             reading = self._reader.submit(read_sampler_adapter, self._model, Path(key))
-            self._reading = _Reading(key=key, adapter=reading)
-        if not self._reading.adapter.done():
+            self._loading = _AdapterLoad(key=key, future=reading)
+        if not self._loading.future.done():
             return False
-        used = self._schedule.adapters_in_use()
-        adapter = self._reading.adapter.result()
-        # Samples that use the memory now end some time. Without any it is now or never.
+        used = self._scheduler.adapters_in_use()
+        adapter = self._loading.future.result()
+        # If adapters are in use, wait for them to become idle. Otherwise load now or fail.
         if used - {None} and self._must_wait(adapter.live.nbytes):
-            if self._reading.waits_from_s is None:
-                self._reading.waits_from_s = time.monotonic()
+            if self._loading.waiting_since_s is None:
+                self._loading.waiting_since_s = time.monotonic()
             return False
         self._make_room(adapter.live.nbytes, f"the adapter of {Path(key).name}")
         self._adapters[key] = adapter.to(self._model.device)
-        self._reading = None
+        self._loading = None
         return True
 
     def adapter_residents(self) -> list[Resident]:
-        """The adapters as whoever plans the memory sees them."""
-        used = self._schedule.adapters_in_use()
+        """The adapters in memory, for the adapter store."""
+        used = self._scheduler.adapters_in_use()
         return [
             Resident(
                 name=key,
@@ -421,28 +335,30 @@ class Sampler:
 
     def drop_adapter(self, name: str) -> None:
         del self._adapters[name], self._last_used[name]
-        self._schedule.pages.forget(name)
+        self._scheduler.pages.evict(name)
 
     def _drop_idle_adapters(self) -> None:
         spare = len(self._adapters) - self._settings.idle_adapters
         if spare <= 0:
             return
-        kept = self._schedule.adapters_in_use() | self._schedule.adapters_waited_for()
+        kept = self._scheduler.adapters_in_use() | self._scheduler.adapters_awaited()
         for key in [key for key in self._adapters if key not in kept][:spare]:
             self.drop_adapter(key)
 
-    def _routes(self, ranges: Sequence[tuple[int, int, AdapterKey]]) -> list[Route]:
+    def _adapter_segments(
+        self, ranges: Sequence[tuple[int, int, AdapterKey]]
+    ) -> list[AdapterSegment]:
         return [
-            Route(start, stop, self._adapters[key].pairs)
+            AdapterSegment(start, stop, self._adapters[key].pairs)
             for start, stop, key in ranges
             if key is not None
         ]
 
     # -- steps ------------------------------------------------------------------------------------
 
-    def _run(self, step: FillStep | DecodeStep) -> None:
-        if isinstance(step, FillStep):
-            self._fill(step)
+    def _run(self, step: PrefillStep | DecodeStep) -> None:
+        if isinstance(step, PrefillStep):
+            self._prefill(step)
         else:
             self._decode(step)
 
@@ -451,136 +367,145 @@ class Sampler:
             self.cancel(ticket)
         return [Finished(ticket=ticket, outcome=error) for ticket in sorted(tickets)]
 
-    def _fill(self, step: FillStep) -> None:
-        pieces = step.pieces
-        device, pages = self._model.device, self._schedule.pages
-        lengths = [piece.stop - piece.start for piece in pieces]
-        rows = [rows_of(pages, piece) for piece in pieces]
+    def _prefill(self, step: PrefillStep) -> None:
+        chunks = step.chunks
+        device, pages = self._model.device, self._scheduler.pages
+        lengths = [chunk.stop - chunk.start for chunk in chunks]
+        slots = [slots_of(pages, chunk) for chunk in chunks]
         cache = CacheUse(
             layers=self._layers,
-            write_T=torch.cat([r[p.start :] for r, p in zip(rows, pieces, strict=True)]).to(device),
-            reaches=[
-                Reach.of(r.to(device), p.stop - p.start) if p.start else None
-                for r, p in zip(rows, pieces, strict=True)
+            write_slots_T=torch.cat([s[c.start :] for s, c in zip(slots, chunks, strict=True)]).to(
+                device
+            ),
+            prefixes=[
+                CachedPrefix.of(s.to(device), c.stop - c.start) if c.start else None
+                for s, c in zip(slots, chunks, strict=True)
             ],
         )
         packing = Packing.of(
-            lengths, device=device, offsets=[piece.start for piece in pieces], cache=cache
+            lengths, device=device, offsets=[chunk.start for chunk in chunks], cache=cache
         )
-        ids = [token for piece in pieces for token in piece.fill.tokens[piece.start : piece.stop]]
+        ids = [
+            token for chunk in chunks for token in chunk.prefill.tokens[chunk.start : chunk.stop]
+        ]
         starts = packing.starts
-        routes = self._routes(
+        segments = self._adapter_segments(
             [
-                (start, stop, piece.fill.request.adapter)
-                for start, stop, piece in zip(starts, starts[1:], pieces, strict=False)
+                (start, stop, chunk.prefill.request.adapter)
+                for start, stop, chunk in zip(starts, starts[1:], chunks, strict=False)
             ]
         )
-        hidden_TH = self._model.hidden(torch.tensor(ids, device=device), packing, routes)
-        begins: list[tuple[int, list[SampleSequence]]] = []
-        for at, piece in enumerate(pieces):
+        hidden_TH = self._model.hidden(torch.tensor(ids, device=device), packing, segments)
+        ready: list[tuple[int, list[SampleSequence]]] = []
+        for at, chunk in enumerate(chunks):
             hidden = hidden_TH[starts[at] : starts[at + 1]]
-            answer = self._answers[piece.fill.request.ticket]
-            answer.found = max(answer.found, piece.fill.found or 0)
-            if piece.fill.questions:
-                self._answer_questions(piece, hidden)
-            born, copies = self._schedule.filled(piece)
-            self._copy(copies)
-            if born:
-                begins.append((starts[at + 1] - 1, born))
-        if begins:
-            self._begin(hidden_TH, begins)
+            pending = self._pending[chunk.prefill.request.ticket]
+            pending.cached_tokens = max(pending.cached_tokens, chunk.prefill.cached_tokens or 0)
+            if chunk.prefill.prompt_logprobs:
+                self._score_prompt(chunk, hidden)
+            started, copies = self._scheduler.finish_chunk(chunk)
+            self._copy_slots(copies)
+            if started:
+                ready.append((starts[at + 1] - 1, started))
+        if ready:
+            self._sample_first_tokens(hidden_TH, ready)
 
-    def _begin(self, hidden_TH: Tensor, begins: Sequence[tuple[int, list[SampleSequence]]]) -> None:
-        """The next token of sequences that have all their known tokens in the cache."""
-        routes = self._routes(groups(born[0] for _, born in begins))
-        logits = self._model.head.logits(hidden_TH[[row for row, _ in begins]], routes)
-        repeats = [at for at, (_, born) in enumerate(begins) for _ in born]
-        self._draw([sequence for _, born in begins for sequence in born], logits[repeats])
+    def _sample_first_tokens(
+        self, hidden_TH: Tensor, ready: Sequence[tuple[int, list[SampleSequence]]]
+    ) -> None:
+        """Samples the first token of sequences whose prefill is complete."""
+        segments = self._adapter_segments(adapter_ranges(started[0] for _, started in ready))
+        logits = self._model.head.logits(hidden_TH[[at for at, _ in ready]], segments)
+        repeats = [at for at, (_, started) in enumerate(ready) for _ in started]
+        self._sample([sequence for _, started in ready for sequence in started], logits[repeats])
 
     def _decode(self, step: DecodeStep) -> None:
         sequences = step.sequences
-        device, pages = self._model.device, self._schedule.pages
-        positions = [sequence.known - 1 for sequence in sequences]
+        device, pages = self._model.device, self._scheduler.pages
+        positions = [sequence.length - 1 for sequence in sequences]
         write = [
-            pages.row(sequence.holding, position)
+            pages.slot(sequence.page_table, position)
             for sequence, position in zip(sequences, positions, strict=True)
         ]
-        levels = None
+        passes = None
         if device.type == "cpu":
-            runs = run_levels(pages, sequences)
-            if not table_is_cheaper(runs, [sequence.known for sequence in sequences]):
-                levels = as_levels(runs)
+            range_passes = plan_range_reads(pages, sequences)
+            if not gather_is_cheaper(range_passes, [sequence.length for sequence in sequences]):
+                passes = to_read_passes(range_passes)
         cache = CacheUse(
             layers=self._layers,
-            write_T=torch.tensor(write, device=device),
-            levels=levels,
-            table=None if levels else row_table(pages, sequences, self._model),
+            write_slots_T=torch.tensor(write, device=device),
+            passes=passes,
+            table=None if passes else gathered_table(pages, sequences, self._model),
         )
         packing = Packing.of([1] * len(sequences), device=device, offsets=positions, cache=cache)
-        routes = self._routes(groups(sequences))
+        segments = self._adapter_segments(adapter_ranges(sequences))
         ids = torch.tensor([sequence.tokens[-1] for sequence in sequences], device=device)
-        hidden_SH = self._model.hidden(ids, packing, routes)
-        self._draw(sequences, self._model.head.logits(hidden_SH, routes))
+        hidden_SH = self._model.hidden(ids, packing, segments)
+        self._sample(sequences, self._model.head.logits(hidden_SH, segments))
 
-    def _draw(self, sequences: Sequence[SampleSequence], logits_SV: Tensor) -> None:
-        draws = [Draw(s.request.drawing, s.index, len(s.tokens)) for s in sequences]
-        picked = pick(logits_SV, draws)
+    def _sample(self, sequences: Sequence[SampleSequence], logits_SV: Tensor) -> None:
+        steps = [SampleStep(s.request.sampling, s.index, len(s.tokens)) for s in sequences]
+        sampled = sample_tokens(logits_SV, steps)
         for at, sequence in enumerate(sequences):
-            sequence.append(picked.tokens[at], picked.logprobs[at], picked.tops[at])
+            sequence.append(sampled.tokens[at], sampled.logprobs[at], sampled.tops[at])
             if sequence.request.streams:
-                self._grown[sequence] = None
+                self._partial[sequence] = None
 
-    def _copy(self, copies: Sequence[CopyRows]) -> None:
+    def _copy_slots(self, copies: Sequence[CopySlots]) -> None:
         for source, target, length in copies:
             for layer in self._layers:
-                for rows in layer:
-                    rows[target : target + length] = rows[source : source + length]
+                for cached in layer:
+                    cached[target : target + length] = cached[source : source + length]
 
-    def _answer_questions(self, piece: Piece, hidden_tH: Tensor) -> None:
-        request = piece.fill.request
-        answers = self._answers[request.ticket].prompt
-        rows = answers.needed(piece.start, piece.stop)
-        if not len(rows):
+    def _score_prompt(self, chunk: PrefillChunk, hidden_tH: Tensor) -> None:
+        request = chunk.prefill.request
+        results = self._pending[request.ticket].prompt
+        sources = results.needed_sources(chunk.start, chunk.stop)
+        if not len(sources):
             return
-        asked = hidden_tH[torch.from_numpy(rows - piece.start).to(hidden_tH.device)]
-        routes = self._routes([(0, len(asked), request.adapter)])
-        for chunk in self._model.head.chunks(asked, routes):
-            answers.take(rows[chunk.rows], chunk.logits_tV, request.drawing)
+        needed_tH = hidden_tH[torch.from_numpy(sources - chunk.start).to(hidden_tH.device)]
+        segments = self._adapter_segments([(0, len(needed_tH), request.adapter)])
+        for part in self._model.head.chunks(needed_tH, segments):
+            results.add_logits(sources[part.span], part.logits_tV, request.sampling)
 
-    # -- answers ----------------------------------------------------------------------------------
+    # -- results ----------------------------------------------------------------------------------
 
     def _collect(self) -> list[Finished]:
         finished = []
-        for sequence in self._schedule.drop_finished():
-            answer = self._answers[sequence.request.ticket]
-            answer.sequences.append(sequence)
-            if len(answer.sequences) == answer.request.samples:
-                del self._answers[answer.request.ticket]
-                finished.append(Finished(ticket=answer.request.ticket, outcome=response(answer)))
+        for sequence in self._scheduler.drop_finished():
+            pending = self._pending[sequence.request.ticket]
+            pending.sequences.append(sequence)
+            if len(pending.sequences) == pending.request.samples:
+                del self._pending[pending.request.ticket]
+                finished.append(
+                    Finished(ticket=pending.request.ticket, outcome=to_response(pending))
+                )
         return finished
 
 
-def tickets_of(step: FillStep | DecodeStep) -> set[int]:
-    if isinstance(step, FillStep):
-        return {piece.fill.request.ticket for piece in step.pieces}
+def tickets_of(step: PrefillStep | DecodeStep) -> set[int]:
+    if isinstance(step, PrefillStep):
+        return {chunk.prefill.request.ticket for chunk in step.chunks}
     return {sequence.request.ticket for sequence in step.sequences}
 
 
-def response(answer: _Answer) -> SampleResponse:
-    prompt = answer.prompt
+def to_response(pending: _PendingResponse) -> SampleResponse:
+    prompt = pending.prompt
     return SampleResponse(
         sequences=[
-            sampled(sequence) for sequence in sorted(answer.sequences, key=lambda s: s.index)
+            to_sampled_sequence(sequence)
+            for sequence in sorted(pending.sequences, key=lambda s: s.index)
         ],
         prompt_logprobs_np=prompt.logprobs,
         topk_prompt_logprobs_np=prompt.top,
         target_prompt_logprobs=prompt.targets,
-        prompt_cache_hit_tokens=answer.found,
+        prompt_cache_hit_tokens=pending.cached_tokens,
         prompt_alt_tokens=prompt.alternatives,
     )
 
 
-def sampled(sequence: SampleSequence) -> SampledSequence:
+def to_sampled_sequence(sequence: SampleSequence) -> SampledSequence:
     assert sequence.stop_reason is not None
     top = None
     if sequence.top:
@@ -595,68 +520,41 @@ def sampled(sequence: SampleSequence) -> SampledSequence:
     )
 
 
-def rows_of(pages: Pages, piece: Piece) -> Tensor:
-    """The cache rows of a fill's tokens up to the end of the piece."""
-    runs = pages.rows(piece.fill.holding, piece.stop)
-    return torch.cat([torch.arange(start, stop) for start, stop in runs])
+def slots_of(pages: Pages, chunk: PrefillChunk) -> Tensor:
+    """The cache slots of a prefill's tokens up to the end of the chunk."""
+    ranges = pages.slot_ranges(chunk.prefill.page_table, chunk.stop)
+    return torch.cat([torch.arange(start, stop) for start, stop in ranges])
 
 
-def as_levels(levels: Sequence[RunLevel]) -> list[Level]:
+def to_read_passes(passes: Sequence[RangePass]) -> list[ReadPass]:
     return [
-        Level([Run(*run) for run in level.runs], torch.tensor(level.rows) if depth else None)
-        for depth, level in enumerate(levels)
+        ReadPass(
+            [SlotRange(*slot_range) for slot_range in range_pass.ranges],
+            torch.tensor(range_pass.sequences) if depth else None,
+        )
+        for depth, range_pass in enumerate(passes)
     ]
 
 
-def row_table(pages: Pages, sequences: Sequence[SampleSequence], model: BaseModel) -> Table:
-    """What a decode step reads, as one rectangle."""
-    longest = max(sequence.known for sequence in sequences)
-    rows = np.zeros((len(sequences), longest), np.int64)
+def gathered_table(
+    pages: Pages, sequences: Sequence[SampleSequence], model: BaseModel
+) -> GatheredTable:
+    """All slots that a decode step reads, as one rectangle."""
+    longest = max(sequence.length for sequence in sequences)
+    slots = np.zeros((len(sequences), longest), np.int64)
     bias = np.zeros((len(sequences), longest), np.float32)
     for at, sequence in enumerate(sequences):
         begin = 0
-        for start, stop in pages.rows(sequence.holding, sequence.known):
-            rows[at, begin : begin + stop - start] = np.arange(start, stop)
+        for start, stop in pages.slot_ranges(sequence.page_table, sequence.length):
+            slots[at, begin : begin + stop - start] = np.arange(start, stop)
             begin += stop - start
-        # Filling repeats a row that is written: what was never written may be NaN, and 0 * NaN is.
-        rows[at, begin:] = rows[at, 0]
+        # Pad with an initialized slot: uninitialized cache may hold NaN, and masking does not
+        # remove NaN (0 * NaN = NaN).
+        slots[at, begin:] = slots[at, 0]
         bias[at, begin:] = -np.inf
-    return Table(
-        torch.from_numpy(rows.reshape(-1)).to(model.device),
+    return GatheredTable(
+        torch.from_numpy(slots.reshape(-1)).to(model.device),
         torch.from_numpy(bias[:, None, None, :]).to(model.device, model.dtype),
-    )
-
-
-# -- checks ---------------------------------------------------------------------------------------
-
-
-def refuse_unsupported(wire: SampleRequest) -> None:
-    if wire.record_stability_info:
-        raise UserFailure(
-            "record_stability_info is not supported by this server: it serves the loss "
-            "stable_reinforce, which is not public. Create the sampling client without it."
-        )
-
-
-def checked_drawing(wire: SampleRequest, vocab_size: int) -> Drawing:
-    params = wire.sampling_params
-    if not (math.isfinite(params.temperature) and params.temperature >= 0):
-        raise UserFailure(
-            f"sampling_params.temperature is {params.temperature}; it is 0 (greedy) or positive."
-        )
-    if params.top_k != -1 and params.top_k < 1:
-        raise UserFailure(
-            f"sampling_params.top_k is {params.top_k}; use -1 for all, or 1 and more."
-        )
-    if not 0 < params.top_p <= 1:
-        raise UserFailure(f"sampling_params.top_p is {params.top_p}; it lies in (0, 1].")
-    check_count("topk_sample_logprobs", wire.topk_sample_logprobs, vocab_size)
-    return Drawing(
-        temperature=params.temperature if params.temperature >= LEAST_TEMPERATURE else 0.0,
-        top_k=None if params.top_k == -1 else params.top_k,
-        top_p=None if params.top_p == 1 else params.top_p,
-        seed=secrets.randbits(63) if params.seed is None else params.seed,
-        report_top=wire.topk_sample_logprobs,
     )
 
 
@@ -664,7 +562,7 @@ def checked_drawing(wire: SampleRequest, vocab_size: int) -> Drawing:
 
 
 def sampler_layout(model: BaseModel, saved: SavedAdapter, folder: Path) -> Layout:
-    """Where the adapter's matrices will lie; refuses what does not fit the base model."""
+    """The layout of a saved adapter. Raises `UserFailure` if it does not fit the base model."""
     known = {target.name: target for target in model.targets}
     if extra := saved.pairs.keys() - known.keys():
         raise UserFailure(
@@ -673,16 +571,16 @@ def sampler_layout(model: BaseModel, saved: SavedAdapter, folder: Path) -> Layou
     for name, (A, B) in saved.pairs.items():
         if (A.shape[1], B.shape[0]) != (known[name].inputs, known[name].outputs):
             raise UserFailure(
-                f"{folder.name}: {name} maps {A.shape[1]} to {B.shape[0]} features, and in this "
-                f"base model {known[name].inputs} to {known[name].outputs}."
+                f"{folder.name}: {name} maps {A.shape[1]} to {B.shape[0]} features, but in this "
+                f"base model it maps {known[name].inputs} to {known[name].outputs}."
             )
     return make_layout([known[name] for name in known if name in saved.pairs], saved.rank)
 
 
 def read_sampler_adapter(model: BaseModel, folder: Path) -> SamplerAdapter:
-    """An adapter for sampling, still in the host's memory."""
+    """Reads an adapter for sampling into host memory."""
     saved = checkpoints.read_adapter(folder)
     layout = sampler_layout(model, saved, folder)
     live = torch.zeros(layout.size, dtype=model.dtype)
-    checkpoints.fill(live, layout, saved.pairs)
+    checkpoints.copy_pairs(live, layout, saved.pairs)
     return SamplerAdapter(layout=layout, scale=saved.scale, live=live)

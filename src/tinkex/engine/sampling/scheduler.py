@@ -1,14 +1,17 @@
-"""Which sequences run next, and who makes room when the cache is full. Knows no tensors.
+"""The scheduler: which sequences run next, and which are preempted when pages run out. No tensors.
 
-Two kinds of step take turns: a fill computes the keys and values of known tokens (a prompt, or a
-sequence that had to make room), a decode draws one token for every running sequence. Long prompts
-are filled in pieces while others run. Waiting work is admitted as soon as its pages are free and its
-adapter is in memory: the owner who got the fewest tokens comes next, each owner's requests in order
-of arrival. Who waits for an adapter is overtaken by those whose adapter is in memory. What waits
-holds neither pages nor an adapter. What begins with tokens that are in the cache, or are just being computed, takes their pages and goes on from
-there. When a running sequence needs a page and there is none, the youngest gives back all of its
-pages and waits to be filled again: its tokens are kept, and since noise depends on seed and position
-only, it goes on as if nothing had happened.
+Two kinds of steps alternate: a prefill computes the keys and values of known tokens (a prompt, or a
+preempted sequence), and a decode step samples one token for every running sequence. Long prompts
+are prefilled in chunks while other sequences run.
+
+A waiting request is admitted when its pages are free and its adapter is in memory; until then it
+holds neither. The owner who has been served the fewest tokens comes next. Requests of one owner
+keep their order, except that a request that waits for an adapter can be overtaken.
+
+A request whose prefix is cached, or is being computed by another request, uses those pages and
+continues after them. If a running sequence needs a page and none is available, the sequence
+admitted last is preempted: it releases its pages and is prefilled again later. Its tokens are kept,
+and noise depends only on seed and step, so the result does not change.
 """
 
 from __future__ import annotations
@@ -17,48 +20,53 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from tinkex.engine.sampling.fair_queue import Turns
-from tinkex.engine.sampling.kv_pages import Holding, Pages
-from tinkex.engine.sampling.sequences import AdapterKey, PromptQuestions, Request, SampleSequence
+from tinkex.engine.sampling.fair_queue import FairQueue
+from tinkex.engine.sampling.kv_pages import Pages, PageTable
+from tinkex.engine.sampling.sequences import (
+    AdapterKey,
+    PromptLogprobRequest,
+    Request,
+    SampleSequence,
+)
 
 
 @dataclass(kw_only=True, eq=False)
-class Fill:
-    """Known tokens to be computed, and the sequences that go on from their end."""
+class Prefill:
+    """Known tokens whose keys and values are computed, and the sequences that continue them."""
 
     request: Request
     tokens: list[int]
     sequences: list[SampleSequence]
-    #: Only the first fill of a request answers them.
-    questions: PromptQuestions
-    holding: Holding = field(default_factory=Holding)
-    #: Tokens computed so far.
-    done: int = 0
-    #: Tokens that did not have to be computed when it was first admitted.
-    found: int | None = None
+    #: Computed only by the first prefill of a request.
+    prompt_logprobs: PromptLogprobRequest
+    page_table: PageTable = field(default_factory=PageTable)
+    #: Number of tokens in the cache so far.
+    computed: int = 0
+    #: Tokens found in the prefix cache when it was first admitted.
+    cached_tokens: int | None = None
 
     @property
-    def may_find(self) -> int:
-        """So many tokens need not be computed: the last one must be, and what is asked about."""
-        needed = self.questions.first_row
+    def max_cached_tokens(self) -> int:
+        """Tokens that may come from the cache: none whose logits are needed, nor the last one."""
+        needed = self.prompt_logprobs.first_source
         return min(len(self.tokens) - 1, len(self.tokens) if needed is None else needed)
 
 
-class Piece(NamedTuple):
-    """Tokens `start` to `stop` of a fill, computed in one pass."""
+class PrefillChunk(NamedTuple):
+    """Tokens `start` to `stop` of a prefill, computed in one step."""
 
-    fill: Fill
+    prefill: Prefill
     start: int
     stop: int
 
     @property
     def is_last(self) -> bool:
-        return self.stop == len(self.fill.tokens)
+        return self.stop == len(self.prefill.tokens)
 
 
 @dataclass(frozen=True, kw_only=True)
-class FillStep:
-    pieces: Sequence[Piece]
+class PrefillStep:
+    chunks: Sequence[PrefillChunk]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,21 +75,21 @@ class DecodeStep:
     sequences: Sequence[SampleSequence]
 
 
-class CopyRows(NamedTuple):
-    """Cache rows to copy before the next step."""
+class CopySlots(NamedTuple):
+    """Cache slots to copy before the next step."""
 
     source: int
     target: int
     length: int
 
 
-class Schedule:
+class Scheduler:
     """
-    `max_batch_tokens` are filled in one step, or `fill_tokens` while sequences run: they wait.
+    A prefill step has at most `max_batch_tokens`, or `prefill_tokens` while sequences are decoding.
 
-    `load_adapter` is asked before a request is admitted. On False the request keeps its place in line
-    and is asked about again at the next step; others go on. The function may also cancel it. Requests
-    for adapters that `may_load` excludes are passed over without being asked about.
+    `load_adapter` is called before a request is admitted. If it returns False, the request keeps
+    its place in the queue and is tried again at the next step; others continue. The function may
+    also cancel the request. Requests for adapters that `may_load` excludes are skipped.
     """
 
     def __init__(
@@ -90,7 +98,7 @@ class Schedule:
         *,
         max_sequences: int,
         max_batch_tokens: int,
-        fill_tokens: int | None = None,
+        prefill_tokens: int | None = None,
         one_request_at_a_time: bool = False,
         load_adapter: Callable[[Request], bool] = lambda _: True,
         may_load: Callable[[AdapterKey], bool] = lambda _: True,
@@ -101,21 +109,21 @@ class Schedule:
         self._one_at_a_time = one_request_at_a_time
         self._max_sequences = max_sequences
         self._max_batch_tokens = max_batch_tokens
-        self._fill_tokens = min(max_batch_tokens, fill_tokens or max_batch_tokens)
-        self._waiting: Turns[Fill] = Turns()
-        self._filling: list[Fill] = []
+        self._prefill_tokens = min(max_batch_tokens, prefill_tokens or max_batch_tokens)
+        self._waiting: FairQueue[Prefill] = FairQueue()
+        self._prefilling: list[Prefill] = []
         self._running: list[SampleSequence] = []
         self._sorted = True
         self._admitted = 0
-        self._filled_last = False
+        self._prefilled_last = False
 
     @property
     def busy(self) -> bool:
-        return bool(self._waiting or self._filling or self._running)
+        return bool(self._waiting or self._prefilling or self._running)
 
     @property
     def waiting(self) -> int:
-        """Fills that have not been admitted."""
+        """Number of prefills that have not been admitted."""
         return len(self._waiting)
 
     @property
@@ -124,249 +132,255 @@ class Schedule:
 
     @property
     def served(self) -> dict[str, int]:
-        """Tokens computed for each owner who has work here."""
+        """Token counts of the owners who have work."""
         return self._waiting.served
 
     def adapters_in_use(self) -> set[AdapterKey]:
-        """Those of everything that is admitted."""
-        fills = {fill.request.adapter for fill in self._filling}
-        return fills | {sequence.request.adapter for sequence in self._running}
+        """Adapters of all admitted requests."""
+        prefills = {prefill.request.adapter for prefill in self._prefilling}
+        return prefills | {sequence.request.adapter for sequence in self._running}
 
-    def adapters_waited_for(self) -> set[AdapterKey]:
-        return {fill.request.adapter for fill in self._waiting}
+    def adapters_awaited(self) -> set[AdapterKey]:
+        return {prefill.request.adapter for prefill in self._waiting}
 
     def add(self, request: Request) -> None:
-        fill = Fill(
+        prefill = Prefill(
             request=request,
             tokens=request.prompt,
             sequences=[SampleSequence(request=request, index=i) for i in range(request.samples)],
-            questions=request.questions,
+            prompt_logprobs=request.prompt_logprobs,
         )
-        self._waiting.arrive(request.owner, fill, active=self._active())
-
-    def fits(self, tokens: int) -> bool:
-        """Whether a sequence of so many tokens could ever run."""
-        return self.pages.needed(tokens) <= self.pages.count
+        self._waiting.add(request.owner, prefill, active=self._active())
 
     def cancel(self, ticket: int) -> None:
-        """Forgets everything of one request; harmless when there is nothing left."""
-        for fill in self._filling:
-            if fill.request.ticket == ticket:
-                self.pages.close(fill.holding)
+        """Removes a request. Does nothing if it is finished or unknown."""
+        for prefill in self._prefilling:
+            if prefill.request.ticket == ticket:
+                self.pages.release(prefill.page_table)
         for sequence in self._running:
             if sequence.request.ticket == ticket:
-                self.pages.close(sequence.holding)
-        self._waiting.keep(lambda fill: fill.request.ticket != ticket)
-        self._filling = [f for f in self._filling if f.request.ticket != ticket]
+                self.pages.release(sequence.page_table)
+        self._waiting.retain(lambda prefill: prefill.request.ticket != ticket)
+        self._prefilling = [f for f in self._prefilling if f.request.ticket != ticket]
         self._running = [s for s in self._running if s.request.ticket != ticket]
 
-    def next_step(self) -> FillStep | DecodeStep | None:
+    def next_step(self) -> PrefillStep | DecodeStep | None:
         """
-        What to compute now. The caller computes it and reports with `filled` or `drawn`.
+        The next step. The caller computes it, then calls `finish_chunk` for each prefill chunk.
 
-        Fills come first, so that more sequences decode together; after each one everybody who
-        runs gets a token, so that a stream of arrivals stops nobody.
+        Prefills come first, so that more sequences decode together. After each prefill step follows
+        a decode step, so that a stream of new requests does not block running sequences.
         """
-        if self._running and self._filled_last:
-            self._filled_last = False
+        if self._running and self._prefilled_last:
+            self._prefilled_last = False
             return self._decode_step()
         self._admit()
-        if self._filling:
-            self._filled_last = True
-            return FillStep(pieces=self._pieces())
+        if self._prefilling:
+            self._prefilled_last = True
+            return PrefillStep(chunks=self._next_chunks())
         return self._decode_step() if self._running else None
 
-    def filled(self, piece: Piece) -> tuple[list[SampleSequence], list[CopyRows]]:
+    def finish_chunk(self, chunk: PrefillChunk) -> tuple[list[SampleSequence], list[CopySlots]]:
         """
-        After a piece was computed: the sequences that were born by it, and the rows they need.
+        Call after a chunk was computed. Returns sequences that start decoding, and slots to copy.
 
-        Sequences that find no page wait for another fill of their own.
+        Sequences for which no page is available are queued for their own prefill.
         """
-        fill = piece.fill
-        fill.done = piece.stop
-        self._waiting.charge(fill.request.owner, piece.stop - piece.start)
-        request = fill.request
-        self.pages.remember(
-            request.adapter, fill.tokens[: piece.stop], fill.holding, owner=request.owner
+        prefill = chunk.prefill
+        prefill.computed = chunk.stop
+        self._waiting.charge(prefill.request.owner, chunk.stop - chunk.start)
+        request = prefill.request
+        self.pages.insert(
+            request.adapter, prefill.tokens[: chunk.stop], prefill.page_table, owner=request.owner
         )
-        if not piece.is_last:
+        if not chunk.is_last:
             return [], []
-        self._filling.remove(fill)
-        born, copies = self._hand_over(fill)
-        for sequence in born:
+        self._prefilling.remove(prefill)
+        started, copies = self._fork_sequences(prefill)
+        for sequence in started:
             self._admitted += 1
-            sequence.age = self._admitted
-        self._running.extend(born)
+            sequence.admission_number = self._admitted
+        self._running.extend(started)
         self._sorted = False
-        return born, copies
+        return started, copies
 
     def drop_finished(self) -> list[SampleSequence]:
-        """Takes out the sequences that are over and gives their pages back."""
+        """Removes finished sequences and releases their pages."""
         finished = [s for s in self._running if s.stop_reason is not None]
         if finished:
             for sequence in finished:
-                self._close(sequence)
+                self._release(sequence)
             self._running = [s for s in self._running if s.stop_reason is None]
         return finished
 
     def _active(self) -> set[str]:
-        """The owners of everything that is admitted."""
-        return {fill.request.owner for fill in self._filling} | {
+        """Owners of all admitted requests."""
+        return {prefill.request.owner for prefill in self._prefilling} | {
             sequence.request.owner for sequence in self._running
         }
 
-    def _close(self, sequence: SampleSequence) -> None:
-        """What it computed can be found by those who begin with the same tokens."""
+    def _release(self, sequence: SampleSequence) -> None:
+        """Releases the pages of a sequence, after adding them to the prefix cache."""
         request = sequence.request
-        self.pages.remember(
-            request.adapter, sequence.computed, sequence.holding, owner=request.owner
+        self.pages.insert(
+            request.adapter, sequence.cached_tokens, sequence.page_table, owner=request.owner
         )
-        self.pages.close(sequence.holding)
+        self.pages.release(sequence.page_table)
 
     # -- decoding ---------------------------------------------------------------------------------
 
     def _decode_step(self) -> DecodeStep | None:
-        """The running sequences, each with a page for the token that it computes next."""
+        """The running sequences, each with a page for its next token."""
         pages = self.pages
-        short = [s for s in self._running if pages.needed(s.known) > s.holding.page_count]
-        for sequence in sorted(short, key=lambda s: s.age):
+        short = [s for s in self._running if pages.needed(s.length) > s.page_table.page_count]
+        for sequence in sorted(short, key=lambda s: s.admission_number):
             while sequence in self._running and not pages.extend(
-                sequence.holding, most=self._most_pages(sequence.request)
+                sequence.page_table, max_pages=self._max_pages(sequence.request)
             ):
-                self._make_room()
+                self._preempt_youngest()
         for sequence in self._running:
             self._waiting.charge(sequence.request.owner, 1)
         if not self._sorted:
-            # Neighbours share adapters, and beginnings.
-            self._running.sort(key=_neighbourhood)
+            # Sequences with the same adapter or prefix become adjacent.
+            self._running.sort(key=_decode_order)
             self._sorted = True
         return DecodeStep(sequences=tuple(self._running)) if self._running else None
 
-    def _make_room(self) -> None:
-        """The youngest gives up its pages and waits, even if it is the one in need."""
-        if self._filling:
-            fill = self._filling.pop()
-            self.pages.close(fill.holding)
-            fill.done = 0
-            self._waiting.put_back(fill.request.owner, fill)
+    def _preempt_youngest(self) -> None:
+        """Preempts the prefill or sequence admitted last, even if it is the one in need."""
+        if self._prefilling:
+            prefill = self._prefilling.pop()
+            self.pages.release(prefill.page_table)
+            prefill.computed = 0
+            self._waiting.requeue(prefill.request.owner, prefill)
             return
-        self._set_aside(max(self._running, key=lambda s: s.age))
+        self._preempt(max(self._running, key=lambda s: s.admission_number))
 
-    def _set_aside(self, sequence: SampleSequence) -> None:
+    def _preempt(self, sequence: SampleSequence) -> None:
         self._running.remove(sequence)
-        self._close(sequence)
-        self._waiting.put_back(sequence.request.owner, _refill(sequence.request, [sequence]))
+        self._release(sequence)
+        self._waiting.requeue(sequence.request.owner, _resume_prefill(sequence.request, [sequence]))
 
-    def _most_pages(self, request: Request) -> int:
+    def _max_pages(self, request: Request) -> int:
         return self.pages.needed(len(request.prompt) + request.max_new_tokens)
 
-    # -- filling ----------------------------------------------------------------------------------
+    # -- admission and prefill --------------------------------------------------------------------
 
     def _budget(self) -> int:
-        return self._fill_tokens if self._running else self._max_batch_tokens
+        return self._prefill_tokens if self._running else self._max_batch_tokens
 
     def _admit(self) -> None:
         """
-        Everybody who fits, until there is enough to fill.
+        Admits waiting prefills until the budget of the step is used.
 
-        Nobody overtakes a request that waits for pages. One that waits for an adapter is overtaken.
+        A prefill that waits for pages stops admission. One that waits for an adapter is skipped.
         """
         full: set[str] = set()
-        # Who follows somebody goes on following while more are admitted: asked once.
-        following: set[Fill] = set()
+        # A prefill that waits for a prefix keeps waiting during this call, so check it only once.
+        waiting_on_prefix: set[Prefill] = set()
         missing: set[AdapterKey] = set()
-        while (fill := self._candidate(full, following, missing)) is not None:
-            owner = fill.request.owner
-            left = sum(len(f.tokens) - f.done for f in self._filling if f.request.owner == owner)
+        while (prefill := self._candidate(full, waiting_on_prefix, missing)) is not None:
+            owner = prefill.request.owner
+            left = sum(
+                len(f.tokens) - f.computed for f in self._prefilling if f.request.owner == owner
+            )
             if left >= self._budget():
                 full.add(owner)
                 continue
-            if self._one_at_a_time and self._others_run(fill.request):
+            if self._one_at_a_time and self._other_requests_run(prefill.request):
                 return
-            places = self._max_sequences - len(self._running)
-            places -= sum(len(f.sequences) for f in self._filling)
-            if places < 1:
-                if self._give_way(owner, 0):
+            free_sequences = self._max_sequences - len(self._running)
+            free_sequences -= sum(len(f.sequences) for f in self._prefilling)
+            if free_sequences < 1:
+                if self._preempt_for(owner, 0):
                     continue
                 return
-            if not self._load_adapter(fill.request):
-                missing.add(fill.request.adapter)
+            if not self._load_adapter(prefill.request):
+                missing.add(prefill.request.adapter)
                 continue
-            if len(fill.sequences) > places:
-                rest = fill.sequences[places:]
-                fill.sequences = fill.sequences[:places]
-                self._waiting.put_behind(owner, fill, _refill(fill.request, rest))
-            if not self._open(fill):
-                if self._give_way(owner, self.pages.needed(len(fill.tokens))):
+            if len(prefill.sequences) > free_sequences:
+                rest = prefill.sequences[free_sequences:]
+                prefill.sequences = prefill.sequences[:free_sequences]
+                self._waiting.insert_after(owner, prefill, _resume_prefill(prefill.request, rest))
+            if not self._allocate(prefill):
+                if self._preempt_for(owner, self.pages.needed(len(prefill.tokens))):
                     continue
                 return
-            self._waiting.take(owner, fill)
-            self._filling.append(fill)
+            self._waiting.remove(owner, prefill)
+            self._prefilling.append(prefill)
 
     def _candidate(
-        self, full: set[str], following: set[Fill], missing: set[AdapterKey]
-    ) -> Fill | None:
+        self, full: set[str], waiting_on_prefix: set[Prefill], missing: set[AdapterKey]
+    ) -> Prefill | None:
         """
-        The next in line.
+        The next prefill to admit.
 
-        Leaves out who begins as somebody does who is being filled, and who has to wait for an adapter.
+        Skips prefills that wait for a prefix that is being computed, or for an adapter.
         """
-        leaders: dict[tuple[int, ...], list[Fill]] = {}
-        if self.pages.remembers:
-            for fill in self._filling:
-                leaders.setdefault(self._first_page(fill), []).append(fill)
+        prefix_owners: dict[tuple[int, ...], list[Prefill]] = {}
+        if self.pages.caches_prefixes:
+            for prefill in self._prefilling:
+                prefix_owners.setdefault(self._first_page(prefill), []).append(prefill)
         for owner in self._waiting.owners():
             if owner not in full:
-                for fill in self._waiting.of(owner):
-                    adapter = fill.request.adapter
-                    if fill in following or adapter in missing or not self._may_load(adapter):
+                for prefill in self._waiting.work_of(owner):
+                    adapter = prefill.request.adapter
+                    if (
+                        prefill in waiting_on_prefix
+                        or adapter in missing
+                        or not self._may_load(adapter)
+                    ):
                         continue
-                    alike = leaders.get(self._first_page(fill), ()) if leaders else ()
-                    if not any(self._follows(fill, other) for other in alike):
-                        return fill
-                    following.add(fill)
+                    others = (
+                        prefix_owners.get(self._first_page(prefill), ()) if prefix_owners else ()
+                    )
+                    if not any(self._waits_on_prefix(prefill, other) for other in others):
+                        return prefill
+                    waiting_on_prefix.add(prefill)
         return None
 
-    def _first_page(self, fill: Fill) -> tuple[int, ...]:
-        return tuple(fill.tokens[: self.pages.size])
+    def _first_page(self, prefill: Prefill) -> tuple[int, ...]:
+        return tuple(prefill.tokens[: self.pages.size])
 
-    def _follows(self, fill: Fill, other: Fill) -> bool:
-        """Whether `other` is computing a page that `fill` could take when it is there."""
+    def _waits_on_prefix(self, prefill: Prefill, other: Prefill) -> bool:
+        """Whether `other` is computing a page that `prefill` can use afterwards."""
         size = self.pages.size
-        page = other.done // size
-        mine, theirs = fill.request, other.request
+        page = other.computed // size
+        mine, theirs = prefill.request, other.request
         if (mine.adapter, mine.owner) != (theirs.adapter, theirs.owner):
             return False
         stop = (page + 1) * size
-        if fill.may_find < stop or len(other.tokens) < stop:
+        if prefill.max_cached_tokens < stop or len(other.tokens) < stop:
             return False
-        return fill.tokens[:stop] == other.tokens[:stop]
+        return prefill.tokens[:stop] == other.tokens[:stop]
 
-    def _open(self, fill: Fill) -> bool:
-        """Pages for a fill, those that are in the cache first; False when there are too few."""
-        pages, length = self.pages, len(fill.tokens)
-        request, most = fill.request, fill.may_find // pages.size
-        known = pages.find(request.adapter, fill.tokens, most, owner=request.owner)
+    def _allocate(self, prefill: Prefill) -> bool:
+        """Allocates pages for a prefill, using cached ones. Returns False if there are too few."""
+        pages, length = self.pages, len(prefill.tokens)
+        request, max_cached = prefill.request, prefill.max_cached_tokens // pages.size
+        cached = pages.find(request.adapter, prefill.tokens, max_cached, owner=request.owner)
         needed = pages.needed(length)
-        if self._running or self._filling:
-            # One page beyond the known tokens for each sequence, and one for each that runs:
-            # who is admitted should not be the one to make room in the next step.
-            spare = len(self._running) + len(fill.sequences) if self._running else 0
-            if pages.taken(needed, known) + spare > pages.available:
+        if self._running or self._prefilling:
+            # Require one spare page for each sequence, running or new, so that the prefill is not
+            # preempted in the next step.
+            spare = len(self._running) + len(prefill.sequences) if self._running else 0
+            if pages.pages_taken(needed, cached) + spare > pages.available:
                 return False
-        holding = pages.open(needed, most=self._most_pages(fill.request), known=known)
-        if holding is None:
+        page_table = pages.allocate(
+            needed, max_pages=self._max_pages(prefill.request), cached=cached
+        )
+        if page_table is None:
             return False
-        fill.holding, fill.done = holding, len(known) * pages.size
-        if fill.found is None:
-            fill.found = fill.done
+        prefill.page_table, prefill.computed = page_table, len(cached) * pages.size
+        if prefill.cached_tokens is None:
+            prefill.cached_tokens = prefill.computed
         return True
 
-    def _give_way(self, owner: str, needed: int) -> bool:
+    def _preempt_for(self, owner: str, needed: int) -> bool:
         """
-        Sets aside the youngest sequence of an owner who has more than an even share.
+        Preempts the last admitted sequence of an owner who has more than an equal share.
 
-        Only for somebody who stays within theirs, so that two owners never push each other out.
+        Only for an owner within an equal share, so that two owners never preempt each other.
         """
         owners = self._active() | set(self._waiting.owners())
         if len(owners) < 2:
@@ -374,95 +388,103 @@ class Schedule:
         count, pages = dict.fromkeys(owners, 0), dict.fromkeys(owners, 0)
         for sequence in self._running:
             count[sequence.request.owner] += 1
-            pages[sequence.request.owner] += sequence.holding.page_count
-        for fill in self._filling:
-            count[fill.request.owner] += len(fill.sequences)
-            pages[fill.request.owner] += fill.holding.page_count
-        places_each = self._max_sequences // len(owners)
+            pages[sequence.request.owner] += sequence.page_table.page_count
+        for prefill in self._prefilling:
+            count[prefill.request.owner] += len(prefill.sequences)
+            pages[prefill.request.owner] += prefill.page_table.page_count
+        sequences_each = self._max_sequences // len(owners)
         pages_each = self.pages.count // len(owners)
-        if count[owner] + 1 > places_each or pages[owner] + needed > pages_each:
+        if count[owner] + 1 > sequences_each or pages[owner] + needed > pages_each:
             return False
-        crowding = [
+        over_share = [
             sequence
             for sequence in self._running
             if (pages if needed else count)[sequence.request.owner]
-            > (pages_each if needed else places_each)
+            > (pages_each if needed else sequences_each)
         ]
-        if not crowding:
+        if not over_share:
             return False
-        self._set_aside(max(crowding, key=lambda s: s.age))
+        self._preempt(max(over_share, key=lambda s: s.admission_number))
         return True
 
-    def _others_run(self, request: Request) -> bool:
-        started = [fill.request for fill in self._filling] + [s.request for s in self._running]
+    def _other_requests_run(self, request: Request) -> bool:
+        started = [prefill.request for prefill in self._prefilling] + [
+            s.request for s in self._running
+        ]
         return any(other is not request for other in started)
 
-    def _pieces(self) -> list[Piece]:
-        """As much as one step takes: owners share it evenly, each owner's fills go in order."""
-        by_owner: dict[str, list[Fill]] = {}
-        for fill in self._filling:
-            by_owner.setdefault(fill.request.owner, []).append(fill)
-        pieces = []
+    def _next_chunks(self) -> list[PrefillChunk]:
+        """The chunks of one step: owners get equal shares, each owner's prefills in order."""
+        by_owner: dict[str, list[Prefill]] = {}
+        for prefill in self._prefilling:
+            by_owner.setdefault(prefill.request.owner, []).append(prefill)
+        chunks = []
         budget = self._budget()
-        # Who has least to do comes first, and leaves what it does not use to the others.
-        shares = sorted(by_owner.values(), key=lambda fills: sum(len(f.tokens) for f in fills))
-        for position, fills in enumerate(shares):
-            left = budget // (len(shares) - position)
-            for fill in fills:
-                stop = min(len(fill.tokens), fill.done + left)
-                if stop > fill.done:
-                    pieces.append(Piece(fill, fill.done, stop))
-                    left -= stop - fill.done
-                    budget -= stop - fill.done
-        # By adapter, so that the rows of one adapter lie together.
-        pieces.sort(key=lambda piece: piece.fill.request.adapter or "")
-        return pieces
+        # The owner with the least work comes first and leaves its unused share to the others.
+        queues = sorted(
+            by_owner.values(), key=lambda prefills: sum(len(f.tokens) for f in prefills)
+        )
+        for position, prefills in enumerate(queues):
+            left = budget // (len(queues) - position)
+            for prefill in prefills:
+                stop = min(len(prefill.tokens), prefill.computed + left)
+                if stop > prefill.computed:
+                    chunks.append(PrefillChunk(prefill, prefill.computed, stop))
+                    left -= stop - prefill.computed
+                    budget -= stop - prefill.computed
+        # Tokens of one adapter become adjacent.
+        chunks.sort(key=lambda chunk: chunk.prefill.request.adapter or "")
+        return chunks
 
-    def _hand_over(self, fill: Fill) -> tuple[list[SampleSequence], list[CopyRows]]:
+    def _fork_sequences(self, prefill: Prefill) -> tuple[list[SampleSequence], list[CopySlots]]:
         """
-        The fill's pages to its sequences.
+        Gives the pages of a finished prefill to its sequences.
 
-        The first goes on in them. The others share the full pages and copy the one begun; those
-        that find no page for it wait.
+        The first sequence continues in them. The others share the full pages and copy the last,
+        partial page. Sequences for which no page is available are queued again.
         """
-        pages, length = self.pages, len(fill.tokens)
-        first, *others = fill.sequences
-        full, begun = divmod(length, pages.size)
-        first.holding = fill.holding
-        born, copies = [first], []
+        pages, length = self.pages, len(prefill.tokens)
+        first, *others = prefill.sequences
+        full, partial = divmod(length, pages.size)
+        first.page_table = prefill.page_table
+        started, copies = [first], []
         for sequence in others:
-            sequence.holding = pages.fork(fill.holding, full)
-            if begun:
-                own = pages.open(1, most=self._most_pages(fill.request) - full)
+            sequence.page_table = pages.fork(prefill.page_table, full)
+            if partial:
+                own = pages.allocate(1, max_pages=self._max_pages(prefill.request) - full)
                 if own is None:
-                    pages.close(sequence.holding)
+                    pages.release(sequence.page_table)
                     break
-                sequence.holding.spans += own.spans
-                sequence.holding.promised = own.promised
-                source = pages.row(fill.holding, full * pages.size)
-                copies.append(CopyRows(source, own.spans[0].first * pages.size, begun))
-            born.append(sequence)
-        if rest := fill.sequences[len(born) :]:
-            self._waiting.put_back(fill.request.owner, _refill(fill.request, rest))
-        return born, copies
+                sequence.page_table.extents += own.extents
+                sequence.page_table.reserved = own.reserved
+                source = pages.slot(prefill.page_table, full * pages.size)
+                copies.append(CopySlots(source, own.extents[0].first * pages.size, partial))
+            started.append(sequence)
+        if rest := prefill.sequences[len(started) :]:
+            self._waiting.requeue(prefill.request.owner, _resume_prefill(prefill.request, rest))
+        return started, copies
 
 
-def _neighbourhood(sequence: SampleSequence) -> tuple[str, list[int], int, int]:
+def _decode_order(sequence: SampleSequence) -> tuple[str, list[int], int, int]:
     request = sequence.request
-    begins = [span.first for span in sequence.holding.spans]
-    return request.adapter or "", begins, request.ticket, sequence.index
+    first_pages = [extent.first for extent in sequence.page_table.extents]
+    return request.adapter or "", first_pages, request.ticket, sequence.index
 
 
-def _refill(request: Request, sequences: list[SampleSequence]) -> Fill:
-    """A fill that answers no questions: for one sequence that goes on, or some that begin."""
+def _resume_prefill(request: Request, sequences: list[SampleSequence]) -> Prefill:
+    """A prefill without prompt logprobs: for a preempted sequence or postponed samples."""
     tokens = request.prompt + sequences[0].tokens
-    return Fill(
-        request=request, tokens=tokens, sequences=sequences, questions=PromptQuestions(), found=0
+    return Prefill(
+        request=request,
+        tokens=tokens,
+        sequences=sequences,
+        prompt_logprobs=PromptLogprobRequest(),
+        cached_tokens=0,
     )
 
 
-def groups(sequences: Iterable[SampleSequence]) -> list[tuple[int, int, AdapterKey]]:
-    """Ranges of neighbours with the same adapter."""
+def adapter_ranges(sequences: Iterable[SampleSequence]) -> list[tuple[int, int, AdapterKey]]:
+    """Ranges (start, stop, adapter) of adjacent sequences with the same adapter."""
     ranges: list[tuple[int, int, AdapterKey]] = []
     for at, sequence in enumerate(sequences):
         key = sequence.request.adapter
@@ -473,8 +495,8 @@ def groups(sequences: Iterable[SampleSequence]) -> list[tuple[int, int, AdapterK
     return ranges
 
 
-class SharedRun(NamedTuple):
-    """Cache rows `start` to `stop` are read by sequences `first` to `last`."""
+class SharedRange(NamedTuple):
+    """Cache slots `start` to `stop` are read by sequences `first` to `last`."""
 
     start: int
     stop: int
@@ -482,33 +504,33 @@ class SharedRun(NamedTuple):
     last: int
 
 
-class RunLevel(NamedTuple):
-    runs: list[SharedRun]
-    #: The sequences in the order of the runs.
-    rows: list[int]
+class RangePass(NamedTuple):
+    ranges: list[SharedRange]
+    #: Indices of the sequences, in the order of the ranges.
+    sequences: list[int]
 
 
-#: Costs of attention on a CPU in cache rows read, measured on two cores with 32 sequences of 32 to
-#: 512 tokens: a call costs as much as so many rows, and a rectangle as much as so many calls.
-CALL_ROWS = 200
-TABLE_CALLS = 8
-#: A row of a rectangle is copied before it is read.
+#: Costs of attention on a CPU, measured on two cores with 32 sequences of 32 to 512 tokens: a call
+#: costs as much as reading CALL_SLOTS slots, and a gathered table as much as GATHER_CALLS calls.
+CALL_SLOTS = 200
+GATHER_CALLS = 8
+#: Relative cost of a gathered slot, which is copied before it is read.
 COPY_FACTOR = 1.3
-#: Longer sequences do not fit the processor's cache, and then copies cost more than that.
-LONGEST_IN_TABLE = 384
+#: Longer sequences do not fit the processor's cache, which makes copies more expensive.
+MAX_GATHER_TOKENS = 384
 
 
-def run_levels(pages: Pages, sequences: Sequence[SampleSequence]) -> list[RunLevel]:
+def plan_range_reads(pages: Pages, sequences: Sequence[SampleSequence]) -> list[RangePass]:
     """
-    What each sequence reads, as runs of cache rows: level i has everybody's i-th run.
+    What each sequence reads, as contiguous slot ranges: pass i has the i-th range of each sequence.
 
-    Neighbours with the same beginning read it together, where that is worth another call for
-    those whose run goes on behind it.
+    Adjacent sequences with the same prefix read it together, if that saves more than the additional
+    calls for the sequences whose range continues after it.
     """
-    left = [list(pages.rows(s.holding, s.known))[::-1] for s in sequences]
-    levels: list[RunLevel] = []
-    while reading := [at for at, runs in enumerate(left) if runs]:
-        level = RunLevel([], reading)
+    left = [list(pages.slot_ranges(s.page_table, s.length))[::-1] for s in sequences]
+    passes: list[RangePass] = []
+    while reading := [at for at, ranges in enumerate(left) if ranges]:
+        range_pass = RangePass([], reading)
         first = 0
         while first < len(reading):
             at = reading[first]
@@ -523,8 +545,8 @@ def run_levels(pages: Pages, sequences: Sequence[SampleSequence]) -> list[RunLev
             group = reading[first:last]
             common = min(left[one][-1][1] for one in group)
             longer = sum(1 for one in group if left[one][-1][1] > common)
-            if longer and common - start < CALL_ROWS * longer / max(1, len(group) - 1):
-                # Not worth it: only those who read exactly the same do so together.
+            if longer and common - start < CALL_SLOTS * longer / max(1, len(group) - 1):
+                # Not worth it: only sequences with exactly the same range read together.
                 common = stop
                 same = [left[one][-1][1] == stop for one in group]
                 group = group[: same.index(False)] if False in same else group
@@ -532,17 +554,17 @@ def run_levels(pages: Pages, sequences: Sequence[SampleSequence]) -> list[RunLev
                 end = left[one].pop()[1]
                 if end > common:
                     left[one].append((common, end))
-            level.runs.append(SharedRun(start, common, at, at + len(group)))
+            range_pass.ranges.append(SharedRange(start, common, at, at + len(group)))
             first += len(group)
-        levels.append(level)
-    return levels
+        passes.append(range_pass)
+    return passes
 
 
-def table_is_cheaper(levels: Sequence[RunLevel], lengths: Sequence[int]) -> bool:
-    """Whether to copy all that is read into one rectangle rather than read run by run."""
-    if max(lengths) > LONGEST_IN_TABLE:
+def gather_is_cheaper(passes: Sequence[RangePass], lengths: Sequence[int]) -> bool:
+    """Whether gathering all slots into one table is cheaper than reading range by range."""
+    if max(lengths) > MAX_GATHER_TOKENS:
         return False
-    runs = [run for level in levels for run in level.runs]
-    by_run = len(runs) * CALL_ROWS + sum(run.stop - run.start for run in runs)
-    rectangle = max(lengths) * len(lengths) * COPY_FACTOR
-    return TABLE_CALLS * CALL_ROWS + rectangle < by_run
+    ranges = [each for range_pass in passes for each in range_pass.ranges]
+    by_range = len(ranges) * CALL_SLOTS + sum(each.stop - each.start for each in ranges)
+    gathered = max(lengths) * len(lengths) * COPY_FACTOR
+    return GATHER_CALLS * CALL_SLOTS + gathered < by_range

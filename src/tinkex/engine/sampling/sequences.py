@@ -1,4 +1,4 @@
-"""What is being sampled: requests, their sequences, and when a sequence is over."""
+"""Sample requests, their sequences, and stop conditions."""
 
 from __future__ import annotations
 
@@ -6,25 +6,26 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from tinkex.engine.sampling.kv_pages import Holding
+from tinkex.engine.sampling.kv_pages import PageTable
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-#: The key of an adapter among samplers; None is the base model.
+#: The folder of a sampler adapter; None is the base model.
 AdapterKey = str | None
 
 #: Decodes token ids to text, special tokens included.
 Decode = Callable[[Sequence[int]], str]
 
-#: A character may take four tokens of one byte; so many more are decoded than a stop text has.
-SPLIT_CHARACTER = 4
+#: A character may be split into four one-byte tokens, so this many more tokens than the bytes of a
+#: stop text are decoded.
+MAX_TOKENS_PER_CHARACTER = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stops:
-    """When a sequence ends before its length is reached."""
+    """Conditions that end a sequence before its maximum length."""
 
     token_ids: frozenset[int] = frozenset()
     texts: tuple[str, ...] = ()
@@ -32,11 +33,11 @@ class Stops:
 
     @property
     def window(self) -> int:
-        """How many tokens at the end can hold a stop text: every token adds a byte or more."""
-        return max(len(text.encode()) for text in self.texts) + SPLIT_CHARACTER
+        """Number of last tokens that can contain a stop text: every token has at least one byte."""
+        return max(len(text.encode()) for text in self.texts) + MAX_TOKENS_PER_CHARACTER
 
-    def met_by(self, tokens: Sequence[int]) -> bool:
-        """Whether the last of `tokens` completes a stop; earlier ones are known not to."""
+    def matched_by(self, tokens: Sequence[int]) -> bool:
+        """Whether the last token completes a stop; earlier tokens were checked before."""
         if tokens[-1] in self.token_ids:
             return True
         if not self.texts or self.decode is None:
@@ -46,58 +47,58 @@ class Stops:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Drawing:
-    """How the tokens of a request are drawn."""
+class SamplingConfig:
+    """How the tokens of a request are sampled."""
 
     temperature: float
     #: None: all tokens.
     top_k: int | None
-    #: None: no cut.
+    #: None: no truncation.
     top_p: float | None
     seed: int
-    #: So many likeliest tokens are reported with every drawn one.
-    report_top: int = 0
+    #: Number of most likely tokens reported with every sampled token.
+    top_logprobs: int = 0
 
     @property
-    def is_cut(self) -> bool:
-        """Whether some tokens can not be drawn."""
+    def is_truncated(self) -> bool:
+        """Whether top_k or top_p exclude some tokens."""
         return self.top_k is not None or self.top_p is not None
 
 
-class Cells(NamedTuple):
-    """Tokens whose logprobs are asked for: `token[i]` as what follows prompt token `row[i]`."""
+class PromptTargets(NamedTuple):
+    """Requested logprobs: of `token[i]` as the continuation of prompt token `source[i]`."""
 
-    #: In rising order.
-    row: npt.NDArray[np.int64]
+    #: In ascending order.
+    source: npt.NDArray[np.int64]
     token: npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True)
-class PromptQuestions:
-    """What is asked about the prompt beside its continuation."""
+class PromptLogprobRequest:
+    """Which logprobs of the prompt are requested. Empty if none."""
 
     logprobs: bool = False
     top: int = 0
-    #: Own logprobs and likeliest tokens are answered from here on (the first token never is).
+    #: First position with logprobs and top tokens. Position 0 never has any.
     first_position: int = 1
-    targets: Cells | None = None
-    #: So many other tokens are drawn for every position after the first.
+    targets: PromptTargets | None = None
+    #: Number of alternative tokens sampled for every position after the first.
     alternatives: int = 0
 
     def __bool__(self) -> bool:
         return bool(self.logprobs or self.top or self.targets is not None or self.alternatives)
 
     @property
-    def first_row(self) -> int | None:
-        """The first prompt token whose hidden state is needed for an answer."""
-        rows = []
+    def first_source(self) -> int | None:
+        """Index of the first prompt token whose hidden state is needed; None if none is."""
+        sources = []
         if self.logprobs or self.top:
-            rows.append(self.first_position - 1)
-        if self.targets is not None and len(self.targets.row):
-            rows.append(int(self.targets.row[0]))
+            sources.append(self.first_position - 1)
+        if self.targets is not None and len(self.targets.source):
+            sources.append(int(self.targets.source[0]))
         if self.alternatives:
-            rows.append(0)
-        return min(rows, default=None)
+            sources.append(0)
+        return min(sources, default=None)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -107,41 +108,41 @@ class Request:
     prompt: list[int]
     samples: int
     max_new_tokens: int
-    drawing: Drawing
+    sampling: SamplingConfig
     stops: Stops
-    questions: PromptQuestions = field(default_factory=PromptQuestions)
-    #: Who asked: owners share the sampler evenly.
+    prompt_logprobs: PromptLogprobRequest = field(default_factory=PromptLogprobRequest)
+    #: Owners get equal shares of the sampler.
     owner: str = ""
-    #: Tokens are told as they are drawn.
+    #: Whether tokens are reported as they are sampled.
     streams: bool = False
 
 
 @dataclass(kw_only=True, eq=False, slots=True)
 class SampleSequence:
-    """One sample of a request while it grows."""
+    """One sample of a request."""
 
     request: Request
-    #: Which of the request's samples this is: part of what its noise is made from.
+    #: Index among the samples of the request. Part of its noise seed.
     index: int
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    #: (token ids, logprobs) of the likeliest, if asked for.
+    #: (token ids, logprobs) of the most likely tokens, if requested.
     top: list[tuple[list[int], list[float]]] = field(default_factory=list)
-    holding: Holding = field(default_factory=Holding)
-    #: Order of admission: the youngest makes room when pages run out.
-    age: int = 0
+    page_table: PageTable = field(default_factory=PageTable)
+    #: Order of admission. The sequence admitted last is preempted first.
+    admission_number: int = 0
     stop_reason: Literal["length", "stop"] | None = None
-    #: So many of the tokens have been told.
-    told: int = 0
+    #: Number of tokens already reported to a streaming client.
+    reported: int = 0
 
     @property
-    def known(self) -> int:
-        """Tokens known so far, prompt included."""
+    def length(self) -> int:
+        """Number of tokens so far, including the prompt."""
         return len(self.request.prompt) + len(self.tokens)
 
     @property
-    def computed(self) -> list[int]:
-        """The tokens whose keys and values are in the cache: all but the last one drawn."""
+    def cached_tokens(self) -> list[int]:
+        """The tokens whose keys and values are cached: all except the last sampled one."""
         return self.request.prompt + self.tokens[:-1]
 
     def append(self, token: int, logprob: float, top: tuple[list[int], list[float]] | None) -> None:
@@ -149,7 +150,7 @@ class SampleSequence:
         self.logprobs.append(logprob)
         if top is not None:
             self.top.append(top)
-        if self.request.stops.met_by(self.tokens):
+        if self.request.stops.matched_by(self.tokens):
             self.stop_reason = "stop"
         elif len(self.tokens) == self.request.max_new_tokens:
             self.stop_reason = "length"

@@ -1,8 +1,8 @@
-"""Drawing tokens: temperature, cuts, and noise that depends on nothing but the request.
+"""Samples tokens from logits: temperature, top-k, top-p, and reproducible noise.
 
-A token is drawn as the largest of logit + noise (Gumbel-max). The noise of a token is a hash of the
-request's seed, the sample's index, the position and the token itself: neither batch mates nor the
-order of events can change what is drawn.
+The sampled token has the largest logit + noise (Gumbel-max). The noise of a token is a hash of the
+request's seed, the sample's index, the step and the token id, so other sequences in the batch and
+the order of events do not change the result.
 """
 
 from __future__ import annotations
@@ -16,147 +16,147 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from tinkex.engine.sampling.sequences import Drawing
+from tinkex.engine.sampling.sequences import SamplingConfig
 
-# S rows, V vocabulary
+# S sequences (rows of logits), V vocabulary
 
 _MASK64 = (1 << 64) - 1
 
 
-class Draw(NamedTuple):
-    """What one row is drawn for."""
+class SampleStep(NamedTuple):
+    """The sequence and step that one row of logits belongs to."""
 
-    drawing: Drawing
-    #: Which sample of the request.
+    sampling: SamplingConfig
+    #: Index of the sample in its request.
     sample: int
-    #: Which of its tokens, from 0.
+    #: Index of the token in the sample.
     step: int
 
 
 @dataclass(frozen=True, kw_only=True)
-class Picked:
+class SampledTokens:
     tokens: list[int]
-    #: Of the distribution at the row's temperature before any cut; untempered when greedy.
+    #: At the temperature of the request (1 if greedy), before top-k and top-p.
     logprobs: list[float]
-    #: (token ids, logprobs) of the likeliest where the row asked for them.
+    #: (token ids, logprobs) of the most likely tokens, if requested.
     tops: list[tuple[list[int], list[float]] | None]
 
 
-#: Numbers of noise that are made together.
+#: Number of noise values generated at a time.
 NOISE_BLOCK = {"cpu": 1 << 16, "cuda": 1 << 26}
 
 
-def pick(logits_SV: Tensor, draws: Sequence[Draw]) -> Picked:
-    """One token for each row. Overwrites the logits."""
-    temperatures = [draw.drawing.temperature or 1.0 for draw in draws]
+def sample_tokens(logits_SV: Tensor, steps: Sequence[SampleStep]) -> SampledTokens:
+    """Samples one token for each row. Overwrites the logits."""
+    temperatures = [step.sampling.temperature or 1.0 for step in steps]
     if any(temperature != 1.0 for temperature in temperatures):
         logits_SV.div_(torch.tensor(temperatures, device=logits_SV.device).unsqueeze(1))
     lse_S1 = logits_SV.logsumexp(dim=1, keepdim=True)
-    tokens_S = torch.empty(len(draws), dtype=torch.int64, device=logits_SV.device)
+    tokens_S = torch.empty(len(steps), dtype=torch.int64, device=logits_SV.device)
     plain = []
-    for at, draw in enumerate(draws):
-        if draw.drawing.is_cut or draw.drawing.temperature == 0:
-            tokens_S[at] = _pick_one(logits_SV[at], draw)
+    for at, step in enumerate(steps):
+        if step.sampling.is_truncated or step.sampling.temperature == 0:
+            tokens_S[at] = _sample_one(logits_SV[at], step)
         else:
             plain.append(at)
-    # A few rows at a time: so much noise stays in the processor's cache.
-    step = max(1, NOISE_BLOCK[logits_SV.device.type] // logits_SV.shape[1])
-    for begin in range(0, len(plain), step):
-        rows = plain[begin : begin + step]
-        keys = [noise_keys(d.drawing.seed, d.sample, d.step) for d in (draws[at] for at in rows)]
+    # A few rows at a time, so that the noise stays in the processor's cache.
+    block = max(1, NOISE_BLOCK[logits_SV.device.type] // logits_SV.shape[1])
+    for begin in range(0, len(plain), block):
+        rows = plain[begin : begin + block]
+        keys = [noise_keys(d.sampling.seed, d.sample, d.step) for d in (steps[at] for at in rows)]
         noise_sV = gumbel_rows(logits_SV.shape[1], keys, logits_SV.device)
         tokens_S[rows] = noise_sV.add_(logits_SV[rows]).argmax(dim=1)
     logprobs_S = (logits_SV.gather(1, tokens_S.unsqueeze(1)) - lse_S1).squeeze(1)
-    return Picked(
+    return SampledTokens(
         tokens=tokens_S.tolist(),
         logprobs=logprobs_S.tolist(),
         tops=[
-            likeliest(logits_SV[at] - lse_S1[at], draw.drawing.report_top)
-            for at, draw in enumerate(draws)
+            top_tokens(logits_SV[at] - lse_S1[at], step.sampling.top_logprobs)
+            for at, step in enumerate(steps)
         ],
     )
 
 
-def _pick_one(logits_V: Tensor, draw: Draw) -> Tensor:
-    drawing = draw.drawing
-    if drawing.temperature == 0:
+def _sample_one(logits_V: Tensor, step: SampleStep) -> Tensor:
+    sampling = step.sampling
+    if sampling.temperature == 0:
         return logits_V.argmax()
     noise_V = gumbel_noise(
-        len(logits_V), noise_keys(drawing.seed, draw.sample, draw.step), logits_V.device
+        len(logits_V), noise_keys(sampling.seed, step.sample, step.step), logits_V.device
     )
     scores_V = noise_V.add_(logits_V)
-    cutoff = lowest_kept(logits_V, drawing)
+    cutoff = cutoff_logit(logits_V, sampling)
     if cutoff is not None:
         scores_V.masked_fill_(logits_V < cutoff, float("-inf"))
     return scores_V.argmax()
 
 
-def likeliest(logprobs_V: Tensor, count: int) -> tuple[list[int], list[float]] | None:
+def top_tokens(logprobs_V: Tensor, count: int) -> tuple[list[int], list[float]] | None:
     if not count:
         return None
     values, ids = logprobs_V.topk(count)
     return ids.tolist(), values.tolist()
 
 
-# -- cuts -----------------------------------------------------------------------------------------
+# -- top-k and top-p ------------------------------------------------------------------------------
 
-#: The likeliest tokens nearly always hold the nucleus, and finding so many is much cheaper than
-#: sorting all.
+#: This many most likely tokens nearly always contain the nucleus, and finding them is much cheaper
+#: than sorting all.
 NUCLEUS_GUESS = 512
 
 
-def lowest_kept(logits_V: Tensor, drawing: Drawing) -> Tensor | None:
+def cutoff_logit(logits_V: Tensor, sampling: SamplingConfig) -> Tensor | None:
     """
-    The smallest logit that may still be drawn, None without cuts.
+    The smallest logit that may be sampled; None without top-k and top-p.
 
-    First the top_k likeliest are kept, then the fewest of those whose share of what was kept
-    reaches top_p. Ties with the last one kept are kept too.
+    First the top_k most likely tokens are kept, then the fewest of them whose share of the kept
+    probability reaches top_p. Ties with the last kept token are kept too.
     """
     cutoff = None
     size = len(logits_V)
-    if drawing.top_k is not None and drawing.top_k < size:
-        kept = logits_V.topk(drawing.top_k).values
+    if sampling.top_k is not None and sampling.top_k < size:
+        kept = logits_V.topk(sampling.top_k).values
         cutoff = kept[-1]
         total = kept.logsumexp(dim=0)
-    elif drawing.top_p is not None:
+    elif sampling.top_p is not None:
         kept = logits_V.topk(min(NUCLEUS_GUESS, size)).values
         total = logits_V.logsumexp(dim=0)
-    if drawing.top_p is None:
+    if sampling.top_p is None:
         return cutoff
     reached = (kept - total).exp().cumsum(dim=0)
-    if cutoff is None and reached[-1] < drawing.top_p and len(kept) < size:
+    if cutoff is None and reached[-1] < sampling.top_p and len(kept) < size:
         kept = logits_V.sort(descending=True).values
         reached = (kept - total).exp().cumsum(dim=0)
-    # Token i is kept when those before it do not reach top_p yet; the first always is.
-    before = torch.searchsorted(reached, drawing.top_p, side="left")
+    # Token i is kept if the tokens before it do not reach top_p; the first is always kept.
+    before = torch.searchsorted(reached, sampling.top_p, side="left")
     return kept[torch.clamp(before, max=len(kept) - 1)]
 
 
 # -- alternatives ---------------------------------------------------------------------------------
 
-#: Stands where samples have their index: alternatives share no noise with them.
+#: Used instead of a sample index, so that alternatives share no noise with samples.
 _ALTERNATIVES = 1 << 40
 
 
-def draw_alternatives(
-    logits_tV: Tensor, rows: Sequence[int], count: int, drawing: Drawing
+def sample_alternatives(
+    logits_tV: Tensor, sources: Sequence[int], count: int, sampling: SamplingConfig
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
     """
-    `count` independent draws for each row, and their logprobs in the distribution drawn from.
+    Samples `count` independent tokens for each source, without top-k and top-p.
 
-    Without cuts. One uniform number for each draw, a hash of seed, row and draw, is looked up in
-    the cumulated probabilities: much cheaper than noise for every token and draw.
+    Each sample looks up one uniform number, a hash of seed, source and sample index, in the
+    cumulative probabilities: much cheaper than noise for every token.
     """
-    tokens = np.empty((len(rows), count), np.int64)
-    logprobs = np.empty((len(rows), count), np.float32)
-    for at, row in enumerate(rows):
-        logprobs_V = (logits_tV[at] / (drawing.temperature or 1.0)).log_softmax(dim=0)
-        if drawing.temperature == 0:
+    tokens = np.empty((len(sources), count), np.int64)
+    logprobs = np.empty((len(sources), count), np.float32)
+    for at, source in enumerate(sources):
+        logprobs_V = (logits_tV[at] / (sampling.temperature or 1.0)).log_softmax(dim=0)
+        if sampling.temperature == 0:
             drawn = logprobs_V.argmax().expand(count)
         else:
             reached_V = logprobs_V.exp().cumsum(dim=0, dtype=torch.float64)
             uniform = torch.tensor(
-                [uniform_number(drawing.seed, _ALTERNATIVES + j, row) for j in range(count)],
+                [uniform_number(sampling.seed, _ALTERNATIVES + j, source) for j in range(count)],
                 dtype=torch.float64,
                 device=reached_V.device,
             )
@@ -168,7 +168,7 @@ def draw_alternatives(
 
 
 def uniform_number(seed: int, index: int, step: int) -> float:
-    """In [0, 1), with 53 bits."""
+    """A number in [0, 1) with 53 bits."""
     low, high = noise_keys(seed, index, step)
     return (high << 21 | low >> 11) * 2.0**-53
 
@@ -185,7 +185,7 @@ def noise_keys(seed: int, index: int, step: int) -> tuple[int, int]:
 
 
 def _mixed(value: int) -> int:
-    """splitmix64: every bit of the input moves half of the output's."""
+    """splitmix64: every input bit changes about half of the output bits."""
     value = (value + 0x9E3779B97F4A7C15) & _MASK64
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK64
@@ -193,12 +193,12 @@ def _mixed(value: int) -> int:
 
 
 def gumbel_noise(size: int, keys: tuple[int, int], device: torch.device) -> Tensor:
-    """The noise of one row."""
+    """Noise for one row of logits."""
     return gumbel_rows(size, [keys], device)[0]
 
 
 def gumbel_rows(size: int, keys: Sequence[tuple[int, int]], device: torch.device) -> Tensor:
-    """Float32 noise for token ids 0 to size - 1, by murmur3's finaliser over id and row keys."""
+    """Float32 noise for token ids 0 to size - 1: the murmur3 finalizer over id and row keys."""
     keys_S2 = torch.tensor(
         [(_int32(low), _int32(high)) for low, high in keys], dtype=torch.int32, device=device
     )
@@ -208,13 +208,13 @@ def gumbel_rows(size: int, keys: Sequence[tuple[int, int]], device: torch.device
     x.bitwise_xor_(keys_S2[:, 1:])
     x.bitwise_xor_((x >> 13).bitwise_and_(0x7FFFF)).mul_(_int32(0xC2B2AE35))
     x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF))
-    # Uniform in (0, 1) and, as 31 bits counted from 0, finest near 0: there the largest noise is
-    # made, which is what wins. It stays below 1, so that a single candidate has finite noise.
+    # Uniform in (0, 1), from 31 bits. Float32 is finest near 0, where the largest noise comes from,
+    # which decides the result. Below 1, so that the noise is always finite.
     uniform = x.bitwise_and_(0x7FFFFFFF).to(torch.float32).add_(0.5).mul_(2.0**-31)
     return uniform.clamp_(max=1 - 2.0**-24).neg_().log1p_().neg_().log_().neg_()
 
 
 def _int32(value: int) -> int:
-    """The same 32 bits as a signed number."""
+    """The same 32 bits as a signed integer."""
     value &= 0xFFFFFFFF
     return value - (1 << 32) if value >= 1 << 31 else value

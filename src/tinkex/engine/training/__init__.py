@@ -1,1 +1,1 @@
-"""Training passes: request checks, losses, optimizers."""
+"""Training: request checks, micro-batches, losses and optimizers."""

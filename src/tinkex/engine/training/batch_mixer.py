@@ -1,4 +1,4 @@
-"""Whose rows go into the next micro-batch: a decision over lengths. Knows no tensors and no clock."""
+"""Chooses which data of which models go into the next micro-batch, from their lengths alone."""
 
 from __future__ import annotations
 
@@ -9,58 +9,57 @@ from typing import NamedTuple
 
 
 @dataclass(frozen=True, kw_only=True)
-class Queue:
-    """The rows of one model that wait, in their order."""
+class ModelQueue:
+    """The waiting data of one model, in order."""
 
     model_id: str
-    #: Rows with gradients and rows without are never in one batch.
+    #: A batch never mixes passes with and without gradients.
     backward: bool
-    #: Tokens of each row.
+    #: Tokens of each datum.
     lengths: Sequence[int]
 
 
-class Cut(NamedTuple):
-    """The next rows of a model, so many."""
+class Selection(NamedTuple):
+    """The next `size` data of a model."""
 
     model_id: str
-    rows: int
+    size: int
 
 
-class Mixer:
+class BatchMixer:
     """
-    Row after row from the model that got the fewest tokens so far.
+    Takes datum after datum from the model that has been served the fewest tokens.
 
-    A row that does not fit ends its model's part in this batch; having got the fewest, the model
-    comes first in the next one. So over time models that have work get the same number of tokens,
-    whether their rows are long or short. Who comes back after a while starts at the lowest count
-    of those who are here: time away earns nothing.
+    A datum that does not fit excludes its model from the rest of this batch; the model then comes
+    first in the next one. Over time, models with work get the same number of tokens, whether their
+    data are long or short. A model that returns after a pause starts at the lowest count of the
+    others, so it cannot accumulate credit while idle.
     """
 
     def __init__(self) -> None:
         self._served: dict[str, int] = {}
 
-    def next_batch(self, queues: Sequence[Queue], max_tokens: int) -> list[Cut]:
+    def next_batch(self, queues: Sequence[ModelQueue], max_tokens: int) -> list[Selection]:
         """
-        Rows for one batch of at most `max_tokens`; a longer row goes alone.
+        Data for one batch of at most `max_tokens`; a longer datum runs alone.
 
-        Ties go to the model with the fewest waiting tokens, then to the earlier in `queues`: a
-        small pass that has just arrived does not wait for another model's long row. The model that
-        is served first decides whether the batch has gradients.
+        Ties are broken by input order. The first model served determines whether the batch has
+        gradients.
         """
-        self._welcome([queue.model_id for queue in queues])
+        self._rebase_counts([queue.model_id for queue in queues])
         served = self._served
         waiting = {queue.model_id: sum(queue.lengths) for queue in queues}
         first = min(queues, key=lambda queue: (served[queue.model_id], waiting[queue.model_id]))
         counts: dict[str, int] = {}
         left = max_tokens
-        line = [
-            (served[queue.model_id], waiting[queue.model_id], place, queue)
-            for place, queue in enumerate(queues)
+        heap = [
+            (served[queue.model_id], index, queue)
+            for index, queue in enumerate(queues)
             if queue.backward == first.backward
         ]
-        heapq.heapify(line)
-        while line:
-            _, _, place, queue = heapq.heappop(line)
+        heapq.heapify(heap)
+        while heap:
+            _, index, queue = heapq.heappop(heap)
             count = counts.get(queue.model_id, 0)
             length = queue.lengths[count]
             if length > left and counts:
@@ -70,15 +69,15 @@ class Mixer:
             counts[queue.model_id] = count = count + 1
             if count < len(queue.lengths):
                 total = waiting[queue.model_id]
-                heapq.heappush(line, (served[queue.model_id], total, place, queue))
+                heapq.heappush(heap, (served[queue.model_id], index, queue))
         return [
-            Cut(queue.model_id, counts[queue.model_id])
+            Selection(queue.model_id, counts[queue.model_id])
             for queue in queues
             if queue.model_id in counts
         ]
 
-    def _welcome(self, present: Sequence[str]) -> None:
+    def _rebase_counts(self, present: Sequence[str]) -> None:
         known = {name: self._served[name] for name in present if name in self._served}
         lowest = min(known.values(), default=0)
-        # Counted from the lowest: the numbers stay small however long the engine runs.
+        # Counts are relative to the lowest, so they stay small however long the engine runs.
         self._served = {name: known.get(name, lowest) - lowest for name in present}

@@ -1,9 +1,9 @@
 """
-What a custom loss may call: two tables from the names in a graph to operations of torch.
+The operations that a custom loss may call: two tables from names in a graph to torch functions.
 
-An operation knows its parameters, the size its result will have, and whether it changes its first
-argument. Left out is what would give other numbers in a second run, show memory that nothing has
-written, read outside a tensor's own elements, or end the process instead of the operation.
+An operation has its parameters, a rule for the size of its result, and whether it changes its first
+argument. Excluded are operations that would give different numbers in a second run, expose
+uninitialized memory, read outside a tensor's elements, or abort the process instead of raising.
 """
 
 from __future__ import annotations
@@ -32,33 +32,33 @@ __all__ = [
     "Operation",
     "Parameter",
     "Refused",
+    "checked_result",
     "elements",
-    "settled",
     "shown",
     "tensors_in",
 ]
 
-#: Items of one list, and tensors that one node may give (`split`).
+#: Items of one list, and tensors that one node may return (`split`).
 MAX_ITEMS = 256
 MAX_TEXT = 64
 MAX_RANK = 8
-#: Whole numbers that are dimensions, shifts, sizes; other whole numbers fit 64 bits.
+#: Limit of integers that are dimensions, shifts or sizes; other integers must fit 64 bits.
 MAX_EXTENT = 2**31
 MAX_INT = 2**63
 EINSUM = re.compile(r"[a-zA-Z]{0,8}(,[a-zA-Z]{0,8}){0,7}->[a-zA-Z]{0,8}")
 
 
 class Refused(Exception):
-    """What is wrong, and what is allowed; who catches it adds where."""
+    """What is wrong and what is allowed. The code that catches it adds the node."""
 
 
 def shown(value: object) -> str:
-    """A value from the wire as part of a message: never long, and never slow to write."""
+    """A value from a request for a message: always short and fast to format."""
     match value:
         case str():
             return repr(value) if len(value) <= MAX_TEXT else repr(value[:MAX_TEXT]) + "..."
         case int() if abs(value) >= MAX_INT:
-            return "a whole number beyond 64 bits"
+            return "an integer beyond 64 bits"
         case int() | float() | None:
             return repr(value)
         case _:
@@ -66,7 +66,7 @@ def shown(value: object) -> str:
 
 
 class _Pair(NamedTuple):
-    """What `max(dim)`, `sort` and their like give."""
+    """The result of `max(dim)`, `sort` and similar operations."""
 
     values: Tensor
     indices: Tensor
@@ -101,7 +101,7 @@ def _is_value(value: Any) -> bool:
     return isinstance(value, Tensor | int | float)
 
 
-#: Kinds of arguments: what they are called in messages, and the test.
+#: Kinds of arguments: their description in messages, and the test.
 KINDS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
     "tensor": ("a tensor", lambda value: isinstance(value, Tensor)),
     "number": ("a number", lambda value: isinstance(value, int | float)),
@@ -110,14 +110,14 @@ KINDS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
         "a tensor, a number or a tuple",
         lambda value: _is_value(value) or (isinstance(value, tuple) and len(value) <= MAX_RANK),
     ),
-    "int": ("a whole number", _is_extent),
+    "int": ("an integer", _is_extent),
     "bool": ("true or false", lambda value: isinstance(value, bool)),
     "flag": ("true or false", lambda value: isinstance(value, int)),
     "false": ("false", lambda value: value is False),
     "text": ("a text", lambda value: isinstance(value, str)),
-    "dims": ("a whole number or several", lambda value: _is_extent(value) or _is_ints(value)),
+    "dims": ("an integer or several", lambda value: _is_extent(value) or _is_ints(value)),
     "shape": (
-        f"at most {MAX_RANK} whole numbers",
+        f"at most {MAX_RANK} integers",
         lambda value: _is_extent(value) or _is_ints(value),
     ),
     "dim_or_tensor": (
@@ -128,7 +128,7 @@ KINDS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
         "dimensions",
         lambda value: isinstance(value, bool) or _is_extent(value) or _is_ints(value),
     ),
-    "sizes": ("a whole number or several", lambda value: _is_extent(value) or _is_ints(value)),
+    "sizes": ("an integer or several", lambda value: _is_extent(value) or _is_ints(value)),
     "tensors": (f"1 to {MAX_ITEMS} tensors", _is_tensors),
     "order": ("a number or 'fro'", lambda value: value == "fro" or isinstance(value, int | float)),
     "dtype": ("a dtype", lambda value: isinstance(value, torch.dtype)),
@@ -152,7 +152,7 @@ class Parameter(NamedTuple):
     kind: str
     #: An optional parameter may also be None.
     optional: bool
-    #: Takes all further positional arguments.
+    #: Takes all remaining positional arguments.
     rest: bool
 
     def check(self, value: Any) -> None:
@@ -165,14 +165,14 @@ class Parameter(NamedTuple):
 class Operation:
     call: Callable[..., Any]
     parameters: tuple[Parameter, ...]
-    #: At least the `elements` of every tensor the call allocates, from the checked arguments; also
-    #: the place for further checks.
+    #: Upper bound of the `elements` of every tensor that the call allocates, from the checked
+    #: arguments. May also make further checks.
     size: Rule
-    #: Elements worked through beside those read and written.
+    #: Elements processed besides those read and written.
     work: Rule | None = None
     #: Changes its first argument.
     writes: bool = False
-    #: Makes a tensor from nothing: on the device of the run.
+    #: Creates a tensor, on the device of the run.
     makes: bool = False
 
     def bind(self, count: int, kwargs: Mapping[str, Any]) -> tuple[Parameter, ...]:
@@ -220,13 +220,13 @@ class Operation:
 
 
 def _parameters(text: str) -> tuple[Parameter, ...]:
-    """`input:tensor dim:int? *shape:shape` as parameters."""
+    """Parses a signature such as `input:tensor dim:int? *shape:shape`."""
     made = []
     for word in text.split():
         name, _, kind = word.partition(":")
         optional, kind = kind.endswith("?"), kind.removesuffix("?")
         if kind not in KINDS:
-            raise ValueError(f"{word}: no such kind of argument")
+            raise ValueError(f"{word}: unknown kind of argument")
         made.append(Parameter(name.removeprefix("*"), kind, optional, name.startswith("*")))
     return tuple(made)
 
@@ -239,8 +239,8 @@ def tensors_in(values: Any) -> Iterator[Tensor]:
             yield from tensors_in(value)
 
 
-def settled(result: Any) -> Any:
-    """The result in a form that later nodes may use."""
+def checked_result(result: Any) -> Any:
+    """The result in a form that later nodes may use; refuses other types."""
     if type(result) is Tensor:
         return result
     match result:
@@ -248,7 +248,7 @@ def settled(result: Any) -> Any:
             return result
         case int():
             if abs(result) >= MAX_INT:
-                raise Refused("the result is a whole number that does not fit 64 bits")
+                raise Refused("the result is an integer that does not fit 64 bits")
             return result
         case tuple() if isinstance(result, _Pair) or type(result) is tuple:
             if len(result) > MAX_ITEMS:
@@ -257,7 +257,7 @@ def settled(result: Any) -> Any:
         case [Tensor() as values, Tensor() as indices] if hasattr(result, "indices"):
             return _Pair(values, indices)
         case list():
-            return settled(tuple(result))
+            return checked_result(tuple(result))
         case _:
             raise Refused(f"the result is a {type(result).__name__}; allowed are tensors, numbers")
 
@@ -276,14 +276,14 @@ def elements(shape: Sequence[int]) -> int:
 
 
 def _broadcast(*shapes: Sequence[int]) -> int:
-    """`elements` of tensors spread over each other; shapes that do not match are torch's to name."""
+    """`elements` of the broadcast shape. Torch reports shapes that cannot be broadcast."""
     rank = max(map(len, shapes), default=0)
     aligned = [(*(1 for _ in range(rank - len(shape))), *shape) for shape in shapes]
     return elements([max(sizes) for sizes in zip(*aligned, strict=True)])
 
 
 def _as_broadcast(bound: Bound) -> int:
-    """For all that gives at most one element for each element of its operands, spread together."""
+    """For operations with at most one result element per element of the broadcast operands."""
     shapes = {tensor.shape for tensor in tensors_in(bound.values())}
     return elements(shapes.pop()) if len(shapes) == 1 else _broadcast(*shapes)
 
@@ -293,7 +293,7 @@ def _as_input(bound: Bound) -> int:
 
 
 def _as_reshaped(bound: Bound) -> int:
-    """A tensor without elements takes any shape that has a zero in it."""
+    """An empty tensor can be reshaped to any shape that contains a zero."""
     sizes = bound.get("shape") or bound.get("sizes") or bound.get("size") or ()
     sizes = sizes if isinstance(sizes, tuple | list) else (sizes,)
     kept = _as_input(bound)
@@ -380,7 +380,7 @@ def _matmul_sizes(bound: Bound) -> tuple[int, int, int, int]:
 
 def _as_matmul(bound: Bound) -> int:
     batches, rows, inner, columns = _matmul_sizes(bound)
-    # Operands are spread over the batches too.
+    # Operands are broadcast over the batches too.
     return batches * max(
         elements(sizes) for sizes in ((rows, columns), (rows, inner), (inner, columns))
     )
@@ -388,7 +388,7 @@ def _as_matmul(bound: Bound) -> int:
 
 def _matmul_work(bound: Bound) -> int:
     batches, rows, inner, columns = _matmul_sizes(bound)
-    # Whole numbers and half precision are slow on a CPU: a product counts as an eighth.
+    # A multiplication counts as an eighth, because integers and half precision are slow on a CPU.
     return batches * rows * inner * columns // 8
 
 
@@ -416,8 +416,8 @@ def _as_padded(bound: Bound) -> int:
     if len(pad) % 2 or len(pad) > 2 * input_.dim():
         raise Refused(f"{len(pad)} widths for {input_.dim()} dimensions; two for each are allowed")
     shape = list(input_.shape)
-    for place in range(len(pad) // 2):
-        shape[-1 - place] += pad[2 * place] + pad[2 * place + 1]
+    for at in range(len(pad) // 2):
+        shape[-1 - at] += pad[2 * at] + pad[2 * at + 1]
     return _product(shape)
 
 
@@ -430,7 +430,7 @@ def _as_one_hot(bound: Bound) -> int:
 
 
 def _as_pieces(bound: Bound) -> int:
-    """`split`, `chunk`, `unbind`: the elements stay, their objects are counted."""
+    """`split`, `chunk`, `unbind`: they allocate no elements, but the number of views is limited."""
     input_ = bound["input"]
     dim = bound.get("dim") or 0
     if not input_.dim():
@@ -453,24 +453,24 @@ def _as_pieces(bound: Bound) -> int:
 
 
 def _as_differences(bound: Bound) -> int:
-    if (bound.get("n") or 1) > MAX_RANK:  # torch goes over the tensor n times
+    if (bound.get("n") or 1) > MAX_RANK:  # torch processes the tensor n times
         raise Refused(f"differences of order {bound['n']}; allowed are {MAX_RANK}")
     return _as_input(bound)
 
 
 def _as_divided(bound: Bound) -> int:
-    # The lowest whole number divided by -1 ends the process with a signal.
+    # Dividing the lowest integer by -1 kills the process with a signal.
     whole = [not isinstance(value, float) for value in (bound["input"], bound["other"])]
-    for place, value in enumerate((bound["input"], bound["other"])):
+    for at, value in enumerate((bound["input"], bound["other"])):
         if isinstance(value, Tensor):
-            whole[place] = not value.dtype.is_floating_point
+            whole[at] = not value.dtype.is_floating_point
     if bound.get("rounding_mode") is not None and all(whole):
-        raise Refused("rounding_mode with whole numbers; use torch.floor_divide, or float()")
+        raise Refused("rounding_mode with integers; use torch.floor_divide, or float()")
     return _as_broadcast(bound)
 
 
 def _inside(index: Tensor, length: int, *, negative: bool = False) -> None:
-    """Refuse an index outside: on a GPU it would end the process, not the operation."""
+    """Refuses an index out of range, which would abort the process on a GPU."""
     if index.dtype is not torch.int64 and index.dtype is not torch.int32:
         raise Refused(f"index of {index.dtype}; allowed are int64 and int32")
     if not index.numel():
@@ -486,7 +486,7 @@ def _dim_length(bound: Bound) -> int:
 
 
 def _as_index(bound: Bound) -> int:
-    """`gather` and its like: an element for each of the index."""
+    """`gather` and similar operations: one element for each element of the index."""
     index = bound["index"]
     length = _dim_length(bound)
     _inside(index, length)
@@ -524,7 +524,7 @@ def _as_added(bound: Bound) -> int:
 
 
 def _as_item(bound: Bound) -> int:
-    """Elements of `input[index]`, at most."""
+    """Upper bound of the elements of `input[index]`."""
     value, index = bound["input"], bound["index"]
     if isinstance(value, tuple | list):
         if not _is_int(index) and not (isinstance(index, slice) and _is_slice(index)):
@@ -588,16 +588,16 @@ def _dims_taken(part: Any) -> int:
         case _:
             pass
     raise Refused(
-        f"index {shown(part)}; allowed are whole numbers and lists of them, slices of whole "
+        f"index {shown(part)}; allowed are integers and lists of them, slices of whole "
         "numbers, ..., None and tensors"
     )
 
 
-# ---- calls that are not simply torch's ----------------------------------------------------------
+# ---- wrappers around torch and operator ---------------------------------------------------------
 
 
 def _plain(call: Callable[..., Any]) -> Callable[..., Any]:
-    """An operator: of numbers, if no tensor takes part, within bounds."""
+    """An operator. If both operands are integers, the size of the result is limited."""
 
     def bounded(left: Any, right: Any) -> Any:
         if _is_int(left) and _is_int(right):
@@ -614,7 +614,7 @@ def _plain(call: Callable[..., Any]) -> Callable[..., Any]:
 def _added(left: Any, right: Any) -> Any:
     if isinstance(left, tuple) or isinstance(right, tuple):
         if not (_is_ints(left) and _is_ints(right)):
-            raise Refused("a tuple can be added to a tuple of whole numbers only")
+            raise Refused("a tuple can be added to a tuple of integers only")
         return (*left, *right)
     return left + right
 
@@ -631,7 +631,7 @@ def _attribute(value: Any, name: str) -> Any:
     return get(value)
 
 
-#: The attributes that can be read, of what, and how.
+#: Readable attributes: the type that has them, and how to read them.
 ATTRIBUTES: Mapping[str, tuple[type, Callable[[Any], Any]]] = {
     "T": (Tensor, lambda value: value.T),
     "device": (Tensor, lambda value: value.device),
@@ -652,7 +652,7 @@ def _to(
     copy: bool = False,
     **_: Any,
 ) -> Tensor:
-    """Another dtype. A device that is named is where the tensor already is."""
+    """Converts the dtype. Device arguments are ignored: all tensors are on one device."""
     wanted = input_.dtype
     for target in (*targets, other, dtype):
         if isinstance(target, torch.dtype):
@@ -666,13 +666,13 @@ def _cast(dtype: torch.dtype) -> Callable[..., Tensor]:
     return lambda input_, **_: input_.to(dtype)
 
 
-def _stays(input_: Tensor, *_: Any, **__: Any) -> Tensor:
+def _identity(input_: Tensor, *_: Any, **__: Any) -> Tensor:
     return input_
 
 
 def _like(call: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def made(input_: Tensor, *args: Any, **options: Any) -> Tensor:
-        options.pop("device", None)  # that of the input
+        options.pop("device", None)  # always the device of the input
         return call(input_, *args, **options)
 
     return made
@@ -685,14 +685,14 @@ def _numel(value: Any) -> int:
 # ---- the tables ---------------------------------------------------------------------------------
 
 
-def _shared(place: Any) -> dict[str, Operation]:
-    """The shared operations as `place` has them: torch, or Tensor."""
+def _shared(namespace: Any) -> dict[str, Operation]:
+    """The operations of `_SHARED` as functions of torch, or as methods of Tensor."""
     made = {}
     for name, form in _SHARED.items():
         text, *rules = (form,) if isinstance(form, str) else form
         size = rules[0] if rules else _as_broadcast
         work = rules[1] if len(rules) == 2 else None
-        made[name] = _operation(getattr(place, name), text, size, work=work)
+        made[name] = _operation(getattr(namespace, name), text, size, work=work)
     return made
 
 
@@ -708,14 +708,14 @@ def _operation(
 
 PLACEHOLDER = _operation(lambda: None, "", _one)
 
-#: One element for each: functions of torch, methods, and methods that end with _.
+#: Elementwise operations: functions of torch, methods, and in-place methods (ending with _).
 _ELEMENTWISE: Mapping[str, str] = {
     **dict.fromkeys(
         _words(
             "abs absolute acos acosh asin asinh atan atanh bitwise_not ceil cos cosh deg2rad "
-            "digamma erf erfc erfinv exp exp2 expm1 floor frac i0 isfinite isinf isnan isneginf isposinf "
-            "lgamma log log10 log1p log2 logical_not neg negative positive rad2deg reciprocal relu "
-            "rsqrt sigmoid sign signbit sgn sin sinc sinh sqrt square tan tanh trunc"
+            "digamma erf erfc erfinv exp exp2 expm1 floor frac i0 isfinite isinf isnan isneginf "
+            "isposinf lgamma log log10 log1p log2 logical_not neg negative positive rad2deg "
+            "reciprocal relu rsqrt sigmoid sign signbit sgn sin sinc sinh sqrt square tan tanh trunc"
         ),
         "input:tensor",
     ),
@@ -760,7 +760,7 @@ _SPREAD = "input:tensor dim:dims_or_flag? unbiased:bool? keepdim:bool? correctio
 _EXTREME = "input:tensor dim:dim_or_tensor? keepdim:bool? other:tensor? axis:int?"
 _SOFTMAX = "input:tensor dim:int? dtype:dtype?"
 
-#: Same form as a function of torch and as a method; never in place.
+#: Operations with the same signature as a function of torch and as a method; never in place.
 _SHARED: Mapping[str, str | tuple[str, Rule] | tuple[str, Rule, Rule]] = {
     **dict.fromkeys(("sum", "mean", "nansum", "nanmean"), _REDUCED),
     **dict.fromkeys(("amax", "amin"), "input:tensor dim:dims? keepdim:bool? axis:dims?"),
@@ -830,7 +830,7 @@ _IN_PLACE = "inplace:false?"
 METHODS: Mapping[str, Operation] = {
     **{name: _operation(getattr(Tensor, name), text) for name, text in _ELEMENTWISE.items()},
     **{
-        # `eq_` exists too, and turns numbers into 0 and 1.
+        # `eq_` exists too and writes 0 and 1.
         f"{name}_": _operation(getattr(Tensor, f"{name}_"), text, writes=True)
         for name, text in _ELEMENTWISE.items()
         if hasattr(Tensor, f"{name}_")
@@ -867,8 +867,8 @@ METHODS: Mapping[str, Operation] = {
     ),
     "type": _operation(_to, "input:tensor dtype:dtype"),
     "type_as": _operation(_to, "input:tensor other:tensor", _as_input),
-    "cpu": _operation(_stays, "input:tensor"),
-    "cuda": _operation(_stays, "input:tensor device:any? non_blocking:bool?"),
+    "cpu": _operation(_identity, "input:tensor"),
+    "cuda": _operation(_identity, "input:tensor device:any? non_blocking:bool?"),
     "contiguous": _operation(Tensor.contiguous, "input:tensor memory_format:memory_format?"),
     "size": _operation(Tensor.size, "input:tensor dim:int?", _one),
     "dim": _operation(Tensor.dim, "input:tensor", _one),
@@ -1052,7 +1052,7 @@ _MATH: Mapping[str, Operation] = {
     "log": _operation(math.log, "x:number base:number?", _one),
 }
 
-#: Functions by the names that tracing gives them, which are those of where torch keeps them.
+#: Functions by the names that tracing records: the modules in which torch defines them.
 FUNCTIONS: Mapping[str, Operation] = {
     "getattr": _operation(_attribute, "input:any name:text", _as_attribute),
     **{f"operator.{name}": operation for name, operation in _OPERATORS.items()},

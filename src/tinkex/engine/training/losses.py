@@ -1,11 +1,11 @@
-"""The losses: one pure function each, from logprobs to a loss for every token.
+"""Loss functions: pure functions from logprobs to a loss for every token.
 
-Every loss is a sum over tokens and nothing is averaged: the caller may split a batch over several
-requests, and only sums of sums come out the same. Gradients come from differentiating these
-functions by the logprobs; what lies below the logprobs is the head's business.
+Every loss is a sum over tokens, never a mean: a client may split a batch over several requests, and
+only sums add up to the same result. Gradients are the derivatives of these functions with respect
+to the logprobs; `lm_head` continues from there.
 
-Most losses look at one token at a time, so rows of any data can be judged together. A loss that
-looks at a whole datum (`gspo`, or a graph that a user wrote) gets each datum's logprobs by itself.
+Most losses are per token, so tokens of several data are evaluated together. A whole-datum loss
+(`gspo`, or a custom loss graph) is evaluated on one datum at a time.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tinkex.engine.training.custom_loss_graph import Graph
 
-# All tensors are [T, K]: packed tokens, and K targets of each (1 but for two-dimensional targets).
+# All tensors are [T, K]: T packed tokens with K targets each (K is 1 unless targets are 2-D).
 
 Inputs = Mapping[str, Tensor]
 Terms = Callable[[Tensor, Inputs], Tensor]
@@ -48,26 +48,26 @@ def dro(logprobs: Tensor, inputs: Inputs) -> Tensor:
 
 
 def gspo(logprobs: Tensor, inputs: Inputs) -> Tensor:
-    """Of one datum: PPO with one ratio for the whole sequence, the geometric mean of its tokens'."""
+    """PPO with one ratio for a whole datum: the geometric mean of its tokens' ratios."""
     mask = inputs["sequence_ratio_mask"]
     distance = torch.where(mask != 0, logprobs - inputs["logprobs"], 0.0).detach()
-    # A datum without a masked token has no advantages either (checked before), and weighs nothing.
+    # Request checks ensure that a datum without a masked token has zero advantages.
     sequence = torch.exp(distance.sum() / mask.sum().clamp(min=1.0))
-    # The value of every token's ratio is the sequence's, its gradient the token's own.
+    # Each token's ratio has the value of the sequence ratio and the token's own gradient.
     r = sequence * torch.exp(logprobs - logprobs.detach())
     advantages = inputs["advantages"]
     return -torch.minimum(r * advantages, clipped(r, inputs) * advantages)
 
 
 def ratio(logprobs: Tensor, inputs: Inputs) -> Tensor:
-    """How much likelier a token is now than when it was sampled."""
-    # Programs send zeros on prompt positions. There exp() may overflow, and inf * 0 would be NaN.
+    """The probability ratio of each token: now over when it was sampled."""
+    # Clients send zeros on prompt positions. There exp() may overflow, and inf * 0 would be NaN.
     counts = inputs["advantages"] != 0
     return torch.exp(torch.where(counts, logprobs - inputs["logprobs"], 0.0))
 
 
 def clipped(r: Tensor, inputs: Inputs) -> Tensor:
-    """The ratio within its absolute bounds (0.8 means 0.8, not 1 - 0.8)."""
+    """The ratio clipped to absolute bounds (0.8 means 0.8, not 1 - 0.8)."""
     return torch.clamp(r, inputs["clip_low_threshold"], inputs["clip_high_threshold"])
 
 
@@ -75,9 +75,9 @@ def clipped(r: Tensor, inputs: Inputs) -> Tensor:
 class Loss:
     name: str
     terms: Terms
-    #: Inputs that every datum must carry beside `target_tokens`, one number for each target.
+    #: Inputs that every datum must have besides `target_tokens`, one number for each target.
     inputs: tuple[str, ...]
-    #: Numbers from `loss_fn_config`, or one for each token from a datum's inputs; with defaults.
+    #: Names and defaults of `loss_fn_config`. A datum may give one number per token instead.
     config: Mapping[str, float] = field(default_factory=dict)
     #: Whether a token may have several targets: [N, K].
     takes_2d: bool = False
@@ -117,13 +117,13 @@ LOSSES: Mapping[str, Loss] = {
     )
 }
 
-#: The name under which graphs that users wrote are asked for.
+#: The `loss_fn` of passes that use a registered custom loss.
 CUSTOM = "custom"
 
 
 @dataclass(frozen=True, kw_only=True)
 class CustomLoss:
-    """A loss that a user wrote: run over one datum at a time, under a limit of time."""
+    """A user's loss graph, run on one datum at a time with a time limit."""
 
     graph: Graph
     name: str = CUSTOM
@@ -134,24 +134,24 @@ AnyLoss = Loss | CustomLoss
 
 
 @dataclass(frozen=True, kw_only=True)
-class Judged:
-    """What a loss says of one datum."""
+class LossValue:
+    """The loss of one datum."""
 
     value: float
-    #: By each logprob, in their shape; None when it was not asked for.
+    #: Derivative with respect to each logprob, in their shape. None for a forward pass.
     gradient: Tensor | None
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
-def judge(
+def evaluate_loss(
     loss: AnyLoss,
     logprobs: Tensor,
     inputs: Inputs,
     *,
     backward: bool,
     deadline_s: float | None = None,
-) -> Judged:
-    """One datum by itself. `logprobs` are in the shape of its targets."""
+) -> LossValue:
+    """Evaluates a loss on one datum. `logprobs` have the shape of its targets."""
     if isinstance(loss, CustomLoss):
         gradient = None
         if backward:
@@ -161,11 +161,11 @@ def judge(
         else:
             value, metrics = loss.graph.run(logprobs, inputs, deadline_s=deadline_s)
         numbers = {name: float(metric) for name, metric in metrics.items()}
-        return Judged(value=float(value), gradient=gradient, metrics=numbers)
+        return LossValue(value=float(value), gradient=gradient, metrics=numbers)
     if not backward:
-        return Judged(value=total(loss.terms(logprobs, inputs)), gradient=None)
+        return LossValue(value=total(loss.terms(logprobs, inputs)), gradient=None)
     terms, gradient = value_and_gradient(loss, logprobs, inputs)
-    return Judged(value=total(terms), gradient=gradient)
+    return LossValue(value=total(terms), gradient=gradient)
 
 
 def total(terms: Tensor) -> float:
@@ -173,7 +173,7 @@ def total(terms: Tensor) -> float:
 
 
 def value_and_gradient(loss: Loss, logprobs: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """The loss of each token, and its derivative by each logprob."""
+    """The loss of each token, and its derivative with respect to each logprob."""
     with torch.enable_grad():
         leaf = logprobs.detach().requires_grad_()
         terms = loss.terms(leaf, inputs)

@@ -1,7 +1,7 @@
-"""Training passes: micro-batch by micro-batch through model, head and loss.
+"""Training passes: run in micro-batches through the base model, the output head and the loss.
 
-A micro-batch may hold rows of several passes, of different models, ranks and losses: they share
-the base model's work, and each adds only to its own adapter's gradient.
+A micro-batch may mix passes of different models, ranks and losses. They share the computation of
+the base model, and each adds only to the gradient of its own adapter.
 """
 
 from __future__ import annotations
@@ -16,59 +16,66 @@ import torch
 from torch import Tensor
 
 from tinkex.engine.adapters.adapters import TrainingAdapter
-from tinkex.engine.device import repeating
+from tinkex.engine.device import deterministic_kernels
 from tinkex.engine.model.base_model import BaseModel
 from tinkex.engine.model.lm_head import Head, LossGradient
-from tinkex.engine.model.lora import Route
-from tinkex.engine.training.losses import AnyLoss, Judged, Loss, judge, value_and_gradient
-from tinkex.engine.training.request_checks import Row, pack, pack_inputs
+from tinkex.engine.model.lora import AdapterSegment
+from tinkex.engine.training.batch import pack, pack_inputs
+from tinkex.engine.training.losses import (
+    AnyLoss,
+    Loss,
+    LossValue,
+    evaluate_loss,
+    value_and_gradient,
+)
+from tinkex.engine.training.request_checks import CheckedDatum
 from tinkex.wire.errors import UserFailure
 from tinkex.wire.tensors import TensorData
 from tinkex.wire.training import ForwardBackwardOutput
 
 # T packed tokens of a batch, t of a part, N of one datum, K targets of a token, H hidden size
 
-#: Time that losses written by users may take: for one datum, and for all of a request.
-DATUM_S = 5.0
-REQUEST_S = 60.0
+#: Time limits of custom losses, for one datum and for a whole request.
+MAX_LOSS_S_PER_DATUM = 5.0
+MAX_LOSS_S_PER_REQUEST = 60.0
 
 
 class Pass:
     """
-    The pass of one request: which of its rows wait, and what came of the others.
+    The pass of one request: its waiting data and the results of the others.
 
-    Sums are kept in float64 and gradients in float32, so how the rows are cut into micro-batches
-    changes the result by rounding only.
+    Sums are kept in float64 and gradients in float32, so the division into micro-batches changes
+    the result only by rounding.
     """
 
     def __init__(
-        self, model_id: str, loss: AnyLoss, rows: Sequence[Row], *, backward: bool
+        self, model_id: str, loss: AnyLoss, data: Sequence[CheckedDatum], *, backward: bool
     ) -> None:
         self.model_id, self.loss, self.backward = model_id, loss, backward
-        self.lengths = [len(row.tokens_N) for row in rows]
-        #: Why the request failed half-way; its other rows are not run any more.
+        self.lengths = [len(datum.tokens_N) for datum in data]
+        #: Why the request failed; its remaining data are not run.
         self.failure: UserFailure | None = None
-        self._rows = rows
+        self._data = data
         self._taken = 0
         self._outputs: list[dict[str, TensorData]] = []
         self._sums = {"loss:sum": 0.0, "tokens:sum": 0.0}
         if backward:
             self._sums |= {"loss_tokens:sum": 0.0, "entropy:sum": 0.0}
-        #: Of custom losses: name -> sum over the datums.
+        #: Metrics of custom losses: name -> sum over the data.
         self._custom: dict[str, float] = {}
-        self._seconds_left = REQUEST_S
+        self._seconds_left = MAX_LOSS_S_PER_REQUEST
 
     @property
     def waiting(self) -> Sequence[int]:
-        """Tokens of each row that has not run yet."""
+        """Token counts of the data that have not run yet."""
         return [] if self.failure is not None else self.lengths[self._taken :]
 
-    def take(self, count: int, adapter: TrainingAdapter) -> Part:
-        """The next rows, for the micro-batch that is being put together."""
-        rows = self._rows[self._taken : self._taken + count]
-        self._taken += len(rows)
-        tokens = sum(len(row.tokens_N) for row in rows)
-        return Part(owner=self, adapter=adapter, rows=rows, tokens=tokens)
+    def take(self, count: int, adapter: TrainingAdapter) -> PassSlice:
+        """Takes the next `count` data for a micro-batch."""
+        data = self._data[self._taken : self._taken + count]
+        self._taken += len(data)
+        tokens = sum(len(datum.tokens_N) for datum in data)
+        return PassSlice(owner=self, adapter=adapter, data=data, tokens=tokens)
 
     def output(self) -> ForwardBackwardOutput:
         if self.failure is not None:
@@ -84,77 +91,77 @@ class Pass:
             metrics=self._sums | custom,
         )
 
-    def judge(self, row: Row, logprobs_NK: Tensor) -> Judged | None:
-        """What a loss over whole datums says; None once the request has failed."""
+    def evaluate(self, datum: CheckedDatum, logprobs_NK: Tensor) -> LossValue | None:
+        """Evaluates a whole-datum loss. Returns None once the request has failed."""
         if self.failure is not None:
             return None
-        # What users wrote runs on the CPU: what fails there is theirs, at once. An error of a GPU
-        # may be anybody's, and comes later. A datum is small.
+        # Custom losses run on the CPU, where an error is raised at once and belongs to this
+        # request. A GPU reports errors later, when they can no longer be attributed.
         if not isinstance(self.loss, Loss):
             logprobs_NK = logprobs_NK.cpu()
         inputs = {
             name: torch.from_numpy(np.ascontiguousarray(values)).to(logprobs_NK.device)
-            for name, values in row.inputs_NK.items()
+            for name, values in datum.inputs_NK.items()
         }
         if isinstance(self.loss, Loss):
-            judged = judge(self.loss, logprobs_NK, inputs, backward=self.backward)
+            loss_value = evaluate_loss(self.loss, logprobs_NK, inputs, backward=self.backward)
         else:
             began_s = time.monotonic()
             try:
-                judged = judge(
+                loss_value = evaluate_loss(
                     self.loss,
-                    logprobs_NK.reshape(row.shape),
+                    logprobs_NK.reshape(datum.shape),
                     inputs,
                     backward=self.backward,
-                    deadline_s=min(DATUM_S, self._seconds_left),
+                    deadline_s=min(MAX_LOSS_S_PER_DATUM, self._seconds_left),
                 )
             except UserFailure as failure:
                 self.failure = failure
                 return None
             self._seconds_left -= time.monotonic() - began_s
-        self._sums["loss:sum"] += judged.value
-        for name, value in judged.metrics.items():
+        self._sums["loss:sum"] += loss_value.value
+        for name, value in loss_value.metrics.items():
             self._custom[name] = self._custom.get(name, 0.0) + value
-        return judged
+        return loss_value
 
-    def note(self, found: Found, rows: Sequence[Row]) -> None:
-        """What a micro-batch found for the next rows of this pass."""
+    def record(self, results: TokenResults, data: Sequence[CheckedDatum]) -> None:
+        """Records the results of a micro-batch for the next data of this pass."""
         start = 0
-        for row in rows:
-            stop = start + len(row.tokens_N)
-            mine = found.logprobs_tK[start:stop, : row.targets_NK.shape[1]].reshape(row.shape)
-            self._outputs.append({"logprobs": TensorData.from_torch(mine)})
+        for datum in data:
+            stop = start + len(datum.tokens_N)
+            own = results.logprobs_tK[start:stop, : datum.targets_NK.shape[1]].reshape(datum.shape)
+            self._outputs.append({"logprobs": TensorData.from_torch(own)})
             start = stop
-        self._sums["loss:sum"] += float(found.terms_t.sum())
+        self._sums["loss:sum"] += float(results.terms_t.sum())
         self._sums["tokens:sum"] += start
-        if found.entropy_t is not None:
-            counts_t = found.entropy_t.isfinite()
+        if results.entropy_t is not None:
+            counts_t = results.entropy_t.isfinite()
             self._sums["loss_tokens:sum"] += float(counts_t.sum())
-            self._sums["entropy:sum"] += float(found.entropy_t[counts_t].sum(dtype=torch.float64))
+            self._sums["entropy:sum"] += float(results.entropy_t[counts_t].sum(dtype=torch.float64))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Part:
-    """Rows of one pass in a micro-batch."""
+class PassSlice:
+    """Data of one pass in a micro-batch."""
 
     owner: Pass
     adapter: TrainingAdapter
-    rows: Sequence[Row]
+    data: Sequence[CheckedDatum]
     tokens: int
 
 
-class Found(NamedTuple):
-    """What came of a part's tokens, on the CPU."""
+class TokenResults(NamedTuple):
+    """Results of the tokens of a pass slice, on the CPU."""
 
     logprobs_tK: Tensor
-    #: The loss of each token, float64; zero where the loss is of whole datums.
+    #: Float64 loss of each token; zero for whole-datum losses.
     terms_t: Tensor
     #: None for passes without gradients.
     entropy_t: Tensor | None
 
 
-class Stretch(NamedTuple):
-    """Neighbouring rows with the same loss over single tokens."""
+class LossSegment(NamedTuple):
+    """Adjacent tokens with the same per-token loss."""
 
     loss: Loss
     start: int
@@ -162,10 +169,12 @@ class Stretch(NamedTuple):
     inputs_tK: dict[str, Tensor]
 
 
-def run_together(model: BaseModel, parts: Sequence[Part], *, deterministic: bool = False) -> None:
-    """One micro-batch. All parts are with gradients, or none is."""
-    # Equal losses and equal adapters side by side: one product, one evaluation for each. Losses
-    # over whole datums come last, so that the others keep the head's single pass.
+def run_micro_batch(
+    model: BaseModel, parts: Sequence[PassSlice], *, deterministic: bool = False
+) -> None:
+    """Runs one micro-batch. Either all parts have gradients or none has."""
+    # Equal losses and equal adapters become adjacent, so each needs one evaluation or product.
+    # Whole-datum losses come last, so that the others need only one pass through the head.
     parts = sorted(
         parts,
         key=lambda part: (
@@ -175,156 +184,161 @@ def run_together(model: BaseModel, parts: Sequence[Part], *, deterministic: bool
         ),
     )
     backward = parts[0].owner.backward
-    batch = pack([row for part in parts for row in part.rows], model.device)
-    routes = routes_of(parts)
-    hidden_TH = model.hidden(batch.ids_T, batch.packing, routes, gradients=backward)
-    judging = _Judging(model, parts, batch.targets_TK, backward=backward)
-    gradient_TH = judging.run(hidden_TH.detach(), routes)
+    batch = pack([datum for part in parts for datum in part.data], model.device)
+    segments = adapter_segments_of(parts)
+    hidden_TH = model.hidden(batch.ids_T, batch.packing, segments, gradients=backward)
+    evaluator = LossEvaluator(model, parts, batch.targets_TK, backward=backward)
+    gradient_TH = evaluator.run(hidden_TH.detach(), segments)
     if gradient_TH is not None:
-        with repeating(deterministic):
+        with deterministic_kernels(deterministic):
             hidden_TH.backward(gradient_TH)  # type: ignore[no-untyped-call]
-    judging.hand_out(parts)
+    evaluator.distribute(parts)
 
 
-def routes_of(parts: Sequence[Part]) -> list[Route]:
-    """Which rows belong to which adapter; neighbours of one adapter are one route."""
-    routes: list[Route] = []
+def adapter_segments_of(parts: Sequence[PassSlice]) -> list[AdapterSegment]:
+    """The tokens of each adapter; adjacent parts of one adapter are one segment."""
+    segments: list[AdapterSegment] = []
     start = 0
     for part in parts:
         stop, pairs = start + part.tokens, part.adapter.pairs
-        if routes and routes[-1].pairs is pairs:
-            routes[-1] = routes[-1]._replace(stop=stop)
+        if segments and segments[-1].pairs is pairs:
+            segments[-1] = segments[-1]._replace(stop=stop)
         else:
-            routes.append(Route(start, stop, pairs))
+            segments.append(AdapterSegment(start, stop, pairs))
         start = stop
-    return routes
+    return segments
 
 
-def routes_between(routes: Sequence[Route], start: int, stop: int) -> list[Route]:
-    """The same routes for rows `start` to `stop` alone, counted from there."""
+def segments_between(
+    segments: Sequence[AdapterSegment], start: int, stop: int
+) -> list[AdapterSegment]:
+    """The segments of tokens `start` to `stop`, with positions relative to `start`."""
     return [
-        Route(max(route.start, start) - start, min(route.stop, stop) - start, route.pairs)
-        for route in routes
-        if route.start < stop and route.stop > start
+        AdapterSegment(
+            max(segment.start, start) - start, min(segment.stop, stop) - start, segment.pairs
+        )
+        for segment in segments
+        if segment.start < stop and segment.stop > start
     ]
 
 
-class _Judging:
-    """Head and losses over the hidden states of one micro-batch."""
+class LossEvaluator:
+    """Evaluates head and losses on the hidden states of one micro-batch."""
 
     def __init__(
-        self, model: BaseModel, parts: Sequence[Part], targets_TK: Tensor, *, backward: bool
+        self, model: BaseModel, parts: Sequence[PassSlice], targets_TK: Tensor, *, backward: bool
     ) -> None:
         self._head: Head = model.head
         self._targets_TK, self._backward = targets_TK, backward
-        self._singles = [part for part in parts if not part.owner.loss.whole_datum]
-        self._wholes = [part for part in parts if part.owner.loss.whole_datum]
-        self._stretches = stretches_of(self._singles, model.device)
-        #: Rows before this have losses over single tokens.
-        self._split = sum(part.tokens for part in self._singles)
+        self._per_token = [part for part in parts if not part.owner.loss.whole_datum]
+        self._whole_datum = [part for part in parts if part.owner.loss.whole_datum]
+        self._loss_segments = loss_segments_of(self._per_token, model.device)
+        #: Tokens before this index have per-token losses.
+        self._split = sum(part.tokens for part in self._per_token)
         self._logprobs_TK = torch.empty(targets_TK.shape, device=model.device)
         self._terms_T = torch.zeros(len(targets_TK), dtype=torch.float64, device=model.device)
         self._entropy_T = torch.empty(len(targets_TK), device=model.device)
 
-    def run(self, hidden_TH: Tensor, routes: Sequence[Route]) -> Tensor | None:
-        """The gradient by the hidden states, if there is to be one."""
+    def run(self, hidden_TH: Tensor, segments: Sequence[AdapterSegment]) -> Tensor | None:
+        """Returns the gradient with respect to the hidden states; None for a forward pass."""
         gradients = []
-        if self._singles:
-            gradients.append(self._run_singles(hidden_TH, routes))
-        if self._wholes:
-            gradients.append(self._run_wholes(hidden_TH, routes))
+        if self._per_token:
+            gradients.append(self._run_per_token(hidden_TH, segments))
+        if self._whole_datum:
+            gradients.append(self._run_whole_datum(hidden_TH, segments))
         if not self._backward:
             return None
         return gradients[0] if len(gradients) == 1 else torch.cat(gradients)
 
-    def hand_out(self, parts: Sequence[Part]) -> None:
+    def distribute(self, parts: Sequence[PassSlice]) -> None:
         logprobs_TK, terms_T = self._logprobs_TK.cpu(), self._terms_T.cpu()
         entropy_T = self._entropy_T.cpu() if self._backward else None
         start = 0
         for part in parts:
-            mine = slice(start, start + part.tokens)
-            entropy_t = None if entropy_T is None else entropy_T[mine]
-            part.owner.note(Found(logprobs_TK[mine], terms_T[mine], entropy_t), part.rows)
-            start = mine.stop
+            span = slice(start, start + part.tokens)
+            entropy_t = None if entropy_T is None else entropy_T[span]
+            part.owner.record(TokenResults(logprobs_TK[span], terms_T[span], entropy_t), part.data)
+            start = span.stop
 
-    def _run_singles(self, hidden_TH: Tensor, routes: Sequence[Route]) -> Tensor:
-        mine = slice(0, self._split)
-        routes = routes_between(routes, mine.start, mine.stop)
-        hidden_tH, targets_tK = hidden_TH[mine], self._targets_TK[mine]
+    def _run_per_token(self, hidden_TH: Tensor, segments: Sequence[AdapterSegment]) -> Tensor:
+        span = slice(0, self._split)
+        segments = segments_between(segments, span.start, span.stop)
+        hidden_tH, targets_tK = hidden_TH[span], self._targets_TK[span]
         if self._backward:
-            return self._run_head(mine, hidden_tH, routes, self._single_gradient)
-        self._logprobs_TK[mine] = self._head.logprobs(hidden_tH, targets_tK, routes)
-        for loss, start, stop, inputs_tK in self._stretches:
+            return self._run_head(span, hidden_tH, segments, self._per_token_gradient)
+        self._logprobs_TK[span] = self._head.logprobs(hidden_tH, targets_tK, segments)
+        for loss, start, stop, inputs_tK in self._loss_segments:
             width = next(iter(inputs_tK.values())).shape[1]
             terms_tK = loss.terms(self._logprobs_TK[start:stop, :width], inputs_tK)
             self._terms_T[start:stop] = terms_tK.sum(dim=1, dtype=torch.float64)
         return hidden_tH
 
-    def _single_gradient(self, rows: slice, logprobs_tK: Tensor) -> Tensor:
-        """dL/dlogp of one chunk, which may cut through several stretches."""
+    def _per_token_gradient(self, chunk: slice, logprobs_tK: Tensor) -> Tensor:
+        """dL/dlogp of one chunk, which may overlap several loss segments."""
         g_tK = torch.zeros_like(logprobs_tK)
-        for loss, first, last, inputs_tK in self._stretches:
-            start, stop = max(first, rows.start), min(last, rows.stop)
+        for loss, first, last, inputs_tK in self._loss_segments:
+            start, stop = max(first, chunk.start), min(last, chunk.stop)
             if start >= stop:
                 continue
             inputs = {
                 name: values[start - first : stop - first] for name, values in inputs_tK.items()
             }
             width = next(iter(inputs.values())).shape[1]
-            own = slice(start - rows.start, stop - rows.start)
+            own = slice(start - chunk.start, stop - chunk.start)
             terms_tK, gradient_tK = value_and_gradient(loss, logprobs_tK[own, :width], inputs)
             self._terms_T[start:stop] = terms_tK.sum(dim=1, dtype=torch.float64)
             g_tK[own, :width] = gradient_tK
         return g_tK
 
-    def _run_wholes(self, hidden_TH: Tensor, routes: Sequence[Route]) -> Tensor:
-        """All logprobs of a datum first, then its loss, then the head once more with what it says."""
-        mine = slice(self._split, len(hidden_TH))
-        routes = routes_between(routes, mine.start, mine.stop)
-        hidden_tH, targets_tK = hidden_TH[mine], self._targets_TK[mine]
-        logprobs_tK = self._head.logprobs(hidden_tH, targets_tK, routes)
-        self._logprobs_TK[mine] = logprobs_tK
+    def _run_whole_datum(self, hidden_TH: Tensor, segments: Sequence[AdapterSegment]) -> Tensor:
+        """Computes all logprobs, then the losses, then runs the head with their derivatives."""
+        span = slice(self._split, len(hidden_TH))
+        segments = segments_between(segments, span.start, span.stop)
+        hidden_tH, targets_tK = hidden_TH[span], self._targets_TK[span]
+        logprobs_tK = self._head.logprobs(hidden_tH, targets_tK, segments)
+        self._logprobs_TK[span] = logprobs_tK
         g_tK = torch.zeros_like(logprobs_tK)
         start = 0
-        for part in self._wholes:
-            for row in part.rows:
-                own, width = slice(start, start + len(row.tokens_N)), row.targets_NK.shape[1]
-                judged = part.owner.judge(row, logprobs_tK[own, :width])
-                if judged is not None and judged.gradient is not None:
-                    g_tK[own, :width] = judged.gradient.reshape(-1, width)
+        for part in self._whole_datum:
+            for datum in part.data:
+                own = slice(start, start + len(datum.tokens_N))
+                width = datum.targets_NK.shape[1]
+                loss_value = part.owner.evaluate(datum, logprobs_tK[own, :width])
+                if loss_value is not None and loss_value.gradient is not None:
+                    g_tK[own, :width] = loss_value.gradient.reshape(-1, width)
                 start = own.stop
         if not self._backward:
             return hidden_tH
-        return self._run_head(mine, hidden_tH, routes, lambda rows, _: g_tK[rows])
+        return self._run_head(span, hidden_tH, segments, lambda chunk, _: g_tK[chunk])
 
     def _run_head(
         self,
-        mine: slice,
+        span: slice,
         hidden_tH: Tensor,
-        routes: Sequence[Route],
+        segments: Sequence[AdapterSegment],
         loss_gradient: LossGradient,
     ) -> Tensor:
         logprobs_tK, gradient_tH, entropy_t = self._head.logprobs_and_gradient(
-            hidden_tH, self._targets_TK[mine], routes, loss_gradient
+            hidden_tH, self._targets_TK[span], segments, loss_gradient
         )
-        self._logprobs_TK[mine] = logprobs_tK
-        self._entropy_T[mine] = entropy_t
+        self._logprobs_TK[span] = logprobs_tK
+        self._entropy_T[span] = entropy_t
         return gradient_tH
 
 
-def stretches_of(parts: Sequence[Part], device: torch.device) -> list[Stretch]:
-    """Neighbouring parts with the same loss together, with what the loss reads of them."""
-    stretches: list[Stretch] = []
+def loss_segments_of(parts: Sequence[PassSlice], device: torch.device) -> list[LossSegment]:
+    """Joins adjacent parts with the same loss, together with their loss inputs."""
+    loss_segments: list[LossSegment] = []
     start = 0
-    rows: list[Row] = []
-    for place, part in enumerate(parts):
-        rows.extend(part.rows)
+    data: list[CheckedDatum] = []
+    for index, part in enumerate(parts):
+        data.extend(part.data)
         loss = part.owner.loss
-        following = parts[place + 1].owner.loss if place + 1 < len(parts) else None
-        if following is loss:
+        next_loss = parts[index + 1].owner.loss if index + 1 < len(parts) else None
+        if next_loss is loss:
             continue
         assert isinstance(loss, Loss)
-        stop = start + sum(len(row.tokens_N) for row in rows)
-        stretches.append(Stretch(loss, start, stop, pack_inputs(rows, device)))
-        start, rows = stop, []
-    return stretches
+        stop = start + sum(len(datum.tokens_N) for datum in data)
+        loss_segments.append(LossSegment(loss, start, stop, pack_inputs(data, device)))
+        start, data = stop, []
+    return loss_segments

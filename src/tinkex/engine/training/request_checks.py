@@ -1,22 +1,18 @@
-"""From wire data to packed tensors: every check on a training request, then micro-batches.
+"""Checks of a training request.
 
-This is the one place where data of a request becomes tensors. All checks happen in `check`, before
-anything is computed, so that a refused request has changed nothing.
+`check_request` makes all of them before anything is computed, so a refused request changes nothing.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
-from tinkex.engine.model.attention import Packing
 from tinkex.engine.training.losses import CUSTOM, LOSSES, AnyLoss, CustomLoss, Loss
 from tinkex.wire.errors import UserFailure
 from tinkex.wire.inputs import Datum, ModelInput
@@ -36,40 +32,31 @@ class Limits:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
-    """One datum, checked."""
+class CheckedDatum:
+    """One datum of a request that passed all checks."""
 
     tokens_N: Ints
     targets_NK: Ints
-    #: What the loss reads, config values spread over the tokens included. A custom loss gets its
-    #: inputs in the shapes and types they came in.
+    #: Loss inputs, including config values repeated for every token. A custom loss gets its inputs
+    #: in their original shapes and types.
     inputs_NK: Mapping[str, npt.NDArray[np.generic]]
-    #: Of `target_tokens` as it came, [N] or [N, K]: the answer has the same.
+    #: Original shape of `target_tokens`, [N] or [N, K]. The returned logprobs have the same shape.
     shape: tuple[int, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Batch:
-    """Rows back to back, as tensors."""
-
-    ids_T: Tensor
-    packing: Packing
-    targets_TK: Tensor
-
-
-def check(
+def check_request(
     work: ForwardBackwardInput,
     limits: Limits,
     *,
     backward: bool,
     custom: Mapping[str, CustomLoss] = MappingProxyType({}),
-) -> tuple[AnyLoss, list[Row]]:
-    """The loss and the rows of a request, or a `UserFailure` that names what is wrong."""
+) -> tuple[AnyLoss, list[CheckedDatum]]:
+    """The loss and the checked data of a request. Raises `UserFailure` that names what is wrong."""
     if work.loss_fn == CUSTOM:
-        own = custom_loss(work.loss_fn_config or {}, custom)
-        _check_some(work)
+        own = find_custom_loss(work.loss_fn_config or {}, custom)
+        _check_not_empty(work)
         return own, [
-            _checked_custom_row(index, datum, own, limits) for index, datum in enumerate(work.data)
+            _check_custom_datum(index, datum, own, limits) for index, datum in enumerate(work.data)
         ]
     loss = LOSSES.get(work.loss_fn)
     if loss is None:
@@ -77,41 +64,43 @@ def check(
             f"loss_fn {work.loss_fn!r} is not supported by this server. "
             f"Supported: {', '.join((*LOSSES, CUSTOM))}."
         )
-    config = checked_config(loss, work.loss_fn_config or {})
-    _check_some(work)
-    rows = [
-        _checked_row(index, datum, loss, config, limits, backward=backward)
+    config = check_config(loss, work.loss_fn_config or {})
+    _check_not_empty(work)
+    data = [
+        _check_datum(index, datum, loss, config, limits, backward=backward)
         for index, datum in enumerate(work.data)
     ]
-    return loss, rows
+    return loss, data
 
 
-def _check_some(work: ForwardBackwardInput) -> None:
+def _check_not_empty(work: ForwardBackwardInput) -> None:
     if not work.data:
         raise UserFailure("`data` is empty; send at least one datum.")
 
 
-def custom_loss(config: Mapping[str, float | str], custom: Mapping[str, CustomLoss]) -> CustomLoss:
+def find_custom_loss(
+    config: Mapping[str, float | str], custom: Mapping[str, CustomLoss]
+) -> CustomLoss:
     """The registered loss that a request's config names."""
     loss_id = config.get("loss_id")
     if not isinstance(loss_id, str) or len(config) != 1:
         raise UserFailure(
-            f"loss_fn_config of loss {CUSTOM!r} has {sorted(config) or 'nothing'}; it must have "
-            "`loss_id` alone, the text that create_custom_loss answered with."
+            f"loss_fn_config of loss {CUSTOM!r} has {sorted(config) or 'no keys'}; it must have "
+            "only `loss_id`, the id returned by create_custom_loss."
         )
     if loss_id not in custom:
-        raise no_custom_loss(loss_id)
+        raise unknown_custom_loss(loss_id)
     return custom[loss_id]
 
 
-def no_custom_loss(loss_id: str) -> UserFailure:
+def unknown_custom_loss(loss_id: str) -> UserFailure:
     return UserFailure(
-        f"loss_fn_config: there is no custom loss {loss_id[:80]!r}. Make it with "
-        "create_custom_loss in this session, and use the id of its answer."
+        f"loss_fn_config: there is no custom loss {loss_id[:80]!r} in this session. Create it with "
+        "create_custom_loss and use the id it returns."
     )
 
 
-def checked_config(loss: Loss, given: Mapping[str, float | str]) -> dict[str, float]:
+def check_config(loss: Loss, given: Mapping[str, float | str]) -> dict[str, float]:
     config = dict(loss.config)
     for key, value in given.items():
         if key not in config:
@@ -126,12 +115,12 @@ def checked_config(loss: Loss, given: Mapping[str, float | str]) -> dict[str, fl
     if low > high:
         raise UserFailure(
             f"loss_fn_config: clip_low_threshold {low} is above clip_high_threshold {high}. "
-            "Both are bounds of the ratio itself, such as 0.8 and 1.2."
+            "Both are absolute bounds of the ratio, such as 0.8 and 1.2."
         )
     return config
 
 
-def _checked_row(
+def _check_datum(
     index: int,
     datum: Datum,
     loss: Loss,
@@ -139,9 +128,9 @@ def _checked_row(
     limits: Limits,
     *,
     backward: bool,
-) -> Row:
+) -> CheckedDatum:
     where = f"data[{index}]"
-    tokens_N = checked_tokens(datum.model_input, limits, where=f"{where}.model_input")
+    tokens_N = check_tokens(datum.model_input, limits, where=f"{where}.model_input")
     given = datum.loss_fn_inputs
     known = {"target_tokens", *loss.inputs, *config}
     if unknown := sorted(set(given) - known):
@@ -149,7 +138,7 @@ def _checked_row(
             f"{where}.loss_fn_inputs: {unknown[0]!r} is not an input of loss {loss.name!r}. "
             f"Its inputs: {', '.join(sorted(known))}."
         )
-    targets_NK, shape = _checked_targets(
+    targets_NK, shape = _check_targets(
         given,
         len(tokens_N),
         name=loss.name,
@@ -160,9 +149,9 @@ def _checked_row(
     inputs: dict[str, Floats] = {}
     for name in loss.inputs:
         if name in given:
-            inputs[name] = _checked_floats(given[name], name, shape, where=where)
+            inputs[name] = _check_floats(given[name], name, shape, where=where)
         elif name == "weights" and not backward:
-            # A forward pass is asked for logprobs; without weights its loss is the plain sum.
+            # A forward pass is usually run for its logprobs; without weights its loss is the sum.
             inputs[name] = np.ones(targets_NK.shape, np.float32)
         else:
             needed = " and ".join(loss.inputs)
@@ -172,12 +161,12 @@ def _checked_row(
             )
     for name, value in config.items():
         if name in given:
-            inputs[name] = _checked_floats(given[name], name, shape, where=where)
+            inputs[name] = _check_floats(given[name], name, shape, where=where)
         else:
             inputs[name] = np.full(targets_NK.shape, value, np.float32)
     if loss.name == "gspo":
         _check_sequence_mask(inputs, where=where)
-    return Row(tokens_N=tokens_N, targets_NK=targets_NK, inputs_NK=inputs, shape=shape)
+    return CheckedDatum(tokens_N=tokens_N, targets_NK=targets_NK, inputs_NK=inputs, shape=shape)
 
 
 def _check_sequence_mask(inputs: Mapping[str, Floats], *, where: str) -> None:
@@ -186,25 +175,25 @@ def _check_sequence_mask(inputs: Mapping[str, Floats], *, where: str) -> None:
     if not np.isin(mask, (0.0, 1.0)).all():
         other = mask[~np.isin(mask, (0.0, 1.0))][0]
         raise UserFailure(
-            f"{where}: holds {other}; 1.0 takes a token into the sequence's ratio, 0.0 leaves it "
-            "out, and nothing else is allowed."
+            f"{where}: contains {other}; allowed are 1.0, which includes a token in the sequence "
+            "ratio, and 0.0, which excludes it."
         )
     if not mask.any() and inputs["advantages"].any():
         raise UserFailure(
-            f"{where}: is 0.0 everywhere, so the sequence has no ratio; mark the sampled tokens "
-            "with 1.0."
+            f"{where}: is 0.0 everywhere, so the sequence has no ratio. Set it to 1.0 for the "
+            "sampled tokens."
         )
 
 
-def _checked_custom_row(index: int, datum: Datum, loss: CustomLoss, limits: Limits) -> Row:
+def _check_custom_datum(index: int, datum: Datum, loss: CustomLoss, limits: Limits) -> CheckedDatum:
     where = f"data[{index}]"
-    tokens_N = checked_tokens(datum.model_input, limits, where=f"{where}.model_input")
+    tokens_N = check_tokens(datum.model_input, limits, where=f"{where}.model_input")
     given = datum.loss_fn_inputs
-    # A datum may carry more than the loss reads: the loss says itself what that is, and its
-    # `logprobs` are the model's own whatever the datum has under that name.
+    # A datum may have inputs that the loss does not declare; they are ignored. `logprobs` are
+    # always those of the model, even if the datum has an input of that name.
     own, *declared = loss.graph.inputs
     known = {"target_tokens", *(one.name for one in declared)}
-    targets_NK, shape = _checked_targets(
+    targets_NK, shape = _check_targets(
         given,
         len(tokens_N),
         name=loss.graph.name,
@@ -215,7 +204,7 @@ def _checked_custom_row(index: int, datum: Datum, loss: CustomLoss, limits: Limi
     if len(shape) != own.rank:
         raise UserFailure(
             f"{where}.loss_fn_inputs.target_tokens: has shape {list(shape)}; custom loss "
-            f"{loss.graph.name!r} was made for logprobs of {own.rank} dimensions."
+            f"{loss.graph.name!r} expects logprobs of {own.rank} dimensions."
         )
     inputs = {}
     for one in declared:
@@ -228,14 +217,14 @@ def _checked_custom_row(index: int, datum: Datum, loss: CustomLoss, limits: Limi
         if values.ndim != one.rank:
             raise UserFailure(
                 f"{where}.loss_fn_inputs.{one.name}: has shape {list(values.shape)}; custom loss "
-                f"{loss.graph.name!r} was made for {one.rank} dimensions."
+                f"{loss.graph.name!r} expects {one.rank} dimensions."
             )
         inputs[one.name] = values
-    return Row(tokens_N=tokens_N, targets_NK=targets_NK, inputs_NK=inputs, shape=shape)
+    return CheckedDatum(tokens_N=tokens_N, targets_NK=targets_NK, inputs_NK=inputs, shape=shape)
 
 
-def checked_tokens(model_input: ModelInput, limits: Limits, *, where: str) -> Ints:
-    """The token ids of a text-only input that fits the model."""
+def check_tokens(model_input: ModelInput, limits: Limits, *, where: str) -> Ints:
+    """The token ids of an input. Raises `UserFailure` unless it is text that fits the model."""
     try:
         tokens_N: Ints = model_input.tokens_np.astype(np.int64)
     except ValueError as error:
@@ -246,8 +235,8 @@ def checked_tokens(model_input: ModelInput, limits: Limits, *, where: str) -> In
         raise UserFailure(f"{where}: is empty; at least one token is needed.")
     if len(tokens_N) > limits.max_context_length:
         raise UserFailure(
-            f"{where}: has {len(tokens_N)} tokens, and the model's context is "
-            f"{limits.max_context_length}. Cut the sequence."
+            f"{where}: has {len(tokens_N)} tokens; the model's context is "
+            f"{limits.max_context_length}. Shorten the sequence."
         )
     _check_vocabulary(tokens_N, limits, where=where)
     return tokens_N
@@ -259,11 +248,11 @@ def _check_vocabulary(tokens: Ints, limits: Limits, *, where: str) -> None:
         at = np.unravel_index(int(np.argmax(outside)), tokens.shape)
         raise UserFailure(
             f"{where}: token {tokens[at]} at position {'/'.join(map(str, at))} is outside the "
-            f"vocabulary; ids go from 0 to {limits.vocab_size - 1}."
+            f"vocabulary; allowed ids are 0 to {limits.vocab_size - 1}."
         )
 
 
-def _checked_targets(
+def _check_targets(
     given: Mapping[str, TensorData],
     length: int,
     *,
@@ -278,7 +267,7 @@ def _checked_targets(
     tensor = given["target_tokens"]
     if tensor.dtype != "int64":
         raise UserFailure(f"{where}: has dtype {tensor.dtype}; token ids are int64.")
-    # Cells that a sparse tensor leaves out are token 0: senders drop explicit zeros.
+    # Cells missing from a sparse tensor are token 0, because clients drop explicit zeros.
     targets = tensor.to_numpy()
     if targets.ndim == 2 and not takes_2d:
         raise UserFailure(
@@ -294,54 +283,15 @@ def _checked_targets(
     return targets.reshape(length, -1), targets.shape
 
 
-def _checked_floats(tensor: TensorData, name: str, shape: tuple[int, ...], *, where: str) -> Floats:
+def _check_floats(tensor: TensorData, name: str, shape: tuple[int, ...], *, where: str) -> Floats:
     where = f"{where}.loss_fn_inputs.{name}"
     values = tensor.to_numpy().astype(np.float32)
     if values.shape != shape:
         raise UserFailure(
             f"{where}: has shape {list(values.shape)} and target_tokens {list(shape)}; give one "
-            "number for each target (0.0 leaves a token out of the loss)."
+            "number for each target (0.0 excludes a token from the loss)."
         )
     if not np.isfinite(values).all():
         bad = values[~np.isfinite(values)][0]
-        raise UserFailure(f"{where}: holds {bad}; only finite numbers are allowed.")
+        raise UserFailure(f"{where}: contains {bad}; only finite numbers are allowed.")
     return values.reshape(shape[0], -1)
-
-
-def fitting(lengths: Iterable[int], max_tokens: int) -> int:
-    """How many of the next rows go into one micro-batch; a longer one goes alone."""
-    tokens = count = 0
-    for length in lengths:
-        if count and tokens + length > max_tokens:
-            break
-        tokens += length
-        count += 1
-    return count
-
-
-def pack(rows: Sequence[Row], device: torch.device) -> Batch:
-    width = max(row.targets_NK.shape[1] for row in rows)
-    return Batch(
-        ids_T=to_tensor([row.tokens_N for row in rows], device),
-        packing=Packing.of([len(row.tokens_N) for row in rows], device=device),
-        targets_TK=to_tensor([widened(row.targets_NK, width) for row in rows], device),
-    )
-
-
-def pack_inputs(rows: Sequence[Row], device: torch.device) -> dict[str, Tensor]:
-    """What a loss reads of the tokens of several rows: [T, K], K the widest of theirs."""
-    width = max(row.targets_NK.shape[1] for row in rows)
-    return {
-        name: to_tensor([widened(row.inputs_NK[name], width) for row in rows], device)
-        for name in rows[0].inputs_NK
-    }
-
-
-def to_tensor(parts: Sequence[npt.NDArray[np.generic]], device: torch.device) -> Tensor:
-    return torch.from_numpy(np.concatenate(parts)).to(device)
-
-
-def widened(values_NK: npt.NDArray[np.generic], width: int) -> npt.NDArray[np.generic]:
-    """Padded to `width` columns with zeros: weight 0 leaves them out of loss and gradient."""
-    missing = width - values_NK.shape[1]
-    return np.pad(values_NK, ((0, 0), (0, missing))) if missing else values_NK

@@ -1,4 +1,4 @@
-"""Samples and training on one engine: nobody waits for somebody else's whole step."""
+"""Samples and training on one engine: no request waits for the whole step of another."""
 
 import socket
 from collections.abc import Iterator
@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from tinkex.engine import Engine, EngineSettings
-from tinkex.engine.process import Wire, Worker
+from tinkex.engine.connection import Connection
+from tinkex.engine.worker import Worker
 from tinkex.wire import engine_protocol
 from tinkex.wire.codec import encode_json
 from tinkex.wire.inputs import Datum, ModelInput
@@ -20,58 +21,58 @@ TOKENS = 64
 
 
 class Bench:
-    """A worker whose turns are counted one by one, and what it reports."""
+    """A worker that runs one round at a time, with counted micro-batches, and its reports."""
 
     def __init__(self, engine: Engine) -> None:
         self.ours, theirs = socket.socketpair()
         self.ours.setblocking(False)
-        self.wire = Wire(theirs.detach())
-        self.worker = Worker(engine, self.wire, turn_file=None)
+        self.connection = Connection(theirs.detach())
+        self.worker = Worker(engine, self.connection, compute_lock=None)
         self.micro_batches = 0
         self.tickets = 0
-        self._heard = b""
-        run_together = engine.run_together
+        self._received = b""
+        run_micro_batch = engine.run_micro_batch
 
         def counted(cuts: object) -> None:
             self.micro_batches += 1
-            run_together(cuts)  # type: ignore[arg-type]
+            run_micro_batch(cuts)  # type: ignore[arg-type]
 
-        engine.run_together = counted  # type: ignore[method-assign]
+        engine.run_micro_batch = counted  # type: ignore[method-assign]
 
     def order(self, **work: object) -> int:
         self.tickets += 1
-        self.wire.inbox.put(engine_protocol.Order(ticket=self.tickets, **work))  # type: ignore[arg-type]
+        self.connection.inbox.put(engine_protocol.Order(ticket=self.tickets, **work))  # type: ignore[arg-type]
         return self.tickets
 
-    def turn(self) -> list[engine_protocol.Report]:
-        self.worker.turn()
+    def round(self) -> list[engine_protocol.Report]:
+        self.worker.run_once()
         try:
-            self._heard += self.ours.recv(1 << 20)
+            self._received += self.ours.recv(1 << 20)
         except BlockingIOError:
             return []
         reports = []
-        while len(self._heard) >= engine_protocol.LENGTH.size:
+        while len(self._received) >= engine_protocol.LENGTH.size:
             head, rest = (
-                self._heard[: engine_protocol.LENGTH.size],
-                self._heard[engine_protocol.LENGTH.size :],
+                self._received[: engine_protocol.LENGTH.size],
+                self._received[engine_protocol.LENGTH.size :],
             )
             size = engine_protocol.body_length(head)
-            report, self._heard = engine_protocol.Report.FromString(rest[:size]), rest[size:]
+            report, self._received = engine_protocol.Report.FromString(rest[:size]), rest[size:]
             if report.ticket:
                 reports.append(report)
         return reports
 
     def until(self, ticket: int) -> engine_protocol.Report:
         for _ in range(2000):
-            for report in self.turn():
+            for report in self.round():
                 if report.ticket == ticket:
                     return report
-        raise AssertionError("never answered")
+        raise AssertionError("no report for this ticket")
 
 
 @pytest.fixture
 def bench(tiny_folder: Path) -> Iterator[Bench]:
-    # Micro-batches of one row each.
+    # Micro-batches of one datum each.
     settings = EngineSettings(
         name="tiny",
         folder=tiny_folder,
@@ -87,7 +88,7 @@ def bench(tiny_folder: Path) -> Iterator[Bench]:
     bench.until(bench.order(create=create))
     yield bench
     bench.ours.close()
-    bench.wire._socket.close()
+    bench.connection._socket.close()
 
 
 def long_pass(rows: int) -> frames_pb2.Pass:
@@ -113,43 +114,43 @@ def sample(prompt: int, new: int, owner: str = "", samples: int = 1) -> frames_p
 def test_short_samples_finish_within_a_few_micro_batches_of_a_long_step(bench: Bench) -> None:
     step = bench.order(run_pass=long_pass(60))
     for _ in range(5):
-        assert bench.turn() == []
+        assert bench.round() == []
     assert bench.micro_batches == 5
     for _ in range(3):
         before = bench.micro_batches
         report = bench.until(bench.order(sample=sample(10, 8)))
         assert len(decode_sample_response(report.done.result).sequences[0].tokens) == 8
         assert bench.micro_batches - before <= 3
-    # And the step goes on meanwhile: it has its turn after every burst of as much time.
+    # The step also continues: it runs after every burst that took as much time.
     before = bench.micro_batches
     endless = bench.order(sample=sample(10, 1500, samples=4))
     while bench.micro_batches - before < 5:
-        assert bench.turn() == []
+        assert bench.round() == []
     bench.order(cancel=frames_pb2.Cancel(sample_ticket=endless))
     assert bench.until(step).WhichOneof("body") == "done"
 
 
-def test_a_cancelled_sample_is_never_answered_and_leaves_its_pages(bench: Bench) -> None:
-    given_up = bench.order(sample=sample(10, 1500))
+def test_a_canceled_sample_gets_no_report_and_releases_its_pages(bench: Bench) -> None:
+    canceled = bench.order(sample=sample(10, 1500))
     for _ in range(5):
-        assert bench.turn() == []
-    bench.order(cancel=frames_pb2.Cancel(sample_ticket=given_up))
+        assert bench.round() == []
+    bench.order(cancel=frames_pb2.Cancel(sample_ticket=canceled))
     after = bench.order(sample=sample(10, 4))
-    assert bench.turn()[0].ticket == after
+    assert bench.round()[0].ticket == after
     assert not bench.worker._engine.sampling
     assert bench.worker._engine.stats().kv_pages_used == 0
-    bench.order(cancel=frames_pb2.Cancel(sample_ticket=given_up))
+    bench.order(cancel=frames_pb2.Cancel(sample_ticket=canceled))
     assert bench.until(bench.order(sample=sample(10, 4))).ticket
 
 
-def test_one_owner_s_flood_does_not_hold_up_another(bench: Bench) -> None:
+def test_a_flood_of_requests_of_one_owner_does_not_delay_another(bench: Bench) -> None:
     flood = [bench.order(sample=sample(40, 60, "flood", samples=8)) for _ in range(40)]
     for _ in range(2):
-        bench.turn()
+        bench.round()
     single = bench.order(sample=sample(8, 8, "single"))
     answered: list[int] = []
     while single not in answered:
-        answered += [report.ticket for report in bench.turn()]
+        answered += [report.ticket for report in bench.round()]
     assert len(answered) <= 12
     for ticket in flood:
         bench.order(cancel=frames_pb2.Cancel(sample_ticket=ticket))

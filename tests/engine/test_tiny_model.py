@@ -1,4 +1,4 @@
-"""The tiny model learns, by a LoRA loop in plain PyTorch and by the engine."""
+"""The tiny model learns quickly, in a plain PyTorch LoRA loop and in the engine."""
 
 import math
 
@@ -70,7 +70,7 @@ def text_sequences(folder, generator):
     ("sequences", "seed"), [(random_sequences, 0), (random_sequences, 1), (text_sequences, 2)]
 )
 @pytest.mark.parametrize("arch", ARCHES)
-def test_it_halves_the_loss_in_20_steps_and_memorises_in_60(
+def test_it_halves_the_loss_in_20_steps_and_memorizes_in_60(
     arch, sequences, train_unembed, seed, tmp_path
 ):
     torch.set_num_threads(1)

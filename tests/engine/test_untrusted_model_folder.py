@@ -1,4 +1,4 @@
-"""A model's folder from a stranger: its code is not run, its pickles are not opened."""
+"""An untrusted model folder: its code is not run, its pickles are not opened."""
 
 import json
 import pickle
@@ -39,8 +39,8 @@ def test_code_in_a_folder_is_not_run(hostile: Path, tmp_path: Path) -> None:
     config = json.loads(file.read_text())
     config["auto_map"] = {"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil"}
     file.write_text(json.dumps(config))
-    load(hostile, torch.float32)  # as the family that transformers itself knows
-    config["model_type"] = "nobody-knows-this"
+    load(hostile, torch.float32)  # loaded with transformers' own code for this family
+    config["model_type"] = "unknown-family"
     file.write_text(json.dumps(config))
     with pytest.raises((ValueError, OSError)):
         load(hostile, torch.float32)
@@ -58,7 +58,7 @@ def test_a_pickle_in_a_folder_is_not_opened(hostile: Path, tmp_path: Path) -> No
 
 
 def with_index(folder: Path, name: str) -> Path:
-    """The weights in a file that the index names; where it is."""
+    """Moves the weights to a file that the index names; returns its path."""
     (file,) = folder.glob("*.safetensors")
     tensors = load_file(file)
     file.unlink()
@@ -71,18 +71,18 @@ def with_index(folder: Path, name: str) -> Path:
 
 
 @pytest.mark.parametrize("name", ["shard.bin", "../elsewhere/w.bin", "/absolute/w.bin"])
-def test_an_index_names_no_pickle_and_nothing_outside_of_its_folder(
+def test_an_index_cannot_name_pickles_or_files_outside_the_folder(
     hostile: Path, tmp_path: Path, name: str
 ) -> None:
     name = name.replace("/absolute", str(tmp_path / "absolute"))
     with_index(hostile, name)
     with pytest.raises(RefusedFolder, match=r"must be \*.safetensors files in the folder itself"):
         load(hostile, torch.float32)
-    with pytest.raises(ModelNotFound, match="names"):  # nor does a server get as far as that
+    with pytest.raises(ModelNotFound, match="names"):  # a server refuses it earlier
         resolve(str(hostile))
 
 
-def test_an_index_leads_to_no_safetensors_elsewhere(hostile: Path, tmp_path: Path) -> None:
+def test_an_index_cannot_name_safetensors_outside_the_folder(hostile: Path, tmp_path: Path) -> None:
     (file,) = hostile.glob("*.safetensors")
     moved = file.rename(tmp_path / "outside.safetensors")
     index = {"weight_map": dict.fromkeys(load_file(moved), "../outside.safetensors")}
@@ -92,7 +92,7 @@ def test_an_index_leads_to_no_safetensors_elsewhere(hostile: Path, tmp_path: Pat
 
 
 def test_an_index_of_plain_files_is_loaded(hostile: Path) -> None:
-    """Also of links, as in the cache of the hub."""
+    """Also if they are links, as in the cache of the hub."""
     (file,) = hostile.glob("*.safetensors")
     blob = file.rename(hostile.parent / "blob")
     (hostile / "model-00001-of-00001.safetensors").symlink_to(blob)
@@ -103,14 +103,14 @@ def test_an_index_of_plain_files_is_loaded(hostile: Path) -> None:
 
 
 @pytest.mark.parametrize("weights", ["adapter_model.bin", "../w.safetensors", "pytorch_model.bin"])
-def test_a_config_names_no_other_weights(hostile: Path, weights: str) -> None:
+def test_a_config_cannot_name_other_weight_files(hostile: Path, weights: str) -> None:
     file = hostile / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "transformers_weights": weights}))
     with pytest.raises(RefusedFolder, match="as its weights"):
         load(hostile, torch.float32)
 
 
-def test_pickles_alone_are_no_weights(hostile: Path, tmp_path: Path) -> None:
+def test_a_folder_with_only_pickles_is_refused(hostile: Path, tmp_path: Path) -> None:
     (file,) = hostile.glob("*.safetensors")
     tensors = load_file(file)
     file.unlink()
@@ -121,7 +121,7 @@ def test_pickles_alone_are_no_weights(hostile: Path, tmp_path: Path) -> None:
         load(hostile, torch.float32)
 
 
-def test_an_adapter_does_not_lead_to_another_folder(
+def test_an_adapter_config_does_not_load_another_folder(
     hostile: Path, tiny_folder: Path, tmp_path: Path
 ) -> None:
     """With peft installed, transformers would load whatever base model the adapter names."""
@@ -137,6 +137,6 @@ def test_layers_without_weights_are_refused_before_they_are_built(hostile: Path)
     config.pop("layer_types", None)
     file.write_text(json.dumps({**config, "num_hidden_layers": 100_000}))
     began_s = time.monotonic()
-    with pytest.raises(RefusedFolder, match="says 100000 layers, and the weights have 2"):
+    with pytest.raises(RefusedFolder, match="has 100000 layers, but the weights have 2"):
         load(hostile, torch.float32)
     assert time.monotonic() - began_s < 20

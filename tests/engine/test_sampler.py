@@ -1,4 +1,4 @@
-"""What the sampler answers, and what it refuses."""
+"""The sampler: results and refused requests."""
 
 import gc
 import threading
@@ -60,12 +60,12 @@ def test_the_same_seed_repeats_and_another_does_not(engine: Engine) -> None:
     assert tokens(engine, max_tokens=20, seed=5, stop=[]) != first
 
 
-def test_without_a_seed_draws_differ(engine: Engine) -> None:
+def test_without_a_seed_samples_differ(engine: Engine) -> None:
     drawn = {tuple(tokens(engine, max_tokens=20, seed=None, stop=[])) for _ in range(3)}
     assert len(drawn) == 3
 
 
-def test_greedy_is_the_likeliest_token_every_time(engine: Engine) -> None:
+def test_greedy_sampling_takes_the_most_likely_token(engine: Engine) -> None:
     answer = sample(
         engine, request(max_tokens=10, temperature=0.0, stop=[], topk_sample_logprobs=2)
     ).sequences[0]
@@ -79,7 +79,7 @@ def test_greedy_is_the_likeliest_token_every_time(engine: Engine) -> None:
 
 @pytest.mark.parametrize("cut", [{}, {"top_p": 0.9}, {"top_k": 3}])
 @pytest.mark.parametrize("temperature", [5e-324, 1e-300, 1e-40, 1e-20, 9e-7])
-def test_below_the_least_temperature_sampling_is_greedy(
+def test_below_the_minimum_temperature_sampling_is_greedy(
     engine: Engine, temperature: float, cut: dict[str, Any]
 ) -> None:
     options = {"max_tokens": 6, "stop": [], "prompt_alt_tokens_k": 2}
@@ -110,11 +110,11 @@ def test_every_temperature_gives_finite_logprobs(engine: Engine, temperature: fl
 def test_samples_of_a_request_differ_and_come_in_order(engine: Engine) -> None:
     several = sample(engine, request(num_samples=5, max_tokens=12, stop=[])).sequences
     assert len({tuple(sequence.tokens) for sequence in several}) == 5
-    # The first of several is what a single sample would have been.
+    # The first of several samples equals a single sample.
     assert several[0].tokens == tokens(engine, max_tokens=12, stop=[])
 
 
-def test_a_stop_token_is_included_and_named_as_the_reason(engine: Engine) -> None:
+def test_a_stop_token_is_included_and_is_the_stop_reason(engine: Engine) -> None:
     free = tokens(engine, max_tokens=20, stop=[])
     at = free.index(free[7])
     answer = sample(engine, request(max_tokens=20, stop=[free[7]])).sequences[0]
@@ -142,7 +142,7 @@ def test_without_stop_the_end_of_a_turn_stops_and_an_empty_list_never_does(
     tiny_folder: Path, engine: Engine
 ) -> None:
     (eos,) = engine.model.eos_token_ids
-    # 400 tokens, so that within 2000 draws the end of a turn is all but sure.
+    # With 400 tokens in the vocabulary, an end token within 2000 samples is almost certain.
     by_default = sample(engine, request(max_tokens=1900, temperature=3.0)).sequences[0]
     assert by_default.tokens[-1] == eos
     assert by_default.stop_reason == "stop"
@@ -150,7 +150,7 @@ def test_without_stop_the_end_of_a_turn_stops_and_an_empty_list_never_does(
     never = sample(engine, request(max_tokens=length + 5, temperature=3.0, stop=[])).sequences[0]
     assert never.tokens[:length] == by_default.tokens
     assert (len(never.tokens), never.stop_reason) == (length + 5, "length")
-    # A text comes on top of the model's own end; token ids are an exact choice.
+    # A stop text is added to the model's end tokens; token ids replace them.
     by_text = sample(engine, request(max_tokens=1900, temperature=3.0, stop="nothing like it"))
     assert by_text.sequences[0].tokens == by_default.tokens
     absent = next(token for token in range(400) if token not in never.tokens)
@@ -179,7 +179,7 @@ def test_prompt_logprobs_begin_with_none(engine: Engine) -> None:
         assert [pair[1] for pair in row] == sorted((pair[1] for pair in row), reverse=True)
 
 
-def test_only_the_last_prompt_positions_are_answered_when_asked(engine: Engine) -> None:
+def test_prompt_logprobs_can_be_limited_to_the_last_positions(engine: Engine) -> None:
     prompt = list(range(10))
     options = {"max_tokens": 1, "prompt_logprobs": True, "topk_prompt_logprobs": 2}
     whole = sample(engine, request(prompt, **options))
@@ -194,7 +194,7 @@ def test_only_the_last_prompt_positions_are_answered_when_asked(engine: Engine) 
 
 
 def all_logprobs(engine: Engine, prompt: list[int]) -> np.ndarray:
-    """[prompt length - 1, vocabulary]: row i is about position i + 1."""
+    """[prompt length - 1, vocabulary]: row i predicts position i + 1."""
     answer = sample(engine, request(prompt, max_tokens=1, topk_prompt_logprobs=400))
     table = answer.topk_prompt_logprobs_np
     assert table is not None
@@ -203,7 +203,7 @@ def all_logprobs(engine: Engine, prompt: list[int]) -> np.ndarray:
     return found[1:]
 
 
-def test_given_tokens_are_scored_where_they_were_asked_for(engine: Engine) -> None:
+def test_target_tokens_are_scored_at_their_positions(engine: Engine) -> None:
     prompt = list(range(40, 60))
     expected = all_logprobs(engine, prompt)
     targets = np.full((19, 3), -1)
@@ -255,7 +255,7 @@ def test_the_last_positions_alone_limit_neither_targets_nor_alternatives(engine:
     assert answer.prompt_alt_tokens.tokens.shape == [9, 2]
 
 
-def test_alternatives_are_drawn_from_the_model_at_every_position(engine: Engine) -> None:
+def test_alternatives_are_sampled_at_every_position(engine: Engine) -> None:
     prompt = list(range(100, 112))
     expected = all_logprobs(engine, prompt).astype(np.float64)
     asked = request(prompt, max_tokens=1, prompt_alt_tokens_k=300, seed=3)
@@ -268,7 +268,7 @@ def test_alternatives_are_drawn_from_the_model_at_every_position(engine: Engine)
     np.testing.assert_allclose(
         logprobs, np.take_along_axis(expected, tokens, axis=1), atol=1e-4, rtol=0
     )
-    # The mean logprob of draws is the negative entropy, to within four standard errors.
+    # The mean logprob of samples is the negative entropy, within four standard errors.
     probabilities = np.exp(expected)
     entropy = -(probabilities * expected).sum(axis=1)
     spread = np.sqrt((probabilities * (expected + entropy[:, None]) ** 2).sum(axis=1) / 300)
@@ -298,20 +298,20 @@ def test_alternatives_follow_the_temperature(engine: Engine) -> None:
     )
 
 
-def test_what_was_computed_before_is_found_and_said(engine: Engine) -> None:
+def test_cached_prefix_tokens_are_reused_and_reported(engine: Engine) -> None:
     prompt = list(range(200, 270))
     first = sample(engine, request(prompt, max_tokens=40, stop=[]))
     assert first.prompt_cache_hit_tokens == 0
     again = sample(engine, request(prompt, max_tokens=40, stop=[]))
     assert again.prompt_cache_hit_tokens == 64
     assert again.sequences[0].tokens == first.sequences[0].tokens
-    # The next turn of a conversation goes on from this one's answer as well.
+    # The next turn of a conversation also reuses the sampled tokens.
     turn = prompt + first.sequences[0].tokens + [9] * 7
     assert sample(engine, request(turn, max_tokens=1)).prompt_cache_hit_tokens == 96
     assert sample(engine, request(prompt[1:], max_tokens=1)).prompt_cache_hit_tokens == 0
 
 
-def test_what_one_owner_asked_is_not_found_by_another(engine: Engine) -> None:
+def test_a_prefix_of_one_owner_is_not_found_by_another(engine: Engine) -> None:
     prompt = list(range(120, 160))
     found = []
     for owner in ("alice", "bob", "alice"):
@@ -323,7 +323,7 @@ def test_what_one_owner_asked_is_not_found_by_another(engine: Engine) -> None:
     assert found == [0, 0, 32]
 
 
-def test_a_prompt_that_is_asked_about_is_computed_as_far_as_needed(engine: Engine) -> None:
+def test_a_prompt_with_logprobs_is_computed_from_the_first_needed_token(engine: Engine) -> None:
     prompt = list(range(300, 364))
     whole = sample(engine, request(prompt, max_tokens=1, prompt_logprobs=True))
     again = sample(engine, request(prompt, max_tokens=1, prompt_logprobs=True))
@@ -331,7 +331,7 @@ def test_a_prompt_that_is_asked_about_is_computed_as_far_as_needed(engine: Engin
     last = sample(
         engine, request(prompt, max_tokens=1, prompt_logprobs=True, prompt_logprobs_last_n=20)
     )
-    # Position 44 is predicted by token 43, so two pages of 16 are needed no more.
+    # Position 44 is predicted by token 43, so the first two pages of 16 may come from the cache.
     assert last.prompt_cache_hit_tokens == 32
     assert whole.prompt_logprobs is not None
     assert last.prompt_logprobs is not None
@@ -348,7 +348,7 @@ def test_a_prompt_that_is_asked_about_is_computed_as_far_as_needed(engine: Engin
     )
 
 
-def test_requests_that_come_together_share_what_they_begin_with(engine: Engine) -> None:
+def test_simultaneous_requests_share_their_prefix(engine: Engine) -> None:
     prompt = list(range(7, 90))
     for ticket in range(4):
         engine.submit(ticket, request(prompt, max_tokens=4, seed=ticket), adapter=None)
@@ -361,12 +361,12 @@ def test_requests_that_come_together_share_what_they_begin_with(engine: Engine) 
     assert found == [0, 80, 80, 80]
 
 
-def test_a_prompt_of_one_token_has_no_logprobs_to_tell(engine: Engine) -> None:
+def test_a_prompt_of_one_token_has_no_logprobs(engine: Engine) -> None:
     answer = sample(engine, request([9], max_tokens=1, prompt_logprobs=True))
     assert answer.prompt_logprobs == [None]
 
 
-def test_nothing_about_the_prompt_is_said_unasked(engine: Engine) -> None:
+def test_without_a_request_there_are_no_prompt_logprobs(engine: Engine) -> None:
     answer = sample(engine, request(max_tokens=1))
     assert answer.prompt_logprobs_np is None
     assert answer.topk_prompt_logprobs_np is None
@@ -387,24 +387,24 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "max_tokens": ({"max_tokens": 0}, "max_tokens is 0; it must be at least 1"),
     "samples": ({"num_samples": 0}, "num_samples is 0"),
     "temperature": ({"temperature": -1.0}, "temperature is -1.0"),
-    "top_k": ({"top_k": 0}, "top_k is 0; use -1 for all"),
-    "top_p": ({"top_p": 0.0}, r"top_p is 0.0; it lies in \(0, 1\]"),
-    "stop token": ({"stop": [401]}, "stop holds token 401"),
-    "stop text": ({"stop": ["a", ""]}, "stop holds an empty text"),
+    "top_k": ({"top_k": 0}, "top_k is 0; use -1 for all tokens"),
+    "top_p": ({"top_p": 0.0}, r"top_p is 0.0; it must be in \(0, 1\]"),
+    "stop token": ({"stop": [401]}, "stop contains token 401"),
+    "stop text": ({"stop": ["a", ""]}, "stop contains an empty text"),
     "top of samples": ({"topk_sample_logprobs": 401}, "topk_sample_logprobs is 401"),
     "top of prompt": ({"topk_prompt_logprobs": -1}, "topk_prompt_logprobs is -1"),
     "last n alone": ({"prompt_logprobs_last_n": 1}, "needs prompt_logprobs = true"),
     "last n": (
         {"prompt_logprobs": True, "prompt_logprobs_last_n": 3},
-        "prompt_logprobs_last_n is 3; for this prompt it goes from 1 to 2",
+        "prompt_logprobs_last_n is 3; allowed for this prompt are 1 to 2",
     ),
     "targets of another length": (
         {"target_prompt_logprobs": TensorData(data=[1, 2, 3], dtype="int64", shape=[3, 1])},
-        r"int64 of shape \[3, 1\]; it is int64 of shape \[2, K\] for this prompt",
+        r"int64 of shape \[3, 1\]; for this prompt it must be int64 of shape \[2, K\]",
     ),
     "targets of one dimension": (
         {"target_prompt_logprobs": TensorData(data=[1, 2], dtype="int64", shape=[2])},
-        r"it is int64 of shape \[2, K\]",
+        r"it must be int64 of shape \[2, K\]",
     ),
     "targets as numbers": (
         {"target_prompt_logprobs": TensorData(data=[1.0, 2.0], dtype="float32", shape=[2, 1])},
@@ -412,11 +412,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "target": (
         {"target_prompt_logprobs": TensorData(data=[1, 400], dtype="int64", shape=[2, 1])},
-        "target_prompt_logprobs holds token 400; ids go from 0 to 399, and -1 asks for nothing",
+        "contains token 400; allowed ids are 0 to 399, and -1 for cells that request nothing",
     ),
     "no target": (
         {"target_prompt_logprobs": TensorData(data=[-1, -1], dtype="int64", shape=[2, 1])},
-        "names no token",
+        "contains no token",
     ),
     "alternatives": ({"prompt_alt_tokens_k": 401}, "prompt_alt_tokens_k is 401"),
     "stability": ({"record_stability_info": True}, "record_stability_info is not supported"),
@@ -424,16 +424,16 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_done_is_refused_at_once(engine: Engine, case: str) -> None:
+def test_an_invalid_request_is_refused_at_submission(engine: Engine, case: str) -> None:
     options, message = REFUSED[case]
     with pytest.raises(UserFailure, match=message):
         engine.submit(1, request(**{"max_tokens": 5, **options}), adapter=None)
     assert not engine.sampling
 
 
-def test_what_never_fits_the_cache_is_refused_with_the_sizes(tiny_folder: Path) -> None:
+def test_a_request_larger_than_the_cache_is_refused_with_the_sizes(tiny_folder: Path) -> None:
     small = Engine(EngineSettings(name="t", folder=tiny_folder, device="cpu", kv_tokens=64))
-    with pytest.raises(UserFailure, match=r"room for 70 tokens, and the server's cache holds 64"):
+    with pytest.raises(UserFailure, match=r"room for 70 tokens; the server's KV cache holds 64"):
         small.submit(1, request([1] * 40, max_tokens=30), adapter=None)
     assert len(tokens(small, prompt=[1] * 40, max_tokens=24, stop=[])) == 24
 
@@ -449,7 +449,7 @@ def test_an_adapter_of_another_model_is_refused(engine: Engine, tmp_path: Path) 
     assert isinstance(outcomes[2], SampleResponse)
 
 
-def test_idle_adapters_are_let_go_and_come_back(tiny_folder: Path, tmp_path: Path) -> None:
+def test_idle_adapters_are_dropped_and_loaded_again(tiny_folder: Path, tmp_path: Path) -> None:
     engine = Engine(
         EngineSettings(name="t", folder=tiny_folder, device="cpu", kv_tokens=256, idle_adapters=2)
     )
@@ -465,13 +465,13 @@ def test_idle_adapters_are_let_go_and_come_back(tiny_folder: Path, tmp_path: Pat
     assert sample(engine, asked, folders[3]).prompt_cache_hit_tokens == 32
     assert engine._sampler is not None
     assert list(engine._sampler._adapters) == [str(folder) for folder in folders[2:]]
-    # Gone with the adapter, and computed anew.
+    # Its pages were evicted with the adapter, so the prompt is computed again.
     again = sample(engine, request(list(range(40)), max_tokens=3), folders[0])
     assert again.prompt_cache_hit_tokens == 0
     assert again == answers[0]
 
 
-def test_a_sample_that_runs_does_not_wait_for_the_adapter_of_another(
+def test_a_running_sample_does_not_wait_for_the_adapter_of_another(
     engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine.create("m", LoraConfig(rank=2, seed=1), AdamOptimizerConfig())
@@ -480,10 +480,10 @@ def test_a_sample_that_runs_does_not_wait_for_the_adapter_of_another(
     expected = sample(engine, request(max_tokens=5), tmp_path / "saved")
     assert engine._sampler is not None
     engine._sampler.drop_adapter(str(tmp_path / "saved"))
-    lets = threading.Event()
+    released = threading.Event()
 
     def slow(folder: Path) -> SavedAdapter:
-        assert lets.wait(30)
+        assert released.wait(30)
         return read_adapter(folder)
 
     monkeypatch.setattr(sampler.checkpoints, "read_adapter", slow)
@@ -496,34 +496,34 @@ def test_a_sample_that_runs_does_not_wait_for_the_adapter_of_another(
     assert [one.ticket for one in finished] == [1]
     began_s = time.monotonic()
     assert engine.advance(wait_for_reads=False) == []
-    assert time.monotonic() - began_s < 0.2  # training can go on
+    assert time.monotonic() - began_s < 0.2  # training can continue
     assert engine.awaited_read is not None
     engine.submit(3, request(max_tokens=2, stop=[]), adapter=None)
-    assert engine.awaited_read is None  # somebody who needs no disk may have come
+    assert engine.awaited_read is None  # a new request may need no disk
     assert [one.ticket for one in engine.advance()] == [3]
-    threading.Timer(0.3, lets.set).start()
+    threading.Timer(0.3, released.set).start()
     began_s = time.monotonic()
-    while not lets.is_set():
+    while not released.is_set():
         assert engine.advance() == []
-    assert time.monotonic() - began_s > 0.2  # without other work it waits, in one call
+    assert time.monotonic() - began_s > 0.2  # without other work, one call waits for the read
     while engine.sampling:
         finished += engine.advance()
     assert finished[1].outcome == expected
 
 
-def test_a_cancelled_request_does_not_keep_the_adapter_that_was_read_for_it(
+def test_a_canceled_request_frees_the_adapter_read_for_it(
     engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine.create("m", LoraConfig(rank=2, seed=1), AdamOptimizerConfig())
     engine.save("m", tmp_path / "saved", optimizer=False)
     engine.drop("m")
-    began, lets = threading.Event(), threading.Event()
+    began, released = threading.Event(), threading.Event()
     read: list[weakref.ref[SamplerAdapter]] = []
     reading = sampler.read_sampler_adapter
 
     def slow(model: BaseModel, folder: Path) -> SamplerAdapter:
         began.set()
-        assert lets.wait(30)
+        assert released.wait(30)
         adapter = reading(model, folder)
         read.append(weakref.ref(adapter))
         return adapter
@@ -535,15 +535,15 @@ def test_a_cancelled_request_does_not_keep_the_adapter_that_was_read_for_it(
     assert began.wait(30)
     engine.cancel(1)
     assert engine._sampler is not None
-    assert engine._sampler._reading is not None  # the second needs it
+    assert engine._sampler._loading is not None  # the second request needs it
     engine.cancel(2)
     assert not engine.sampling
-    lets.set()
+    released.set()
     engine._sampler._reader.submit(gc.collect).result(30)
     assert [adapter() for adapter in read] == [None]
 
 
-def test_a_cancelled_request_is_never_answered(engine: Engine) -> None:
+def test_a_canceled_request_gets_no_result(engine: Engine) -> None:
     engine.submit(1, request(max_tokens=200, stop=[]), adapter=None)
     engine.submit(2, request(max_tokens=20, stop=[], seed=3), adapter=None)
     engine.advance()
@@ -555,14 +555,14 @@ def test_a_cancelled_request_is_never_answered(engine: Engine) -> None:
     engine.cancel(77)
 
 
-def test_a_burst_ends_when_somebody_is_done(engine: Engine) -> None:
+def test_a_burst_ends_when_a_request_finishes(engine: Engine) -> None:
     engine.submit(1, request(max_tokens=1, stop=[]), adapter=None)
     engine.submit(2, request(max_tokens=100, stop=[]), adapter=None)
     assert [one.ticket for one in engine.advance()] == [1]
     engine.cancel(2)
 
 
-def test_a_failing_step_is_answered_and_others_can_follow(
+def test_a_failing_step_fails_its_requests_and_sampling_continues(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as broken:

@@ -1,4 +1,4 @@
-"""Custom losses from the wire: the numbers of the Python function, and nothing for attackers."""
+"""Custom losses give the numbers of the Python function and are safe against hostile graphs."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def data_for(ranks: dict[str, int], seed: int = 0) -> tuple[Tensor, dict[str, Te
 
 def assert_same_as_python(graph: Graph, fn: LossFn, ranks: dict[str, int]) -> None:
     logprobs, inputs = data_for(ranks)
-    # Cloned: the function may write into its inputs, and not into a leaf.
+    # Cloned, because the function may write into its inputs, which a leaf tensor does not allow.
     leaf = logprobs.clone().requires_grad_()
     copies = [inputs[name].clone() for name in list(ranks)[1:]]
     loss, metrics = fn(leaf.clone(), *copies)
@@ -102,7 +102,7 @@ def test_a_loss_gives_the_numbers_of_the_python_function(name):
 
 
 @pytest.mark.parametrize("name", BY_NAME)
-def test_a_graph_recorded_from_the_official_client_is_the_one_we_trace_and_runs(name):
+def test_a_graph_recorded_from_the_official_client_equals_our_trace_and_runs(name):
     recorded = {
         request.name: request
         for request in map(
@@ -128,7 +128,7 @@ def with_terms(term: Callable[..., Any]) -> LossFn:
     return loss
 
 
-# x: logprobs [7], y: positive [7], w: [7, 3], k: whole numbers [7]
+# x: logprobs [7], y: positive [7], w: [7, 3], k: integers [7]
 TERMS: list[Callable[..., Any]] = [
     lambda x, y, w, k: x.exp() + torch.exp2(x) + torch.expm1(x) + torch.log(y) + y.log1p(),
     lambda x, y, w, k: torch.sqrt(y) + y.rsqrt() + y.log2() + y.log10() + y.reciprocal(),
@@ -273,7 +273,7 @@ RANKS = {"logprobs": 1, "w": 2, "k": 1}
 
 
 def graph_of(*nodes: dict[str, Any]) -> dict[str, Any]:
-    """A graph with these nodes in it: its loss sums the logprobs and the last of them."""
+    """A graph with these nodes; its loss is the sum of the logprobs and of the last node."""
     numbered = [
         node | {"name": f"call_{place}" if node["name"] == "call" else node["name"]}
         for place, node in enumerate(nodes)
@@ -346,7 +346,7 @@ REFUSED_METHODS = [
 ]
 HUGE = 2**40
 
-#: Graphs that are sound in form and must be refused, each with a word of the message.
+#: Well-formed graphs that must be refused, each with a word of the message.
 HOSTILE: list[tuple[dict[str, Any], str]] = [
     *((graph_of(call(target, X)), "not offered") for target in REFUSED_TARGETS),
     *((graph_of(method(target)), "not offered") for target in REFUSED_METHODS),
@@ -360,8 +360,8 @@ HOSTILE: list[tuple[dict[str, Any], str]] = [
     (graph_of(call("getattr", X, "shape", 3)), "at most 2"),
     (graph_of(call("getattr", X, name="shape")), "attribute"),
     (graph_of(call("getattr", input=X, name="shape")), "attribute"),
-    # results that grow
-    (graph_of(call("torch.zeros", HUGE)), "whole number"),
+    # results that become too large
+    (graph_of(call("torch.zeros", HUGE)), "integer"),
     (graph_of(call("torch.zeros", 2**30)), "elements"),
     (graph_of(call("torch.zeros", 2**15, 2**15)), "elements"),
     (graph_of(call("torch.zeros", {"tuple": [2**30] * 8})), "elements"),
@@ -380,7 +380,7 @@ HOSTILE: list[tuple[dict[str, Any], str]] = [
     (graph_of(method("repeat", 2**16, 2**16)), "elements"),
     (graph_of(method("tile", 2**30)), "elements"),
     (graph_of(method("repeat_interleave", 2**30)), "elements"),
-    (graph_of(method("repeat_interleave", K)), "whole number"),
+    (graph_of(method("repeat_interleave", K)), "integer"),
     (graph_of(method("broadcast_to", [2**30, 7])), "elements"),
     (graph_of(method("new_zeros", 2**30)), "elements"),
     (graph_of(method("new_full", [2**30], 0)), "elements"),
@@ -458,7 +458,7 @@ HOSTILE: list[tuple[dict[str, Any], str]] = [
         ),
         "dimensions",
     ),
-    # Python's numbers
+    # Python numbers
     (graph_of(call("operator.pow", 10, 10**10)), "64 bits"),
     (graph_of(call("operator.pow", -2, 10**10)), "64 bits"),
     (graph_of(call("operator.ipow", 10, 10**10)), "64 bits"),
@@ -477,7 +477,7 @@ HOSTILE: list[tuple[dict[str, Any], str]] = [
     (graph_of(call("math.exp", 10**6)), "range"),
     (graph_of(call("operator.add", X, 2**63)), "64 bits"),
     (graph_of(call("operator.add", {"tuple": [1]}, {"tuple": ["a"]})), "tuple"),
-    # the process would end: whole numbers divided, an index outside
+    # would abort the process: integer division, an index out of range
     (
         graph_of(method("long"), call("torch.div", {"ref": "call_0"}, -1, rounding_mode="trunc")),
         "floor_divide",
@@ -523,9 +523,9 @@ HOSTILE: list[tuple[dict[str, Any], str]] = [
     (graph_of(call("torch.exp", X, out=X)), "keyword 'out'"),
     (graph_of(call("torch.exp", X, input=X)), "twice"),
     (graph_of(call("torch.exp", "x")), "a tensor"),
-    (graph_of(call("torch.sum", X, dim="x")), "whole number"),
-    (graph_of(call("torch.sum", X, dim=2**31 + 1)), "whole number"),
-    (graph_of(call("torch.sum", X, dim=[0] * 9)), "whole number"),
+    (graph_of(call("torch.sum", X, dim="x")), "integer"),
+    (graph_of(call("torch.sum", X, dim=2**31 + 1)), "integer"),
+    (graph_of(call("torch.sum", X, dim=[0] * 9)), "integer"),
     (graph_of(call("torch.sum", X, dim=5)), "out of range"),
     (graph_of(call("torch.cat", [])), "tensors"),
     (graph_of(call("torch.cat", [1, 2])), "tensors"),
@@ -609,14 +609,14 @@ HOSTILE += [
     (outputs({"tuple": [1.0, {"dict": {}}]}), "one pair"),
     (outputs({"tuple": [{"ref": "k"}, {"dict": {}}]}), "depend"),
     (outputs({"tuple": [{"ref": "output"}, {"dict": {}}]}), "earlier"),
-    (outputs({"tuple": [{"ref": "both"}, {"dict": {}}]}), "one number"),
+    (outputs({"tuple": [{"ref": "both"}, {"dict": {}}]}), "single number"),
     *(
         (outputs({"tuple": [{"ref": "loss"}, {"dict": {name: {"ref": "loss"}}}]}), "metric")
         for name in ("loss:sum", "custom/a", "custom/A:sum", "custom/:sum", "custom/a:max", "")
     ),
     (outputs({"tuple": [{"ref": "loss"}, {"dict": {"custom/" + "a" * 65 + ":sum": X}}]}), "metric"),
     (outputs({"tuple": [{"ref": "loss"}, {"dict": {"custom/a:sum\n": X}}]}), "metric"),
-    (outputs({"tuple": [{"ref": "loss"}, {"dict": {"custom/a:sum": X}}]}), "one number"),
+    (outputs({"tuple": [{"ref": "loss"}, {"dict": {"custom/a:sum": X}}]}), "single number"),
     (outputs({"tuple": [{"ref": "loss"}, {"dict": {"custom/a:sum": 1.0}}]}), "reference"),
     (
         outputs({"tuple": [{"ref": "loss"}, {"dict": {f"custom/{n}:sum": X for n in range(65)}}]}),
@@ -636,7 +636,7 @@ def test_a_hostile_graph_is_refused_with_a_reason(place):
     assert len(message) < 600
 
 
-def test_there_are_many_hostile_graphs_and_together_they_take_no_memory_and_no_time():
+def test_all_hostile_graphs_together_take_little_memory_and_time():
     before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     started = time.monotonic()
     for wire, _ in HOSTILE:
@@ -649,7 +649,7 @@ def test_there_are_many_hostile_graphs_and_together_they_take_no_memory_and_no_t
 
 
 def mutated(wire: dict[str, Any], dice: random.Random) -> dict[str, Any]:
-    """A graph with one to three things changed that an attacker, or a bug, might change."""
+    """A graph with one to three random changes."""
     wire = copy.deepcopy(wire)
     odd: list[Any] = [
         *(None, True, 0, -1, 2**31, 2**62, 10**30, 1e308, "", "sum", [], {}, [[0]], deep(30)),
@@ -731,14 +731,14 @@ def test_every_operation_survives_any_arguments(table):
     assert len(ran) > 60
 
 
-def test_a_run_stops_when_its_time_is_over():
+def test_a_run_stops_at_its_deadline():
     graph = rebuilt(ppo, BY_NAME["ppo"][1])
     logprobs, inputs = data_for(BY_NAME["ppo"][1])
     with pytest.raises(UserFailure, match="time"):
         graph.run(logprobs, inputs, deadline_s=-1.0)
 
 
-def test_the_time_covers_the_way_back_too(monkeypatch):
+def test_the_deadline_includes_the_backward_pass(monkeypatch):
     now = 0.0
     monkeypatch.setattr(custom_loss_graph.time, "monotonic", lambda: now)
     graph = rebuilt(*BY_NAME["ppo"])
@@ -756,7 +756,7 @@ def test_the_time_covers_the_way_back_too(monkeypatch):
         graph.value_and_gradient(logprobs, inputs, deadline_s=1.0)
 
 
-def test_the_loss_is_refused_when_it_has_no_gradient_or_is_no_float():
+def test_a_loss_without_gradient_or_of_another_type_is_refused():
     ranks = {"logprobs": 1}
     logprobs = torch.zeros(3, requires_grad=True)
     for fn, word in (
@@ -764,7 +764,7 @@ def test_the_loss_is_refused_when_it_has_no_gradient_or_is_no_float():
         (lambda logprobs: (torch.zeros_like(logprobs).sum(), {}), "no gradient"),
         (lambda logprobs: ((logprobs > 0).sum(), {}), "floating"),
         (lambda logprobs: (logprobs * 2, {}), r"shape \[3\]"),
-        (lambda logprobs: (logprobs.shape, {}), "a tensor of one number"),
+        (lambda logprobs: (logprobs.shape, {}), "a tensor with one element"),
     ):
         with pytest.raises(UserFailure, match=word):
             rebuilt(fn, ranks).run(logprobs, {})
@@ -778,7 +778,7 @@ def test_without_gradients_the_same_loss_only_gives_a_value():
     assert metrics["custom/tokens:sum"].item() == 4
 
 
-def test_a_loss_that_is_not_finite_is_passed_on():
+def test_a_loss_that_is_not_finite_is_returned():
     graph = rebuilt(lambda logprobs: (torch.log(logprobs).sum(), {}), {"logprobs": 1})
     loss, _ = graph.run(torch.tensor([-1.0], requires_grad=True), {})
     assert math.isnan(loss.item())
@@ -788,14 +788,14 @@ def test_inputs_must_be_there_and_of_the_declared_rank():
     fn, ranks = BY_NAME["dro"]
     graph = rebuilt(fn, ranks)
     logprobs, inputs = data_for(ranks)
-    with pytest.raises(UserFailure, match="2 dimensions, the loss was made for 1"):
+    with pytest.raises(UserFailure, match="2 dimensions; the loss expects 1"):
         graph.run(logprobs.unsqueeze(0), inputs)
     del inputs["beta"]
     with pytest.raises(UserFailure, match="no input 'beta'; it has advantages, old_logprobs"):
         graph.run(logprobs, inputs)
 
 
-def test_the_logprobs_are_those_of_the_model_whatever_the_datum_carries():
+def test_the_logprobs_are_those_of_the_model_not_of_the_datum():
     graph = rebuilt(lambda logprobs: (logprobs.sum(), {}), {"logprobs": 1})
     loss, _ = graph.run(torch.ones(3), {"logprobs": torch.zeros(3)})
     assert loss.item() == 3
@@ -807,8 +807,8 @@ def test_the_logprobs_are_those_of_the_model_whatever_the_datum_carries():
         ({}, "0 inputs"),
         ({"logprobs": 0}, "rank 0"),
         ({"w": 1, "logprobs": 1}, "must be 'logprobs'"),
-        ({"logprobs": 1, "Weights": 1}, "small letters"),
-        ({"logprobs": 1, "a" * 65: 1}, "small letters"),
+        ({"logprobs": 1, "Weights": 1}, "lowercase letters"),
+        ({"logprobs": 1, "a" * 65: 1}, "lowercase letters"),
         ({"logprobs": 1, **{f"x{n}": 1 for n in range(16)}}, "17 inputs"),
         ({"logprobs": 1, "k": 1, "w": 2}, "must be for 'k'"),  # another order
         ({"logprobs": 1, "w": 2}, "no further one"),
@@ -820,8 +820,8 @@ def test_inputs_that_do_not_fit_the_graph_are_refused(ranks, word):
         Graph.rebuild("hostile", declared(ranks), CustomLossGraph.model_validate(graph_of()))
 
 
-def test_a_name_without_end_is_refused():
-    with pytest.raises(UserFailure, match="1000000 characters; allowed are 256"):
+def test_a_very_long_name_is_refused():
+    with pytest.raises(UserFailure, match="1000000 characters; at most 256 are allowed"):
         Graph.rebuild("x" * 10**6, declared(RANKS), CustomLossGraph.model_validate(graph_of()))
 
 
@@ -838,7 +838,7 @@ def test_a_graph_without_output_is_refused():
         attempt(wire)
 
 
-def test_a_value_that_its_gradient_needs_changed_in_place_is_the_users_failure():
+def test_an_in_place_change_that_breaks_the_gradient_is_a_user_failure():
     def loss(logprobs):
         ratio = torch.exp(logprobs)
         ratio.add_(1)
@@ -854,25 +854,25 @@ def test_long_data_may_make_a_matrix_and_longer_data_may_grow_with_its_length():
 
     graph = rebuilt(pairs, {"logprobs": 1})
     graph.value_and_gradient(torch.zeros(1_000), {})
-    with pytest.raises(UserFailure, match="elements; allowed are 8388608"):
+    with pytest.raises(UserFailure, match="elements; at most 8388608 are allowed"):
         graph.run(torch.zeros(10_000), {})
     wide = custom_loss_graph._Budget([torch.zeros(1).expand(10**6)])
     assert wide.largest == 64 * 10**6
 
 
-def test_a_graph_survives_pickling_and_does_not_change():
+def test_a_graph_can_be_pickled_and_is_immutable():
     fn, ranks = BY_NAME["ppo"]
     graph = rebuilt(fn, ranks)
     assert repr(graph).startswith("<Graph ppo(logprobs, old_logprobs, advantages, mask) of ")
     assert_same_as_python(pickle.loads(pickle.dumps(graph)), fn, ranks)
-    with pytest.raises(AttributeError, match="does not change"):
+    with pytest.raises(AttributeError, match="is immutable"):
         graph.name = "other"
-    with pytest.raises(AttributeError, match="does not change"):
+    with pytest.raises(AttributeError, match="is immutable"):
         del graph.name
     with pytest.raises(TypeError, match="rebuild"):
         Graph()
 
 
-def test_a_misspelt_target_is_answered_with_the_nearest():
+def test_a_misspelled_target_gets_a_suggestion():
     with pytest.raises(UserFailure, match=r"nearest is 'torch\.minimum'"):
         attempt(graph_of(call("torch.minimun", X)))

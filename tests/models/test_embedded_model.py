@@ -1,4 +1,4 @@
-"""The embedded model itself: fetched, loaded without its GGUF path, and asked."""
+"""The real embedded model: downloaded, loaded and evaluated."""
 
 import math
 

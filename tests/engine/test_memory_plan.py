@@ -1,20 +1,20 @@
-"""The memory plan and who gives way, as plain numbers."""
+"""The memory plan and the choice of evictions."""
 
 from typing import Any
 
 import pytest
 
 from tinkex.engine.adapters.memory_plan import (
-    SHARES,
+    FRACTIONS,
     DoesNotFit,
+    MemoryFractions,
     Resident,
-    Shares,
-    give_way,
+    choose_evictions,
+    format_bytes,
     memory_plan,
-    readable,
 )
 
-HALVES = Shares(activations=0.25, cache=0.5)
+HALVES = MemoryFractions(activations=0.25, cache=0.5)
 USUAL = {
     "total": 1_300_000,
     "base": 200_000,
@@ -23,10 +23,10 @@ USUAL = {
     "max_batch_tokens": 8192,
     "kv_bytes_per_token": 10,
     "max_kv_tokens": 10**9,
-    "shares": HALVES,
+    "fractions": HALVES,
 }
 
-#: change of the usual -> (tokens of a pass, tokens in the cache, bytes for adapters)
+#: changed arguments -> (tokens of a pass, tokens of the cache, bytes for adapters)
 PLANS: dict[str, tuple[dict[str, Any], tuple[int, int, int]]] = {
     "shares of what the base leaves": ({}, (2500, 50_000, 250_000)),
     "a larger base leaves less": ({"base": 700_000}, (1250, 25_000, 125_000)),
@@ -48,17 +48,17 @@ def test_the_memory_is_divided_by_the_table(name: str) -> None:
     assert (plan.batch_tokens, plan.kv_tokens, plan.adapters) == (batch, cache, adapters)
 
 
-@pytest.mark.parametrize("device", SHARES)
-def test_the_parts_are_the_whole(device: str) -> None:
-    plan = memory_plan(**{**USUAL, "shares": SHARES[device]})
+@pytest.mark.parametrize("device", FRACTIONS)
+def test_the_parts_add_up_to_the_total(device: str) -> None:
+    plan = memory_plan(**{**USUAL, "fractions": FRACTIONS[device]})
     parts = (plan.base, plan.reserved, plan.activations, plan.cache, plan.adapters)
     assert sum(parts) == plan.total
     assert min(parts) > 0
-    assert "1.3 MB in all: base model 200.0 kB" in plan.describe()
+    assert "1.3 MB in total: base model 200.0 kB" in plan.describe()
 
 
 def test_a_base_model_that_leaves_too_little_is_refused_with_the_sizes() -> None:
-    with pytest.raises(DoesNotFit, match=r"takes 1.2 MB of 1.3 MB, and 100.0 kB are kept free"):
+    with pytest.raises(DoesNotFit, match=r"takes 1.2 MB of 1.3 MB, and 100.0 kB are reserved"):
         memory_plan(**{**USUAL, "base": 1_199_000})
 
 
@@ -75,20 +75,22 @@ FILE = resident("file", 5, 9, has_file=True)
     [
         (-5, []),
         (0, []),
-        (1, ["file"]),  # nothing has to be written, however new it is
+        (1, ["file"]),  # it need not be written, even if it was used most recently
         (5, ["file"]),
         (6, ["file", "old"]),
         (16, ["file", "old", "new"]),
-        (999, ["file", "old", "new"]),  # never who is busy
+        (999, ["file", "old", "new"]),  # never an adapter in use
     ],
 )
-def test_the_cheap_and_the_least_used_give_way(shortage: int, leaving: list[str]) -> None:
-    assert give_way([NEW, BUSY, FILE, OLD], shortage) == leaving
+def test_adapters_with_files_and_least_recently_used_are_evicted_first(
+    shortage: int, leaving: list[str]
+) -> None:
+    assert choose_evictions([NEW, BUSY, FILE, OLD], shortage) == leaving
 
 
 @pytest.mark.parametrize(
     ("size", "text"),
     [(0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (2_500_000, "2.5 MB"), (3_210_000_000, "3.2 GB")],
 )  # fmt: skip
-def test_sizes_can_be_read(size: int, text: str) -> None:
-    assert readable(size) == text
+def test_sizes_are_formatted_with_units(size: int, text: str) -> None:
+    assert format_bytes(size) == text

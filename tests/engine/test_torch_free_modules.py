@@ -1,10 +1,10 @@
-"""Parts of the engine that decide, and must not need torch for it."""
+"""The scheduler and its data structures must not import torch."""
 
 import subprocess
 import sys
 
 
-def test_pages_sequences_and_schedule_load_no_torch() -> None:
+def test_pages_sequences_and_scheduler_load_no_torch() -> None:
     code = (
         "import sys, tinkex.engine.sampling.scheduler, tinkex.engine.settings\n"
         "loaded = {'torch', 'transformers', 'numpy'} & set(sys.modules)\n"

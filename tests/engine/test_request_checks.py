@@ -1,4 +1,4 @@
-"""What a training request may hold, and what its refusal says."""
+"""Checks of training requests, and their error messages."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tinkex.engine.training.request_checks import Limits, check, fitting
+from tinkex.engine.training.batch import count_fitting
+from tinkex.engine.training.request_checks import Limits, check_request
 from tinkex.wire.errors import UserFailure
 from tinkex.wire.inputs import Datum, EncodedTextChunk, ImageChunk, ModelInput
 from tinkex.wire.tensors import TensorData
@@ -60,11 +61,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "custom loss without an id": (
         lambda: work([datum()], "custom"),
-        "it must have `loss_id` alone",
+        "it must have only `loss_id`",
     ),
     "custom loss that is not there": (
         lambda: work([datum()], "custom", {"loss_id": "nothing"}),
-        "there is no custom loss 'nothing'. Make it with create_custom_loss",
+        "there is no custom loss 'nothing' in this session. Create it with create_custom_loss",
     ),
     "gspo without a mask": (
         lambda: work([policy()], "gspo"),
@@ -76,7 +77,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "gspo with half a mask": (
         lambda: work([policy(sequence_ratio_mask=[0.0, 0.5, 1.0])], "gspo"),
-        "holds 0.5; 1.0 takes a token into the sequence's ratio",
+        "contains 0.5; allowed are 1.0, which includes a token in the sequence ratio",
     ),
     "unknown config": (
         lambda: work([policy()], "ppo", {"clip_ratio": 0.2}),
@@ -101,12 +102,12 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "too long": (
         lambda: work([datum(range(9))]),
-        r"data\[0\].model_input: has 9 tokens, and the model's context is 8",
+        r"data\[0\].model_input: has 9 tokens; the model's context is 8",
     ),
     "image": (lambda: work([datum(IMAGE)]), r"data\[0\].model_input: this model reads text only"),
     "token outside": (
         lambda: work([datum((1, 100, 3))]),
-        r"token 100 at position 1 is outside the vocabulary; ids go from 0 to 99",
+        r"token 100 at position 1 is outside the vocabulary; allowed ids are 0 to 99",
     ),
     "target outside": (
         lambda: work([datum(), datum(target_tokens=[2, -100, 4])]),
@@ -138,7 +139,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "weights that are no numbers": (
         lambda: work([datum(weights=[1.0, float("nan"), 1.0])]),
-        "weights: holds nan; only finite numbers",
+        "weights: contains nan; only finite numbers",
     ),
     "missing weights": (
         lambda: work([without(datum(), "weights")]),
@@ -156,32 +157,32 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_a_wrong_request_is_refused_with_what_is_wrong(case: str) -> None:
+def test_an_invalid_request_is_refused_with_the_reason(case: str) -> None:
     make, message = REFUSED[case]
     with pytest.raises(UserFailure, match=message):
-        check(make(), LIMITS, backward=True)
+        check_request(make(), LIMITS, backward=True)
 
 
 def test_a_forward_pass_without_weights_counts_every_token_once() -> None:
-    _, (row,) = check(work([without(datum(), "weights")]), LIMITS, backward=False)
+    _, (row,) = check_request(work([without(datum(), "weights")]), LIMITS, backward=False)
     assert row.inputs_NK["weights"].tolist() == [[1.0], [1.0], [1.0]]
 
 
 def test_config_comes_as_a_number_or_for_each_token() -> None:
     data = [policy(), policy(clip_low_threshold=[0.1, 0.2, 0.3])]
-    _, rows = check(work(data, "ppo", {"clip_high_threshold": 3.0}), LIMITS, backward=True)
+    _, rows = check_request(work(data, "ppo", {"clip_high_threshold": 3.0}), LIMITS, backward=True)
     low = [row.inputs_NK["clip_low_threshold"][:, 0].tolist() for row in rows]
     assert low == [pytest.approx([0.8] * 3), pytest.approx([0.1, 0.2, 0.3])]
     assert rows[1].inputs_NK["clip_high_threshold"][:, 0].tolist() == [3.0] * 3
 
 
-def test_a_sparse_target_left_out_is_token_zero_with_weight_zero() -> None:
+def test_a_missing_sparse_target_is_token_zero_with_weight_zero() -> None:
     sparse = {"shape": [3, 5], "sparse_crow_indices": [0, 1, 1, 1], "sparse_col_indices": [2]}
     made = datum(
         target_tokens=TensorData(data=[42], dtype="int64", **sparse),
         weights=TensorData(data=[0.5], dtype="float32", **sparse),
     )
-    _, (row,) = check(work([made]), LIMITS, backward=True)
+    _, (row,) = check_request(work([made]), LIMITS, backward=True)
     assert row.shape == (3, 5)
     assert row.targets_NK.sum() == row.targets_NK[0, 2] == 42
     assert row.inputs_NK["weights"].sum() == row.inputs_NK["weights"][0, 2] == 0.5
@@ -192,7 +193,7 @@ def test_a_sparse_target_left_out_is_token_zero_with_weight_zero() -> None:
     [
         ([3, 3, 3], 6, [[3, 3], [3]]),
         ([3, 3, 3], 9, [[3, 3, 3]]),
-        ([2, 9, 2], 4, [[2], [9], [2]]),  # longer than allowed: alone
+        ([2, 9, 2], 4, [[2], [9], [2]]),  # longer than a batch: runs alone
         ([9], 1, [[9]]),
     ],
 )
@@ -201,7 +202,7 @@ def test_micro_batches_take_what_fits_in_order(
 ) -> None:
     found = []
     while lengths:
-        count = fitting(lengths, max_tokens)
+        count = count_fitting(lengths, max_tokens)
         found.append(lengths[:count])
         lengths = lengths[count:]
     assert found == batches

@@ -1,4 +1,4 @@
-"""Micro-batches of several models, ranks and losses: each model as if it were alone."""
+"""Mixed micro-batches give each model the results of running alone."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from engine.test_graphs import declared, to_wire
-from numerics.parts import MAKERS, gradients, model_from, random_adapter, random_datum, work
+from engine.test_custom_loss_graph import declared, to_wire
+from numerics.helpers import MAKERS, gradients, model_from, random_adapter, random_datum, work
 from tinkex.engine import Engine
-from tinkex.engine.training.batch_mixer import Mixer, Queue
+from tinkex.engine.training.batch_mixer import BatchMixer, ModelQueue
 from tinkex.wire.custom_loss import CustomLossGraph
 from tinkex.wire.errors import UserFailure
 from tinkex.wire.inputs import Datum
@@ -41,7 +41,7 @@ def register(engine: Engine, loss_id: str, fn: Any, ranks: dict[str, int]) -> st
 
 
 def custom_twin(datum: Datum) -> Datum:
-    """The same datum as the custom loss names its inputs."""
+    """The same datum with the input names of the custom loss."""
     inputs = dict(datum.loss_fn_inputs)
     inputs["old_logprobs"] = inputs.pop("logprobs")
     return Datum(model_input=datum.model_input, loss_fn_inputs=inputs)
@@ -77,13 +77,13 @@ def cases(engine: Engine, tmp_path: Path) -> Iterator[dict[str, Any]]:
         engine.drop(name)
 
 
-@pytest.mark.parametrize(("max_tokens", "chunk_rows"), [(10_000, None), (60, 7), (20, None)])
+@pytest.mark.parametrize(("max_tokens", "chunk_tokens"), [(10_000, None), (60, 7), (20, None)])
 def test_a_mixed_batch_gives_each_model_what_it_gets_alone(
     engine: Engine,
     cases: dict[str, Any],
     tmp_path: Path,
     max_tokens: int,
-    chunk_rows: int | None,
+    chunk_tokens: int | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     alone = {}
@@ -92,16 +92,16 @@ def test_a_mixed_batch_gives_each_model_what_it_gets_alone(
         alone[name] = output, flat(gradients(engine, name, tmp_path / f"{name}-alone"))
         engine.clear_gradients(name)
     passes = {name: engine.begin_pass(name, asked, backward=True) for name, asked in cases.items()}
-    if chunk_rows is not None:  # chunks of the head that cut through models and losses
-        monkeypatch.setattr(engine.model.head, "chunk_rows", chunk_rows)
-    mixer, batches = Mixer(), 0
+    if chunk_tokens is not None:  # chunks of the head that contain several models and losses
+        monkeypatch.setattr(engine.model.head, "chunk_tokens", chunk_tokens)
+    mixer, batches = BatchMixer(), 0
     while queues := [
-        Queue(model_id=name, backward=True, lengths=running.waiting)
+        ModelQueue(model_id=name, backward=True, lengths=running.waiting)
         for name, running in passes.items()
         if running.waiting
     ]:
         cuts = mixer.next_batch(queues, max_tokens)
-        engine.run_together([(passes[name], rows) for name, rows in cuts])
+        engine.run_micro_batch([(passes[name], rows) for name, rows in cuts])
         batches += 1
     assert (batches == 1) == (max_tokens == 10_000)
     for name, running in passes.items():
@@ -120,7 +120,7 @@ def test_forward_passes_mix_too_and_leave_no_gradient(
 ) -> None:
     alone = {name: engine.run_pass(name, asked, backward=False) for name, asked in cases.items()}
     passes = [engine.begin_pass(name, asked, backward=False) for name, asked in cases.items()]
-    engine.run_together([(running, len(running.waiting)) for running in passes])
+    engine.run_micro_batch([(running, len(running.waiting)) for running in passes])
     for running in passes:
         metrics = running.output().metrics
         assert metrics == pytest.approx(alone[running.model_id].metrics, rel=1e-4, abs=1e-5)
@@ -159,7 +159,7 @@ def test_a_custom_loss_equals_the_built_in_one(
             np.exp(out["logprobs"].to_numpy() - datum.loss_fn_inputs["logprobs"].to_numpy())
             for datum, out in zip(data, custom.loss_fn_outputs, strict=True)
         ]
-        # A mean is over the datums, each with a value of its own.
+        # A mean is over the data, each with its own value.
         means, sums = [r.mean() for r in ratios], [r.sum() for r in ratios]
         assert custom.metrics["custom/ratio:mean"] == pytest.approx(np.mean(means), rel=1e-4)
         assert custom.metrics["custom/ratio:sum"] == pytest.approx(np.sum(sums), rel=1e-4)
@@ -175,7 +175,7 @@ def test_a_custom_loss_that_fails_on_its_data_fails_alone(engine: Engine, tmp_pa
     alone = engine.run_pass("good", good, backward=True)
     engine.clear_gradients("good")
     passes = [engine.begin_pass(n, w, backward=True) for n, w in (("bad", bad), ("good", good))]
-    engine.run_together([(running, len(running.waiting)) for running in passes])
+    engine.run_micro_batch([(running, len(running.waiting)) for running in passes])
     try:
         with pytest.raises(UserFailure, match=r"custom loss 'fails_on_long_data': node"):
             passes[0].output()

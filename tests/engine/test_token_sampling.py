@@ -1,34 +1,34 @@
-"""Drawing tokens from logits."""
+"""Sampling tokens from logits."""
 
 import math
 
 import pytest
 import torch
 
-from tinkex.engine.sampling.sequences import Drawing
+from tinkex.engine.sampling.sequences import SamplingConfig
 from tinkex.engine.sampling.token_sampling import (
-    Draw,
-    draw_alternatives,
+    SampleStep,
+    cutoff_logit,
     gumbel_noise,
     gumbel_rows,
-    lowest_kept,
     noise_keys,
-    pick,
+    sample_alternatives,
+    sample_tokens,
     uniform_number,
 )
 
 CPU = torch.device("cpu")
 
 
-def drawing(
+def sampling(
     temperature: float = 1.0,
     top_k: int | None = None,
     top_p: float | None = None,
     seed: int = 0,
-    report_top: int = 0,
-) -> Drawing:
-    return Drawing(
-        temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, report_top=report_top
+    top_logprobs: int = 0,
+) -> SamplingConfig:
+    return SamplingConfig(
+        temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, top_logprobs=top_logprobs
     )
 
 
@@ -36,39 +36,43 @@ def logits_of(*probabilities: float) -> torch.Tensor:
     return torch.tensor(probabilities).log()
 
 
-def draw_many(logits: torch.Tensor, how: Drawing, count: int) -> torch.Tensor:
+def draw_many(logits: torch.Tensor, how: SamplingConfig, count: int) -> torch.Tensor:
     rows = logits.repeat(count, 1)
-    return torch.tensor(pick(rows, [Draw(how, 0, step) for step in range(count)]).tokens)
+    return torch.tensor(
+        sample_tokens(rows, [SampleStep(how, 0, step) for step in range(count)]).tokens
+    )
 
 
-def test_temperature_zero_takes_the_likeliest_and_reports_it_untempered() -> None:
-    picked = pick(logits_of(0.2, 0.5, 0.3)[None], [Draw(drawing(temperature=0.0), 0, 0)])
-    assert picked.tokens == [1]
-    assert picked.logprobs == [pytest.approx(math.log(0.5))]
+def test_temperature_zero_is_greedy_with_logprobs_at_temperature_one() -> None:
+    sampled = sample_tokens(
+        logits_of(0.2, 0.5, 0.3)[None], [SampleStep(sampling(temperature=0.0), 0, 0)]
+    )
+    assert sampled.tokens == [1]
+    assert sampled.logprobs == [pytest.approx(math.log(0.5))]
 
 
-def test_the_logprob_is_of_the_tempered_distribution_before_any_cut() -> None:
+def test_the_logprob_is_of_the_tempered_distribution_before_truncation() -> None:
     probabilities = [0.6, 0.3, 0.1]
-    how = drawing(temperature=0.5, top_k=1)
-    picked = pick(logits_of(*probabilities)[None], [Draw(how, 0, 0)])
+    how = sampling(temperature=0.5, top_k=1)
+    sampled = sample_tokens(logits_of(*probabilities)[None], [SampleStep(how, 0, 0)])
     squares = [p**2 for p in probabilities]  # temperature 1/2
-    assert picked.logprobs == [pytest.approx(math.log(squares[0] / sum(squares)))]
+    assert sampled.logprobs == [pytest.approx(math.log(squares[0] / sum(squares)))]
 
 
-def test_draws_have_the_right_frequencies() -> None:
+def test_sampled_tokens_have_the_right_frequencies() -> None:
     probabilities = torch.tensor([0.5, 0.25, 0.15, 0.07, 0.03])
-    tokens = draw_many(probabilities.log(), drawing(seed=3), 4000)
+    tokens = draw_many(probabilities.log(), sampling(seed=3), 4000)
     counts = torch.bincount(tokens, minlength=5).double()
     expected = 4000 * probabilities.double()
     chi_square = float(((counts - expected) ** 2 / expected).sum())
-    assert chi_square < 23.5  # 4 degrees of freedom: one in ten thousand seeds is beyond
+    assert chi_square < 23.5  # 4 degrees of freedom: exceeded by one in ten thousand seeds
 
 
-def test_a_token_of_no_probability_is_never_drawn() -> None:
-    """Noise has no outliers: forty nats below the rest is out of reach."""
+def test_a_token_of_negligible_probability_is_never_sampled() -> None:
+    """The noise has no outliers large enough to make up for forty nats."""
     logits = torch.full((20_000,), -40.0)
     logits[7] = 0.0
-    assert set(draw_many(logits, drawing(seed=1), 300).tolist()) == {7}
+    assert set(draw_many(logits, sampling(seed=1), 300).tolist()) == {7}
 
 
 @pytest.mark.parametrize(
@@ -81,24 +85,26 @@ def test_a_token_of_no_probability_is_never_drawn() -> None:
         (None, 0.5, {0}),  # reached by the first alone
         (None, 0.51, {0, 1}),
         (None, 0.9, {0, 1, 2}),
-        (None, 1e-6, {0}),  # the likeliest always stays
+        (None, 1e-6, {0}),  # the most likely token is always kept
         (2, 0.7, {0, 1}),  # of what top_k kept, 0.5 / 0.75 is less than 0.7
         (2, 0.6, {0}),
     ],
 )
-def test_cuts_keep_the_likeliest(top_k: int | None, top_p: float | None, kept: set[int]) -> None:
+def test_top_k_and_top_p_keep_the_most_likely_tokens(
+    top_k: int | None, top_p: float | None, kept: set[int]
+) -> None:
     logits = logits_of(0.5, 0.25, 0.15, 0.07, 0.03)
-    cutoff = lowest_kept(logits, drawing(top_k=top_k, top_p=top_p))
+    cutoff = cutoff_logit(logits, sampling(top_k=top_k, top_p=top_p))
     found = set(range(5)) if cutoff is None else set((logits >= cutoff).nonzero()[:, 0].tolist())
     assert found == kept
-    tokens = draw_many(logits, drawing(top_k=top_k, top_p=top_p), 300)
+    tokens = draw_many(logits, sampling(top_k=top_k, top_p=top_p), 300)
     assert set(tokens.tolist()) <= kept
 
 
 def test_a_nucleus_wider_than_the_first_guess_is_found() -> None:
     logits = torch.zeros(4000)
     logits[:2000] += torch.linspace(0.02, 0.01, 2000)
-    cutoff = lowest_kept(logits, drawing(top_p=0.25))
+    cutoff = cutoff_logit(logits, sampling(top_p=0.25))
     kept = int((logits >= cutoff).sum())
     assert kept == pytest.approx(1000, abs=12)
 
@@ -126,14 +132,16 @@ def test_neighbouring_seeds_and_steps_are_independent() -> None:
     assert float(correlation.abs().max()) < 0.07
 
 
-def test_the_likeliest_are_reported_where_asked() -> None:
+def test_top_logprobs_are_reported_if_requested() -> None:
     logits = logits_of(0.5, 0.2, 0.3).repeat(2, 1)
-    picked = pick(logits, [Draw(drawing(report_top=2), 0, 0), Draw(drawing(), 0, 0)])
-    assert picked.tops[0] is not None
-    ids, logprobs = picked.tops[0]
+    sampled = sample_tokens(
+        logits, [SampleStep(sampling(top_logprobs=2), 0, 0), SampleStep(sampling(), 0, 0)]
+    )
+    assert sampled.tops[0] is not None
+    ids, logprobs = sampled.tops[0]
     assert ids == [0, 2]
     assert logprobs == [pytest.approx(math.log(0.5)), pytest.approx(math.log(0.3))]
-    assert picked.tops[1] is None
+    assert sampled.tops[1] is None
 
 
 def test_noise_of_several_rows_is_that_of_each() -> None:
@@ -144,17 +152,17 @@ def test_noise_of_several_rows_is_that_of_each() -> None:
 
 
 def test_alternatives_follow_the_distribution_and_repeat() -> None:
-    drawing = Drawing(temperature=1.0, top_k=1, top_p=None, seed=9)
+    sampling = SamplingConfig(temperature=1.0, top_k=1, top_p=None, seed=9)
     logits = torch.tensor([[0.0, math.log(3.0), float("-inf")], [5.0, 5.0, 5.0]])
-    tokens, logprobs = draw_alternatives(logits, [7, 8], 4000, drawing)
-    # Cuts do not apply: both possible tokens come, the impossible one never does.
+    tokens, logprobs = sample_alternatives(logits, [7, 8], 4000, sampling)
+    # Without top-k and top-p both possible tokens occur, the impossible one never does.
     assert set(tokens[0]) == {0, 1}
     assert abs((tokens[0] == 1).mean() - 0.75) < 0.03
     assert abs(logprobs[0][tokens[0] == 1] - math.log(0.75)).max() < 1e-5
     assert {0, 1, 2} == set(tokens[1])
-    again, _ = draw_alternatives(logits[1:], [8], 4000, drawing)
+    again, _ = sample_alternatives(logits[1:], [8], 4000, sampling)
     assert (again[0] == tokens[1]).all()
-    elsewhere, _ = draw_alternatives(logits[1:], [9], 4000, drawing)
+    elsewhere, _ = sample_alternatives(logits[1:], [9], 4000, sampling)
     assert (elsewhere[0] != tokens[1]).any()
 
 

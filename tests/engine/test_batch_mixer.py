@@ -1,39 +1,41 @@
-"""Whose rows go into a micro-batch."""
+"""Which data go into a micro-batch."""
 
 from collections import Counter
 
 import pytest
 
-from tinkex.engine.training.batch_mixer import Cut, Mixer, Queue
-from tinkex.engine.training.request_checks import fitting
+from tinkex.engine.training.batch import count_fitting
+from tinkex.engine.training.batch_mixer import BatchMixer, ModelQueue, Selection
 
 
-def queue(model_id: str, *lengths: int, backward: bool = True) -> Queue:
-    return Queue(model_id=model_id, backward=backward, lengths=lengths)
+def queue(model_id: str, *lengths: int, backward: bool = True) -> ModelQueue:
+    return ModelQueue(model_id=model_id, backward=backward, lengths=lengths)
 
 
 def test_small_requests_of_several_models_share_a_batch() -> None:
-    cuts = Mixer().next_batch([queue("a", 3, 3), queue("b", 5), queue("c", 1, 1, 1)], 100)
-    assert cuts == [Cut("a", 2), Cut("b", 1), Cut("c", 3)]
+    cuts = BatchMixer().next_batch([queue("a", 3, 3), queue("b", 5), queue("c", 1, 1, 1)], 100)
+    assert cuts == [Selection("a", 2), Selection("b", 1), Selection("c", 3)]
 
 
 def test_passes_with_and_without_gradients_do_not_mix() -> None:
     queues = [queue("a", 3), queue("b", 3, backward=False), queue("c", 3)]
-    assert Mixer().next_batch(queues, 100) == [Cut("a", 1), Cut("c", 1)]
+    assert BatchMixer().next_batch(queues, 100) == [Selection("a", 1), Selection("c", 1)]
 
 
 def test_a_large_request_leaves_room_for_a_small_one() -> None:
     queues = [queue("large", *[10] * 100), queue("small", 10, 10)]
-    assert Mixer().next_batch(queues, 100) == [Cut("large", 8), Cut("small", 2)]
+    assert BatchMixer().next_batch(queues, 100) == [Selection("large", 8), Selection("small", 2)]
 
 
-def test_a_row_longer_than_a_batch_goes_alone() -> None:
-    mixer = Mixer()
+def test_a_datum_longer_than_a_batch_runs_alone() -> None:
+    mixer = BatchMixer()
     queues = [queue("long", 500, 2), queue("other", 2)]
     assert mixer.next_batch(queues, 100) == [Cut("other", 1)]
-    assert mixer.next_batch(queues, 100) == [Cut("long", 1)]
+    assert mixer.next_batch(queues, 100) == [
+        Selection("long", 1)
+    ]
     queues = [queue("long", 2), queue("other", *[2] * 60)]
-    assert mixer.next_batch(queues, 100) == [Cut("other", 50)]
+    assert mixer.next_batch(queues, 100) == [Selection("other", 50)]
 
 
 def test_a_small_pass_that_has_just_arrived_goes_before_a_long_row() -> None:
@@ -45,18 +47,18 @@ def test_a_small_pass_that_has_just_arrived_goes_before_a_long_row() -> None:
 
 @pytest.mark.parametrize("lengths", [[3, 3, 3], [2, 9, 2], [9], [1] * 20, [7, 1, 7, 1]])
 @pytest.mark.parametrize("max_tokens", [1, 6, 9])
-def test_one_model_alone_is_cut_as_a_pass_alone(lengths: list[int], max_tokens: int) -> None:
-    mixer = Mixer()
+def test_a_single_model_is_batched_like_a_single_pass(lengths: list[int], max_tokens: int) -> None:
+    mixer = BatchMixer()
     while lengths:
         (cut,) = mixer.next_batch([queue("m", *lengths)], max_tokens)
-        assert cut.rows == fitting(lengths, max_tokens)
-        lengths = lengths[cut.rows :]
+        assert cut.size == count_fitting(lengths, max_tokens)
+        lengths = lengths[cut.size :]
 
 
-def test_models_get_the_same_tokens_whatever_their_rows_look_like() -> None:
+def test_models_get_equal_tokens_for_long_and_short_data() -> None:
     rows = {"long": [70] * 400, "short": [3] * 10_000, "middling": [20] * 1_400}
     order = list(rows)
-    mixer = Mixer()
+    mixer = BatchMixer()
     served: Counter[str] = Counter()
     for _ in range(150):
         cuts = mixer.next_batch([queue(name, *rows[name]) for name in order], 100)
@@ -66,13 +68,13 @@ def test_models_get_the_same_tokens_whatever_their_rows_look_like() -> None:
             rows[name] = rows[name][count:]
             order.remove(name)
             order.append(name)
-    assert all(rows.values()), "nobody ran out, so the shares can be compared"
+    assert all(rows.values()), "no model ran out of data, so the token counts can be compared"
     assert max(served.values()) <= 1.1 * min(served.values())
 
 
-def test_time_away_earns_nothing() -> None:
-    mixer = Mixer()
+def test_idle_time_earns_no_credit() -> None:
+    mixer = BatchMixer()
     for _ in range(50):
         mixer.next_batch([queue("busy", 10, 10, 10)], 20)
     cuts = mixer.next_batch([queue("back", *[1] * 100), queue("busy", *[1] * 100)], 20)
-    assert cuts == [Cut("back", 10), Cut("busy", 10)]
+    assert cuts == [Selection("back", 10), Selection("busy", 10)]

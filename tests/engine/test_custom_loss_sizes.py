@@ -1,5 +1,5 @@
 """
-The size of every tensor a custom loss makes is bounded before it is made.
+The size of every tensor that a custom loss creates is checked before it is computed.
 
 A dimension of size 0 hides the others: a tensor of shape (0, N) has no elements, but its sum over
 the first dimension has N. So each size counts as at least one. The tests walk the tables of
@@ -15,22 +15,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.test_graphs import attempt, call, graph_of
+from engine.test_custom_loss_graph import attempt, call, graph_of
 from fuzz import graphs as hostile
-from tinkex.engine.training import custom_loss_graph
+from tinkex.engine.training import custom_loss_parser
 from tinkex.engine.training.custom_loss_ops import (
     ATTRIBUTES,
     FUNCTIONS,
     METHODS,
     Operation,
     Refused,
+    checked_result,
     elements,
-    settled,
     tensors_in,
 )
 from tinkex.wire.errors import UserFailure
 
-# Torch warns of odd arguments, such as a deviation of one element.
+# Torch warns about unusual arguments, such as the deviation of one element.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 SHAPES = (
@@ -107,7 +107,7 @@ def arguments(operation: Operation, dice: random.Random) -> tuple[list[Any], dic
         if parameter.kind == "any":
             value = index(dice) if parameter.name == "index" else tensor(dice)
         elif parameter.kind == "tensor" and dice.random() < 0.6:
-            # Most operations want the same shape twice, some want one that begins where it ends.
+            # Most operations need the same shape twice; matrix products need matching inner sizes.
             value = tensor(dice, shape if dice.random() < 0.7 else dice.choice(fitting))
         elif operation is FUNCTIONS["getattr"] and parameter.name == "name":
             value = dice.choice(sorted(ATTRIBUTES))
@@ -125,7 +125,7 @@ def arguments(operation: Operation, dice: random.Random) -> tuple[list[Any], dic
 
 
 def too_small(operation: Operation, dice: random.Random) -> tuple[list[str], bool]:
-    """Where the rule of an operation said less than it made; whether it ran on empty tensors."""
+    """Calls whose result exceeds the size rule; and whether the operation ran on empty tensors."""
     wrong, ran_empty = [], 0
     for _ in range(TRIES):
         args, kwargs = arguments(operation, dice)
@@ -135,7 +135,7 @@ def too_small(operation: Operation, dice: random.Random) -> tuple[list[str], boo
             given = list(tensors_in(bound.values()))
             shapes = [list(one.shape) for one in given]
             size = operation.size(bound)
-            made = settled(operation.call(*args, **kwargs))
+            made = checked_result(operation.call(*args, **kwargs))
         except (Refused, RuntimeError, TypeError, ValueError, LookupError, AttributeError):
             continue
         ran_empty += any(0 in shape for shape in shapes) or not given
@@ -157,7 +157,7 @@ def operations() -> Iterator[tuple[str, Operation]]:
             yield name, operation
 
 
-def test_no_operation_makes_more_than_its_rule_says() -> None:
+def test_no_operation_exceeds_its_size_rule() -> None:
     torch.set_num_threads(1)
     dice = random.Random(12)
     wrong, untried, number = {}, [], 0
@@ -170,13 +170,13 @@ def test_no_operation_makes_more_than_its_rule_says() -> None:
             if not ran_empty:
                 untried.append(name)
     assert not wrong
-    # An operation that none of the arguments above fit would not be tested at all.
+    # An operation that accepts none of the arguments above would not be tested.
     assert not untried
     assert number > 300
 
 
 @pytest.mark.parametrize("made", [torch.sum, torch.logsumexp, torch.std_mean])
-def test_a_rule_that_counts_elements_only_is_found(made: Callable[..., Any]) -> None:
+def test_a_size_rule_that_ignores_empty_dimensions_is_detected(made: Callable[..., Any]) -> None:
     careless = Operation(
         call=made,
         parameters=FUNCTIONS["torch.logsumexp"].parameters,
@@ -185,8 +185,8 @@ def test_a_rule_that_counts_elements_only_is_found(made: Callable[..., Any]) -> 
     assert too_small(careless, random.Random(1))[0]
 
 
-def test_every_kept_graph_is_refused_and_takes_no_memory() -> None:
-    """Each asks for gigabytes by way of an empty dimension."""
+def test_every_corpus_graph_is_refused_without_allocating() -> None:
+    """Each graph would allocate gigabytes through an empty dimension."""
     kept = hostile.corpus()
     hostile.attempted(kept[0])
     before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -200,13 +200,13 @@ def test_every_kept_graph_is_refused_and_takes_no_memory() -> None:
 def test_an_empty_result_with_a_large_dimension_is_refused_even_without_a_rule(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The last line of defense: what has no memory yet is refused before something sums it."""
+    """The last check: an empty tensor is refused before a reduction makes it large."""
     careless = Operation(
         call=torch.zeros,
         parameters=FUNCTIONS["torch.zeros"].parameters,
         size=lambda _: 0,
         makes=True,
     )
-    monkeypatch.setattr(custom_loss_graph, "FUNCTIONS", {**FUNCTIONS, "torch.zeros": careless})
+    monkeypatch.setattr(custom_loss_parser, "FUNCTIONS", {**FUNCTIONS, "torch.zeros": careless})
     with pytest.raises(UserFailure, match=r"shape \[0, 100000000\]"):
         attempt(graph_of(call("torch.zeros", 0, 10**8)))

@@ -1,4 +1,4 @@
-"""Who runs when, with numbers in place of tensors."""
+"""The scheduler, with numbers instead of tensors."""
 
 import random
 from collections.abc import Callable
@@ -8,24 +8,24 @@ import pytest
 from tinkex.engine.sampling.kv_pages import Pages
 from tinkex.engine.sampling.scheduler import (
     DecodeStep,
-    FillStep,
-    Piece,
-    RunLevel,
-    Schedule,
-    SharedRun,
-    groups,
-    run_levels,
-    table_is_cheaper,
+    PrefillChunk,
+    PrefillStep,
+    RangePass,
+    Scheduler,
+    SharedRange,
+    adapter_ranges,
+    gather_is_cheaper,
+    plan_range_reads,
 )
 from tinkex.engine.sampling.sequences import (
-    Drawing,
-    PromptQuestions,
+    PromptLogprobRequest,
     Request,
     SampleSequence,
+    SamplingConfig,
     Stops,
 )
 
-DRAWING = Drawing(temperature=1.0, top_k=None, top_p=None, seed=0)
+SAMPLING = SamplingConfig(temperature=1.0, top_k=None, top_p=None, seed=0)
 
 
 def request(
@@ -36,7 +36,7 @@ def request(
     samples: int = 1,
     adapter: str | None = None,
     owner: str = "",
-    questions: PromptQuestions | None = None,
+    prompt_logprobs: PromptLogprobRequest | None = None,
 ) -> Request:
     return Request(
         ticket=ticket,
@@ -44,9 +44,11 @@ def request(
         prompt=list(range(prompt)) if isinstance(prompt, int) else prompt,
         samples=samples,
         max_new_tokens=new,
-        drawing=DRAWING,
+        sampling=SAMPLING,
         stops=Stops(),
-        questions=PromptQuestions(logprobs=True) if questions is None else questions,
+        prompt_logprobs=PromptLogprobRequest(logprobs=True)
+        if prompt_logprobs is None
+        else prompt_logprobs,
         owner=owner,
     )
 
@@ -57,86 +59,91 @@ def schedule(
     sequences: int = 64,
     tokens: int = 1000,
     between: int | None = None,
-    most_idle: int = 0,
+    max_idle: int = 0,
     load_adapter: Callable[[Request], bool] = lambda _: True,
-) -> Schedule:
-    return Schedule(
-        Pages(pages, 4, most_idle=most_idle),
+) -> Scheduler:
+    return Scheduler(
+        Pages(pages, 4, max_idle=max_idle),
         max_sequences=sequences,
         max_batch_tokens=tokens,
-        fill_tokens=between,
+        prefill_tokens=between,
         load_adapter=load_adapter,
     )
 
 
 def next_token(sequence: SampleSequence) -> int:
-    """Depends on the sequence's past alone, as real noise does."""
+    """Depends only on the sequence's past, as real noise does."""
     past = [sequence.request.ticket, sequence.index, *sequence.tokens]
     return hash(tuple(past)) % 1000
 
 
 class Machine:
-    """Runs steps the way the sampler does; keeps what is in each cache row."""
+    """Runs steps as the sampler does, and tracks the content of each cache slot."""
 
-    def __init__(self, plan: Schedule) -> None:
+    def __init__(self, plan: Scheduler) -> None:
         self.plan = plan
-        #: The adapter and all tokens up to the row's own: what keys and values depend on.
-        self.rows: dict[int, tuple[str | None, tuple[int, ...]]] = {}
+        #: The adapter and all tokens up to the slot's own: what its keys and values depend on.
+        self.slots: dict[int, tuple[str | None, tuple[int, ...]]] = {}
         self.done: list[SampleSequence] = []
-        self.steps: list[FillStep | DecodeStep] = []
+        self.steps: list[PrefillStep | DecodeStep] = []
 
     def run(self, limit: int = 10_000) -> None:
         while self.step():
             assert len(self.steps) < limit, "no progress"
 
-    def pieces(self) -> list[Piece]:
-        return [p for step in self.steps if isinstance(step, FillStep) for p in step.pieces]
+    def chunks(self) -> list[PrefillChunk]:
+        return [p for step in self.steps if isinstance(step, PrefillStep) for p in step.chunks]
 
     def step(self) -> bool:
         step = self.plan.next_step()
         if step is None:
             return False
         self.steps.append(step)
-        if isinstance(step, FillStep):
-            self._fill(step)
+        if isinstance(step, PrefillStep):
+            self._prefill(step)
         else:
             self._decode(step)
         self.done += self.plan.drop_finished()
         return True
 
-    def _fill(self, step: FillStep) -> None:
-        for piece in step.pieces:
-            fill = piece.fill
-            for position in range(piece.start, piece.stop):
-                row = self.plan.pages.row(fill.holding, position)
-                self.rows[row] = (fill.request.adapter, tuple(fill.tokens[: position + 1]))
-            for position in range(piece.start):
-                row = self.plan.pages.row(fill.holding, position)
-                assert self.rows[row] == (fill.request.adapter, tuple(fill.tokens[: position + 1]))
-        for piece in step.pieces:
-            born, copies = self.plan.filled(piece)
+    def _prefill(self, step: PrefillStep) -> None:
+        for chunk in step.chunks:
+            prefill = chunk.prefill
+            for position in range(chunk.start, chunk.stop):
+                slot = self.plan.pages.slot(prefill.page_table, position)
+                self.slots[slot] = (prefill.request.adapter, tuple(prefill.tokens[: position + 1]))
+            for position in range(chunk.start):
+                slot = self.plan.pages.slot(prefill.page_table, position)
+                assert self.slots[slot] == (
+                    prefill.request.adapter,
+                    tuple(prefill.tokens[: position + 1]),
+                )
+        for chunk in step.chunks:
+            started, copies = self.plan.finish_chunk(chunk)
             for source, target, length in copies:
                 for offset in range(length):
-                    self.rows[target + offset] = self.rows[source + offset]
-            for sequence in born:
+                    self.slots[target + offset] = self.slots[source + offset]
+            for sequence in started:
                 sequence.append(next_token(sequence), 0.0, None)
 
     def _decode(self, step: DecodeStep) -> None:
         for sequence in step.sequences:
-            position = sequence.known - 1
-            row = self.plan.pages.row(sequence.holding, position)
+            position = sequence.length - 1
+            slot = self.plan.pages.slot(sequence.page_table, position)
             known = (*sequence.request.prompt, *sequence.tokens)
-            self.rows[row] = (sequence.request.adapter, known)
-        levels = run_levels(self.plan.pages, step.sequences)
+            self.slots[slot] = (sequence.request.adapter, known)
+        levels = plan_range_reads(self.plan.pages, step.sequences)
         read: dict[int, list[int]] = {}
         for level in levels:
-            assert level.rows == [s for run in level.runs for s in range(run.first, run.last)]
-            for run in level.runs:
+            assert level.sequences == [
+                s for run in level.ranges for s in range(run.first, run.last)
+            ]
+            for run in level.ranges:
                 for at in range(run.first, run.last):
                     read.setdefault(at, []).extend(range(run.start, run.stop))
         for at, sequence in enumerate(step.sequences):
             known = (*sequence.request.prompt, *sequence.tokens)
-            assert [self.rows[row] for row in read[at]] == [
+            assert [self.slots[slot] for slot in read[at]] == [
                 (sequence.request.adapter, known[:end]) for end in range(1, len(known) + 1)
             ]
         for sequence in step.sequences:
@@ -150,14 +157,14 @@ def tokens_alone(request: Request, index: int) -> list[int]:
     return sequence.tokens
 
 
-def test_a_prompt_is_filled_once_for_all_its_samples() -> None:
+def test_a_prompt_is_prefilled_once_for_all_its_samples() -> None:
     plan = schedule(64)
     plan.add(request(1, 10, 5, samples=6))
     machine = Machine(plan)
     machine.run()
-    fills = [step for step in machine.steps if isinstance(step, FillStep)]
-    assert [(p.start, p.stop) for p in fills[0].pieces] == [(0, 10)]
-    assert len(fills) == 1
+    prefills = [step for step in machine.steps if isinstance(step, PrefillStep)]
+    assert [(p.start, p.stop) for p in prefills[0].chunks] == [(0, 10)]
+    assert len(prefills) == 1
     assert len(machine.done) == 6
 
 
@@ -168,30 +175,30 @@ def test_samples_of_a_prompt_read_its_full_pages_together() -> None:
     machine.step()
     step = plan.next_step()
     assert isinstance(step, DecodeStep)
-    first, second = run_levels(plan.pages, step.sequences)
-    assert [(run.first, run.last, run.stop - run.start) for run in first.runs] == [(0, 3, 8)]
-    assert [(run.first, run.last, run.stop - run.start) for run in second.runs] == [
-        (0, 1, 3),  # two tokens of the prompt and the first drawn
+    first, second = plan_range_reads(plan.pages, step.sequences)
+    assert [(run.first, run.last, run.stop - run.start) for run in first.ranges] == [(0, 3, 8)]
+    assert [(run.first, run.last, run.stop - run.start) for run in second.ranges] == [
+        (0, 1, 3),  # two tokens of the prompt and the first sampled one
         (1, 2, 3),
         (2, 3, 3),
     ]
 
 
-def test_long_prompts_are_filled_in_pieces() -> None:
+def test_long_prompts_are_prefilled_in_chunks() -> None:
     plan = schedule(64, tokens=8)
     plan.add(request(1, 20, 2))
     plan.add(request(2, 3, 2))
     machine = Machine(plan)
     machine.run()
-    fills = [step for step in machine.steps if isinstance(step, FillStep)]
-    assert [[(p.start, p.stop) for p in step.pieces] for step in fills] == [
+    prefills = [step for step in machine.steps if isinstance(step, PrefillStep)]
+    assert [[(p.start, p.stop) for p in step.chunks] for step in prefills] == [
         [(0, 8)],
         [(8, 16)],
         [(16, 20), (0, 3)],
     ]
 
 
-def test_arrivals_do_not_stop_those_who_run() -> None:
+def test_new_requests_do_not_block_running_sequences() -> None:
     plan = schedule(64)
     plan.add(request(0, 4, 50))
     machine = Machine(plan)
@@ -201,10 +208,10 @@ def test_arrivals_do_not_stop_those_who_run() -> None:
         machine.step()
         machine.step()
     kinds = [type(step).__name__ for step in machine.steps]
-    assert kinds == ["FillStep"] + ["DecodeStep", "FillStep"] * 5
+    assert kinds == ["PrefillStep"] + ["DecodeStep", "PrefillStep"] * 5
 
 
-def test_neighbours_share_an_adapter() -> None:
+def test_sequences_of_one_adapter_are_adjacent() -> None:
     plan = schedule(64)
     for ticket, adapter in enumerate(["b", None, "a", "b", None]):
         plan.add(request(ticket, 4, 5, adapter=adapter))
@@ -212,11 +219,11 @@ def test_neighbours_share_an_adapter() -> None:
     machine.step()
     step = plan.next_step()
     assert isinstance(step, DecodeStep)
-    assert groups(step.sequences) == [(0, 2, None), (2, 3, "a"), (3, 5, "b")]
+    assert adapter_ranges(step.sequences) == [(0, 2, None), (2, 3, "a"), (3, 5, "b")]
     assert plan.adapters_in_use() == {"a", "b", None}
 
 
-def test_who_waits_for_an_adapter_uses_none_and_stops_nobody_who_has_theirs() -> None:
+def test_a_request_waiting_for_an_adapter_blocks_no_request_with_a_loaded_adapter() -> None:
     there: set[str | None] = {None, "a"}
     plan = schedule(64, load_adapter=lambda request: request.adapter in there)
     for ticket, adapter in enumerate(["a", "b", "a", "b", None]):
@@ -224,7 +231,7 @@ def test_who_waits_for_an_adapter_uses_none_and_stops_nobody_who_has_theirs() ->
     machine = Machine(plan)
     machine.step()
     assert plan.adapters_in_use() == {"a", None}
-    assert plan.adapters_waited_for() == {"b"}
+    assert plan.adapters_awaited() == {"b"}
     machine.run()
     assert plan.next_step() is None
     assert sorted(sequence.request.ticket for sequence in machine.done) == [0, 2, 4]
@@ -233,14 +240,14 @@ def test_who_waits_for_an_adapter_uses_none_and_stops_nobody_who_has_theirs() ->
     assert not plan.busy
 
 
-def test_each_missing_adapter_is_asked_for_once_in_a_step_and_those_left_out_never() -> None:
+def test_each_missing_adapter_is_requested_once_per_step_and_excluded_ones_never() -> None:
     asked: list[str | None] = []
 
     def load(request: Request) -> bool:
         asked.append(request.adapter)
         return False
 
-    plan = Schedule(
+    plan = Scheduler(
         Pages(64, 4),
         max_sequences=64,
         max_batch_tokens=100,
@@ -253,33 +260,33 @@ def test_each_missing_adapter_is_asked_for_once_in_a_step_and_those_left_out_nev
     assert asked == ["a", "b"]
 
 
-def test_the_youngest_makes_room_and_goes_on_later() -> None:
+def test_the_last_admitted_sequence_is_preempted_and_resumed() -> None:
     plan = schedule(6)
     plan.add(request(1, 8, 12))
     plan.add(request(2, 8, 12))
     machine = Machine(plan)
     machine.run()
     assert [sequence.request.ticket for sequence in machine.done] == [1, 2]
-    refills = [
-        piece
+    resumed = [
+        chunk
         for step in machine.steps
-        if isinstance(step, FillStep)
-        for piece in step.pieces
-        if len(piece.fill.tokens) > 8
+        if isinstance(step, PrefillStep)
+        for chunk in step.chunks
+        if len(chunk.prefill.tokens) > 8
     ]
-    assert refills, "the second was never set aside"
-    assert all(piece.fill.request.ticket == 2 for piece in refills)
-    assert not any(piece.fill.questions for piece in refills)
+    assert resumed, "the second sequence was never preempted"
+    assert all(chunk.prefill.request.ticket == 2 for chunk in resumed)
+    assert not any(chunk.prefill.prompt_logprobs for chunk in resumed)
     assert plan.pages.available == 6
 
 
-def test_what_could_never_run_does_not_fit() -> None:
+def test_a_sequence_larger_than_the_cache_does_not_fit() -> None:
     plan = schedule(4)
-    assert plan.fits(16)
-    assert not plan.fits(17)
+    assert plan.pages.fits(16)
+    assert not plan.pages.fits(17)
 
 
-def test_more_samples_than_places_run_in_turns() -> None:
+def test_more_samples_than_max_sequences_run_one_after_another() -> None:
     plan = schedule(64, sequences=3)
     plan.add(request(1, 6, 4, samples=8))
     machine = Machine(plan)
@@ -288,7 +295,7 @@ def test_more_samples_than_places_run_in_turns() -> None:
     assert max(len(s.sequences) for s in machine.steps if isinstance(s, DecodeStep)) == 3
 
 
-def test_a_cancelled_request_leaves_nothing_behind() -> None:
+def test_a_canceled_request_releases_everything() -> None:
     plan = schedule(16, tokens=4)
     for ticket in range(3):
         plan.add(request(ticket, 6, 20, samples=2))
@@ -303,7 +310,7 @@ def test_a_cancelled_request_leaves_nothing_behind() -> None:
 
 
 def test_requests_can_be_made_to_run_one_by_one() -> None:
-    plan = Schedule(
+    plan = Scheduler(
         Pages(64, 4), max_sequences=64, max_batch_tokens=100, one_request_at_a_time=True
     )
     for ticket in range(3):
@@ -316,29 +323,29 @@ def test_requests_can_be_made_to_run_one_by_one() -> None:
             assert len({s.request.ticket for s in step.sequences}) == 1
 
 
-def one_run_each(lengths: list[int]) -> list[RunLevel]:
-    runs = [SharedRun(0, length, at, at + 1) for at, length in enumerate(lengths)]
-    return [RunLevel(runs, list(range(len(lengths))))]
+def one_range_each(lengths: list[int]) -> list[RangePass]:
+    ranges = [SharedRange(0, length, at, at + 1) for at, length in enumerate(lengths)]
+    return [RangePass(ranges, list(range(len(lengths))))]
 
 
 @pytest.mark.parametrize(
     ("lengths", "cheaper"),
     [
-        ([100] * 32, True),  # one call in place of 32
+        ([100] * 32, True),  # one call instead of 32
         ([100], False),
-        ([30] * 4, False),  # the rectangle itself costs eight calls
-        ([20] * 31 + [380], False),  # mostly filling
+        ([30] * 4, False),  # a gathered table costs as much as eight calls
+        ([20] * 31 + [380], False),  # mostly padding
         ([1000] * 32, False),  # too long to copy
     ],
 )
-def test_a_rectangle_serves_many_short_sequences(lengths: list[int], cheaper: bool) -> None:
-    assert table_is_cheaper(one_run_each(lengths), lengths) is cheaper
+def test_gathering_is_cheaper_for_many_short_sequences(lengths: list[int], cheaper: bool) -> None:
+    assert gather_is_cheaper(one_range_each(lengths), lengths) is cheaper
 
 
 @pytest.mark.parametrize("seed", range(25))
-@pytest.mark.parametrize("remembers", [False, True])
-def test_whatever_arrives_everybody_ends_with_their_own_tokens(seed: int, remembers: bool) -> None:
-    """Random requests, beginnings, owners and cancellations in a cache that is far too small."""
+@pytest.mark.parametrize("prefix_cache", [False, True])
+def test_random_requests_all_end_with_their_own_tokens(seed: int, prefix_cache: bool) -> None:
+    """Random requests, prefixes, owners and cancellations in a cache that is far too small."""
     rng = random.Random(seed)
     pages = rng.randint(5, 30)
     plan = schedule(
@@ -346,14 +353,16 @@ def test_whatever_arrives_everybody_ends_with_their_own_tokens(seed: int, rememb
         sequences=rng.randint(1, 8),
         tokens=rng.choice([3, 10, 100]),
         between=rng.choice([None, 2]),
-        most_idle=rng.randint(1, pages) if remembers else 0,
+        max_idle=rng.randint(1, pages) if prefix_cache else 0,
     )
     machine = Machine(plan)
     asked: dict[int, Request] = {}
     for ticket in range(20):
         prompt = rng.randint(1, pages * 2)
         new = rng.randint(1, pages * 4 - prompt)
-        questions = PromptQuestions(logprobs=rng.random() < 0.5, first_position=rng.randint(1, 9))
+        questions = PromptLogprobRequest(
+            logprobs=rng.random() < 0.5, first_position=rng.randint(1, 9)
+        )
         one = request(
             ticket,
             [rng.choice([0, 0, 0, 1])] * 3 + [7] * (prompt - 3) if prompt > 3 else prompt,
@@ -361,7 +370,7 @@ def test_whatever_arrives_everybody_ends_with_their_own_tokens(seed: int, rememb
             samples=rng.randint(1, 5),
             adapter=rng.choice([None, "a"]),
             owner=rng.choice(["x", "x", "y", "z"]),
-            questions=questions,
+            prompt_logprobs=questions,
         )
         asked[ticket] = one
         plan.add(one)
@@ -376,66 +385,66 @@ def test_whatever_arrives_everybody_ends_with_their_own_tokens(seed: int, rememb
         for index in range(one.samples):
             assert done[ticket, index] == tokens_alone(one, index)
     assert plan.pages.available == pages
-    answered = {p.fill.request.ticket for p in machine.pieces() if p.fill.questions}
-    assert answered >= {ticket for ticket, one in asked.items() if one.questions}
-    for piece in machine.pieces():
-        first_row = piece.fill.questions.first_row
-        assert first_row is None or piece.fill.found <= first_row
+    answered = {p.prefill.request.ticket for p in machine.chunks() if p.prefill.prompt_logprobs}
+    assert answered >= {ticket for ticket, one in asked.items() if one.prompt_logprobs}
+    for chunk in machine.chunks():
+        first_source = chunk.prefill.prompt_logprobs.first_source
+        assert first_source is None or chunk.prefill.cached_tokens <= first_source
 
 
-# -- beginnings -----------------------------------------------------------------------------------
+# -- prefix cache ---------------------------------------------------------------------------------
 
-SILENT = PromptQuestions()
+SILENT = PromptLogprobRequest()
 
 
-def test_requests_that_begin_alike_compute_it_once() -> None:
-    plan = schedule(64, most_idle=64)
+def test_requests_with_the_same_prefix_compute_it_once() -> None:
+    plan = schedule(64, max_idle=64)
     for ticket in range(4):
-        plan.add(request(ticket, [*range(10), ticket], 3, questions=SILENT))
+        plan.add(request(ticket, [*range(10), ticket], 3, prompt_logprobs=SILENT))
     machine = Machine(plan)
     machine.run()
-    # The first goes alone; the others wait for it and take its two full pages.
-    assert [(p.fill.request.ticket, p.start, p.stop) for p in machine.pieces()] == [
+    # The first is computed alone; the others wait for it and share its two full pages.
+    assert [(p.prefill.request.ticket, p.start, p.stop) for p in machine.chunks()] == [
         (0, 0, 11),
         (1, 8, 11),
         (2, 8, 11),
         (3, 8, 11),
     ]
-    assert [p.fill.found for p in machine.pieces()] == [0, 8, 8, 8]
+    assert [p.prefill.cached_tokens for p in machine.chunks()] == [0, 8, 8, 8]
 
 
-def test_nobody_waits_for_a_beginning_that_serves_another_adapter_or_has_questions() -> None:
-    plan = schedule(64, most_idle=64)
-    plan.add(request(0, 10, 3, questions=SILENT))
-    plan.add(request(1, 10, 3, questions=SILENT, adapter="a"))
-    plan.add(request(2, 10, 3, questions=PromptQuestions(logprobs=True)))
+def test_a_request_waits_only_for_a_prefix_that_it_can_use() -> None:
+    plan = schedule(64, max_idle=64)
+    plan.add(request(0, 10, 3, prompt_logprobs=SILENT))
+    plan.add(request(1, 10, 3, prompt_logprobs=SILENT, adapter="a"))
+    plan.add(request(2, 10, 3, prompt_logprobs=PromptLogprobRequest(logprobs=True)))
     machine = Machine(plan)
     machine.step()
-    assert sorted(p.fill.request.ticket for p in machine.pieces()) == [0, 1, 2]
+    assert sorted(p.prefill.request.ticket for p in machine.chunks()) == [0, 1, 2]
 
 
-def test_those_who_began_alike_read_it_together() -> None:
-    plan = schedule(200, most_idle=200)
+def test_sequences_with_the_same_prefix_read_it_together() -> None:
+    plan = schedule(200, max_idle=200)
     long = list(range(400))
     for ticket in range(3):
-        plan.add(request(ticket, [*long, ticket], 9, questions=SILENT))
-    plan.add(request(3, [5] * 9, 9, questions=SILENT))
+        plan.add(request(ticket, [*long, ticket], 9, prompt_logprobs=SILENT))
+    plan.add(request(3, [5] * 9, 9, prompt_logprobs=SILENT))
     machine = Machine(plan)
     while plan.running < 4:
         machine.step()
     sequences = next(s for s in [plan.next_step()] if isinstance(s, DecodeStep)).sequences
-    levels = run_levels(plan.pages, sequences)
-    shared = [run for run in levels[0].runs if run.last - run.first == 3]
+    levels = plan_range_reads(plan.pages, sequences)
+    shared = [run for run in levels[0].ranges if run.last - run.first == 3]
     assert [run.stop - run.start for run in shared] == [400]
 
 
-def test_who_had_to_make_room_finds_its_own_pages_again() -> None:
-    plan = schedule(7, most_idle=7)
-    plan.add(request(1, [1] * 8, 12, questions=SILENT))
-    plan.add(request(2, [2] * 8, 12, questions=SILENT))
+def test_a_preempted_sequence_reuses_its_cached_pages() -> None:
+    plan = schedule(7, max_idle=7)
+    plan.add(request(1, [1] * 8, 12, prompt_logprobs=SILENT))
+    plan.add(request(2, [2] * 8, 12, prompt_logprobs=SILENT))
     machine = Machine(plan)
     machine.run()
-    again = [p for p in machine.pieces() if len(p.fill.tokens) > 8]
+    again = [p for p in machine.chunks() if len(p.prefill.tokens) > 8]
     assert again
     assert min(p.start for p in again) > 0
 
@@ -443,7 +452,7 @@ def test_who_had_to_make_room_finds_its_own_pages_again() -> None:
 # -- owners ---------------------------------------------------------------------------------------
 
 
-def test_owners_take_turns_however_many_requests_they_send() -> None:
+def test_owners_alternate_however_many_requests_they_send() -> None:
     plan = schedule(400, sequences=4)
     for ticket in range(30):
         plan.add(request(ticket, 8, 6, owner="busy"))
@@ -454,11 +463,11 @@ def test_owners_take_turns_however_many_requests_they_send() -> None:
         plan.add(request(ticket, 8, 6, owner="rare"))
     machine.run()
     order = [sequence.request.ticket for sequence in machine.done]
-    # Everybody who ran already ends first at most; nobody of those who waited does.
+    # At most the requests that were already running finish first.
     assert max(order.index(ticket) for ticket in (100, 101)) <= 5
 
 
-def test_an_owner_who_has_all_places_gives_way_to_one_who_has_none() -> None:
+def test_an_owner_with_all_sequences_is_preempted_for_another() -> None:
     plan = schedule(400, sequences=4)
     for ticket in range(4):
         plan.add(request(ticket, 8, 500, owner="long"))
@@ -473,7 +482,7 @@ def test_an_owner_who_has_all_places_gives_way_to_one_who_has_none() -> None:
     assert sorted(sequence.request.ticket for sequence in machine.done) == [0, 1, 2, 3, 100]
 
 
-def test_an_owner_who_has_all_pages_gives_way_as_well() -> None:
+def test_an_owner_with_all_pages_is_preempted_for_another() -> None:
     plan = schedule(40, sequences=64)
     for ticket in range(2):
         plan.add(request(ticket, 70, 10, owner="large"))
@@ -496,7 +505,7 @@ def test_served_tokens_are_even_over_time() -> None:
     for _ in range(600):
         while plan.waiting < 20:
             ticket += 1
-            # One sends long requests, the other three times as many short ones.
+            # Owner a sends long requests, owner b three times as many short ones.
             owner = "a" if ticket % 4 == 0 else "b"
             length = 40 if owner == "a" else 6
             plan.add(request(ticket, rng.randint(1, length), rng.randint(1, length), owner=owner))
@@ -505,7 +514,7 @@ def test_served_tokens_are_even_over_time() -> None:
     assert abs(a - b) < 0.15 * (a + b)
 
 
-def test_a_long_prompt_stops_neither_those_who_run_nor_a_short_one_of_another_owner() -> None:
+def test_a_long_prompt_blocks_neither_running_sequences_nor_a_short_one_of_another_owner() -> None:
     plan = schedule(1000, tokens=1000, between=8)
     plan.add(request(0, 4, 200, owner="runs"))
     machine = Machine(plan)
@@ -517,10 +526,10 @@ def test_a_long_prompt_stops_neither_those_who_run_nor_a_short_one_of_another_ow
     begun = len(machine.steps)
     while not any(s.request.ticket == 2 for s in machine.done):
         machine.step()
-    # Two pieces beside the long prompt's, each followed by a token for everybody.
+    # Two chunks besides those of the long prompt, each followed by a decode step.
     assert len(machine.steps) - begun <= 6
     assert plan.running == 1
     kinds = [type(step).__name__ for step in machine.steps[1:]]
-    assert "FillStep, FillStep" not in ", ".join(kinds)
-    fills = [step for step in machine.steps[1:] if isinstance(step, FillStep)]
-    assert all(sum(p.stop - p.start for p in step.pieces) <= 8 for step in fills)
+    assert "PrefillStep, PrefillStep" not in ", ".join(kinds)
+    prefills = [step for step in machine.steps[1:] if isinstance(step, PrefillStep)]
+    assert all(sum(p.stop - p.start for p in step.chunks) <= 8 for step in prefills)

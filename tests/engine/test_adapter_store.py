@@ -1,4 +1,4 @@
-"""Adapters that leave memory and come back: nobody notices but the disk."""
+"""Evicted adapters are loaded again with the same state."""
 
 import gc
 import weakref
@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from numerics.parts import request, sample, weighted, work
+from numerics.helpers import request, sample, weighted, work
 from tinkex.engine import Engine, EngineSettings
-from tinkex.engine.adapters.adapter_store import Shelf
+from tinkex.engine.adapters.adapter_store import AdapterStore
 from tinkex.engine.adapters.adapters import TrainingAdapter, adapter_bytes
 from tinkex.engine.adapters.memory_plan import Tier
 from tinkex.engine.device import available_bytes
@@ -54,7 +54,7 @@ def spilled(folder: Path) -> list[str]:
 
 
 def losses(engine: Engine, names: list[str], rounds: int) -> dict[str, list[float]]:
-    """Round robin over the models: with room for two, every turn finds its model on disk."""
+    """Trains the models in turn: with memory for two, each model is on disk when it is needed."""
     rng = np.random.default_rng(3)
     data = work([weighted(rng, 9), weighted(rng, 5)])
     curves: dict[str, list[float]] = {name: [] for name in names}
@@ -63,12 +63,12 @@ def losses(engine: Engine, names: list[str], rounds: int) -> dict[str, list[floa
             passed = engine.run_pass(name, data, backward=True)
             curves[name].append(passed.metrics["loss:sum"])
         for name in reversed(names):
-            if (at + len(name)) % 3:  # some keep their gradient for the next round
+            if (at + len(name)) % 3:  # some models keep their gradient for the next round
                 engine.optim_step(name, AdamParams(learning_rate=3e-3, weight_decay=0.1))
     return curves
 
 
-def test_models_that_do_not_fit_together_train_as_if_they_did(
+def test_models_that_do_not_fit_memory_together_train_correctly(
     engine_with: Make, one_adapter: int, tmp_path: Path
 ) -> None:
     names = ["a", "bb", "ccc", "dd"]
@@ -80,8 +80,8 @@ def test_models_that_do_not_fit_together_train_as_if_they_did(
             engine.create(name, lora, AdamOptimizerConfig())
         curves.append(losses(engine, names, rounds=4))
     assert curves[0] == curves[1]
-    assert large._adapters.use(Tier.DISK).count == 0
-    use = {tier: small._adapters.use(tier).count for tier in Tier}
+    assert large._adapters.usage(Tier.DISK).count == 0
+    use = {tier: small._adapters.usage(tier).count for tier in Tier}
     assert use == {Tier.DEVICE: 2, Tier.HOST: 0, Tier.DISK: 2}
     assert len(spilled(tmp_path)) == 2
     for name in names:
@@ -89,7 +89,7 @@ def test_models_that_do_not_fit_together_train_as_if_they_did(
     assert not spilled(tmp_path)
 
 
-def test_whoever_was_used_last_stays(engine_with: Make, one_adapter: int) -> None:
+def test_the_most_recently_used_adapter_stays(engine_with: Make, one_adapter: int) -> None:
     engine = engine_with(adapter_bytes=2 * one_adapter)
     for name in ("a", "b"):
         engine.create(name, LORA, AdamOptimizerConfig())
@@ -97,43 +97,47 @@ def test_whoever_was_used_last_stays(engine_with: Make, one_adapter: int) -> Non
     engine.create("c", LORA, AdamOptimizerConfig())
     tiers = {name: entry.tier for name, entry in engine._adapters._entries.items()}
     assert tiers == {"a": Tier.DEVICE, "b": Tier.DISK, "c": Tier.DEVICE}
-    assert engine.has("b")  # never "not loaded"
+    assert engine.has("b")  # an evicted model still exists
 
 
-def test_a_pass_goes_on_although_its_adapter_was_away(engine_with: Make, one_adapter: int) -> None:
+def test_a_pass_continues_after_its_adapter_was_evicted(
+    engine_with: Make, one_adapter: int
+) -> None:
     engine = engine_with(adapter_bytes=one_adapter)
     engine.create("a", LORA, AdamOptimizerConfig())
     rng = np.random.default_rng(0)
     running = engine.begin_pass("a", work([weighted(rng, 6), weighted(rng, 4)]), backward=True)
-    engine.run_together([(running, 1)])
+    engine.run_micro_batch([(running, 1)])
     engine.create("b", LORA, AdamOptimizerConfig())
-    assert engine._adapters.use(Tier.DISK).count == 1
-    engine.run_together([(running, 1)])
+    assert engine._adapters.usage(Tier.DISK).count == 1
+    engine.run_micro_batch([(running, 1)])
     assert len(running.output().loss_fn_outputs) == 2
     assert engine.optim_step("b", AdamParams())["grad_norm:mean"] == 0
     assert engine.optim_step("a", AdamParams())["grad_norm:mean"] > 0
 
 
 def test_a_micro_batch_keeps_its_adapters_together(engine_with: Make, one_adapter: int) -> None:
-    engine = engine_with(adapter_bytes=one_adapter)  # over the budget rather than under a pass
+    engine = engine_with(adapter_bytes=one_adapter)  # a running micro-batch may exceed the budget
     rng = np.random.default_rng(0)
     passes = []
     for name in ("a", "b"):
         engine.create(name, LORA, AdamOptimizerConfig())
         passes.append(engine.begin_pass(name, work([weighted(rng, 6)]), backward=True))
-    engine.run_together([(one, 1) for one in passes])
+    engine.run_micro_batch([(one, 1) for one in passes])
     for name in ("a", "b"):
         assert engine.optim_step(name, AdamParams())["grad_norm:mean"] > 0
     passes.clear()
     gc.collect()
     engine.create("c", LORA, AdamOptimizerConfig())
-    assert engine._adapters.use(Tier.DEVICE).count == 1
+    assert engine._adapters.usage(Tier.DEVICE).count == 1
 
 
-def test_samplers_count_and_give_way_first(
+def test_sampler_adapters_count_and_are_evicted_first(
     engine_with: Make, one_adapter: int, tmp_path: Path
 ) -> None:
-    engine = engine_with(adapter_bytes=one_adapter * 3 // 2)  # one in training, two of samplers
+    engine = engine_with(
+        adapter_bytes=one_adapter * 3 // 2
+    )  # one training adapter and two sampler adapters
     engine.create("a", LORA, AdamOptimizerConfig())
     folders = [tmp_path / name for name in ("one", "two", "three")]
     for folder in folders:
@@ -142,7 +146,7 @@ def test_samplers_count_and_give_way_first(
     first = [sample(engine, [asked], [folder])[0] for folder in folders]
     assert engine._sampler is not None
     assert [Path(key).name for key in engine._sampler._adapters] == ["two", "three"]
-    assert engine._adapters.use(Tier.DEVICE).count == 1
+    assert engine._adapters.usage(Tier.DEVICE).count == 1
     assert [sample(engine, [asked], [folder])[0] for folder in folders] == first
 
 
@@ -160,12 +164,12 @@ def saved_adapters(engine: Engine, folder: Path, count: int) -> list[Path]:
 
 
 @pytest.mark.parametrize("limit", ["adapters", "everything"])
-def test_samples_of_more_adapters_than_fit_wait_for_each_other(
+def test_samples_of_more_adapters_than_fit_wait_for_memory(
     engine_with: Make, one_adapter: int, tmp_path: Path, limit: str
 ) -> None:
     large = engine_with()
     folders = saved_adapters(large, tmp_path, 9)
-    # One in training and two of samplers, which are a quarter each.
+    # One training adapter and two sampler adapters, which take a quarter each.
     room = one_adapter * 3 // 2
     settings = {"adapter_bytes": room}
     if limit == "everything":
@@ -188,7 +192,7 @@ def test_samples_of_more_adapters_than_fit_wait_for_each_other(
     while small.sampling:
         outcomes |= {finished.ticket: finished.outcome for finished in small.advance()}
         assert small.stats().sampler_adapters_bytes <= room
-        small.run_pass("a", data, backward=True)  # in the middle of it all
+        small.run_pass("a", data, backward=True)  # training continues meanwhile
     for ticket, answer in enumerate(expected):
         found = outcomes[ticket]
         assert not isinstance(found, Exception), found
@@ -197,7 +201,7 @@ def test_samples_of_more_adapters_than_fit_wait_for_each_other(
 
 
 def finished_tickets(engine: Engine) -> list[int]:
-    """Those of all samples, in the order they were answered."""
+    """Tickets of all samples, in the order in which they finished."""
     order: list[int] = []
     while engine.sampling:
         for finished in engine.advance():
@@ -209,7 +213,7 @@ def finished_tickets(engine: Engine) -> list[int]:
 ALICE, CAROL, BOB, DAVE, BASE, SHORT = range(1, 7)
 
 
-def test_who_waits_for_an_adapter_s_room_stops_nobody_but_those_who_need_room_too(
+def test_a_request_waiting_for_adapter_memory_blocks_only_others_that_need_memory(
     engine_with: Make, one_adapter: int, tmp_path: Path
 ) -> None:
     folders = saved_adapters(engine_with(), tmp_path, 4)
@@ -222,21 +226,21 @@ def test_who_waits_for_an_adapter_s_room_stops_nobody_but_those_who_need_room_to
         engine.advance()
     engine.submit(BOB, short, adapter=folders[2], owner="bob")
     engine.advance()
-    # Bob was served too, and Dave not: Dave's turn comes before Bob's, but not the room.
-    engine._sampler.schedule._waiting.charge("bob", 50)  # type: ignore[union-attr]
+    # Bob has been served more tokens than Dave, so Dave comes first, but Bob's adapter is loading.
+    engine._sampler.scheduler._waiting.charge("bob", 50)  # type: ignore[union-attr]
     engine.submit(DAVE, short, adapter=folders[3], owner="dave")
     engine.submit(BASE, short, adapter=None, owner="erin")
     engine.submit(SHORT, short, adapter=folders[0], owner="alice")
     order = finished_tickets(engine)
     assert set(order[:2]) == {BASE, SHORT}
-    assert order[2] in {ALICE, CAROL}  # makes room
+    assert order[2] in {ALICE, CAROL}  # its adapter becomes idle and is evicted
     assert order.index(BOB) < order.index(DAVE)
 
 
-def test_a_stream_of_samples_does_not_keep_another_adapter_out(
+def test_a_stream_of_samples_does_not_block_another_adapter(
     engine_with: Make, one_adapter: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sampler, "ROOM_WAIT_S", 0.0)
+    monkeypatch.setattr(sampler, "MAX_ROOM_WAIT_S", 0.0)
     folders = saved_adapters(engine_with(), tmp_path, 2)
     engine = engine_with(adapter_bytes=one_adapter // 4)  # one of a sampler
     asked = request([1, 2, 3], max_tokens=12, seed=1, stop=[])
@@ -247,27 +251,29 @@ def test_a_stream_of_samples_does_not_keep_another_adapter_out(
     engine.submit(1, asked, adapter=folders[1], owner="bob")
     answered: set[int] = set()
     while 1 not in answered:
-        # Another sample of Alice's begins before the last one ends.
+        # Another sample of Alice starts before the previous one ends.
         engine.submit(next(tickets), asked, adapter=folders[0], owner="alice")
         answered |= {finished.ticket for finished in engine.advance()}
     finished_tickets(engine)
 
 
-def test_what_can_never_fit_is_refused_with_the_sizes(engine_with: Make, one_adapter: int) -> None:
+def test_an_adapter_that_can_never_fit_is_refused_with_the_sizes(
+    engine_with: Make, one_adapter: int
+) -> None:
     engine = engine_with(adapter_bytes=one_adapter)
     with pytest.raises(
         UserFailure,
-        match=r"adapter of rank 8 needs \d+\.\d kB, and the server has \d+\.\d kB for adapters "
-        r"\(.* in all: base model .*smaller rank",
+        match=r"adapter of rank 8 needs \d+\.\d kB; the server has \d+\.\d kB for adapters "
+        r"\(.* in total: base model .*smaller rank",
     ):
         engine.create("a", LoraConfig(rank=8), AdamOptimizerConfig())
     assert not engine.has("a")
 
 
-def test_a_pass_that_does_not_fit_sends_idle_models_away_first(
+def test_a_pass_that_does_not_fit_evicts_idle_adapters_first(
     engine_with: Make, one_adapter: int
 ) -> None:
-    # So much memory that two idle adapters are in the way of a long sequence.
+    # With this limit, idle adapters must be evicted for a long sequence.
     probe = engine_with()
     base, per_token = probe.plan.base, probe.model.bytes_per_token
     length = 3 * one_adapter // per_token
@@ -277,20 +283,22 @@ def test_a_pass_that_does_not_fit_sends_idle_models_away_first(
         engine.create(name, LORA, AdamOptimizerConfig())
     data = work([weighted(np.random.default_rng(0), length)])
     engine.run_pass("a", data, backward=True)
-    assert engine._adapters.use(Tier.DISK).count == 1
+    assert engine._adapters.usage(Tier.DISK).count == 1
     too_long = work([weighted(np.random.default_rng(0), length + 2 * one_adapter // per_token)])
     with pytest.raises(UserFailure, match=r"a sequence of \d+ tokens needs about .* are free"):
         engine.run_pass("a", too_long, backward=True)
     assert engine.run_pass("b", data, backward=True).metrics["loss:sum"]
 
 
-def test_an_engine_removes_what_an_earlier_one_left(engine_with: Make, tmp_path: Path) -> None:
+def test_an_engine_empties_the_spill_folder_at_start(engine_with: Make, tmp_path: Path) -> None:
     (tmp_path / "spill" / "7").mkdir(parents=True)
     engine_with()
     assert not spilled(tmp_path)
 
 
-def test_a_folder_of_its_own_goes_with_the_engine(tiny_folder: Path, one_adapter: int) -> None:
+def test_a_temporary_spill_folder_is_deleted_with_the_engine(
+    tiny_folder: Path, one_adapter: int
+) -> None:
     settings = EngineSettings(
         name="t", folder=tiny_folder, device="cpu", kv_tokens=64, adapter_bytes=one_adapter
     )
@@ -305,10 +313,10 @@ def test_a_folder_of_its_own_goes_with_the_engine(tiny_folder: Path, one_adapter
 
 
 @pytest.fixture
-def host_shelf(engine: Engine, one_adapter: int) -> Iterator[Shelf]:
-    """A shelf that believes in a tier between device and disk, as on a GPU; room for one each."""
+def host_store(engine: Engine, one_adapter: int) -> Iterator[AdapterStore]:
+    """A store with a host tier, as on a GPU; device and host each have memory for one."""
 
-    class Middle(Shelf):
+    class Middle(AdapterStore):
         def available(self) -> int:
             return available_bytes(torch.device("cpu"))
 
@@ -328,9 +336,11 @@ def host_shelf(engine: Engine, one_adapter: int) -> Iterator[Shelf]:
 
 
 def test_a_gpu_s_adapters_go_to_the_host_first_and_then_to_disk(
-    host_shelf: Shelf, engine: Engine, one_adapter: int
+    host_store: AdapterStore, engine: Engine, one_adapter: int
 ) -> None:
-    host_shelf._device = torch.device("cuda", 0)  # decides; the adapters themselves are on the CPU
+    host_store._device = torch.device(
+        "cuda", 0
+    )  # enables the host tier; the adapters themselves are on the CPU
     moved: list[tuple[str, str]] = []
 
     class Watched(TrainingAdapter):
@@ -350,18 +360,18 @@ def test_a_gpu_s_adapters_go_to_the_host_first_and_then_to_disk(
             model_dtype=torch.float32,
             device=torch.device("cpu"),
         )
-        host_shelf.add(str(seed), one_adapter, "an adapter", lambda adapter=adapter: adapter)
-    tiers = {name: entry.tier for name, entry in host_shelf._entries.items()}
+        host_store.add(str(seed), one_adapter, "an adapter", lambda adapter=adapter: adapter)
+    tiers = {name: entry.tier for name, entry in host_store._entries.items()}
     assert tiers == {"1": Tier.DISK, "2": Tier.HOST, "3": Tier.DEVICE}
     assert moved == [("1", "cpu"), ("2", "cpu")]
-    assert host_shelf["2"].master.any()  # its own place on the host is free by then: 3 takes it
-    assert host_shelf["1"].master.any()
-    tiers = {name: entry.tier for name, entry in host_shelf._entries.items()}
+    assert host_store["2"].master.any()  # its host memory is then free for adapter 3
+    assert host_store["1"].master.any()
+    tiers = {name: entry.tier for name, entry in host_store._entries.items()}
     assert tiers == {"1": Tier.DEVICE, "2": Tier.HOST, "3": Tier.DISK}
     assert moved[2:] == [("3", "cpu"), ("2", "cuda"), ("2", "cpu"), ("1", "from disk to cuda")]
 
 
-def test_an_adapter_that_leaves_after_a_pass_leaves_its_memory(
+def test_an_adapter_evicted_or_dropped_after_a_pass_frees_its_memory(
     engine_with: Make, one_adapter: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = engine_with(adapter_bytes=one_adapter)
@@ -378,7 +388,7 @@ def test_an_adapter_that_leaves_after_a_pass_leaves_its_memory(
     engine.create("spilled", LORA, AdamOptimizerConfig())
     engine.run_pass("spilled", data, backward=True)
     held = vectors("spilled")
-    engine.create("dropped", LORA, AdamOptimizerConfig())  # there is room for one
+    engine.create("dropped", LORA, AdamOptimizerConfig())  # there is memory for one
     assert are_free(held)
 
     engine.run_pass("dropped", data, backward=True)

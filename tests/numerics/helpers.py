@@ -1,4 +1,4 @@
-"""What the numeric tests build on: engines over tiny models, random adapters, random data."""
+"""Helpers of the numeric tests: tiny models, random adapters, random data."""
 
 import json
 import shutil
@@ -31,7 +31,7 @@ def tied_copy(folder: Path, target: Path) -> Path:
 
 
 def random_adapter(engine: Engine, folder: Path, *, rank: int = 4, seed: int = 0) -> Path:
-    """A checkpoint whose B's are not zero, so that every gradient is alive."""
+    """A checkpoint whose B matrices are not zero, so that every gradient is nonzero."""
     engine.create("maker", LoraConfig(rank=rank, seed=seed), AdamOptimizerConfig())
     engine.save("maker", folder, optimizer=False)
     engine.drop("maker")
@@ -53,7 +53,7 @@ def model_from(engine: Engine, model_id: str, adapter: Path) -> str:
 
 
 def gradients(engine: Engine, model_id: str, folder: Path) -> dict[str, torch.Tensor]:
-    """The un-stepped gradients by PEFT name, read from a snapshot, which leaves out zeros."""
+    """The accumulated gradients by PEFT name, read from a snapshot, which omits zero gradients."""
     engine.snapshot(model_id, folder, {})
     if not (folder / "gradients.safetensors").exists():
         weights = load_file(folder / "adapter_model.safetensors")
@@ -87,7 +87,7 @@ def advantaged(rng: np.random.Generator, length: int) -> Datum:
 
 
 def masked(rng: np.random.Generator, length: int) -> Datum:
-    """For gspo: a prompt of a third, and sequence ratios on both sides of the bounds."""
+    """For gspo: a third is the prompt, and sequence ratios are on both sides of the bounds."""
     mask = np.ones(length, np.float32)
     mask[: length // 3] = 0.0
     return random_datum(
@@ -99,7 +99,7 @@ def masked(rng: np.random.Generator, length: int) -> Datum:
     )
 
 
-#: What makes data for a loss.
+#: Functions that make data for a loss.
 MAKERS: dict[str, Callable[[np.random.Generator, int], Datum]] = {
     "cross_entropy": weighted,
     "importance_sampling": advantaged,
@@ -115,7 +115,7 @@ def work(data: Sequence[Datum], loss: str = "cross_entropy", **config: float | s
 
 
 def request(prompt: Sequence[int], *, samples: int = 1, **options: Any) -> SampleRequest:
-    """Options of the request and of its sampling parameters alike."""
+    """Takes options of the request and of its sampling parameters."""
     params = {
         name: options.pop(name) for name in list(options) if name in SamplingParams.model_fields
     }
@@ -130,7 +130,7 @@ def request(prompt: Sequence[int], *, samples: int = 1, **options: Any) -> Sampl
 def sample(
     engine: Engine, requests: Sequence[SampleRequest], adapters: Sequence[Path | None] | None = None
 ) -> list[SampleResponse]:
-    """Everything together, in the order asked."""
+    """Samples all requests together; results are in the order of the requests."""
     for ticket, one in enumerate(requests):
         engine.submit(ticket, one, adapter=adapters[ticket] if adapters else None)
     answers: dict[int, SampleResponse] = {}

@@ -1,0 +1,122 @@
+"""The socket to the web process: reads orders, builds and sends reports.
+
+`frames.proto` defines both messages. Other threads also put events for the worker into the inbox.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import secrets
+import socket
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from tinkex.engine.adapters.checkpoints import WriteFailed
+from tinkex.engine.engine import NoSuchModel
+from tinkex.engine.sampling.sampler import PartialOutput
+from tinkex.wire import engine_protocol
+from tinkex.wire.errors import UserFailure
+from tinkex.wire.proto import frames_pb2
+
+log = logging.getLogger("tinkex.engine.process")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SnapshotWritten:
+    """Event: the copy of a snapshot was written, or failed; its memory is free again."""
+
+    size_bytes: int
+
+
+class AdapterRead:
+    """Event: the adapter that samples were waiting for has been read. Wakes the worker."""
+
+
+class Connection:
+    def __init__(self, descriptor: int, exit_marker: int | None = None) -> None:
+        self._socket = socket.socket(fileno=descriptor)
+        #: Descriptor of the engine registry, where a clean exit is recorded.
+        self._exit_marker = exit_marker
+        self.inbox: queue.SimpleQueue[engine_protocol.Order | SnapshotWritten | AdapterRead] = (
+            queue.SimpleQueue()
+        )
+        self._sending = threading.Lock()
+
+    def start_reading(self) -> None:
+        """Starts the thread that reads orders into the inbox."""
+        threading.Thread(target=self._read, name="tinkex-orders", daemon=True).start()
+
+    def send(self, report: engine_protocol.Report) -> None:
+        try:
+            # The snapshot writer sends from its own thread.
+            with self._sending:
+                self._socket.sendall(engine_protocol.frame(report))
+        except OSError:
+            self._exit()
+
+    def _read(self) -> None:
+        try:
+            with self._socket.makefile("rb") as stream:
+                while head := stream.read(engine_protocol.LENGTH.size):
+                    body = stream.read(engine_protocol.body_length(head))
+                    self.inbox.put(engine_protocol.Order.FromString(body))
+        except ConnectionError:
+            pass  # the web process died with unread reports
+        except Exception:
+            log.exception("cannot read further orders")
+        finally:
+            self._exit()
+
+    def _exit(self) -> None:
+        """Ends the process at once: the web process is gone, so no report can be delivered."""
+        if self._exit_marker is not None:
+            # Shows the next web process that this engine exited cleanly and no request killed it.
+            with contextlib.suppress(OSError):
+                os.pwrite(self._exit_marker, engine_protocol.LEFT, 0)
+        os._exit(0)
+
+
+def done_report(ticket: int, result: bytes, compute_s: float) -> engine_protocol.Report:
+    return engine_protocol.Report(
+        ticket=ticket, done=frames_pb2.Done(result=result, compute_s=compute_s)
+    )
+
+
+def partial_output_report(ticket: int, outputs: Iterable[PartialOutput]) -> engine_protocol.Report:
+    sequences = [
+        frames_pb2.Tokens(
+            sequence=each.sequence, start=each.start, tokens=each.tokens, logprobs=each.logprobs
+        )
+        for each in outputs
+    ]
+    return engine_protocol.Report(ticket=ticket, grown=frames_pb2.Grown(sequences=sequences))
+
+
+def shared_failure_report(ticket: int, error: Exception) -> engine_protocol.Report:
+    """A micro-batch of several requests failed: the server retries each request alone."""
+    message = f"a batch of several requests failed ({type(error).__name__}: {error})"
+    failed = frames_pb2.Failed(category=engine_protocol.MUDDLED, message=message)
+    return engine_protocol.Report(ticket=ticket, failed=failed)
+
+
+def failure_report(ticket: int, error: Exception) -> engine_protocol.Report:
+    """User failures are reported with their message, all other errors as a bug with a log id."""
+    if isinstance(error, NoSuchModel):
+        # The server then rebuilds the model in this engine.
+        failed = frames_pb2.Failed(category=engine_protocol.MISSING, message=str(error))
+    elif isinstance(error, UserFailure | WriteFailed):
+        category = "server" if isinstance(error, WriteFailed) else "user"
+        failed = frames_pb2.Failed(category=category, message=str(error))
+    else:
+        bug = secrets.token_hex(4)
+        log.error("engine bug %s", bug, exc_info=error)
+        failed = frames_pb2.Failed(
+            category="server",
+            message=f"the engine failed unexpectedly ({type(error).__name__}: {error}). "
+            f"The server's log has the details under the id {bug}.",
+        )
+    return engine_protocol.Report(ticket=ticket, failed=failed)
