@@ -246,7 +246,7 @@ def test_a_step_whose_task_cannot_be_made_fails_and_frees_its_place(
         def refuse(*_):
             raise MemoryError("no room for another task")
 
-        broken.setattr(training, "_finish", refuse)
+        broken.setattr(training._steps, "_finish", refuse)
         failed = training.forward_backward([datum], "cross_entropy")
         with pytest.raises(MemoryError, match="no room"):
             failed.result(5)

@@ -19,6 +19,7 @@ from tinkex.client import loss_tracing, user_warnings, validation
 from tinkex.client.batching import merge
 from tinkex.client.futures import Promise
 from tinkex.client.http.polling import QueueLog, Wanted
+from tinkex.client.submission import Accepted, StepSubmitter, pass_parts, pass_wanted
 from tinkex.extras import needs
 from tinkex.wire.custom_loss import (
     CreateCustomLossRequest,
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
     from torch import fx
 
     from tinkex.client.session import Connection, Session
-    from tinkex.client.submission import Accepted
     from tinkex.client.training import TrainingClient
 
 T = TypeVar("T")
@@ -136,6 +136,7 @@ async def _upload(
 
 def start(
     client: TrainingClient,
+    steps: StepSubmitter,
     data: Sequence[Datum],
     loss_fn: CustomLoss,
     loss_type_input: str | None,
@@ -162,17 +163,21 @@ def start(
             begun: Promise[Promise[ForwardBackwardOutput]] = Promise()
             begun.finish(client.forward_backward(data, "custom", {"loss_id": loss_fn.loss_id}))
             return begun
-        return _here(client, data, data, _summed(loss_fn))
+        return _here(client.model_id, steps, data, data, _summed(loss_fn))
     if not callable(loss_fn):
         raise TypeError(
             f"loss_fn is a {type(loss_fn).__name__}; it is a function of (data, logprobs), or a "
             "LossHandle from create_custom_loss()."
         )
-    return _here(client, given, data, loss_fn)
+    return _here(client.model_id, steps, given, data, loss_fn)
 
 
 def _here(
-    client: TrainingClient, given: list[Datum], data: list[Datum], loss_fn: CustomLossFnV1
+    model_id: str,
+    steps: StepSubmitter,
+    given: list[Datum],
+    data: list[Datum],
+    loss_fn: CustomLossFnV1,
 ) -> Promise[Promise[ForwardBackwardOutput]]:
     """
     Both passes and the loss between them, in one place of the order.
@@ -180,19 +185,21 @@ def _here(
     The loss gets the `given` objects: it may know them by `id()`. The passes send `data`, which the
     caller does not change meanwhile.
     """
-    forward = client._pass_parts(
-        [_for_cross_entropy(index, datum) for index, datum in enumerate(data)], forward_only=True
+    forward = pass_parts(
+        model_id,
+        [_for_cross_entropy(index, datum) for index, datum in enumerate(data)],
+        forward_only=True,
     )
     context = contextvars.copy_context()
     computed: list[Computed] = []
     begun: Promise[Promise[ForwardBackwardOutput]] = Promise()
 
     def loss(logprobs: list[TensorData]) -> Computed:
-        with client._computing_a_loss():
+        with steps.computing_a_loss():
             return compute(loss_fn, given, logprobs)
 
     async def send(promise: Promise[ForwardBackwardOutput]) -> tuple[Connection, list[Accepted]]:
-        passed = await client._fetch(*await client._send(forward), client._pass_wanted("Forward"))
+        passed = await steps.fetch(*await steps.send(forward), pass_wanted("Forward"))
         logprobs = _logprobs(merge(passed).loss_fn_outputs, len(data))
         computed.append(await _on_a_thread(lambda: context.run(loss, logprobs)))
         weighted = [
@@ -200,11 +207,11 @@ def _here(
             for index, (datum, weights) in enumerate(zip(data, computed[0].weights, strict=True))
         ]
         begun.finish(promise)
-        return await client._send(client._pass_parts(weighted, forward_only=False))
+        return await steps.send(pass_parts(model_id, weighted, forward_only=False))
 
-    promise = client._place(
+    promise = steps.submit_with(
         send,
-        client._pass_wanted("ForwardBackward"),
+        pass_wanted("ForwardBackward"),
         lambda results: computed[0].told(merge(results)),
     )
     promise.add_done_callback(lambda done: begun.fail(done.exception() or _never()))

@@ -6,21 +6,45 @@ import asyncio
 import functools
 import itertools
 import logging
+import os
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+import threading
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
+from time import monotonic
 from typing import Any, TypeVar
 
-from tinkex.client.errors import APIStatusError
-from tinkex.client.http.retry import is_retryable
-from tinkex.extras import needs
-from tinkex.wire.codec import JSON_TYPE, PROTOBUF_TYPE
-from tinkex.wire.inputs import Datum, ModelInput
-from tinkex.wire.protobuf import encode_forward_backward_request
-from tinkex.wire.tensors import TensorData
-from tinkex.wire.training import ForwardBackwardInput, ForwardBackwardRequest, LossFnType
+from pydantic import BaseModel
 
+from tinkex.client import validation
+from tinkex.client.batching import cut, datum_bytes
+from tinkex.client.errors import APIStatusError, BadRequestError, UnprocessableEntityError
+from tinkex.client.futures import Promise
+from tinkex.client.http.api_calls import decode
+from tinkex.client.http.polling import QueueLog, Wanted
+from tinkex.client.http.retry import is_retryable
+from tinkex.client.http.transport import Kind
+from tinkex.client.observe import instrumentation
+from tinkex.client.session import Connection, Session, closed
+from tinkex.extras import needs
+from tinkex.wire.base import Payload
+from tinkex.wire.codec import JSON_TYPE, PROTOBUF_TYPE
+from tinkex.wire.futures import UntypedAPIFuture
+from tinkex.wire.inputs import Datum, ModelInput
+from tinkex.wire.protobuf import decode_forward_backward_output, encode_forward_backward_request
+from tinkex.wire.tensors import TensorData
+from tinkex.wire.training import (
+    ForwardBackwardInput,
+    ForwardBackwardOutput,
+    ForwardBackwardRequest,
+    LossFnType,
+)
+
+log = logging.getLogger("tinkex.training")
+
+R = TypeVar("R", bound=BaseModel | Payload)
 T = TypeVar("T")
 
 
@@ -105,12 +129,6 @@ class Numbers:
                 self.gaps[number] = adds_gradients and len(fates) > 1
 
 
-# MERGED: What a training step is before and after it is sent: its parts, their bytes, and what became of them.
-
-
-log = logging.getLogger("tinkex.training")
-
-
 @dataclass(frozen=True, kw_only=True)
 class Part:
     """One numbered submission of a step; most steps have one, a large batch several."""
@@ -157,6 +175,222 @@ class Submission:
             self.fate = Fate.REFUSED
 
 
+class StepSubmitter:
+    """Submits the steps of one model in the order of the calls, under consecutive numbers."""
+
+    def __init__(self, holder: Session, model_id: str, queue_log: QueueLog) -> None:
+        self._holder = holder
+        self._model_id = model_id
+        self._queue_log = queue_log
+        self._turnstile = Turnstile()
+        self._numbers = Numbers()
+        self._pid = os.getpid()
+        #: Where a custom loss of ours is being computed.
+        self._loss_thread: int | None = None
+
+    def submit(
+        self,
+        parts: Callable[[Connection], list[Part]],
+        wanted: Wanted[R],
+        finish: Callable[[list[R]], T],
+    ) -> Promise[T]:
+        return self.submit_with(lambda _: self.send(parts), wanted, finish)
+
+    def submit_with(
+        self,
+        send: Callable[[Promise[T]], Coroutine[Any, Any, tuple[Connection, list[Accepted]]]],
+        wanted: Wanted[R],
+        finish: Callable[[list[R]], T],
+    ) -> Promise[T]:
+        """
+        Take the next place in the order, here in the caller's thread, and do the rest later.
+
+        The place is given up however the step ends: sent, refused, cancelled or never begun.
+        """
+        if self._holder.closed:
+            raise closed()
+        if self._pid != os.getpid():
+            raise RuntimeError(
+                f"<TrainingClient of {self._model_id}> belongs to process {self._pid}; in a forked process its steps would "
+                "be numbered twice. Create a client here from a checkpoint, or sample only."
+            )
+        if self._loss_thread == threading.get_ident():
+            raise RuntimeError(
+                "A custom loss cannot call the client whose step it belongs to: that call comes "
+                "after the step, and the step waits for the loss. Other clients may be called."
+            )
+        self._holder.loop()  # raises here, before there is a ticket that nothing would spend
+        promise: Promise[T] = Promise()
+        ticket = self._turnstile.take()
+
+        async def in_turn() -> tuple[Connection, list[Accepted]]:
+            # From here on the step runs, whoever stops waiting; cancelled before, it never existed.
+            if not promise.set_running_or_notify_cancel():
+                raise asyncio.CancelledError
+            return await send(promise)
+
+        def begin() -> asyncio.Task[T]:
+            submission: asyncio.Task[tuple[Connection, list[Accepted]]] | None = None
+
+            def make() -> asyncio.Task[T]:
+                nonlocal submission
+                # Both at once, before anything can be cancelled: every ticket must be started.
+                submission = self._turnstile.start(ticket, in_turn)
+                self._holder.track(submission)
+                return asyncio.create_task(self._finish(submission, wanted, finish))
+
+            try:
+                return instrumentation.Operation(
+                    instrumentation.named(wanted.request_type), self._holder.tracing, self._model_id
+                ).run(make)
+            except BaseException:
+                # The step never began. Later steps must not wait for its ticket.
+                if submission is None:
+                    self._turnstile.skip(ticket)
+                else:
+                    submission.cancel()
+                raise
+
+        self._holder.start(promise, begin)
+        return promise
+
+    @contextmanager
+    def computing_a_loss(self) -> Iterator[None]:
+        """While a custom loss runs on this thread. One at a time: each has its place in the order."""
+        self._loss_thread = threading.get_ident()
+        try:
+            yield
+        finally:
+            self._loss_thread = None
+
+    async def send(
+        self, parts: Callable[[Connection], list[Part]]
+    ) -> tuple[Connection, list[Accepted]]:
+        """In our turn: number the parts, submit them, account for every number."""
+        connection = await self._holder.connect()
+        await self._fill_gaps(connection)
+        first = self._numbers.next
+        todo = [
+            Submission(part=part, number=first + index)
+            for index, part in enumerate(parts(connection))
+        ]
+
+        async def send(submission: Submission) -> None:
+            try:
+                submission.accepted = await self._post(connection, submission)
+            except Exception as error:  # noqa: BLE001 (kept, and raised once all are settled)
+                submission.error = error
+
+        try:
+            if len(todo) > 1 and connection.config.parallel_fwdbwd_chunks:
+                # The first goes last: the server then sees the whole batch before it starts.
+                await asyncio.gather(*(send(each) for each in todo[1:]))
+                if all(each.error is None for each in todo):
+                    await send(todo[0])
+            else:
+                for each in todo:
+                    await send(each)
+                    if each.error is not None:
+                        break
+        finally:
+            self._numbers.settle(
+                [each.fate for each in todo],
+                adds_gradients=any(each.part.adds_gradients for each in todo),
+            )
+        for each in todo:
+            if each.error is not None:
+                raise each.error
+        return connection, [each.accepted for each in todo if each.accepted is not None]
+
+    async def _post(self, connection: Connection, submission: Submission) -> Accepted:
+        calls, part, number = connection.calls, submission.part, submission.number
+        async with connection.lane.training_bytes.hold(part.size_bytes):
+            body = part.encode(number)
+            headers = {}
+            if part.content_type == PROTOBUF_TYPE and connection.config.proto_compress_fwdbwd:
+                packed = await asyncio.to_thread(compressed, body)
+                if packed is not None:
+                    body, headers = packed, {"Content-Encoding": "zstd"}
+            started = monotonic()
+            about = f"step {number} of {self._model_id}"
+            request = calls.request(
+                "POST",
+                part.path,
+                body,
+                kind=Kind.TRAIN,
+                content_type=part.content_type,
+                headers=headers,
+            )
+
+            async def attempt() -> UntypedAPIFuture:
+                before = submission.fate
+                try:
+                    answer = await calls.once(request, about=about, sending=submission.leaves)
+                except APIStatusError as error:
+                    submission.refused(error, before=before)
+                    raise
+                return decode(UntypedAPIFuture, answer, about=about)
+
+            promised = await calls.insisting(attempt, path=part.path, kind=Kind.TRAIN)
+            submission.fate = Fate.ACCEPTED
+            return Accepted(promised.request_id, monotonic() - started)
+
+    async def _fill_gaps(self, connection: Connection) -> None:
+        """Give the server something to run for numbers that an earlier call could not use."""
+        for number, half_a_batch in sorted(self._numbers.gaps.items()):
+            taken = await self._fill(connection, number, half_a_batch)
+            if (
+                not taken
+                and half_a_batch
+                and (taken := await self._fill(connection, number, False))
+            ):
+                # This server checks a pass before it takes it, so none can be made to fail.
+                log.warning(
+                    "A batch of %s was taken only in part. The gradients of that part are in the "
+                    "next optim_step. To leave them out, go on from the last saved state.",
+                    self._model_id,
+                )
+            if not taken:
+                log.debug("step %d of %s needs no filling", number, self._model_id)
+            del self._numbers.gaps[number]
+
+    async def _fill(self, connection: Connection, number: int, half_a_batch: bool) -> bool:
+        """Whether the server took the filler."""
+        part = filler(self._model_id, half_a_batch)
+        try:
+            await self._post(connection, Submission(part=part, number=number))
+        except UnprocessableEntityError:
+            # Taken by another kind of step: what we got no answer to had arrived after all.
+            # Asked again and again, it would stop this client for good.
+            return False
+        except BadRequestError:
+            if not half_a_batch:
+                raise
+            return False
+        return True
+
+    async def _finish(
+        self,
+        submission: asyncio.Task[tuple[Connection, list[Accepted]]],
+        wanted: Wanted[R],
+        finish: Callable[[list[R]], T],
+    ) -> T:
+        return finish(await self.fetch(*await asyncio.shield(submission), wanted))
+
+    async def fetch(
+        self, connection: Connection, accepted: list[Accepted], wanted: Wanted[R]
+    ) -> list[R]:
+        return await all_of(
+            connection.results.fetch(
+                each.request_id,
+                wanted,
+                observer=self._queue_log,
+                round_trip_s=each.round_trip_s,
+            )
+            for each in accepted
+        )
+
+
 async def all_of(work: Any) -> list[Any]:
     """Like gather, but the first failure stops the others: nobody will look at them."""
     tasks = [asyncio.ensure_future(each) for each in work]
@@ -168,6 +402,49 @@ async def all_of(work: Any) -> list[Any]:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def pass_parts(
+    model_id: str,
+    data: Sequence[Datum],
+    loss_fn: LossFnType = "cross_entropy",
+    config: dict[str, float | str] | None = None,
+    *,
+    forward_only: bool,
+) -> Callable[[Connection], list[Part]]:
+    data = validation.batch(data)
+    validation.loss_name(loss_fn)
+    # Checks the name of the loss here, where the caller sees it. The data were checked above.
+    ForwardBackwardInput(data=[], loss_fn=loss_fn, loss_fn_config=config)
+    sizes = [datum_bytes(datum) for datum in data]
+
+    def parts(connection: Connection) -> list[Part]:
+        return [
+            Part(
+                path="forward_backward",
+                encode=pass_encoder(
+                    model_id, data[piece], loss_fn, config, forward_only=forward_only
+                ),
+                size_bytes=sum(sizes[piece]),
+                content_type=PROTOBUF_TYPE,
+                adds_gradients=not forward_only,
+            )
+            for piece in cut(
+                sizes,
+                max_count=connection.config.fwdbwd_max_chunk_len,
+                max_bytes=connection.config.fwdbwd_max_chunk_bytes_count,
+            )
+        ]
+
+    return parts
+
+
+def pass_wanted(request_type: str) -> Wanted[ForwardBackwardOutput]:
+    return Wanted(
+        request_type=request_type,
+        answer=ForwardBackwardOutput,
+        read_protobuf=decode_forward_backward_output,
+    )
 
 
 def pass_encoder(

@@ -2,40 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
-import logging
-import os
-import threading
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager
-from time import monotonic
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
 
 from pydantic import BaseModel
 
 from tinkex.client import custom_loss, tokenizer, user_warnings, validation
-from tinkex.client.batching import cut, datum_bytes, merge
-from tinkex.client.errors import APIStatusError, BadRequestError, UnprocessableEntityError
+from tinkex.client.batching import merge
 from tinkex.client.futures import Promise, awaits, refuse_to_block, submits, waits
-from tinkex.client.http.api_calls import decode
 from tinkex.client.http.polling import QueueLog, Wanted
 from tinkex.client.http.retry import RetryConfig
 from tinkex.client.http.transport import Kind
-from tinkex.client.observe import instrumentation
 from tinkex.client.sampling import SamplingClient, open_sampler
-from tinkex.client.session import Connection, Session, closed
-from tinkex.client.submission import (
-    Accepted,
-    Fate,
-    Numbers,
-    Part,
-    Submission,
-    Turnstile,
-    all_of,
-    compressed,
-    filler,
-    pass_encoder,
-)
+from tinkex.client.session import Session
+from tinkex.client.submission import Part, StepSubmitter, pass_parts, pass_wanted
 from tinkex.client.tokenizer import SpeaksText
 from tinkex.wire.base import Payload
 from tinkex.wire.checkpoints import (
@@ -50,14 +30,11 @@ from tinkex.wire.checkpoints import (
     SaveWeightsRequest,
     SaveWeightsResponse,
 )
-from tinkex.wire.codec import PROTOBUF_TYPE, encode_json
-from tinkex.wire.futures import UntypedAPIFuture
+from tinkex.wire.codec import encode_json
 from tinkex.wire.inputs import Datum
-from tinkex.wire.protobuf import decode_forward_backward_output
 from tinkex.wire.runs import GetInfoRequest, GetInfoResponse
 from tinkex.wire.training import (
     AdamParams,
-    ForwardBackwardInput,
     ForwardBackwardOutput,
     LossFnType,
     OptimParamsBase,
@@ -70,8 +47,6 @@ from tinkex.wire.training import (
 if TYPE_CHECKING:
     from tinkex.client.custom_loss import CustomLoss
     from tinkex.client.observe.telemetry import Telemetry
-
-log = logging.getLogger("tinkex.training")
 
 R = TypeVar("R", bound=BaseModel | Payload)
 T = TypeVar("T")
@@ -95,12 +70,8 @@ class TrainingClient(SpeaksText):
         self.holder = holder
         self.model_id = model_id
         self._model_seq_id = model_seq_id
-        self._turnstile = Turnstile()
-        self._numbers = Numbers()
-        self._pid = os.getpid()
-        #: Where a custom loss of ours is being computed.
-        self._loss_thread: int | None = None
         self._queue_log = QueueLog(f"Training of {model_id}", telemetry=lambda: holder.telemetry)
+        self._steps = StepSubmitter(holder, model_id, self._queue_log)
 
     def __repr__(self) -> str:
         return f"<TrainingClient of {self.model_id}>"
@@ -145,50 +116,8 @@ class TrainingClient(SpeaksText):
         forward_only: bool,
     ) -> Promise[ForwardBackwardOutput]:
         config = validation.loss_config(loss_fn_config)
-        parts = self._pass_parts(data, loss_fn, config, forward_only=forward_only)
-        return self._step(parts, self._pass_wanted(request_type), merge)
-
-    def _pass_parts(
-        self,
-        data: Sequence[Datum],
-        loss_fn: LossFnType = "cross_entropy",
-        config: dict[str, float | str] | None = None,
-        *,
-        forward_only: bool,
-    ) -> Callable[[Connection], list[Part]]:
-        data = validation.batch(data)
-        validation.loss_name(loss_fn)
-        # Checks the name of the loss here, where the caller sees it. The data were checked above.
-        ForwardBackwardInput(data=[], loss_fn=loss_fn, loss_fn_config=config)
-        sizes = [datum_bytes(datum) for datum in data]
-
-        def parts(connection: Connection) -> list[Part]:
-            return [
-                Part(
-                    path="forward_backward",
-                    encode=pass_encoder(
-                        self.model_id, data[piece], loss_fn, config, forward_only=forward_only
-                    ),
-                    size_bytes=sum(sizes[piece]),
-                    content_type=PROTOBUF_TYPE,
-                    adds_gradients=not forward_only,
-                )
-                for piece in cut(
-                    sizes,
-                    max_count=connection.config.fwdbwd_max_chunk_len,
-                    max_bytes=connection.config.fwdbwd_max_chunk_bytes_count,
-                )
-            ]
-
-        return parts
-
-    @staticmethod
-    def _pass_wanted(request_type: str) -> Wanted[ForwardBackwardOutput]:
-        return Wanted(
-            request_type=request_type,
-            answer=ForwardBackwardOutput,
-            read_protobuf=decode_forward_backward_output,
-        )
+        parts = pass_parts(self.model_id, data, loss_fn, config, forward_only=forward_only)
+        return self._steps.submit(parts, pass_wanted(request_type), merge)
 
     def _forward_backward_custom(
         self,
@@ -202,7 +131,7 @@ class TrainingClient(SpeaksText):
 
         Returns the future once the loss is computed, which happens on a thread of its own.
         """
-        return custom_loss.start(self, data, loss_fn, loss_type_input)
+        return custom_loss.start(self, self._steps, data, loss_fn, loss_type_input)
 
     forward_backward_custom = waits(_forward_backward_custom)
     forward_backward_custom_async = awaits(_forward_backward_custom)
@@ -496,212 +425,10 @@ class TrainingClient(SpeaksText):
         answer: type[R],
         finish: Callable[[R], T],
     ) -> Promise[T]:
-        return self._step(
+        return self._steps.submit(
             lambda _: [Part(path=path, encode=encode)],
             Wanted(request_type=request_type, answer=answer),
             lambda results: finish(results[0]),
-        )
-
-    def _step(
-        self,
-        parts: Callable[[Connection], list[Part]],
-        wanted: Wanted[R],
-        finish: Callable[[list[R]], T],
-    ) -> Promise[T]:
-        return self._place(lambda _: self._send(parts), wanted, finish)
-
-    def _place(
-        self,
-        send: Callable[[Promise[T]], Coroutine[Any, Any, tuple[Connection, list[Accepted]]]],
-        wanted: Wanted[R],
-        finish: Callable[[list[R]], T],
-    ) -> Promise[T]:
-        """
-        Take the next place in the order, here in the caller's thread, and do the rest later.
-
-        The place is given up however the step ends: sent, refused, cancelled or never begun.
-        """
-        if self.holder.closed:
-            raise closed()
-        if self._pid != os.getpid():
-            raise RuntimeError(
-                f"{self!r} belongs to process {self._pid}; in a forked process its steps would "
-                "be numbered twice. Create a client here from a checkpoint, or sample only."
-            )
-        if self._loss_thread == threading.get_ident():
-            raise RuntimeError(
-                "A custom loss cannot call the client whose step it belongs to: that call comes "
-                "after the step, and the step waits for the loss. Other clients may be called."
-            )
-        self.holder.loop()  # raises here, before there is a ticket that nothing would spend
-        promise: Promise[T] = Promise()
-        ticket = self._turnstile.take()
-
-        async def in_turn() -> tuple[Connection, list[Accepted]]:
-            # From here on the step runs, whoever stops waiting; cancelled before, it never existed.
-            if not promise.set_running_or_notify_cancel():
-                raise asyncio.CancelledError
-            return await send(promise)
-
-        def begin() -> asyncio.Task[T]:
-            submission: asyncio.Task[tuple[Connection, list[Accepted]]] | None = None
-
-            def make() -> asyncio.Task[T]:
-                nonlocal submission
-                # Both at once, before anything can be cancelled: every ticket must be started.
-                submission = self._turnstile.start(ticket, in_turn)
-                self.holder.track(submission)
-                return asyncio.create_task(self._finish(submission, wanted, finish))
-
-            try:
-                return instrumentation.Operation(
-                    instrumentation.named(wanted.request_type), self.holder.tracing, self.model_id
-                ).run(make)
-            except BaseException:
-                # The step never began. Later steps must not wait for its ticket.
-                if submission is None:
-                    self._turnstile.skip(ticket)
-                else:
-                    submission.cancel()
-                raise
-
-        self.holder.start(promise, begin)
-        return promise
-
-    @contextmanager
-    def _computing_a_loss(self) -> Iterator[None]:
-        """While a custom loss runs on this thread. One at a time: each has its place in the order."""
-        self._loss_thread = threading.get_ident()
-        try:
-            yield
-        finally:
-            self._loss_thread = None
-
-    async def _send(
-        self, parts: Callable[[Connection], list[Part]]
-    ) -> tuple[Connection, list[Accepted]]:
-        """In our turn: number the parts, submit them, account for every number."""
-        connection = await self.holder.connect()
-        await self._fill_gaps(connection)
-        first = self._numbers.next
-        todo = [
-            Submission(part=part, number=first + index)
-            for index, part in enumerate(parts(connection))
-        ]
-
-        async def send(submission: Submission) -> None:
-            try:
-                submission.accepted = await self._submit(connection, submission)
-            except Exception as error:  # noqa: BLE001 (kept, and raised once all are settled)
-                submission.error = error
-
-        try:
-            if len(todo) > 1 and connection.config.parallel_fwdbwd_chunks:
-                # The first goes last: the server then sees the whole batch before it starts.
-                await asyncio.gather(*(send(each) for each in todo[1:]))
-                if all(each.error is None for each in todo):
-                    await send(todo[0])
-            else:
-                for each in todo:
-                    await send(each)
-                    if each.error is not None:
-                        break
-        finally:
-            self._numbers.settle(
-                [each.fate for each in todo],
-                adds_gradients=any(each.part.adds_gradients for each in todo),
-            )
-        for each in todo:
-            if each.error is not None:
-                raise each.error
-        return connection, [each.accepted for each in todo if each.accepted is not None]
-
-    async def _submit(self, connection: Connection, submission: Submission) -> Accepted:
-        calls, part, number = connection.calls, submission.part, submission.number
-        async with connection.lane.training_bytes.hold(part.size_bytes):
-            body = part.encode(number)
-            headers = {}
-            if part.content_type == PROTOBUF_TYPE and connection.config.proto_compress_fwdbwd:
-                packed = await asyncio.to_thread(compressed, body)
-                if packed is not None:
-                    body, headers = packed, {"Content-Encoding": "zstd"}
-            started = monotonic()
-            about = f"step {number} of {self.model_id}"
-            request = calls.request(
-                "POST",
-                part.path,
-                body,
-                kind=Kind.TRAIN,
-                content_type=part.content_type,
-                headers=headers,
-            )
-
-            async def attempt() -> UntypedAPIFuture:
-                before = submission.fate
-                try:
-                    answer = await calls.once(request, about=about, sending=submission.leaves)
-                except APIStatusError as error:
-                    submission.refused(error, before=before)
-                    raise
-                return decode(UntypedAPIFuture, answer, about=about)
-
-            promised = await calls.insisting(attempt, path=part.path, kind=Kind.TRAIN)
-            submission.fate = Fate.ACCEPTED
-            return Accepted(promised.request_id, monotonic() - started)
-
-    async def _fill_gaps(self, connection: Connection) -> None:
-        """Give the server something to run for numbers that an earlier call could not use."""
-        for number, half_a_batch in sorted(self._numbers.gaps.items()):
-            taken = await self._fill(connection, number, half_a_batch)
-            if (
-                not taken
-                and half_a_batch
-                and (taken := await self._fill(connection, number, False))
-            ):
-                # This server checks a pass before it takes it, so none can be made to fail.
-                log.warning(
-                    "A batch of %s was taken only in part. The gradients of that part are in the "
-                    "next optim_step. To leave them out, go on from the last saved state.",
-                    self.model_id,
-                )
-            if not taken:
-                log.debug("step %d of %s needs no filling", number, self.model_id)
-            del self._numbers.gaps[number]
-
-    async def _fill(self, connection: Connection, number: int, half_a_batch: bool) -> bool:
-        """Whether the server took the filler."""
-        part = filler(self.model_id, half_a_batch)
-        try:
-            await self._submit(connection, Submission(part=part, number=number))
-        except UnprocessableEntityError:
-            # Taken by another kind of step: what we got no answer to had arrived after all.
-            # Asked again and again, it would stop this client for good.
-            return False
-        except BadRequestError:
-            if not half_a_batch:
-                raise
-            return False
-        return True
-
-    async def _finish(
-        self,
-        submission: asyncio.Task[tuple[Connection, list[Accepted]]],
-        wanted: Wanted[R],
-        finish: Callable[[list[R]], T],
-    ) -> T:
-        return finish(await self._fetch(*await asyncio.shield(submission), wanted))
-
-    async def _fetch(
-        self, connection: Connection, accepted: list[Accepted], wanted: Wanted[R]
-    ) -> list[R]:
-        return await all_of(
-            connection.results.fetch(
-                each.request_id,
-                wanted,
-                observer=self._queue_log,
-                round_trip_s=each.round_trip_s,
-            )
-            for each in accepted
         )
 
 
