@@ -7,7 +7,7 @@ import pytest
 
 import tinkex
 from tinkex import SamplingParams, types
-from tinkex.client import session, submission
+from tinkex.client import connection, submission
 from tinkex.client.http import backpressure
 from tinkex.testing import Answer, FakeService
 from tinkex.wire.proto import tinkex_wire_pb2 as pb
@@ -18,7 +18,7 @@ PARAMS = SamplingParams(max_tokens=4)
 
 
 def test_wishes_are_refreshed_and_an_old_one_outlives_a_failure(monkeypatch):
-    monkeypatch.setattr(session, "LEAST_REFRESH_S", 0.02)
+    monkeypatch.setattr(connection, "LEAST_REFRESH_S", 0.02)
     fake = FakeService(dynamic_config={"refresh_interval_sec": 0})
     with fake.client() as service:
         sampling = service.create_sampling_client(base_model="fake/model")
@@ -53,7 +53,7 @@ def test_sizes_of_the_budgets_are_the_servers():
 
 
 def test_samples_that_share_a_poll_are_not_limited_by_open_files(monkeypatch):
-    monkeypatch.setattr(session, "most_polls", lambda: 7)
+    monkeypatch.setattr(connection, "most_polls", lambda: 7)
     for shared, size in ((True, 2000), (False, 7)):
         fake = FakeService(config={"sample_use_retrieve_futures": shared})
         with fake.client(api_key=f"tml-{shared}") as service:

@@ -11,7 +11,7 @@ from server.echo import BASE, EchoExecutor
 from server.hosting import Api, hosted
 from server.tenants import new_key, revoke
 from tinkex import types
-from tinkex.client.session import Connection
+from tinkex.client.connection import Connection
 
 pytestmark = pytest.mark.anyio
 

@@ -16,7 +16,7 @@ from tinkex.cli.service_options import address, talks_to_a_service
 
 if TYPE_CHECKING:
     from tinkex.client.auth.key_store import StoredKeys
-    from tinkex.client.session import Connection
+    from tinkex.client.connection import Connection
 
 
 @click.group("auth")

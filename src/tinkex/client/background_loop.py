@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from typing import Any
+from collections.abc import Callable, Coroutine
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
 
 
 class _Background:
@@ -62,3 +65,42 @@ def keep(task: asyncio.Task[Any]) -> None:
     """Hold a task until it is done: asyncio itself keeps only a weak reference."""
     _kept.add(task)
     task.add_done_callback(_kept.discard)
+
+
+class SingleFlight(Generic[T]):
+    """
+    Work that runs at most once at a time: callers that arrive while it runs share its outcome.
+
+    With `keep_result`, a result is returned to all later callers too; a failure is not kept.
+    """
+
+    def __init__(
+        self, work: Callable[[], Coroutine[Any, Any, T]], *, keep_result: bool = False
+    ) -> None:
+        self._work = work
+        self._keep_result = keep_result
+        self._task: asyncio.Task[T] | None = None
+
+    async def get(self) -> T:
+        task = self._task
+        if task is None or (task.done() and not (self._keep_result and _succeeded(task))):
+            task = self._task = asyncio.create_task(self._work())
+            keep(task)
+            # Retrieve the exception: asyncio would log it if every caller was cancelled.
+            task.add_done_callback(lambda done: done.cancelled() or done.exception())
+        # Shielded: a caller that is cancelled does not cancel the work of the others.
+        return await asyncio.shield(task)
+
+    @property
+    def value(self) -> T | None:
+        """The result of the last run, if it is done and succeeded."""
+        task = self._task
+        return task.result() if task is not None and task.done() and _succeeded(task) else None
+
+    def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+
+def _succeeded(task: asyncio.Task[Any]) -> bool:
+    return not task.cancelled() and task.exception() is None

@@ -35,7 +35,8 @@ if TYPE_CHECKING:
     import torch
     from torch import fx
 
-    from tinkex.client.session import Connection, Session
+    from tinkex.client.connection import Connection
+    from tinkex.client.session import Session
     from tinkex.client.training import TrainingClient
 
 T = TypeVar("T")

@@ -11,11 +11,11 @@ from typing import Any
 
 from tinkex.client import user_warnings, validation
 from tinkex.client.admin import AdminClient, redirected
+from tinkex.client.connection import Connection
 from tinkex.client.errors import APIStatusError, ExperimentalWarning
 from tinkex.client.futures import Promise, awaits
 from tinkex.client.http.transport import Kind
 from tinkex.client.rest_base import Page, Pages, Sessionless, by_offset, sdk_headers
-from tinkex.client.session import Connection
 from tinkex.client.validation import (
     AccessScope,
     AuditEvents,

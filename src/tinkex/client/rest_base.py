@@ -12,10 +12,11 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 from urllib.parse import urlencode
 
+from tinkex.client.connection import Connection
 from tinkex.client.errors import APITimeoutError
 from tinkex.client.futures import Promise, refuse_to_block
 from tinkex.client.http.transport import Kind, Request
-from tinkex.client.session import Connection, Session
+from tinkex.client.session import Session
 from tinkex.client.settings import PROTOCOL_VERSION, Settings
 
 if TYPE_CHECKING:

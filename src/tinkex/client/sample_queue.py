@@ -18,6 +18,7 @@ from time import monotonic
 from typing import Any, Generic, TypeVar
 
 from tinkex.client.batching import input_bytes
+from tinkex.client.connection import Connection
 from tinkex.client.errors import own_copy
 from tinkex.client.futures import Promise
 from tinkex.client.http.backpressure import Line
@@ -27,7 +28,7 @@ from tinkex.client.observe import instrumentation
 from tinkex.client.observe.instrumentation import Operation
 from tinkex.client.sample_retry import RetryHandler
 from tinkex.client.sample_stream import Told, answers_all, open_stream
-from tinkex.client.session import Connection, Session, closed
+from tinkex.client.session import Session, closed
 from tinkex.wire.codec import encode_json
 from tinkex.wire.futures import SamplingSessionFuturesTarget, UntypedAPIFuture
 from tinkex.wire.protobuf import decode_sample_response

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from tinkex.client import custom_loss
 from tinkex.client.auth.token_exchange import lent
+from tinkex.client.connection import Connection
 from tinkex.client.futures import Promise, awaits, refuse_to_block, waits
 from tinkex.client.http.polling import QueueLog, Wanted
 from tinkex.client.http.retry import RetryConfig
 from tinkex.client.http.transport import Kind
 from tinkex.client.rest import RestClient
 from tinkex.client.sampling import SamplingClient
-from tinkex.client.session import CloseStatus, Connection, Session, closed
+from tinkex.client.session import CloseStatus, Session, closed
 from tinkex.client.settings import Settings
 from tinkex.client.training import TrainingClient
 from tinkex.client.validation import check_tinker_path
@@ -37,9 +38,9 @@ from tinkex.wire.training import (
 )
 
 if TYPE_CHECKING:
+    from tinkex.client.connection import MakeTransport
     from tinkex.client.custom_loss import LossHandle, PerDatumLossFn
     from tinkex.client.observe.telemetry import Telemetry
-    from tinkex.client.session import MakeTransport
 
 
 class ServiceClient:

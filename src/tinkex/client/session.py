@@ -8,7 +8,6 @@ its own connection on its own loop; the session id stays the same.
 from __future__ import annotations
 
 import asyncio
-import atexit
 import contextvars
 import functools
 import itertools
@@ -16,32 +15,33 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass, field
 from time import monotonic
-from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, get_args
 from urllib.parse import quote
 
 from pydantic import BaseModel
 
 from tinkex.client import background_loop, validation
-from tinkex.client.auth.credentials import Credential
-from tinkex.client.auth.token_exchange import Exchanged, sign_in
+from tinkex.client.background_loop import SingleFlight
+from tinkex.client.connection import (
+    Connection,
+    MakeTransport,
+    abandon,
+    http_transport,
+    inherited,
+    keep_current,
+    open_connection,
+)
 from tinkex.client.errors import APIStatusError, TinkerError
 from tinkex.client.futures import Promise, settle
-from tinkex.client.http.api_calls import Calls, client_headers
-from tinkex.client.http.backpressure import Lane, Lanes
-from tinkex.client.http.cancellation import Cancels
-from tinkex.client.http.polling import QueueObserver, Results, Wanted
-from tinkex.client.http.transport import HttpTransport, Kind, Request, Transport, most_polls
-from tinkex.client.observe import instrumentation, telemetry
+from tinkex.client.http.polling import QueueObserver, Wanted
+from tinkex.client.http.transport import Kind, Request
+from tinkex.client.observe import instrumentation
 from tinkex.client.observe.telemetry import Telemetry
 from tinkex.client.settings import LOCAL, PROTOCOL_VERSION, Settings
 from tinkex.wire.base import Payload
 from tinkex.wire.futures import UntypedAPIFuture
 from tinkex.wire.runs import (
-    ClientConfigRequest,
-    ClientConfigResponse,
-    ClientDynamicConfigResponse,
     CreateSessionRequest,
     CreateSessionResponse,
     SessionHeartbeatRequest,
@@ -62,69 +62,14 @@ HEARTBEAT_EVERY_S = 10.0
 HEARTBEAT_QUIET_S = 120.0
 #: Saying goodbye must not hold up a program whose server is gone.
 FINISH_GIVE_UP_S = 10.0
-#: The server's wishes are asked for again no sooner than this.
-LEAST_REFRESH_S = 10.0
 
 CloseStatus = Literal["success", "errored", "interrupted"]
-MakeTransport = Callable[[str, Settings], Transport]
 
 
 class Closeable(Protocol):
     """Something of a session's that has work waiting."""
 
     def close(self) -> None: ...
-
-
-def http_transport(base_url: str, settings: Settings) -> Transport:
-    return HttpTransport(base_url, ca_bundle=settings.ca_bundle, proxy=settings.proxy)
-
-
-@dataclass(eq=False)
-class Connection:
-    """A server that has answered, as one process sees it."""
-
-    pid: int
-    transport: Transport
-    calls: Calls
-    results: Results
-    lane: Lane
-    #: Who is asking.
-    credential: Credential
-    config: ClientConfigResponse
-    dynamic: ClientDynamicConfigResponse
-    cancels: Cancels
-    #: Reports about the session, once there is one and unless switched off.
-    telemetry: Telemetry | None = None
-    #: Background work that ends with the session.
-    chores: list[asyncio.Task[None]] = field(default_factory=list)
-
-
-class Once(Generic[T]):
-    """Work that many may wait for and that is done once; a failure is told to all, then forgotten."""
-
-    def __init__(self, work: Callable[[], Coroutine[Any, Any, T]]) -> None:
-        self._work = work
-        self._task: asyncio.Task[T] | None = None
-
-    async def get(self) -> T:
-        if self._task is None or (self._task.done() and self._failed()):
-            self._task = asyncio.create_task(self._work())
-            background_loop.keep(self._task)
-        # Shielded: one who stops waiting does not stop it for the others.
-        return await asyncio.shield(self._task)
-
-    @property
-    def value(self) -> T | None:
-        task = self._task
-        return task.result() if task is not None and task.done() and not self._failed() else None
-
-    def stop(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-
-    def _failed(self) -> bool:
-        task = self._task
-        return task is not None and (task.cancelled() or task.exception() is not None)
 
 
 class Session:
@@ -169,8 +114,8 @@ class Session:
         self._telemetry: Telemetry | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
         self._closing_too: weakref.WeakSet[Closeable] = weakref.WeakSet()
-        self._connected = Once(self._connect)
-        self._opened = Once(self._open)
+        self._connected = SingleFlight(self._connect, keep_result=True)
+        self._opened = SingleFlight(self._open, keep_result=True)
 
     @property
     def session_id(self) -> str | None:
@@ -226,7 +171,7 @@ class Session:
         if self.closed:
             raise closed()
         if self._pid != os.getpid():
-            _inherited.append((self._connected, self._opened, self._tasks))
+            inherited.append((self._connected, self._opened, self._tasks))
             if self._session_id is None:
                 self._home = os.getpid()  # the parent had no session yet: this one is ours
             self._begin()
@@ -271,9 +216,6 @@ class Session:
         return connection, await self._opened.get()
 
     async def _connect(self) -> Connection:
-        # Here, because reading the metadata of distributions takes a while to load.
-        from tinkex.client.version import __version__
-
         url = self.settings.base_url
         if url == LOCAL:
             from tinkex.client import local_server
@@ -281,71 +223,12 @@ class Session:
             if self._server is None:
                 self._server = await asyncio.to_thread(local_server.attach)
             url = self._server.url
-        transport = self.make_transport(url, self.settings)
-        _transports.add(transport)
-        lane = _lanes_here().get((url, self.settings.lane[1]))
-        calls = Calls(
-            self.settings, transport, lane, headers=client_headers(__version__), base_url=url
-        )
-        try:
-            config = await calls.call(
-                "POST",
-                "client/config",
-                ClientConfigRequest(sdk_version=PROTOCOL_VERSION),
-                answer=ClientConfigResponse,
-                about="asking for the client configuration",
-            )
-            credential = await sign_in(self.settings, calls, config)
-            calls = calls.asking_as(credential)
-            dynamic = await self._fetch_dynamic(calls, ClientDynamicConfigResponse())
-        except BaseException:
-            await transport.close()
-            raise
-        lane.billing.patience_s = config.billing_exception_max_pause_duration_sec
-        lane.samples.size = config.sample_max_concurrent_requests
-        if not config.sample_use_retrieve_futures:  # then each sample holds a connection
-            lane.samples.size = min(lane.samples.size, most_polls())
-        lane.sample_bytes.size = config.sample_dispatch_bytes_semaphore_size
-        lane.result_bytes.size = config.inflight_response_bytes_semaphore_size
-        lane.training_bytes.size = config.fwdbwd_dispatch_bytes_semaphore_size
-        connection = Connection(
-            pid=os.getpid(),
-            transport=transport,
-            calls=calls,
-            results=Results(calls),
-            lane=lane,
-            credential=credential,
-            config=config,
-            dynamic=dynamic,
-            cancels=Cancels(calls, background_loop.keep),
-        )
-        connection.cancels.dynamic = dynamic
-        if isinstance(credential, Exchanged):
-            chore = asyncio.create_task(credential.keep_fresh())
-            background_loop.keep(chore)
-            connection.chores.append(chore)
+        connection = await open_connection(self.settings, url, self.make_transport)
         # A session that nobody refers to any more takes its connection with it.
         weakref.finalize(
-            self, _abandon, background_loop.background(), connection, self._server
+            self, abandon, background_loop.background(), connection, self._server
         ).atexit = False
         return connection
-
-    async def _fetch_dynamic(
-        self, calls: Calls, known: ClientDynamicConfigResponse, *, give_up_s: float | None = None
-    ) -> ClientDynamicConfigResponse:
-        try:
-            return await calls.call(
-                "POST",
-                "client/dynamic_config",
-                ClientConfigRequest(sdk_version=PROTOCOL_VERSION),
-                answer=ClientDynamicConfigResponse,
-                deadline_s=10.0,
-                give_up_s=give_up_s,
-            )
-        except APIStatusError as error:
-            if error.status_code == 404:  # servers before 0.25 have none
-                return known
-            raise
 
     async def _open(self) -> str:
         connection = await self._connected.get()
@@ -373,7 +256,7 @@ class Session:
             self._session_id = answer.session_id
         chores = [
             _beat(connection, self._session_id),
-            _refresh(connection, weakref.ref(self)),
+            keep_current(connection, weakref.ref(self)),
         ]
         if self.settings.telemetry:
             self._telemetry = Telemetry(self._session_id, connection.calls)
@@ -520,80 +403,3 @@ def _late_beat(last: float, error: TinkerError) -> None:
     silent_s = monotonic() - last
     if silent_s > HEARTBEAT_QUIET_S:
         log.warning("no heartbeat reached the server for %.0f s: %s", silent_s, error)
-
-
-async def _refresh(connection: Connection, session: weakref.ref[Session]) -> None:
-    """Keep the server's wishes current; an old wish is better than none."""
-    while True:
-        await asyncio.sleep(max(connection.dynamic.refresh_interval_sec, LEAST_REFRESH_S))
-        here = session()
-        if here is None:
-            return
-        try:
-            connection.dynamic = await here._fetch_dynamic(
-                connection.calls, connection.dynamic, give_up_s=0.0
-            )
-            connection.cancels.dynamic = connection.dynamic
-        except TinkerError as error:
-            log.debug("dynamic configuration not refreshed: %s", error)
-        del here
-
-
-# -- per process -------------------------------------------------------------------------------------
-
-_lanes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Lanes] = weakref.WeakKeyDictionary()
-_transports: weakref.WeakSet[Transport] = weakref.WeakSet()
-#: What a forked child got from its parent and must neither use nor tear down.
-_inherited: list[Any] = []
-
-
-def _forget() -> None:
-    """In a forked child: closing a connection of the parent's loop would disturb the parent."""
-    _inherited.extend(_transports)
-    _transports.clear()
-
-
-if hasattr(os, "register_at_fork"):  # not on Windows
-    os.register_at_fork(after_in_child=_forget)
-
-
-def _lanes_here() -> Lanes:
-    return _lanes.setdefault(asyncio.get_running_loop(), Lanes())
-
-
-def _abandon(
-    loop: asyncio.AbstractEventLoop, connection: Connection, server: LocalServer | None
-) -> None:
-    if server is not None:
-        server.release()
-    if connection.pid != os.getpid() or loop.is_closed():
-        return
-
-    async def stop() -> None:
-        for chore in connection.chores:
-            chore.cancel()
-        if connection.telemetry is not None:
-            await connection.telemetry.end()
-        await connection.transport.close()
-
-    def begin() -> None:
-        background_loop.keep(loop.create_task(stop()))
-
-    loop.call_soon_threadsafe(begin)
-
-
-@atexit.register
-def _hang_up() -> None:
-    """Close what is still open, so that nothing complains while the interpreter is torn down."""
-    transports = list(_transports)
-    if not transports:
-        return
-
-    async def stop() -> None:
-        await telemetry.end_all()
-        await asyncio.gather(*(each.close() for each in transports), return_exceptions=True)
-
-    try:
-        asyncio.run_coroutine_threadsafe(stop(), background_loop.background()).result(2.0)
-    except Exception:
-        log.debug("connections were not closed in time", exc_info=True)

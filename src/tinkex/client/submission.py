@@ -20,6 +20,7 @@ from pydantic import BaseModel
 
 from tinkex.client import validation
 from tinkex.client.batching import cut, datum_bytes
+from tinkex.client.connection import Connection
 from tinkex.client.errors import APIStatusError, BadRequestError, UnprocessableEntityError
 from tinkex.client.futures import Promise
 from tinkex.client.http.api_calls import decode
@@ -27,7 +28,7 @@ from tinkex.client.http.polling import QueueLog, Wanted
 from tinkex.client.http.retry import is_retryable
 from tinkex.client.http.transport import Kind
 from tinkex.client.observe import instrumentation
-from tinkex.client.session import Connection, Session, closed
+from tinkex.client.session import Session, closed
 from tinkex.extras import needs
 from tinkex.wire.base import Payload
 from tinkex.wire.codec import JSON_TYPE, PROTOBUF_TYPE

@@ -18,15 +18,13 @@ import os
 import signal
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from time import monotonic
-from typing import Any, Generic, TypeVar
+from typing import Any
 
-from tinkex.client import background_loop
+from tinkex.client.background_loop import SingleFlight
 from tinkex.client.errors import TinkerError
-
-T = TypeVar("T")
 
 #: What a command printed is used for this long; it costs a process to ask again.
 FRESH_S = 60.0
@@ -158,12 +156,12 @@ class Printed(Credential):
         self._clock = clock
         self._value: str | None = None
         self._until = 0.0
-        self._asking: Flight[str] = Flight()
+        self._asking = SingleFlight(self._ask)
 
     async def token(self) -> str:
         if self._value is not None and self._clock() < self._until:
             return self._value
-        return await self._asking.join(self._ask)
+        return await self._asking.get()
 
     async def renew(self, refused: str) -> bool:
         if self._value == refused:
@@ -174,22 +172,6 @@ class Printed(Credential):
         value = await run_command(self._command, limit_s=self._limit_s)
         self._value, self._until = value, self._clock() + FRESH_S
         return value
-
-
-class Flight(Generic[T]):
-    """One piece of work at a time: whoever asks while it runs gets its outcome."""
-
-    def __init__(self) -> None:
-        self._task: asyncio.Task[T] | None = None
-
-    async def join(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        if self._task is None or self._task.done():
-            self._task = asyncio.create_task(work())
-            background_loop.keep(self._task)
-            # Asked for, so that nobody complains when everyone has stopped waiting.
-            self._task.add_done_callback(lambda task: task.cancelled() or task.exception())
-        # Shielded: one who stops waiting does not stop it for the others.
-        return await asyncio.shield(self._task)
 
 
 async def run_command(command: Command, *, limit_s: float) -> str:

@@ -6,8 +6,9 @@ from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from tinkex.client.connection import Connection
 from tinkex.client.http.api_calls import Calls
-from tinkex.client.session import Connection, Session
+from tinkex.client.session import Session
 from tinkex.client.settings import Settings
 from tinkex.wire.runs import GetServerCapabilitiesResponse
 

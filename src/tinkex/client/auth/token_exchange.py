@@ -12,7 +12,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from tinkex.client.auth.credentials import ApiKey, Credential, Fixed, Flight
+from tinkex.client.auth.credentials import ApiKey, Credential, Fixed
+from tinkex.client.background_loop import SingleFlight
 from tinkex.client.errors import APIResponseValidationError, AuthenticationError, TinkerError
 from tinkex.client.http.api_calls import Calls
 from tinkex.client.settings import Settings
@@ -95,7 +96,7 @@ class Exchanged(Credential):
         self._exchange = exchange
         self._clock = clock
         self._held: Held | None = None
-        self._fetching: Flight[Held] = Flight()
+        self._fetching = SingleFlight(self._fetch)
         self._warned_s = float("-inf")
 
     async def token(self) -> str:
@@ -103,7 +104,7 @@ class Exchanged(Credential):
         if held is not None and held.is_fresh(self._clock()):
             return held.text
         try:
-            return (await self._fetching.join(self._fetch)).text
+            return (await self._fetching.get()).text
         except TinkerError as error:
             if held is None:
                 raise
@@ -118,7 +119,7 @@ class Exchanged(Credential):
         if held is not None and held.text != refused:  # another request has renewed it
             return True
         try:
-            return (await self._fetching.join(self._fetch)).text != refused
+            return (await self._fetching.get()).text != refused
         except AuthenticationError:
             raise  # the key itself is refused: that says more than "the token is too old"
         except TinkerError:
@@ -133,7 +134,7 @@ class Exchanged(Credential):
             if self._held is not held:  # renewed by a request meanwhile
                 continue
             try:
-                await self._fetching.join(self._fetch)
+                await self._fetching.get()
             except TinkerError as error:
                 log.warning("the token was not renewed; again in %.0f s: %s", AGAIN_S, error)
                 await asyncio.sleep(AGAIN_S)

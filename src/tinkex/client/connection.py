@@ -1,0 +1,207 @@
+"""The connection that the clients of one program share, and the server's configuration."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import logging
+import os
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from tinkex.client import background_loop
+from tinkex.client.auth.credentials import Credential
+from tinkex.client.auth.token_exchange import Exchanged, sign_in
+from tinkex.client.errors import APIStatusError, TinkerError
+from tinkex.client.http.api_calls import Calls, client_headers
+from tinkex.client.http.backpressure import Lane, Lanes
+from tinkex.client.http.cancellation import Cancels
+from tinkex.client.http.polling import Results
+from tinkex.client.http.transport import HttpTransport, Transport, most_polls
+from tinkex.client.observe import telemetry
+from tinkex.client.observe.telemetry import Telemetry
+from tinkex.client.settings import PROTOCOL_VERSION, Settings
+from tinkex.wire.runs import (
+    ClientConfigRequest,
+    ClientConfigResponse,
+    ClientDynamicConfigResponse,
+)
+
+if TYPE_CHECKING:
+    from tinkex.client.local_server import LocalServer
+
+log = logging.getLogger("tinkex.session")
+
+#: The server's wishes are asked for again no sooner than this.
+LEAST_REFRESH_S = 10.0
+
+MakeTransport = Callable[[str, Settings], Transport]
+
+
+def http_transport(base_url: str, settings: Settings) -> Transport:
+    return HttpTransport(base_url, ca_bundle=settings.ca_bundle, proxy=settings.proxy)
+
+
+@dataclass(eq=False)
+class Connection:
+    """A server that has answered, as one process sees it."""
+
+    pid: int
+    transport: Transport
+    calls: Calls
+    results: Results
+    lane: Lane
+    #: Who is asking.
+    credential: Credential
+    config: ClientConfigResponse
+    dynamic: ClientDynamicConfigResponse
+    cancels: Cancels
+    #: Reports about the session, once there is one and unless switched off.
+    telemetry: Telemetry | None = None
+    #: Background work that ends with the session.
+    chores: list[asyncio.Task[None]] = field(default_factory=list)
+
+
+async def open_connection(
+    settings: Settings, url: str, make_transport: MakeTransport
+) -> Connection:
+    # Here, because reading the metadata of distributions takes a while to load.
+    from tinkex.client.version import __version__
+
+    transport = make_transport(url, settings)
+    _transports.add(transport)
+    lane = _lanes_here().get((url, settings.lane[1]))
+    calls = Calls(settings, transport, lane, headers=client_headers(__version__), base_url=url)
+    try:
+        config = await calls.call(
+            "POST",
+            "client/config",
+            ClientConfigRequest(sdk_version=PROTOCOL_VERSION),
+            answer=ClientConfigResponse,
+            about="asking for the client configuration",
+        )
+        credential = await sign_in(settings, calls, config)
+        calls = calls.asking_as(credential)
+        dynamic = await _fetch_dynamic(calls, ClientDynamicConfigResponse())
+    except BaseException:
+        await transport.close()
+        raise
+    lane.billing.patience_s = config.billing_exception_max_pause_duration_sec
+    lane.samples.size = config.sample_max_concurrent_requests
+    if not config.sample_use_retrieve_futures:  # then each sample holds a connection
+        lane.samples.size = min(lane.samples.size, most_polls())
+    lane.sample_bytes.size = config.sample_dispatch_bytes_semaphore_size
+    lane.result_bytes.size = config.inflight_response_bytes_semaphore_size
+    lane.training_bytes.size = config.fwdbwd_dispatch_bytes_semaphore_size
+    connection = Connection(
+        pid=os.getpid(),
+        transport=transport,
+        calls=calls,
+        results=Results(calls),
+        lane=lane,
+        credential=credential,
+        config=config,
+        dynamic=dynamic,
+        cancels=Cancels(calls, background_loop.keep),
+    )
+    connection.cancels.dynamic = dynamic
+    if isinstance(credential, Exchanged):
+        chore = asyncio.create_task(credential.keep_fresh())
+        background_loop.keep(chore)
+        connection.chores.append(chore)
+    return connection
+
+
+async def _fetch_dynamic(
+    calls: Calls, known: ClientDynamicConfigResponse, *, give_up_s: float | None = None
+) -> ClientDynamicConfigResponse:
+    try:
+        return await calls.call(
+            "POST",
+            "client/dynamic_config",
+            ClientConfigRequest(sdk_version=PROTOCOL_VERSION),
+            answer=ClientDynamicConfigResponse,
+            deadline_s=10.0,
+            give_up_s=give_up_s,
+        )
+    except APIStatusError as error:
+        if error.status_code == 404:  # servers before 0.25 have none
+            return known
+        raise
+
+
+async def keep_current(connection: Connection, session: weakref.ref[Any]) -> None:
+    """Keep the server's wishes current; an old wish is better than none."""
+    while True:
+        await asyncio.sleep(max(connection.dynamic.refresh_interval_sec, LEAST_REFRESH_S))
+        if session() is None:
+            return
+        try:
+            connection.dynamic = await _fetch_dynamic(
+                connection.calls, connection.dynamic, give_up_s=0.0
+            )
+            connection.cancels.dynamic = connection.dynamic
+        except TinkerError as error:
+            log.debug("dynamic configuration not refreshed: %s", error)
+
+
+# -- per process -------------------------------------------------------------------------------------
+
+_lanes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Lanes] = weakref.WeakKeyDictionary()
+_transports: weakref.WeakSet[Transport] = weakref.WeakSet()
+#: What a forked child got from its parent and must neither use nor tear down.
+inherited: list[Any] = []
+
+
+def _forget() -> None:
+    """In a forked child: closing a connection of the parent's loop would disturb the parent."""
+    inherited.extend(_transports)
+    _transports.clear()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_forget)
+
+
+def _lanes_here() -> Lanes:
+    return _lanes.setdefault(asyncio.get_running_loop(), Lanes())
+
+
+def abandon(
+    loop: asyncio.AbstractEventLoop, connection: Connection, server: LocalServer | None
+) -> None:
+    if server is not None:
+        server.release()
+    if connection.pid != os.getpid() or loop.is_closed():
+        return
+
+    async def stop() -> None:
+        for chore in connection.chores:
+            chore.cancel()
+        if connection.telemetry is not None:
+            await connection.telemetry.end()
+        await connection.transport.close()
+
+    def begin() -> None:
+        background_loop.keep(loop.create_task(stop()))
+
+    loop.call_soon_threadsafe(begin)
+
+
+@atexit.register
+def _hang_up() -> None:
+    """Close what is still open, so that nothing complains while the interpreter is torn down."""
+    transports = list(_transports)
+    if not transports:
+        return
+
+    async def stop() -> None:
+        await telemetry.end_all()
+        await asyncio.gather(*(each.close() for each in transports), return_exceptions=True)
+
+    try:
+        asyncio.run_coroutine_threadsafe(stop(), background_loop.background()).result(2.0)
+    except Exception:
+        log.debug("connections were not closed in time", exc_info=True)
