@@ -15,7 +15,7 @@ from tinkex.client.errors import (
     status_error,
 )
 from tinkex.client.http.transport import Request, Response
-from tinkex.client.sample_retry import MOST_FAILED_DRAWS, starts_over
+from tinkex.client.sample_queue import MOST_FAILED_DRAWS, starts_over
 from tinkex.testing import Answer, FakeService, Lost
 from tinkex.wire.errors import RequestErrorCategory
 

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from tinkex.client.batching import cut, datum_bytes, input_bytes, merge, merge_metrics
+from tinkex.client.batching import cut, datum_bytes, merge, merge_metrics
+from tinkex.client.http.backpressure import input_bytes
 from tinkex.types import (
     Datum,
     ForwardBackwardInput,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tinkex.client.http.origins import origin, redirect_url
+from tinkex.client.http.transport import origin, redirect_url
 
 
 @pytest.mark.parametrize(

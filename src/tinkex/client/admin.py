@@ -11,8 +11,7 @@ from tinkex.client.connection import Connection
 from tinkex.client.errors import APIStatusError
 from tinkex.client.futures import Promise, awaits
 from tinkex.client.http.api_calls import decode
-from tinkex.client.http.origins import origin, redirect_url
-from tinkex.client.http.transport import Kind, Request
+from tinkex.client.http.transport import Kind, Request, origin, redirect_url
 from tinkex.client.rest_base import Sessionless, sdk_headers, with_query
 from tinkex.wire.billing import (
     AuditLogResponse,

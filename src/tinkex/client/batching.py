@@ -6,23 +6,9 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 
-from tinkex.wire.inputs import Datum, DmelChunk, EncodedTextChunk, ImageChunk, ModelInput
+from tinkex.client.http.backpressure import input_bytes
+from tinkex.wire.inputs import Datum
 from tinkex.wire.training import ForwardBackwardOutput
-
-
-def input_bytes(model_input: ModelInput, *, per_token: int = 4) -> int:
-    """About how many bytes the input has on the wire: 4 for a token in protobuf, 10 in JSON."""
-    size = 0
-    for chunk in model_input.chunks:
-        if isinstance(chunk, EncodedTextChunk):
-            size += per_token * chunk.length
-        elif isinstance(chunk, ImageChunk):
-            size += len(chunk.data)
-        elif isinstance(chunk, DmelChunk):
-            size += len(chunk.dmel)
-        else:
-            size += len(chunk.location)
-    return size
 
 
 def datum_bytes(datum: Datum) -> int:

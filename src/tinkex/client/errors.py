@@ -21,8 +21,6 @@ import copy
 import json
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from tinkex.client.http.origins import origin, redirect_url
-
 if TYPE_CHECKING:
     from tinkex.client.http.transport import Request, Response
     from tinkex.wire.errors import RequestErrorCategory
@@ -256,6 +254,9 @@ def status_error(response: Response, *, about: str = "") -> APIStatusError:
 
 
 def _redirect_hint(response: Response) -> str:
+    # Imported here: the transport itself raises these errors.
+    from tinkex.client.http.transport import origin, redirect_url
+
     location, asked = response.headers.get("location"), response.request.url
     if not location:
         return (

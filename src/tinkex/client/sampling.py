@@ -14,8 +14,7 @@ from tinkex.client.futures import Promise, awaits, refuse_to_block, waits
 from tinkex.client.http.polling import QueueLog
 from tinkex.client.http.retry import RetryConfig
 from tinkex.client.observe.telemetry import Telemetry
-from tinkex.client.sample_queue import Desk
-from tinkex.client.sample_retry import RetryHandler
+from tinkex.client.sample_queue import Desk, RetryHandler
 from tinkex.client.sample_stream import SampleStream, Told
 from tinkex.client.sampler_handles import Passport
 from tinkex.client.session import Session

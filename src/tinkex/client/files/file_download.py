@@ -30,9 +30,8 @@ from tinkex.client.errors import (
     status_error,
 )
 from tinkex.client.http.api_calls import KEY_HEADER
-from tinkex.client.http.origins import origin, redirect_url
 from tinkex.client.http.retry import RetryPolicy
-from tinkex.client.http.transport import Request, Response
+from tinkex.client.http.transport import Request, Response, origin, redirect_url
 from tinkex.client.settings import Settings
 
 if TYPE_CHECKING:

@@ -15,6 +15,7 @@ from weakref import WeakValueDictionary
 
 from tinkex.client.http.circuit_breaker import Breaker, BreakerPolicy
 from tinkex.client.http.transport import Kind
+from tinkex.wire.inputs import DmelChunk, EncodedTextChunk, ImageChunk, ModelInput
 
 E = TypeVar("E")
 
@@ -190,6 +191,21 @@ class BillingPause:
             self._opened = now
         self._last = now
         return BILLING_PAUSE_S if now - self._opened < self.patience_s else None
+
+
+def input_bytes(model_input: ModelInput, *, per_token: int = 4) -> int:
+    """About how many bytes the input has on the wire: 4 for a token in protobuf, 10 in JSON."""
+    size = 0
+    for chunk in model_input.chunks:
+        if isinstance(chunk, EncodedTextChunk):
+            size += per_token * chunk.length
+        elif isinstance(chunk, ImageChunk):
+            size += len(chunk.data)
+        elif isinstance(chunk, DmelChunk):
+            size += len(chunk.dmel)
+        else:
+            size += len(chunk.location)
+    return size
 
 
 @dataclass(eq=False)

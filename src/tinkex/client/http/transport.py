@@ -14,10 +14,9 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Protocol, Self
-from urllib.parse import urlsplit
+from urllib.parse import urljoin, urlsplit
 
 from tinkex.client.errors import TinkerError, status_error
-from tinkex.client.http.origins import origin, redirect_url
 
 if TYPE_CHECKING:
     import aiohttp
@@ -63,6 +62,34 @@ def proxy_for(url: str, env: Mapping[str, str]) -> str | None:
             f"({proxy.split('://')[0]}). Use an HTTP proxy, or exempt {host} with NO_PROXY."
         )
     return proxy
+
+
+# MERGED: Which addresses are of the same server: what may see a key depends on it.
+
+_USUAL_PORTS = {"http": 80, "https": 443}
+
+
+def origin(url: str) -> tuple[str, str, int] | None:
+    """Scheme, host and port; None for what is no http:// or https:// address."""
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError:  # a port that is no number, half an IPv6 address
+        return None
+    if parts.scheme not in _USUAL_PORTS or not parts.hostname:
+        return None
+    return parts.scheme, parts.hostname, _USUAL_PORTS[parts.scheme] if port is None else port
+
+
+def redirect_url(url: str, location: str | None) -> str | None:
+    """Where an answer from `url` redirects to; None if that is no http:// or https:// address."""
+    if not location or "\\" in location:  # which some take for a slash, and so for another host
+        return None
+    try:
+        found = urljoin(url, location)
+    except ValueError:
+        return None
+    return None if origin(found) is None else found
 
 
 # MERGED: The seam to the network: bytes and headers in, bytes and headers out. Knows no protocol. The only place that imports aiohttp, and only when the first request is sent. Why aiohttp: docs/decisions/0002-transport.md.
