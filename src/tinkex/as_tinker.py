@@ -73,7 +73,7 @@ class _Finder(importlib.metadata.DistributionFinder, Loader):
     ) -> ModuleSpec | None:
         if name == NAME:
             return ModuleSpec(name, self, is_package=True)
-        if not name.startswith(f"{NAME}.") or importlib.util.find_spec(_ours(name)) is None:
+        if not name.startswith(f"{NAME}.") or importlib.util.find_spec(_tinkex_name(name)) is None:
             return None
         return ModuleSpec(name, self)
 
@@ -86,7 +86,7 @@ class _Finder(importlib.metadata.DistributionFinder, Loader):
                 __version__=PROTOCOL_VERSION, __title__=NAME, __all__=tinkex.__all__
             )
         else:  # the very module, so that whoever patches one patches both
-            sys.modules[module.__name__] = importlib.import_module(_ours(module.__name__))
+            sys.modules[module.__name__] = importlib.import_module(_tinkex_name(module.__name__))
 
     def find_distributions(
         self,
@@ -97,7 +97,7 @@ class _Finder(importlib.metadata.DistributionFinder, Loader):
         return [_Distribution()] if context.name in (None, NAME) else []
 
 
-def _ours(name: str) -> str:
+def _tinkex_name(name: str) -> str:
     return "tinkex" + name.removeprefix(NAME)
 
 
@@ -113,10 +113,10 @@ def install() -> None:
             "the program with: python -m tinkex.as_tinker PROGRAM"
         )
     sys.meta_path.insert(0, _Finder())
-    _teach_children()
+    _install_in_children()
 
 
-def _teach_children() -> None:
+def _install_in_children() -> None:
     """
     Let processes that `multiprocessing` spawns call `install` before they import the program.
 

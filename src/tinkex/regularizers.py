@@ -135,8 +135,8 @@ class Entropy:
                     f"data[{index}] has one target for each position; an entropy needs several: "
                     "target_tokens of shape [positions, K]."
                 )
-            share = (each / self.temperature).log_softmax(dim=-1)
-            terms.append(-(share.exp() * share).sum())
+            logp = (each / self.temperature).log_softmax(dim=-1)
+            terms.append(-(logp.exp() * logp).sum())
         return _total(terms)
 
 
@@ -297,16 +297,16 @@ def regularized(
         base, metrics = loss_fn(data, logprobs)
         batch = Batch(data=data, logprobs=logprobs, loss=base)
         parts = {"base": base}
-        told = dict(metrics)
-        told["regularizer/base:sum"] = base.detach()
+        reported = dict(metrics)
+        reported["regularizer/base:sum"] = base.detach()
         for name, term in named.items():
             value = term.regularizer(batch)
             parts[name] = term.weight * value
-            told[f"regularizer/{name}:sum"] = value.detach()
+            reported[f"regularizer/{name}:sum"] = value.detach()
         if gradient_norms:
             for name, part in parts.items():
-                told[f"gradient_norm/{name}:mean"] = _norm(part, logprobs)
-        return _total(part.reshape(()) for part in parts.values()), told
+                reported[f"gradient_norm/{name}:mean"] = _norm(part, logprobs)
+        return _total(part.reshape(()) for part in parts.values()), reported
 
     need_torch()
     return loss

@@ -8,7 +8,7 @@ import pytest
 import tinkex
 from tinkex import auth
 from tinkex.client.auth.credentials import ApiKey
-from tinkex.client.auth.key_store import StoredKey, StoredKeys, place, write
+from tinkex.client.auth.key_store import StoredKey, StoredKeys, default_path, write
 from tinkex.client.http import backpressure
 from tinkex.testing import Answer, FakeService
 
@@ -32,7 +32,7 @@ def test_without_anything_there_are_no_credentials():
 
 def test_a_key_in_the_environment_or_the_file_is_found(monkeypatch, tmp_path):
     stored = StoredKeys().with_key("1", StoredKey(key=ApiKey("tml-stored"))).with_default("1")
-    write(place(tmp_path), stored)
+    write(default_path(tmp_path), stored)
     assert auth.get_tinker_token() == "tml-stored"
     monkeypatch.setenv("TINKER_API_KEY", KEY)
     assert auth.get_tinker_token() == KEY
@@ -51,8 +51,8 @@ def test_a_command_counts_and_is_not_run(monkeypatch, tmp_path):
 
 
 def test_malformed_keys_and_files_are_no_credentials(monkeypatch, tmp_path):
-    place(tmp_path).parent.mkdir()
-    place(tmp_path).write_text("{")
+    default_path(tmp_path).parent.mkdir()
+    default_path(tmp_path).write_text("{")
     assert auth.get_tinker_token() is None
     assert not auth.tinker_has_credentials()
     monkeypatch.setenv("TINKER_API_KEY", "sk-wrong")

@@ -5,7 +5,13 @@ import gc
 
 import pytest
 
-from tinkex.client.http.backpressure import MOST_SPREAD_S, Backoff, BillingPause, Budget, Lanes
+from tinkex.client.http.backpressure import (
+    MAX_SPREAD_S,
+    Backoff,
+    BillingPause,
+    Budget,
+    ServiceLimitsTable,
+)
 
 
 class Clock:
@@ -80,8 +86,8 @@ def test_one_who_is_cancelled_while_waiting_holds_nothing():
 def test_a_longer_wish_to_wait_is_not_shortened_by_a_later_one():
     clock = Clock()
     backoff = Backoff(clock)
-    backoff.ask(5)
-    backoff.ask(1)
+    backoff.extend(5)
+    backoff.extend(1)
     assert backoff.left_s == 5
     clock.now += 5
     assert backoff.left_s == 0
@@ -94,28 +100,28 @@ def test_a_wait_ends_with_the_time_of_the_one_who_waits(monkeypatch):
         slept.append(seconds)
         clock.now += seconds
         if len(slept) < 3:
-            backoff.ask(3600)  # told again and again
+            backoff.extend(3600)  # told again and again
 
     monkeypatch.setattr("tinkex.client.http.backpressure.asyncio.sleep", sleep)
     backoff = Backoff(clock)
-    backoff.ask(3600)
+    backoff.extend(3600)
     asyncio.run(backoff.wait(300))
-    assert sum(slept) == pytest.approx(300, abs=MOST_SPREAD_S)
+    assert sum(slept) == pytest.approx(300, abs=MAX_SPREAD_S)
     slept.clear()
     backoff = Backoff(clock)
-    backoff.ask(10)
+    backoff.extend(10)
     asyncio.run(backoff.wait())  # until nobody is told to wait any more
-    assert sum(slept) == pytest.approx(10 + 2 * 3600, abs=3 * MOST_SPREAD_S)
+    assert sum(slept) == pytest.approx(10 + 2 * 3600, abs=3 * MAX_SPREAD_S)
     slept.clear()
     backoff = Backoff(clock)
-    backoff.ask(10)
+    backoff.extend(10)
     asyncio.run(backoff.wait_once(60))  # a poll does not wait for those who are told after it
     assert sum(slept) == pytest.approx(10, abs=2.5)
 
 
 def test_402_is_waited_out_until_patience_ends_and_starts_over_after_a_quiet_time():
     clock = Clock()
-    billing = BillingPause(patience_s=12, clock=clock)
+    billing = BillingPause(max_pause_s=12, clock=clock)
     waits = []
     for _ in range(4):
         waits.append(billing.pause_s())
@@ -126,11 +132,11 @@ def test_402_is_waited_out_until_patience_ends_and_starts_over_after_a_quiet_tim
 
 
 def test_a_lane_is_shared_while_anybody_uses_it():
-    lanes = Lanes()
+    lanes = ServiceLimitsTable()
     a = lanes.get(("http://a", "k"))
     assert lanes.get(("http://a", "k")) is a
     assert lanes.get(("http://a", "other")) is not a
-    a.backoff.ask(60)
+    a.backoff.extend(60)
     del a
     gc.collect()
     assert lanes.get(("http://a", "k")).backoff.left_s == 0

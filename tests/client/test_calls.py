@@ -12,7 +12,7 @@ import tinkex
 from client.waiting import until
 from tinkex import types
 from tinkex.client.http.backpressure import Backoff
-from tinkex.client.http.polling import Pace
+from tinkex.client.http.polling import PollBackoff
 from tinkex.testing import Answer, FakeService, Lost
 
 
@@ -123,7 +123,7 @@ def test_everything_with_the_same_service_and_key_backs_off_together():
 
 @pytest.mark.parametrize("shared", [False, True], ids=["a poll for each", "one poll for all"])
 def test_polls_wait_with_the_others_while_the_service_is_busy(monkeypatch, shared):
-    monkeypatch.setattr("tinkex.client.http.polling.FEW", 0)
+    monkeypatch.setattr("tinkex.client.http.polling.MAX_SELF_POLLING", 0)
     fake = FakeService(config={"sample_use_retrieve_futures": shared}, sample_s=3.0, hold_s=0.01)
     endpoints = {"retrieve_future", "retrieve_futures"} if shared else {"retrieve_future"}
     waiting, over = set(), threading.Event()
@@ -196,7 +196,7 @@ def test_h3_others_wait_for_a_long_time_only_as_long_as_they_have(monkeypatch):
 def test_a_poll_that_is_told_to_wait_for_a_day_asks_again_after_a_minute(
     monkeypatch, caplog, endpoint, status
 ):
-    monkeypatch.setattr("tinkex.client.http.polling.FEW", 0)
+    monkeypatch.setattr("tinkex.client.http.polling.MAX_SELF_POLLING", 0)
     for place in ("calls", "results", "poller"):
         monkeypatch.setattr(f"tinkex.client.{place}.LONG_WAIT_S", 0.05)
     monkeypatch.setenv("TINKEX_GIVE_UP_S", "0.1")
@@ -220,13 +220,13 @@ def test_a_poll_that_waited_here_first_was_not_held_by_the_server(monkeypatch, s
         await asyncio.sleep(0.1)
         sent_at[asyncio.current_task()] = time.monotonic()
 
-    def after_not_yet(self: Pace, held_s: float) -> float:
+    def after_not_yet(self: PollBackoff, held_s: float) -> float:
         held.append((held_s, time.monotonic() - sent_at[asyncio.current_task()]))
         return 0.0
 
     monkeypatch.setattr(Backoff, "wait_once", wait_once)
-    monkeypatch.setattr(Pace, "after_not_yet", after_not_yet)
-    monkeypatch.setattr("tinkex.client.http.polling.FEW", 0)
+    monkeypatch.setattr(PollBackoff, "after_not_yet", after_not_yet)
+    monkeypatch.setattr("tinkex.client.http.polling.MAX_SELF_POLLING", 0)
     fake = FakeService(config={"sample_use_retrieve_futures": shared}, sample_s=0.3, hold_s=0.0)
     with fake.client() as service:
         sampling = service.create_sampling_client(base_model="fake/model")

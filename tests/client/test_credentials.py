@@ -8,7 +8,7 @@ import pytest
 
 from tinkex import TinkerError
 from tinkex.client.auth import credentials
-from tinkex.client.auth.credentials import ApiKey, Command, Printed, resolve, run_command
+from tinkex.client.auth.credentials import ApiKey, Command, CommandCredential, resolve, run_command
 from tinkex.client.settings import Settings
 from tinkex.testing import FakeService
 
@@ -109,7 +109,7 @@ def test_a_command_that_hangs_is_ended_with_what_it_started(tmp_path):
 
 def test_a_command_does_not_stop_the_loop_and_runs_once_for_all_who_ask(tmp_path):
     ran = tmp_path / "ran"
-    credential = Printed(
+    credential = CommandCredential(
         Command(f"echo x >> {ran}; sleep 0.2; echo tml-printed"), limit_s=10, clock=time.monotonic
     )
 
@@ -130,7 +130,7 @@ def test_a_command_does_not_stop_the_loop_and_runs_once_for_all_who_ask(tmp_path
 def test_what_was_printed_is_kept_for_a_minute_and_asked_for_again_after_a_refusal(tmp_path):
     now = [0.0]
     count = tmp_path / "count"
-    credential = Printed(
+    credential = CommandCredential(
         Command(f"echo x >> {count}; echo tml-$(wc -l < {count} | tr -d ' ')"),
         limit_s=10,
         clock=lambda: now[0],
@@ -138,9 +138,9 @@ def test_what_was_printed_is_kept_for_a_minute_and_asked_for_again_after_a_refus
 
     async def main():
         assert await credential.token() == "tml-1"
-        now[0] = credentials.FRESH_S - 1
+        now[0] = credentials.COMMAND_CACHE_S - 1
         assert await credential.token() == "tml-1"
-        now[0] = credentials.FRESH_S + 1
+        now[0] = credentials.COMMAND_CACHE_S + 1
         assert await credential.token() == "tml-2"
         assert await credential.renew("tml-2")
         assert await credential.token() == "tml-3"
@@ -178,6 +178,6 @@ def test_a_command_that_fails_fails_the_call_at_once(monkeypatch):
 
 def test_clients_with_the_same_command_share_limits():
     a = Settings(base_url="http://a", credential_cmd="x")
-    assert a.lane == Settings(base_url="http://a", credential_cmd="x").lane
-    assert a.lane != Settings(base_url="http://a", credential_cmd="y").lane
-    assert a.lane != Settings(base_url="http://a").lane
+    assert a.limits_key == Settings(base_url="http://a", credential_cmd="x").limits_key
+    assert a.limits_key != Settings(base_url="http://a", credential_cmd="y").limits_key
+    assert a.limits_key != Settings(base_url="http://a").limits_key

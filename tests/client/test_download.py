@@ -28,7 +28,7 @@ from tinkex.client.files.checkpoint_download import (
     resumable,
     safe_path,
 )
-from tinkex.client.files.file_download import DownloadFailed, Facts, Links, facts_of
+from tinkex.client.files.file_download import DownloadFailed, FileInfo, Links, file_info
 from tinkex.client.http.retry import RetryPolicy
 from tinkex.client.rest import RestClient
 
@@ -482,8 +482,8 @@ def test_what_is_no_path_is_refused_at_once(tmp_path: Path) -> None:
 def test_what_a_service_says_about_a_file_is_read(
     status: int, headers: dict[str, str], expected: tuple[int, str | None]
 ) -> None:
-    facts = facts_of(status, headers)
-    assert (facts.size, facts.tag) == expected
+    info = file_info(status, headers)
+    assert (info.size, info.tag) == expected
 
 
 @pytest.mark.parametrize(
@@ -492,7 +492,7 @@ def test_what_a_service_says_about_a_file_is_read(
 )
 def test_a_file_of_unknown_size_is_refused(status: int, headers: dict[str, str]) -> None:
     with pytest.raises(DownloadFailed, match="how large"):
-        facts_of(status, headers)
+        file_info(status, headers)
 
 
 @pytest.mark.parametrize(
@@ -507,10 +507,10 @@ def test_a_file_of_unknown_size_is_refused(status: int, headers: dict[str, str])
     ],
 )
 def test_only_the_beginning_of_the_same_file_is_kept(state: dict[str, Any], expected: bool) -> None:
-    facts = Facts(size=9, tag="t", sha256=None)
-    assert resumable(state, EXPORT, "f", facts, 5) is expected
-    assert not resumable(state, EXPORT, "f", Facts(size=9, tag=None, sha256=None), 5)
-    assert not resumable(state, EXPORT, "f", facts, 10)
+    info = FileInfo(size=9, tag="t", sha256=None)
+    assert resumable(state, EXPORT, "f", info, 5) is expected
+    assert not resumable(state, EXPORT, "f", FileInfo(size=9, tag=None, sha256=None), 5)
+    assert not resumable(state, EXPORT, "f", info, 10)
 
 
 # -- proxies and headers -----------------------------------------------------------------------------

@@ -19,7 +19,9 @@ REQUEST = Request(
 
 def answered(status: int, content: bytes = b"", **headers: str) -> tinkex.APIStatusError:
     return status_error(
-        Response(status_code=status, headers=headers, content=content, request=REQUEST.bare()),
+        Response(
+            status_code=status, headers=headers, content=content, request=REQUEST.without_payload()
+        ),
         about="step 3 of m",
     )
 
@@ -79,12 +81,12 @@ def test_why_a_redirect_was_not_followed(headers, said):
 
 ERRORS = [
     tinkex.TinkerError("plain"),
-    tinkex.APIError("m", REQUEST.bare(), body={"a": 1}),
-    tinkex.APIConnectionError(REQUEST.bare()),
-    tinkex.APIConnectionError(REQUEST.bare(), "gone"),
-    tinkex.APITimeoutError(REQUEST.bare()),
+    tinkex.APIError("m", REQUEST.without_payload(), body={"a": 1}),
+    tinkex.APIConnectionError(REQUEST.without_payload()),
+    tinkex.APIConnectionError(REQUEST.without_payload(), "gone"),
+    tinkex.APITimeoutError(REQUEST.without_payload()),
     tinkex.APIResponseValidationError(
-        Response(status_code=200, request=REQUEST.bare()), {"a": 1}, "odd"
+        Response(status_code=200, request=REQUEST.without_payload()), {"a": 1}, "odd"
     ),
     answered(404, b"{}"),
     answered(503),

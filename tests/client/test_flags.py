@@ -18,7 +18,7 @@ PARAMS = SamplingParams(max_tokens=4)
 
 
 def test_wishes_are_refreshed_and_an_old_one_outlives_a_failure(monkeypatch):
-    monkeypatch.setattr(connection, "LEAST_REFRESH_S", 0.02)
+    monkeypatch.setattr(connection, "MIN_REFRESH_S", 0.02)
     fake = FakeService(dynamic_config={"refresh_interval_sec": 0})
     with fake.client() as service:
         sampling = service.create_sampling_client(base_model="fake/model")
@@ -44,27 +44,27 @@ def test_sizes_of_the_budgets_are_the_servers():
     fake = FakeService(config=config)
     with fake.client(api_key="tml-sizes") as service:
         service.create_sampling_client(base_model="fake/model")
-        lane = service.holder._connected.value.lane
-        assert lane.sample_bytes.size == 11
-        assert lane.result_bytes.size == 12
-        assert lane.training_bytes.size == 13
-        assert lane.samples.size == 14
-        assert lane.billing.patience_s == 15
+        limits = service.holder._connected.value.limits
+        assert limits.sample_bytes.size == 11
+        assert limits.result_bytes.size == 12
+        assert limits.training_bytes.size == 13
+        assert limits.samples.size == 14
+        assert limits.billing.max_pause_s == 15
 
 
 def test_samples_that_share_a_poll_are_not_limited_by_open_files(monkeypatch):
-    monkeypatch.setattr(connection, "most_polls", lambda: 7)
+    monkeypatch.setattr(connection, "max_open_polls", lambda: 7)
     for shared, size in ((True, 2000), (False, 7)):
         fake = FakeService(config={"sample_use_retrieve_futures": shared})
         with fake.client(api_key=f"tml-{shared}") as service:
             service.create_sampling_client(base_model="fake/model")
-            assert service.holder._connected.value.lane.samples.size == size
+            assert service.holder._connected.value.limits.samples.size == size
 
 
 def test_batches_go_uncompressed_where_there_is_no_zstd(monkeypatch, datum, caplog):
     for name in ("zstandard", "compression", "compression.zstd"):
         monkeypatch.setitem(sys.modules, name, None)
-    submission._say_once_that_bodies_stay_large.cache_clear()
+    submission._log_missing_zstd.cache_clear()
     fake = FakeService(config={"proto_compress_fwdbwd": True})
     with fake.client() as service, caplog.at_level("DEBUG", logger="tinkex"):
         model = service.create_lora_training_client("fake/model")

@@ -15,9 +15,9 @@ from tinkex.client.files.huggingface import (
     adapter_config,
     card,
     check_card,
-    chosen,
-    place,
     push_to_hub,
+    select_files,
+    target_repo,
 )
 
 PATH = "tinker://s-1:train:0/sampler_weights/step 10"
@@ -55,14 +55,14 @@ def adapter(tmp_path: Path) -> Path:
 def test_repository_and_branch_are_derived_where_they_are_not_said(
     repo: str | None, revision: str | None, expected: tuple[str, str | None]
 ) -> None:
-    assert place(PATH, "somebody", repo=repo, revision=revision) == expected
+    assert target_repo(PATH, "somebody", repo=repo, revision=revision) == expected
 
 
 def test_derived_names_are_names_that_the_hub_takes() -> None:
     from huggingface_hub.utils import validate_repo_id
 
     for run in ("a--b..c", "-x-", "ü:ö", "r" * 300, "a:train:0"):
-        repo, branch = place(f"tinker://{run}/weights/n", "u", repo=None, revision=None)
+        repo, branch = target_repo(f"tinker://{run}/weights/n", "u", repo=None, revision=None)
         validate_repo_id(repo)
         assert branch == "weights-n"
 
@@ -106,9 +106,9 @@ def test_a_place_of_another_checkpoint_is_refused() -> None:
 
 def test_patterns_choose_the_files() -> None:
     names = ["a.json", "b.bin", "checkpoint_complete", "extra/c.txt"]
-    assert chosen(names, None, None) == ["a.json", "b.bin", "extra/c.txt"]
-    assert chosen(names, ["*.json", "extra/"], None) == ["a.json", "extra/c.txt"]
-    assert chosen(names, None, ["extra/*", "*.bin"]) == ["a.json"]
+    assert select_files(names, None, None) == ["a.json", "b.bin", "extra/c.txt"]
+    assert select_files(names, ["*.json", "extra/"], None) == ["a.json", "extra/c.txt"]
+    assert select_files(names, None, ["extra/*", "*.bin"]) == ["a.json"]
 
 
 def test_without_the_package_the_extra_is_named(

@@ -15,7 +15,7 @@ from tinkex.client.errors import (
     status_error,
 )
 from tinkex.client.http.transport import Request, Response
-from tinkex.client.sample_queue import MOST_FAILED_DRAWS, starts_over
+from tinkex.client.sample_queue import MAX_SERVER_FAILURES, should_restart
 from tinkex.testing import Answer, FakeService, Lost
 from tinkex.wire.errors import RequestErrorCategory
 
@@ -90,7 +90,7 @@ def test_a_draw_that_the_server_fails_is_tried_a_few_times_and_then_told(fake, s
     fake.script("retrieve_future", *[CRASHED] * 50)
     with pytest.raises(tinkex.RequestFailedError, match="crashed"):
         sampling.sample(PROMPT, 1, PARAMS).result(5)
-    assert numbers(fake) == list(range(MOST_FAILED_DRAWS + 1))
+    assert numbers(fake) == list(range(MAX_SERVER_FAILURES + 1))
 
 
 def test_exceptions_that_the_user_lists_are_retried(fake, service):
@@ -128,7 +128,7 @@ LOST = APIConnectionError(Request(method="POST", url="http://x"), "reset")
 )
 def test_what_is_drawn_again(error, sent, listed, expected):
     config = RetryConfig(retryable_exceptions=listed)
-    assert starts_over(error, config, 1, sent=sent) is expected
+    assert should_restart(error, config, 1, sent=sent) is expected
 
 
 def test_a_standstill_is_told_once_to_all_with_what_was_seen_last(fake, service):

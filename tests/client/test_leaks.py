@@ -60,7 +60,7 @@ def use(url):
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_closed_sessions_free_their_sockets_tasks_and_objects(loopback, fake, shared, monkeypatch):
-    monkeypatch.setattr(polling, "FEW", 4)
+    monkeypatch.setattr(polling, "MAX_SELF_POLLING", 4)
     fake._config["sample_use_retrieve_futures"] = shared
     service, _ = use(loopback.url)  # what the process keeps anyway
     service.close("success").result(5)
@@ -106,8 +106,13 @@ def test_results_nobody_asked_for_do_not_pile_up():
             for future in [sampling.sample(PROMPT, 1, PARAMS) for _ in range(200)]:
                 future.cancel()
         sampling.sample(PROMPT, 1, PARAMS).result(10)
-        desk = sampling._desk
-        assert settled(lambda: len(desk._inside) + len(desk._line.waiting), 0) == 0
-        assert settled(lambda: len(desk._poller._early) + len(desk._poller._waiting), 0) == 0
-        assert settled(lambda: len(desk._poller._fetched), 0) == 0
+        queue = sampling._sample_queue
+        assert settled(lambda: len(queue._running) + len(queue._waiting_samples.waiting), 0) == 0
+        assert (
+            settled(
+                lambda: len(queue._shared_poll._unclaimed) + len(queue._shared_poll._waiting), 0
+            )
+            == 0
+        )
+        assert settled(lambda: len(queue._shared_poll._fetched), 0) == 0
         assert not service.holder._tasks or settled(lambda: len(service.holder._tasks), 0) == 0

@@ -9,7 +9,7 @@ import pytest
 
 from tinkex import RetryConfig, SamplingParams, types
 from tinkex.client import background_loop
-from tinkex.client.http.backpressure import Admission, Line
+from tinkex.client.http.backpressure import ClientQueue, FairLimiter
 from tinkex.testing import Answer, FakeService
 from tinkex.wire.protobuf import encode_sample_response
 
@@ -184,21 +184,21 @@ def test_a_service_that_was_busy_is_not_flooded_when_it_is_back():
 
 
 def test_lines_take_turns_and_keep_to_their_own_limits():
-    inside = []
+    running = []
 
     def begin(entry):
-        inside.append(entry)
+        running.append(entry)
         return True
 
-    door = Admission(4)
-    one, two = Line(begin, limit=None), Line(begin, limit=1)
-    door.join(one, ["a1", "a2"])
-    door.join(two, ["b1", "b2"])
-    door.join(one, ["a3", "a4", "a5"])
-    assert inside == ["a1", "a2", "b1", "a3"]
-    door.leave(one)
-    assert inside[-1] == "a4"  # b2 must wait for b1
-    door.leave(two)
-    door.leave(one)
-    assert inside[-2:] == ["b2", "a5"] or inside[-2:] == ["a5", "b2"]
+    door = FairLimiter(4)
+    one, two = ClientQueue(begin, limit=None), ClientQueue(begin, limit=1)
+    door.enqueue(one, ["a1", "a2"])
+    door.enqueue(two, ["b1", "b2"])
+    door.enqueue(one, ["a3", "a4", "a5"])
+    assert running == ["a1", "a2", "b1", "a3"]
+    door.release(one)
+    assert running[-1] == "a4"  # b2 must wait for b1
+    door.release(two)
+    door.release(one)
+    assert running[-2:] == ["b2", "a5"] or running[-2:] == ["a5", "b2"]
     assert door.used == 4

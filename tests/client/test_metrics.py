@@ -16,7 +16,7 @@ from tinkex.testing import Answer, FakeService, Lost
 @pytest.fixture(autouse=True)
 def _alone(monkeypatch):
     """What other tests left running counts elsewhere."""
-    monkeypatch.setattr(instrumentation, "here", Metrics())
+    monkeypatch.setattr(instrumentation, "METRICS", Metrics())
 
 
 def levels() -> set[float]:
@@ -126,7 +126,7 @@ def test_levels_come_back_to_zero_whatever_ends_the_waiting(fake, how):
 
 def test_reset_forgets_counts_and_times_and_keeps_levels(fake, datum):
     train(fake, datum)
-    instrumentation.here.change("operations_in_flight", "sample", 1)
+    instrumentation.METRICS.change("operations_in_flight", "sample", 1)
     tinkex.reset_metrics()
     seen = tinkex.metrics_snapshot()
     assert "operations_done.optim_step" not in seen["counters"]
@@ -152,13 +152,13 @@ def test_percentiles_are_right_within_a_few_percent():
 
 def test_memory_is_bounded_however_many_names_there_are():
     here = Metrics()
-    for number in range(3 * instrumentation.MOST_NAMES):
+    for number in range(3 * instrumentation.MAX_NAMES):
         here.count("requests", f"name-{number}")
         here.observe("request", f"name-{number}", 0.1)
     seen = here.snapshot()
-    assert len(seen["counters"]) <= instrumentation.MOST_NAMES + 1
-    assert len(seen["latency_s"]) <= instrumentation.MOST_NAMES + 1
-    assert sum(seen["counters"].values()) == 3 * instrumentation.MOST_NAMES
+    assert len(seen["counters"]) <= instrumentation.MAX_NAMES + 1
+    assert len(seen["latency_s"]) <= instrumentation.MAX_NAMES + 1
+    assert sum(seen["counters"].values()) == 3 * instrumentation.MAX_NAMES
 
 
 def test_an_observation_is_cheap():

@@ -4,13 +4,13 @@ import asyncio
 
 import pytest
 
-from tinkex.client.submission import Fate, Numbers, Turnstile
+from tinkex.client.submission import Outcome, SeqIds, TicketQueue
 
 
 def test_tickets_are_served_in_order_whoever_comes_first():
     async def main():
-        turnstile, served = Turnstile(), []
-        tickets = [turnstile.take() for _ in range(5)]
+        turnstile, served = TicketQueue(), []
+        tickets = [turnstile.take_ticket() for _ in range(5)]
 
         async def send(ticket):
             await asyncio.sleep(0.001 * (5 - ticket))
@@ -25,8 +25,8 @@ def test_tickets_are_served_in_order_whoever_comes_first():
 @pytest.mark.parametrize("when", ["before its first step", "while it waits", "while it sends"])
 def test_requests_behind_a_cancelled_one_still_leave(when):
     async def main():
-        turnstile, served = Turnstile(), []
-        first, second, third = (turnstile.take() for _ in range(3))
+        turnstile, served = TicketQueue(), []
+        first, second, third = (turnstile.take_ticket() for _ in range(3))
         gate = asyncio.Event()
 
         async def send(ticket):
@@ -53,8 +53,8 @@ def test_requests_behind_a_cancelled_one_still_leave(when):
 
 def test_requests_behind_a_failed_one_still_leave():
     async def main():
-        turnstile, served = Turnstile(), []
-        first, second = turnstile.take(), turnstile.take()
+        turnstile, served = TicketQueue(), []
+        first, second = turnstile.take_ticket(), turnstile.take_ticket()
 
         async def fail():
             raise ValueError("no")
@@ -69,11 +69,11 @@ def test_requests_behind_a_failed_one_still_leave():
     asyncio.run(main())
 
 
-A, R, U, N = Fate.ACCEPTED, Fate.REFUSED, Fate.UNKNOWN, Fate.UNSENT
+A, R, U, N = Outcome.ACCEPTED, Outcome.REFUSED, Outcome.UNKNOWN, Outcome.UNSENT
 
 
 @pytest.mark.parametrize(
-    ("fates", "next_number", "gaps"),
+    ("outcomes", "next_number", "unused"),
     [
         ([A], 2, {}),
         ([A, A, A], 4, {}),
@@ -88,10 +88,10 @@ A, R, U, N = Fate.ACCEPTED, Fate.REFUSED, Fate.UNKNOWN, Fate.UNSENT
         ([], 1, {}),
     ],
 )
-def test_numbers_that_never_arrived_are_reused_or_kept_as_gaps(fates, next_number, gaps):
-    numbers = Numbers()
-    numbers.settle(fates, adds_gradients=True)
-    assert (numbers.next, numbers.gaps) == (next_number, gaps)
-    harmless = Numbers()
-    harmless.settle(fates)
-    assert harmless.gaps == dict.fromkeys(gaps, False)
+def test_numbers_that_never_arrived_are_reused_or_kept_as_gaps(outcomes, next_number, unused):
+    numbers = SeqIds()
+    numbers.record(outcomes, adds_gradients=True)
+    assert (numbers.next, numbers.unused) == (next_number, unused)
+    harmless = SeqIds()
+    harmless.record(outcomes)
+    assert harmless.unused == dict.fromkeys(unused, False)

@@ -142,7 +142,7 @@ def test_a_step_that_cannot_begin_fails_and_the_next_one_runs(fake, traced, refu
         (1, "optim_step"),
         (2, "optim_step"),
     ]
-    assert instrumentation.here.family("operations_in_flight").get("forward_backward", 0) == 0
+    assert instrumentation.METRICS.family("operations_in_flight").get("forward_backward", 0) == 0
 
 
 def test_a_sample_that_cannot_begin_fails_and_the_next_one_runs(fake, traced, refusing):

@@ -12,7 +12,7 @@ import tinkex
 from client.waiting import until
 from tinkex import RetryConfig, SamplingParams, types
 from tinkex.client.http import polling
-from tinkex.client.http.polling import Poller
+from tinkex.client.http.polling import SharedPoll
 from tinkex.testing import Answer, FakeService, Lost
 
 PROMPT = types.ModelInput.from_ints([5, 6, 7])
@@ -23,7 +23,7 @@ BATCHED = {"sample_use_retrieve_futures": True}
 @pytest.fixture(autouse=True)
 def _all_wait_together(monkeypatch):
     """No sample asks for itself, except where a test says so."""
-    monkeypatch.setattr(polling, "FEW", 0)
+    monkeypatch.setattr(polling, "MAX_SELF_POLLING", 0)
 
 
 @pytest.fixture
@@ -76,12 +76,12 @@ def test_fetched_results_are_reported_until_a_poll_that_named_them_succeeded(fak
 
 def test_a_client_that_waits_for_nothing_does_not_poll(fake, sampling):
     [future.result(10) for future in draw(sampling, 3)]
-    until(lambda: sampling._desk._poller._task is None)
+    until(lambda: sampling._sample_queue._shared_poll._task is None)
     polls = len(seen(fake, "retrieve_futures"))
     time.sleep(0.1)
     assert len(seen(fake, "retrieve_futures")) == polls
-    assert not sampling._desk._poller._waiting
-    assert not sampling._desk._poller._fetched
+    assert not sampling._sample_queue._shared_poll._waiting
+    assert not sampling._sample_queue._shared_poll._fetched
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,16 @@ def test_a_final_answer_reaches_every_sample_that_waits_as_a_tinker_error(
     fake.script("retrieve_futures", *answers)
     hold = fake.hold("retrieve_futures")
     futures = draw(sampling, 3)
-    until(lambda: len(sampling._desk._poller._waiting if sampling._desk._poller else ()) == 3)
+    until(
+        lambda: (
+            len(
+                sampling._sample_queue._shared_poll._waiting
+                if sampling._sample_queue._shared_poll
+                else ()
+            )
+            == 3
+        )
+    )
     hold.release()
     errors = [future.exception(10) for future in futures]
     assert {type(error) for error in errors} == {kind}
@@ -175,22 +184,22 @@ def test_events_of_nobody_are_forgotten():
         from tinkex.wire.futures import FutureFinished, SamplingSessionFuturesTarget
 
         target = SamplingSessionFuturesTarget(sampling_session_id="s")
-        here = Poller(Calls(), target, keep=lambda task: None)
-        with here.expecting():
-            with here.expecting():
+        here = SharedPoll(Calls(), target, keep=lambda task: None)
+        with here.submitting():
+            with here.submitting():
                 for number in range(1_000):
                     here._hand_over(FutureFinished(request_id=f"stray-{number}"))
-            assert len(here._early) == 1_000  # the first submission may be one of them
-        assert not here._early
+            assert len(here._unclaimed) == 1_000  # the first submission may be one of them
+        assert not here._unclaimed
         assert not here._early_order
         here._hand_over(FutureFinished(request_id="stray"))
-        assert not here._early
+        assert not here._unclaimed
 
     asyncio.run(main())
 
 
 def test_a_few_samples_ask_for_themselves(fake, service, monkeypatch):
-    monkeypatch.setattr(polling, "FEW", 8)
+    monkeypatch.setattr(polling, "MAX_SELF_POLLING", 8)
     sampling = service.create_sampling_client(base_model="fake/model")
     [future.result(10) for future in draw(sampling, 5)]
     assert not seen(fake, "retrieve_futures")
@@ -202,7 +211,7 @@ def test_large_results_wait_for_room(service, fake):
     sampling = service.create_sampling_client(base_model="fake/model")
     connection = service.holder._connected.value
     until(lambda: connection is not None)
-    connection.lane.result_bytes.size = 1  # one at a time
+    connection.limits.result_bytes.size = 1  # one at a time
     arrived, most = [0], [0]
     lock = threading.Lock()
     original = fake._retrieve
@@ -232,7 +241,7 @@ def test_cancelled_and_closed_clients_leave_no_poll_behind():
     until(lambda: seen(fake, "retrieve_futures"))
     futures[0].cancel()
     until(lambda: len(fake.cancelled) == 1)
-    task = sampling._desk._poller._task
+    task = sampling._sample_queue._shared_poll._task
     service.close("success").result(5)
     until(lambda: task.done())
     for future in futures[1:]:

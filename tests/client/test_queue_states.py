@@ -9,14 +9,14 @@ import tinkex
 from client.waiting import until
 from tinkex import types
 from tinkex.client.observe import instrumentation, queue_states
-from tinkex.client.observe.progress import Row, in_words
+from tinkex.client.observe.progress import Row, summary_line
 from tinkex.testing import Answer
 
 
 @pytest.fixture(autouse=True)
 def _alone(monkeypatch):
     """What other tests left running is not shown here."""
-    monkeypatch.setattr(instrumentation, "here", instrumentation.Metrics())
+    monkeypatch.setattr(instrumentation, "METRICS", instrumentation.Metrics())
     monkeypatch.setattr(queue_states, "_paused", {})
 
 
@@ -146,7 +146,7 @@ def test_o8_progress_shows_what_is_under_way_and_why_it_waits(fake, service, out
 
 def test_progress_in_words():
     row = Row(name="sample", done=12, failed=1, in_flight=5, waiting=22)
-    assert in_words([row], []) == "sample 12/40, 5 in flight, 22 waiting, 1 failed"
+    assert summary_line([row], []) == "sample 12/40, 5 in flight, 22 waiting, 1 failed"
 
 
 def test_progress_of_nothing_says_nothing():

@@ -10,7 +10,7 @@ from aiohttp import web
 import tinkex
 from tinkex import types
 from tinkex.client.http.sse import Consumed
-from tinkex.client.http.transport import HttpTransport, Kind, Request, TooSlow, Unreachable
+from tinkex.client.http.transport import DeadlineExceeded, HttpTransport, Kind, Request, Unreachable
 from tinkex.compat.raw_responses import Raw
 from tinkex.testing import Answer, Lost
 
@@ -178,7 +178,7 @@ def test_the_transport_streams_within_a_deadline_for_each_piece():
             await transport.close()
 
     with Site(b"one", b"two") as site:
-        with pytest.raises(TooSlow):
+        with pytest.raises(DeadlineExceeded):
             asyncio.run(ask(site.url, 2))
         site.gate.set()
         assert b"".join(asyncio.run(ask(site.url, 3))) == b"onetwo"

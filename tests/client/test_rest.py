@@ -20,7 +20,7 @@ from standin import Asked, Reply, Standin, reply_json, standing_in
 from tinkex import AdminClient, RestClient, types
 from tinkex.client import rest as rest_module
 from tinkex.client import rest_base
-from tinkex.client.rest import owner_in
+from tinkex.client.rest import owner_of_token
 from tinkex.testing import Answer, FakeService
 
 RUN = "s:train:0"
@@ -209,8 +209,10 @@ def test_a_copy_is_repeated_under_one_key_and_lends_the_token_in_a_header(
 ) -> None:
     answers = iter([reply_json({"detail": "busy"}, 503), reply_json({"tinker_path": PATH})])
     here.script["POST /api/v1/copy_weights"] = lambda _: next(answers)
-    lent = rest.copy_weights(PATH, "p", ttl_seconds=7200, weights_access_token="tml-theirs")
-    assert lent.result(10) == PATH
+    with_other_key = rest.copy_weights(
+        PATH, "p", ttl_seconds=7200, weights_access_token="tml-theirs"
+    )
+    assert with_other_key.result(10) == PATH
     first, second = here.asked
     assert first.headers["x-idempotency-key"] == second.headers["x-idempotency-key"]
     assert first.headers["x-tinker-weights-access-token"] == "tml-theirs"
@@ -313,10 +315,10 @@ def test_a_trace_is_looked_for_soon_and_then_at_an_even_pace(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    assert rest_module.LOOK_EVERY_S == 5
-    assert rest_module.FIRST_LOOK_S < 1
-    monkeypatch.setattr(rest_module, "FIRST_LOOK_S", 0.001)
-    monkeypatch.setattr(rest_module, "LOOK_EVERY_S", 0.002)
+    assert rest_module.TRACE_POLL_S == 5
+    assert rest_module.FIRST_TRACE_POLL_S < 1
+    monkeypatch.setattr(rest_module, "FIRST_TRACE_POLL_S", 0.001)
+    monkeypatch.setattr(rest_module, "TRACE_POLL_S", 0.002)
     answers = iter(
         [reply_json({"status": "pending"})] * 3
         + [reply_json({"status": "ready", "url": "http://x/y"})]
@@ -443,12 +445,12 @@ def test_whoami_reads_the_token_and_sends_nothing(here: Service) -> None:
 
 def test_a_token_that_does_not_say_whose_it_is_is_told_apart() -> None:
     urn = "tml:organization:us"
-    assert owner_in({"sub": "a", "org_id": urn, "email": 3}) == types.WhoamiResponse(
+    assert owner_of_token({"sub": "a", "org_id": urn, "email": 3}) == types.WhoamiResponse(
         user_urn="a", org_urn=urn
     )
     for claims in ({"sub": "a"}, {"org_id": "b"}, {"sub": 1, "org_id": 2}):
         with pytest.raises(RuntimeError, match="whose it is"):
-            owner_in(claims)
+            owner_of_token(claims)
 
 
 # -- pages -------------------------------------------------------------------------------------------
@@ -561,14 +563,14 @@ def test_o9_a_connection_that_nobody_uses_any_more_is_closed(here: Service) -> N
     )
     rest = RestClient(base_url=here.url, api_key="tml-gone")
     rest.list_sessions().result(5)
-    lane = rest.holder.settings.lane
-    assert lane in rest_base._holders
+    key = rest.holder.settings.limits_key
+    assert key in rest_base._holders
     del rest
     deadline = time.monotonic() + 5
-    while lane in rest_base._holders and time.monotonic() < deadline:
+    while key in rest_base._holders and time.monotonic() < deadline:
         gc.collect()
         time.sleep(0.01)
-    assert lane not in rest_base._holders
+    assert key not in rest_base._holders
 
 
 def test_a_forked_child_asks_on_a_connection_of_its_own(here: Service) -> None:

@@ -8,7 +8,7 @@ import time
 import pytest
 
 import tinkex
-from tinkex.client.http.polling import Pace, QueueLog
+from tinkex.client.http.polling import PollBackoff, QueueLog
 from tinkex.testing import Answer, Lost
 from tinkex.wire.content_digest import content_digest
 
@@ -139,7 +139,7 @@ def test_a_server_that_answers_not_yet_at_once_is_not_polled_in_a_busy_loop(fake
 
 
 def test_the_pace_grows_for_quick_answers_and_rests_for_held_ones():
-    pace = Pace(random.Random(0))
+    pace = PollBackoff(random.Random(0))
     delays = [pace.after_not_yet(0.0) for _ in range(8)]
     assert delays[0] < 0.05
     assert 0.75 <= delays[-1] <= 1.0

@@ -186,7 +186,7 @@ def test_closing_one_client_leaves_its_siblings_alone(fake, datum):
 
 
 def test_a_server_that_is_gone_does_not_hold_up_the_end(fake, monkeypatch):
-    monkeypatch.setattr(session_module, "FINISH_GIVE_UP_S", 0.2)
+    monkeypatch.setattr(session_module, "FINISH_TIMEOUT_S", 0.2)
     service = fake.client()
     service.create_sampling_client(base_model="fake/model")
     fake.script("sessions/s-1/finish", *[Lost()] * 100)

@@ -12,8 +12,8 @@ import pytest
 import tinkex
 from loopback import Loopback
 from tinkex import TinkerError, types
-from tinkex.client.auth.key_store import StoredKey, StoredKeys, place, write
-from tinkex.client.settings import DEFAULT_URL, ApiKey, Settings, is_loopback, normalise_url
+from tinkex.client.auth.key_store import StoredKey, StoredKeys, default_path, write
+from tinkex.client.settings import DEFAULT_URL, ApiKey, Settings, is_loopback, normalize_url
 from tinkex.testing import Answer, FakeService
 
 KEY = "tml-secret-0123456789"
@@ -32,7 +32,7 @@ SLOW = {"retry-after": "1"}
     ],
 )
 def test_a_service_has_one_spelling(given, normal):
-    assert normalise_url(given) == normal
+    assert normalize_url(given) == normal
 
 
 @pytest.mark.parametrize(
@@ -40,12 +40,12 @@ def test_a_service_has_one_spelling(given, normal):
 )
 def test_an_address_that_is_none_is_refused_with_what_to_write(bad):
     with pytest.raises(TinkerError, match="http://HOST:PORT"):
-        normalise_url(bad)
+        normalize_url(bad)
 
 
 def test_a_password_in_an_address_is_refused_and_not_shown():
     with pytest.raises(TinkerError, match="default_headers_overrides") as caught:
-        normalise_url("https://user:hidden@host.example")
+        normalize_url("https://user:hidden@host.example")
     assert "hidden" not in str(caught.value)
 
 
@@ -125,10 +125,13 @@ def test_a_key_does_not_print():
 
 def test_limits_are_shared_by_url_and_key_and_by_nothing_less():
     a = Settings(base_url="http://a", api_key=ApiKey(KEY))
-    assert a.lane == Settings(base_url="http://a", api_key=ApiKey(KEY), project_id="p").lane
-    assert a.lane != Settings(base_url="http://b", api_key=ApiKey(KEY)).lane
-    assert a.lane != Settings(base_url="http://a", api_key=ApiKey(KEY + "1")).lane
-    assert KEY not in str(a.lane)
+    assert (
+        a.limits_key
+        == Settings(base_url="http://a", api_key=ApiKey(KEY), project_id="p").limits_key
+    )
+    assert a.limits_key != Settings(base_url="http://b", api_key=ApiKey(KEY)).limits_key
+    assert a.limits_key != Settings(base_url="http://a", api_key=ApiKey(KEY + "1")).limits_key
+    assert KEY not in str(a.limits_key)
 
 
 # -- H10: one frozen object --------------------------------------------------------------------------
@@ -136,7 +139,7 @@ def test_limits_are_shared_by_url_and_key_and_by_nothing_less():
 
 def test_h10_arguments_win_over_the_environment_over_the_file_over_defaults(tmp_path):
     stored = StoredKeys().with_key("1", StoredKey(key=ApiKey("tml-stored"))).with_default("1")
-    write(place(tmp_path), stored)
+    write(default_path(tmp_path), stored)
     env = {"TINKER_API_KEY": "tml-env", "TINKER_GIVE_UP_S": "7", "TINKER_BASE_URL": "https://env"}
 
     def resolved(env, **arguments):
@@ -227,12 +230,12 @@ def test_h10_nothing_reads_the_environment_again_once_a_client_works(fake, datum
 
 
 def test_h8_spellings_of_one_service_share_and_different_ones_do_not(tmp_path):
-    def lane(url, key=KEY):
-        return Settings.resolve(base_url=url, api_key=key, env={}, home=tmp_path).lane
+    def key(url, key=KEY):
+        return Settings.resolve(base_url=url, api_key=key, env={}, home=tmp_path).limits_key
 
-    assert lane("https://Host.example:443/a/") == lane("https://host.example/a")
-    assert lane("https://host.example/a") != lane("https://host.example/b")
-    assert lane("https://host.example/a") != lane("https://host.example/a", KEY + "2")
+    assert key("https://Host.example:443/a/") == key("https://host.example/a")
+    assert key("https://host.example/a") != key("https://host.example/b")
+    assert key("https://host.example/a") != key("https://host.example/a", KEY + "2")
 
 
 def test_h8_two_services_in_one_process_share_neither_pools_nor_limits_nor_telemetry():
@@ -248,7 +251,7 @@ def test_h8_two_services_in_one_process_share_neither_pools_nor_limits_nor_telem
         # Told to wait, the one waits; another service, or the same with another key, does not.
         here.fake.script("get_server_capabilities", Answer(status=429, headers=SLOW))
         waiting = a._get_server_capabilities()
-        while not found[0].lane.backoff.left_s:
+        while not found[0].limits.backoff.left_s:
             time.sleep(0.005)
         began = time.monotonic()
         b.get_server_capabilities()

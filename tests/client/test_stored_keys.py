@@ -10,7 +10,7 @@ import pytest
 import sdk_envs
 from tinkex import TinkerError
 from tinkex.client.auth.credentials import ApiKey
-from tinkex.client.auth.key_store import StoredKey, StoredKeys, place, read, write
+from tinkex.client.auth.key_store import StoredKey, StoredKeys, default_path, read, write
 from tinkex.client.settings import DEFAULT_URL, Settings
 
 KEY = "tml-stored-0123456789"
@@ -18,7 +18,7 @@ OTHER = "http://127.0.0.1:8000"
 
 
 def test_what_is_written_is_read_again_and_nobody_else_can_read_it(tmp_path):
-    path = place(tmp_path)
+    path = default_path(tmp_path)
     stored = StoredKeys().with_key(
         "7",
         StoredKey(
@@ -50,7 +50,7 @@ def test_what_is_written_is_read_again_and_nobody_else_can_read_it(tmp_path):
 
 
 def test_a_write_that_fails_leaves_the_old_file(tmp_path):
-    path = place(tmp_path)
+    path = default_path(tmp_path)
     write(path, StoredKeys().with_key("1", StoredKey(key=ApiKey(KEY))))
     before = path.read_bytes()
     broken = StoredKeys().with_key("3", StoredKey(key=ApiKey(KEY), details={"x": object()}))
@@ -70,7 +70,7 @@ def test_deleting_the_default_key_clears_the_default_and_unknown_ids_are_errors(
 
 
 def test_no_file_is_nothing_stored(tmp_path):
-    assert read(place(tmp_path)) == StoredKeys()
+    assert read(default_path(tmp_path)) == StoredKeys()
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_no_file_is_nothing_stored(tmp_path):
     ],
 )
 def test_a_malformed_file_is_named_without_what_it_holds(tmp_path, text, words):
-    path = place(tmp_path)
+    path = default_path(tmp_path)
     path.parent.mkdir()
     path.write_text(text)
     with pytest.raises(TinkerError, match=words) as caught:
@@ -103,7 +103,7 @@ def test_h8_a_stored_key_is_sent_only_to_the_service_it_belongs_to(tmp_path):
         .with_key("2", StoredKey(key=ApiKey("tml-own"), base_url=OTHER))
         .with_default("1")
     )
-    write(place(tmp_path), stored)
+    write(default_path(tmp_path), stored)
 
     def key_for(url):
         found = Settings.resolve(base_url=url, env={}, home=tmp_path).api_key
@@ -124,7 +124,7 @@ def test_the_official_client_reads_what_we_write_and_we_what_it_writes(tmp_path)
         .with_key("2@h", StoredKey(key=ApiKey("tml-other"), name="two", note="n", base_url=OTHER))
         .with_default("1")
     )
-    write(place(tmp_path), stored)
+    write(default_path(tmp_path), stored)
     python = str(sdk_envs.ensure("0.36.0"))
     env = {**os.environ, "HOME": str(tmp_path), "TINKER_API_KEY": ""}
 
@@ -136,6 +136,6 @@ def test_the_official_client_reads_what_we_write_and_we_what_it_writes(tmp_path)
     told = official("-c", "import tinker; print(tinker.auth.get_tinker_token())")
     assert told.strip() == KEY
     official("-m", "tinker.cli", "auth", "logout")
-    left = read(place(tmp_path))
+    left = read(default_path(tmp_path))
     assert left.default is None
     assert {key_id: key.key.value for key_id, key in left.keys.items()} == {"2@h": "tml-other"}

@@ -9,7 +9,7 @@ import pytest
 import tinkex
 from tinkex import SamplingParams, types
 from tinkex.client.http.sse import Consumed
-from tinkex.client.http.transport import Request, Streamed, Unreachable
+from tinkex.client.http.transport import Request, StreamedResponse, Unreachable
 from tinkex.testing import Answer, FakeService, Lost
 
 PROMPT = types.ModelInput.from_ints([1, 2, 3])
@@ -56,7 +56,7 @@ class Network:
     async def send(self, request: Request):
         return await self._transport.send(request)
 
-    async def stream(self, request: Request) -> Streamed:
+    async def stream(self, request: Request) -> StreamedResponse:
         inner = await self._transport.stream(request)
 
         async def read() -> bytes:
@@ -68,7 +68,7 @@ class Network:
             self._passes -= 1
             return await inner.read()
 
-        return Streamed(
+        return StreamedResponse(
             status_code=inner.status_code,
             headers=inner.headers,
             request=inner.request,

@@ -71,7 +71,7 @@ def test_a_service_that_does_not_take_it_delays_no_error_and_no_end(fake, datum,
 
 
 def test_a_service_that_never_answers_it_delays_the_end_by_a_moment_at_most(fake, monkeypatch):
-    monkeypatch.setattr(telemetry, "LAST_SEND_S", 0.1)
+    monkeypatch.setattr(telemetry, "FINAL_SEND_TIMEOUT_S", 0.1)
     fake.hold("telemetry")
     started = time.monotonic()
     with fake.client() as service:
@@ -82,10 +82,10 @@ def test_a_service_that_never_answers_it_delays_the_end_by_a_moment_at_most(fake
 def test_e2_the_queue_is_bounded_and_keeps_the_newest(fake, service):
     service.create_sampling_client(base_model="fake/model")
     queue = service.get_telemetry()
-    for number in range(2 * telemetry.MOST_EVENTS):
+    for number in range(2 * telemetry.MAX_EVENTS):
         queue.log("mine", {"number": number})
-    assert len(queue._events) == telemetry.MOST_EVENTS == 10_000
-    assert queue._events[-1].index == 2 * telemetry.MOST_EVENTS
+    assert len(queue._events) == telemetry.MAX_EVENTS == 10_000
+    assert queue._events[-1].index == 2 * telemetry.MAX_EVENTS
 
 
 def test_batches_are_sent_now_and_then(fake, monkeypatch):
@@ -177,7 +177,7 @@ def test_e2_no_error_waits_for_telemetry(fake, service):
     order = []
 
     class Slow(telemetry.Telemetry):
-        def note_error(self, error):
+        def record_error(self, error):
             order.append("noted")
 
     service.holder._telemetry.__class__ = Slow
@@ -195,7 +195,7 @@ def test_e2_no_error_waits_for_telemetry(fake, service):
 
 
 def test_e2_the_end_does_not_wait_for_a_service_that_is_slow_to_take_it(fake, monkeypatch):
-    monkeypatch.setattr(telemetry, "LAST_SEND_S", 0.05)
+    monkeypatch.setattr(telemetry, "FINAL_SEND_TIMEOUT_S", 0.05)
     monkeypatch.setattr(telemetry, "DEADLINE_S", 3600.0)
     service = fake.client()
     service.create_lora_training_client("fake/model")

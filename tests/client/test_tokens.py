@@ -10,7 +10,7 @@ import pytest
 
 import tinkex
 from tinkex.client.auth import token_exchange
-from tinkex.client.auth.token_exchange import Exchanged, Held, lifetime_s, read_claims
+from tinkex.client.auth.token_exchange import CachedToken, ExchangedToken, lifetime_s, read_claims
 from tinkex.client.settings import Settings
 from tinkex.testing import Answer, FakeService
 
@@ -43,7 +43,7 @@ class Bank:
         return jwt(str(self.given), lasts_s=self.lasts_s, now_s=self.now_s)
 
     def credential(self):
-        return Exchanged(self.exchange, clock=lambda: self.now_s)
+        return ExchangedToken(self.exchange, clock=lambda: self.now_s)
 
 
 async def subject(credential):
@@ -119,7 +119,7 @@ def test_without_an_old_token_the_error_is_the_callers():
     ],
 )
 def test_when_a_token_is_renewed(lifetime, left, fresh, renew_in):
-    held = Held(text="t", until_s=left, lifetime_s=lifetime)
+    held = CachedToken(text="t", until_s=left, lifetime_s=lifetime)
     assert held.is_fresh(0.0) is fresh
     assert held.renew_in_s(0.0) == renew_in
     assert "'t'" not in repr(held)
@@ -131,8 +131,8 @@ def test_a_clock_that_differs_from_the_services_does_not_stretch_a_token():
     assert lifetime_s(token, now_s=10_000 - 3600) == 3600
     # A token that the service made a while ago lasts what is left of it.
     assert lifetime_s(token, now_s=12_000) == 1600
-    assert lifetime_s("not a token", now_s=0) == token_exchange.UNKNOWN_S
-    assert lifetime_s(jwt(exp="soon"), now_s=0) == token_exchange.UNKNOWN_S
+    assert lifetime_s("not a token", now_s=0) == token_exchange.DEFAULT_LIFETIME_S
+    assert lifetime_s(jwt(exp="soon"), now_s=0) == token_exchange.DEFAULT_LIFETIME_S
 
 
 def test_the_background_renews_ahead_of_time_and_tries_again_after_a_failure(monkeypatch):

@@ -179,7 +179,7 @@ async def _no_key(*_):
     ("place", "how", "error"),
     [
         ("tinkex.client.submission.encode_forward_backward_request", _fails, "cannot be encoded"),
-        ("tinkex.client.auth.credentials.Fixed.token", _no_key, "printed no key"),
+        ("tinkex.client.auth.credentials.StaticCredential.token", _no_key, "printed no key"),
         ("tinkex.client.http.api_calls.Calls.signed", _no_key, "printed no key"),
     ],
 )
@@ -450,10 +450,10 @@ def test_a_batch_that_was_refused_in_part_is_marked_as_unusable_for_the_server(c
     ]
     fillers = [p.forward_backward_input for p in passes if p.forward_backward_input.loss_fn_config]
     assert fillers
-    for filler in fillers:
-        assert list(filler.loss_fn_config) == ["part_of_this_batch_was_never_sent"]
+    for noop_step in fillers:
+        assert list(noop_step.loss_fn_config) == ["part_of_this_batch_was_never_sent"]
         # No server can compute it, also one that passes over settings it does not know.
-        (datum,) = filler.data
+        (datum,) = noop_step.data
         assert datum.model_input.length == 1
         assert datum.loss_fn_inputs["target_tokens"].tolist() == [0, 0]
         assert datum.loss_fn_inputs["weights"].tolist() == [0.0, 0.0]

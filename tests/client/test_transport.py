@@ -24,11 +24,11 @@ from standin import Reply, reply_json, standing_in
 from tinkex import SamplingParams, types
 from tinkex.client.http.transport import (
     CONNECTIONS,
+    DeadlineExceeded,
     Headers,
     HttpTransport,
     Kind,
     Request,
-    TooSlow,
     Unreachable,
     redirected,
 )
@@ -79,7 +79,7 @@ def test_an_answer_that_takes_too_long_is_given_up(fake, loopback):
         transport = HttpTransport(loopback.url)
         request = Request(method="GET", url=f"{loopback.url}/api/v1/healthz", deadline_s=0.05)
         try:
-            with pytest.raises(TooSlow, match=r"0\.05 s"):
+            with pytest.raises(DeadlineExceeded, match=r"0\.05 s"):
                 await transport.send(request)
         finally:
             await transport.close()
@@ -417,7 +417,7 @@ KINDS = {
 
 def test_every_request_of_a_program_is_of_its_kind(datum, monkeypatch):
     monkeypatch.setattr("tinkex.client.session.HEARTBEAT_EVERY_S", 0.01)
-    monkeypatch.setattr("tinkex.client.http.polling.FEW", 0)
+    monkeypatch.setattr("tinkex.client.http.polling.MAX_SELF_POLLING", 0)
     fake = FakeService(
         config={"sample_use_retrieve_futures": True},
         dynamic_config={"sample_cancel_enabled": True},

@@ -6,7 +6,7 @@ from datetime import date, datetime
 from typing import get_args
 
 from tinkex.client import validation
-from tinkex.client.auth.credentials import Fixed
+from tinkex.client.auth.credentials import StaticCredential
 from tinkex.client.connection import Connection
 from tinkex.client.errors import APIStatusError
 from tinkex.client.futures import Promise, awaits
@@ -55,7 +55,7 @@ class AdminClient(Sessionless):
                     raise
             # A large log lies elsewhere, and another host is not shown our key.
             if origin(url) != origin(self.holder.settings.base_url):
-                calls = calls.asking_as(Fixed(None))
+                calls = calls.with_credential(StaticCredential(None))
             request = Request(method="GET", url=url, headers={"Accept": JSON_TYPE}, kind=Kind.REST)
             response = await calls.once(request, about=about)
             return decode(AuditLogResponse, response, about=about)

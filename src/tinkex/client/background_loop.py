@@ -29,7 +29,7 @@ _lock = threading.Lock()
 _background: _Background | None = None
 
 
-def _forget() -> None:
+def _reset_after_fork() -> None:
     """In a forked child: the parent's thread did not come along, and its lock may be held."""
     global _lock, _background
     _lock = threading.Lock()
@@ -37,7 +37,7 @@ def _forget() -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget)
+    os.register_at_fork(after_in_child=_reset_after_fork)
 
 
 def background() -> asyncio.AbstractEventLoop:

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from tinkex.client import background_loop
 from tinkex.client.auth.credentials import Credential
-from tinkex.client.auth.token_exchange import Exchanged, sign_in
+from tinkex.client.auth.token_exchange import ExchangedToken, sign_in
 from tinkex.client.errors import APIStatusError, TinkerError
 from tinkex.client.http.api_calls import Calls, client_headers
-from tinkex.client.http.backpressure import Lane, Lanes
-from tinkex.client.http.cancellation import Cancels
-from tinkex.client.http.polling import Results
-from tinkex.client.http.transport import HttpTransport, Transport, most_polls
+from tinkex.client.http.backpressure import ServiceLimits, ServiceLimitsTable
+from tinkex.client.http.cancellation import CancelQueue
+from tinkex.client.http.polling import ResultPoller
+from tinkex.client.http.transport import HttpTransport, Transport, max_open_polls
 from tinkex.client.observe import telemetry
 from tinkex.client.observe.telemetry import Telemetry
 from tinkex.client.settings import PROTOCOL_VERSION, Settings
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("tinkex.session")
 
 #: The server's wishes are asked for again no sooner than this.
-LEAST_REFRESH_S = 10.0
+MIN_REFRESH_S = 10.0
 
 MakeTransport = Callable[[str, Settings], Transport]
 
@@ -51,17 +51,17 @@ class Connection:
     pid: int
     transport: Transport
     calls: Calls
-    results: Results
-    lane: Lane
+    results: ResultPoller
+    limits: ServiceLimits
     #: Who is asking.
     credential: Credential
     config: ClientConfigResponse
     dynamic: ClientDynamicConfigResponse
-    cancels: Cancels
+    cancels: CancelQueue
     #: Reports about the session, once there is one and unless switched off.
     telemetry: Telemetry | None = None
     #: Background work that ends with the session.
-    chores: list[asyncio.Task[None]] = field(default_factory=list)
+    background_tasks: list[asyncio.Task[None]] = field(default_factory=list)
 
 
 async def open_connection(
@@ -72,8 +72,8 @@ async def open_connection(
 
     transport = make_transport(url, settings)
     _transports.add(transport)
-    lane = _lanes_here().get((url, settings.lane[1]))
-    calls = Calls(settings, transport, lane, headers=client_headers(__version__), base_url=url)
+    limits = _limits_of_loop().get((url, settings.limits_key[1]))
+    calls = Calls(settings, transport, limits, headers=client_headers(__version__), base_url=url)
     try:
         config = await calls.call(
             "POST",
@@ -83,34 +83,34 @@ async def open_connection(
             about="asking for the client configuration",
         )
         credential = await sign_in(settings, calls, config)
-        calls = calls.asking_as(credential)
+        calls = calls.with_credential(credential)
         dynamic = await _fetch_dynamic(calls, ClientDynamicConfigResponse())
     except BaseException:
         await transport.close()
         raise
-    lane.billing.patience_s = config.billing_exception_max_pause_duration_sec
-    lane.samples.size = config.sample_max_concurrent_requests
+    limits.billing.max_pause_s = config.billing_exception_max_pause_duration_sec
+    limits.samples.size = config.sample_max_concurrent_requests
     if not config.sample_use_retrieve_futures:  # then each sample holds a connection
-        lane.samples.size = min(lane.samples.size, most_polls())
-    lane.sample_bytes.size = config.sample_dispatch_bytes_semaphore_size
-    lane.result_bytes.size = config.inflight_response_bytes_semaphore_size
-    lane.training_bytes.size = config.fwdbwd_dispatch_bytes_semaphore_size
+        limits.samples.size = min(limits.samples.size, max_open_polls())
+    limits.sample_bytes.size = config.sample_dispatch_bytes_semaphore_size
+    limits.result_bytes.size = config.inflight_response_bytes_semaphore_size
+    limits.training_bytes.size = config.fwdbwd_dispatch_bytes_semaphore_size
     connection = Connection(
         pid=os.getpid(),
         transport=transport,
         calls=calls,
-        results=Results(calls),
-        lane=lane,
+        results=ResultPoller(calls),
+        limits=limits,
         credential=credential,
         config=config,
         dynamic=dynamic,
-        cancels=Cancels(calls, background_loop.keep),
+        cancels=CancelQueue(calls, background_loop.keep),
     )
     connection.cancels.dynamic = dynamic
-    if isinstance(credential, Exchanged):
-        chore = asyncio.create_task(credential.keep_fresh())
-        background_loop.keep(chore)
-        connection.chores.append(chore)
+    if isinstance(credential, ExchangedToken):
+        task = asyncio.create_task(credential.keep_fresh())
+        background_loop.keep(task)
+        connection.background_tasks.append(task)
     return connection
 
 
@@ -132,10 +132,10 @@ async def _fetch_dynamic(
         raise
 
 
-async def keep_current(connection: Connection, session: weakref.ref[Any]) -> None:
+async def refresh_config(connection: Connection, session: weakref.ref[Any]) -> None:
     """Keep the server's wishes current; an old wish is better than none."""
     while True:
-        await asyncio.sleep(max(connection.dynamic.refresh_interval_sec, LEAST_REFRESH_S))
+        await asyncio.sleep(max(connection.dynamic.refresh_interval_sec, MIN_REFRESH_S))
         if session() is None:
             return
         try:
@@ -149,27 +149,29 @@ async def keep_current(connection: Connection, session: weakref.ref[Any]) -> Non
 
 # -- per process -------------------------------------------------------------------------------------
 
-_lanes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Lanes] = weakref.WeakKeyDictionary()
+_limits: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, ServiceLimitsTable] = (
+    weakref.WeakKeyDictionary()
+)
 _transports: weakref.WeakSet[Transport] = weakref.WeakSet()
 #: What a forked child got from its parent and must neither use nor tear down.
 inherited: list[Any] = []
 
 
-def _forget() -> None:
+def _reset_after_fork() -> None:
     """In a forked child: closing a connection of the parent's loop would disturb the parent."""
     inherited.extend(_transports)
     _transports.clear()
 
 
 if hasattr(os, "register_at_fork"):  # not on Windows
-    os.register_at_fork(after_in_child=_forget)
+    os.register_at_fork(after_in_child=_reset_after_fork)
 
 
-def _lanes_here() -> Lanes:
-    return _lanes.setdefault(asyncio.get_running_loop(), Lanes())
+def _limits_of_loop() -> ServiceLimitsTable:
+    return _limits.setdefault(asyncio.get_running_loop(), ServiceLimitsTable())
 
 
-def abandon(
+def close_unreferenced(
     loop: asyncio.AbstractEventLoop, connection: Connection, server: LocalServer | None
 ) -> None:
     if server is not None:
@@ -178,8 +180,8 @@ def abandon(
         return
 
     async def stop() -> None:
-        for chore in connection.chores:
-            chore.cancel()
+        for task in connection.background_tasks:
+            task.cancel()
         if connection.telemetry is not None:
             await connection.telemetry.end()
         await connection.transport.close()
@@ -191,7 +193,7 @@ def abandon(
 
 
 @atexit.register
-def _hang_up() -> None:
+def _close_at_exit() -> None:
     """Close what is still open, so that nothing complains while the interpreter is torn down."""
     transports = list(_transports)
     if not transports:

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, Concatenate, TypeAlias, TypeVar, Union
 from tinkex.client import loss_tracing, user_warnings, validation
 from tinkex.client.batching import merge
 from tinkex.client.futures import Promise
-from tinkex.client.http.polling import QueueLog, Wanted
-from tinkex.client.submission import Accepted, StepSubmitter, pass_parts, pass_wanted
+from tinkex.client.http.polling import ExpectedResult, QueueLog
+from tinkex.client.submission import Accepted, StepSubmitter, pass_parts, pass_result
 from tinkex.extras import needs
 from tinkex.wire.custom_loss import (
     CreateCustomLossRequest,
@@ -124,7 +124,7 @@ async def _upload(
             inputs=list(traced.inputs),
             graph=traced.graph,
         ),
-        Wanted(request_type="CreateCustomLoss", answer=CreateCustomLossResponse),
+        ExpectedResult(request_type="CreateCustomLoss", answer=CreateCustomLossResponse),
         observer=QueueLog(
             f"Creation of the loss {traced.name}", telemetry=lambda: holder.telemetry
         ),
@@ -157,23 +157,23 @@ def start(
         if loss_type_input != "logprobs":
             raise ValueError(f"loss_type_input is {loss_type_input!r}; only 'logprobs' exists.")
     given = validation.examples(data)
-    data = [validation.as_it_is(datum) for datum in given]
+    data = [validation.snapshot(datum) for datum in given]
     if isinstance(loss_fn, LossHandle):
         _check_fits(loss_fn, client.holder.session_id, data)
         if loss_fn.loss_id is not None:
             begun: Promise[Promise[ForwardBackwardOutput]] = Promise()
             begun.finish(client.forward_backward(data, "custom", {"loss_id": loss_fn.loss_id}))
             return begun
-        return _here(client.model_id, steps, data, data, _summed(loss_fn))
+        return _run_locally(client.model_id, steps, data, data, _summed(loss_fn))
     if not callable(loss_fn):
         raise TypeError(
             f"loss_fn is a {type(loss_fn).__name__}; it is a function of (data, logprobs), or a "
             "LossHandle from create_custom_loss()."
         )
-    return _here(client.model_id, steps, given, data, loss_fn)
+    return _run_locally(client.model_id, steps, given, data, loss_fn)
 
 
-def _here(
+def _run_locally(
     model_id: str,
     steps: StepSubmitter,
     given: list[Datum],
@@ -196,11 +196,11 @@ def _here(
     begun: Promise[Promise[ForwardBackwardOutput]] = Promise()
 
     def loss(logprobs: list[TensorData]) -> Computed:
-        with steps.computing_a_loss():
+        with steps.running_loss():
             return compute(loss_fn, given, logprobs)
 
     async def send(promise: Promise[ForwardBackwardOutput]) -> tuple[Connection, list[Accepted]]:
-        passed = await steps.fetch(*await steps.send(forward), pass_wanted("Forward"))
+        passed = await steps.fetch(*await steps.send(forward), pass_result("Forward"))
         logprobs = _logprobs(merge(passed).loss_fn_outputs, len(data))
         computed.append(await _on_a_thread(lambda: context.run(loss, logprobs)))
         weighted = [
@@ -212,14 +212,14 @@ def _here(
 
     promise = steps.submit_with(
         send,
-        pass_wanted("ForwardBackward"),
-        lambda results: computed[0].told(merge(results)),
+        pass_result("ForwardBackward"),
+        lambda results: computed[0].with_loss(merge(results)),
     )
-    promise.add_done_callback(lambda done: begun.fail(done.exception() or _never()))
+    promise.add_done_callback(lambda done: begun.fail(done.exception() or _not_computed()))
     return begun
 
 
-def _never() -> RuntimeError:
+def _not_computed() -> RuntimeError:
     return RuntimeError("The step ended before its loss was computed.")
 
 
@@ -290,7 +290,7 @@ class Computed:
     #: For each datum minus the derivative of the loss by its logprobs.
     weights: Sequence[TensorData]
 
-    def told(self, output: ForwardBackwardOutput) -> ForwardBackwardOutput:
+    def with_loss(self, output: ForwardBackwardOutput) -> ForwardBackwardOutput:
         """The server's answer to the second pass, with this loss in it."""
         metrics = {**output.metrics, **self.metrics, "loss:sum": self.loss}
         if "loss:sum" in output.metrics:

@@ -53,10 +53,10 @@ class Promise(concurrent.futures.Future[T], APIFuture[T]):
     that block count like tasks that await. A training step goes on whoever stops waiting for it.
     """
 
-    def __init__(self, *, yields_to_waiter: bool = False) -> None:
+    def __init__(self, *, cancel_with_waiter: bool = False) -> None:
         super().__init__()
         self._pid = os.getpid()
-        self._yields_to_waiter = yields_to_waiter
+        self._cancel_with_waiter = cancel_with_waiter
         self._awaiting: set[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = set()
         #: Threads inside `result`, `exception` or `block`.
         self._blocked = 0
@@ -108,7 +108,7 @@ class Promise(concurrent.futures.Future[T], APIFuture[T]):
                 with self._condition:
                     # `_waiters`: threads in `concurrent.futures.wait` or `as_completed`.
                     others = len(self._awaiting) - 1 + self._blocked + len(self._waiters)
-                if self._yields_to_waiter and not others:
+                if self._cancel_with_waiter and not others:
                     self.cancel()
                 raise
             finally:
@@ -223,7 +223,7 @@ def waits(start: Callable[Concatenate[S, P], Promise[T]]) -> Callable[Concatenat
         refuse_to_block(name, f"{name}_async")
         return start(self, *args, **kwargs).block()
 
-    return _spelt(blocking, name, start)
+    return _as_written(blocking, name, start)
 
 
 def awaits(
@@ -231,7 +231,7 @@ def awaits(
 ) -> Callable[Concatenate[S, P], Coroutine[Any, Any, T]]:
     """The `_async` form that returns the value."""
 
-    now = _looked_up(start)
+    now = _bound_method(start)
 
     async def twin(self: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
         started = now(self)(*args, **kwargs)
@@ -239,7 +239,7 @@ def awaits(
             return await AwaitableConcurrentFuture(started)  # of somebody's own `sample`
         return await started
 
-    return _spelt(twin, start.__name__.lstrip("_") + "_async", start)
+    return _as_written(twin, start.__name__.lstrip("_") + "_async", start)
 
 
 def submits(
@@ -247,15 +247,15 @@ def submits(
 ) -> Callable[Concatenate[S, P], Coroutine[Any, Any, Promise[T]]]:
     """The `_async` form that returns the future: await it twice, or keep it for later."""
 
-    now = _looked_up(start)
+    now = _bound_method(start)
 
     async def twin(self: S, /, *args: P.args, **kwargs: P.kwargs) -> Promise[T]:
         return now(self)(*args, **kwargs)
 
-    return _spelt(twin, start.__name__.lstrip("_") + "_async", start)
+    return _as_written(twin, start.__name__.lstrip("_") + "_async", start)
 
 
-def _looked_up(
+def _bound_method(
     start: Callable[Concatenate[S, P], Promise[T]],
 ) -> Callable[[S], Callable[P, Promise[T]]]:
     """How the method that `start` defines is found on an object."""
@@ -267,7 +267,7 @@ def _looked_up(
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def _spelt(function: F, name: str, start: Callable[..., Any]) -> F:
+def _as_written(function: F, name: str, start: Callable[..., Any]) -> F:
     """Make it look as if it had been written out: name, parameters, words, kind."""
     owner, _, _ = start.__qualname__.rpartition(".")
     function.__name__ = name

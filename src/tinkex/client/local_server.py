@@ -35,11 +35,11 @@ from tinkex.client.errors import TinkerError
 
 READY = re.compile(r"^tinkex ready at (http://\S+)$", re.MULTILINE)
 #: Lines of the server's log that say nothing about how far it is.
-ROUTINE = re.compile(r" (tinkex\.server\.run setting|uvicorn)")
-LOOK_EVERY_S = 0.05
+ROUTINE_LINES = re.compile(r" (tinkex\.server\.run setting|uvicorn)")
+POLL_S = 0.05
 DEFAULT_WAIT_S = 600.0
 #: A server that is asked to stop has ended by then.
-LEAVE_S = 30.0
+SHUTDOWN_WAIT_S = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,13 +113,13 @@ def _running(record: Path, settings: LocalSettings) -> LocalServer | None:
         lease = os.open(settings.data / noted["lease"], os.O_RDWR)
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    leaving = not _share(lease)
-    if leaving:
+    stopping = not _try_shared_lock(lease)
+    if stopping:
         # It has seen its last client leave, and holds the lock until it has put its data away.
-        deadline = time.monotonic() + LEAVE_S
-        while not _share(lease) and time.monotonic() < deadline:
-            time.sleep(LOOK_EVERY_S)
-    if leaving or not _healthy(url):
+        deadline = time.monotonic() + SHUTDOWN_WAIT_S
+        while not _try_shared_lock(lease) and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+    if stopping or not _healthy(url):
         os.close(lease)
         return None
     if command != settings.command():
@@ -180,7 +180,7 @@ def _wait_ready(
     with log_path.open("r", errors="replace") as progress:
         while True:
             ended = process.poll() is not None
-            sys.stderr.writelines(line for line in progress if not ROUTINE.search(line))
+            sys.stderr.writelines(line for line in progress if not ROUTINE_LINES.search(line))
             if found := READY.search(out_path.read_text(errors="replace")):
                 return found[1]
             if ended:
@@ -197,10 +197,10 @@ def _wait_ready(
                     f"The local server was not ready within {wait_s:g} s; see {log_path}. "
                     "Set TINKEX_LOCAL_WAIT_S to wait longer."
                 )
-            time.sleep(LOOK_EVERY_S)
+            time.sleep(POLL_S)
 
 
-def _share(lease: int) -> bool:
+def _try_shared_lock(lease: int) -> bool:
     fcntl = _fcntl()
     try:
         fcntl.flock(lease, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -248,11 +248,11 @@ def serve_while_leased(lease_path: str, module: str, arguments: Sequence[str]) -
     fcntl = _fcntl()
     lease = os.open(lease_path, os.O_RDWR)
 
-    def stop_after_the_last() -> None:
+    def stop_when_unleased() -> None:
         fcntl.flock(lease, fcntl.LOCK_EX)  # waits while any client holds the shared lock
         os.kill(os.getpid(), signal.SIGTERM)
 
-    threading.Thread(target=stop_after_the_last, name="tinkex-lease", daemon=True).start()
+    threading.Thread(target=stop_when_unleased, name="tinkex-lease", daemon=True).start()
     sys.argv = ["tinkex", *arguments]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 

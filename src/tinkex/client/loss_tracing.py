@@ -55,7 +55,7 @@ def trace(fn: Callable[..., Any], input_ranks: Mapping[str, int]) -> Traced:
     name = getattr(fn, "__name__", type(fn).__name__)
     try:
         inputs = _inputs(fn, input_ranks)
-        module = _followed(fn)
+        module = _traced(fn)
         nodes = [_node(node) for node in module.graph.nodes]
     except _Refused as refusal:
         raise ValueError(f"custom loss {name!r}: {refusal}") from refusal.__cause__
@@ -64,8 +64,8 @@ def trace(fn: Callable[..., Any], input_ranks: Mapping[str, int]) -> Traced:
 
 def digest(module: fx.GraphModule, inputs: tuple[CustomLossInput, ...]) -> str:
     """Equal for losses that compute the same from the same inputs, whatever they are called."""
-    told = [module.code, [(each.name, each.rank) for each in inputs]]
-    return hashlib.sha256(json.dumps(told).encode()).hexdigest()
+    identity = [module.code, [(each.name, each.rank) for each in inputs]]
+    return hashlib.sha256(json.dumps(identity).encode()).hexdigest()
 
 
 class _Refused(Exception):
@@ -120,7 +120,7 @@ def _inputs(fn: Callable[..., Any], ranks: Mapping[str, int]) -> tuple[CustomLos
     )
 
 
-def _followed(fn: Callable[..., Any]) -> fx.GraphModule:
+def _traced(fn: Callable[..., Any]) -> fx.GraphModule:
     with needs("A custom loss"):
         from torch import fx
 

@@ -42,8 +42,8 @@ log = logging.getLogger("tinkex.recovery")
 T = TypeVar("T")
 
 #: Whether a run is corrupted is asked no longer than this; not to know is not to be.
-ASK_S = 10.0
-LONGEST_BACK_OFF_S = 300.0
+CORRUPTED_CHECK_S = 10.0
+MAX_BACK_OFF_S = 300.0
 
 
 class CorruptedRunError(TinkerError):
@@ -103,7 +103,7 @@ class Restarts:
         self._count += 1
         if self._count > self.most:
             return None
-        delay_s = min(self._back_off_s * 2.0 ** (self._count - 1), LONGEST_BACK_OFF_S)
+        delay_s = min(self._back_off_s * 2.0 ** (self._count - 1), MAX_BACK_OFF_S)
         return Restart(
             error=error, attempt=self._count, most=self.most, delay_s=delay_s, saved=saved
         )
@@ -132,14 +132,14 @@ class Recovery:
         """Save weights and optimizer; `step` is the next one to do. A restart goes on from here."""
         answer = self.training.save_state(_name(step), ttl_seconds, overwrite=True).result()
         if is_corrupted(self.service, self.training):
-            raise corrupted(self.training)
+            raise corrupted_error(self.training)
         return self._remember(answer, step)
 
     async def save_async(self, step: int, *, ttl_seconds: int | None = None) -> Saved:
         """The same, for coroutines."""
         answer = await self.training.save_state(_name(step), ttl_seconds, overwrite=True)
         if await asyncio.to_thread(is_corrupted, self.service, self.training):
-            raise corrupted(self.training)
+            raise corrupted_error(self.training)
         return self._remember(answer, step)
 
     def _remember(self, answer: SaveWeightsResponse, step: int) -> Saved:
@@ -154,14 +154,16 @@ def _name(step: int) -> str:
 def is_corrupted(service: ServiceClient, training: TrainingClient) -> bool:
     """Whether the server says so. One that cannot tell (any more) does not."""
     try:
-        run = RestClient(service.holder).get_training_run(training.model_id).result(ASK_S)
+        run = (
+            RestClient(service.holder).get_training_run(training.model_id).result(CORRUPTED_CHECK_S)
+        )
     except (TinkerError, TimeoutError, RuntimeError) as error:
         log.debug("whether %s is corrupted is not known: %s", training.model_id, error)
         return False
     return run.corrupted
 
 
-def corrupted(training: TrainingClient) -> CorruptedRunError:
+def corrupted_error(training: TrainingClient) -> CorruptedRunError:
     return CorruptedRunError(
         f"The server marks run {training.model_id} as corrupted, so its weights cannot be trusted. "
         "Start again from its last checkpoint that was saved before (tinkex.recovering does)."
@@ -201,21 +203,21 @@ def recovering(
     begun = False
     while True:
         try:
-            with service() as here:
-                run = Recovery(here, _start(here, create, saved), saved)
+            with service() as client:
+                run = Recovery(client, _start(client, create, saved), saved)
                 begun = True
                 try:
                     return train(run)
                 except TinkerError as error:
                     saved = run.saved
-                    if not may_recover(error) and is_corrupted(here, run.training):
-                        raise corrupted(run.training) from error
+                    if not may_recover(error) and is_corrupted(client, run.training):
+                        raise corrupted_error(run.training) from error
                     raise
         except TinkerError as error:
             restart = restarts.after(error, saved) if begun and may_recover(error) else None
             if restart is None:
                 raise
-        _tell(restart, on_restart)
+        _report(restart, on_restart)
         time.sleep(restart.delay_s)
 
 
@@ -234,14 +236,14 @@ async def recovering_async(
     begun = False
     while True:
         try:
-            async with service() as here:
+            async with service() as client:
                 if saved is None:
-                    training = await create(here)
+                    training = await create(client)
                 else:
-                    training = await here.create_training_client_from_state_with_optimizer_async(
+                    training = await client.create_training_client_from_state_with_optimizer_async(
                         saved.path
                     )
-                run = Recovery(here, training, saved)
+                run = Recovery(client, training, saved)
                 begun = True
                 try:
                     return await train(run)
@@ -249,26 +251,26 @@ async def recovering_async(
                     saved = run.saved
                     if may_recover(error):
                         raise
-                    if await asyncio.to_thread(is_corrupted, here, training):
-                        raise corrupted(training) from error
+                    if await asyncio.to_thread(is_corrupted, client, training):
+                        raise corrupted_error(training) from error
                     raise
         except TinkerError as error:
             restart = restarts.after(error, saved) if begun and may_recover(error) else None
             if restart is None:
                 raise
-        _tell(restart, on_restart)
+        _report(restart, on_restart)
         await asyncio.sleep(restart.delay_s)
 
 
 def _start(
-    here: ServiceClient, create: Callable[[ServiceClient], TrainingClient], saved: Saved | None
+    client: ServiceClient, create: Callable[[ServiceClient], TrainingClient], saved: Saved | None
 ) -> TrainingClient:
     if saved is None:
-        return create(here)
-    return here.create_training_client_from_state_with_optimizer(saved.path)
+        return create(client)
+    return client.create_training_client_from_state_with_optimizer(saved.path)
 
 
-def _tell(restart: Restart, on_restart: Callable[[Restart], None] | None) -> None:
+def _report(restart: Restart, on_restart: Callable[[Restart], None] | None) -> None:
     where = "its beginning" if restart.saved is None else restart.saved.path
     log.warning(
         "the run failed (%s) and starts again from %s in %.0f s, restart %d of %d",

@@ -55,11 +55,11 @@ from tinkex.wire.sampling import GetSamplerResponse
 log = logging.getLogger("tinkex.rest")
 
 #: A trace takes seconds at best: a first look soon, then at the pace that services expect.
-FIRST_LOOK_S = 0.5
-LOOK_EVERY_S = 5.0
-ORGANISATION = "tml:organization:"
+FIRST_TRACE_POLL_S = 0.5
+TRACE_POLL_S = 5.0
+ORGANIZATION_PREFIX = "tml:organization:"
 #: How long a link works when the service does not say.
-ARCHIVE_LASTS = timedelta(minutes=15)
+ARCHIVE_LINK_TTL = timedelta(minutes=15)
 
 
 class RestClient(Sessionless):
@@ -81,9 +81,9 @@ class RestClient(Sessionless):
         self, training_run_id: str, access_scope: AccessScope = "owned"
     ) -> Promise[TrainingRun]:
         """One run: its base model, its adapter, its last checkpoints."""
-        return self._run_called("get_training_run", training_run_id, access_scope)
+        return self._get_run("get_training_run", training_run_id, access_scope)
 
-    def _run_called(
+    def _get_run(
         self, name: str, training_run_id: str, access_scope: AccessScope
     ) -> Promise[TrainingRun]:
         return self._ask(
@@ -102,7 +102,7 @@ class RestClient(Sessionless):
     ) -> Promise[TrainingRun]:
         """The run that a checkpoint was saved from."""
         run, _ = checkpoint_at(tinker_path)
-        return self._run_called("get_training_run_by_tinker_path", run, access_scope)
+        return self._get_run("get_training_run_by_tinker_path", run, access_scope)
 
     get_training_run_by_tinker_path_async = awaits(get_training_run_by_tinker_path)
 
@@ -339,7 +339,7 @@ class RestClient(Sessionless):
                     answer=CheckpointArchiveUrlResponse,
                     kind=Kind.REST,
                     headers=sdk_headers("get_checkpoint_archive_url"),
-                    follows=False,  # where it leads is the answer
+                    follow_redirects=False,  # where it leads is the answer
                     about=f"asking for an archive of {checkpoint_id} of {training_run_id}",
                 )
             except APIStatusError as error:
@@ -424,8 +424,10 @@ class RestClient(Sessionless):
             "all_found_sessions() is experimental: it may change or go.", ExperimentalWarning
         )
 
-        def fetch(place: SessionSearchCursor | None) -> Promise[SessionSearchResponse]:
-            return self._search(request.model_copy(update={"cursor": place}) if place else request)
+        def fetch(cursor: SessionSearchCursor | None) -> Promise[SessionSearchResponse]:
+            return self._search(
+                request.model_copy(update={"cursor": cursor}) if cursor else request
+            )
 
         return Pages(
             fetch,
@@ -467,7 +469,7 @@ class RestClient(Sessionless):
         path = f"sessions/{segment('session_id', session_id)}/trace_export"
 
         async def work(connection: Connection) -> str:
-            pause_s = FIRST_LOOK_S
+            pause_s = FIRST_TRACE_POLL_S
             while True:
                 trace = await connection.calls.call(
                     "GET",
@@ -484,10 +486,10 @@ class RestClient(Sessionless):
                         f"The service could not export the trace of session {session_id}: "
                         f"{trace.error or trace.status}."
                     )
-                if pause_s == FIRST_LOOK_S:
+                if pause_s == FIRST_TRACE_POLL_S:
                     log.warning("the trace of session %s is being made; waiting", session_id)
                 await asyncio.sleep(pause_s)
-                pause_s = LOOK_EVERY_S
+                pause_s = TRACE_POLL_S
 
         return self._run(work, "GET", path)
 
@@ -511,7 +513,7 @@ class RestClient(Sessionless):
         """Whom the credential in use belongs to, as the token says."""
 
         async def work(connection: Connection) -> WhoamiResponse:
-            return owner_in(await connection.credential.claims())
+            return owner_of_token(await connection.credential.claims())
 
         return self._run(work, "GET", "auth/token")
 
@@ -523,7 +525,7 @@ class RestClient(Sessionless):
         self, event_type: AuditEvents = "all", day: date | None = None
     ) -> Promise[AuditLogResponse]:
         """Deprecated: use `AdminClient`."""
-        _moved("get_audit_log")
+        _warn_moved("get_audit_log")
         return self._admin().get_audit_log(event_type, day)
 
     get_audit_log_async = awaits(get_audit_log)
@@ -532,7 +534,7 @@ class RestClient(Sessionless):
         self, starting_on: datetime | str, ending_before: datetime | str
     ) -> Promise[BillingUsageResponse]:
         """Deprecated: use `AdminClient`."""
-        _moved("get_billing_usage")
+        _warn_moved("get_billing_usage")
         return self._admin().get_billing_usage(starting_on, ending_before)
 
     get_billing_usage_async = awaits(get_billing_usage)
@@ -541,7 +543,7 @@ class RestClient(Sessionless):
         self, project_id: str | None = None
     ) -> Promise[CurrentCheckpointStorageUsageResponse]:
         """Deprecated: use `AdminClient`."""
-        _moved("get_current_checkpoint_storage_usage")
+        _warn_moved("get_current_checkpoint_storage_usage")
         return self._admin().get_current_checkpoint_storage_usage(project_id)
 
     get_current_checkpoint_storage_usage_async = awaits(get_current_checkpoint_storage_usage)
@@ -552,13 +554,13 @@ class RestClient(Sessionless):
         return admin
 
 
-def owner_in(claims: Mapping[str, Any]) -> WhoamiResponse:
+def owner_of_token(claims: Mapping[str, Any]) -> WhoamiResponse:
     """Whom a token belongs to. Organisations are written as names in tokens, and as URNs here."""
-    user, organisation, email = (claims.get(name) for name in ("sub", "org_id", "email"))
-    if isinstance(user, str) and isinstance(organisation, str):
+    user, organization, email = (claims.get(name) for name in ("sub", "org_id", "email"))
+    if isinstance(user, str) and isinstance(organization, str):
         return WhoamiResponse(
             user_urn=user,
-            org_urn=ORGANISATION + organisation.removeprefix(ORGANISATION),
+            org_urn=ORGANIZATION_PREFIX + organization.removeprefix(ORGANIZATION_PREFIX),
             email=email if isinstance(email, str) else None,
         )
     raise RuntimeError(
@@ -574,11 +576,11 @@ def _expiry(text: str | None) -> datetime:
     try:
         expires = parsedate_to_datetime(text or "")
     except ValueError:
-        return datetime.now(UTC) + ARCHIVE_LASTS
+        return datetime.now(UTC) + ARCHIVE_LINK_TTL
     return expires.replace(tzinfo=UTC) if expires.tzinfo is None else expires
 
 
-def _moved(name: str) -> None:
+def _warn_moved(name: str) -> None:
     user_warnings.warn(
         f"RestClient.{name}() is deprecated: use AdminClient.{name}().", FutureWarning
     )

@@ -54,22 +54,22 @@ class Pages(Generic[T]):
 
     def __iter__(self) -> Iterator[T]:
         seen: set[Hashable] = set()
-        place: Any = None
+        cursor: Any = None
         while True:
             refuse_to_block("a `for` loop over pages", "anext(pages)")
-            page = self._read(place, self._fetch(place).block())
+            page = self._read(cursor, self._fetch(cursor).block())
             yield from self._new(page.items, seen)
-            if (place := page.next) is None:
+            if (cursor := page.next) is None:
                 return
 
     async def __aiter__(self) -> AsyncIterator[T]:
         seen: set[Hashable] = set()
-        place: Any = None
+        cursor: Any = None
         while True:
-            page = self._read(place, await self._fetch(place))
+            page = self._read(cursor, await self._fetch(cursor))
             for item in self._new(page.items, seen):
                 yield item
-            if (place := page.next) is None:
+            if (cursor := page.next) is None:
                 return
 
     def _new(self, items: list[T], seen: set[Hashable]) -> list[T]:
@@ -90,13 +90,13 @@ def by_offset(
 ) -> Pages[T]:
     """Pages that are asked for by how many, and after how many."""
 
-    def read(place: int | None, found: R) -> Page[T]:
-        offset, got = place or 0, items(found)
-        cursor = getattr(found, "cursor", None)
-        total = None if cursor is None else cursor.total_count
+    def read(cursor: int | None, found: R) -> Page[T]:
+        offset, got = cursor or 0, items(found)
+        page_info = getattr(found, "cursor", None)
+        total = None if page_info is None else page_info.total_count
         return Page(got, next_offset(offset, len(got), size, total))
 
-    return Pages(lambda place: fetch(size, place or 0), read, key)
+    return Pages(lambda cursor: fetch(size, cursor or 0), read, key)
 
 
 def next_offset(offset: int, got: int, limit: int, total: int | None) -> int | None:
@@ -132,7 +132,9 @@ class Sessionless:
         if _holder is not None:
             self.holder = _holder
         else:
-            self.holder = _join(self, Settings.resolve(base_url=base_url, api_key=api_key))
+            self.holder = _join_connection(
+                self, Settings.resolve(base_url=base_url, api_key=api_key)
+            )
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {self.holder.settings.base_url}>"
@@ -143,7 +145,7 @@ class Sessionless:
             raise ValueError(f"a time-out of {seconds!r} seconds: it must be above zero.")
         sibling = type(self)(self._open_holder())
         sibling._timeout_s = seconds
-        _share(self, sibling)
+        _share_connection(self, sibling)
         return sibling
 
     def get_telemetry(self) -> Telemetry | None:
@@ -199,7 +201,7 @@ class Sessionless:
     def close(self) -> Promise[None]:
         """Be done with this client. Its connection stays as long as another client uses it."""
         self._closed = True
-        if _leave(self):
+        if _leave_connection(self):
             return self.holder.close("success")
         done: Promise[None] = Promise()
         done.finish(None)
@@ -251,34 +253,34 @@ _users: weakref.WeakKeyDictionary[Session, weakref.WeakSet[Sessionless]] = (
 )
 
 
-def _forget_lock() -> None:
+def _reset_after_fork() -> None:
     """In a forked child: another thread of the parent may have held it."""
     global _lock
     _lock = threading.Lock()
 
 
 if hasattr(os, "register_at_fork"):  # not on Windows
-    os.register_at_fork(after_in_child=_forget_lock)
+    os.register_at_fork(after_in_child=_reset_after_fork)
 
 
-def _join(user: Sessionless, settings: Settings) -> Session:
+def _join_connection(user: Sessionless, settings: Settings) -> Session:
     with _lock:
-        holder = _holders.get(settings.lane)
+        holder = _holders.get(settings.limits_key)
         # Other settings (headers, patience) of the same service are another connection.
         if holder is None or holder.closed or holder.settings != settings:
-            holder = _holders[settings.lane] = Session(settings)
+            holder = _holders[settings.limits_key] = Session(settings)
         _users.setdefault(holder, weakref.WeakSet()).add(user)
         return holder
 
 
-def _share(user: Sessionless, sibling: Sessionless) -> None:
+def _share_connection(user: Sessionless, sibling: Sessionless) -> None:
     with _lock:
         users = _users.get(user.holder)
         if users is not None and user in users:
             users.add(sibling)
 
 
-def _leave(user: Sessionless) -> bool:
+def _leave_connection(user: Sessionless) -> bool:
     """Whether it was the last of those that share its connection."""
     with _lock:
         users = _users.get(user.holder)

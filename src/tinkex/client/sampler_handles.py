@@ -20,7 +20,7 @@ from tinkex.client.settings import Settings
 
 
 @dataclass(frozen=True, kw_only=True)
-class Passport:
+class SamplerHandle:
     """What a copy needs to know."""
 
     session_id: str | None
@@ -29,7 +29,7 @@ class Passport:
     retry_config: RetryConfig | None
     record_stability_info: bool
 
-    def to_handle(self) -> str:
+    def to_text(self) -> str:
         """Text that is safe in URLs and command lines."""
         fields: dict[str, Any] = {**asdict(self), "retry_config": None}
         if self.retry_config is not None:
@@ -39,9 +39,9 @@ class Passport:
         return base64.urlsafe_b64encode(json.dumps(fields).encode()).decode("ascii")
 
     @classmethod
-    def from_handle(cls, handle: str) -> Passport:
+    def from_text(cls, text: str) -> SamplerHandle:
         try:
-            fields = json.loads(base64.urlsafe_b64decode(handle.encode("ascii")))
+            fields = json.loads(base64.urlsafe_b64decode(text.encode("ascii")))
             config = fields.get("retry_config")
             return cls(
                 session_id=_text(fields["session_id"]),
@@ -69,24 +69,24 @@ _originals: WeakValueDictionary[tuple[str | None, str], Session] = WeakValueDict
 _joined: WeakValueDictionary[tuple[str | None, tuple[str, str]], Session] = WeakValueDictionary()
 
 
-def leaving(session: Session) -> None:
+def remember_original(session: Session) -> None:
     """A copy of one of this session's clients is being made."""
     _originals[session.session_id, session.settings.base_url] = session
 
 
-def arrive(passport: Passport, *, api_key: str | None = None) -> Session:
+def joined_session(handle: SamplerHandle, *, api_key: str | None = None) -> Session:
     """The session of a copy, joined here once."""
-    original = _originals.get((passport.session_id, passport.base_url))
+    original = _originals.get((handle.session_id, handle.base_url))
     if original is None or api_key is not None:
-        settings = Settings.resolve(base_url=passport.base_url, api_key=api_key)
-        return _join(passport, settings, {})
+        settings = Settings.resolve(base_url=handle.base_url, api_key=api_key)
+        return _join(handle, settings, {})
     # Where the original is, its settings are known, headers and key included.
-    return _join(passport, original.settings, {"make_transport": original.make_transport})
+    return _join(handle, original.settings, {"make_transport": original.make_transport})
 
 
-def _join(passport: Passport, settings: Settings, how: dict[str, Any]) -> Session:
-    key = (passport.session_id, settings.lane)
+def _join(handle: SamplerHandle, settings: Settings, options: dict[str, Any]) -> Session:
+    key = (handle.session_id, settings.limits_key)
     session = _joined.get(key)
     if session is None or session.closed:
-        session = _joined[key] = Session(settings, session_id=passport.session_id, **how)
+        session = _joined[key] = Session(settings, session_id=handle.session_id, **options)
     return session

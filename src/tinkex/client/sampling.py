@@ -14,11 +14,11 @@ from tinkex.client.futures import Promise, awaits, refuse_to_block, waits
 from tinkex.client.http.polling import QueueLog
 from tinkex.client.http.retry import RetryConfig
 from tinkex.client.observe.telemetry import Telemetry
-from tinkex.client.sample_queue import Desk, RetryHandler
-from tinkex.client.sample_stream import SampleStream, Told
-from tinkex.client.sampler_handles import Passport
+from tinkex.client.sample_queue import RetryHandler, SampleQueue
+from tinkex.client.sample_stream import PartialOutput, SampleStream
+from tinkex.client.sampler_handles import SamplerHandle
 from tinkex.client.session import Session
-from tinkex.client.tokenizer import SpeaksText
+from tinkex.client.tokenizer import TextMixin
 from tinkex.wire.inputs import ModelInput
 from tinkex.wire.sampling import (
     CreateSamplingSessionRequest,
@@ -39,7 +39,7 @@ class Sampler(GetSamplerResponse):
     tokenizer_id: str | None = None
 
 
-class SamplingClient(SpeaksText):
+class SamplingClient(TextMixin):
     """
     Samples from one set of weights.
 
@@ -72,11 +72,11 @@ class SamplingClient(SpeaksText):
         self._queue_log = QueueLog(
             f"Sampling from {sampling_session_id}", telemetry=lambda: holder.telemetry
         )
-        self._begin(shadow)
+        self._reset_queue(shadow)
 
-    def _begin(self, clone: bool) -> None:
+    def _reset_queue(self, clone: bool) -> None:
         self.retry_handler = RetryHandler(self._retry or RetryConfig(max_connections=None))
-        self._desk = Desk(
+        self._sample_queue = SampleQueue(
             self.holder,
             self._sampling_session_id,
             clone=clone,
@@ -126,13 +126,13 @@ class SamplingClient(SpeaksText):
     # -- other processes -------------------------------------------------------------------------
 
     def __reduce__(self) -> tuple[Any, ...]:
-        sampler_handles.leaving(self.holder)
-        return _copied, (self._passport(),)
+        sampler_handles.remember_original(self.holder)
+        return _copied, (self._sampler_handle(),)
 
     def get_sampler_handle(self) -> str:
         """Text from which another process makes a client of the same weights. Holds no key."""
-        sampler_handles.leaving(self.holder)
-        return self._passport().to_handle()
+        sampler_handles.remember_original(self.holder)
+        return self._sampler_handle().to_text()
 
     @staticmethod
     def from_sampler_handle(handle: str, *, api_key: str | None = None) -> SamplingClient:
@@ -141,11 +141,11 @@ class SamplingClient(SpeaksText):
 
         A handle names the service that will be asked, with your key: take it from whom you trust.
         """
-        passport = Passport.from_handle(handle)
-        return _copied(passport, sampler_handles.arrive(passport, api_key=api_key))
+        source = SamplerHandle.from_text(handle)
+        return _copied(source, sampler_handles.joined_session(source, api_key=api_key))
 
-    def _passport(self) -> Passport:
-        return Passport(
+    def _sampler_handle(self) -> SamplerHandle:
+        return SamplerHandle(
             session_id=self.holder.session_id,
             sampling_session_id=self._sampling_session_id,
             base_url=self.holder.settings.base_url,
@@ -168,7 +168,7 @@ class SamplingClient(SpeaksText):
         prompt_logprobs_last_n: int | None = None,
     ) -> Promise[SampleResponse]:
         """Draw `num_samples` sequences that continue the prompt."""
-        request = self._asked(
+        request = self._request(
             prompt,
             num_samples,
             sampling_params,
@@ -200,7 +200,7 @@ class SamplingClient(SpeaksText):
 
         Its `response()` is what `sample` answers. A service without streams tells it all at the end.
         """
-        request = self._asked(
+        request = self._request(
             prompt,
             num_samples,
             sampling_params,
@@ -211,10 +211,10 @@ class SamplingClient(SpeaksText):
             prompt_alt_tokens_k,
             prompt_logprobs_last_n,
         )
-        told = Told()
-        return SampleStream(self._run(request, _checked, told=told), told)
+        partial = PartialOutput()
+        return SampleStream(self._run(request, _checked, partial=partial), partial)
 
-    def _asked(
+    def _request(
         self,
         prompt: ModelInput,
         num_samples: int,
@@ -279,7 +279,7 @@ class SamplingClient(SpeaksText):
             return list(found)
 
         # Started over even where samples are not: it draws nothing that could differ.
-        return self._run(request, logprobs, insists=True)
+        return self._run(request, logprobs, retries=True)
 
     compute_logprobs_async = awaits(compute_logprobs)
 
@@ -325,12 +325,12 @@ class SamplingClient(SpeaksText):
         request: SampleRequest,
         finish: Callable[[SampleRequest, SampleResponse], T],
         *,
-        insists: bool = False,
-        told: Told | None = None,
+        retries: bool = False,
+        partial: PartialOutput | None = None,
     ) -> Promise[T]:
-        if self._desk.pid != os.getpid():
-            self._begin(clone=True)  # a forked child is a copy too
-        return self._desk.hand_in(request, finish, insists=insists, told=told)
+        if self._sample_queue.pid != os.getpid():
+            self._reset_queue(clone=True)  # a forked child is a copy too
+        return self._sample_queue.submit(request, finish, retries=retries, partial=partial)
 
     def on_queue_state_change(self, queue_state: str, queue_state_reason: str | None) -> None:
         """Called while samples wait; logs the reason, at most once a minute. May be overridden."""
@@ -379,28 +379,28 @@ def draw(holder: Session, request: SampleRequest) -> Promise[SampleResponse]:
             "This SampleRequest names no model. Set one of sampling_session_id, model_path "
             "('tinker://...') and base_model."
         )
-    desk = _desks.get(holder)
-    if desk is None or desk.pid != os.getpid():
-        desk = _desks[holder] = Desk(
+    queue = _direct_queues.get(holder)
+    if queue is None or queue.pid != os.getpid():
+        queue = _direct_queues[holder] = SampleQueue(
             holder,
             None,
             clone=True,  # not to be taken for the samples of a session's own client
             handler=RetryHandler(RetryConfig(max_connections=None)),
             observer=QueueLog("Sampling", telemetry=lambda: holder.telemetry),
         )
-    return desk.hand_in(request, _checked)
+    return queue.submit(request, _checked)
 
 
-_desks: weakref.WeakKeyDictionary[Session, Desk] = weakref.WeakKeyDictionary()
+_direct_queues: weakref.WeakKeyDictionary[Session, SampleQueue] = weakref.WeakKeyDictionary()
 
 
-def _copied(passport: Passport, holder: Session | None = None) -> SamplingClient:
+def _copied(source: SamplerHandle, holder: Session | None = None) -> SamplingClient:
     return SamplingClient(
-        holder or sampler_handles.arrive(passport),
-        sampling_session_id=passport.sampling_session_id,
+        holder or sampler_handles.joined_session(source),
+        sampling_session_id=source.sampling_session_id,
         shadow=True,
-        retry_config=passport.retry_config,
-        record_stability_info=passport.record_stability_info,
+        retry_config=source.retry_config,
+        record_stability_info=source.record_stability_info,
     )
 
 

@@ -8,15 +8,15 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from tinkex.client import custom_loss
-from tinkex.client.auth.token_exchange import lent
+from tinkex.client.auth.token_exchange import with_other_key
 from tinkex.client.connection import Connection
 from tinkex.client.futures import Promise, awaits, refuse_to_block, waits
-from tinkex.client.http.polling import QueueLog, Wanted
+from tinkex.client.http.polling import ExpectedResult, QueueLog
 from tinkex.client.http.retry import RetryConfig
 from tinkex.client.http.transport import Kind
 from tinkex.client.rest import RestClient
 from tinkex.client.sampling import SamplingClient
-from tinkex.client.session import CloseStatus, Session, closed
+from tinkex.client.session import CloseStatus, Session, closed_error
 from tinkex.client.settings import Settings
 from tinkex.client.training import TrainingClient
 from tinkex.client.validation import check_tinker_path
@@ -106,7 +106,7 @@ class ServiceClient:
     def holder(self) -> Session:
         """What this client shares with the clients made from it."""
         if self._session.closed:
-            raise closed()
+            raise closed_error()
         return self._session
 
     def get_console_url(self) -> str:
@@ -188,7 +188,7 @@ class ServiceClient:
                 lora_config=lora,
                 optimizer_config=optimizer or AdamOptimizerConfig(),
             ),
-            Wanted(request_type="CreateModel", answer=CreateModelResponse),
+            ExpectedResult(request_type="CreateModel", answer=CreateModelResponse),
             observer=self._watching(f"Creation of a model over {base_model}"),
         )
         return TrainingClient(self.holder, number, created.model_id)
@@ -257,7 +257,7 @@ class ServiceClient:
                     optimizer_config=optimizer,
                     weights_access_token=weights_access_token,
                 ),
-                Wanted(request_type="LoadWeights", answer=LoadWeightsResponse),
+                ExpectedResult(request_type="LoadWeights", answer=LoadWeightsResponse),
                 observer=self._watching(f"Restoring {path}"),
             )
             # The grammar of ids is part of the protocol where servers set this flag.
@@ -288,7 +288,7 @@ class ServiceClient:
         calls = connection.calls
         if weights_access_token:
             # Somebody else's checkpoint is asked about with the key that may see it.
-            calls = await lent(calls, connection.config, weights_access_token)
+            calls = await with_other_key(calls, connection.config, weights_access_token)
         return await calls.call(
             "POST",
             "weights_info",
@@ -362,7 +362,7 @@ class ServiceClient:
 
     def __enter__(self) -> Self:
         if self._session.closed:
-            raise closed()
+            raise closed_error()
         return self
 
     async def __aenter__(self) -> Self:

@@ -26,15 +26,15 @@ from tinkex.client.background_loop import SingleFlight
 from tinkex.client.connection import (
     Connection,
     MakeTransport,
-    abandon,
+    close_unreferenced,
     http_transport,
     inherited,
-    keep_current,
     open_connection,
+    refresh_config,
 )
 from tinkex.client.errors import APIStatusError, TinkerError
 from tinkex.client.futures import Promise, settle
-from tinkex.client.http.polling import QueueObserver, Wanted
+from tinkex.client.http.polling import ExpectedResult, QueueObserver
 from tinkex.client.http.transport import Kind, Request
 from tinkex.client.observe import instrumentation
 from tinkex.client.observe.telemetry import Telemetry
@@ -59,9 +59,9 @@ R = TypeVar("R", bound=BaseModel | Payload)
 
 HEARTBEAT_EVERY_S = 10.0
 #: Beats may fail for this long before the user hears of it.
-HEARTBEAT_QUIET_S = 120.0
+HEARTBEAT_WARN_AFTER_S = 120.0
 #: Saying goodbye must not hold up a program whose server is gone.
-FINISH_GIVE_UP_S = 10.0
+FINISH_TIMEOUT_S = 10.0
 
 CloseStatus = Literal["success", "errored", "interrupted"]
 
@@ -103,17 +103,17 @@ class Session:
         self._loss_numbers = itertools.count()
         #: Custom losses of this session: digest -> name.
         self.losses: dict[str, str] = {}
-        self._begin()
+        self._reset()
 
     def __repr__(self) -> str:
         return f"<Session {self._session_id or 'not started'} at {self.settings.base_url}>"
 
-    def _begin(self) -> None:
+    def _reset(self) -> None:
         """Nothing connected yet, in this process."""
         self._pid = os.getpid()
         self._telemetry: Telemetry | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._closing_too: weakref.WeakSet[Closeable] = weakref.WeakSet()
+        self._dependents: weakref.WeakSet[Closeable] = weakref.WeakSet()
         self._connected = SingleFlight(self._connect, keep_result=True)
         self._opened = SingleFlight(self._open, keep_result=True)
 
@@ -134,10 +134,10 @@ class Session:
 
     # -- running work ----------------------------------------------------------------------------
 
-    def run(self, work: Coroutine[Any, Any, T], *, yields_to_waiter: bool = False) -> Promise[T]:
+    def run(self, work: Coroutine[Any, Any, T], *, cancel_with_waiter: bool = False) -> Promise[T]:
         """Start `work` on the background loop. It is cancelled when the session closes."""
-        promise: Promise[T] = Promise(yields_to_waiter=yields_to_waiter)
-        self.start(promise, lambda: asyncio.ensure_future(work), dropped=work.close)
+        promise: Promise[T] = Promise(cancel_with_waiter=cancel_with_waiter)
+        self.start(promise, lambda: asyncio.ensure_future(work), on_rejected=work.close)
         return promise
 
     def start(
@@ -145,14 +145,14 @@ class Session:
         promise: Promise[T],
         make: Callable[[], asyncio.Task[T]],
         *,
-        dropped: Callable[[], None] | None = None,
+        on_rejected: Callable[[], None] | None = None,
     ) -> None:
         """Make a task on the background loop and let the promise have its outcome."""
         try:
             loop = self.loop()
         except RuntimeError:
-            if dropped is not None:
-                dropped()
+            if on_rejected is not None:
+                on_rejected()
             raise
 
         def begin() -> None:
@@ -169,32 +169,32 @@ class Session:
     def loop(self) -> asyncio.AbstractEventLoop:
         """The loop that this session's work runs on, if it may still do any."""
         if self.closed:
-            raise closed()
+            raise closed_error()
         if self._pid != os.getpid():
             inherited.append((self._connected, self._opened, self._tasks))
             if self._session_id is None:
                 self._home = os.getpid()  # the parent had no session yet: this one is ours
-            self._begin()
+            self._reset()
         return background_loop.background()
 
     def follow(self, task: asyncio.Task[T], promise: Promise[T]) -> None:
         """Give the promise the outcome of a task of this session; cancelled, it cancels the task."""
         self.track(task)
         task.add_done_callback(functools.partial(settle, promise))
-        task.add_done_callback(self._note_failure)
+        task.add_done_callback(self._record_failure)
         loop = task.get_loop()
         promise.add_done_callback(
             lambda done: loop.call_soon_threadsafe(task.cancel) if done.cancelled() else None
         )
 
-    def at_close(self, waiting: Closeable) -> None:
+    def close_with_session(self, waiting: Closeable) -> None:
         """Close this too when the session closes. Kept weakly."""
-        self._closing_too.add(waiting)
+        self._dependents.add(waiting)
 
-    def _note_failure(self, task: asyncio.Task[Any]) -> None:
+    def _record_failure(self, task: asyncio.Task[Any]) -> None:
         # After the promise has its outcome: whoever waits is not kept waiting for this.
         if self._telemetry and not task.cancelled() and (error := task.exception()):
-            self._telemetry.note_error(error)
+            self._telemetry.record_error(error)
 
     def track(self, task: asyncio.Task[Any]) -> None:
         """Keep a task, and cancel it when the session closes."""
@@ -207,7 +207,7 @@ class Session:
     async def connect(self) -> Connection:
         """The server's answer to "how shall I talk to you?", asked once."""
         if self.closed:
-            raise closed()
+            raise closed_error()
         return await self._connected.get()
 
     async def open(self) -> tuple[Connection, str]:
@@ -226,7 +226,7 @@ class Session:
         connection = await open_connection(self.settings, url, self.make_transport)
         # A session that nobody refers to any more takes its connection with it.
         weakref.finalize(
-            self, abandon, background_loop.background(), connection, self._server
+            self, close_unreferenced, background_loop.background(), connection, self._server
         ).atexit = False
         return connection
 
@@ -254,20 +254,20 @@ class Session:
                 if text:
                     log.log(level, "%s", text)
             self._session_id = answer.session_id
-        chores = [
-            _beat(connection, self._session_id),
-            keep_current(connection, weakref.ref(self)),
+        work = [
+            _send_heartbeats(connection, self._session_id),
+            refresh_config(connection, weakref.ref(self)),
         ]
         if self.settings.telemetry:
             self._telemetry = Telemetry(self._session_id, connection.calls)
             connection.telemetry = self._telemetry
-            connection.calls.when_busy = self._telemetry.note_busy
-            chores.append(self._telemetry.send_regularly())
-        for chore in chores:
+            connection.calls.on_rate_limit = self._telemetry.record_rate_limit
+            work.append(self._telemetry.send_regularly())
+        for each in work:
             # Of nobody's operation, though somebody's operation was the first.
-            task = asyncio.create_task(chore, context=contextvars.Context())
+            task = asyncio.create_task(each, context=contextvars.Context())
             background_loop.keep(task)
-            connection.chores.append(task)
+            connection.background_tasks.append(task)
         return self._session_id
 
     # -- requests --------------------------------------------------------------------------------
@@ -277,40 +277,40 @@ class Session:
         connection: Connection,
         path: str,
         body: Any,
-        wanted: Wanted[R],
+        expected: ExpectedResult[R],
         *,
         kind: Kind = Kind.TRAIN,
         observer: QueueObserver | None = None,
     ) -> R:
         """Send a request that answers with a promise, and wait for what was promised."""
-        name = instrumentation.named(wanted.request_type)
-        with instrumentation.during(name, connection.calls.tracing, self._session_id or ""):
+        name = instrumentation.operation_name(expected.request_type)
+        with instrumentation.measured(name, connection.calls.tracing, self._session_id or ""):
             started = monotonic()
             promised = await connection.calls.call(
-                "POST", path, body, answer=UntypedAPIFuture, kind=kind, about=wanted.request_type
+                "POST", path, body, answer=UntypedAPIFuture, kind=kind, about=expected.request_type
             )
             return await connection.results.fetch(
-                promised.request_id, wanted, observer=observer, round_trip_s=monotonic() - started
+                promised.request_id, expected, observer=observer, round_trip_s=monotonic() - started
             )
 
     def cancel_later(self, connection: Connection, request: str | Request) -> None:
         """Tell the server that nobody wants this sample any more, if it cares to know."""
         if not self.closed:
-            connection.cancels.later(request)
+            connection.cancels.add(request)
 
     def next_model_number(self) -> int:
-        self._check_own("models")
+        self._check_created_here("models")
         return next(self._model_numbers)
 
     def next_sampler_number(self) -> int:
-        self._check_own("samplers")
+        self._check_created_here("samplers")
         return next(self._sampler_numbers)
 
     def next_loss_number(self) -> int:
-        self._check_own("custom losses")
+        self._check_created_here("custom losses")
         return next(self._loss_numbers)
 
-    def _check_own(self, what: str) -> None:
+    def _check_created_here(self, what: str) -> None:
         # Numbers are the session's; another process would give the same ones again, and the
         # server would answer with what the first process made.
         if self.joined or self._home != os.getpid():
@@ -342,7 +342,7 @@ class Session:
     async def _close(self, status: CloseStatus, detail: str | None) -> None:
         if self._pid != os.getpid():  # a forked child that never sent anything
             return
-        for waiting in list(self._closing_too):
+        for waiting in list(self._dependents):
             waiting.close()
         for task in list(self._tasks):
             task.cancel()
@@ -350,13 +350,13 @@ class Session:
         self._connected.stop()
         self._opened.stop()
         if connection is not None:
-            for chore in connection.chores:
-                chore.cancel()
+            for task in connection.background_tasks:
+                task.cancel()
             if self._telemetry is not None:
                 await self._telemetry.end()
             if self._session_id is not None and not self.joined and self._home == os.getpid():
                 try:
-                    async with asyncio.timeout(FINISH_GIVE_UP_S):
+                    async with asyncio.timeout(FINISH_TIMEOUT_S):
                         await connection.calls.call(
                             "POST",
                             f"sessions/{quote(self._session_id, safe=':')}/finish",
@@ -371,11 +371,11 @@ class Session:
             self._server.release()
 
 
-def closed() -> RuntimeError:
+def closed_error() -> RuntimeError:
     return RuntimeError("ServiceClient is closed. Create a new one to go on.")
 
 
-async def _beat(connection: Connection, session_id: str) -> None:
+async def _send_heartbeats(connection: Connection, session_id: str) -> None:
     """Tell the server that we are alive, until it says that the session is over."""
     last = monotonic()
     while True:
@@ -394,12 +394,12 @@ async def _beat(connection: Connection, session_id: str) -> None:
             if error.status_code == 410:
                 log.info("session %s has ended on the server", session_id)
                 return
-            _late_beat(last, error)
+            _warn_if_overdue(last, error)
         except TinkerError as error:
-            _late_beat(last, error)
+            _warn_if_overdue(last, error)
 
 
-def _late_beat(last: float, error: TinkerError) -> None:
+def _warn_if_overdue(last: float, error: TinkerError) -> None:
     silent_s = monotonic() - last
-    if silent_s > HEARTBEAT_QUIET_S:
+    if silent_s > HEARTBEAT_WARN_AFTER_S:
         log.warning("no heartbeat reached the server for %.0f s: %s", silent_s, error)

@@ -23,7 +23,7 @@ __all__ = [
     "ApiKey",
     "Settings",
     "is_loopback",
-    "normalise_url",
+    "normalize_url",
     "service_url",
     "setting",
 ]
@@ -157,8 +157,8 @@ class Settings:
             enforce_cmd=enforce_cmd,
         )
         if isinstance(found, credentials.Command):
-            return credentials.Printed(found, limit_s=self.credential_cmd_s)
-        return credentials.Fixed(found)
+            return credentials.CommandCredential(found, limit_s=self.credential_cmd_s)
+        return credentials.StaticCredential(found)
 
     def proxy_to(self, url: str) -> str | None:
         """The proxy for an address that the service links to, which may be of another host."""
@@ -168,7 +168,7 @@ class Settings:
         return _proxy_from(env, url)
 
     @property
-    def lane(self) -> tuple[str, str]:
+    def limits_key(self) -> tuple[str, str]:
         """What shares limits: the same service asked with the same credential."""
         if self.api_key is not None:
             return self.base_url, self.api_key.digest
@@ -186,18 +186,18 @@ def service_url(given: str | None, env: Mapping[str, str] = os.environ) -> str:
     """Which service is meant, in its one spelling."""
     url = given or setting("BASE_URL", env)
     if not url:
-        _tell_default()
-    return normalise_url(url or DEFAULT_URL)
+        _log_default_service()
+    return normalize_url(url or DEFAULT_URL)
 
 
 @functools.cache
-def _tell_default() -> None:
+def _log_default_service() -> None:
     """Once in a program: who runs a server and forgets to name it would send data elsewhere."""
     host = urlsplit(DEFAULT_URL).hostname
     log.info("no base_url was given, and TINKER_BASE_URL is not set: requests go to %s", host)
 
 
-def normalise_url(url: str) -> str:
+def normalize_url(url: str) -> str:
     """One spelling for each service: lower-case host, no default port, no trailing slash."""
     url = url.strip()
     if url == LOCAL:
@@ -265,7 +265,7 @@ def _names(given: str | Iterable[str] | None) -> tuple[str, ...]:
 def _stored_key(url: str, home: Path | None) -> ApiKey | None:
     if url == LOCAL:
         return None
-    stored = key_store.read(key_store.place(home))
+    stored = key_store.read(key_store.default_path(home))
     # A key that was stored without its service is not for this machine: it never gets to see it.
-    key_id = stored.of(url, is_local=is_loopback(url))
+    key_id = stored.key_for(url, is_local=is_loopback(url))
     return None if key_id is None else stored.keys[key_id].key

@@ -24,11 +24,11 @@ from tinkex.client.connection import Connection
 from tinkex.client.errors import APIStatusError, BadRequestError, UnprocessableEntityError
 from tinkex.client.futures import Promise
 from tinkex.client.http.api_calls import decode
-from tinkex.client.http.polling import QueueLog, Wanted
+from tinkex.client.http.polling import ExpectedResult, QueueLog
 from tinkex.client.http.retry import is_retryable
 from tinkex.client.http.transport import Kind
 from tinkex.client.observe import instrumentation
-from tinkex.client.session import Session, closed
+from tinkex.client.session import Session, closed_error
 from tinkex.extras import needs
 from tinkex.wire.base import Payload
 from tinkex.wire.codec import JSON_TYPE, PROTOBUF_TYPE
@@ -49,7 +49,7 @@ R = TypeVar("R", bound=BaseModel | Payload)
 T = TypeVar("T")
 
 
-class Turnstile:
+class TicketQueue:
     """
     Hands out numbered tickets, and starts what their holders bring in that order.
 
@@ -61,9 +61,9 @@ class Turnstile:
         self._tickets = itertools.count()
         self._serving = 0
         self._waiting: dict[int, asyncio.Event] = {}
-        self._spent: set[int] = set()
+        self._done: set[int] = set()
 
-    def take(self) -> int:
+    def take_ticket(self) -> int:
         return next(self._tickets)
 
     def start(self, ticket: int, send: Callable[[], Awaitable[T]]) -> asyncio.Task[T]:
@@ -81,16 +81,16 @@ class Turnstile:
 
     def skip(self, ticket: int) -> None:
         """Spend a ticket: later ones no longer wait for it."""
-        self._spent.add(ticket)
+        self._done.add(ticket)
         self._waiting.pop(ticket, None)
-        while self._serving in self._spent:
-            self._spent.remove(self._serving)
+        while self._serving in self._done:
+            self._done.remove(self._serving)
             self._serving += 1
         if next_in_line := self._waiting.pop(self._serving, None):
             next_in_line.set()
 
 
-class Fate(Enum):
+class Outcome(Enum):
     """What became of one numbered submission."""
 
     UNSENT = "unsent"  # never left: the number is still free
@@ -100,7 +100,7 @@ class Fate(Enum):
 
 
 @dataclass
-class Numbers:
+class SeqIds:
     """
     The `seq_id`s of one model, given inside a turn, so that nothing the client does leaves a gap.
 
@@ -112,22 +112,22 @@ class Numbers:
     next: int = 1
     #: Number to fill -> whether it belongs to a batch of which the server may have got a part, so
     #: that the gradients of that part must not be used.
-    gaps: dict[int, bool] = field(default_factory=dict)
+    unused: dict[int, bool] = field(default_factory=dict)
 
-    def settle(self, fates: Sequence[Fate], *, adds_gradients: bool = False) -> None:
+    def record(self, outcomes: Sequence[Outcome], *, adds_gradients: bool = False) -> None:
         """Account for a turn that gave its submissions `next`, `next + 1`, ... in this order."""
         first = self.next
         reached = [
             first + index
-            for index, fate in enumerate(fates)
-            if fate in (Fate.ACCEPTED, Fate.UNKNOWN)
+            for index, outcome in enumerate(outcomes)
+            if outcome in (Outcome.ACCEPTED, Outcome.UNKNOWN)
         ]
         if not reached:
             return
         self.next = max(reached) + 1
-        for number, fate in zip(range(first, self.next), fates, strict=False):
-            if fate is not Fate.ACCEPTED:
-                self.gaps[number] = adds_gradients and len(fates) > 1
+        for seq_id, outcome in zip(range(first, self.next), outcomes, strict=False):
+            if outcome is not Outcome.ACCEPTED:
+                self.unused[seq_id] = adds_gradients and len(outcomes) > 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,16 +155,16 @@ class Submission:
     """A part under its number, and what is known of it."""
 
     part: Part
-    number: int
-    fate: Fate = Fate.UNSENT
+    seq_id: int
+    outcome: Outcome = Outcome.UNSENT
     accepted: Accepted | None = None
     error: Exception | None = None
 
-    def leaves(self) -> None:
+    def mark_sent(self) -> None:
         """Called just before bytes are sent: from now on the server may have it."""
-        self.fate = Fate.UNKNOWN
+        self.outcome = Outcome.UNKNOWN
 
-    def refused(self, error: APIStatusError, *, before: Fate) -> None:
+    def mark_refused(self, error: APIStatusError, *, before: Outcome) -> None:
         """
         One attempt was answered with an error; `before` is the fate ahead of that attempt.
 
@@ -172,8 +172,8 @@ class Submission:
         nobody answered. Other errors may come from a gateway that passed the request on.
         """
         says_no = error.status_code == 429 or not is_retryable(error)
-        if says_no and before is not Fate.UNKNOWN:
-            self.fate = Fate.REFUSED
+        if says_no and before is not Outcome.UNKNOWN:
+            self.outcome = Outcome.REFUSED
 
 
 class StepSubmitter:
@@ -183,8 +183,8 @@ class StepSubmitter:
         self._holder = holder
         self._model_id = model_id
         self._queue_log = queue_log
-        self._turnstile = Turnstile()
-        self._numbers = Numbers()
+        self._order = TicketQueue()
+        self._seq_ids = SeqIds()
         self._pid = os.getpid()
         #: Where a custom loss of ours is being computed.
         self._loss_thread: int | None = None
@@ -192,15 +192,15 @@ class StepSubmitter:
     def submit(
         self,
         parts: Callable[[Connection], list[Part]],
-        wanted: Wanted[R],
+        expected: ExpectedResult[R],
         finish: Callable[[list[R]], T],
     ) -> Promise[T]:
-        return self.submit_with(lambda _: self.send(parts), wanted, finish)
+        return self.submit_with(lambda _: self.send(parts), expected, finish)
 
     def submit_with(
         self,
         send: Callable[[Promise[T]], Coroutine[Any, Any, tuple[Connection, list[Accepted]]]],
-        wanted: Wanted[R],
+        expected: ExpectedResult[R],
         finish: Callable[[list[R]], T],
     ) -> Promise[T]:
         """
@@ -209,7 +209,7 @@ class StepSubmitter:
         The place is given up however the step ends: sent, refused, cancelled or never begun.
         """
         if self._holder.closed:
-            raise closed()
+            raise closed_error()
         if self._pid != os.getpid():
             raise RuntimeError(
                 f"<TrainingClient of {self._model_id}> belongs to process {self._pid}; in a forked process its steps would "
@@ -222,7 +222,7 @@ class StepSubmitter:
             )
         self._holder.loop()  # raises here, before there is a ticket that nothing would spend
         promise: Promise[T] = Promise()
-        ticket = self._turnstile.take()
+        ticket = self._order.take_ticket()
 
         async def in_turn() -> tuple[Connection, list[Accepted]]:
             # From here on the step runs, whoever stops waiting; cancelled before, it never existed.
@@ -236,18 +236,20 @@ class StepSubmitter:
             def make() -> asyncio.Task[T]:
                 nonlocal submission
                 # Both at once, before anything can be cancelled: every ticket must be started.
-                submission = self._turnstile.start(ticket, in_turn)
+                submission = self._order.start(ticket, in_turn)
                 self._holder.track(submission)
-                return asyncio.create_task(self._finish(submission, wanted, finish))
+                return asyncio.create_task(self._finish(submission, expected, finish))
 
             try:
                 return instrumentation.Operation(
-                    instrumentation.named(wanted.request_type), self._holder.tracing, self._model_id
+                    instrumentation.operation_name(expected.request_type),
+                    self._holder.tracing,
+                    self._model_id,
                 ).run(make)
             except BaseException:
                 # The step never began. Later steps must not wait for its ticket.
                 if submission is None:
-                    self._turnstile.skip(ticket)
+                    self._order.skip(ticket)
                 else:
                     submission.cancel()
                 raise
@@ -256,7 +258,7 @@ class StepSubmitter:
         return promise
 
     @contextmanager
-    def computing_a_loss(self) -> Iterator[None]:
+    def running_loss(self) -> Iterator[None]:
         """While a custom loss runs on this thread. One at a time: each has its place in the order."""
         self._loss_thread = threading.get_ident()
         try:
@@ -269,10 +271,10 @@ class StepSubmitter:
     ) -> tuple[Connection, list[Accepted]]:
         """In our turn: number the parts, submit them, account for every number."""
         connection = await self._holder.connect()
-        await self._fill_gaps(connection)
-        first = self._numbers.next
-        todo = [
-            Submission(part=part, number=first + index)
+        await self._fill_unused(connection)
+        first = self._seq_ids.next
+        submissions = [
+            Submission(part=part, seq_id=first + index)
             for index, part in enumerate(parts(connection))
         ]
 
@@ -283,37 +285,37 @@ class StepSubmitter:
                 submission.error = error
 
         try:
-            if len(todo) > 1 and connection.config.parallel_fwdbwd_chunks:
+            if len(submissions) > 1 and connection.config.parallel_fwdbwd_chunks:
                 # The first goes last: the server then sees the whole batch before it starts.
-                await asyncio.gather(*(send(each) for each in todo[1:]))
-                if all(each.error is None for each in todo):
-                    await send(todo[0])
+                await asyncio.gather(*(send(each) for each in submissions[1:]))
+                if all(each.error is None for each in submissions):
+                    await send(submissions[0])
             else:
-                for each in todo:
+                for each in submissions:
                     await send(each)
                     if each.error is not None:
                         break
         finally:
-            self._numbers.settle(
-                [each.fate for each in todo],
-                adds_gradients=any(each.part.adds_gradients for each in todo),
+            self._seq_ids.record(
+                [each.outcome for each in submissions],
+                adds_gradients=any(each.part.adds_gradients for each in submissions),
             )
-        for each in todo:
+        for each in submissions:
             if each.error is not None:
                 raise each.error
-        return connection, [each.accepted for each in todo if each.accepted is not None]
+        return connection, [each.accepted for each in submissions if each.accepted is not None]
 
     async def _post(self, connection: Connection, submission: Submission) -> Accepted:
-        calls, part, number = connection.calls, submission.part, submission.number
-        async with connection.lane.training_bytes.hold(part.size_bytes):
-            body = part.encode(number)
+        calls, part, seq_id = connection.calls, submission.part, submission.seq_id
+        async with connection.limits.training_bytes.hold(part.size_bytes):
+            body = part.encode(seq_id)
             headers = {}
             if part.content_type == PROTOBUF_TYPE and connection.config.proto_compress_fwdbwd:
                 packed = await asyncio.to_thread(compressed, body)
                 if packed is not None:
                     body, headers = packed, {"Content-Encoding": "zstd"}
             started = monotonic()
-            about = f"step {number} of {self._model_id}"
+            about = f"step {seq_id} of {self._model_id}"
             request = calls.request(
                 "POST",
                 part.path,
@@ -324,26 +326,26 @@ class StepSubmitter:
             )
 
             async def attempt() -> UntypedAPIFuture:
-                before = submission.fate
+                before = submission.outcome
                 try:
-                    answer = await calls.once(request, about=about, sending=submission.leaves)
+                    answer = await calls.once(request, about=about, on_send=submission.mark_sent)
                 except APIStatusError as error:
-                    submission.refused(error, before=before)
+                    submission.mark_refused(error, before=before)
                     raise
                 return decode(UntypedAPIFuture, answer, about=about)
 
-            promised = await calls.insisting(attempt, path=part.path, kind=Kind.TRAIN)
-            submission.fate = Fate.ACCEPTED
+            promised = await calls.with_retries(attempt, path=part.path, kind=Kind.TRAIN)
+            submission.outcome = Outcome.ACCEPTED
             return Accepted(promised.request_id, monotonic() - started)
 
-    async def _fill_gaps(self, connection: Connection) -> None:
+    async def _fill_unused(self, connection: Connection) -> None:
         """Give the server something to run for numbers that an earlier call could not use."""
-        for number, half_a_batch in sorted(self._numbers.gaps.items()):
-            taken = await self._fill(connection, number, half_a_batch)
+        for seq_id, partial_batch in sorted(self._seq_ids.unused.items()):
+            taken = await self._send_noop(connection, seq_id, partial_batch)
             if (
                 not taken
-                and half_a_batch
-                and (taken := await self._fill(connection, number, False))
+                and partial_batch
+                and (taken := await self._send_noop(connection, seq_id, False))
             ):
                 # This server checks a pass before it takes it, so none can be made to fail.
                 log.warning(
@@ -352,20 +354,20 @@ class StepSubmitter:
                     self._model_id,
                 )
             if not taken:
-                log.debug("step %d of %s needs no filling", number, self._model_id)
-            del self._numbers.gaps[number]
+                log.debug("step %d of %s needs no filling", seq_id, self._model_id)
+            del self._seq_ids.unused[seq_id]
 
-    async def _fill(self, connection: Connection, number: int, half_a_batch: bool) -> bool:
+    async def _send_noop(self, connection: Connection, seq_id: int, partial_batch: bool) -> bool:
         """Whether the server took the filler."""
-        part = filler(self._model_id, half_a_batch)
+        part = noop_step(self._model_id, partial_batch)
         try:
-            await self._post(connection, Submission(part=part, number=number))
+            await self._post(connection, Submission(part=part, seq_id=seq_id))
         except UnprocessableEntityError:
             # Taken by another kind of step: what we got no answer to had arrived after all.
             # Asked again and again, it would stop this client for good.
             return False
         except BadRequestError:
-            if not half_a_batch:
+            if not partial_batch:
                 raise
             return False
         return True
@@ -373,18 +375,18 @@ class StepSubmitter:
     async def _finish(
         self,
         submission: asyncio.Task[tuple[Connection, list[Accepted]]],
-        wanted: Wanted[R],
+        expected: ExpectedResult[R],
         finish: Callable[[list[R]], T],
     ) -> T:
-        return finish(await self.fetch(*await asyncio.shield(submission), wanted))
+        return finish(await self.fetch(*await asyncio.shield(submission), expected))
 
     async def fetch(
-        self, connection: Connection, accepted: list[Accepted], wanted: Wanted[R]
+        self, connection: Connection, accepted: list[Accepted], expected: ExpectedResult[R]
     ) -> list[R]:
-        return await all_of(
+        return await gather_or_cancel(
             connection.results.fetch(
                 each.request_id,
-                wanted,
+                expected,
                 observer=self._queue_log,
                 round_trip_s=each.round_trip_s,
             )
@@ -392,7 +394,7 @@ class StepSubmitter:
         )
 
 
-async def all_of(work: Any) -> list[Any]:
+async def gather_or_cancel(work: Any) -> list[Any]:
     """Like gather, but the first failure stops the others: nobody will look at them."""
     tasks = [asyncio.ensure_future(each) for each in work]
     if len(tasks) == 1:
@@ -440,8 +442,8 @@ def pass_parts(
     return parts
 
 
-def pass_wanted(request_type: str) -> Wanted[ForwardBackwardOutput]:
-    return Wanted(
+def pass_result(request_type: str) -> ExpectedResult[ForwardBackwardOutput]:
+    return ExpectedResult(
         request_type=request_type,
         answer=ForwardBackwardOutput,
         read_protobuf=decode_forward_backward_output,
@@ -456,14 +458,14 @@ def pass_encoder(
     *,
     forward_only: bool,
 ) -> Callable[[int], bytes]:
-    def encode(number: int) -> bytes:
+    def encode(seq_id: int) -> bytes:
         return encode_forward_backward_request(
             ForwardBackwardRequest(
                 forward_backward_input=ForwardBackwardInput(
                     data=data, loss_fn=loss_fn, loss_fn_config=loss_fn_config
                 ),
                 model_id=model_id,
-                seq_id=number,
+                seq_id=seq_id,
             ),
             forward_only=forward_only,
         )
@@ -471,7 +473,7 @@ def pass_encoder(
     return encode
 
 
-def filler(model_id: str, half_a_batch: bool) -> Part:
+def noop_step(model_id: str, partial_batch: bool) -> Part:
     """
     A step for a number that was given out and not used.
 
@@ -481,7 +483,7 @@ def filler(model_id: str, half_a_batch: bool) -> Part:
     compute, with weight zero, should one do so all the same. Its setting, which no loss has, says
     to the user what happened.
     """
-    targets = 2 if half_a_batch else 1
+    targets = 2 if partial_batch else 1
     datum = Datum(
         model_input=ModelInput.from_ints([0]),
         loss_fn_inputs={
@@ -490,12 +492,12 @@ def filler(model_id: str, half_a_batch: bool) -> Part:
         },
     )
     config: dict[str, float | str] | None = (
-        {"part_of_this_batch_was_never_sent": 1.0} if half_a_batch else None
+        {"part_of_this_batch_was_never_sent": 1.0} if partial_batch else None
     )
     return Part(
         path="forward_backward",
         encode=pass_encoder(
-            model_id, [datum], "cross_entropy", config, forward_only=not half_a_batch
+            model_id, [datum], "cross_entropy", config, forward_only=not partial_batch
         ),
         content_type=PROTOBUF_TYPE,
     )
@@ -511,13 +513,13 @@ def compressed(body: bytes) -> bytes | None:
         with needs("Compressing batches"):
             import zstandard
     except ImportError:
-        _say_once_that_bodies_stay_large()
+        _log_missing_zstd()
         return None
     return bytes(zstandard.ZstdCompressor(level=1).compress(body))
 
 
 @functools.cache
-def _say_once_that_bodies_stay_large() -> None:
+def _log_missing_zstd() -> None:
     log.debug(
         "The server asks for compressed batches, and there is no zstd here: sent as they are. "
         "pip install 'tinkex[zstd]', or use Python 3.14."

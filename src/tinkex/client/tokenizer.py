@@ -206,7 +206,7 @@ def _first_line(error: Exception) -> str:
 # MERGED: Text to tokens and back, for clients that know their model.
 
 
-class SpeaksText(ABC):
+class TextMixin(ABC):
     """`encode` and `decode` with the tokenizer of the client's model, fetched once."""
 
     @abstractmethod

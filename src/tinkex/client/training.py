@@ -10,13 +10,13 @@ from pydantic import BaseModel
 from tinkex.client import custom_loss, tokenizer, user_warnings, validation
 from tinkex.client.batching import merge
 from tinkex.client.futures import Promise, awaits, refuse_to_block, submits, waits
-from tinkex.client.http.polling import QueueLog, Wanted
+from tinkex.client.http.polling import ExpectedResult, QueueLog
 from tinkex.client.http.retry import RetryConfig
 from tinkex.client.http.transport import Kind
 from tinkex.client.sampling import SamplingClient, open_sampler
 from tinkex.client.session import Session
-from tinkex.client.submission import Part, StepSubmitter, pass_parts, pass_wanted
-from tinkex.client.tokenizer import SpeaksText
+from tinkex.client.submission import Part, StepSubmitter, pass_parts, pass_result
+from tinkex.client.tokenizer import TextMixin
 from tinkex.wire.base import Payload
 from tinkex.wire.checkpoints import (
     CONSOLE_URL,
@@ -54,7 +54,7 @@ T = TypeVar("T")
 LossConfig = dict[str, float] | dict[str, str] | dict[str, float | str]
 
 
-class TrainingClient(SpeaksText):
+class TrainingClient(TextMixin):
     """
     Trains one LoRA adapter.
 
@@ -117,7 +117,7 @@ class TrainingClient(SpeaksText):
     ) -> Promise[ForwardBackwardOutput]:
         config = validation.loss_config(loss_fn_config)
         parts = pass_parts(self.model_id, data, loss_fn, config, forward_only=forward_only)
-        return self._steps.submit(parts, pass_wanted(request_type), merge)
+        return self._steps.submit(parts, pass_result(request_type), merge)
 
     def _forward_backward_custom(
         self,
@@ -154,9 +154,9 @@ class TrainingClient(SpeaksText):
                 f"AdamParams(learning_rate=1e-4), not {type(params).__name__}."
             )
 
-        def encode(number: int) -> bytes:
+        def encode(seq_id: int) -> bytes:
             return encode_json(
-                OptimStepRequest(optim_params=params, model_id=self.model_id, seq_id=number)
+                OptimStepRequest(optim_params=params, model_id=self.model_id, seq_id=seq_id)
             )
 
         return self._single("optim_step", encode, "OptimStep", OptimStepResponse, _same)
@@ -174,12 +174,12 @@ class TrainingClient(SpeaksText):
     ) -> Promise[SaveWeightsResponse]:
         """Save weights and optimizer state, to go on training from."""
 
-        def encode(number: int) -> bytes:
+        def encode(seq_id: int) -> bytes:
             return encode_json(
                 SaveWeightsRequest(
                     model_id=self.model_id,
                     path=name,
-                    seq_id=number,
+                    seq_id=seq_id,
                     ttl_seconds=ttl_seconds,
                     overwrite=overwrite,
                     user_metadata=user_metadata,
@@ -198,12 +198,12 @@ class TrainingClient(SpeaksText):
     ) -> Promise[SaveWeightsForSamplerResponse]:
         """Save weights under a name, to sample from."""
 
-        def encode(number: int) -> bytes:
+        def encode(seq_id: int) -> bytes:
             return encode_json(
                 SaveWeightsForSamplerRequest(
                     model_id=self.model_id,
                     path=name,
-                    seq_id=number,
+                    seq_id=seq_id,
                     ttl_seconds=ttl_seconds,
                     user_metadata=user_metadata,
                 )
@@ -233,12 +233,12 @@ class TrainingClient(SpeaksText):
         """
         recipients = list(age_encryption_recipients) if age_encryption_recipients else None
 
-        def encode(number: int) -> bytes:
+        def encode(seq_id: int) -> bytes:
             return encode_json(
                 SaveWeightsExternalRequest(
                     model_id=self.model_id,
                     path=name,
-                    seq_id=number,
+                    seq_id=seq_id,
                     ttl_seconds=ttl_seconds,
                     age_encryption_recipients=recipients,
                 )
@@ -268,12 +268,12 @@ class TrainingClient(SpeaksText):
                 DeprecationWarning,
             )
 
-        def encode(number: int) -> bytes:
+        def encode(seq_id: int) -> bytes:
             return encode_json(
                 SaveWeightsForSamplerRequest(
                     model_id=self.model_id,
                     sampling_session_seq_id=self.holder.next_sampler_number(),
-                    seq_id=number,
+                    seq_id=seq_id,
                 )
             )
 
@@ -322,11 +322,11 @@ class TrainingClient(SpeaksText):
     def _load(
         self, path: str, *, optimizer: bool, weights_access_token: str | None
     ) -> Promise[LoadWeightsResponse]:
-        def encode(number: int) -> bytes:
+        def encode(seq_id: int) -> bytes:
             return encode_json(
                 LoadWeightsRequest(
                     model_id=self.model_id,
-                    seq_id=number,
+                    seq_id=seq_id,
                     path=path,
                     optimizer=optimizer,
                     weights_access_token=weights_access_token,
@@ -407,7 +407,7 @@ class TrainingClient(SpeaksText):
                 await self.holder.connect(),
                 "unload_model",
                 UnloadModelRequest(model_id=self.model_id),
-                Wanted(request_type="UnloadModel", answer=UnloadModelResponse),
+                ExpectedResult(request_type="UnloadModel", answer=UnloadModelResponse),
                 observer=self._queue_log,
             )
 
@@ -427,7 +427,7 @@ class TrainingClient(SpeaksText):
     ) -> Promise[T]:
         return self._steps.submit(
             lambda _: [Part(path=path, encode=encode)],
-            Wanted(request_type=request_type, answer=answer),
+            ExpectedResult(request_type=request_type, answer=answer),
             lambda results: finish(results[0]),
         )
 

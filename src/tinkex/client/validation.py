@@ -103,7 +103,7 @@ def moment(name: str, value: object) -> datetime:
 
 def batch(data: object) -> list[Datum]:
     """The examples of a pass as they are now: the caller may go on changing theirs."""
-    return [as_it_is(datum) for datum in examples(data)]
+    return [snapshot(datum) for datum in examples(data)]
 
 
 def examples(data: object) -> list[Datum]:
@@ -127,7 +127,7 @@ def examples(data: object) -> list[Datum]:
     return found
 
 
-def as_it_is(datum: Datum) -> Datum:
+def snapshot(datum: Datum) -> Datum:
     """The same datum with a dict of its own; the tensors in it never change."""
     inputs = datum.loss_fn_inputs
     for value in inputs.values():

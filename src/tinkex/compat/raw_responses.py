@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, overload
 from tinkex.client.futures import Promise, refuse_to_block
 from tinkex.client.http.api_calls import DEADLINE_S, Calls, decode
 from tinkex.client.http.sse import Consumed, EventStream, ServerSentEvent
-from tinkex.client.http.transport import Kind, Request, Response, Streamed
+from tinkex.client.http.transport import Kind, Request, Response, StreamedResponse
 from tinkex.client.session import Session
 
 if TYPE_CHECKING:
@@ -54,8 +54,8 @@ class Raw:
     ) -> APIResponse:
         """Send, and read the answer to its end. A `body` that is not bytes is sent as JSON."""
         refuse_to_block("request", "request_async")
-        asked = self._ask(method, path, body, headers, timeout, max_retries, whole=True)
-        return APIResponse(asked.block())
+        sent = self._send(method, path, body, headers, timeout, max_retries, read_all=True)
+        return APIResponse(sent.block())
 
     async def request_async(
         self,
@@ -67,8 +67,8 @@ class Raw:
         timeout: float = DEADLINE_S,  # noqa: ASYNC109 (as `request`)
         max_retries: int | None = None,
     ) -> AsyncAPIResponse:
-        asked = self._ask(method, path, body, headers, timeout, max_retries, whole=True)
-        return AsyncAPIResponse(await asked)
+        sent = self._send(method, path, body, headers, timeout, max_retries, read_all=True)
+        return AsyncAPIResponse(await sent)
 
     def stream(
         self,
@@ -82,8 +82,8 @@ class Raw:
     ) -> APIResponse:
         """Send, and read the answer as it comes; `timeout` is for each piece. To be closed."""
         refuse_to_block("stream", "stream_async")
-        asked = self._ask(method, path, body, headers, timeout, max_retries, whole=False)
-        return APIResponse(asked.block())
+        sent = self._send(method, path, body, headers, timeout, max_retries, read_all=False)
+        return APIResponse(sent.block())
 
     async def stream_async(
         self,
@@ -95,10 +95,10 @@ class Raw:
         timeout: float = DEADLINE_S,  # noqa: ASYNC109 (as `stream`)
         max_retries: int | None = None,
     ) -> AsyncAPIResponse:
-        asked = self._ask(method, path, body, headers, timeout, max_retries, whole=False)
-        return AsyncAPIResponse(await asked)
+        sent = self._send(method, path, body, headers, timeout, max_retries, read_all=False)
+        return AsyncAPIResponse(await sent)
 
-    def _ask(
+    def _send(
         self,
         method: str,
         path: str,
@@ -107,21 +107,21 @@ class Raw:
         timeout: float,
         max_retries: int | None,
         *,
-        whole: bool,
-    ) -> Promise[_Answer]:
-        async def work() -> _Answer:
+        read_all: bool,
+    ) -> Promise[_OpenAnswer]:
+        async def work() -> _OpenAnswer:
             calls = (await self._session.connect()).calls
             request = calls.request(
                 method, path, body, kind=Kind.RETRIEVE, headers=headers, deadline_s=timeout
             )
             attempts = 0
 
-            async def once() -> _Answer:
+            async def once() -> _OpenAnswer:
                 nonlocal attempts
                 attempts += 1
                 began = monotonic()
                 streamed = await calls.open(request, about=path)
-                answer = _Answer(
+                answer = _OpenAnswer(
                     self._session,
                     calls,
                     request,
@@ -129,18 +129,18 @@ class Raw:
                     elapsed=timedelta(seconds=monotonic() - began),
                     retries_taken=attempts - 1,
                 )
-                if whole:
+                if read_all:
                     await answer.read()
                 return answer
 
             # The clients' layer counts time, not attempts; but "never" is "never".
             give_up_s = 0.0 if max_retries == 0 else None
-            return await calls.insisting(once, path=path, give_up_s=give_up_s)
+            return await calls.with_retries(once, path=path, give_up_s=give_up_s)
 
         return self._session.run(work())
 
 
-class _Answer:
+class _OpenAnswer:
     """An answer on the background loop, where its body arrives."""
 
     def __init__(
@@ -148,7 +148,7 @@ class _Answer:
         session: Session,
         calls: Calls,
         request: Request,
-        streamed: Streamed,
+        streamed: StreamedResponse,
         *,
         elapsed: timedelta,
         retries_taken: int,
@@ -223,7 +223,7 @@ class _Answer:
         return decode(to, response)
 
 
-class _Pull(Generic[T]):
+class _LoopIterator(Generic[T]):
     """Takes from a generator on the background loop, one piece at a time."""
 
     def __init__(self, session: Session, source: AsyncIterator[T]) -> None:
@@ -240,10 +240,10 @@ class _Pull(Generic[T]):
         return self._session.run(step())
 
 
-class _Face:
+class _ResponseBase:
     """What is known of an answer once its head is here."""
 
-    def __init__(self, answer: _Answer) -> None:
+    def __init__(self, answer: _OpenAnswer) -> None:
         self._answer = answer
 
     @property
@@ -285,7 +285,7 @@ class _Face:
         return f"<{type(self).__name__} {self.status_code} {self.method} {self.url}>"
 
 
-class APIResponse(_Face):
+class APIResponse(_ResponseBase):
     """An answer for programs that block."""
 
     def read(self) -> bytes:
@@ -319,7 +319,7 @@ class APIResponse(_Face):
         return self._each(self._answer.events)
 
     def _each(self, pieces: Callable[[], AsyncIterator[T]]) -> Iterator[T]:
-        pull = _Pull(self._answer.session, pieces())
+        pull = _LoopIterator(self._answer.session, pieces())
         while (found := pull.next().block()) is not None:
             yield found[0]
 
@@ -340,7 +340,7 @@ class APIResponse(_Face):
         self.close()
 
 
-class AsyncAPIResponse(_Face):
+class AsyncAPIResponse(_ResponseBase):
     """An answer for coroutines."""
 
     async def read(self) -> bytes:
@@ -374,7 +374,7 @@ class AsyncAPIResponse(_Face):
         return self._each(self._answer.events)
 
     async def _each(self, pieces: Callable[[], AsyncIterator[T]]) -> AsyncIterator[T]:
-        pull = _Pull(self._answer.session, pieces())
+        pull = _LoopIterator(self._answer.session, pieces())
         while (found := await pull.next()) is not None:
             yield found[0]
 

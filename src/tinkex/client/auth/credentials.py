@@ -27,9 +27,9 @@ from tinkex.client.background_loop import SingleFlight
 from tinkex.client.errors import TinkerError
 
 #: What a command printed is used for this long; it costs a process to ask again.
-FRESH_S = 60.0
+COMMAND_CACHE_S = 60.0
 JWT = "eyJ"
-WAYS = (
+HOW_TO_GIVE_A_KEY = (
     "Pass api_key=..., set TINKER_API_KEY (or TINKEX_API_KEY), name a command that prints one in "
     "TINKER_CREDENTIAL_CMD, or store one with `tinkex auth login`."
 )
@@ -106,7 +106,7 @@ def resolve(
             )
         return key
     if needed:
-        raise TinkerError(f"No API key for {service}. {WAYS}")
+        raise TinkerError(f"No API key for {service}. {HOW_TO_GIVE_A_KEY}")
     return None
 
 
@@ -123,11 +123,11 @@ class Credential(ABC):
 
     async def claims(self) -> dict[str, Any]:
         """What the token says about its owner. RuntimeError if it is a plain key."""
-        from tinkex.client.auth.token_exchange import is_passport, read_claims
+        from tinkex.client.auth.token_exchange import is_service_token, read_claims
 
         token = await self.token()
         # Only tokens of the service itself name the user in a way that means something here.
-        if token is None or not is_passport(token):
+        if token is None or not is_service_token(token):
             raise RuntimeError(
                 "Who is asking can only be read from a token, and this service takes the key "
                 "itself. `tinkex auth whoami` asks the service about the key instead."
@@ -135,7 +135,7 @@ class Credential(ABC):
         return read_claims(token)
 
 
-class Fixed(Credential):
+class StaticCredential(Credential):
     """The same value every time, or nobody."""
 
     def __init__(self, key: ApiKey | None) -> None:
@@ -145,7 +145,7 @@ class Fixed(Credential):
         return None if self._key is None else self._key.value
 
 
-class Printed(Credential):
+class CommandCredential(Credential):
     """What the user's command prints, kept for a minute."""
 
     def __init__(
@@ -156,21 +156,21 @@ class Printed(Credential):
         self._clock = clock
         self._value: str | None = None
         self._until = 0.0
-        self._asking = SingleFlight(self._ask)
+        self._command_run = SingleFlight(self._run)
 
     async def token(self) -> str:
         if self._value is not None and self._clock() < self._until:
             return self._value
-        return await self._asking.get()
+        return await self._command_run.get()
 
     async def renew(self, refused: str) -> bool:
         if self._value == refused:
             self._until = 0.0
         return await self.token() != refused
 
-    async def _ask(self) -> str:
+    async def _run(self) -> str:
         value = await run_command(self._command, limit_s=self._limit_s)
-        self._value, self._until = value, self._clock() + FRESH_S
+        self._value, self._until = value, self._clock() + COMMAND_CACHE_S
         return value
 
 
@@ -201,12 +201,12 @@ async def run_command(command: Command, *, limit_s: float) -> str:
     value = out.decode("utf-8", "replace").strip()
     if process.returncode:
         raise TinkerError(
-            f"The credential command ended with status {process.returncode}{_last_words(err, value)}"
+            f"The credential command ended with status {process.returncode}{_last_stderr_line(err, value)}"
             " Check TINKER_CREDENTIAL_CMD."
         )
     if not value:
         raise TinkerError(
-            f"The credential command printed nothing on stdout{_last_words(err, value)} "
+            f"The credential command printed nothing on stdout{_last_stderr_line(err, value)} "
             "TINKER_CREDENTIAL_CMD must print the credential, and nothing else."
         )
     if not _sendable(value):
@@ -229,7 +229,7 @@ async def _end(process: asyncio.subprocess.Process) -> None:
             await process.communicate()
 
 
-def _last_words(stderr: bytes, secret: str) -> str:
+def _last_stderr_line(stderr: bytes, secret: str) -> str:
     lines = stderr.decode("utf-8", "replace").strip().splitlines()
     if not lines:
         return " and said nothing on stderr."

@@ -20,8 +20,8 @@ DEADLINE_S = 30.0
 
 def ask(settings: Settings, question: Callable[[Connection], Coroutine[Any, Any, T]]) -> T:
     """Connect, ask, hang up. Fails within `first_contact_s`, and blocks until then."""
-    patience_s = min(settings.give_up_s, settings.first_contact_s)
-    session = Session(replace(settings, give_up_s=patience_s, telemetry=False))
+    retry_s = min(settings.give_up_s, settings.first_contact_s)
+    session = Session(replace(settings, give_up_s=retry_s, telemetry=False))
 
     async def work() -> T:
         return await question(await session.connect())
@@ -44,7 +44,7 @@ async def capabilities(connection: Connection) -> GetServerCapabilitiesResponse:
 
 async def own_key(connection: Connection) -> dict[str, Any]:
     """What the service knows of the key we ask with: `key_id`, `name`, `note`, `details`."""
-    answer: dict[str, Any] = await _by_key(connection).call(
+    answer: dict[str, Any] = await _with_key_itself(connection).call(
         "GET", OWN_KEY, answer=dict, deadline_s=DEADLINE_S, about="asking about the key"
     )
     return answer
@@ -52,11 +52,11 @@ async def own_key(connection: Connection) -> dict[str, Any]:
 
 async def delete_own_key(connection: Connection) -> None:
     """From now on the key opens nothing."""
-    await _by_key(connection).call(
+    await _with_key_itself(connection).call(
         "DELETE", OWN_KEY, answer=type(None), deadline_s=DEADLINE_S, about="deleting the key"
     )
 
 
-def _by_key(connection: Connection) -> Calls:
+def _with_key_itself(connection: Connection) -> Calls:
     """With the key itself, also where it was exchanged: a token stands for a user, not for a key."""
-    return connection.calls.asking_as(connection.calls.settings.credential())
+    return connection.calls.with_credential(connection.calls.settings.credential())

@@ -45,7 +45,7 @@ class StoredKeys:
     default: str | None = None
     keys: Mapping[str, StoredKey] = field(default_factory=dict)
 
-    def of(self, service: str, *, is_local: bool) -> str | None:
+    def key_for(self, service: str, *, is_local: bool) -> str | None:
         """The id of the key for a service: the default one if it fits, else the first that does."""
         first = [self.default] if self.default is not None else []
         fitting = (
@@ -72,7 +72,7 @@ class StoredKeys:
         return replace(self, default=key_id)
 
 
-def place(home: Path | None = None) -> Path:
+def default_path(home: Path | None = None) -> Path:
     return (home or Path.home()) / ".tinker" / "credentials.json"
 
 

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from tinkex.client.auth.credentials import ApiKey, Credential, Fixed
+from tinkex.client.auth.credentials import ApiKey, Credential, StaticCredential
 from tinkex.client.background_loop import SingleFlight
 from tinkex.client.errors import APIResponseValidationError, AuthenticationError, TinkerError
 from tinkex.client.http.api_calls import Calls
@@ -22,13 +22,13 @@ from tinkex.wire.runs import AuthTokenResponse, ClientConfigResponse
 log = logging.getLogger("tinkex.tokens")
 
 #: A token with less than this left is not sent any more.
-SPARE_S = 60.0
+MIN_LEFT_S = 60.0
 #: A new one is fetched in the background so long before the end.
-AHEAD_S = 300.0
+RENEW_AHEAD_S = 300.0
 #: After a failure, so long until the next try in the background.
-AGAIN_S = 60.0
+RENEW_RETRY_S = 60.0
 #: How long a token counts that does not say when it ends.
-UNKNOWN_S = 120.0
+DEFAULT_LIFETIME_S = 120.0
 
 
 def read_claims(token: str) -> dict[str, Any]:
@@ -42,7 +42,7 @@ def read_claims(token: str) -> dict[str, Any]:
     return claims
 
 
-def is_passport(token: str) -> bool:
+def is_service_token(token: str) -> bool:
     """Whether the service itself gave this token, so that it need not be exchanged."""
     try:
         return str(read_claims(token).get("iss", "")).startswith("passport-")
@@ -61,12 +61,12 @@ def lifetime_s(token: str, *, now_s: float) -> float:
         ends_s = float(claims["exp"])
         begun_s = float(claims.get("iat", now_s))
     except (ValueError, KeyError, TypeError):
-        return UNKNOWN_S
+        return DEFAULT_LIFETIME_S
     return min(ends_s - begun_s, ends_s - now_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
+class CachedToken:
     """A token, and until when it counts."""
 
     text: str = field(repr=False)
@@ -75,14 +75,14 @@ class Held:
     lifetime_s: float
 
     def is_fresh(self, now_s: float) -> bool:
-        return self.until_s - now_s > min(SPARE_S, self.lifetime_s / 5)
+        return self.until_s - now_s > min(MIN_LEFT_S, self.lifetime_s / 5)
 
     def renew_in_s(self, now_s: float) -> float:
         """When the background should fetch the next one."""
-        return max(self.until_s - now_s - min(AHEAD_S, self.lifetime_s / 2), 1.0)
+        return max(self.until_s - now_s - min(RENEW_AHEAD_S, self.lifetime_s / 2), 1.0)
 
 
-class Exchanged(Credential):
+class ExchangedToken(Credential):
     """
     A token from the service in place of the key.
 
@@ -95,28 +95,28 @@ class Exchanged(Credential):
     ) -> None:
         self._exchange = exchange
         self._clock = clock
-        self._held: Held | None = None
+        self._cached: CachedToken | None = None
         self._fetching = SingleFlight(self._fetch)
         self._warned_s = float("-inf")
 
     async def token(self) -> str:
-        held = self._held
-        if held is not None and held.is_fresh(self._clock()):
-            return held.text
+        cached = self._cached
+        if cached is not None and cached.is_fresh(self._clock()):
+            return cached.text
         try:
             return (await self._fetching.get()).text
         except TinkerError as error:
-            if held is None:
+            if cached is None:
                 raise
             # It may do for a little longer, and if not, the service says so.
-            if self._clock() - self._warned_s >= AGAIN_S:
+            if self._clock() - self._warned_s >= RENEW_RETRY_S:
                 self._warned_s = self._clock()
                 log.warning("the token was not renewed, so the old one is used: %s", error)
-            return held.text
+            return cached.text
 
     async def renew(self, refused: str) -> bool:
-        held = self._held
-        if held is not None and held.text != refused:  # another request has renewed it
+        cached = self._cached
+        if cached is not None and cached.text != refused:  # another request has renewed it
             return True
         try:
             return (await self._fetching.get()).text != refused
@@ -128,23 +128,23 @@ class Exchanged(Credential):
     async def keep_fresh(self) -> None:
         """Renew the token ahead of time, for as long as this task lives."""
         while True:
-            held = self._held
-            wait_s = AGAIN_S if held is None else held.renew_in_s(self._clock())
+            cached = self._cached
+            wait_s = RENEW_RETRY_S if cached is None else cached.renew_in_s(self._clock())
             await asyncio.sleep(wait_s)
-            if self._held is not held:  # renewed by a request meanwhile
+            if self._cached is not cached:  # renewed by a request meanwhile
                 continue
             try:
                 await self._fetching.get()
             except TinkerError as error:
-                log.warning("the token was not renewed; again in %.0f s: %s", AGAIN_S, error)
-                await asyncio.sleep(AGAIN_S)
+                log.warning("the token was not renewed; again in %.0f s: %s", RENEW_RETRY_S, error)
+                await asyncio.sleep(RENEW_RETRY_S)
 
-    async def _fetch(self) -> Held:
-        text = await self._exchange(self._held is None)
+    async def _fetch(self) -> CachedToken:
+        text = await self._exchange(self._cached is None)
         now_s = self._clock()
         span_s = lifetime_s(text, now_s=now_s)
-        self._held = Held(text=text, until_s=now_s + span_s, lifetime_s=span_s)
-        return self._held
+        self._cached = CachedToken(text=text, until_s=now_s + span_s, lifetime_s=span_s)
+        return self._cached
 
 
 # MERGED: From what the user gave to what the service wants: the key itself, or a token for it.
@@ -155,28 +155,28 @@ async def sign_in(settings: Settings, calls: Calls, config: ClientConfigResponse
     if not config.pjwt_auth_enabled:
         return calls.credential
     key = settings.api_key
-    if key is not None and is_passport(key.value):
-        return Fixed(key)  # it is what an exchange would give
+    if key is not None and is_service_token(key.value):
+        return StaticCredential(key)  # it is what an exchange would give
     source = settings.credential(enforce_cmd=config.credential_default_source == "credential_cmd")
-    asking = calls.asking_as(source)
+    asking = calls.with_credential(source)
 
-    async def fetch(insist: bool) -> str:
-        return await exchange(asking, insist=insist)
+    async def fetch(retry: bool) -> str:
+        return await exchange(asking, retry=retry)
 
-    exchanged = Exchanged(fetch)
+    exchanged = ExchangedToken(fetch)
     await exchanged.token()
     return exchanged
 
 
-async def lent(calls: Calls, config: ClientConfigResponse, token: str) -> Calls:
+async def with_other_key(calls: Calls, config: ClientConfigResponse, token: str) -> Calls:
     """The same service, asked in the name of whoever lent this key (`weights_access_token`)."""
-    foreign = calls.asking_as(Fixed(ApiKey(token)))
-    if not config.pjwt_auth_enabled or is_passport(token):
+    foreign = calls.with_credential(StaticCredential(ApiKey(token)))
+    if not config.pjwt_auth_enabled or is_service_token(token):
         return foreign
-    return calls.asking_as(Fixed(ApiKey(await exchange(foreign, insist=True))))
+    return calls.with_credential(StaticCredential(ApiKey(await exchange(foreign, retry=True))))
 
 
-async def exchange(calls: Calls, *, insist: bool) -> str:
+async def exchange(calls: Calls, *, retry: bool) -> str:
     """A token for the credential that `calls` asks with."""
     with contextlib.suppress(APIResponseValidationError):
         answer = await calls.call(
@@ -184,7 +184,7 @@ async def exchange(calls: Calls, *, insist: bool) -> str:
             "auth/token",
             {},
             answer=AuthTokenResponse,
-            give_up_s=None if insist else 0.0,
+            give_up_s=None if retry else 0.0,
             about="exchanging the key for a token",
         )
         return answer.jwt

@@ -24,7 +24,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from tinkex.client.errors import APIStatusError
-from tinkex.client.files.file_download import DownloadFailed, Facts, Fetcher, Links, Stopped
+from tinkex.client.files.file_download import DownloadFailed, Fetcher, FileInfo, Links, Stopped
 from tinkex.client.futures import refuse_to_block
 from tinkex.wire.checkpoints import ParsedCheckpointTinkerPath
 
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 Progress = Callable[[int, int], None]
 
 #: Files fetched at the same time.
-AT_ONCE = 4
+MAX_PARALLEL_FILES = 4
 ARCHIVE = "archive.tar"
-EXPORT_KEPT_S = 3600
+EXPORT_TTL_S = 3600
 #: How services answer that have no archives (any more).
 NO_ARCHIVES = frozenset({404, 405, 410, 501})
 
@@ -111,7 +111,7 @@ def _download(
         else:
             links = _file_links(rest, stack.enter_context(_exported(rest, parsed)))
         part.mkdir(parents=True, exist_ok=True)
-        stack.enter_context(_only_one(part))
+        stack.enter_context(_exclusive(part))
         files = _fetch_all(fetcher, links, part, path, progress)
         if files == [ARCHIVE] and parsed.checkpoint_type != "external":
             _unpack(part / "files" / ARCHIVE, part / "unpacked")
@@ -154,11 +154,11 @@ def safe_path(name: str) -> PurePosixPath:
     return path
 
 
-def resumable(state: Mapping[str, Any], path: str, name: str, facts: Facts, have: int) -> bool:
+def resumable(state: Mapping[str, Any], path: str, name: str, info: FileInfo, have: int) -> bool:
     """Whether the beginning of a file, left by an earlier download, belongs to the one there is."""
     files = state.get("files")
     known = files.get(name) if isinstance(files, dict) and state.get("path") == path else None
-    return facts.tag is not None and known == [facts.tag, facts.size] and have <= facts.size
+    return info.tag is not None and known == [info.tag, info.size] and have <= info.size
 
 
 # -- where the files are -----------------------------------------------------------------------------
@@ -208,7 +208,7 @@ def _exported(rest: RestClient, parsed: ParsedCheckpointTinkerPath) -> Iterator[
     ) as service:
         training = service.create_training_client_from_state(parsed.tinker_path)
         name = f"download-{uuid.uuid4().hex[:12]}"
-        export = training.save_weights_external(name, ttl_seconds=EXPORT_KEPT_S).result().path
+        export = training.save_weights_external(name, ttl_seconds=EXPORT_TTL_S).result().path
         try:
             yield export
         finally:
@@ -227,14 +227,14 @@ def _fetch_all(
     targets = {name: part / "files" / safe_path(name) for name in names}
     if not targets:
         raise DownloadFailed(f"{path} has no files.")
-    with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="tinkex-download") as pool:
+    with ThreadPoolExecutor(MAX_PARALLEL_FILES, thread_name_prefix="tinkex-download") as pool:
         try:
-            looks = [pool.submit(fetcher.look, links, name) for name in names]
-            facts = {name: look.result() for name, look in zip(names, looks, strict=True)}
-            done = _prepare(part, path, facts, targets)
-            show = _Shown(progress, done, sum(each.size for each in facts.values()))
+            probes = [pool.submit(fetcher.probe, links, name) for name in names]
+            info = {name: probe.result() for name, probe in zip(names, probes, strict=True)}
+            done = _prepare(part, path, info, targets)
+            show = _ProgressSum(progress, done, sum(each.size for each in info.values()))
             work = [
-                pool.submit(fetcher.fetch, links, name, facts[name], targets[name], show.moved)
+                pool.submit(fetcher.fetch, links, name, info[name], targets[name], show.on_bytes)
                 for name in names
             ]
             failures = [error for each in work if (error := _outcome(each, fetcher))]
@@ -253,7 +253,9 @@ def _outcome(work: Any, fetcher: Fetcher) -> BaseException | None:
     return error
 
 
-def _prepare(part: Path, path: str, facts: Mapping[str, Facts], targets: Mapping[str, Path]) -> int:
+def _prepare(
+    part: Path, path: str, info: Mapping[str, FileInfo], targets: Mapping[str, Path]
+) -> int:
     """Throw away what is of another download; how many bytes are there already."""
     note = part / "download.json"
     try:
@@ -268,29 +270,29 @@ def _prepare(part: Path, path: str, facts: Mapping[str, Facts], targets: Mapping
     for name, target in targets.items():
         target.parent.mkdir(parents=True, exist_ok=True)
         have = target.stat().st_size if target.is_file() else 0
-        if have and not resumable(state, path, name, facts[name], have):
+        if have and not resumable(state, path, name, info[name], have):
             target.unlink()
             have = 0
         kept += have
-    files = {name: [each.tag, each.size] for name, each in facts.items()}
+    files = {name: [each.tag, each.size] for name, each in info.items()}
     note.write_text(json.dumps({"path": path, "files": files}), encoding="utf-8")
-    missing = sum(each.size for each in facts.values()) - kept
+    missing = sum(each.size for each in info.values()) - kept
     # An archive is there twice while it is unpacked.
-    needed = missing + (facts[ARCHIVE].size if ARCHIVE in facts else 0)
+    needed = missing + (info[ARCHIVE].size if ARCHIVE in info else 0)
     if needed > (free := shutil.disk_usage(part).free):
         raise OSError(errno.ENOSPC, f"{needed:,} bytes are needed and {free:,} are free", str(part))
     return kept
 
 
-class _Shown:
+class _ProgressSum:
     """Adds up what all threads fetch."""
 
     def __init__(self, progress: Progress | None, done: int, total: int) -> None:
         self._progress, self._done, self._total = progress, done, total
         self._lock = threading.Lock()
-        self.moved(0)
+        self.on_bytes(0)
 
-    def moved(self, count: int) -> None:
+    def on_bytes(self, count: int) -> None:
         with self._lock:
             self._done += count
             if self._progress is not None:
@@ -342,7 +344,7 @@ def _put_in_place(ready: Path, folder: Path, part: Path, overwrite: bool) -> Non
 
 
 @contextlib.contextmanager
-def _only_one(part: Path) -> Iterator[None]:
+def _exclusive(part: Path) -> Iterator[None]:
     """Two downloads into one folder would write into each other's files."""
     with (part / "lock").open("wb") as file:
         try:

@@ -43,9 +43,9 @@ PIECE_BYTES = 1024 * 1024
 #: Seconds without a byte until a connection counts as broken.
 SILENCE_S = 20.0
 #: A link is asked for again when it has less than this left, or half of its life.
-MARGIN = timedelta(minutes=5)
+RENEW_MARGIN = timedelta(minutes=5)
 
-TOTAL = re.compile(r"bytes (?:(\d+)-\d+|\*)/(\d+)")
+CONTENT_RANGE = re.compile(r"bytes (?:(\d+)-\d+|\*)/(\d+)")
 
 
 class DownloadFailed(TinkerError):
@@ -57,7 +57,7 @@ class Stopped(Exception):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Facts:
+class FileInfo:
     """What a service says about a file before it is fetched."""
 
     size: int
@@ -66,9 +66,9 @@ class Facts:
     sha256: bytes | None
 
 
-def facts_of(status: int, headers: Mapping[str, str]) -> Facts:
+def file_info(status: int, headers: Mapping[str, str]) -> FileInfo:
     """From the answer to a request for the first byte. Header names are lower case."""
-    found = TOTAL.fullmatch(headers.get("content-range", "").strip())
+    found = CONTENT_RANGE.fullmatch(headers.get("content-range", "").strip())
     length = headers.get("content-length", "")
     if status in (206, 416) and found:
         size = int(found[2])
@@ -82,7 +82,7 @@ def facts_of(status: int, headers: Mapping[str, str]) -> Facts:
     tag = headers.get("etag", "")
     if not tag or tag.startswith("W/"):  # a weak one promises no equal bytes
         tag = headers.get("last-modified", "")
-    return Facts(size=size, tag=tag or None, sha256=_sha256(headers))
+    return FileInfo(size=size, tag=tag or None, sha256=_sha256(headers))
 
 
 def _sha256(headers: Mapping[str, str]) -> bytes | None:
@@ -131,7 +131,7 @@ class Links:
         now = self._now()
         if self._links is None or now >= self._good_until:
             self._links, expires = self._renew()
-            self._good_until = expires - min(MARGIN, (expires - now) / 2)
+            self._good_until = expires - min(RENEW_MARGIN, (expires - now) / 2)
         return self._links
 
 
@@ -151,38 +151,38 @@ class Fetcher:
             if name.lower() != KEY_HEADER.lower()
         }
 
-    def look(self, links: Links, name: str) -> Facts:
+    def probe(self, links: Links, name: str) -> FileInfo:
         """What there is to fetch."""
 
-        def ask(link: str) -> Facts:
+        def ask(link: str) -> FileInfo:
             with self._open(link, {"Range": "bytes=0-0"}, accept=(200, 206, 416)) as answer:
-                return facts_of(answer.status, answer.headers)
+                return file_info(answer.status, answer.headers)
 
-        return self._patiently(links, name, ask, lambda: 0)
+        return self._with_retries(links, name, ask, lambda: 0)
 
     def fetch(
-        self, links: Links, name: str, facts: Facts, target: Path, moved: Callable[[int], None]
+        self, links: Links, name: str, info: FileInfo, target: Path, on_bytes: Callable[[int], None]
     ) -> None:
         """The rest of a file of which `target` has the beginning. `moved` hears of every piece."""
         target.touch()
 
         def ask(link: str) -> None:
-            while (have := target.stat().st_size) < facts.size:
-                self._go_on(link, facts, target, have, moved)
+            while (have := target.stat().st_size) < info.size:
+                self._fetch_rest(link, info, target, have, on_bytes)
 
-        self._patiently(links, name, ask, lambda: target.stat().st_size)
-        _verify(name, facts, target)
+        self._with_retries(links, name, ask, lambda: target.stat().st_size)
+        _verify(name, info, target)
 
-    def _go_on(
-        self, link: str, facts: Facts, target: Path, have: int, moved: Callable[[int], None]
+    def _fetch_rest(
+        self, link: str, info: FileInfo, target: Path, have: int, on_bytes: Callable[[int], None]
     ) -> None:
         headers = {"Range": f"bytes={have}-"}
-        if facts.tag:
-            headers["If-Range"] = facts.tag
+        if info.tag:
+            headers["If-Range"] = info.tag
         with self._open(link, headers, accept=(200, 206)) as answer:
-            start = _start(answer.status, answer.headers, facts, have)
+            start = _start(answer.status, answer.headers, info, have)
             if start < have:  # this service always sends all of it
-                moved(start - have)
+                on_bytes(start - have)
             with target.open("r+b") as file:
                 file.truncate(start)
                 file.seek(start)
@@ -192,11 +192,13 @@ class Fetcher:
                         raise Stopped
                     file.write(piece)
                     place += len(piece)
-                    moved(len(piece))
-        if place < facts.size:
-            raise APIConnectionError(_bare(link), f"Cut off after {place} of {facts.size} bytes.")
+                    on_bytes(len(piece))
+        if place < info.size:
+            raise APIConnectionError(
+                _without_query(link), f"Cut off after {place} of {info.size} bytes."
+            )
 
-    def _patiently(
+    def _with_retries(
         self, links: Links, name: str, ask: Callable[[str], T], progress: Callable[[], int]
     ) -> T:
         """Asks again as the policy says; whoever gets on starts counting anew."""
@@ -255,7 +257,7 @@ class Fetcher:
                 status_code=answer.status,
                 headers=answer.headers,
                 content=content,
-                request=_bare(link),
+                request=_without_query(link),
             ),
             about="downloading",
         )
@@ -272,20 +274,20 @@ def fetch_file(
     fetcher = Fetcher(settings, threading.Event())
     # It is asked for at once, and a single link cannot be renewed.
     links = Links(lambda: ({target.name: link}, datetime.now(UTC) + timedelta(hours=1)))
-    facts = fetcher.look(links, target.name)
+    info = fetcher.probe(links, target.name)
     part = target.with_name(target.name + ".part")
     part.unlink(missing_ok=True)
     done = 0
 
-    def moved(count: int) -> None:
+    def on_bytes(count: int) -> None:
         nonlocal done
         done += count
         if progress:
-            progress(done, facts.size)
+            progress(done, info.size)
 
-    fetcher.fetch(links, target.name, facts, part, moved)
+    fetcher.fetch(links, target.name, info, part, on_bytes)
     part.replace(target)
-    return facts.size
+    return info.size
 
 
 class _Answer:
@@ -309,36 +311,36 @@ class _Answer:
         self._raw.close()
 
 
-def _start(status: int, headers: Mapping[str, str], facts: Facts, have: int) -> int:
+def _start(status: int, headers: Mapping[str, str], info: FileInfo, have: int) -> int:
     """Which byte an answer begins with; an error if it is of another file than was looked at."""
     if status == 200:
         start, total = 0, headers.get("content-length", "")
     else:
-        found = TOTAL.fullmatch(headers.get("content-range", "").strip())
+        found = CONTENT_RANGE.fullmatch(headers.get("content-range", "").strip())
         start, total = (int(found[1] or -1), found[2]) if found else (-1, "")
-    if start not in (0, have) or total != str(facts.size):
+    if start not in (0, have) or total != str(info.size):
         raise DownloadFailed(
-            f"The file changed while it was fetched: {facts.size} bytes before, {total or 'unknown'}"
+            f"The file changed while it was fetched: {info.size} bytes before, {total or 'unknown'}"
             " now. Download the checkpoint again."
         )
     return start
 
 
-def _verify(name: str, facts: Facts, target: Path) -> None:
+def _verify(name: str, info: FileInfo, target: Path) -> None:
     size = target.stat().st_size
-    if size != facts.size:
+    if size != info.size:
         target.unlink()
         raise DownloadFailed(
-            f"{name} has {size} bytes instead of {facts.size}. It was deleted; download it again."
+            f"{name} has {size} bytes instead of {info.size}. It was deleted; download it again."
         )
-    if facts.sha256 is None:
+    if info.sha256 is None:
         return
     with target.open("rb") as file:
         found = hashlib.file_digest(file, "sha256").digest()
-    if found != facts.sha256:
+    if found != info.sha256:
         target.unlink()
         raise DownloadFailed(
-            f"{name} has the checksum {found.hex()} instead of {facts.sha256.hex()}. "
+            f"{name} has the checksum {found.hex()} instead of {info.sha256.hex()}. "
             "It was deleted; download it again."
         )
 
@@ -413,11 +415,13 @@ def _opener(settings: Settings) -> OpenerDirector:
     )
 
 
-def _bare(link: str) -> Request:
+def _without_query(link: str) -> Request:
     """What an error may keep: the query of a signed link is a key."""
     return Request(method="GET", url=link.partition("?")[0])
 
 
 def _broken(link: str, error: Exception) -> APIConnectionError:
     found = str(getattr(error, "reason", error)) or type(error).__name__
-    return APIConnectionError(_bare(link), f"Connection error. {_bare(link).url}: {found}.")
+    return APIConnectionError(
+        _without_query(link), f"Connection error. {_without_query(link).url}: {found}."
+    )

@@ -28,7 +28,7 @@ CONFIG = "adapter_config.json"
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 CARD = "README.md"
 #: Says that an archive of the hosted service is complete; no part of the adapter.
-LEFT_OUT = ("checkpoint_complete",)
+IGNORED_FILES = ("checkpoint_complete",)
 
 
 class HubError(TinkerError):
@@ -36,7 +36,7 @@ class HubError(TinkerError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pushed:
+class PushResult:
     repo_id: str
     #: The branch; None is the repository's default.
     revision: str | None
@@ -57,7 +57,7 @@ def push_to_hub(
     ignore_patterns: Sequence[str] | None = None,
     model_card: bool = True,
     token: str | None = None,
-) -> Pushed:
+) -> PushResult:
     """
     Push the files of checkpoint `path`, which are in `folder`.
 
@@ -70,12 +70,12 @@ def push_to_hub(
     api = hub.HfApi(
         endpoint=os.environ.get("HF_ENDPOINT") or None, token=token, library_name="tinkex"
     )
-    repo_id, branch = place(path, _user(api), repo=repo, revision=revision)
+    repo_id, branch = target_repo(path, _user(api), repo=repo, revision=revision)
     api.create_repo(repo_id, private=not public, exist_ok=True)
     check_card(path, _card_of(api, repo_id, branch), f"{repo_id}@{branch or 'main'}")
     if branch is not None and not create_pr:
         api.create_branch(repo_id, branch=branch, exist_ok=True)
-    names = chosen(_names(folder), allow_patterns, ignore_patterns)
+    names = select_files(_names(folder), allow_patterns, ignore_patterns)
     operations = [
         hub.CommitOperationAdd(path_in_repo=name, path_or_fileobj=folder / name)
         for name in names
@@ -93,13 +93,13 @@ def push_to_hub(
         revision=branch,
         create_pr=create_pr,
     )
-    return Pushed(repo_id=repo_id, revision=branch, url=done.pr_url or done.commit_url)
+    return PushResult(repo_id=repo_id, revision=branch, url=done.pr_url or done.commit_url)
 
 
 # -- decisions ---------------------------------------------------------------------------------------
 
 
-def place(
+def target_repo(
     path: str, user: str, *, repo: str | None, revision: str | None
 ) -> tuple[str, str | None]:
     """The repository and the branch: as said, else one for each run and one for each checkpoint."""
@@ -167,7 +167,7 @@ def check_card(path: str, text: str | None, where: str) -> None:
         )
 
 
-def chosen(
+def select_files(
     names: Iterable[str], allow: Sequence[str] | None, ignore: Sequence[str] | None
 ) -> list[str]:
     """The files that the patterns let through; a pattern that ends in `/` means all below it."""
@@ -181,7 +181,7 @@ def chosen(
     return sorted(
         name
         for name in names
-        if (not allow or fits(name, allow)) and not fits(name, [*LEFT_OUT, *(ignore or ())])
+        if (not allow or fits(name, allow)) and not fits(name, [*IGNORED_FILES, *(ignore or ())])
     )
 
 

@@ -22,7 +22,7 @@ E = TypeVar("E")
 NO_LIMIT = 2**31
 
 
-class Line(Generic[E]):
+class ClientQueue(Generic[E]):
     """
     What one client has waiting, first come, first served.
 
@@ -35,15 +35,15 @@ class Line(Generic[E]):
         #: How many of this line may be inside together.
         self.limit = NO_LIMIT if limit is None else limit
         self.waiting: deque[E] = deque()
-        self.inside = 0
-        self._in_turn = False
+        self.running = 0
+        self._is_ready = False
 
     @property
     def idle(self) -> bool:
-        return not self.waiting and not self.inside
+        return not self.waiting and not self.running
 
 
-class Admission:
+class FairLimiter:
     """
     Lets in at most `size` at a time from any number of lines.
 
@@ -55,50 +55,50 @@ class Admission:
         self.size = size
         self.used = 0
         #: Lines that have something waiting and are below their own limit.
-        self._turns: deque[Line[Any]] = deque()
+        self._ready: deque[ClientQueue[Any]] = deque()
 
-    def join(self, line: Line[E], entries: Iterable[E]) -> None:
-        line.waiting.extend(entries)
-        self._queue(line)
-        self._let_in()
+    def enqueue(self, queue: ClientQueue[E], entries: Iterable[E]) -> None:
+        queue.waiting.extend(entries)
+        self._add_ready(queue)
+        self._admit()
 
-    def leave(self, line: Line[Any]) -> None:
+    def release(self, queue: ClientQueue[Any]) -> None:
         """One that `line.begin` started has ended."""
-        line.inside -= 1
+        queue.running -= 1
         self.used -= 1
-        self._queue(line)
-        self._let_in()
+        self._add_ready(queue)
+        self._admit()
 
-    def _queue(self, line: Line[Any]) -> None:
-        if line.waiting and line.inside < line.limit and not line._in_turn:
-            line._in_turn = True
-            self._turns.append(line)
+    def _add_ready(self, queue: ClientQueue[Any]) -> None:
+        if queue.waiting and queue.running < queue.limit and not queue._is_ready:
+            queue._is_ready = True
+            self._ready.append(queue)
 
-    def _let_in(self) -> None:
-        while self._turns and self.used < self.size:
-            line = self._turns.popleft()
-            line._in_turn = False
-            while line.waiting:
-                if line.begin(line.waiting.popleft()):
-                    line.inside += 1
+    def _admit(self) -> None:
+        while self._ready and self.used < self.size:
+            queue = self._ready.popleft()
+            queue._is_ready = False
+            while queue.waiting:
+                if queue.begin(queue.waiting.popleft()):
+                    queue.running += 1
                     self.used += 1
                     break
-            self._queue(line)
+            self._add_ready(queue)
 
 
 # MERGED: How much may be in flight, and backing off together when the service says "busy".
 
 
 #: For this long after a back-off samples are sent a few at a time.
-CAREFUL_S = 10.0
+SLOW_START_S = 10.0
 #: Those who wait for the same moment come back within this long at most.
-MOST_SPREAD_S = 15.0
+MAX_SPREAD_S = 15.0
 #: While a 402 is tolerated, this long between attempts.
 BILLING_PAUSE_S = 5.0
 #: Users are told this often that they are paused.
 BILLING_WARN_S = 60.0
 #: This long without a 402 closes the window; the next one opens a fresh window.
-BILLING_FORGET_S = 300.0
+BILLING_RESET_S = 300.0
 
 
 class Budget:
@@ -112,12 +112,12 @@ class Budget:
     def __init__(self, size: int) -> None:
         self.size = size
         self.used = 0
-        self._line = asyncio.Lock()
+        self._order = asyncio.Lock()
         self._freed = asyncio.Event()
 
     @asynccontextmanager
     async def hold(self, amount: int) -> AsyncIterator[None]:
-        async with self._line:
+        async with self._order:
             while self.used and self.used + amount > self.size:
                 self._freed.clear()
                 await self._freed.wait()
@@ -136,7 +136,7 @@ class Backoff:
         self._clock = clock
         self._until = -math.inf
 
-    def ask(self, delay_s: float) -> None:
+    def extend(self, delay_s: float) -> None:
         """Nobody sends for `delay_s` from now; a longer wish made earlier stays."""
         self._until = max(self._until, self._clock() + delay_s)
 
@@ -145,9 +145,9 @@ class Backoff:
         return max(0.0, self._until - self._clock())
 
     @property
-    def recent(self) -> bool:
+    def in_slow_start(self) -> bool:
         """Whether the service was busy a moment ago, and may be again."""
-        return self._clock() < self._until + CAREFUL_S
+        return self._clock() < self._until + SLOW_START_S
 
     async def wait(self, at_most_s: float = math.inf) -> None:
         """Until nobody is told to wait any more, however often the moment moves meanwhile."""
@@ -163,34 +163,34 @@ class Backoff:
 
 async def _spread(delay_s: float) -> None:
     """Sleep, not all to the same moment: the first ones back would be told "busy" again."""
-    await asyncio.sleep(delay_s + min(0.25 * delay_s, MOST_SPREAD_S) * random.random())
+    await asyncio.sleep(delay_s + min(0.25 * delay_s, MAX_SPREAD_S) * random.random())
 
 
 class BillingPause:
     """402 means "paused" for a while, and an error after that."""
 
-    def __init__(self, patience_s: float = 3600.0, clock: Callable[[], float] = monotonic) -> None:
-        self.patience_s = patience_s
+    def __init__(self, max_pause_s: float = 3600.0, clock: Callable[[], float] = monotonic) -> None:
+        self.max_pause_s = max_pause_s
         self._clock = clock
         self._opened = -math.inf
         self._last = -math.inf
-        self._told = -math.inf
+        self._warned_at = -math.inf
 
-    def is_news(self) -> bool:
+    def should_warn(self) -> bool:
         """Whether it is time to tell the user that things are paused, once for all who wait."""
         now = self._clock()
-        if now - self._told < BILLING_WARN_S:
+        if now - self._warned_at < BILLING_WARN_S:
             return False
-        self._told = now
+        self._warned_at = now
         return True
 
     def pause_s(self) -> float | None:
         """Seconds to wait after a 402, or None when patience has run out."""
         now = self._clock()
-        if now - self._last > BILLING_FORGET_S:
+        if now - self._last > BILLING_RESET_S:
             self._opened = now
         self._last = now
-        return BILLING_PAUSE_S if now - self._opened < self.patience_s else None
+        return BILLING_PAUSE_S if now - self._opened < self.max_pause_s else None
 
 
 def input_bytes(model_input: ModelInput, *, per_token: int = 4) -> int:
@@ -209,21 +209,21 @@ def input_bytes(model_input: ModelInput, *, per_token: int = 4) -> int:
 
 
 @dataclass(eq=False)
-class Lane:
+class ServiceLimits:
     """What everything with the same service and the same credential shares."""
 
     backoff: Backoff = field(default_factory=Backoff)
     billing: BillingPause = field(default_factory=BillingPause)
     #: When the user was last told of a long wait.
-    told_at: float = -math.inf
+    long_wait_warned_at: float = -math.inf
     #: Where settings ask for them, by kind of work; each policy has its own.
     breakers: dict[tuple[Kind, BreakerPolicy], Breaker] = field(default_factory=dict)
     #: Samples under way, submission to result.
-    samples: Admission = field(default_factory=lambda: Admission(2_000))
+    samples: FairLimiter = field(default_factory=lambda: FairLimiter(2_000))
     #: Results that are known to be there, being fetched: many would only open connections.
     fetches: Budget = field(default_factory=lambda: Budget(64))
     #: Samples being submitted while the service was busy a moment ago.
-    careful: Budget = field(default_factory=lambda: Budget(10))
+    slow_start: Budget = field(default_factory=lambda: Budget(10))
     #: Bytes of prompts being submitted.
     sample_bytes: Budget = field(default_factory=lambda: Budget(10 * 1024 * 1024))
     #: Bytes of training data being submitted.
@@ -232,14 +232,14 @@ class Lane:
     result_bytes: Budget = field(default_factory=lambda: Budget(50 * 1024 * 1024))
 
 
-class Lanes:
+class ServiceLimitsTable:
     """The lanes of one event loop; one goes when the last client that uses it goes."""
 
     def __init__(self) -> None:
-        self._lanes: WeakValueDictionary[tuple[str, str], Lane] = WeakValueDictionary()
+        self._limits: WeakValueDictionary[tuple[str, str], ServiceLimits] = WeakValueDictionary()
 
-    def get(self, key: tuple[str, str]) -> Lane:
-        lane = self._lanes.get(key)
-        if lane is None:
-            lane = self._lanes[key] = Lane()
-        return lane
+    def get(self, key: tuple[str, str]) -> ServiceLimits:
+        limits = self._limits.get(key)
+        if limits is None:
+            limits = self._limits[key] = ServiceLimits()
+        return limits

@@ -19,7 +19,7 @@ log = logging.getLogger("tinkex.cancels")
 DEADLINE_S = 30.0
 
 
-class Cancels:
+class CancelQueue:
     """Cancels requests of one service, where it cares to know. Belongs to one event loop."""
 
     def __init__(self, calls: Calls, keep: Callable[[asyncio.Task[None]], None]) -> None:
@@ -30,7 +30,7 @@ class Cancels:
         self._task: asyncio.Task[None] | None = None
         self.dynamic = ClientDynamicConfigResponse()
 
-    def later(self, request: str | Request) -> None:
+    def add(self, request: str | Request) -> None:
         """
         Cancel a request by its id, or by its submission.
 

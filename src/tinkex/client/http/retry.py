@@ -16,9 +16,9 @@ from tinkex.client.errors import (
 
 #: A server that asks for more patience than this is asked again after it all the same: a wrong
 #: clock must not stop a client for good.
-LONGEST_RETRY_AFTER_S = 24 * 3600.0
+MAX_RETRY_AFTER_S = 24 * 3600.0
 #: Answers damaged on their way, to one request; one more, and it is no accident.
-MOST_GARBLED = 3
+MAX_GARBLED = 3
 
 
 def is_retryable(error: BaseException) -> bool:
@@ -33,9 +33,9 @@ def is_retryable(error: BaseException) -> bool:
         return error.garbled
     if not isinstance(error, APIStatusError):
         return False
-    word = error.response.headers.get("x-should-retry", "").strip().lower()
-    if word in ("true", "false"):
-        return word == "true"
+    verdict_header = error.response.headers.get("x-should-retry", "").strip().lower()
+    if verdict_header in ("true", "false"):
+        return verdict_header == "true"
     return error.status_code in (408, 409, 429) or error.status_code >= 500
 
 
@@ -46,19 +46,19 @@ def is_user_error(error: BaseException) -> bool:
     Asks the exception itself, then what caused it, then what was being handled; the first that
     tells decides. 408, 409, 410 and 429 are not the user's doing (upstream counts some as such).
     """
-    waiting, seen = [error], set()
-    while waiting:
-        link = waiting.pop()
+    to_visit, seen = [error], set()
+    while to_visit:
+        link = to_visit.pop()
         if id(link) in seen:
             continue
         seen.add(id(link))
-        if (verdict := _is_users(link)) is not None:
-            return verdict
-        waiting += [each for each in (link.__context__, link.__cause__) if each is not None]
+        if (is_users := _verdict(link)) is not None:
+            return is_users
+        to_visit += [each for each in (link.__context__, link.__cause__) if each is not None]
     return False
 
 
-def _is_users(error: BaseException) -> bool | None:
+def _verdict(error: BaseException) -> bool | None:
     """What one exception alone tells; None if it does not."""
     category = getattr(error, "category", None)
     if category is not None:
@@ -81,7 +81,7 @@ def retry_after_s(headers: Mapping[str, str], *, now: datetime) -> float | None:
             seconds = _until(text, now)
     if seconds is None or not seconds > 0:
         return None
-    return min(seconds, LONGEST_RETRY_AFTER_S)
+    return min(seconds, MAX_RETRY_AFTER_S)
 
 
 def _number(text: str) -> float | None:
@@ -109,7 +109,7 @@ class RetryPolicy:
     """Exponential delays with jitter, up to a total time. The server's own wish comes first."""
 
     first_delay_s: float = 0.5
-    longest_delay_s: float = 10.0
+    max_delay_s: float = 10.0
     #: A delay is shortened by up to this share, so that clients do not come back together.
     jitter: float = 0.25
     #: No new attempt starts later than this after the first one.
@@ -131,7 +131,7 @@ class RetryPolicy:
         if isinstance(error, APIStatusError):
             delay = retry_after_s(error.response.headers, now=now)
         if delay is None:
-            ceiling = min(self.longest_delay_s, self.first_delay_s * 2.0 ** min(attempt - 1, 30))
+            ceiling = min(self.max_delay_s, self.first_delay_s * 2.0 ** min(attempt - 1, 30))
             delay = ceiling * (1 - self.jitter * rng.random())
         left = self.give_up_s - elapsed_s
         if left <= 0:

@@ -100,10 +100,10 @@ CONNECT_S = 10.0
 #: a lost race is a retry, not an error).
 KEEP_ALIVE_S = 20.0
 #: Redirects of one request that are followed; the next one is the answer.
-MOST_REDIRECTS = 20
+MAX_REDIRECTS = 20
 #: Those that say where to ask, and those of them that keep method and body.
 REDIRECTS = frozenset({301, 302, 303, 307, 308})
-UNCHANGED = frozenset({307, 308})
+KEEPS_METHOD = frozenset({307, 308})
 
 
 class Kind(enum.Enum):
@@ -130,7 +130,7 @@ CONNECTIONS = {
 }
 
 
-def most_polls() -> int:
+def max_open_polls() -> int:
     """How many connections may be held open: half of the files this process may have."""
     try:
         import resource
@@ -154,13 +154,13 @@ class Request:
     #: What it can be found by: the same for all its attempts.
     request_id: str | None = None
     #: Whether a redirect within the same origin is followed.
-    follows: bool = True
+    follow_redirects: bool = True
 
     @property
     def path(self) -> str:
         return urlsplit(self.url).path
 
-    def bare(self) -> Request:
+    def without_payload(self) -> Request:
         """What an error may keep: where it went, nothing of what it carried."""
         return Request(method=self.method, url=self.url, kind=self.kind, request_id=self.request_id)
 
@@ -260,7 +260,7 @@ class Response:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Streamed:
+class StreamedResponse:
     """One answer whose body is still coming. To be closed; belongs to one event loop."""
 
     status_code: int
@@ -276,7 +276,7 @@ class Streamed:
         while chunk := await self.read():
             yield chunk
 
-    async def whole(self) -> Response:
+    async def read_all(self) -> Response:
         """The same answer, read to the end and closed."""
         try:
             content = b"".join([chunk async for chunk in self.chunks()])
@@ -294,7 +294,7 @@ class Unreachable(Exception):
     """No whole answer came back: refused, reset, cut short. Raised by transports only."""
 
 
-class TooSlow(Unreachable):
+class DeadlineExceeded(Unreachable):
     """No whole answer within the deadline."""
 
 
@@ -308,7 +308,7 @@ class Transport(Protocol):
 
     async def send(self, request: Request) -> Response: ...
 
-    async def stream(self, request: Request) -> Streamed:
+    async def stream(self, request: Request) -> StreamedResponse:
         """The same, without waiting for the body; the deadline is for each piece of it."""
 
     async def close(self) -> None: ...
@@ -335,7 +335,7 @@ class HttpTransport:
 
     async def send(self, request: Request) -> Response:
         started = monotonic()
-        with _failures(request):
+        with _network_errors(request):
             async with asyncio.timeout(request.deadline_s):
                 request, answer = await self._ask(request)
                 async with answer:
@@ -344,24 +344,24 @@ class HttpTransport:
             status_code=answer.status,
             headers=Headers(answer.headers),
             content=content,
-            request=request.bare(),
+            request=request.without_payload(),
             elapsed=timedelta(seconds=monotonic() - started),
         )
 
-    async def stream(self, request: Request) -> Streamed:
-        with _failures(request):
+    async def stream(self, request: Request) -> StreamedResponse:
+        with _network_errors(request):
             async with asyncio.timeout(request.deadline_s):
                 request, answer = await self._ask(request)
 
         async def read() -> bytes:
-            with _failures(request):
+            with _network_errors(request):
                 async with asyncio.timeout(request.deadline_s):
                     return await answer.content.readany()
 
-        return Streamed(
+        return StreamedResponse(
             status_code=answer.status,
             headers=Headers(answer.headers),
-            request=request.bare(),
+            request=request.without_payload(),
             read=read,
             close=answer.close,
         )
@@ -379,7 +379,11 @@ class HttpTransport:
                 proxy=self._proxy,
                 allow_redirects=False,
             )
-            if answer.status not in REDIRECTS or not request.follows or followed == MOST_REDIRECTS:
+            if (
+                answer.status not in REDIRECTS
+                or not request.follow_redirects
+                or followed == MAX_REDIRECTS
+            ):
                 return request, answer
             following = redirected(request, answer.status, answer.headers.get("Location"))
             if following is None:
@@ -471,7 +475,7 @@ def redirected(request: Request, status: int, location: str | None) -> Request |
     if url is None or origin(url) != origin(request.url):
         return None
     request = replace(request, url=url)
-    if status in UNCHANGED or request.method in ("GET", "HEAD"):
+    if status in KEEPS_METHOD or request.method in ("GET", "HEAD"):
         return request
     # As every HTTP client does it: what was sent is not sent again.
     left = ("content-type", "content-length", "content-encoding")
@@ -480,14 +484,14 @@ def redirected(request: Request, status: int, location: str | None) -> Request |
 
 
 @contextmanager
-def _failures(request: Request) -> Iterator[None]:
+def _network_errors(request: Request) -> Iterator[None]:
     """What goes wrong on the network, in words of ours."""
     import aiohttp
 
     try:
         yield
     except TimeoutError as error:
-        raise TooSlow(f"no answer within {request.deadline_s:g} s") from error
+        raise DeadlineExceeded(f"no answer within {request.deadline_s:g} s") from error
     except aiohttp.InvalidURL as error:
         raise TinkerError(f"{request.url!r} is not a URL that can be asked.") from error
     except (aiohttp.ClientError, OSError, asyncio.IncompleteReadError) as error:

@@ -23,27 +23,27 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Span as OtelSpan
     # REGROUP
 
-__all__ = ["Histogram", "Metrics", "here", "metrics_snapshot", "reset_metrics"]
+__all__ = ["METRICS", "Histogram", "Metrics", "metrics_snapshot", "reset_metrics"]
 
 
 #: An octave of time is cut into so many buckets: a percentile is off by 6 % at most.
 _PARTS = 8
 _OCTAVES = 40  # from 1 µs to 12 days
 #: Names come from our own code and the protocol, so there are few; this is a backstop.
-MOST_NAMES = 1000
+MAX_NAMES = 1000
 OTHER = "other"
 
 
 class Histogram:
     """Times, of which only how many fell between two bounds is kept."""
 
-    __slots__ = ("_buckets", "count", "most", "total")
+    __slots__ = ("_buckets", "count", "largest", "total")
 
     def __init__(self) -> None:
         self._buckets = [0] * (_PARTS * (_OCTAVES + 1))
         self.count = 0
         self.total = 0.0
-        self.most = 0.0
+        self.largest = 0.0
 
     def observe(self, seconds: float) -> None:
         fraction, octave = math.frexp(max(seconds, 1e-6) * 1e6)
@@ -51,7 +51,7 @@ class Histogram:
         self._buckets[min(place, len(self._buckets) - 1)] += 1
         self.count += 1
         self.total += seconds
-        self.most = max(self.most, seconds)
+        self.largest = max(self.largest, seconds)
 
     def percentile(self, share: float) -> float:
         """What `share` of all observations do not exceed."""
@@ -61,7 +61,7 @@ class Histogram:
             if count and seen >= wanted:
                 octave, part = divmod(place, _PARTS)
                 middle = (_PARTS + part + 0.5) / _PARTS * 2.0**octave * 1e-6
-                return min(middle, self.most)
+                return min(middle, self.largest)
         return 0.0
 
     def snapshot(self) -> dict[str, float]:
@@ -71,7 +71,7 @@ class Histogram:
             "p50": self.percentile(0.50),
             "p95": self.percentile(0.95),
             "p99": self.percentile(0.99),
-            "max": self.most,
+            "max": self.largest,
         }
 
 
@@ -85,7 +85,7 @@ class Metrics:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._counters: defaultdict[tuple[str, str], float] = defaultdict(float)
-        self._levels: defaultdict[tuple[str, str], float] = defaultdict(float)
+        self._gauges: defaultdict[tuple[str, str], float] = defaultdict(float)
         self._times: defaultdict[tuple[str, str], Histogram] = defaultdict(Histogram)
 
     def count(self, family: str, name: str, amount: float = 1) -> None:
@@ -95,25 +95,27 @@ class Metrics:
     def change(self, family: str, name: str, amount: float) -> None:
         """Something begins (+1) or ends (-1)."""
         with self._lock:
-            self._levels[_bounded(self._levels, family, name)] += amount
+            self._gauges[_bounded(self._gauges, family, name)] += amount
 
     def observe(self, family: str, name: str, seconds: float) -> None:
         with self._lock:
             self._times[_bounded(self._times, family, name)].observe(seconds)
 
-    def asked(self, endpoint: str, sent_bytes: int) -> None:
+    def request_started(self, endpoint: str, sent_bytes: int) -> None:
         """A request leaves."""
         with self._lock:
             self._counters[_bounded(self._counters, "requests", endpoint)] += 1
             self._counters[_bounded(self._counters, "bytes_sent", endpoint)] += sent_bytes
-            self._levels[_bounded(self._levels, "requests_in_flight", endpoint)] += 1
+            self._gauges[_bounded(self._gauges, "requests_in_flight", endpoint)] += 1
 
-    def answered(self, endpoint: str, status: str, received_bytes: int, seconds: float) -> None:
+    def request_finished(
+        self, endpoint: str, status: str, received_bytes: int, seconds: float
+    ) -> None:
         """Its answer is here, or it is known that none will come."""
         with self._lock:
             self._counters[_bounded(self._counters, "bytes_received", endpoint)] += received_bytes
             self._counters[_bounded(self._counters, "statuses", status)] += 1
-            self._levels[_bounded(self._levels, "requests_in_flight", endpoint)] -= 1
+            self._gauges[_bounded(self._gauges, "requests_in_flight", endpoint)] -= 1
             self._times[_bounded(self._times, "request", endpoint)].observe(seconds)
 
     # -- reading ---------------------------------------------------------------------------------
@@ -122,7 +124,7 @@ class Metrics:
         with self._lock:
             return {
                 "counters": {".".join(key): value for key, value in sorted(self._counters.items())},
-                "gauges": {".".join(key): value for key, value in sorted(self._levels.items())},
+                "gauges": {".".join(key): value for key, value in sorted(self._gauges.items())},
                 "latency_s": {
                     ".".join(key): times.snapshot() for key, times in sorted(self._times.items())
                 },
@@ -131,7 +133,7 @@ class Metrics:
     def family(self, family: str) -> dict[str, float]:
         """The counters, or else the levels, of one family by name."""
         with self._lock:
-            for figures in (self._counters, self._levels):
+            for figures in (self._counters, self._gauges):
                 if found := {
                     name: value for (kind, name), value in figures.items() if kind == family
                 }:
@@ -147,19 +149,19 @@ class Metrics:
 
 def _bounded(known: dict[tuple[str, str], Any], family: str, name: str) -> tuple[str, str]:
     key = (family, name)
-    return key if key in known or len(known) < MOST_NAMES else (family, OTHER)
+    return key if key in known or len(known) < MAX_NAMES else (family, OTHER)
 
 
-here = Metrics()
+METRICS = Metrics()
 
 
-def _forget() -> None:
+def _reset_after_fork() -> None:
     """In a forked child: the counts are the parent's, and its lock may be held."""
-    here.__init__()  # type: ignore[misc]  # the object is referred to everywhere
+    METRICS.__init__()  # type: ignore[misc]  # the object is referred to everywhere
 
 
 if hasattr(os, "register_at_fork"):  # not on Windows
-    os.register_at_fork(after_in_child=_forget)
+    os.register_at_fork(after_in_child=_reset_after_fork)
 
 
 def metrics_snapshot() -> dict[str, Any]:
@@ -169,12 +171,12 @@ def metrics_snapshot() -> dict[str, Any]:
     Names are `family.name`: `requests.asample`, `operations_done.sample`. What each means:
     docs/guides/observing.md.
     """
-    return here.snapshot()
+    return METRICS.snapshot()
 
 
 def reset_metrics() -> None:
     """Start counting anew; gauges stay, being levels."""
-    here.reset()
+    METRICS.reset()
 
 
 # MERGED: Spans and metrics for OpenTelemetry (extra `otel`), where `TINKEX_OTEL=1` or `Settings.otel` asks. The only place that imports opentelemetry, and only then. Where the figures go is up to the program, which sets the providers; without any, all of this does nothing.
@@ -182,7 +184,7 @@ def reset_metrics() -> None:
 
 #: Families of `metrics` that are exported as they are, and the kind of instrument for each.
 _COUNTERS = ("requests", "retries", "rate_limited", "bytes_sent", "bytes_received")
-_LEVELS = ("requests_in_flight", "operations_in_flight", "samples_waiting")
+_GAUGES = ("requests_in_flight", "operations_in_flight", "samples_waiting")
 
 
 class Span:
@@ -240,7 +242,7 @@ class Tracing:
             meter.create_observable_counter(
                 f"tinkex.{family}", callbacks=[functools.partial(_observed, family)]
             )
-        for family in _LEVELS:
+        for family in _GAUGES:
             meter.create_observable_up_down_counter(
                 f"tinkex.{family}", callbacks=[functools.partial(_observed, family)]
             )
@@ -264,7 +266,7 @@ def _observed(family: str, options: CallbackOptions) -> Iterable[Observation]:
         from opentelemetry.metrics import Observation
 
     key = "operation" if family.startswith("operations") else "endpoint"
-    return [Observation(value, {key: name}) for name, value in here.family(family).items()]
+    return [Observation(value, {key: name}) for name, value in METRICS.family(family).items()]
 
 
 @functools.cache
@@ -288,7 +290,7 @@ class Operation:
         self._name = name
         self._started = monotonic()
         self._span: Span | None = None if tracing is None else tracing.begin(name, about)
-        self._metrics = here
+        self._metrics = METRICS
         self._metrics.change("operations_in_flight", name, 1)
 
     def current(self) -> AbstractContextManager[None]:
@@ -323,7 +325,7 @@ class Operation:
 
 
 @contextmanager
-def during(name: str, tracing: Tracing | None, about: str) -> Iterator[None]:
+def measured(name: str, tracing: Tracing | None, about: str) -> Iterator[None]:
     """The same around a piece of a coroutine."""
     operation = Operation(name, tracing, about)
     try:
@@ -336,6 +338,6 @@ def during(name: str, tracing: Tracing | None, about: str) -> Iterator[None]:
 
 
 @lru_cache(maxsize=100)
-def named(request_type: str) -> str:
+def operation_name(request_type: str) -> str:
     """`ForwardBackward`, as servers call it, is `forward_backward` to users."""
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", request_type).lower()

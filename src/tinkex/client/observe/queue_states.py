@@ -15,7 +15,7 @@ __all__ = ["QueueState", "Watch", "on_queue_state", "paused", "publish"]
 log = logging.getLogger("tinkex.queue")
 
 #: Subjects that are remembered as paused, at most.
-MOST_SUBJECTS = 1000
+MAX_SUBJECTS = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +67,7 @@ _watches: list[Watch] = []
 _paused: dict[str, QueueState] = {}
 
 
-def _forget() -> None:
+def _reset_after_fork() -> None:
     """In a forked child: nothing of ours waits here, and the lock may be held."""
     global _lock
     _lock = threading.Lock()
@@ -75,7 +75,7 @@ def _forget() -> None:
 
 
 if hasattr(os, "register_at_fork"):  # not on Windows
-    os.register_at_fork(after_in_child=_forget)
+    os.register_at_fork(after_in_child=_reset_after_fork)
 
 
 def on_queue_state(callback: Callback) -> Watch:
@@ -100,7 +100,7 @@ def publish(state: QueueState) -> None:
         _paused.pop(state.subject, None)
         if state.state != "active":
             _paused[state.subject] = state
-            if len(_paused) > MOST_SUBJECTS:
+            if len(_paused) > MAX_SUBJECTS:
                 del _paused[next(iter(_paused))]
         watches = list(_watches)
     for watch in watches:

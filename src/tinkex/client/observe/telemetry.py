@@ -46,18 +46,18 @@ from tinkex.wire.telemetry import (
 
 log = logging.getLogger("tinkex.telemetry")
 
-MOST_EVENTS = 10_000
+MAX_EVENTS = 10_000
 BATCH = 100
 SEND_EVERY_S = 10.0
 DEADLINE_S = 5.0
 #: A batch that was not taken is sent again with the next, so many times in all.
-MOST_SENDS = 3
+MAX_SENDS = 3
 #: At the end of a session, this long and no longer.
-LAST_SEND_S = 1.0
+FINAL_SEND_TIMEOUT_S = 1.0
 #: Places in our code that an event names, the innermost.
-MOST_FRAMES = 20
+MAX_FRAMES = 20
 #: What a user logs may have so many bytes of JSON.
-MOST_DATA_BYTES = 64 * 1024
+MAX_DATA_BYTES = 64 * 1024
 
 _PACKAGE = Path(__file__).parents[1]
 
@@ -69,7 +69,7 @@ def process_uuid(pid: int) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Noted:
+class PendingEvent:
     """An event as it is kept: made into what is sent only when it is sent."""
 
     kind: Callable[..., TelemetryEvent]
@@ -100,20 +100,22 @@ class Telemetry:
         self._started = clock()
         self._indexes = itertools.count()
         # The oldest go first when it is full: the newest explain what is happening now.
-        self._events: deque[Noted] = deque(maxlen=MOST_EVENTS)
+        self._events: deque[PendingEvent] = deque(maxlen=MAX_EVENTS)
         #: Taken from the queue and not accepted yet, and how often it was sent.
         self._batch: list[TelemetryEvent] = []
         self._sends = 0
         self._ended = False
         self._queue_states: Counter[str] = Counter()
-        self._busy = 0
-        self._longest_busy_s = 0.0
-        self._note(SessionStartEvent, "INFO", event="SESSION_START")
+        self._rate_limited = 0
+        self._longest_wait_s = 0.0
+        self._record(SessionStartEvent, "INFO", event="SESSION_START")
         _live.add(self)
 
-    def _note(self, kind: Callable[..., TelemetryEvent], severity: Severity, **fields: Any) -> None:
+    def _record(
+        self, kind: Callable[..., TelemetryEvent], severity: Severity, **fields: Any
+    ) -> None:
         self._events.append(
-            Noted(kind=kind, fields=fields, index=next(self._indexes), severity=severity)
+            PendingEvent(kind=kind, fields=fields, index=next(self._indexes), severity=severity)
         )
 
     # -- noting ----------------------------------------------------------------------------------
@@ -134,9 +136,9 @@ class Telemetry:
         try:
             # Through JSON, so that what is changed later is not what is sent.
             text = json.dumps(dict(event_data or {}), allow_nan=False)
-            if len(text) > MOST_DATA_BYTES or severity not in get_args(Severity):
+            if len(text) > MAX_DATA_BYTES or severity not in get_args(Severity):
                 raise ValueError(f"{len(text)} bytes at severity {severity!r}")
-            self._note(
+            self._record(
                 GenericEvent,
                 severity,
                 event="GENERIC_EVENT",
@@ -148,11 +150,11 @@ class Telemetry:
             return False
         return True
 
-    def note_error(self, error: BaseException) -> None:
+    def record_error(self, error: BaseException) -> None:
         """Remember that an operation failed, and how; not with which words."""
         status, category = getattr(error, "status_code", None), getattr(error, "category", None)
         if is_user_error(error):
-            self._note(
+            self._record(
                 GenericEvent,
                 "WARNING",
                 event="GENERIC_EVENT",
@@ -164,47 +166,47 @@ class Telemetry:
                 },
             )
         else:
-            told = f"status {status}" if isinstance(status, int) else f"category {category}"
-            self._note(
+            cause = f"status {status}" if isinstance(status, int) else f"category {category}"
+            self._record(
                 UnhandledExceptionEvent,
                 "ERROR",
                 event="UNHANDLED_EXCEPTION",
                 error_type=type(error).__name__,
-                error_message="" if status is None and category is None else told,
+                error_message="" if status is None and category is None else cause,
                 traceback=own_frames(error),
             )
 
-    def note_queue_state(self, queue_state: str) -> None:
+    def record_queue_state(self, queue_state: str) -> None:
         """Something waits, or goes on. Counted, and told with the next batch."""
         if len(self._queue_states) < 16 or queue_state in self._queue_states:
             self._queue_states[queue_state[:64]] += 1
 
-    def note_busy(self, delay_s: float) -> None:
+    def record_rate_limit(self, delay_s: float) -> None:
         """The service asked for patience (429). Counted, and told with the next batch."""
-        self._busy += 1
-        self._longest_busy_s = max(self._longest_busy_s, delay_s)
+        self._rate_limited += 1
+        self._longest_wait_s = max(self._longest_wait_s, delay_s)
 
-    def _note_waiting(self) -> None:
-        if self._busy:
-            self._note(
+    def _record_waits(self) -> None:
+        if self._rate_limited:
+            self._record(
                 GenericEvent,
                 "INFO",
                 event="GENERIC_EVENT",
                 event_name="backpressure",
                 event_data={
-                    "rate_limited": self._busy,
-                    "longest_wait_s": round(self._longest_busy_s, 3),
+                    "rate_limited": self._rate_limited,
+                    "longest_wait_s": round(self._longest_wait_s, 3),
                 },
             )
         if self._queue_states:
-            self._note(
+            self._record(
                 GenericEvent,
                 "INFO",
                 event="GENERIC_EVENT",
                 event_name="queue_states",
                 event_data=dict(self._queue_states),
             )
-        self._busy, self._longest_busy_s = 0, 0.0
+        self._rate_limited, self._longest_wait_s = 0, 0.0
         self._queue_states.clear()
 
     # -- sending ---------------------------------------------------------------------------------
@@ -219,21 +221,21 @@ class Telemetry:
         if self._ended:
             return
         self._ended = True
-        self._note_waiting()
-        self._note(
+        self._record_waits()
+        self._record(
             SessionEndEvent,
             "INFO",
             event="SESSION_END",
             duration=str(timedelta(seconds=self._clock() - self._started)),
         )
         try:
-            async with asyncio.timeout(LAST_SEND_S):
+            async with asyncio.timeout(FINAL_SEND_TIMEOUT_S):
                 await self._send()
         except TimeoutError:
             log.debug("telemetry was not taken in time")
 
     async def _send(self) -> None:
-        self._note_waiting()
+        self._record_waits()
         while self._batch or self._events:
             if not self._batch:
                 count = min(BATCH, len(self._events))
@@ -258,7 +260,7 @@ class Telemetry:
                 )
             except TinkerError as error:
                 # The next round is the back-off. A service that does not want it is not asked twice.
-                if self._sends >= MOST_SENDS or not is_retryable(error):
+                if self._sends >= MAX_SENDS or not is_retryable(error):
                     self._batch = []
                 log.debug("telemetry was not taken: %s", error)
                 return
@@ -276,19 +278,19 @@ def own_frames(error: BaseException) -> str:
         for file, line, name in places
         if file.is_relative_to(_PACKAGE)
     ]
-    return "\n".join(ours[-MOST_FRAMES:])
+    return "\n".join(ours[-MAX_FRAMES:])
 
 
 _live: weakref.WeakSet[Telemetry] = weakref.WeakSet()
 
 
-def _forget() -> None:
+def _reset_after_fork() -> None:
     """In a forked child: these belong to the parent's sessions, which report for themselves."""
     _live.clear()
 
 
 if hasattr(os, "register_at_fork"):  # not on Windows
-    os.register_at_fork(after_in_child=_forget)
+    os.register_at_fork(after_in_child=_reset_after_fork)
 
 
 async def end_all() -> None:
