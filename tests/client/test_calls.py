@@ -176,7 +176,7 @@ def test_h3_a_long_wait_is_told_once_and_kept_to_the_time_that_is_left(caplog, m
 
 
 def test_h3_others_wait_for_a_long_time_only_as_long_as_they_have(monkeypatch):
-    for place in ("calls", "results"):
+    for place in ("http.api_calls", "http.polling"):
         monkeypatch.setattr(f"tinkex.client.{place}.LONG_WAIT_S", 0.2)
     monkeypatch.setenv("TINKEX_GIVE_UP_S", "0.4")
     fake = FakeService()
@@ -197,7 +197,7 @@ def test_a_poll_that_is_told_to_wait_for_a_day_asks_again_after_a_minute(
     monkeypatch, caplog, endpoint, status
 ):
     monkeypatch.setattr("tinkex.client.http.polling.MAX_SELF_POLLING", 0)
-    for place in ("calls", "results", "poller"):
+    for place in ("http.api_calls", "http.polling"):
         monkeypatch.setattr(f"tinkex.client.{place}.LONG_WAIT_S", 0.05)
     monkeypatch.setenv("TINKEX_GIVE_UP_S", "0.1")
     fake = FakeService(config={"sample_use_retrieve_futures": endpoint == "retrieve_futures"})
