@@ -1,4 +1,4 @@
-"""One event loop on one daemon thread for the whole process; a forked child makes its own."""
+"""One event loop on one daemon thread per process; a forked child starts its own."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class _Background:
-    """A running loop, and the process it belongs to."""
+    """A running loop, and the process that it belongs to."""
 
     def __init__(self) -> None:
         self.pid = os.getpid()
@@ -30,7 +30,7 @@ _background: _Background | None = None
 
 
 def _reset_after_fork() -> None:
-    """In a forked child: the parent's thread did not come along, and its lock may be held."""
+    """In a forked child: the parent's thread does not exist here, and its lock may be held."""
     global _lock, _background
     _lock = threading.Lock()
     _background = None
@@ -53,7 +53,7 @@ def background() -> asyncio.AbstractEventLoop:
 
 
 def on_background_thread() -> bool:
-    """Whether the caller stands on the loop's own thread, where waiting would wait for itself."""
+    """Whether the caller runs on the loop's thread, where blocking would deadlock."""
     here = _background
     return here is not None and here.thread is threading.current_thread()
 

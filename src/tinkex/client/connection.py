@@ -1,4 +1,9 @@
-"""The connection that the clients of one program share, and the server's configuration."""
+"""
+The connection that the clients of one session share: transport, credential, limits, configuration.
+
+`open_connection` fetches the server's configuration and signs in. Open connections are closed when
+their session is garbage-collected, and at the end of the program.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +39,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("tinkex.session")
 
-#: The server's wishes are asked for again no sooner than this.
+#: The server's configuration is refreshed at most this often.
 MIN_REFRESH_S = 10.0
 
 MakeTransport = Callable[[str, Settings], Transport]
@@ -46,28 +51,28 @@ def http_transport(base_url: str, settings: Settings) -> Transport:
 
 @dataclass(eq=False)
 class Connection:
-    """A server that has answered, as one process sees it."""
+    """An open connection to a server, in one process."""
 
     pid: int
     transport: Transport
     calls: Calls
     results: ResultPoller
     limits: ServiceLimits
-    #: Who is asking.
+    #: What requests are signed with.
     credential: Credential
     config: ClientConfigResponse
     dynamic: ClientDynamicConfigResponse
     cancels: CancelQueue
-    #: Reports about the session, once there is one and unless switched off.
+    #: The telemetry reporter, once the session exists and unless telemetry is off.
     telemetry: Telemetry | None = None
-    #: Background work that ends with the session.
+    #: Tasks that end with the session.
     background_tasks: list[asyncio.Task[None]] = field(default_factory=list)
 
 
 async def open_connection(
     settings: Settings, url: str, make_transport: MakeTransport
 ) -> Connection:
-    # Here, because reading the metadata of distributions takes a while to load.
+    # Imported here: reading the metadata of installed packages is slow.
     from tinkex.client.version import __version__
 
     transport = make_transport(url, settings)
@@ -90,7 +95,7 @@ async def open_connection(
         raise
     limits.billing.max_pause_s = config.billing_exception_max_pause_duration_sec
     limits.samples.size = config.sample_max_concurrent_requests
-    if not config.sample_use_retrieve_futures:  # then each sample holds a connection
+    if not config.sample_use_retrieve_futures:  # then each sample holds one connection
         limits.samples.size = min(limits.samples.size, max_open_polls())
     limits.sample_bytes.size = config.sample_dispatch_bytes_semaphore_size
     limits.result_bytes.size = config.inflight_response_bytes_semaphore_size
@@ -133,7 +138,7 @@ async def _fetch_dynamic(
 
 
 async def refresh_config(connection: Connection, session: weakref.ref[Any]) -> None:
-    """Keep the server's wishes current; an old wish is better than none."""
+    """Refresh the dynamic configuration regularly; if that fails, the old one stays in use."""
     while True:
         await asyncio.sleep(max(connection.dynamic.refresh_interval_sec, MIN_REFRESH_S))
         if session() is None:
@@ -153,12 +158,12 @@ _limits: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, ServiceLimitsTable
     weakref.WeakKeyDictionary()
 )
 _transports: weakref.WeakSet[Transport] = weakref.WeakSet()
-#: What a forked child got from its parent and must neither use nor tear down.
+#: Objects that a forked child inherits and must neither use nor close.
 inherited: list[Any] = []
 
 
 def _reset_after_fork() -> None:
-    """In a forked child: closing a connection of the parent's loop would disturb the parent."""
+    """In a forked child: do not close the parent's connections."""
     inherited.extend(_transports)
     _transports.clear()
 
@@ -194,7 +199,7 @@ def close_unreferenced(
 
 @atexit.register
 def _close_at_exit() -> None:
-    """Close what is still open, so that nothing complains while the interpreter is torn down."""
+    """Close open connections before the interpreter shuts down, to avoid warnings."""
     transports = list(_transports)
     if not transports:
         return

@@ -1,9 +1,9 @@
 """
-Losses written by users: computed here between two passes, or traced and run by the server.
+Custom losses: computed by the client between two passes, or traced and run by the server.
 
-Here: a forward pass gives logprobs, autograd gives the derivative of the loss by each of them,
-and a pass of `cross_entropy`, whose loss is the sum of -weight * logprob, with weights of minus
-that derivative, adds the very gradient the loss asks for.
+In the client: a forward pass returns logprobs, and autograd differentiates the loss with respect
+to each of them. A `cross_entropy` pass computes the sum of -weight * logprob; with the negative
+derivatives as weights it adds exactly the gradient of the custom loss.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-#: The loss of one datum: `fn(logprobs, *inputs)` gives a scalar and scalars by metric name.
+#: The loss of one datum: `fn(logprobs, *inputs)` returns a scalar, and scalars by metric name.
 PerDatumLossFn: TypeAlias = Callable[
     Concatenate["torch.Tensor", ...], tuple["torch.Tensor", Mapping[str, "torch.Tensor"]]
 ]
@@ -54,24 +54,24 @@ CustomLoss: TypeAlias = Union[CustomLossFnV1, "LossHandle"]
 
 @dataclass(frozen=True)
 class LossHandle:
-    """A traced loss, for the training clients of the session it was made in."""
+    """A traced loss, for the training clients of the session that created it."""
 
     name: str
-    #: What each datum must carry; `logprobs`, the first, is the model's own.
+    #: The inputs of each datum. The first, `logprobs`, is computed by the model.
     inputs: tuple[CustomLossInput, ...]
     session_id: str
     graph: fx.GraphModule = field(repr=False)
-    #: The server's name for it; None when it runs here.
+    #: The server's id of the loss; None if it runs in the client.
     loss_id: str | None = None
 
     @property
     def key(self) -> str:
-        """Equal for losses that compute the same."""
+        """Equal for losses that compute the same function."""
         return loss_tracing.digest(self.graph, self.inputs)
 
     @property
     def input_names(self) -> tuple[str, ...]:
-        """The `loss_fn_inputs` it reads."""
+        """The `loss_fn_inputs` that the loss reads."""
         return tuple(each.name for each in self.inputs[1:])
 
 
@@ -86,13 +86,13 @@ def need_torch() -> None:
 def create(
     holder: Session, fn: PerDatumLossFn, input_ranks: Mapping[str, CustomLossInputRank]
 ) -> Promise[LossHandle]:
-    """Trace the loss here and now, and let the server have it if it wants it."""
+    """Trace the loss now, and upload it if the server runs custom losses."""
     need_torch()
     traced = loss_tracing.trace(fn, input_ranks)
     key = loss_tracing.digest(traced.module, traced.inputs)
     if key in holder.losses:
         raise ValueError(
-            f"custom loss {traced.name!r}: this session has the same loss already, made as "
+            f"custom loss {traced.name!r}: this session already has the same loss, created as "
             f"{holder.losses[key]!r}. Use the handle of the first create_custom_loss()."
         )
     holder.losses[key] = traced.name
@@ -104,7 +104,7 @@ def create(
             if connection.config.custom_loss_server_side:
                 loss_id = await _upload(holder, connection, session_id, traced)
         except BaseException:
-            holder.losses.pop(key, None)  # it may be tried again
+            holder.losses.pop(key, None)  # allows another attempt
             raise
         return LossHandle(traced.name, traced.inputs, session_id, traced.module, loss_id)
 
@@ -132,7 +132,7 @@ async def _upload(
     return created.loss_id
 
 
-# -- a step with one -------------------------------------------------------------------------------
+# -- a step with a custom loss ---------------------------------------------------------------------
 
 
 def start(
@@ -143,10 +143,10 @@ def start(
     loss_type_input: str | None,
 ) -> Promise[Promise[ForwardBackwardOutput]]:
     """
-    Begin a step with a custom loss. What comes first is the future of the step.
+    Start a step with a custom loss. The outer future resolves to the future of the step.
 
-    It comes once the loss is computed. Not earlier: the function may read variables that its
-    caller goes on changing, and a loss that fails must be known before `optim_step` is called.
+    It resolves once the loss is computed, not earlier: the function may read variables that its
+    caller changes afterwards, and a failing loss must be known before `optim_step` is called.
     """
     need_torch()
     if loss_type_input is not None:
@@ -167,8 +167,8 @@ def start(
         return _run_locally(client.model_id, steps, data, data, _summed(loss_fn))
     if not callable(loss_fn):
         raise TypeError(
-            f"loss_fn is a {type(loss_fn).__name__}; it is a function of (data, logprobs), or a "
-            "LossHandle from create_custom_loss()."
+            f"loss_fn is a {type(loss_fn).__name__}; it must be a function of (data, logprobs), or "
+            "a LossHandle from create_custom_loss()."
         )
     return _run_locally(client.model_id, steps, given, data, loss_fn)
 
@@ -181,10 +181,10 @@ def _run_locally(
     loss_fn: CustomLossFnV1,
 ) -> Promise[Promise[ForwardBackwardOutput]]:
     """
-    Both passes and the loss between them, in one place of the order.
+    Run both passes, and the loss between them, as one step.
 
-    The loss gets the `given` objects: it may know them by `id()`. The passes send `data`, which the
-    caller does not change meanwhile.
+    The loss gets the `given` objects, since it may identify them by `id()`. The passes send `data`,
+    a snapshot that the caller cannot change.
     """
     forward = pass_parts(
         model_id,
@@ -224,7 +224,7 @@ def _not_computed() -> RuntimeError:
 
 
 def _for_cross_entropy(index: int, datum: Datum, weights: TensorData | None = None) -> Datum:
-    """The datum with what `cross_entropy` reads and nothing else."""
+    """The datum reduced to what `cross_entropy` reads."""
     targets = datum.loss_fn_inputs.get("target_tokens")
     if targets is None:
         raise ValueError(
@@ -251,7 +251,7 @@ def _logprobs(outputs: Sequence[Mapping[str, TensorData]], count: int) -> list[T
     found = [output["logprobs"] for output in outputs if "logprobs" in output]
     if len(found) != count:
         raise ValueError(
-            f"The server gave logprobs for {len(found)} of {count} datums; a custom loss needs "
+            f"The server returned logprobs for {len(found)} of {count} datums; a custom loss needs "
             "them all."
         )
     return found
@@ -259,10 +259,10 @@ def _logprobs(outputs: Sequence[Mapping[str, TensorData]], count: int) -> list[T
 
 async def _on_a_thread(work: Callable[[], T]) -> T:
     """
-    Run it on a thread of its own.
+    Run `work` on a new thread.
 
-    The loop's shared threads have other work, which a loss of minutes would hold up. And a loss
-    without end must not keep the program from ending, so the thread is a daemon.
+    The loop's thread pool has other work, which a long loss would delay. The thread is a daemon, so
+    that an endless loss does not keep the program from exiting.
     """
     outcome: Promise[T] = Promise()
 
@@ -283,15 +283,15 @@ async def _on_a_thread(work: Callable[[], T]) -> T:
 
 @dataclass(frozen=True, kw_only=True)
 class Computed:
-    """A custom loss at given logprobs."""
+    """The value and derivatives of a custom loss at given logprobs."""
 
     loss: float
     metrics: Mapping[str, float]
-    #: For each datum minus the derivative of the loss by its logprobs.
+    #: For each datum, the negative derivative of the loss with respect to its logprobs.
     weights: Sequence[TensorData]
 
     def with_loss(self, output: ForwardBackwardOutput) -> ForwardBackwardOutput:
-        """The server's answer to the second pass, with this loss in it."""
+        """The server's result of the second pass, with the value and metrics of this loss."""
         metrics = {**output.metrics, **self.metrics, "loss:sum": self.loss}
         if "loss:sum" in output.metrics:
             metrics["surrogate_loss:sum"] = output.metrics["loss:sum"]
@@ -305,14 +305,14 @@ class Computed:
 def compute(
     loss_fn: CustomLossFnV1, data: Sequence[Datum], logprobs: Sequence[TensorData]
 ) -> Computed:
-    """Call the user's function and differentiate what it returns. `ValueError` if that cannot be."""
+    """Call the user's function and differentiate its result. Raises `ValueError` if it cannot."""
     with needs("A custom loss"):
         import torch
 
     leaves = [each.to_torch().requires_grad_() for each in logprobs]
     with torch.enable_grad():
         loss, metrics = _checked(loss_fn(list(data), list(leaves)))
-        # Not torch.autograd.grad: a loss may have parameters of its own, which get theirs.
+        # Not torch.autograd.grad: a loss may have parameters of its own, which need gradients too.
         loss.sum().backward()  # type: ignore[no-untyped-call]
     return Computed(
         loss=float(loss.detach().sum()),
@@ -353,15 +353,15 @@ def _checked(answer: Any) -> tuple[torch.Tensor, dict[str, float]]:
 
 
 def _number(value: Any) -> float:
-    # Torch warns where a tensor with a gradient becomes a number; a metric is meant to.
+    # Torch warns when a tensor that requires grad is converted to a number.
     return float(value.detach() if hasattr(value, "detach") else value)
 
 
 def _weights(index: int, gradient: torch.Tensor | None) -> TensorData:
     if gradient is None:
         raise ValueError(
-            f"The custom loss has no gradient for data[{index}]: it does not use that datum's "
-            "logprobs. Leave the datum out, or add `0 * logprobs[i].sum()`."
+            f"The custom loss has no gradient for data[{index}]: it does not use the logprobs of "
+            "that datum. Leave the datum out, or add `0 * logprobs[i].sum()`."
         )
     if not bool(gradient.isfinite().all()):
         raise ValueError(
@@ -382,7 +382,7 @@ def _check_fits(handle: LossHandle, session_id: str | None, data: Sequence[Datum
         )
     for index, datum in enumerate(data):
         for wanted in handle.inputs:
-            # The model's logprobs have the shape of its targets.
+            # The logprobs have the shape of the targets.
             name = "target_tokens" if wanted.name == "logprobs" else wanted.name
             tensor = datum.loss_fn_inputs.get(name)
             if tensor is None:
@@ -393,13 +393,13 @@ def _check_fits(handle: LossHandle, session_id: str | None, data: Sequence[Datum
             rank = 1 if tensor.shape is None else len(tensor.shape)
             if rank != wanted.rank:
                 raise ValueError(
-                    f"data[{index}]: {name!r} has rank {rank}; the loss {handle.name!r} was made "
-                    f"for {wanted.rank}."
+                    f"data[{index}]: {name!r} has rank {rank}; the loss {handle.name!r} was created "
+                    f"for rank {wanted.rank}."
                 )
 
 
 def _summed(handle: LossHandle) -> CustomLossFnV1:
-    """The loss of a handle over a batch: sums, and means over datums where metrics say so."""
+    """The loss of a handle over a batch: summed over datums; metrics are summed or averaged."""
 
     def loss_fn(
         data: list[Datum], logprobs: list[torch.Tensor]
@@ -411,7 +411,7 @@ def _summed(handle: LossHandle) -> CustomLossFnV1:
         values: dict[str, list[float]] = {}
         for datum, leaf in zip(data, logprobs, strict=True):
             inputs = [datum.loss_fn_inputs[name].to_torch() for name in handle.input_names]
-            # A copy: the loss may write into what it is given, and a leaf cannot be written to.
+            # A copy: the loss may modify its arguments, and a leaf tensor cannot be modified.
             loss, metrics = handle.graph(leaf.clone(), *inputs)
             losses.append(loss.reshape(()))
             for name, value in metrics.items():

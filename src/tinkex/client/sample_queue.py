@@ -1,7 +1,7 @@
 """
-The samples of one client: let in, numbered, sent, waited for, started over where that is harmless.
+The sample queue of one client: admits, numbers, sends and retries samples, and fetches results.
 
-Any thread may hand one in; everything else happens on the background loop.
+Any thread may submit a sample; everything else happens on the background loop.
 """
 
 from __future__ import annotations
@@ -45,19 +45,19 @@ from tinkex.wire.sampling import (
 
 T = TypeVar("T")
 
-#: Each clone numbers its samples from a multiple of this.
+#: Each clone of a client numbers its samples from a multiple of this.
 CLONE_STRIDE = 1_000_000_000
-#: A token in the JSON of a prompt has about this many bytes.
+#: Approximate size of a prompt token in JSON.
 BYTES_PER_TOKEN = 10
-#: "Busy" with a prompt above this size is waited out longer.
+#: After a 429, prompts above this size wait longer.
 LARGE_PROMPT_BYTES = 128 * 1024
-#: A sample that the server accepted and could not draw is tried again so often. It has no limit in
-#: time: a server that always fails would otherwise be asked for two hours, with nobody told.
+#: Retries of a sample that the server accepted and then failed. Limited by number, not by time:
+#: against a server that always fails, retries would otherwise go on silently for two hours.
 MAX_SERVER_FAILURES = 3
 
 
 class Sample(Generic[T]):
-    """One call of the user's, until it is answered."""
+    """One call of the user, until it has a result."""
 
     __slots__ = ("arrived", "context", "finish", "partial", "promise", "request", "retries", "task")
 
@@ -71,20 +71,20 @@ class Sample(Generic[T]):
         context: contextvars.Context | None = None,
     ) -> None:
         self.arrived = monotonic()
-        #: The caller's, where its traces are to show this sample.
+        #: The caller's context, if traces are enabled.
         self.context = context
         self.request = request
         self.finish = finish
-        #: Started over even where the server asks clients not to.
+        #: Retried even if the server asks clients not to retry samples.
         self.retries = retries
-        #: For one that is read while it is drawn.
+        #: Set for a streamed sample.
         self.partial = partial
         self.promise: Promise[T] = Promise(cancel_with_waiter=True)
         self.task: asyncio.Task[T] | None = None
 
 
 class SampleQueue:
-    """Where the samples of one client in one process are handed in."""
+    """The samples of one client in one process."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class SampleQueue:
         self._handler = handler
         self._observer = observer
         self._rng = random.Random()
-        #: Handed in, and not seen by the loop yet. Appending is safe from any thread.
+        #: Submitted, and not yet seen by the loop. Appending is safe from any thread.
         self._arrived: deque[Sample[Any]] = deque()
         self._wakeup_pending = False
         self._waiting_samples: ClientQueue[Sample[Any]] = ClientQueue(
@@ -123,7 +123,7 @@ class SampleQueue:
         retries: bool = False,
         partial: PartialOutput | None = None,
     ) -> Promise[T]:
-        """Queue a sample; never blocks. From any thread."""
+        """Queue a sample, from any thread. Never blocks."""
         loop = self._holder.loop()
         context = contextvars.copy_context() if self._holder.settings.otel else None
         sample = Sample(request, finish, retries=retries, partial=partial, context=context)
@@ -131,7 +131,7 @@ class SampleQueue:
         if partial is not None:
             sample.promise.add_done_callback(lambda _: partial.end())
         self._arrived.append(sample)
-        if not self._wakeup_pending:  # one wake-up for a thousand calls in a row
+        if not self._wakeup_pending:  # one wake-up for many calls in a row
             self._wakeup_pending = True
             loop.call_soon_threadsafe(self._take_arrived)
         return sample.promise
@@ -139,9 +139,9 @@ class SampleQueue:
     # -- on the loop -----------------------------------------------------------------------------
 
     def _take_arrived(self) -> None:
-        self._wakeup_pending = False  # first: what arrives from now on rings again
+        self._wakeup_pending = False  # first, so that later arrivals wake the loop again
         new = [self._arrived.popleft() for _ in range(len(self._arrived))]
-        if self._holder.closed:  # since they were handed in
+        if self._holder.closed:  # after they were submitted
             self._metrics.change("samples_waiting", "sample", -len(new))
             for sample in new:
                 sample.promise.fail(closed_error())
@@ -155,13 +155,13 @@ class SampleQueue:
             self._enqueue(self._connection, new)
 
     async def _open(self) -> None:
-        """What has to be known before the first sample: the server's wishes, and our number."""
+        """Before the first sample: get the server's configuration and this clone's number."""
         self._holder.close_with_session(self)
         connection, _ = await self._holder.open()
         clone_id = 0
         sampler = self._sampling_session_id
         if self._clone:
-            # A copy must not number its samples like the original: equal numbers are one request.
+            # A clone must not reuse the numbers of the original: equal numbers are one request.
             if connection.config.sample_join_sampling_session and sampler is not None:
                 joined = await connection.calls.call(
                     "POST",
@@ -201,7 +201,7 @@ class SampleQueue:
         connection = self._connection
         self._metrics.change("samples_waiting", "sample", -1)
         if connection is None or sample.promise.done():
-            return False  # taken back while it waited
+            return False  # cancelled while it waited
         self._metrics.observe("wait", "sample", monotonic() - sample.arrived)
         try:
             if sample.context is None:
@@ -209,7 +209,7 @@ class SampleQueue:
             else:
                 sample.task = sample.context.run(self._start, connection, sample)
         except BaseException as error:  # noqa: BLE001 (raised where the result is asked for)
-            sample.promise.fail(error)  # this sample alone fails; those behind it go on
+            sample.promise.fail(error)  # only this sample fails; later ones continue
             return False
         self._running.add(sample)
         self._holder.follow(sample.task, sample.promise)
@@ -230,7 +230,7 @@ class SampleQueue:
         )
 
     def close(self) -> None:
-        """The session ends: what was let in is cancelled by it, what waits is told here."""
+        """Fail all waiting samples when the session closes; it cancels the running ones."""
         self._fail_waiting(closed_error)
         self._handler.stop_watching()
 
@@ -253,7 +253,7 @@ class SampleQueue:
     async def _run_sample(self, connection: Connection, sample: Sample[T]) -> T:
         retries = sample.retries or not connection.config.sample_no_retries
         if sample.request.seq_id is not None:
-            retries = False  # the number that was asked for is used up
+            retries = False  # the requested seq_id is used up
         failures = 0
         while True:
             sent = False
@@ -270,7 +270,7 @@ class SampleQueue:
                 if delay is None or not retries:
                     raise
                 if sample.partial is not None and sample.partial.has_tokens:
-                    raise  # other tokens would follow those that were read
+                    raise  # a new sample would continue with other tokens than those already read
                 await asyncio.sleep(delay)
             else:
                 self._handler.succeeded()
@@ -285,8 +285,8 @@ class SampleQueue:
         was_sent: Callable[[], None],
         partial: PartialOutput | None,
     ) -> SampleResponse:
-        """One submission and its result, under a number of its own."""
-        # Only a sampling session numbers its samples, and one who numbers them himself means it.
+        """Submit the sample once, under a new seq_id, and get its result."""
+        # Only samples of a sampling session are numbered, and a seq_id set by the caller is kept.
         fixed = request.sampling_session_id is None or request.seq_id is not None
         seq_id = None if fixed else next(self._seq_ids)
         if partial is not None:
@@ -330,12 +330,12 @@ class SampleQueue:
     async def _submitting(
         self, connection: Connection, request: SampleRequest, seq_id: int | None
     ) -> AsyncIterator[tuple[bytes, float]]:
-        """The body to send, and how long "busy" is waited out; one given up inside is taken back."""
+        """Yields the body and the wait after a 429. If cancelled inside, cancels the sample too."""
         size = input_bytes(request.prompt, per_token=BYTES_PER_TOKEN)
         limits = connection.limits
         slow_start = limits.slow_start.hold(1) if limits.backoff.in_slow_start else nullcontext()
         async with slow_start, limits.sample_bytes.hold(size):
-            # Encoded only now: ten thousand waiting prompts are not ten thousand bodies.
+            # Encoded only now, so that thousands of waiting prompts are not kept as bodies too.
             body = encode_json(
                 request if seq_id is None else request.model_copy(update={"seq_id": seq_id})
             )
@@ -356,7 +356,7 @@ class SampleQueue:
         was_sent: Callable[[], None],
         partial: PartialOutput,
     ) -> SampleResponse | None:
-        """One submission that is read while it is drawn; None where the service has no streams."""
+        """Submit a sample and stream its tokens; None if the service has no streams."""
         async with self._submitting(connection, request, seq_id) as (body, rate_limit_wait_s):
             stream = await open_stream(
                 connection.calls,
@@ -372,7 +372,7 @@ class SampleQueue:
             answer = await stream.read(partial)
             if answer is not None and answers_all(request):
                 return answer
-            # Broken off, it is fetched like any other: nothing is lost, nothing drawn twice.
+            # After a broken stream, the result is fetched as usual: it is not sampled twice.
             return await connection.results.fetch(
                 request_id,
                 _expected(stream.promised),
@@ -429,22 +429,22 @@ def _description(request: SampleRequest, seq_id: int | None) -> str:
 
 
 def should_restart(error: Exception, config: RetryConfig, failures: int, *, sent: bool) -> bool:
-    """Whether a sample that failed is drawn again, under a new number."""
+    """Whether to retry a failed sample under a new seq_id."""
     if isinstance(error, RequestFailedError):
         return not is_user_error(error) and failures <= MAX_SERVER_FAILURES
     listed = isinstance(error, config.retryable_exceptions)
     if not sent:
-        # Submitting has insisted already on what is retryable; insisting on top of that would
-        # multiply the two.
+        # The submission was already retried for retryable errors. Retrying here too would multiply
+        # the attempts.
         return listed and not is_retryable(error)
     if isinstance(error, APIStatusError):
-        # 410: the result is gone, and can simply be drawn again.
+        # 410: the result expired, and can be sampled again.
         return listed or error.status_code == 410 or is_retryable(error)
     return listed
 
 
 class RetryHandler:
-    """The patience of one client: delays between attempts, and an end when nothing moves."""
+    """The retries of one client: delays between attempts, and a timeout without progress."""
 
     def __init__(self, config: RetryConfig) -> None:
         self.config = config
@@ -458,7 +458,7 @@ class RetryHandler:
     def retry_delay_s(
         self, error: Exception, failures: int, *, sent: bool, rng: random.Random
     ) -> float | None:
-        """Seconds until a failed sample is started over; None to let it fail."""
+        """Seconds until a failed sample is retried; None to let it fail."""
         self._last_seen = f"{type(error).__name__}: {error}"
         if not self.config.enable_retry_logic:
             return None
@@ -472,19 +472,19 @@ class RetryHandler:
         self._last_success = monotonic()
 
     def watch(self, give_up: Callable[[Callable[[], Exception]], None], allowed: bool) -> None:
-        """Something waits: from now on a sample must finish every so often."""
+        """Samples are waiting: from now on one must finish within `progress_timeout`."""
         if self._timer is None and allowed and self.config.enable_stuck_detection:
-            self._last_success = monotonic()  # it was idle until now
+            self._last_success = monotonic()  # the client was idle until now
             self._start_timer(self.config.progress_timeout, give_up)
 
     def stop_watching(self) -> None:
-        """Nothing waits any more."""
+        """No samples are waiting."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
     def recording(self, observer: QueueObserver) -> QueueObserver:
-        """The observer, and what it is told is remembered for the day nothing moves."""
+        """Wraps `observer` and records the last queue state, which the stuck-sample error quotes."""
         return _RecordingObserver(self, observer)
 
     def record_state(self, queue_state: str, reason: str | None) -> None:
@@ -508,7 +508,7 @@ class RetryHandler:
         return APIConnectionError(
             Request(method="POST", url="asample"),
             f"No sample of this client finished for {self.config.progress_timeout:g} s, so all "
-            "that wait are given up (RetryConfig.progress_timeout). Check the server, or allow "
+            "waiting samples failed (RetryConfig.progress_timeout). Check the server, or allow "
             f"more time. Last seen: {self._last_seen}.",
         )
 

@@ -1,8 +1,8 @@
 """
-Samples that are read while they are drawn.
+Streamed samples: tokens are read while they are generated.
 
-On the background loop `open_stream` sends the request and `OpenStream` tells what comes; the user
-holds a `SampleStream` and may read it from any thread or loop.
+On the background loop, `open_stream` sends the request and `OpenStream` reads its events into a
+`PartialOutput`. The user reads the `SampleStream` from any thread or loop.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from tinkex.wire.sampling import SampleRequest, SampleResponse
 log = logging.getLogger("tinkex.streaming")
 
 EVENT_STREAM = "text/event-stream"
-#: Servers show a sign of life every ten seconds; after this long without one nobody is there.
+#: Servers send a keep-alive every ten seconds; after this long without one the stream is dead.
 SILENCE_S = 45.0
 
 
 class PartialOutput:
-    """What is known of one sample while it is drawn. Written on the loop, read from anywhere."""
+    """The tokens of one sample so far. Written on the loop, read from any thread."""
 
     def __init__(self) -> None:
-        # A stream may be collected, and so ended, in the middle of anything.
+        # Reentrant: garbage collection may close a stream while this thread holds the lock.
         self._lock = threading.RLock()
         self._partial = Growing()
         self._reader = Reader(self._partial)
@@ -51,7 +51,7 @@ class PartialOutput:
 
     @property
     def has_tokens(self) -> bool:
-        """Whether there are tokens: then the sample can not be drawn anew."""
+        """Whether tokens have arrived: then the sample cannot be retried."""
         return bool(self._partial.sequences)
 
     def take(self, sequence: int, tokens: list[int], logprobs: list[float]) -> None:
@@ -61,7 +61,7 @@ class PartialOutput:
                 self._notify()
 
     def complete(self, answer: SampleResponse) -> None:
-        """The whole answer is here; what of it was told before is not told again."""
+        """Add the complete response; tokens that were streamed before are not repeated."""
         with self._lock:
             for index, sequence in enumerate(answer.sequences):
                 self._partial.take(index, sequence.tokens, sequence.logprobs, start=0)
@@ -77,7 +77,7 @@ class PartialOutput:
         changed.finish(None)
 
     def updates(self) -> list[SampledTokens] | Promise[None]:
-        """What was not read yet, or when to look again; nothing once everything was read."""
+        """Unread tokens, or a promise of the next change; empty at the end."""
         with self._lock:
             update = self._reader.news()
             return update if update or self._ended else self._changed
@@ -85,15 +85,15 @@ class PartialOutput:
 
 class SampleStream:
     """
-    A sample that is read while it is drawn.
+    A sample whose tokens are read while they are generated.
 
         with sampling.sample_stream(prompt, 1, params) as stream:
             for event in stream:                    # or: async for event in stream
                 print(event.sequence, event.tokens, event.logprobs)
         answer = stream.response()                  # or: await stream.response_async()
 
-    The events come once; `response` has the whole answer, whether or not they were read. A stream
-    that is closed or forgotten before its end gives up the sample.
+    The events come once; `response` returns the complete result, whether or not they were read. A
+    stream that is closed or garbage-collected before its end cancels the sample.
     """
 
     def __init__(self, promise: Promise[SampleResponse], partial: PartialOutput) -> None:
@@ -104,7 +104,7 @@ class SampleStream:
         weakref.finalize(self, promise.cancel).atexit = False
 
     def response(self, timeout: float | None = None) -> SampleResponse:
-        """Block until the answer is whole, at most `timeout` seconds; what `sample` answers."""
+        """Block until the sample is complete, at most `timeout` seconds; the result of `sample`."""
         return self._promise.result(timeout)
 
     async def response_async(self, timeout: float | None = None) -> SampleResponse:  # noqa: ASYNC109 (as APIFuture)
@@ -112,7 +112,7 @@ class SampleStream:
         return await self._promise.result_async(timeout)
 
     def close(self) -> None:
-        """Give up the sample, unless it is whole."""
+        """Cancel the sample, unless it is complete."""
         self._promise.cancel()
 
     # -- reading ---------------------------------------------------------------------------------
@@ -143,13 +143,13 @@ class SampleStream:
     def _begin(self) -> None:
         if self._started:
             raise Consumed(
-                "This stream has been read already, and its events come only once. The whole "
-                "answer is in response(); next(stream) goes on where a reader stopped."
+                "This stream has already been read, and its events come only once. The complete "
+                "result is in response(); next(stream) continues where a reader stopped."
             )
         self._started = True
 
     def _next_update(self) -> SampledTokens | Promise[None] | None:
-        """The next event, when to look again, or None at the end. Raises what went wrong."""
+        """The next event, a promise of one, or None at the end. Raises the error of the sample."""
         if not self._ready:
             update = self._partial_output.updates()
             if isinstance(update, Promise):
@@ -190,7 +190,7 @@ class SampleStream:
 
 
 class OpenStream:
-    """A sample that the server has accepted, and whose events are coming."""
+    """A sample that the server has accepted, and whose events are arriving."""
 
     def __init__(
         self,
@@ -200,7 +200,7 @@ class OpenStream:
         events: AsyncIterator[ServerSentEvent],
         promised: UntypedAPIFuture,
     ) -> None:
-        #: What `asample` would have answered.
+        #: What `asample` would have returned.
         self.promised = promised
         self._calls = calls
         self._sent = sent
@@ -208,7 +208,7 @@ class OpenStream:
         self._events = events
 
     async def read(self, partial: PartialOutput) -> SampleResponse | None:
-        """The answer; None if the stream broke off before. Raises if the sample failed."""
+        """The response; None if the stream broke off. Raises if the sample failed."""
         try:
             with self._calls.network_errors(self._sent):
                 async for event in self._events:
@@ -229,12 +229,12 @@ class OpenStream:
 async def open_stream(
     calls: Calls, body: bytes, *, rate_limit_wait_s: float, about: str
 ) -> OpenStream | None:
-    """Send a sample and hear that it is accepted; None where the service has no streams."""
+    """Send a sample and wait until it is accepted; None if the service has no streams."""
     sent = calls.request(
         "POST",
         "stream_sample",
         body,
-        # Held open by the server like a poll, on a connection of its own.
+        # The server holds it open like a poll, on a connection of its own.
         kind=Kind.RETRIEVE,
         headers={"Accept": EVENT_STREAM, "X-Tinker-Sampling-Backpressure": "1"},
         deadline_s=SILENCE_S,
@@ -258,19 +258,19 @@ async def open_stream(
         return OpenStream(calls, sent, streamed, events, promised)
 
     try:
-        # Until it is accepted a lost request is sent again: its number makes it the same one.
+        # A request that was lost before its acceptance is sent again: the seq_id makes it the same.
         return await calls.with_retries(
             once, path="stream_sample", kind=Kind.SAMPLE, rate_limit_wait_s=rate_limit_wait_s
         )
     except APIStatusError as error:
         if error.status_code not in (404, 405):
             raise
-        log.info("this service answers samples whole: it has no stream_sample")
+        log.info("this service has no stream_sample: samples are returned when complete")
         return None
 
 
 def answers_all(request: SampleRequest) -> bool:
-    """Whether the last event holds everything asked for; JSON has no place for some of it."""
+    """Whether the last event contains all requested fields; its JSON form lacks some."""
     return request.target_prompt_logprobs is None and not request.prompt_alt_tokens_k
 
 

@@ -1,8 +1,8 @@
 """
-Sampling clients that cross processes: what a pickle and a handle hold, and what is made of them.
+Sampling clients in other processes: the contents of pickles and handles, and how to join them.
 
-Neither holds a credential. A copy in the same process, or in a forked one, uses the settings of
-the original; elsewhere they are found again as a new client would find them.
+Neither contains a credential. A copy in the same process, or in a forked one, uses the settings
+of the original; elsewhere settings are resolved as for a new client.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class SamplerHandle:
         """Text that is safe in URLs and command lines."""
         fields: dict[str, Any] = {**asdict(self), "retry_config": None}
         if self.retry_config is not None:
-            # Exceptions are classes, which text does not carry: a copy has the usual ones.
+            # Exception classes have no text form: a copy has the default ones.
             fields["retry_config"] = asdict(replace(self.retry_config, retryable_exceptions=()))
             del fields["retry_config"]["retryable_exceptions"]
         return base64.urlsafe_b64encode(json.dumps(fields).encode()).decode("ascii")
@@ -52,8 +52,8 @@ class SamplerHandle:
             )
         except (ValueError, KeyError, TypeError, AttributeError, binascii.Error) as error:
             raise ValueError(
-                f"This is not a sampler handle ({type(error).__name__}). Pass the text that "
-                "SamplingClient.get_sampler_handle() returned, whole and unchanged."
+                f"This is not a sampler handle ({type(error).__name__}). Pass the complete, unchanged text "
+                "that SamplingClient.get_sampler_handle() returned."
             ) from None
 
 
@@ -63,24 +63,24 @@ def _text(value: object) -> str:
     return value
 
 
-#: Sessions of this process that copies were made of; a forked child has them too.
+#: Sessions of this process whose clients were copied; a forked child inherits them.
 _originals: WeakValueDictionary[tuple[str | None, str], Session] = WeakValueDictionary()
-#: Sessions that this process only joined: all copies of one share its connections and heartbeat.
+#: Sessions that this process only joined; their copies share connections and heartbeat.
 _joined: WeakValueDictionary[tuple[str | None, tuple[str, str]], Session] = WeakValueDictionary()
 
 
 def remember_original(session: Session) -> None:
-    """A copy of one of this session's clients is being made."""
+    """Keep the session's settings for copies of its clients in this process."""
     _originals[session.session_id, session.settings.base_url] = session
 
 
 def joined_session(handle: SamplerHandle, *, api_key: str | None = None) -> Session:
-    """The session of a copy, joined here once."""
+    """The session of a copy; joined once per process."""
     original = _originals.get((handle.session_id, handle.base_url))
     if original is None or api_key is not None:
         settings = Settings.resolve(base_url=handle.base_url, api_key=api_key)
         return _join(handle, settings, {})
-    # Where the original is, its settings are known, headers and key included.
+    # In the original's process its settings are known, including headers and key.
     return _join(handle, original.settings, {"make_transport": original.make_transport})
 
 

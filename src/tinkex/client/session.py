@@ -1,7 +1,7 @@
 """
-What the clients of one program share: connection, settings from the server, session, heartbeat.
+The session that a `ServiceClient` and all clients created from it share, and its heartbeat.
 
-Everything here runs on the background loop, so it needs no locks. After a fork the child builds
+Everything here runs on the background loop, so it needs no locks. After a fork the child opens
 its own connection on its own loop; the session id stays the same.
 """
 
@@ -58,25 +58,25 @@ T = TypeVar("T")
 R = TypeVar("R", bound=BaseModel | Payload)
 
 HEARTBEAT_EVERY_S = 10.0
-#: Beats may fail for this long before the user hears of it.
+#: Heartbeats may fail for this long before the user gets a warning.
 HEARTBEAT_WARN_AFTER_S = 120.0
-#: Saying goodbye must not hold up a program whose server is gone.
+#: Limits how long closing waits for a server that does not respond.
 FINISH_TIMEOUT_S = 10.0
 
 CloseStatus = Literal["success", "errored", "interrupted"]
 
 
 class Closeable(Protocol):
-    """Something of a session's that has work waiting."""
+    """An object of a session that has waiting work."""
 
     def close(self) -> None: ...
 
 
 class Session:
     """
-    The shared part of a `ServiceClient` and everything made from it.
+    The shared part of a `ServiceClient` and all clients created from it.
 
-    Nothing is sent before the first operation that needs it.
+    Nothing is sent before the first operation that needs the server.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Session:
     ) -> None:
         self.settings = settings
         self.closed = False
-        #: A session that another process created and that this one only joins.
+        #: Whether another process created the session and this one only joined it.
         self.joined = session_id is not None
         self._session_id = session_id
         self._user_metadata = dict(user_metadata or {})
@@ -109,7 +109,7 @@ class Session:
         return f"<Session {self._session_id or 'not started'} at {self.settings.base_url}>"
 
     def _reset(self) -> None:
-        """Nothing connected yet, in this process."""
+        """Start without a connection, in this process."""
         self._pid = os.getpid()
         self._telemetry: Telemetry | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -124,12 +124,12 @@ class Session:
 
     @property
     def telemetry(self) -> Telemetry | None:
-        """What reports about this session; None before there is one, or switched off."""
+        """The telemetry reporter; None before the session exists, or if telemetry is off."""
         return self._telemetry
 
     @property
     def tracing(self) -> Tracing | None:
-        """What makes spans of operations, where the settings ask for it."""
+        """The OpenTelemetry tracer; None unless the settings enable it."""
         return instrumentation.tracing() if self.settings.otel else None
 
     # -- running work ----------------------------------------------------------------------------
@@ -147,7 +147,7 @@ class Session:
         *,
         on_rejected: Callable[[], None] | None = None,
     ) -> None:
-        """Make a task on the background loop and let the promise have its outcome."""
+        """Create a task on the background loop and pass its outcome to the promise."""
         try:
             loop = self.loop()
         except RuntimeError:
@@ -159,7 +159,7 @@ class Session:
             try:
                 task = make()
             except BaseException as error:  # noqa: BLE001 (raised where the result is asked for)
-                # Nobody sees what a callback of the loop raises: the caller would wait forever.
+                # Exceptions in a loop callback are only logged: the caller would wait forever.
                 promise.fail(error)
             else:
                 self.follow(task, promise)
@@ -167,18 +167,18 @@ class Session:
         loop.call_soon_threadsafe(begin)
 
     def loop(self) -> asyncio.AbstractEventLoop:
-        """The loop that this session's work runs on, if it may still do any."""
+        """The loop that runs this session's work. Raises `RuntimeError` if the session is closed."""
         if self.closed:
             raise closed_error()
         if self._pid != os.getpid():
             inherited.append((self._connected, self._opened, self._tasks))
             if self._session_id is None:
-                self._home = os.getpid()  # the parent had no session yet: this one is ours
+                self._home = os.getpid()  # the parent had no session yet: this process creates it
             self._reset()
         return background_loop.background()
 
     def follow(self, task: asyncio.Task[T], promise: Promise[T]) -> None:
-        """Give the promise the outcome of a task of this session; cancelled, it cancels the task."""
+        """Pass the outcome of a task to the promise; cancelling the promise cancels the task."""
         self.track(task)
         task.add_done_callback(functools.partial(settle, promise))
         task.add_done_callback(self._record_failure)
@@ -188,11 +188,11 @@ class Session:
         )
 
     def close_with_session(self, waiting: Closeable) -> None:
-        """Close this too when the session closes. Kept weakly."""
+        """Close this object too when the session closes. Holds a weak reference."""
         self._dependents.add(waiting)
 
     def _record_failure(self, task: asyncio.Task[Any]) -> None:
-        # After the promise has its outcome: whoever waits is not kept waiting for this.
+        # After the promise is settled, so that the caller does not wait for this.
         if self._telemetry and not task.cancelled() and (error := task.exception()):
             self._telemetry.record_error(error)
 
@@ -205,13 +205,13 @@ class Session:
     # -- connecting ------------------------------------------------------------------------------
 
     async def connect(self) -> Connection:
-        """The server's answer to "how shall I talk to you?", asked once."""
+        """The connection, with the server's configuration; opened once."""
         if self.closed:
             raise closed_error()
         return await self._connected.get()
 
     async def open(self) -> tuple[Connection, str]:
-        """A connection and the id of the session, which is created first if need be."""
+        """The connection and the session id; creates the session if there is none."""
         connection = await self.connect()
         return connection, await self._opened.get()
 
@@ -224,7 +224,7 @@ class Session:
                 self._server = await asyncio.to_thread(local_server.attach)
             url = self._server.url
         connection = await open_connection(self.settings, url, self.make_transport)
-        # A session that nobody refers to any more takes its connection with it.
+        # When the session is garbage-collected, its connection is closed.
         weakref.finalize(
             self, close_unreferenced, background_loop.background(), connection, self._server
         ).atexit = False
@@ -264,7 +264,8 @@ class Session:
             connection.calls.on_rate_limit = self._telemetry.record_rate_limit
             work.append(self._telemetry.send_regularly())
         for each in work:
-            # Of nobody's operation, though somebody's operation was the first.
+            # In an empty context: these tasks outlive the operation that opened the session, so its
+            # trace span must not leak into them.
             task = asyncio.create_task(each, context=contextvars.Context())
             background_loop.keep(task)
             connection.background_tasks.append(task)
@@ -282,7 +283,7 @@ class Session:
         kind: Kind = Kind.TRAIN,
         observer: QueueObserver | None = None,
     ) -> R:
-        """Send a request that answers with a promise, and wait for what was promised."""
+        """Send a request that returns a request id, and wait for its result."""
         name = instrumentation.operation_name(expected.request_type)
         with instrumentation.measured(name, connection.calls.tracing, self._session_id or ""):
             started = monotonic()
@@ -294,7 +295,7 @@ class Session:
             )
 
     def cancel_later(self, connection: Connection, request: str | Request) -> None:
-        """Tell the server that nobody wants this sample any more, if it cares to know."""
+        """Cancel an abandoned sample in the background, if the server supports it."""
         if not self.closed:
             connection.cancels.add(request)
 
@@ -311,12 +312,12 @@ class Session:
         return next(self._loss_numbers)
 
     def _check_created_here(self, what: str) -> None:
-        # Numbers are the session's; another process would give the same ones again, and the
-        # server would answer with what the first process made.
+        # The numbers belong to the session. Another process would assign the same ones, and the server
+        # would return the objects of the first process.
         if self.joined or self._home != os.getpid():
             raise RuntimeError(
                 f"This process only joined session {self._session_id}; it cannot create {what} "
-                "in it. Create a ServiceClient of its own here."
+                "in it. Create a ServiceClient in this process."
             )
 
     # -- the end ---------------------------------------------------------------------------------
@@ -340,7 +341,7 @@ class Session:
         return promise
 
     async def _close(self, status: CloseStatus, detail: str | None) -> None:
-        if self._pid != os.getpid():  # a forked child that never sent anything
+        if self._pid != os.getpid():  # a forked child that did not send anything
             return
         for waiting in list(self._dependents):
             waiting.close()
@@ -365,18 +366,18 @@ class Session:
                             kind=Kind.SESSION,
                         )
                 except (TinkerError, TimeoutError) as error:
-                    log.warning("the server was not told that the session ended: %s", error)
+                    log.warning("the server was not notified of the end of the session: %s", error)
             await connection.transport.close()
         if self._server is not None:
             self._server.release()
 
 
 def closed_error() -> RuntimeError:
-    return RuntimeError("ServiceClient is closed. Create a new one to go on.")
+    return RuntimeError("ServiceClient is closed. Create a new one to continue.")
 
 
 async def _send_heartbeats(connection: Connection, session_id: str) -> None:
-    """Tell the server that we are alive, until it says that the session is over."""
+    """Send heartbeats until the server reports that the session has ended."""
     last = monotonic()
     while True:
         await asyncio.sleep(HEARTBEAT_EVERY_S)

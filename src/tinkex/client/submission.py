@@ -1,4 +1,11 @@
-"""Who sends next, and with which number. Knows nothing of HTTP."""
+"""
+Submits training steps: in the order of the calls, under consecutive `seq_id`s, without gaps.
+
+    TicketQueue    sends one step at a time, in the order of the calls
+    SeqIds         assigns `seq_id`s and remembers those that did not reach the server
+    Part           one request of a step; a large batch is split into several
+    StepSubmitter  puts these together: `submit` queues a step and returns its future
+"""
 
 from __future__ import annotations
 
@@ -51,10 +58,10 @@ T = TypeVar("T")
 
 class TicketQueue:
     """
-    Hands out numbered tickets, and starts what their holders bring in that order.
+    Runs work in the order in which tickets were taken.
 
-    `take` may be called from any thread; `start` and `skip` belong to the event loop. One of them
-    must be called once for every ticket.
+    `take_ticket` may be called from any thread; `start` and `skip` only on the event loop. One of
+    the two must be called once for every ticket.
     """
 
     def __init__(self) -> None:
@@ -67,10 +74,10 @@ class TicketQueue:
         return next(self._tickets)
 
     def start(self, ticket: int, send: Callable[[], Awaitable[T]]) -> asyncio.Task[T]:
-        """Run `send` as soon as every earlier ticket is spent."""
+        """Run `send` as soon as every earlier ticket is done."""
         task = asyncio.ensure_future(self._send_in_turn(ticket, send))
-        # Not a `finally` in the coroutine: a task cancelled before its first step
-        # never runs one, and everyone behind it would wait forever.
+        # Not a `finally` in the coroutine: a task cancelled before its first step never runs
+        # one, and all later tickets would wait forever.
         task.add_done_callback(lambda _: self.skip(ticket))
         return task
 
@@ -80,7 +87,7 @@ class TicketQueue:
         return await send()
 
     def skip(self, ticket: int) -> None:
-        """Spend a ticket: later ones no longer wait for it."""
+        """Mark a ticket as done: later ones no longer wait for it."""
         self._done.add(ticket)
         self._waiting.pop(ticket, None)
         while self._serving in self._done:
@@ -91,31 +98,31 @@ class TicketQueue:
 
 
 class Outcome(Enum):
-    """What became of one numbered submission."""
+    """The outcome of one submission."""
 
-    UNSENT = "unsent"  # never left: the number is still free
-    REFUSED = "refused"  # the server said no: the number is still free
-    UNKNOWN = "unknown"  # sent, and not answered: the server may have it
-    ACCEPTED = "accepted"  # the server has it
+    UNSENT = "unsent"  # not sent: the seq_id is free
+    REFUSED = "refused"  # refused by the server: the seq_id is free
+    UNKNOWN = "unknown"  # sent, but no response: the server may have accepted it
+    ACCEPTED = "accepted"
 
 
 @dataclass
 class SeqIds:
     """
-    The `seq_id`s of one model, given inside a turn, so that nothing the client does leaves a gap.
+    The `seq_id`s of one model, assigned at the time of sending, so that the client leaves no gaps.
 
-    A server runs steps strictly by number, so a number that was skipped stops everything behind
-    it. Numbers that never reached the server go back to the pool when nothing later did;
-    otherwise they are kept as gaps, which the next turn must fill before it sends its own.
+    A server runs steps strictly in the order of `seq_id`, so a missing one blocks all later steps.
+    A `seq_id` that never reached the server is reused if no later one did. Otherwise it is kept in
+    `unused`, and the next step first sends a no-op step for it.
     """
 
     next: int = 1
-    #: Number to fill -> whether it belongs to a batch of which the server may have got a part, so
-    #: that the gradients of that part must not be used.
+    #: Unused seq_id -> whether it belongs to a batch that the server may have accepted in part. The
+    #: gradients of that part must not be applied.
     unused: dict[int, bool] = field(default_factory=dict)
 
     def record(self, outcomes: Sequence[Outcome], *, adds_gradients: bool = False) -> None:
-        """Account for a turn that gave its submissions `next`, `next + 1`, ... in this order."""
+        """Record the outcomes of submissions under `next`, `next + 1`, ..., in this order."""
         first = self.next
         reached = [
             first + index
@@ -132,10 +139,10 @@ class SeqIds:
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """One numbered submission of a step; most steps have one, a large batch several."""
+    """One request of a step; most steps have one, a large batch several."""
 
     path: str
-    #: seq_id -> body. Called inside the turn, and again by nobody: repeats send the same bytes.
+    #: seq_id -> body. Called once: retries send the same bytes.
     encode: Callable[[int], bytes]
     size_bytes: int = 0
     content_type: str = JSON_TYPE
@@ -144,7 +151,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Accepted:
-    """A submission that the server has taken."""
+    """A submission that the server has accepted."""
 
     request_id: str
     round_trip_s: float
@@ -152,7 +159,7 @@ class Accepted:
 
 @dataclass(kw_only=True)
 class Submission:
-    """A part under its number, and what is known of it."""
+    """A part, its seq_id, and its outcome so far."""
 
     part: Part
     seq_id: int
@@ -161,15 +168,15 @@ class Submission:
     error: Exception | None = None
 
     def mark_sent(self) -> None:
-        """Called just before bytes are sent: from now on the server may have it."""
+        """Called just before bytes are sent: from here on the server may have accepted it."""
         self.outcome = Outcome.UNKNOWN
 
     def mark_refused(self, error: APIStatusError, *, before: Outcome) -> None:
         """
-        One attempt was answered with an error; `before` is the fate ahead of that attempt.
+        Record an error response to one attempt; `before` is the outcome before that attempt.
 
-        A server that says no does not have it, unless it got it from an earlier attempt that
-        nobody answered. Other errors may come from a gateway that passed the request on.
+        A server that refuses a step does not have it, unless it accepted an earlier attempt whose
+        response was lost. Other errors may come from a gateway that forwarded the request.
         """
         says_no = error.status_code == 429 or not is_retryable(error)
         if says_no and before is not Outcome.UNKNOWN:
@@ -177,7 +184,7 @@ class Submission:
 
 
 class StepSubmitter:
-    """Submits the steps of one model in the order of the calls, under consecutive numbers."""
+    """Submits the steps of one model in the order of the calls."""
 
     def __init__(self, holder: Session, model_id: str, queue_log: QueueLog) -> None:
         self._holder = holder
@@ -186,7 +193,7 @@ class StepSubmitter:
         self._order = TicketQueue()
         self._seq_ids = SeqIds()
         self._pid = os.getpid()
-        #: Where a custom loss of ours is being computed.
+        #: The thread that runs a custom loss of this client.
         self._loss_thread: int | None = None
 
     def submit(
@@ -204,28 +211,29 @@ class StepSubmitter:
         finish: Callable[[list[R]], T],
     ) -> Promise[T]:
         """
-        Take the next place in the order, here in the caller's thread, and do the rest later.
+        Queue a step in the caller's thread; `send` runs later, when all earlier steps are sent.
 
-        The place is given up however the step ends: sent, refused, cancelled or never begun.
+        Later steps continue however this one ends: sent, refused, cancelled, or never started.
         """
         if self._holder.closed:
             raise closed_error()
         if self._pid != os.getpid():
             raise RuntimeError(
-                f"<TrainingClient of {self._model_id}> belongs to process {self._pid}; in a forked process its steps would "
-                "be numbered twice. Create a client here from a checkpoint, or sample only."
+                f"<TrainingClient of {self._model_id}> belongs to process {self._pid}. In a "
+                "forked process its steps would reuse the same seq_ids. Create a training "
+                "client from a checkpoint here, or use a sampling client."
             )
         if self._loss_thread == threading.get_ident():
             raise RuntimeError(
-                "A custom loss cannot call the client whose step it belongs to: that call comes "
-                "after the step, and the step waits for the loss. Other clients may be called."
+                "A custom loss cannot call the training client that runs it: the call would wait "
+                "for the step, and the step waits for the loss. Other clients can be called."
             )
-        self._holder.loop()  # raises here, before there is a ticket that nothing would spend
+        self._holder.loop()  # raises here, before a ticket exists that would never be done
         promise: Promise[T] = Promise()
         ticket = self._order.take_ticket()
 
         async def in_turn() -> tuple[Connection, list[Accepted]]:
-            # From here on the step runs, whoever stops waiting; cancelled before, it never existed.
+            # From here on the step runs to its end. If it was cancelled before, it is not sent.
             if not promise.set_running_or_notify_cancel():
                 raise asyncio.CancelledError
             return await send(promise)
@@ -235,7 +243,7 @@ class StepSubmitter:
 
             def make() -> asyncio.Task[T]:
                 nonlocal submission
-                # Both at once, before anything can be cancelled: every ticket must be started.
+                # Without an await in between: every ticket must be started.
                 submission = self._order.start(ticket, in_turn)
                 self._holder.track(submission)
                 return asyncio.create_task(self._finish(submission, expected, finish))
@@ -247,7 +255,7 @@ class StepSubmitter:
                     self._model_id,
                 ).run(make)
             except BaseException:
-                # The step never began. Later steps must not wait for its ticket.
+                # The step did not start. Later steps must not wait for its ticket.
                 if submission is None:
                     self._order.skip(ticket)
                 else:
@@ -259,7 +267,7 @@ class StepSubmitter:
 
     @contextmanager
     def running_loss(self) -> Iterator[None]:
-        """While a custom loss runs on this thread. One at a time: each has its place in the order."""
+        """While a custom loss runs on this thread. Only one runs at a time, as steps are ordered."""
         self._loss_thread = threading.get_ident()
         try:
             yield
@@ -269,7 +277,7 @@ class StepSubmitter:
     async def send(
         self, parts: Callable[[Connection], list[Part]]
     ) -> tuple[Connection, list[Accepted]]:
-        """In our turn: number the parts, submit them, account for every number."""
+        """Assign seq_ids to the parts, send them, and record every outcome. Runs in our turn."""
         connection = await self._holder.connect()
         await self._fill_unused(connection)
         first = self._seq_ids.next
@@ -286,7 +294,7 @@ class StepSubmitter:
 
         try:
             if len(submissions) > 1 and connection.config.parallel_fwdbwd_chunks:
-                # The first goes last: the server then sees the whole batch before it starts.
+                # The first part goes last: the server then has the whole batch before it starts.
                 await asyncio.gather(*(send(each) for each in submissions[1:]))
                 if all(each.error is None for each in submissions):
                     await send(submissions[0])
@@ -339,7 +347,7 @@ class StepSubmitter:
             return Accepted(promised.request_id, monotonic() - started)
 
     async def _fill_unused(self, connection: Connection) -> None:
-        """Give the server something to run for numbers that an earlier call could not use."""
+        """Send a no-op step for every seq_id that an earlier step left unused."""
         for seq_id, partial_batch in sorted(self._seq_ids.unused.items()):
             taken = await self._send_noop(connection, seq_id, partial_batch)
             if (
@@ -347,24 +355,24 @@ class StepSubmitter:
                 and partial_batch
                 and (taken := await self._send_noop(connection, seq_id, False))
             ):
-                # This server checks a pass before it takes it, so none can be made to fail.
+                # This server validates a pass before it accepts it, so no pass can be made to fail.
                 log.warning(
-                    "A batch of %s was taken only in part. The gradients of that part are in the "
-                    "next optim_step. To leave them out, go on from the last saved state.",
+                    "The server accepted only part of a batch of %s. The next optim_step applies the "
+                    "gradients of that part. To discard them, resume from the last saved state.",
                     self._model_id,
                 )
             if not taken:
-                log.debug("step %d of %s needs no filling", seq_id, self._model_id)
+                log.debug("step %d of %s is not unused", seq_id, self._model_id)
             del self._seq_ids.unused[seq_id]
 
     async def _send_noop(self, connection: Connection, seq_id: int, partial_batch: bool) -> bool:
-        """Whether the server took the filler."""
+        """Whether the server accepted the no-op step."""
         part = noop_step(self._model_id, partial_batch)
         try:
             await self._post(connection, Submission(part=part, seq_id=seq_id))
         except UnprocessableEntityError:
-            # Taken by another kind of step: what we got no answer to had arrived after all.
-            # Asked again and again, it would stop this client for good.
+            # The seq_id belongs to another kind of step: the request without a response did
+            # arrive. Retrying would block this client forever.
             return False
         except BadRequestError:
             if not partial_batch:
@@ -395,7 +403,7 @@ class StepSubmitter:
 
 
 async def gather_or_cancel(work: Any) -> list[Any]:
-    """Like gather, but the first failure stops the others: nobody will look at them."""
+    """Like gather, but the first failure cancels the others."""
     tasks = [asyncio.ensure_future(each) for each in work]
     if len(tasks) == 1:
         return [await tasks[0]]
@@ -417,7 +425,7 @@ def pass_parts(
 ) -> Callable[[Connection], list[Part]]:
     data = validation.batch(data)
     validation.loss_name(loss_fn)
-    # Checks the name of the loss here, where the caller sees it. The data were checked above.
+    # Validates the name of the loss here, where the caller sees it. The data were checked above.
     ForwardBackwardInput(data=[], loss_fn=loss_fn, loss_fn_config=config)
     sizes = [datum_bytes(datum) for datum in data]
 
@@ -475,13 +483,12 @@ def pass_encoder(
 
 def noop_step(model_id: str, partial_batch: bool) -> Part:
     """
-    A step for a number that was given out and not used.
+    A no-op step for a seq_id that was assigned and not used.
 
-    Usually a pass over one token that changes nothing. After half a batch was taken, it must not
-    count: then the server has to fail the filler, and with it the next `optim_step`, instead of
-    stepping on half the gradients. So it has two targets for its one token, which no server can
-    compute, with weight zero, should one do so all the same. Its setting, which no loss has, says
-    to the user what happened.
+    Usually a forward pass over one token, which changes nothing. If the server accepted part of a
+    batch, the step must fail instead, so that the next `optim_step` fails too and does not apply
+    partial gradients. So it has two targets for its one token, which no server can compute, and
+    weight zero in case one does. The name of its loss setting tells the user what happened.
     """
     targets = 2 if partial_batch else 1
     datum = Datum(
@@ -504,7 +511,7 @@ def noop_step(model_id: str, partial_batch: bool) -> Part:
 
 
 def compressed(body: bytes) -> bytes | None:
-    """The body compressed, or None where nothing here can: servers take both."""
+    """The body compressed with zstd; None if no zstd is installed. Servers accept both."""
     try:
         if sys.version_info >= (3, 14):
             from compression import zstd
@@ -521,6 +528,6 @@ def compressed(body: bytes) -> bytes | None:
 @functools.cache
 def _log_missing_zstd() -> None:
     log.debug(
-        "The server asks for compressed batches, and there is no zstd here: sent as they are. "
-        "pip install 'tinkex[zstd]', or use Python 3.14."
+        "The server asks for compressed batches, but zstd is not installed: they are sent "
+        "uncompressed. Run pip install 'tinkex[zstd]', or use Python 3.14."
     )

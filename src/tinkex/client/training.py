@@ -1,4 +1,4 @@
-"""TrainingClient: the verbs of training, cut into chunks, sent in the order of the calls."""
+"""TrainingClient: forward and backward passes, optimizer steps, and checkpoints of one model."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ class TrainingClient(TextMixin):
         training.optim_step(tinkex.AdamParams(learning_rate=1e-4))
         print(step.result().metrics["loss:sum"])
 
-    Operations are submitted in the order of the calls, from any thread or coroutine, and return
-    a future at once, so that the next can be queued while one runs.
+    Operations are submitted in the order of the calls, from any thread or coroutine. Each returns
+    a future immediately, so the next operation can be queued while one runs.
     """
 
     def __init__(self, holder: Session, model_seq_id: int, model_id: str) -> None:
@@ -78,7 +78,7 @@ class TrainingClient(TextMixin):
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            "A TrainingClient cannot be pickled: the order of its steps lives in this process. "
+            "A TrainingClient cannot be pickled: this process keeps the order of its steps. "
             "Send a SamplingClient, or the path of a checkpoint."
         )
 
@@ -90,7 +90,7 @@ class TrainingClient(TextMixin):
         loss_fn: LossFnType,
         loss_fn_config: LossConfig | None = None,
     ) -> Promise[ForwardBackwardOutput]:
-        """The loss and its outputs for a batch, without gradients."""
+        """Compute the loss and its outputs for a batch, without gradients."""
         return self._pass("Forward", data, loss_fn, loss_fn_config, forward_only=True)
 
     forward_async = submits(forward)
@@ -101,7 +101,7 @@ class TrainingClient(TextMixin):
         loss_fn: LossFnType,
         loss_fn_config: LossConfig | None = None,
     ) -> Promise[ForwardBackwardOutput]:
-        """The loss of a batch; its gradients are added to those since the last `optim_step`."""
+        """Compute the loss of a batch and add its gradients to those since the last `optim_step`."""
         return self._pass("ForwardBackward", data, loss_fn, loss_fn_config, forward_only=False)
 
     forward_backward_async = submits(forward_backward)
@@ -127,9 +127,9 @@ class TrainingClient(TextMixin):
         loss_type_input: Literal["logprobs"] | None = None,
     ) -> Promise[Promise[ForwardBackwardOutput]]:
         """
-        `forward_backward` with a loss of your own: a function of (data, logprobs) or a `LossHandle`.
+        `forward_backward` with a custom loss: a function of (data, logprobs), or a `LossHandle`.
 
-        Returns the future once the loss is computed, which happens on a thread of its own.
+        Returns the future once the loss is computed, which happens on a separate thread.
         """
         return custom_loss.start(self, self._steps, data, loss_fn, loss_type_input)
 
@@ -144,13 +144,13 @@ class TrainingClient(TextMixin):
         *,
         adam_params: AdamParams | OptimParamsBase | None = None,
     ) -> Promise[OptimStepResponse]:
-        """Apply the gradients gathered since the last step, and forget them."""
+        """Apply the gradients accumulated since the last step, and clear them."""
         if optim_params is not None and adam_params is not None:
-            raise ValueError("optim_params and adam_params are the same thing: give one of them.")
+            raise ValueError("optim_params and adam_params are aliases: pass only one of them.")
         params = optim_params if optim_params is not None else adam_params
         if not isinstance(params, AdamParams | OptimParamsBase):
             raise TypeError(
-                f"optim_step() needs the parameters of an optimizer, such as "
+                f"optim_step() needs optimizer parameters, such as "
                 f"AdamParams(learning_rate=1e-4), not {type(params).__name__}."
             )
 
@@ -172,7 +172,7 @@ class TrainingClient(TextMixin):
         overwrite: bool = False,
         user_metadata: dict[str, str] | None = None,
     ) -> Promise[SaveWeightsResponse]:
-        """Save weights and optimizer state, to go on training from."""
+        """Save weights and optimizer state, to resume training from."""
 
         def encode(seq_id: int) -> bytes:
             return encode_json(
@@ -226,10 +226,10 @@ class TrainingClient(TextMixin):
         age_encryption_recipients: list[str] | None = None,
     ) -> Promise[SaveWeightsExternalResponse]:
         """
-        Save weights as files for other programs: an adapter folder of the PEFT library.
+        Save weights as files for other programs, in the adapter format of the PEFT library.
 
-        `tinkex.download_checkpoint` fetches it. With age keys the files are locked, and only
-        whoever has one of the matching secret keys can read them.
+        `tinkex.download_checkpoint` downloads them. With age keys the files are encrypted; only the
+        owners of the matching secret keys can read them.
         """
         recipients = list(age_encryption_recipients) if age_encryption_recipients else None
 
@@ -260,10 +260,10 @@ class TrainingClient(TextMixin):
         retry_config: RetryConfig | None = None,
         record_stability_info: bool = False,
     ) -> Promise[SamplingClient]:
-        """A client that samples from the weights as they are at this point of the order."""
+        """A client that samples from the weights as they are after the steps submitted so far."""
         if name is not None:
             user_warnings.warn(
-                "`name` is ignored: these weights are not kept under a name. Use "
+                "`name` is ignored: these weights are not saved under a name. Use "
                 "save_weights_for_sampler(name) for that.",
                 DeprecationWarning,
             )
@@ -280,7 +280,7 @@ class TrainingClient(TextMixin):
         def sampler(saved: SaveWeightsForSamplerResponseInternal) -> SamplingClient:
             if saved.sampling_session_id is None:
                 raise ValueError(
-                    f"The server saved the weights of {self.model_id} but named no sampling "
+                    f"The server saved the weights of {self.model_id} but returned no sampling "
                     "session. Use save_weights_for_sampler(name) and create_sampling_client()."
                 )
             return SamplingClient(
@@ -304,7 +304,7 @@ class TrainingClient(TextMixin):
     def load_state(
         self, path: str, weights_access_token: str | None = None
     ) -> Promise[LoadWeightsResponse]:
-        """Replace the weights by saved ones; the optimizer starts anew."""
+        """Replace the weights with saved ones; the optimizer state is reset."""
         _deprecated("load_state", "create_training_client_from_state")
         return self._load(path, optimizer=False, weights_access_token=weights_access_token)
 
@@ -313,7 +313,7 @@ class TrainingClient(TextMixin):
     def load_state_with_optimizer(
         self, path: str, weights_access_token: str | None = None
     ) -> Promise[LoadWeightsResponse]:
-        """Replace weights and optimizer state by saved ones."""
+        """Replace weights and optimizer state with saved ones."""
         _deprecated("load_state_with_optimizer", "create_training_client_from_state_with_optimizer")
         return self._load(path, optimizer=True, weights_access_token=weights_access_token)
 
@@ -341,7 +341,7 @@ class TrainingClient(TextMixin):
         retry_config: RetryConfig | None = None,
         record_stability_info: bool = False,
     ) -> Promise[SamplingClient]:
-        """Samples from saved weights."""
+        """Create a client that samples from saved weights."""
         return self.holder.run(
             open_sampler(
                 self.holder,
@@ -358,7 +358,7 @@ class TrainingClient(TextMixin):
     # -- about the model -------------------------------------------------------------------------
 
     def _get_info(self) -> Promise[GetInfoResponse]:
-        """What the server knows about this model. Takes no place in the order."""
+        """What the server knows about this model. Not ordered with the steps."""
 
         async def work() -> GetInfoResponse:
             connection = await self.holder.connect()
@@ -383,23 +383,23 @@ class TrainingClient(TextMixin):
         return tokenizer.load(info.model_name or "", info.tokenizer_id)
 
     def get_console_url(self) -> str:
-        """The page of the hosted service about this run."""
+        """The page of this run in the hosted service's console."""
         return f"{CONSOLE_URL}/training_runs/{self.model_id}"
 
     def get_telemetry(self) -> Telemetry | None:
-        """What reports about this session; None if that is switched off."""
+        """The telemetry reporter of this session; None if telemetry is off."""
         return self.holder.telemetry
 
     # -- the end ---------------------------------------------------------------------------------
 
     def unload_model(self) -> Promise[UnloadModelResponse]:
         """
-        Free what the model takes up on the server, now and not when the session ends.
+        Free the model's memory on the server now, instead of when the session ends.
 
-        Checkpoints stay. What a later call to the model meets is the service's to say: ours loads
-        it again, others may refuse it.
+        Checkpoints are kept. A tinkex server reloads the model at the next call; other services may
+        reject that call.
 
-        Takes no place in the order: wait for what must be done first. Not every service has it.
+        Not ordered with the steps: wait for pending results first. Not every service supports it.
         """
 
         async def work() -> UnloadModelResponse:
@@ -415,7 +415,7 @@ class TrainingClient(TextMixin):
 
     unload_model_async = submits(unload_model)
 
-    # -- the order -------------------------------------------------------------------------------
+    # -- submission ------------------------------------------------------------------------------
 
     def _single(
         self,
@@ -438,6 +438,6 @@ def _same(value: R) -> R:
 
 def _deprecated(name: str, instead: str) -> None:
     user_warnings.warn(
-        f"{name}() is deprecated: make a new client with ServiceClient.{instead}().",
+        f"{name}() is deprecated: create a new client with ServiceClient.{instead}().",
         FutureWarning,
     )
