@@ -1,4 +1,8 @@
-"""Who samples next: so many at a time, in order within a client, in turn between clients."""
+"""
+Limits that all clients with the same service and credential share (`ServiceLimits`).
+
+A fair limit on running samples, byte budgets, a shared back-off after 429, and a pause after 402.
+"""
 
 from __future__ import annotations
 
@@ -24,15 +28,15 @@ NO_LIMIT = 2**31
 
 class ClientQueue(Generic[E]):
     """
-    What one client has waiting, first come, first served.
+    The waiting entries of one client, first in, first out.
 
-    What waits is an entry in a queue and nothing more: no task, no socket. `begin` starts one,
-    and says whether there was anything to start; it may have been taken back meanwhile.
+    A waiting entry takes no task and no socket. `begin` starts one and returns whether it did; the
+    entry may have been cancelled while it waited.
     """
 
     def __init__(self, begin: Callable[[E], bool], limit: int | None = None) -> None:
         self.begin = begin
-        #: How many of this line may be inside together.
+        #: Entries of this client that may run at the same time.
         self.limit = NO_LIMIT if limit is None else limit
         self.waiting: deque[E] = deque()
         self.running = 0
@@ -45,16 +49,16 @@ class ClientQueue(Generic[E]):
 
 class FairLimiter:
     """
-    Lets in at most `size` at a time from any number of lines.
+    Admits at most `size` running entries from any number of clients.
 
-    Lines take turns, one entry each, so that a client with ten thousand waiting does not keep
-    another from its first. Belongs to one event loop.
+    Clients take turns, one entry each, so that a client with thousands of waiting entries does not
+    delay another's first. Belongs to one event loop.
     """
 
     def __init__(self, size: int) -> None:
         self.size = size
         self.used = 0
-        #: Lines that have something waiting and are below their own limit.
+        #: Clients that have waiting entries and are below their own limit.
         self._ready: deque[ClientQueue[Any]] = deque()
 
     def enqueue(self, queue: ClientQueue[E], entries: Iterable[E]) -> None:
@@ -63,7 +67,7 @@ class FairLimiter:
         self._admit()
 
     def release(self, queue: ClientQueue[Any]) -> None:
-        """One that `line.begin` started has ended."""
+        """An entry that `queue.begin` started has ended."""
         queue.running -= 1
         self.used -= 1
         self._add_ready(queue)
@@ -86,27 +90,24 @@ class FairLimiter:
             self._add_ready(queue)
 
 
-# MERGED: How much may be in flight, and backing off together when the service says "busy".
-
-
-#: For this long after a back-off samples are sent a few at a time.
+#: After a back-off, samples are submitted a few at a time for this long.
 SLOW_START_S = 10.0
-#: Those who wait for the same moment come back within this long at most.
+#: Requests that wait for the same moment are spread over at most this long.
 MAX_SPREAD_S = 15.0
-#: While a 402 is tolerated, this long between attempts.
+#: Delay between attempts while 402 responses are tolerated.
 BILLING_PAUSE_S = 5.0
-#: Users are told this often that they are paused.
+#: The user gets a warning about a billing pause this often.
 BILLING_WARN_S = 60.0
-#: This long without a 402 closes the window; the next one opens a fresh window.
+#: After this long without a 402, the next one starts a new pause.
 BILLING_RESET_S = 300.0
 
 
 class Budget:
     """
-    A number of bytes (or of anything) that may be in flight together.
+    An amount of bytes (or of anything) that may be in flight at the same time.
 
-    First come, first served. A request larger than the whole budget waits until
-    nothing else is in flight and then passes alone: slow, rather than impossible.
+    First in, first out. A request larger than the whole budget waits until nothing else is in
+    flight and then runs alone.
     """
 
     def __init__(self, size: int) -> None:
@@ -130,14 +131,14 @@ class Budget:
 
 
 class Backoff:
-    """One moment before which nobody sends, shared by all who were told that it is busy."""
+    """The time until which no request is sent, shared by all requests after a 429."""
 
     def __init__(self, clock: Callable[[], float] = monotonic) -> None:
         self._clock = clock
         self._until = -math.inf
 
     def extend(self, delay_s: float) -> None:
-        """Nobody sends for `delay_s` from now; a longer wish made earlier stays."""
+        """Send nothing for `delay_s` from now, or until the earlier deadline if that is later."""
         self._until = max(self._until, self._clock() + delay_s)
 
     @property
@@ -146,28 +147,28 @@ class Backoff:
 
     @property
     def in_slow_start(self) -> bool:
-        """Whether the service was busy a moment ago, and may be again."""
+        """Whether the service was rate-limited recently."""
         return self._clock() < self._until + SLOW_START_S
 
     async def wait(self, at_most_s: float = math.inf) -> None:
-        """Until nobody is told to wait any more, however often the moment moves meanwhile."""
+        """Wait until the back-off is over, even if it is extended while waiting."""
         ends = self._clock() + at_most_s
         while (left := min(self.left_s, ends - self._clock())) > 0:
             await _spread(left)
 
     async def wait_once(self, at_most_s: float) -> None:
-        """Until the moment that is known now. For polls: they end what keeps the service busy."""
+        """Wait until the current deadline only. For polls: their results reduce the load."""
         if (left := min(self.left_s, at_most_s)) > 0:
             await _spread(left)
 
 
 async def _spread(delay_s: float) -> None:
-    """Sleep, not all to the same moment: the first ones back would be told "busy" again."""
+    """Sleep with jitter: requests that return at the same moment would be rate-limited again."""
     await asyncio.sleep(delay_s + min(0.25 * delay_s, MAX_SPREAD_S) * random.random())
 
 
 class BillingPause:
-    """402 means "paused" for a while, and an error after that."""
+    """Treats 402 as a pause for `max_pause_s`, and as an error after that."""
 
     def __init__(self, max_pause_s: float = 3600.0, clock: Callable[[], float] = monotonic) -> None:
         self.max_pause_s = max_pause_s
@@ -177,7 +178,7 @@ class BillingPause:
         self._warned_at = -math.inf
 
     def should_warn(self) -> bool:
-        """Whether it is time to tell the user that things are paused, once for all who wait."""
+        """Whether to warn the user about the pause now; at most once for all waiting requests."""
         now = self._clock()
         if now - self._warned_at < BILLING_WARN_S:
             return False
@@ -185,7 +186,7 @@ class BillingPause:
         return True
 
     def pause_s(self) -> float | None:
-        """Seconds to wait after a 402, or None when patience has run out."""
+        """Seconds to wait after a 402, or None when `max_pause_s` is used up."""
         now = self._clock()
         if now - self._last > BILLING_RESET_S:
             self._opened = now
@@ -194,7 +195,7 @@ class BillingPause:
 
 
 def input_bytes(model_input: ModelInput, *, per_token: int = 4) -> int:
-    """About how many bytes the input has on the wire: 4 for a token in protobuf, 10 in JSON."""
+    """Approximate size of the input on the wire: 4 bytes per token in protobuf, 10 in JSON."""
     size = 0
     for chunk in model_input.chunks:
         if isinstance(chunk, EncodedTextChunk):
@@ -210,19 +211,19 @@ def input_bytes(model_input: ModelInput, *, per_token: int = 4) -> int:
 
 @dataclass(eq=False)
 class ServiceLimits:
-    """What everything with the same service and the same credential shares."""
+    """Shared by all requests to the same service with the same credential."""
 
     backoff: Backoff = field(default_factory=Backoff)
     billing: BillingPause = field(default_factory=BillingPause)
-    #: When the user was last told of a long wait.
+    #: When the user was last warned about a long wait.
     long_wait_warned_at: float = -math.inf
-    #: Where settings ask for them, by kind of work; each policy has its own.
+    #: Circuit breakers, if the settings enable them; each policy has its own.
     breakers: dict[tuple[Kind, BreakerPolicy], Breaker] = field(default_factory=dict)
-    #: Samples under way, submission to result.
+    #: Running samples, from submission to result.
     samples: FairLimiter = field(default_factory=lambda: FairLimiter(2_000))
-    #: Results that are known to be there, being fetched: many would only open connections.
+    #: Fetches of results that are ready: more would only open more connections.
     fetches: Budget = field(default_factory=lambda: Budget(64))
-    #: Samples being submitted while the service was busy a moment ago.
+    #: Samples being submitted shortly after a 429.
     slow_start: Budget = field(default_factory=lambda: Budget(10))
     #: Bytes of prompts being submitted.
     sample_bytes: Budget = field(default_factory=lambda: Budget(10 * 1024 * 1024))
@@ -233,7 +234,7 @@ class ServiceLimits:
 
 
 class ServiceLimitsTable:
-    """The lanes of one event loop; one goes when the last client that uses it goes."""
+    """The limits of one event loop, by service and credential; unused ones are dropped."""
 
     def __init__(self) -> None:
         self._limits: WeakValueDictionary[tuple[str, str], ServiceLimits] = WeakValueDictionary()

@@ -1,7 +1,10 @@
 """
-Fetches what a server has promised: long polls until the result is there.
+Fetches results by long polling.
 
-What an answer means is decided by `read_answer`, how long to wait by `Pace`; the loop is thin.
+`ResultPoller` polls for one result. `SharedPoll` is one long poll for all samples of a client: the
+server keeps a log of finished samples, a poll names the position up to which it was read, and the
+server holds the poll until there is more. Results are then fetched one by one and acknowledged in
+the next poll, so that the server may drop them.
 """
 
 from __future__ import annotations
@@ -55,45 +58,45 @@ log = logging.getLogger("tinkex.results")
 
 T = TypeVar("T", bound=BaseModel | Payload)
 
-#: Servers hold a poll for about 30 s; this leaves them room.
+#: Servers hold a poll for about 30 s.
 POLL_DEADLINE_S = 45.0
-#: A "not yet" that came sooner than this was not held, so the next poll waits.
+#: A server that responds faster than this did not hold the poll, so the next poll is delayed.
 HELD_S = 1.0
-#: Proxies lose a request now and then with a 400; more than this in a row is an answer.
+#: Proxies sometimes lose a request with a 400; more than this in a row is a real response.
 MAX_400 = 3
 QUEUE_LOG_EVERY_S = 60.0
-#: For servers that name a state without a reason.
+#: For servers that send a state without a reason.
 QUEUE_REASONS = {
-    "paused_rate_limit": "a rate limit of this account has been reached",
+    "paused_rate_limit": "a rate limit of this account was reached",
     "paused_capacity": "the service is short of capacity",
 }
 
 
 class QueueObserver(Protocol):
-    """Is told why a request waits."""
+    """Notified when the queue state of a request changes."""
 
     def on_queue_state_change(self, queue_state: str, queue_state_reason: str | None) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpectedResult(Generic[T]):
-    """What a promise is expected to hold, and how to read it."""
+    """The type of a result, and how to decode it."""
 
-    #: The name servers know this kind of request by.
+    #: The server's name for this kind of request.
     request_type: str
     answer: type[T]
-    #: Reads the protobuf form; None if this result only travels as JSON.
+    #: Decodes the protobuf form; None if this result is only sent as JSON.
     read_protobuf: Callable[[bytes], T] | None = None
 
 
 class Garbled(ValueError):
-    """Bytes that are no message."""
+    """Bytes that cannot be decoded."""
 
 
 def read_answer(
     response: Response, expected: ExpectedResult[T]
 ) -> T | TryAgainResponse | CompleteMetadata | RequestFailedResponse:
-    """What a successful poll says. Raises `ValueError` for what the protocol does not allow."""
+    """Decode a successful poll. Raises `ValueError` for what the protocol does not allow."""
     if PROTOBUF_TYPE in response.headers.get("content-type", ""):
         if expected.read_protobuf is None:
             raise ValueError(f"protobuf is not expected for a {expected.request_type} result")
@@ -123,7 +126,7 @@ def _read(
         unreadable = APIResponseValidationError(
             response,
             response.text[:2000],
-            f"{about}: the answer cannot be read: {error}. The server and this client "
+            f"{about}: the response cannot be decoded: {error}. The server and this client "
             "disagree about the protocol; report this with the versions of both.",
         )
         unreadable.garbled = isinstance(error, Garbled)
@@ -131,7 +134,7 @@ def _read(
 
 
 class PollBackoff:
-    """How long to pause between polls, so that no server is ever polled in a busy loop."""
+    """Delays between polls, so that no server is polled in a busy loop."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
@@ -139,7 +142,7 @@ class PollBackoff:
         self._failures = 0
 
     def after_not_yet(self, held_s: float) -> float:
-        """A server that holds its polls is asked again at once; one that does not, ever slower."""
+        """No delay if the server holds its polls; otherwise an increasing one."""
         self._failures = 0
         if held_s >= HELD_S:
             self._quick = 0
@@ -148,7 +151,7 @@ class PollBackoff:
         return self._jittered(min(0.02 * 2.0 ** min(self._quick, 20), 1.0))
 
     def after_failure(self, requested_s: float | None = None) -> float:
-        """As the server asks, a minute at most: the result may be there long before."""
+        """The delay that the server asks for, at most a minute: the result may be ready earlier."""
         self._failures += 1
         if requested_s is not None:
             return min(requested_s, LONG_WAIT_S)
@@ -159,7 +162,7 @@ class PollBackoff:
 
 
 class PollRetries:
-    """What a poll that failed means: wait so long, or give up. One table for every kind of poll."""
+    """After a failed poll: wait, or give up. The same rules for every kind of poll."""
 
     def __init__(self, calls: Calls, *, clock: Callable[[], float], rng: random.Random) -> None:
         self.pace = PollBackoff(rng)
@@ -175,7 +178,7 @@ class PollRetries:
         self._garbled = 0
 
     def pause_s(self, error: APIError) -> float:
-        """Seconds before the next poll. Raises the error when there is no point in one."""
+        """Seconds before the next poll. Raises the error if polling again is pointless."""
         if isinstance(error, APIResponseValidationError):
             self._garbled += 1
             if not is_retryable(error) or self._garbled > MAX_GARBLED:
@@ -200,13 +203,13 @@ class PollRetries:
         delay = self.pace.after_failure(requested)
         if error.status_code == 429:
             self._calls.note_rate_limit("retrieve_future", requested or delay)
-            return 0.0  # the next poll waits with everybody of this lane
+            return 0.0  # the next poll waits for the shared back-off
         self._calls.warn_of_long_wait("retrieve_future", requested or delay)
         return delay
 
 
 class ResultPoller:
-    """Waits for promises of one service. Belongs to one event loop."""
+    """Fetches results from one service. Belongs to one event loop."""
 
     def __init__(
         self,
@@ -229,10 +232,10 @@ class ResultPoller:
         size: int | None = None,
     ) -> T:
         """
-        The result of a promise; raises `RequestFailedError` if the server could not keep it.
+        Poll until the result is available; raises `RequestFailedError` if the request failed.
 
-        Where the `size` of the result is known, room is made for it first. Otherwise a large one
-        is announced by the server, and fetched when there is room.
+        If the `size` of the result is known, its bytes are reserved first. Otherwise the server
+        announces a large result, and it is fetched once its bytes are reserved.
         """
         retries = PollRetries(self._calls, clock=self._clock, rng=self._rng)
         polls = 0
@@ -280,7 +283,7 @@ class ResultPoller:
                 if isinstance(answer, RequestFailedResponse):
                     raise RequestFailedError(answer.error, request_id, answer.category)
                 if isinstance(answer, TryAgainResponse):
-                    reporter.update(response.json())  # in the words of the service, new ones too
+                    reporter.update(response.json())  # as sent: it may contain states unknown here
                     await asyncio.sleep(retries.pace.after_not_yet(self._clock() - asked_at))
                 elif isinstance(answer, CompleteMetadata):
                     if allow_metadata_only:
@@ -289,14 +292,14 @@ class ResultPoller:
                         await reserved.enter_async_context(
                             self._calls.limits.result_bytes.hold(size)
                         )
-                    else:  # asked not to, and it withheld the result all the same
+                    else:  # the server withheld the result although it was asked not to
                         await asyncio.sleep(retries.pace.after_not_yet(0.0))
                 else:
                     return answer
 
 
 class _QueueStateReporter:
-    """Passes on what polls say about the queue, and at the end that the waiting is over."""
+    """Notifies an observer of queue states, and of the end of the wait."""
 
     def __init__(self, observer: QueueObserver | None) -> None:
         self._observer = observer
@@ -320,14 +323,14 @@ class _QueueStateReporter:
         try:
             self._observer.on_queue_state_change(state, reason)
         except Exception:
-            log.exception("a queue-state observer failed; the request goes on")
+            log.exception("a queue-state observer failed; the request continues")
 
 
 class QueueLog:
     """
-    The usual observer: one line a minute at most while something waits for a reason.
+    The default observer: logs at most one line a minute while a request is paused.
 
-    Changes are also published to `on_queue_state` callbacks, and counted by the telemetry of the
+    Changes are also published to `on_queue_state` callbacks, and counted in the telemetry of the
     session.
     """
 
@@ -348,7 +351,7 @@ class QueueLog:
         reason = None
         if queue_state != "active":
             reason = queue_state_reason or QUEUE_REASONS.get(
-                queue_state, f"queue state {queue_state[:64]!r}, and no reason given"
+                queue_state, f"queue state {queue_state[:64]!r}, without a reason"
             )
         if (queue_state, reason) != self._known:
             self._known = (queue_state, reason)
@@ -363,23 +366,21 @@ class QueueLog:
             log.warning("%s is paused: %s", self._subject, reason)
 
 
-# MERGED: One long poll for all samples of a client: which of them have finished. The server keeps a log of what finished; a poll names the place up to which it was read and is held until there is more. Results are fetched one by one afterwards, and named in the next poll, so that the server may drop them. Belongs to one event loop; runs only while somebody waits or there is something to report.
-
-
-#: So many samples of a client ask for themselves: one request less each, and they hold few
+#: Up to this many samples of a client poll for themselves: that is one request less each, and few
 #: connections (docs/decisions/0041-a-few-samples-ask-for-themselves.md).
 MAX_SELF_POLLING = 64
-#: After news this long until the next poll: what finishes meanwhile is told by one answer.
+#: Delay before the next poll after an event, so that one response reports several samples.
 COALESCE_S = 0.01
 
 
 class SharedPoll:
     """
-    Tells the samples of one client when they are done.
+    Reports to the samples of one client when they are finished.
 
-    An event may come before the answer that gives a sample its id, so a sample says that it is
-    about to be sent (`expecting`); events that belong to nobody are kept only while there is a
-    submission under way that they may belong to.
+    An event may arrive before the response that contains the sample's id. So a sample announces
+    its submission (`submitting`), and unclaimed events are kept while a submission is running that
+    they may belong to. Belongs to one event loop; polls only while samples wait or results must
+    be acknowledged.
     """
 
     def __init__(
@@ -404,12 +405,12 @@ class SharedPoll:
         self._tickets = itertools.count()
         self._submitting: dict[int, None] = {}
         self._unclaimed: dict[str, FutureCompletion] = {}
-        #: The early ones in the order they came, each with the first ticket it cannot belong to.
+        #: Unclaimed events in order, each with the first ticket that it cannot belong to.
         self._unclaimed_order: deque[tuple[int, str]] = deque()
 
     @contextlib.contextmanager
     def submitting(self) -> Iterator[None]:
-        """A sample is being sent; inside, its id becomes known and `register`ed."""
+        """Around a submission; inside, the sample's id becomes known and `register`ed."""
         ticket = next(self._tickets)
         self._submitting[ticket] = None
         try:
@@ -419,7 +420,7 @@ class SharedPoll:
             self._drop_unclaimed()
 
     def register(self, request_id: str) -> None:
-        """Watch for a sample, unless there are so few that it may as well ask for itself."""
+        """Watch for a sample, unless there are so few that it can poll for itself."""
         if self._self_polling + len(self._waiting) < MAX_SELF_POLLING:
             return
         done = self._waiting[request_id] = asyncio.get_running_loop().create_future()
@@ -429,7 +430,7 @@ class SharedPoll:
             self._wake()
 
     async def finished(self, request_id: str) -> FutureCompletion | None:
-        """The event of a registered sample; None if it should ask for its result itself."""
+        """The event of a registered sample; None if it should poll for itself."""
         done = self._waiting.get(request_id)
         if done is None:
             return None
@@ -440,7 +441,7 @@ class SharedPoll:
 
     @contextlib.contextmanager
     def self_polling(self) -> Iterator[None]:
-        """Around a sample that asks for itself."""
+        """Around a sample that polls for itself."""
         self._self_polling += 1
         try:
             yield
@@ -448,15 +449,15 @@ class SharedPoll:
             self._self_polling -= 1
 
     def fetched(self, request_id: str) -> None:
-        """The result is here, or known to be a failure: the server need not keep it."""
+        """The result was fetched, or has failed: the server may drop it."""
         self._fetched.add(request_id)
         self._wake()
 
-    # -- the loop --------------------------------------------------------------------------------
+    # -- the poll --------------------------------------------------------------------------------
 
     def _wake(self) -> None:
         if self._task is None:
-            # For many samples, so in the name of none of them.
+            # It serves many samples, so it must not run in the context of one of them.
             self._task = asyncio.get_running_loop().create_task(
                 self._poll(), context=contextvars.Context()
             )
@@ -468,7 +469,7 @@ class SharedPoll:
         error = None if task.cancelled() else task.exception()
         if error is None:
             return
-        # Told to all who wait. The next sample polls anew, and hears it again if it is still so.
+        # All waiting samples fail. The next sample starts a new poll.
         self._fetched.clear()
         for done in self._waiting.values():
             if not done.done():
@@ -522,10 +523,10 @@ class SharedPoll:
 
     def _start_fallback_poll(self) -> None:
         """
-        Nothing finished for as long as a poll is held: let the oldest sample ask for itself.
+        Let the oldest sample poll for itself, since nothing finished during a whole poll.
 
-        Its answers say why it waits, which these polls do not, and an event that a server forgot
-        does not keep it waiting forever.
+        Its responses contain the queue state, which the shared poll does not report. This also covers
+        a server that lost an event.
         """
         if self._self_polling:
             return
