@@ -1,12 +1,12 @@
 """
-Who is asking: which credential counts, and what is sent as `X-API-Key`.
+Which credential is used, and what is sent as `X-API-Key`.
 
-* ApiKey       a credential that does not print
-* resolve      which of the configured ones counts, a pure decision
-* Credential   asked for its value before every attempt
-  * Fixed      a key or token that stays the same, or nobody
-  * Printed    what a command of the user prints
-  * Exchanged  a token that the service gives for a key (in `tokens.py`)
+* ApiKey                a key or token that is never printed
+* resolve               chooses among the configured credentials; a pure function
+* Credential            queried before every attempt
+  * StaticCredential    a fixed key or token, or none
+  * CommandCredential   the output of a user's command
+  * ExchangedToken      a token that the service issues for a key (in `token_exchange.py`)
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from typing import Any
 from tinkex.client.background_loop import SingleFlight
 from tinkex.client.errors import TinkerError
 
-#: What a command printed is used for this long; it costs a process to ask again.
+#: The output of a credential command is cached for this long, since each run costs a process.
 COMMAND_CACHE_S = 60.0
 JWT = "eyJ"
 HOW_TO_GIVE_A_KEY = (
-    "Pass api_key=..., set TINKER_API_KEY (or TINKEX_API_KEY), name a command that prints one in "
-    "TINKER_CREDENTIAL_CMD, or store one with `tinkex auth login`."
+    "Pass api_key=..., set TINKER_API_KEY (or TINKEX_API_KEY), set TINKER_CREDENTIAL_CMD to a "
+    "command that prints one, or store one with `tinkex auth login`."
 )
 
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
-    """A credential that does not print, and is never part of a repr or an error."""
+    """A credential that is never printed, and never part of a repr or an error."""
 
     value: str = field(repr=False)
 
     def __reduce__(self) -> str:
         raise TypeError(
-            "A key is not pickled: the bytes may be kept or sent anywhere. Set TINKER_API_KEY "
-            "in the other process instead."
+            "An API key cannot be pickled, because the bytes may be stored or sent anywhere. Set "
+            "TINKER_API_KEY in the other process instead."
         )
 
     def __deepcopy__(self, memo: object) -> ApiKey:
@@ -52,7 +52,7 @@ class ApiKey:
 
     @property
     def digest(self) -> str:
-        """Tells keys apart where the key itself must not be kept."""
+        """Identifies a key where the key itself must not be kept."""
         return hashlib.sha256(self.value.encode()).hexdigest()
 
     @property
@@ -61,9 +61,9 @@ class ApiKey:
 
     @property
     def problem(self) -> str | None:
-        """Why this cannot be a key; never with the key in it."""
+        """Why this cannot be a key; never contains the key."""
         if not _sendable(self.value):
-            return "has spaces, line breaks or other characters that no header may hold"
+            return "has spaces, line breaks or other characters that a header cannot contain"
         if not self.value.startswith(("tml-", JWT)):
             return f"has {len(self.value)} characters and starts with neither"
         return None
@@ -71,7 +71,7 @@ class ApiKey:
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A shell command that prints a credential. May hold secrets itself, so it does not print."""
+    """A shell command that prints a credential. May contain secrets, so it is not printed."""
 
     text: str = field(repr=False)
 
@@ -85,23 +85,23 @@ def resolve(
     enforce_cmd: bool = False,
 ) -> ApiKey | Command | None:
     """
-    Which credential counts for a service. None means nobody, where none is needed.
+    Choose the credential for a service. None means no credential, if none is needed.
 
-    `key` is the one given, or the stored one where neither a key nor a command is given.
+    `key` is the key that was passed, or the stored one if neither a key nor a command was passed.
     """
     if key is not None and key.is_jwt and key.problem is None:
         return key
     if enforce_cmd and command is None:
         raise TinkerError(
-            f"The organisation at {service} wants credentials from a command and takes no static "
-            "key. Set TINKER_CREDENTIAL_CMD to a command that prints one."
+            f"The organization at {service} requires credentials from a command and does not accept "
+            "static keys. Set TINKER_CREDENTIAL_CMD to a command that prints one."
         )
     if command is not None and (enforce_cmd or key is None or key.problem is not None):
         return Command(command)
     if key is not None:
         if (problem := key.problem) is not None:
             raise TinkerError(
-                "The API key must start with 'tml-' (a key) or 'eyJ' (a JWT); the one given "
+                "The API key must start with 'tml-' (a key) or 'eyJ' (a JWT); the given one "
                 f"{problem}. Check api_key=... and TINKER_API_KEY."
             )
         return key
@@ -111,32 +111,32 @@ def resolve(
 
 
 class Credential(ABC):
-    """Belongs to one event loop."""
+    """A source of the `X-API-Key` header. Belongs to one event loop."""
 
     @abstractmethod
     async def token(self) -> str | None:
-        """What is sent as `X-API-Key` now; None sends none."""
+        """The current value of `X-API-Key`; None sends no header."""
 
     async def renew(self, refused: str) -> bool:
-        """After a 401: whether there is another token than the refused one now."""
+        """After a 401: whether there is now another token than the refused one."""
         return False
 
     async def claims(self) -> dict[str, Any]:
-        """What the token says about its owner. RuntimeError if it is a plain key."""
+        """The claims of the token about its owner. RuntimeError if the credential is a plain key."""
         from tinkex.client.auth.token_exchange import is_service_token, read_claims
 
         token = await self.token()
-        # Only tokens of the service itself name the user in a way that means something here.
+        # Only tokens of the service itself identify the user.
         if token is None or not is_service_token(token):
             raise RuntimeError(
-                "Who is asking can only be read from a token, and this service takes the key "
-                "itself. `tinkex auth whoami` asks the service about the key instead."
+                "The user can only be read from a token, and this service accepts the key itself. "
+                "`tinkex auth whoami` asks the service about the key instead."
             )
         return read_claims(token)
 
 
 class StaticCredential(Credential):
-    """The same value every time, or nobody."""
+    """A fixed value, or none."""
 
     def __init__(self, key: ApiKey | None) -> None:
         self._key = key
@@ -146,7 +146,7 @@ class StaticCredential(Credential):
 
 
 class CommandCredential(Credential):
-    """What the user's command prints, kept for a minute."""
+    """The output of the user's command, cached for a minute."""
 
     def __init__(
         self, command: Command, *, limit_s: float, clock: Callable[[], float] = monotonic
@@ -176,16 +176,16 @@ class CommandCredential(Credential):
 
 async def run_command(command: Command, *, limit_s: float) -> str:
     """
-    The credential that a command prints.
+    Run the command and return the credential that it prints.
 
-    Its last words on stderr are quoted when it fails; what it prints on stdout never is.
+    On failure the last line of stderr is quoted; stdout never is.
     """
     process = await asyncio.create_subprocess_shell(
         command.text,
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
-        # A group of its own, so that what the shell has started can be ended with it.
+        # A separate process group, so that child processes of the shell can be killed with it.
         start_new_session=True,
     )
     try:
@@ -194,15 +194,15 @@ async def run_command(command: Command, *, limit_s: float) -> str:
     except TimeoutError:
         await _end(process)
         raise TinkerError(
-            f"The credential command printed nothing whole within {limit_s:g} s and was ended. "
-            "It cannot ask questions: no terminal is attached. Check TINKER_CREDENTIAL_CMD, or "
-            "give it longer with TINKEX_CREDENTIAL_CMD_S."
+            f"The credential command did not finish within {limit_s:g} s and was stopped. "
+            "It cannot prompt: it has no terminal. Check TINKER_CREDENTIAL_CMD, or "
+            "set TINKEX_CREDENTIAL_CMD_S to allow more time."
         ) from None
     value = out.decode("utf-8", "replace").strip()
     if process.returncode:
         raise TinkerError(
-            f"The credential command ended with status {process.returncode}{_last_stderr_line(err, value)}"
-            " Check TINKER_CREDENTIAL_CMD."
+            f"The credential command exited with status {process.returncode}"
+            f"{_last_stderr_line(err, value)} Check TINKER_CREDENTIAL_CMD."
         )
     if not value:
         raise TinkerError(
@@ -211,8 +211,8 @@ async def run_command(command: Command, *, limit_s: float) -> str:
         )
     if not _sendable(value):
         raise TinkerError(
-            f"The credential command printed {len(value.splitlines())} line(s) that no header may "
-            "hold. TINKER_CREDENTIAL_CMD must print the credential, and nothing else."
+            f"The credential command printed {len(value.splitlines())} line(s) that a header cannot "
+            "contain. TINKER_CREDENTIAL_CMD must print the credential, and nothing else."
         )
     return value
 
@@ -223,7 +223,7 @@ async def _end(process: asyncio.subprocess.Process) -> None:
             process.kill()
         else:
             os.killpg(process.pid, signal.SIGKILL)
-    # Read to the end, which closes the pipes; unless something that left the group holds them.
+    # Reading to the end closes the pipes, unless a process outside the group keeps them open.
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(1.0):
             await process.communicate()
@@ -232,7 +232,7 @@ async def _end(process: asyncio.subprocess.Process) -> None:
 def _last_stderr_line(stderr: bytes, secret: str) -> str:
     lines = stderr.decode("utf-8", "replace").strip().splitlines()
     if not lines:
-        return " and said nothing on stderr."
+        return " and printed nothing on stderr."
     line = lines[-1].strip()[:300]
     return f": {line.replace(secret, '***') if secret else line}"
 

@@ -1,4 +1,4 @@
-"""One question to a service, without a session: for `tinkex.auth` and `tinkex auth`."""
+"""Single requests without a session, for `tinkex.auth` and `tinkex auth`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DEADLINE_S = 30.0
 
 
 def ask(settings: Settings, question: Callable[[Connection], Coroutine[Any, Any, T]]) -> T:
-    """Connect, ask, hang up. Fails within `first_contact_s`, and blocks until then."""
+    """Connect, run `question`, and disconnect. Blocks; fails within `first_contact_s`."""
     retry_s = min(settings.give_up_s, settings.first_contact_s)
     session = Session(replace(settings, give_up_s=retry_s, telemetry=False))
 
@@ -43,7 +43,7 @@ async def capabilities(connection: Connection) -> GetServerCapabilitiesResponse:
 
 
 async def own_key(connection: Connection) -> dict[str, Any]:
-    """What the service knows of the key we ask with: `key_id`, `name`, `note`, `details`."""
+    """The service's record of the key in use: `key_id`, `name`, `note`, `details`."""
     answer: dict[str, Any] = await _with_key_itself(connection).call(
         "GET", OWN_KEY, answer=dict, deadline_s=DEADLINE_S, about="asking about the key"
     )
@@ -51,12 +51,12 @@ async def own_key(connection: Connection) -> dict[str, Any]:
 
 
 async def delete_own_key(connection: Connection) -> None:
-    """From now on the key opens nothing."""
+    """Revoke the key in use."""
     await _with_key_itself(connection).call(
         "DELETE", OWN_KEY, answer=type(None), deadline_s=DEADLINE_S, about="deleting the key"
     )
 
 
 def _with_key_itself(connection: Connection) -> Calls:
-    """With the key itself, also where it was exchanged: a token stands for a user, not for a key."""
+    """Uses the key even if it was exchanged: a token identifies a user, not a key."""
     return connection.calls.with_credential(connection.calls.settings.credential())

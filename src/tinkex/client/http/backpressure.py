@@ -24,6 +24,16 @@ from tinkex.wire.inputs import DmelChunk, EncodedTextChunk, ImageChunk, ModelInp
 E = TypeVar("E")
 
 NO_LIMIT = 2**31
+#: After a back-off, samples are submitted a few at a time for this long.
+SLOW_START_S = 10.0
+#: Requests that wait for the same moment are spread over at most this long.
+MAX_SPREAD_S = 15.0
+#: Delay between attempts while 402 responses are tolerated.
+BILLING_PAUSE_S = 5.0
+#: The user gets a warning about a billing pause this often.
+BILLING_WARN_S = 60.0
+#: After this long without a 402, the next one starts a new pause.
+BILLING_RESET_S = 300.0
 
 
 class ClientQueue(Generic[E]):
@@ -88,18 +98,6 @@ class FairLimiter:
                     self.used += 1
                     break
             self._add_ready(queue)
-
-
-#: After a back-off, samples are submitted a few at a time for this long.
-SLOW_START_S = 10.0
-#: Requests that wait for the same moment are spread over at most this long.
-MAX_SPREAD_S = 15.0
-#: Delay between attempts while 402 responses are tolerated.
-BILLING_PAUSE_S = 5.0
-#: The user gets a warning about a billing pause this often.
-BILLING_WARN_S = 60.0
-#: After this long without a 402, the next one starts a new pause.
-BILLING_RESET_S = 300.0
 
 
 class Budget:

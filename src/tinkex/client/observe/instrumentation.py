@@ -1,4 +1,10 @@
-"""Counts, levels and times of every client in this process: cheap to keep, read as one plain dict."""
+"""
+Metrics and traces of the clients in this process.
+
+`METRICS` holds counters, gauges and histograms; `Operation` measures one operation of the user.
+With `TINKEX_OTEL=1` or `Settings.otel` (extra `otel`) both are exported to OpenTelemetry, through
+the providers that the program configures. This is the only module that imports opentelemetry.
+"""
 
 from __future__ import annotations
 
@@ -21,21 +27,20 @@ from tinkex.extras import MissingExtra, needs
 if TYPE_CHECKING:
     from opentelemetry.metrics import CallbackOptions, Observation
     from opentelemetry.trace import Span as OtelSpan
-    # REGROUP
 
 __all__ = ["METRICS", "Histogram", "Metrics", "metrics_snapshot", "reset_metrics"]
 
 
-#: An octave of time is cut into so many buckets: a percentile is off by 6 % at most.
+#: Buckets per power of two: a percentile is off by at most 6 %.
 _PARTS = 8
 _OCTAVES = 40  # from 1 µs to 12 days
-#: Names come from our own code and the protocol, so there are few; this is a backstop.
+#: A backstop: names come from this package and the protocol, so there are few.
 MAX_NAMES = 1000
 OTHER = "other"
 
 
 class Histogram:
-    """Times, of which only how many fell between two bounds is kept."""
+    """Durations, kept as counts per bucket."""
 
     __slots__ = ("_buckets", "count", "largest", "total")
 
@@ -54,7 +59,7 @@ class Histogram:
         self.largest = max(self.largest, seconds)
 
     def percentile(self, share: float) -> float:
-        """What `share` of all observations do not exceed."""
+        """The value that `share` of all observations do not exceed."""
         wanted, seen = share * self.count, 0
         for place, count in enumerate(self._buckets):
             seen += count
@@ -77,9 +82,9 @@ class Histogram:
 
 class Metrics:
     """
-    Three kinds of figures in families: `count("retries", "asample")` is `retries.asample`.
+    Counters, gauges and histograms in families: `count("retries", "asample")` is `retries.asample`.
 
-    One lock and no more than a few dictionary look-ups each: about a microsecond.
+    Each call takes one lock and a few dictionary lookups: about a microsecond.
     """
 
     def __init__(self) -> None:
@@ -93,7 +98,7 @@ class Metrics:
             self._counters[_bounded(self._counters, family, name)] += amount
 
     def change(self, family: str, name: str, amount: float) -> None:
-        """Something begins (+1) or ends (-1)."""
+        """Change a gauge: +1 at the start, -1 at the end."""
         with self._lock:
             self._gauges[_bounded(self._gauges, family, name)] += amount
 
@@ -102,7 +107,7 @@ class Metrics:
             self._times[_bounded(self._times, family, name)].observe(seconds)
 
     def request_started(self, endpoint: str, sent_bytes: int) -> None:
-        """A request leaves."""
+        """A request is being sent."""
         with self._lock:
             self._counters[_bounded(self._counters, "requests", endpoint)] += 1
             self._counters[_bounded(self._counters, "bytes_sent", endpoint)] += sent_bytes
@@ -111,7 +116,7 @@ class Metrics:
     def request_finished(
         self, endpoint: str, status: str, received_bytes: int, seconds: float
     ) -> None:
-        """Its answer is here, or it is known that none will come."""
+        """The response has arrived, or the request has failed."""
         with self._lock:
             self._counters[_bounded(self._counters, "bytes_received", endpoint)] += received_bytes
             self._counters[_bounded(self._counters, "statuses", status)] += 1
@@ -131,7 +136,7 @@ class Metrics:
             }
 
     def family(self, family: str) -> dict[str, float]:
-        """The counters, or else the levels, of one family by name."""
+        """The counters, or else the gauges, of one family by name."""
         with self._lock:
             for figures in (self._counters, self._gauges):
                 if found := {
@@ -141,7 +146,7 @@ class Metrics:
         return {}
 
     def reset(self) -> None:
-        """Forget counts and times. Levels stay: what is in flight is so all the same."""
+        """Clear counters and histograms. Gauges stay: they count what is still in flight."""
         with self._lock:
             self._counters.clear()
             self._times.clear()
@@ -156,7 +161,7 @@ METRICS = Metrics()
 
 
 def _reset_after_fork() -> None:
-    """In a forked child: the counts are the parent's, and its lock may be held."""
+    """In a forked child: the counts belong to the parent, and its lock may be held."""
     METRICS.__init__()  # type: ignore[misc]  # the object is referred to everywhere
 
 
@@ -166,29 +171,28 @@ if hasattr(os, "register_at_fork"):  # not on Windows
 
 def metrics_snapshot() -> dict[str, Any]:
     """
-    What the clients of this process have done: `counters`, `gauges` and `latency_s`.
+    The metrics of all clients in this process: `counters`, `gauges` and `latency_s`.
 
-    Names are `family.name`: `requests.asample`, `operations_done.sample`. What each means:
+    Names are `family.name`, such as `requests.asample` or `operations_done.sample`; see
     docs/guides/observing.md.
     """
     return METRICS.snapshot()
 
 
 def reset_metrics() -> None:
-    """Start counting anew; gauges stay, being levels."""
+    """Clear counters and latencies; gauges stay."""
     METRICS.reset()
 
 
-# MERGED: Spans and metrics for OpenTelemetry (extra `otel`), where `TINKEX_OTEL=1` or `Settings.otel` asks. The only place that imports opentelemetry, and only then. Where the figures go is up to the program, which sets the providers; without any, all of this does nothing.
+# -- OpenTelemetry -----------------------------------------------------------------------------------
 
-
-#: Families of `metrics` that are exported as they are, and the kind of instrument for each.
+#: Families of `METRICS` that are exported, by kind of instrument.
 _COUNTERS = ("requests", "retries", "rate_limited", "bytes_sent", "bytes_received")
 _GAUGES = ("requests_in_flight", "operations_in_flight", "samples_waiting")
 
 
 class Span:
-    """One operation as a trace shows it."""
+    """The trace span of one operation."""
 
     __slots__ = ("_durations", "_inner", "_name")
 
@@ -216,7 +220,7 @@ class Span:
         self._durations.record(seconds, attributes)
         self._inner.set_attribute("tinkex.outcome", outcome)
         if outcome == "failed":
-            # Its kind, not its words: these may quote what was sent.
+            # The type, not the message, which may quote what was sent.
             self._inner.set_attribute("error.type", type(error).__name__)
             self._inner.set_status(Status(StatusCode.ERROR))
         self._inner.end()
@@ -231,7 +235,7 @@ class Tracing:
                 from opentelemetry import metrics as meters
                 from opentelemetry import propagate, trace
         except MissingExtra as error:
-            raise TinkerError(f"{error}. Or switch it off.") from error
+            raise TinkerError(f"{error}. Or turn it off.") from error
         self._propagate = propagate
         self._tracer = trace.get_tracer("tinkex")
         meter = meters.get_meter("tinkex")
@@ -257,7 +261,7 @@ class Tracing:
         return Span(name, inner, self._durations)
 
     def inject(self, headers: dict[str, str]) -> None:
-        """Add `traceparent` (and what else the program's propagators send)."""
+        """Add `traceparent` (and what the program's other propagators send)."""
         self._propagate.inject(headers)
 
 
@@ -271,18 +275,17 @@ def _observed(family: str, options: CallbackOptions) -> Iterable[Observation]:
 
 @functools.cache
 def tracing() -> Tracing:
-    """Made once. Raises `TinkerError` where the extra is missing."""
+    """Created once. Raises `TinkerError` if the extra is missing."""
     return Tracing()
 
 
-# MERGED: One operation of a user's, from its beginning to its end, for metrics and traces.
-
+# -- operations --------------------------------------------------------------------------------------
 
 T = TypeVar("T")
 
 
 class Operation:
-    """Begun; `run` makes the task that does it, and it ends when that does."""
+    """One operation of the user: counted and traced from its start to the end of its task."""
 
     __slots__ = ("_metrics", "_name", "_span", "_started")
 
@@ -294,18 +297,18 @@ class Operation:
         self._metrics.change("operations_in_flight", name, 1)
 
     def current(self) -> AbstractContextManager[None]:
-        """Tasks that are made inside belong to this operation, and so do their requests."""
+        """Tasks created inside belong to this operation, and so do their requests."""
         return nullcontext() if self._span is None else self._span.current()
 
     def run(self, make: Callable[[], asyncio.Task[T]]) -> asyncio.Task[T]:
-        """Make the task. If that fails, the operation has failed."""
+        """Create the task. If that fails, the operation has failed."""
         try:
             with self.current():
                 task = make()
         except BaseException as error:
             self.end(error)
             raise
-        # Not by waiting inside the task: one that is cancelled before it starts never gets there.
+        # A callback, not code in the task: a task cancelled before its start never runs any.
         task.add_done_callback(self._ended)
         return task
 
@@ -326,7 +329,7 @@ class Operation:
 
 @contextmanager
 def measured(name: str, tracing: Tracing | None, about: str) -> Iterator[None]:
-    """The same around a piece of a coroutine."""
+    """Context manager form of `Operation`, for code that runs inside one coroutine."""
     operation = Operation(name, tracing, about)
     try:
         with operation.current():
@@ -339,5 +342,5 @@ def measured(name: str, tracing: Tracing | None, about: str) -> Iterator[None]:
 
 @lru_cache(maxsize=100)
 def operation_name(request_type: str) -> str:
-    """`ForwardBackward`, as servers call it, is `forward_backward` to users."""
+    """`ForwardBackward`, the server's name, is `forward_backward` for users."""
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", request_type).lower()

@@ -1,4 +1,4 @@
-"""What is under way, shown while a program runs: a bar on a terminal, plain lines elsewhere."""
+"""Shows the operations of a running program: a progress bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LINES_EVERY_S = 10.0
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One kind of operation."""
+    """The counts of one kind of operation."""
 
     name: str
     done: int
@@ -35,11 +35,11 @@ class Row:
 
 
 def rows(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Row]:
-    """What happened between two snapshots of the metrics, and what is going on."""
+    """The difference between two snapshots of the metrics, and the current gauges."""
 
     def increase(family: str, name: str) -> int:
         key = f"{family}.{name}"
-        # Somebody may have reset the metrics in between.
+        # The metrics may have been reset in between.
         return max(0, int(now["counters"].get(key, 0) - before["counters"].get(key, 0)))
 
     def level(family: str, name: str) -> int:
@@ -84,8 +84,8 @@ def progress(file: TextIO | None = None, *, every_s: float | None = None) -> Ite
         with tinkex.progress():
             answers = [each.result() for each in futures]
 
-    On a terminal (stderr unless `file` is given) a bar for each kind of operation, with the extra
-    `cli`; elsewhere a line every 10 s when something has changed, and one at the end.
+    On a terminal (stderr unless `file` is given) there is a bar for each kind of operation, with the
+    extra `cli`; elsewhere a line every 10 s if something changed, and one at the end.
     """
     out = sys.stderr if file is None else file
     before = instrumentation.metrics_snapshot()
@@ -109,7 +109,7 @@ def progress(file: TextIO | None = None, *, every_s: float | None = None) -> Ite
 
 @contextmanager
 def _periodically(seconds: float, show: Callable[[], None]) -> Iterator[None]:
-    """Call `show` every so often on a thread of its own, and once more at the end."""
+    """Call `show` periodically on a separate thread, and once more at the end."""
     ended = threading.Event()
 
     def run() -> None:
@@ -167,5 +167,5 @@ class _Bars:
 def _bars(file: TextIO) -> _Bars | None:
     try:
         return _Bars(file)
-    except MissingExtra:  # without the extra `cli`: lines do as well
+    except MissingExtra:  # without the extra `cli`, print lines
         return None
