@@ -1,8 +1,8 @@
 """
-The Tinker training API as software you own: the client.
+tinkex: a client for the Tinker training API, and a server to run it yourself.
 
-Every name promised to users is listed here, and is loaded when it is first used, so that
-`import tinkex` costs next to nothing. What is not listed may change without notice.
+All public names are listed here, and each is loaded when it is first used, so that
+`import tinkex` is fast. Names that are not listed may change without notice.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ __all__ = [
     "types",
 ]
 
-#: Where each name lives. The imports above say the same to type checkers; a test compares them.
+#: The module of each name. The imports above repeat it for type checkers; a test compares them.
 _HOMES = {
     "client.admin": "AdminClient",
     "client.custom_loss": "LossHandle PerDatumLossFn",
@@ -211,7 +211,7 @@ _HOMES = {
         "LoraConfig ModelID OptimParams OptimStepRequest OptimStepResponse"
     ),
 }
-#: Rooms that may be reached by attribute without an import of their own, as upstream.
+#: Modules that are available as attributes without an import, as upstream.
 _MODULES = ("auth", "resources", "types")
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 

@@ -1,4 +1,4 @@
-"""RestClient: runs, checkpoints, sessions and samplers that exist: lists, details, changes."""
+"""RestClient: lists, inspects and changes runs, checkpoints, sessions and samplers."""
 
 from __future__ import annotations
 
@@ -54,25 +54,25 @@ from tinkex.wire.sampling import GetSamplerResponse
 
 log = logging.getLogger("tinkex.rest")
 
-#: A trace takes seconds at best: a first look soon, then at the pace that services expect.
+#: A trace takes seconds at least: one early poll, then the interval that services expect.
 FIRST_TRACE_POLL_S = 0.5
 TRACE_POLL_S = 5.0
 ORGANIZATION_PREFIX = "tml:organization:"
-#: How long a link works when the service does not say.
+#: Lifetime of a link if the service does not say.
 ARCHIVE_LINK_TTL = timedelta(minutes=15)
 
 
 class RestClient(Sessionless):
     """
-    What is on the service, without a session of one's own.
+    Access to runs and checkpoints on the service, without a session.
 
         rest = tinkex.RestClient()
         for run in rest.all_training_runs():
             print(run.training_run_id, run.base_model)
         await rest.publish_checkpoint_from_tinker_path_async("tinker://RUN/weights/NAME")
 
-    Every method returns a future at once, to wait for or to await; its `_async` twin returns the
-    value. Wrong arguments are a `ValueError` at once: nothing was sent.
+    Every method returns a future immediately; its `_async` variant returns the value. Invalid
+    arguments raise `ValueError` immediately, before anything is sent.
     """
 
     # -- training runs ---------------------------------------------------------------------------
@@ -107,7 +107,7 @@ class RestClient(Sessionless):
     get_training_run_by_tinker_path_async = awaits(get_training_run_by_tinker_path)
 
     def get_weights_info_by_tinker_path(self, tinker_path: str) -> Promise[WeightsInfoResponse]:
-        """What a new model must be like to load a checkpoint."""
+        """What is needed to create a model that can load a checkpoint."""
         checkpoint_at(tinker_path)
         return self._ask(
             "get_weights_info_by_tinker_path",
@@ -198,7 +198,7 @@ class RestClient(Sessionless):
         )
 
     def delete_checkpoint(self, training_run_id: str, checkpoint_id: str) -> Promise[None]:
-        """Delete a checkpoint for good. `checkpoint_id` is like `weights/0001`."""
+        """Delete a checkpoint permanently. `checkpoint_id` is like `weights/0001`."""
         return self._delete("delete_checkpoint", training_run_id, checkpoint_id)
 
     def _delete(self, name: str, training_run_id: str, checkpoint_id: str) -> Promise[None]:
@@ -213,13 +213,13 @@ class RestClient(Sessionless):
     delete_checkpoint_async = awaits(delete_checkpoint)
 
     def delete_checkpoint_from_tinker_path(self, tinker_path: str) -> Promise[None]:
-        """Delete a checkpoint for good."""
+        """Delete a checkpoint permanently."""
         return self._delete("delete_checkpoint_from_tinker_path", *checkpoint_at(tinker_path))
 
     delete_checkpoint_from_tinker_path_async = awaits(delete_checkpoint_from_tinker_path)
 
     def publish_checkpoint_from_tinker_path(self, tinker_path: str) -> Promise[None]:
-        """Let everybody read a checkpoint who knows its path."""
+        """Let everybody who knows its path read a checkpoint."""
         return self._ask(
             "publish_checkpoint_from_tinker_path",
             "POST",
@@ -231,7 +231,7 @@ class RestClient(Sessionless):
     publish_checkpoint_from_tinker_path_async = awaits(publish_checkpoint_from_tinker_path)
 
     def unpublish_checkpoint_from_tinker_path(self, tinker_path: str) -> Promise[None]:
-        """Make a published checkpoint one's own alone again."""
+        """Make a published checkpoint private again."""
         return self._ask(
             "unpublish_checkpoint_from_tinker_path",
             "DELETE",
@@ -245,8 +245,8 @@ class RestClient(Sessionless):
     def set_checkpoint_ttl_from_tinker_path(
         self, tinker_path: str, ttl_seconds: int | None
     ) -> Promise[None]:
-        """Let a checkpoint expire so many seconds from now; None keeps it."""
-        # A plain dict: here the null is the message.
+        """Set when a checkpoint expires, in seconds from now; None keeps it."""
+        # A plain dict, so that null is sent.
         return self._ask(
             "set_checkpoint_ttl_from_tinker_path",
             "PUT",
@@ -267,23 +267,22 @@ class RestClient(Sessionless):
         weights_access_token: str | None = None,
     ) -> Promise[str]:
         """
-        A copy of a checkpoint, one's own or (with a key of its owner) somebody's; its path.
+        Copy a checkpoint, your own or (with a key of its owner) another's; returns the new path.
 
-        It goes into the project given, else into that of TINKER_PROJECT_ID.
+        The copy goes into the given project, else into that of TINKER_PROJECT_ID.
         """
         checkpoint_at(path)
         project = destination_project_id or self.holder.settings.project_id
         if not project:
             raise ValueError(
-                "A copy needs a project to go into: pass destination_project_id=..., or set "
-                "TINKER_PROJECT_ID."
+                "A copy needs a project: pass destination_project_id=..., or set TINKER_PROJECT_ID."
             )
         body = CopyWeightsRequest(
             destination_project_id=project,
             source_path=path,
             ttl_seconds=validation.ttl(ttl_seconds),
         )
-        # One key for all attempts: a repeat finds the copy that the first one made.
+        # The same key for all attempts, so that a retry finds the copy of the first attempt.
         headers = {**sdk_headers("copy_weights"), "X-Idempotency-Key": str(uuid.uuid4())}
         if weights_access_token:
             headers["X-Tinker-Weights-Access-Token"] = weights_access_token
@@ -307,13 +306,13 @@ class RestClient(Sessionless):
     # -- files -----------------------------------------------------------------------------------
 
     def get_external_weights_urls(self, tinker_path: str) -> Promise[ExternalWeightsUrlsResponse]:
-        """A link for each file of a checkpoint that `save_weights_external` made."""
+        """A link for each file of a checkpoint from `save_weights_external`."""
         run, checkpoint = checkpoint_at(tinker_path)
         if not checkpoint.startswith("external_weights/"):
             raise ValueError(
-                f"{tinker_path} was not saved for other programs. Only "
-                "tinker://RUN/external_weights/NAME, as save_weights_external() returns it, has "
-                "a link for each file; tinkex.download_checkpoint() fetches every kind."
+                f"{tinker_path} is not an external checkpoint. Only "
+                "tinker://RUN/external_weights/NAME, as returned by save_weights_external(), has "
+                "a link for each file; tinkex.download_checkpoint() downloads every kind."
             )
         return self._ask(
             "get_external_weights_urls",
@@ -328,7 +327,7 @@ class RestClient(Sessionless):
     def get_checkpoint_archive_url(
         self, training_run_id: str, checkpoint_id: str
     ) -> Promise[CheckpointArchiveUrlResponse]:
-        """A link to a tar of the adapter's files. Not every service has these."""
+        """A link to a tar of the adapter's files. Not every service supports this."""
         path = f"{checkpoint_url(training_run_id, checkpoint_id)}/archive"
 
         async def work(connection: Connection) -> CheckpointArchiveUrlResponse:
@@ -339,7 +338,7 @@ class RestClient(Sessionless):
                     answer=CheckpointArchiveUrlResponse,
                     kind=Kind.REST,
                     headers=sdk_headers("get_checkpoint_archive_url"),
-                    follow_redirects=False,  # where it leads is the answer
+                    follow_redirects=False,  # the redirect target is the result
                     about=f"asking for an archive of {checkpoint_id} of {training_run_id}",
                 )
             except APIStatusError as error:
@@ -356,7 +355,7 @@ class RestClient(Sessionless):
     def get_checkpoint_archive_url_from_tinker_path(
         self, tinker_path: str
     ) -> Promise[CheckpointArchiveUrlResponse]:
-        """A link to a tar of the adapter's files, by path. Not every service has these."""
+        """A link to a tar of the adapter's files, by path. Not every service supports this."""
         return self.get_checkpoint_archive_url(*checkpoint_at(tinker_path))
 
     get_checkpoint_archive_url_from_tinker_path_async = awaits(
@@ -412,16 +411,17 @@ class RestClient(Sessionless):
     def search_sessions(self, request: SessionSearchRequest) -> Promise[SessionSearchResponse]:
         """Sessions by metadata, project, owner or state. Experimental."""
         user_warnings.warn(
-            "search_sessions() is experimental: it may change or go.", ExperimentalWarning
+            "search_sessions() is experimental: it may change or be removed.", ExperimentalWarning
         )
         return self._search(request)
 
     search_sessions_async = awaits(search_sessions)
 
     def all_found_sessions(self, request: SessionSearchRequest) -> Pages[SessionSummary]:
-        """Everything that a search finds: `for` or `async for`. Experimental."""
+        """All results of a search: `for` or `async for`. Experimental."""
         user_warnings.warn(
-            "all_found_sessions() is experimental: it may change or go.", ExperimentalWarning
+            "all_found_sessions() is experimental: it may change or be removed.",
+            ExperimentalWarning,
         )
 
         def fetch(cursor: SessionSearchCursor | None) -> Promise[SessionSearchResponse]:
@@ -451,7 +451,7 @@ class RestClient(Sessionless):
         )
 
     def assign_session_project(self, session_id: str, project_id: str) -> Promise[None]:
-        """Move a session, and what belongs to it, into a project."""
+        """Move a session and its contents into a project."""
         segment("project_id", project_id)
         return self._ask(
             "assign_session_project",
@@ -465,7 +465,7 @@ class RestClient(Sessionless):
     assign_session_project_async = awaits(assign_session_project)
 
     def export_session_trace(self, session_id: str) -> Promise[str]:
-        """A link to a session's trace, once the service has made it."""
+        """A link to a session's trace, once the service has created it."""
         path = f"sessions/{segment('session_id', session_id)}/trace_export"
 
         async def work(connection: Connection) -> str:
@@ -487,7 +487,7 @@ class RestClient(Sessionless):
                         f"{trace.error or trace.status}."
                     )
                 if pause_s == FIRST_TRACE_POLL_S:
-                    log.warning("the trace of session %s is being made; waiting", session_id)
+                    log.warning("the trace of session %s is being created; waiting", session_id)
                 await asyncio.sleep(pause_s)
                 pause_s = TRACE_POLL_S
 
@@ -507,10 +507,10 @@ class RestClient(Sessionless):
 
     get_sampler_async = awaits(get_sampler)
 
-    # -- who is asking ---------------------------------------------------------------------------
+    # -- the user --------------------------------------------------------------------------------
 
     def whoami(self) -> Promise[WhoamiResponse]:
-        """Whom the credential in use belongs to, as the token says."""
+        """The owner of the credential in use, according to its token."""
 
         async def work(connection: Connection) -> WhoamiResponse:
             return owner_of_token(await connection.credential.claims())
@@ -555,7 +555,7 @@ class RestClient(Sessionless):
 
 
 def owner_of_token(claims: Mapping[str, Any]) -> WhoamiResponse:
-    """Whom a token belongs to. Organisations are written as names in tokens, and as URNs here."""
+    """The owner of a token. Tokens contain the organization's name; the result its URN."""
     user, organization, email = (claims.get(name) for name in ("sub", "org_id", "email"))
     if isinstance(user, str) and isinstance(organization, str):
         return WhoamiResponse(
@@ -564,13 +564,13 @@ def owner_of_token(claims: Mapping[str, Any]) -> WhoamiResponse:
             email=email if isinstance(email, str) else None,
         )
     raise RuntimeError(
-        "The token does not say whose it is: it has no `sub` and `org_id`, as tokens of the "
-        "service have. Use a key, or a token that `POST /api/v1/auth/token` gave."
+        "The token does not name its owner: it has no `sub` and `org_id`, unlike tokens of the "
+        "service. Use a key, or a token from `POST /api/v1/auth/token`."
     )
 
 
 def _expiry(text: str | None) -> datetime:
-    """The date in a header; a service that says none means a quarter of an hour."""
+    """The expiry date in a header; a quarter of an hour from now if there is none."""
     from email.utils import parsedate_to_datetime
 
     try:

@@ -1,4 +1,9 @@
-"""A list that the service gives out page by page, as one."""
+"""
+The base of RestClient and AdminClient: requests without a session, and lists in pages.
+
+All such clients in one process with the same service and key share one connection. It is closed
+with the last of them.
+"""
 
 from __future__ import annotations
 
@@ -30,16 +35,16 @@ R = TypeVar("R")
 @dataclass(frozen=True)
 class Page(Generic[T]):
     items: list[T]
-    #: What the next page is asked for by; None after the last.
+    #: The cursor of the next page; None after the last.
     next: Any = None
 
 
 class Pages(Generic[T]):
     """
-    All of a list: `for` or `async for` over it; every loop starts anew.
+    A complete list: `for` or `async for` over it; every loop starts from the beginning.
 
-    Pages are fetched as the loop comes to them. What is added meanwhile may be missing, and never
-    comes twice; what is deleted meanwhile moves the rest up, so take `list(...)` before deleting.
+    Pages are fetched as the loop reaches them. Items added in the meantime may be missing, and none
+    comes twice. Deleting items shifts the pages, so take `list(...)` before deleting.
     """
 
     def __init__(
@@ -88,7 +93,7 @@ def by_offset(
     *,
     size: int,
 ) -> Pages[T]:
-    """Pages that are asked for by how many, and after how many."""
+    """Pages by limit and offset."""
 
     def read(cursor: int | None, found: R) -> Page[T]:
         offset, got = cursor or 0, items(found)
@@ -100,19 +105,16 @@ def by_offset(
 
 
 def next_offset(offset: int, got: int, limit: int, total: int | None) -> int | None:
-    """Where the page after one of `got` items begins; None if that was the last."""
+    """The offset of the page after one with `got` items; None if that was the last."""
     after = offset + got
     last = got < limit if total is None else after >= total
     return None if last or not got else after
 
 
-# MERGED: Clients without a session: they ask and change things, and train or sample nothing. All of one process that ask the same service with the same key share one connection. It ends with the last of them; closing one leaves the others alone.
-
-
 class Sessionless:
-    """What RestClient and AdminClient have in common."""
+    """The common part of RestClient and AdminClient."""
 
-    #: What the connection belongs to.
+    #: Owns the connection.
     holder: Session
 
     def __init__(
@@ -124,7 +126,7 @@ class Sessionless:
     ) -> None:
         if _holder is not None and (base_url is not None or api_key is not None):
             raise ValueError(
-                "A client of another one asks the same service with the same key: "
+                "This client shares the service and key of another client: "
                 "leave out base_url and api_key."
             )
         self._closed = False
@@ -140,19 +142,19 @@ class Sessionless:
         return f"<{type(self).__name__} of {self.holder.settings.base_url}>"
 
     def with_timeout(self, seconds: float) -> Self:
-        """The same client, whose calls fail with `APITimeoutError` after so long altogether."""
+        """The same client, whose calls fail with `APITimeoutError` after `seconds` in total."""
         if not seconds > 0:
-            raise ValueError(f"a time-out of {seconds!r} seconds: it must be above zero.")
+            raise ValueError(f"the timeout is {seconds!r} seconds; it must be above zero.")
         sibling = type(self)(self._open_holder())
         sibling._timeout_s = seconds
         _share_connection(self, sibling)
         return sibling
 
     def get_telemetry(self) -> Telemetry | None:
-        """The reporter of the session this client was made from; None without one."""
+        """The telemetry reporter of the session that created this client; None without one."""
         return self.holder.telemetry
 
-    # -- asking ----------------------------------------------------------------------------------
+    # -- requests --------------------------------------------------------------------------------
 
     def _ask(
         self,
@@ -165,7 +167,7 @@ class Sessionless:
         query: Mapping[str, object] | None = None,
         about: str,
     ) -> Promise[T]:
-        """The request of the method called `name`, whose arguments have been checked."""
+        """Send the request of the public method `name`, whose arguments are validated."""
         path = with_query(path, query)
         headers = sdk_headers(name)
 
@@ -193,13 +195,15 @@ class Sessionless:
 
     def _open_holder(self) -> Session:
         if self._closed:
-            raise RuntimeError(f"This {type(self).__name__} is closed. Create a new one to go on.")
+            raise RuntimeError(
+                f"This {type(self).__name__} is closed. Create a new one to continue."
+            )
         return self.holder
 
     # -- the end ---------------------------------------------------------------------------------
 
     def close(self) -> Promise[None]:
-        """Be done with this client. Its connection stays as long as another client uses it."""
+        """Close this client. Its connection stays open while another client uses it."""
         self._closed = True
         if _leave_connection(self):
             return self.holder.close("success")
@@ -233,20 +237,20 @@ class Sessionless:
 
 
 def sdk_headers(name: str) -> dict[str, str]:
-    """Which method asks: services count by it."""
+    """Names the method, for the statistics of the service."""
     return {"x-sdk-version": PROTOCOL_VERSION, "x-sdk-method": name}
 
 
 def with_query(path: str, query: Mapping[str, object] | None) -> str:
-    """What is None is left out."""
+    """Adds the query; None values are left out."""
     pairs = [(name, value) for name, value in (query or {}).items() if value is not None]
     return f"{path}?{urlencode(pairs)}" if pairs else path
 
 
-# -- who shares a connection -------------------------------------------------------------------------
+# -- shared connections ------------------------------------------------------------------------------
 
 _lock = threading.Lock()
-#: Held weakly: what nobody uses goes, and its connection with it.
+#: Weak references: an unused session is dropped, and its connection with it.
 _holders: weakref.WeakValueDictionary[tuple[str, str], Session] = weakref.WeakValueDictionary()
 _users: weakref.WeakKeyDictionary[Session, weakref.WeakSet[Sessionless]] = (
     weakref.WeakKeyDictionary()
@@ -254,7 +258,7 @@ _users: weakref.WeakKeyDictionary[Session, weakref.WeakSet[Sessionless]] = (
 
 
 def _reset_after_fork() -> None:
-    """In a forked child: another thread of the parent may have held it."""
+    """In a forked child: another thread of the parent may hold the lock."""
     global _lock
     _lock = threading.Lock()
 
@@ -266,7 +270,7 @@ if hasattr(os, "register_at_fork"):  # not on Windows
 def _join_connection(user: Sessionless, settings: Settings) -> Session:
     with _lock:
         holder = _holders.get(settings.limits_key)
-        # Other settings (headers, patience) of the same service are another connection.
+        # Other settings (headers, timeouts) of the same service need another connection.
         if holder is None or holder.closed or holder.settings != settings:
             holder = _holders[settings.limits_key] = Session(settings)
         _users.setdefault(holder, weakref.WeakSet()).add(user)
@@ -281,10 +285,10 @@ def _share_connection(user: Sessionless, sibling: Sessionless) -> None:
 
 
 def _leave_connection(user: Sessionless) -> bool:
-    """Whether it was the last of those that share its connection."""
+    """Whether this was the last client of its connection."""
     with _lock:
         users = _users.get(user.holder)
-        if users is None or user not in users:  # a ServiceClient's connection, or closed before
+        if users is None or user not in users:  # a ServiceClient's connection, or already closed
             return False
         users.discard(user)
         return not users

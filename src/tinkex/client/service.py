@@ -1,4 +1,4 @@
-"""ServiceClient: a session with a service, and the maker of the other clients."""
+"""ServiceClient: a session with a service; creates the other clients."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ if TYPE_CHECKING:
 
 class ServiceClient:
     """
-    Where every program starts.
+    The entry point of every program.
 
         with tinkex.ServiceClient(base_url="local") as service:
             training = service.create_lora_training_client("HuggingFaceTB/SmolLM2-135M-Instruct")
 
-    Building one sends nothing. Leaving the `with` block ends the session on the server.
+    Creating one sends nothing. Leaving the `with` block ends the session on the server.
     `base_url="local"` runs a server on this machine (see `tinkex.client.local_server`).
     """
 
@@ -65,7 +65,7 @@ class ServiceClient:
         default_headers_overrides: Mapping[str, str] | None = None,
         **kwargs: Any,
     ) -> None:
-        # For users' tests: `tinkex.testing.FakeService` stands where the network begins.
+        # For tests: `tinkex.testing.FakeService` replaces the network.
         make_transport: MakeTransport | None = kwargs.pop("_make_transport", None)
         settings: Settings | None = kwargs.pop("settings", None)
         if kwargs:
@@ -85,8 +85,8 @@ class ServiceClient:
             default_headers_overrides is not None
         ):
             raise ValueError(
-                "ServiceClient got settings, and also base_url, api_key, project_id or headers: "
-                "give these to Settings.resolve(...)."
+                "ServiceClient got settings together with base_url, api_key, project_id or headers: "
+                "pass these to Settings.resolve(...) instead."
             )
         more: dict[str, Any] = {} if make_transport is None else {"make_transport": make_transport}
         self._session = Session(
@@ -104,18 +104,18 @@ class ServiceClient:
 
     @property
     def holder(self) -> Session:
-        """What this client shares with the clients made from it."""
+        """The session that this client shares with the clients created from it."""
         if self._session.closed:
             raise closed_error()
         return self._session
 
     def get_console_url(self) -> str:
-        """The page of this session, or the list of sessions before there is one."""
+        """The console page of this session, or of all sessions before it exists."""
         session_id = self._session.session_id
         return f"{CONSOLE_URL}/sessions" + (f"/{session_id}" if session_id else "")
 
     def get_telemetry(self) -> Telemetry | None:
-        """What reports about this session; None before there is one, or switched off."""
+        """The telemetry reporter; None before the session exists, or if telemetry is off."""
         return self._session.telemetry
 
     # -- capabilities ----------------------------------------------------------------------------
@@ -287,7 +287,7 @@ class ServiceClient:
     ) -> WeightsInfoResponse:
         calls = connection.calls
         if weights_access_token:
-            # Somebody else's checkpoint is asked about with the key that may see it.
+            # Another owner's checkpoint is read with the key that may read it.
             calls = await with_other_key(calls, connection.config, weights_access_token)
         return await calls.call(
             "POST",
@@ -302,10 +302,10 @@ class ServiceClient:
         self, fn: PerDatumLossFn, input_ranks: Mapping[str, CustomLossInputRank]
     ) -> Promise[LossHandle]:
         """
-        A loss of your own for `forward_backward_custom`, traced once and run for each datum.
+        A custom loss for `forward_backward_custom`, traced once and run for each datum.
 
-        `fn(logprobs, *loss_fn_inputs)` returns a scalar and a dict of metrics; `input_ranks`
-        says how many dimensions each parameter has.
+        `fn(logprobs, *loss_fn_inputs)` returns a scalar and a dict of metrics; `input_ranks` gives the
+        number of dimensions of each parameter.
         """
         return custom_loss.create(self.holder, fn, input_ranks)
 
@@ -318,7 +318,7 @@ class ServiceClient:
         retry_config: RetryConfig | None = None,
         record_stability_info: bool = False,
     ) -> Promise[SamplingClient]:
-        """Samples from saved weights (`model_path`) or from a base model as it is."""
+        """Create a client that samples from saved weights (`model_path`) or from a base model."""
         return SamplingClient.create(
             self.holder,
             model_path=model_path,
@@ -330,12 +330,12 @@ class ServiceClient:
     create_sampling_client = waits(_create_sampling_client)
     create_sampling_client_async = awaits(_create_sampling_client)
 
-    # -- what is there ---------------------------------------------------------------------------
+    # -- REST --------------------------------------------------------------------------------------
 
     def create_rest_client(self) -> RestClient:
         """Deprecated: `RestClient()` needs no session."""
         warnings.warn(
-            "create_rest_client() is deprecated: write RestClient(base_url=..., api_key=...), "
+            "create_rest_client() is deprecated: use RestClient(base_url=..., api_key=...), "
             "which needs no ServiceClient.",
             FutureWarning,
             stacklevel=2,
@@ -349,7 +349,7 @@ class ServiceClient:
         ttl_seconds: int | None = None,
         weights_access_token: str | None = None,
     ) -> Promise[str]:
-        """A copy of a checkpoint in the project of this client; its path."""
+        """Copy a checkpoint into the project of this client; returns the new path."""
         return RestClient(self.holder).copy_weights(
             path, ttl_seconds=ttl_seconds, weights_access_token=weights_access_token
         )
@@ -357,7 +357,7 @@ class ServiceClient:
     # -- the end ---------------------------------------------------------------------------------
 
     def close(self, status: CloseStatus, detail: str | None = None) -> Promise[None]:
-        """End the session. The first call wins; every client made from it is closed with it."""
+        """End the session. The first call wins; every client created from it is closed with it."""
         return self._session.close(status, detail)
 
     def __enter__(self) -> Self:
@@ -387,7 +387,7 @@ class ServiceClient:
 
 
 def _reason(raised: type[BaseException] | None) -> tuple[CloseStatus, str | None]:
-    """How a block ended, for `close`. The type's name alone: a message may quote anything."""
+    """How a block ended, for `close`. Only the type's name: a message may quote anything."""
     if raised is None:
         return "success", None
     return "errored" if issubclass(raised, Exception) else "interrupted", raised.__name__

@@ -1,16 +1,16 @@
 """
-Answers as they are on the wire, for endpoints that no client wraps.
+Raw HTTP responses, for endpoints that no client wraps.
 
     raw = Raw(service)
-    answer = raw.request("GET", "healthz")                     # read to its end
+    answer = raw.request("GET", "healthz")                     # read to the end
     print(answer.status_code, answer.headers["content-type"], answer.json())
 
-    with raw.stream("POST", "stream_sample", body) as answer:  # read as it comes
+    with raw.stream("POST", "stream_sample", body) as answer:  # read as it arrives
         for event in answer.iter_events():
             ...
 
-Retries, credentials and errors are the clients': a status that is no success raises its error. Each
-method has an `_async` twin that answers with an `AsyncAPIResponse`.
+Retries, credentials and errors work as in the clients: an error status raises its error. Each
+method has an `_async` variant that returns an `AsyncAPIResponse`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Raw:
         timeout: float = DEADLINE_S,
         max_retries: int | None = None,
     ) -> APIResponse:
-        """Send, and read the answer to its end. A `body` that is not bytes is sent as JSON."""
+        """Send, and read the response to its end. A `body` that is not bytes is sent as JSON."""
         refuse_to_block("request", "request_async")
         sent = self._send(method, path, body, headers, timeout, max_retries, read_all=True)
         return APIResponse(sent.block())
@@ -80,7 +80,7 @@ class Raw:
         timeout: float = DEADLINE_S,
         max_retries: int | None = None,
     ) -> APIResponse:
-        """Send, and read the answer as it comes; `timeout` is for each piece. To be closed."""
+        """Send, and read the response as it arrives; `timeout` applies to each piece. Must be closed."""
         refuse_to_block("stream", "stream_async")
         sent = self._send(method, path, body, headers, timeout, max_retries, read_all=False)
         return APIResponse(sent.block())
@@ -133,7 +133,7 @@ class Raw:
                     await answer.read()
                 return answer
 
-            # The clients' layer counts time, not attempts; but "never" is "never".
+            # Retries are limited by time, not by number; 0 turns them off.
             give_up_s = 0.0 if max_retries == 0 else None
             return await calls.with_retries(once, path=path, give_up_s=give_up_s)
 
@@ -141,7 +141,7 @@ class Raw:
 
 
 class _OpenAnswer:
-    """An answer on the background loop, where its body arrives."""
+    """A response on the background loop, where its body arrives."""
 
     def __init__(
         self,
@@ -169,14 +169,14 @@ class _OpenAnswer:
         return self._content
 
     async def chunks(self) -> AsyncIterator[bytes]:
-        """The body in pieces: from memory once it was read whole, else once."""
+        """The body in pieces; only once, unless it was read completely before."""
         if self._content is not None:
             if self._content:
                 yield self._content
             return
         if self._begun:
             raise Consumed(
-                "The body of this answer has been read in pieces already, and it comes only once. "
+                "The body of this response has already been read in pieces, and can be read only once. "
                 "Call read() first to keep it, or send the request again."
             )
         self._begun = True
@@ -224,7 +224,7 @@ class _OpenAnswer:
 
 
 class _LoopIterator(Generic[T]):
-    """Takes from a generator on the background loop, one piece at a time."""
+    """Iterates over a generator on the background loop, one item at a time."""
 
     def __init__(self, session: Session, source: AsyncIterator[T]) -> None:
         self._session = session
@@ -241,7 +241,7 @@ class _LoopIterator(Generic[T]):
 
 
 class _ResponseBase:
-    """What is known of an answer once its head is here."""
+    """What is known once the headers have arrived."""
 
     def __init__(self, answer: _OpenAnswer) -> None:
         self._answer = answer
@@ -265,7 +265,7 @@ class _ResponseBase:
 
     @property
     def elapsed(self) -> timedelta:
-        """From sending the request to the head of the answer."""
+        """From sending the request to the headers of the response."""
         return self._answer.elapsed
 
     @property
@@ -274,7 +274,7 @@ class _ResponseBase:
 
     @property
     def http_request(self) -> Request:
-        """Without its headers and body, which may hold secrets."""
+        """Without its headers and body, which may contain secrets."""
         return self._answer.streamed.request
 
     @property
@@ -286,7 +286,7 @@ class _ResponseBase:
 
 
 class APIResponse(_ResponseBase):
-    """An answer for programs that block."""
+    """A response for blocking programs."""
 
     def read(self) -> bytes:
         return self._answer.session.run(self._answer.read()).block()
@@ -324,7 +324,7 @@ class APIResponse(_ResponseBase):
             yield found[0]
 
     def close(self) -> None:
-        """Hang up. What was read stays."""
+        """Close the connection. What was read stays available."""
         if not self.is_closed:
             self._answer.session.run(self._answer.close()).block()
 
@@ -341,7 +341,7 @@ class APIResponse(_ResponseBase):
 
 
 class AsyncAPIResponse(_ResponseBase):
-    """An answer for coroutines."""
+    """A response for coroutines."""
 
     async def read(self) -> bytes:
         return await self._answer.session.run(self._answer.read())
@@ -379,7 +379,7 @@ class AsyncAPIResponse(_ResponseBase):
             yield found[0]
 
     async def close(self) -> None:
-        """Hang up. What was read stays."""
+        """Close the connection. What was read stays available."""
         if not self.is_closed:
             await self._answer.session.run(self._answer.close())
 

@@ -1,12 +1,12 @@
 """
-Single endpoints, for what the clients do not offer: one request in, one answer out.
+Single endpoints, for what the clients do not offer: one request, one response.
 
     promised = await AsyncSamplingResource(service).asample(
         request=types.SampleRequest(base_model="...", prompt=prompt, sampling_params=params)
     )
 
-Nothing is numbered, cut or put in order here; retries, credentials and errors are the clients'.
-`tinkex.types` has the requests and the answers.
+Nothing is numbered, split or ordered here; retries, credentials and errors work as in the clients.
+`tinkex.types` has the types of requests and responses.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ TimeoutLike = float | Timeout | None
 
 
 class _Resource:
-    """Endpoints of one kind, asked through the connection of a client."""
+    """Endpoints of one kind, called through the connection of a client."""
 
     def __init__(self, client: ServiceClient | Session) -> None:
         self._session = client if isinstance(client, Session) else client.holder
@@ -75,7 +75,7 @@ class _Resource:
                 content_type=content_type,
                 headers=extra_headers,
                 deadline_s=_seconds(timeout),
-                # Ours is a layer that counts time, not attempts; but "never" is "never".
+                # Retries are limited by time, not by number; 0 turns them off.
                 give_up_s=0.0 if max_retries == 0 else None,
                 about=path,
             )
@@ -271,7 +271,7 @@ class AsyncSamplingResource(_Resource):
 class AsyncFuturesResource(_Resource):
     @property
     def with_raw_response(self) -> AsyncFuturesResourceWithRawResponse:
-        """The same, with answers as they are on the wire: status, headers, bytes."""
+        """The same, with raw responses: status, headers, bytes."""
         return AsyncFuturesResourceWithRawResponse(self)
 
     async def retrieve(
@@ -282,7 +282,7 @@ class AsyncFuturesResource(_Resource):
         timeout: TimeoutLike = 45.0,  # noqa: ASYNC109 (as upstream)
         max_retries: int | None = None,
     ) -> types.FutureRetrieveResponse:
-        """What the server says now: the result, or `TryAgainResponse`."""
+        """The current state: the result, or `TryAgainResponse`."""
         try:
             return await self._ask(
                 "POST",
@@ -295,7 +295,7 @@ class AsyncFuturesResource(_Resource):
                 max_retries=0 if max_retries is None else max_retries,
             )
         except APIStatusError as error:
-            if error.status_code != 408:  # 408 is how a service says "not yet"
+            if error.status_code != 408:  # 408 means that the result is not ready
                 raise
             return decode(types.TryAgainResponse, error.response, about="retrieve_future")
 
@@ -344,7 +344,7 @@ class AsyncFuturesResourceWithRawResponse:
 class AsyncTelemetryResource(_Resource):
     @property
     def with_raw_response(self) -> AsyncTelemetryResourceWithRawResponse:
-        """The same, with answers as they are on the wire."""
+        """The same, with raw responses."""
         return AsyncTelemetryResourceWithRawResponse(self)
 
     async def send(

@@ -1,9 +1,9 @@
 """
-One file from a signed link to disk: in pieces, resumed where it was cut off, checked at the end.
+Downloads one file from a signed link: in pieces, resumed after interruptions, verified at the end.
 
-Blocking, for threads. Links need no key, so none is sent. They may lead to other hosts: the headers
-of the settings go to the service's own origin only, where a gateway may ask for them, and to no
-place that a redirect leads to elsewhere.
+Blocking, for use in threads. Signed links need no key, so none is sent. Links may lead to other
+hosts: the headers of the settings are sent only to the service's own origin, where a gateway may
+need them, and are dropped when a redirect leaves it.
 """
 
 from __future__ import annotations
@@ -40,34 +40,34 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 PIECE_BYTES = 1024 * 1024
-#: Seconds without a byte until a connection counts as broken.
+#: Seconds without data until a connection counts as broken.
 SILENCE_S = 20.0
-#: A link is asked for again when it has less than this left, or half of its life.
+#: A link is renewed when it has less than this left, or half of its lifetime.
 RENEW_MARGIN = timedelta(minutes=5)
 
 CONTENT_RANGE = re.compile(r"bytes (?:(\d+)-\d+|\*)/(\d+)")
 
 
 class DownloadFailed(TinkerError):
-    """What arrived is not what the service announced."""
+    """The download does not match what the service announced."""
 
 
 class Stopped(Exception):
-    """Somebody else's file failed, or the caller gave up."""
+    """Another file failed, or the caller cancelled."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FileInfo:
-    """What a service says about a file before it is fetched."""
+    """What the service says about a file before the download."""
 
     size: int
-    #: Changes when the file does; None if the service tells nothing of the kind.
+    #: Changes when the file changes; None if the service sends nothing suitable.
     tag: str | None
     sha256: bytes | None
 
 
 def file_info(status: int, headers: Mapping[str, str]) -> FileInfo:
-    """From the answer to a request for the first byte. Header names are lower case."""
+    """From the response to a request for the first byte. Header names are lower case."""
     found = CONTENT_RANGE.fullmatch(headers.get("content-range", "").strip())
     length = headers.get("content-length", "")
     if status in (206, 416) and found:
@@ -76,17 +76,17 @@ def file_info(status: int, headers: Mapping[str, str]) -> FileInfo:
         size = int(length)
     else:
         raise DownloadFailed(
-            f"The service does not say how large the file is (status {status}), so it could not "
-            "be told whether all of it arrived."
+            f"The service does not say how large the file is (status {status}), so a complete "
+            "download could not be verified."
         )
     tag = headers.get("etag", "")
-    if not tag or tag.startswith("W/"):  # a weak one promises no equal bytes
+    if not tag or tag.startswith("W/"):  # a weak tag does not guarantee equal bytes
         tag = headers.get("last-modified", "")
     return FileInfo(size=size, tag=tag or None, sha256=_sha256(headers))
 
 
 def _sha256(headers: Mapping[str, str]) -> bytes | None:
-    """The checksum of the whole file in `Repr-Digest` or `Digest`, if the service gives one."""
+    """The checksum of the whole file in `Repr-Digest` or `Digest`, if the service sends one."""
     for header, form in (
         ("repr-digest", r"(?:^|,)\s*sha-256=:([A-Za-z0-9+/=]+):"),
         ("digest", r"(?i:(?:^|,)\s*sha-256)=([A-Za-z0-9+/=]+)"),
@@ -97,7 +97,7 @@ def _sha256(headers: Mapping[str, str]) -> bytes | None:
 
 
 class Links:
-    """Signed links by name, renewed before they expire. Safe for threads."""
+    """Signed links by name, renewed before they expire. Thread-safe."""
 
     def __init__(
         self,
@@ -118,11 +118,11 @@ class Links:
         with self._lock:
             links = self._fresh()
             if name not in links:
-                raise DownloadFailed(f"{name} has gone from the checkpoint while it was fetched.")
+                raise DownloadFailed(f"{name} was removed from the checkpoint during the download.")
             return links[name]
 
     def refused(self, name: str, link: str) -> None:
-        """The service no longer takes this one."""
+        """The service no longer accepts this link."""
         with self._lock:
             if self._links is not None and self._links.get(name) == link:
                 self._links = None
@@ -136,7 +136,7 @@ class Links:
 
 
 class Fetcher:
-    """Fetches files until it is told to stop."""
+    """Downloads files until `stop` is set."""
 
     def __init__(self, settings: Settings, stop: threading.Event) -> None:
         self.stop = stop
@@ -144,7 +144,7 @@ class Fetcher:
         self._rng = random.Random()
         self._opener = _opener(settings)
         self._origin = origin(settings.base_url)
-        # Links are signed, so the key goes to none of them, not even where the user sets it.
+        # The key is never sent to signed links, not even if the user sets it as a header.
         self._headers = {
             name: value
             for name, value in settings.headers.items()
@@ -152,7 +152,7 @@ class Fetcher:
         }
 
     def probe(self, links: Links, name: str) -> FileInfo:
-        """What there is to fetch."""
+        """Get the size and checksum of a file."""
 
         def ask(link: str) -> FileInfo:
             with self._open(link, {"Range": "bytes=0-0"}, accept=(200, 206, 416)) as answer:
@@ -163,7 +163,7 @@ class Fetcher:
     def fetch(
         self, links: Links, name: str, info: FileInfo, target: Path, on_bytes: Callable[[int], None]
     ) -> None:
-        """The rest of a file of which `target` has the beginning. `moved` hears of every piece."""
+        """Download the rest of a file whose beginning is in `target`; reports every piece."""
         target.touch()
 
         def ask(link: str) -> None:
@@ -181,7 +181,7 @@ class Fetcher:
             headers["If-Range"] = info.tag
         with self._open(link, headers, accept=(200, 206)) as answer:
             start = _start(answer.status, answer.headers, info, have)
-            if start < have:  # this service always sends all of it
+            if start < have:  # this service always sends the whole file
                 on_bytes(start - have)
             with target.open("r+b") as file:
                 file.truncate(start)
@@ -201,7 +201,7 @@ class Fetcher:
     def _with_retries(
         self, links: Links, name: str, ask: Callable[[str], T], progress: Callable[[], int]
     ) -> T:
-        """Asks again as the policy says; whoever gets on starts counting anew."""
+        """Retry under the policy; progress resets the counters."""
         attempt, refusals, since, last = 0, 0, monotonic(), progress()
         while True:
             if self.stop.is_set():
@@ -213,7 +213,7 @@ class Fetcher:
                 if (here := progress()) > last:
                     attempt, refusals, since, last = 0, 0, monotonic(), here
                 if isinstance(error, APIStatusError) and error.status_code == 403 and not refusals:
-                    # Expired early, by a clock that is not ours.
+                    # Expired early, because of different clocks.
                     refusals += 1
                     links.refused(name, link)
                     continue
@@ -235,16 +235,18 @@ class Fetcher:
 
         place = origin(link)
         if place is None:
-            raise DownloadFailed("The service gave a link that is no http:// or https:// address.")
-        # `identity`: sizes and ranges are those of the file, not of a compressed form.
+            raise DownloadFailed(
+                "The service sent a link that is not an http:// or https:// address."
+            )
+        # `identity`: sizes and ranges must be those of the file, not of a compressed form.
         asked = UrlRequest(link, headers={**headers, "Accept-Encoding": "identity"})
         if place == self._origin:
             for name, value in self._headers.items():
-                if not asked.has_header(name.capitalize()):  # what we ask for is ours to say
+                if not asked.has_header(name.capitalize()):  # our own headers win
                     asked.add_unredirected_header(name, value)
         try:
             answer = _Answer(self._opener.open(asked, timeout=SILENCE_S), link)
-        except HTTPError as error:  # which is an answer as well
+        except HTTPError as error:  # also a response
             answer = _Answer(error, link)
         except (OSError, http.client.HTTPException) as error:
             raise _broken(link, error) from error
@@ -270,9 +272,9 @@ def fetch_file(
     settings: Settings,
     progress: Callable[[int, int], None] | None = None,
 ) -> int:
-    """One file from one link, in place when it is whole. Returns its size."""
+    """Download one file from one link; renamed to `target` when complete. Returns its size."""
     fetcher = Fetcher(settings, threading.Event())
-    # It is asked for at once, and a single link cannot be renewed.
+    # The link is used immediately, and a single link cannot be renewed.
     links = Links(lambda: ({target.name: link}, datetime.now(UTC) + timedelta(hours=1)))
     info = fetcher.probe(links, target.name)
     part = target.with_name(target.name + ".part")
@@ -291,7 +293,7 @@ def fetch_file(
 
 
 class _Answer:
-    """An answer whose broken connection is our error. Header names are lower case."""
+    """A response that converts connection errors. Header names are lower case."""
 
     def __init__(self, raw: Any, link: str) -> None:
         self.status: int = raw.status
@@ -312,7 +314,7 @@ class _Answer:
 
 
 def _start(status: int, headers: Mapping[str, str], info: FileInfo, have: int) -> int:
-    """Which byte an answer begins with; an error if it is of another file than was looked at."""
+    """The first byte of a response; raises if the file changed since it was probed."""
     if status == 200:
         start, total = 0, headers.get("content-length", "")
     else:
@@ -320,7 +322,7 @@ def _start(status: int, headers: Mapping[str, str], info: FileInfo, have: int) -
         start, total = (int(found[1] or -1), found[2]) if found else (-1, "")
     if start not in (0, have) or total != str(info.size):
         raise DownloadFailed(
-            f"The file changed while it was fetched: {info.size} bytes before, {total or 'unknown'}"
+            f"The file changed during the download: {info.size} bytes before, {total or 'unknown'}"
             " now. Download the checkpoint again."
         )
     return start
@@ -358,12 +360,12 @@ def _opener(settings: Settings) -> OpenerDirector:
 
     class Proxies(BaseHandler):
         """
-        The proxy of the settings for each host.
+        Uses the proxy of the settings for each host.
 
-        Not `ProxyHandler`, which asks the environment each time which hosts are exempt.
+        Not `ProxyHandler`, which reads the exempt hosts from the environment each time.
         """
 
-        handler_order = 100  # before those that open connections
+        handler_order = 100  # before the handlers that open connections
 
         def http_open(self, asked: UrlRequest) -> Any:
             proxy = None if asked.has_proxy() else settings.proxy_to(asked.full_url)
@@ -375,19 +377,19 @@ def _opener(settings: Settings) -> OpenerDirector:
                 word = base64.b64encode(f"{name}:{password}".encode()).decode("ascii")
                 asked.add_unredirected_header("Proxy-Authorization", f"Basic {word}")
             asked.set_proxy(parts.netloc.rpartition("@")[2], parts.scheme)
-            if asked.type != scheme:  # http through a proxy that itself speaks TLS
+            if asked.type != scheme:  # http through a proxy that uses TLS itself
                 return self.parent.open(asked, timeout=asked.timeout)
             return None
 
         https_open = http_open
 
     class Redirects(HTTPRedirectHandler):
-        """Keeps the headers of the settings within one origin, and drops them at its border."""
+        """Keeps the headers of the settings within one origin, and drops them outside."""
 
         def http_error_302(
             self, req: UrlRequest, fp: Any, code: int, msg: str, headers: Any
         ) -> Any:
-            location = headers.get("location", headers.get("uri"))  # as urllib looks for it
+            location = headers.get("location", headers.get("uri"))  # as in urllib
             if location is not None and redirect_url(req.full_url, location) is None:
                 fp.close()
                 raise DownloadFailed(
@@ -416,7 +418,7 @@ def _opener(settings: Settings) -> OpenerDirector:
 
 
 def _without_query(link: str) -> Request:
-    """What an error may keep: the query of a signed link is a key."""
+    """The parts that an error may keep: the query of a signed link is a secret."""
     return Request(method="GET", url=link.partition("?")[0])
 
 
