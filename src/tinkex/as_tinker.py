@@ -58,7 +58,7 @@ class _Distribution(importlib.metadata.Distribution):
             return None
         return (
             f"Metadata-Version: 2.1\nName: {NAME}\nVersion: {PROTOCOL_VERSION}\n"
-            f"Summary: tinkex {tinkex.__version__} in its place\n"
+            f"Summary: tinkex {tinkex.__version__} as a replacement\n"
         )
 
     def locate_file(self, path: str | os.PathLike[str]) -> Any:

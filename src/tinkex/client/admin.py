@@ -39,7 +39,7 @@ class AdminClient(Sessionless):
         path = with_query("audit", {"event_type": event_type, "day": validation.day(day)})
 
         async def work(connection: Connection) -> AuditLogResponse:
-            calls, about = connection.calls, "asking for the audit log"
+            calls, about = connection.calls, "fetching the audit log"
             try:
                 return await calls.call(
                     "GET",
@@ -80,7 +80,7 @@ class AdminClient(Sessionless):
             "billing/usage/events",
             answer=BillingUsageResponse,
             query={"starting_on": _utc(start), "ending_before": _utc(end)},
-            about="asking for the usage",
+            about="fetching the usage",
         )
 
     get_billing_usage_async = awaits(get_billing_usage)
@@ -95,7 +95,7 @@ class AdminClient(Sessionless):
             "billing/usage/checkpoints/current",
             answer=CurrentCheckpointStorageUsageResponse,
             query={"project_id": project_id},
-            about="asking for the storage in use",
+            about="fetching the storage in use",
         )
 
     get_current_checkpoint_storage_usage_async = awaits(get_current_checkpoint_storage_usage)

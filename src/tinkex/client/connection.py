@@ -85,7 +85,7 @@ async def open_connection(
             "client/config",
             ClientConfigRequest(sdk_version=PROTOCOL_VERSION),
             answer=ClientConfigResponse,
-            about="asking for the client configuration",
+            about="fetching the client configuration",
         )
         credential = await sign_in(settings, calls, config)
         calls = calls.with_credential(credential)

@@ -257,11 +257,11 @@ def _redirect_hint(response: Response) -> str:
     # Imported here, because the transport imports this module.
     from tinkex.client.http.transport import origin, redirect_url
 
-    location, asked = response.headers.get("location"), response.request.url
+    location, requested = response.headers.get("location"), response.request.url
     if not location:
         return "It is a redirect without a location. The cause is on the server: see its log."
-    url = redirect_url(asked, location)
-    if url is not None and origin(url) == origin(asked):
+    url = redirect_url(requested, location)
+    if url is not None and origin(url) == origin(requested):
         return (
             f"It redirects to {location!r}, on the same server, more often than redirects are followed. "
             "Check that base_url is the address of a Tinker service, and the routes of the server."

@@ -176,12 +176,12 @@ class AwaitableConcurrentFuture(APIFuture[T]):
 AwaitableConcurrentFuture.register(Promise)  # so that `isinstance` accepts every future
 
 
-def refuse_to_block(name: str, twin: str) -> None:
+def refuse_to_block(name: str, alternative: str) -> None:
     """Raise where blocking would deadlock; warn where it blocks a running event loop."""
     if background_loop.on_background_thread():
         raise RuntimeError(
             f"{name}() would deadlock: it blocks the thread that must complete it. "
-            f"In callbacks of tinkex futures use `await {twin}()`, or another thread."
+            f"In callbacks of tinkex futures use `await {alternative}()`, or another thread."
         )
     try:
         asyncio.get_running_loop()
@@ -190,7 +190,7 @@ def refuse_to_block(name: str, twin: str) -> None:
     if "ipykernel" in sys.modules:  # notebooks always run a loop, and blocking is usual there
         return
     call = name if " " in name else f"{name}()"
-    instead = twin if "(" in twin else f"{twin}()"
+    instead = alternative if "(" in alternative else f"{alternative}()"
     warnings.warn(
         f"{call} blocks the running event loop until the result is available; "
         f"write `await {instead}` instead.",
@@ -233,13 +233,13 @@ def awaits(
 
     now = _bound_method(start)
 
-    async def twin(self: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
+    async def variant(self: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
         started = now(self)(*args, **kwargs)
         if not isinstance(started, APIFuture) and isinstance(started, concurrent.futures.Future):
             return await AwaitableConcurrentFuture(started)  # from a `sample` that was replaced
         return await started
 
-    return _as_written(twin, start.__name__.lstrip("_") + "_async", start)
+    return _as_written(variant, start.__name__.lstrip("_") + "_async", start)
 
 
 def submits(
@@ -249,10 +249,10 @@ def submits(
 
     now = _bound_method(start)
 
-    async def twin(self: S, /, *args: P.args, **kwargs: P.kwargs) -> Promise[T]:
+    async def variant(self: S, /, *args: P.args, **kwargs: P.kwargs) -> Promise[T]:
         return now(self)(*args, **kwargs)
 
-    return _as_written(twin, start.__name__.lstrip("_") + "_async", start)
+    return _as_written(variant, start.__name__.lstrip("_") + "_async", start)
 
 
 def _bound_method(

@@ -92,7 +92,7 @@ class RestClient(Sessionless):
             f"training_runs/{segment('training_run_id', training_run_id)}",
             answer=TrainingRun,
             query={"access_scope": validation.scope(access_scope)},
-            about=f"asking about run {training_run_id}",
+            about=f"looking up run {training_run_id}",
         )
 
     get_training_run_async = awaits(get_training_run)
@@ -115,7 +115,7 @@ class RestClient(Sessionless):
             "weights_info",
             WeightsInfoRequest(tinker_path=tinker_path),
             answer=WeightsInfoResponse,
-            about=f"asking about {tinker_path}",
+            about=f"looking up {tinker_path}",
         )
 
     get_weights_info_by_tinker_path_async = awaits(get_weights_info_by_tinker_path)
@@ -319,7 +319,7 @@ class RestClient(Sessionless):
             "GET",
             f"{checkpoint_url(run, checkpoint)}/external_weights_urls",
             answer=ExternalWeightsUrlsResponse,
-            about=f"asking for the files of {tinker_path}",
+            about=f"fetching the files of {tinker_path}",
         )
 
     get_external_weights_urls_async = awaits(get_external_weights_urls)
@@ -339,7 +339,7 @@ class RestClient(Sessionless):
                     kind=Kind.REST,
                     headers=sdk_headers("get_checkpoint_archive_url"),
                     follow_redirects=False,  # the redirect target is the result
-                    about=f"asking for an archive of {checkpoint_id} of {training_run_id}",
+                    about=f"requesting an archive of {checkpoint_id} of {training_run_id}",
                 )
             except APIStatusError as error:
                 url = redirected(error)
@@ -374,7 +374,7 @@ class RestClient(Sessionless):
             f"sessions/{segment('session_id', session_id)}",
             answer=GetSessionResponse,
             query={"access_scope": validation.scope(access_scope)},
-            about=f"asking about session {session_id}",
+            about=f"looking up session {session_id}",
         )
 
     get_session_async = awaits(get_session)
@@ -502,7 +502,7 @@ class RestClient(Sessionless):
             "GET",
             f"samplers/{segment('sampler_id', sampler_id)}",
             answer=GetSamplerResponse,
-            about=f"asking about sampler {sampler_id}",
+            about=f"looking up sampler {sampler_id}",
         )
 
     get_sampler_async = awaits(get_sampler)

@@ -208,7 +208,7 @@ class SampleQueue:
                 sample.task = self._start(connection, sample)
             else:
                 sample.task = sample.context.run(self._start, connection, sample)
-        except BaseException as error:  # noqa: BLE001 (raised where the result is asked for)
+        except BaseException as error:  # noqa: BLE001 (raised by the promise)
             sample.promise.fail(error)  # only this sample fails; later ones continue
             return False
         self._running.add(sample)

@@ -311,7 +311,7 @@ class SamplingClient(TextMixin):
             "GET",
             f"samplers/{quote(self._sampling_session_id, safe=':')}",
             answer=Sampler,
-            about=f"asking about {self._sampling_session_id}",
+            about=f"looking up {self._sampling_session_id}",
         )
 
     def get_telemetry(self) -> Telemetry | None:

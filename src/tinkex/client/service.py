@@ -130,7 +130,7 @@ class ServiceClient:
                 "get_server_capabilities",
                 answer=GetServerCapabilitiesResponse,
                 kind=Kind.REST,
-                about="asking for the server's capabilities",
+                about="fetching the server's capabilities",
             )
 
         return self.holder.run(work())
@@ -151,7 +151,7 @@ class ServiceClient:
         user_metadata: dict[str, str] | None = None,
         optimizer: OptimizerConfig | None = None,
     ) -> Promise[TrainingClient]:
-        """A new LoRA adapter over a base model."""
+        """Create a LoRA adapter on a base model."""
         if not (train_mlp or train_attn or train_unembed):
             raise ValueError(
                 "Nothing to train: set at least one of train_mlp, train_attn, train_unembed."
@@ -189,7 +189,7 @@ class ServiceClient:
                 optimizer_config=optimizer or AdamOptimizerConfig(),
             ),
             ExpectedResult(request_type="CreateModel", answer=CreateModelResponse),
-            observer=self._watching(f"Creation of a model over {base_model}"),
+            observer=self._watching(f"Creation of a model on {base_model}"),
         )
         return TrainingClient(self.holder, number, created.model_id)
 
@@ -204,7 +204,7 @@ class ServiceClient:
         weights_access_token: str | None = None,
         optimizer: OptimizerConfig | None = None,
     ) -> Promise[TrainingClient]:
-        """A new model that starts from saved weights, with a fresh optimizer."""
+        """Create a model from saved weights, with a new optimizer."""
         return self.holder.run(
             self._restore(path, base_model, user_metadata, weights_access_token, optimizer, False)
         )
@@ -219,7 +219,7 @@ class ServiceClient:
         user_metadata: dict[str, str] | None = None,
         weights_access_token: str | None = None,
     ) -> Promise[TrainingClient]:
-        """A new model that goes on exactly where a saved one was, optimizer included."""
+        """Create a model that continues a saved one exactly, including the optimizer."""
         return self.holder.run(
             self._restore(path, base_model, user_metadata, weights_access_token, None, True)
         )
@@ -260,13 +260,13 @@ class ServiceClient:
                 ExpectedResult(request_type="LoadWeights", answer=LoadWeightsResponse),
                 observer=self._watching(f"Restoring {path}"),
             )
-            # The grammar of ids is part of the protocol where servers set this flag.
+            # For servers that set this flag, the format of ids is part of the protocol.
             return TrainingClient(self.holder, number, f"{session_id}:train:{number}")
         info = await self._weights_info(connection, path, weights_access_token)
         if not info.is_lora or info.lora_rank is None:
             raise ValueError(
-                f"{path} is not a LoRA checkpoint with a rank, so no training client can be made "
-                "from it."
+                f"{path} is not a LoRA checkpoint with a rank, so a training client cannot be "
+                "created from it."
             )
         lora = LoraConfig(
             rank=info.lora_rank,
@@ -295,7 +295,7 @@ class ServiceClient:
             WeightsInfoRequest(tinker_path=path),
             answer=WeightsInfoResponse,
             kind=Kind.REST,
-            about=f"asking about {path}",
+            about=f"looking up {path}",
         )
 
     def create_custom_loss(

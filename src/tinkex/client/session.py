@@ -158,7 +158,7 @@ class Session:
         def begin() -> None:
             try:
                 task = make()
-            except BaseException as error:  # noqa: BLE001 (raised where the result is asked for)
+            except BaseException as error:  # noqa: BLE001 (raised by the promise)
                 # Exceptions in a loop callback are only logged: the caller would wait forever.
                 promise.fail(error)
             else:

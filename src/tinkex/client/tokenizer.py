@@ -109,7 +109,7 @@ def _from_folder(folder: Path, model_name: str) -> Any:
             with needs("Its tokenizer"):
                 from transformers import AutoTokenizer
             theirs = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
-        except Exception as error:  # noqa: BLE001 (of three libraries; ours may read it all the same)
+        except Exception as error:  # noqa: BLE001 (from three libraries; the fallback may still work)
             log.warning(
                 "transformers cannot read the tokenizer in %s (%s); tinkex reads its "
                 "tokenizer.json itself",
@@ -179,7 +179,7 @@ def _from_hub(name: str, tried: list[str]) -> Path | None:
         return None
     try:
         return Path(snapshot_download(name, revision=PINNED.get(name), allow_patterns=list(FILES)))
-    except Exception as error:  # noqa: BLE001 (not there, not reachable, not allowed: told in the end)
+    except Exception as error:  # noqa: BLE001 (missing, unreachable, forbidden: reported at the end)
         tried.append(f"the hub ({_first_line(error)})")
         return None
 

@@ -368,7 +368,7 @@ class TrainingClient(TextMixin):
                 GetInfoRequest(model_id=self.model_id),
                 answer=GetInfoResponse,
                 kind=Kind.REST,
-                about=f"asking about {self.model_id}",
+                about=f"looking up {self.model_id}",
             )
 
         return self.holder.run(work())

@@ -38,14 +38,14 @@ async def capabilities(connection: Connection) -> GetServerCapabilitiesResponse:
         "get_server_capabilities",
         answer=GetServerCapabilitiesResponse,
         give_up_s=0.0,
-        about="asking whether the service is there",
+        about="checking the service",
     )
 
 
 async def own_key(connection: Connection) -> dict[str, Any]:
     """The service's record of the key in use: `key_id`, `name`, `note`, `details`."""
     answer: dict[str, Any] = await _with_key_itself(connection).call(
-        "GET", OWN_KEY, answer=dict, deadline_s=DEADLINE_S, about="asking about the key"
+        "GET", OWN_KEY, answer=dict, deadline_s=DEADLINE_S, about="looking up the key"
     )
     return answer
 

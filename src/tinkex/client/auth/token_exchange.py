@@ -131,7 +131,7 @@ class ExchangedToken(Credential):
             cached = self._cached
             wait_s = RENEW_RETRY_S if cached is None else cached.renew_in_s(self._clock())
             await asyncio.sleep(wait_s)
-            if self._cached is not cached:  # renewed by a request meanwhile
+            if self._cached is not cached:  # a request has renewed it
                 continue
             try:
                 await self._fetching.get()
@@ -157,10 +157,10 @@ async def sign_in(settings: Settings, calls: Calls, config: ClientConfigResponse
     if key is not None and is_service_token(key.value):
         return StaticCredential(key)  # already a token of the service
     source = settings.credential(enforce_cmd=config.credential_default_source == "credential_cmd")
-    asking = calls.with_credential(source)
+    source_calls = calls.with_credential(source)
 
     async def fetch(retry: bool) -> str:
-        return await exchange(asking, retry=retry)
+        return await exchange(source_calls, retry=retry)
 
     exchanged = ExchangedToken(fetch)
     await exchanged.token()

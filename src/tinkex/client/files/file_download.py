@@ -186,16 +186,16 @@ class Fetcher:
             with target.open("r+b") as file:
                 file.truncate(start)
                 file.seek(start)
-                place = start
+                position = start
                 while piece := answer.read(PIECE_BYTES):
                     if self.stop.is_set():
                         raise Stopped
                     file.write(piece)
-                    place += len(piece)
+                    position += len(piece)
                     on_bytes(len(piece))
-        if place < info.size:
+        if position < info.size:
             raise APIConnectionError(
-                _without_query(link), f"Cut off after {place} of {info.size} bytes."
+                _without_query(link), f"Cut off after {position} of {info.size} bytes."
             )
 
     def _with_retries(
@@ -233,19 +233,19 @@ class Fetcher:
         from urllib.error import HTTPError
         from urllib.request import Request as UrlRequest
 
-        place = origin(link)
-        if place is None:
+        link_origin = origin(link)
+        if link_origin is None:
             raise DownloadFailed(
                 "The service sent a link that is not an http:// or https:// address."
             )
         # `identity`: sizes and ranges must be those of the file, not of a compressed form.
-        asked = UrlRequest(link, headers={**headers, "Accept-Encoding": "identity"})
-        if place == self._origin:
+        request = UrlRequest(link, headers={**headers, "Accept-Encoding": "identity"})
+        if link_origin == self._origin:
             for name, value in self._headers.items():
-                if not asked.has_header(name.capitalize()):  # our own headers win
-                    asked.add_unredirected_header(name, value)
+                if not request.has_header(name.capitalize()):  # our own headers win
+                    request.add_unredirected_header(name, value)
         try:
-            answer = _Answer(self._opener.open(asked, timeout=SILENCE_S), link)
+            answer = _Answer(self._opener.open(request, timeout=SILENCE_S), link)
         except HTTPError as error:  # also a response
             answer = _Answer(error, link)
         except (OSError, http.client.HTTPException) as error:
@@ -367,18 +367,18 @@ def _opener(settings: Settings) -> OpenerDirector:
 
         handler_order = 100  # before the handlers that open connections
 
-        def http_open(self, asked: UrlRequest) -> Any:
-            proxy = None if asked.has_proxy() else settings.proxy_to(asked.full_url)
+        def http_open(self, request: UrlRequest) -> Any:
+            proxy = None if request.has_proxy() else settings.proxy_to(request.full_url)
             if proxy is None:
                 return None  # the next handler opens it
-            parts, scheme = urlsplit(proxy), asked.type
+            parts, scheme = urlsplit(proxy), request.type
             if parts.username is not None:
                 name, password = unquote(parts.username), unquote(parts.password or "")
                 word = base64.b64encode(f"{name}:{password}".encode()).decode("ascii")
-                asked.add_unredirected_header("Proxy-Authorization", f"Basic {word}")
-            asked.set_proxy(parts.netloc.rpartition("@")[2], parts.scheme)
-            if asked.type != scheme:  # http through a proxy that uses TLS itself
-                return self.parent.open(asked, timeout=asked.timeout)
+                request.add_unredirected_header("Proxy-Authorization", f"Basic {word}")
+            request.set_proxy(parts.netloc.rpartition("@")[2], parts.scheme)
+            if request.type != scheme:  # http through a proxy that uses TLS itself
+                return self.parent.open(request, timeout=request.timeout)
             return None
 
         https_open = http_open

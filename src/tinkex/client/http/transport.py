@@ -382,17 +382,17 @@ def _cookie_jar(base_url: str) -> aiohttp.CookieJar:
     import yarl
 
     service = yarl.URL(base_url)
-    place = origin(base_url)
+    own_origin = origin(base_url)
 
     class Cookies(aiohttp.CookieJar):
         """Cookies of one origin. Cookies ignore ports, so another service could share the host."""
 
         def update_cookies(self, cookies: Any, response_url: yarl.URL = service) -> None:
-            if origin(str(response_url)) == place:
+            if origin(str(response_url)) == own_origin:
                 super().update_cookies(cookies, response_url)
 
         def filter_cookies(self, request_url: yarl.URL = service) -> Any:
-            if origin(str(request_url)) != place:
+            if origin(str(request_url)) != own_origin:
                 return SimpleCookie()
             return super().filter_cookies(request_url)
 

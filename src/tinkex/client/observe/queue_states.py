@@ -95,7 +95,7 @@ def on_queue_state(callback: Callback) -> Watch:
 
 
 def publish(state: QueueState) -> None:
-    """Tell everybody."""
+    """Store the state, and call all callbacks."""
     with _lock:
         _paused.pop(state.subject, None)
         if state.state != "active":
