@@ -126,7 +126,7 @@ def test_settings_of_a_client_can_be_given_in_code(fake):
     "endpoint", ["client/config", "auth/token", "client/dynamic_config", "create_session"]
 )
 def test_defect_8_a_402_while_a_client_starts_is_a_pause(endpoint, monkeypatch):
-    from client.test_tokens import given, jwt
+    from client.test_token_exchange import given, jwt
 
     monkeypatch.setattr(backpressure, "BILLING_PAUSE_S", 0.01)
     fake = FakeService(config={"pjwt_auth_enabled": True})

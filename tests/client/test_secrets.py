@@ -8,7 +8,7 @@ import traceback
 import pytest
 
 import tinkex
-from client.test_tokens import given, jwt
+from client.test_token_exchange import given, jwt
 from tinkex import SamplingParams, types
 from tinkex.testing import Answer, FakeService
 
