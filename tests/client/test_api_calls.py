@@ -37,7 +37,7 @@ def counted(fake, endpoint):
     ],
     ids=str,
 )
-def test_what_may_pass_is_repeated_with_the_same_idempotency_key(fake, service, fault):
+def test_retries_use_the_same_idempotency_key(fake, service, fault):
     fake.script("create_session", fault)
     service.create_lora_training_client("fake/model")
     sent = counted(fake, "create_session")
@@ -57,28 +57,28 @@ def test_what_may_pass_is_repeated_with_the_same_idempotency_key(fake, service, 
     ],
     ids=str,
 )
-def test_what_will_not_pass_is_raised_at_once(fake, service, fault, kind):
+def test_errors_that_are_not_retryable_are_raised_at_once(fake, service, fault, kind):
     fake.script("create_session", fault)
     with pytest.raises(kind):
         service.create_lora_training_client("fake/model")
     assert len(counted(fake, "create_session")) == 1
 
 
-def test_a_page_that_is_not_of_this_protocol_is_given_up_soon(fake, service):
+def test_a_response_of_another_protocol_is_given_up_early(fake, service):
     fake.script("create_session", *[Answer(status=200, body=b"<html>")] * 9)
     with pytest.raises(tinkex.APIResponseValidationError, match="Is base_url the address"):
         service.create_lora_training_client("fake/model")
     assert len(counted(fake, "create_session")) == 4
 
 
-def test_a_failure_is_not_remembered(fake, service):
+def test_a_failed_connection_is_not_cached(fake, service):
     fake.script("create_session", Answer(status=401))
     with pytest.raises(tinkex.AuthenticationError):
         service.create_lora_training_client("fake/model")
     service.create_lora_training_client("fake/model")
 
 
-def test_a_server_that_never_answered_is_given_up_soon(monkeypatch):
+def test_a_server_that_never_responded_is_given_up_early(monkeypatch):
     monkeypatch.setenv("TINKEX_FIRST_CONTACT_S", "0.3")
     fake = FakeService()
     fake.script("client/config", *[Lost()] * 1000)
@@ -91,7 +91,7 @@ def test_a_server_that_never_answered_is_given_up_soon(monkeypatch):
     service.close("errored").result(5)
 
 
-def test_a_server_that_answered_before_is_waited_for_longer(monkeypatch):
+def test_a_server_that_responded_before_is_retried_longer(monkeypatch):
     monkeypatch.setenv("TINKEX_FIRST_CONTACT_S", "0.1")
     fake = FakeService()
     service = fake.client()
@@ -122,7 +122,7 @@ def test_everything_with_the_same_service_and_key_backs_off_together():
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["a poll for each", "one poll for all"])
-def test_polls_wait_with_the_others_while_the_service_is_busy(monkeypatch, shared):
+def test_polls_wait_for_the_shared_back_off(monkeypatch, shared):
     monkeypatch.setattr("tinkex.client.http.polling.MAX_SELF_POLLING", 0)
     fake = FakeService(config={"sample_use_retrieve_futures": shared}, sample_s=3.0, hold_s=0.01)
     endpoints = {"retrieve_future", "retrieve_futures"} if shared else {"retrieve_future"}
@@ -157,7 +157,7 @@ def test_polls_wait_with_the_others_while_the_service_is_busy(monkeypatch, share
         assert all(now > then for now, then in zip(polls(), before, strict=True))
 
 
-def test_h3_a_long_wait_is_told_once_and_kept_to_the_time_that_is_left(caplog, monkeypatch):
+def test_h3_a_long_wait_is_logged_once_and_limited_to_the_time_that_is_left(caplog, monkeypatch):
     monkeypatch.setenv("TINKEX_GIVE_UP_S", "0.3")
     fake = FakeService()
     with fake.client() as service:
@@ -175,7 +175,7 @@ def test_h3_a_long_wait_is_told_once_and_kept_to_the_time_that_is_left(caplog, m
     assert "asks to wait 120 s before get_server_capabilities" in told[0]
 
 
-def test_h3_others_wait_for_a_long_time_only_as_long_as_they_have(monkeypatch):
+def test_h3_others_wait_for_the_back_off_only_within_their_own_time_limit(monkeypatch):
     for place in ("http.api_calls", "http.polling"):
         monkeypatch.setattr(f"tinkex.client.{place}.LONG_WAIT_S", 0.2)
     monkeypatch.setenv("TINKEX_GIVE_UP_S", "0.4")
@@ -193,7 +193,7 @@ def test_h3_others_wait_for_a_long_time_only_as_long_as_they_have(monkeypatch):
 
 @pytest.mark.parametrize("status", [429, 503])
 @pytest.mark.parametrize("endpoint", ["retrieve_future", "retrieve_futures"])
-def test_a_poll_that_is_told_to_wait_for_a_day_asks_again_after_a_minute(
+def test_a_poll_with_a_retry_after_of_a_day_polls_again_after_a_minute(
     monkeypatch, caplog, endpoint, status
 ):
     monkeypatch.setattr("tinkex.client.http.polling.MAX_SELF_POLLING", 0)
@@ -211,7 +211,7 @@ def test_a_poll_that_is_told_to_wait_for_a_day_asks_again_after_a_minute(
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["a poll for each", "one poll for all"])
-def test_a_poll_that_waited_here_first_was_not_held_by_the_server(monkeypatch, shared):
+def test_time_in_the_back_off_does_not_count_as_held_by_the_server(monkeypatch, shared):
     """Else a server that answers at once would be polled without a pause."""
     held: list[tuple[float, float]] = []
     sent_at = collections.defaultdict(time.monotonic)
@@ -253,7 +253,7 @@ def test_402_is_a_pause_and_then_an_error(monkeypatch):
     service.close("errored").result(5)
 
 
-def test_requests_say_who_asks(fake, service):
+def test_requests_identify_the_client(fake, service):
     service.get_server_capabilities()
     first, last = fake.requests[0].headers, fake.requests[-1].headers
     assert first["x-api-key"] == "tml-fake"
@@ -264,7 +264,7 @@ def test_requests_say_who_asks(fake, service):
     assert "x-idempotency-key" not in last
 
 
-def test_headers_of_the_user_win(fake):
+def test_user_headers_win(fake):
     service = fake.client(default_headers_overrides={"X-Team": "blue", "Accept": "x/y"})
     service.get_server_capabilities()
     assert fake.requests[-1].headers["x-team"] == "blue"

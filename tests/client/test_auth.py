@@ -23,7 +23,7 @@ def _blank(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
 
 
-def test_without_anything_there_are_no_credentials():
+def test_without_configuration_there_are_no_credentials():
     assert auth.get_tinker_token() is None
     assert not auth.tinker_has_credentials()
     with pytest.raises(tinkex.TinkerError, match="No API key for https"):
@@ -50,7 +50,7 @@ def test_a_command_counts_and_is_not_run(monkeypatch, tmp_path):
     assert auth.tinker_has_credentials()
 
 
-def test_malformed_keys_and_files_are_no_credentials(monkeypatch, tmp_path):
+def test_malformed_keys_and_files_do_not_count_as_credentials(monkeypatch, tmp_path):
     default_path(tmp_path).parent.mkdir()
     default_path(tmp_path).write_text("{")
     assert auth.get_tinker_token() is None
@@ -60,13 +60,13 @@ def test_malformed_keys_and_files_are_no_credentials(monkeypatch, tmp_path):
     assert not auth.tinker_has_credentials()
 
 
-def test_on_this_machine_no_key_is_needed(monkeypatch):
+def test_a_local_service_needs_no_key(monkeypatch):
     monkeypatch.setenv("TINKER_BASE_URL", "http://127.0.0.1:8000")
     assert auth.tinker_has_credentials()
     assert auth.get_tinker_token() is None
 
 
-def test_a_service_that_answers_is_accessible(fake, loopback, monkeypatch):
+def test_a_responding_service_is_accessible(fake, loopback, monkeypatch):
     monkeypatch.setenv("TINKER_BASE_URL", loopback.url)
     auth.raise_if_tinker_not_accessible()
     assert [seen.endpoint for seen in fake.requests] == [
@@ -94,7 +94,7 @@ def test_defect_10_an_unreachable_service_fails_within_the_first_contact(monkeyp
     assert time.monotonic() - began < 3
 
 
-def test_defect_10_a_service_that_keeps_failing_at_the_start_is_given_up_as_soon(
+def test_defect_10_a_service_that_keeps_failing_at_first_contact_is_given_up_equally_early(
     fake, loopback, monkeypatch
 ):
     monkeypatch.setenv("TINKER_BASE_URL", loopback.url)
@@ -106,7 +106,7 @@ def test_defect_10_a_service_that_keeps_failing_at_the_start_is_given_up_as_soon
     assert time.monotonic() - began < 3
 
 
-def test_settings_of_a_client_can_be_given_in_code(fake):
+def test_client_settings_can_be_set_in_code(fake):
     settings = tinkex.Settings.resolve(
         base_url="http://service.invalid", api_key=KEY, first_contact_s=1, give_up_s=2, tags=["a"]
     )

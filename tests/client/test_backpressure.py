@@ -39,7 +39,7 @@ def test_no_more_than_the_budget_is_in_flight():
     asyncio.run(main())
 
 
-def test_a_request_larger_than_the_budget_passes_alone():
+def test_a_request_larger_than_the_budget_runs_alone():
     async def main():
         budget, together = Budget(10), []
 
@@ -54,7 +54,7 @@ def test_a_request_larger_than_the_budget_passes_alone():
     asyncio.run(main())
 
 
-def test_the_first_to_come_is_the_first_to_pass():
+def test_the_budget_is_first_in_first_out():
     async def main():
         budget, order = Budget(1), []
 
@@ -69,7 +69,7 @@ def test_the_first_to_come_is_the_first_to_pass():
     asyncio.run(main())
 
 
-def test_one_who_is_cancelled_while_waiting_holds_nothing():
+def test_a_waiter_that_is_cancelled_holds_nothing():
     async def main():
         budget = Budget(1)
         async with budget.hold(1):
@@ -83,7 +83,7 @@ def test_one_who_is_cancelled_while_waiting_holds_nothing():
     asyncio.run(main())
 
 
-def test_a_longer_wish_to_wait_is_not_shortened_by_a_later_one():
+def test_a_back_off_is_not_shortened_by_a_later_one():
     clock = Clock()
     backoff = Backoff(clock)
     backoff.extend(5)
@@ -93,7 +93,7 @@ def test_a_longer_wish_to_wait_is_not_shortened_by_a_later_one():
     assert backoff.left_s == 0
 
 
-def test_a_wait_ends_with_the_time_of_the_one_who_waits(monkeypatch):
+def test_a_wait_ends_at_the_deadline_of_the_waiter(monkeypatch):
     clock, slept = Clock(), []
 
     async def sleep(seconds):
@@ -119,7 +119,7 @@ def test_a_wait_ends_with_the_time_of_the_one_who_waits(monkeypatch):
     assert sum(slept) == pytest.approx(10, abs=2.5)
 
 
-def test_402_is_waited_out_until_patience_ends_and_starts_over_after_a_quiet_time():
+def test_402_is_a_pause_up_to_a_limit_that_resets_after_a_quiet_time():
     clock = Clock()
     billing = BillingPause(max_pause_s=12, clock=clock)
     waits = []
@@ -131,7 +131,7 @@ def test_402_is_waited_out_until_patience_ends_and_starts_over_after_a_quiet_tim
     assert billing.pause_s() == 5
 
 
-def test_a_lane_is_shared_while_anybody_uses_it():
+def test_limits_are_shared_while_they_are_in_use():
     lanes = ServiceLimitsTable()
     a = lanes.get(("http://a", "k"))
     assert lanes.get(("http://a", "k")) is a

@@ -43,7 +43,7 @@ def test_metrics_are_reduced_by_their_suffix(name, values, weights, expected):
     assert merge_metrics([{name: value} for value in values], weights) == expected
 
 
-def test_a_key_that_a_chunk_lacks_is_left_out_and_never_filled_with_zero(caplog):
+def test_a_metric_that_a_chunk_lacks_is_dropped_and_never_zero_filled(caplog):
     caplog.set_level("DEBUG", "tinkex")
     merged = merge_metrics([{"a:sum": 1.0, "b:sum": 2.0}, {"b:sum": 3.0, "c:sum": 9.0}], [1, 1])
     assert merged == {"b:sum": 5.0}
@@ -81,7 +81,7 @@ def test_outputs_are_joined_in_order():
         ([1, 50, 1], [(0, 1), (1, 2), (2, 3)]),
     ],
 )
-def test_a_batch_is_cut_by_count_and_bytes(sizes, pieces):
+def test_a_batch_is_split_by_count_and_bytes(sizes, pieces):
     found = cut(sizes, max_count=3, max_bytes=10)
     assert [(piece.start, piece.stop) for piece in found] == pieces
 

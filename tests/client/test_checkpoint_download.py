@@ -129,7 +129,7 @@ def tar(members: dict[str, bytes]) -> bytes:
     return packed.getvalue()
 
 
-def test_files_arrive_whole_with_progress_and_without_our_key(
+def test_files_arrive_complete_with_progress_and_without_the_key(
     here: Standin, files: Files, rest: RestClient, tmp_path: Path
 ) -> None:
     seen: list[tuple[int, int]] = []
@@ -148,7 +148,7 @@ def test_files_arrive_whole_with_progress_and_without_our_key(
     assert all("tml-secret" not in str(each.headers) for each in links)
 
 
-def test_defect_21_a_connection_that_breaks_is_taken_up_where_it_broke(
+def test_defect_21_a_broken_connection_resumes_where_it_broke(
     here: Standin, files: Files, rest: RestClient, tmp_path: Path
 ) -> None:
     def cut(name: str, asked: Asked) -> Reply | None:
@@ -166,7 +166,7 @@ def test_defect_21_a_connection_that_breaks_is_taken_up_where_it_broke(
     assert fetched(here, "adapter_model") == ["bytes=0-", "bytes=1000-", "bytes=2000-"]
 
 
-def test_defect_21_a_download_that_failed_goes_on_later(
+def test_defect_21_a_failed_download_resumes_later(
     here: Standin, files: Files, rest: RestClient, tmp_path: Path
 ) -> None:
     def fail(name: str, asked: Asked) -> Reply | None:
@@ -193,10 +193,10 @@ def test_defect_21_a_download_that_failed_goes_on_later(
     assert [each.name for each in tmp_path.iterdir()] == ["a"]
 
 
-def test_what_is_left_of_another_version_is_not_mixed_in(
+def test_leftovers_of_another_version_are_not_mixed_in(
     here: Standin, files: Files, rest: RestClient, tmp_path: Path
 ) -> None:
-    test_defect_21_a_download_that_failed_goes_on_later(here, files, rest, tmp_path)
+    test_defect_21_a_failed_download_resumes_later(here, files, rest, tmp_path)
     part = tmp_path / "b.part" / "files"
     part.mkdir(parents=True)
     (part / "adapter_model.safetensors").write_bytes(b"something else")
@@ -206,7 +206,7 @@ def test_what_is_left_of_another_version_is_not_mixed_in(
     assert content(download_checkpoint(EXPORT, tmp_path / "b", rest=rest)) == files.files
 
 
-def test_a_service_that_knows_no_ranges_is_asked_from_the_beginning(
+def test_a_service_without_ranges_is_downloaded_from_the_beginning(
     here: Standin, files: Files, rest: RestClient, tmp_path: Path
 ) -> None:
     files.ranges = False
@@ -223,7 +223,7 @@ def test_a_service_that_knows_no_ranges_is_asked_from_the_beginning(
     assert content(download_checkpoint(EXPORT, tmp_path / "a", rest=rest)) == files.files
 
 
-def test_a_file_that_changes_meanwhile_is_an_error(
+def test_a_file_that_changes_during_the_download_is_an_error(
     here: Standin, files: Files, rest: RestClient, tmp_path: Path
 ) -> None:
     def change(name: str, asked: Asked) -> Reply | None:
@@ -252,7 +252,7 @@ def test_defect_21_a_checksum_is_verified_where_the_service_gives_one(
     assert not (tmp_path / "b").exists()
 
 
-def test_links_are_signed_anew_when_they_are_refused(
+def test_refused_links_are_renewed(
     here: Standin, files: Files, rest: RestClient, tmp_path: Path
 ) -> None:
     files.fault = lambda name, asked: (
@@ -265,7 +265,7 @@ def test_links_are_signed_anew_when_they_are_refused(
         download_checkpoint(EXPORT, tmp_path / "b", rest=rest)
 
 
-def test_links_are_signed_anew_before_they_expire() -> None:
+def test_links_are_renewed_before_they_expire() -> None:
     now = datetime(2026, 1, 1, tzinfo=UTC)
     made: list[datetime] = []
 
@@ -307,7 +307,7 @@ def test_a_name_that_leads_out_of_the_folder_is_refused(name: str) -> None:
         safe_path(name)
 
 
-def test_a_checkpoint_that_wants_to_write_elsewhere_writes_nothing(
+def test_a_checkpoint_with_a_path_outside_the_folder_writes_nothing(
     here: Standin, files: Files, rest: RestClient, tmp_path: Path
 ) -> None:
     outside = tmp_path / "outside"
@@ -342,7 +342,7 @@ def test_a_link_to_a_file_of_this_machine_is_refused(
         download_checkpoint(EXPORT, tmp_path / "a", rest=rest)
 
 
-def test_a_folder_that_is_there_is_replaced_only_when_asked_to(
+def test_an_existing_folder_is_replaced_only_with_overwrite(
     here: Standin, files: Files, rest: RestClient, tmp_path: Path
 ) -> None:
     target = tmp_path / "a"
@@ -365,7 +365,7 @@ def test_a_folder_that_is_there_is_replaced_only_when_asked_to(
         download_checkpoint(EXPORT, tmp_path / "file", rest=rest, overwrite=True)
 
 
-def test_the_folder_may_be_the_one_we_stand_in(
+def test_the_folder_may_be_the_current_one(
     here: Standin, files: Files, rest: RestClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -400,7 +400,7 @@ def test_two_downloads_into_one_folder_do_not_mix(
     assert content(outcome[0]) == files.files
 
 
-def test_a_disk_that_is_too_small_is_noticed_before(
+def test_a_full_disk_is_detected_before_the_download(
     here: Standin, files: Files, rest: RestClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Usage:
@@ -447,7 +447,7 @@ def test_coroutines_can_wait_and_stop(
         asyncio.run(blocking())
 
 
-def test_without_archives_a_sampler_checkpoint_has_no_files_and_says_so(
+def test_without_archives_a_sampler_checkpoint_has_no_files_and_the_error_says_so(
     here: Standin, files: Files, tmp_path: Path
 ) -> None:
     info = {"base_model": "m", "is_lora": True, "lora_rank": 4}
@@ -466,7 +466,7 @@ def test_without_archives_a_sampler_checkpoint_has_no_files_and_says_so(
             download_checkpoint(STATE, tmp_path / "b", rest=rest)
 
 
-def test_what_is_no_path_is_refused_at_once(tmp_path: Path) -> None:
+def test_an_invalid_path_is_refused_at_once(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="Invalid tinker path"):
         download_checkpoint("tinker://a/b", tmp_path / "a")
 
@@ -479,7 +479,7 @@ def test_what_is_no_path_is_refused_at_once(tmp_path: Path) -> None:
         (416, {"content-range": "bytes */0"}, (0, None)),
     ],
 )
-def test_what_a_service_says_about_a_file_is_read(
+def test_file_info_is_read_from_headers(
     status: int, headers: dict[str, str], expected: tuple[int, str | None]
 ) -> None:
     info = file_info(status, headers)
@@ -506,7 +506,9 @@ def test_a_file_of_unknown_size_is_refused(status: int, headers: dict[str, str])
         ({}, False),
     ],
 )
-def test_only_the_beginning_of_the_same_file_is_kept(state: dict[str, Any], expected: bool) -> None:
+def test_only_a_partial_copy_of_the_same_file_is_resumed(
+    state: dict[str, Any], expected: bool
+) -> None:
     info = FileInfo(size=9, tag="t", sha256=None)
     assert resumable(state, EXPORT, "f", info, 5) is expected
     assert not resumable(state, EXPORT, "f", FileInfo(size=9, tag=None, sha256=None), 5)
@@ -568,7 +570,7 @@ def test_h9_files_come_through_the_proxy_of_the_settings(
     assert {each.headers["proxy-authorization"] for each in asked} == {password}
 
 
-def test_h10_downloads_use_the_proxy_that_the_environment_named_when_the_client_was_made(
+def test_h10_downloads_use_the_proxy_of_the_environment_at_the_time_the_client_was_created(
     proxy: Standin, files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HTTP_PROXY", proxy.url)
@@ -635,7 +637,7 @@ def test_h9_headers_of_the_settings_go_to_no_other_origin(
         assert not any(sent(each) for each in elsewhere.asked)
 
 
-def test_h9_redirects_keep_the_headers_within_the_origin_and_lose_them_at_its_border(
+def test_h9_redirects_keep_the_headers_within_the_origin_and_drop_them_outside(
     here: Standin, files: Files, tmp_path: Path
 ) -> None:
     """The link leads to another path here, from there elsewhere, and from there back."""
@@ -673,7 +675,7 @@ def test_a_redirect_to_another_kind_of_address_is_refused(
 @pytest.mark.parametrize(
     "location", ["http://127.0.0.1:port/x", "http://127.0.0.1:99999/x", "http://[::1/x"]
 )
-def test_a_redirect_to_what_is_no_address_is_refused(
+def test_a_redirect_to_an_invalid_address_is_refused(
     here: Standin, files: Files, rest: RestClient, tmp_path: Path, location: str
 ) -> None:
     files.fault = lambda name, asked: Reply(status=302, headers={"Location": location})
@@ -681,7 +683,7 @@ def test_a_redirect_to_what_is_no_address_is_refused(
         download_checkpoint(EXPORT, tmp_path / "adapter", rest=rest)
 
 
-def test_a_link_whose_port_is_no_number_is_refused(
+def test_a_link_with_an_invalid_port_is_refused(
     here: Standin, files: Files, rest: RestClient, tmp_path: Path
 ) -> None:
     files.url = "http://127.0.0.1:port"

@@ -30,7 +30,7 @@ SAY = Command("echo tml-printed")
         (None, "cmd", False, Command("cmd")),
     ],
 )
-def test_h10_which_credential_counts(key, command, enforce, found):
+def test_h10_which_credential_is_used(key, command, enforce, found):
     assert resolve(key, command, service="https://a", enforce_cmd=enforce) == found
 
 
@@ -45,14 +45,14 @@ def test_h10_which_credential_counts(key, command, enforce, found):
         (None, False, "No API key for https://a"),
     ],
 )
-def test_e4_a_missing_or_malformed_key_is_told_with_what_to_do(key, enforce, words):
+def test_e4_a_missing_or_malformed_key_is_reported_with_what_to_do(key, enforce, words):
     with pytest.raises(TinkerError, match=words) as caught:
         resolve(key, None, service="https://a", enforce_cmd=enforce)
     assert "TINKER_" in str(caught.value)
     assert "hidden" not in str(caught.value)
 
 
-def test_where_no_key_is_needed_nobody_asks():
+def test_no_key_is_used_where_none_is_needed():
     assert resolve(None, None, service="local", needed=False) is None
 
 
@@ -79,7 +79,7 @@ def test_a_command_runs_through_the_shell_and_its_output_is_stripped():
         ("echo tml-leak; echo second", "no header may hold"),
     ],
 )
-def test_a_command_that_fails_is_told_in_its_last_words_and_never_with_its_output(text, words):
+def test_a_failing_command_is_reported_with_its_stderr_and_never_with_its_output(text, words):
     with pytest.raises(TinkerError, match=words) as caught:
         printed(text)
     assert "TINKER_CREDENTIAL_CMD" in str(caught.value)
@@ -87,7 +87,7 @@ def test_a_command_that_fails_is_told_in_its_last_words_and_never_with_its_outpu
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="process groups")
-def test_a_command_that_hangs_is_ended_with_what_it_started(tmp_path):
+def test_a_command_that_hangs_is_killed_with_its_children(tmp_path):
     mark = tmp_path / "pid"
     began = time.monotonic()
     with pytest.raises(TinkerError, match=r"within 0\.5 s"):
@@ -107,7 +107,7 @@ def test_a_command_that_hangs_is_ended_with_what_it_started(tmp_path):
         pytest.fail("the command's child is still running")
 
 
-def test_a_command_does_not_stop_the_loop_and_runs_once_for_all_who_ask(tmp_path):
+def test_a_command_does_not_block_the_loop_and_runs_once_for_all_callers(tmp_path):
     ran = tmp_path / "ran"
     credential = CommandCredential(
         Command(f"echo x >> {ran}; sleep 0.2; echo tml-printed"), limit_s=10, clock=time.monotonic
@@ -127,7 +127,7 @@ def test_a_command_does_not_stop_the_loop_and_runs_once_for_all_who_ask(tmp_path
     assert ran.read_text() == "x\n"
 
 
-def test_what_was_printed_is_kept_for_a_minute_and_asked_for_again_after_a_refusal(tmp_path):
+def test_command_output_is_cached_for_a_minute_and_renewed_after_a_401(tmp_path):
     now = [0.0]
     count = tmp_path / "count"
     credential = CommandCredential(
@@ -163,7 +163,7 @@ def test_a_client_sends_what_the_command_prints(monkeypatch):
     assert set(keys_seen(fake)) == {"tml-printed"}
 
 
-def test_a_command_that_fails_fails_the_call_at_once(monkeypatch):
+def test_a_failing_command_fails_the_call_at_once(monkeypatch):
     monkeypatch.setenv("TINKER_CREDENTIAL_CMD", "echo 'vault is sealed' >&2; exit 2")
     monkeypatch.delenv("TINKER_API_KEY", raising=False)
     fake = FakeService()

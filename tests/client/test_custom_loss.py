@@ -48,7 +48,9 @@ def passes(fake):
 # -- the callable: passes, order, threads ------------------------------------------------------------
 
 
-def test_m2_a_callable_is_a_forward_pass_then_weights_of_minus_its_gradient(fake, training):
+def test_m2_a_callable_is_a_forward_pass_then_a_pass_with_its_negative_gradient_as_weights(
+    fake, training
+):
     spans = [tinkex.SampledProvenanceSpan(sequence_id="q", length=3)]
     datum = types.Datum(
         types.ModelInput.from_ints([1, 2, 3]),
@@ -91,7 +93,7 @@ def test_its_result_has_the_custom_loss_the_users_metrics_and_the_servers(traini
     assert found.metrics["mine:sum"] == 3.0
 
 
-def test_defect_15_asking_twice_gives_the_same(training, datum):
+def test_defect_15_reading_a_result_twice_gives_the_same(training, datum):
     future = training.forward_backward_custom(
         [datum], lambda _, logprobs: (logprobs[0].exp().sum(), {})
     )
@@ -105,9 +107,7 @@ async def _result_of(future):
     return await future
 
 
-def test_what_is_called_next_runs_next_though_the_backward_pass_is_still_on_its_way(
-    fake, training, datum
-):
+def test_the_next_call_runs_next_while_the_backward_pass_is_pending(fake, training, datum):
     passed = training.forward_backward_custom([datum], plain)
     stepped = training.optim_step(ADAM)
     again = training.forward_backward_custom([datum], plain)
@@ -161,7 +161,7 @@ def test_a_batch_in_many_chunks_is_one_loss(datum):
     assert [kind for _, kind in ran(fake)] == ["forward"] * 3 + ["forward_backward"] * 3
 
 
-def test_defect_9_a_loss_runs_on_a_thread_of_its_own_and_the_session_goes_on(service, datum):
+def test_defect_9_a_loss_runs_on_its_own_thread_and_the_session_continues(service, datum):
     training = service.create_lora_training_client("fake/model")
     where = []
 
@@ -241,9 +241,7 @@ def test_a_loss_sees_the_context_of_its_caller_and_its_own_parameters_get_gradie
         (lambda _, lp: ((lp[0] / 0 + lp[1]).sum(), {}), r"data\[0\] is not finite"),
     ],
 )
-def test_a_loss_that_cannot_be_used_is_a_value_error_of_the_call(
-    fake, training, datum, loss, words
-):
+def test_an_unusable_loss_is_a_value_error_of_the_call(fake, training, datum, loss, words):
     with pytest.raises(ValueError, match=words):
         training.forward_backward_custom([datum, datum], loss)
     # The order goes on, without a gap.
@@ -251,7 +249,7 @@ def test_a_loss_that_cannot_be_used_is_a_value_error_of_the_call(
     assert ran(fake) == [(1, "forward"), (2, "optim_step")]
 
 
-def test_the_users_own_error_comes_out_of_the_call_with_its_traceback(training, datum):
+def test_the_users_own_error_is_raised_by_the_call_with_its_traceback(training, datum):
     def broken(data, logprobs):
         return 1 / 0
 
@@ -266,7 +264,7 @@ def test_exit_in_a_loss_does_not_end_the_client(training, datum):
     training.optim_step(ADAM).result(5)
 
 
-def test_a_forward_pass_that_is_refused_is_told_and_the_loss_never_runs(fake, training, datum):
+def test_a_refused_forward_pass_is_raised_and_the_loss_never_runs(fake, training, datum):
     fake.script("forward_backward", Answer(status=422, body={"detail": "no"}))
     with pytest.raises(tinkex.UnprocessableEntityError):
         training.forward_backward_custom([datum], lambda *_: pytest.fail("ran"))
@@ -284,7 +282,7 @@ def test_missing_targets_are_named_before_anything_is_sent(fake, training):
     assert passes(fake) == []
 
 
-def test_a_loss_that_calls_its_own_client_is_told_instead_of_waiting_for_itself(training, datum):
+def test_a_loss_that_calls_its_own_client_is_an_error_instead_of_a_deadlock(training, datum):
     def loss(data, logprobs):
         training.optim_step(ADAM)
 
@@ -389,7 +387,7 @@ def test_a_handle_knows_its_inputs_and_its_session(service):
         handle.name = "other"
 
 
-def test_where_the_server_takes_none_a_handle_runs_here(service, fake):
+def test_a_handle_runs_in_the_client_if_the_server_runs_no_losses(service, fake):
     training = service.create_lora_training_client("fake/model")
     handle = service.create_custom_loss(weighted, RANKS).result(5)
     data = [with_advantages(1.0, 2.0, 3.0), with_advantages(0.0, 0.0, 6.0)]
@@ -404,7 +402,7 @@ def test_where_the_server_takes_none_a_handle_runs_here(service, fake):
     assert weights == [[1.0, 2.0, 3.0], [0.0, 0.0, 6.0]]
 
 
-def test_the_same_loss_is_made_once_in_a_session(service, fake):
+def test_the_same_loss_is_created_once_in_a_session(service, fake):
     service.create_custom_loss(weighted, RANKS).result(5)
     with pytest.raises(ValueError, match="has the same loss already, made as 'weighted'"):
         service.create_custom_loss(weighted, RANKS)
@@ -412,7 +410,7 @@ def test_the_same_loss_is_made_once_in_a_session(service, fake):
     fake.client().create_custom_loss(weighted, RANKS).result(5)
 
 
-def test_a_loss_that_did_not_reach_the_server_may_be_made_again(datum):
+def test_a_loss_that_did_not_reach_the_server_may_be_created_again(datum):
     fake = FakeService(config={"custom_loss_server_side": True})
     fake.script("create_custom_loss", Answer(status=422, body={"detail": "not now"}))
     with fake.client() as service:
@@ -504,6 +502,8 @@ SEVENTEEN = eval(
         (sorted_by_python, {"logprobs": 1}, "torch.fx cannot follow it"),
     ],
 )
-def test_what_a_custom_loss_may_not_do_is_a_value_error_that_says_so(service, fn, ranks, words):
+def test_a_forbidden_operation_in_a_custom_loss_is_a_value_error_that_names_it(
+    service, fn, ranks, words
+):
     with pytest.raises(ValueError, match=words):
         service.create_custom_loss(fn, ranks)

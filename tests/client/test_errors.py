@@ -53,12 +53,12 @@ def test_each_status_has_its_class(status, kind):
     assert "POST /api/v1/optim_step" in str(error)
 
 
-def test_an_answer_that_is_no_json_is_kept_as_text():
+def test_a_response_that_is_not_json_is_kept_as_text():
     assert answered(502, b"<html>").body == "<html>"
     assert answered(502).body is None
 
 
-def test_a_redirect_says_where_to():
+def test_a_redirect_error_names_its_target():
     assert "'https://new'" in str(answered(301, location="https://new"))
 
 
@@ -103,22 +103,22 @@ def test_every_error_survives_pickling(error):
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
-def test_no_error_holds_the_key(error):
+def test_no_error_contains_the_key(error):
     assert b"tml-secret" not in pickle.dumps(error)
 
 
-def test_a_request_does_not_print_what_it_carries():
+def test_a_request_does_not_print_its_payload():
     assert "tml-secret" not in repr(REQUEST)
 
 
-def test_a_failed_request_names_its_id_and_whose_fault_it_is():
+def test_a_failed_request_names_its_id_and_category():
     error = tinkex.RequestFailedError("bad data", "r-9", tinkex.types.RequestErrorCategory.User)
     assert (error.request_id, error.category) == ("r-9", "user")
     assert "r-9" in str(error)
     assert "Change the request" in str(error)
 
 
-def test_the_tree_is_that_of_the_official_client():
+def test_the_class_tree_is_that_of_the_official_client():
     assert issubclass(tinkex.APITimeoutError, tinkex.APIConnectionError)
     assert issubclass(tinkex.APIStatusError, tinkex.APIError)
     assert issubclass(tinkex.APIError, tinkex.TinkerError)

@@ -49,7 +49,7 @@ def run(fake, datum):
     return [getattr(result, "metrics", None) for result in results], tokens, fake.ran
 
 
-def test_training_and_sampling_come_out_the_same_and_nothing_runs_twice(datum):
+def test_training_and_sampling_give_the_same_results_and_nothing_runs_twice(datum):
     config = {"fwdbwd_max_chunk_len": 2}
     calm = run(FakeService(config=config), datum)
     faulty = run(Faulty(7, config=config), datum)

@@ -103,7 +103,7 @@ def test_the_shared_poll_has_the_fields_of_the_official_client():
 
 
 @pytest.mark.parametrize("endpoint", ["retrieve_future", "telemetry"])
-def test_what_goes_by_the_clock_has_the_fields_of_the_official_client(endpoint, ours):
+def test_periodic_requests_have_the_fields_of_the_official_client(endpoint, ours):
     assert ours["by the clock"][endpoint]
     for kind in ours["by the clock"][endpoint]:
         assert kind in theirs()["by the clock"][endpoint]

@@ -52,13 +52,13 @@ def adapter(tmp_path: Path) -> Path:
         ("org/mine", "v1", ("org/mine", "v1")),
     ],
 )
-def test_repository_and_branch_are_derived_where_they_are_not_said(
+def test_repository_and_branch_have_defaults(
     repo: str | None, revision: str | None, expected: tuple[str, str | None]
 ) -> None:
     assert target_repo(PATH, "somebody", repo=repo, revision=revision) == expected
 
 
-def test_derived_names_are_names_that_the_hub_takes() -> None:
+def test_default_names_are_valid_on_the_hub() -> None:
     from huggingface_hub.utils import validate_repo_id
 
     for run in ("a--b..c", "-x-", "ü:ö", "r" * 300, "a:train:0"):
@@ -92,7 +92,7 @@ def test_the_card_names_checkpoint_base_and_rank_and_no_folder_of_the_machine() 
     assert "base_model" not in yaml.safe_load(hidden.split("---")[1])
 
 
-def test_a_place_of_another_checkpoint_is_refused() -> None:
+def test_a_repository_of_another_checkpoint_is_refused() -> None:
     path = "tinker://a/weights/1"
     check_card(path, None, "x")
     check_card(path, "# a card without a checkpoint", "x")
@@ -212,7 +212,7 @@ def test_an_adapter_is_pushed_in_one_commit_with_its_card(
     assert PATH in files["README.md"].decode()
 
 
-def test_the_same_checkpoint_may_come_again_and_another_may_not(
+def test_the_same_checkpoint_may_be_pushed_again_and_another_may_not(
     adapter: Path, hub: tuple[Hub, Standin]
 ) -> None:
     told, _ = hub

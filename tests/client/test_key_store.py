@@ -17,7 +17,7 @@ KEY = "tml-stored-0123456789"
 OTHER = "http://127.0.0.1:8000"
 
 
-def test_what_is_written_is_read_again_and_nobody_else_can_read_it(tmp_path):
+def test_written_keys_are_read_again_and_only_by_their_owner(tmp_path):
     path = default_path(tmp_path)
     stored = StoredKeys().with_key(
         "7",
@@ -69,7 +69,7 @@ def test_deleting_the_default_key_clears_the_default_and_unknown_ids_are_errors(
         stored.with_default("2")
 
 
-def test_no_file_is_nothing_stored(tmp_path):
+def test_a_missing_file_means_no_keys(tmp_path):
     assert read(default_path(tmp_path)) == StoredKeys()
 
 
@@ -85,7 +85,7 @@ def test_no_file_is_nothing_stored(tmp_path):
         ('{"keys": {"1": {"type": "manual", "key": "tml-hidden" x', "not JSON"),
     ],
 )
-def test_a_malformed_file_is_named_without_what_it_holds(tmp_path, text, words):
+def test_a_malformed_file_is_named_without_its_contents(tmp_path, text, words):
     path = default_path(tmp_path)
     path.parent.mkdir()
     path.write_text(text)
@@ -117,7 +117,7 @@ def test_h8_a_stored_key_is_sent_only_to_the_service_it_belongs_to(tmp_path):
 
 
 @pytest.mark.sdk
-def test_the_official_client_reads_what_we_write_and_we_what_it_writes(tmp_path):
+def test_the_file_is_compatible_with_the_official_client(tmp_path):
     stored = (
         StoredKeys()
         .with_key("1", StoredKey(key=ApiKey(KEY), name="one", base_url=DEFAULT_URL))

@@ -86,7 +86,7 @@ def test_closed_sessions_free_their_sockets_tasks_and_objects(loopback, fake, sh
     assert settled(left, 0) == 0
 
 
-def test_a_client_that_is_only_forgotten_leaves_nothing_either(loopback):
+def test_a_garbage_collected_client_leaves_nothing_behind(loopback):
     service, _ = use(loopback.url)
     service.close("success").result(5)
     before = settled(sockets, 0, seconds=0.1)
@@ -98,7 +98,7 @@ def test_a_client_that_is_only_forgotten_leaves_nothing_either(loopback):
     assert not [ref() for ref in made if ref() is not None]
 
 
-def test_results_nobody_asked_for_do_not_pile_up():
+def test_abandoned_results_do_not_pile_up():
     fake = FakeService(config={"sample_use_retrieve_futures": True}, sample_s=0.005, hold_s=0.05)
     with fake.client() as service:
         sampling = service.create_sampling_client(base_model="fake/model")

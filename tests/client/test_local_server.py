@@ -49,7 +49,7 @@ def server_pid(settings: LocalSettings) -> int:
     return int(json.loads((settings.data / "local.json").read_text())["pid"])
 
 
-def test_the_server_stops_when_the_last_client_lets_go(settings, capsys):
+def test_the_server_stops_when_the_last_client_is_closed(settings, capsys):
     first, second = local_server.attach(settings), local_server.attach(settings)
     pid = server_pid(settings)
     assert first.url == second.url
@@ -61,7 +61,7 @@ def test_the_server_stops_when_the_last_client_lets_go(settings, capsys):
     assert gone(pid)
 
 
-def test_a_server_is_there_whether_or_not_the_last_one_was_about_to_go(settings):
+def test_attaching_while_the_last_server_is_stopping_gives_a_running_server(settings):
     for _ in range(5):
         first = local_server.attach(settings)
         first.release()
@@ -72,7 +72,7 @@ def test_a_server_is_there_whether_or_not_the_last_one_was_about_to_go(settings)
     assert gone(server_pid(settings))
 
 
-def test_a_new_server_is_started_after_the_old_one_has_gone(settings):
+def test_a_new_server_is_started_after_the_old_one_has_ended(settings):
     local_server.attach(settings).release()
     pid = server_pid(settings)
     assert gone(pid)
@@ -161,7 +161,7 @@ def test_other_settings_for_the_same_data_are_refused(settings):
     assert gone(pid)
 
 
-def test_a_server_that_does_not_start_is_quoted(settings):
+def test_a_server_that_does_not_start_is_reported_with_its_log(settings):
     broken = dataclasses.replace(settings, arguments=("--broken",))
     with pytest.raises(TinkerError, match="no such model"):
         local_server.attach(broken)

@@ -55,7 +55,7 @@ def test_requests_operations_bytes_and_times_are_counted_by_name(fake, datum):
     json.dumps(seen)  # plain
 
 
-def test_failures_retries_and_busy_answers_are_counted(fake, datum):
+def test_failures_retries_and_rate_limits_are_counted(fake, datum):
     fake.script(
         "optim_step",
         Lost(),
@@ -73,7 +73,7 @@ def test_failures_retries_and_busy_answers_are_counted(fake, datum):
     assert seen["counters"]["operations_failed.create_model"] == 1
 
 
-def test_how_long_everybody_waited_for_a_busy_service_is_a_time(fake):
+def test_the_duration_of_back_offs_is_measured(fake):
     fake.script("asample", Answer(status=429, headers={"retry-after-ms": "30"}))
     with fake.client(**BUSY) as service:
         sampling = service.create_sampling_client(base_model="fake/model")
@@ -82,7 +82,7 @@ def test_how_long_everybody_waited_for_a_busy_service_is_a_time(fake):
     assert tinkex.metrics_snapshot()["latency_s"]["wait.backoff"]["max"] >= 0.03
 
 
-def test_samples_that_wait_are_a_level_and_how_long_they_waited_a_time(fake):
+def test_waiting_samples_are_a_gauge_and_their_wait_is_a_latency(fake):
     hold = fake.hold("asample")
     service = fake.client()
     sampling = service.create_sampling_client(
@@ -104,7 +104,7 @@ def test_samples_that_wait_are_a_level_and_how_long_they_waited_a_time(fake):
 
 
 @pytest.mark.parametrize("how", ["cancel", "close"])
-def test_levels_come_back_to_zero_whatever_ends_the_waiting(fake, how):
+def test_gauges_return_to_zero_however_the_wait_ends(fake, how):
     hold = fake.hold("asample")
     service = fake.client()
     sampling = service.create_sampling_client(
@@ -124,7 +124,7 @@ def test_levels_come_back_to_zero_whatever_ends_the_waiting(fake, how):
     assert levels() == {0}
 
 
-def test_reset_forgets_counts_and_times_and_keeps_levels(fake, datum):
+def test_reset_clears_counters_and_latencies_and_keeps_gauges(fake, datum):
     train(fake, datum)
     instrumentation.METRICS.change("operations_in_flight", "sample", 1)
     tinkex.reset_metrics()

@@ -31,11 +31,11 @@ def test_another_server(other: str) -> None:
     "url",
     ["", "local", "/path", "ftp://h", "http://", "http://h:port", "http://h:99999", "http://[h"],
 )
-def test_what_is_no_address_has_no_origin(url: str) -> None:
+def test_an_invalid_address_has_no_origin(url: str) -> None:
     assert origin(url) is None
 
 
-def test_where_a_redirect_leads_to() -> None:
+def test_the_target_of_a_redirect() -> None:
     assert redirect_url("https://h/a/b", "c?d=1") == "https://h/a/c?d=1"
     assert redirect_url("https://h/a", "//g/c") == "https://g/c"
     for location in (None, "", "ftp://h/", "//h:port/", "http://[h", "/a\\b", "\\\\g/c"):

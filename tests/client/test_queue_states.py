@@ -26,7 +26,7 @@ def paused(reason: str | None = "two jobs ahead", status: int = 408) -> Answer:
 
 
 @pytest.mark.parametrize("status", [408, 200])  # older servers say it with a success
-def test_o8_a_callback_is_told_what_waits_why_and_that_it_goes_on(
+def test_o8_a_callback_gets_what_waits_why_and_the_end_of_the_wait(
     fake, service, datum, caplog, status
 ):
     told: list[tinkex.QueueState] = []
@@ -48,7 +48,7 @@ def test_o8_a_callback_is_told_what_waits_why_and_that_it_goes_on(
     assert len(told) == 3  # the block has ended
 
 
-def test_o8_samples_and_new_models_tell_too_and_a_state_without_a_reason_gets_one(fake, service):
+def test_o8_samples_and_new_models_report_too_and_a_state_without_a_reason_gets_one(fake, service):
     told: list[tinkex.QueueState] = []
     watch = tinkex.on_queue_state(told.append)
     fake.script("retrieve_future", paused(None))
@@ -65,9 +65,7 @@ def test_o8_samples_and_new_models_tell_too_and_a_state_without_a_reason_gets_on
 
 
 @pytest.mark.parametrize("status", [200, 408])
-def test_t5_a_state_that_this_client_does_not_know_is_told_as_it_is(
-    status, fake, service, datum, caplog
-):
+def test_t5_an_unknown_state_is_passed_on_unchanged(status, fake, service, datum, caplog):
     training = service.create_lora_training_client("fake/model")
     told: list[tinkex.QueueState] = []
     body = {"type": "try_again", "request_id": "r", "queue_state": "paused_maintenance"}
@@ -78,7 +76,7 @@ def test_t5_a_state_that_this_client_does_not_know_is_told_as_it_is(
     assert "is paused: queue state 'paused_maintenance'" in caplog.text
 
 
-def test_o8_a_callback_that_fails_stops_nothing(fake, service, datum, caplog):
+def test_o8_a_failing_callback_does_not_stop_the_request(fake, service, datum, caplog):
     def fails(state: tinkex.QueueState) -> None:
         raise ValueError("mine")
 
@@ -89,7 +87,7 @@ def test_o8_a_callback_that_fails_stops_nothing(fake, service, datum, caplog):
     assert "a queue-state callback failed" in caplog.text
 
 
-def test_o8_nothing_is_paused_once_a_request_was_given_up(fake, datum):
+def test_o8_nothing_is_paused_after_a_request_was_cancelled(fake, datum):
     service = fake.client()
     training = service.create_lora_training_client("fake/model")
     fake.script("retrieve_future", *[paused()] * 1000)

@@ -102,7 +102,7 @@ def test_a_body_is_sent_and_attempts_are_counted(fake, service):
     assert seen.headers["x-api-key"] == "tml-fake"
 
 
-def test_a_refusal_raises_its_error_and_never_is_never(fake, service):
+def test_an_error_status_raises_and_max_retries_0_sends_once(fake, service):
     with pytest.raises(tinkex.NotFoundError, match="no/such"):
         Raw(service).request("GET", "no/such")
     fake.script("healthz", Answer(status=503, body={"detail": "later"}))
@@ -110,7 +110,7 @@ def test_a_refusal_raises_its_error_and_never_is_never(fake, service):
         Raw(service).request("GET", "healthz", max_retries=0)
 
 
-def test_a_type_that_does_not_fit_is_said(service):
+def test_a_response_of_another_type_is_an_error(service):
     with pytest.raises(tinkex.APIResponseValidationError, match="CreateSessionResponse"):
         Raw(service).request("GET", "healthz").parse(to=types.CreateSessionResponse)
 
@@ -135,7 +135,7 @@ def test_coroutines_have_the_same(fake, service):
     assert lines == ["ä", "b", "c"]
 
 
-def test_an_answer_is_read_as_it_comes_and_once():
+def test_a_response_is_read_as_it_arrives_and_once():
     cut = EVENTS.index("ü".encode()) + 1  # in the middle of a character
     with Site(EVENTS[:cut], EVENTS[cut:]) as site, site.client() as service:
         with Raw(service).stream("GET", "anything") as answer:
@@ -151,7 +151,7 @@ def test_an_answer_is_read_as_it_comes_and_once():
             assert [event.data for event in answer.iter_events()] == ["Zürich", "1\n2"]
 
 
-def test_an_answer_that_breaks_off_is_a_connection_error():
+def test_a_response_that_breaks_off_is_a_connection_error():
     with (
         Site(b"data: 1\n\n", None) as site,
         site.client() as service,

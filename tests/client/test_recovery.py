@@ -45,7 +45,7 @@ FAILURES = {
 
 
 @pytest.mark.parametrize("failure", FAILURES)
-def test_a_run_whose_model_is_lost_ends_like_one_that_was_left_alone(fake, datum, failure):
+def test_a_recovered_run_ends_like_an_undisturbed_one(fake, datum, failure):
     undisturbed = FakeService()
     expected = tinkex.recovering(trains(datum), service=undisturbed.client, create=create)
     assert expected == pytest.approx(-3 * toy_logprob(STEPS))
@@ -74,13 +74,13 @@ def test_a_run_whose_model_is_lost_ends_like_one_that_was_left_alone(fake, datum
     assert ended == ["errored", "success"]
 
 
-def test_it_begins_anew_where_there_is_no_checkpoint_yet(fake, datum):
+def test_it_starts_over_if_there_is_no_checkpoint_yet(fake, datum):
     fake.script("optim_step", Answer(status=410))
     tinkex.recovering(trains(datum), service=fake.client, create=create, back_off_s=0.0)
     assert len([seen for seen in fake.requests if seen.endpoint == "create_model"]) == 2
 
 
-def test_it_gives_up_after_so_many_restarts_without_a_new_checkpoint(fake, datum):
+def test_it_gives_up_after_most_restarts_without_a_new_checkpoint(fake, datum):
     told: list = []
 
     def loses(step: int) -> None:
@@ -99,7 +99,7 @@ def test_it_gives_up_after_so_many_restarts_without_a_new_checkpoint(fake, datum
     assert [(each.attempt, each.delay_s) for each in told] == [(1, 0.001), (2, 0.002)]
 
 
-def test_every_checkpoint_gives_it_new_patience():
+def test_every_checkpoint_resets_the_restart_count():
     restarts = Restarts(most=1, back_off_s=1.0)
     error, first = ValueError(), Saved(path="tinker://a", step=1)
     assert restarts.after(error, None)
@@ -108,7 +108,7 @@ def test_every_checkpoint_gives_it_new_patience():
     assert not restarts.after(error, first)
 
 
-def test_mistakes_of_the_caller_are_raised_at_once(fake):
+def test_user_errors_are_raised_at_once(fake):
     def bad(run: tinkex.Recovery) -> None:
         run.training.forward_backward([types.Datum(types.ModelInput.from_ints([1]), {})], "ppo")
         raise ValueError("mine")
@@ -153,7 +153,7 @@ def test_a_corrupted_run_is_started_again_and_its_checkpoint_not_used(fake, datu
     assert len(set(run_ids)) == 2
 
 
-def test_it_goes_on_from_a_checkpoint_of_an_earlier_program(fake, datum):
+def test_it_resumes_from_a_checkpoint_of_an_earlier_program(fake, datum):
     saved: list[Saved] = []
 
     def first(run: tinkex.Recovery) -> None:
@@ -207,5 +207,5 @@ REQUEST = Request(method="POST", url="http://h/api/v1/optim_step")
     ],
     ids=str,
 )
-def test_what_is_worth_a_restart(error, expected):
+def test_which_errors_are_worth_a_restart(error, expected):
     assert may_recover(error) is expected

@@ -63,13 +63,13 @@ def test_entropy_of_the_targets_of_each_position(temperature):
     assert value(reg.Entropy(temperature), batch(ROWS)) == pytest.approx(expected)
 
 
-def test_entropy_is_largest_where_all_are_alike_and_needs_several_targets():
+def test_entropy_is_largest_for_equal_logprobs_and_needs_several_targets():
     assert value(reg.Entropy(), batch(np.zeros((2, 4)))) == pytest.approx(2 * math.log(4))
     with pytest.raises(ValueError, match=r"data\[0\] has one target for each position"):
         reg.Entropy()(batch(X[0]))
 
 
-def test_kl_both_ways_and_their_mean_over_several_targets():
+def test_kl_in_both_directions_and_their_mean_over_several_targets():
     p, q = shares(ROWS), shares(OTHER)
     seen = batch(ROWS, reference_logprobs=[OTHER])
     assert value(reg.KL("reverse"), seen) == pytest.approx(kl(p, q), rel=1e-5)
@@ -101,7 +101,7 @@ def test_the_gradient_of_kl_is_that_of_its_formula():
     )
 
 
-def test_consistency_of_neighbours_or_given_pairs():
+def test_consistency_of_adjacent_or_given_pairs():
     apart = X[0] - X[1]
     assert value(reg.Consistency(), batch(*X)) == pytest.approx(np.square(apart).mean())
     absolute = reg.Consistency("absolute", pairs=[(0, 2)])

@@ -164,9 +164,7 @@ def test_a_holder_and_credentials_together_are_refused(rest: RestClient) -> None
 # -- what is sent ------------------------------------------------------------------------------------
 
 
-def test_defect_22_ids_are_quoted_so_that_they_are_nothing_but_ids(
-    here: Service, rest: RestClient
-) -> None:
+def test_defect_22_ids_are_quoted(here: Service, rest: RestClient) -> None:
     run = "a/b?limit=1#c d%2e:ü"
     with pytest.raises(tinkex.NotFoundError):
         rest.list_checkpoints(run).result(10)
@@ -204,7 +202,7 @@ def test_the_absence_of_an_expiry_is_sent_as_null(here: Service, rest: RestClien
     assert [each.json() for each in here.asked] == [{"ttl_seconds": None}, {"ttl_seconds": 7200}]
 
 
-def test_a_copy_is_repeated_under_one_key_and_lends_the_token_in_a_header(
+def test_a_copy_is_retried_under_one_key_and_sends_the_token_in_a_header(
     here: Service, rest: RestClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers = iter([reply_json({"detail": "busy"}, 503), reply_json({"tinker_path": PATH})])
@@ -255,7 +253,7 @@ def test_an_archive_link_is_read_from_a_redirect_and_from_json(
     assert twin == found
 
 
-def test_an_audit_log_that_lies_elsewhere_is_fetched_without_the_key(
+def test_an_audit_log_on_another_host_is_fetched_without_the_key(
     here: Service, rest: RestClient
 ) -> None:
     admin = AdminClient(base_url=here.url, api_key="tml-one")
@@ -293,7 +291,7 @@ def test_an_audit_log_of_the_same_origin_is_fetched_with_the_key(
         assert ("x-api-key" in last.headers) is shown
 
 
-def test_usage_is_asked_for_in_utc(here: Service, rest: RestClient) -> None:
+def test_usage_is_requested_in_utc(here: Service, rest: RestClient) -> None:
     with AdminClient(base_url=here.url) as admin:
         for start, end in (
             ("2026-01-01T02:00:00+02:00", datetime(2026, 1, 1, 5)),
@@ -309,7 +307,7 @@ def test_usage_is_asked_for_in_utc(here: Service, rest: RestClient) -> None:
 # -- traces ------------------------------------------------------------------------------------------
 
 
-def test_a_trace_is_looked_for_soon_and_then_at_an_even_pace(
+def test_a_trace_is_polled_early_and_then_at_a_fixed_interval(
     here: Service,
     rest: RestClient,
     monkeypatch: pytest.MonkeyPatch,
@@ -334,7 +332,7 @@ def test_a_trace_is_looked_for_soon_and_then_at_an_even_pace(
 # -- warnings and kinds ------------------------------------------------------------------------------
 
 
-def test_o7_every_call_gives_one_kind_of_future_and_every_twin_the_value(
+def test_o7_every_call_returns_one_kind_of_future_and_every_async_variant_the_value(
     here: Service, rest: RestClient
 ) -> None:
     here.script["GET /api/v1/sessions/s?access_scope=owned"] = reply_json(
@@ -365,7 +363,7 @@ def test_the_reference_has_every_method() -> None:
         assert [name for name in names if f"`{name.removesuffix('_async')}" not in text] == []
 
 
-def test_o7_waiting_for_an_answer_on_an_event_loop_is_warned_about_by_name(
+def test_o7_blocking_on_an_event_loop_warns_with_the_name_of_the_method(
     here: Service, rest: RestClient
 ) -> None:
     async def wrong() -> None:
@@ -375,7 +373,7 @@ def test_o7_waiting_for_an_answer_on_an_event_loop_is_warned_about_by_name(
         asyncio.run(wrong())
 
 
-def test_what_is_experimental_or_has_moved_says_so_at_the_callers_line(
+def test_experimental_and_moved_methods_warn_at_the_callers_line(
     here: Service, rest: RestClient
 ) -> None:
     here.script["POST /api/v1/sessions/search"] = reply_json({"sessions": []})
@@ -409,7 +407,7 @@ def test_what_is_experimental_or_has_moved_says_so_at_the_callers_line(
     service.close("success").result(5)
 
 
-def test_a_call_can_have_a_time_out_of_its_own(here: Service, rest: RestClient) -> None:
+def test_a_call_can_have_its_own_timeout(here: Service, rest: RestClient) -> None:
     def slow(_: Asked) -> Reply:
         time.sleep(0.5)
         return reply_json({"sessions": []})
@@ -443,7 +441,7 @@ def test_whoami_reads_the_token_and_sends_nothing(here: Service) -> None:
     assert here.asked == []
 
 
-def test_a_token_that_does_not_say_whose_it_is_is_told_apart() -> None:
+def test_a_token_without_an_owner_is_an_error() -> None:
     urn = "tml:organization:us"
     assert owner_of_token({"sub": "a", "org_id": urn, "email": 3}) == types.WhoamiResponse(
         user_urn="a", org_urn=urn
@@ -456,9 +454,7 @@ def test_a_token_that_does_not_say_whose_it_is_is_told_apart() -> None:
 # -- pages -------------------------------------------------------------------------------------------
 
 
-def test_all_of_a_list_comes_page_by_page_and_nothing_twice(
-    here: Service, rest: RestClient
-) -> None:
+def test_a_list_is_fetched_page_by_page_without_duplicates(here: Service, rest: RestClient) -> None:
     ids = [f"s-{number}" for number in range(205)]
 
     def page(asked: Asked) -> Reply:
@@ -484,7 +480,7 @@ def test_all_of_a_list_comes_page_by_page_and_nothing_twice(
             client.all_sessions("nobody's")  # type: ignore[arg-type]
 
 
-def test_a_search_goes_on_from_its_cursor(here: Service, rest: RestClient) -> None:
+def test_a_search_continues_from_its_cursor(here: Service, rest: RestClient) -> None:
     def found(name: str) -> dict[str, Any]:
         return {
             "session_id": name,
@@ -510,7 +506,7 @@ def test_a_search_goes_on_from_its_cursor(here: Service, rest: RestClient) -> No
 # -- sharing a connection ----------------------------------------------------------------------------
 
 
-def test_o9_clients_of_one_service_and_key_share_a_connection_and_leave_each_other_alone(
+def test_o9_clients_of_one_service_and_key_share_a_connection_and_close_independently(
     here: Service,
 ) -> None:
     here.script["GET /api/v1/sessions?limit=20&offset=0&access_scope=owned"] = reply_json(
@@ -557,7 +553,7 @@ def test_o9_closing_a_client_of_a_service_client_leaves_the_session_open(
     assert time.monotonic() - began < 1
 
 
-def test_o9_a_connection_that_nobody_uses_any_more_is_closed(here: Service) -> None:
+def test_o9_an_unused_connection_is_closed(here: Service) -> None:
     here.script["GET /api/v1/sessions?limit=20&offset=0&access_scope=owned"] = reply_json(
         {"sessions": []}
     )
@@ -573,7 +569,7 @@ def test_o9_a_connection_that_nobody_uses_any_more_is_closed(here: Service) -> N
     assert key not in rest_base._holders
 
 
-def test_a_forked_child_asks_on_a_connection_of_its_own(here: Service) -> None:
+def test_a_forked_child_uses_its_own_connection(here: Service) -> None:
     here.script["GET /api/v1/sessions?limit=20&offset=0&access_scope=owned"] = reply_json(
         {"sessions": []}
     )

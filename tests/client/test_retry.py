@@ -49,7 +49,7 @@ def answered(status: int, **headers: str) -> APIStatusError:
         (ValueError("no"), False),
     ],
 )
-def test_connection_errors_time_outs_408_409_429_and_5xx_are_retried(error, expected):
+def test_connection_errors_timeouts_408_409_429_and_5xx_are_retried(error, expected):
     assert is_retryable(error) is expected
 
 
@@ -97,7 +97,7 @@ def test_delays_double_up_to_the_longest(attempt, low, high):
         assert low <= delay <= high
 
 
-def test_h3_delays_are_spread_so_that_clients_do_not_come_back_together():
+def test_h3_delays_have_jitter_so_that_clients_do_not_retry_together():
     def delay(seed):
         return RetryPolicy().delay_s(
             5, answered(503), elapsed_s=0, now=NOW, rng=random.Random(seed)
@@ -107,7 +107,7 @@ def test_h3_delays_are_spread_so_that_clients_do_not_come_back_together():
     assert delay(1) == delay(1)
 
 
-def test_the_servers_wish_comes_before_our_own_delay():
+def test_retry_after_wins_over_the_clients_delay():
     error = answered(503, retry_after="3")
     assert RetryPolicy().delay_s(9, error, elapsed_s=0, now=NOW, rng=random.Random(0)) == 3.0
 
@@ -126,12 +126,12 @@ def test_no_attempt_starts_after_the_deadline(elapsed_s, expected):
     ("asked", "elapsed_s", "expected"),
     [("120", 0, 120.0), ("120", 250, 50.0), ("3600", 0, 300.0), ("3600", 300, None)],
 )
-def test_h3_a_long_wish_is_honoured_for_the_time_that_is_left(asked, elapsed_s, expected):
+def test_h3_a_long_retry_after_is_limited_to_the_time_that_is_left(asked, elapsed_s, expected):
     error, rng = answered(503, retry_after=asked), random.Random(0)
     assert RetryPolicy().delay_s(1, error, elapsed_s=elapsed_s, now=NOW, rng=rng) == expected
 
 
-def test_what_is_not_retryable_is_given_up_at_once():
+def test_errors_that_are_not_retryable_are_given_up_at_once():
     rng = random.Random(0)
     assert RetryPolicy().delay_s(1, answered(422), elapsed_s=0, now=NOW, rng=rng) is None
 
@@ -152,7 +152,7 @@ def test_what_is_not_retryable_is_given_up_at_once():
         (ValueError("no"), False),
     ],
 )
-def test_e1_user_errors_are_4xx_that_a_retry_would_not_mend(error, expected):
+def test_e1_user_errors_are_4xx_that_a_retry_would_not_fix(error, expected):
     assert is_user_error(error) is expected
 
 
@@ -164,7 +164,7 @@ def linked(*errors, by="__cause__"):
 
 
 @pytest.mark.parametrize("by", ["__cause__", "__context__"])
-def test_e1_an_error_is_the_users_if_what_led_to_it_was(by):
+def test_e1_an_error_is_a_user_error_if_its_cause_is(by):
     assert is_user_error(linked(ValueError(), KeyError(), answered(404), by=by))
     assert not is_user_error(linked(ValueError(), KeyError(), answered(503), by=by))
     # The nearest that tells decides: the service did not answer, whatever was going on before.
@@ -173,7 +173,7 @@ def test_e1_an_error_is_the_users_if_what_led_to_it_was(by):
     assert not is_user_error(linked(ValueError(), server, answered(400), by=by))
 
 
-def test_e1_errors_that_lead_to_each_other_are_looked_at_once():
+def test_e1_errors_that_cause_each_other_are_checked_once():
     first, second = ValueError(), KeyError()
     first.__cause__, second.__context__ = second, first
     assert not is_user_error(first)

@@ -59,7 +59,7 @@ def tasks_on_the_loop():
     return asyncio.run_coroutine_threadsafe(count(), background_loop.background()).result(5)
 
 
-def test_ten_thousand_waiting_samples_are_bounded_in_memory_and_tasks_and_come_in_order():
+def test_ten_thousand_waiting_samples_are_bounded_in_memory_and_tasks_and_run_in_order():
     fake = Instant(config={"sample_max_concurrent_requests": 100})
     # A key of its own: where another test was told "busy" a moment ago, samples go a few at a time.
     with fake.client(api_key="tml-ten-thousand") as service:
@@ -130,7 +130,7 @@ def test_sampling_never_blocks_the_caller_or_its_loop():
         assert len(asyncio.run(main())) == 200
 
 
-def test_waiting_samples_of_a_closed_client_are_told_at_once():
+def test_waiting_samples_of_a_closed_client_fail_at_once():
     fake = FakeService(config={"sample_max_concurrent_requests": 1})
     other, service = fake.client(), fake.client()
     holding = other.create_sampling_client(base_model="fake/model")
@@ -149,7 +149,7 @@ def test_waiting_samples_of_a_closed_client_are_told_at_once():
     other.close("success").result(5)
 
 
-def test_a_sample_taken_back_while_it_waits_is_never_sent():
+def test_a_sample_cancelled_while_it_waits_is_never_sent():
     fake = FakeService()
     with fake.client() as service:
         config = RetryConfig(max_connections=1)
@@ -164,7 +164,7 @@ def test_a_sample_taken_back_while_it_waits_is_never_sent():
         assert len(asked_by(fake)) == 2
 
 
-def test_a_service_that_was_busy_is_not_flooded_when_it_is_back():
+def test_a_service_is_not_flooded_after_a_back_off():
     fake = FakeService()
     with fake.client() as service:
         sampling = service.create_sampling_client(base_model="fake/model")
@@ -183,7 +183,7 @@ def test_a_service_that_was_busy_is_not_flooded_when_it_is_back():
 # -- who is let in -----------------------------------------------------------------------------------
 
 
-def test_lines_take_turns_and_keep_to_their_own_limits():
+def test_client_queues_take_turns_and_keep_to_their_own_limits():
     running = []
 
     def begin(entry):

@@ -47,7 +47,7 @@ def under_way(fake, sampling, count=20):
 
 
 @pytest.mark.parametrize(("ours", "theirs", "most"), [(2, 5, 2), (5, 2, 2), (None, 3, 3)])
-def test_the_smaller_of_our_limit_and_the_servers_holds(ours, theirs, most):
+def test_the_smaller_of_the_client_and_server_limits_applies(ours, theirs, most):
     fake = FakeService(config={"sample_max_concurrent_requests": theirs})
     with fake.client() as service:
         assert under_way(fake, client(service, max_connections=ours)) == most
@@ -65,7 +65,7 @@ def test_delays_double_up_to_the_longest_and_are_spread_by_the_jitter():
     assert even.delay_s(2, rng=rng) == 2.0
 
 
-def test_the_delay_between_attempts_is_the_one_that_was_set(fake, service):
+def test_the_delay_between_attempts_is_the_configured_one(fake, service):
     sampling = client(service, retry_delay_base=0.2, retry_delay_max=0.2, jitter_factor=0.0)
     fake.script("retrieve_future", Answer(status=410))
     began = time.monotonic()
@@ -73,7 +73,7 @@ def test_the_delay_between_attempts_is_the_one_that_was_set(fake, service):
     assert time.monotonic() - began >= 0.2
 
 
-def test_a_submission_is_repeated_by_one_layer_only(fake, monkeypatch):
+def test_a_submission_is_retried_by_one_layer_only(fake, monkeypatch):
     monkeypatch.setenv("TINKEX_GIVE_UP_S", "0.15")
     with fake.client() as service:
         sampling = client(service)
@@ -85,7 +85,7 @@ def test_a_submission_is_repeated_by_one_layer_only(fake, monkeypatch):
         assert set(numbers(fake)) == {0}  # started over, it would have another number
 
 
-def test_a_draw_that_the_server_fails_is_tried_a_few_times_and_then_told(fake, service):
+def test_a_sample_that_the_server_fails_is_retried_a_few_times_and_then_raised(fake, service):
     sampling = client(service)
     fake.script("retrieve_future", *[CRASHED] * 50)
     with pytest.raises(tinkex.RequestFailedError, match="crashed"):
@@ -126,12 +126,12 @@ LOST = APIConnectionError(Request(method="POST", url="http://x"), "reset")
         (ValueError("x"), True, (), False),
     ],
 )
-def test_what_is_drawn_again(error, sent, listed, expected):
+def test_which_errors_restart_a_sample(error, sent, listed, expected):
     config = RetryConfig(retryable_exceptions=listed)
     assert should_restart(error, config, 1, sent=sent) is expected
 
 
-def test_a_standstill_is_told_once_to_all_with_what_was_seen_last(fake, service):
+def test_a_progress_timeout_fails_all_samples_with_the_last_seen_state(fake, service):
     sampling = client(service, progress_timeout=0.3, max_connections=2)
     pending = {"type": "try_again", "request_id": "r", "queue_state": "paused_capacity"}
     reason = {"queue_state_reason": "the GPU is on holiday"}
@@ -157,7 +157,7 @@ def test_progress_of_any_sample_is_progress(fake, service):
 
 
 @pytest.mark.parametrize("by", ["user", "server"])
-def test_watching_for_a_standstill_can_be_switched_off(by):
+def test_stuck_detection_can_be_turned_off(by):
     fake = FakeService(
         config={"sample_enable_stuck_detection": by != "server"}, sample_s=0.4, hold_s=1.0
     )
@@ -181,7 +181,7 @@ def test_every_field_survives_pickling(fake, service):
     assert under_way(fake, copy) == 3
 
 
-def test_samples_that_must_not_be_repeated_are_not_but_logprobs_are():
+def test_samples_are_not_retried_where_the_server_forbids_it_but_logprobs_are():
     fake = FakeService(config={"sample_no_retries": True})
     with fake.client() as service:
         sampling = client(service)

@@ -37,7 +37,7 @@ def last(fake, endpoint):
     return [seen for seen in fake.requests if seen.endpoint == endpoint][-1]
 
 
-def test_neither_a_pickle_nor_a_handle_holds_a_secret(secretive):
+def test_neither_a_pickle_nor_a_handle_contains_a_secret(secretive):
     config = RetryConfig(max_connections=3, progress_timeout=9.0)
     sampling = secretive.create_sampling_client(base_model="fake/model", retry_config=config)
     handle = sampling.get_sampler_handle()
@@ -75,7 +75,7 @@ def test_a_copy_works_in_another_process(fake, loopback, how):
         assert len(set(numbers)) == 2
 
 
-def test_a_handle_makes_a_client_with_the_key_of_its_new_place(fake, secretive):
+def test_a_client_from_a_handle_uses_the_key_of_its_own_process(fake, secretive):
     config = RetryConfig(max_connections=3, progress_timeout=9.0)
     sampling = secretive.create_sampling_client(base_model="fake/model", retry_config=config)
     handle = sampling.get_sampler_handle()
@@ -92,7 +92,7 @@ def test_a_handle_makes_a_client_with_the_key_of_its_new_place(fake, secretive):
 @pytest.mark.parametrize(
     "handle", ["", "no handle", "e30=", base64.urlsafe_b64encode(b'{"session_id": 3}').decode()]
 )
-def test_what_is_no_handle_is_refused_in_words(handle):
+def test_an_invalid_handle_is_refused_with_a_clear_message(handle):
     with pytest.raises(ValueError, match="get_sampler_handle"):
         SamplingClient.from_sampler_handle(handle)
 
@@ -120,7 +120,7 @@ def test_copies_keep_the_session_alive(fake, loopback, monkeypatch):
     service.close("success").result(5)
 
 
-def test_copies_ask_for_their_number_where_the_server_gives_them():
+def test_copies_get_their_number_from_servers_that_assign_them():
     fake = FakeService(config={"sample_join_sampling_session": True})
     with fake.client() as service:
         sampling = service.create_sampling_client(base_model="fake/model")
@@ -173,7 +173,7 @@ def test_a_sample_may_name_its_model_in_any_of_three_ways(fake, service):
         draw(service.holder, types.SampleRequest(prompt=PROMPT, sampling_params=PARAMS))
 
 
-def test_attributes_that_programs_look_at(fake, service, monkeypatch):
+def test_attributes_that_programs_read_exist(fake, service, monkeypatch):
     sampling = service.create_sampling_client(base_model="fake/model")
     assert sampling.feature_gates == {"async_sampling"}
     assert sampling.retry_handler.config == RetryConfig(max_connections=None)
@@ -184,7 +184,7 @@ def test_attributes_that_programs_look_at(fake, service, monkeypatch):
         assert sampling.feature_gates == {"one", "two"}
 
 
-def test_stability_is_recorded_where_the_client_was_told_to(fake, service):
+def test_stability_is_recorded_if_the_client_enables_it(fake, service):
     sampling = service.create_sampling_client(base_model="fake/model", record_stability_info=True)
     copy = pickle.loads(pickle.dumps(sampling))
     for client in (sampling, copy):
@@ -193,7 +193,7 @@ def test_stability_is_recorded_where_the_client_was_told_to(fake, service):
     copy.holder.close("success").result(5)
 
 
-def test_an_observer_of_ones_own_hears_queue_states(service, fake):
+def test_an_overridden_observer_gets_queue_states(service, fake):
     told = []
 
     class Watching(SamplingClient):

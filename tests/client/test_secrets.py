@@ -117,7 +117,7 @@ def test_a_token_service_that_answers_something_else_is_not_quoted():
     service.close("errored").result(5)
 
 
-def test_types_that_hold_a_secret_do_not_print_it():
+def test_types_that_contain_a_secret_do_not_print_it():
     load = types.LoadWeightsRequest(
         path="tinker://a/weights/b", optimizer=False, weights_access_token=LENT
     )

@@ -17,7 +17,7 @@ PROMPT = types.ModelInput.from_ints([5, 6, 7])
 PARAMS = SamplingParams(max_tokens=4)
 
 
-def test_wishes_are_refreshed_and_an_old_one_outlives_a_failure(monkeypatch):
+def test_configuration_is_refreshed_and_the_old_one_stays_after_a_failure(monkeypatch):
     monkeypatch.setattr(connection, "MIN_REFRESH_S", 0.02)
     fake = FakeService(dynamic_config={"refresh_interval_sec": 0})
     with fake.client() as service:
@@ -33,7 +33,7 @@ def test_wishes_are_refreshed_and_an_old_one_outlives_a_failure(monkeypatch):
             future.cancel()
 
 
-def test_sizes_of_the_budgets_are_the_servers():
+def test_sizes_of_the_budgets_come_from_the_server():
     config = {
         "sample_dispatch_bytes_semaphore_size": 11,
         "inflight_response_bytes_semaphore_size": 12,
@@ -75,7 +75,7 @@ def test_batches_go_uncompressed_where_there_is_no_zstd(monkeypatch, datum, capl
     assert sum("tinkex[zstd]" in record.getMessage() for record in caplog.records) == 1
 
 
-def test_a_server_that_pauses_for_billing_is_waited_for(monkeypatch, fake, service):
+def test_a_billing_pause_is_waited_out(monkeypatch, fake, service):
     monkeypatch.setattr(backpressure, "BILLING_PAUSE_S", 0.02)
     sampling = service.create_sampling_client(base_model="fake/model")
     fake.script("asample", Answer(status=402))
@@ -86,7 +86,7 @@ def test_a_server_that_pauses_for_billing_is_waited_for(monkeypatch, fake, servi
 # -- answers that do not fit what was asked ----------------------------------------------------------
 
 
-def test_an_answer_with_too_few_sequences_is_an_error_that_says_so(fake, service):
+def test_a_response_with_too_few_sequences_is_an_error_that_says_so(fake, service):
     sampling = service.create_sampling_client(base_model="fake/model")
     promise = {"request_id": "r", "sample_sequence_ids": ["q1", "q2"]}
     fake.script("asample", Answer(status=200, body=promise))
@@ -98,7 +98,7 @@ def test_an_answer_with_too_few_sequences_is_an_error_that_says_so(fake, service
         sampling.sample(PROMPT, 2, PARAMS).result(5)
 
 
-def test_bfloat16_in_a_sample_is_read_by_its_bits():
+def test_bfloat16_in_a_sample_is_decoded_exactly():
     """Defect 23: read by value, 1.0 becomes 16256.0."""
     ones = pb.Tensor(dense=b"\x80\x3f\x00\xc0", dtype=pb.DTYPE_BFLOAT16, shape=[2])
     answer = decode_sample_response(

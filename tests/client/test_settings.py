@@ -31,14 +31,14 @@ SLOW = {"retry-after": "1"}
         ("local", "local"),
     ],
 )
-def test_a_service_has_one_spelling(given, normal):
+def test_addresses_are_normalized(given, normal):
     assert normalize_url(given) == normal
 
 
 @pytest.mark.parametrize(
     "bad", ["", "host", "ftp://host", "http://", "http://host:port", "http://[::1"]
 )
-def test_an_address_that_is_none_is_refused_with_what_to_write(bad):
+def test_an_invalid_address_is_refused_with_what_to_write(bad):
     with pytest.raises(TinkerError, match="http://HOST:PORT"):
         normalize_url(bad)
 
@@ -49,7 +49,7 @@ def test_a_password_in_an_address_is_refused_and_not_shown():
     assert "hidden" not in str(caught.value)
 
 
-def test_our_names_win_over_the_official_ones_and_arguments_over_both(tmp_path):
+def test_tinkex_variables_win_over_official_ones_and_arguments_over_both(tmp_path):
     env = {
         "TINKER_BASE_URL": "https://a.example",
         "TINKEX_BASE_URL": "https://b.example",
@@ -72,7 +72,7 @@ def test_an_empty_variable_counts_as_unset(tmp_path):
     assert Settings.resolve(env=env, home=tmp_path).base_url == "https://a.example"
 
 
-def test_a_missing_key_is_reported_as_that_with_the_ways_to_give_one(tmp_path):
+def test_a_missing_key_is_reported_with_how_to_set_one(tmp_path):
     with pytest.raises(TinkerError, match=r"No API key for https://a\.example.*TINKER_API_KEY"):
         Settings.resolve(base_url="https://a.example", env={}, home=tmp_path)
 
@@ -109,7 +109,7 @@ def test_a_broken_credentials_file_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["soon", "0", "-3", "nan"])
-def test_a_patience_that_is_no_number_is_refused(text, tmp_path):
+def test_an_invalid_time_limit_is_refused(text, tmp_path):
     with pytest.raises(TinkerError, match="FIRST_CONTACT_S"):
         Settings.resolve(base_url="local", env={"TINKEX_FIRST_CONTACT_S": text}, home=tmp_path)
 
@@ -123,7 +123,7 @@ def test_a_key_does_not_print():
     assert copy.deepcopy(settings) == settings
 
 
-def test_limits_are_shared_by_url_and_key_and_by_nothing_less():
+def test_limits_are_shared_by_url_and_key_only():
     a = Settings(base_url="http://a", api_key=ApiKey(KEY))
     assert (
         a.limits_key
@@ -229,7 +229,7 @@ def test_h10_nothing_reads_the_environment_again_once_a_client_works(fake, datum
         assert watched.asked == []
 
 
-def test_h8_spellings_of_one_service_share_and_different_ones_do_not(tmp_path):
+def test_h8_equal_addresses_share_limits_and_different_ones_do_not(tmp_path):
     def key(url, key=KEY):
         return Settings.resolve(base_url=url, api_key=key, env={}, home=tmp_path).limits_key
 

@@ -109,7 +109,7 @@ def test_a_shared_poll_that_fails_is_repeated(fake, sampling, answers):
         ([Answer(status=200, body=b"<html>")] * 4, tinkex.APIResponseValidationError),
     ],
 )
-def test_a_final_answer_reaches_every_sample_that_waits_as_a_tinker_error(
+def test_a_final_error_reaches_every_waiting_sample_as_a_tinker_error(
     fake, sampling, answers, kind
 ):
     fake.script("retrieve_futures", *answers)
@@ -134,12 +134,12 @@ def test_a_final_answer_reaches_every_sample_that_waits_as_a_tinker_error(
     assert draw(sampling, 1)[0].result(10).sequences
 
 
-def test_a_failed_sample_tells_its_reason(fake, sampling):
+def test_a_failed_sample_has_its_reason(fake, sampling):
     with pytest.raises(tinkex.RequestFailedError, match="the prompt is empty"):
         sampling.sample(types.ModelInput.empty(), 1, PARAMS).result(10)
 
 
-def test_a_server_that_does_not_hold_polls_is_not_asked_busily():
+def test_a_server_that_does_not_hold_polls_is_not_polled_in_a_busy_loop():
     fake = FakeService(config=BATCHED, sample_s=0.5, hold_s=0.0)
     with fake.client() as service:
         sampling = service.create_sampling_client(base_model="fake/model")
@@ -147,7 +147,7 @@ def test_a_server_that_does_not_hold_polls_is_not_asked_busily():
         assert len(seen(fake, "retrieve_futures")) + len(seen(fake, "retrieve_future")) < 60
 
 
-def test_when_nothing_finishes_the_oldest_sample_asks_why(fake):
+def test_when_nothing_finishes_the_oldest_sample_starts_a_fallback_poll(fake):
     fake = FakeService(config=BATCHED, sample_s=0.3, hold_s=0.02)
     told = []
     with fake.client() as service:
@@ -159,13 +159,13 @@ def test_when_nothing_finishes_the_oldest_sample_asks_why(fake):
     assert sum(1 for count in asked.values() if count > 1) <= 2
 
 
-def test_an_event_that_the_server_forgot_keeps_nobody_waiting(fake, sampling):
+def test_an_event_that_the_server_lost_does_not_block_a_sample(fake, sampling):
     empty = Answer(status=200, body={"completions": [], "cursor": 10**6})
     fake.script("retrieve_futures", empty)
     assert all(future.result(20).sequences for future in draw(sampling, 4))
 
 
-def test_an_event_before_the_answer_to_the_submission_is_not_lost(fake, sampling):
+def test_an_event_before_the_response_to_the_submission_is_not_lost(fake, sampling):
     [future.result(10) for future in draw(sampling, 1)]
     first = draw(sampling, 1)[0]  # keeps the poll running
     fake._sample_s = 0.0
@@ -176,7 +176,7 @@ def test_an_event_before_the_answer_to_the_submission_is_not_lost(fake, sampling
     assert first.result(10).sequences
 
 
-def test_events_of_nobody_are_forgotten():
+def test_unclaimed_events_are_dropped():
     class Calls:
         pass
 
@@ -198,7 +198,7 @@ def test_events_of_nobody_are_forgotten():
     asyncio.run(main())
 
 
-def test_a_few_samples_ask_for_themselves(fake, service, monkeypatch):
+def test_a_few_samples_poll_for_themselves(fake, service, monkeypatch):
     monkeypatch.setattr(polling, "MAX_SELF_POLLING", 8)
     sampling = service.create_sampling_client(base_model="fake/model")
     [future.result(10) for future in draw(sampling, 5)]
@@ -207,7 +207,7 @@ def test_a_few_samples_ask_for_themselves(fake, service, monkeypatch):
     assert seen(fake, "retrieve_futures")
 
 
-def test_large_results_wait_for_room(service, fake):
+def test_large_results_wait_for_the_byte_budget(service, fake):
     sampling = service.create_sampling_client(base_model="fake/model")
     connection = service.holder._connected.value
     until(lambda: connection is not None)
@@ -231,7 +231,7 @@ def test_large_results_wait_for_room(service, fake):
     assert most[0] == 1
 
 
-def test_cancelled_and_closed_clients_leave_no_poll_behind():
+def test_cancelled_and_closed_clients_leave_no_poll_running():
     fake = FakeService(
         config=BATCHED, sample_s=30.0, dynamic_config={"sample_cancel_enabled": True}
     )

@@ -7,7 +7,7 @@ import pytest
 from tinkex.client.submission import Outcome, SeqIds, TicketQueue
 
 
-def test_tickets_are_served_in_order_whoever_comes_first():
+def test_tickets_are_served_in_order():
     async def main():
         turnstile, served = TicketQueue(), []
         tickets = [turnstile.take_ticket() for _ in range(5)]
@@ -23,7 +23,7 @@ def test_tickets_are_served_in_order_whoever_comes_first():
 
 
 @pytest.mark.parametrize("when", ["before its first step", "while it waits", "while it sends"])
-def test_requests_behind_a_cancelled_one_still_leave(when):
+def test_requests_after_a_cancelled_one_are_still_sent(when):
     async def main():
         turnstile, served = TicketQueue(), []
         first, second, third = (turnstile.take_ticket() for _ in range(3))
@@ -51,7 +51,7 @@ def test_requests_behind_a_cancelled_one_still_leave(when):
     asyncio.run(main())
 
 
-def test_requests_behind_a_failed_one_still_leave():
+def test_requests_after_a_failed_one_are_still_sent():
     async def main():
         turnstile, served = TicketQueue(), []
         first, second = turnstile.take_ticket(), turnstile.take_ticket()
@@ -88,7 +88,7 @@ A, R, U, N = Outcome.ACCEPTED, Outcome.REFUSED, Outcome.UNKNOWN, Outcome.UNSENT
         ([], 1, {}),
     ],
 )
-def test_numbers_that_never_arrived_are_reused_or_kept_as_gaps(outcomes, next_number, unused):
+def test_seq_ids_that_never_arrived_are_reused_or_kept_as_unused(outcomes, next_number, unused):
     numbers = SeqIds()
     numbers.record(outcomes, adds_gradients=True)
     assert (numbers.next, numbers.unused) == (next_number, unused)

@@ -51,7 +51,7 @@ def test_e2_nothing_secret_is_reported(fake):
             assert word not in seen.body
 
 
-def test_e2_it_can_be_switched_off(fake, monkeypatch):
+def test_e2_it_can_be_turned_off(fake, monkeypatch):
     monkeypatch.setenv("TINKER_TELEMETRY", "0")
     with fake.client() as service:
         service.create_lora_training_client("fake/model")
@@ -59,7 +59,7 @@ def test_e2_it_can_be_switched_off(fake, monkeypatch):
 
 
 @pytest.mark.parametrize("fault", [Answer(status=500), Answer(status=404), Lost()], ids=str)
-def test_a_service_that_does_not_take_it_delays_no_error_and_no_end(fake, datum, fault):
+def test_a_service_that_rejects_telemetry_delays_neither_errors_nor_closing(fake, datum, fault):
     fake.script("telemetry", *[fault] * 1000)
     started = time.monotonic()
     with fake.client() as service:
@@ -70,7 +70,7 @@ def test_a_service_that_does_not_take_it_delays_no_error_and_no_end(fake, datum,
     assert len(sent(fake)) == 1
 
 
-def test_a_service_that_never_answers_it_delays_the_end_by_a_moment_at_most(fake, monkeypatch):
+def test_a_service_that_never_responds_to_telemetry_delays_closing_only_briefly(fake, monkeypatch):
     monkeypatch.setattr(telemetry, "FINAL_SEND_TIMEOUT_S", 0.1)
     fake.hold("telemetry")
     started = time.monotonic()
@@ -88,7 +88,7 @@ def test_e2_the_queue_is_bounded_and_keeps_the_newest(fake, service):
     assert queue._events[-1].index == 2 * telemetry.MAX_EVENTS
 
 
-def test_batches_are_sent_now_and_then(fake, monkeypatch):
+def test_batches_are_sent_periodically(fake, monkeypatch):
     monkeypatch.setattr(telemetry, "SEND_EVERY_S", 0.02)
     with fake.client() as service:
         sampling = service.create_sampling_client(base_model="fake/model")
@@ -106,7 +106,7 @@ def test_batches_are_sent_now_and_then(fake, monkeypatch):
     assert kinds == [None, "user", "user", "user", None]
 
 
-def test_e2_what_is_not_the_users_doing_is_an_unhandled_exception_without_its_words(fake, service):
+def test_e2_other_errors_are_unhandled_exceptions_without_their_message(fake, service):
     training = service.create_lora_training_client("fake/model")
     body = {"error": "tml-secret of Alice", "category": "server"}
     fake.script("retrieve_future", Answer(status=200, body=body))
@@ -194,7 +194,7 @@ def test_e2_no_error_waits_for_telemetry(fake, service):
     assert order == ["told", "noted"]
 
 
-def test_e2_the_end_does_not_wait_for_a_service_that_is_slow_to_take_it(fake, monkeypatch):
+def test_e2_closing_does_not_wait_for_a_slow_service(fake, monkeypatch):
     monkeypatch.setattr(telemetry, "FINAL_SEND_TIMEOUT_S", 0.05)
     monkeypatch.setattr(telemetry, "DEADLINE_S", 3600.0)
     service = fake.client()
@@ -225,7 +225,7 @@ if sys.argv[2].startswith("fork"):
 
 
 @pytest.mark.parametrize("how", ["leave", "fork", "fork and leave"])
-def test_e2_what_is_left_is_sent_when_the_program_ends_and_a_fork_is_another_process(loopback, how):
+def test_e2_remaining_events_are_sent_at_exit_and_a_fork_is_another_process(loopback, how):
     if how != "leave" and not hasattr(os, "fork"):
         pytest.skip("no fork here")
     done = subprocess.run(

@@ -50,7 +50,7 @@ async def subject(credential):
     return (await credential.claims())["sub"]
 
 
-def test_a_token_is_kept_while_more_than_a_minute_is_left():
+def test_a_token_is_cached_while_more_than_a_minute_is_left():
     async def main():
         bank = Bank()
         credential = bank.credential()
@@ -64,7 +64,7 @@ def test_a_token_is_kept_while_more_than_a_minute_is_left():
     asyncio.run(main())
 
 
-def test_many_who_ask_at_once_share_one_exchange():
+def test_concurrent_callers_share_one_exchange():
     async def main():
         bank = Bank()
         bank.gate = asyncio.Event()
@@ -97,7 +97,7 @@ def test_a_failed_renewal_returns_the_old_token_with_one_warning(caplog):
     ]
 
 
-def test_without_an_old_token_the_error_is_the_callers():
+def test_without_an_old_token_the_error_is_raised():
     async def main():
         bank = Bank()
         bank.closed = True
@@ -125,7 +125,7 @@ def test_when_a_token_is_renewed(lifetime, left, fresh, renew_in):
     assert "'t'" not in repr(held)
 
 
-def test_a_clock_that_differs_from_the_services_does_not_stretch_a_token():
+def test_a_wrong_clock_does_not_extend_a_token():
     # Ours is an hour behind: by our clock the token would last two hours.
     token = jwt(lasts_s=3600, now_s=10_000, iat=10_000)
     assert lifetime_s(token, now_s=10_000 - 3600) == 3600
@@ -161,7 +161,7 @@ def test_the_background_renews_ahead_of_time_and_tries_again_after_a_failure(mon
     assert bank.given == 3
 
 
-def test_claims_are_read_and_nonsense_is_refused():
+def test_claims_are_read_and_invalid_tokens_are_refused():
     assert read_claims(jwt("me"))["sub"] == "me"
     for bad in ("eyJ", "a.b.c", "a.e30"):
         with pytest.raises(ValueError):  # noqa: PT011 (several kinds, all ValueErrors)
@@ -185,7 +185,7 @@ def sent(fake):
     return [(seen.endpoint, seen.headers.get("x-api-key")) for seen in fake.requests]
 
 
-def test_a_service_that_wants_tokens_gets_them_for_everything_after_the_exchange():
+def test_a_service_with_tokens_gets_them_on_every_request_after_the_exchange():
     token = jwt()
     fake = exchanging(given(token))
     with fake.client() as service:
@@ -212,7 +212,7 @@ def test_a_token_of_the_service_itself_is_not_exchanged_and_any_other_is():
     assert [key for _, key in sent(fake)] == [foreign, foreign, token, token]
 
 
-def test_an_organisation_that_enforces_the_command_is_obeyed(monkeypatch):
+def test_an_organization_may_enforce_the_credential_command(monkeypatch):
     flags = {"credential_default_source": "credential_cmd"}
     fake = exchanging(config=flags)
     service = fake.client()
@@ -253,7 +253,7 @@ def test_a_refused_token_is_renewed_once_and_a_refused_key_is_an_error():
     assert [endpoint for endpoint, _ in sent(static)].count("get_server_capabilities") == 1
 
 
-def test_a_lent_key_is_exchanged_too():
+def test_the_key_of_another_owner_is_exchanged_too():
     mine, theirs = jwt("mine"), jwt("theirs")
     fake = exchanging(given(mine), given(theirs))
     with fake.client() as service:

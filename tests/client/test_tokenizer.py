@@ -31,7 +31,7 @@ from tinkex.testing import FakeService
         ("any", "/models/a:b", "/models/a:b"),  # a folder, colon and all
     ],
 )
-def test_the_server_names_it_or_the_models_name_does(model, said, expected):
+def test_the_server_or_the_models_name_selects_it(model, said, expected):
     assert tokenizer_id_of(model, said) == expected
 
 
@@ -85,7 +85,7 @@ def test_m1_what_was_downloaded_once_is_found_without_a_network_by_tokenizers_al
     assert (done.stdout, done.stderr) == ("hello\n", "")
 
 
-def test_the_snapshot_that_main_points_to_counts(hub, tiny_model, tmp_path):
+def test_the_snapshot_of_main_is_used(hub, tiny_model, tmp_path):
     hub("org/model", tiny_model, "old")
     newer = hub("org/model", tiny_model, "new")
     (newer.parent.parent / "refs" / "main").write_text("old")
@@ -111,7 +111,7 @@ def test_a_model_without_a_tokenizer_json_needs_transformers_and_the_error_names
         load("org/old")
 
 
-def test_what_was_tried_is_told(hub, tmp_path):
+def test_the_error_says_what_was_tried(hub, tmp_path):
     with pytest.raises(tinkex.TinkerError) as told:
         load("org/nowhere")
     assert f"the Hugging Face cache in {tmp_path} (not there)" in str(told.value)
@@ -139,7 +139,7 @@ def test_a_private_tokenizer_names_its_package():
     assert isinstance(told.value, tinkex.TinkerError)
 
 
-def test_a_private_tokenizer_comes_from_its_package_and_none_falls_through(
+def test_a_private_tokenizer_comes_from_its_package_or_from_the_usual_places(
     monkeypatch, hub, tiny_model
 ):
     asked = []
@@ -248,7 +248,7 @@ def test_where_transformers_is_broken_the_tokenizer_json_is_read_without_it(
     assert "(its torch is of another version)" in done.stderr  # the log says why
 
 
-def test_m6_transformers_is_loaded_when_a_tokenizer_is_asked_for_and_not_before(tiny_model):
+def test_m6_transformers_is_imported_when_a_tokenizer_is_loaded_and_not_before(tiny_model):
     code = """
         import sys
         import tinkex.client.tokenizer, tinkex.client.training, tinkex.client.sampling

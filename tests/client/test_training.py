@@ -45,7 +45,7 @@ def sent(fake, endpoint="forward_backward"):
     ]
 
 
-def test_operations_are_numbered_in_the_order_of_the_calls(fake, training, datum):
+def test_operations_get_seq_ids_in_the_order_of_the_calls(fake, training, datum):
     futures = []
     for _ in range(50):
         futures.append(training.forward_backward([datum], "cross_entropy"))
@@ -57,7 +57,7 @@ def test_operations_are_numbered_in_the_order_of_the_calls(fake, training, datum
     ]
 
 
-def test_a_save_for_a_sampler_keeps_its_place_before_what_follows(fake, training, datum):
+def test_a_save_for_a_sampler_is_ordered_before_later_steps(fake, training, datum):
     futures = []
     for step in range(50):
         futures.append(training.save_weights_for_sampler(f"at-{step}"))
@@ -67,7 +67,7 @@ def test_a_save_for_a_sampler_keeps_its_place_before_what_follows(fake, training
     assert kinds == ["save_weights_for_sampler", "optim_step"] * 50
 
 
-def test_an_unnamed_save_keeps_its_place_too(fake, training, datum):
+def test_an_unnamed_save_is_ordered_too(fake, training, datum):
     async def main():
         sampler, step = await asyncio.gather(
             training.save_weights_and_get_sampling_client_async(),
@@ -80,7 +80,7 @@ def test_an_unnamed_save_keeps_its_place_too(fake, training, datum):
     assert [kind for _, kind in ran(fake)] == ["save_weights_for_sampler", "optim_step"]
 
 
-def test_calls_from_many_threads_get_consecutive_numbers(fake, training, datum):
+def test_calls_from_many_threads_get_consecutive_seq_ids(fake, training, datum):
     def work():
         for _ in range(20):
             training.forward_backward([datum], "cross_entropy").result(20)
@@ -101,7 +101,7 @@ def test_submitting_does_not_wait_for_the_server(fake, training, datum):
     [future.result(10) for future in futures]
 
 
-def test_a_call_that_is_cancelled_before_its_turn_was_never_made(fake, training, datum):
+def test_a_call_cancelled_before_its_turn_is_never_sent(fake, training, datum):
     hold = fake.hold("forward_backward")
     first = training.forward_backward([datum], "cross_entropy")
     assert hold.arrived.wait(5)
@@ -115,7 +115,7 @@ def test_a_call_that_is_cancelled_before_its_turn_was_never_made(fake, training,
     assert ran(fake) == [(1, "forward_backward"), (2, "save_weights")]
 
 
-def test_a_coroutine_that_is_cancelled_while_it_waits_for_its_turn_wedges_nobody(
+def test_a_coroutine_cancelled_while_it_waits_for_its_turn_does_not_block_others(
     fake, training, datum
 ):
     async def main():
@@ -140,7 +140,7 @@ async def _submit_and_wait(training):
 
 
 @pytest.mark.parametrize("fault", [Lost(), Lost(after=True), Answer(status=503)], ids=str)
-def test_a_repeated_submission_keeps_its_number_and_runs_once(fake, training, datum, fault):
+def test_a_retried_submission_keeps_its_seq_id_and_runs_once(fake, training, datum, fault):
     fake.script("forward_backward", fault)
     first = training.forward_backward([datum], "cross_entropy")
     second = training.optim_step(ADAM)
@@ -150,7 +150,7 @@ def test_a_repeated_submission_keeps_its_number_and_runs_once(fake, training, da
     assert sent(fake) == [1, 1]
 
 
-def test_a_refused_call_gives_its_number_to_the_next(fake, training, datum):
+def test_the_seq_id_of_a_refused_call_is_reused(fake, training, datum):
     fake.script("forward_backward", Answer(status=422, body={"detail": "no"}))
     first = training.forward_backward([datum], "cross_entropy")
     second = training.optim_step(ADAM)
@@ -160,7 +160,7 @@ def test_a_refused_call_gives_its_number_to_the_next(fake, training, datum):
     assert ran(fake) == [(1, "optim_step")]
 
 
-def test_o6_a_step_that_cannot_be_encoded_leaves_its_number_to_the_next(fake, training, datum):
+def test_o6_the_seq_id_of_a_step_that_cannot_be_encoded_is_reused(fake, training, datum):
     with pytest.raises(ValueError, match="ttl_seconds"):
         training.save_state("a", ttl_seconds="soon").result(5)
     training.forward_backward([datum], "cross_entropy").result(5)
@@ -183,7 +183,7 @@ async def _no_key(*_):
         ("tinkex.client.http.api_calls.Calls.signed", _no_key, "printed no key"),
     ],
 )
-def test_what_fails_before_it_is_sent_uses_no_number(
+def test_a_failure_before_sending_uses_no_seq_id(
     fake, training, datum, monkeypatch, place, how, error
 ):
     training.optim_step(ADAM).result(5)
@@ -196,9 +196,7 @@ def test_what_fails_before_it_is_sent_uses_no_number(
     assert ran(fake) == [(1, "optim_step"), (2, "optim_step")]
 
 
-def test_a_step_that_is_not_sent_because_the_service_keeps_failing_uses_no_number(
-    datum, monkeypatch
-):
+def test_a_step_that_the_circuit_breaker_stops_uses_no_seq_id(datum, monkeypatch):
     fake = FakeService()
     breaker = tinkex.BreakerPolicy(failures=1, open_s=600)
     settings = tinkex.Settings(base_url="http://127.0.0.1:9", breaker=breaker)
@@ -214,7 +212,7 @@ def test_a_step_that_is_not_sent_because_the_service_keeps_failing_uses_no_numbe
     assert ran(fake) == [(1, "optim_step")]
 
 
-def test_a_step_refused_as_busy_gives_its_number_to_the_next(monkeypatch, datum):
+def test_the_seq_id_of_a_rate_limited_step_is_reused(monkeypatch, datum):
     monkeypatch.setenv("TINKEX_GIVE_UP_S", "0.01")
     fake = FakeService()
     with fake.client() as service:
@@ -227,7 +225,9 @@ def test_a_step_refused_as_busy_gives_its_number_to_the_next(monkeypatch, datum)
     assert ran(fake) == [(1, "optim_step")]
 
 
-def test_a_refusal_after_an_unanswered_attempt_does_not_free_the_number(fake, training, datum):
+def test_a_refusal_after_an_attempt_without_response_does_not_free_the_seq_id(
+    fake, training, datum
+):
     """The first attempt may have arrived: the next step under its number would be lost."""
     fake.script("optim_step", Lost(after=True), Answer(status=403, body={"detail": "no"}))
     with pytest.raises(tinkex.PermissionDeniedError):
@@ -236,7 +236,7 @@ def test_a_refusal_after_an_unanswered_attempt_does_not_free_the_number(fake, tr
     assert ran(fake) == [(1, "optim_step"), (2, "optim_step")]
 
 
-def test_a_step_whose_task_cannot_be_made_fails_and_frees_its_place(
+def test_a_step_whose_task_cannot_be_created_fails_and_later_steps_continue(
     fake, training, datum, monkeypatch
 ):
     """Also where its submission was made already: that is taken back before it sends anything."""
@@ -254,7 +254,7 @@ def test_a_step_whose_task_cannot_be_made_fails_and_frees_its_place(
     assert ran(fake) == [(1, "optim_step"), (2, "optim_step")]
 
 
-def test_a_step_without_a_loop_to_run_on_takes_no_place(fake, training, monkeypatch):
+def test_a_step_without_a_loop_takes_no_ticket(fake, training, monkeypatch):
     training.optim_step(ADAM).result(5)
     with monkeypatch.context() as broken:
 
@@ -268,7 +268,7 @@ def test_a_step_without_a_loop_to_run_on_takes_no_place(fake, training, monkeypa
     assert [number for number, _ in ran(fake)] == [1, 2]
 
 
-def test_an_unanswered_call_leaves_no_gap(monkeypatch, datum):
+def test_a_call_without_response_leaves_no_gap(monkeypatch, datum):
     monkeypatch.setenv("TINKEX_GIVE_UP_S", "0.2")
     fake = FakeService()
     service = fake.client()
@@ -291,7 +291,7 @@ def test_an_unanswered_call_leaves_no_gap(monkeypatch, datum):
     service.close("success").result(5)
 
 
-def test_a_number_that_the_server_says_is_taken_is_no_gap(monkeypatch, caplog):
+def test_a_seq_id_that_the_server_already_has_is_not_a_gap(monkeypatch, caplog):
     """Servers refuse a number that comes again as another kind of step; it has arrived then."""
     caplog.set_level("DEBUG", "tinkex")
     monkeypatch.setenv("TINKEX_GIVE_UP_S", "0.2")
@@ -310,7 +310,7 @@ def test_a_number_that_the_server_says_is_taken_is_no_gap(monkeypatch, caplog):
     service.close("success").result(5)
 
 
-def test_what_is_changed_after_the_call_is_not_sent(fake, training, datum):
+def test_changes_after_the_call_are_not_sent(fake, training, datum):
     hold = fake.hold("optim_step")
     training.optim_step(ADAM)
     assert hold.arrived.wait(5)  # what follows waits for its turn
@@ -333,7 +333,7 @@ def test_what_is_changed_after_the_call_is_not_sent(fake, training, datum):
         assert found.loss_fn_inputs["weights"].tolist() == [1.0, 1.0, 1.0]
 
 
-def test_what_is_put_into_a_datum_before_the_call_becomes_a_tensor(fake, training, datum):
+def test_values_added_to_a_datum_before_the_call_become_tensors(fake, training, datum):
     datum.loss_fn_inputs["weights"] = [1.0, 0.0, 2.0]
     training.forward_backward([datum], "cross_entropy").result(5)
     (body,) = [seen.body for seen in fake.requests if seen.endpoint == "forward_backward"]
@@ -342,7 +342,7 @@ def test_what_is_put_into_a_datum_before_the_call_becomes_a_tensor(fake, trainin
     assert datum.loss_fn_inputs["weights"] == [1.0, 0.0, 2.0]
 
 
-def test_nothing_is_sent_and_no_number_used_for_data_that_cannot_be(fake, training, datum):
+def test_invalid_data_are_not_sent_and_use_no_seq_id(fake, training, datum):
     pointer = types.Datum(
         model_input=types.ModelInput(
             chunks=[types.ImageAssetPointerChunk(format="png", location="x", expected_tokens=3)]
@@ -368,7 +368,7 @@ def test_nothing_is_sent_and_no_number_used_for_data_that_cannot_be(fake, traini
 # -- chunks ------------------------------------------------------------------------------------------
 
 
-def test_chunks_of_a_batch_come_back_as_one_result(chunked, datum):
+def test_chunks_of_a_batch_give_one_result(chunked, datum):
     _, training = chunked
     result = training.forward_backward([datum] * 7, "cross_entropy").result(5)
     single = training.forward([datum], "cross_entropy").result(5)
@@ -376,7 +376,7 @@ def test_chunks_of_a_batch_come_back_as_one_result(chunked, datum):
     assert result.metrics["loss:sum"] == pytest.approx(7 * single.metrics["loss:sum"])
 
 
-def test_a_batch_is_cut_by_bytes_too(datum):
+def test_a_batch_is_split_by_bytes_too(datum):
     size = 3 * 4 + 3 * 8 + 3 * 4  # tokens, targets, weights
     fake = FakeService(config={"fwdbwd_max_chunk_bytes_count": 2 * size})
     with fake.client() as service:
@@ -404,7 +404,7 @@ def test_the_first_chunk_is_sent_last_and_what_follows_after_it(chunked, datum):
     ]
 
 
-def test_chunks_are_sent_one_by_one_where_the_server_wishes(datum):
+def test_chunks_are_sent_one_by_one_if_the_server_asks(datum):
     fake = FakeService(config=CHUNKS | {"parallel_fwdbwd_chunks": False})
     service = fake.client()
     training = service.create_lora_training_client("fake/model")
@@ -437,7 +437,7 @@ def test_a_batch_of_which_one_chunk_was_refused_fails_as_a_whole(chunked, datum,
     assert [kind for _, kind in ran(fake)][-2:] == ["optim_step", "save_weights"]
 
 
-def test_a_batch_that_was_refused_in_part_is_marked_as_unusable_for_the_server(chunked, datum):
+def test_a_partly_refused_batch_is_followed_by_a_failing_step(chunked, datum):
     fake, training = chunked
     fake.script("forward_backward", Answer(status=422, body={"detail": "no"}))
     with pytest.raises(tinkex.UnprocessableEntityError):
@@ -471,7 +471,7 @@ class ChecksFirst(FakeService):
 
 
 @pytest.mark.parametrize("status", [400, 422])
-def test_a_server_that_refuses_the_mark_at_once_is_not_left_with_a_gap(datum, caplog, status):
+def test_a_server_that_refuses_the_failing_step_gets_a_no_op_step(datum, caplog, status):
     caplog.set_level("DEBUG", "tinkex")
     fake = ChecksFirst(config=CHUNKS)
     fake.status = status
@@ -488,7 +488,7 @@ def test_a_server_that_refuses_the_mark_at_once_is_not_left_with_a_gap(datum, ca
     assert "needs no filling" not in caplog.text
 
 
-def test_a_forward_pass_that_was_refused_in_part_spoils_nothing(chunked, datum):
+def test_a_partly_refused_forward_pass_does_not_affect_gradients(chunked, datum):
     fake, training = chunked
     fake.script("forward_backward", Answer(status=422, body={"detail": "no"}))
     with pytest.raises(tinkex.UnprocessableEntityError):
@@ -501,7 +501,7 @@ def test_a_forward_pass_that_was_refused_in_part_spoils_nothing(chunked, datum):
             assert not request.forward_backward_input.loss_fn_config
 
 
-def test_a_batch_is_not_disturbed_by_chunks_that_had_to_be_repeated(chunked, datum):
+def test_a_batch_is_not_affected_by_retried_chunks(chunked, datum):
     fake, training = chunked
     fake.script("forward_backward", Lost(), Lost(after=True), Answer(status=503))
     result = training.forward_backward([datum] * 9, "cross_entropy").result(20)
@@ -534,7 +534,7 @@ def _let_through(fake):
 # -- checkpoints -------------------------------------------------------------------------------------
 
 
-def test_saved_weights_come_back_in_a_new_client(service, training, datum):
+def test_saved_weights_are_restored_in_a_new_client(service, training, datum):
     training.optim_step(ADAM).result(5)
     path = training.save_state("a", ttl_seconds=3600, user_metadata={"k": "v"}).result(5).path
     copy = service.create_training_client_from_state(path)
@@ -557,7 +557,7 @@ def test_a_server_that_restores_in_one_request_gets_one(datum):
     service.close("success").result(5)
 
 
-def test_loading_into_a_client_works_and_says_that_it_is_going_away(training):
+def test_loading_into_a_client_works_and_warns_of_its_deprecation(training):
     path = training.save_state("a").result(5).path
     with pytest.warns(FutureWarning, match="create_training_client_from_state"):
         training.load_state(path).result(5)
@@ -565,7 +565,7 @@ def test_loading_into_a_client_works_and_says_that_it_is_going_away(training):
         assert training.load_state_with_optimizer(path).result(5).path == path
 
 
-def test_what_is_deprecated_says_so_at_the_line_of_the_program(training):
+def test_deprecations_warn_at_the_line_of_the_program(training):
     path = training.save_state("a").result(5).path
 
     async def later():
@@ -581,7 +581,7 @@ def test_what_is_deprecated_says_so_at_the_line_of_the_program(training):
     assert {each.filename for each in told} == {__file__}
 
 
-def test_a_path_that_is_none_is_refused_before_anything_is_sent(fake, service):
+def test_an_invalid_path_is_refused_before_anything_is_sent(fake, service):
     with pytest.raises(ValueError, match="must start with 'tinker://'"):
         service.create_training_client_from_state("weights/a")
     assert not [seen for seen in fake.requests if seen.endpoint == "weights_info"]
@@ -592,7 +592,7 @@ def test_a_training_client_says_why_it_cannot_be_pickled(training):
         pickle.dumps(training)
 
 
-def test_a_refused_base_model_names_those_there_are(service):
+def test_a_refused_base_model_names_the_available_ones(service):
     with pytest.raises(tinkex.RequestFailedError, match="there is: fake/model"):
         service.create_lora_training_client("other/model")
 
@@ -604,7 +604,7 @@ def test_a_model_with_nothing_to_train_is_refused(service):
         )
 
 
-def test_bodies_are_compressed_where_the_server_asks(datum):
+def test_bodies_are_compressed_if_the_server_asks(datum):
     pytest.importorskip("zstandard")
     fake = FakeService(config={"proto_compress_fwdbwd": True})
     service = fake.client()

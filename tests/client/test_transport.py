@@ -43,7 +43,7 @@ def service(loopback):
         yield client
 
 
-def test_a_whole_loop_of_training_and_sampling(fake, service, datum):
+def test_a_complete_loop_of_training_and_sampling(fake, service, datum):
     training = service.create_lora_training_client("fake/model", rank=4)
     losses = []
     for _ in range(5):
@@ -56,7 +56,7 @@ def test_a_whole_loop_of_training_and_sampling(fake, service, datum):
     assert {tuple(a.result(10).sequences[0].tokens) for a in answers} == {(1, 2)}
 
 
-def test_broken_connections_are_mended(fake, service, datum):
+def test_broken_connections_are_retried(fake, service, datum):
     training = service.create_lora_training_client("fake/model", rank=4)
     fake.script("forward_backward", Lost(), Lost(after=True))
     fake.script("retrieve_future", Lost())
@@ -64,7 +64,7 @@ def test_broken_connections_are_mended(fake, service, datum):
     assert [number for _, number, _ in fake.ran] == [1]
 
 
-def test_nobody_listening_is_an_error_that_names_the_address(monkeypatch):
+def test_a_refused_connection_is_an_error_that_names_the_address(monkeypatch):
     monkeypatch.setenv("TINKEX_FIRST_CONTACT_S", "0.2")
     service = tinkex.ServiceClient(base_url="http://127.0.0.1:9")
     with pytest.raises(tinkex.APIConnectionError, match=r"http://127\.0\.0\.1:9/api/v1/client"):
@@ -72,7 +72,7 @@ def test_nobody_listening_is_an_error_that_names_the_address(monkeypatch):
     service.close("errored").result(5)
 
 
-def test_an_answer_that_takes_too_long_is_given_up(fake, loopback):
+def test_a_response_that_takes_too_long_is_given_up(fake, loopback):
     hold = fake.hold("healthz")
 
     async def main():
@@ -88,7 +88,7 @@ def test_an_answer_that_takes_too_long_is_given_up(fake, loopback):
     hold.release()
 
 
-def test_a_server_that_cuts_its_answer_short_is_noticed():
+def test_a_truncated_response_is_detected():
     async def handle(reader, writer):
         await reader.readuntil(b"\r\n\r\n")
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\nshort")
@@ -109,7 +109,7 @@ def test_a_server_that_cuts_its_answer_short_is_noticed():
     asyncio.run(main())
 
 
-def test_what_comes_unasked_is_not_taken_for_the_next_answer():
+def test_data_on_an_idle_connection_is_not_read_as_the_next_response():
     """A server that says everything twice, the second time while nobody asks."""
 
     async def main() -> list[bytes]:
@@ -143,7 +143,7 @@ def test_what_comes_unasked_is_not_taken_for_the_next_answer():
     assert asyncio.run(main()) == [b"1", b"2", b"3"]
 
 
-def test_redirects_to_elsewhere_are_not_followed_and_no_header_is_made_up():
+def test_redirects_to_other_origins_are_not_followed_and_no_header_is_added():
     seen = []
 
     async def handle(request):
@@ -228,7 +228,7 @@ def test_the_key_never_goes_to_another_origin(elsewhere):
         assert other.asked == []
 
 
-def test_a_redirect_that_changes_the_method_drops_the_body_and_circles_end():
+def test_a_redirect_that_changes_the_method_drops_the_body_and_loops_end():
     post = Request(
         method="POST",
         url="http://h/a",
@@ -257,7 +257,7 @@ def test_a_redirect_that_changes_the_method_drops_the_body_and_circles_end():
         service.close("errored").result(5)
 
 
-def test_cookies_of_the_service_come_back_to_it_and_to_nobody_else():
+def test_cookies_of_the_service_are_sent_only_to_it():
     """A load balancer finds the server of a session again by its cookie."""
     sticky = "AWSALB=ab+/c==; Path=/"
 
@@ -282,7 +282,7 @@ def test_cookies_of_the_service_come_back_to_it_and_to_nobody_else():
         assert [asked.headers.get("cookie") for asked in other.asked] == [None, None]
 
 
-def test_the_response_of_an_error_is_read_as_programs_read_that_of_httpx():
+def test_the_response_of_an_error_has_the_attributes_of_httpx():
     def answer(asked):
         if "training_runs" in asked.path:
             headers = {"Retry-After": "3", "X-Thing": "y"}
@@ -323,7 +323,7 @@ MANY = 2 * max(CONNECTIONS.values())
 
 
 @pytest.mark.parametrize("flood", Kind, ids=lambda kind: kind.value)
-def test_each_kind_of_work_has_connections_of_its_own(flood):
+def test_each_kind_of_request_has_its_own_connections(flood):
     """
     One kind of request holds every connection it may have, and waits for more.
 
@@ -415,7 +415,7 @@ KINDS = {
 }
 
 
-def test_every_request_of_a_program_is_of_its_kind(datum, monkeypatch):
+def test_every_request_of_a_program_has_its_kind(datum, monkeypatch):
     monkeypatch.setattr("tinkex.client.session.HEARTBEAT_EVERY_S", 0.01)
     monkeypatch.setattr("tinkex.client.http.polling.MAX_SELF_POLLING", 0)
     fake = FakeService(
@@ -479,7 +479,7 @@ def test_every_request_of_a_program_is_of_its_kind(datum, monkeypatch):
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl to make a certificate")
-def test_a_ca_bundle_of_ones_own_is_trusted(tmp_path, monkeypatch):
+def test_a_custom_ca_bundle_is_trusted(tmp_path, monkeypatch):
     key, cert = tmp_path / "key.pem", tmp_path / "cert.pem"
     subprocess.run(
         shlex.split(
@@ -544,7 +544,7 @@ def run_program(text, *arguments):
     )
 
 
-def test_a_forked_child_goes_on_with_its_parents_clients(fake, loopback):
+def test_a_forked_child_continues_with_its_parents_clients(fake, loopback):
     done = run_program(
         """
         import os, sys
@@ -584,7 +584,7 @@ def test_a_forked_child_goes_on_with_its_parents_clients(fake, loopback):
     assert numbers[2] == 1
 
 
-def test_a_forked_child_of_a_client_that_was_not_used_yet_has_a_session_of_its_own(fake, loopback):
+def test_a_forked_child_of_an_unused_client_has_its_own_session(fake, loopback):
     done = run_program(
         """
         import os, sys
@@ -612,7 +612,7 @@ def test_a_forked_child_of_a_client_that_was_not_used_yet_has_a_session_of_its_o
 
 
 @pytest.mark.parametrize("ending", ["pass", "sys.exit(3)", "raise SystemExit(3)"])
-def test_a_program_that_ends_without_closing_ends_quietly(fake, loopback, ending):
+def test_a_program_that_ends_without_closing_exits_cleanly(fake, loopback, ending):
     fake.hold("retrieve_future")
     started = time.monotonic()
     done = run_program(
