@@ -1,4 +1,4 @@
-"""One layer repeats requests, for as long as the settings say, and slows down together."""
+"""Retries happen in one layer, for the time the settings allow, with a shared back-off."""
 
 import asyncio
 import collections
