@@ -32,7 +32,7 @@ def counted(fake, endpoint):
         Lost(),
         Lost(after=True),
         Lost(slow=True),
-        Answer(status=200, body=b'{"session_i'),  # damaged on its way
+        Answer(status=200, body=b'{"session_i'),  # damaged in transit
         Answer(status=200, body=b"<html>"),
     ],
     ids=str,
@@ -97,7 +97,7 @@ def test_a_server_that_responded_before_is_retried_longer(monkeypatch):
     service = fake.client()
     service.get_server_capabilities()
     fake.script("get_server_capabilities", *[Lost()] * 5)
-    service.get_server_capabilities()  # about 0.6 s, beyond the first contact's patience
+    service.get_server_capabilities()  # about 0.6 s, longer than first_contact_s
     service.close("success").result(5)
 
 
@@ -113,7 +113,7 @@ def test_everything_with_the_same_service_and_key_backs_off_together():
     started = time.monotonic()
     other.get_server_capabilities()
     elsewhere.get_server_capabilities()
-    assert time.monotonic() - started < 0.3  # another key, or the key elsewhere, is not slowed
+    assert time.monotonic() - started < 0.3  # another key or another service is not delayed
     two.get_server_capabilities()
     assert time.monotonic() - started > 0.4  # the same key is
     waiting.result(5)
@@ -146,7 +146,7 @@ def test_polls_wait_for_the_shared_back_off(monkeypatch, shared):
         busy = Answer(status=429, headers={"retry-after": "2"})
         fake.script("get_server_capabilities", busy)
         asking = service._get_server_capabilities()
-        # Each sample polls, or all together and the oldest for itself.
+        # Each sample polls, or all share a poll and the oldest polls for itself.
         until(lambda: len(waiting) == (2 if shared else 3))
         before = polls()
         time.sleep(0.1)
@@ -169,7 +169,7 @@ def test_h3_a_long_wait_is_logged_once_and_limited_to_the_time_that_is_left(capl
             with pytest.raises(tinkex.InternalServerError):
                 service.get_server_capabilities()
             assert 0.2 < time.monotonic() - started < 5
-    assert not fake._scripts["get_server_capabilities"]  # asked again at the end of its time
+    assert not fake._scripts["get_server_capabilities"]  # sent again at its deadline
     told = [record.getMessage() for record in caplog.records if "Retry-After" in record.message]
     assert len(told) == 1
     assert "asks to wait 120 s before get_server_capabilities" in told[0]
@@ -180,7 +180,7 @@ def test_h3_others_wait_for_the_back_off_only_within_their_own_time_limit(monkey
         monkeypatch.setattr(f"tinkex.client.{place}.LONG_WAIT_S", 0.2)
     monkeypatch.setenv("TINKEX_GIVE_UP_S", "0.4")
     fake = FakeService()
-    with fake.client(api_key="tml-of-this-test") as service:  # nobody else shall wait for an hour
+    with fake.client(api_key="tml-of-this-test") as service:  # no other test may wait for an hour
         training = service.create_lora_training_client("fake/model")
         fake.script("get_server_capabilities", Answer(status=429, headers={"retry-after": "3600"}))
         asking = service._get_server_capabilities()
@@ -202,7 +202,7 @@ def test_a_poll_with_a_retry_after_of_a_day_polls_again_after_a_minute(
     monkeypatch.setenv("TINKEX_GIVE_UP_S", "0.1")
     fake = FakeService(config={"sample_use_retrieve_futures": endpoint == "retrieve_futures"})
     fake.script(endpoint, Answer(status=status, headers={"retry-after": "86400"}))
-    with fake.client(api_key=f"tml-{status}-{endpoint}") as service:  # nobody else shall wait
+    with fake.client(api_key=f"tml-{status}-{endpoint}") as service:  # no other test may wait
         sampling = service.create_sampling_client(base_model="fake/model")
         prompt, params = types.ModelInput.from_ints([1]), types.SamplingParams(max_tokens=1)
         assert sampling.sample(prompt, 1, params).result(20).sequences

@@ -1,4 +1,4 @@
-"""`tinkex.as_tinker`: programs that say `tinker` run on tinkex. Each in a process of its own."""
+"""`tinkex.as_tinker`: programs that import `tinker` run on tinkex. One process per test."""
 
 import subprocess
 import sys
@@ -215,7 +215,7 @@ def test_methods_that_programs_patch_on_the_classes_are_those_that_are_called(tm
         """,
         tmp_path,
     )
-    # As in the official client, an `_async` form calls the other one.
+    # As in the official client, an `_async` variant calls the other one.
     assert said.split() == [
         "forward_backward_async",
         "forward_backward",

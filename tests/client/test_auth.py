@@ -1,4 +1,4 @@
-"""`tinkex.auth` (§14), and services that fail while a client starts (defects 8 and 10)."""
+"""`tinkex.auth` (§14), and services that fail at first contact (defects 8 and 10)."""
 
 import asyncio
 import time
@@ -75,7 +75,7 @@ def test_a_responding_service_is_accessible(fake, loopback, monkeypatch):
         "get_server_capabilities",
     ]
     fake.script("get_server_capabilities", Answer(status=500))
-    with pytest.raises(tinkex.InternalServerError):  # asked once
+    with pytest.raises(tinkex.InternalServerError):  # sent once
         auth.raise_if_tinker_not_accessible()
 
     async def on_a_loop():

@@ -1,4 +1,4 @@
-"""Budgets are fair and bounded; a wish to slow down is shared."""
+"""Budgets are fair and bounded; a back-off is shared."""
 
 import asyncio
 import gc
@@ -100,7 +100,7 @@ def test_a_wait_ends_at_the_deadline_of_the_waiter(monkeypatch):
         slept.append(seconds)
         clock.now += seconds
         if len(slept) < 3:
-            backoff.extend(3600)  # told again and again
+            backoff.extend(3600)  # extended again and again
 
     monkeypatch.setattr("tinkex.client.http.backpressure.asyncio.sleep", sleep)
     backoff = Backoff(clock)
@@ -110,12 +110,12 @@ def test_a_wait_ends_at_the_deadline_of_the_waiter(monkeypatch):
     slept.clear()
     backoff = Backoff(clock)
     backoff.extend(10)
-    asyncio.run(backoff.wait())  # until nobody is told to wait any more
+    asyncio.run(backoff.wait())  # until the back-off is over
     assert sum(slept) == pytest.approx(10 + 2 * 3600, abs=3 * MAX_SPREAD_S)
     slept.clear()
     backoff = Backoff(clock)
     backoff.extend(10)
-    asyncio.run(backoff.wait_once(60))  # a poll does not wait for those who are told after it
+    asyncio.run(backoff.wait_once(60))  # a poll does not wait for later extensions
     assert sum(slept) == pytest.approx(10, abs=2.5)
 
 
@@ -132,11 +132,11 @@ def test_402_is_a_pause_up_to_a_limit_that_resets_after_a_quiet_time():
 
 
 def test_limits_are_shared_while_they_are_in_use():
-    lanes = ServiceLimitsTable()
-    a = lanes.get(("http://a", "k"))
-    assert lanes.get(("http://a", "k")) is a
-    assert lanes.get(("http://a", "other")) is not a
+    table = ServiceLimitsTable()
+    a = table.get(("http://a", "k"))
+    assert table.get(("http://a", "k")) is a
+    assert table.get(("http://a", "other")) is not a
     a.backoff.extend(60)
     del a
     gc.collect()
-    assert lanes.get(("http://a", "k")).backoff.left_s == 0
+    assert table.get(("http://a", "k")).backoff.left_s == 0

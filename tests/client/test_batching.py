@@ -1,4 +1,4 @@
-"""Chunks put back together: every reducer with its sum beside it."""
+"""Batches are split by size, and the results of their chunks are merged: every reducer."""
 
 import math
 
@@ -33,8 +33,8 @@ from tinkex.wire.protobuf import encode_forward_backward_request
         ("a:hash2", [2.0**63, 2.0**63, 5.0], [1, 1, 1], {"a:hash2": 5.0}),  # mod 2**64
         ("a:hash2", [5.0, 2.0**63, 2.0**63], [1, 1, 1], {"a:hash2": 5.0}),  # in any order
         ("a:hash_unordered", [1.0, 2.0], [1, 1], {"a:hash_unordered": float(hash((1, 2)))}),
-        ("a:odd", [1.0, 2.0], [1, 1], {}),  # no rule: left out
-        ("a", [1.0, 2.0], [1, 1], {}),  # no suffix: left out, no crash
+        ("a:odd", [1.0, 2.0], [1, 1], {}),  # no rule: dropped
+        ("a", [1.0, 2.0], [1, 1], {}),  # no suffix: dropped, no crash
         ("a:b:sum", [1.0, 2.0], [1, 1], {}),
         ("a", [1.0], [1], {"a": 1.0}),  # nothing to reduce
     ],
@@ -77,7 +77,7 @@ def test_outputs_are_joined_in_order():
         ([4, 4, 4, 4], [(0, 2), (2, 4)]),  # 4 + 4 + 4 > 10
         ([5, 5, 5], [(0, 2), (2, 3)]),  # 10 fits exactly
         ([1, 1, 1, 1, 1], [(0, 3), (3, 5)]),  # three at most
-        ([50, 1, 1], [(0, 1), (1, 3)]),  # too large travels alone
+        ([50, 1, 1], [(0, 1), (1, 3)]),  # too large: sent alone
         ([1, 50, 1], [(0, 1), (1, 2), (2, 3)]),
     ],
 )
@@ -107,7 +107,7 @@ def test_a_sparse_tensor_counts_its_values_and_eight_bytes_for_each_index():
     )
     size = datum_bytes(datum)
     assert size == 64 * 4 + 64 * 8 + values * 4 + (rows + 1 + values) * 8
-    # The lists are made when somebody asks for them; a size does not.
+    # The lists are created on access; computing a size must not create them.
     for name in ("sparse_crow_indices", "sparse_col_indices"):
         with pytest.raises(AttributeError):
             object.__getattribute__(weights, name)

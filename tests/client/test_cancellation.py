@@ -1,4 +1,4 @@
-"""A sample nobody waits for is given up on the server too; a time-out gives up nothing."""
+"""An abandoned sample is cancelled on the server; a timeout cancels nothing."""
 
 import asyncio
 import concurrent.futures
@@ -72,7 +72,7 @@ def test_a_sample_cancelled_while_it_is_sent_is_cancelled_there_too(fake, sampli
     hold.release()
     until(lambda: len(fake.cancelled) == 1)
     numbers = [s.json()["seq_id"] for s in fake.requests if s.endpoint == "asample"]
-    assert numbers == [0, 0]  # asked again under its number, to learn its id
+    assert numbers == [0, 0]  # sent again under its seq_id, to get its request id
 
 
 def test_timeouts_cancel_nothing(fake, sampling):
@@ -171,7 +171,7 @@ def test_a_program_whose_loop_ends_cancels_its_samples(fake, sampling):
         await asyncio.to_thread(until, lambda: count(fake, "retrieve_future") == 5)
         assert tasks
 
-    asyncio.run(main())  # ends with the tasks under way
+    asyncio.run(main())  # ends while the tasks run
     until(lambda: len(fake.cancelled) == 5)
     fake._sample_s = 0.0
     assert sampling.sample(PROMPT, 1, PARAMS).result(5).sequences

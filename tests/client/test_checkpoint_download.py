@@ -1,4 +1,4 @@
-"""Downloads against a stand-in that cuts, stalls, forgets and lies."""
+"""Downloads from a stand-in service that truncates, stalls, loses and corrupts files."""
 
 import asyncio
 import base64
@@ -46,7 +46,7 @@ class Files:
         self.tag = '"1"'
         self.lasts = timedelta(minutes=15)
         self.signatures = 0
-        #: Asked for each file request: a reply instead of the right one, or None.
+        #: Called for each file request: a reply instead of the right one, or None.
         self.fault: Callable[[str, Asked], Reply | None] = lambda name, asked: None
         self.headers: dict[str, str] = {}
         self.ranges = True
@@ -280,7 +280,7 @@ def test_links_are_renewed_before_they_expire() -> None:
     assert links.get("a") == "http://x/1"
     now += timedelta(minutes=2)  # four minutes are left
     assert links.get("a") == "http://x/2"
-    links.refused("a", "http://x/1")  # an old one
+    links.refused("a", "http://x/1")  # an old link
     assert links.get("a") == "http://x/2"
     links.refused("a", "http://x/2")
     assert links.get("a") == "http://x/3"
@@ -556,7 +556,7 @@ def test_h9_files_come_through_the_proxy_of_the_settings(
     proxy: Standin, files: Files, tmp_path: Path, links: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files.url = links
-    monkeypatch.setenv("NO_PROXY", "*")  # a proxy that is given wins over the environment
+    monkeypatch.setenv("NO_PROXY", "*")  # an explicit proxy wins over the environment
     address = proxy.url.removeprefix("http://")
     settings = tinkex.Settings.resolve(
         base_url=SERVICE, api_key="tml-secret", proxy=f"http://user:p%40ss@{address}", give_up_s=0.3

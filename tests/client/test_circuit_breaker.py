@@ -1,4 +1,4 @@
-"""The circuit breaker: off by default, and quick where a service keeps failing."""
+"""The circuit breaker: off by default; fails immediately while a service keeps failing."""
 
 import pickle
 import time
@@ -26,7 +26,7 @@ def test_it_opens_after_consecutive_failures_and_closes_after_one_successful_att
     breaker = Breaker(BreakerPolicy(failures=3, open_s=10), clock=lambda: now[0])
     for error in (LOST, answered(500), answered(400), LOST, LOST):
         assert breaker.blocked_s() is None
-        breaker.failed(error)  # 400 is a sound answer: not three in a row
+        breaker.failed(error)  # 400 is not a failure: not three in a row
     assert breaker.state == "closed"
     breaker.failed(LOST)
     assert breaker.state == "open"
@@ -79,7 +79,7 @@ def test_an_open_circuit_fails_at_once_and_says_when_it_will_retry(fake, datum):
     with pytest.raises(tinkex.CircuitOpenError):
         training.forward_backward([datum], "cross_entropy").result(5)
     assert len(fake.requests) == seen  # nothing was sent
-    assert service.get_server_capabilities()  # another kind of work
+    assert service.get_server_capabilities()  # another kind of request
     deadline = time.monotonic() + 5
     while True:  # half-open, then closed
         try:

@@ -1,4 +1,4 @@
-"""Which credential counts (§2.2), and commands that print one."""
+"""Which credential is used (§2.2), and commands that print one."""
 
 import asyncio
 import sys
@@ -65,7 +65,7 @@ def printed(text, limit_s=10.0):
 
 def test_a_command_runs_through_the_shell_and_its_output_is_stripped():
     assert printed("printf ' tml-%s \\n' $((40 + 2))") == "tml-42"
-    # Only static keys are held to a prefix.
+    # Only static keys need a prefix.
     assert printed("echo secret-of-another-kind") == "secret-of-another-kind"
 
 
@@ -144,7 +144,7 @@ def test_command_output_is_cached_for_a_minute_and_renewed_after_a_401(tmp_path)
         assert await credential.token() == "tml-2"
         assert await credential.renew("tml-2")
         assert await credential.token() == "tml-3"
-        assert await credential.renew("tml-2")  # renewed already: not run again
+        assert await credential.renew("tml-2")  # already renewed: not run again
         assert await credential.token() == "tml-3"
 
     asyncio.run(main())

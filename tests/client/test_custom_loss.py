@@ -1,4 +1,4 @@
-"""Losses of the user's own: the order of their passes, where they run, and what is refused."""
+"""Custom losses: the order of their passes, where they run, and what is refused."""
 
 import asyncio
 import contextvars
@@ -167,7 +167,7 @@ def test_defect_9_a_loss_runs_on_its_own_thread_and_the_session_continues(servic
 
     def asks_the_service(data, logprobs):
         where.append(threading.current_thread().name)
-        # Would wait forever if the loop were waiting for this function.
+        # Would deadlock if the loop were waiting for this function.
         assert service.get_server_capabilities().supported_models
         return plain(data, logprobs)
 
@@ -244,7 +244,7 @@ def test_a_loss_sees_the_context_of_its_caller_and_its_own_parameters_get_gradie
 def test_an_unusable_loss_is_a_value_error_of_the_call(fake, training, datum, loss, words):
     with pytest.raises(ValueError, match=words):
         training.forward_backward_custom([datum, datum], loss)
-    # The order goes on, without a gap.
+    # Later steps continue, without a gap.
     training.optim_step(ADAM).result(5)
     assert ran(fake) == [(1, "forward"), (2, "optim_step")]
 

@@ -14,7 +14,7 @@ from tinkex.client.recovery import CorruptedRunError, corrupted
 from tinkex.client.settings import Settings
 from tinkex.testing import Answer, FakeService, Lost
 
-#: Endpoint, what it answers, the error of that, and a word of the advice.
+#: Endpoint, its response, the resulting error, and a word of its hint.
 CASES = [
     (
         "optim_step",
@@ -87,7 +87,7 @@ def test_e4_an_error_names_what_failed_the_request_and_what_to_do(endpoint, faul
         training.optim_step(tinkex.AdamParams()).result(10)
     assert type(caught.value) is kind
     text = str(caught.value)
-    if kind is not tinkex.RequestFailedError:  # which says what the service says
+    if kind is not tinkex.RequestFailedError:  # its message is that of the service
         assert re.search(r"step 1 of s-\d+:train:0|result of OptimStep", text), text
     assert re.search(r"request (tinkex-[0-9a-f-]{36}|r-\d+)", text), text
     assert advice in text, text
@@ -149,7 +149,7 @@ def test_e4_invalid_arguments_are_reported_before_anything_is_sent(fake, service
             call()
     background = {"session_heartbeat", "telemetry", "client/dynamic_config"}
     assert {request.endpoint for request in fake.requests} <= background
-    assert not service.holder.closed  # a status that does not exist ends nothing
+    assert not service.holder.closed  # an invalid status closes nothing
 
 
 def kinds(root: type[BaseException]) -> set[type[BaseException]]:
@@ -161,7 +161,7 @@ def test_e4_every_kind_of_error_is_covered():
         importlib.import_module(module.name)
     shown = {kind for _, _, kind, _ in CASES} | {tinkex.CircuitOpenError, CorruptedRunError}
     abstract = {tinkex.TinkerError, tinkex.APIError}
-    # Not about a request; each is shown in the tests of its module.
+    # Not about a request; each is tested with its module.
     elsewhere = {"DownloadFailed", "HubError", "TokenizerUnavailable"}
     missing = {
         kind.__name__

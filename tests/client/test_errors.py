@@ -1,4 +1,4 @@
-"""Errors cross processes, keep no secrets, and say what to do next."""
+"""Errors can be pickled, contain no secrets, and say what to do next."""
 
 import pickle
 import traceback

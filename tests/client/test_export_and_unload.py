@@ -1,4 +1,4 @@
-"""Saving for other programs, and unloading: where they stand in the order of a training client."""
+"""Exporting and unloading: their order among the steps of a training client."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""`tinkex.testing`, as users' tests see it."""
+"""`tinkex.testing`, as used in users' tests."""
 
 import subprocess
 import sys
@@ -16,12 +16,14 @@ def test_a_seq_id_used_for_another_kind_of_step_is_refused_as_by_a_server(fake, 
     first = fake.client()
     training = first.create_lora_training_client("fake/model")
     training.forward_backward([datum], "cross_entropy").result(5)
-    twin = tinkex.TrainingClient(first.holder, 0, training.model_id)  # numbers from 1 again
+    second = tinkex.TrainingClient(
+        first.holder, 0, training.model_id
+    )  # its seq_ids start at 1 again
 
     with pytest.raises(tinkex.UnprocessableEntityError, match="already used for forward_backward"):
-        twin.optim_step(types.AdamParams()).result(5)
+        second.optim_step(types.AdamParams()).result(5)
 
-    assert twin.forward_backward([datum], "cross_entropy").result(5).metrics  # number 2
+    assert second.forward_backward([datum], "cross_entropy").result(5).metrics  # seq_id 2
     first.close("success").result(5)
 
 

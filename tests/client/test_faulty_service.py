@@ -1,4 +1,4 @@
-"""A service that fails all the time in every way: the results are those of one that does not."""
+"""A service that fails constantly in every way gives the same results as one that does not."""
 
 import random
 

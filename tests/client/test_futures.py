@@ -1,4 +1,4 @@
-"""Futures can be waited for from anywhere, many times, and time-outs lose nothing."""
+"""Futures can be waited for from any thread or loop, many times; timeouts lose nothing."""
 
 import asyncio
 import concurrent.futures
@@ -123,7 +123,7 @@ def test_blocking_on_a_running_loop_warns_and_still_returns(fake, training, datu
         with pytest.warns(RuntimeWarning, match="await result_async"):
             future.result()
         with warnings.catch_warnings():
-            warnings.simplefilter("error")  # nothing to warn of: the result is there
+            warnings.simplefilter("error")  # nothing to warn of: the result is available
             future = training.forward_backward([datum], "cross_entropy")
             await future
             future.result()

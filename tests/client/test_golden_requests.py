@@ -24,7 +24,7 @@ from tinkex.wire.proto import tinkex_wire_pb2 as pb
 DATA = Path(__file__).parents[1] / "data" / "wire"
 SOURCE = Path(__file__).parents[2] / "src"
 
-#: What the two clients ask for at other times, and as often as they like.
+#: Requests that the two clients send at different times and in different numbers.
 HANDSHAKE = {"/api/v1/client/config", "/api/v1/client/dynamic_config"}
 
 

@@ -1,4 +1,4 @@
-"""Adapters on the Hugging Face hub: what is decided, and what a hub gets to hear."""
+"""Uploads to the Hugging Face hub: repository, card and files, and the requests that are sent."""
 
 import base64
 import json
@@ -138,7 +138,7 @@ class Hub:
             return reply_json({"error": "Invalid user token."}, 401)
         if path == "/api/whoami-v2":
             return reply_json({"name": "somebody", "type": "user"})
-        if path == "/api/validate-yaml":  # of every card that is sent
+        if path == "/api/validate-yaml":  # called for every card
             return reply_json({"errors": [], "warnings": []})
         if path == "/api/repos/create":
             made = asked.json()

@@ -1,4 +1,4 @@
-"""What a closed or forgotten client leaves behind: nothing."""
+"""Closed and garbage-collected clients leave nothing behind."""
 
 import asyncio
 import gc
@@ -62,7 +62,7 @@ def use(url):
 def test_closed_sessions_free_their_sockets_tasks_and_objects(loopback, fake, shared, monkeypatch):
     monkeypatch.setattr(polling, "MAX_SELF_POLLING", 4)
     fake._config["sample_use_retrieve_futures"] = shared
-    service, _ = use(loopback.url)  # what the process keeps anyway
+    service, _ = use(loopback.url)  # what the process keeps in any case
     service.close("success").result(5)
     del service
     gc.collect()
@@ -73,7 +73,7 @@ def test_closed_sessions_free_their_sockets_tasks_and_objects(loopback, fake, sh
         service.close("success").result(5)
         alive += made
         services.append(service)
-    # Closing frees them, not that nobody refers to the clients any more.
+    # Closing frees them, not garbage collection of the clients.
     assert settled(sockets, before[0]) <= before[0]
     assert settled(tasks, before[1]) <= before[1]
     del service

@@ -1,4 +1,4 @@
-"""`base_url="local"`: one server for all programs, gone with the last, however that ends."""
+"""`base_url="local"`: one server for all programs; it ends with the last, even if killed."""
 
 import dataclasses
 import json
@@ -15,7 +15,7 @@ from tinkex import TinkerError
 from tinkex.client import local_server
 from tinkex.client.local_server import LocalSettings
 
-#: Stands in for `tinkex serve`: says that it is ready, answers healthz, ends on SIGTERM.
+#: A stand-in for `tinkex serve`: prints that it is ready, serves healthz, ends on SIGTERM.
 SERVER = """
 import http.server, os, sys
 print("loading", *sys.argv[1:], file=sys.stderr, flush=True)
@@ -55,7 +55,7 @@ def test_the_server_stops_when_the_last_client_is_closed(settings, capsys):
     assert first.url == second.url
     assert "loading serve m --port 0 --data" in capsys.readouterr().err
     first.release()
-    first.release()  # safe to repeat
+    first.release()  # can be repeated
     assert not gone(pid, within_s=0.3)
     second.release()
     assert gone(pid)
@@ -65,7 +65,7 @@ def test_attaching_while_the_last_server_is_stopping_gives_a_running_server(sett
     for _ in range(5):
         first = local_server.attach(settings)
         first.release()
-        second = local_server.attach(settings)  # at once: the old one stays, or a new one comes
+        second = local_server.attach(settings)  # at once: the old one stays, or a new one starts
         assert local_server._healthy(second.url)
         assert not gone(server_pid(settings), within_s=0.1)
         second.release()

@@ -1,4 +1,4 @@
-"""`TINKER_LOG` (§2.5), in programs of their own."""
+"""`TINKER_LOG` (§2.5), each test in its own process."""
 
 import os
 import subprocess

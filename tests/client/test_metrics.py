@@ -1,4 +1,4 @@
-"""Counts, levels and times of the clients of a process."""
+"""Counters, gauges and latencies of the clients in a process."""
 
 import json
 import os
@@ -25,7 +25,7 @@ def levels() -> set[float]:
     return {value for name, value in gauges if name.startswith(("operations", "samples"))}
 
 
-#: For tests in which the service is busy: all who have the same key would be careful for a while.
+#: For tests with 429s: clients with the same key would be in slow start for a while.
 BUSY = {"api_key": "tml-busy"}
 
 
@@ -44,7 +44,7 @@ def test_requests_operations_bytes_and_times_are_counted_by_name(fake, datum):
     assert counters["operations_done.forward_backward"] == 1
     assert counters["operations_done.optim_step"] == 1
     assert counters["requests.forward_backward"] == counters["requests.optim_step"] == 1
-    assert counters["requests.sessions"] == 1  # the id in its path is no name
+    assert counters["requests.sessions"] == 1  # the id in its path is not part of the name
     body = next(seen.body for seen in fake.requests if seen.endpoint == "forward_backward")
     assert counters["bytes_sent.forward_backward"] == len(body)
     assert counters["bytes_received.retrieve_future"] > 0

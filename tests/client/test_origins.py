@@ -1,4 +1,4 @@
-"""One rule for "the same server", wherever a key or a cookie depends on it."""
+"""Origins: which addresses may get a key or a cookie."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""OpenTelemetry: off it is not even imported; on, operations are spans and requests carry them."""
+"""OpenTelemetry: not imported when off; when on, operations are spans, propagated in requests."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""H9: proxies and headers that the user sets are used, and not only configured."""
+"""H9: the user's proxies and headers are used on every request."""
 
 import asyncio
 import base64
@@ -178,9 +178,9 @@ def test_h9_tls_goes_through_a_tunnel_and_trusts_the_given_bundle(tmp_path, monk
             link, settings = "https://service.invalid/file", service.holder.settings
             assert fetch_file(link, tmp_path / "file", settings=settings)
     assert heads[calls].startswith(b"CONNECT service.invalid:443 ")
-    assert "X-API-Key" not in seen[-1][1]  # nor a link, which is signed
+    assert "X-API-Key" not in seen[-1][1]  # nor to a signed link
     assert heads[0].startswith(b"CONNECT service.invalid:443 ")
-    assert KEY.encode() not in b"".join(heads)  # only the service itself gets to see it
+    assert KEY.encode() not in b"".join(heads)  # only the service itself gets it
 
 
 def test_a_missing_proxy_is_an_error_without_its_password(monkeypatch):
@@ -208,7 +208,7 @@ def test_h9_cloudflare_and_custom_headers_are_sent_with_every_request(fake, loop
         assert seen.headers["cf-access-client-id"] == "cf-id"
         assert seen.headers["cf-access-client-secret"] == "cf-secret"
         assert seen.headers["x-team"] == "blue"
-        assert seen.headers["user-agent"] == "mine/1"  # ours is replaced, not doubled
+        assert seen.headers["user-agent"] == "mine/1"  # the client's own is replaced, not repeated
 
 
 def test_h9_a_key_among_the_custom_headers_is_the_one_that_is_sent(fake, loopback):

@@ -1,4 +1,4 @@
-"""Why requests wait reaches the user: a log line, a callback, a progress display (O8)."""
+"""Queue states reach the user: a log line, a callback, a progress display (O8)."""
 
 import io
 import json
@@ -25,7 +25,7 @@ def paused(reason: str | None = "two jobs ahead", status: int = 408) -> Answer:
     return Answer(status=status, body={**body, "queue_state_reason": reason})
 
 
-@pytest.mark.parametrize("status", [408, 200])  # older servers say it with a success
+@pytest.mark.parametrize("status", [408, 200])  # older servers send it with a 200
 def test_o8_a_callback_gets_what_waits_why_and_the_end_of_the_wait(
     fake, service, datum, caplog, status
 ):
@@ -108,7 +108,7 @@ def test_e3_queue_states_and_backpressure_are_counted_in_telemetry(fake, datum):
     events = [event for seen in sent for event in json.loads(seen.body)["events"]]
     assert [
         (each["event_name"], each["event_data"]) for each in events if "event_name" in each
-    ] == [  # each once: what was told is not told again
+    ] == [  # each once, without repeats
         ("backpressure", {"rate_limited": 2, "longest_wait_s": 0.02}),
         ("queue_states", {"paused_capacity": 1, "active": 1}),
     ]

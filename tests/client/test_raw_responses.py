@@ -1,4 +1,4 @@
-"""Raw and streaming answers (H11) for endpoints that no client wraps."""
+"""Raw and streaming responses (H11) for endpoints that no client wraps."""
 
 import asyncio
 import threading
@@ -88,7 +88,7 @@ def test_an_answer_shows_its_head_and_can_be_read_in_every_form(fake, service):
     assert answer.text() == '{"status":"ok"}'
     assert answer.parse() == {"status": "ok"}
     assert answer.parse(to=types.HealthResponse).status == "ok"
-    assert b"".join(answer.iter_bytes()) == answer.read()  # read whole, it can be read again
+    assert b"".join(answer.iter_bytes()) == answer.read()  # read completely, it can be read again
     assert "tml-fake" not in repr(answer) + repr(answer.http_request)
 
 

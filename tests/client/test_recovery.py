@@ -1,4 +1,4 @@
-"""A run that is started again from its last checkpoint when the server loses it."""
+"""Runs are restarted from their last checkpoint when the server loses them."""
 
 import asyncio
 from collections.abc import Callable

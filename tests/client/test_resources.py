@@ -1,4 +1,4 @@
-"""`tinkex.resources`: single endpoints, as the official client names them; `Timeout`."""
+"""`tinkex.resources`: single endpoints with the names of the official client; `Timeout`."""
 
 import asyncio
 import concurrent.futures

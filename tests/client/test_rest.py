@@ -1,4 +1,4 @@
-"""What RestClient and AdminClient send, refuse and share; against a stand-in service."""
+"""What RestClient and AdminClient send, refuse and share, against a stand-in service."""
 
 import asyncio
 import base64
@@ -462,7 +462,7 @@ def test_a_list_is_fetched_page_by_page_without_duplicates(here: Service, rest: 
         start = int(query["offset"])
         found = ids[start : start + int(query["limit"])]
         if start == 0:
-            ids.insert(0, "s-new")  # made while we look: the rest moves down
+            ids.insert(0, "s-new")  # created during the loop: the rest shifts down
         return reply_json({"sessions": found})
 
     def answer(asked: Asked) -> Reply:
@@ -531,7 +531,7 @@ def test_o9_clients_of_one_service_and_key_share_a_connection_and_close_independ
     impatient.close().result(5)
     assert impatient.holder.closed
     assert not other.holder.closed
-    # After the last has gone, the next one connects anew.
+    # After the last was closed, the next one opens a new connection.
     with RestClient(base_url=here.url, api_key="tml-a") as again:
         assert again.list_sessions().result(5).sessions == []
     other.close().result(5)

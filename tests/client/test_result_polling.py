@@ -1,4 +1,4 @@
-"""Polling for a promised result: what each answer means, and that no server is polled busily."""
+"""Polling for a result: the meaning of each response, and no busy loops."""
 
 import math
 import random
@@ -33,11 +33,11 @@ def polls(fake):
         [Answer(status=200, body=PENDING)],
         [Answer(status=500), Answer(status=503, body=b"<html>")],
         [Answer(status=429, headers={"retry-after-ms": "5"})],
-        [Answer(status=400, body={"detail": "?"})] * 3,  # a proxy's, three in a row at most
-        [Answer(status=400)],  # empty: a proxy's for sure
+        [Answer(status=400, body={"detail": "?"})] * 3,  # from a proxy, at most three in a row
+        [Answer(status=400)],  # empty: certainly from a proxy
         [Answer(status=200, body=b"<html>"), Answer(status=200, body=b'{"metr')],
         [Answer(status=200, body=b"\x0a\xff", headers=PROTOBUF)],
-        # Cut between two fields it is protobuf still, and only its fingerprint tells.
+        # Cut between two fields it is still valid protobuf; only its digest shows it.
         [Answer(status=200, headers=PROTOBUF | {"content-digest": content_digest(b"whole")})],
         [Lost()],
         [Lost(after=True)],
@@ -90,7 +90,7 @@ def test_a_large_result_is_fetched_once_the_byte_budget_allows(fake, training, d
     fake.script(
         "retrieve_future",
         Answer(status=200, body={"status": "complete_metadata", "response_payload_size": 10}),
-        # Asked for the payload, and it withholds it once more: asked again, not given up.
+        # The server withholds the payload once more: polled again, not given up.
         Answer(status=200, body={"status": "complete_metadata", "response_payload_size": 10}),
     )
     before = len(polls(fake))

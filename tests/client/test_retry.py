@@ -1,4 +1,4 @@
-"""What is worth another try, and when: tables of decisions."""
+"""Which errors are retried, and when: tables of decisions."""
 
 import itertools
 import pickle
@@ -43,7 +43,7 @@ def answered(status: int, **headers: str) -> APIStatusError:
         (answered(404), False),
         (answered(410), False),
         (answered(422), False),
-        (answered(503, x_should_retry="false"), False),  # the server knows better
+        (answered(503, x_should_retry="false"), False),  # the server decides
         (answered(400, x_should_retry="true"), True),
         (answered(400, x_should_retry="perhaps"), False),
         (ValueError("no"), False),
@@ -61,11 +61,11 @@ def test_connection_errors_timeouts_408_409_429_and_5xx_are_retried(error, expec
         ({"retry-after": "2"}, 2.0),
         ({"retry-after": "0.5"}, 0.5),
         ({"retry-after": "Thu, 01 Jan 2026 12:00:07 GMT"}, 7.0),
-        ({"retry-after": "Thu, 01 Jan 2026 11:59:00 GMT"}, None),  # has passed
+        ({"retry-after": "Thu, 01 Jan 2026 11:59:00 GMT"}, None),  # in the past
         ({"retry-after": "Thu, 01 Jan 2026 12:00:07 -0000"}, 7.0),  # UTC of unknown origin
         ({"retry-after": "Thu, 01 Jan 2026 13:00:07 +0100"}, 7.0),
-        ({"retry-after": "3600"}, 3600.0),  # long ones too
-        ({"retry-after": "Thu, 01 Jan 2099 12:00:00 GMT"}, 86400.0),  # a clock that is wrong
+        ({"retry-after": "3600"}, 3600.0),  # long values too
+        ({"retry-after": "Thu, 01 Jan 2099 12:00:00 GMT"}, 86400.0),  # a wrong clock
         ({"retry-after": "inf"}, None),
         ({"retry-after": "1" + 400 * "0"}, None),
         ({"retry-after": "soon"}, None),
@@ -85,7 +85,7 @@ def test_retry_after_is_read_in_its_three_forms(headers, expected):
     [
         (1, 0.375, 0.5),  # the first delay, shortened by a quarter at most
         (2, 0.75, 1.0),  # doubled
-        (7, 7.5, 10.0),  # 0.5 * 2**6 = 32, cut to the longest
+        (7, 7.5, 10.0),  # 0.5 * 2**6 = 32, cut to the maximum
         (5000, 7.5, 10.0),  # no overflow
     ],
 )
@@ -114,7 +114,12 @@ def test_retry_after_wins_over_the_clients_delay():
 
 @pytest.mark.parametrize(
     ("elapsed_s", "expected"),
-    [(0, 3.0), (8, 2.0), (10, None), (11, None)],  # 10 s in all: the last try is at the deadline
+    [
+        (0, 3.0),
+        (8, 2.0),
+        (10, None),
+        (11, None),
+    ],  # 10 s in total: the last attempt is at the deadline
 )
 def test_no_attempt_starts_after_the_deadline(elapsed_s, expected):
     policy = RetryPolicy(give_up_s=10)
@@ -167,7 +172,7 @@ def linked(*errors, by="__cause__"):
 def test_e1_an_error_is_a_user_error_if_its_cause_is(by):
     assert is_user_error(linked(ValueError(), KeyError(), answered(404), by=by))
     assert not is_user_error(linked(ValueError(), KeyError(), answered(503), by=by))
-    # The nearest that tells decides: the service did not answer, whatever was going on before.
+    # The nearest verdict decides: there was no response, whatever happened before.
     assert not is_user_error(linked(APIConnectionError(REQUEST), answered(404), by=by))
     server = RequestFailedError("no", "r", types.RequestErrorCategory.Server)
     assert not is_user_error(linked(ValueError(), server, answered(400), by=by))

@@ -1,4 +1,4 @@
-"""Ten thousand samples at once: fair, early, bounded; nothing that waits costs a task."""
+"""Ten thousand concurrent samples: fair, in order, bounded; a waiting sample takes no task."""
 
 import asyncio
 import gc
@@ -17,7 +17,7 @@ PROMPT = types.ModelInput.from_ints(list(range(64)))
 PARAMS = SamplingParams(max_tokens=4)
 MANY = 10_000
 NUMBER = re.compile(rb'"seq_id":(\d+)')
-#: Of memory for one waiting call at most: the request, its future, its place in the queue.
+#: Maximum memory of one waiting call: the request, its future, its queue entry.
 MOST_BYTES_EACH = 6_000
 
 
@@ -61,7 +61,7 @@ def tasks_on_the_loop():
 
 def test_ten_thousand_waiting_samples_are_bounded_in_memory_and_tasks_and_run_in_order():
     fake = Instant(config={"sample_max_concurrent_requests": 100})
-    # A key of its own: where another test was told "busy" a moment ago, samples go a few at a time.
+    # Its own key: after a 429 in another test, samples would be in slow start.
     with fake.client(api_key="tml-ten-thousand") as service:
         sampling = service.create_sampling_client(base_model="fake/model")
         sampling.sample(PROMPT, 1, PARAMS).result(5)
@@ -118,7 +118,7 @@ def test_sampling_never_blocks_the_caller_or_its_loop():
         hold = fake.hold("asample")
 
         async def main():
-            # Every call has returned, and the loop goes on, before the server answers any.
+            # Every call has returned, and the loop runs, before the server responds to any.
             work = [
                 asyncio.create_task(sampling.sample_async(PROMPT, 1, PARAMS)) for _ in range(200)
             ]
@@ -136,16 +136,16 @@ def test_waiting_samples_of_a_closed_client_fail_at_once():
     holding = other.create_sampling_client(base_model="fake/model")
     sampling = service.create_sampling_client(base_model="fake/model")
     hold = fake.hold("retrieve_future")
-    first = holding.sample(PROMPT, 1, PARAMS)  # has the only place
+    first = holding.sample(PROMPT, 1, PARAMS)  # runs, within the limit of one
     assert hold.arrived.wait(5)
     futures = [sampling.sample(PROMPT, 1, PARAMS) for _ in range(100)]
     service.close("success").result(5)
     for future in futures:
         with pytest.raises(RuntimeError, match="closed"):
             future.result(5)
-    assert sampling.retry_handler._timer is None  # nothing is watched any more
+    assert sampling.retry_handler._timer is None  # nothing is watched
     hold.release()
-    assert first.result(5).sequences  # its sibling goes on
+    assert first.result(5).sequences  # its sibling continues
     other.close("success").result(5)
 
 
@@ -190,15 +190,15 @@ def test_client_queues_take_turns_and_keep_to_their_own_limits():
         running.append(entry)
         return True
 
-    door = FairLimiter(4)
+    limiter = FairLimiter(4)
     one, two = ClientQueue(begin, limit=None), ClientQueue(begin, limit=1)
-    door.enqueue(one, ["a1", "a2"])
-    door.enqueue(two, ["b1", "b2"])
-    door.enqueue(one, ["a3", "a4", "a5"])
+    limiter.enqueue(one, ["a1", "a2"])
+    limiter.enqueue(two, ["b1", "b2"])
+    limiter.enqueue(one, ["a3", "a4", "a5"])
     assert running == ["a1", "a2", "b1", "a3"]
-    door.release(one)
+    limiter.release(one)
     assert running[-1] == "a4"  # b2 must wait for b1
-    door.release(two)
-    door.release(one)
+    limiter.release(two)
+    limiter.release(one)
     assert running[-2:] == ["b2", "a5"] or running[-2:] == ["a5", "b2"]
-    assert door.used == 4
+    assert limiter.used == 4

@@ -1,4 +1,4 @@
-"""RetryConfig: every field is honoured, one layer insists, and a standstill is told to all at once."""
+"""RetryConfig: every field applies, one layer retries, and a progress timeout fails all samples."""
 
 import pickle
 import random
@@ -82,7 +82,7 @@ def test_a_submission_is_retried_by_one_layer_only(fake, monkeypatch):
         with pytest.raises(tinkex.InternalServerError):
             sampling.sample(PROMPT, 1, PARAMS).result(10)
         assert time.monotonic() - began < 5
-        assert set(numbers(fake)) == {0}  # started over, it would have another number
+        assert set(numbers(fake)) == {0}  # a restarted sample would have another seq_id
 
 
 def test_a_sample_that_the_server_fails_is_retried_a_few_times_and_then_raised(fake, service):
@@ -112,8 +112,8 @@ LOST = APIConnectionError(Request(method="POST", url="http://x"), "reset")
     ("error", "sent", "listed", "expected"),
     [
         (LOST, True, (APIConnectionError,), True),
-        (LOST, True, (), False),  # not listed: the user does not want it
-        (LOST, False, (APIConnectionError,), False),  # submitting has insisted already
+        (LOST, True, (), False),  # not listed by the user
+        (LOST, False, (APIConnectionError,), False),  # the submission was already retried
         (_status(503), True, (), True),
         (_status(503), False, (APIStatusError,), False),
         (_status(410), True, (), True),
@@ -136,7 +136,7 @@ def test_a_progress_timeout_fails_all_samples_with_the_last_seen_state(fake, ser
     pending = {"type": "try_again", "request_id": "r", "queue_state": "paused_capacity"}
     reason = {"queue_state_reason": "the GPU is on holiday"}
     fake.script("retrieve_future", *[Answer(status=408, body=pending | reason)] * 1000)
-    futures = [sampling.sample(PROMPT, 1, PARAMS) for _ in range(5)]  # three never got in
+    futures = [sampling.sample(PROMPT, 1, PARAMS) for _ in range(5)]  # three are never admitted
     began = time.monotonic()
     errors = [future.exception(10) for future in futures]
     assert time.monotonic() - began < 3
@@ -195,7 +195,7 @@ def test_samples_are_not_retried_where_the_server_forbids_it_but_logprobs_are():
 def test_the_round_trip_of_a_submission_is_measured(fake, service):
     """Defect 17: taken after the submission, it would be about zero."""
     sampling = client(service)
-    fake.script("asample", Lost())  # a repeat, so that it takes a while
+    fake.script("asample", Lost())  # a retry, so that it takes a while
     sampling.sample(PROMPT, 1, PARAMS).result(5)
     poll = next(s for s in fake.requests if s.endpoint == "retrieve_future")
     assert float(poll.headers["x-tinker-create-promise-roundtrip-time"]) > 0.005

@@ -1,4 +1,4 @@
-"""Samples read while they are drawn (H11): each token once, and at the end what `sample` answers."""
+"""Streamed samples (H11): each token once, and at the end the response of `sample`."""
 
 import asyncio
 import gc
@@ -91,7 +91,7 @@ def test_events_add_up_to_the_response_of_sample(fake, sampling):
     assert plain(answer) == plain(same)
     assert answer.prompt_logprobs == same.prompt_logprobs
     assert all(s.sequence_id.startswith("q-") for s in answer.sequences)
-    assert not asked(fake, "asample")[1:]  # the first way needed none
+    assert not asked(fake, "asample")[1:]  # the stream needed none
     with pytest.raises(AttributeError):
         events[0].sequence = 3
 
@@ -241,7 +241,7 @@ def test_a_slow_reader_gets_several_tokens_at_once(fake):
     with network.client() as service:
         sampling = service.create_sampling_client(base_model="fake/model")
         stream = sampling.sample_stream(PROMPT, 1, PARAMS)
-        assert network.stalled.wait(5)  # both token events are here
+        assert network.stalled.wait(5)  # both token events have arrived
         assert next(stream).tokens == [1, 2, 3, 1, 2, 3, 1]
         stream.close()
 

@@ -1,4 +1,4 @@
-"""Sampling clients that cross processes: pickles and handles, without a secret in them."""
+"""Sampling clients in other processes: pickles and handles, without secrets."""
 
 import asyncio
 import base64
@@ -86,7 +86,9 @@ def test_a_client_from_a_handle_uses_the_key_of_its_own_process(fake, secretive)
     assert copy.retry_handler.config == config
     assert copy.get_base_model() == "fake/model"
     copy.holder.close("success").result(5)
-    assert not [s for s in fake.requests if s.endpoint.endswith("/finish")]  # not its to end
+    assert not [
+        s for s in fake.requests if s.endpoint.endswith("/finish")
+    ]  # a copy does not end the session
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Samples: many at once, bounded and fair; started over where that is harmless; cancellable."""
+"""Samples: many at once, bounded and fair, retried where that is harmless, cancellable."""
 
 import asyncio
 import json
@@ -238,7 +238,9 @@ def test_a_copy_samples_under_its_own_seq_ids(fake, loopback, monkeypatch):
     with pytest.raises(RuntimeError, match="only joined session"):
         copy.holder.next_sampler_number()
     copy.holder.close("success").result(5)
-    assert not [s for s in fake.requests if s.endpoint.endswith("/finish")]  # not its to end
+    assert not [
+        s for s in fake.requests if s.endpoint.endswith("/finish")
+    ]  # a copy does not end the session
     service.close("success").result(5)
 
 

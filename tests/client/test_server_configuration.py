@@ -1,4 +1,4 @@
-"""What a server may ask of its clients, and that it is asked for again while they run."""
+"""The configuration that a server sends to its clients, and its refresh."""
 
 import sys
 import time
@@ -92,7 +92,7 @@ def test_a_response_with_too_few_sequences_is_an_error_that_says_so(fake, servic
     fake.script("asample", Answer(status=200, body=promise))
     one = pb.SampleResponse(sequences=[pb.SampledSequence(tokens=b"\1\0\0\0")])
     body, kind = one.SerializeToString(), {"content-type": "application/x-protobuf"}
-    # Once it could have been damaged on its way.
+    # The first could have been damaged in transit.
     fake.script("retrieve_future", *[Answer(status=200, body=body, headers=kind)] * 4)
     with pytest.raises(tinkex.APIResponseValidationError, match="1 came for 2 sequence ids"):
         sampling.sample(PROMPT, 2, PARAMS).result(5)

@@ -1,4 +1,4 @@
-"""A session begins late, ends well, and never blocks anybody who does not wait for it."""
+"""A session starts late, ends cleanly, and blocks only callers that wait for it."""
 
 import asyncio
 import contextlib
@@ -207,7 +207,7 @@ def test_heartbeats_are_sent_until_the_session_ends(fake, monkeypatch):
         time.sleep(0.005)
     beats = endpoints(fake).count("session_heartbeat")
     time.sleep(0.1)
-    assert endpoints(fake).count("session_heartbeat") == beats  # 410: it is over
+    assert endpoints(fake).count("session_heartbeat") == beats  # 410: the session has ended
     service.close("success").result(5)
 
 

@@ -1,4 +1,4 @@
-"""Where settings come from, and that keys stay out of sight."""
+"""Where settings come from; keys are never shown."""
 
 import copy
 import dataclasses
@@ -169,7 +169,7 @@ def test_h10_every_variable_of_the_official_client_is_read_under_both_names(tmp_
         assert found.credential_cmd == "echo tml-x"
         assert found.base_url == "https://a.example"
         assert found.project_id == "p"
-        assert found.tags == ("b", "a")  # trimmed, each once, in the order given
+        assert found.tags == ("b", "a")  # stripped, without duplicates, in order
         assert not found.telemetry
         assert found.feature_gates == ("x", "y")
         assert "echo" not in repr(found)
@@ -222,7 +222,7 @@ def test_h10_nothing_reads_the_environment_again_once_a_client_works(fake, datum
             training.optim_step(types.AdamParams()).result(5)
             sampling.sample(prompt, 1, params).result(5)
 
-        work()  # what is loaded on first use may look
+        work()  # lazy imports may read it
         watched = Watched(os.environ)
         monkeypatch.setattr(os, "environ", watched)
         work()
@@ -248,7 +248,7 @@ def test_h8_two_services_in_one_process_share_neither_pools_nor_limits_nor_telem
         found = [service.holder._connected.value for service in (a, b, c)]
         for part in ("transport", "lane", "calls"):
             assert len({id(getattr(each, part)) for each in found}) == 3
-        # Told to wait, the one waits; another service, or the same with another key, does not.
+        # The rate-limited client waits; another service or another key does not.
         here.fake.script("get_server_capabilities", Answer(status=429, headers=SLOW))
         waiting = a._get_server_capabilities()
         while not found[0].limits.backoff.left_s:

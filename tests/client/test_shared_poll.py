@@ -1,4 +1,4 @@
-"""One poll for all samples of a client: what it tells, what it keeps, and how it ends."""
+"""One poll for all samples of a client: its events, its state, and its end."""
 
 import asyncio
 import collections
@@ -52,7 +52,7 @@ def test_samples_share_one_poll_and_each_result_is_fetched_once(fake, sampling):
     assert set(fetched.values()) == {1}
     assert len(fetched) == 100
     assert len(seen(fake, "retrieve_futures")) < 30
-    # The size was known, so nothing was withheld.
+    # The size was known, so the server withheld nothing.
     assert not any(s.json()["allow_metadata_only"] for s in seen(fake, "retrieve_future"))
 
 
@@ -68,7 +68,7 @@ def test_fetched_results_are_reported_until_a_poll_that_named_them_succeeded(fak
     fake.script("retrieve_futures", *[Answer(status=503)] * 3)
     draw(sampling, 1)[0].result(10)
     last = {seen(fake, "retrieve_future")[-1].json()["request_id"]}
-    until(lambda: sum(last <= report for report in reports()) == 4)  # refused, and then taken
+    until(lambda: sum(last <= report for report in reports()) == 4)  # refused, and then accepted
     assert not any(ids & report for report in reports()[-4:])
     cursors = [each.json()["prev_cursor"] for each in seen(fake, "retrieve_futures")]
     assert cursors == sorted(cursors)
@@ -130,7 +130,7 @@ def test_a_final_error_reaches_every_waiting_sample_as_a_tinker_error(
     assert {type(error) for error in errors} == {kind}
     assert not any(isinstance(error, ValueError) for error in errors)
     assert len({id(error) for error in errors}) == 3
-    # It is not the end of the client: the next sample asks again.
+    # The client still works: the next sample polls again.
     assert draw(sampling, 1)[0].result(10).sequences
 
 
@@ -169,7 +169,7 @@ def test_an_event_before_the_response_to_the_submission_is_not_lost(fake, sampli
     [future.result(10) for future in draw(sampling, 1)]
     first = draw(sampling, 1)[0]  # keeps the poll running
     fake._sample_s = 0.0
-    # The work is done and logged; the answer that names the request comes later.
+    # The sample has finished; the response with its request id comes later.
     fake.script("asample", Lost(after=True))
     late = draw(sampling, 1)[0]
     assert late.result(10).sequences
@@ -189,7 +189,7 @@ def test_unclaimed_events_are_dropped():
             with here.submitting():
                 for number in range(1_000):
                     here._hand_over(FutureFinished(request_id=f"stray-{number}"))
-            assert len(here._unclaimed) == 1_000  # the first submission may be one of them
+            assert len(here._unclaimed) == 1_000  # one may belong to the first submission
         assert not here._unclaimed
         assert not here._early_order
         here._hand_over(FutureFinished(request_id="stray"))

@@ -1,4 +1,4 @@
-"""Turns are taken in order and always given up; numbers leave no gap that stays."""
+"""Steps are sent in the order of the calls, and their seq_ids leave no gaps."""
 
 import asyncio
 
@@ -9,14 +9,14 @@ from tinkex.client.submission import Outcome, SeqIds, TicketQueue
 
 def test_tickets_are_served_in_order():
     async def main():
-        turnstile, served = TicketQueue(), []
-        tickets = [turnstile.take_ticket() for _ in range(5)]
+        queue, served = TicketQueue(), []
+        tickets = [queue.take_ticket() for _ in range(5)]
 
         async def send(ticket):
             await asyncio.sleep(0.001 * (5 - ticket))
             served.append(ticket)
 
-        await asyncio.gather(*(turnstile.start(t, lambda t=t: send(t)) for t in reversed(tickets)))
+        await asyncio.gather(*(queue.start(t, lambda t=t: send(t)) for t in reversed(tickets)))
         assert served == tickets
 
     asyncio.run(main())
@@ -25,17 +25,17 @@ def test_tickets_are_served_in_order():
 @pytest.mark.parametrize("when", ["before its first step", "while it waits", "while it sends"])
 def test_requests_after_a_cancelled_one_are_still_sent(when):
     async def main():
-        turnstile, served = TicketQueue(), []
-        first, second, third = (turnstile.take_ticket() for _ in range(3))
+        queue, served = TicketQueue(), []
+        first, second, third = (queue.take_ticket() for _ in range(3))
         gate = asyncio.Event()
 
         async def send(ticket):
             await gate.wait()
             served.append(ticket)
 
-        a = turnstile.start(first, lambda: send(first))
-        b = turnstile.start(second, lambda: send(second))
-        c = turnstile.start(third, lambda: send(third))
+        a = queue.start(first, lambda: send(first))
+        b = queue.start(second, lambda: send(second))
+        c = queue.start(third, lambda: send(third))
         if when == "before its first step":
             b.cancel()
         await asyncio.sleep(0)
@@ -53,8 +53,8 @@ def test_requests_after_a_cancelled_one_are_still_sent(when):
 
 def test_requests_after_a_failed_one_are_still_sent():
     async def main():
-        turnstile, served = TicketQueue(), []
-        first, second = turnstile.take_ticket(), turnstile.take_ticket()
+        queue, served = TicketQueue(), []
+        first, second = queue.take_ticket(), queue.take_ticket()
 
         async def fail():
             raise ValueError("no")
@@ -62,7 +62,7 @@ def test_requests_after_a_failed_one_are_still_sent():
         async def send():
             served.append(second)
 
-        a, b = turnstile.start(first, fail), turnstile.start(second, send)
+        a, b = queue.start(first, fail), queue.start(second, send)
         await asyncio.gather(a, b, return_exceptions=True)
         assert served == [second]
 
@@ -77,13 +77,13 @@ A, R, U, N = Outcome.ACCEPTED, Outcome.REFUSED, Outcome.UNKNOWN, Outcome.UNSENT
     [
         ([A], 2, {}),
         ([A, A, A], 4, {}),
-        ([R], 1, {}),  # refused: the number is used by the next call
+        ([R], 1, {}),  # refused: the seq_id is reused by the next call
         ([N], 1, {}),
-        ([U], 2, {1: False}),  # nobody knows: fill it, harmlessly if the server has it
+        ([U], 2, {1: False}),  # unknown: send a no-op step, harmless if the server has it
         ([N, R, N], 1, {}),
-        ([N, A, R], 3, {1: True}),  # 3 goes back to the pool, 1 must be filled
+        ([N, A, R], 3, {1: True}),  # 3 is reused, 1 needs a no-op step
         ([N, R, A], 4, {1: True, 2: True}),
-        ([A, R, N], 2, {}),  # serial: what came before the refusal stands
+        ([A, R, N], 2, {}),  # serial: the parts before the refusal are kept
         ([A, U, N], 3, {2: True}),
         ([], 1, {}),
     ],

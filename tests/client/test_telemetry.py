@@ -1,4 +1,4 @@
-"""Telemetry is small, scrubbed, bounded, and in nobody's way."""
+"""Telemetry is small, without secrets, bounded, and delays nothing."""
 
 import json
 import os
@@ -166,7 +166,7 @@ def test_e2_a_batch_has_a_hundred_events_and_is_sent_three_times_at_most(fake, m
     first = batches[0]
     assert batches[:3] == [first] * 3  # then it is dropped
     assert not set(first) & {index for batch in batches[3:] for index in batch}
-    assert batches[3] == batches[4]  # the next one: refused once, then taken
+    assert batches[3] == batches[4]  # the next one: refused once, then accepted
     kept = {index for batch in batches[3:] for index in batch}
     assert kept == set(range(len(first), 252))
 
@@ -200,7 +200,7 @@ def test_e2_closing_does_not_wait_for_a_slow_service(fake, monkeypatch):
     service = fake.client()
     service.create_lora_training_client("fake/model")
     hold = fake.hold("telemetry")
-    service.close("success").result(30)  # or `TimeoutError`: nobody has let go
+    service.close("success").result(30)  # or `TimeoutError`: the request is still held
     hold.release()
 
 

@@ -1,4 +1,4 @@
-"""Keys exchanged for tokens (§2.2): cached, renewed ahead of time, in one flight."""
+"""Keys are exchanged for tokens (§2.2): cached, renewed early, with one exchange at a time."""
 
 import asyncio
 import base64
@@ -71,7 +71,7 @@ def test_concurrent_callers_share_one_exchange():
         credential = bank.credential()
         asked = [asyncio.create_task(credential.token()) for _ in range(50)]
         await asyncio.sleep(0)
-        asked[0].cancel()  # one who stops waiting does not stop it for the others
+        asked[0].cancel()  # a cancelled caller does not cancel it for the others
         bank.gate.set()
         assert len(set(await asyncio.gather(*asked[1:]))) == 1
         assert bank.given == 1
@@ -114,7 +114,12 @@ def test_without_an_old_token_the_error_is_raised():
         (3600, 61, True, 1),
         (3600, 59, False, 1),
         (120, 100, True, 40),
-        (10, 9, True, 4),  # short-lived ones keep a fifth in hand, and are not renewed in a spin
+        (
+            10,
+            9,
+            True,
+            4,
+        ),  # short-lived ones keep a fifth as a margin, and are not renewed in a busy loop
         (10, 1.5, False, 1),
     ],
 )
@@ -126,10 +131,10 @@ def test_when_a_token_is_renewed(lifetime, left, fresh, renew_in):
 
 
 def test_a_wrong_clock_does_not_extend_a_token():
-    # Ours is an hour behind: by our clock the token would last two hours.
+    # The local clock is an hour behind: by it the token would last two hours.
     token = jwt(lasts_s=3600, now_s=10_000, iat=10_000)
     assert lifetime_s(token, now_s=10_000 - 3600) == 3600
-    # A token that the service made a while ago lasts what is left of it.
+    # A token that was issued earlier lasts only for the rest of its lifetime.
     assert lifetime_s(token, now_s=12_000) == 1600
     assert lifetime_s("not a token", now_s=0) == token_exchange.DEFAULT_LIFETIME_S
     assert lifetime_s(jwt(exp="soon"), now_s=0) == token_exchange.DEFAULT_LIFETIME_S
@@ -156,7 +161,7 @@ def test_the_background_renews_ahead_of_time_and_tries_again_after_a_failure(mon
         return bank
 
     bank = asyncio.run(main())
-    # Renewed; failed; after a minute tried again at once, and renewed.
+    # Renewed; failed; retried after a minute, and renewed.
     assert naps == [3300, 3300, 60, 1, 3300]
     assert bank.given == 3
 
@@ -239,7 +244,7 @@ def test_a_refused_token_is_renewed_once_and_a_refused_key_is_an_error():
             ("auth/token", "tml-fake"),
             ("get_server_capabilities", new),
         ]
-        # Where no new token is to be had, the error is the refusal; or why the key is refused.
+        # Without a new token, the error is the 401, or why the key was refused.
         too_old = Answer(status=401, body={"detail": "too old"})
         for words in ("too old", "revoked"):
             fake.script("get_server_capabilities", too_old)

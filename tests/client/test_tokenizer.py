@@ -1,4 +1,4 @@
-"""Which tokenizer belongs to a model, where it is found, and text through clients."""
+"""Which tokenizer belongs to a model, where it is found, and encoding through clients."""
 
 import asyncio
 import json
@@ -27,8 +27,8 @@ from tinkex.testing import FakeService
         ("moonshotai/Kimi-K2.5-Text-Only:x", None, "moonshotai/Kimi-K2.5"),
         ("moonshotai/Kimi-K3/fast", None, "moonshotai/Kimi-K3"),
         ("any", "moonshotai/Kimi-K2.5-Text-Only", "moonshotai/Kimi-K2.5"),
-        ("any", "Qwen/Qwen3-8B:x", "Qwen/Qwen3-8B"),  # the server knows better
-        ("any", "/models/a:b", "/models/a:b"),  # a folder, colon and all
+        ("any", "Qwen/Qwen3-8B:x", "Qwen/Qwen3-8B"),  # the server's id wins
+        ("any", "/models/a:b", "/models/a:b"),  # a folder with a colon
     ],
 )
 def test_the_server_or_the_models_name_selects_it(model, said, expected):
@@ -116,7 +116,7 @@ def test_the_error_says_what_was_tried(hub, tmp_path):
         load("org/nowhere")
     assert f"the Hugging Face cache in {tmp_path} (not there)" in str(told.value)
     assert "the hub (" in str(told.value)
-    assert "transformers (" not in str(told.value)  # it would ask the same hub again
+    assert "transformers (" not in str(told.value)  # it would query the same hub again
     with pytest.raises(tinkex.TinkerError, match="names neither"):
         load("")
 
@@ -193,7 +193,7 @@ def test_in_a_coroutine_only_the_first_text_warns_that_it_blocks(named):
     async def main():
         with pytest.warns(RuntimeWarning, match=r"asyncio\.to_thread"):
             training.encode("hello")
-        return training.encode("hello")  # known by now: no warning, or this fails
+        return training.encode("hello")  # cached by now: a warning would fail this
 
     assert asyncio.run(main())
 
@@ -208,7 +208,7 @@ def test_m6_where_transformers_is_installed_its_own_tokenizer_is_returned(named)
     for client in (training, sampling):
         tokenizer = client.get_tokenizer()
         assert isinstance(tokenizer, PreTrainedTokenizerBase)
-        assert tokenizer.name_or_path == "org/model"  # not the place of its files
+        assert tokenizer.name_or_path == "org/model"  # not its folder
         assert client.encode("hello there") == tokenizer("hello there").input_ids
 
 

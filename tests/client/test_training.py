@@ -1,4 +1,4 @@
-"""Steps leave in the order of the calls, each once, whatever happens to some of them."""
+"""Steps are sent in the order of the calls, each once, even if some of them fail."""
 
 import asyncio
 import pickle
@@ -108,7 +108,7 @@ def test_a_call_cancelled_before_its_turn_is_never_sent(fake, training, datum):
     second = training.optim_step(ADAM)
     third = training.save_state("after")
     assert second.cancel()
-    assert not first.cancel()  # it has left; it runs
+    assert not first.cancel()  # it was sent and runs
     hold.release()
     assert third.result(5).path.endswith("/weights/after")
     first.result(5)
@@ -131,7 +131,7 @@ def test_a_coroutine_cancelled_while_it_waits_for_its_turn_does_not_block_others
         return await third.result_async(5)
 
     assert asyncio.run(main()).path.endswith("after")
-    # It had been submitted, so it runs; nobody has to wait for it.
+    # It was submitted, so it runs, although no caller waits for it.
     assert [number for number, _ in ran(fake)] == [1, 2, 3]
 
 
@@ -207,7 +207,7 @@ def test_a_step_that_the_circuit_breaker_stops_uses_no_seq_id(datum, monkeypatch
             service.create_lora_training_client("fake/model")
         with pytest.raises(tinkex.CircuitOpenError):
             training.forward_backward([datum], "cross_entropy").result(5)
-        monkeypatch.setattr(Breaker, "_left_s", lambda _: 0.0)  # its time is over
+        monkeypatch.setattr(Breaker, "_left_s", lambda _: 0.0)  # the open interval is over
         training.optim_step(ADAM).result(5)
     assert ran(fake) == [(1, "optim_step")]
 
@@ -278,7 +278,7 @@ def test_a_call_without_response_leaves_no_gap(monkeypatch, datum):
         training.optim_step(ADAM).result(10)
     fake._scripts["optim_step"].clear()
     training.save_state("after").result(5)
-    # Number 1 never arrived; a pass that changes nothing took its place.
+    # seq_id 1 never arrived; a no-op step used it.
     assert ran(fake) == [(1, "forward"), (2, "save_weights")]
 
     fake.script("optim_step", *[Lost(after=True)] * 50)
@@ -286,7 +286,7 @@ def test_a_call_without_response_leaves_no_gap(monkeypatch, datum):
         training.optim_step(ADAM).result(10)
     fake._scripts["optim_step"].clear()
     training.save_state("again").result(5)
-    # Number 3 had arrived; filling it once more ran nothing.
+    # seq_id 3 had arrived; the no-op step ran nothing.
     assert ran(fake)[2:] == [(3, "optim_step"), (4, "save_weights")]
     service.close("success").result(5)
 
@@ -313,7 +313,7 @@ def test_a_seq_id_that_the_server_already_has_is_not_a_gap(monkeypatch, caplog):
 def test_changes_after_the_call_are_not_sent(fake, training, datum):
     hold = fake.hold("optim_step")
     training.optim_step(ADAM)
-    assert hold.arrived.wait(5)  # what follows waits for its turn
+    assert hold.arrived.wait(5)  # later steps wait for their turn
     data = [datum]
     steps = [training.forward_backward(data, "cross_entropy"), training.forward(data, "ppo")]
     datum.loss_fn_inputs["weights"] = types.TensorData(data=[7.0], dtype="float32")
@@ -429,7 +429,7 @@ def test_a_batch_of_which_one_chunk_was_refused_fails_as_a_whole(chunked, datum,
     save = training.save_state("after")
     with pytest.raises(tinkex.UnprocessableEntityError):
         batch.result(5)
-    # Nobody behind it hangs, and half a batch of gradients is not stepped on as if it were one.
+    # Later steps do not hang, and the gradients of a partial batch are not applied.
     step.result(5)
     assert save.result(5).path.endswith("after")
     numbers = [number for number, _ in ran(fake)]
@@ -452,7 +452,7 @@ def test_a_partly_refused_batch_is_followed_by_a_failing_step(chunked, datum):
     assert fillers
     for noop_step in fillers:
         assert list(noop_step.loss_fn_config) == ["part_of_this_batch_was_never_sent"]
-        # No server can compute it, also one that passes over settings it does not know.
+        # No server can compute it, not even one that ignores unknown settings.
         (datum,) = noop_step.data
         assert datum.model_input.length == 1
         assert datum.loss_fn_inputs["target_tokens"].tolist() == [0, 0]
@@ -509,7 +509,7 @@ def test_a_batch_is_not_affected_by_retried_chunks(chunked, datum):
     assert [number for number, _ in ran(fake)] == [1, 2, 3, 4, 5]
 
 
-# An answer that means "let it through", for scripts that only bite later.
+# A response that means "pass through", for scripts that fail only later.
 _PASS = Answer(status=-1)
 
 

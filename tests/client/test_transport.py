@@ -120,7 +120,7 @@ def test_data_on_an_idle_connection_is_not_read_as_the_next_response():
             await reader.readuntil(b"\r\n\r\n")
             answer = b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\n\r\n%d" % next(numbers)
             writer.write(answer)
-            await asyncio.sleep(0.05)  # the first one is read by then, or this shows nothing
+            await asyncio.sleep(0.05)  # the first one must have been read by then
             writer.write(answer)
             await writer.drain()
             repeated.release()
@@ -269,7 +269,7 @@ def test_cookies_of_the_service_are_sent_only_to_it():
         transport = HttpTransport(one.url)
         for kind in (Kind.SESSION, Kind.TRAIN, Kind.SAMPLE):
             await transport.send(Request(method="GET", url=f"{one.url}/a", kind=kind))
-        # Another service on the same host: cookies know no ports.
+        # Another service on the same host: cookies ignore ports.
         for _ in range(2):
             await transport.send(Request(method="GET", url=f"{other.url}/a"))
         await transport.send(Request(method="GET", url=f"{one.url}/a"))
@@ -318,7 +318,7 @@ def test_headers_of_the_same_name_are_one_list():
     assert Headers(CIMultiDict([("A", "1"), ("a", "2")])) == {"a": "1, 2"}
 
 
-#: More than any kind with a limit may have.
+#: More than the limit of any kind.
 MANY = 2 * max(CONNECTIONS.values())
 
 
@@ -386,7 +386,7 @@ def test_slow_listings_do_not_delay_a_step(fake, loopback, datum):
         [each.result(10) for each in slow]
 
 
-#: What each endpoint belongs to. Everything that a program does is here; what is new is added.
+#: The kind of each endpoint. Covers everything that a program does; add new endpoints here.
 KINDS = {
     "client/config": Kind.SESSION,
     "client/dynamic_config": Kind.SESSION,
@@ -580,7 +580,7 @@ def test_a_forked_child_continues_with_its_parents_clients(fake, loopback):
     assert (done.returncode, done.stderr) == (0, "")
     numbers = [seen.json()["seq_id"] for seen in fake.requests if seen.endpoint == "asample"]
     assert numbers[0] == 0
-    assert numbers[1] >= 1_000_000_000  # the child is a copy
+    assert numbers[1] >= 1_000_000_000  # the child is a clone
     assert numbers[2] == 1
 
 
