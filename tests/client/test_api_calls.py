@@ -170,9 +170,9 @@ def test_h3_a_long_wait_is_logged_once_and_limited_to_the_time_that_is_left(capl
                 service.get_server_capabilities()
             assert 0.2 < time.monotonic() - started < 5
     assert not fake._scripts["get_server_capabilities"]  # sent again at its deadline
-    told = [record.getMessage() for record in caplog.records if "Retry-After" in record.message]
-    assert len(told) == 1
-    assert "asks to wait 120 s before get_server_capabilities" in told[0]
+    shown = [record.getMessage() for record in caplog.records if "Retry-After" in record.message]
+    assert len(shown) == 1
+    assert "asks to wait 120 s before get_server_capabilities" in shown[0]
 
 
 def test_h3_others_wait_for_the_back_off_only_within_their_own_time_limit(monkeypatch):

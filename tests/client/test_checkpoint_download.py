@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 import tinkex
-from standin import Asked, Reply, Standin, reply_json, standing_in
+from standin import Received, Reply, Standin, reply_json, standing_in
 from tinkex.client.files import checkpoint_download as module
 from tinkex.client.files.checkpoint_download import (
     check_target,
@@ -47,12 +47,12 @@ class Files:
         self.lasts = timedelta(minutes=15)
         self.signatures = 0
         #: Called for each file request: a reply instead of the right one, or None.
-        self.fault: Callable[[str, Asked], Reply | None] = lambda name, asked: None
+        self.fault: Callable[[str, Received], Reply | None] = lambda name, request: None
         self.headers: dict[str, str] = {}
         self.ranges = True
 
-    def __call__(self, asked: Asked) -> Reply:
-        path = asked.path.partition("?")[0].removeprefix("/api/v1/")
+    def __call__(self, request: Received) -> Reply:
+        path = request.path.partition("?")[0].removeprefix("/api/v1/")
         if path.startswith("client/"):
             return reply_json({})
         expires = datetime.now(UTC) + self.lasts
@@ -67,13 +67,13 @@ class Files:
         name = path.removeprefix("/files/")
         if name not in self.files:
             return reply_json({"detail": f"nothing at {path}"}, 404)
-        return self.fault(name, asked) or self.whole(name, asked)
+        return self.fault(name, request) or self.whole(name, request)
 
-    def whole(self, name: str, asked: Asked) -> Reply:
+    def whole(self, name: str, request: Received) -> Reply:
         body = self.files[name]
         headers = {"ETag": self.tag, **self.headers}
-        found = re.fullmatch(r"bytes=(\d+)-(\d*)", asked.headers.get("range", ""))
-        if found and self.ranges and asked.headers.get("if-range", self.tag) == self.tag:
+        found = re.fullmatch(r"bytes=(\d+)-(\d*)", request.headers.get("range", ""))
+        if found and self.ranges and request.headers.get("if-range", self.tag) == self.tag:
             start, stop = int(found[1]), int(found[2] or len(body) - 1) + 1
             if start >= len(body):
                 return Reply(status=416, headers={"Content-Range": f"bytes */{len(body)}"})
@@ -114,9 +114,9 @@ def content(folder: Path) -> dict[str, bytes]:
 
 
 def fetched(here: Standin, name: str) -> list[str]:
-    """The ranges that were asked for, without the first look."""
-    asked = [each for each in here.asked if each.path.startswith(f"/files/{name}")]
-    return [each.headers["range"] for each in asked if each.headers["range"] != "bytes=0-0"]
+    """The requested ranges, without those of the probe."""
+    requests = [each for each in here.requests if each.path.startswith(f"/files/{name}")]
+    return [each.headers["range"] for each in requests if each.headers["range"] != "bytes=0-0"]
 
 
 def tar(members: dict[str, bytes]) -> bytes:
@@ -143,7 +143,7 @@ def test_files_arrive_complete_with_progress_and_without_the_key(
     assert seen[0] == (0, 10242)
     assert seen[-1] == (10242, 10242)
     assert seen == sorted(seen)
-    links = [each for each in here.asked if each.path.startswith("/files/")]
+    links = [each for each in here.requests if each.path.startswith("/files/")]
     assert links
     assert all("tml-secret" not in str(each.headers) for each in links)
 
@@ -151,10 +151,10 @@ def test_files_arrive_complete_with_progress_and_without_the_key(
 def test_defect_21_a_broken_connection_resumes_where_it_broke(
     here: Standin, files: Files, rest: RestClient, tmp_path: Path
 ) -> None:
-    def cut(name: str, asked: Asked) -> Reply | None:
-        wanted = asked.headers["range"]
+    def cut(name: str, request: Received) -> Reply | None:
+        wanted = request.headers["range"]
         if name == "adapter_model.safetensors" and wanted in ("bytes=0-", "bytes=1000-"):
-            right = files.whole(name, asked)
+            right = files.whole(name, request)
             return Reply(
                 status=right.status, body=right.body, headers=right.headers, cut_after=1000
             )
@@ -169,11 +169,11 @@ def test_defect_21_a_broken_connection_resumes_where_it_broke(
 def test_defect_21_a_failed_download_resumes_later(
     here: Standin, files: Files, rest: RestClient, tmp_path: Path
 ) -> None:
-    def fail(name: str, asked: Asked) -> Reply | None:
-        if name != "adapter_model.safetensors" or asked.headers["range"] == "bytes=0-0":
+    def fail(name: str, request: Received) -> Reply | None:
+        if name != "adapter_model.safetensors" or request.headers["range"] == "bytes=0-0":
             return None
-        if asked.headers["range"] == "bytes=0-":
-            right = files.whole(name, asked)
+        if request.headers["range"] == "bytes=0-":
+            right = files.whole(name, request)
             return Reply(status=206, body=right.body, headers=right.headers, cut_after=5000)
         return reply_json({"detail": "not today"}, 400)
 
@@ -183,8 +183,8 @@ def test_defect_21_a_failed_download_resumes_later(
         download_checkpoint(EXPORT, target, rest=rest)
     assert "sig=" not in repr(failure.value.request)
     assert not target.exists()
-    files.fault = lambda name, asked: None
-    here.asked.clear()
+    files.fault = lambda name, request: None
+    here.requests.clear()
     seen: list[int] = []
     download_checkpoint(EXPORT, target, rest=rest, progress=lambda done, _: seen.append(done))
     assert content(target) == files.files
@@ -212,11 +212,11 @@ def test_a_service_without_ranges_is_downloaded_from_the_beginning(
     files.ranges = False
     cuts = iter([1000, 2000])
 
-    def cut(name: str, asked: Asked) -> Reply | None:
-        if name != "adapter_model.safetensors" or asked.headers["range"] == "bytes=0-0":
+    def cut(name: str, request: Received) -> Reply | None:
+        if name != "adapter_model.safetensors" or request.headers["range"] == "bytes=0-0":
             return None
         after = next(cuts, None)
-        right = files.whole(name, asked)
+        right = files.whole(name, request)
         return Reply(body=right.body, headers=right.headers, cut_after=after)
 
     files.fault = cut
@@ -226,8 +226,8 @@ def test_a_service_without_ranges_is_downloaded_from_the_beginning(
 def test_a_file_that_changes_during_the_download_is_an_error(
     here: Standin, files: Files, rest: RestClient, tmp_path: Path
 ) -> None:
-    def change(name: str, asked: Asked) -> Reply | None:
-        if asked.headers["range"] == "bytes=0-0":
+    def change(name: str, request: Received) -> Reply | None:
+        if request.headers["range"] == "bytes=0-0":
             return None
         files.tag = '"2"'
         files.files = {name: body + b"more" for name, body in files.files.items()}
@@ -255,12 +255,12 @@ def test_defect_21_a_checksum_is_verified_where_the_service_gives_one(
 def test_refused_links_are_renewed(
     here: Standin, files: Files, rest: RestClient, tmp_path: Path
 ) -> None:
-    files.fault = lambda name, asked: (
-        reply_json({"detail": "expired"}, 403) if asked.path.endswith("sig=1") else None
+    files.fault = lambda name, request: (
+        reply_json({"detail": "expired"}, 403) if request.path.endswith("sig=1") else None
     )
     assert content(download_checkpoint(EXPORT, tmp_path / "a", rest=rest)) == files.files
     assert files.signatures == 2
-    files.fault = lambda name, asked: reply_json({"detail": "never"}, 403)
+    files.fault = lambda name, request: reply_json({"detail": "never"}, 403)
     with pytest.raises(tinkex.PermissionDeniedError, match="never"):
         download_checkpoint(EXPORT, tmp_path / "b", rest=rest)
 
@@ -351,12 +351,12 @@ def test_an_existing_folder_is_replaced_only_with_overwrite(
     (target / "mine").write_text("kept")
     with pytest.raises(FileExistsError, match="overwrite=True"):
         download_checkpoint(EXPORT, target, rest=rest)
-    assert [each for each in here.asked if "external" in each.path] == []
-    files.fault = lambda name, asked: reply_json({"detail": "no"}, 404)
+    assert [each for each in here.requests if "external" in each.path] == []
+    files.fault = lambda name, request: reply_json({"detail": "no"}, 404)
     with pytest.raises(tinkex.NotFoundError):
         download_checkpoint(EXPORT, target, rest=rest, overwrite=True)
     assert content(target) == {"mine": b"kept"}
-    files.fault = lambda name, asked: None
+    files.fault = lambda name, request: None
     download_checkpoint(EXPORT, target, rest=rest, overwrite=True)
     assert content(target) == files.files
     assert [each.name for each in tmp_path.iterdir()] == ["a"]
@@ -381,7 +381,7 @@ def test_two_downloads_into_one_folder_do_not_mix(
 ) -> None:
     begun, go = threading.Event(), threading.Event()
 
-    def hold(name: str, asked: Asked) -> Reply | None:
+    def hold(name: str, request: Received) -> Reply | None:
         begun.set()
         go.wait(10)
         return None
@@ -420,8 +420,8 @@ def test_coroutines_can_wait_and_stop(
     assert content(asyncio.run(whole())) == files.files
     begun, go = threading.Event(), threading.Event()
 
-    def hold(name: str, asked: Asked) -> Reply | None:
-        if asked.headers["range"] != "bytes=0-0":
+    def hold(name: str, request: Received) -> Reply | None:
+        if request.headers["range"] != "bytes=0-0":
             begun.set()
             go.wait(10)
         return None
@@ -440,7 +440,7 @@ def test_coroutines_can_wait_and_stop(
     assert not (tmp_path / "b").exists()
 
     async def blocking() -> None:
-        files.fault = lambda name, asked: None
+        files.fault = lambda name, request: None
         download_checkpoint(EXPORT, tmp_path / "c", rest=rest)
 
     with pytest.warns(RuntimeWarning, match="download_checkpoint_async"):
@@ -452,12 +452,12 @@ def test_without_archives_a_sampler_checkpoint_has_no_files_and_the_error_says_s
 ) -> None:
     info = {"base_model": "m", "is_lora": True, "lora_rank": 4}
 
-    def answer(asked: Asked) -> Reply:
-        if asked.path.endswith("weights_info") and SAMPLER in asked.body.decode():
+    def answer(request: Received) -> Reply:
+        if request.path.endswith("weights_info") and SAMPLER in request.body.decode():
             return reply_json(info)
-        if "archive" in asked.path or "weights_info" in asked.path:
+        if "archive" in request.path or "weights_info" in request.path:
             return reply_json({"detail": "there is no such thing"}, 404)
-        return files(asked)
+        return files(request)
 
     with standing_in(answer) as bare, RestClient(base_url=bare.url) as rest:
         with pytest.raises(DownloadFailed, match="save_weights_external"):
@@ -537,8 +537,8 @@ def proxy(files: Files) -> Iterator[Standin]:
     """The only way to the service, and to the place its files lie at."""
     files.url = "http://files.invalid"
     with standing_in(
-        lambda asked: files(
-            replace(asked, path=asked.path.removeprefix(SERVICE).removeprefix(files.url))
+        lambda request: files(
+            replace(request, path=request.path.removeprefix(SERVICE).removeprefix(files.url))
         )
     ) as running:
         yield running
@@ -564,10 +564,10 @@ def test_h9_files_come_through_the_proxy_of_the_settings(
     with asking(settings) as rest:
         download_checkpoint(EXPORT, tmp_path / "adapter", rest=rest)
     assert content(tmp_path / "adapter") == files.files
-    asked = [each for each in proxy.asked if each.path.startswith(f"{links}/files/")]
-    assert asked
+    requests = [each for each in proxy.requests if each.path.startswith(f"{links}/files/")]
+    assert requests
     password = "Basic " + base64.b64encode(b"user:p@ss").decode()
-    assert {each.headers["proxy-authorization"] for each in asked} == {password}
+    assert {each.headers["proxy-authorization"] for each in requests} == {password}
 
 
 def test_h10_downloads_use_the_proxy_of_the_environment_at_the_time_the_client_was_created(
@@ -607,10 +607,10 @@ def test_h10_links_to_other_hosts_have_the_proxy_the_settings_found_for_them(
     assert replace(settings, proxy="http://r:3").proxy_to(url) == "http://r:3"
 
 
-def sent(asked: Asked) -> set[str]:
+def sent(request: Received) -> set[str]:
     """Which secrets a request carried."""
-    assert "tml-secret" not in str(asked.headers)
-    return {name for name, value in SECRETS.items() if asked.headers.get(name.lower()) == value}
+    assert "tml-secret" not in str(request.headers)
+    return {name for name, value in SECRETS.items() if request.headers.get(name.lower()) == value}
 
 
 def test_h9_headers_of_the_settings_go_to_files_of_the_service_itself(
@@ -621,7 +621,7 @@ def test_h9_headers_of_the_settings_go_to_files_of_the_service_itself(
     with asking(settings) as rest:
         download_checkpoint(EXPORT, tmp_path / "adapter", rest=rest)
     assert content(tmp_path / "adapter") == files.files
-    links = [each for each in here.asked if each.path.startswith("/files/")]
+    links = [each for each in here.requests if each.path.startswith("/files/")]
     assert all(sent(each) == set(SECRETS) for each in links)
 
 
@@ -633,8 +633,8 @@ def test_h9_headers_of_the_settings_go_to_no_other_origin(
         settings = tinkex.Settings(base_url=here.url, headers=SECRETS)
         with asking(settings) as rest:
             download_checkpoint(EXPORT, tmp_path / "adapter", rest=rest)
-        assert elsewhere.asked
-        assert not any(sent(each) for each in elsewhere.asked)
+        assert elsewhere.requests
+        assert not any(sent(each) for each in elsewhere.requests)
 
 
 def test_h9_redirects_keep_the_headers_within_the_origin_and_drop_them_outside(
@@ -642,13 +642,13 @@ def test_h9_redirects_keep_the_headers_within_the_origin_and_drop_them_outside(
 ) -> None:
     """The link leads to another path here, from there elsewhere, and from there back."""
 
-    def fault(name: str, asked: Asked) -> Reply | None:
-        step = asked.path.partition("step=")[2]
+    def fault(name: str, request: Received) -> Reply | None:
+        step = request.path.partition("step=")[2]
         to = {"": f"{here.url}/files/{name}?step=1", "1": f"{elsewhere.url}/{name}"}.get(step)
         return None if to is None else Reply(status=302, headers={"Location": to})
 
-    def back(asked: Asked) -> Reply:
-        return Reply(status=307, headers={"Location": f"{here.url}/files{asked.path}?step=2"})
+    def back(request: Received) -> Reply:
+        return Reply(status=307, headers={"Location": f"{here.url}/files{request.path}?step=2"})
 
     files.fault = fault
     with standing_in(back) as elsewhere:
@@ -656,9 +656,11 @@ def test_h9_redirects_keep_the_headers_within_the_origin_and_drop_them_outside(
         with asking(settings) as rest:
             download_checkpoint(EXPORT, tmp_path / "adapter", rest=rest)
         assert content(tmp_path / "adapter") == files.files
-        assert elsewhere.asked
-        assert not any(sent(each) for each in elsewhere.asked)
-    found = {each.path[-6:]: sent(each) for each in here.asked if each.path.startswith("/files/")}
+        assert elsewhere.requests
+        assert not any(sent(each) for each in elsewhere.requests)
+    found = {
+        each.path[-6:]: sent(each) for each in here.requests if each.path.startswith("/files/")
+    }
     assert found.pop("step=1") == set(SECRETS)
     assert found.pop("step=2") == set()
     assert all(each == set(SECRETS) for each in found.values())
@@ -667,7 +669,7 @@ def test_h9_redirects_keep_the_headers_within_the_origin_and_drop_them_outside(
 def test_a_redirect_to_another_kind_of_address_is_refused(
     here: Standin, files: Files, rest: RestClient, tmp_path: Path
 ) -> None:
-    files.fault = lambda name, asked: Reply(status=302, headers={"Location": "ftp://127.0.0.1/x"})
+    files.fault = lambda name, request: Reply(status=302, headers={"Location": "ftp://127.0.0.1/x"})
     with pytest.raises(DownloadFailed, match="neither http:// nor https://"):
         download_checkpoint(EXPORT, tmp_path / "adapter", rest=rest)
 
@@ -678,7 +680,7 @@ def test_a_redirect_to_another_kind_of_address_is_refused(
 def test_a_redirect_to_an_invalid_address_is_refused(
     here: Standin, files: Files, rest: RestClient, tmp_path: Path, location: str
 ) -> None:
-    files.fault = lambda name, asked: Reply(status=302, headers={"Location": location})
+    files.fault = lambda name, request: Reply(status=302, headers={"Location": location})
     with pytest.raises(DownloadFailed, match="neither http:// nor https://"):
         download_checkpoint(EXPORT, tmp_path / "adapter", rest=rest)
 

@@ -319,9 +319,9 @@ def test_closing_the_service_ends_a_call_whose_loss_still_runs(fake, datum):
 
 
 def test_the_old_argument_warns_and_takes_one_value(training, datum):
-    with pytest.warns(DeprecationWarning, match="loss_type_input") as told:
+    with pytest.warns(DeprecationWarning, match="loss_type_input") as shown:
         training.forward_backward_custom([datum], plain, loss_type_input="logprobs").result(5)
-    assert told[0].filename == __file__
+    assert shown[0].filename == __file__
     with (
         pytest.warns(DeprecationWarning, match="loss_type_input"),
         pytest.raises(ValueError, match="only 'logprobs' exists"),

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from standin import Asked, Reply, Standin, reply_json, standing_in
+from standin import Received, Reply, Standin, reply_json, standing_in
 from tinkex.client.files.huggingface import (
     HubError,
     adapter_config,
@@ -132,16 +132,16 @@ class Hub:
         self.branches: list[str] = []
         self.commits: list[tuple[str, dict[str, Any], dict[str, bytes]]] = []
 
-    def __call__(self, asked: Asked) -> Reply:
-        path, _, query = asked.path.partition("?")
-        if asked.headers.get("authorization") != f"Bearer {self.token}":
+    def __call__(self, request: Received) -> Reply:
+        path, _, query = request.path.partition("?")
+        if request.headers.get("authorization") != f"Bearer {self.token}":
             return reply_json({"error": "Invalid user token."}, 401)
         if path == "/api/whoami-v2":
             return reply_json({"name": "somebody", "type": "user"})
         if path == "/api/validate-yaml":  # called for every card
             return reply_json({"errors": [], "warnings": []})
         if path == "/api/repos/create":
-            made = asked.json()
+            made = request.json()
             owner = made.get("organization") or "somebody"
             return reply_json({"url": f"{self.url}/{owner}/{made['name']}"})
         if found := re.fullmatch(r"/(.+)/resolve/([^/]+)/README.md", path):
@@ -152,11 +152,11 @@ class Hub:
         if found := re.fullmatch(r"/api/models/(.+)/preupload/([^/]+)", path):
             files = [
                 {"path": each["path"], "uploadMode": "regular", "shouldIgnore": False}
-                for each in asked.json()["files"]
+                for each in request.json()["files"]
             ]
             return reply_json({"files": files})
         if found := re.fullmatch(r"/api/models/(.+)/commit/([^/]+)", path):
-            lines = [json.loads(line) for line in asked.body.splitlines()]
+            lines = [json.loads(line) for line in request.body.splitlines()]
             files = {
                 line["value"]["path"]: base64.b64decode(line["value"]["content"])
                 for line in lines
@@ -192,15 +192,15 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Hub, Standin]]:
 def test_an_adapter_is_pushed_in_one_commit_with_its_card(
     adapter: Path, hub: tuple[Hub, Standin]
 ) -> None:
-    told, running = hub
+    service, running = hub
     done = push_to_hub(PATH, adapter, token="hf_right")
     assert (done.repo_id, done.revision) == (REPO, BRANCH)
     assert done.url.endswith(f"/commit/{COMMIT}")
-    created = next(each for each in running.asked if each.path == "/api/repos/create").json()
+    created = next(each for each in running.requests if each.path == "/api/repos/create").json()
     assert created["name"] == "tinker-s-1-train-0"
     assert created.get("private") is True or created.get("visibility") == "private"
-    assert told.branches == [BRANCH]
-    [(revision, head, files)] = told.commits
+    assert service.branches == [BRANCH]
+    [(revision, head, files)] = service.commits
     assert (revision, head["summary"]) == (BRANCH, f"Add {PATH}")
     assert sorted(files) == [
         "README.md",
@@ -215,8 +215,8 @@ def test_an_adapter_is_pushed_in_one_commit_with_its_card(
 def test_the_same_checkpoint_may_be_pushed_again_and_another_may_not(
     adapter: Path, hub: tuple[Hub, Standin]
 ) -> None:
-    told, _ = hub
-    told.cards["org/mine@main"] = card(PATH, {})
+    service, _ = hub
+    service.cards["org/mine@main"] = card(PATH, {})
     push_to_hub(
         PATH,
         adapter,
@@ -227,30 +227,30 @@ def test_the_same_checkpoint_may_be_pushed_again_and_another_may_not(
         ignore_patterns=["extra/*"],
         token="hf_right",
     )
-    [(revision, head, files)] = told.commits
+    [(revision, head, files)] = service.commits
     assert (revision, head["summary"]) == ("main", "again")
     assert sorted(files) == ["adapter_config.json", "adapter_model.safetensors"]
     other = PATH.replace("10", "11")
     with pytest.raises(HubError, match="names another checkpoint"):
         push_to_hub(other, adapter, repo="org/mine", token="hf_right")
-    assert len(told.commits) == 1
-    assert told.branches == []
+    assert len(service.commits) == 1
+    assert service.branches == []
 
 
 def test_a_pull_request_makes_no_branch(adapter: Path, hub: tuple[Hub, Standin]) -> None:
-    told, _ = hub
+    service, _ = hub
     done = push_to_hub(PATH, adapter, repo="mine", create_pr=True, token="hf_right")
     assert done.repo_id == "somebody/mine"
     assert done.url.endswith("/discussions/1")
-    assert told.branches == []
+    assert service.branches == []
 
 
 def test_without_a_login_nothing_is_pushed(
     adapter: Path, hub: tuple[Hub, Standin], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told, _ = hub
+    service, _ = hub
     with pytest.raises(HubError, match="hf auth login"):
         push_to_hub(PATH, adapter, token="hf_wrong")
     with pytest.raises(HubError, match="no file to push"):
         push_to_hub(PATH, adapter, allow_patterns=["x"], model_card=False, token="hf_right")
-    assert told.commits == []
+    assert service.commits == []

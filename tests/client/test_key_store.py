@@ -133,8 +133,8 @@ def test_the_file_is_compatible_with_the_official_client(tmp_path):
             [python, *args], env=env, capture_output=True, text=True, timeout=60, check=True
         ).stdout
 
-    told = official("-c", "import tinker; print(tinker.auth.get_tinker_token())")
-    assert told.strip() == KEY
+    shown = official("-c", "import tinker; print(tinker.auth.get_tinker_token())")
+    assert shown.strip() == KEY
     official("-m", "tinker.cli", "auth", "logout")
     left = read(default_path(tmp_path))
     assert left.default is None

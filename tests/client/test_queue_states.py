@@ -29,14 +29,14 @@ def paused(reason: str | None = "two jobs ahead", status: int = 408) -> Answer:
 def test_o8_a_callback_gets_what_waits_why_and_the_end_of_the_wait(
     fake, service, datum, caplog, status
 ):
-    told: list[tinkex.QueueState] = []
+    states: list[tinkex.QueueState] = []
     training = service.create_lora_training_client("fake/model")
     last = paused("one job ahead", status=status)
     fake.script("retrieve_future", paused(status=status), paused(status=status), last)
-    with tinkex.on_queue_state(told.append):
+    with tinkex.on_queue_state(states.append):
         training.forward_backward([datum], "cross_entropy").result(5)
     subject = f"Training of {training.model_id}"
-    assert [(each.subject, each.state, each.reason) for each in told] == [
+    assert [(each.subject, each.state, each.reason) for each in states] == [
         (subject, "paused_capacity", "two jobs ahead"),
         (subject, "paused_capacity", "one job ahead"),
         (subject, "active", None),
@@ -45,12 +45,12 @@ def test_o8_a_callback_gets_what_waits_why_and_the_end_of_the_wait(
     assert lines == [f"{subject} is paused: two jobs ahead"]  # once a minute
     fake.script("retrieve_future", paused())
     training.optim_step(tinkex.AdamParams()).result(5)
-    assert len(told) == 3  # the block has ended
+    assert len(states) == 3  # the block has ended
 
 
 def test_o8_samples_and_new_models_report_too_and_a_state_without_a_reason_gets_one(fake, service):
-    told: list[tinkex.QueueState] = []
-    watch = tinkex.on_queue_state(told.append)
+    states: list[tinkex.QueueState] = []
+    watch = tinkex.on_queue_state(states.append)
     fake.script("retrieve_future", paused(None))
     service.create_lora_training_client("fake/model")
     sampling = service.create_sampling_client(base_model="fake/model")
@@ -59,20 +59,20 @@ def test_o8_samples_and_new_models_report_too_and_a_state_without_a_reason_gets_
     sampling.sample(prompt, 1, types.SamplingParams(max_tokens=1)).result(5)
     watch.stop()
     watch.stop()
-    assert told[0].subject == "Creation of a model over fake/model"
-    assert told[0].reason == "the service is short of capacity"
-    assert told[2].subject.startswith("Sampling from ")
+    assert states[0].subject == "Creation of a model over fake/model"
+    assert states[0].reason == "the service is short of capacity"
+    assert states[2].subject.startswith("Sampling from ")
 
 
 @pytest.mark.parametrize("status", [200, 408])
 def test_t5_an_unknown_state_is_passed_on_unchanged(status, fake, service, datum, caplog):
     training = service.create_lora_training_client("fake/model")
-    told: list[tinkex.QueueState] = []
+    states: list[tinkex.QueueState] = []
     body = {"type": "try_again", "request_id": "r", "queue_state": "paused_maintenance"}
     fake.script("retrieve_future", Answer(status=status, body=body))
-    with tinkex.on_queue_state(told.append):
+    with tinkex.on_queue_state(states.append):
         training.forward_backward([datum], "cross_entropy").result(5)
-    assert [state.state for state in told] == ["paused_maintenance", "active"]
+    assert [state.state for state in states] == ["paused_maintenance", "active"]
     assert "is paused: queue state 'paused_maintenance'" in caplog.text
 
 

@@ -81,7 +81,7 @@ def test_it_starts_over_if_there_is_no_checkpoint_yet(fake, datum):
 
 
 def test_it_gives_up_after_most_restarts_without_a_new_checkpoint(fake, datum):
-    told: list = []
+    restarts: list = []
 
     def loses(step: int) -> None:
         if step in (1, 3):
@@ -94,9 +94,9 @@ def test_it_gives_up_after_most_restarts_without_a_new_checkpoint(fake, datum):
             create=create,
             most_restarts=2,
             back_off_s=0.001,
-            on_restart=told.append,
+            on_restart=restarts.append,
         )
-    assert [(each.attempt, each.delay_s) for each in told] == [(1, 0.001), (2, 0.002)]
+    assert [(each.attempt, each.delay_s) for each in restarts] == [(1, 0.001), (2, 0.002)]
 
 
 def test_every_checkpoint_resets_the_restart_count():
@@ -177,18 +177,18 @@ def test_coroutines_recover_in_the_same_way(fake, datum):
             await run.training.optim_step(tinkex.AdamParams())
             if step % 2 == 1:
                 await run.save_async(step + 1)
-            if step == 2 and not told:
+            if step == 2 and not restarts:
                 fake.script("forward_backward", Answer(status=410))
         return (await run.training.forward([datum], "cross_entropy")).metrics["loss:sum"]
 
-    told: list = []
+    restarts: list = []
     loss = asyncio.run(
         tinkex.recovering_async(
-            train, service=fake.client, create=make, back_off_s=0.0, on_restart=told.append
+            train, service=fake.client, create=make, back_off_s=0.0, on_restart=restarts.append
         )
     )
     assert loss == pytest.approx(-3 * toy_logprob(STEPS))
-    assert len(told) == 1
+    assert len(restarts) == 1
 
 
 REQUEST = Request(method="POST", url="http://h/api/v1/optim_step")

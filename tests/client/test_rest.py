@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import tinkex
-from standin import Asked, Reply, Standin, reply_json, standing_in
+from standin import Received, Reply, Standin, reply_json, standing_in
 from tinkex import AdminClient, RestClient, types
 from tinkex.client import rest as rest_module
 from tinkex.client import rest_base
@@ -26,7 +26,7 @@ from tinkex.testing import Answer, FakeService
 RUN = "s:train:0"
 PATH = f"tinker://{RUN}/weights/a"
 
-Script = dict[str, Reply | Callable[[Asked], Reply]]
+Script = dict[str, Reply | Callable[[Received], Reply]]
 
 
 class Service:
@@ -39,20 +39,20 @@ class Service:
         }
         self.standin: Standin = Standin()
 
-    def __call__(self, asked: Asked) -> Reply:
-        found = self.script.get(f"{asked.method} {asked.path}")
+    def __call__(self, request: Received) -> Reply:
+        found = self.script.get(f"{request.method} {request.path}")
         if found is None:
-            return reply_json({"detail": f"nothing at {asked.path}"}, 404)
-        return found(asked) if callable(found) else found
+            return reply_json({"detail": f"nothing at {request.path}"}, 404)
+        return found(request) if callable(found) else found
 
     @property
     def url(self) -> str:
         return self.standin.url
 
     @property
-    def asked(self) -> list[Asked]:
+    def requests(self) -> list[Received]:
         """Without what every client asks first."""
-        return [each for each in self.standin.asked if "/client/" not in each.path]
+        return [each for each in self.standin.requests if "/client/" not in each.path]
 
 
 @pytest.fixture
@@ -112,7 +112,7 @@ def test_defect_6_wrong_arguments_are_refused_at_once_and_nothing_is_sent(
     with pytest.raises(ValueError, match=says):
         asyncio.run(getattr(client, f"{method}_async")(*args))
     assert time.monotonic() - began < 1
-    assert here.standin.asked == []
+    assert here.standin.requests == []
 
 
 def test_defect_6_errors_are_not_delayed_by_telemetry_that_cannot_be_sent(here: Service) -> None:
@@ -153,7 +153,7 @@ def test_wrong_arguments_of_the_admin_client_are_refused_at_once(
 ) -> None:
     with pytest.raises(ValueError, match=says):
         getattr(AdminClient(base_url=here.url), method)(*args)
-    assert here.standin.asked == []
+    assert here.standin.requests == []
 
 
 def test_a_holder_and_credentials_together_are_refused(rest: RestClient) -> None:
@@ -171,7 +171,7 @@ def test_defect_22_ids_are_quoted(here: Service, rest: RestClient) -> None:
     with pytest.raises(tinkex.NotFoundError):
         rest.delete_checkpoint("r", "weights/x?y").result(10)
     quoted = "a%2Fb%3Flimit=1%23c%20d%252e:%C3%BC".replace("=", "%3D")
-    paths = [each.path.replace("=", "%3D") for each in here.asked]
+    paths = [each.path.replace("=", "%3D") for each in here.requests]
     assert paths == [
         f"/api/v1/training_runs/{quoted}/checkpoints",
         "/api/v1/training_runs/r/checkpoints/weights/x%3Fy",
@@ -186,12 +186,12 @@ def test_lists_send_what_the_official_client_sends(here: Service, rest: RestClie
     ):
         with pytest.raises(tinkex.NotFoundError):
             call.result(10)
-    assert {each.path for each in here.asked} == {
+    assert {each.path for each in here.requests} == {
         "/api/v1/training_runs?limit=5&offset=10&access_scope=accessible&project_id=p+q",
         "/api/v1/checkpoints?limit=100&offset=0",
         "/api/v1/sessions?limit=20&offset=0&access_scope=owned",
     }
-    assert {each.headers["x-api-key"] for each in here.asked} == {"tml-one"}
+    assert {each.headers["x-api-key"] for each in here.requests} == {"tml-one"}
 
 
 def test_the_absence_of_an_expiry_is_sent_as_null(here: Service, rest: RestClient) -> None:
@@ -199,7 +199,7 @@ def test_the_absence_of_an_expiry_is_sent_as_null(here: Service, rest: RestClien
     here.script[place] = Reply(status=204)
     assert rest.set_checkpoint_ttl_from_tinker_path(PATH, None).result(10) is None
     rest.set_checkpoint_ttl_from_tinker_path(PATH, 7200).result(10)
-    assert [each.json() for each in here.asked] == [{"ttl_seconds": None}, {"ttl_seconds": 7200}]
+    assert [each.json() for each in here.requests] == [{"ttl_seconds": None}, {"ttl_seconds": 7200}]
 
 
 def test_a_copy_is_retried_under_one_key_and_sends_the_token_in_a_header(
@@ -211,7 +211,7 @@ def test_a_copy_is_retried_under_one_key_and_sends_the_token_in_a_header(
         PATH, "p", ttl_seconds=7200, weights_access_token="tml-theirs"
     )
     assert with_other_key.result(10) == PATH
-    first, second = here.asked
+    first, second = here.requests
     assert first.headers["x-idempotency-key"] == second.headers["x-idempotency-key"]
     assert first.headers["x-tinker-weights-access-token"] == "tml-theirs"
     assert first.headers["x-api-key"] == "tml-one"
@@ -231,7 +231,7 @@ def test_the_project_of_a_copy_may_come_from_the_environment(
         assert asyncio.run(rest.copy_weights_async(PATH)) == PATH
     with tinkex.ServiceClient(base_url=here.url, project_id="mine") as service:
         assert service.copy_weights(PATH).result(10) == PATH
-    sent = [each.json() for each in here.asked if each.path.endswith("copy_weights")]
+    sent = [each.json() for each in here.requests if each.path.endswith("copy_weights")]
     assert [each["destination_project_id"] for each in sent] == ["ours", "mine"]
 
 
@@ -264,8 +264,8 @@ def test_an_audit_log_on_another_host_is_fetched_without_the_key(
         )
         log = admin.get_audit_log(day=date(2026, 1, 31)).result(10)
         assert [each.event for each in log.entries] == ["made"]
-        assert [each.path for each in elsewhere.asked] == ["/log?signature=x"]
-        assert "tml-one" not in str(elsewhere.asked[0].headers)
+        assert [each.path for each in elsewhere.requests] == ["/log?signature=x"]
+        assert "tml-one" not in str(elsewhere.requests[0].headers)
     admin.close().result(5)
 
 
@@ -300,7 +300,7 @@ def test_usage_is_requested_in_utc(here: Service, rest: RestClient) -> None:
             with pytest.raises(tinkex.NotFoundError):
                 admin.get_billing_usage(start, end).result(10)
     wanted = "starting_on=2026-01-01T00%3A00%3A00Z&ending_before=2026-01-01T05%3A00%3A00Z"
-    paths = {each.path.replace(":", "%3A") for each in here.asked}
+    paths = {each.path.replace(":", "%3A") for each in here.requests}
     assert paths == {f"/api/v1/billing/usage/events?{wanted}"}
 
 
@@ -378,12 +378,12 @@ def test_experimental_and_moved_methods_warn_at_the_callers_line(
 ) -> None:
     here.script["POST /api/v1/sessions/search"] = reply_json({"sessions": []})
     here.script["GET /api/v1/audit?event_type=all"] = reply_json({"entries": []})
-    asked = types.SessionSearchRequest(limit=3)
+    request = types.SessionSearchRequest(limit=3)
     with pytest.warns(tinkex.ExperimentalWarning, match="search_sessions") as seen:
-        assert rest.search_sessions(asked).result(10).sessions == []
+        assert rest.search_sessions(request).result(10).sessions == []
     assert seen[0].filename == __file__
     with pytest.warns(tinkex.ExperimentalWarning) as seen:
-        asyncio.run(rest.search_sessions_async(asked))
+        asyncio.run(rest.search_sessions_async(request))
     with pytest.warns(FutureWarning, match=r"AdminClient.get_audit_log") as seen:
         assert rest.get_audit_log().result(10).entries == []
     assert seen[0].filename == __file__
@@ -408,7 +408,7 @@ def test_experimental_and_moved_methods_warn_at_the_callers_line(
 
 
 def test_a_call_can_have_its_own_timeout(here: Service, rest: RestClient) -> None:
-    def slow(_: Asked) -> Reply:
+    def slow(_: Received) -> Reply:
         time.sleep(0.5)
         return reply_json({"sessions": []})
 
@@ -438,7 +438,7 @@ def test_whoami_reads_the_token_and_sends_nothing(here: Service) -> None:
         pytest.raises(RuntimeError, match="token"),
     ):
         rest.whoami().result(10)
-    assert here.asked == []
+    assert here.requests == []
 
 
 def test_a_token_without_an_owner_is_an_error() -> None:
@@ -457,16 +457,16 @@ def test_a_token_without_an_owner_is_an_error() -> None:
 def test_a_list_is_fetched_page_by_page_without_duplicates(here: Service, rest: RestClient) -> None:
     ids = [f"s-{number}" for number in range(205)]
 
-    def page(asked: Asked) -> Reply:
-        query = dict(pair.split("=") for pair in asked.path.partition("?")[2].split("&"))
+    def page(request: Received) -> Reply:
+        query = dict(pair.split("=") for pair in request.path.partition("?")[2].split("&"))
         start = int(query["offset"])
         found = ids[start : start + int(query["limit"])]
         if start == 0:
             ids.insert(0, "s-new")  # created during the loop: the rest shifts down
         return reply_json({"sessions": found})
 
-    def answer(asked: Asked) -> Reply:
-        return page(asked) if "/sessions?" in asked.path else Service.__call__(here, asked)
+    def answer(request: Received) -> Reply:
+        return page(request) if "/sessions?" in request.path else Service.__call__(here, request)
 
     with standing_in(answer) as paged, RestClient(base_url=paged.url) as client:
         everything = client.all_sessions()
@@ -492,8 +492,8 @@ def test_a_search_continues_from_its_cursor(here: Service, rest: RestClient) -> 
 
     cursor = {"last_created_at": "2026-01-01T00:00:00Z", "last_session_id": "a"}
 
-    def answer(asked: Asked) -> Reply:
-        if "cursor" in asked.json():
+    def answer(request: Received) -> Reply:
+        if "cursor" in request.json():
             return reply_json({"sessions": [found("b")]})
         return reply_json({"sessions": [found("a")], "next_cursor": cursor})
 
@@ -586,7 +586,7 @@ def test_a_forked_child_uses_its_own_connection(here: Service) -> None:
                 os._exit(code)
         assert os.waitpid(child, 0)[1] == 0
         rest.list_sessions().result(5)
-    assert len(here.asked) == 4
+    assert len(here.requests) == 4
 
 
 def test_keys_are_in_no_repr(here: Service) -> None:

@@ -180,8 +180,8 @@ def failing(*tokens: int) -> Answer:
     """A sample that the server could not finish, after these tokens."""
     events = ['event: accepted\ndata: {"request_id":"r","sample_sequence_ids":["a"]}']
     for token in tokens:
-        told = f'{{"sequence":0,"tokens":[{token}],"logprobs":[-0.5]}}'
-        events.append(f"event: token\ndata: {told}")
+        shown = f'{{"sequence":0,"tokens":[{token}],"logprobs":[-0.5]}}'
+        events.append(f"event: token\ndata: {shown}")
     events.append('event: error\ndata: {"error":"out of memory","category":"server"}')
     return Answer(status=200, body="".join(f"{event}\n\n" for event in events).encode())
 

@@ -196,11 +196,11 @@ def test_stability_is_recorded_if_the_client_enables_it(fake, service):
 
 
 def test_an_overridden_observer_gets_queue_states(service, fake):
-    told = []
+    states = []
 
     class Watching(SamplingClient):
         def on_queue_state_change(self, queue_state, queue_state_reason):
-            told.append((queue_state, queue_state_reason))
+            states.append((queue_state, queue_state_reason))
 
     plain = service.create_sampling_client(base_model="fake/model")
     sampling = Watching(service.holder, sampling_session_id=plain._sampling_session_id)
@@ -210,4 +210,4 @@ def test_an_overridden_observer_gets_queue_states(service, fake):
         tinkex.testing.Answer(status=408, body=body | {"queue_state_reason": "full"}),
     )
     sampling.sample(PROMPT, 1, PARAMS).result(5)
-    assert told[0] == ("paused_capacity", "full")
+    assert states[0] == ("paused_capacity", "full")

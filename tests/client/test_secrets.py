@@ -21,7 +21,7 @@ SECRETS = (KEY, LENT, GATEWAY, TOKEN)
 PROMPT = types.ModelInput.from_ints([1, 2, 3])
 
 
-def told(error: BaseException) -> str:
+def rendered(error: BaseException) -> str:
     """Everything an exception can say, in every way it is usually printed or kept."""
     chain, said = [error], []
     while chain[-1].__cause__ or chain[-1].__context__:
@@ -38,7 +38,7 @@ def told(error: BaseException) -> str:
 
 
 class Mirror(FakeService):
-    """Refuses what it is told to, and quotes the request, as some gateways do."""
+    """Refuses the given endpoints, and quotes the request, as some gateways do."""
 
     refuses = ""
 
@@ -84,7 +84,7 @@ def test_defect_5_no_secret_is_in_errors_logs_reprs_pickles_or_telemetry(mirror,
         ):
             with pytest.raises(tinkex.PermissionDeniedError, match="X-Stainless-OS") as caught:
                 act()
-            said.append(told(caught.value))
+            said.append(rendered(caught.value))
         mirror.refuses = ""
         restore()
         connected = service.holder._connected.value
@@ -113,7 +113,7 @@ def test_a_token_service_that_answers_something_else_is_not_quoted():
     service = fake.client()
     with pytest.raises(tinkex.TinkerError, match="no field `jwt`") as caught:
         service.get_server_capabilities()
-    assert TOKEN not in told(caught.value)
+    assert TOKEN not in rendered(caught.value)
     service.close("errored").result(5)
 
 

@@ -149,12 +149,12 @@ def test_a_server_that_does_not_hold_polls_is_not_polled_in_a_busy_loop():
 
 def test_when_nothing_finishes_the_oldest_sample_starts_a_fallback_poll(fake):
     fake = FakeService(config=BATCHED, sample_s=0.3, hold_s=0.02)
-    told = []
+    states = []
     with fake.client() as service:
         sampling = service.create_sampling_client(base_model="fake/model")
-        sampling.on_queue_state_change = lambda state, reason: told.append(state)
+        sampling.on_queue_state_change = lambda state, reason: states.append(state)
         [future.result(10) for future in draw(sampling, 10)]
-    assert "active" in told
+    assert "active" in states
     asked = collections.Counter(s.json()["request_id"] for s in seen(fake, "retrieve_future"))
     assert sum(1 for count in asked.values() if count > 1) <= 2
 

@@ -112,11 +112,11 @@ def test_a_model_without_a_tokenizer_json_needs_transformers_and_the_error_names
 
 
 def test_the_error_says_what_was_tried(hub, tmp_path):
-    with pytest.raises(tinkex.TinkerError) as told:
+    with pytest.raises(tinkex.TinkerError) as caught:
         load("org/nowhere")
-    assert f"the Hugging Face cache in {tmp_path} (not there)" in str(told.value)
-    assert "the hub (" in str(told.value)
-    assert "transformers (" not in str(told.value)  # it would query the same hub again
+    assert f"the Hugging Face cache in {tmp_path} (not there)" in str(caught.value)
+    assert "the hub (" in str(caught.value)
+    assert "transformers (" not in str(caught.value)  # it would query the same hub again
     with pytest.raises(tinkex.TinkerError, match="names neither"):
         load("")
 
@@ -134,9 +134,9 @@ def test_m3_without_tokenizers_the_error_names_the_extra(tiny_model, monkeypatch
 
 
 def test_a_private_tokenizer_names_its_package():
-    with pytest.raises(RuntimeError, match="tml_tokenizers") as told:
+    with pytest.raises(RuntimeError, match="tml_tokenizers") as caught:
         load("thinkingmachines/secret")
-    assert isinstance(told.value, tinkex.TinkerError)
+    assert isinstance(caught.value, tinkex.TinkerError)
 
 
 def test_a_private_tokenizer_comes_from_its_package_or_from_the_usual_places(

@@ -483,8 +483,8 @@ def test_a_server_that_refuses_the_failing_step_gets_a_no_op_step(datum, caplog,
         training.optim_step(ADAM).result(5)
     numbers = [number for number, _ in ran(fake)]
     assert numbers == list(range(1, len(numbers) + 1))
-    told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert [text for text in told if "was taken only in part" in text]
+    caught = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert [text for text in caught if "was taken only in part" in text]
     assert "needs no filling" not in caplog.text
 
 
@@ -572,13 +572,13 @@ def test_deprecations_warn_at_the_line_of_the_program(training):
         await (await training.load_state_async(path))
         await training.save_weights_and_get_sampling_client_async("name")
 
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         training.load_state_with_optimizer(path).result(5)
         training.save_weights_and_get_sampling_client("name")
         asyncio.run(later())
-    assert [each.category for each in told] == [FutureWarning, DeprecationWarning] * 2
-    assert {each.filename for each in told} == {__file__}
+    assert [each.category for each in caught] == [FutureWarning, DeprecationWarning] * 2
+    assert {each.filename for each in caught} == {__file__}
 
 
 def test_an_invalid_path_is_refused_before_anything_is_sent(fake, service):

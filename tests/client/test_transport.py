@@ -110,7 +110,7 @@ def test_a_truncated_response_is_detected():
 
 
 def test_data_on_an_idle_connection_is_not_read_as_the_next_response():
-    """A server that says everything twice, the second time while nobody asks."""
+    """A server that sends every response twice, the second time on the idle connection."""
 
     async def main() -> list[bytes]:
         repeated = asyncio.Semaphore(0)
@@ -175,9 +175,9 @@ def test_redirects_to_other_origins_are_not_followed_and_no_header_is_added():
 
 
 def caught(call):
-    with pytest.raises(tinkex.APIStatusError) as told:
+    with pytest.raises(tinkex.APIStatusError) as shown:
         call()
-    return told.value
+    return shown.value
 
 
 CAPABILITIES = reply_json({"supported_models": []})
@@ -185,19 +185,19 @@ CAPABILITIES = reply_json({"supported_models": []})
 
 @pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
 def test_a_redirect_within_the_origin_is_followed_with_the_key(status):
-    def answer(asked):
-        if asked.path.startswith("/new"):
+    def answer(request):
+        if request.path.startswith("/new"):
             return CAPABILITIES
-        return Reply(status=status, headers={"Location": f"/new{asked.path}"})
+        return Reply(status=status, headers={"Location": f"/new{request.path}"})
 
     with (
         standing_in(answer) as there,
         tinkex.ServiceClient(base_url=there.url, api_key="tml-1") as service,
     ):
         assert service.get_server_capabilities().supported_models == []
-        asked = [each for each in there.asked if each.path.endswith("capabilities")]
-        assert [each.path[:4] for each in asked] == ["/api", "/new"]
-        assert {each.headers["x-api-key"] for each in asked} == {"tml-1"}
+        requests = [each for each in there.requests if each.path.endswith("capabilities")]
+        assert [each.path[:4] for each in requests] == ["/api", "/new"]
+        assert {each.headers["x-api-key"] for each in requests} == {"tml-1"}
 
 
 @pytest.mark.parametrize(
@@ -206,14 +206,14 @@ def test_a_redirect_within_the_origin_is_followed_with_the_key(status):
 def test_the_key_never_goes_to_another_origin(elsewhere):
     """The official client sends its key along; here the answer names the other address."""
 
-    def answer(asked):
+    def answer(request):
         return CAPABILITIES
 
     with standing_in(answer) as other:
         host = other.url.removeprefix("http://")
 
-        def lead(asked):
-            base = asked.headers["host"]
+        def lead(request):
+            base = request.headers["host"]
             location = elsewhere.format(
                 other=other.url, host=host, base=base, name=base.replace("127.0.0.1", "localhost")
             )
@@ -225,7 +225,7 @@ def test_the_key_never_goes_to_another_origin(elsewhere):
             assert error.status_code == 307
             assert "use that as base_url" in str(error)
             service.close("errored").result(5)
-        assert other.asked == []
+        assert other.requests == []
 
 
 def test_a_redirect_that_changes_the_method_drops_the_body_and_loops_end():
@@ -248,8 +248,8 @@ def test_a_redirect_that_changes_the_method_drops_the_body_and_loops_end():
     assert redirected(post, 302, None) is None
     assert redirected(post, 302, "http://h:99999999/") is None
 
-    def answer(asked):
-        return Reply(status=302, headers={"Location": asked.path})
+    def answer(request):
+        return Reply(status=302, headers={"Location": request.path})
 
     with standing_in(answer) as there:
         service = tinkex.ServiceClient(base_url=there.url)
@@ -261,7 +261,7 @@ def test_cookies_of_the_service_are_sent_only_to_it():
     """A load balancer finds the server of a session again by its cookie."""
     sticky = "AWSALB=ab+/c==; Path=/"
 
-    def answer(asked):
+    def answer(request):
         headers = {**CAPABILITIES.headers, "Set-Cookie": sticky}
         return dataclasses.replace(CAPABILITIES, headers=headers)
 
@@ -277,14 +277,14 @@ def test_cookies_of_the_service_are_sent_only_to_it():
 
     with standing_in(answer) as one, standing_in(answer) as other:
         asyncio.run(main())
-        cookies = [asked.headers.get("cookie") for asked in one.asked]
+        cookies = [request.headers.get("cookie") for request in one.requests]
         assert cookies == [None, *["AWSALB=ab+/c=="] * 3]
-        assert [asked.headers.get("cookie") for asked in other.asked] == [None, None]
+        assert [request.headers.get("cookie") for request in other.requests] == [None, None]
 
 
 def test_the_response_of_an_error_has_the_attributes_of_httpx():
-    def answer(asked):
-        if "training_runs" in asked.path:
+    def answer(request):
+        if "training_runs" in request.path:
             headers = {"Retry-After": "3", "X-Thing": "y"}
             return Reply(status=404, body=b'{"detail": "no"}', headers=headers)
         return CAPABILITIES
@@ -349,16 +349,16 @@ def test_each_kind_of_request_has_its_own_connections(flood):
         url = f"http://127.0.0.1:{runner.addresses[0][1]}"
         transport = HttpTransport(url)
 
-        def asked(path, kind):
+        def send(path, kind):
             return transport.send(Request(method="GET", url=url + path, kind=kind))
 
         limit = CONNECTIONS[flood] or MANY
-        slow = [asyncio.create_task(asked("/slow", flood)) for _ in range(limit + 5)]
+        slow = [asyncio.create_task(send("/slow", flood)) for _ in range(limit + 5)]
         try:
             async with asyncio.timeout(30):
                 await full.wait()
                 for kind in set(Kind) - {flood}:
-                    await asked("/quick", kind)
+                    await send("/quick", kind)
             found = len(held)
             released.set()
             await asyncio.gather(*slow)
@@ -462,8 +462,8 @@ def test_every_request_of_a_program_has_its_kind(datum, monkeypatch):
         sampling.sample(PROMPT, 1, params).result(5)
         list(sampling.sample_stream(PROMPT, 1, params))
         fake._sample_s = 60
-        dropped, asked = sampling.sample(PROMPT, 1, params), len(fake.requests)
-        until(lambda: any(seen.endpoint == "asample" for seen in fake.requests[asked:]))
+        dropped, request = sampling.sample(PROMPT, 1, params), len(fake.requests)
+        until(lambda: any(seen.endpoint == "asample" for seen in fake.requests[request:]))
         dropped.cancel()
         until(lambda: fake.cancelled)
         rest = tinkex.RestClient(service.holder)
