@@ -207,7 +207,7 @@ def test_a_poll_with_a_retry_after_of_a_day_polls_again_after_a_minute(
         prompt, params = types.ModelInput.from_ints([1]), types.SamplingParams(max_tokens=1)
         assert sampling.sample(prompt, 1, params).result(20).sequences
     assert "asks to wait 86400 s" in caplog.text
-    assert "Polls for results wait a minute at most" in caplog.text
+    assert "Polls for results wait at most a minute" in caplog.text
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["a poll for each", "one poll for all"])

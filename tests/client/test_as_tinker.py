@@ -107,7 +107,7 @@ def test_an_official_client_that_is_already_loaded_is_an_import_error(tmp_path):
         """,
         tmp_path,
     )
-    assert "loaded already" in said
+    assert "already loaded" in said
     assert "python -m tinkex.as_tinker PROGRAM" in said
 
 

@@ -89,7 +89,7 @@ def test_defect_10_an_unreachable_service_fails_within_the_first_contact(monkeyp
     monkeypatch.setenv("TINKER_BASE_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("TINKEX_FIRST_CONTACT_S", "0.3")
     began = time.monotonic()
-    with pytest.raises(tinkex.APIConnectionError, match="Check that the server runs"):
+    with pytest.raises(tinkex.APIConnectionError, match="Check that the server is running"):
         auth.raise_if_tinker_not_accessible()
     assert time.monotonic() - began < 3
 
@@ -115,7 +115,7 @@ def test_client_settings_can_be_set_in_code(fake):
         assert service.holder.settings.first_contact_s == 1
     created = next(seen for seen in fake.requests if seen.endpoint == "create_session")
     assert created.json()["tags"] == ["a"]
-    with pytest.raises(ValueError, match="settings, and also base_url"):
+    with pytest.raises(ValueError, match="settings together with base_url"):
         tinkex.ServiceClient(base_url="local", settings=settings)
 
 

@@ -323,7 +323,7 @@ def test_a_checkpoint_with_a_path_outside_the_folder_writes_nothing(
         link.type, link.linkname = tarfile.SYMTYPE, str(outside)
         archive.addfile(link)
     files.files = {"archive.tar": packed.getvalue()}
-    with pytest.raises(DownloadFailed, match="no plain file"):
+    with pytest.raises(DownloadFailed, match="not a regular file"):
         download_checkpoint(STATE, tmp_path / "c", rest=rest)
     files.files = {"archive.tar": b"this is no archive" * 100}
     with pytest.raises(DownloadFailed, match="damaged"):
@@ -689,5 +689,5 @@ def test_a_link_with_an_invalid_port_is_refused(
     here: Standin, files: Files, rest: RestClient, tmp_path: Path
 ) -> None:
     files.url = "http://127.0.0.1:port"
-    with pytest.raises(DownloadFailed, match="no http://"):
+    with pytest.raises(DownloadFailed, match="not an http://"):
         download_checkpoint(EXPORT, tmp_path / "adapter", rest=rest)

@@ -37,11 +37,11 @@ def test_h10_which_credential_is_used(key, command, enforce, found):
 @pytest.mark.parametrize(
     ("key", "enforce", "words"),
     [
-        (KEY, True, "wants credentials from a command"),
+        (KEY, True, "requires credentials from a command"),
         (None, True, "TINKER_CREDENTIAL_CMD"),
         (WRONG, False, "must start with 'tml-'"),
-        (ApiKey("tml-a b"), False, "no header may hold"),
-        (ApiKey("tml-a\nX-Evil: 1"), False, "no header may hold"),
+        (ApiKey("tml-a b"), False, "a header cannot contain"),
+        (ApiKey("tml-a\nX-Evil: 1"), False, "a header cannot contain"),
         (None, False, "No API key for https://a"),
     ],
 )
@@ -76,7 +76,7 @@ def test_a_command_runs_through_the_shell_and_its_output_is_stripped():
         ("echo tml-leak; echo 'bad tml-leak' >&2; exit 1", r"bad \*\*\*"),
         ("echo tml-leak; exit 4", "status 4 and said nothing"),
         ("echo 'not logged in' >&2", "nothing on stdout: not logged in"),
-        ("echo tml-leak; echo second", "no header may hold"),
+        ("echo tml-leak; echo second", "a header cannot contain"),
     ],
 )
 def test_a_failing_command_is_reported_with_its_stderr_and_never_with_its_output(text, words):

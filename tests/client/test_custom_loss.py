@@ -286,7 +286,7 @@ def test_a_loss_that_calls_its_own_client_is_an_error_instead_of_a_deadlock(trai
     def loss(data, logprobs):
         training.optim_step(ADAM)
 
-    with pytest.raises(RuntimeError, match="cannot call the client whose step it belongs to"):
+    with pytest.raises(RuntimeError, match="cannot call the training client that runs it"):
         training.forward_backward_custom([datum], loss)
     training.optim_step(ADAM).result(5)
 
@@ -315,7 +315,7 @@ def test_closing_the_service_ends_a_call_whose_loss_still_runs(fake, datum):
     thread.join(5)
     go.set()
     assert not thread.is_alive()
-    assert "closed before the answer came" in caught[0]
+    assert "closed before the result arrived" in caught[0]
 
 
 def test_the_old_argument_warns_and_takes_one_value(training, datum):
@@ -493,13 +493,13 @@ SEVENTEEN = eval(
             {"logprobs": 1},
             r"\.item\(\), which leaves",
         ),
-        (lambda logprobs: (logprobs.nothing(), {}), {"logprobs": 1}, "tensors do not have"),
+        (lambda logprobs: (logprobs.nothing(), {}), {"logprobs": 1}, "not a method of tensors"),
         (
             lambda logprobs: (logprobs.sum() if logprobs else 0, {}),
             {"logprobs": 1},
             "cannot branch",
         ),
-        (sorted_by_python, {"logprobs": 1}, "torch.fx cannot follow it"),
+        (sorted_by_python, {"logprobs": 1}, "torch.fx cannot trace it"),
     ],
 )
 def test_a_forbidden_operation_in_a_custom_loss_is_a_value_error_that_names_it(

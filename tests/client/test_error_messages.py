@@ -28,15 +28,15 @@ CASES = [
     ("optim_step", Answer(status=403), tinkex.PermissionDeniedError, "The key"),
     ("optim_step", Answer(status=404), tinkex.NotFoundError, "Check the id"),
     ("optim_step", Answer(status=408), tinkex.APIStatusError, "Try again"),
-    ("optim_step", Answer(status=409), tinkex.ConflictError, "See how things stand"),
+    ("optim_step", Answer(status=409), tinkex.ConflictError, "Check the current state"),
     ("optim_step", Answer(status=410), tinkex.APIStatusError, "last saved checkpoint"),
     ("optim_step", Answer(status=413), tinkex.APIStatusError, "Send less"),
     ("optim_step", Answer(status=418), tinkex.APIStatusError, "Change the request"),
     ("optim_step", Answer(status=422), tinkex.UnprocessableEntityError, "the field"),
     ("optim_step", Answer(status=429), tinkex.RateLimitError, "Try again later"),
     ("optim_step", Answer(status=500), tinkex.InternalServerError, "see its log"),
-    ("optim_step", Lost(), tinkex.APIConnectionError, "Check that the server runs"),
-    ("optim_step", Lost(slow=True), tinkex.APITimeoutError, "Check that the server runs"),
+    ("optim_step", Lost(), tinkex.APIConnectionError, "Check that the server is running"),
+    ("optim_step", Lost(slow=True), tinkex.APITimeoutError, "Check that the server is running"),
     (
         "optim_step",
         Answer(status=200, body={"x": 1}),
@@ -113,7 +113,7 @@ def test_e4_a_request_that_was_not_sent_says_so_and_when_it_will_be(fake):
 
 def test_e4_a_corrupted_run_is_named(service):
     training = service.create_lora_training_client("fake/model")
-    assert re.search(rf"{training.model_id}.*Start again", str(corrupted(training)))
+    assert re.search(rf"{training.model_id}.*Restart", str(corrupted(training)))
 
 
 def test_e4_invalid_arguments_are_reported_before_anything_is_sent(fake, service):

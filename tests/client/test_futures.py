@@ -48,7 +48,7 @@ def test_a_timeout_cancels_nothing_and_loses_nothing(fake, training, datum):
         future.result(timeout=0.01)
 
     async def main():
-        with pytest.raises(TimeoutError, match="the work goes on"):
+        with pytest.raises(TimeoutError, match="the work continues"):
             await future.result_async(timeout=0.01)
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(future.result_async(), 0.01)
@@ -144,7 +144,7 @@ def test_blocking_on_the_background_thread_is_refused_instead_of_a_deadlock():
     done = threading.Event()
     background_loop.background().call_soon_threadsafe(block)
     assert done.wait(5)
-    assert "would wait for the thread it runs on" in str(errors[0])
+    assert "blocks the thread that must complete it" in str(errors[0])
 
 
 def test_a_loop_that_is_closed_while_it_waits_does_not_affect_others():

@@ -72,7 +72,7 @@ def test_a_folder_without_an_adapter_is_refused(tmp_path: Path, adapter: Path) -
     with pytest.raises(HubError, match="no adapter"):
         adapter_config(tmp_path)
     (tmp_path / "adapter_config.json.age").touch()
-    with pytest.raises(HubError, match="locked with age"):
+    with pytest.raises(HubError, match="encrypted with age"):
         adapter_config(tmp_path)
     (adapter / "adapter_config.json").write_text("{")
     with pytest.raises(HubError, match="JSON"):
@@ -251,6 +251,6 @@ def test_without_a_login_nothing_is_pushed(
     service, _ = hub
     with pytest.raises(HubError, match="hf auth login"):
         push_to_hub(PATH, adapter, token="hf_wrong")
-    with pytest.raises(HubError, match="no file to push"):
+    with pytest.raises(HubError, match="No file matches the patterns"):
         push_to_hub(PATH, adapter, allow_patterns=["x"], model_card=False, token="hf_right")
     assert service.commits == []

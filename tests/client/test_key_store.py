@@ -93,7 +93,7 @@ def test_a_malformed_file_is_named_without_its_contents(tmp_path, text, words):
         read(path)
     assert str(path) in str(caught.value)
     assert "hidden" not in str(caught.value)
-    assert "Mend or delete" in str(caught.value)
+    assert "Fix or delete" in str(caught.value)
 
 
 def test_h8_a_stored_key_is_sent_only_to_the_service_it_belongs_to(tmp_path):

@@ -142,7 +142,7 @@ def test_the_gradient_penalty_and_its_own_gradient():
         (lambda: reg.Consistency("cubic"), "distance is 'cubic'"),
         (lambda: reg.regularized(total, reg.L1(), reg.L1()), "called 'l1'"),
         (lambda: reg.regularized(total, reg.Term(reg.L1(), name="a:b")), "without ':'"),
-        (lambda: reg.regularized(total, reg.Term(reg.L1(), name="base")), "other than 'base'"),
+        (lambda: reg.regularized(total, reg.Term(reg.L1(), name="base")), "not 'base'"),
     ],
 )
 def test_wrong_settings_are_refused_with_what_is_allowed(make, words):

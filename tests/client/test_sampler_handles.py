@@ -147,7 +147,7 @@ def test_a_client_is_created_from_weights_a_base_model_or_a_session(fake, servic
     three = asyncio.run(_awaited(SamplingClient.create(holder, model_path=path)))
     for client in (one, two, three):
         assert client.sample(PROMPT, 1, PARAMS).result(5).sequences
-    with pytest.raises(ValueError, match="Say what to sample from"):
+    with pytest.raises(ValueError, match="Pass what to sample from"):
         SamplingClient.create(holder)
     with pytest.raises(ValueError, match="tinker://"):
         SamplingClient.create(holder, model_path="weights/a")

@@ -181,9 +181,9 @@ def test_a_timeout_does_not_cancel_a_sample(fake, sampling):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"prompt_alt_tokens_k": -1}, "counts from 0"),
+        ({"prompt_alt_tokens_k": -1}, "must be 0 or more"),
         ({"prompt_logprobs_last_n": 2}, "needs include_prompt_logprobs"),
-        ({"prompt_logprobs_last_n": 0, "include_prompt_logprobs": True}, "counts from 1"),
+        ({"prompt_logprobs_last_n": 0, "include_prompt_logprobs": True}, "must be 1 or more"),
         (
             {"target_prompt_logprobs": types.TensorData(data=[1], dtype="int64")},
             "int64 of shape",
@@ -245,7 +245,7 @@ def test_a_copy_samples_under_its_own_seq_ids(fake, loopback, monkeypatch):
 
 
 def test_a_sampler_needs_something_to_sample_from(service):
-    with pytest.raises(ValueError, match="Say what to sample from"):
+    with pytest.raises(ValueError, match="Pass what to sample from"):
         service.create_sampling_client()
     with pytest.raises(ValueError, match="tinker://"):
         service.create_sampling_client(model_path="weights/a")

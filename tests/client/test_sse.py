@@ -133,7 +133,7 @@ def test_a_second_read_of_a_stream_is_an_error() -> None:
     async def twice() -> None:
         stream = EventStream(chunked([b"data: a\n\nda", b"ta: b\n\n"]))
         assert [event.data async for event in stream] == ["a", "b"]
-        with pytest.raises(Consumed, match="read already"):
+        with pytest.raises(Consumed, match="already been read"):
             [event async for event in stream]
 
     asyncio.run(twice())

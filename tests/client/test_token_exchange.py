@@ -221,7 +221,7 @@ def test_an_organization_may_enforce_the_credential_command(monkeypatch):
     flags = {"credential_default_source": "credential_cmd"}
     fake = exchanging(config=flags)
     service = fake.client()
-    with pytest.raises(tinkex.TinkerError, match="wants credentials from a command"):
+    with pytest.raises(tinkex.TinkerError, match="requires credentials from a command"):
         service.get_server_capabilities()
     service.close("errored").result(5)
     monkeypatch.setenv("TINKER_CREDENTIAL_CMD", "echo tml-printed")
@@ -273,7 +273,7 @@ def test_the_key_of_another_owner_is_exchanged_too():
 
 def test_claims_of_a_plain_key_cannot_be_read():
     async def main():
-        with pytest.raises(RuntimeError, match="takes the key itself"):
+        with pytest.raises(RuntimeError, match="accepts the key itself"):
             await Settings(api_key=tinkex.client.settings.ApiKey("tml-x")).credential().claims()
 
     asyncio.run(main())

@@ -117,7 +117,7 @@ def test_the_error_says_what_was_tried(hub, tmp_path):
     assert f"the Hugging Face cache in {tmp_path} (not there)" in str(caught.value)
     assert "the hub (" in str(caught.value)
     assert "transformers (" not in str(caught.value)  # it would query the same hub again
-    with pytest.raises(tinkex.TinkerError, match="names neither"):
+    with pytest.raises(tinkex.TinkerError, match="named neither"):
         load("")
 
 

@@ -306,7 +306,7 @@ def test_a_seq_id_that_the_server_already_has_is_not_a_gap(monkeypatch, caplog):
     training.save_state("after").result(5)
     training.optim_step(ADAM).result(5)
     assert ran(fake) == [(1, "optim_step"), (2, "save_weights"), (3, "optim_step")]
-    assert f"step 1 of {training.model_id} needs no filling" in caplog.text
+    assert f"step 1 of {training.model_id} is not unused" in caplog.text
     service.close("success").result(5)
 
 
@@ -359,7 +359,7 @@ def test_invalid_data_are_not_sent_and_use_no_seq_id(fake, training, datum):
         training.forward_backward([datum], "cross_entropi")
     with pytest.raises(TypeError, match="AdamParams"):
         training.optim_step()
-    with pytest.raises(ValueError, match="give one of them"):
+    with pytest.raises(ValueError, match="pass only one of them"):
         training.optim_step(ADAM, adam_params=ADAM)
     training.optim_step(adam_params=ADAM).result(5)
     assert ran(fake) == [(1, "optim_step")]
@@ -484,8 +484,8 @@ def test_a_server_that_refuses_the_failing_step_gets_a_no_op_step(datum, caplog,
     numbers = [number for number, _ in ran(fake)]
     assert numbers == list(range(1, len(numbers) + 1))
     caught = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert [text for text in caught if "was taken only in part" in text]
-    assert "needs no filling" not in caplog.text
+    assert [text for text in caught if "accepted only part of a batch" in text]
+    assert "is not unused" not in caplog.text
 
 
 def test_a_partly_refused_forward_pass_does_not_affect_gradients(chunked, datum):

@@ -223,7 +223,7 @@ def test_the_key_never_goes_to_another_origin(elsewhere):
             service = tinkex.ServiceClient(base_url=there.url, api_key="tml-1")
             error = caught(service.get_server_capabilities)
             assert error.status_code == 307
-            assert "use that as base_url" in str(error)
+            assert "set base_url to it" in str(error)
             service.close("errored").result(5)
         assert other.requests == []
 
