@@ -59,7 +59,7 @@ def test_o8_samples_and_new_models_report_too_and_a_state_without_a_reason_gets_
     sampling.sample(prompt, 1, types.SamplingParams(max_tokens=1)).result(5)
     watch.stop()
     watch.stop()
-    assert states[0].subject == "Creation of a model over fake/model"
+    assert states[0].subject == "Creation of a model on fake/model"
     assert states[0].reason == "the service is short of capacity"
     assert states[2].subject.startswith("Sampling from ")
 
