@@ -62,8 +62,8 @@ class Batch:
             given = tensor.to_torch().to(logprobs)
             if given.shape != logprobs.shape:
                 raise ValueError(
-                    f"data[{index}]: {name!r} has shape {tuple(given.shape)}, but the logprobs have "
-                    f"{tuple(logprobs.shape)}; a regularizer needs equal shapes."
+                    f"data[{index}]: {name!r} has shape {tuple(given.shape)}, but the logprobs "
+                    f"have {tuple(logprobs.shape)}; a regularizer needs equal shapes."
                 )
             yield index, logprobs, given
 
@@ -288,8 +288,8 @@ def regularized(
         term = each if isinstance(each, Term) else Term(each)
         if term.label in named or term.label == "base" or ":" in term.label:
             raise ValueError(
-                f"a term is called {term.label!r}; names must be unique, without ':', and not 'base'. "
-                "Pass a name: Term(regularizer, name=...)."
+                f"a term is called {term.label!r}; names must be unique, without ':', and not "
+                "'base'. Pass a name: Term(regularizer, name=...)."
             )
         named[term.label] = term
 
@@ -313,7 +313,7 @@ def regularized(
 
 
 def _norm(value: Tensor, logprobs: Sequence[Tensor], *, differentiable: bool = False) -> Tensor:
-    """The norm of the gradient of `value` with respect to all logprobs; 0 if independent of them."""
+    """The norm of the gradient of `value` by all logprobs; 0 if it does not depend on them."""
     with needs("A regularizer"):
         import torch
 

@@ -152,7 +152,7 @@ async def refresh_config(connection: Connection, session: weakref.ref[Any]) -> N
             log.debug("dynamic configuration not refreshed: %s", error)
 
 
-# -- per process -------------------------------------------------------------------------------------
+# -- per process ---------------------------------------------------------------------------------
 
 _limits: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, ServiceLimitsTable] = (
     weakref.WeakKeyDictionary()

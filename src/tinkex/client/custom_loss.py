@@ -80,7 +80,7 @@ def need_torch() -> None:
         import torch  # noqa: F401
 
 
-# -- making a handle -------------------------------------------------------------------------------
+# -- making a handle -----------------------------------------------------------------------------
 
 
 def create(
@@ -132,7 +132,7 @@ async def _upload(
     return created.loss_id
 
 
-# -- a step with a custom loss ---------------------------------------------------------------------
+# -- a step with a custom loss -------------------------------------------------------------------
 
 
 def start(
@@ -278,7 +278,7 @@ async def _on_a_thread(work: Callable[[], T]) -> T:
     return await outcome
 
 
-# -- the loss and its derivative -------------------------------------------------------------------
+# -- the loss and its derivative -----------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -371,7 +371,7 @@ def _weights(index: int, gradient: torch.Tensor | None) -> TensorData:
     return TensorData.from_torch(-gradient)
 
 
-# -- handles ---------------------------------------------------------------------------------------
+# -- handles -------------------------------------------------------------------------------------
 
 
 def _check_fits(handle: LossHandle, session_id: str | None, data: Sequence[Datum]) -> None:
@@ -393,8 +393,8 @@ def _check_fits(handle: LossHandle, session_id: str | None, data: Sequence[Datum
             rank = 1 if tensor.shape is None else len(tensor.shape)
             if rank != wanted.rank:
                 raise ValueError(
-                    f"data[{index}]: {name!r} has rank {rank}; the loss {handle.name!r} was created "
-                    f"for rank {wanted.rank}."
+                    f"data[{index}]: {name!r} has rank {rank}; the loss {handle.name!r} was "
+                    f"created for rank {wanted.rank}."
                 )
 
 

@@ -263,7 +263,7 @@ def _redirect_hint(response: Response) -> str:
     url = redirect_url(requested, location)
     if url is not None and origin(url) == origin(requested):
         return (
-            f"It redirects to {location!r}, on the same server, more often than redirects are followed. "
+            f"It redirects to {location!r}, on the same server, too many times. "
             "Check that base_url is the address of a Tinker service, and the routes of the server."
         )
     return (

@@ -117,7 +117,7 @@ class Promise(concurrent.futures.Future[T], APIFuture[T]):
                 waiter[1].cancel()
             if not done:
                 raise TimeoutError(
-                    f"no result within {timeout:g} s; the work continues, and can be waited for again"
+                    f"no result within {timeout:g} s; the work continues, and can be awaited again"
                 )
         if self.cancelled():
             raise asyncio.CancelledError

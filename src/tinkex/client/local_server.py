@@ -4,7 +4,7 @@
     TINKEX_LOCAL_MODEL   what to serve: NAME, FOLDER or NAME=FOLDER (default: the embedded model)
     TINKEX_LOCAL_ARGS    more arguments for `tinkex serve`, as in a shell: --dtype bfloat16
     TINKEX_LOCAL_DATA    the server's data folder (default: one per model, in the data home)
-    TINKEX_LOCAL_WAIT_S  how long it may take to start (default 600: it may have to download a model)
+    TINKEX_LOCAL_WAIT_S  how long it may take to start (default 600: it may download a model)
 
 How it ends: every client holds a shared lock on the server's lease file, and a thread in the server
 waits for an exclusive lock. The kernel releases the locks of a process when it ends, so the server

@@ -72,7 +72,7 @@ class _Refused(Exception):
     """Why the loss is refused; the caller adds its name."""
 
 
-# -- the function ----------------------------------------------------------------------------------
+# -- the function --------------------------------------------------------------------------------
 
 
 def _inputs(fn: Callable[..., Any], ranks: Mapping[str, int]) -> tuple[CustomLossInput, ...]:
@@ -95,8 +95,8 @@ def _inputs(fn: Callable[..., Any], ranks: Mapping[str, int]) -> tuple[CustomLos
             )
         if not INPUT_NAME.fullmatch(parameter.name):
             raise _Refused(
-                f"parameter {parameter.name!r} must have a name of lowercase letters, digits and _, "
-                "at most 64."
+                f"parameter {parameter.name!r} must have a name of lowercase letters, digits and "
+                "_, at most 64."
             )
         names.append(parameter.name)
     if not names or names[0] != "logprobs":
@@ -134,7 +134,7 @@ def _traced(fn: Callable[..., Any]) -> fx.GraphModule:
         ) from error
 
 
-# -- its operations --------------------------------------------------------------------------------
+# -- its operations ------------------------------------------------------------------------------
 
 
 def _node(node: fx.Node) -> CustomLossNode:
@@ -150,8 +150,8 @@ def _node(node: fx.Node) -> CustomLossNode:
             target = "output"
         case "get_attr":
             raise _Refused(
-                f"it reads a tensor from outside ({node.target}); a custom loss may read only logprobs "
-                "and its inputs. Make that tensor an input."
+                f"it reads a tensor from outside ({node.target}); a custom loss may read only "
+                "logprobs and its inputs. Make that tensor an input."
             )
         case _:
             raise _Refused(f"it calls a module ({node.target}); use functions of torch instead.")

@@ -73,7 +73,7 @@ class Restart:
 
 
 def may_recover(error: BaseException) -> bool:
-    """Whether a new model from the last checkpoint may help: the server failed or lost the model."""
+    """Whether a new model from the last checkpoint may help: the server failed or lost ours."""
     if isinstance(error, CorruptedRunError | APIConnectionError):
         return True
     if isinstance(error, RequestFailedError):
@@ -129,7 +129,7 @@ class Recovery:
         return 0 if self.saved is None else self.saved.step
 
     def save(self, step: int, *, ttl_seconds: int | None = None) -> Saved:
-        """Save weights and optimizer; `step` is the next one to run. A restart resumes from here."""
+        """Save weights and optimizer; `step` is the next one to run. A restart resumes there."""
         answer = self.training.save_state(_name(step), ttl_seconds, overwrite=True).result()
         if is_corrupted(self.service, self.training):
             raise corrupted_error(self.training)
@@ -194,10 +194,11 @@ def recovering(
         tinkex.recovering(train, service=tinkex.ServiceClient,
                           create=lambda service: service.create_lora_training_client(MODEL))
 
-    Each start has its own session (`service()`). The first start creates its model with `create`, or
-    from `saved`; later ones from the last checkpoint of `run.save`, including the optimizer. There
-    are at most `most_restarts` restarts without a new checkpoint, after `back_off_s`, twice that,
-    and so on. User errors are raised immediately, and so is any error of the first start.
+    Each start has its own session (`service()`). The first start creates its model with
+    `create`, or from `saved`; later ones from the last checkpoint of `run.save`, including the
+    optimizer. There are at most `most_restarts` restarts without a new checkpoint, after
+    `back_off_s`, twice that, and so on. User errors are raised immediately, and so is any error of
+    the first start.
     """
     restarts = Restarts(most_restarts, back_off_s)
     begun = False

@@ -247,7 +247,7 @@ def with_query(path: str, query: Mapping[str, object] | None) -> str:
     return f"{path}?{urlencode(pairs)}" if pairs else path
 
 
-# -- shared connections ------------------------------------------------------------------------------
+# -- shared connections --------------------------------------------------------------------------
 
 _lock = threading.Lock()
 #: Weak references: an unused session is dropped, and its connection with it.

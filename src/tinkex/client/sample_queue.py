@@ -425,7 +425,7 @@ def _description(request: SampleRequest, seq_id: int | None) -> str:
     return f"a sample of {model}" if seq_id is None else f"sample {seq_id} of {model}"
 
 
-# -- retries -----------------------------------------------------------------------------------------
+# -- retries -------------------------------------------------------------------------------------
 
 
 def should_restart(error: Exception, config: RetryConfig, failures: int, *, sent: bool) -> bool:
@@ -484,7 +484,7 @@ class RetryHandler:
             self._timer = None
 
     def recording(self, observer: QueueObserver) -> QueueObserver:
-        """Wraps `observer` and records the last queue state, which the stuck-sample error quotes."""
+        """Wraps `observer` and records the last queue state, for the stuck-sample error."""
         return _RecordingObserver(self, observer)
 
     def record_state(self, queue_state: str, reason: str | None) -> None:

@@ -52,8 +52,8 @@ class SamplerHandle:
             )
         except (ValueError, KeyError, TypeError, AttributeError, binascii.Error) as error:
             raise ValueError(
-                f"This is not a sampler handle ({type(error).__name__}). Pass the complete, unchanged text "
-                "that SamplingClient.get_sampler_handle() returned."
+                f"This is not a sampler handle ({type(error).__name__}). Pass the complete, unchanged "
+                "text that SamplingClient.get_sampler_handle() returned."
             ) from None
 
 

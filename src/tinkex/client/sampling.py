@@ -198,7 +198,7 @@ class SamplingClient(TextMixin):
         """
         `sample`, with tokens read as they are generated: `for event in stream`, or `async for`.
 
-        Its `response()` is the result of `sample`. A service without streams sends all tokens at the end.
+        Its `response()` is the result of `sample`. A service without streams sends everything last.
         """
         request = self._request(
             prompt,

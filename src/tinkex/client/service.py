@@ -85,8 +85,8 @@ class ServiceClient:
             default_headers_overrides is not None
         ):
             raise ValueError(
-                "ServiceClient got settings together with base_url, api_key, project_id or headers: "
-                "pass these to Settings.resolve(...) instead."
+                "ServiceClient got settings together with base_url, api_key, project_id or "
+                "headers: pass these to Settings.resolve(...) instead."
             )
         more: dict[str, Any] = {} if make_transport is None else {"make_transport": make_transport}
         self._session = Session(
@@ -304,8 +304,8 @@ class ServiceClient:
         """
         A custom loss for `forward_backward_custom`, traced once and run for each datum.
 
-        `fn(logprobs, *loss_fn_inputs)` returns a scalar and a dict of metrics; `input_ranks` gives the
-        number of dimensions of each parameter.
+        `fn(logprobs, *loss_fn_inputs)` returns a scalar and a dict of metrics; `input_ranks` gives
+        the number of dimensions of each parameter.
         """
         return custom_loss.create(self.holder, fn, input_ranks)
 
@@ -330,7 +330,7 @@ class ServiceClient:
     create_sampling_client = waits(_create_sampling_client)
     create_sampling_client_async = awaits(_create_sampling_client)
 
-    # -- REST --------------------------------------------------------------------------------------
+    # -- REST -------------------------------------------------------------------------------------
 
     def create_rest_client(self) -> RestClient:
         """Deprecated: `RestClient()` needs no session."""

@@ -167,7 +167,7 @@ class Session:
         loop.call_soon_threadsafe(begin)
 
     def loop(self) -> asyncio.AbstractEventLoop:
-        """The loop that runs this session's work. Raises `RuntimeError` if the session is closed."""
+        """The loop of this session's work. Raises `RuntimeError` if the session is closed."""
         if self.closed:
             raise closed_error()
         if self._pid != os.getpid():
@@ -312,8 +312,8 @@ class Session:
         return next(self._loss_numbers)
 
     def _check_created_here(self, what: str) -> None:
-        # The numbers belong to the session. Another process would assign the same ones, and the server
-        # would return the objects of the first process.
+        # The numbers belong to the session. Another process would assign the same ones, and the
+        # server would return the objects of the first process.
         if self.joined or self._home != os.getpid():
             raise RuntimeError(
                 f"This process only joined session {self._session_id}; it cannot create {what} "

@@ -63,8 +63,8 @@ class Settings:
     tags: tuple[str, ...] = ()
     #: Names for `SamplingClient.feature_gates`; not used otherwise.
     feature_gates: tuple[str, ...] = ("async_sampling",)
-    #: Extra headers on every request; they win over the client's own. May contain secrets, so they are
-    #: not printed.
+    #: Extra headers on every request; they win over the client's own. May contain secrets, so they
+    #: are not printed.
     headers: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}), repr=False)
     #: HTTP proxy for this service. May contain a password, so it is not printed.
     proxy: str | None = field(default=None, repr=False)

@@ -267,7 +267,7 @@ class StepSubmitter:
 
     @contextmanager
     def running_loss(self) -> Iterator[None]:
-        """While a custom loss runs on this thread. Only one runs at a time, as steps are ordered."""
+        """While a custom loss runs on this thread; one at a time, as steps are ordered."""
         self._loss_thread = threading.get_ident()
         try:
             yield
@@ -357,8 +357,8 @@ class StepSubmitter:
             ):
                 # This server validates a pass before it accepts it, so no pass can be made to fail.
                 log.warning(
-                    "The server accepted only part of a batch of %s. The next optim_step applies the "
-                    "gradients of that part. To discard them, resume from the last saved state.",
+                    "The server accepted only part of a batch of %s. The next optim_step applies "
+                    "the gradients of that part. To discard them, resume from the last saved state.",
                     self._model_id,
                 )
             if not taken:

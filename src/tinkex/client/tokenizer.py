@@ -109,7 +109,7 @@ def _from_folder(folder: Path, model_name: str) -> Any:
             with needs("Its tokenizer"):
                 from transformers import AutoTokenizer
             theirs = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
-        except Exception as error:  # noqa: BLE001 (from three libraries; the fallback may still work)
+        except Exception as error:  # noqa: BLE001 (from three libraries; the fallback may work)
             log.warning(
                 "transformers cannot read the tokenizer in %s (%s); tinkex reads its "
                 "tokenizer.json itself",
@@ -179,7 +179,7 @@ def _from_hub(name: str, tried: list[str]) -> Path | None:
         return None
     try:
         return Path(snapshot_download(name, revision=PINNED.get(name), allow_patterns=list(FILES)))
-    except Exception as error:  # noqa: BLE001 (missing, unreachable, forbidden: reported at the end)
+    except Exception as error:  # noqa: BLE001 (missing, unreachable, forbidden: in the message)
         tried.append(f"the hub ({_first_line(error)})")
         return None
 

@@ -101,7 +101,7 @@ class TrainingClient(TextMixin):
         loss_fn: LossFnType,
         loss_fn_config: LossConfig | None = None,
     ) -> Promise[ForwardBackwardOutput]:
-        """Compute the loss of a batch and add its gradients to those since the last `optim_step`."""
+        """Compute the loss of a batch; add its gradients to those since the last `optim_step`."""
         return self._pass("ForwardBackward", data, loss_fn, loss_fn_config, forward_only=False)
 
     forward_backward_async = submits(forward_backward)

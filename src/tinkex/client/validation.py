@@ -35,8 +35,8 @@ def check_tinker_path(path: str) -> None:
     """Check that a path is one that a save returned."""
     if not path.startswith("tinker://"):
         raise ValueError(
-            f"{path!r} is not a path of saved weights: it must start with 'tinker://', as returned by "
-            "save_state() and save_weights_for_sampler()."
+            f"{path!r} is not a path of saved weights: it must start with 'tinker://', as returned "
+            "by save_state() and save_weights_for_sampler()."
         )
 
 
@@ -121,8 +121,8 @@ def examples(data: object) -> list[Datum]:
         for chunk in datum.model_input.chunks:
             if chunk.type == "image_asset_pointer":
                 raise ValueError(
-                    f"data[{index}] contains an ImageAssetPointerChunk, which a training pass does not "
-                    "support. Send the image itself as an ImageChunk."
+                    f"data[{index}] contains an ImageAssetPointerChunk, which a training pass does "
+                    "not support. Send the image itself as an ImageChunk."
                 )
     return found
 

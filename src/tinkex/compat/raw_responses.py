@@ -80,7 +80,7 @@ class Raw:
         timeout: float = DEADLINE_S,
         max_retries: int | None = None,
     ) -> APIResponse:
-        """Send, and read the response as it arrives; `timeout` applies to each piece. Must be closed."""
+        """Send, and read the response as it arrives; `timeout` is per piece. Must be closed."""
         refuse_to_block("stream", "stream_async")
         sent = self._send(method, path, body, headers, timeout, max_retries, read_all=False)
         return APIResponse(sent.block())
@@ -176,8 +176,8 @@ class _OpenAnswer:
             return
         if self._begun:
             raise Consumed(
-                "The body of this response has already been read in pieces, and can be read only once. "
-                "Call read() first to keep it, or send the request again."
+                "The body of this response has already been read in pieces, and can be read only "
+                "once. Call read() first to keep it, or send the request again."
             )
         self._begun = True
         try:

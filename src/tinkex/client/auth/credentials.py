@@ -93,7 +93,7 @@ def resolve(
         return key
     if enforce_cmd and command is None:
         raise TinkerError(
-            f"The organization at {service} requires credentials from a command and does not accept "
+            f"The organization at {service} requires credentials from a command and accepts no "
             "static keys. Set TINKER_CREDENTIAL_CMD to a command that prints one."
         )
     if command is not None and (enforce_cmd or key is None or key.problem is not None):
@@ -122,7 +122,7 @@ class Credential(ABC):
         return False
 
     async def claims(self) -> dict[str, Any]:
-        """The claims of the token about its owner. RuntimeError if the credential is a plain key."""
+        """The claims of the token about its owner. RuntimeError if it is a plain key."""
         from tinkex.client.auth.token_exchange import is_service_token, read_claims
 
         token = await self.token()
@@ -211,8 +211,8 @@ async def run_command(command: Command, *, limit_s: float) -> str:
         )
     if not _sendable(value):
         raise TinkerError(
-            f"The credential command printed {len(value.splitlines())} line(s) that a header cannot "
-            "contain. TINKER_CREDENTIAL_CMD must print the credential, and nothing else."
+            f"The credential command printed {len(value.splitlines())} line(s) that a header "
+            "cannot contain. TINKER_CREDENTIAL_CMD must print the credential, and nothing else."
         )
     return value
 

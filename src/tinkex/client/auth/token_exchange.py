@@ -32,7 +32,7 @@ DEFAULT_LIFETIME_S = 120.0
 
 
 def read_claims(token: str) -> dict[str, Any]:
-    """The claims of a token, unverified: the service verifies them. ValueError if it is not a JWT."""
+    """The claims of a token; the service verifies them. ValueError if it is not a JWT."""
     parts = token.split(".")
     if len(parts) != 3:
         raise ValueError(f"a JWT has three parts, but this has {len(parts)}.")

@@ -52,9 +52,9 @@ def download_checkpoint(
     """
     Download the adapter files of a checkpoint of any kind into `folder`, which is created.
 
-    If the folder exists and is not empty, this is an error, unless `overwrite` is set, which replaces
-    it. `progress(done_bytes, total_bytes)` is called from another thread, one call at a time. A
-    failed download resumes where it stopped when it is called again.
+    If the folder exists and is not empty, this is an error, unless `overwrite` is set, which
+    replaces it. `progress(done_bytes, total_bytes)` is called from another thread, one call at a
+    time. A failed download resumes where it stopped when it is called again.
     """
     refuse_to_block("download_checkpoint", "download_checkpoint_async")
     stop = threading.Event()
@@ -123,7 +123,7 @@ def _download(
     return folder
 
 
-# -- decisions ---------------------------------------------------------------------------------------
+# -- decisions -----------------------------------------------------------------------------------
 
 
 def check_target(folder: Path, overwrite: bool) -> None:
@@ -148,8 +148,8 @@ def safe_path(name: str) -> PurePosixPath:
         or not all(part.strip(" .") for part in path.parts)
     ):
         raise DownloadFailed(
-            f"The checkpoint has a file {name!r}, whose name is invalid or leads out of the folder. "
-            "Nothing was written."
+            f"The checkpoint has a file {name!r}, whose name is invalid or leads out of the "
+            "folder. Nothing was written."
         )
     return path
 
@@ -161,7 +161,7 @@ def resumable(state: Mapping[str, Any], path: str, name: str, info: FileInfo, ha
     return info.tag is not None and known == [info.tag, info.size] and have <= info.size
 
 
-# -- links -------------------------------------------------------------------------------------------
+# -- links ---------------------------------------------------------------------------------------
 
 
 def _file_links(rest: RestClient, path: str) -> Links:
@@ -217,7 +217,7 @@ def _exported(rest: RestClient, parsed: ParsedCheckpointTinkerPath) -> Iterator[
                 rest.delete_checkpoint_from_tinker_path(export).result(30)
 
 
-# -- downloading -------------------------------------------------------------------------------------
+# -- downloading ---------------------------------------------------------------------------------
 
 
 def _fetch_all(
@@ -299,7 +299,7 @@ class _ProgressSum:
                 self._progress(self._done, self._total)
 
 
-# -- unpacking ---------------------------------------------------------------------------------------
+# -- unpacking -----------------------------------------------------------------------------------
 
 
 def _unpack(archive: Path, folder: Path) -> None:
@@ -314,8 +314,8 @@ def _unpack(archive: Path, folder: Path) -> None:
                 content = tar.extractfile(member) if member.isreg() else None
                 if content is None:
                     raise DownloadFailed(
-                        f"The archive has {member.name!r}, which is not a regular file. Nothing was "
-                        "unpacked."
+                        f"The archive has {member.name!r}, which is not a regular file. Nothing "
+                        "was unpacked."
                     )
                 target.parent.mkdir(parents=True, exist_ok=True)
                 with content, target.open("xb") as file:

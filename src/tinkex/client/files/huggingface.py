@@ -61,8 +61,9 @@ def push_to_hub(
     """
     Upload the files of checkpoint `path`, which are in `folder`.
 
-    Without `repo` they go to a repository named after the run, on a branch named after the checkpoint.
-    If the model card there names another checkpoint, this is an error and nothing is changed.
+    Without `repo` they go to a repository named after the run, on a branch named after the
+    checkpoint. If the model card there names another checkpoint, this is an error and nothing is
+    changed.
     """
     hub = _hub()
     folder = Path(folder)
@@ -96,7 +97,7 @@ def push_to_hub(
     return PushResult(repo_id=repo_id, revision=branch, url=done.pr_url or done.commit_url)
 
 
-# -- decisions ---------------------------------------------------------------------------------------
+# -- decisions -----------------------------------------------------------------------------------
 
 
 def target_repo(
@@ -111,7 +112,7 @@ def target_repo(
 
 
 def _slug(text: str) -> str:
-    """A name that the hub accepts: no repeated, leading or trailing - or ., at most 80 characters."""
+    """A name that the hub accepts: no repeated or outer - and ., at most 80 characters."""
     return re.sub(r"([-.])[-.]+", r"\1", re.sub(r"[^\w.-]+", "-", text, flags=re.ASCII))[:80].strip(
         "-."
     )
@@ -121,7 +122,7 @@ def adapter_config(folder: Path) -> dict[str, Any]:
     """The configuration of the adapter in a folder; raises if there is no adapter."""
     if (folder / f"{CONFIG}.age").is_file():
         raise HubError(
-            f"The files in {folder} are encrypted with age. Decrypt them first, if they may be public."
+            f"The files in {folder} are encrypted with age. Decrypt them first if they may be public."
         )
     if not (folder / CONFIG).is_file() or not any((folder / name).is_file() for name in WEIGHTS):
         raise HubError(
@@ -185,7 +186,7 @@ def select_files(
     )
 
 
-# -- the hub -----------------------------------------------------------------------------------------
+# -- the hub -------------------------------------------------------------------------------------
 
 
 def _hub() -> Any:

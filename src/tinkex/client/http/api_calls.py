@@ -144,9 +144,9 @@ class Calls:
         """
         Send a wire type (or encoded bytes) and return the response as `answer`.
 
-        Retried for `give_up_s` (default: from the settings; 0 tries once). With `rate_limit_wait_s` a
-        429 is not a failure: the call waits as long as the server asks, or `rate_limit_wait_s`, as
-        often as it comes.
+        Retried for `give_up_s` (default: from the settings; 0 tries once). With
+        `rate_limit_wait_s` a 429 is not a failure: the call waits as long as the server asks, or
+        `rate_limit_wait_s`, as often as it comes.
         """
         request = self.request(
             method,
@@ -256,9 +256,9 @@ class Calls:
         if requested_s > LONG_WAIT_S and now - self.limits.long_wait_warned_at >= LONG_WAIT_S:
             self.limits.long_wait_warned_at = now
             log.warning(
-                "%s asks to wait %.0f s before %s is retried (Retry-After). Requests wait that long, or "
-                "for the time they have left (give_up_s), and are then sent again. Polls for results "
-                "wait at most a minute.",
+                "%s asks to wait %.0f s before %s is retried (Retry-After). Requests wait that long, "
+                "or for the time they have left (give_up_s), and are then sent again. Polls for "
+                "results wait at most a minute.",
                 self._root,
                 requested_s,
                 endpoint(path),
@@ -282,8 +282,8 @@ class Calls:
         return CircuitOpenError(
             Request(method="POST", url=f"{self._root}/api/v1/{path}", kind=kind),
             f"Connection error. {path} was not sent: {self._root} failed too many {kind.value} "
-            f"requests in a row (Settings.breaker). Requests are sent again in {left_s:.0f} s; retry "
-            "then, or look at the server's log.",
+            f"requests in a row (Settings.breaker). Requests are sent again in {left_s:.0f} s; "
+            "retry then, or look at the server's log.",
             left_s,
         )
 

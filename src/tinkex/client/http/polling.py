@@ -525,8 +525,8 @@ class SharedPoll:
         """
         Let the oldest sample poll for itself, since nothing finished during a whole poll.
 
-        Its responses contain the queue state, which the shared poll does not report. This also covers
-        a server that lost an event.
+        Its responses contain the queue state, which the shared poll does not report. This also
+        covers a server that lost an event.
         """
         if self._self_polling:
             return

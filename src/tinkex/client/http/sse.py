@@ -16,7 +16,7 @@ from typing import Any
 
 # Not `str.splitlines`: that also splits at characters that JSON may contain.
 _LINE_END = re.compile("\r\n|\n|\r")
-#: Longer numbers (about 30 million years in milliseconds) are ignored: `int` refuses very long ones.
+#: Longer numbers (30 million years in milliseconds) are ignored: `int` refuses very long ones.
 _NUMBER = re.compile("[0-9]{1,18}")
 
 
@@ -118,8 +118,8 @@ class EventStream:
     def __aiter__(self) -> AsyncIterator[ServerSentEvent]:
         if self._begun:
             raise Consumed(
-                "The events of this stream have already been read, and a stream can be read only once. "
-                "Keep what you need while reading, or send the request again."
+                "The events of this stream have already been read, and a stream can be read only "
+                "once. Keep what you need while reading, or send the request again."
             )
         self._begun = True
         return self._read()

@@ -184,7 +184,7 @@ def reset_metrics() -> None:
     METRICS.reset()
 
 
-# -- OpenTelemetry -----------------------------------------------------------------------------------
+# -- OpenTelemetry -------------------------------------------------------------------------------
 
 #: Families of `METRICS` that are exported, by kind of instrument.
 _COUNTERS = ("requests", "retries", "rate_limited", "bytes_sent", "bytes_received")
@@ -279,7 +279,7 @@ def tracing() -> Tracing:
     return Tracing()
 
 
-# -- operations --------------------------------------------------------------------------------------
+# -- operations ----------------------------------------------------------------------------------
 
 T = TypeVar("T")
 

@@ -30,7 +30,7 @@ class _Stderr(logging.Handler):
 
 
 def configure(env: Mapping[str, str]) -> None:
-    """Set the level that the environment names; values other than `debug` and `info` are ignored."""
+    """Set the level that the environment names; other values than `debug` and `info` are ignored."""
     from tinkex.client.settings import setting
 
     level = LEVELS.get((setting("LOG", env) or "").lower())

@@ -1,4 +1,4 @@
-"""Shows the operations of a running program: a progress bar on a terminal, plain lines elsewhere."""
+"""Shows the operations of a running program: a bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -84,8 +84,8 @@ def progress(file: TextIO | None = None, *, every_s: float | None = None) -> Ite
         with tinkex.progress():
             answers = [each.result() for each in futures]
 
-    On a terminal (stderr unless `file` is given) there is a bar for each kind of operation, with the
-    extra `cli`; elsewhere a line every 10 s if something changed, and one at the end.
+    On a terminal (stderr unless `file` is given) there is a bar for each kind of operation, with
+    the extra `cli`; elsewhere a line every 10 s if something changed, and one at the end.
     """
     out = sys.stderr if file is None else file
     before = instrumentation.metrics_snapshot()

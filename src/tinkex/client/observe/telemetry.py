@@ -258,7 +258,7 @@ class Telemetry:
                     give_up_s=0.0,
                 )
             except TinkerError as error:
-                # The next round is the back-off. A service that rejects telemetry is not asked twice.
+                # The next round is the back-off. A service that rejects telemetry gets no retry.
                 if self._sends >= MAX_SENDS or not is_retryable(error):
                     self._batch = []
                 log.debug("telemetry was not sent: %s", error)
