@@ -212,7 +212,7 @@ def test_a_poll_with_a_retry_after_of_a_day_polls_again_after_a_minute(
 
 @pytest.mark.parametrize("shared", [False, True], ids=["a poll for each", "one poll for all"])
 def test_time_in_the_back_off_does_not_count_as_held_by_the_server(monkeypatch, shared):
-    """Else a server that answers at once would be polled without a pause."""
+    """Otherwise a server that responds at once would be polled without a delay."""
     held: list[tuple[float, float]] = []
     sent_at = collections.defaultdict(time.monotonic)
 

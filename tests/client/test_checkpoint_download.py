@@ -38,7 +38,7 @@ STATE = "tinker://s:train:0/weights/w"
 
 
 class Files:
-    """A service with one checkpoint, and a place where its files lie."""
+    """A service with one checkpoint, and the server of its files."""
 
     def __init__(self, files: dict[str, bytes]) -> None:
         self.files = files
@@ -534,7 +534,7 @@ def asking(settings: tinkex.Settings) -> Iterator[RestClient]:
 
 @pytest.fixture
 def proxy(files: Files) -> Iterator[Standin]:
-    """The only way to the service, and to the place its files lie at."""
+    """The only route to the service and to its files."""
     files.url = "http://files.invalid"
     with standing_in(
         lambda request: files(
@@ -608,7 +608,7 @@ def test_h10_links_to_other_hosts_have_the_proxy_the_settings_found_for_them(
 
 
 def sent(request: Received) -> set[str]:
-    """Which secrets a request carried."""
+    """The secrets in a request."""
     assert "tml-secret" not in str(request.headers)
     return {name for name, value in SECRETS.items() if request.headers.get(name.lower()) == value}
 
@@ -640,7 +640,7 @@ def test_h9_headers_of_the_settings_go_to_no_other_origin(
 def test_h9_redirects_keep_the_headers_within_the_origin_and_drop_them_outside(
     here: Standin, files: Files, tmp_path: Path
 ) -> None:
-    """The link leads to another path here, from there elsewhere, and from there back."""
+    """The link redirects to another path here, then to another origin, then back."""
 
     def fault(name: str, request: Received) -> Reply | None:
         step = request.path.partition("step=")[2]

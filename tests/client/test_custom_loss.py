@@ -72,7 +72,7 @@ def test_m2_a_callable_is_a_forward_pass_then_a_pass_with_its_negative_gradient_
 
 
 def test_the_loss_gets_the_callers_own_datums(training, datum):
-    """Programs keep what belongs to a datum in a dict by its id()."""
+    """Programs keep data about a datum in a dict, by its id()."""
     datums = [datum, types.Datum(datum.model_input, dict(datum.loss_fn_inputs))]
     seen = []
 

@@ -10,7 +10,7 @@ QUICK = {"retry-after-ms": "1"}
 
 
 class Faulty(FakeService):
-    """Every third request or so meets a fault, chosen by a seed."""
+    """About every third request gets a fault, chosen by a seed."""
 
     def __init__(self, seed: int, **settings) -> None:
         super().__init__(**settings)

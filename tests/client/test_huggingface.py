@@ -123,7 +123,7 @@ def test_without_the_package_the_extra_is_named(
 
 
 class Hub:
-    """As much of the hub as one push needs."""
+    """The parts of the hub that one push needs."""
 
     def __init__(self) -> None:
         self.url = ""

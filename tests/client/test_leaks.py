@@ -38,7 +38,7 @@ def tasks():
 
 
 def settled(count, most, seconds=10.0):
-    """Closing a connection takes the loops a few turns."""
+    """Closing a connection takes a few iterations of the loops."""
     deadline = time.monotonic() + seconds
     while (found := count()) > most and time.monotonic() < deadline:
         time.sleep(0.01)

@@ -36,7 +36,7 @@ MODULE = "tinkex_stand_in.main"
 
 @pytest.fixture
 def settings(tmp_path, monkeypatch) -> LocalSettings:
-    """Settings whose server is the stand-in above, found where the real one would be."""
+    """Settings whose server is the stand-in above, in place of the real one."""
     package = tmp_path / "path" / "tinkex_stand_in"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("")

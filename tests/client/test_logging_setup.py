@@ -61,7 +61,7 @@ def test_a_program_that_configures_logging_gets_each_record_once_in_its_own_form
 
 
 def test_the_default_service_is_logged_once():
-    """Who runs a server and forgets to name it would send data elsewhere without knowing."""
+    """Without base_url, data meant for one's own server would go to the default service unnoticed."""
     program = """
     import os, tinkex
     for name in ("TINKER_BASE_URL", "TINKEX_BASE_URL"):

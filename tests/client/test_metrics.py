@@ -15,12 +15,12 @@ from tinkex.testing import Answer, FakeService, Lost
 
 @pytest.fixture(autouse=True)
 def _alone(monkeypatch):
-    """What other tests left running counts elsewhere."""
+    """Work left running by other tests is counted elsewhere."""
     monkeypatch.setattr(instrumentation, "METRICS", Metrics())
 
 
 def levels() -> set[float]:
-    """Of operations; sessions of other tests may still send heartbeats."""
+    """Only operations; sessions of other tests may still send heartbeats."""
     gauges = tinkex.metrics_snapshot()["gauges"].items()
     return {value for name, value in gauges if name.startswith(("operations", "samples"))}
 

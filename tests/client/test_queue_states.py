@@ -15,7 +15,7 @@ from tinkex.testing import Answer
 
 @pytest.fixture(autouse=True)
 def _alone(monkeypatch):
-    """What other tests left running is not shown here."""
+    """Work left running by other tests is not shown here."""
     monkeypatch.setattr(instrumentation, "METRICS", instrumentation.Metrics())
     monkeypatch.setattr(queue_states, "_paused", {})
 
@@ -142,7 +142,7 @@ def test_o8_progress_shows_what_is_under_way_and_why_it_waits(fake, service, out
         assert len(text.splitlines()) == len(set(text.splitlines()))  # only what has changed
 
 
-def test_progress_in_words():
+def test_progress_summary_line():
     row = Row(name="sample", done=12, failed=1, in_flight=5, waiting=22)
     assert summary_line([row], []) == "sample 12/40, 5 in flight, 22 waiting, 1 failed"
 

@@ -18,7 +18,7 @@ EVENTS = "data: Zürich\n\n: hm\n\nevent: x\ndata: 1\ndata: 2\n\n".encode()
 
 
 class Site:
-    """A server whose answers come in pieces, as slowly as the test wants."""
+    """A server whose responses come in pieces, as slowly as the test wants."""
 
     def __init__(self, *pieces: bytes | None) -> None:
         #: None breaks the connection.

@@ -81,7 +81,7 @@ def test_kl_in_both_directions_and_their_mean_over_several_targets():
 
 
 def test_kl_of_one_target_is_the_estimate_whose_mean_is_the_kl():
-    """Over all tokens weighted by how often the model draws them."""
+    """The expectation over tokens sampled from the model."""
     p, q = np.array([0.5, 0.3, 0.2]), np.array([0.2, 0.2, 0.6])
     for direction, expected in (("reverse", kl(p, q)), ("forward", kl(q, p))):
         each = [

@@ -30,7 +30,7 @@ Script = dict[str, Reply | Callable[[Received], Reply]]
 
 
 class Service:
-    """Answers by "METHOD path"; a request that is not in the script is a 404."""
+    """Responses by "METHOD path"; a request that is not in the script is a 404."""
 
     def __init__(self) -> None:
         self.script: Script = {
@@ -51,7 +51,7 @@ class Service:
 
     @property
     def requests(self) -> list[Received]:
-        """Without what every client asks first."""
+        """Without the requests that every client sends first."""
         return [each for each in self.standin.requests if "/client/" not in each.path]
 
 
@@ -281,7 +281,7 @@ def test_an_audit_log_on_another_host_is_fetched_without_the_key(
 def test_an_audit_log_of_the_same_origin_is_fetched_with_the_key(
     location: str, shown: bool
 ) -> None:
-    """Whether the port that goes without saying is said or not."""
+    """Whether or not the default port is written."""
     fake = FakeService()
     fake.script("audit", Answer(status=302, headers={"location": location}))
     with fake.client(base_url="https://h.invalid", api_key="tml-one") as service:

@@ -162,7 +162,7 @@ def test_e1_user_errors_are_4xx_that_a_retry_would_not_fix(error, expected):
 
 
 def linked(*errors, by="__cause__"):
-    """The first, and each is because of the next."""
+    """The first error; each is caused by the next."""
     for error, next_one in itertools.pairwise(errors):
         setattr(error, by, next_one)
     return errors[0]

@@ -27,7 +27,7 @@ def rss_bytes():
 
 
 class Instant(FakeService):
-    """Answers samples from what it has at hand: what is measured is the client."""
+    """Answers samples immediately, so that only the client is measured."""
 
     def __init__(self, **settings):
         super().__init__(**settings)

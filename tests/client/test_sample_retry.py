@@ -35,7 +35,7 @@ def client(service, **fields):
 
 
 def under_way(fake, sampling, count=20):
-    """How many of so many samples are sent before any is answered."""
+    """How many samples are sent before any has a response."""
     hold = fake.hold("asample")
     futures = [sampling.sample(PROMPT, 1, PARAMS) for _ in range(count)]
     assert hold.arrived.wait(5)

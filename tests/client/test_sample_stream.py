@@ -39,7 +39,7 @@ def asked(fake, endpoint):
 
 
 class Network:
-    """The fake service over a network that the test cuts or holds up after so many pieces."""
+    """The fake service over a network that the test breaks or stalls after a number of pieces."""
 
     def __init__(self, fake: FakeService, *, passes: int = 10**9, then: str = "cut") -> None:
         self._transport = fake.transport("http://fake.invalid")
@@ -177,7 +177,7 @@ def test_errors_are_raised_by_reading_and_by_the_response(sampling):
 
 
 def failing(*tokens: int) -> Answer:
-    """A sample that the server could not finish, after these tokens."""
+    """A sample that fails on the server after these tokens."""
     events = ['event: accepted\ndata: {"request_id":"r","sample_sequence_ids":["a"]}']
     for token in tokens:
         shown = f'{{"sequence":0,"tokens":[{token}],"logprobs":[-0.5]}}'

@@ -22,7 +22,7 @@ PROMPT = types.ModelInput.from_ints([1, 2, 3])
 
 
 def rendered(error: BaseException) -> str:
-    """Everything an exception can say, in every way it is usually printed or kept."""
+    """All text of an exception, in every way it is usually printed or stored."""
     chain, said = [error], []
     while chain[-1].__cause__ or chain[-1].__context__:
         chain.append(chain[-1].__cause__ or chain[-1].__context__)

@@ -83,7 +83,7 @@ def test_training_clients_and_capabilities_can_be_requested_together(service):
     ["client/config", "client/dynamic_config", "create_session", "create_model", "retrieve_future"],
 )
 def test_starting_does_not_block_the_callers_loop(fake, service, endpoint):
-    """The answer comes when this loop asks for it: were it blocked, only the timer could."""
+    """The response is released by this loop; if it were blocked, only the timer could."""
     hold = fake.hold(endpoint)
     blocked = threading.Event()
 

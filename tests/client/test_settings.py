@@ -192,7 +192,7 @@ def test_h10_a_wrong_argument_is_named(tmp_path):
 
 
 class Watched(dict):
-    """An environment that notes who looks at it."""
+    """An environment that records which code reads it."""
 
     def __init__(self, env):
         super().__init__(env)

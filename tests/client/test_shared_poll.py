@@ -22,7 +22,7 @@ BATCHED = {"sample_use_retrieve_futures": True}
 
 @pytest.fixture(autouse=True)
 def _all_wait_together(monkeypatch):
-    """No sample asks for itself, except where a test says so."""
+    """No sample polls for itself, unless a test enables it."""
     monkeypatch.setattr(polling, "MAX_SELF_POLLING", 0)
 
 

@@ -23,7 +23,7 @@ def events(fake):
 
 
 def fail_once(fake, service):
-    """One failure whose words and request hold what must not leave."""
+    """One failure whose message and request contain secrets."""
     fake.script("create_model", Answer(status=403, body={"detail": "tml-secret of Alice"}))
     with pytest.raises(tinkex.PermissionDeniedError):
         service.create_lora_training_client("fake/model", user_metadata={"who": "Alice"})
@@ -172,7 +172,7 @@ def test_e2_a_batch_has_a_hundred_events_and_is_sent_three_times_at_most(fake, m
 
 
 def test_e2_no_error_waits_for_telemetry(fake, service):
-    """The promise has its error before anything is noted."""
+    """The promise gets its error before anything is recorded."""
     training = service.create_lora_training_client("fake/model")
     order = []
 

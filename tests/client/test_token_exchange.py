@@ -23,7 +23,7 @@ def jwt(name="a", *, lasts_s=3600.0, now_s=None, **claims):
 
 
 class Bank:
-    """A service that gives tokens, under a clock of the test's."""
+    """A service that issues tokens, with the test's clock."""
 
     def __init__(self, lasts_s=3600.0):
         self.now_s = 1000.0

@@ -114,7 +114,7 @@ def test_a_model_without_a_tokenizer_json_needs_transformers_and_the_error_names
 def test_the_error_says_what_was_tried(hub, tmp_path):
     with pytest.raises(tinkex.TinkerError) as caught:
         load("org/nowhere")
-    assert f"the Hugging Face cache in {tmp_path} (not there)" in str(caught.value)
+    assert f"the Hugging Face cache in {tmp_path} (not found)" in str(caught.value)
     assert "the hub (" in str(caught.value)
     assert "transformers (" not in str(caught.value)  # it would query the same hub again
     with pytest.raises(tinkex.TinkerError, match="named neither"):
@@ -213,7 +213,7 @@ def test_m6_where_transformers_is_installed_its_own_tokenizer_is_returned(named)
 
 
 def test_m6_code_that_comes_with_a_model_does_not_run(tiny_model, tmp_path, caplog):
-    """The folder says that its tokenizer is code; its tokenizer.json is read instead."""
+    """The folder declares tokenizer code; its tokenizer.json is read instead."""
     load.cache_clear()
     for file in ("tokenizer.json", "tokenizer_config.json", "config.json"):
         shutil.copy(tiny_model / file, tmp_path)

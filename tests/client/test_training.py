@@ -25,7 +25,7 @@ def training(service):
 
 @pytest.fixture
 def chunked():
-    """A fake that takes two datums at a time, and a training client of it."""
+    """A fake that accepts two datums per request, and a training client of it."""
     fake = FakeService(config=CHUNKS)
     service = fake.client()
     yield fake, service.create_lora_training_client("fake/model", rank=4)
@@ -37,7 +37,7 @@ def ran(fake):
 
 
 def sent(fake, endpoint="forward_backward"):
-    """The numbers of the passes in the order they arrived."""
+    """The seq_ids of the passes in the order of arrival."""
     return [
         decode_forward_backward_request(seen.body)[0].seq_id
         for seen in fake.requests
@@ -228,7 +228,7 @@ def test_the_seq_id_of_a_rate_limited_step_is_reused(monkeypatch, datum):
 def test_a_refusal_after_an_attempt_without_response_does_not_free_the_seq_id(
     fake, training, datum
 ):
-    """The first attempt may have arrived: the next step under its number would be lost."""
+    """The first attempt may have arrived: another step under its seq_id would be lost."""
     fake.script("optim_step", Lost(after=True), Answer(status=403, body={"detail": "no"}))
     with pytest.raises(tinkex.PermissionDeniedError):
         training.optim_step(ADAM).result(10)
@@ -239,7 +239,7 @@ def test_a_refusal_after_an_attempt_without_response_does_not_free_the_seq_id(
 def test_a_step_whose_task_cannot_be_created_fails_and_later_steps_continue(
     fake, training, datum, monkeypatch
 ):
-    """Also where its submission was made already: that is taken back before it sends anything."""
+    """Also if its submission was already created: it is cancelled before it sends anything."""
     training.optim_step(ADAM).result(5)
     with monkeypatch.context() as broken:
 
@@ -292,7 +292,7 @@ def test_a_call_without_response_leaves_no_gap(monkeypatch, datum):
 
 
 def test_a_seq_id_that_the_server_already_has_is_not_a_gap(monkeypatch, caplog):
-    """Servers refuse a number that comes again as another kind of step; it has arrived then."""
+    """Servers refuse a seq_id that was used for another kind of step: the first had arrived."""
     caplog.set_level("DEBUG", "tinkex")
     monkeypatch.setenv("TINKEX_GIVE_UP_S", "0.2")
     fake = FakeService()
@@ -460,7 +460,7 @@ def test_a_partly_refused_batch_is_followed_by_a_failing_step(chunked, datum):
 
 
 class ChecksFirst(FakeService):
-    """Refuses a pass with a setting it does not know before it takes its number."""
+    """Refuses a pass with an unknown setting before it accepts its seq_id."""
 
     async def answer(self, method, endpoint, headers, body):
         if endpoint == "forward_backward":
@@ -514,7 +514,7 @@ _PASS = Answer(status=-1)
 
 
 def _let_through(fake):
-    """Make `_PASS` in scripts mean normal work."""
+    """Make `_PASS` in scripts mean normal operation."""
     original = fake.answer
 
     async def answer(method, endpoint, headers, body):

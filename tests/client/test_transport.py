@@ -204,7 +204,7 @@ def test_a_redirect_within_the_origin_is_followed_with_the_key(status):
     "elsewhere", ["{other}/x", "//{host}/x", "{other}\\@x", "https://{base}/x", "http://{name}/x"]
 )
 def test_the_key_never_goes_to_another_origin(elsewhere):
-    """The official client sends its key along; here the answer names the other address."""
+    """The official client sends its key there; here the error names the other address."""
 
     def answer(request):
         return CAPABILITIES
@@ -258,7 +258,7 @@ def test_a_redirect_that_changes_the_method_drops_the_body_and_loops_end():
 
 
 def test_cookies_of_the_service_are_sent_only_to_it():
-    """A load balancer finds the server of a session again by its cookie."""
+    """A load balancer finds the server of a session by its cookie."""
     sticky = "AWSALB=ab+/c==; Path=/"
 
     def answer(request):
