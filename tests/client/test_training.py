@@ -306,7 +306,7 @@ def test_a_seq_id_that_the_server_already_has_is_not_a_gap(monkeypatch, caplog):
     training.save_state("after").result(5)
     training.optim_step(ADAM).result(5)
     assert ran(fake) == [(1, "optim_step"), (2, "save_weights"), (3, "optim_step")]
-    assert f"step 1 of {training.model_id} is not unused" in caplog.text
+    assert f"step 1 of {training.model_id} is already used" in caplog.text
     service.close("success").result(5)
 
 
@@ -485,7 +485,7 @@ def test_a_server_that_refuses_the_failing_step_gets_a_no_op_step(datum, caplog,
     assert numbers == list(range(1, len(numbers) + 1))
     caught = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert [text for text in caught if "accepted only part of a batch" in text]
-    assert "is not unused" not in caplog.text
+    assert "is already used" not in caplog.text
 
 
 def test_a_partly_refused_forward_pass_does_not_affect_gradients(chunked, datum):

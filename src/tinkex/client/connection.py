@@ -72,6 +72,7 @@ class Connection:
 async def open_connection(
     settings: Settings, url: str, make_transport: MakeTransport
 ) -> Connection:
+    """Get the server's configuration, sign in, and apply the server's limits."""
     # Imported here: reading the metadata of installed packages is slow.
     from tinkex.client.version import __version__
 
@@ -122,6 +123,7 @@ async def open_connection(
 async def _fetch_dynamic(
     calls: Calls, known: ClientDynamicConfigResponse, *, give_up_s: float | None = None
 ) -> ClientDynamicConfigResponse:
+    """The current dynamic configuration; `known` if the server has none."""
     try:
         return await calls.call(
             "POST",
@@ -132,7 +134,7 @@ async def _fetch_dynamic(
             give_up_s=give_up_s,
         )
     except APIStatusError as error:
-        if error.status_code == 404:  # servers before 0.25 have none
+        if error.status_code == 404:  # servers before 0.25
             return known
         raise
 
@@ -179,6 +181,7 @@ def _limits_of_loop() -> ServiceLimitsTable:
 def close_unreferenced(
     loop: asyncio.AbstractEventLoop, connection: Connection, server: LocalServer | None
 ) -> None:
+    """Close the connection of a session that was garbage-collected."""
     if server is not None:
         server.release()
     if connection.pid != os.getpid() or loop.is_closed():

@@ -178,8 +178,8 @@ class Submission:
         A server that refuses a step does not have it, unless it accepted an earlier attempt whose
         response was lost. Other errors may come from a gateway that forwarded the request.
         """
-        says_no = error.status_code == 429 or not is_retryable(error)
-        if says_no and before is not Outcome.UNKNOWN:
+        is_refusal = error.status_code == 429 or not is_retryable(error)
+        if is_refusal and before is not Outcome.UNKNOWN:
             self.outcome = Outcome.REFUSED
 
 
@@ -202,6 +202,7 @@ class StepSubmitter:
         expected: ExpectedResult[R],
         finish: Callable[[list[R]], T],
     ) -> Promise[T]:
+        """Queue a step of these parts. `finish` turns the results of the parts into one."""
         return self.submit_with(lambda _: self.send(parts), expected, finish)
 
     def submit_with(
@@ -362,7 +363,7 @@ class StepSubmitter:
                     self._model_id,
                 )
             if not taken:
-                log.debug("step %d of %s is not unused", seq_id, self._model_id)
+                log.debug("seq_id %d of %s is already used", seq_id, self._model_id)
             del self._seq_ids.unused[seq_id]
 
     async def _send_noop(self, connection: Connection, seq_id: int, partial_batch: bool) -> bool:
