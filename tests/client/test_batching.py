@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tinkex.client.batching import cut, datum_bytes, merge, merge_metrics
+from tinkex.client.batching import datum_bytes, merge, merge_metrics, split_batch
 from tinkex.client.http.backpressure import input_bytes
 from tinkex.types import (
     Datum,
@@ -82,7 +82,7 @@ def test_outputs_are_joined_in_order():
     ],
 )
 def test_a_batch_is_split_by_count_and_bytes(sizes, pieces):
-    found = cut(sizes, max_count=3, max_bytes=10)
+    found = split_batch(sizes, max_count=3, max_bytes=10)
     assert [(piece.start, piece.stop) for piece in found] == pieces
 
 

@@ -19,7 +19,7 @@ def datum_bytes(datum: Datum) -> int:
     return size
 
 
-def cut(sizes: Sequence[int], *, max_count: int, max_bytes: int) -> list[slice]:
+def split_batch(sizes: Sequence[int], *, max_count: int, max_bytes: int) -> list[slice]:
     """
     Split a batch whose datums have these sizes, in order and greedily.
 

@@ -290,11 +290,11 @@ def _body(response: Response) -> object | None:
 def own_copy(error: BaseException) -> BaseException:
     """A copy for each waiter: one exception raised in several places mixes up its tracebacks."""
     try:
-        twin = copy.copy(error)
+        duplicate = copy.copy(error)
     except Exception:  # noqa: BLE001 (an exception of a kind that cannot be copied)
         return error
-    twin.__cause__ = error.__cause__
-    return twin
+    duplicate.__cause__ = error.__cause__
+    return duplicate
 
 
 # So that tracebacks show `tinkex.NotFoundError`, the name that programs use.

@@ -97,7 +97,7 @@ class Session:
         self._display_name = display_name
         self.make_transport = make_transport
         self._server: LocalServer | None = None
-        self._home = os.getpid()
+        self._creator_pid = os.getpid()
         self._model_numbers = itertools.count()
         self._sampler_numbers = itertools.count()
         self._loss_numbers = itertools.count()
@@ -173,7 +173,7 @@ class Session:
         if self._pid != os.getpid():
             inherited.append((self._connected, self._opened, self._tasks))
             if self._session_id is None:
-                self._home = os.getpid()  # the parent had no session yet: this process creates it
+                self._creator_pid = os.getpid()  # the parent had no session yet
             self._reset()
         return background_loop.background()
 
@@ -314,7 +314,7 @@ class Session:
     def _check_created_here(self, what: str) -> None:
         # The numbers belong to the session. Another process would assign the same ones, and the
         # server would return the objects of the first process.
-        if self.joined or self._home != os.getpid():
+        if self.joined or self._creator_pid != os.getpid():
             raise RuntimeError(
                 f"This process only joined session {self._session_id}; it cannot create {what} "
                 "in it. Create a ServiceClient in this process."
@@ -355,7 +355,11 @@ class Session:
                 task.cancel()
             if self._telemetry is not None:
                 await self._telemetry.end()
-            if self._session_id is not None and not self.joined and self._home == os.getpid():
+            if (
+                self._session_id is not None
+                and not self.joined
+                and self._creator_pid == os.getpid()
+            ):
                 try:
                     async with asyncio.timeout(FINISH_TIMEOUT_S):
                         await connection.calls.call(

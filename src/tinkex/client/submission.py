@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel
 
 from tinkex.client import validation
-from tinkex.client.batching import cut, datum_bytes
+from tinkex.client.batching import datum_bytes, split_batch
 from tinkex.client.connection import Connection
 from tinkex.client.errors import APIStatusError, BadRequestError, UnprocessableEntityError
 from tinkex.client.futures import Promise
@@ -441,7 +441,7 @@ def pass_parts(
                 content_type=PROTOBUF_TYPE,
                 adds_gradients=not forward_only,
             )
-            for piece in cut(
+            for piece in split_batch(
                 sizes,
                 max_count=connection.config.fwdbwd_max_chunk_len,
                 max_bytes=connection.config.fwdbwd_max_chunk_bytes_count,

@@ -40,12 +40,12 @@ class ClientQueue(Generic[E]):
     """
     The waiting entries of one client, first in, first out.
 
-    A waiting entry takes no task and no socket. `begin` starts one and returns whether it did; the
+    A waiting entry takes no task and no socket. `start` starts one and returns whether it did; the
     entry may have been cancelled while it waited.
     """
 
-    def __init__(self, begin: Callable[[E], bool], limit: int | None = None) -> None:
-        self.begin = begin
+    def __init__(self, start: Callable[[E], bool], limit: int | None = None) -> None:
+        self.start = start
         #: Entries of this client that may run at the same time.
         self.limit = NO_LIMIT if limit is None else limit
         self.waiting: deque[E] = deque()
@@ -77,7 +77,7 @@ class FairLimiter:
         self._admit()
 
     def release(self, queue: ClientQueue[Any]) -> None:
-        """An entry that `queue.begin` started has ended."""
+        """An entry that `queue.start` started has ended."""
         queue.running -= 1
         self.used -= 1
         self._add_ready(queue)
@@ -93,7 +93,7 @@ class FairLimiter:
             queue = self._ready.popleft()
             queue._is_ready = False
             while queue.waiting:
-                if queue.begin(queue.waiting.popleft()):
+                if queue.start(queue.waiting.popleft()):
                     queue.running += 1
                     self.used += 1
                     break

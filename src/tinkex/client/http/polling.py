@@ -138,17 +138,17 @@ class PollBackoff:
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
-        self._quick = 0
+        self._quick_responses = 0
         self._failures = 0
 
     def after_not_yet(self, held_s: float) -> float:
         """No delay if the server holds its polls; otherwise an increasing one."""
         self._failures = 0
         if held_s >= HELD_S:
-            self._quick = 0
+            self._quick_responses = 0
             return 0.0
-        self._quick += 1
-        return self._jittered(min(0.02 * 2.0 ** min(self._quick, 20), 1.0))
+        self._quick_responses += 1
+        return self._jittered(min(0.02 * 2.0 ** min(self._quick_responses, 20), 1.0))
 
     def after_failure(self, requested_s: float | None = None) -> float:
         """The delay that the server asks for, at most a minute: the result may be ready earlier."""
@@ -165,7 +165,7 @@ class PollRetries:
     """After a failed poll: wait, or give up. The same rules for every kind of poll."""
 
     def __init__(self, calls: Calls, *, clock: Callable[[], float], rng: random.Random) -> None:
-        self.pace = PollBackoff(rng)
+        self.backoff = PollBackoff(rng)
         self._calls = calls
         self._clock = clock
         self._last_contact = clock()
@@ -183,16 +183,16 @@ class PollRetries:
             self._garbled += 1
             if not is_retryable(error) or self._garbled > MAX_GARBLED:
                 raise error
-            return self.pace.after_failure()
+            return self.backoff.after_failure()
         if not isinstance(error, APIStatusError):
             if self._clock() - self._last_contact > self._calls.settings.reconnect_s:
                 raise error
-            return self.pace.after_failure()
+            return self.backoff.after_failure()
         self._last_contact = self._clock()
         requested = requested_delay_s(error, datetime.now(UTC))
         if error.status_code == 400 and self._bad_requests < MAX_400:
             self._bad_requests += 1
-            return self.pace.after_failure(requested)
+            return self.backoff.after_failure(requested)
         if error.status_code == 402:
             pause = self._calls.limits.billing.pause_s()
             if pause is None:
@@ -200,7 +200,7 @@ class PollRetries:
             return pause
         if error.status_code == 400 or not is_retryable(error):
             raise error
-        delay = self.pace.after_failure(requested)
+        delay = self.backoff.after_failure(requested)
         if error.status_code == 429:
             self._calls.note_rate_limit("retrieve_future", requested or delay)
             return 0.0  # the next poll waits for the shared back-off
@@ -256,7 +256,7 @@ class ResultPoller:
                     headers["X-Tinker-Create-Promise-Roundtrip-Time"] = f"{round_trip_s:.6f}"
                 polls += 1
                 await self._calls.limits.backoff.wait_once(LONG_WAIT_S)
-                asked_at = self._clock()
+                sent_at = self._clock()
                 try:
                     response = await self._calls.once(
                         self._calls.request(
@@ -274,7 +274,7 @@ class ResultPoller:
                     if isinstance(error, APIStatusError) and error.status_code == 408:
                         retries.answered()
                         reporter.update(error.body)
-                        delay = retries.pace.after_not_yet(self._clock() - asked_at)
+                        delay = retries.backoff.after_not_yet(self._clock() - sent_at)
                     else:
                         delay = retries.pause_s(error)
                     await asyncio.sleep(delay)
@@ -284,7 +284,7 @@ class ResultPoller:
                     raise RequestFailedError(answer.error, request_id, answer.category)
                 if isinstance(answer, TryAgainResponse):
                     reporter.update(response.json())  # as sent: it may contain states unknown here
-                    await asyncio.sleep(retries.pace.after_not_yet(self._clock() - asked_at))
+                    await asyncio.sleep(retries.backoff.after_not_yet(self._clock() - sent_at))
                 elif isinstance(answer, CompleteMetadata):
                     if allow_metadata_only:
                         allow_metadata_only = False
@@ -293,7 +293,7 @@ class ResultPoller:
                             self._calls.limits.result_bytes.hold(size)
                         )
                     else:  # the server withheld the result although it was asked not to
-                        await asyncio.sleep(retries.pace.after_not_yet(0.0))
+                        await asyncio.sleep(retries.backoff.after_not_yet(0.0))
                 else:
                     return answer
 
@@ -480,7 +480,7 @@ class SharedPoll:
         while self._waiting or self._fetched:
             await self._calls.limits.backoff.wait_once(LONG_WAIT_S)
             reported = sorted(self._fetched)
-            asked_at = self._clock()
+            sent_at = self._clock()
             try:
                 response = await self._calls.once(
                     self._calls.request(
@@ -509,8 +509,8 @@ class SharedPoll:
                 await asyncio.sleep(COALESCE_S)
             else:
                 self._start_fallback_poll()
-                held_s = self._clock() - asked_at
-                await asyncio.sleep(retries.pace.after_not_yet(held_s))
+                held_s = self._clock() - sent_at
+                await asyncio.sleep(retries.backoff.after_not_yet(held_s))
 
     def _deliver(self, event: FutureCompletion) -> None:
         done = self._waiting.get(event.request_id)
