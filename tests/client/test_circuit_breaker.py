@@ -70,7 +70,7 @@ def test_an_open_circuit_fails_at_once_and_says_when_it_will_retry(fake, datum):
     service = tinkex.ServiceClient(settings=settings, _make_transport=fake.transport)
     training = service.create_lora_training_client("fake/model")
     fake.script("optim_step", *[Lost()] * 3)
-    with pytest.raises(tinkex.CircuitOpenError, match=r"asked again in \d+ s") as caught:
+    with pytest.raises(tinkex.CircuitOpenError, match=r"sent again in \d+ s") as caught:
         training.optim_step(tinkex.AdamParams()).result(5)
     assert 0 < caught.value.retry_in_s <= 0.3
     assert isinstance(caught.value, tinkex.APIConnectionError)

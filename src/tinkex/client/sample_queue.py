@@ -59,14 +59,23 @@ MAX_SERVER_FAILURES = 3
 class Sample(Generic[T]):
     """One call of the user, until it has a result."""
 
-    __slots__ = ("arrived", "context", "finish", "partial", "promise", "request", "retries", "task")
+    __slots__ = (
+        "arrived",
+        "context",
+        "finish",
+        "partial",
+        "promise",
+        "request",
+        "always_retry",
+        "task",
+    )
 
     def __init__(
         self,
         request: SampleRequest,
         finish: Callable[[SampleRequest, SampleResponse], T],
         *,
-        retries: bool,
+        always_retry: bool,
         partial: PartialOutput | None = None,
         context: contextvars.Context | None = None,
     ) -> None:
@@ -76,7 +85,7 @@ class Sample(Generic[T]):
         self.request = request
         self.finish = finish
         #: Retried even if the server asks clients not to retry samples.
-        self.retries = retries
+        self.always_retry = always_retry
         #: Set for a streamed sample.
         self.partial = partial
         self.promise: Promise[T] = Promise(cancel_with_waiter=True)
@@ -107,7 +116,7 @@ class SampleQueue:
         self._arrived: deque[Sample[Any]] = deque()
         self._wakeup_pending = False
         self._waiting_samples: ClientQueue[Sample[Any]] = ClientQueue(
-            self._begin, handler.config.max_connections
+            self._start_sample, handler.config.max_connections
         )
         self._running: set[Sample[Any]] = set()
         self._opening: asyncio.Task[None] | None = None
@@ -120,13 +129,15 @@ class SampleQueue:
         request: SampleRequest,
         finish: Callable[[SampleRequest, SampleResponse], T],
         *,
-        retries: bool = False,
+        always_retry: bool = False,
         partial: PartialOutput | None = None,
     ) -> Promise[T]:
         """Queue a sample, from any thread. Never blocks."""
         loop = self._holder.loop()
         context = contextvars.copy_context() if self._holder.settings.otel else None
-        sample = Sample(request, finish, retries=retries, partial=partial, context=context)
+        sample = Sample(
+            request, finish, always_retry=always_retry, partial=partial, context=context
+        )
         self._metrics.change("samples_waiting", "sample", 1)
         if partial is not None:
             sample.promise.add_done_callback(lambda _: partial.end())
@@ -197,7 +208,7 @@ class SampleQueue:
         self._handler.watch(self._give_up, connection.config.sample_enable_stuck_detection)
         connection.limits.samples.enqueue(self._waiting_samples, new)
 
-    def _begin(self, sample: Sample[Any]) -> bool:
+    def _start_sample(self, sample: Sample[Any]) -> bool:
         connection = self._connection
         self._metrics.change("samples_waiting", "sample", -1)
         if connection is None or sample.promise.done():
@@ -205,9 +216,9 @@ class SampleQueue:
         self._metrics.observe("wait", "sample", monotonic() - sample.arrived)
         try:
             if sample.context is None:
-                sample.task = self._start(connection, sample)
+                sample.task = self._create_task(connection, sample)
             else:
-                sample.task = sample.context.run(self._start, connection, sample)
+                sample.task = sample.context.run(self._create_task, connection, sample)
         except BaseException as error:  # noqa: BLE001 (raised by the promise)
             sample.promise.fail(error)  # only this sample fails; later ones continue
             return False
@@ -223,7 +234,7 @@ class SampleQueue:
         sample.task.add_done_callback(ended)
         return True
 
-    def _start(self, connection: Connection, sample: Sample[T]) -> asyncio.Task[T]:
+    def _create_task(self, connection: Connection, sample: Sample[T]) -> asyncio.Task[T]:
         loop = asyncio.get_running_loop()
         return Operation("sample", self._holder.tracing, self._sampling_session_id or "").run(
             lambda: loop.create_task(self._run_sample(connection, sample))
@@ -251,9 +262,9 @@ class SampleQueue:
     # -- one sample ------------------------------------------------------------------------------
 
     async def _run_sample(self, connection: Connection, sample: Sample[T]) -> T:
-        retries = sample.retries or not connection.config.sample_no_retries
+        may_retry = sample.always_retry or not connection.config.sample_no_retries
         if sample.request.seq_id is not None:
-            retries = False  # the requested seq_id is used up
+            may_retry = False  # the requested seq_id is used up
         failures = 0
         while True:
             sent = False
@@ -267,7 +278,7 @@ class SampleQueue:
             except Exception as error:
                 failures += 1
                 delay = self._handler.retry_delay_s(error, failures, sent=sent, rng=self._rng)
-                if delay is None or not retries:
+                if delay is None or not may_retry:
                     raise
                 if sample.partial is not None and sample.partial.has_tokens:
                     raise  # a new sample would continue with other tokens than those already read

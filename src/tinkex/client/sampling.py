@@ -279,7 +279,7 @@ class SamplingClient(TextMixin):
             return list(found)
 
         # Retried even where samples are not: the result does not depend on chance.
-        return self._run(request, logprobs, retries=True)
+        return self._run(request, logprobs, always_retry=True)
 
     compute_logprobs_async = awaits(compute_logprobs)
 
@@ -325,12 +325,14 @@ class SamplingClient(TextMixin):
         request: SampleRequest,
         finish: Callable[[SampleRequest, SampleResponse], T],
         *,
-        retries: bool = False,
+        always_retry: bool = False,
         partial: PartialOutput | None = None,
     ) -> Promise[T]:
         if self._sample_queue.pid != os.getpid():
             self._reset_queue(clone=True)  # a forked child is a clone too
-        return self._sample_queue.submit(request, finish, retries=retries, partial=partial)
+        return self._sample_queue.submit(
+            request, finish, always_retry=always_retry, partial=partial
+        )
 
     def on_queue_state_change(self, queue_state: str, queue_state_reason: str | None) -> None:
         """Called while samples wait; logs the reason, at most once a minute. May be overridden."""
