@@ -65,7 +65,7 @@ def test_entropy_of_the_targets_of_each_position(temperature):
 
 def test_entropy_is_largest_for_equal_logprobs_and_needs_several_targets():
     assert value(reg.Entropy(), batch(np.zeros((2, 4)))) == pytest.approx(2 * math.log(4))
-    with pytest.raises(ValueError, match=r"data\[0\] has one target for each position"):
+    with pytest.raises(ValueError, match=r"data\[0\] has one target per position"):
         reg.Entropy()(batch(X[0]))
 
 
@@ -153,7 +153,7 @@ def test_wrong_settings_are_refused_with_what_is_allowed(make, words):
 def test_a_missing_or_misshapen_reference_is_named():
     with pytest.raises(ValueError, match=r"data\[0\] has no 'reference_logprobs'"):
         reg.KL()(batch(X[0]))
-    with pytest.raises(ValueError, match=r"has shape \(2,\), the logprobs \(3,\)"):
+    with pytest.raises(ValueError, match=r"has shape \(2,\), but the logprobs have \(3,\)"):
         reg.KL()(batch(X[0], reference_logprobs=[X[0][:2]]))
 
 

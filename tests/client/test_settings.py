@@ -104,7 +104,7 @@ def test_the_stored_default_key_is_the_last_resort(tmp_path):
 def test_a_broken_credentials_file_is_named(tmp_path):
     (tmp_path / ".tinker").mkdir()
     (tmp_path / ".tinker" / "credentials.json").write_text("[")
-    with pytest.raises(TinkerError, match=r"credentials\.json cannot be read"):
+    with pytest.raises(TinkerError, match=r"credentials\.json is not a valid credentials file"):
         Settings.resolve(base_url="https://a", env={}, home=tmp_path)
 
 

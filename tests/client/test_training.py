@@ -349,7 +349,7 @@ def test_invalid_data_are_not_sent_and_use_no_seq_id(fake, training, datum):
         ),
         loss_fn_inputs={"target_tokens": [1]},
     )
-    with pytest.raises(ValueError, match=r"data\[1\] holds an ImageAssetPointerChunk"):
+    with pytest.raises(ValueError, match=r"data\[1\] contains an ImageAssetPointerChunk"):
         training.forward_backward([datum, pointer], "cross_entropy")
     with pytest.raises(ValueError, match="data is empty"):
         training.forward_backward([], "cross_entropy")

@@ -60,13 +60,13 @@ class Sample(Generic[T]):
     """One call of the user, until it has a result."""
 
     __slots__ = (
+        "always_retry",
         "arrived",
         "context",
         "finish",
         "partial",
         "promise",
         "request",
-        "always_retry",
         "task",
     )
 
