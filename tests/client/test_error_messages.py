@@ -157,7 +157,7 @@ def kinds(root: type[BaseException]) -> set[type[BaseException]]:
 
 
 def test_e4_every_kind_of_error_is_covered():
-    for module in pkgutil.iter_modules(tinkex.client.__path__, "tinkex.client."):
+    for module in pkgutil.walk_packages(tinkex.client.__path__, "tinkex.client."):
         importlib.import_module(module.name)
     shown = {kind for _, _, kind, _ in CASES} | {tinkex.CircuitOpenError, CorruptedRunError}
     abstract = {tinkex.TinkerError, tinkex.APIError}

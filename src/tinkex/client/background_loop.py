@@ -43,19 +43,19 @@ if hasattr(os, "register_at_fork"):
 def background() -> asyncio.AbstractEventLoop:
     """The loop of this process, started on first use."""
     global _background
-    here = _background
-    if here is None or here.pid != os.getpid():
+    current = _background
+    if current is None or current.pid != os.getpid():
         with _lock:
-            here = _background
-            if here is None or here.pid != os.getpid():
-                here = _background = _Background()
-    return here.loop
+            current = _background
+            if current is None or current.pid != os.getpid():
+                current = _background = _Background()
+    return current.loop
 
 
 def on_background_thread() -> bool:
     """Whether the caller runs on the loop's thread, where blocking would deadlock."""
-    here = _background
-    return here is not None and here.thread is threading.current_thread()
+    current = _background
+    return current is not None and current.thread is threading.current_thread()
 
 
 _kept: set[asyncio.Task[Any]] = set()

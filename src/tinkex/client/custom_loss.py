@@ -161,9 +161,9 @@ def start(
     if isinstance(loss_fn, LossHandle):
         _check_fits(loss_fn, client.holder.session_id, data)
         if loss_fn.loss_id is not None:
-            begun: Promise[Promise[ForwardBackwardOutput]] = Promise()
-            begun.finish(client.forward_backward(data, "custom", {"loss_id": loss_fn.loss_id}))
-            return begun
+            started: Promise[Promise[ForwardBackwardOutput]] = Promise()
+            started.finish(client.forward_backward(data, "custom", {"loss_id": loss_fn.loss_id}))
+            return started
         return _run_locally(client.model_id, steps, data, data, _summed(loss_fn))
     if not callable(loss_fn):
         raise TypeError(
@@ -193,7 +193,7 @@ def _run_locally(
     )
     context = contextvars.copy_context()
     computed: list[Computed] = []
-    begun: Promise[Promise[ForwardBackwardOutput]] = Promise()
+    started: Promise[Promise[ForwardBackwardOutput]] = Promise()
 
     def loss(logprobs: list[TensorData]) -> Computed:
         with steps.running_loss():
@@ -207,7 +207,7 @@ def _run_locally(
             _for_cross_entropy(index, datum, weights)
             for index, (datum, weights) in enumerate(zip(data, computed[0].weights, strict=True))
         ]
-        begun.finish(promise)
+        started.finish(promise)
         return await steps.send(pass_parts(model_id, weighted, forward_only=False))
 
     promise = steps.submit_with(
@@ -215,8 +215,8 @@ def _run_locally(
         pass_result("ForwardBackward"),
         lambda results: computed[0].with_loss(merge(results)),
     )
-    promise.add_done_callback(lambda done: begun.fail(done.exception() or _not_computed()))
-    return begun
+    promise.add_done_callback(lambda done: started.fail(done.exception() or _not_computed()))
+    return started
 
 
 def _not_computed() -> RuntimeError:

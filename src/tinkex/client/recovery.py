@@ -94,12 +94,12 @@ class Restarts:
         self.most = most
         self._back_off_s = back_off_s
         self._count = 0
-        self._from: Saved | None = None
+        self._last_saved: Saved | None = None
 
     def after(self, error: Exception, saved: Saved | None) -> Restart | None:
         """The next restart; None if there were too many."""
-        if saved != self._from:  # there is a new checkpoint, so counting starts over
-            self._from, self._count = saved, 0
+        if saved != self._last_saved:  # there is a new checkpoint, so counting starts over
+            self._last_saved, self._count = saved, 0
         self._count += 1
         if self._count > self.most:
             return None
@@ -201,12 +201,12 @@ def recovering(
     the first start.
     """
     restarts = Restarts(most_restarts, back_off_s)
-    begun = False
+    started = False
     while True:
         try:
             with service() as client:
                 run = Recovery(client, _start(client, create, saved), saved)
-                begun = True
+                started = True
                 try:
                     return train(run)
                 except TinkerError as error:
@@ -215,7 +215,7 @@ def recovering(
                         raise corrupted_error(run.training) from error
                     raise
         except TinkerError as error:
-            restart = restarts.after(error, saved) if begun and may_recover(error) else None
+            restart = restarts.after(error, saved) if started and may_recover(error) else None
             if restart is None:
                 raise
         _report(restart, on_restart)
@@ -234,7 +234,7 @@ async def recovering_async(
 ) -> T:
     """The same with coroutines for `train` and `create`."""
     restarts = Restarts(most_restarts, back_off_s)
-    begun = False
+    started = False
     while True:
         try:
             async with service() as client:
@@ -245,7 +245,7 @@ async def recovering_async(
                         saved.path
                     )
                 run = Recovery(client, training, saved)
-                begun = True
+                started = True
                 try:
                     return await train(run)
                 except TinkerError as error:
@@ -256,7 +256,7 @@ async def recovering_async(
                         raise corrupted_error(training) from error
                     raise
         except TinkerError as error:
-            restart = restarts.after(error, saved) if begun and may_recover(error) else None
+            restart = restarts.after(error, saved) if started and may_recover(error) else None
             if restart is None:
                 raise
         _report(restart, on_restart)

@@ -154,12 +154,12 @@ def _from_hub_cache(name: str, tried: list[str]) -> Path | None:
     revision = PINNED.get(name)
     if revision is None and (main := repository / "refs" / "main").is_file():
         revision = main.read_text().strip()
-    here = repository / "snapshots"
-    if revision is not None and (here / revision / "tokenizer.json").is_file():
-        return here / revision
+    snapshots = repository / "snapshots"
+    if revision is not None and (snapshots / revision / "tokenizer.json").is_file():
+        return snapshots / revision
     if name in PINNED:
         return None  # another revision is other code
-    found = sorted(here.glob("*/tokenizer.json"), key=lambda path: path.stat().st_mtime)
+    found = sorted(snapshots.glob("*/tokenizer.json"), key=lambda path: path.stat().st_mtime)
     return found[-1].parent if found else None
 
 

@@ -100,8 +100,8 @@ def _download(
     if rest is None:
         with RestClient() as own:
             return _download(path, folder, own, overwrite, progress, stop)
-    here = folder.absolute()
-    part = here.with_name(f"{here.name}.part")
+    target = folder.absolute()
+    part = target.with_name(f"{target.name}.part")
     fetcher = Fetcher(rest.holder.settings, stop)
     with contextlib.ExitStack() as stack:
         if parsed.checkpoint_type == "external":

@@ -52,19 +52,19 @@ class Histogram:
 
     def observe(self, seconds: float) -> None:
         fraction, octave = math.frexp(max(seconds, 1e-6) * 1e6)
-        place = octave * _PARTS + int(fraction * 2 * _PARTS) - 2 * _PARTS
-        self._buckets[min(place, len(self._buckets) - 1)] += 1
+        bucket = octave * _PARTS + int(fraction * 2 * _PARTS) - 2 * _PARTS
+        self._buckets[min(bucket, len(self._buckets) - 1)] += 1
         self.count += 1
         self.total += seconds
         self.largest = max(self.largest, seconds)
 
     def percentile(self, share: float) -> float:
         """The value that `share` of all observations do not exceed."""
-        wanted, seen = share * self.count, 0
-        for place, count in enumerate(self._buckets):
-            seen += count
-            if count and seen >= wanted:
-                octave, part = divmod(place, _PARTS)
+        wanted, counted = share * self.count, 0
+        for bucket, count in enumerate(self._buckets):
+            counted += count
+            if count and counted >= wanted:
+                octave, part = divmod(bucket, _PARTS)
                 middle = (_PARTS + part + 0.5) / _PARTS * 2.0**octave * 1e-6
                 return min(middle, self.largest)
         return 0.0
