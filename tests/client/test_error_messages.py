@@ -10,7 +10,7 @@ import pytest
 import tinkex
 import tinkex.client
 from tinkex import BreakerPolicy, types
-from tinkex.client.recovery import CorruptedRunError, corrupted
+from tinkex.client.recovery import CorruptedRunError, corrupted_error
 from tinkex.client.settings import Settings
 from tinkex.testing import Answer, FakeService, Lost
 
@@ -113,7 +113,7 @@ def test_e4_a_request_that_was_not_sent_says_so_and_when_it_will_be(fake):
 
 def test_e4_a_corrupted_run_is_named(service):
     training = service.create_lora_training_client("fake/model")
-    assert re.search(rf"{training.model_id}.*Restart", str(corrupted(training)))
+    assert re.search(rf"{training.model_id}.*Restart", str(corrupted_error(training)))
 
 
 def test_e4_invalid_arguments_are_reported_before_anything_is_sent(fake, service):

@@ -306,7 +306,7 @@ def test_a_seq_id_that_the_server_already_has_is_not_a_gap(monkeypatch, caplog):
     training.save_state("after").result(5)
     training.optim_step(ADAM).result(5)
     assert ran(fake) == [(1, "optim_step"), (2, "save_weights"), (3, "optim_step")]
-    assert f"step 1 of {training.model_id} is already used" in caplog.text
+    assert f"seq_id 1 of {training.model_id} is already used" in caplog.text
     service.close("success").result(5)
 
 
