@@ -48,12 +48,12 @@ def test_a_metric_that_a_chunk_lacks_is_dropped_and_never_zero_filled(caplog):
     merged = merge_metrics([{"a:sum": 1.0, "b:sum": 2.0}, {"b:sum": 3.0, "c:sum": 9.0}], [1, 1])
     assert merged == {"b:sum": 5.0}
     assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
-        ("DEBUG", "metric left out: a:sum is missing from chunks [1]")
+        ("DEBUG", "metric dropped: a:sum is missing from chunks [1]")
     ]
     caplog.clear()
     assert merge_metrics([{"a:odd": 1.0}, {"a:odd": 2.0}], [1, 1]) == {}
     assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
-        ("DEBUG", "metric left out: no rule to reduce a:odd")
+        ("DEBUG", "metric dropped: no rule to reduce a:odd")
     ]
 
 

@@ -284,7 +284,7 @@ def test_links_are_renewed_before_they_expire() -> None:
     assert links.get("a") == "http://x/2"
     links.refused("a", "http://x/2")
     assert links.get("a") == "http://x/3"
-    with pytest.raises(DownloadFailed, match="gone"):
+    with pytest.raises(DownloadFailed, match="was removed"):
         links.get("b")
 
 

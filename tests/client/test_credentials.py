@@ -74,7 +74,7 @@ def test_a_command_runs_through_the_shell_and_its_output_is_stripped():
     [
         ("echo tml-leak; echo asking >&2; echo 'no such vault' >&2; exit 3", "status 3: no such"),
         ("echo tml-leak; echo 'bad tml-leak' >&2; exit 1", r"bad \*\*\*"),
-        ("echo tml-leak; exit 4", "status 4 and said nothing"),
+        ("echo tml-leak; exit 4", "status 4 and printed nothing"),
         ("echo 'not logged in' >&2", "nothing on stdout: not logged in"),
         ("echo tml-leak; echo second", "a header cannot contain"),
     ],

@@ -404,7 +404,7 @@ def test_a_handle_runs_in_the_client_if_the_server_runs_no_losses(service, fake)
 
 def test_the_same_loss_is_created_once_in_a_session(service, fake):
     service.create_custom_loss(weighted, RANKS).result(5)
-    with pytest.raises(ValueError, match="has the same loss already, made as 'weighted'"):
+    with pytest.raises(ValueError, match="already has the same loss, created as 'weighted'"):
         service.create_custom_loss(weighted, RANKS)
     service.create_custom_loss(weighted, {"logprobs": 1, "advantages": 0}).result(5)
     fake.client().create_custom_loss(weighted, RANKS).result(5)
@@ -433,7 +433,7 @@ def test_a_handle_of_another_session_is_refused(service, fake):
     [
         ({"advantages": [1.0]}, r"data\[0\] has no 'target_tokens'"),
         ({"target_tokens": [1]}, r"data\[0\] has no 'advantages'.*\['target_tokens'\]"),
-        ({"target_tokens": [1], "advantages": [[1.0]]}, "'advantages' has rank 2.*made for 1"),
+        ({"target_tokens": [1], "advantages": [[1.0]]}, "'advantages' has rank 2.*created for rank 1"),
         ({"target_tokens": [[1, 2]], "advantages": [1.0]}, "'target_tokens' has rank 2"),
     ],
 )
@@ -477,7 +477,7 @@ SEVENTEEN = eval(
         (lambda logprobs, *b: (logprobs.sum(), {}), {"logprobs": 1, "b": 1}, "variadic"),
         (lambda logprobs, *, b: (logprobs.sum(), {}), {"logprobs": 1, "b": 1}, "keyword-only"),
         (SEVENTEEN, {}, "17 parameters; at most 16"),
-        (Callable(), {"logprobs": 1}, "Callable is no plain function"),
+        (Callable(), {"logprobs": 1}, "Callable is not a plain function"),
         (weighted, {"logprobs": 1}, "input_ranks names"),
         (weighted, {"logprobs": 1, "advantages": 3}, r"input_ranks\['advantages'\] is 3"),
         (weighted, {"logprobs": 0, "advantages": 1}, "allowed: 1 or 2"),
@@ -491,7 +491,7 @@ SEVENTEEN = eval(
         (
             lambda logprobs: (logprobs.sum().item(), {}),
             {"logprobs": 1},
-            r"\.item\(\), which leaves",
+            r"\.item\(\), which does not return a tensor",
         ),
         (lambda logprobs: (logprobs.nothing(), {}), {"logprobs": 1}, "not a method of tensors"),
         (

@@ -133,7 +133,7 @@ def test_e4_invalid_arguments_are_reported_before_anything_is_sent(fake, service
         (lambda: training.forward_backward([datum], print), "forward_backward_custom"),
         (
             lambda: training.forward_backward([datum], "ppo", {"clip": [1]}),
-            r"loss_fn_config\['clip'\] is a list; it must be a number or a text",
+            r"loss_fn_config\['clip'\] is a list; it must be a number or a string",
         ),
         (lambda: training.forward_backward([datum], "ppo", ["clip"]), "must be a dict"),
         (lambda: training.forward_backward_custom(datum, print), "data is a Datum"),

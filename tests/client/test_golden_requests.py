@@ -41,7 +41,7 @@ def run(program: str, *, calls: bool) -> dict[str, Any]:
     recorder = record().Recorder(calls=calls)
     command = [sys.executable, "-W", "ignore", "-m", "tinkex.as_tinker", str(DATA / program)]
     record().run([*command, recorder.url], recorder, PYTHONPATH=str(SOURCE), RECORDING_WAITS_S="0")
-    return record().caught(recorder.requests)
+    return record().told(recorder.requests)
 
 
 @pytest.fixture(scope="module")

@@ -69,7 +69,7 @@ def test_default_names_are_valid_on_the_hub() -> None:
 
 def test_a_folder_without_an_adapter_is_refused(tmp_path: Path, adapter: Path) -> None:
     assert adapter_config(adapter)["r"] == 8
-    with pytest.raises(HubError, match="no adapter"):
+    with pytest.raises(HubError, match="no PEFT adapter"):
         adapter_config(tmp_path)
     (tmp_path / "adapter_config.json.age").touch()
     with pytest.raises(HubError, match="encrypted with age"):

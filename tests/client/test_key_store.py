@@ -78,10 +78,10 @@ def test_a_missing_file_means_no_keys(tmp_path):
     [
         ("[", "not JSON at line 1"),
         ("[]", "AttributeError"),
-        ('{"version": 2, "keys": {}}', "knows version 1"),
+        ('{"version": 2, "keys": {}}', "supports version 1"),
         ('{"keys": {"1": {"type": "manual"}}}', "a key without 'key'"),
         ('{"keys": {"1": {"type": "odd", "key": "tml-hidden"}}}', "neither 'manual' nor"),
-        ('{"default": "9", "keys": {}}', "its default is none of its keys"),
+        ('{"default": "9", "keys": {}}', "the default is not one of its keys"),
         ('{"keys": {"1": {"type": "manual", "key": "tml-hidden" x', "not JSON"),
     ],
 )

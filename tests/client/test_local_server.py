@@ -86,8 +86,8 @@ def attach_elsewhere(settings: LocalSettings) -> subprocess.Popen[str]:
     code = f"""
     import sys, time
     from pathlib import Path
-    from tinkex.client import local
-    server = local.attach(local.LocalSettings(
+    from tinkex.client import local_server
+    server = local_server.attach(local_server.LocalSettings(
         model="m", arguments=(), data=Path({str(settings.data)!r}), module={MODULE!r}))
     print(server.url, flush=True)
     time.sleep(60)

@@ -106,7 +106,7 @@ def test_consistency_of_adjacent_or_given_pairs():
     assert value(reg.Consistency(), batch(*X)) == pytest.approx(np.square(apart).mean())
     absolute = reg.Consistency("absolute", pairs=[(0, 2)])
     assert value(absolute, batch(X[0], X[0], X[1])) == pytest.approx(np.abs(apart).mean())
-    with pytest.raises(ValueError, match="3 datums are no pairs"):
+    with pytest.raises(ValueError, match="3 datums cannot be paired"):
         reg.Consistency()(batch(X[0], X[0], X[1]))
     with pytest.raises(ValueError, match=r"data\[0\] and data\[1\] have logprobs of shape"):
         reg.Consistency()(batch(X[0], X[1][:2]))

@@ -142,7 +142,7 @@ def test_a_timeout_is_what_it_is_in_httpx():
     assert repr(whole) == "Timeout(connect=5, read=60, write=60, pool=60)"
     assert repr(tinkex.Timeout(None)) == "Timeout(timeout=None)"
     assert len({whole, tinkex.Timeout(60, connect=5)}) == 1
-    with pytest.raises(ValueError, match="nothing about read, write, pool"):
+    with pytest.raises(ValueError, match="lacks read, write, pool"):
         tinkex.Timeout(connect=1)
 
 

@@ -324,7 +324,7 @@ def test_a_trace_is_polled_early_and_then_at_a_fixed_interval(
     )
     here.script["GET /api/v1/sessions/s/trace_export"] = lambda _: next(answers)
     assert rest.export_session_trace("s").result(10) == "http://x/y"
-    assert len([r for r in caplog.records if "being made" in r.message]) == 1
+    assert len([r for r in caplog.records if "being created" in r.message]) == 1
     with pytest.raises(RuntimeError, match="too old"):
         asyncio.run(rest.export_session_trace_async("s"))
 
@@ -447,7 +447,7 @@ def test_a_token_without_an_owner_is_an_error() -> None:
         user_urn="a", org_urn=urn
     )
     for claims in ({"sub": "a"}, {"org_id": "b"}, {"sub": 1, "org_id": 2}):
-        with pytest.raises(RuntimeError, match="whose it is"):
+        with pytest.raises(RuntimeError, match="does not name its owner"):
             owner_of_token(claims)
 
 

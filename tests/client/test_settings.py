@@ -246,7 +246,7 @@ def test_h8_two_services_in_one_process_share_neither_pools_nor_limits_nor_telem
         for service in (a, b, c):
             service.create_lora_training_client("fake/model")
         found = [service.holder._connected.value for service in (a, b, c)]
-        for part in ("transport", "lane", "calls"):
+        for part in ("transport", "limits", "calls"):
             assert len({id(getattr(each, part)) for each in found}) == 3
         # The rate-limited client waits; another service or another key does not.
         here.fake.script("get_server_capabilities", Answer(status=429, headers=SLOW))

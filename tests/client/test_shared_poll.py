@@ -188,11 +188,11 @@ def test_unclaimed_events_are_dropped():
         with here.submitting():
             with here.submitting():
                 for number in range(1_000):
-                    here._hand_over(FutureFinished(request_id=f"stray-{number}"))
+                    here._deliver(FutureFinished(request_id=f"stray-{number}"))
             assert len(here._unclaimed) == 1_000  # one may belong to the first submission
         assert not here._unclaimed
-        assert not here._early_order
-        here._hand_over(FutureFinished(request_id="stray"))
+        assert not here._unclaimed_order
+        here._deliver(FutureFinished(request_id="stray"))
         assert not here._unclaimed
 
     asyncio.run(main())

@@ -58,7 +58,7 @@ MAX_FRAMES = 20
 #: Maximum size of a user's event data as JSON.
 MAX_DATA_BYTES = 64 * 1024
 
-_PACKAGE = Path(__file__).parents[1]
+_PACKAGE = Path(__file__).parents[2]
 
 
 @functools.lru_cache(maxsize=1)
