@@ -27,10 +27,10 @@ PROGRAM = """
 import json, sys, time
 import tinkex
 from tinkex import types
-from tinkex.client import poller
+from tinkex.client.http import polling
 
 url, few, base, count, rounds, tokens = json.loads(sys.argv[1])
-poller.FEW = few
+polling.MAX_SELF_POLLING = few
 sampler = tinkex.ServiceClient(base_url=url).create_sampling_client(base_model=base)
 prompt = types.ModelInput.from_ints(list(range(100)))
 for _ in range(20):

@@ -1,4 +1,4 @@
-"""A small HTTP server whose answers a test decides, and which remembers what it was asked."""
+"""A small HTTP server whose answers a test decides, and which remembers what it was request."""
 
 import json
 import threading
@@ -10,9 +10,9 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Asked:
+class Received:
     method: str
-    #: As it came, still quoted, with its query.
+    #: As received: quoted, with its query.
     path: str
     headers: Mapping[str, str]
     body: bytes
@@ -26,7 +26,7 @@ class Reply:
     status: int = 200
     body: bytes = b""
     headers: Mapping[str, str] = field(default_factory=dict)
-    #: Hang up after so many bytes of the body.
+    #: Close the connection after this many bytes of the body.
     cut_after: int | None = None
 
 
@@ -38,12 +38,12 @@ def reply_json(value: Any, status: int = 200) -> Reply:
 @dataclass
 class Standin:
     url: str = ""
-    asked: list[Asked] = field(default_factory=list)
+    requests: list[Received] = field(default_factory=list)
 
 
 @contextmanager
-def standing_in(answer: Callable[[Asked], Reply]) -> Iterator[Standin]:
-    """Serves on a free loopback port, a thread for each connection, until the block ends."""
+def standing_in(answer: Callable[[Received], Reply]) -> Iterator[Standin]:
+    """Serves on a free loopback port, one thread per connection, until the block ends."""
     here = Standin()
 
     class Handler(BaseHTTPRequestHandler):
@@ -52,9 +52,9 @@ def standing_in(answer: Callable[[Asked], Reply]) -> Iterator[Standin]:
         def _answer(self) -> None:
             body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
             headers = {name.lower(): value for name, value in self.headers.items()}
-            asked = Asked(self.command, self.path, headers, body)
-            here.asked.append(asked)
-            reply = answer(asked)
+            request = Received(self.command, self.path, headers, body)
+            here.requests.append(request)
+            reply = answer(request)
             self.send_response_only(reply.status)
             for name, value in reply.headers.items():
                 self.send_header(name, value)

@@ -1,8 +1,8 @@
 """
-The Tinker training API as software you own: the client.
+tinkex: a client for the Tinker training API, and a server to run it yourself.
 
-Every name promised to users is listed here, and is loaded when it is first used, so that
-`import tinkex` costs next to nothing. What is not listed may change without notice.
+All public names are listed here, and each is loaded when it is first used, so that
+`import tinkex` is fast. Names that are not listed may change without notice.
 """
 
 from __future__ import annotations
@@ -170,39 +170,39 @@ __all__ = [
     "types",
 ]
 
-#: Where each name lives. The imports above say the same to type checkers; a test compares them.
+#: The module of each name. The imports above repeat it for type checkers; a test compares them.
 _HOMES = {
     "client.admin": "AdminClient",
-    "client.breaker": "BreakerPolicy CircuitOpenError",
     "client.custom_loss": "LossHandle PerDatumLossFn",
-    "client.download": "download_checkpoint download_checkpoint_async",
     "client.errors": (
         "APIConnectionError APIError APIResponseValidationError APIStatusError APITimeoutError "
         "AuthenticationError BadRequestError BillingError ConflictError ExperimentalWarning "
         "InternalServerError NotFoundError PermissionDeniedError RateLimitError "
         "RequestFailedError TinkerError UnprocessableEntityError"
     ),
+    "client.files.checkpoint_download": "download_checkpoint download_checkpoint_async",
     "client.futures": "APIFuture",
-    "client.metrics": "metrics_snapshot reset_metrics",
-    "client.options": "RequestOptions Timeout",
-    "client.progress": "progress",
-    "client.queue_states": "QueueState on_queue_state",
+    "client.http.circuit_breaker": "BreakerPolicy CircuitOpenError",
+    "client.http.retry": "RetryConfig",
+    "client.observe.instrumentation": "metrics_snapshot reset_metrics",
+    "client.observe.progress": "progress",
+    "client.observe.queue_states": "QueueState on_queue_state",
     "client.recovery": "Recovery recovering recovering_async",
-    "client.raw": "APIResponse AsyncAPIResponse",
     "client.rest": "RestClient",
-    "client.retry": "RetryConfig",
+    "client.sample_stream": "SampleStream",
     "client.sampling": "SamplingClient",
     "client.service": "ServiceClient",
     "client.settings": "Settings",
-    "client.streaming": "SampleStream",
     "client.training": "TrainingClient",
     "client.version": "__version__",
+    "compat.raw_responses": "APIResponse AsyncAPIResponse",
+    "compat.request_options": "RequestOptions Timeout",
     "wire.checkpoints": "Checkpoint CheckpointType ParsedCheckpointTinkerPath",
-    "wire.growing": "SampledTokens",
     "wire.inputs": (
         "Datum DmelChunk EncodedTextChunk ModelInput ModelInputChunk PromptProvenanceSpan "
         "SampledProvenanceSpan"
     ),
+    "wire.partial_sample": "SampledTokens",
     "wire.runs": "TrainingRun",
     "wire.sampling": "SampleRequest SampleResponse SampledSequence SamplingParams StopReason",
     "wire.tensors": "TensorData TensorDtype",
@@ -211,7 +211,7 @@ _HOMES = {
         "LoraConfig ModelID OptimParams OptimStepRequest OptimStepResponse"
     ),
 }
-#: Rooms that may be reached by attribute without an import of their own, as upstream.
+#: Modules that are available as attributes without an import, as upstream.
 _MODULES = ("auth", "resources", "types")
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 

@@ -8,10 +8,10 @@ or, as the first import of a program:
 
     import tinkex.as_tinker
 
-From then on `import tinker` and everything below it is tinkex, in this process and in those that
+From then on, `import tinker` and its submodules give tinkex, in this process and in those that
 `multiprocessing` starts from it, whether or not the official client is installed. The classes are
 the same objects under both names. `tinker.__version__` and the metadata of the distribution
-`tinker` say which release of the official client is spoken, for programs that look.
+`tinker` give the version of the official client that tinkex is compatible with.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ NAME = "tinker"
 
 
 class _Root(ModuleType):
-    """The module `tinker`: the names of tinkex, and the version of what it stands for."""
+    """The module `tinker`: the names of tinkex, and the version that it is compatible with."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -51,14 +51,14 @@ class _Root(ModuleType):
 
 
 class _Distribution(importlib.metadata.Distribution):
-    """What `importlib.metadata` finds under the name `tinker`."""
+    """The distribution that `importlib.metadata` finds as `tinker`."""
 
     def read_text(self, filename: str) -> str | None:
         if filename != "METADATA":
             return None
         return (
             f"Metadata-Version: 2.1\nName: {NAME}\nVersion: {PROTOCOL_VERSION}\n"
-            f"Summary: tinkex {tinkex.__version__} in its place\n"
+            f"Summary: tinkex {tinkex.__version__} as a replacement\n"
         )
 
     def locate_file(self, path: str | os.PathLike[str]) -> Any:
@@ -66,14 +66,14 @@ class _Distribution(importlib.metadata.Distribution):
 
 
 class _Finder(importlib.metadata.DistributionFinder, Loader):
-    """Asked before any other, so that an installed official client does not get in between."""
+    """Runs before all other finders, so that an installed official client is not imported."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         if name == NAME:
             return ModuleSpec(name, self, is_package=True)
-        if not name.startswith(f"{NAME}.") or importlib.util.find_spec(_ours(name)) is None:
+        if not name.startswith(f"{NAME}.") or importlib.util.find_spec(_tinkex_name(name)) is None:
             return None
         return ModuleSpec(name, self)
 
@@ -85,8 +85,8 @@ class _Finder(importlib.metadata.DistributionFinder, Loader):
             vars(module).update(
                 __version__=PROTOCOL_VERSION, __title__=NAME, __all__=tinkex.__all__
             )
-        else:  # the very module, so that whoever patches one patches both
-            sys.modules[module.__name__] = importlib.import_module(_ours(module.__name__))
+        else:  # the same module object, so that a patch applies to both names
+            sys.modules[module.__name__] = importlib.import_module(_tinkex_name(module.__name__))
 
     def find_distributions(
         self,
@@ -97,31 +97,31 @@ class _Finder(importlib.metadata.DistributionFinder, Loader):
         return [_Distribution()] if context.name in (None, NAME) else []
 
 
-def _ours(name: str) -> str:
+def _tinkex_name(name: str) -> str:
     return "tinkex" + name.removeprefix(NAME)
 
 
 def install() -> None:
-    """Make `tinker` mean tinkex. Done by the import of this module; again is no harm."""
+    """Make `tinker` an alias of tinkex. Importing this module does it; it can be repeated."""
     if any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return
     if NAME in sys.modules:
         where = getattr(sys.modules[NAME], "__file__", None) or "somewhere"
         raise ImportError(
-            f"The official client is loaded already (from {where}), and two under one name do not "
-            "go together. Import tinkex.as_tinker before anything that imports tinker, or start "
-            "the program with: python -m tinkex.as_tinker PROGRAM"
+            f"The official client is already loaded (from {where}). Import tinkex.as_tinker before "
+            "anything that imports tinker, or start the program with: "
+            "python -m tinkex.as_tinker PROGRAM"
         )
     sys.meta_path.insert(0, _Finder())
-    _teach_children()
+    _install_in_children()
 
 
-def _teach_children() -> None:
+def _install_in_children() -> None:
     """
-    Let processes that `multiprocessing` spawns call `install` before they import the program.
+    Call `install` in processes that `multiprocessing` spawns, before they import the program.
 
-    They unpickle what this function returns before they do anything else, and the reference to
-    `install` in it makes them import this module.
+    They unpickle the result of this function first, and its reference to `install` makes them
+    import this module.
     """
     original = spawn.get_preparation_data
 
@@ -148,13 +148,13 @@ def main(arguments: Sequence[str]) -> None:
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
         return
     sys.argv = list(arguments)
-    # `python PROGRAM` finds modules next to the program; `python -m` put the current folder there.
+    # `python PROGRAM` puts the program's folder first; `python -m` put the current folder there.
     sys.path[0] = os.path.dirname(os.path.abspath(arguments[0]))
     runpy.run_path(arguments[0], run_name="__main__")
 
 
 if __name__ == "__main__":
-    # Under its own name, which is how processes started from here find it.
+    # Imported under its full name, which is how child processes find it.
     importlib.import_module("tinkex.as_tinker").main(sys.argv[1:])
 else:
     install()

@@ -1,4 +1,4 @@
-"""Whether this machine has what it takes to use a service: credentials, and the service itself."""
+"""Checks whether this machine can use a service: credentials, and the service itself."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["get_tinker_token", "raise_if_tinker_not_accessible", "tinker_has_cre
 
 
 def get_tinker_token() -> str | None:
-    """The key or token from the environment or the stored ones; None without. Runs no command."""
+    """The key or token from the environment or the key store; None if none. Runs no command."""
     try:
         key = Settings.resolve().api_key
     except TinkerError:
@@ -18,7 +18,7 @@ def get_tinker_token() -> str | None:
 
 
 def tinker_has_credentials() -> bool:
-    """Whether a client would find what it needs; a command counts, and is not run."""
+    """Whether a client would find a credential; a configured command counts, and is not run."""
     try:
         Settings.resolve()
     except TinkerError:
@@ -27,7 +27,7 @@ def tinker_has_credentials() -> bool:
 
 
 def raise_if_tinker_not_accessible() -> None:
-    """Ask the service one question. A `TinkerError` says why there is no answer, and soon."""
+    """Send one request to the service. Raises `TinkerError` with the reason if that fails."""
     from tinkex.client.auth.key_requests import ask, capabilities
     from tinkex.client.futures import refuse_to_block
 

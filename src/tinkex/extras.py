@@ -1,10 +1,10 @@
 """
-Packages that come with extras. They are imported where they are used, and in one way:
+Optional packages. They are imported where they are used, always like this:
 
     with needs("TensorData.to_torch()"):
         import torch
 
-Where the package is missing, the error names the extra that brings it.
+If the package is missing, the error names the extra that installs it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from types import TracebackType
 
 __all__ = ["EXTRAS", "MissingExtra", "needs"]
 
-#: Package -> the extra of tinkex that brings it.
+#: Package -> the extra of tinkex that installs it.
 EXTRAS = {
     "huggingface_hub": "hub",
     "jinja2": "tokenizer",
@@ -24,16 +24,16 @@ EXTRAS = {
     "transformers": "engine",
     "zstandard": "zstd",
 }
-#: What a package is called on PyPI, where that is another name.
+#: Names on PyPI, where they differ from the package.
 _DISTRIBUTIONS = {"opentelemetry": "opentelemetry-api"}
 
 
 class MissingExtra(ModuleNotFoundError):
-    """A package that is optional is needed now. The text says how to install it."""
+    """An optional package is needed. The message says how to install it."""
 
 
 class needs:
-    """Around the import of optional packages: a missing one is a `MissingExtra` that names `what`."""
+    """Around imports of optional packages: raises `MissingExtra`, which names `what` needs it."""
 
     __slots__ = ("what",)
 

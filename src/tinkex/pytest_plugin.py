@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 @pytest.fixture
 def tinkex_service(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeService]:
     """
-    A service in memory that every client of the test talks to, also in processes it starts.
+    An in-memory service for all clients of the test, including those in child processes.
 
-    The environment names it (`TINKER_BASE_URL`), so the program under test is not changed. The
-    value is the `FakeService`: look at `requests` and `ran`, or make things go wrong with `script`.
+    `TINKER_BASE_URL` points to it, so the program under test is unchanged. The value is the
+    `FakeService`: inspect `requests` and `ran`, or inject failures with `script`.
     """
     from tinkex.testing import FakeService
 

@@ -1,14 +1,14 @@
 """
-Terms to add to a custom loss: penalties on logprobs, distances to a reference, and their sum.
+Terms to add to a custom loss: penalties on logprobs, divergences from a reference, and their sum.
 
     from tinkex import regularizers as reg
 
     loss = reg.regularized(my_loss, reg.Term(reg.KL("reverse"), weight=0.1))
     training.forward_backward_custom(data, loss)
 
-A regularizer is a function of a `Batch` that returns one number as a tensor; those here are such
-functions with settings, and any function of your own will do. All sum over the batch, as losses
-do. They need torch, which is loaded when one is called.
+A regularizer is a function of a `Batch` that returns a scalar tensor; you can also write your own.
+All of them sum over the batch, as losses do. They need torch, which is imported when one is
+called.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """What a regularizer looks at."""
+    """The input of a regularizer."""
 
     data: Sequence[Datum]
-    #: For each datum [positions], or [positions, K] where it has K targets for each position.
+    #: For each datum [positions], or [positions, K] if it has K targets for each position.
     logprobs: Sequence[Tensor]
     #: The loss without any regularizer, still differentiable.
     loss: Tensor
 
     def inputs(self, name: str) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """(index, logprobs, loss_fn_inputs[name]) of each datum; `ValueError` where it lacks."""
+        """(index, logprobs, loss_fn_inputs[name]) of each datum; `ValueError` if one lacks it."""
         for index, (datum, logprobs) in enumerate(zip(self.data, self.logprobs, strict=True)):
             tensor = datum.loss_fn_inputs.get(name)
             if tensor is None:
@@ -62,8 +62,8 @@ class Batch:
             given = tensor.to_torch().to(logprobs)
             if given.shape != logprobs.shape:
                 raise ValueError(
-                    f"data[{index}]: {name!r} has shape {tuple(given.shape)}, the logprobs "
-                    f"{tuple(logprobs.shape)}; a regularizer compares them one by one."
+                    f"data[{index}]: {name!r} has shape {tuple(given.shape)}, but the logprobs "
+                    f"have {tuple(logprobs.shape)}; a regularizer needs equal shapes."
                 )
             yield index, logprobs, given
 
@@ -76,7 +76,7 @@ Regularizer: TypeAlias = Callable[[Batch], "Tensor"]
 
 @dataclass(frozen=True)
 class L1:
-    """The sum of |x - center| over all logprobs: most of them stay where they are."""
+    """The sum of |x - center| over all logprobs: favors few large differences."""
 
     center: float = 0.0
 
@@ -86,7 +86,7 @@ class L1:
 
 @dataclass(frozen=True)
 class L2:
-    """The sum of (x - center)^2 over all logprobs: none goes far."""
+    """The sum of (x - center)^2 over all logprobs: favors many small differences."""
 
     center: float = 0.0
 
@@ -96,14 +96,14 @@ class L2:
 
 @dataclass(frozen=True)
 class ElasticNet:
-    """`l1_ratio` of L1 and the rest of L2."""
+    """`l1_ratio` times L1, plus the rest times L2."""
 
     l1_ratio: float = 0.5
     center: float = 0.0
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.l1_ratio <= 1.0:
-            raise ValueError(f"l1_ratio is {self.l1_ratio}; it lies between 0 and 1.")
+            raise ValueError(f"l1_ratio is {self.l1_ratio}; it must be between 0 and 1.")
 
     def __call__(self, batch: Batch) -> Tensor:
         return self.l1_ratio * L1(self.center)(batch) + (1 - self.l1_ratio) * L2(self.center)(batch)
@@ -115,10 +115,10 @@ class ElasticNet:
 @dataclass(frozen=True)
 class Entropy:
     """
-    The sum over positions of the entropy among their K targets, which are taken as all there is.
+    The entropy of each position's distribution over its K targets, summed over positions.
 
-    With a temperature, of softmax(logprobs / temperature). A negative weight keeps the model
-    undecided, a positive one makes it decide.
+    The distribution is softmax(logprobs / temperature) over the K targets only. A negative weight
+    keeps the model uncertain; a positive one makes it more certain.
     """
 
     temperature: float = 1.0
@@ -132,23 +132,23 @@ class Entropy:
         for index, each in enumerate(batch.logprobs):
             if each.dim() != 2:
                 raise ValueError(
-                    f"data[{index}] has one target for each position; an entropy needs several: "
+                    f"data[{index}] has one target per position; entropy needs several: "
                     "target_tokens of shape [positions, K]."
                 )
-            share = (each / self.temperature).log_softmax(dim=-1)
-            terms.append(-(share.exp() * share).sum())
+            logp = (each / self.temperature).log_softmax(dim=-1)
+            terms.append(-(logp.exp() * logp).sum())
         return _total(terms)
 
 
 @dataclass(frozen=True)
 class KL:
     """
-    The distance of the model p to a reference q, whose logprobs each datum carries.
+    The KL divergence between the model p and a reference q, whose logprobs are in each datum.
 
     "reverse" is KL(p, q), "forward" KL(q, p), "symmetric" their mean. With K targets for each
-    position it is the KL among those, taken as all there is. With one, which the model itself
-    must have drawn, it is an estimate without bias that is never negative: for r = q / p
-    "reverse" is r - 1 - log r and "forward" is r log r - (r - 1).
+    position it is the KL over those targets only. With one target, which must be sampled from the
+    model, it is an unbiased estimate that is never negative: for r = q / p "reverse" is
+    r - 1 - log r and "forward" is r log r - (r - 1).
     """
 
     direction: Literal["forward", "reverse", "symmetric"] = "reverse"
@@ -190,9 +190,9 @@ def _divergences(logprobs: Tensor, reference: Tensor) -> tuple[Tensor, Tensor]:
 @dataclass(frozen=True)
 class Consistency:
     """
-    How far two views of one example differ: the sum over pairs of their mean distance.
+    How much two views of one example differ: the mean distance of each pair, summed over pairs.
 
-    Pairs are neighbours (0 and 1, 2 and 3, ...) unless given; both have the same shape.
+    Pairs are adjacent datums (0 and 1, 2 and 3, ...) unless given; both must have the same shape.
     """
 
     distance: Literal["squared", "absolute"] = "squared"
@@ -207,7 +207,7 @@ class Consistency:
         if pairs is None:
             if len(batch.logprobs) % 2:
                 raise ValueError(
-                    f"{len(batch.logprobs)} datums are no pairs; say which as Consistency(pairs=...)."
+                    f"{len(batch.logprobs)} datums cannot be paired; pass Consistency(pairs=...)."
                 )
             pairs = [(index, index + 1) for index in range(0, len(batch.logprobs), 2)]
         terms = []
@@ -220,7 +220,7 @@ class Consistency:
 
 @dataclass(frozen=True)
 class Orthogonality:
-    """The sum of cos^2 of the angle between the logprobs of any two datums, which are alike."""
+    """The sum of cos^2 of the angle between the logprobs of any two datums of equal shape."""
 
     def __call__(self, batch: Batch) -> Tensor:
         with needs("A regularizer"):
@@ -238,7 +238,7 @@ def _check_alike(batch: Batch, one: int, other: int) -> None:
     if shapes[0] != shapes[1]:
         raise ValueError(
             f"data[{one}] and data[{other}] have logprobs of shape {shapes[0]} and {shapes[1]}; "
-            "only those of one shape can be compared."
+            "only logprobs of the same shape can be compared."
         )
 
 
@@ -247,7 +247,7 @@ def _check_alike(batch: Batch, one: int, other: int) -> None:
 
 @dataclass(frozen=True)
 class GradientPenalty:
-    """(norm - target)^2, of the gradient of the loss by all logprobs: no step larger than wanted."""
+    """(norm - target)^2, where norm is that of the loss's gradient with respect to all logprobs."""
 
     target: float = 1.0
 
@@ -260,7 +260,7 @@ class GradientPenalty:
 
 @dataclass(frozen=True)
 class Term:
-    """A regularizer, how much it counts, and what it is called in the metrics."""
+    """A regularizer, its weight, and its name in the metrics."""
 
     regularizer: Regularizer
     weight: float = 1.0
@@ -268,7 +268,7 @@ class Term:
 
     @property
     def label(self) -> str:
-        """Its name, else that of its function, else of its type."""
+        """The given name, else the name of the function, else of the type."""
         own = self.name or getattr(self.regularizer, "__name__", type(self.regularizer).__name__)
         return own.strip("<>").lower()
 
@@ -281,15 +281,15 @@ def regularized(
 
     Metrics, besides those of `loss_fn`: `regularizer/base:sum`, its loss; for each term
     `regularizer/NAME:sum`, its value before weighting; and, unless `gradient_norms` is off,
-    `gradient_norm/NAME:mean`, how hard the weighted term (or `base`) pulls at the logprobs.
+    `gradient_norm/NAME:mean`, the gradient norm of the weighted term (or `base`).
     """
     named: dict[str, Term] = {}
     for each in terms:
         term = each if isinstance(each, Term) else Term(each)
         if term.label in named or term.label == "base" or ":" in term.label:
             raise ValueError(
-                f"a term is called {term.label!r}; names are without ':', other than 'base', and "
-                "each is there once. Name it: Term(regularizer, name=...)."
+                f"a term is called {term.label!r}; names must be unique, without ':', and not "
+                "'base'. Pass a name: Term(regularizer, name=...)."
             )
         named[term.label] = term
 
@@ -297,23 +297,23 @@ def regularized(
         base, metrics = loss_fn(data, logprobs)
         batch = Batch(data=data, logprobs=logprobs, loss=base)
         parts = {"base": base}
-        told = dict(metrics)
-        told["regularizer/base:sum"] = base.detach()
+        reported = dict(metrics)
+        reported["regularizer/base:sum"] = base.detach()
         for name, term in named.items():
             value = term.regularizer(batch)
             parts[name] = term.weight * value
-            told[f"regularizer/{name}:sum"] = value.detach()
+            reported[f"regularizer/{name}:sum"] = value.detach()
         if gradient_norms:
             for name, part in parts.items():
-                told[f"gradient_norm/{name}:mean"] = _norm(part, logprobs)
-        return _total(part.reshape(()) for part in parts.values()), told
+                reported[f"gradient_norm/{name}:mean"] = _norm(part, logprobs)
+        return _total(part.reshape(()) for part in parts.values()), reported
 
     need_torch()
     return loss
 
 
 def _norm(value: Tensor, logprobs: Sequence[Tensor], *, differentiable: bool = False) -> Tensor:
-    """The length of the gradient of `value` by all logprobs; 0 where it does not depend on them."""
+    """The norm of the gradient of `value` by all logprobs; 0 if it does not depend on them."""
     with needs("A regularizer"):
         import torch
 

@@ -15,7 +15,7 @@ from server.hosting import hosted
 from server.tenants import new_key
 from tinkex.cli.command_group import command
 from tinkex.client.auth.credentials import ApiKey
-from tinkex.client.auth.key_store import StoredKey, StoredKeys, place, read, write
+from tinkex.client.auth.key_store import StoredKey, StoredKeys, default_path, read, write
 
 pytestmark = pytest.mark.anyio
 
@@ -44,7 +44,7 @@ class Shell:
 
     @property
     def stored(self) -> StoredKeys:
-        return read(place(self.home))
+        return read(default_path(self.home))
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ async def test_login_checks_stores_and_is_used_and_logout_forgets(
     logged_in = await shell("auth", "login", stdin=f"{key}\n")
     assert logged_in.exit_code == 0, logged_in.output
     assert "Stored the key laptop of alice" in logged_in.stdout
-    assert stat.S_IMODE(place(shell.home).stat().st_mode) == 0o600
+    assert stat.S_IMODE(default_path(shell.home).stat().st_mode) == 0o600
     status = await shell("auth", "status")
     assert status.stdout == "Credentials available: yes\nService accessible: yes\n"
     assert status.exit_code == 0
@@ -97,7 +97,7 @@ async def test_a_key_made_for_this_machine_is_deleted_on_the_service(
 
     def store() -> None:
         entry = StoredKey(key=ApiKey(key), type="generated", name="g", base_url=shell.url)
-        write(place(shell.home), StoredKeys().with_key("1", entry).with_default("1"))
+        write(default_path(shell.home), StoredKeys().with_key("1", entry).with_default("1"))
 
     shell.home.mkdir()
     store()
@@ -126,7 +126,7 @@ async def test_a_login_with_a_wrong_key_stores_nothing(shell: Shell, tmp_path: P
         assert refused.exit_code == 1
         assert words in refused.stderr
         assert "hidden" not in refused.stderr
-    assert not place(shell.home).exists()
+    assert not default_path(shell.home).exists()
 
 
 async def test_another_services_default_stays_and_both_keys_are_used_where_they_belong(
@@ -135,7 +135,7 @@ async def test_another_services_default_stays_and_both_keys_are_used_where_they_
     key = await a_key(tmp_path)
     shell.home.mkdir()
     write(
-        place(shell.home),
+        default_path(shell.home),
         StoredKeys().with_key("5", StoredKey(key=ApiKey("tml-hosted"), name="h")).with_default("5"),
     )
     assert (await shell("auth", "login", stdin=key)).exit_code == 0
@@ -169,4 +169,4 @@ def test_a_service_that_is_not_there_is_told_soon(tmp_path: Path) -> None:
     done = Shell("http://127.0.0.1:9", tmp_path).run("auth", "status")
     assert done.exit_code == 1
     assert "Credentials available: yes" in done.stdout
-    assert "Check that the server runs" in done.stderr
+    assert "Check that the server is running" in done.stderr

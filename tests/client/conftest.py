@@ -13,7 +13,7 @@ from tinkex.testing import FakeService
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Short delays between attempts: that there are some is tested where they are decided."""
+    """Short delays between attempts; the delays themselves are tested in test_retry.py."""
     quick = functools.partial(RetryPolicy, first_delay_s=0.02)
     monkeypatch.setattr("tinkex.client.http.api_calls.RetryPolicy", quick)
 

@@ -1,4 +1,4 @@
-"""`tinkex.as_tinker`: programs that say `tinker` run on tinkex. Each in a process of its own."""
+"""`tinkex.as_tinker`: programs that import `tinker` run on tinkex. One process per test."""
 
 import subprocess
 import sys
@@ -55,7 +55,7 @@ def test_every_import_path_of_programs_leads_to_the_same_objects(tmp_path):
     )
 
 
-def test_the_version_is_that_of_the_official_client_spoken(tmp_path):
+def test_the_version_is_the_one_of_the_supported_official_client(tmp_path):
     said = python(
         """
         import tinkex.as_tinker, tinker, tinkex
@@ -69,7 +69,7 @@ def test_the_version_is_that_of_the_official_client_spoken(tmp_path):
     assert said == "0.36.0 0.36.0 tinker"
 
 
-def test_what_tinkex_has_not_is_missing_in_the_usual_words(tmp_path):
+def test_a_missing_name_raises_the_usual_error(tmp_path):
     said = python(
         """
         import tinkex.as_tinker, tinker
@@ -95,7 +95,7 @@ def test_what_tinkex_has_not_is_missing_in_the_usual_words(tmp_path):
     assert "has no attribute 'Nothing'" in said[2]
 
 
-def test_an_official_client_that_is_loaded_already_is_a_polite_refusal(tmp_path):
+def test_an_official_client_that_is_already_loaded_is_an_import_error(tmp_path):
     (tmp_path / "tinker.py").write_text("")
     said = python(
         """
@@ -107,7 +107,7 @@ def test_an_official_client_that_is_loaded_already_is_a_polite_refusal(tmp_path)
         """,
         tmp_path,
     )
-    assert "loaded already" in said
+    assert "already loaded" in said
     assert "python -m tinkex.as_tinker PROGRAM" in said
 
 
@@ -167,7 +167,7 @@ def test_a_module_runs_unchanged_with_its_workers(tmp_path):
     assert done.stdout == "(8, '0.36.0') spawn\n"
 
 
-def test_a_program_that_is_not_there_or_not_named_says_so(tmp_path):
+def test_a_missing_program_or_argument_is_an_error(tmp_path):
     assert "Usage: python -m tinkex.as_tinker" in run("-m", "tinkex.as_tinker", cwd=tmp_path).stderr
     helped = run("-m", "tinkex.as_tinker", "--help", cwd=tmp_path)
     assert (helped.returncode, helped.stdout[:6]) == (0, "Usage:")
@@ -215,7 +215,7 @@ def test_methods_that_programs_patch_on_the_classes_are_those_that_are_called(tm
         """,
         tmp_path,
     )
-    # As in the official client, an `_async` form calls the other one.
+    # As in the official client, an `_async` variant calls the other one.
     assert said.split() == [
         "forward_backward_async",
         "forward_backward",

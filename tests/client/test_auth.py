@@ -1,4 +1,4 @@
-"""`tinkex.auth` (§14), and services that fail while a client starts (defects 8 and 10)."""
+"""`tinkex.auth` (§14), and services that fail at first contact (defects 8 and 10)."""
 
 import asyncio
 import time
@@ -8,7 +8,7 @@ import pytest
 import tinkex
 from tinkex import auth
 from tinkex.client.auth.credentials import ApiKey
-from tinkex.client.auth.key_store import StoredKey, StoredKeys, place, write
+from tinkex.client.auth.key_store import StoredKey, StoredKeys, default_path, write
 from tinkex.client.http import backpressure
 from tinkex.testing import Answer, FakeService
 
@@ -23,7 +23,7 @@ def _blank(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
 
 
-def test_without_anything_there_are_no_credentials():
+def test_without_configuration_there_are_no_credentials():
     assert auth.get_tinker_token() is None
     assert not auth.tinker_has_credentials()
     with pytest.raises(tinkex.TinkerError, match="No API key for https"):
@@ -32,7 +32,7 @@ def test_without_anything_there_are_no_credentials():
 
 def test_a_key_in_the_environment_or_the_file_is_found(monkeypatch, tmp_path):
     stored = StoredKeys().with_key("1", StoredKey(key=ApiKey("tml-stored"))).with_default("1")
-    write(place(tmp_path), stored)
+    write(default_path(tmp_path), stored)
     assert auth.get_tinker_token() == "tml-stored"
     monkeypatch.setenv("TINKER_API_KEY", KEY)
     assert auth.get_tinker_token() == KEY
@@ -50,9 +50,9 @@ def test_a_command_counts_and_is_not_run(monkeypatch, tmp_path):
     assert auth.tinker_has_credentials()
 
 
-def test_malformed_keys_and_files_are_no_credentials(monkeypatch, tmp_path):
-    place(tmp_path).parent.mkdir()
-    place(tmp_path).write_text("{")
+def test_malformed_keys_and_files_do_not_count_as_credentials(monkeypatch, tmp_path):
+    default_path(tmp_path).parent.mkdir()
+    default_path(tmp_path).write_text("{")
     assert auth.get_tinker_token() is None
     assert not auth.tinker_has_credentials()
     monkeypatch.setenv("TINKER_API_KEY", "sk-wrong")
@@ -60,13 +60,13 @@ def test_malformed_keys_and_files_are_no_credentials(monkeypatch, tmp_path):
     assert not auth.tinker_has_credentials()
 
 
-def test_on_this_machine_no_key_is_needed(monkeypatch):
+def test_a_local_service_needs_no_key(monkeypatch):
     monkeypatch.setenv("TINKER_BASE_URL", "http://127.0.0.1:8000")
     assert auth.tinker_has_credentials()
     assert auth.get_tinker_token() is None
 
 
-def test_a_service_that_answers_is_accessible(fake, loopback, monkeypatch):
+def test_a_responding_service_is_accessible(fake, loopback, monkeypatch):
     monkeypatch.setenv("TINKER_BASE_URL", loopback.url)
     auth.raise_if_tinker_not_accessible()
     assert [seen.endpoint for seen in fake.requests] == [
@@ -75,7 +75,7 @@ def test_a_service_that_answers_is_accessible(fake, loopback, monkeypatch):
         "get_server_capabilities",
     ]
     fake.script("get_server_capabilities", Answer(status=500))
-    with pytest.raises(tinkex.InternalServerError):  # asked once
+    with pytest.raises(tinkex.InternalServerError):  # sent once
         auth.raise_if_tinker_not_accessible()
 
     async def on_a_loop():
@@ -89,12 +89,12 @@ def test_defect_10_an_unreachable_service_fails_within_the_first_contact(monkeyp
     monkeypatch.setenv("TINKER_BASE_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("TINKEX_FIRST_CONTACT_S", "0.3")
     began = time.monotonic()
-    with pytest.raises(tinkex.APIConnectionError, match="Check that the server runs"):
+    with pytest.raises(tinkex.APIConnectionError, match="Check that the server is running"):
         auth.raise_if_tinker_not_accessible()
     assert time.monotonic() - began < 3
 
 
-def test_defect_10_a_service_that_keeps_failing_at_the_start_is_given_up_as_soon(
+def test_defect_10_a_service_that_keeps_failing_at_first_contact_is_given_up_equally_early(
     fake, loopback, monkeypatch
 ):
     monkeypatch.setenv("TINKER_BASE_URL", loopback.url)
@@ -106,7 +106,7 @@ def test_defect_10_a_service_that_keeps_failing_at_the_start_is_given_up_as_soon
     assert time.monotonic() - began < 3
 
 
-def test_settings_of_a_client_can_be_given_in_code(fake):
+def test_client_settings_can_be_set_in_code(fake):
     settings = tinkex.Settings.resolve(
         base_url="http://service.invalid", api_key=KEY, first_contact_s=1, give_up_s=2, tags=["a"]
     )
@@ -115,7 +115,7 @@ def test_settings_of_a_client_can_be_given_in_code(fake):
         assert service.holder.settings.first_contact_s == 1
     created = next(seen for seen in fake.requests if seen.endpoint == "create_session")
     assert created.json()["tags"] == ["a"]
-    with pytest.raises(ValueError, match="settings, and also base_url"):
+    with pytest.raises(ValueError, match="settings together with base_url"):
         tinkex.ServiceClient(base_url="local", settings=settings)
 
 
@@ -126,7 +126,7 @@ def test_settings_of_a_client_can_be_given_in_code(fake):
     "endpoint", ["client/config", "auth/token", "client/dynamic_config", "create_session"]
 )
 def test_defect_8_a_402_while_a_client_starts_is_a_pause(endpoint, monkeypatch):
-    from client.test_tokens import given, jwt
+    from client.test_token_exchange import given, jwt
 
     monkeypatch.setattr(backpressure, "BILLING_PAUSE_S", 0.01)
     fake = FakeService(config={"pjwt_auth_enabled": True})

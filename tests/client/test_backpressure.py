@@ -1,11 +1,17 @@
-"""Budgets are fair and bounded; a wish to slow down is shared."""
+"""Budgets are fair and bounded; a back-off is shared."""
 
 import asyncio
 import gc
 
 import pytest
 
-from tinkex.client.http.backpressure import MOST_SPREAD_S, Backoff, BillingPause, Budget, Lanes
+from tinkex.client.http.backpressure import (
+    MAX_SPREAD_S,
+    Backoff,
+    BillingPause,
+    Budget,
+    ServiceLimitsTable,
+)
 
 
 class Clock:
@@ -33,7 +39,7 @@ def test_no_more_than_the_budget_is_in_flight():
     asyncio.run(main())
 
 
-def test_a_request_larger_than_the_budget_passes_alone():
+def test_a_request_larger_than_the_budget_runs_alone():
     async def main():
         budget, together = Budget(10), []
 
@@ -48,7 +54,7 @@ def test_a_request_larger_than_the_budget_passes_alone():
     asyncio.run(main())
 
 
-def test_the_first_to_come_is_the_first_to_pass():
+def test_the_budget_is_first_in_first_out():
     async def main():
         budget, order = Budget(1), []
 
@@ -63,7 +69,7 @@ def test_the_first_to_come_is_the_first_to_pass():
     asyncio.run(main())
 
 
-def test_one_who_is_cancelled_while_waiting_holds_nothing():
+def test_a_waiter_that_is_cancelled_holds_nothing():
     async def main():
         budget = Budget(1)
         async with budget.hold(1):
@@ -77,45 +83,45 @@ def test_one_who_is_cancelled_while_waiting_holds_nothing():
     asyncio.run(main())
 
 
-def test_a_longer_wish_to_wait_is_not_shortened_by_a_later_one():
+def test_a_back_off_is_not_shortened_by_a_later_one():
     clock = Clock()
     backoff = Backoff(clock)
-    backoff.ask(5)
-    backoff.ask(1)
+    backoff.extend(5)
+    backoff.extend(1)
     assert backoff.left_s == 5
     clock.now += 5
     assert backoff.left_s == 0
 
 
-def test_a_wait_ends_with_the_time_of_the_one_who_waits(monkeypatch):
+def test_a_wait_ends_at_the_deadline_of_the_waiter(monkeypatch):
     clock, slept = Clock(), []
 
     async def sleep(seconds):
         slept.append(seconds)
         clock.now += seconds
         if len(slept) < 3:
-            backoff.ask(3600)  # told again and again
+            backoff.extend(3600)  # extended again and again
 
     monkeypatch.setattr("tinkex.client.http.backpressure.asyncio.sleep", sleep)
     backoff = Backoff(clock)
-    backoff.ask(3600)
+    backoff.extend(3600)
     asyncio.run(backoff.wait(300))
-    assert sum(slept) == pytest.approx(300, abs=MOST_SPREAD_S)
+    assert sum(slept) == pytest.approx(300, abs=MAX_SPREAD_S)
     slept.clear()
     backoff = Backoff(clock)
-    backoff.ask(10)
-    asyncio.run(backoff.wait())  # until nobody is told to wait any more
-    assert sum(slept) == pytest.approx(10 + 2 * 3600, abs=3 * MOST_SPREAD_S)
+    backoff.extend(10)
+    asyncio.run(backoff.wait())  # until the back-off is over
+    assert sum(slept) == pytest.approx(10 + 2 * 3600, abs=3 * MAX_SPREAD_S)
     slept.clear()
     backoff = Backoff(clock)
-    backoff.ask(10)
-    asyncio.run(backoff.wait_once(60))  # a poll does not wait for those who are told after it
+    backoff.extend(10)
+    asyncio.run(backoff.wait_once(60))  # a poll does not wait for later extensions
     assert sum(slept) == pytest.approx(10, abs=2.5)
 
 
-def test_402_is_waited_out_until_patience_ends_and_starts_over_after_a_quiet_time():
+def test_402_is_a_pause_up_to_a_limit_that_resets_after_a_quiet_time():
     clock = Clock()
-    billing = BillingPause(patience_s=12, clock=clock)
+    billing = BillingPause(max_pause_s=12, clock=clock)
     waits = []
     for _ in range(4):
         waits.append(billing.pause_s())
@@ -125,12 +131,12 @@ def test_402_is_waited_out_until_patience_ends_and_starts_over_after_a_quiet_tim
     assert billing.pause_s() == 5
 
 
-def test_a_lane_is_shared_while_anybody_uses_it():
-    lanes = Lanes()
-    a = lanes.get(("http://a", "k"))
-    assert lanes.get(("http://a", "k")) is a
-    assert lanes.get(("http://a", "other")) is not a
-    a.backoff.ask(60)
+def test_limits_are_shared_while_they_are_in_use():
+    table = ServiceLimitsTable()
+    a = table.get(("http://a", "k"))
+    assert table.get(("http://a", "k")) is a
+    assert table.get(("http://a", "other")) is not a
+    a.backoff.extend(60)
     del a
     gc.collect()
-    assert lanes.get(("http://a", "k")).backoff.left_s == 0
+    assert table.get(("http://a", "k")).backoff.left_s == 0

@@ -1,4 +1,4 @@
-"""Which credential counts (§2.2), and commands that print one."""
+"""Which credential is used (§2.2), and commands that print one."""
 
 import asyncio
 import sys
@@ -8,7 +8,7 @@ import pytest
 
 from tinkex import TinkerError
 from tinkex.client.auth import credentials
-from tinkex.client.auth.credentials import ApiKey, Command, Printed, resolve, run_command
+from tinkex.client.auth.credentials import ApiKey, Command, CommandCredential, resolve, run_command
 from tinkex.client.settings import Settings
 from tinkex.testing import FakeService
 
@@ -30,29 +30,29 @@ SAY = Command("echo tml-printed")
         (None, "cmd", False, Command("cmd")),
     ],
 )
-def test_h10_which_credential_counts(key, command, enforce, found):
+def test_h10_which_credential_is_used(key, command, enforce, found):
     assert resolve(key, command, service="https://a", enforce_cmd=enforce) == found
 
 
 @pytest.mark.parametrize(
     ("key", "enforce", "words"),
     [
-        (KEY, True, "wants credentials from a command"),
+        (KEY, True, "requires credentials from a command"),
         (None, True, "TINKER_CREDENTIAL_CMD"),
         (WRONG, False, "must start with 'tml-'"),
-        (ApiKey("tml-a b"), False, "no header may hold"),
-        (ApiKey("tml-a\nX-Evil: 1"), False, "no header may hold"),
+        (ApiKey("tml-a b"), False, "a header cannot contain"),
+        (ApiKey("tml-a\nX-Evil: 1"), False, "a header cannot contain"),
         (None, False, "No API key for https://a"),
     ],
 )
-def test_e4_a_missing_or_malformed_key_is_told_with_what_to_do(key, enforce, words):
+def test_e4_a_missing_or_malformed_key_is_reported_with_what_to_do(key, enforce, words):
     with pytest.raises(TinkerError, match=words) as caught:
         resolve(key, None, service="https://a", enforce_cmd=enforce)
     assert "TINKER_" in str(caught.value)
     assert "hidden" not in str(caught.value)
 
 
-def test_where_no_key_is_needed_nobody_asks():
+def test_no_key_is_used_where_none_is_needed():
     assert resolve(None, None, service="local", needed=False) is None
 
 
@@ -65,7 +65,7 @@ def printed(text, limit_s=10.0):
 
 def test_a_command_runs_through_the_shell_and_its_output_is_stripped():
     assert printed("printf ' tml-%s \\n' $((40 + 2))") == "tml-42"
-    # Only static keys are held to a prefix.
+    # Only static keys need a prefix.
     assert printed("echo secret-of-another-kind") == "secret-of-another-kind"
 
 
@@ -74,12 +74,12 @@ def test_a_command_runs_through_the_shell_and_its_output_is_stripped():
     [
         ("echo tml-leak; echo asking >&2; echo 'no such vault' >&2; exit 3", "status 3: no such"),
         ("echo tml-leak; echo 'bad tml-leak' >&2; exit 1", r"bad \*\*\*"),
-        ("echo tml-leak; exit 4", "status 4 and said nothing"),
+        ("echo tml-leak; exit 4", "status 4 and printed nothing"),
         ("echo 'not logged in' >&2", "nothing on stdout: not logged in"),
-        ("echo tml-leak; echo second", "no header may hold"),
+        ("echo tml-leak; echo second", "a header cannot contain"),
     ],
 )
-def test_a_command_that_fails_is_told_in_its_last_words_and_never_with_its_output(text, words):
+def test_a_failing_command_is_reported_with_its_stderr_and_never_with_its_output(text, words):
     with pytest.raises(TinkerError, match=words) as caught:
         printed(text)
     assert "TINKER_CREDENTIAL_CMD" in str(caught.value)
@@ -87,7 +87,7 @@ def test_a_command_that_fails_is_told_in_its_last_words_and_never_with_its_outpu
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="process groups")
-def test_a_command_that_hangs_is_ended_with_what_it_started(tmp_path):
+def test_a_command_that_hangs_is_killed_with_its_children(tmp_path):
     mark = tmp_path / "pid"
     began = time.monotonic()
     with pytest.raises(TinkerError, match=r"within 0\.5 s"):
@@ -107,9 +107,9 @@ def test_a_command_that_hangs_is_ended_with_what_it_started(tmp_path):
         pytest.fail("the command's child is still running")
 
 
-def test_a_command_does_not_stop_the_loop_and_runs_once_for_all_who_ask(tmp_path):
+def test_a_command_does_not_block_the_loop_and_runs_once_for_all_callers(tmp_path):
     ran = tmp_path / "ran"
-    credential = Printed(
+    credential = CommandCredential(
         Command(f"echo x >> {ran}; sleep 0.2; echo tml-printed"), limit_s=10, clock=time.monotonic
     )
 
@@ -127,10 +127,10 @@ def test_a_command_does_not_stop_the_loop_and_runs_once_for_all_who_ask(tmp_path
     assert ran.read_text() == "x\n"
 
 
-def test_what_was_printed_is_kept_for_a_minute_and_asked_for_again_after_a_refusal(tmp_path):
+def test_command_output_is_cached_for_a_minute_and_renewed_after_a_401(tmp_path):
     now = [0.0]
     count = tmp_path / "count"
-    credential = Printed(
+    credential = CommandCredential(
         Command(f"echo x >> {count}; echo tml-$(wc -l < {count} | tr -d ' ')"),
         limit_s=10,
         clock=lambda: now[0],
@@ -138,13 +138,13 @@ def test_what_was_printed_is_kept_for_a_minute_and_asked_for_again_after_a_refus
 
     async def main():
         assert await credential.token() == "tml-1"
-        now[0] = credentials.FRESH_S - 1
+        now[0] = credentials.COMMAND_CACHE_S - 1
         assert await credential.token() == "tml-1"
-        now[0] = credentials.FRESH_S + 1
+        now[0] = credentials.COMMAND_CACHE_S + 1
         assert await credential.token() == "tml-2"
         assert await credential.renew("tml-2")
         assert await credential.token() == "tml-3"
-        assert await credential.renew("tml-2")  # renewed already: not run again
+        assert await credential.renew("tml-2")  # already renewed: not run again
         assert await credential.token() == "tml-3"
 
     asyncio.run(main())
@@ -163,7 +163,7 @@ def test_a_client_sends_what_the_command_prints(monkeypatch):
     assert set(keys_seen(fake)) == {"tml-printed"}
 
 
-def test_a_command_that_fails_fails_the_call_at_once(monkeypatch):
+def test_a_failing_command_fails_the_call_at_once(monkeypatch):
     monkeypatch.setenv("TINKER_CREDENTIAL_CMD", "echo 'vault is sealed' >&2; exit 2")
     monkeypatch.delenv("TINKER_API_KEY", raising=False)
     fake = FakeService()
@@ -178,6 +178,6 @@ def test_a_command_that_fails_fails_the_call_at_once(monkeypatch):
 
 def test_clients_with_the_same_command_share_limits():
     a = Settings(base_url="http://a", credential_cmd="x")
-    assert a.lane == Settings(base_url="http://a", credential_cmd="x").lane
-    assert a.lane != Settings(base_url="http://a", credential_cmd="y").lane
-    assert a.lane != Settings(base_url="http://a").lane
+    assert a.limits_key == Settings(base_url="http://a", credential_cmd="x").limits_key
+    assert a.limits_key != Settings(base_url="http://a", credential_cmd="y").limits_key
+    assert a.limits_key != Settings(base_url="http://a").limits_key

@@ -1,4 +1,4 @@
-"""Losses of the user's own: the order of their passes, where they run, and what is refused."""
+"""Custom losses: the order of their passes, where they run, and what is refused."""
 
 import asyncio
 import contextvars
@@ -48,7 +48,9 @@ def passes(fake):
 # -- the callable: passes, order, threads ------------------------------------------------------------
 
 
-def test_m2_a_callable_is_a_forward_pass_then_weights_of_minus_its_gradient(fake, training):
+def test_m2_a_callable_is_a_forward_pass_then_a_pass_with_its_negative_gradient_as_weights(
+    fake, training
+):
     spans = [tinkex.SampledProvenanceSpan(sequence_id="q", length=3)]
     datum = types.Datum(
         types.ModelInput.from_ints([1, 2, 3]),
@@ -70,7 +72,7 @@ def test_m2_a_callable_is_a_forward_pass_then_weights_of_minus_its_gradient(fake
 
 
 def test_the_loss_gets_the_callers_own_datums(training, datum):
-    """Programs keep what belongs to a datum in a dict by its id()."""
+    """Programs keep data about a datum in a dict, by its id()."""
     datums = [datum, types.Datum(datum.model_input, dict(datum.loss_fn_inputs))]
     seen = []
 
@@ -91,7 +93,7 @@ def test_its_result_has_the_custom_loss_the_users_metrics_and_the_servers(traini
     assert found.metrics["mine:sum"] == 3.0
 
 
-def test_defect_15_asking_twice_gives_the_same(training, datum):
+def test_defect_15_reading_a_result_twice_gives_the_same(training, datum):
     future = training.forward_backward_custom(
         [datum], lambda _, logprobs: (logprobs[0].exp().sum(), {})
     )
@@ -105,9 +107,7 @@ async def _result_of(future):
     return await future
 
 
-def test_what_is_called_next_runs_next_though_the_backward_pass_is_still_on_its_way(
-    fake, training, datum
-):
+def test_the_next_call_runs_next_while_the_backward_pass_is_pending(fake, training, datum):
     passed = training.forward_backward_custom([datum], plain)
     stepped = training.optim_step(ADAM)
     again = training.forward_backward_custom([datum], plain)
@@ -161,13 +161,13 @@ def test_a_batch_in_many_chunks_is_one_loss(datum):
     assert [kind for _, kind in ran(fake)] == ["forward"] * 3 + ["forward_backward"] * 3
 
 
-def test_defect_9_a_loss_runs_on_a_thread_of_its_own_and_the_session_goes_on(service, datum):
+def test_defect_9_a_loss_runs_on_its_own_thread_and_the_session_continues(service, datum):
     training = service.create_lora_training_client("fake/model")
     where = []
 
     def asks_the_service(data, logprobs):
         where.append(threading.current_thread().name)
-        # Would wait forever if the loop were waiting for this function.
+        # Would deadlock if the loop were waiting for this function.
         assert service.get_server_capabilities().supported_models
         return plain(data, logprobs)
 
@@ -241,17 +241,15 @@ def test_a_loss_sees_the_context_of_its_caller_and_its_own_parameters_get_gradie
         (lambda _, lp: ((lp[0] / 0 + lp[1]).sum(), {}), r"data\[0\] is not finite"),
     ],
 )
-def test_a_loss_that_cannot_be_used_is_a_value_error_of_the_call(
-    fake, training, datum, loss, words
-):
+def test_an_unusable_loss_is_a_value_error_of_the_call(fake, training, datum, loss, words):
     with pytest.raises(ValueError, match=words):
         training.forward_backward_custom([datum, datum], loss)
-    # The order goes on, without a gap.
+    # Later steps continue, without a gap.
     training.optim_step(ADAM).result(5)
     assert ran(fake) == [(1, "forward"), (2, "optim_step")]
 
 
-def test_the_users_own_error_comes_out_of_the_call_with_its_traceback(training, datum):
+def test_the_users_own_error_is_raised_by_the_call_with_its_traceback(training, datum):
     def broken(data, logprobs):
         return 1 / 0
 
@@ -266,7 +264,7 @@ def test_exit_in_a_loss_does_not_end_the_client(training, datum):
     training.optim_step(ADAM).result(5)
 
 
-def test_a_forward_pass_that_is_refused_is_told_and_the_loss_never_runs(fake, training, datum):
+def test_a_refused_forward_pass_is_raised_and_the_loss_never_runs(fake, training, datum):
     fake.script("forward_backward", Answer(status=422, body={"detail": "no"}))
     with pytest.raises(tinkex.UnprocessableEntityError):
         training.forward_backward_custom([datum], lambda *_: pytest.fail("ran"))
@@ -284,11 +282,11 @@ def test_missing_targets_are_named_before_anything_is_sent(fake, training):
     assert passes(fake) == []
 
 
-def test_a_loss_that_calls_its_own_client_is_told_instead_of_waiting_for_itself(training, datum):
+def test_a_loss_that_calls_its_own_client_is_an_error_instead_of_a_deadlock(training, datum):
     def loss(data, logprobs):
         training.optim_step(ADAM)
 
-    with pytest.raises(RuntimeError, match="cannot call the client whose step it belongs to"):
+    with pytest.raises(RuntimeError, match="cannot call the training client that runs it"):
         training.forward_backward_custom([datum], loss)
     training.optim_step(ADAM).result(5)
 
@@ -317,13 +315,13 @@ def test_closing_the_service_ends_a_call_whose_loss_still_runs(fake, datum):
     thread.join(5)
     go.set()
     assert not thread.is_alive()
-    assert "closed before the answer came" in caught[0]
+    assert "closed before the result arrived" in caught[0]
 
 
 def test_the_old_argument_warns_and_takes_one_value(training, datum):
-    with pytest.warns(DeprecationWarning, match="loss_type_input") as told:
+    with pytest.warns(DeprecationWarning, match="loss_type_input") as shown:
         training.forward_backward_custom([datum], plain, loss_type_input="logprobs").result(5)
-    assert told[0].filename == __file__
+    assert shown[0].filename == __file__
     with (
         pytest.warns(DeprecationWarning, match="loss_type_input"),
         pytest.raises(ValueError, match="only 'logprobs' exists"),
@@ -389,7 +387,7 @@ def test_a_handle_knows_its_inputs_and_its_session(service):
         handle.name = "other"
 
 
-def test_where_the_server_takes_none_a_handle_runs_here(service, fake):
+def test_a_handle_runs_in_the_client_if_the_server_runs_no_losses(service, fake):
     training = service.create_lora_training_client("fake/model")
     handle = service.create_custom_loss(weighted, RANKS).result(5)
     data = [with_advantages(1.0, 2.0, 3.0), with_advantages(0.0, 0.0, 6.0)]
@@ -404,15 +402,15 @@ def test_where_the_server_takes_none_a_handle_runs_here(service, fake):
     assert weights == [[1.0, 2.0, 3.0], [0.0, 0.0, 6.0]]
 
 
-def test_the_same_loss_is_made_once_in_a_session(service, fake):
+def test_the_same_loss_is_created_once_in_a_session(service, fake):
     service.create_custom_loss(weighted, RANKS).result(5)
-    with pytest.raises(ValueError, match="has the same loss already, made as 'weighted'"):
+    with pytest.raises(ValueError, match="already has the same loss, created as 'weighted'"):
         service.create_custom_loss(weighted, RANKS)
     service.create_custom_loss(weighted, {"logprobs": 1, "advantages": 0}).result(5)
     fake.client().create_custom_loss(weighted, RANKS).result(5)
 
 
-def test_a_loss_that_did_not_reach_the_server_may_be_made_again(datum):
+def test_a_loss_that_did_not_reach_the_server_may_be_created_again(datum):
     fake = FakeService(config={"custom_loss_server_side": True})
     fake.script("create_custom_loss", Answer(status=422, body={"detail": "not now"}))
     with fake.client() as service:
@@ -435,7 +433,7 @@ def test_a_handle_of_another_session_is_refused(service, fake):
     [
         ({"advantages": [1.0]}, r"data\[0\] has no 'target_tokens'"),
         ({"target_tokens": [1]}, r"data\[0\] has no 'advantages'.*\['target_tokens'\]"),
-        ({"target_tokens": [1], "advantages": [[1.0]]}, "'advantages' has rank 2.*made for 1"),
+        ({"target_tokens": [1], "advantages": [[1.0]]}, "'advantages' has rank 2.*created for rank 1"),
         ({"target_tokens": [[1, 2]], "advantages": [1.0]}, "'target_tokens' has rank 2"),
     ],
 )
@@ -479,7 +477,7 @@ SEVENTEEN = eval(
         (lambda logprobs, *b: (logprobs.sum(), {}), {"logprobs": 1, "b": 1}, "variadic"),
         (lambda logprobs, *, b: (logprobs.sum(), {}), {"logprobs": 1, "b": 1}, "keyword-only"),
         (SEVENTEEN, {}, "17 parameters; at most 16"),
-        (Callable(), {"logprobs": 1}, "Callable is no plain function"),
+        (Callable(), {"logprobs": 1}, "Callable is not a plain function"),
         (weighted, {"logprobs": 1}, "input_ranks names"),
         (weighted, {"logprobs": 1, "advantages": 3}, r"input_ranks\['advantages'\] is 3"),
         (weighted, {"logprobs": 0, "advantages": 1}, "allowed: 1 or 2"),
@@ -493,17 +491,19 @@ SEVENTEEN = eval(
         (
             lambda logprobs: (logprobs.sum().item(), {}),
             {"logprobs": 1},
-            r"\.item\(\), which leaves",
+            r"\.item\(\), which does not return a tensor",
         ),
-        (lambda logprobs: (logprobs.nothing(), {}), {"logprobs": 1}, "tensors do not have"),
+        (lambda logprobs: (logprobs.nothing(), {}), {"logprobs": 1}, "not a method of tensors"),
         (
             lambda logprobs: (logprobs.sum() if logprobs else 0, {}),
             {"logprobs": 1},
             "cannot branch",
         ),
-        (sorted_by_python, {"logprobs": 1}, "torch.fx cannot follow it"),
+        (sorted_by_python, {"logprobs": 1}, "torch.fx cannot trace it"),
     ],
 )
-def test_what_a_custom_loss_may_not_do_is_a_value_error_that_says_so(service, fn, ranks, words):
+def test_a_forbidden_operation_in_a_custom_loss_is_a_value_error_that_names_it(
+    service, fn, ranks, words
+):
     with pytest.raises(ValueError, match=words):
         service.create_custom_loss(fn, ranks)

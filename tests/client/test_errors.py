@@ -1,4 +1,4 @@
-"""Errors cross processes, keep no secrets, and say what to do next."""
+"""Errors can be pickled, contain no secrets, and say what to do next."""
 
 import pickle
 import traceback
@@ -19,7 +19,9 @@ REQUEST = Request(
 
 def answered(status: int, content: bytes = b"", **headers: str) -> tinkex.APIStatusError:
     return status_error(
-        Response(status_code=status, headers=headers, content=content, request=REQUEST.bare()),
+        Response(
+            status_code=status, headers=headers, content=content, request=REQUEST.without_payload()
+        ),
         about="step 3 of m",
     )
 
@@ -51,12 +53,12 @@ def test_each_status_has_its_class(status, kind):
     assert "POST /api/v1/optim_step" in str(error)
 
 
-def test_an_answer_that_is_no_json_is_kept_as_text():
+def test_a_response_that_is_not_json_is_kept_as_text():
     assert answered(502, b"<html>").body == "<html>"
     assert answered(502).body is None
 
 
-def test_a_redirect_says_where_to():
+def test_a_redirect_error_names_its_target():
     assert "'https://new'" in str(answered(301, location="https://new"))
 
 
@@ -67,24 +69,24 @@ def test_a_redirect_says_where_to():
         ({"location": "//new/"}, "another address are not followed"),
         ({"location": "/api/v1/other"}, "on the same server"),
         ({"location": REQUEST.url}, "on the same server"),
-        ({}, "does not say where to"),
+        ({}, "a redirect without a location"),
     ],
 )
 def test_why_a_redirect_was_not_followed(headers, said):
     text = str(answered(307, **headers))
     assert said in text
-    assert ("use that as base_url" in text) is ("another address" in said)
+    assert ("set base_url to it" in text) is ("another address" in said)
     assert "None" not in text
 
 
 ERRORS = [
     tinkex.TinkerError("plain"),
-    tinkex.APIError("m", REQUEST.bare(), body={"a": 1}),
-    tinkex.APIConnectionError(REQUEST.bare()),
-    tinkex.APIConnectionError(REQUEST.bare(), "gone"),
-    tinkex.APITimeoutError(REQUEST.bare()),
+    tinkex.APIError("m", REQUEST.without_payload(), body={"a": 1}),
+    tinkex.APIConnectionError(REQUEST.without_payload()),
+    tinkex.APIConnectionError(REQUEST.without_payload(), "gone"),
+    tinkex.APITimeoutError(REQUEST.without_payload()),
     tinkex.APIResponseValidationError(
-        Response(status_code=200, request=REQUEST.bare()), {"a": 1}, "odd"
+        Response(status_code=200, request=REQUEST.without_payload()), {"a": 1}, "odd"
     ),
     answered(404, b"{}"),
     answered(503),
@@ -101,22 +103,22 @@ def test_every_error_survives_pickling(error):
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
-def test_no_error_holds_the_key(error):
+def test_no_error_contains_the_key(error):
     assert b"tml-secret" not in pickle.dumps(error)
 
 
-def test_a_request_does_not_print_what_it_carries():
+def test_a_request_does_not_print_its_payload():
     assert "tml-secret" not in repr(REQUEST)
 
 
-def test_a_failed_request_names_its_id_and_whose_fault_it_is():
+def test_a_failed_request_names_its_id_and_category():
     error = tinkex.RequestFailedError("bad data", "r-9", tinkex.types.RequestErrorCategory.User)
     assert (error.request_id, error.category) == ("r-9", "user")
     assert "r-9" in str(error)
     assert "Change the request" in str(error)
 
 
-def test_the_tree_is_that_of_the_official_client():
+def test_the_class_tree_is_that_of_the_official_client():
     assert issubclass(tinkex.APITimeoutError, tinkex.APIConnectionError)
     assert issubclass(tinkex.APIStatusError, tinkex.APIError)
     assert issubclass(tinkex.APIError, tinkex.TinkerError)

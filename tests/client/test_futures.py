@@ -1,4 +1,4 @@
-"""Futures can be waited for from anywhere, many times, and time-outs lose nothing."""
+"""Futures can be waited for from any thread or loop, many times; timeouts lose nothing."""
 
 import asyncio
 import concurrent.futures
@@ -20,7 +20,7 @@ def training(service):
     return service.create_lora_training_client("fake/model", rank=4)
 
 
-def test_a_result_can_be_asked_for_by_many_threads_and_again(training, datum):
+def test_a_result_can_be_read_by_many_threads_and_again(training, datum):
     future = training.forward_backward([datum], "cross_entropy")
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         results = list(pool.map(lambda _: future.result(10), range(32)))
@@ -41,14 +41,14 @@ def test_a_result_can_be_awaited_from_several_loops_and_again(training, datum):
     assert {id(result) for result in results} == {id(future.result())}
 
 
-def test_a_time_out_cancels_nothing_and_loses_nothing(fake, training, datum):
+def test_a_timeout_cancels_nothing_and_loses_nothing(fake, training, datum):
     hold = fake.hold("forward_backward")
     future = training.forward_backward([datum], "cross_entropy")
     with pytest.raises(TimeoutError):
         future.result(timeout=0.01)
 
     async def main():
-        with pytest.raises(TimeoutError, match="the work goes on"):
+        with pytest.raises(TimeoutError, match="the work continues"):
             await future.result_async(timeout=0.01)
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(future.result_async(), 0.01)
@@ -58,7 +58,7 @@ def test_a_time_out_cancels_nothing_and_loses_nothing(fake, training, datum):
     assert asyncio.run(main()).metrics["loss:sum"] > 0
 
 
-def test_cancelling_the_one_who_awaits_a_training_step_does_not_cancel_the_step(
+def test_cancelling_the_task_that_awaits_a_training_step_does_not_cancel_the_step(
     fake, training, datum
 ):
     hold = fake.hold("forward_backward")
@@ -77,7 +77,9 @@ def test_cancelling_the_one_who_awaits_a_training_step_does_not_cancel_the_step(
     assert not future.cancelled()
 
 
-def test_o5_nor_one_that_still_waits_for_its_turn(fake, training, datum):
+def test_o5_cancelling_the_awaiting_task_does_not_cancel_a_queued_step_either(
+    fake, training, datum
+):
     hold = fake.hold("forward_backward")
     first = training.forward_backward([datum], "cross_entropy")
     behind = training.optim_step(AdamParams())
@@ -111,7 +113,7 @@ def test_futures_of_samples_are_concurrent_futures_that_can_be_awaited(service):
     assert len(asyncio.run(main())) == 5
 
 
-def test_blocking_on_a_running_loop_warns_by_name_and_still_answers(fake, training, datum):
+def test_blocking_on_a_running_loop_warns_and_still_returns(fake, training, datum):
     async def main():
         with pytest.warns(RuntimeWarning, match="await get_info_async"):
             training.get_info()
@@ -121,7 +123,7 @@ def test_blocking_on_a_running_loop_warns_by_name_and_still_answers(fake, traini
         with pytest.warns(RuntimeWarning, match="await result_async"):
             future.result()
         with warnings.catch_warnings():
-            warnings.simplefilter("error")  # nothing to warn of: the result is there
+            warnings.simplefilter("error")  # nothing to warn of: the result is available
             future = training.forward_backward([datum], "cross_entropy")
             await future
             future.result()
@@ -129,7 +131,7 @@ def test_blocking_on_a_running_loop_warns_by_name_and_still_answers(fake, traini
     asyncio.run(main())
 
 
-def test_blocking_on_our_own_thread_is_refused_instead_of_waiting_for_itself():
+def test_blocking_on_the_background_thread_is_refused_instead_of_a_deadlock():
     errors = []
 
     def block():
@@ -142,10 +144,10 @@ def test_blocking_on_our_own_thread_is_refused_instead_of_waiting_for_itself():
     done = threading.Event()
     background_loop.background().call_soon_threadsafe(block)
     assert done.wait(5)
-    assert "would wait for the thread it runs on" in str(errors[0])
+    assert "blocks the thread that must complete it" in str(errors[0])
 
 
-def test_a_loop_that_was_closed_while_it_waited_disturbs_nobody():
+def test_a_loop_that_is_closed_while_it_waits_does_not_affect_others():
     promise = Promise()
 
     async def give_up():
@@ -162,7 +164,7 @@ def test_a_loop_that_was_closed_while_it_waited_disturbs_nobody():
     assert promise.result() == 1
 
 
-def test_twins_are_coroutines_with_the_same_parameters_and_words():
+def test_async_variants_are_coroutines_with_the_same_parameters_and_docstrings():
     from tinkex import SamplingClient, ServiceClient, TrainingClient
 
     for kind in (ServiceClient, TrainingClient, SamplingClient):
@@ -180,7 +182,7 @@ def test_twins_are_coroutines_with_the_same_parameters_and_words():
             assert twin.__doc__ == plain.__doc__
 
 
-def test_a_method_that_a_subclass_overrides_is_called_by_its_twin(service):
+def test_an_overridden_method_is_called_by_its_async_variant(service):
     class Canned(SamplingClient):
         def sample(self, *args, **kwargs):
             answer = concurrent.futures.Future()  # a plain one, as test doubles make them

@@ -1,8 +1,8 @@
 """
-Our client sends what the official client sends: the same calls, compared field by field.
+tinkex sends what the official client sends: the same calls, compared field by field.
 
 `tests/data/wire/calls.py` and `program.py` were run under the official client 0.36.0 and recorded
-(`record.py`). Here they run under ours, through `tinkex.as_tinker`, against the same recorder.
+(`record.py`). Here they run on tinkex, through `tinkex.as_tinker`, against the same recorder.
 """
 
 import base64
@@ -24,7 +24,7 @@ from tinkex.wire.proto import tinkex_wire_pb2 as pb
 DATA = Path(__file__).parents[1] / "data" / "wire"
 SOURCE = Path(__file__).parents[2] / "src"
 
-#: What the two clients ask for at other times, and as often as they like.
+#: Requests that the two clients send at different times and in different numbers.
 HANDSHAKE = {"/api/v1/client/config", "/api/v1/client/dynamic_config"}
 
 
@@ -37,7 +37,7 @@ def record() -> ModuleType:
 
 
 def run(program: str, *, calls: bool) -> dict[str, Any]:
-    """What our client sends for a program."""
+    """What tinkex sends for a program."""
     recorder = record().Recorder(calls=calls)
     command = [sys.executable, "-W", "ignore", "-m", "tinkex.as_tinker", str(DATA / program)]
     record().run([*command, recorder.url], recorder, PYTHONPATH=str(SOURCE), RECORDING_WAITS_S="0")
@@ -71,7 +71,7 @@ def by_call(requests: list[dict[str, Any]]) -> dict[str, list[Any]]:
 
 
 def meaning(request: dict[str, Any]) -> Any:
-    """A request without its spelling: JSON as values, protobuf as a message."""
+    """A request in canonical form: JSON as values, protobuf as a message."""
     headers = {
         name: value for name, value in request["headers"].items() if name != "content-encoding"
     }
@@ -91,7 +91,7 @@ def test_a_call_sends_what_the_official_client_sends(call, ours):
 
 
 def test_the_shared_poll_has_the_fields_of_the_official_client():
-    """Ours begins when many samples wait; the program has one at a time."""
+    """tinkex starts it when many samples wait; the program has one at a time."""
     target = types.SamplingSessionFuturesTarget(sampling_session_id="s:1", cloned_sampler_id=0)
     request = types.FuturesRetrieveRequest(
         target=target, prev_cursor=0, retrieved_request_ids=["r-1"]
@@ -103,7 +103,7 @@ def test_the_shared_poll_has_the_fields_of_the_official_client():
 
 
 @pytest.mark.parametrize("endpoint", ["retrieve_future", "telemetry"])
-def test_what_goes_by_the_clock_has_the_fields_of_the_official_client(endpoint, ours):
+def test_periodic_requests_have_the_fields_of_the_official_client(endpoint, ours):
     assert ours["by the clock"][endpoint]
     for kind in ours["by the clock"][endpoint]:
         assert kind in theirs()["by the clock"][endpoint]

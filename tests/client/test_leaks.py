@@ -1,4 +1,4 @@
-"""What a closed or forgotten client leaves behind: nothing."""
+"""Closed and garbage-collected clients leave nothing behind."""
 
 import asyncio
 import gc
@@ -38,7 +38,7 @@ def tasks():
 
 
 def settled(count, most, seconds=10.0):
-    """Closing a connection takes the loops a few turns."""
+    """Closing a connection takes a few iterations of the loops."""
     deadline = time.monotonic() + seconds
     while (found := count()) > most and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -60,9 +60,9 @@ def use(url):
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_closed_sessions_free_their_sockets_tasks_and_objects(loopback, fake, shared, monkeypatch):
-    monkeypatch.setattr(polling, "FEW", 4)
+    monkeypatch.setattr(polling, "MAX_SELF_POLLING", 4)
     fake._config["sample_use_retrieve_futures"] = shared
-    service, _ = use(loopback.url)  # what the process keeps anyway
+    service, _ = use(loopback.url)  # what the process keeps in any case
     service.close("success").result(5)
     del service
     gc.collect()
@@ -73,7 +73,7 @@ def test_closed_sessions_free_their_sockets_tasks_and_objects(loopback, fake, sh
         service.close("success").result(5)
         alive += made
         services.append(service)
-    # Closing frees them, not that nobody refers to the clients any more.
+    # Closing frees them, not garbage collection of the clients.
     assert settled(sockets, before[0]) <= before[0]
     assert settled(tasks, before[1]) <= before[1]
     del service
@@ -86,7 +86,7 @@ def test_closed_sessions_free_their_sockets_tasks_and_objects(loopback, fake, sh
     assert settled(left, 0) == 0
 
 
-def test_a_client_that_is_only_forgotten_leaves_nothing_either(loopback):
+def test_a_garbage_collected_client_leaves_nothing_behind(loopback):
     service, _ = use(loopback.url)
     service.close("success").result(5)
     before = settled(sockets, 0, seconds=0.1)
@@ -98,7 +98,7 @@ def test_a_client_that_is_only_forgotten_leaves_nothing_either(loopback):
     assert not [ref() for ref in made if ref() is not None]
 
 
-def test_results_nobody_asked_for_do_not_pile_up():
+def test_abandoned_results_do_not_pile_up():
     fake = FakeService(config={"sample_use_retrieve_futures": True}, sample_s=0.005, hold_s=0.05)
     with fake.client() as service:
         sampling = service.create_sampling_client(base_model="fake/model")
@@ -106,8 +106,13 @@ def test_results_nobody_asked_for_do_not_pile_up():
             for future in [sampling.sample(PROMPT, 1, PARAMS) for _ in range(200)]:
                 future.cancel()
         sampling.sample(PROMPT, 1, PARAMS).result(10)
-        desk = sampling._desk
-        assert settled(lambda: len(desk._inside) + len(desk._line.waiting), 0) == 0
-        assert settled(lambda: len(desk._poller._early) + len(desk._poller._waiting), 0) == 0
-        assert settled(lambda: len(desk._poller._fetched), 0) == 0
+        queue = sampling._sample_queue
+        assert settled(lambda: len(queue._running) + len(queue._waiting_samples.waiting), 0) == 0
+        assert (
+            settled(
+                lambda: len(queue._shared_poll._unclaimed) + len(queue._shared_poll._waiting), 0
+            )
+            == 0
+        )
+        assert settled(lambda: len(queue._shared_poll._fetched), 0) == 0
         assert not service.holder._tasks or settled(lambda: len(service.holder._tasks), 0) == 0

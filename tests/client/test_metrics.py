@@ -1,4 +1,4 @@
-"""Counts, levels and times of the clients of a process."""
+"""Counters, gauges and latencies of the clients in a process."""
 
 import json
 import os
@@ -15,17 +15,17 @@ from tinkex.testing import Answer, FakeService, Lost
 
 @pytest.fixture(autouse=True)
 def _alone(monkeypatch):
-    """What other tests left running counts elsewhere."""
-    monkeypatch.setattr(instrumentation, "here", Metrics())
+    """Work left running by other tests is counted elsewhere."""
+    monkeypatch.setattr(instrumentation, "METRICS", Metrics())
 
 
 def levels() -> set[float]:
-    """Of operations; sessions of other tests may still send heartbeats."""
+    """Only operations; sessions of other tests may still send heartbeats."""
     gauges = tinkex.metrics_snapshot()["gauges"].items()
     return {value for name, value in gauges if name.startswith(("operations", "samples"))}
 
 
-#: For tests in which the service is busy: all who have the same key would be careful for a while.
+#: For tests with 429s: clients with the same key would be in slow start for a while.
 BUSY = {"api_key": "tml-busy"}
 
 
@@ -44,7 +44,7 @@ def test_requests_operations_bytes_and_times_are_counted_by_name(fake, datum):
     assert counters["operations_done.forward_backward"] == 1
     assert counters["operations_done.optim_step"] == 1
     assert counters["requests.forward_backward"] == counters["requests.optim_step"] == 1
-    assert counters["requests.sessions"] == 1  # the id in its path is no name
+    assert counters["requests.sessions"] == 1  # the id in its path is not part of the name
     body = next(seen.body for seen in fake.requests if seen.endpoint == "forward_backward")
     assert counters["bytes_sent.forward_backward"] == len(body)
     assert counters["bytes_received.retrieve_future"] > 0
@@ -55,7 +55,7 @@ def test_requests_operations_bytes_and_times_are_counted_by_name(fake, datum):
     json.dumps(seen)  # plain
 
 
-def test_failures_retries_and_busy_answers_are_counted(fake, datum):
+def test_failures_retries_and_rate_limits_are_counted(fake, datum):
     fake.script(
         "optim_step",
         Lost(),
@@ -73,7 +73,7 @@ def test_failures_retries_and_busy_answers_are_counted(fake, datum):
     assert seen["counters"]["operations_failed.create_model"] == 1
 
 
-def test_how_long_everybody_waited_for_a_busy_service_is_a_time(fake):
+def test_the_duration_of_back_offs_is_measured(fake):
     fake.script("asample", Answer(status=429, headers={"retry-after-ms": "30"}))
     with fake.client(**BUSY) as service:
         sampling = service.create_sampling_client(base_model="fake/model")
@@ -82,7 +82,7 @@ def test_how_long_everybody_waited_for_a_busy_service_is_a_time(fake):
     assert tinkex.metrics_snapshot()["latency_s"]["wait.backoff"]["max"] >= 0.03
 
 
-def test_samples_that_wait_are_a_level_and_how_long_they_waited_a_time(fake):
+def test_waiting_samples_are_a_gauge_and_their_wait_is_a_latency(fake):
     hold = fake.hold("asample")
     service = fake.client()
     sampling = service.create_sampling_client(
@@ -104,7 +104,7 @@ def test_samples_that_wait_are_a_level_and_how_long_they_waited_a_time(fake):
 
 
 @pytest.mark.parametrize("how", ["cancel", "close"])
-def test_levels_come_back_to_zero_whatever_ends_the_waiting(fake, how):
+def test_gauges_return_to_zero_however_the_wait_ends(fake, how):
     hold = fake.hold("asample")
     service = fake.client()
     sampling = service.create_sampling_client(
@@ -124,9 +124,9 @@ def test_levels_come_back_to_zero_whatever_ends_the_waiting(fake, how):
     assert levels() == {0}
 
 
-def test_reset_forgets_counts_and_times_and_keeps_levels(fake, datum):
+def test_reset_clears_counters_and_latencies_and_keeps_gauges(fake, datum):
     train(fake, datum)
-    instrumentation.here.change("operations_in_flight", "sample", 1)
+    instrumentation.METRICS.change("operations_in_flight", "sample", 1)
     tinkex.reset_metrics()
     seen = tinkex.metrics_snapshot()
     assert "operations_done.optim_step" not in seen["counters"]
@@ -152,13 +152,13 @@ def test_percentiles_are_right_within_a_few_percent():
 
 def test_memory_is_bounded_however_many_names_there_are():
     here = Metrics()
-    for number in range(3 * instrumentation.MOST_NAMES):
+    for number in range(3 * instrumentation.MAX_NAMES):
         here.count("requests", f"name-{number}")
         here.observe("request", f"name-{number}", 0.1)
     seen = here.snapshot()
-    assert len(seen["counters"]) <= instrumentation.MOST_NAMES + 1
-    assert len(seen["latency_s"]) <= instrumentation.MOST_NAMES + 1
-    assert sum(seen["counters"].values()) == 3 * instrumentation.MOST_NAMES
+    assert len(seen["counters"]) <= instrumentation.MAX_NAMES + 1
+    assert len(seen["latency_s"]) <= instrumentation.MAX_NAMES + 1
+    assert sum(seen["counters"].values()) == 3 * instrumentation.MAX_NAMES
 
 
 def test_an_observation_is_cheap():

@@ -1,8 +1,8 @@
-"""One rule for "the same server", wherever a key or a cookie depends on it."""
+"""Origins: which addresses may get a key or a cookie."""
 
 import pytest
 
-from tinkex.client.http.origins import origin, redirect_url
+from tinkex.client.http.transport import origin, redirect_url
 
 
 @pytest.mark.parametrize(
@@ -31,11 +31,11 @@ def test_another_server(other: str) -> None:
     "url",
     ["", "local", "/path", "ftp://h", "http://", "http://h:port", "http://h:99999", "http://[h"],
 )
-def test_what_is_no_address_has_no_origin(url: str) -> None:
+def test_an_invalid_address_has_no_origin(url: str) -> None:
     assert origin(url) is None
 
 
-def test_where_a_redirect_leads_to() -> None:
+def test_the_target_of_a_redirect() -> None:
     assert redirect_url("https://h/a/b", "c?d=1") == "https://h/a/c?d=1"
     assert redirect_url("https://h/a", "//g/c") == "https://g/c"
     for location in (None, "", "ftp://h/", "//h:port/", "http://[h", "/a\\b", "\\\\g/c"):

@@ -1,4 +1,4 @@
-"""OpenTelemetry: off it is not even imported; on, operations are spans and requests carry them."""
+"""OpenTelemetry: not imported when off; when on, operations are spans, propagated in requests."""
 
 import os
 import subprocess
@@ -54,7 +54,7 @@ def sent_in(fake: FakeService, endpoint: str) -> list[str]:
     return [each["traceparent"].split("-")[2] for each in headers if "traceparent" in each]
 
 
-def test_every_operation_is_a_span_of_the_caller_and_its_requests_carry_it(
+def test_every_operation_is_a_span_of_the_caller_and_is_propagated_in_its_requests(
     fake, traced, spans, datum
 ):
     with trace.get_tracer("user").start_as_current_span("mine") as mine:
@@ -71,7 +71,7 @@ def test_every_operation_is_a_span_of_the_caller_and_its_requests_carry_it(
     assert sent_in(fake, "retrieve_future")[-1] == here
 
 
-def test_samples_belong_to_those_who_asked_for_them(fake, traced, spans):
+def test_samples_belong_to_the_span_of_their_caller(fake, traced, spans):
     sampling = traced.create_sampling_client(
         base_model="fake/model", retry_config=tinkex.RetryConfig(max_connections=1)
     )
@@ -88,7 +88,7 @@ def test_samples_belong_to_those_who_asked_for_them(fake, traced, spans):
     assert sent_in(fake, "asample") == [f"{span.context.span_id:016x}" for span in found]
 
 
-def test_a_failure_is_told_by_its_kind_and_not_by_its_words(fake, traced, spans):
+def test_a_failure_is_traced_by_its_type_and_not_by_its_message(fake, traced, spans):
     with pytest.raises(tinkex.RequestFailedError):
         traced.create_lora_training_client("tml-secret/model")
     (span,) = spans.get_finished_spans()
@@ -128,7 +128,7 @@ def refusing(exporter):
     processor.name = ""
 
 
-def test_a_step_that_cannot_begin_fails_and_the_next_one_runs(fake, traced, refusing, datum):
+def test_a_step_that_cannot_start_fails_and_the_next_one_runs(fake, traced, refusing, datum):
     training = traced.create_lora_training_client("fake/model")
     training.optim_step(ADAM).result(5)
     refusing.name = "tinkex.forward_backward"
@@ -142,10 +142,10 @@ def test_a_step_that_cannot_begin_fails_and_the_next_one_runs(fake, traced, refu
         (1, "optim_step"),
         (2, "optim_step"),
     ]
-    assert instrumentation.here.family("operations_in_flight").get("forward_backward", 0) == 0
+    assert instrumentation.METRICS.family("operations_in_flight").get("forward_backward", 0) == 0
 
 
-def test_a_sample_that_cannot_begin_fails_and_the_next_one_runs(fake, traced, refusing):
+def test_a_sample_that_cannot_start_fails_and_the_next_one_runs(fake, traced, refusing):
     sampling = traced.create_sampling_client(
         base_model="fake/model", retry_config=tinkex.RetryConfig(max_connections=1)
     )
@@ -160,7 +160,7 @@ def test_a_sample_that_cannot_begin_fails_and_the_next_one_runs(fake, traced, re
     assert sampling.sample(prompt, 1, params).result(5).sequences
 
 
-def test_off_nothing_is_sent_along(fake, service, datum):
+def test_without_tracing_no_header_is_sent(fake, service, datum):
     training = service.create_lora_training_client("fake/model")
     training.forward_backward([datum], "cross_entropy").result(5)
     assert not any("traceparent" in seen.headers for seen in fake.requests)
@@ -183,7 +183,7 @@ print("opentelemetry" in sys.modules)
 
 
 @pytest.mark.parametrize(("word", "loaded"), [("0", "False"), ("1", "True")])
-def test_it_is_imported_only_where_the_environment_asks_for_it(word, loaded):
+def test_it_is_imported_only_if_the_environment_enables_it(word, loaded):
     done = run(PROGRAM, TINKEX_OTEL=word)
     assert done.stdout.strip() == loaded, done.stderr
 

@@ -1,4 +1,4 @@
-"""H9: proxies and headers that the user sets are used, and not only configured."""
+"""H9: the user's proxies and headers are used on every request."""
 
 import asyncio
 import base64
@@ -46,7 +46,7 @@ def test_a_kind_of_proxy_that_cannot_be_used_is_refused():
         proxy_for("http://a.example", {"all_proxy": "socks5://user:hidden@p:1"})
 
 
-def test_a_server_on_this_machine_is_asked_directly(tmp_path):
+def test_a_server_on_this_machine_is_reached_directly(tmp_path):
     env = {"HTTP_PROXY": "http://proxy.example:3128"}
     for url in ("local", "http://127.0.0.1:8000", "http://localhost:8000"):
         assert Settings.resolve(base_url=url, env=env, home=tmp_path).proxy is None
@@ -141,7 +141,7 @@ def test_h9_a_proxy_with_a_password_forwards_requests(monkeypatch):
     assert {host for host, _ in seen} == {"service.invalid"}
 
 
-def test_h9_an_exempt_host_is_asked_directly(monkeypatch):
+def test_h9_an_exempt_host_is_reached_directly(monkeypatch):
     with proxied() as (address, heads, _):
         monkeypatch.setenv("HTTP_PROXY", f"http://{address}")
         monkeypatch.setenv("NO_PROXY", "service.invalid")
@@ -178,12 +178,12 @@ def test_h9_tls_goes_through_a_tunnel_and_trusts_the_given_bundle(tmp_path, monk
             link, settings = "https://service.invalid/file", service.holder.settings
             assert fetch_file(link, tmp_path / "file", settings=settings)
     assert heads[calls].startswith(b"CONNECT service.invalid:443 ")
-    assert "X-API-Key" not in seen[-1][1]  # nor a link, which is signed
+    assert "X-API-Key" not in seen[-1][1]  # nor to a signed link
     assert heads[0].startswith(b"CONNECT service.invalid:443 ")
-    assert KEY.encode() not in b"".join(heads)  # only the service itself gets to see it
+    assert KEY.encode() not in b"".join(heads)  # only the service itself gets it
 
 
-def test_a_proxy_that_is_not_there_is_an_error_without_its_password(monkeypatch):
+def test_a_missing_proxy_is_an_error_without_its_password(monkeypatch):
     monkeypatch.setenv("http_proxy", "http://user:hunter2@127.0.0.1:9")
     monkeypatch.setenv("TINKEX_FIRST_CONTACT_S", "0.1")
     service = tinkex.ServiceClient(base_url="http://service.invalid", api_key=KEY)
@@ -208,7 +208,7 @@ def test_h9_cloudflare_and_custom_headers_are_sent_with_every_request(fake, loop
         assert seen.headers["cf-access-client-id"] == "cf-id"
         assert seen.headers["cf-access-client-secret"] == "cf-secret"
         assert seen.headers["x-team"] == "blue"
-        assert seen.headers["user-agent"] == "mine/1"  # ours is replaced, not doubled
+        assert seen.headers["user-agent"] == "mine/1"  # the client's own is replaced, not repeated
 
 
 def test_h9_a_key_among_the_custom_headers_is_the_one_that_is_sent(fake, loopback):

@@ -1,4 +1,4 @@
-"""Why requests wait reaches the user: a log line, a callback, a progress display (O8)."""
+"""Queue states reach the user: a log line, a callback, a progress display (O8)."""
 
 import io
 import json
@@ -9,14 +9,14 @@ import tinkex
 from client.waiting import until
 from tinkex import types
 from tinkex.client.observe import instrumentation, queue_states
-from tinkex.client.observe.progress import Row, in_words
+from tinkex.client.observe.progress import Row, summary_line
 from tinkex.testing import Answer
 
 
 @pytest.fixture(autouse=True)
 def _alone(monkeypatch):
-    """What other tests left running is not shown here."""
-    monkeypatch.setattr(instrumentation, "here", instrumentation.Metrics())
+    """Work left running by other tests is not shown here."""
+    monkeypatch.setattr(instrumentation, "METRICS", instrumentation.Metrics())
     monkeypatch.setattr(queue_states, "_paused", {})
 
 
@@ -25,18 +25,18 @@ def paused(reason: str | None = "two jobs ahead", status: int = 408) -> Answer:
     return Answer(status=status, body={**body, "queue_state_reason": reason})
 
 
-@pytest.mark.parametrize("status", [408, 200])  # older servers say it with a success
-def test_o8_a_callback_is_told_what_waits_why_and_that_it_goes_on(
+@pytest.mark.parametrize("status", [408, 200])  # older servers send it with a 200
+def test_o8_a_callback_gets_what_waits_why_and_the_end_of_the_wait(
     fake, service, datum, caplog, status
 ):
-    told: list[tinkex.QueueState] = []
+    states: list[tinkex.QueueState] = []
     training = service.create_lora_training_client("fake/model")
     last = paused("one job ahead", status=status)
     fake.script("retrieve_future", paused(status=status), paused(status=status), last)
-    with tinkex.on_queue_state(told.append):
+    with tinkex.on_queue_state(states.append):
         training.forward_backward([datum], "cross_entropy").result(5)
     subject = f"Training of {training.model_id}"
-    assert [(each.subject, each.state, each.reason) for each in told] == [
+    assert [(each.subject, each.state, each.reason) for each in states] == [
         (subject, "paused_capacity", "two jobs ahead"),
         (subject, "paused_capacity", "one job ahead"),
         (subject, "active", None),
@@ -45,12 +45,12 @@ def test_o8_a_callback_is_told_what_waits_why_and_that_it_goes_on(
     assert lines == [f"{subject} is paused: two jobs ahead"]  # once a minute
     fake.script("retrieve_future", paused())
     training.optim_step(tinkex.AdamParams()).result(5)
-    assert len(told) == 3  # the block has ended
+    assert len(states) == 3  # the block has ended
 
 
-def test_o8_samples_and_new_models_tell_too_and_a_state_without_a_reason_gets_one(fake, service):
-    told: list[tinkex.QueueState] = []
-    watch = tinkex.on_queue_state(told.append)
+def test_o8_samples_and_new_models_report_too_and_a_state_without_a_reason_gets_one(fake, service):
+    states: list[tinkex.QueueState] = []
+    watch = tinkex.on_queue_state(states.append)
     fake.script("retrieve_future", paused(None))
     service.create_lora_training_client("fake/model")
     sampling = service.create_sampling_client(base_model="fake/model")
@@ -59,26 +59,24 @@ def test_o8_samples_and_new_models_tell_too_and_a_state_without_a_reason_gets_on
     sampling.sample(prompt, 1, types.SamplingParams(max_tokens=1)).result(5)
     watch.stop()
     watch.stop()
-    assert told[0].subject == "Creation of a model over fake/model"
-    assert told[0].reason == "the service is short of capacity"
-    assert told[2].subject.startswith("Sampling from ")
+    assert states[0].subject == "Creation of a model on fake/model"
+    assert states[0].reason == "the service is short of capacity"
+    assert states[2].subject.startswith("Sampling from ")
 
 
 @pytest.mark.parametrize("status", [200, 408])
-def test_t5_a_state_that_this_client_does_not_know_is_told_as_it_is(
-    status, fake, service, datum, caplog
-):
+def test_t5_an_unknown_state_is_passed_on_unchanged(status, fake, service, datum, caplog):
     training = service.create_lora_training_client("fake/model")
-    told: list[tinkex.QueueState] = []
+    states: list[tinkex.QueueState] = []
     body = {"type": "try_again", "request_id": "r", "queue_state": "paused_maintenance"}
     fake.script("retrieve_future", Answer(status=status, body=body))
-    with tinkex.on_queue_state(told.append):
+    with tinkex.on_queue_state(states.append):
         training.forward_backward([datum], "cross_entropy").result(5)
-    assert [state.state for state in told] == ["paused_maintenance", "active"]
+    assert [state.state for state in states] == ["paused_maintenance", "active"]
     assert "is paused: queue state 'paused_maintenance'" in caplog.text
 
 
-def test_o8_a_callback_that_fails_stops_nothing(fake, service, datum, caplog):
+def test_o8_a_failing_callback_does_not_stop_the_request(fake, service, datum, caplog):
     def fails(state: tinkex.QueueState) -> None:
         raise ValueError("mine")
 
@@ -89,7 +87,7 @@ def test_o8_a_callback_that_fails_stops_nothing(fake, service, datum, caplog):
     assert "a queue-state callback failed" in caplog.text
 
 
-def test_o8_nothing_is_paused_once_a_request_was_given_up(fake, datum):
+def test_o8_nothing_is_paused_after_a_request_was_cancelled(fake, datum):
     service = fake.client()
     training = service.create_lora_training_client("fake/model")
     fake.script("retrieve_future", *[paused()] * 1000)
@@ -110,7 +108,7 @@ def test_e3_queue_states_and_backpressure_are_counted_in_telemetry(fake, datum):
     events = [event for seen in sent for event in json.loads(seen.body)["events"]]
     assert [
         (each["event_name"], each["event_data"]) for each in events if "event_name" in each
-    ] == [  # each once: what was told is not told again
+    ] == [  # each once, without repeats
         ("backpressure", {"rate_limited": 2, "longest_wait_s": 0.02}),
         ("queue_states", {"paused_capacity": 1, "active": 1}),
     ]
@@ -144,9 +142,9 @@ def test_o8_progress_shows_what_is_under_way_and_why_it_waits(fake, service, out
         assert len(text.splitlines()) == len(set(text.splitlines()))  # only what has changed
 
 
-def test_progress_in_words():
+def test_progress_summary_line():
     row = Row(name="sample", done=12, failed=1, in_flight=5, waiting=22)
-    assert in_words([row], []) == "sample 12/40, 5 in flight, 22 waiting, 1 failed"
+    assert summary_line([row], []) == "sample 12/40, 5 in flight, 22 waiting, 1 failed"
 
 
 def test_progress_of_nothing_says_nothing():

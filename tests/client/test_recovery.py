@@ -1,4 +1,4 @@
-"""A run that is started again from its last checkpoint when the server loses it."""
+"""Runs are restarted from their last checkpoint when the server loses them."""
 
 import asyncio
 from collections.abc import Callable
@@ -45,7 +45,7 @@ FAILURES = {
 
 
 @pytest.mark.parametrize("failure", FAILURES)
-def test_a_run_whose_model_is_lost_ends_like_one_that_was_left_alone(fake, datum, failure):
+def test_a_recovered_run_ends_like_an_undisturbed_one(fake, datum, failure):
     undisturbed = FakeService()
     expected = tinkex.recovering(trains(datum), service=undisturbed.client, create=create)
     assert expected == pytest.approx(-3 * toy_logprob(STEPS))
@@ -74,14 +74,14 @@ def test_a_run_whose_model_is_lost_ends_like_one_that_was_left_alone(fake, datum
     assert ended == ["errored", "success"]
 
 
-def test_it_begins_anew_where_there_is_no_checkpoint_yet(fake, datum):
+def test_it_starts_over_if_there_is_no_checkpoint_yet(fake, datum):
     fake.script("optim_step", Answer(status=410))
     tinkex.recovering(trains(datum), service=fake.client, create=create, back_off_s=0.0)
     assert len([seen for seen in fake.requests if seen.endpoint == "create_model"]) == 2
 
 
-def test_it_gives_up_after_so_many_restarts_without_a_new_checkpoint(fake, datum):
-    told: list = []
+def test_it_gives_up_after_most_restarts_without_a_new_checkpoint(fake, datum):
+    restarts: list = []
 
     def loses(step: int) -> None:
         if step in (1, 3):
@@ -94,12 +94,12 @@ def test_it_gives_up_after_so_many_restarts_without_a_new_checkpoint(fake, datum
             create=create,
             most_restarts=2,
             back_off_s=0.001,
-            on_restart=told.append,
+            on_restart=restarts.append,
         )
-    assert [(each.attempt, each.delay_s) for each in told] == [(1, 0.001), (2, 0.002)]
+    assert [(each.attempt, each.delay_s) for each in restarts] == [(1, 0.001), (2, 0.002)]
 
 
-def test_every_checkpoint_gives_it_new_patience():
+def test_every_checkpoint_resets_the_restart_count():
     restarts = Restarts(most=1, back_off_s=1.0)
     error, first = ValueError(), Saved(path="tinker://a", step=1)
     assert restarts.after(error, None)
@@ -108,7 +108,7 @@ def test_every_checkpoint_gives_it_new_patience():
     assert not restarts.after(error, first)
 
 
-def test_mistakes_of_the_caller_are_raised_at_once(fake):
+def test_user_errors_are_raised_at_once(fake):
     def bad(run: tinkex.Recovery) -> None:
         run.training.forward_backward([types.Datum(types.ModelInput.from_ints([1]), {})], "ppo")
         raise ValueError("mine")
@@ -153,7 +153,7 @@ def test_a_corrupted_run_is_started_again_and_its_checkpoint_not_used(fake, datu
     assert len(set(run_ids)) == 2
 
 
-def test_it_goes_on_from_a_checkpoint_of_an_earlier_program(fake, datum):
+def test_it_resumes_from_a_checkpoint_of_an_earlier_program(fake, datum):
     saved: list[Saved] = []
 
     def first(run: tinkex.Recovery) -> None:
@@ -177,18 +177,18 @@ def test_coroutines_recover_in_the_same_way(fake, datum):
             await run.training.optim_step(tinkex.AdamParams())
             if step % 2 == 1:
                 await run.save_async(step + 1)
-            if step == 2 and not told:
+            if step == 2 and not restarts:
                 fake.script("forward_backward", Answer(status=410))
         return (await run.training.forward([datum], "cross_entropy")).metrics["loss:sum"]
 
-    told: list = []
+    restarts: list = []
     loss = asyncio.run(
         tinkex.recovering_async(
-            train, service=fake.client, create=make, back_off_s=0.0, on_restart=told.append
+            train, service=fake.client, create=make, back_off_s=0.0, on_restart=restarts.append
         )
     )
     assert loss == pytest.approx(-3 * toy_logprob(STEPS))
-    assert len(told) == 1
+    assert len(restarts) == 1
 
 
 REQUEST = Request(method="POST", url="http://h/api/v1/optim_step")
@@ -207,5 +207,5 @@ REQUEST = Request(method="POST", url="http://h/api/v1/optim_step")
     ],
     ids=str,
 )
-def test_what_is_worth_a_restart(error, expected):
+def test_which_errors_are_worth_a_restart(error, expected):
     assert may_recover(error) is expected

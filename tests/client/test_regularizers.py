@@ -63,13 +63,13 @@ def test_entropy_of_the_targets_of_each_position(temperature):
     assert value(reg.Entropy(temperature), batch(ROWS)) == pytest.approx(expected)
 
 
-def test_entropy_is_largest_where_all_are_alike_and_needs_several_targets():
+def test_entropy_is_largest_for_equal_logprobs_and_needs_several_targets():
     assert value(reg.Entropy(), batch(np.zeros((2, 4)))) == pytest.approx(2 * math.log(4))
-    with pytest.raises(ValueError, match=r"data\[0\] has one target for each position"):
+    with pytest.raises(ValueError, match=r"data\[0\] has one target per position"):
         reg.Entropy()(batch(X[0]))
 
 
-def test_kl_both_ways_and_their_mean_over_several_targets():
+def test_kl_in_both_directions_and_their_mean_over_several_targets():
     p, q = shares(ROWS), shares(OTHER)
     seen = batch(ROWS, reference_logprobs=[OTHER])
     assert value(reg.KL("reverse"), seen) == pytest.approx(kl(p, q), rel=1e-5)
@@ -81,7 +81,7 @@ def test_kl_both_ways_and_their_mean_over_several_targets():
 
 
 def test_kl_of_one_target_is_the_estimate_whose_mean_is_the_kl():
-    """Over all tokens weighted by how often the model draws them."""
+    """The expectation over tokens sampled from the model."""
     p, q = np.array([0.5, 0.3, 0.2]), np.array([0.2, 0.2, 0.6])
     for direction, expected in (("reverse", kl(p, q)), ("forward", kl(q, p))):
         each = [
@@ -101,12 +101,12 @@ def test_the_gradient_of_kl_is_that_of_its_formula():
     )
 
 
-def test_consistency_of_neighbours_or_given_pairs():
+def test_consistency_of_adjacent_or_given_pairs():
     apart = X[0] - X[1]
     assert value(reg.Consistency(), batch(*X)) == pytest.approx(np.square(apart).mean())
     absolute = reg.Consistency("absolute", pairs=[(0, 2)])
     assert value(absolute, batch(X[0], X[0], X[1])) == pytest.approx(np.abs(apart).mean())
-    with pytest.raises(ValueError, match="3 datums are no pairs"):
+    with pytest.raises(ValueError, match="3 datums cannot be paired"):
         reg.Consistency()(batch(X[0], X[0], X[1]))
     with pytest.raises(ValueError, match=r"data\[0\] and data\[1\] have logprobs of shape"):
         reg.Consistency()(batch(X[0], X[1][:2]))
@@ -142,7 +142,7 @@ def test_the_gradient_penalty_and_its_own_gradient():
         (lambda: reg.Consistency("cubic"), "distance is 'cubic'"),
         (lambda: reg.regularized(total, reg.L1(), reg.L1()), "called 'l1'"),
         (lambda: reg.regularized(total, reg.Term(reg.L1(), name="a:b")), "without ':'"),
-        (lambda: reg.regularized(total, reg.Term(reg.L1(), name="base")), "other than 'base'"),
+        (lambda: reg.regularized(total, reg.Term(reg.L1(), name="base")), "not 'base'"),
     ],
 )
 def test_wrong_settings_are_refused_with_what_is_allowed(make, words):
@@ -153,7 +153,7 @@ def test_wrong_settings_are_refused_with_what_is_allowed(make, words):
 def test_a_missing_or_misshapen_reference_is_named():
     with pytest.raises(ValueError, match=r"data\[0\] has no 'reference_logprobs'"):
         reg.KL()(batch(X[0]))
-    with pytest.raises(ValueError, match=r"has shape \(2,\), the logprobs \(3,\)"):
+    with pytest.raises(ValueError, match=r"has shape \(2,\), but the logprobs have \(3,\)"):
         reg.KL()(batch(X[0], reference_logprobs=[X[0][:2]]))
 
 

@@ -1,4 +1,4 @@
-"""`tinkex.resources`: single endpoints, as the official client names them; `Timeout`."""
+"""`tinkex.resources`: single endpoints with the names of the official client; `Timeout`."""
 
 import asyncio
 import concurrent.futures
@@ -28,7 +28,7 @@ async def finished(service, promised):
     )
 
 
-def test_a_model_is_made_trained_and_saved_request_by_request(fake, service, datum):
+def test_a_model_is_created_trained_and_saved_request_by_request(fake, service, datum):
     async def program():
         session = await AsyncServiceResource(service).create_session(
             request=types.CreateSessionRequest(tags=[], user_metadata={}, sdk_version="0.36.0")
@@ -101,7 +101,7 @@ def fake_body(fake):
     return next(seen.json() for seen in reversed(fake.requests) if seen.endpoint == "asample")
 
 
-def test_what_is_not_ready_is_try_again_and_a_raw_answer_shows_the_status(fake, service):
+def test_a_pending_result_is_try_again_and_a_raw_response_shows_the_status(fake, service):
     async def program():
         futures = AsyncFuturesResource(service)
         request = types.FutureRetrieveRequest(request_id="r-1")
@@ -120,7 +120,7 @@ def test_what_is_not_ready_is_try_again_and_a_raw_answer_shows_the_status(fake, 
     assert (status, body) == (200, {"path": "tinker://a"})
 
 
-def test_a_refusal_is_the_clients_error_and_no_retries_are_none(fake, service):
+def test_an_error_status_raises_the_clients_error_and_max_retries_0_sends_once(fake, service):
     fake.script("telemetry", tinkex.testing.Answer(status=403, body={"detail": "no"}))
     fake.script("session_heartbeat", tinkex.testing.Answer(status=503))
     batch = types.TelemetrySendRequest(
@@ -142,11 +142,11 @@ def test_a_timeout_is_what_it_is_in_httpx():
     assert repr(whole) == "Timeout(connect=5, read=60, write=60, pool=60)"
     assert repr(tinkex.Timeout(None)) == "Timeout(timeout=None)"
     assert len({whole, tinkex.Timeout(60, connect=5)}) == 1
-    with pytest.raises(ValueError, match="nothing about read, write, pool"):
+    with pytest.raises(ValueError, match="lacks read, write, pool"):
         tinkex.Timeout(connect=1)
 
 
-def test_a_plain_future_is_made_awaitable_and_ours_pass_for_one(service):
+def test_a_plain_future_is_made_awaitable_and_promises_count_as_one(service):
     plain: concurrent.futures.Future[int] = concurrent.futures.Future()
     wrapped = AwaitableConcurrentFuture(plain)
 

@@ -1,4 +1,4 @@
-"""What RestClient and AdminClient send, refuse and share; against a stand-in service."""
+"""What RestClient and AdminClient send, refuse and share, against a stand-in service."""
 
 import asyncio
 import base64
@@ -16,21 +16,21 @@ from typing import Any
 import pytest
 
 import tinkex
-from standin import Asked, Reply, Standin, reply_json, standing_in
+from standin import Received, Reply, Standin, reply_json, standing_in
 from tinkex import AdminClient, RestClient, types
 from tinkex.client import rest as rest_module
 from tinkex.client import rest_base
-from tinkex.client.rest import owner_in
+from tinkex.client.rest import owner_of_token
 from tinkex.testing import Answer, FakeService
 
 RUN = "s:train:0"
 PATH = f"tinker://{RUN}/weights/a"
 
-Script = dict[str, Reply | Callable[[Asked], Reply]]
+Script = dict[str, Reply | Callable[[Received], Reply]]
 
 
 class Service:
-    """Answers by "METHOD path"; a request that is not in the script is a 404."""
+    """Responses by "METHOD path"; a request that is not in the script is a 404."""
 
     def __init__(self) -> None:
         self.script: Script = {
@@ -39,20 +39,20 @@ class Service:
         }
         self.standin: Standin = Standin()
 
-    def __call__(self, asked: Asked) -> Reply:
-        found = self.script.get(f"{asked.method} {asked.path}")
+    def __call__(self, request: Received) -> Reply:
+        found = self.script.get(f"{request.method} {request.path}")
         if found is None:
-            return reply_json({"detail": f"nothing at {asked.path}"}, 404)
-        return found(asked) if callable(found) else found
+            return reply_json({"detail": f"nothing at {request.path}"}, 404)
+        return found(request) if callable(found) else found
 
     @property
     def url(self) -> str:
         return self.standin.url
 
     @property
-    def asked(self) -> list[Asked]:
-        """Without what every client asks first."""
-        return [each for each in self.standin.asked if "/client/" not in each.path]
+    def requests(self) -> list[Received]:
+        """Without the requests that every client sends first."""
+        return [each for each in self.standin.requests if "/client/" not in each.path]
 
 
 @pytest.fixture
@@ -112,7 +112,7 @@ def test_defect_6_wrong_arguments_are_refused_at_once_and_nothing_is_sent(
     with pytest.raises(ValueError, match=says):
         asyncio.run(getattr(client, f"{method}_async")(*args))
     assert time.monotonic() - began < 1
-    assert here.standin.asked == []
+    assert here.standin.requests == []
 
 
 def test_defect_6_errors_are_not_delayed_by_telemetry_that_cannot_be_sent(here: Service) -> None:
@@ -153,7 +153,7 @@ def test_wrong_arguments_of_the_admin_client_are_refused_at_once(
 ) -> None:
     with pytest.raises(ValueError, match=says):
         getattr(AdminClient(base_url=here.url), method)(*args)
-    assert here.standin.asked == []
+    assert here.standin.requests == []
 
 
 def test_a_holder_and_credentials_together_are_refused(rest: RestClient) -> None:
@@ -164,16 +164,14 @@ def test_a_holder_and_credentials_together_are_refused(rest: RestClient) -> None
 # -- what is sent ------------------------------------------------------------------------------------
 
 
-def test_defect_22_ids_are_quoted_so_that_they_are_nothing_but_ids(
-    here: Service, rest: RestClient
-) -> None:
+def test_defect_22_ids_are_quoted(here: Service, rest: RestClient) -> None:
     run = "a/b?limit=1#c d%2e:ü"
     with pytest.raises(tinkex.NotFoundError):
         rest.list_checkpoints(run).result(10)
     with pytest.raises(tinkex.NotFoundError):
         rest.delete_checkpoint("r", "weights/x?y").result(10)
     quoted = "a%2Fb%3Flimit=1%23c%20d%252e:%C3%BC".replace("=", "%3D")
-    paths = [each.path.replace("=", "%3D") for each in here.asked]
+    paths = [each.path.replace("=", "%3D") for each in here.requests]
     assert paths == [
         f"/api/v1/training_runs/{quoted}/checkpoints",
         "/api/v1/training_runs/r/checkpoints/weights/x%3Fy",
@@ -188,12 +186,12 @@ def test_lists_send_what_the_official_client_sends(here: Service, rest: RestClie
     ):
         with pytest.raises(tinkex.NotFoundError):
             call.result(10)
-    assert {each.path for each in here.asked} == {
+    assert {each.path for each in here.requests} == {
         "/api/v1/training_runs?limit=5&offset=10&access_scope=accessible&project_id=p+q",
         "/api/v1/checkpoints?limit=100&offset=0",
         "/api/v1/sessions?limit=20&offset=0&access_scope=owned",
     }
-    assert {each.headers["x-api-key"] for each in here.asked} == {"tml-one"}
+    assert {each.headers["x-api-key"] for each in here.requests} == {"tml-one"}
 
 
 def test_the_absence_of_an_expiry_is_sent_as_null(here: Service, rest: RestClient) -> None:
@@ -201,17 +199,19 @@ def test_the_absence_of_an_expiry_is_sent_as_null(here: Service, rest: RestClien
     here.script[place] = Reply(status=204)
     assert rest.set_checkpoint_ttl_from_tinker_path(PATH, None).result(10) is None
     rest.set_checkpoint_ttl_from_tinker_path(PATH, 7200).result(10)
-    assert [each.json() for each in here.asked] == [{"ttl_seconds": None}, {"ttl_seconds": 7200}]
+    assert [each.json() for each in here.requests] == [{"ttl_seconds": None}, {"ttl_seconds": 7200}]
 
 
-def test_a_copy_is_repeated_under_one_key_and_lends_the_token_in_a_header(
+def test_a_copy_is_retried_under_one_key_and_sends_the_token_in_a_header(
     here: Service, rest: RestClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers = iter([reply_json({"detail": "busy"}, 503), reply_json({"tinker_path": PATH})])
     here.script["POST /api/v1/copy_weights"] = lambda _: next(answers)
-    lent = rest.copy_weights(PATH, "p", ttl_seconds=7200, weights_access_token="tml-theirs")
-    assert lent.result(10) == PATH
-    first, second = here.asked
+    with_other_key = rest.copy_weights(
+        PATH, "p", ttl_seconds=7200, weights_access_token="tml-theirs"
+    )
+    assert with_other_key.result(10) == PATH
+    first, second = here.requests
     assert first.headers["x-idempotency-key"] == second.headers["x-idempotency-key"]
     assert first.headers["x-tinker-weights-access-token"] == "tml-theirs"
     assert first.headers["x-api-key"] == "tml-one"
@@ -231,7 +231,7 @@ def test_the_project_of_a_copy_may_come_from_the_environment(
         assert asyncio.run(rest.copy_weights_async(PATH)) == PATH
     with tinkex.ServiceClient(base_url=here.url, project_id="mine") as service:
         assert service.copy_weights(PATH).result(10) == PATH
-    sent = [each.json() for each in here.asked if each.path.endswith("copy_weights")]
+    sent = [each.json() for each in here.requests if each.path.endswith("copy_weights")]
     assert [each["destination_project_id"] for each in sent] == ["ours", "mine"]
 
 
@@ -253,7 +253,7 @@ def test_an_archive_link_is_read_from_a_redirect_and_from_json(
     assert twin == found
 
 
-def test_an_audit_log_that_lies_elsewhere_is_fetched_without_the_key(
+def test_an_audit_log_on_another_host_is_fetched_without_the_key(
     here: Service, rest: RestClient
 ) -> None:
     admin = AdminClient(base_url=here.url, api_key="tml-one")
@@ -264,8 +264,8 @@ def test_an_audit_log_that_lies_elsewhere_is_fetched_without_the_key(
         )
         log = admin.get_audit_log(day=date(2026, 1, 31)).result(10)
         assert [each.event for each in log.entries] == ["made"]
-        assert [each.path for each in elsewhere.asked] == ["/log?signature=x"]
-        assert "tml-one" not in str(elsewhere.asked[0].headers)
+        assert [each.path for each in elsewhere.requests] == ["/log?signature=x"]
+        assert "tml-one" not in str(elsewhere.requests[0].headers)
     admin.close().result(5)
 
 
@@ -281,7 +281,7 @@ def test_an_audit_log_that_lies_elsewhere_is_fetched_without_the_key(
 def test_an_audit_log_of_the_same_origin_is_fetched_with_the_key(
     location: str, shown: bool
 ) -> None:
-    """Whether the port that goes without saying is said or not."""
+    """Whether or not the default port is written."""
     fake = FakeService()
     fake.script("audit", Answer(status=302, headers={"location": location}))
     with fake.client(base_url="https://h.invalid", api_key="tml-one") as service:
@@ -291,7 +291,7 @@ def test_an_audit_log_of_the_same_origin_is_fetched_with_the_key(
         assert ("x-api-key" in last.headers) is shown
 
 
-def test_usage_is_asked_for_in_utc(here: Service, rest: RestClient) -> None:
+def test_usage_is_requested_in_utc(here: Service, rest: RestClient) -> None:
     with AdminClient(base_url=here.url) as admin:
         for start, end in (
             ("2026-01-01T02:00:00+02:00", datetime(2026, 1, 1, 5)),
@@ -300,23 +300,23 @@ def test_usage_is_asked_for_in_utc(here: Service, rest: RestClient) -> None:
             with pytest.raises(tinkex.NotFoundError):
                 admin.get_billing_usage(start, end).result(10)
     wanted = "starting_on=2026-01-01T00%3A00%3A00Z&ending_before=2026-01-01T05%3A00%3A00Z"
-    paths = {each.path.replace(":", "%3A") for each in here.asked}
+    paths = {each.path.replace(":", "%3A") for each in here.requests}
     assert paths == {f"/api/v1/billing/usage/events?{wanted}"}
 
 
 # -- traces ------------------------------------------------------------------------------------------
 
 
-def test_a_trace_is_looked_for_soon_and_then_at_an_even_pace(
+def test_a_trace_is_polled_early_and_then_at_a_fixed_interval(
     here: Service,
     rest: RestClient,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    assert rest_module.LOOK_EVERY_S == 5
-    assert rest_module.FIRST_LOOK_S < 1
-    monkeypatch.setattr(rest_module, "FIRST_LOOK_S", 0.001)
-    monkeypatch.setattr(rest_module, "LOOK_EVERY_S", 0.002)
+    assert rest_module.TRACE_POLL_S == 5
+    assert rest_module.FIRST_TRACE_POLL_S < 1
+    monkeypatch.setattr(rest_module, "FIRST_TRACE_POLL_S", 0.001)
+    monkeypatch.setattr(rest_module, "TRACE_POLL_S", 0.002)
     answers = iter(
         [reply_json({"status": "pending"})] * 3
         + [reply_json({"status": "ready", "url": "http://x/y"})]
@@ -324,7 +324,7 @@ def test_a_trace_is_looked_for_soon_and_then_at_an_even_pace(
     )
     here.script["GET /api/v1/sessions/s/trace_export"] = lambda _: next(answers)
     assert rest.export_session_trace("s").result(10) == "http://x/y"
-    assert len([r for r in caplog.records if "being made" in r.message]) == 1
+    assert len([r for r in caplog.records if "being created" in r.message]) == 1
     with pytest.raises(RuntimeError, match="too old"):
         asyncio.run(rest.export_session_trace_async("s"))
 
@@ -332,7 +332,7 @@ def test_a_trace_is_looked_for_soon_and_then_at_an_even_pace(
 # -- warnings and kinds ------------------------------------------------------------------------------
 
 
-def test_o7_every_call_gives_one_kind_of_future_and_every_twin_the_value(
+def test_o7_every_call_returns_one_kind_of_future_and_every_async_variant_the_value(
     here: Service, rest: RestClient
 ) -> None:
     here.script["GET /api/v1/sessions/s?access_scope=owned"] = reply_json(
@@ -363,7 +363,7 @@ def test_the_reference_has_every_method() -> None:
         assert [name for name in names if f"`{name.removesuffix('_async')}" not in text] == []
 
 
-def test_o7_waiting_for_an_answer_on_an_event_loop_is_warned_about_by_name(
+def test_o7_blocking_on_an_event_loop_warns_with_the_name_of_the_method(
     here: Service, rest: RestClient
 ) -> None:
     async def wrong() -> None:
@@ -373,17 +373,17 @@ def test_o7_waiting_for_an_answer_on_an_event_loop_is_warned_about_by_name(
         asyncio.run(wrong())
 
 
-def test_what_is_experimental_or_has_moved_says_so_at_the_callers_line(
+def test_experimental_and_moved_methods_warn_at_the_callers_line(
     here: Service, rest: RestClient
 ) -> None:
     here.script["POST /api/v1/sessions/search"] = reply_json({"sessions": []})
     here.script["GET /api/v1/audit?event_type=all"] = reply_json({"entries": []})
-    asked = types.SessionSearchRequest(limit=3)
+    request = types.SessionSearchRequest(limit=3)
     with pytest.warns(tinkex.ExperimentalWarning, match="search_sessions") as seen:
-        assert rest.search_sessions(asked).result(10).sessions == []
+        assert rest.search_sessions(request).result(10).sessions == []
     assert seen[0].filename == __file__
     with pytest.warns(tinkex.ExperimentalWarning) as seen:
-        asyncio.run(rest.search_sessions_async(asked))
+        asyncio.run(rest.search_sessions_async(request))
     with pytest.warns(FutureWarning, match=r"AdminClient.get_audit_log") as seen:
         assert rest.get_audit_log().result(10).entries == []
     assert seen[0].filename == __file__
@@ -407,8 +407,8 @@ def test_what_is_experimental_or_has_moved_says_so_at_the_callers_line(
     service.close("success").result(5)
 
 
-def test_a_call_can_have_a_time_out_of_its_own(here: Service, rest: RestClient) -> None:
-    def slow(_: Asked) -> Reply:
+def test_a_call_can_have_its_own_timeout(here: Service, rest: RestClient) -> None:
+    def slow(_: Received) -> Reply:
         time.sleep(0.5)
         return reply_json({"sessions": []})
 
@@ -438,37 +438,35 @@ def test_whoami_reads_the_token_and_sends_nothing(here: Service) -> None:
         pytest.raises(RuntimeError, match="token"),
     ):
         rest.whoami().result(10)
-    assert here.asked == []
+    assert here.requests == []
 
 
-def test_a_token_that_does_not_say_whose_it_is_is_told_apart() -> None:
+def test_a_token_without_an_owner_is_an_error() -> None:
     urn = "tml:organization:us"
-    assert owner_in({"sub": "a", "org_id": urn, "email": 3}) == types.WhoamiResponse(
+    assert owner_of_token({"sub": "a", "org_id": urn, "email": 3}) == types.WhoamiResponse(
         user_urn="a", org_urn=urn
     )
     for claims in ({"sub": "a"}, {"org_id": "b"}, {"sub": 1, "org_id": 2}):
-        with pytest.raises(RuntimeError, match="whose it is"):
-            owner_in(claims)
+        with pytest.raises(RuntimeError, match="does not name its owner"):
+            owner_of_token(claims)
 
 
 # -- pages -------------------------------------------------------------------------------------------
 
 
-def test_all_of_a_list_comes_page_by_page_and_nothing_twice(
-    here: Service, rest: RestClient
-) -> None:
+def test_a_list_is_fetched_page_by_page_without_duplicates(here: Service, rest: RestClient) -> None:
     ids = [f"s-{number}" for number in range(205)]
 
-    def page(asked: Asked) -> Reply:
-        query = dict(pair.split("=") for pair in asked.path.partition("?")[2].split("&"))
+    def page(request: Received) -> Reply:
+        query = dict(pair.split("=") for pair in request.path.partition("?")[2].split("&"))
         start = int(query["offset"])
         found = ids[start : start + int(query["limit"])]
         if start == 0:
-            ids.insert(0, "s-new")  # made while we look: the rest moves down
+            ids.insert(0, "s-new")  # created during the loop: the rest shifts down
         return reply_json({"sessions": found})
 
-    def answer(asked: Asked) -> Reply:
-        return page(asked) if "/sessions?" in asked.path else Service.__call__(here, asked)
+    def answer(request: Received) -> Reply:
+        return page(request) if "/sessions?" in request.path else Service.__call__(here, request)
 
     with standing_in(answer) as paged, RestClient(base_url=paged.url) as client:
         everything = client.all_sessions()
@@ -482,7 +480,7 @@ def test_all_of_a_list_comes_page_by_page_and_nothing_twice(
             client.all_sessions("nobody's")  # type: ignore[arg-type]
 
 
-def test_a_search_goes_on_from_its_cursor(here: Service, rest: RestClient) -> None:
+def test_a_search_continues_from_its_cursor(here: Service, rest: RestClient) -> None:
     def found(name: str) -> dict[str, Any]:
         return {
             "session_id": name,
@@ -494,8 +492,8 @@ def test_a_search_goes_on_from_its_cursor(here: Service, rest: RestClient) -> No
 
     cursor = {"last_created_at": "2026-01-01T00:00:00Z", "last_session_id": "a"}
 
-    def answer(asked: Asked) -> Reply:
-        if "cursor" in asked.json():
+    def answer(request: Received) -> Reply:
+        if "cursor" in request.json():
             return reply_json({"sessions": [found("b")]})
         return reply_json({"sessions": [found("a")], "next_cursor": cursor})
 
@@ -508,7 +506,7 @@ def test_a_search_goes_on_from_its_cursor(here: Service, rest: RestClient) -> No
 # -- sharing a connection ----------------------------------------------------------------------------
 
 
-def test_o9_clients_of_one_service_and_key_share_a_connection_and_leave_each_other_alone(
+def test_o9_clients_of_one_service_and_key_share_a_connection_and_close_independently(
     here: Service,
 ) -> None:
     here.script["GET /api/v1/sessions?limit=20&offset=0&access_scope=owned"] = reply_json(
@@ -533,7 +531,7 @@ def test_o9_clients_of_one_service_and_key_share_a_connection_and_leave_each_oth
     impatient.close().result(5)
     assert impatient.holder.closed
     assert not other.holder.closed
-    # After the last has gone, the next one connects anew.
+    # After the last was closed, the next one opens a new connection.
     with RestClient(base_url=here.url, api_key="tml-a") as again:
         assert again.list_sessions().result(5).sessions == []
     other.close().result(5)
@@ -555,23 +553,23 @@ def test_o9_closing_a_client_of_a_service_client_leaves_the_session_open(
     assert time.monotonic() - began < 1
 
 
-def test_o9_a_connection_that_nobody_uses_any_more_is_closed(here: Service) -> None:
+def test_o9_an_unused_connection_is_closed(here: Service) -> None:
     here.script["GET /api/v1/sessions?limit=20&offset=0&access_scope=owned"] = reply_json(
         {"sessions": []}
     )
     rest = RestClient(base_url=here.url, api_key="tml-gone")
     rest.list_sessions().result(5)
-    lane = rest.holder.settings.lane
-    assert lane in rest_base._holders
+    key = rest.holder.settings.limits_key
+    assert key in rest_base._holders
     del rest
     deadline = time.monotonic() + 5
-    while lane in rest_base._holders and time.monotonic() < deadline:
+    while key in rest_base._holders and time.monotonic() < deadline:
         gc.collect()
         time.sleep(0.01)
-    assert lane not in rest_base._holders
+    assert key not in rest_base._holders
 
 
-def test_a_forked_child_asks_on_a_connection_of_its_own(here: Service) -> None:
+def test_a_forked_child_uses_its_own_connection(here: Service) -> None:
     here.script["GET /api/v1/sessions?limit=20&offset=0&access_scope=owned"] = reply_json(
         {"sessions": []}
     )
@@ -588,7 +586,7 @@ def test_a_forked_child_asks_on_a_connection_of_its_own(here: Service) -> None:
                 os._exit(code)
         assert os.waitpid(child, 0)[1] == 0
         rest.list_sessions().result(5)
-    assert len(here.asked) == 4
+    assert len(here.requests) == 4
 
 
 def test_keys_are_in_no_repr(here: Service) -> None:

@@ -1,4 +1,4 @@
-"""What is worth another try, and when: tables of decisions."""
+"""Which errors are retried, and when: tables of decisions."""
 
 import itertools
 import pickle
@@ -43,13 +43,13 @@ def answered(status: int, **headers: str) -> APIStatusError:
         (answered(404), False),
         (answered(410), False),
         (answered(422), False),
-        (answered(503, x_should_retry="false"), False),  # the server knows better
+        (answered(503, x_should_retry="false"), False),  # the server decides
         (answered(400, x_should_retry="true"), True),
         (answered(400, x_should_retry="perhaps"), False),
         (ValueError("no"), False),
     ],
 )
-def test_connection_errors_time_outs_408_409_429_and_5xx_are_retried(error, expected):
+def test_connection_errors_timeouts_408_409_429_and_5xx_are_retried(error, expected):
     assert is_retryable(error) is expected
 
 
@@ -61,11 +61,11 @@ def test_connection_errors_time_outs_408_409_429_and_5xx_are_retried(error, expe
         ({"retry-after": "2"}, 2.0),
         ({"retry-after": "0.5"}, 0.5),
         ({"retry-after": "Thu, 01 Jan 2026 12:00:07 GMT"}, 7.0),
-        ({"retry-after": "Thu, 01 Jan 2026 11:59:00 GMT"}, None),  # has passed
+        ({"retry-after": "Thu, 01 Jan 2026 11:59:00 GMT"}, None),  # in the past
         ({"retry-after": "Thu, 01 Jan 2026 12:00:07 -0000"}, 7.0),  # UTC of unknown origin
         ({"retry-after": "Thu, 01 Jan 2026 13:00:07 +0100"}, 7.0),
-        ({"retry-after": "3600"}, 3600.0),  # long ones too
-        ({"retry-after": "Thu, 01 Jan 2099 12:00:00 GMT"}, 86400.0),  # a clock that is wrong
+        ({"retry-after": "3600"}, 3600.0),  # long values too
+        ({"retry-after": "Thu, 01 Jan 2099 12:00:00 GMT"}, 86400.0),  # a wrong clock
         ({"retry-after": "inf"}, None),
         ({"retry-after": "1" + 400 * "0"}, None),
         ({"retry-after": "soon"}, None),
@@ -85,7 +85,7 @@ def test_retry_after_is_read_in_its_three_forms(headers, expected):
     [
         (1, 0.375, 0.5),  # the first delay, shortened by a quarter at most
         (2, 0.75, 1.0),  # doubled
-        (7, 7.5, 10.0),  # 0.5 * 2**6 = 32, cut to the longest
+        (7, 7.5, 10.0),  # 0.5 * 2**6 = 32, cut to the maximum
         (5000, 7.5, 10.0),  # no overflow
     ],
 )
@@ -97,7 +97,7 @@ def test_delays_double_up_to_the_longest(attempt, low, high):
         assert low <= delay <= high
 
 
-def test_h3_delays_are_spread_so_that_clients_do_not_come_back_together():
+def test_h3_delays_have_jitter_so_that_clients_do_not_retry_together():
     def delay(seed):
         return RetryPolicy().delay_s(
             5, answered(503), elapsed_s=0, now=NOW, rng=random.Random(seed)
@@ -107,14 +107,19 @@ def test_h3_delays_are_spread_so_that_clients_do_not_come_back_together():
     assert delay(1) == delay(1)
 
 
-def test_the_servers_wish_comes_before_our_own_delay():
+def test_retry_after_wins_over_the_clients_delay():
     error = answered(503, retry_after="3")
     assert RetryPolicy().delay_s(9, error, elapsed_s=0, now=NOW, rng=random.Random(0)) == 3.0
 
 
 @pytest.mark.parametrize(
     ("elapsed_s", "expected"),
-    [(0, 3.0), (8, 2.0), (10, None), (11, None)],  # 10 s in all: the last try is at the deadline
+    [
+        (0, 3.0),
+        (8, 2.0),
+        (10, None),
+        (11, None),
+    ],  # 10 s in total: the last attempt is at the deadline
 )
 def test_no_attempt_starts_after_the_deadline(elapsed_s, expected):
     policy = RetryPolicy(give_up_s=10)
@@ -126,12 +131,12 @@ def test_no_attempt_starts_after_the_deadline(elapsed_s, expected):
     ("asked", "elapsed_s", "expected"),
     [("120", 0, 120.0), ("120", 250, 50.0), ("3600", 0, 300.0), ("3600", 300, None)],
 )
-def test_h3_a_long_wish_is_honoured_for_the_time_that_is_left(asked, elapsed_s, expected):
+def test_h3_a_long_retry_after_is_limited_to_the_time_that_is_left(asked, elapsed_s, expected):
     error, rng = answered(503, retry_after=asked), random.Random(0)
     assert RetryPolicy().delay_s(1, error, elapsed_s=elapsed_s, now=NOW, rng=rng) == expected
 
 
-def test_what_is_not_retryable_is_given_up_at_once():
+def test_errors_that_are_not_retryable_are_given_up_at_once():
     rng = random.Random(0)
     assert RetryPolicy().delay_s(1, answered(422), elapsed_s=0, now=NOW, rng=rng) is None
 
@@ -152,28 +157,28 @@ def test_what_is_not_retryable_is_given_up_at_once():
         (ValueError("no"), False),
     ],
 )
-def test_e1_user_errors_are_4xx_that_a_retry_would_not_mend(error, expected):
+def test_e1_user_errors_are_4xx_that_a_retry_would_not_fix(error, expected):
     assert is_user_error(error) is expected
 
 
 def linked(*errors, by="__cause__"):
-    """The first, and each is because of the next."""
+    """The first error; each is caused by the next."""
     for error, next_one in itertools.pairwise(errors):
         setattr(error, by, next_one)
     return errors[0]
 
 
 @pytest.mark.parametrize("by", ["__cause__", "__context__"])
-def test_e1_an_error_is_the_users_if_what_led_to_it_was(by):
+def test_e1_an_error_is_a_user_error_if_its_cause_is(by):
     assert is_user_error(linked(ValueError(), KeyError(), answered(404), by=by))
     assert not is_user_error(linked(ValueError(), KeyError(), answered(503), by=by))
-    # The nearest that tells decides: the service did not answer, whatever was going on before.
+    # The nearest verdict decides: there was no response, whatever happened before.
     assert not is_user_error(linked(APIConnectionError(REQUEST), answered(404), by=by))
     server = RequestFailedError("no", "r", types.RequestErrorCategory.Server)
     assert not is_user_error(linked(ValueError(), server, answered(400), by=by))
 
 
-def test_e1_errors_that_lead_to_each_other_are_looked_at_once():
+def test_e1_errors_that_cause_each_other_are_checked_once():
     first, second = ValueError(), KeyError()
     first.__cause__, second.__context__ = second, first
     assert not is_user_error(first)

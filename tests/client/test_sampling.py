@@ -1,4 +1,4 @@
-"""Samples: many at once, bounded and fair; started over where that is harmless; cancellable."""
+"""Samples: many at once, bounded and fair, retried where that is harmless, cancellable."""
 
 import asyncio
 import json
@@ -51,13 +51,13 @@ def test_logprobs_of_a_prompt(fake, sampling):
     assert body["prompt_logprobs"] is True
 
 
-def test_two_thousand_at_once_are_answered_each_once(fake, sampling):
+def test_two_thousand_concurrent_samples_each_get_one_result(fake, sampling):
     futures = [sampling.sample(PROMPT, 1, PARAMS) for _ in range(2_000)]
     assert all(future.result(30).sequences for future in futures)
     assert sorted(numbers(fake)) == list(range(2_000))
 
 
-def test_no_more_than_the_servers_limit_are_under_way():
+def test_no_more_samples_run_than_the_servers_limit():
     fake = FakeService(config={"sample_max_concurrent_requests": 3})
     service = fake.client()
     sampling = service.create_sampling_client(base_model="fake/model")
@@ -71,7 +71,7 @@ def test_no_more_than_the_servers_limit_are_under_way():
     service.close("success").result(5)
 
 
-def test_the_users_own_limit_is_honoured(fake, service):
+def test_the_users_own_limit_applies(fake, service):
     config = RetryConfig(max_connections=2)
     sampling = service.create_sampling_client(base_model="fake/model", retry_config=config)
     hold = fake.hold("asample")
@@ -83,14 +83,14 @@ def test_the_users_own_limit_is_honoured(fake, service):
     [future.result(5) for future in futures]
 
 
-def test_busy_is_waited_out_under_the_same_number(fake, sampling):
+def test_a_429_is_waited_out_under_the_same_seq_id(fake, sampling):
     fake.script("asample", *[Answer(status=429, headers={"retry-after-ms": "2"})] * 5)
     sampling.sample(PROMPT, 1, PARAMS).result(10)
     assert numbers(fake) == [0] * 6
 
 
 @pytest.mark.parametrize("fault", [Lost(), Lost(after=True), Answer(status=503)], ids=str)
-def test_a_repeated_submission_keeps_its_number(fake, sampling, fault):
+def test_a_retried_submission_keeps_its_seq_id(fake, sampling, fault):
     fake.script("asample", fault)
     sampling.sample(PROMPT, 1, PARAMS).result(10)
     assert numbers(fake) == [0, 0]
@@ -105,19 +105,19 @@ def test_a_repeated_submission_keeps_its_number(fake, sampling, fault):
     ],
     ids=str,
 )
-def test_a_lost_result_is_drawn_again_under_a_new_number(fake, sampling, fault):
+def test_a_lost_result_is_sampled_again_under_a_new_seq_id(fake, sampling, fault):
     fake.script("retrieve_future", fault)
     sampling.sample(PROMPT, 1, PARAMS).result(10)
     assert numbers(fake) == [0, 1]
 
 
-def test_a_request_that_is_wrong_is_not_drawn_again(fake, sampling):
+def test_an_invalid_request_is_not_retried(fake, sampling):
     with pytest.raises(tinkex.RequestFailedError, match="the prompt is empty"):
         sampling.sample(types.ModelInput.empty(), 1, PARAMS).result(5)
     assert numbers(fake) == [0]
 
 
-def test_starting_over_can_be_switched_off(fake, service):
+def test_retries_can_be_turned_off(fake, service):
     config = RetryConfig(enable_retry_logic=False)
     sampling = service.create_sampling_client(base_model="fake/model", retry_config=config)
     fake.script("retrieve_future", Answer(status=410))
@@ -125,7 +125,7 @@ def test_starting_over_can_be_switched_off(fake, service):
         sampling.sample(PROMPT, 1, PARAMS).result(5)
 
 
-def test_when_nothing_finishes_for_too_long_all_that_wait_are_told(fake, service):
+def test_when_nothing_finishes_for_too_long_all_waiting_samples_fail(fake, service):
     config = RetryConfig(progress_timeout=0.2)
     sampling = service.create_sampling_client(base_model="fake/model", retry_config=config)
     hold = fake.hold("asample")
@@ -165,7 +165,7 @@ def test_cancelling_a_sample_reaches_the_server(how):
     service.close("success").result(5)
 
 
-def test_a_time_out_does_not_cancel_a_sample(fake, sampling):
+def test_a_timeout_does_not_cancel_a_sample(fake, sampling):
     hold = fake.hold("asample")
     future = sampling.sample(PROMPT, 1, PARAMS)
 
@@ -181,24 +181,22 @@ def test_a_time_out_does_not_cancel_a_sample(fake, sampling):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"prompt_alt_tokens_k": -1}, "counts from 0"),
+        ({"prompt_alt_tokens_k": -1}, "must be 0 or more"),
         ({"prompt_logprobs_last_n": 2}, "needs include_prompt_logprobs"),
-        ({"prompt_logprobs_last_n": 0, "include_prompt_logprobs": True}, "counts from 1"),
+        ({"prompt_logprobs_last_n": 0, "include_prompt_logprobs": True}, "must be 1 or more"),
         (
             {"target_prompt_logprobs": types.TensorData(data=[1], dtype="int64")},
             "int64 of shape",
         ),
     ],
 )
-def test_arguments_that_make_no_sense_are_refused_before_anything_is_sent(
-    fake, sampling, arguments, message
-):
+def test_invalid_arguments_are_refused_before_anything_is_sent(fake, sampling, arguments, message):
     with pytest.raises(ValueError, match=message):
         sampling.sample(PROMPT, 1, PARAMS, **arguments)
     assert not numbers(fake)
 
 
-def test_a_server_that_ignores_what_was_asked_is_noticed(fake, sampling):
+def test_a_server_that_ignores_an_option_is_detected(fake, sampling):
     sequence = types.SampledSequence("length", "", [1], [-1.0])
     ignorant = Answer(
         status=200,
@@ -214,7 +212,7 @@ def test_a_server_that_ignores_what_was_asked_is_noticed(fake, sampling):
         ).result(5)
 
 
-def test_a_pickle_holds_no_key_and_keeps_the_retry_config(service):
+def test_a_pickle_contains_no_key_and_keeps_the_retry_config(service):
     config = RetryConfig(max_connections=3, progress_timeout=9.0)
     sampling = service.create_sampling_client(base_model="fake/model", retry_config=config)
     blob = pickle.dumps(sampling)
@@ -223,7 +221,7 @@ def test_a_pickle_holds_no_key_and_keeps_the_retry_config(service):
     assert "tml-fake" not in repr(service)
 
 
-def test_a_copy_samples_under_numbers_of_its_own(fake, loopback, monkeypatch):
+def test_a_copy_samples_under_its_own_seq_ids(fake, loopback, monkeypatch):
     service = tinkex.ServiceClient(base_url=loopback.url, api_key="tml-one")
     sampling = service.create_sampling_client(base_model="fake/model", retry_config=QUICK)
     sampling.sample(PROMPT, 1, PARAMS).result(5)
@@ -240,12 +238,14 @@ def test_a_copy_samples_under_numbers_of_its_own(fake, loopback, monkeypatch):
     with pytest.raises(RuntimeError, match="only joined session"):
         copy.holder.next_sampler_number()
     copy.holder.close("success").result(5)
-    assert not [s for s in fake.requests if s.endpoint.endswith("/finish")]  # not its to end
+    assert not [
+        s for s in fake.requests if s.endpoint.endswith("/finish")
+    ]  # a copy does not end the session
     service.close("success").result(5)
 
 
 def test_a_sampler_needs_something_to_sample_from(service):
-    with pytest.raises(ValueError, match="Say what to sample from"):
+    with pytest.raises(ValueError, match="Pass what to sample from"):
         service.create_sampling_client()
     with pytest.raises(ValueError, match="tinker://"):
         service.create_sampling_client(model_path="weights/a")

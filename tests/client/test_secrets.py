@@ -1,4 +1,4 @@
-"""Defect 5: no credential leaves this process but in the header it belongs into."""
+"""Defect 5: credentials are sent only in their header, and appear nowhere else."""
 
 import json
 import logging
@@ -8,7 +8,7 @@ import traceback
 import pytest
 
 import tinkex
-from client.test_tokens import given, jwt
+from client.test_token_exchange import given, jwt
 from tinkex import SamplingParams, types
 from tinkex.testing import Answer, FakeService
 
@@ -21,8 +21,8 @@ SECRETS = (KEY, LENT, GATEWAY, TOKEN)
 PROMPT = types.ModelInput.from_ints([1, 2, 3])
 
 
-def told(error: BaseException) -> str:
-    """Everything an exception can say, in every way it is usually printed or kept."""
+def rendered(error: BaseException) -> str:
+    """All text of an exception, in every way it is usually printed or stored."""
     chain, said = [error], []
     while chain[-1].__cause__ or chain[-1].__context__:
         chain.append(chain[-1].__cause__ or chain[-1].__context__)
@@ -38,7 +38,7 @@ def told(error: BaseException) -> str:
 
 
 class Mirror(FakeService):
-    """Refuses what it is told to, and quotes the request, as some gateways do."""
+    """Refuses the given endpoints, and quotes the request, as some gateways do."""
 
     refuses = ""
 
@@ -84,7 +84,7 @@ def test_defect_5_no_secret_is_in_errors_logs_reprs_pickles_or_telemetry(mirror,
         ):
             with pytest.raises(tinkex.PermissionDeniedError, match="X-Stainless-OS") as caught:
                 act()
-            said.append(told(caught.value))
+            said.append(rendered(caught.value))
         mirror.refuses = ""
         restore()
         connected = service.holder._connected.value
@@ -101,7 +101,7 @@ def test_defect_5_no_secret_is_in_errors_logs_reprs_pickles_or_telemetry(mirror,
     said += [repr(seen.body) for seen in reports]
     text = "\n".join(said)
     assert [secret for secret in SECRETS if secret in text] == []
-    # Not because there was none to leak, or nothing was logged:
+    # Make sure that there were secrets to leak, and that something was logged:
     assert KEY in {seen.headers["x-api-key"] for seen in mirror.requests}
     assert any(LENT in repr((seen.headers, seen.body)) for seen in mirror.requests)
     assert any("X-API-Key" in record.getMessage() for record in caplog.records)
@@ -113,11 +113,11 @@ def test_a_token_service_that_answers_something_else_is_not_quoted():
     service = fake.client()
     with pytest.raises(tinkex.TinkerError, match="no field `jwt`") as caught:
         service.get_server_capabilities()
-    assert TOKEN not in told(caught.value)
+    assert TOKEN not in rendered(caught.value)
     service.close("errored").result(5)
 
 
-def test_types_that_hold_a_secret_do_not_print_it():
+def test_types_that_contain_a_secret_do_not_print_it():
     load = types.LoadWeightsRequest(
         path="tinker://a/weights/b", optimizer=False, weights_access_token=LENT
     )

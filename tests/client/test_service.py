@@ -1,4 +1,4 @@
-"""A session begins late, ends well, and never blocks anybody who does not wait for it."""
+"""A session starts late, ends cleanly, and blocks only callers that wait for it."""
 
 import asyncio
 import contextlib
@@ -21,7 +21,7 @@ def endpoints(fake):
     return [seen.endpoint for seen in fake.requests]
 
 
-def test_building_a_client_sends_nothing(fake):
+def test_creating_a_client_sends_nothing(fake):
     service = fake.client()
     assert service.get_console_url().endswith("/sessions")
     service.close("success").result(5)
@@ -48,7 +48,7 @@ def test_capabilities_need_no_session(fake, service):
     assert "create_session" not in endpoints(fake)
 
 
-def test_many_may_start_the_same_session_at_once(fake, service):
+def test_many_threads_may_start_the_same_session_at_once(fake, service):
     async def main():
         return await asyncio.gather(
             service.create_lora_training_client_async("fake/model"),
@@ -62,7 +62,7 @@ def test_many_may_start_the_same_session_at_once(fake, service):
     assert endpoints(fake).count("create_session") == 1
 
 
-def test_training_clients_and_capabilities_may_be_asked_for_together(service):
+def test_training_clients_and_capabilities_can_be_requested_together(service):
     """Defect 3: with a lock around the start, the two wait for each other."""
 
     async def main():
@@ -83,7 +83,7 @@ def test_training_clients_and_capabilities_may_be_asked_for_together(service):
     ["client/config", "client/dynamic_config", "create_session", "create_model", "retrieve_future"],
 )
 def test_starting_does_not_block_the_callers_loop(fake, service, endpoint):
-    """The answer comes when this loop asks for it: were it blocked, only the timer could."""
+    """The response is released by this loop; if it were blocked, only the timer could."""
     hold = fake.hold(endpoint)
     blocked = threading.Event()
 
@@ -143,7 +143,7 @@ def test_leaving_the_block_ends_the_session_with_its_reason(fake, raised, status
     assert b"tml-x" not in finish.body
 
 
-def test_what_is_used_after_closing_says_so_at_once(fake, datum):
+def test_using_a_closed_client_is_an_error_at_once(fake, datum):
     service = fake.client()
     training = service.create_lora_training_client("fake/model")
     sampling = service.create_sampling_client(base_model="fake/model")
@@ -164,7 +164,7 @@ def test_what_is_used_after_closing_says_so_at_once(fake, datum):
     assert endpoints(fake).count("sessions/s-1/finish") == 1
 
 
-def test_what_is_under_way_when_the_client_closes_ends_with_an_error(fake, datum):
+def test_running_work_ends_with_an_error_when_the_client_closes(fake, datum):
     service = fake.client()
     training = service.create_lora_training_client("fake/model")
     hold = fake.hold("forward_backward")
@@ -185,8 +185,8 @@ def test_closing_one_client_leaves_its_siblings_alone(fake, datum):
     two.close("success").result(5)
 
 
-def test_a_server_that_is_gone_does_not_hold_up_the_end(fake, monkeypatch):
-    monkeypatch.setattr(session_module, "FINISH_GIVE_UP_S", 0.2)
+def test_an_unreachable_server_does_not_delay_closing(fake, monkeypatch):
+    monkeypatch.setattr(session_module, "FINISH_TIMEOUT_S", 0.2)
     service = fake.client()
     service.create_sampling_client(base_model="fake/model")
     fake.script("sessions/s-1/finish", *[Lost()] * 100)
@@ -195,7 +195,7 @@ def test_a_server_that_is_gone_does_not_hold_up_the_end(fake, monkeypatch):
     assert time.monotonic() - started < 3
 
 
-def test_the_session_beats_until_it_is_over(fake, monkeypatch):
+def test_heartbeats_are_sent_until_the_session_ends(fake, monkeypatch):
     monkeypatch.setattr(session_module, "HEARTBEAT_EVERY_S", 0.02)
     service = fake.client()
     service.create_sampling_client(base_model="fake/model")
@@ -207,11 +207,11 @@ def test_the_session_beats_until_it_is_over(fake, monkeypatch):
         time.sleep(0.005)
     beats = endpoints(fake).count("session_heartbeat")
     time.sleep(0.1)
-    assert endpoints(fake).count("session_heartbeat") == beats  # 410: it is over
+    assert endpoints(fake).count("session_heartbeat") == beats  # 410: the session has ended
     service.close("success").result(5)
 
 
-def test_a_session_nobody_refers_to_goes_away_with_its_connection(fake):
+def test_a_garbage_collected_session_closes_its_connection(fake):
     transports = []
 
     def make(url, settings):

@@ -1,4 +1,4 @@
-"""Where settings come from, and that keys stay out of sight."""
+"""Where settings come from; keys are never shown."""
 
 import copy
 import dataclasses
@@ -12,8 +12,8 @@ import pytest
 import tinkex
 from loopback import Loopback
 from tinkex import TinkerError, types
-from tinkex.client.auth.key_store import StoredKey, StoredKeys, place, write
-from tinkex.client.settings import DEFAULT_URL, ApiKey, Settings, is_loopback, normalise_url
+from tinkex.client.auth.key_store import StoredKey, StoredKeys, default_path, write
+from tinkex.client.settings import DEFAULT_URL, ApiKey, Settings, is_loopback, normalize_url
 from tinkex.testing import Answer, FakeService
 
 KEY = "tml-secret-0123456789"
@@ -31,25 +31,25 @@ SLOW = {"retry-after": "1"}
         ("local", "local"),
     ],
 )
-def test_a_service_has_one_spelling(given, normal):
-    assert normalise_url(given) == normal
+def test_addresses_are_normalized(given, normal):
+    assert normalize_url(given) == normal
 
 
 @pytest.mark.parametrize(
     "bad", ["", "host", "ftp://host", "http://", "http://host:port", "http://[::1"]
 )
-def test_an_address_that_is_none_is_refused_with_what_to_write(bad):
+def test_an_invalid_address_is_refused_with_what_to_write(bad):
     with pytest.raises(TinkerError, match="http://HOST:PORT"):
-        normalise_url(bad)
+        normalize_url(bad)
 
 
 def test_a_password_in_an_address_is_refused_and_not_shown():
     with pytest.raises(TinkerError, match="default_headers_overrides") as caught:
-        normalise_url("https://user:hidden@host.example")
+        normalize_url("https://user:hidden@host.example")
     assert "hidden" not in str(caught.value)
 
 
-def test_our_names_win_over_the_official_ones_and_arguments_over_both(tmp_path):
+def test_tinkex_variables_win_over_official_ones_and_arguments_over_both(tmp_path):
     env = {
         "TINKER_BASE_URL": "https://a.example",
         "TINKEX_BASE_URL": "https://b.example",
@@ -72,7 +72,7 @@ def test_an_empty_variable_counts_as_unset(tmp_path):
     assert Settings.resolve(env=env, home=tmp_path).base_url == "https://a.example"
 
 
-def test_a_missing_key_is_reported_as_that_with_the_ways_to_give_one(tmp_path):
+def test_a_missing_key_is_reported_with_how_to_set_one(tmp_path):
     with pytest.raises(TinkerError, match=r"No API key for https://a\.example.*TINKER_API_KEY"):
         Settings.resolve(base_url="https://a.example", env={}, home=tmp_path)
 
@@ -104,12 +104,12 @@ def test_the_stored_default_key_is_the_last_resort(tmp_path):
 def test_a_broken_credentials_file_is_named(tmp_path):
     (tmp_path / ".tinker").mkdir()
     (tmp_path / ".tinker" / "credentials.json").write_text("[")
-    with pytest.raises(TinkerError, match=r"credentials\.json cannot be read"):
+    with pytest.raises(TinkerError, match=r"credentials\.json is not a valid credentials file"):
         Settings.resolve(base_url="https://a", env={}, home=tmp_path)
 
 
 @pytest.mark.parametrize("text", ["soon", "0", "-3", "nan"])
-def test_a_patience_that_is_no_number_is_refused(text, tmp_path):
+def test_an_invalid_time_limit_is_refused(text, tmp_path):
     with pytest.raises(TinkerError, match="FIRST_CONTACT_S"):
         Settings.resolve(base_url="local", env={"TINKEX_FIRST_CONTACT_S": text}, home=tmp_path)
 
@@ -118,17 +118,20 @@ def test_a_key_does_not_print():
     settings = Settings(base_url="http://a", api_key=ApiKey(KEY), headers={"X-Secret": KEY})
     assert KEY not in repr(settings)
     assert KEY not in f"{settings.api_key}"
-    with pytest.raises(TypeError, match="not pickled"):
+    with pytest.raises(TypeError, match="cannot be pickled"):
         pickle.dumps(settings)
     assert copy.deepcopy(settings) == settings
 
 
-def test_limits_are_shared_by_url_and_key_and_by_nothing_less():
+def test_limits_are_shared_by_url_and_key_only():
     a = Settings(base_url="http://a", api_key=ApiKey(KEY))
-    assert a.lane == Settings(base_url="http://a", api_key=ApiKey(KEY), project_id="p").lane
-    assert a.lane != Settings(base_url="http://b", api_key=ApiKey(KEY)).lane
-    assert a.lane != Settings(base_url="http://a", api_key=ApiKey(KEY + "1")).lane
-    assert KEY not in str(a.lane)
+    assert (
+        a.limits_key
+        == Settings(base_url="http://a", api_key=ApiKey(KEY), project_id="p").limits_key
+    )
+    assert a.limits_key != Settings(base_url="http://b", api_key=ApiKey(KEY)).limits_key
+    assert a.limits_key != Settings(base_url="http://a", api_key=ApiKey(KEY + "1")).limits_key
+    assert KEY not in str(a.limits_key)
 
 
 # -- H10: one frozen object --------------------------------------------------------------------------
@@ -136,7 +139,7 @@ def test_limits_are_shared_by_url_and_key_and_by_nothing_less():
 
 def test_h10_arguments_win_over_the_environment_over_the_file_over_defaults(tmp_path):
     stored = StoredKeys().with_key("1", StoredKey(key=ApiKey("tml-stored"))).with_default("1")
-    write(place(tmp_path), stored)
+    write(default_path(tmp_path), stored)
     env = {"TINKER_API_KEY": "tml-env", "TINKER_GIVE_UP_S": "7", "TINKER_BASE_URL": "https://env"}
 
     def resolved(env, **arguments):
@@ -166,7 +169,7 @@ def test_h10_every_variable_of_the_official_client_is_read_under_both_names(tmp_
         assert found.credential_cmd == "echo tml-x"
         assert found.base_url == "https://a.example"
         assert found.project_id == "p"
-        assert found.tags == ("b", "a")  # trimmed, each once, in the order given
+        assert found.tags == ("b", "a")  # stripped, without duplicates, in order
         assert not found.telemetry
         assert found.feature_gates == ("x", "y")
         assert "echo" not in repr(found)
@@ -189,7 +192,7 @@ def test_h10_a_wrong_argument_is_named(tmp_path):
 
 
 class Watched(dict):
-    """An environment that notes who looks at it."""
+    """An environment that records which code reads it."""
 
     def __init__(self, env):
         super().__init__(env)
@@ -219,20 +222,20 @@ def test_h10_nothing_reads_the_environment_again_once_a_client_works(fake, datum
             training.optim_step(types.AdamParams()).result(5)
             sampling.sample(prompt, 1, params).result(5)
 
-        work()  # what is loaded on first use may look
+        work()  # lazy imports may read it
         watched = Watched(os.environ)
         monkeypatch.setattr(os, "environ", watched)
         work()
         assert watched.asked == []
 
 
-def test_h8_spellings_of_one_service_share_and_different_ones_do_not(tmp_path):
-    def lane(url, key=KEY):
-        return Settings.resolve(base_url=url, api_key=key, env={}, home=tmp_path).lane
+def test_h8_equal_addresses_share_limits_and_different_ones_do_not(tmp_path):
+    def key(url, key=KEY):
+        return Settings.resolve(base_url=url, api_key=key, env={}, home=tmp_path).limits_key
 
-    assert lane("https://Host.example:443/a/") == lane("https://host.example/a")
-    assert lane("https://host.example/a") != lane("https://host.example/b")
-    assert lane("https://host.example/a") != lane("https://host.example/a", KEY + "2")
+    assert key("https://Host.example:443/a/") == key("https://host.example/a")
+    assert key("https://host.example/a") != key("https://host.example/b")
+    assert key("https://host.example/a") != key("https://host.example/a", KEY + "2")
 
 
 def test_h8_two_services_in_one_process_share_neither_pools_nor_limits_nor_telemetry():
@@ -243,12 +246,12 @@ def test_h8_two_services_in_one_process_share_neither_pools_nor_limits_nor_telem
         for service in (a, b, c):
             service.create_lora_training_client("fake/model")
         found = [service.holder._connected.value for service in (a, b, c)]
-        for part in ("transport", "lane", "calls"):
+        for part in ("transport", "limits", "calls"):
             assert len({id(getattr(each, part)) for each in found}) == 3
-        # Told to wait, the one waits; another service, or the same with another key, does not.
+        # The rate-limited client waits; another service or another key does not.
         here.fake.script("get_server_capabilities", Answer(status=429, headers=SLOW))
         waiting = a._get_server_capabilities()
-        while not found[0].lane.backoff.left_s:
+        while not found[0].limits.backoff.left_s:
             time.sleep(0.005)
         began = time.monotonic()
         b.get_server_capabilities()

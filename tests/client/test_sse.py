@@ -33,7 +33,7 @@ def test_lines_of_data_are_joined_and_one_space_is_cut() -> None:
     assert event.event is None
 
 
-def test_comments_and_unknown_fields_are_passed_over() -> None:
+def test_comments_and_unknown_fields_are_ignored() -> None:
     assert decode(b": keep-alive\n\n:\n\ncolour: red\ndata: x\n\n: more\n\n") == [
         ServerSentEvent(data="x")
     ]
@@ -46,7 +46,7 @@ def test_a_byte_order_mark_is_cut_off_at_the_beginning_only() -> None:
     ]
 
 
-def test_an_id_stays_until_another_one_comes_and_an_empty_one_takes_it_back() -> None:
+def test_an_id_stays_until_the_next_one_and_an_empty_one_clears_it() -> None:
     events = decode(
         b"id: 1\ndata: a\n\ndata: b\n\nid: 2\n\ndata: c\n\nid: x\0y\ndata: d\n\nid\ndata: e\n\n"
     )
@@ -62,12 +62,12 @@ def test_a_name_and_a_wait_are_for_one_event_only() -> None:
     ]
 
 
-def test_an_event_without_data_and_an_unfinished_one_are_none() -> None:
+def test_events_without_data_and_unfinished_events_are_dropped() -> None:
     assert decode(b"event: empty\n\ndata: unfinished\n") == []
     assert decode(b"data:\n\n") == [ServerSentEvent(data="")]
 
 
-def test_all_three_line_ends_count_and_no_others() -> None:
+def test_all_three_line_endings_count_and_no_others() -> None:
     text = "data: a\u2028b\x0bc\r\rdata: d\r\n\r\ndata: e\n\n"
     assert [event.data for event in decode(text.encode())] == ["a\u2028b\x0bc", "d", "e"]
 
@@ -79,7 +79,7 @@ def test_a_carriage_return_ends_its_line_at_once() -> None:
     assert decoder.feed(b"data: b\r\n\r\n") == [ServerSentEvent(data="b")]
 
 
-def test_bytes_that_are_no_text_spoil_only_themselves() -> None:
+def test_invalid_bytes_affect_only_themselves() -> None:
     assert decode(b"data: a\xffb\n\ndata: c\n\n") == [
         ServerSentEvent(data="a\ufffdb"),
         ServerSentEvent(data="c"),
@@ -109,7 +109,7 @@ _LINES = st.sampled_from(
     cuts=st.lists(st.integers(0, 400), max_size=30),
 )
 @example(lines=[("data: 🙂", "\r\n"), ("", "\r\n")], mark=True, cuts=list(range(40)))
-def test_where_the_network_cuts_the_bytes_makes_no_difference(
+def test_the_size_of_the_pieces_makes_no_difference(
     lines: list[tuple[str, str]], mark: bool, cuts: list[int]
 ) -> None:
     whole = ("\ufeff" * mark + "".join(line + end for line, end in lines)).encode()
@@ -124,23 +124,23 @@ def test_where_the_network_cuts_the_bytes_makes_no_difference(
         st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\r\n")), max_size=8
     )
 )
-def test_what_was_encoded_comes_back(texts: list[str]) -> None:
+def test_encoded_events_are_decoded_again(texts: list[str]) -> None:
     encoded = "".join(f"event: x\ndata: {text}\n\n" for text in texts).encode()
     assert [event.data for event in decode(encoded)] == texts
 
 
-def test_a_stream_is_read_once_and_a_second_read_says_so() -> None:
+def test_a_second_read_of_a_stream_is_an_error() -> None:
     async def twice() -> None:
         stream = EventStream(chunked([b"data: a\n\nda", b"ta: b\n\n"]))
         assert [event.data async for event in stream] == ["a", "b"]
-        with pytest.raises(Consumed, match="read already"):
+        with pytest.raises(Consumed, match="already been read"):
             [event async for event in stream]
 
     asyncio.run(twice())
 
 
 @pytest.mark.parametrize("digits", [18, 19, 4300, 4301, 100_000])
-def test_a_number_of_any_length_is_no_error(digits):
+def test_a_number_of_any_length_is_not_an_error(digits):
     (event,) = decode(b"retry: " + digits * b"9" + b"\ndata: a\n\n")
     assert event.data == "a"
     assert event.retry == (int(digits * "9") if digits <= 18 else None)

@@ -1,4 +1,4 @@
-"""Telemetry is small, scrubbed, bounded, and in nobody's way."""
+"""Telemetry is small, without secrets, bounded, and delays nothing."""
 
 import json
 import os
@@ -23,7 +23,7 @@ def events(fake):
 
 
 def fail_once(fake, service):
-    """One failure whose words and request hold what must not leave."""
+    """One failure whose message and request contain secrets."""
     fake.script("create_model", Answer(status=403, body={"detail": "tml-secret of Alice"}))
     with pytest.raises(tinkex.PermissionDeniedError):
         service.create_lora_training_client("fake/model", user_metadata={"who": "Alice"})
@@ -51,7 +51,7 @@ def test_e2_nothing_secret_is_reported(fake):
             assert word not in seen.body
 
 
-def test_e2_it_can_be_switched_off(fake, monkeypatch):
+def test_e2_it_can_be_turned_off(fake, monkeypatch):
     monkeypatch.setenv("TINKER_TELEMETRY", "0")
     with fake.client() as service:
         service.create_lora_training_client("fake/model")
@@ -59,7 +59,7 @@ def test_e2_it_can_be_switched_off(fake, monkeypatch):
 
 
 @pytest.mark.parametrize("fault", [Answer(status=500), Answer(status=404), Lost()], ids=str)
-def test_a_service_that_does_not_take_it_delays_no_error_and_no_end(fake, datum, fault):
+def test_a_service_that_rejects_telemetry_delays_neither_errors_nor_closing(fake, datum, fault):
     fake.script("telemetry", *[fault] * 1000)
     started = time.monotonic()
     with fake.client() as service:
@@ -70,8 +70,8 @@ def test_a_service_that_does_not_take_it_delays_no_error_and_no_end(fake, datum,
     assert len(sent(fake)) == 1
 
 
-def test_a_service_that_never_answers_it_delays_the_end_by_a_moment_at_most(fake, monkeypatch):
-    monkeypatch.setattr(telemetry, "LAST_SEND_S", 0.1)
+def test_a_service_that_never_responds_to_telemetry_delays_closing_only_briefly(fake, monkeypatch):
+    monkeypatch.setattr(telemetry, "FINAL_SEND_TIMEOUT_S", 0.1)
     fake.hold("telemetry")
     started = time.monotonic()
     with fake.client() as service:
@@ -82,13 +82,13 @@ def test_a_service_that_never_answers_it_delays_the_end_by_a_moment_at_most(fake
 def test_e2_the_queue_is_bounded_and_keeps_the_newest(fake, service):
     service.create_sampling_client(base_model="fake/model")
     queue = service.get_telemetry()
-    for number in range(2 * telemetry.MOST_EVENTS):
+    for number in range(2 * telemetry.MAX_EVENTS):
         queue.log("mine", {"number": number})
-    assert len(queue._events) == telemetry.MOST_EVENTS == 10_000
-    assert queue._events[-1].index == 2 * telemetry.MOST_EVENTS
+    assert len(queue._events) == telemetry.MAX_EVENTS == 10_000
+    assert queue._events[-1].index == 2 * telemetry.MAX_EVENTS
 
 
-def test_batches_are_sent_now_and_then(fake, monkeypatch):
+def test_batches_are_sent_periodically(fake, monkeypatch):
     monkeypatch.setattr(telemetry, "SEND_EVERY_S", 0.02)
     with fake.client() as service:
         sampling = service.create_sampling_client(base_model="fake/model")
@@ -106,7 +106,7 @@ def test_batches_are_sent_now_and_then(fake, monkeypatch):
     assert kinds == [None, "user", "user", "user", None]
 
 
-def test_e2_what_is_not_the_users_doing_is_an_unhandled_exception_without_its_words(fake, service):
+def test_e2_other_errors_are_unhandled_exceptions_without_their_message(fake, service):
     training = service.create_lora_training_client("fake/model")
     body = {"error": "tml-secret of Alice", "category": "server"}
     fake.script("retrieve_future", Answer(status=200, body=body))
@@ -166,18 +166,18 @@ def test_e2_a_batch_has_a_hundred_events_and_is_sent_three_times_at_most(fake, m
     first = batches[0]
     assert batches[:3] == [first] * 3  # then it is dropped
     assert not set(first) & {index for batch in batches[3:] for index in batch}
-    assert batches[3] == batches[4]  # the next one: refused once, then taken
+    assert batches[3] == batches[4]  # the next one: refused once, then accepted
     kept = {index for batch in batches[3:] for index in batch}
     assert kept == set(range(len(first), 252))
 
 
 def test_e2_no_error_waits_for_telemetry(fake, service):
-    """The promise has its error before anything is noted."""
+    """The promise gets its error before anything is recorded."""
     training = service.create_lora_training_client("fake/model")
     order = []
 
     class Slow(telemetry.Telemetry):
-        def note_error(self, error):
+        def record_error(self, error):
             order.append("noted")
 
     service.holder._telemetry.__class__ = Slow
@@ -194,13 +194,13 @@ def test_e2_no_error_waits_for_telemetry(fake, service):
     assert order == ["told", "noted"]
 
 
-def test_e2_the_end_does_not_wait_for_a_service_that_is_slow_to_take_it(fake, monkeypatch):
-    monkeypatch.setattr(telemetry, "LAST_SEND_S", 0.05)
+def test_e2_closing_does_not_wait_for_a_slow_service(fake, monkeypatch):
+    monkeypatch.setattr(telemetry, "FINAL_SEND_TIMEOUT_S", 0.05)
     monkeypatch.setattr(telemetry, "DEADLINE_S", 3600.0)
     service = fake.client()
     service.create_lora_training_client("fake/model")
     hold = fake.hold("telemetry")
-    service.close("success").result(30)  # or `TimeoutError`: nobody has let go
+    service.close("success").result(30)  # or `TimeoutError`: the request is still held
     hold.release()
 
 
@@ -225,7 +225,7 @@ if sys.argv[2].startswith("fork"):
 
 
 @pytest.mark.parametrize("how", ["leave", "fork", "fork and leave"])
-def test_e2_what_is_left_is_sent_when_the_program_ends_and_a_fork_is_another_process(loopback, how):
+def test_e2_remaining_events_are_sent_at_exit_and_a_fork_is_another_process(loopback, how):
     if how != "leave" and not hasattr(os, "fork"):
         pytest.skip("no fork here")
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Which tokenizer belongs to a model, where it is found, and text through clients."""
+"""Which tokenizer belongs to a model, where it is found, and encoding through clients."""
 
 import asyncio
 import json
@@ -27,11 +27,11 @@ from tinkex.testing import FakeService
         ("moonshotai/Kimi-K2.5-Text-Only:x", None, "moonshotai/Kimi-K2.5"),
         ("moonshotai/Kimi-K3/fast", None, "moonshotai/Kimi-K3"),
         ("any", "moonshotai/Kimi-K2.5-Text-Only", "moonshotai/Kimi-K2.5"),
-        ("any", "Qwen/Qwen3-8B:x", "Qwen/Qwen3-8B"),  # the server knows better
-        ("any", "/models/a:b", "/models/a:b"),  # a folder, colon and all
+        ("any", "Qwen/Qwen3-8B:x", "Qwen/Qwen3-8B"),  # the server's id wins
+        ("any", "/models/a:b", "/models/a:b"),  # a folder with a colon
     ],
 )
-def test_the_server_names_it_or_the_models_name_does(model, said, expected):
+def test_the_server_or_the_models_name_selects_it(model, said, expected):
     assert tokenizer_id_of(model, said) == expected
 
 
@@ -85,7 +85,7 @@ def test_m1_what_was_downloaded_once_is_found_without_a_network_by_tokenizers_al
     assert (done.stdout, done.stderr) == ("hello\n", "")
 
 
-def test_the_snapshot_that_main_points_to_counts(hub, tiny_model, tmp_path):
+def test_the_snapshot_of_main_is_used(hub, tiny_model, tmp_path):
     hub("org/model", tiny_model, "old")
     newer = hub("org/model", tiny_model, "new")
     (newer.parent.parent / "refs" / "main").write_text("old")
@@ -111,13 +111,13 @@ def test_a_model_without_a_tokenizer_json_needs_transformers_and_the_error_names
         load("org/old")
 
 
-def test_what_was_tried_is_told(hub, tmp_path):
-    with pytest.raises(tinkex.TinkerError) as told:
+def test_the_error_says_what_was_tried(hub, tmp_path):
+    with pytest.raises(tinkex.TinkerError) as caught:
         load("org/nowhere")
-    assert f"the Hugging Face cache in {tmp_path} (not there)" in str(told.value)
-    assert "the hub (" in str(told.value)
-    assert "transformers (" not in str(told.value)  # it would ask the same hub again
-    with pytest.raises(tinkex.TinkerError, match="names neither"):
+    assert f"the Hugging Face cache in {tmp_path} (not found)" in str(caught.value)
+    assert "the hub (" in str(caught.value)
+    assert "transformers (" not in str(caught.value)  # it would query the same hub again
+    with pytest.raises(tinkex.TinkerError, match="named neither"):
         load("")
 
 
@@ -134,12 +134,12 @@ def test_m3_without_tokenizers_the_error_names_the_extra(tiny_model, monkeypatch
 
 
 def test_a_private_tokenizer_names_its_package():
-    with pytest.raises(RuntimeError, match="tml_tokenizers") as told:
+    with pytest.raises(RuntimeError, match="tml_tokenizers") as caught:
         load("thinkingmachines/secret")
-    assert isinstance(told.value, tinkex.TinkerError)
+    assert isinstance(caught.value, tinkex.TinkerError)
 
 
-def test_a_private_tokenizer_comes_from_its_package_and_none_falls_through(
+def test_a_private_tokenizer_comes_from_its_package_or_from_the_usual_places(
     monkeypatch, hub, tiny_model
 ):
     asked = []
@@ -193,7 +193,7 @@ def test_in_a_coroutine_only_the_first_text_warns_that_it_blocks(named):
     async def main():
         with pytest.warns(RuntimeWarning, match=r"asyncio\.to_thread"):
             training.encode("hello")
-        return training.encode("hello")  # known by now: no warning, or this fails
+        return training.encode("hello")  # cached by now: a warning would fail this
 
     assert asyncio.run(main())
 
@@ -208,12 +208,12 @@ def test_m6_where_transformers_is_installed_its_own_tokenizer_is_returned(named)
     for client in (training, sampling):
         tokenizer = client.get_tokenizer()
         assert isinstance(tokenizer, PreTrainedTokenizerBase)
-        assert tokenizer.name_or_path == "org/model"  # not the place of its files
+        assert tokenizer.name_or_path == "org/model"  # not its folder
         assert client.encode("hello there") == tokenizer("hello there").input_ids
 
 
 def test_m6_code_that_comes_with_a_model_does_not_run(tiny_model, tmp_path, caplog):
-    """The folder says that its tokenizer is code; its tokenizer.json is read instead."""
+    """The folder declares tokenizer code; its tokenizer.json is read instead."""
     load.cache_clear()
     for file in ("tokenizer.json", "tokenizer_config.json", "config.json"):
         shutil.copy(tiny_model / file, tmp_path)
@@ -248,7 +248,7 @@ def test_where_transformers_is_broken_the_tokenizer_json_is_read_without_it(
     assert "(its torch is of another version)" in done.stderr  # the log says why
 
 
-def test_m6_transformers_is_loaded_when_a_tokenizer_is_asked_for_and_not_before(tiny_model):
+def test_m6_transformers_is_imported_when_a_tokenizer_is_loaded_and_not_before(tiny_model):
     code = """
         import sys
         import tinkex.client.tokenizer, tinkex.client.training, tinkex.client.sampling

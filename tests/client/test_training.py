@@ -1,4 +1,4 @@
-"""Steps leave in the order of the calls, each once, whatever happens to some of them."""
+"""Steps are sent in the order of the calls, each once, even if some of them fail."""
 
 import asyncio
 import pickle
@@ -25,7 +25,7 @@ def training(service):
 
 @pytest.fixture
 def chunked():
-    """A fake that takes two datums at a time, and a training client of it."""
+    """A fake that accepts two datums per request, and a training client of it."""
     fake = FakeService(config=CHUNKS)
     service = fake.client()
     yield fake, service.create_lora_training_client("fake/model", rank=4)
@@ -37,7 +37,7 @@ def ran(fake):
 
 
 def sent(fake, endpoint="forward_backward"):
-    """The numbers of the passes in the order they arrived."""
+    """The seq_ids of the passes in the order of arrival."""
     return [
         decode_forward_backward_request(seen.body)[0].seq_id
         for seen in fake.requests
@@ -45,7 +45,7 @@ def sent(fake, endpoint="forward_backward"):
     ]
 
 
-def test_operations_are_numbered_in_the_order_of_the_calls(fake, training, datum):
+def test_operations_get_seq_ids_in_the_order_of_the_calls(fake, training, datum):
     futures = []
     for _ in range(50):
         futures.append(training.forward_backward([datum], "cross_entropy"))
@@ -57,7 +57,7 @@ def test_operations_are_numbered_in_the_order_of_the_calls(fake, training, datum
     ]
 
 
-def test_a_save_for_a_sampler_keeps_its_place_before_what_follows(fake, training, datum):
+def test_a_save_for_a_sampler_is_ordered_before_later_steps(fake, training, datum):
     futures = []
     for step in range(50):
         futures.append(training.save_weights_for_sampler(f"at-{step}"))
@@ -67,7 +67,7 @@ def test_a_save_for_a_sampler_keeps_its_place_before_what_follows(fake, training
     assert kinds == ["save_weights_for_sampler", "optim_step"] * 50
 
 
-def test_an_unnamed_save_keeps_its_place_too(fake, training, datum):
+def test_an_unnamed_save_is_ordered_too(fake, training, datum):
     async def main():
         sampler, step = await asyncio.gather(
             training.save_weights_and_get_sampling_client_async(),
@@ -80,7 +80,7 @@ def test_an_unnamed_save_keeps_its_place_too(fake, training, datum):
     assert [kind for _, kind in ran(fake)] == ["save_weights_for_sampler", "optim_step"]
 
 
-def test_calls_from_many_threads_get_consecutive_numbers(fake, training, datum):
+def test_calls_from_many_threads_get_consecutive_seq_ids(fake, training, datum):
     def work():
         for _ in range(20):
             training.forward_backward([datum], "cross_entropy").result(20)
@@ -101,21 +101,21 @@ def test_submitting_does_not_wait_for_the_server(fake, training, datum):
     [future.result(10) for future in futures]
 
 
-def test_a_call_that_is_cancelled_before_its_turn_was_never_made(fake, training, datum):
+def test_a_call_cancelled_before_its_turn_is_never_sent(fake, training, datum):
     hold = fake.hold("forward_backward")
     first = training.forward_backward([datum], "cross_entropy")
     assert hold.arrived.wait(5)
     second = training.optim_step(ADAM)
     third = training.save_state("after")
     assert second.cancel()
-    assert not first.cancel()  # it has left; it runs
+    assert not first.cancel()  # it was sent and runs
     hold.release()
     assert third.result(5).path.endswith("/weights/after")
     first.result(5)
     assert ran(fake) == [(1, "forward_backward"), (2, "save_weights")]
 
 
-def test_a_coroutine_that_is_cancelled_while_it_waits_for_its_turn_wedges_nobody(
+def test_a_coroutine_cancelled_while_it_waits_for_its_turn_does_not_block_others(
     fake, training, datum
 ):
     async def main():
@@ -131,7 +131,7 @@ def test_a_coroutine_that_is_cancelled_while_it_waits_for_its_turn_wedges_nobody
         return await third.result_async(5)
 
     assert asyncio.run(main()).path.endswith("after")
-    # It had been submitted, so it runs; nobody has to wait for it.
+    # It was submitted, so it runs, although no caller waits for it.
     assert [number for number, _ in ran(fake)] == [1, 2, 3]
 
 
@@ -140,7 +140,7 @@ async def _submit_and_wait(training):
 
 
 @pytest.mark.parametrize("fault", [Lost(), Lost(after=True), Answer(status=503)], ids=str)
-def test_a_repeated_submission_keeps_its_number_and_runs_once(fake, training, datum, fault):
+def test_a_retried_submission_keeps_its_seq_id_and_runs_once(fake, training, datum, fault):
     fake.script("forward_backward", fault)
     first = training.forward_backward([datum], "cross_entropy")
     second = training.optim_step(ADAM)
@@ -150,7 +150,7 @@ def test_a_repeated_submission_keeps_its_number_and_runs_once(fake, training, da
     assert sent(fake) == [1, 1]
 
 
-def test_a_refused_call_gives_its_number_to_the_next(fake, training, datum):
+def test_the_seq_id_of_a_refused_call_is_reused(fake, training, datum):
     fake.script("forward_backward", Answer(status=422, body={"detail": "no"}))
     first = training.forward_backward([datum], "cross_entropy")
     second = training.optim_step(ADAM)
@@ -160,7 +160,7 @@ def test_a_refused_call_gives_its_number_to_the_next(fake, training, datum):
     assert ran(fake) == [(1, "optim_step")]
 
 
-def test_o6_a_step_that_cannot_be_encoded_leaves_its_number_to_the_next(fake, training, datum):
+def test_o6_the_seq_id_of_a_step_that_cannot_be_encoded_is_reused(fake, training, datum):
     with pytest.raises(ValueError, match="ttl_seconds"):
         training.save_state("a", ttl_seconds="soon").result(5)
     training.forward_backward([datum], "cross_entropy").result(5)
@@ -179,11 +179,11 @@ async def _no_key(*_):
     ("place", "how", "error"),
     [
         ("tinkex.client.submission.encode_forward_backward_request", _fails, "cannot be encoded"),
-        ("tinkex.client.auth.credentials.Fixed.token", _no_key, "printed no key"),
+        ("tinkex.client.auth.credentials.StaticCredential.token", _no_key, "printed no key"),
         ("tinkex.client.http.api_calls.Calls.signed", _no_key, "printed no key"),
     ],
 )
-def test_what_fails_before_it_is_sent_uses_no_number(
+def test_a_failure_before_sending_uses_no_seq_id(
     fake, training, datum, monkeypatch, place, how, error
 ):
     training.optim_step(ADAM).result(5)
@@ -196,9 +196,7 @@ def test_what_fails_before_it_is_sent_uses_no_number(
     assert ran(fake) == [(1, "optim_step"), (2, "optim_step")]
 
 
-def test_a_step_that_is_not_sent_because_the_service_keeps_failing_uses_no_number(
-    datum, monkeypatch
-):
+def test_a_step_that_the_circuit_breaker_stops_uses_no_seq_id(datum, monkeypatch):
     fake = FakeService()
     breaker = tinkex.BreakerPolicy(failures=1, open_s=600)
     settings = tinkex.Settings(base_url="http://127.0.0.1:9", breaker=breaker)
@@ -209,12 +207,12 @@ def test_a_step_that_is_not_sent_because_the_service_keeps_failing_uses_no_numbe
             service.create_lora_training_client("fake/model")
         with pytest.raises(tinkex.CircuitOpenError):
             training.forward_backward([datum], "cross_entropy").result(5)
-        monkeypatch.setattr(Breaker, "_left_s", lambda _: 0.0)  # its time is over
+        monkeypatch.setattr(Breaker, "_left_s", lambda _: 0.0)  # the open interval is over
         training.optim_step(ADAM).result(5)
     assert ran(fake) == [(1, "optim_step")]
 
 
-def test_a_step_refused_as_busy_gives_its_number_to_the_next(monkeypatch, datum):
+def test_the_seq_id_of_a_rate_limited_step_is_reused(monkeypatch, datum):
     monkeypatch.setenv("TINKEX_GIVE_UP_S", "0.01")
     fake = FakeService()
     with fake.client() as service:
@@ -227,8 +225,10 @@ def test_a_step_refused_as_busy_gives_its_number_to_the_next(monkeypatch, datum)
     assert ran(fake) == [(1, "optim_step")]
 
 
-def test_a_refusal_after_an_unanswered_attempt_does_not_free_the_number(fake, training, datum):
-    """The first attempt may have arrived: the next step under its number would be lost."""
+def test_a_refusal_after_an_attempt_without_response_does_not_free_the_seq_id(
+    fake, training, datum
+):
+    """The first attempt may have arrived: another step under its seq_id would be lost."""
     fake.script("optim_step", Lost(after=True), Answer(status=403, body={"detail": "no"}))
     with pytest.raises(tinkex.PermissionDeniedError):
         training.optim_step(ADAM).result(10)
@@ -236,17 +236,17 @@ def test_a_refusal_after_an_unanswered_attempt_does_not_free_the_number(fake, tr
     assert ran(fake) == [(1, "optim_step"), (2, "optim_step")]
 
 
-def test_a_step_whose_task_cannot_be_made_fails_and_frees_its_place(
+def test_a_step_whose_task_cannot_be_created_fails_and_later_steps_continue(
     fake, training, datum, monkeypatch
 ):
-    """Also where its submission was made already: that is taken back before it sends anything."""
+    """Also if its submission was already created: it is cancelled before it sends anything."""
     training.optim_step(ADAM).result(5)
     with monkeypatch.context() as broken:
 
         def refuse(*_):
             raise MemoryError("no room for another task")
 
-        broken.setattr(training, "_finish", refuse)
+        broken.setattr(training._steps, "_finish", refuse)
         failed = training.forward_backward([datum], "cross_entropy")
         with pytest.raises(MemoryError, match="no room"):
             failed.result(5)
@@ -254,7 +254,7 @@ def test_a_step_whose_task_cannot_be_made_fails_and_frees_its_place(
     assert ran(fake) == [(1, "optim_step"), (2, "optim_step")]
 
 
-def test_a_step_without_a_loop_to_run_on_takes_no_place(fake, training, monkeypatch):
+def test_a_step_without_a_loop_takes_no_ticket(fake, training, monkeypatch):
     training.optim_step(ADAM).result(5)
     with monkeypatch.context() as broken:
 
@@ -268,7 +268,7 @@ def test_a_step_without_a_loop_to_run_on_takes_no_place(fake, training, monkeypa
     assert [number for number, _ in ran(fake)] == [1, 2]
 
 
-def test_an_unanswered_call_leaves_no_gap(monkeypatch, datum):
+def test_a_call_without_response_leaves_no_gap(monkeypatch, datum):
     monkeypatch.setenv("TINKEX_GIVE_UP_S", "0.2")
     fake = FakeService()
     service = fake.client()
@@ -278,7 +278,7 @@ def test_an_unanswered_call_leaves_no_gap(monkeypatch, datum):
         training.optim_step(ADAM).result(10)
     fake._scripts["optim_step"].clear()
     training.save_state("after").result(5)
-    # Number 1 never arrived; a pass that changes nothing took its place.
+    # seq_id 1 never arrived; a no-op step used it.
     assert ran(fake) == [(1, "forward"), (2, "save_weights")]
 
     fake.script("optim_step", *[Lost(after=True)] * 50)
@@ -286,13 +286,13 @@ def test_an_unanswered_call_leaves_no_gap(monkeypatch, datum):
         training.optim_step(ADAM).result(10)
     fake._scripts["optim_step"].clear()
     training.save_state("again").result(5)
-    # Number 3 had arrived; filling it once more ran nothing.
+    # seq_id 3 had arrived; the no-op step ran nothing.
     assert ran(fake)[2:] == [(3, "optim_step"), (4, "save_weights")]
     service.close("success").result(5)
 
 
-def test_a_number_that_the_server_says_is_taken_is_no_gap(monkeypatch, caplog):
-    """Servers refuse a number that comes again as another kind of step; it has arrived then."""
+def test_a_seq_id_that_the_server_already_has_is_not_a_gap(monkeypatch, caplog):
+    """Servers refuse a seq_id that was used for another kind of step: the first had arrived."""
     caplog.set_level("DEBUG", "tinkex")
     monkeypatch.setenv("TINKEX_GIVE_UP_S", "0.2")
     fake = FakeService()
@@ -306,14 +306,14 @@ def test_a_number_that_the_server_says_is_taken_is_no_gap(monkeypatch, caplog):
     training.save_state("after").result(5)
     training.optim_step(ADAM).result(5)
     assert ran(fake) == [(1, "optim_step"), (2, "save_weights"), (3, "optim_step")]
-    assert f"step 1 of {training.model_id} needs no filling" in caplog.text
+    assert f"seq_id 1 of {training.model_id} is already used" in caplog.text
     service.close("success").result(5)
 
 
-def test_what_is_changed_after_the_call_is_not_sent(fake, training, datum):
+def test_changes_after_the_call_are_not_sent(fake, training, datum):
     hold = fake.hold("optim_step")
     training.optim_step(ADAM)
-    assert hold.arrived.wait(5)  # what follows waits for its turn
+    assert hold.arrived.wait(5)  # later steps wait for their turn
     data = [datum]
     steps = [training.forward_backward(data, "cross_entropy"), training.forward(data, "ppo")]
     datum.loss_fn_inputs["weights"] = types.TensorData(data=[7.0], dtype="float32")
@@ -333,7 +333,7 @@ def test_what_is_changed_after_the_call_is_not_sent(fake, training, datum):
         assert found.loss_fn_inputs["weights"].tolist() == [1.0, 1.0, 1.0]
 
 
-def test_what_is_put_into_a_datum_before_the_call_becomes_a_tensor(fake, training, datum):
+def test_values_added_to_a_datum_before_the_call_become_tensors(fake, training, datum):
     datum.loss_fn_inputs["weights"] = [1.0, 0.0, 2.0]
     training.forward_backward([datum], "cross_entropy").result(5)
     (body,) = [seen.body for seen in fake.requests if seen.endpoint == "forward_backward"]
@@ -342,14 +342,14 @@ def test_what_is_put_into_a_datum_before_the_call_becomes_a_tensor(fake, trainin
     assert datum.loss_fn_inputs["weights"] == [1.0, 0.0, 2.0]
 
 
-def test_nothing_is_sent_and_no_number_used_for_data_that_cannot_be(fake, training, datum):
+def test_invalid_data_are_not_sent_and_use_no_seq_id(fake, training, datum):
     pointer = types.Datum(
         model_input=types.ModelInput(
             chunks=[types.ImageAssetPointerChunk(format="png", location="x", expected_tokens=3)]
         ),
         loss_fn_inputs={"target_tokens": [1]},
     )
-    with pytest.raises(ValueError, match=r"data\[1\] holds an ImageAssetPointerChunk"):
+    with pytest.raises(ValueError, match=r"data\[1\] contains an ImageAssetPointerChunk"):
         training.forward_backward([datum, pointer], "cross_entropy")
     with pytest.raises(ValueError, match="data is empty"):
         training.forward_backward([], "cross_entropy")
@@ -359,7 +359,7 @@ def test_nothing_is_sent_and_no_number_used_for_data_that_cannot_be(fake, traini
         training.forward_backward([datum], "cross_entropi")
     with pytest.raises(TypeError, match="AdamParams"):
         training.optim_step()
-    with pytest.raises(ValueError, match="give one of them"):
+    with pytest.raises(ValueError, match="pass only one of them"):
         training.optim_step(ADAM, adam_params=ADAM)
     training.optim_step(adam_params=ADAM).result(5)
     assert ran(fake) == [(1, "optim_step")]
@@ -368,7 +368,7 @@ def test_nothing_is_sent_and_no_number_used_for_data_that_cannot_be(fake, traini
 # -- chunks ------------------------------------------------------------------------------------------
 
 
-def test_chunks_of_a_batch_come_back_as_one_result(chunked, datum):
+def test_chunks_of_a_batch_give_one_result(chunked, datum):
     _, training = chunked
     result = training.forward_backward([datum] * 7, "cross_entropy").result(5)
     single = training.forward([datum], "cross_entropy").result(5)
@@ -376,7 +376,7 @@ def test_chunks_of_a_batch_come_back_as_one_result(chunked, datum):
     assert result.metrics["loss:sum"] == pytest.approx(7 * single.metrics["loss:sum"])
 
 
-def test_a_batch_is_cut_by_bytes_too(datum):
+def test_a_batch_is_split_by_bytes_too(datum):
     size = 3 * 4 + 3 * 8 + 3 * 4  # tokens, targets, weights
     fake = FakeService(config={"fwdbwd_max_chunk_bytes_count": 2 * size})
     with fake.client() as service:
@@ -404,7 +404,7 @@ def test_the_first_chunk_is_sent_last_and_what_follows_after_it(chunked, datum):
     ]
 
 
-def test_chunks_are_sent_one_by_one_where_the_server_wishes(datum):
+def test_chunks_are_sent_one_by_one_if_the_server_asks(datum):
     fake = FakeService(config=CHUNKS | {"parallel_fwdbwd_chunks": False})
     service = fake.client()
     training = service.create_lora_training_client("fake/model")
@@ -429,7 +429,7 @@ def test_a_batch_of_which_one_chunk_was_refused_fails_as_a_whole(chunked, datum,
     save = training.save_state("after")
     with pytest.raises(tinkex.UnprocessableEntityError):
         batch.result(5)
-    # Nobody behind it hangs, and half a batch of gradients is not stepped on as if it were one.
+    # Later steps do not hang, and the gradients of a partial batch are not applied.
     step.result(5)
     assert save.result(5).path.endswith("after")
     numbers = [number for number, _ in ran(fake)]
@@ -437,7 +437,7 @@ def test_a_batch_of_which_one_chunk_was_refused_fails_as_a_whole(chunked, datum,
     assert [kind for _, kind in ran(fake)][-2:] == ["optim_step", "save_weights"]
 
 
-def test_a_batch_that_was_refused_in_part_is_marked_as_unusable_for_the_server(chunked, datum):
+def test_a_partly_refused_batch_is_followed_by_a_failing_step(chunked, datum):
     fake, training = chunked
     fake.script("forward_backward", Answer(status=422, body={"detail": "no"}))
     with pytest.raises(tinkex.UnprocessableEntityError):
@@ -450,17 +450,17 @@ def test_a_batch_that_was_refused_in_part_is_marked_as_unusable_for_the_server(c
     ]
     fillers = [p.forward_backward_input for p in passes if p.forward_backward_input.loss_fn_config]
     assert fillers
-    for filler in fillers:
-        assert list(filler.loss_fn_config) == ["part_of_this_batch_was_never_sent"]
-        # No server can compute it, also one that passes over settings it does not know.
-        (datum,) = filler.data
+    for noop_step in fillers:
+        assert list(noop_step.loss_fn_config) == ["part_of_this_batch_was_never_sent"]
+        # No server can compute it, not even one that ignores unknown settings.
+        (datum,) = noop_step.data
         assert datum.model_input.length == 1
         assert datum.loss_fn_inputs["target_tokens"].tolist() == [0, 0]
         assert datum.loss_fn_inputs["weights"].tolist() == [0.0, 0.0]
 
 
 class ChecksFirst(FakeService):
-    """Refuses a pass with a setting it does not know before it takes its number."""
+    """Refuses a pass with an unknown setting before it accepts its seq_id."""
 
     async def answer(self, method, endpoint, headers, body):
         if endpoint == "forward_backward":
@@ -471,7 +471,7 @@ class ChecksFirst(FakeService):
 
 
 @pytest.mark.parametrize("status", [400, 422])
-def test_a_server_that_refuses_the_mark_at_once_is_not_left_with_a_gap(datum, caplog, status):
+def test_a_server_that_refuses_the_failing_step_gets_a_no_op_step(datum, caplog, status):
     caplog.set_level("DEBUG", "tinkex")
     fake = ChecksFirst(config=CHUNKS)
     fake.status = status
@@ -483,12 +483,12 @@ def test_a_server_that_refuses_the_mark_at_once_is_not_left_with_a_gap(datum, ca
         training.optim_step(ADAM).result(5)
     numbers = [number for number, _ in ran(fake)]
     assert numbers == list(range(1, len(numbers) + 1))
-    told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert [text for text in told if "was taken only in part" in text]
-    assert "needs no filling" not in caplog.text
+    caught = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert [text for text in caught if "accepted only part of a batch" in text]
+    assert "is already used" not in caplog.text
 
 
-def test_a_forward_pass_that_was_refused_in_part_spoils_nothing(chunked, datum):
+def test_a_partly_refused_forward_pass_does_not_affect_gradients(chunked, datum):
     fake, training = chunked
     fake.script("forward_backward", Answer(status=422, body={"detail": "no"}))
     with pytest.raises(tinkex.UnprocessableEntityError):
@@ -501,7 +501,7 @@ def test_a_forward_pass_that_was_refused_in_part_spoils_nothing(chunked, datum):
             assert not request.forward_backward_input.loss_fn_config
 
 
-def test_a_batch_is_not_disturbed_by_chunks_that_had_to_be_repeated(chunked, datum):
+def test_a_batch_is_not_affected_by_retried_chunks(chunked, datum):
     fake, training = chunked
     fake.script("forward_backward", Lost(), Lost(after=True), Answer(status=503))
     result = training.forward_backward([datum] * 9, "cross_entropy").result(20)
@@ -509,12 +509,12 @@ def test_a_batch_is_not_disturbed_by_chunks_that_had_to_be_repeated(chunked, dat
     assert [number for number, _ in ran(fake)] == [1, 2, 3, 4, 5]
 
 
-# An answer that means "let it through", for scripts that only bite later.
+# A response that means "pass through", for scripts that fail only later.
 _PASS = Answer(status=-1)
 
 
 def _let_through(fake):
-    """Make `_PASS` in scripts mean normal work."""
+    """Make `_PASS` in scripts mean normal operation."""
     original = fake.answer
 
     async def answer(method, endpoint, headers, body):
@@ -534,7 +534,7 @@ def _let_through(fake):
 # -- checkpoints -------------------------------------------------------------------------------------
 
 
-def test_saved_weights_come_back_in_a_new_client(service, training, datum):
+def test_saved_weights_are_restored_in_a_new_client(service, training, datum):
     training.optim_step(ADAM).result(5)
     path = training.save_state("a", ttl_seconds=3600, user_metadata={"k": "v"}).result(5).path
     copy = service.create_training_client_from_state(path)
@@ -557,7 +557,7 @@ def test_a_server_that_restores_in_one_request_gets_one(datum):
     service.close("success").result(5)
 
 
-def test_loading_into_a_client_works_and_says_that_it_is_going_away(training):
+def test_loading_into_a_client_works_and_warns_of_its_deprecation(training):
     path = training.save_state("a").result(5).path
     with pytest.warns(FutureWarning, match="create_training_client_from_state"):
         training.load_state(path).result(5)
@@ -565,23 +565,23 @@ def test_loading_into_a_client_works_and_says_that_it_is_going_away(training):
         assert training.load_state_with_optimizer(path).result(5).path == path
 
 
-def test_what_is_deprecated_says_so_at_the_line_of_the_program(training):
+def test_deprecations_warn_at_the_line_of_the_program(training):
     path = training.save_state("a").result(5).path
 
     async def later():
         await (await training.load_state_async(path))
         await training.save_weights_and_get_sampling_client_async("name")
 
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         training.load_state_with_optimizer(path).result(5)
         training.save_weights_and_get_sampling_client("name")
         asyncio.run(later())
-    assert [each.category for each in told] == [FutureWarning, DeprecationWarning] * 2
-    assert {each.filename for each in told} == {__file__}
+    assert [each.category for each in caught] == [FutureWarning, DeprecationWarning] * 2
+    assert {each.filename for each in caught} == {__file__}
 
 
-def test_a_path_that_is_none_is_refused_before_anything_is_sent(fake, service):
+def test_an_invalid_path_is_refused_before_anything_is_sent(fake, service):
     with pytest.raises(ValueError, match="must start with 'tinker://'"):
         service.create_training_client_from_state("weights/a")
     assert not [seen for seen in fake.requests if seen.endpoint == "weights_info"]
@@ -592,7 +592,7 @@ def test_a_training_client_says_why_it_cannot_be_pickled(training):
         pickle.dumps(training)
 
 
-def test_a_refused_base_model_names_those_there_are(service):
+def test_a_refused_base_model_names_the_available_ones(service):
     with pytest.raises(tinkex.RequestFailedError, match="there is: fake/model"):
         service.create_lora_training_client("other/model")
 
@@ -604,7 +604,7 @@ def test_a_model_with_nothing_to_train_is_refused(service):
         )
 
 
-def test_bodies_are_compressed_where_the_server_asks(datum):
+def test_bodies_are_compressed_if_the_server_asks(datum):
     pytest.importorskip("zstandard")
     fake = FakeService(config={"proto_compress_fwdbwd": True})
     service = fake.client()

@@ -24,11 +24,11 @@ from standin import Reply, reply_json, standing_in
 from tinkex import SamplingParams, types
 from tinkex.client.http.transport import (
     CONNECTIONS,
+    DeadlineExceeded,
     Headers,
     HttpTransport,
     Kind,
     Request,
-    TooSlow,
     Unreachable,
     redirected,
 )
@@ -43,7 +43,7 @@ def service(loopback):
         yield client
 
 
-def test_a_whole_loop_of_training_and_sampling(fake, service, datum):
+def test_a_complete_loop_of_training_and_sampling(fake, service, datum):
     training = service.create_lora_training_client("fake/model", rank=4)
     losses = []
     for _ in range(5):
@@ -56,7 +56,7 @@ def test_a_whole_loop_of_training_and_sampling(fake, service, datum):
     assert {tuple(a.result(10).sequences[0].tokens) for a in answers} == {(1, 2)}
 
 
-def test_broken_connections_are_mended(fake, service, datum):
+def test_broken_connections_are_retried(fake, service, datum):
     training = service.create_lora_training_client("fake/model", rank=4)
     fake.script("forward_backward", Lost(), Lost(after=True))
     fake.script("retrieve_future", Lost())
@@ -64,7 +64,7 @@ def test_broken_connections_are_mended(fake, service, datum):
     assert [number for _, number, _ in fake.ran] == [1]
 
 
-def test_nobody_listening_is_an_error_that_names_the_address(monkeypatch):
+def test_a_refused_connection_is_an_error_that_names_the_address(monkeypatch):
     monkeypatch.setenv("TINKEX_FIRST_CONTACT_S", "0.2")
     service = tinkex.ServiceClient(base_url="http://127.0.0.1:9")
     with pytest.raises(tinkex.APIConnectionError, match=r"http://127\.0\.0\.1:9/api/v1/client"):
@@ -72,14 +72,14 @@ def test_nobody_listening_is_an_error_that_names_the_address(monkeypatch):
     service.close("errored").result(5)
 
 
-def test_an_answer_that_takes_too_long_is_given_up(fake, loopback):
+def test_a_response_that_takes_too_long_is_given_up(fake, loopback):
     hold = fake.hold("healthz")
 
     async def main():
         transport = HttpTransport(loopback.url)
         request = Request(method="GET", url=f"{loopback.url}/api/v1/healthz", deadline_s=0.05)
         try:
-            with pytest.raises(TooSlow, match=r"0\.05 s"):
+            with pytest.raises(DeadlineExceeded, match=r"0\.05 s"):
                 await transport.send(request)
         finally:
             await transport.close()
@@ -88,7 +88,7 @@ def test_an_answer_that_takes_too_long_is_given_up(fake, loopback):
     hold.release()
 
 
-def test_a_server_that_cuts_its_answer_short_is_noticed():
+def test_a_truncated_response_is_detected():
     async def handle(reader, writer):
         await reader.readuntil(b"\r\n\r\n")
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\nshort")
@@ -109,8 +109,8 @@ def test_a_server_that_cuts_its_answer_short_is_noticed():
     asyncio.run(main())
 
 
-def test_what_comes_unasked_is_not_taken_for_the_next_answer():
-    """A server that says everything twice, the second time while nobody asks."""
+def test_data_on_an_idle_connection_is_not_read_as_the_next_response():
+    """A server that sends every response twice, the second time on the idle connection."""
 
     async def main() -> list[bytes]:
         repeated = asyncio.Semaphore(0)
@@ -120,7 +120,7 @@ def test_what_comes_unasked_is_not_taken_for_the_next_answer():
             await reader.readuntil(b"\r\n\r\n")
             answer = b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\n\r\n%d" % next(numbers)
             writer.write(answer)
-            await asyncio.sleep(0.05)  # the first one is read by then, or this shows nothing
+            await asyncio.sleep(0.05)  # the first one must have been read by then
             writer.write(answer)
             await writer.drain()
             repeated.release()
@@ -143,7 +143,7 @@ def test_what_comes_unasked_is_not_taken_for_the_next_answer():
     assert asyncio.run(main()) == [b"1", b"2", b"3"]
 
 
-def test_redirects_to_elsewhere_are_not_followed_and_no_header_is_made_up():
+def test_redirects_to_other_origins_are_not_followed_and_no_header_is_added():
     seen = []
 
     async def handle(request):
@@ -175,9 +175,9 @@ def test_redirects_to_elsewhere_are_not_followed_and_no_header_is_made_up():
 
 
 def caught(call):
-    with pytest.raises(tinkex.APIStatusError) as told:
+    with pytest.raises(tinkex.APIStatusError) as shown:
         call()
-    return told.value
+    return shown.value
 
 
 CAPABILITIES = reply_json({"supported_models": []})
@@ -185,35 +185,35 @@ CAPABILITIES = reply_json({"supported_models": []})
 
 @pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
 def test_a_redirect_within_the_origin_is_followed_with_the_key(status):
-    def answer(asked):
-        if asked.path.startswith("/new"):
+    def answer(request):
+        if request.path.startswith("/new"):
             return CAPABILITIES
-        return Reply(status=status, headers={"Location": f"/new{asked.path}"})
+        return Reply(status=status, headers={"Location": f"/new{request.path}"})
 
     with (
         standing_in(answer) as there,
         tinkex.ServiceClient(base_url=there.url, api_key="tml-1") as service,
     ):
         assert service.get_server_capabilities().supported_models == []
-        asked = [each for each in there.asked if each.path.endswith("capabilities")]
-        assert [each.path[:4] for each in asked] == ["/api", "/new"]
-        assert {each.headers["x-api-key"] for each in asked} == {"tml-1"}
+        requests = [each for each in there.requests if each.path.endswith("capabilities")]
+        assert [each.path[:4] for each in requests] == ["/api", "/new"]
+        assert {each.headers["x-api-key"] for each in requests} == {"tml-1"}
 
 
 @pytest.mark.parametrize(
     "elsewhere", ["{other}/x", "//{host}/x", "{other}\\@x", "https://{base}/x", "http://{name}/x"]
 )
 def test_the_key_never_goes_to_another_origin(elsewhere):
-    """The official client sends its key along; here the answer names the other address."""
+    """The official client sends its key there; here the error names the other address."""
 
-    def answer(asked):
+    def answer(request):
         return CAPABILITIES
 
     with standing_in(answer) as other:
         host = other.url.removeprefix("http://")
 
-        def lead(asked):
-            base = asked.headers["host"]
+        def lead(request):
+            base = request.headers["host"]
             location = elsewhere.format(
                 other=other.url, host=host, base=base, name=base.replace("127.0.0.1", "localhost")
             )
@@ -223,12 +223,12 @@ def test_the_key_never_goes_to_another_origin(elsewhere):
             service = tinkex.ServiceClient(base_url=there.url, api_key="tml-1")
             error = caught(service.get_server_capabilities)
             assert error.status_code == 307
-            assert "use that as base_url" in str(error)
+            assert "set base_url to it" in str(error)
             service.close("errored").result(5)
-        assert other.asked == []
+        assert other.requests == []
 
 
-def test_a_redirect_that_changes_the_method_drops_the_body_and_circles_end():
+def test_a_redirect_that_changes_the_method_drops_the_body_and_loops_end():
     post = Request(
         method="POST",
         url="http://h/a",
@@ -248,8 +248,8 @@ def test_a_redirect_that_changes_the_method_drops_the_body_and_circles_end():
     assert redirected(post, 302, None) is None
     assert redirected(post, 302, "http://h:99999999/") is None
 
-    def answer(asked):
-        return Reply(status=302, headers={"Location": asked.path})
+    def answer(request):
+        return Reply(status=302, headers={"Location": request.path})
 
     with standing_in(answer) as there:
         service = tinkex.ServiceClient(base_url=there.url)
@@ -257,11 +257,11 @@ def test_a_redirect_that_changes_the_method_drops_the_body_and_circles_end():
         service.close("errored").result(5)
 
 
-def test_cookies_of_the_service_come_back_to_it_and_to_nobody_else():
-    """A load balancer finds the server of a session again by its cookie."""
+def test_cookies_of_the_service_are_sent_only_to_it():
+    """A load balancer finds the server of a session by its cookie."""
     sticky = "AWSALB=ab+/c==; Path=/"
 
-    def answer(asked):
+    def answer(request):
         headers = {**CAPABILITIES.headers, "Set-Cookie": sticky}
         return dataclasses.replace(CAPABILITIES, headers=headers)
 
@@ -269,7 +269,7 @@ def test_cookies_of_the_service_come_back_to_it_and_to_nobody_else():
         transport = HttpTransport(one.url)
         for kind in (Kind.SESSION, Kind.TRAIN, Kind.SAMPLE):
             await transport.send(Request(method="GET", url=f"{one.url}/a", kind=kind))
-        # Another service on the same host: cookies know no ports.
+        # Another service on the same host: cookies ignore ports.
         for _ in range(2):
             await transport.send(Request(method="GET", url=f"{other.url}/a"))
         await transport.send(Request(method="GET", url=f"{one.url}/a"))
@@ -277,14 +277,14 @@ def test_cookies_of_the_service_come_back_to_it_and_to_nobody_else():
 
     with standing_in(answer) as one, standing_in(answer) as other:
         asyncio.run(main())
-        cookies = [asked.headers.get("cookie") for asked in one.asked]
+        cookies = [request.headers.get("cookie") for request in one.requests]
         assert cookies == [None, *["AWSALB=ab+/c=="] * 3]
-        assert [asked.headers.get("cookie") for asked in other.asked] == [None, None]
+        assert [request.headers.get("cookie") for request in other.requests] == [None, None]
 
 
-def test_the_response_of_an_error_is_read_as_programs_read_that_of_httpx():
-    def answer(asked):
-        if "training_runs" in asked.path:
+def test_the_response_of_an_error_has_the_attributes_of_httpx():
+    def answer(request):
+        if "training_runs" in request.path:
             headers = {"Retry-After": "3", "X-Thing": "y"}
             return Reply(status=404, body=b'{"detail": "no"}', headers=headers)
         return CAPABILITIES
@@ -318,12 +318,12 @@ def test_headers_of_the_same_name_are_one_list():
     assert Headers(CIMultiDict([("A", "1"), ("a", "2")])) == {"a": "1, 2"}
 
 
-#: More than any kind with a limit may have.
+#: More than the limit of any kind.
 MANY = 2 * max(CONNECTIONS.values())
 
 
 @pytest.mark.parametrize("flood", Kind, ids=lambda kind: kind.value)
-def test_each_kind_of_work_has_connections_of_its_own(flood):
+def test_each_kind_of_request_has_its_own_connections(flood):
     """
     One kind of request holds every connection it may have, and waits for more.
 
@@ -349,16 +349,16 @@ def test_each_kind_of_work_has_connections_of_its_own(flood):
         url = f"http://127.0.0.1:{runner.addresses[0][1]}"
         transport = HttpTransport(url)
 
-        def asked(path, kind):
+        def send(path, kind):
             return transport.send(Request(method="GET", url=url + path, kind=kind))
 
         limit = CONNECTIONS[flood] or MANY
-        slow = [asyncio.create_task(asked("/slow", flood)) for _ in range(limit + 5)]
+        slow = [asyncio.create_task(send("/slow", flood)) for _ in range(limit + 5)]
         try:
             async with asyncio.timeout(30):
                 await full.wait()
                 for kind in set(Kind) - {flood}:
-                    await asked("/quick", kind)
+                    await send("/quick", kind)
             found = len(held)
             released.set()
             await asyncio.gather(*slow)
@@ -386,7 +386,7 @@ def test_slow_listings_do_not_delay_a_step(fake, loopback, datum):
         [each.result(10) for each in slow]
 
 
-#: What each endpoint belongs to. Everything that a program does is here; what is new is added.
+#: The kind of each endpoint. Covers everything that a program does; add new endpoints here.
 KINDS = {
     "client/config": Kind.SESSION,
     "client/dynamic_config": Kind.SESSION,
@@ -415,9 +415,9 @@ KINDS = {
 }
 
 
-def test_every_request_of_a_program_is_of_its_kind(datum, monkeypatch):
+def test_every_request_of_a_program_has_its_kind(datum, monkeypatch):
     monkeypatch.setattr("tinkex.client.session.HEARTBEAT_EVERY_S", 0.01)
-    monkeypatch.setattr("tinkex.client.http.polling.FEW", 0)
+    monkeypatch.setattr("tinkex.client.http.polling.MAX_SELF_POLLING", 0)
     fake = FakeService(
         config={"sample_use_retrieve_futures": True},
         dynamic_config={"sample_cancel_enabled": True},
@@ -462,8 +462,8 @@ def test_every_request_of_a_program_is_of_its_kind(datum, monkeypatch):
         sampling.sample(PROMPT, 1, params).result(5)
         list(sampling.sample_stream(PROMPT, 1, params))
         fake._sample_s = 60
-        dropped, asked = sampling.sample(PROMPT, 1, params), len(fake.requests)
-        until(lambda: any(seen.endpoint == "asample" for seen in fake.requests[asked:]))
+        dropped, request = sampling.sample(PROMPT, 1, params), len(fake.requests)
+        until(lambda: any(seen.endpoint == "asample" for seen in fake.requests[request:]))
         dropped.cancel()
         until(lambda: fake.cancelled)
         rest = tinkex.RestClient(service.holder)
@@ -479,7 +479,7 @@ def test_every_request_of_a_program_is_of_its_kind(datum, monkeypatch):
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl to make a certificate")
-def test_a_ca_bundle_of_ones_own_is_trusted(tmp_path, monkeypatch):
+def test_a_custom_ca_bundle_is_trusted(tmp_path, monkeypatch):
     key, cert = tmp_path / "key.pem", tmp_path / "cert.pem"
     subprocess.run(
         shlex.split(
@@ -544,7 +544,7 @@ def run_program(text, *arguments):
     )
 
 
-def test_a_forked_child_goes_on_with_its_parents_clients(fake, loopback):
+def test_a_forked_child_continues_with_its_parents_clients(fake, loopback):
     done = run_program(
         """
         import os, sys
@@ -580,11 +580,11 @@ def test_a_forked_child_goes_on_with_its_parents_clients(fake, loopback):
     assert (done.returncode, done.stderr) == (0, "")
     numbers = [seen.json()["seq_id"] for seen in fake.requests if seen.endpoint == "asample"]
     assert numbers[0] == 0
-    assert numbers[1] >= 1_000_000_000  # the child is a copy
+    assert numbers[1] >= 1_000_000_000  # the child is a clone
     assert numbers[2] == 1
 
 
-def test_a_forked_child_of_a_client_that_was_not_used_yet_has_a_session_of_its_own(fake, loopback):
+def test_a_forked_child_of_an_unused_client_has_its_own_session(fake, loopback):
     done = run_program(
         """
         import os, sys
@@ -612,7 +612,7 @@ def test_a_forked_child_of_a_client_that_was_not_used_yet_has_a_session_of_its_o
 
 
 @pytest.mark.parametrize("ending", ["pass", "sys.exit(3)", "raise SystemExit(3)"])
-def test_a_program_that_ends_without_closing_ends_quietly(fake, loopback, ending):
+def test_a_program_that_ends_without_closing_exits_cleanly(fake, loopback, ending):
     fake.hold("retrieve_future")
     started = time.monotonic()
     done = run_program(

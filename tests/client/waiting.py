@@ -1,4 +1,4 @@
-"""Waiting in a test, on a plain thread, for something that only time brings about."""
+"""Waits in a test for a condition, with a deadline."""
 
 import time
 from collections.abc import Callable

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tinkex.client.submission import filler
+from tinkex.client.submission import noop_step
 from tinkex.engine import Engine, EngineSettings
 from tinkex.engine import engine as engine_module
 from tinkex.engine.model.base_model import UnsupportedModel
@@ -219,7 +219,7 @@ def test_the_filler_for_half_a_batch_fails(
     engine: Engine, model: str, with_its_setting: bool
 ) -> None:
     """Also on a server that does not know its setting, because it has more targets than tokens."""
-    request, forward_only = decode_forward_backward_request(filler(model, True).encode(3))
+    request, forward_only = decode_forward_backward_request(noop_step(model, True).encode(3))
     assert not forward_only
     work = request.forward_backward_input
     if not with_its_setting:

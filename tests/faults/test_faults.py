@@ -27,7 +27,7 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short waits, and few samples that ask for themselves, so that the shared poll is used."""
     quick = partial(RetryPolicy, first_delay_s=0.02)
     monkeypatch.setattr("tinkex.client.http.api_calls.RetryPolicy", quick)
-    monkeypatch.setattr("tinkex.client.http.polling.FEW", 4)
+    monkeypatch.setattr("tinkex.client.http.polling.MAX_SELF_POLLING", 4)
 
 
 def test_o2_o6_h2_h4_nothing_is_lost_and_nothing_runs_twice_on_a_failing_network(tmp_path: Path):

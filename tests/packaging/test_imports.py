@@ -21,7 +21,7 @@ ROOMS = {
     "as_tinker": "client",
     "lib": "client compat",
     "proto": "wire compat",
-    "resources": "client wire types compat",
+    "resources": "compat",
     "types": "wire compat",
     "pytest_plugin": "pytest ~testing",
     "testing": "client wire ~engine ~aiohttp",

@@ -109,7 +109,7 @@ class RefuseOne(HttpTransport):
         if request.path.endswith("/forward_backward"):
             self.passes += 1
             if self.passes == 2:
-                return Response(status_code=422, content=b"{}", request=request.bare())
+                return Response(status_code=422, content=b"{}", request=request.without_payload())
         return await super().send(request)
 
 

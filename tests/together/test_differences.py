@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import sdk_envs
-from standin import Asked, Reply, Standin, reply_json, standing_in
+from standin import Received, Reply, Standin, reply_json, standing_in
 
 PROGRAM = Path(__file__).with_name("differences_program.py")
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "differences.md"
@@ -56,17 +56,17 @@ def service() -> Iterator[tuple[Standin, Standin]]:
     """Answers once, then leads to itself, then to another service."""
     capabilities = reply_json({"supported_models": []})
 
-    def elsewhere(asked: Asked) -> Reply:
+    def elsewhere(request: Received) -> Reply:
         return capabilities
 
     with standing_in(elsewhere) as other:
         times = 0
 
-        def answer(asked: Asked) -> Reply:
+        def answer(request: Received) -> Reply:
             nonlocal times
-            if "training_runs" in asked.path:
+            if "training_runs" in request.path:
                 return Reply(status=404, body=b"{}", headers={"Retry-After": "3"})
-            if asked.path.startswith("/moved") or not asked.path.endswith("capabilities"):
+            if request.path.startswith("/moved") or not request.path.endswith("capabilities"):
                 body = {"session_id": "s", "type": "create_session", "supported_models": []}
                 return reply_json(body)
             times += 1
@@ -95,7 +95,7 @@ def seen(python: str | Path, package: str) -> tuple[dict[str, Any], Standin, Sta
 
 
 def cookies(here: Standin) -> set[str | None]:
-    return {each.headers.get("cookie") for each in here.asked if each.path == "/moved"}
+    return {each.headers.get("cookie") for each in here.requests if each.path == "/moved"}
 
 
 @pytest.mark.timeout(120)
@@ -103,7 +103,7 @@ def test_our_column_of_the_page() -> None:
     facts, here, other = seen(sys.executable, "tinkex")
     assert facts == {**SAME, **{name: ours for name, (_, ours) in DIFFERENT.items()}}
     assert cookies(here) == {COOKIE}
-    assert other.asked == []  # the key went nowhere
+    assert other.requests == []  # the key went nowhere
 
 
 @pytest.mark.sdk
@@ -112,7 +112,7 @@ def test_the_official_clients_column_of_the_page() -> None:
     facts, here, other = seen(sdk_envs.ensure("0.36.0"), "tinker")
     assert facts == {**SAME, **{name: theirs for name, (theirs, _) in DIFFERENT.items()}}
     assert cookies(here) == {COOKIE}
-    assert [each.headers["x-api-key"] for each in other.asked] == ["tml-secret"]
+    assert [each.headers["x-api-key"] for each in other.requests] == ["tml-secret"]
 
 
 #: How the row of the page begins that each fact belongs to.

@@ -100,7 +100,7 @@ class NoArchives(RestClient):
             "GET",
             "no/such/endpoint",
             answer=type(None),
-            about="asking for an archive",
+            about="requesting an archive",
         )
 
 

@@ -16,7 +16,7 @@ PROMPT = types.ModelInput.from_ints([5, 6, 7])
 
 @pytest.fixture(autouse=True)
 def _all_wait_together(monkeypatch):
-    monkeypatch.setattr(polling, "FEW", 0)
+    monkeypatch.setattr(polling, "MAX_SELF_POLLING", 0)
 
 
 @pytest.fixture
@@ -32,8 +32,8 @@ def test_samples_of_a_client_and_its_copy_share_polls_and_get_their_own_answers(
     theirs = [copy.sample(PROMPT, 1, each) for each in params]
     for one, two in zip(ours, theirs, strict=True):
         assert one.result(30).sequences[0].tokens == two.result(30).sequences[0].tokens
-    assert sampling._desk._poller is not None
-    assert copy._desk._poller._target.cloned_sampler_id >= 1
+    assert sampling._sample_queue._shared_poll is not None
+    assert copy._sample_queue._shared_poll._target.cloned_sampler_id >= 1
     copy.holder.close("success").result(5)
 
 

@@ -11,7 +11,7 @@ from server.echo import BASE, EchoExecutor
 from server.hosting import Api, hosted
 from server.tenants import new_key, revoke
 from tinkex import types
-from tinkex.client.session import Connection
+from tinkex.client.connection import Connection
 
 pytestmark = pytest.mark.anyio
 
@@ -75,7 +75,7 @@ async def test_a_server_with_keys_and_without_tokens_takes_the_key_itself(
     async with hosted(EchoExecutor(), tmp_path) as api:
         service = tinkex.ServiceClient(base_url=address(api))
         await service.get_server_capabilities_async()
-        with pytest.raises(RuntimeError, match="takes the key itself"):
+        with pytest.raises(RuntimeError, match="accepts the key itself"):
             await service.holder.run(connection(service).credential.claims())
         await service.close("success")
 

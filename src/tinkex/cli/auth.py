@@ -16,7 +16,7 @@ from tinkex.cli.service_options import address, talks_to_a_service
 
 if TYPE_CHECKING:
     from tinkex.client.auth.key_store import StoredKeys
-    from tinkex.client.session import Connection
+    from tinkex.client.connection import Connection
 
 
 @click.group("auth")
@@ -75,7 +75,7 @@ def login() -> None:
     stored = stored.with_key(key_id, entry)
     if stored.default is None:  # another service's default stays what it is
         stored = stored.with_default(key_id)
-    key_store.write(key_store.place(), stored)
+    key_store.write(key_store.default_path(), stored)
     if os.environ.get("TINKER_API_KEY") or os.environ.get("TINKEX_API_KEY"):
         click.echo("note: TINKER_API_KEY is set and wins over the stored key.", err=True)
     told = {"base_url": service, "key": entry.name, **_owner(details)}
@@ -109,7 +109,7 @@ def logout() -> None:
         except TinkerError as error:
             failure = error
     deleted = entry.type == "generated" and failure is None
-    key_store.write(key_store.place(), stored.without(key_id))
+    key_store.write(key_store.default_path(), stored.without(key_id))
     name = entry.name or key_id
     if as_json():
         show_json({"base_url": service, "removed": name, "deleted_on_service": deleted})
@@ -203,8 +203,8 @@ def _stored() -> tuple[str, StoredKeys, str | None]:
     from tinkex.client.settings import is_loopback, service_url
 
     service = service_url(address()["base_url"])
-    stored = key_store.read(key_store.place())
-    return service, stored, stored.of(service, is_local=is_loopback(service))
+    stored = key_store.read(key_store.default_path())
+    return service, stored, stored.key_for(service, is_local=is_loopback(service))
 
 
 def _asked_for(service: str) -> str:

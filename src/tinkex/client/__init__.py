@@ -1,1 +1,1 @@
-"""The light half: what a program needs to train and sample on any Tinker service."""
+"""The client: everything a program needs to train and sample on any Tinker service."""

@@ -1,4 +1,4 @@
-"""AdminClient: the audit log and the bill of an organisation."""
+"""AdminClient: the audit log and billing of an organization."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ from datetime import date, datetime
 from typing import get_args
 
 from tinkex.client import validation
-from tinkex.client.auth.credentials import Fixed
+from tinkex.client.auth.credentials import StaticCredential
+from tinkex.client.connection import Connection
 from tinkex.client.errors import APIStatusError
 from tinkex.client.futures import Promise, awaits
 from tinkex.client.http.api_calls import decode
-from tinkex.client.http.origins import origin, redirect_url
-from tinkex.client.http.transport import Kind, Request
+from tinkex.client.http.transport import Kind, Request, origin, redirect_url
 from tinkex.client.rest_base import Sessionless, sdk_headers, with_query
-from tinkex.client.session import Connection
 from tinkex.wire.billing import (
     AuditLogResponse,
     BillingUsageResponse,
@@ -24,23 +23,23 @@ from tinkex.wire.codec import JSON_TYPE
 
 class AdminClient(Sessionless):
     """
-    What was done, used and stored.
+    Audit log, usage and storage of an organization.
 
         admin = tinkex.AdminClient()
         print(admin.get_audit_log("checkpoints").result().entries)
 
-    Every method returns a future at once; its `_async` twin returns the value.
+    Every method returns a future immediately; its `_async` variant returns the value.
     """
 
     def get_audit_log(
         self, event_type: validation.AuditEvents = "all", day: date | None = None
     ) -> Promise[AuditLogResponse]:
-        """Who did what: of one kind, on one day (UTC); without a day, of the last ones."""
+        """Audit events of one kind, on one day (UTC); without a day, the latest ones."""
         validation.one_of("event_type", event_type, get_args(validation.AuditEvents))
         path = with_query("audit", {"event_type": event_type, "day": validation.day(day)})
 
         async def work(connection: Connection) -> AuditLogResponse:
-            calls, about = connection.calls, "asking for the audit log"
+            calls, about = connection.calls, "fetching the audit log"
             try:
                 return await calls.call(
                     "GET",
@@ -54,9 +53,9 @@ class AdminClient(Sessionless):
                 url = redirected(error)
                 if url is None:
                     raise
-            # A large log lies elsewhere, and another host is not shown our key.
+            # A large log is stored elsewhere, and another host must not get the key.
             if origin(url) != origin(self.holder.settings.base_url):
-                calls = calls.asking_as(Fixed(None))
+                calls = calls.with_credential(StaticCredential(None))
             request = Request(method="GET", url=url, headers={"Accept": JSON_TYPE}, kind=Kind.REST)
             response = await calls.once(request, about=about)
             return decode(AuditLogResponse, response, about=about)
@@ -68,7 +67,7 @@ class AdminClient(Sessionless):
     def get_billing_usage(
         self, starting_on: datetime | str, ending_before: datetime | str
     ) -> Promise[BillingUsageResponse]:
-        """What was used in each hour. Whole hours (UTC where no zone is said), at most 14 days."""
+        """Usage per hour. Whole hours (UTC if they have no time zone), at most 14 days."""
         start = validation.moment("starting_on", starting_on)
         end = validation.moment("ending_before", ending_before)
         if end <= start:
@@ -81,7 +80,7 @@ class AdminClient(Sessionless):
             "billing/usage/events",
             answer=BillingUsageResponse,
             query={"starting_on": _utc(start), "ending_before": _utc(end)},
-            about="asking for the usage",
+            about="fetching the usage",
         )
 
     get_billing_usage_async = awaits(get_billing_usage)
@@ -89,21 +88,21 @@ class AdminClient(Sessionless):
     def get_current_checkpoint_storage_usage(
         self, project_id: str | None = None
     ) -> Promise[CurrentCheckpointStorageUsageResponse]:
-        """What checkpoints take up now, by project and owner."""
+        """Current storage of checkpoints, by project and owner."""
         return self._ask(
             "get_current_checkpoint_storage_usage",
             "GET",
             "billing/usage/checkpoints/current",
             answer=CurrentCheckpointStorageUsageResponse,
             query={"project_id": project_id},
-            about="asking for the storage in use",
+            about="fetching the storage in use",
         )
 
     get_current_checkpoint_storage_usage_async = awaits(get_current_checkpoint_storage_usage)
 
 
 def redirected(error: APIStatusError) -> str | None:
-    """Where an answer sends us on to, if that is what it does."""
+    """The redirect target of an error response, if it is a redirect."""
     location = error.response.headers.get("location")
     if error.status_code not in (301, 302, 303, 307, 308) or not location:
         return None

@@ -1,4 +1,4 @@
-"""A batch cut into pieces that a server takes in one request each. Pure."""
+"""Splits a batch into requests of limited size, and merges their results. Pure functions."""
 
 from __future__ import annotations
 
@@ -6,38 +6,24 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 
-from tinkex.wire.inputs import Datum, DmelChunk, EncodedTextChunk, ImageChunk, ModelInput
+from tinkex.client.http.backpressure import input_bytes
+from tinkex.wire.inputs import Datum
 from tinkex.wire.training import ForwardBackwardOutput
 
 
-def input_bytes(model_input: ModelInput, *, per_token: int = 4) -> int:
-    """About how many bytes the input has on the wire: 4 for a token in protobuf, 10 in JSON."""
-    size = 0
-    for chunk in model_input.chunks:
-        if isinstance(chunk, EncodedTextChunk):
-            size += per_token * chunk.length
-        elif isinstance(chunk, ImageChunk):
-            size += len(chunk.data)
-        elif isinstance(chunk, DmelChunk):
-            size += len(chunk.dmel)
-        else:
-            size += len(chunk.location)
-    return size
-
-
 def datum_bytes(datum: Datum) -> int:
-    """About how many bytes a datum has as protobuf."""
+    """Approximate size of a datum as protobuf."""
     size = input_bytes(datum.model_input)
     for tensor in datum.loss_fn_inputs.values():
-        size += tensor.nbytes  # with the indices of a sparse tensor, 8 bytes each
+        size += tensor.nbytes  # includes the indices of a sparse tensor, 8 bytes each
     return size
 
 
-def cut(sizes: Sequence[int], *, max_count: int, max_bytes: int) -> list[slice]:
+def split_batch(sizes: Sequence[int], *, max_count: int, max_bytes: int) -> list[slice]:
     """
-    Where to cut a batch whose datums have these sizes, in order and greedily.
+    Split a batch whose datums have these sizes, in order and greedily.
 
-    A datum larger than `max_bytes` travels alone; none is ever split.
+    A datum larger than `max_bytes` is sent alone; a datum is never split.
     """
     pieces: list[slice] = []
     first = used = 0
@@ -51,9 +37,6 @@ def cut(sizes: Sequence[int], *, max_count: int, max_bytes: int) -> list[slice]:
     return pieces
 
 
-# MERGED: The results of a batch's chunks put back together. Pure.
-
-
 log = logging.getLogger("tinkex.merge")
 
 Reducer = Callable[[Sequence[float], Sequence[int]], float]
@@ -61,7 +44,7 @@ Reducer = Callable[[Sequence[float], Sequence[int]], float]
 
 def _mean(values: Sequence[float], weights: Sequence[int]) -> float:
     total = sum(weights)
-    if not total:  # chunks without outputs: nothing tells them apart
+    if not total:  # no chunk has outputs: weigh all equally
         return math.fsum(values) / len(values)
     return math.fsum(x * w for x, w in zip(values, weights, strict=True)) / total
 
@@ -74,8 +57,8 @@ def _hash_unordered(values: Sequence[float], weights: Sequence[int]) -> float:
     return float(hash(tuple(sorted(int(x) for x in values))))
 
 
-#: What follows the colon of a metric's name -> how the chunks' values become one. The second
-#: argument is the number of outputs of each chunk.
+#: Suffix of a metric's name -> how to combine the values of the chunks. The second argument is the
+#: number of outputs of each chunk.
 REDUCERS: dict[str, Reducer] = {
     "mean": _mean,
     "sum": lambda values, weights: math.fsum(values),
@@ -103,16 +86,16 @@ def merge(results: Sequence[ForwardBackwardOutput]) -> ForwardBackwardOutput:
 
 def merge_metrics(metrics: Sequence[dict[str, float]], weights: Sequence[int]) -> dict[str, float]:
     """
-    The first chunk defines the keys; one that any other chunk lacks is left out, not zero-filled.
+    The first chunk defines the keys. A metric that another chunk lacks is dropped, not zero-filled.
 
-    A name whose suffix is not known, or that has none, cannot be reduced: it is kept when there
-    is one chunk only, and left out otherwise.
+    A metric without a known suffix cannot be reduced: it is kept if there is one chunk, and dropped
+    otherwise.
     """
     merged: dict[str, float] = {}
     for name in metrics[0]:
         missing = [index for index, chunk in enumerate(metrics) if name not in chunk]
         if missing:
-            log.debug("metric left out: %s is missing from chunks %s", name, missing)
+            log.debug("metric dropped: %s is missing from chunks %s", name, missing)
             continue
         values = [chunk[name] for chunk in metrics]
         suffix = name.partition(":")[2]
@@ -124,5 +107,5 @@ def merge_metrics(metrics: Sequence[dict[str, float]], weights: Sequence[int]) -
         elif len(values) == 1:
             merged[name] = values[0]
         else:
-            log.debug("metric left out: no rule to reduce %s", name)
+            log.debug("metric dropped: no rule to reduce %s", name)
     return merged

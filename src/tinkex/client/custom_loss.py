@@ -1,9 +1,9 @@
 """
-Losses written by users: computed here between two passes, or traced and run by the server.
+Custom losses: computed by the client between two passes, or traced and run by the server.
 
-Here: a forward pass gives logprobs, autograd gives the derivative of the loss by each of them,
-and a pass of `cross_entropy`, whose loss is the sum of -weight * logprob, with weights of minus
-that derivative, adds the very gradient the loss asks for.
+In the client: a forward pass returns logprobs, and autograd differentiates the loss with respect
+to each of them. A `cross_entropy` pass computes the sum of -weight * logprob; with the negative
+derivatives as weights it adds exactly the gradient of the custom loss.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any, Concatenate, TypeAlias, TypeVar, Union
 from tinkex.client import loss_tracing, user_warnings, validation
 from tinkex.client.batching import merge
 from tinkex.client.futures import Promise
-from tinkex.client.http.polling import QueueLog, Wanted
+from tinkex.client.http.polling import ExpectedResult, QueueLog
+from tinkex.client.submission import Accepted, StepSubmitter, pass_parts, pass_result
 from tinkex.extras import needs
 from tinkex.wire.custom_loss import (
     CreateCustomLossRequest,
@@ -34,13 +35,13 @@ if TYPE_CHECKING:
     import torch
     from torch import fx
 
-    from tinkex.client.session import Connection, Session
-    from tinkex.client.submission import Accepted
+    from tinkex.client.connection import Connection
+    from tinkex.client.session import Session
     from tinkex.client.training import TrainingClient
 
 T = TypeVar("T")
 
-#: The loss of one datum: `fn(logprobs, *inputs)` gives a scalar and scalars by metric name.
+#: The loss of one datum: `fn(logprobs, *inputs)` returns a scalar, and scalars by metric name.
 PerDatumLossFn: TypeAlias = Callable[
     Concatenate["torch.Tensor", ...], tuple["torch.Tensor", Mapping[str, "torch.Tensor"]]
 ]
@@ -53,24 +54,24 @@ CustomLoss: TypeAlias = Union[CustomLossFnV1, "LossHandle"]
 
 @dataclass(frozen=True)
 class LossHandle:
-    """A traced loss, for the training clients of the session it was made in."""
+    """A traced loss, for the training clients of the session that created it."""
 
     name: str
-    #: What each datum must carry; `logprobs`, the first, is the model's own.
+    #: The inputs of each datum. The first, `logprobs`, is computed by the model.
     inputs: tuple[CustomLossInput, ...]
     session_id: str
     graph: fx.GraphModule = field(repr=False)
-    #: The server's name for it; None when it runs here.
+    #: The server's id of the loss; None if it runs in the client.
     loss_id: str | None = None
 
     @property
     def key(self) -> str:
-        """Equal for losses that compute the same."""
+        """Equal for losses that compute the same function."""
         return loss_tracing.digest(self.graph, self.inputs)
 
     @property
     def input_names(self) -> tuple[str, ...]:
-        """The `loss_fn_inputs` it reads."""
+        """The `loss_fn_inputs` that the loss reads."""
         return tuple(each.name for each in self.inputs[1:])
 
 
@@ -79,19 +80,19 @@ def need_torch() -> None:
         import torch  # noqa: F401
 
 
-# -- making a handle -------------------------------------------------------------------------------
+# -- making a handle -----------------------------------------------------------------------------
 
 
 def create(
     holder: Session, fn: PerDatumLossFn, input_ranks: Mapping[str, CustomLossInputRank]
 ) -> Promise[LossHandle]:
-    """Trace the loss here and now, and let the server have it if it wants it."""
+    """Trace the loss now, and upload it if the server runs custom losses."""
     need_torch()
     traced = loss_tracing.trace(fn, input_ranks)
     key = loss_tracing.digest(traced.module, traced.inputs)
     if key in holder.losses:
         raise ValueError(
-            f"custom loss {traced.name!r}: this session has the same loss already, made as "
+            f"custom loss {traced.name!r}: this session already has the same loss, created as "
             f"{holder.losses[key]!r}. Use the handle of the first create_custom_loss()."
         )
     holder.losses[key] = traced.name
@@ -103,7 +104,7 @@ def create(
             if connection.config.custom_loss_server_side:
                 loss_id = await _upload(holder, connection, session_id, traced)
         except BaseException:
-            holder.losses.pop(key, None)  # it may be tried again
+            holder.losses.pop(key, None)  # allows another attempt
             raise
         return LossHandle(traced.name, traced.inputs, session_id, traced.module, loss_id)
 
@@ -123,7 +124,7 @@ async def _upload(
             inputs=list(traced.inputs),
             graph=traced.graph,
         ),
-        Wanted(request_type="CreateCustomLoss", answer=CreateCustomLossResponse),
+        ExpectedResult(request_type="CreateCustomLoss", answer=CreateCustomLossResponse),
         observer=QueueLog(
             f"Creation of the loss {traced.name}", telemetry=lambda: holder.telemetry
         ),
@@ -131,20 +132,21 @@ async def _upload(
     return created.loss_id
 
 
-# -- a step with one -------------------------------------------------------------------------------
+# -- a step with a custom loss -------------------------------------------------------------------
 
 
 def start(
     client: TrainingClient,
+    steps: StepSubmitter,
     data: Sequence[Datum],
     loss_fn: CustomLoss,
     loss_type_input: str | None,
 ) -> Promise[Promise[ForwardBackwardOutput]]:
     """
-    Begin a step with a custom loss. What comes first is the future of the step.
+    Start a step with a custom loss. The outer future resolves to the future of the step.
 
-    It comes once the loss is computed. Not earlier: the function may read variables that its
-    caller goes on changing, and a loss that fails must be known before `optim_step` is called.
+    It resolves once the loss is computed, not earlier: the function may read variables that its
+    caller changes afterwards, and a failing loss must be known before `optim_step` is called.
     """
     need_torch()
     if loss_type_input is not None:
@@ -155,68 +157,74 @@ def start(
         if loss_type_input != "logprobs":
             raise ValueError(f"loss_type_input is {loss_type_input!r}; only 'logprobs' exists.")
     given = validation.examples(data)
-    data = [validation.as_it_is(datum) for datum in given]
+    data = [validation.snapshot(datum) for datum in given]
     if isinstance(loss_fn, LossHandle):
         _check_fits(loss_fn, client.holder.session_id, data)
         if loss_fn.loss_id is not None:
-            begun: Promise[Promise[ForwardBackwardOutput]] = Promise()
-            begun.finish(client.forward_backward(data, "custom", {"loss_id": loss_fn.loss_id}))
-            return begun
-        return _here(client, data, data, _summed(loss_fn))
+            started: Promise[Promise[ForwardBackwardOutput]] = Promise()
+            started.finish(client.forward_backward(data, "custom", {"loss_id": loss_fn.loss_id}))
+            return started
+        return _run_locally(client.model_id, steps, data, data, _summed(loss_fn))
     if not callable(loss_fn):
         raise TypeError(
-            f"loss_fn is a {type(loss_fn).__name__}; it is a function of (data, logprobs), or a "
-            "LossHandle from create_custom_loss()."
+            f"loss_fn is a {type(loss_fn).__name__}; it must be a function of (data, logprobs), or "
+            "a LossHandle from create_custom_loss()."
         )
-    return _here(client, given, data, loss_fn)
+    return _run_locally(client.model_id, steps, given, data, loss_fn)
 
 
-def _here(
-    client: TrainingClient, given: list[Datum], data: list[Datum], loss_fn: CustomLossFnV1
+def _run_locally(
+    model_id: str,
+    steps: StepSubmitter,
+    given: list[Datum],
+    data: list[Datum],
+    loss_fn: CustomLossFnV1,
 ) -> Promise[Promise[ForwardBackwardOutput]]:
     """
-    Both passes and the loss between them, in one place of the order.
+    Run both passes, and the loss between them, as one step.
 
-    The loss gets the `given` objects: it may know them by `id()`. The passes send `data`, which the
-    caller does not change meanwhile.
+    The loss gets the `given` objects, since it may identify them by `id()`. The passes send `data`,
+    a snapshot that the caller cannot change.
     """
-    forward = client._pass_parts(
-        [_for_cross_entropy(index, datum) for index, datum in enumerate(data)], forward_only=True
+    forward = pass_parts(
+        model_id,
+        [_for_cross_entropy(index, datum) for index, datum in enumerate(data)],
+        forward_only=True,
     )
     context = contextvars.copy_context()
     computed: list[Computed] = []
-    begun: Promise[Promise[ForwardBackwardOutput]] = Promise()
+    started: Promise[Promise[ForwardBackwardOutput]] = Promise()
 
     def loss(logprobs: list[TensorData]) -> Computed:
-        with client._computing_a_loss():
+        with steps.running_loss():
             return compute(loss_fn, given, logprobs)
 
     async def send(promise: Promise[ForwardBackwardOutput]) -> tuple[Connection, list[Accepted]]:
-        passed = await client._fetch(*await client._send(forward), client._pass_wanted("Forward"))
+        passed = await steps.fetch(*await steps.send(forward), pass_result("Forward"))
         logprobs = _logprobs(merge(passed).loss_fn_outputs, len(data))
         computed.append(await _on_a_thread(lambda: context.run(loss, logprobs)))
         weighted = [
             _for_cross_entropy(index, datum, weights)
             for index, (datum, weights) in enumerate(zip(data, computed[0].weights, strict=True))
         ]
-        begun.finish(promise)
-        return await client._send(client._pass_parts(weighted, forward_only=False))
+        started.finish(promise)
+        return await steps.send(pass_parts(model_id, weighted, forward_only=False))
 
-    promise = client._place(
+    promise = steps.submit_with(
         send,
-        client._pass_wanted("ForwardBackward"),
-        lambda results: computed[0].told(merge(results)),
+        pass_result("ForwardBackward"),
+        lambda results: computed[0].with_loss(merge(results)),
     )
-    promise.add_done_callback(lambda done: begun.fail(done.exception() or _never()))
-    return begun
+    promise.add_done_callback(lambda done: started.fail(done.exception() or _not_computed()))
+    return started
 
 
-def _never() -> RuntimeError:
+def _not_computed() -> RuntimeError:
     return RuntimeError("The step ended before its loss was computed.")
 
 
 def _for_cross_entropy(index: int, datum: Datum, weights: TensorData | None = None) -> Datum:
-    """The datum with what `cross_entropy` reads and nothing else."""
+    """The datum reduced to what `cross_entropy` reads."""
     targets = datum.loss_fn_inputs.get("target_tokens")
     if targets is None:
         raise ValueError(
@@ -243,7 +251,7 @@ def _logprobs(outputs: Sequence[Mapping[str, TensorData]], count: int) -> list[T
     found = [output["logprobs"] for output in outputs if "logprobs" in output]
     if len(found) != count:
         raise ValueError(
-            f"The server gave logprobs for {len(found)} of {count} datums; a custom loss needs "
+            f"The server returned logprobs for {len(found)} of {count} datums; a custom loss needs "
             "them all."
         )
     return found
@@ -251,10 +259,10 @@ def _logprobs(outputs: Sequence[Mapping[str, TensorData]], count: int) -> list[T
 
 async def _on_a_thread(work: Callable[[], T]) -> T:
     """
-    Run it on a thread of its own.
+    Run `work` on a new thread.
 
-    The loop's shared threads have other work, which a loss of minutes would hold up. And a loss
-    without end must not keep the program from ending, so the thread is a daemon.
+    The loop's thread pool has other work, which a long loss would delay. The thread is a daemon, so
+    that an endless loss does not keep the program from exiting.
     """
     outcome: Promise[T] = Promise()
 
@@ -270,20 +278,20 @@ async def _on_a_thread(work: Callable[[], T]) -> T:
     return await outcome
 
 
-# -- the loss and its derivative -------------------------------------------------------------------
+# -- the loss and its derivative -----------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class Computed:
-    """A custom loss at given logprobs."""
+    """The value and derivatives of a custom loss at given logprobs."""
 
     loss: float
     metrics: Mapping[str, float]
-    #: For each datum minus the derivative of the loss by its logprobs.
+    #: For each datum, the negative derivative of the loss with respect to its logprobs.
     weights: Sequence[TensorData]
 
-    def told(self, output: ForwardBackwardOutput) -> ForwardBackwardOutput:
-        """The server's answer to the second pass, with this loss in it."""
+    def with_loss(self, output: ForwardBackwardOutput) -> ForwardBackwardOutput:
+        """The server's result of the second pass, with the value and metrics of this loss."""
         metrics = {**output.metrics, **self.metrics, "loss:sum": self.loss}
         if "loss:sum" in output.metrics:
             metrics["surrogate_loss:sum"] = output.metrics["loss:sum"]
@@ -297,14 +305,14 @@ class Computed:
 def compute(
     loss_fn: CustomLossFnV1, data: Sequence[Datum], logprobs: Sequence[TensorData]
 ) -> Computed:
-    """Call the user's function and differentiate what it returns. `ValueError` if that cannot be."""
+    """Call the user's function and differentiate its result. Raises `ValueError` if it cannot."""
     with needs("A custom loss"):
         import torch
 
     leaves = [each.to_torch().requires_grad_() for each in logprobs]
     with torch.enable_grad():
         loss, metrics = _checked(loss_fn(list(data), list(leaves)))
-        # Not torch.autograd.grad: a loss may have parameters of its own, which get theirs.
+        # Not torch.autograd.grad: a loss may have parameters of its own, which need gradients too.
         loss.sum().backward()  # type: ignore[no-untyped-call]
     return Computed(
         loss=float(loss.detach().sum()),
@@ -345,15 +353,15 @@ def _checked(answer: Any) -> tuple[torch.Tensor, dict[str, float]]:
 
 
 def _number(value: Any) -> float:
-    # Torch warns where a tensor with a gradient becomes a number; a metric is meant to.
+    # Torch warns when a tensor that requires grad is converted to a number.
     return float(value.detach() if hasattr(value, "detach") else value)
 
 
 def _weights(index: int, gradient: torch.Tensor | None) -> TensorData:
     if gradient is None:
         raise ValueError(
-            f"The custom loss has no gradient for data[{index}]: it does not use that datum's "
-            "logprobs. Leave the datum out, or add `0 * logprobs[i].sum()`."
+            f"The custom loss has no gradient for data[{index}]: it does not use the logprobs of "
+            "that datum. Leave the datum out, or add `0 * logprobs[i].sum()`."
         )
     if not bool(gradient.isfinite().all()):
         raise ValueError(
@@ -363,7 +371,7 @@ def _weights(index: int, gradient: torch.Tensor | None) -> TensorData:
     return TensorData.from_torch(-gradient)
 
 
-# -- handles ---------------------------------------------------------------------------------------
+# -- handles -------------------------------------------------------------------------------------
 
 
 def _check_fits(handle: LossHandle, session_id: str | None, data: Sequence[Datum]) -> None:
@@ -374,7 +382,7 @@ def _check_fits(handle: LossHandle, session_id: str | None, data: Sequence[Datum
         )
     for index, datum in enumerate(data):
         for wanted in handle.inputs:
-            # The model's logprobs have the shape of its targets.
+            # The logprobs have the shape of the targets.
             name = "target_tokens" if wanted.name == "logprobs" else wanted.name
             tensor = datum.loss_fn_inputs.get(name)
             if tensor is None:
@@ -385,13 +393,13 @@ def _check_fits(handle: LossHandle, session_id: str | None, data: Sequence[Datum
             rank = 1 if tensor.shape is None else len(tensor.shape)
             if rank != wanted.rank:
                 raise ValueError(
-                    f"data[{index}]: {name!r} has rank {rank}; the loss {handle.name!r} was made "
-                    f"for {wanted.rank}."
+                    f"data[{index}]: {name!r} has rank {rank}; the loss {handle.name!r} was "
+                    f"created for rank {wanted.rank}."
                 )
 
 
 def _summed(handle: LossHandle) -> CustomLossFnV1:
-    """The loss of a handle over a batch: sums, and means over datums where metrics say so."""
+    """The loss of a handle over a batch: summed over datums; metrics are summed or averaged."""
 
     def loss_fn(
         data: list[Datum], logprobs: list[torch.Tensor]
@@ -403,7 +411,7 @@ def _summed(handle: LossHandle) -> CustomLossFnV1:
         values: dict[str, list[float]] = {}
         for datum, leaf in zip(data, logprobs, strict=True):
             inputs = [datum.loss_fn_inputs[name].to_torch() for name in handle.input_names]
-            # A copy: the loss may write into what it is given, and a leaf cannot be written to.
+            # A copy: the loss may modify its arguments, and a leaf tensor cannot be modified.
             loss, metrics = handle.graph(leaf.clone(), *inputs)
             losses.append(loss.reshape(()))
             for name, value in metrics.items():

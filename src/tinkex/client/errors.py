@@ -1,18 +1,18 @@
 """
-What a caller may have to handle:
+The exceptions that a caller may have to handle:
 
-* TinkerError                     everything we raise about the service derives from it
-  * APIError                      an exchange with the service went wrong
-    * APIConnectionError          no answer: unreachable, or the connection broke
-      * APITimeoutError           no answer in time
-    * APIResponseValidationError  an answer that does not say what the protocol promises
-    * APIStatusError              the service answered, and the answer was no
+* TinkerError                     base of all errors about the service
+  * APIError                      an exchange with the service failed
+    * APIConnectionError          no response: unreachable, or the connection broke
+      * APITimeoutError           no response in time
+    * APIResponseValidationError  a response that violates the protocol
+    * APIStatusError              an error response
       * BadRequestError 400, AuthenticationError 401, BillingError 402, PermissionDeniedError 403,
         NotFoundError 404, ConflictError 409, UnprocessableEntityError 422, RateLimitError 429,
         InternalServerError 500 and above
-  * RequestFailedError            the request was taken, and could not be finished
+    * RequestFailedError            the request was accepted, and could not be completed
 
-Which of them are worth another try is decided in `retry.py` alone. All of them cross processes.
+`http/retry.py` decides which of them are retried. All of them can be pickled.
 """
 
 from __future__ import annotations
@@ -21,13 +21,11 @@ import copy
 import json
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from tinkex.client.http.origins import origin, redirect_url
-
 if TYPE_CHECKING:
     from tinkex.client.http.transport import Request, Response
     from tinkex.wire.errors import RequestErrorCategory
 
-# The surface is that of the official client, so these are not all spelt `...Error` by chance.
+# The names are those of the official client.
 __all__ = [
     "APIConnectionError",
     "APIError",
@@ -51,14 +49,14 @@ __all__ = [
 
 
 class ExperimentalWarning(FutureWarning):
-    """The call works, and may change or go without notice."""
+    """The call works, but may change or be removed without notice."""
 
 
 class TinkerError(Exception):
     """Base of every error about the service."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Rebuilt from what it holds, not through __init__: signatures differ below here.
+        # Rebuilt from its state, not through __init__: subclasses have different signatures.
         return _rebuild, (type(self), self.args, self.__dict__.copy())
 
 
@@ -70,12 +68,12 @@ def _rebuild(kind: type[TinkerError], args: tuple[Any, ...], state: dict[str, An
 
 
 class APIError(TinkerError):
-    """An exchange with the service went wrong."""
+    """An exchange with the service failed."""
 
     message: str
     #: What was sent: method, URL and id, without headers and body.
     request: Request
-    #: The decoded JSON of the answer, else its text, else None.
+    #: The decoded JSON of the response, else its text, else None.
     body: object | None
 
     def __init__(self, message: str, request: Request, *, body: object | None) -> None:
@@ -86,16 +84,16 @@ class APIError(TinkerError):
 
 
 class APIResponseValidationError(APIError):
-    """The answer does not have the shape that the protocol promises."""
+    """The response violates the protocol."""
 
     response: Response
     status_code: int
-    #: Whether the bytes make no sense at all: such an answer was damaged on its way.
+    #: Whether the bytes cannot be decoded at all: then the response was damaged in transit.
     garbled: bool = False
 
     def __init__(self, response: Response, body: object | None, message: str | None = None) -> None:
         super().__init__(
-            message or "The answer of the service does not have the expected shape.",
+            message or "The response of the service does not have the expected shape.",
             response.request,
             body=body,
         )
@@ -104,7 +102,7 @@ class APIResponseValidationError(APIError):
 
 
 class APIStatusError(APIError):
-    """The service answered with a status of 400 or more (or an unexpected redirect)."""
+    """The service responded with a status of 400 or above (or an unexpected redirect)."""
 
     response: Response
     status_code: int
@@ -116,14 +114,14 @@ class APIStatusError(APIError):
 
 
 class APIConnectionError(APIError):
-    """No answer: the service cannot be reached, or the connection broke."""
+    """No response: the service cannot be reached, or the connection broke."""
 
     def __init__(self, request: Request, message: str = "Connection error.") -> None:
         super().__init__(message, request, body=None)
 
 
 class APITimeoutError(APIConnectionError):
-    """No answer in time."""
+    """No response in time."""
 
     def __init__(self, request: Request) -> None:
         super().__init__(request, "Request timed out.")
@@ -166,27 +164,27 @@ class ConflictError(APIStatusError):
 
 
 class UnprocessableEntityError(APIStatusError):
-    """422: a field is missing or malformed; the answer names it."""
+    """422: a field is missing or malformed; the response names it."""
 
     status_code = 422
 
 
 class RateLimitError(APIStatusError):
-    """429, after patience ran out."""
+    """429, after all retries."""
 
     status_code = 429
 
 
 class InternalServerError(APIStatusError):
-    """500 and above, after patience ran out."""
+    """500 and above, after all retries."""
 
 
 class RequestFailedError(TinkerError):
-    """The service took the request and could not finish it."""
+    """The service accepted the request and could not complete it."""
 
     message: str
     request_id: str
-    #: Whose fault it is: `user`, `server` or `unknown`.
+    #: Where the cause is: `user`, `server` or `unknown`.
     category: RequestErrorCategory
 
     _NEXT: ClassVar = {
@@ -225,19 +223,19 @@ _HINTS = {
     400: "Change the request; the same one will fail again.",
     401: "Check api_key=... or TINKER_API_KEY, and that base_url is the service it belongs to.",
     402: "Check the billing state of the account, then run the program again.",
-    403: "The key is known but may not do this.",
+    403: "The key is valid but may not do this.",
     404: "Check the id or path, that it belongs to this key, and that base_url is right.",
-    408: "The service did not get to it in time. Try again later.",
-    409: "It is in the way of something else. See how things stand, then decide.",
+    408: "The service did not respond in time. Try again later.",
+    409: "It conflicts with another request or object. Check the current state, then decide.",
     410: "The server no longer keeps it. Start again from the last saved checkpoint.",
-    413: "Send less at once.",
-    422: "The request itself is malformed; the answer names the field.",
-    429: "The service stayed busy. Try again later, or send less at once.",
+    413: "Send less in one request.",
+    422: "The request is malformed; the response names the field.",
+    429: "The service is still rate-limited. Try again later, or send fewer requests at a time.",
 }
 
 
 def status_error(response: Response, *, about: str = "") -> APIStatusError:
-    """The error for an answer of status 300 or above, in words that say what to do next."""
+    """The error for a response of status 300 or above, with a hint what to do next."""
     status = response.status_code
     body = _body(response)
     if 300 <= status < 400:
@@ -256,25 +254,26 @@ def status_error(response: Response, *, about: str = "") -> APIStatusError:
 
 
 def _redirect_hint(response: Response) -> str:
-    location, asked = response.headers.get("location"), response.request.url
+    # Imported here, because the transport imports this module.
+    from tinkex.client.http.transport import origin, redirect_url
+
+    location, requested = response.headers.get("location"), response.request.url
     if not location:
+        return "It is a redirect without a location. The cause is on the server: see its log."
+    url = redirect_url(requested, location)
+    if url is not None and origin(url) == origin(requested):
         return (
-            "It is a redirect that does not say where to. The cause is on the server: see its log."
-        )
-    url = redirect_url(asked, location)
-    if url is not None and origin(url) == origin(asked):
-        return (
-            f"It redirects to {location!r}, on the same server, as often as redirects are followed. "
+            f"It redirects to {location!r}, on the same server, too many times. "
             "Check that base_url is the address of a Tinker service, and the routes of the server."
         )
     return (
         f"It redirects to {location!r}. Redirects to another address are not followed, because the "
-        "key would go there: use that as base_url."
+        "key would be sent there. If it is the right address, set base_url to it."
     )
 
 
 def identified(request: Request, response: Response | None = None) -> str:
-    """The id to look for in logs, as a part of a sentence; the service's own if it gives one."""
+    """The id to look for in logs, in parentheses; the service's own id if it sent one."""
     given = None if response is None else response.headers.get("x-request-id")
     request_id = given or request.request_id
     return f" (request {request_id})" if request_id else ""
@@ -289,16 +288,16 @@ def _body(response: Response) -> object | None:
 
 
 def own_copy(error: BaseException) -> BaseException:
-    """One for each who is told: an exception raised in two places mixes up its tracebacks."""
+    """A copy for each waiter: one exception raised in several places mixes up its tracebacks."""
     try:
-        twin = copy.copy(error)
+        duplicate = copy.copy(error)
     except Exception:  # noqa: BLE001 (an exception of a kind that cannot be copied)
         return error
-    twin.__cause__ = error.__cause__
-    return twin
+    duplicate.__cause__ = error.__cause__
+    return duplicate
 
 
-# Tracebacks read `tinkex.NotFoundError`: the name that programs write.
+# So that tracebacks show `tinkex.NotFoundError`, the name that programs use.
 for _kind in [each for each in globals().values() if isinstance(each, type)]:
     if issubclass(_kind, TinkerError | ExperimentalWarning):
         _kind.__module__ = "tinkex"

@@ -1,4 +1,4 @@
-"""The result of one request: block on it, or await it, from any thread or loop, as often as wanted."""
+"""Futures: results to block on or to await, from any thread or event loop, any number of times."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ P = ParamSpec("P")
 
 class APIFuture(ABC, Generic[T]):
     """
-    What an operation returns at once.
+    What an operation returns immediately.
 
         loss = training.forward_backward(data, "cross_entropy").result()
         loss = await training.forward_backward(data, "cross_entropy")
 
-    A time-out neither cancels the work nor loses the result: ask again.
+    A timeout neither cancels the work nor loses the result: call again to keep waiting.
     """
 
     @abstractmethod
     def result(self, timeout: float | None = None) -> T:
-        """Block until the result is there, at most `timeout` seconds (then `TimeoutError`)."""
+        """Block until the result is available, at most `timeout` seconds (then `TimeoutError`)."""
 
     @abstractmethod
     async def result_async(self, timeout: float | None = None) -> T:  # noqa: ASYNC109 (as upstream)
@@ -46,24 +46,24 @@ class APIFuture(ABC, Generic[T]):
 
 class Promise(concurrent.futures.Future[T], APIFuture[T]):
     """
-    The one kind of future we hand out: a `concurrent.futures.Future` that can be awaited.
+    The future that all operations return: a `concurrent.futures.Future` that can be awaited.
 
-    `yields_to_waiter` is for samples, whose work is worth nothing to anybody but those who wait:
-    when an awaiting task is cancelled and nobody else waits, the work is cancelled too. Threads
-    that block count like tasks that await. A training step goes on whoever stops waiting for it.
+    `cancel_with_waiter` is for samples, which are useless without a caller that waits: when an
+    awaiting task is cancelled and no other waits, the work is cancelled too. Threads that block
+    count as waiting. A training step continues even if all callers stop waiting.
     """
 
-    def __init__(self, *, yields_to_waiter: bool = False) -> None:
+    def __init__(self, *, cancel_with_waiter: bool = False) -> None:
         super().__init__()
         self._pid = os.getpid()
-        self._yields_to_waiter = yields_to_waiter
+        self._cancel_with_waiter = cancel_with_waiter
         self._awaiting: set[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = set()
         #: Threads inside `result`, `exception` or `block`.
         self._blocked = 0
         self.add_done_callback(lambda _: self._wake_waiters())
 
     def future(self) -> concurrent.futures.Future[T]:
-        """The plain future inside, which is this object itself."""
+        """The plain future, which is this object."""
         return self
 
     def result(self, timeout: float | None = None) -> T:
@@ -78,13 +78,13 @@ class Promise(concurrent.futures.Future[T], APIFuture[T]):
             return super().exception(timeout)
 
     def block(self) -> T:
-        """`result()` for callers that have warned already."""
+        """`result()` without the warning, for callers that have checked already."""
         with self._blocking():
             return super().result()
 
     @contextlib.contextmanager
     def _blocking(self) -> Iterator[None]:
-        """Around a wait of this thread."""
+        """Around a blocking wait of this thread."""
         with self._condition:
             self._blocked += 1
         try:
@@ -100,7 +100,7 @@ class Promise(concurrent.futures.Future[T], APIFuture[T]):
             waiter = (loop, loop.create_future())
             with self._condition:
                 self._awaiting.add(waiter)
-            if self.done():  # it may have finished between the question and the registration
+            if self.done():  # it may have finished before the waiter was registered
                 self._wake_waiters()
             try:
                 done, _ = await asyncio.wait([waiter[1]], timeout=timeout)
@@ -108,7 +108,7 @@ class Promise(concurrent.futures.Future[T], APIFuture[T]):
                 with self._condition:
                     # `_waiters`: threads in `concurrent.futures.wait` or `as_completed`.
                     others = len(self._awaiting) - 1 + self._blocked + len(self._waiters)
-                if self._yields_to_waiter and not others:
+                if self._cancel_with_waiter and not others:
                     self.cancel()
                 raise
             finally:
@@ -117,7 +117,7 @@ class Promise(concurrent.futures.Future[T], APIFuture[T]):
                 waiter[1].cancel()
             if not done:
                 raise TimeoutError(
-                    f"no result within {timeout:g} s; the work goes on, and can be waited for again"
+                    f"no result within {timeout:g} s; the work continues, and can be awaited again"
                 )
         if self.cancelled():
             raise asyncio.CancelledError
@@ -126,18 +126,18 @@ class Promise(concurrent.futures.Future[T], APIFuture[T]):
     def _check_process(self) -> None:
         if self._pid != os.getpid():
             raise RuntimeError(
-                f"This result is on its way to process {self._pid}; it never arrives in a forked "
-                "one. Ask again here."
+                f"This result belongs to process {self._pid} and never arrives in a forked "
+                "process. Repeat the call here."
             )
 
     def _wake_waiters(self) -> None:
         with self._condition:
             waiters = list(self._awaiting)
         for loop, waiter in waiters:
-            with contextlib.suppress(RuntimeError):  # that loop is closed: nobody waits there
+            with contextlib.suppress(RuntimeError):  # that loop is closed
                 loop.call_soon_threadsafe(_wake, waiter)
 
-    # Finishing never raises: the user may have cancelled a moment ago.
+    # These never raise: the user may have cancelled just before.
 
     def finish(self, value: T) -> None:
         with contextlib.suppress(concurrent.futures.InvalidStateError):
@@ -154,7 +154,7 @@ def _wake(waiter: asyncio.Future[None]) -> None:
 
 
 class AwaitableConcurrentFuture(APIFuture[T]):
-    """Somebody's `concurrent.futures.Future`, made awaitable. Ours are that already."""
+    """Wraps any `concurrent.futures.Future` to be awaitable. A `Promise` is awaitable already."""
 
     def __init__(self, future: concurrent.futures.Future[T]) -> None:
         self._future = future
@@ -168,31 +168,31 @@ class AwaitableConcurrentFuture(APIFuture[T]):
         return self._future.result(timeout)
 
     async def result_async(self, timeout: float | None = None) -> T:  # noqa: ASYNC109 (as upstream)
-        # Shielded: whoever stops waiting does not take the result away from the others.
+        # Shielded: a caller that stops waiting does not cancel the result for others.
         async with asyncio.timeout(timeout):
             return await asyncio.shield(asyncio.wrap_future(self._future))
 
 
-AwaitableConcurrentFuture.register(Promise)  # whatever we hand out passes `isinstance`
+AwaitableConcurrentFuture.register(Promise)  # so that `isinstance` accepts every future
 
 
-def refuse_to_block(name: str, twin: str) -> None:
-    """Raise where blocking would wait for itself; warn by name where it only stops a loop."""
+def refuse_to_block(name: str, alternative: str) -> None:
+    """Raise where blocking would deadlock; warn where it blocks a running event loop."""
     if background_loop.on_background_thread():
         raise RuntimeError(
-            f"{name}() would wait for the thread it runs on. "
-            f"In callbacks of tinkex futures use `await {twin}()`, or another thread."
+            f"{name}() would deadlock: it blocks the thread that must complete it. "
+            f"In callbacks of tinkex futures use `await {alternative}()`, or another thread."
         )
     try:
         asyncio.get_running_loop()
     except RuntimeError:
         return
-    if "ipykernel" in sys.modules:  # a notebook always runs a loop, and blocking is the custom
+    if "ipykernel" in sys.modules:  # notebooks always run a loop, and blocking is usual there
         return
     call = name if " " in name else f"{name}()"
-    instead = twin if "(" in twin else f"{twin}()"
+    instead = alternative if "(" in alternative else f"{alternative}()"
     warnings.warn(
-        f"{call} blocks the running event loop until the answer is there; "
+        f"{call} blocks the running event loop until the result is available; "
         f"write `await {instead}` instead.",
         RuntimeWarning,
         stacklevel=3,
@@ -200,65 +200,65 @@ def refuse_to_block(name: str, twin: str) -> None:
 
 
 def settle(promise: Promise[T], task: asyncio.Task[T]) -> None:
-    """Hand a finished task's outcome to its promise."""
+    """Pass the outcome of a finished task to its promise."""
     if task.cancelled():
-        promise.fail(RuntimeError("The client was closed before the answer came."))
+        promise.fail(RuntimeError("The client was closed before the result arrived."))
     elif (error := task.exception()) is not None:
         promise.fail(error)
     else:
         promise.finish(task.result())
 
 
-# The twins. A method is written once, as a function that returns a promise at once; the spellings
-# of the official client are made from it here. `_name` gives `name` and `name_async`. A definition
-# that is public itself is looked up when its twin is called: programs replace `sample`, and
-# subclasses override it, and mean `sample_async` too.
+# Sync and async variants. A method is written once, as a function that returns a promise; the
+# variants of the official client are generated from it here. `_name` gives `name` and `name_async`.
+# A public method is looked up when its variant is called, so that `sample_async` follows a `sample`
+# that a program replaced or a subclass overrode.
 
 
 def waits(start: Callable[Concatenate[S, P], Promise[T]]) -> Callable[Concatenate[S, P], T]:
-    """The blocking form: returns the value."""
+    """The blocking variant: returns the value."""
     name = start.__name__.lstrip("_")
 
     def blocking(self: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
         refuse_to_block(name, f"{name}_async")
         return start(self, *args, **kwargs).block()
 
-    return _spelt(blocking, name, start)
+    return _as_written(blocking, name, start)
 
 
 def awaits(
     start: Callable[Concatenate[S, P], Promise[T]],
 ) -> Callable[Concatenate[S, P], Coroutine[Any, Any, T]]:
-    """The `_async` form that returns the value."""
+    """The `_async` variant that returns the value."""
 
-    now = _looked_up(start)
+    now = _bound_method(start)
 
-    async def twin(self: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
+    async def variant(self: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
         started = now(self)(*args, **kwargs)
         if not isinstance(started, APIFuture) and isinstance(started, concurrent.futures.Future):
-            return await AwaitableConcurrentFuture(started)  # of somebody's own `sample`
+            return await AwaitableConcurrentFuture(started)  # from a `sample` that was replaced
         return await started
 
-    return _spelt(twin, start.__name__.lstrip("_") + "_async", start)
+    return _as_written(variant, start.__name__.lstrip("_") + "_async", start)
 
 
 def submits(
     start: Callable[Concatenate[S, P], Promise[T]],
 ) -> Callable[Concatenate[S, P], Coroutine[Any, Any, Promise[T]]]:
-    """The `_async` form that returns the future: await it twice, or keep it for later."""
+    """The `_async` variant that returns the future: await it twice, or keep it for later."""
 
-    now = _looked_up(start)
+    now = _bound_method(start)
 
-    async def twin(self: S, /, *args: P.args, **kwargs: P.kwargs) -> Promise[T]:
+    async def variant(self: S, /, *args: P.args, **kwargs: P.kwargs) -> Promise[T]:
         return now(self)(*args, **kwargs)
 
-    return _spelt(twin, start.__name__.lstrip("_") + "_async", start)
+    return _as_written(variant, start.__name__.lstrip("_") + "_async", start)
 
 
-def _looked_up(
+def _bound_method(
     start: Callable[Concatenate[S, P], Promise[T]],
 ) -> Callable[[S], Callable[P, Promise[T]]]:
-    """How the method that `start` defines is found on an object."""
+    """How to get the method that `start` defines from an object."""
     if start.__name__.startswith("_"):
         return lambda self: functools.partial(start, self)
     return operator.attrgetter(start.__name__)
@@ -267,14 +267,14 @@ def _looked_up(
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def _spelt(function: F, name: str, start: Callable[..., Any]) -> F:
-    """Make it look as if it had been written out: name, parameters, words, kind."""
+def _as_written(function: F, name: str, start: Callable[..., Any]) -> F:
+    """Give the generated function the name, signature and docstring of a written one."""
     owner, _, _ = start.__qualname__.rpartition(".")
     function.__name__ = name
     function.__qualname__ = f"{owner}.{name}"
     function.__doc__ = start.__doc__
     function.__module__ = start.__module__
     signature = inspect.signature(start).replace(return_annotation=inspect.Signature.empty)
-    # Not `functools.wraps`: tools look through that, and would see a plain function.
+    # Not `functools.wraps`: tools follow `__wrapped__` and would see a plain function.
     function.__signature__ = signature  # type: ignore[attr-defined]
     return function

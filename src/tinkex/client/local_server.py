@@ -1,14 +1,14 @@
 """
-`base_url="local"`: an embedded server on this machine, shared by programs, gone with the last one.
+`base_url="local"`: an embedded server on this machine, shared by programs; ends with the last one.
 
     TINKEX_LOCAL_MODEL   what to serve: NAME, FOLDER or NAME=FOLDER (default: the embedded model)
-    TINKEX_LOCAL_ARGS    further arguments of `tinkex serve`, as in a shell: --dtype bfloat16
-    TINKEX_LOCAL_DATA    the server's data folder (default: one for each model, in the data home)
-    TINKEX_LOCAL_WAIT_S  how long it may take to start (default 600: it may have to fetch a model)
+    TINKEX_LOCAL_ARGS    more arguments for `tinkex serve`, as in a shell: --dtype bfloat16
+    TINKEX_LOCAL_DATA    the server's data folder (default: one per model, in the data home)
+    TINKEX_LOCAL_WAIT_S  how long it may take to start (default 600: it may download a model)
 
-How it ends: every client holds a shared file lock on the server's lease file, and a thread in the
-server waits for the exclusive one. The kernel gives locks back however a process ends, so the
-server stops after the last client even when that was killed.
+How it ends: every client holds a shared lock on the server's lease file, and a thread in the server
+waits for an exclusive lock. The kernel releases the locks of a process when it ends, so the server
+stops after the last client even if that was killed.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from types import ModuleType
 from tinkex.client.errors import TinkerError
 
 READY = re.compile(r"^tinkex ready at (http://\S+)$", re.MULTILINE)
-#: Lines of the server's log that say nothing about how far it is.
-ROUTINE = re.compile(r" (tinkex\.server\.run setting|uvicorn)")
-LOOK_EVERY_S = 0.05
+#: Lines of the server's log that do not show its progress.
+ROUTINE_LINES = re.compile(r" (tinkex\.server\.run setting|uvicorn)")
+POLL_S = 0.05
 DEFAULT_WAIT_S = 600.0
-#: A server that is asked to stop has ended by then.
-LEAVE_S = 30.0
+#: A server that is stopping has ended after this long.
+SHUTDOWN_WAIT_S = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ class LocalSettings:
     arguments: tuple[str, ...]
     data: Path
     wait_s: float = DEFAULT_WAIT_S
-    #: The module that is the command line.
+    #: The module of the command line.
     module: str = "tinkex.cli.main"
 
     @classmethod
@@ -59,7 +59,7 @@ class LocalSettings:
         share = env.get("XDG_DATA_HOME") or str(Path.home() / ".local" / "share")
         name = "default"
         if model:
-            # Readable, and different for different folders of the same last name.
+            # Readable, and unique for folders that have the same last name.
             slug = re.sub(r"[^A-Za-z0-9._-]+", "-", model).strip("-")[-40:]
             name = f"{slug}-{hashlib.sha256(model.encode()).hexdigest()[:8]}"
         data = env.get("TINKEX_LOCAL_DATA") or str(Path(share) / "tinkex" / "local" / name)
@@ -71,13 +71,13 @@ class LocalSettings:
         )
 
     def command(self) -> list[str]:
-        """What `tinkex serve` is told."""
+        """The arguments of `tinkex serve`."""
         models = [self.model] if self.model else []
         return ["serve", *models, "--port", "0", "--data", str(self.data), *self.arguments]
 
 
 class LocalServer:
-    """A running local server, which stays at least until this is released."""
+    """A running local server; it runs at least until this object is released."""
 
     def __init__(self, url: str, lease: int) -> None:
         self.url = url
@@ -87,7 +87,7 @@ class LocalServer:
         self.release()
 
     def release(self) -> None:
-        """Let it stop when nobody else needs it. Safe to repeat."""
+        """Allow the server to stop when no other client needs it. Can be called again."""
         lease, self._lease = self._lease, None
         if lease is not None:
             # Closed, not unlocked: a forked child may hold the same lock and still need it.
@@ -95,7 +95,7 @@ class LocalServer:
 
 
 def attach(settings: LocalSettings | None = None) -> LocalServer:
-    """The running local server for these settings, or a new one. Blocks until it takes work."""
+    """The running local server for these settings, or a new one. Blocks until it is ready."""
     settings = settings or LocalSettings.from_env()
     settings.data.mkdir(mode=0o700, parents=True, exist_ok=True)
     with _locked(settings.data / "local.lock"):
@@ -113,22 +113,22 @@ def _running(record: Path, settings: LocalSettings) -> LocalServer | None:
         lease = os.open(settings.data / noted["lease"], os.O_RDWR)
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    leaving = not _share(lease)
-    if leaving:
-        # It has seen its last client leave, and holds the lock until it has put its data away.
-        deadline = time.monotonic() + LEAVE_S
-        while not _share(lease) and time.monotonic() < deadline:
-            time.sleep(LOOK_EVERY_S)
-    if leaving or not _healthy(url):
+    stopping = not _try_shared_lock(lease)
+    if stopping:
+        # The server is stopping, and holds the lock until it has saved its data.
+        deadline = time.monotonic() + SHUTDOWN_WAIT_S
+        while not _try_shared_lock(lease) and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+    if stopping or not _healthy(url):
         os.close(lease)
         return None
     if command != settings.command():
         os.close(lease)
         raise TinkerError(
-            f"A local server with other settings uses {settings.data} (process {pid}): it runs "
-            f"`tinkex {shlex.join(command)}`, and `tinkex {shlex.join(settings.command())}` is "
-            "wanted. Wait until the programs that use it have ended, or set TINKEX_LOCAL_DATA "
-            "to another folder."
+            f"A local server with other settings uses {settings.data} (process {pid}). It runs "
+            f"`tinkex {shlex.join(command)}`, but these settings need "
+            f"`tinkex {shlex.join(settings.command())}`. Wait until the programs that use it have "
+            "ended, or set TINKEX_LOCAL_DATA to another folder."
         )
     return LocalServer(url, lease)
 
@@ -150,7 +150,7 @@ def _start(record: Path, settings: LocalSettings) -> LocalServer:
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=log_file,
-                # Ctrl-C in the terminal is for the program; the server ends after it.
+                # Ctrl-C in the terminal must reach only the program; the server ends after it.
                 start_new_session=True,
             )
         url = _wait_ready(process, out_path, log_path, settings.wait_s)
@@ -167,7 +167,7 @@ def _start(record: Path, settings: LocalSettings) -> LocalServer:
             }
         )
     )
-    # Collects the exit status when the server ends before this program, so that no zombie stays.
+    # Collects the exit status if the server ends before this program, to avoid a zombie process.
     threading.Thread(target=process.wait, name="tinkex-local", daemon=True).start()
     return LocalServer(url, lease)
 
@@ -175,19 +175,19 @@ def _start(record: Path, settings: LocalSettings) -> LocalServer:
 def _wait_ready(
     process: subprocess.Popen[bytes], out_path: Path, log_path: Path, wait_s: float
 ) -> str:
-    """The address, once the server says that it takes work; its progress is shown meanwhile."""
+    """The address, once the server is ready; prints its progress in the meantime."""
     deadline = time.monotonic() + wait_s
     with log_path.open("r", errors="replace") as progress:
         while True:
             ended = process.poll() is not None
-            sys.stderr.writelines(line for line in progress if not ROUTINE.search(line))
+            sys.stderr.writelines(line for line in progress if not ROUTINE_LINES.search(line))
             if found := READY.search(out_path.read_text(errors="replace")):
                 return found[1]
             if ended:
                 tail = "\n".join(log_path.read_text(errors="replace").splitlines()[-15:])
                 raise TinkerError(
-                    f"The local server ended with status {process.returncode} before it was "
-                    f"ready. Its last words ({log_path}):\n{tail}\n"
+                    f"The local server exited with status {process.returncode} before it was "
+                    f"ready. The end of its log ({log_path}):\n{tail}\n"
                     "If a package is missing: pip install 'tinkex[server,engine]'."
                 )
             if time.monotonic() > deadline:
@@ -197,10 +197,10 @@ def _wait_ready(
                     f"The local server was not ready within {wait_s:g} s; see {log_path}. "
                     "Set TINKEX_LOCAL_WAIT_S to wait longer."
                 )
-            time.sleep(LOOK_EVERY_S)
+            time.sleep(POLL_S)
 
 
-def _share(lease: int) -> bool:
+def _try_shared_lock(lease: int) -> bool:
     fcntl = _fcntl()
     try:
         fcntl.flock(lease, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -210,7 +210,7 @@ def _share(lease: int) -> bool:
 
 
 def _healthy(url: str) -> bool:
-    # Straight to the loopback, whatever proxies the environment names.
+    # Directly to the loopback address, without proxies.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(f"{url}/api/v1/healthz", timeout=5) as answer:
@@ -235,24 +235,24 @@ def _fcntl() -> ModuleType:
         import fcntl
     except ModuleNotFoundError as error:
         raise TinkerError(
-            'base_url="local" needs file locks that this system lacks. Start `tinkex serve` '
+            'base_url="local" needs file locks, which this system lacks. Run `tinkex serve` '
             "yourself and pass its address."
         ) from error
     return fcntl
 
 
 def serve_while_leased(lease_path: str, module: str, arguments: Sequence[str]) -> None:
-    """In the server's process: run `tinkex serve`, and stop it when the last client has left."""
+    """In the server's process: run `tinkex serve`, and stop it after the last client."""
     import runpy
 
     fcntl = _fcntl()
     lease = os.open(lease_path, os.O_RDWR)
 
-    def stop_after_the_last() -> None:
+    def stop_when_unleased() -> None:
         fcntl.flock(lease, fcntl.LOCK_EX)  # waits while any client holds the shared lock
         os.kill(os.getpid(), signal.SIGTERM)
 
-    threading.Thread(target=stop_after_the_last, name="tinkex-lease", daemon=True).start()
+    threading.Thread(target=stop_when_unleased, name="tinkex-lease", daemon=True).start()
     sys.argv = ["tinkex", *arguments]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 

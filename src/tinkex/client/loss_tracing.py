@@ -1,8 +1,8 @@
 """
-A loss written in Python, followed once with stand-ins for tensors, as a graph that can be sent.
+Traces a loss written in Python into a graph that can be sent to the server.
 
-What is refused here would be refused by a server, which runs only operations it knows; here the
-user still sees the line.
+Servers run only known operations. The same checks run here first, so that the error points at
+the user's code.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ if TYPE_CHECKING:
 MAX_INPUTS = 16
 INPUT_NAME = re.compile(r"[a-z_][a-z0-9_]{0,63}")
 METRIC_NAME = re.compile(r"custom/[a-z0-9_./-]{1,64}:(sum|mean)")
-#: Functions of these modules become nodes, and `getattr`, which is how fx writes `x.shape`.
+#: Functions of these modules become nodes, and so does `getattr`, which fx uses for `x.shape`.
 MODULES = frozenset({"torch", "math", "operator"})
-#: Methods whose result is no tensor, so that nothing after them could be followed.
+#: Methods that do not return a tensor, so the rest of the function could not be traced.
 LEAVES_TORCH = frozenset({"backward", "item", "numpy", "tolist"})
 
-# Tracing replaces functions of modules for its duration, which two threads must not do at once.
+# Tracing patches module functions while it runs, so only one thread may trace at a time.
 _tracing = threading.Lock()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Traced:
-    """A loss that passed every check: to run here, and to send."""
+    """A loss that passed every check, to run locally and to send."""
 
     name: str
     inputs: tuple[CustomLossInput, ...]
@@ -51,11 +51,11 @@ class Traced:
 
 
 def trace(fn: Callable[..., Any], input_ranks: Mapping[str, int]) -> Traced:
-    """Follow `fn` once. `ValueError` says what a custom loss may not do, and where it does it."""
+    """Trace `fn`. A `ValueError` says which operation is not allowed, and where."""
     name = getattr(fn, "__name__", type(fn).__name__)
     try:
         inputs = _inputs(fn, input_ranks)
-        module = _followed(fn)
+        module = _traced(fn)
         nodes = [_node(node) for node in module.graph.nodes]
     except _Refused as refusal:
         raise ValueError(f"custom loss {name!r}: {refusal}") from refusal.__cause__
@@ -63,22 +63,22 @@ def trace(fn: Callable[..., Any], input_ranks: Mapping[str, int]) -> Traced:
 
 
 def digest(module: fx.GraphModule, inputs: tuple[CustomLossInput, ...]) -> str:
-    """Equal for losses that compute the same from the same inputs, whatever they are called."""
-    told = [module.code, [(each.name, each.rank) for each in inputs]]
-    return hashlib.sha256(json.dumps(told).encode()).hexdigest()
+    """Equal for losses that compute the same from the same inputs, whatever their names."""
+    identity = [module.code, [(each.name, each.rank) for each in inputs]]
+    return hashlib.sha256(json.dumps(identity).encode()).hexdigest()
 
 
 class _Refused(Exception):
-    """What is wrong with the loss; the caller adds its name."""
+    """Why the loss is refused; the caller adds its name."""
 
 
-# -- the function ----------------------------------------------------------------------------------
+# -- the function --------------------------------------------------------------------------------
 
 
 def _inputs(fn: Callable[..., Any], ranks: Mapping[str, int]) -> tuple[CustomLossInput, ...]:
     if not inspect.isfunction(fn):
         raise _Refused(
-            f"{type(fn).__name__} is no plain function, and only those can be traced; write a "
+            f"{type(fn).__name__} is not a plain function, and only those can be traced; write a "
             "`def` that calls it."
         )
     names = []
@@ -90,13 +90,13 @@ def _inputs(fn: Callable[..., Any], ranks: Mapping[str, int]) -> tuple[CustomLos
             )
         if parameter.default is not parameter.empty:
             raise _Refused(
-                f"parameter {parameter.name!r} has a default; each datum carries every input. "
-                "Write a constant into the function, or make it an input of rank 0."
+                f"parameter {parameter.name!r} has a default, but each datum carries every input. "
+                "Write the constant into the function, or make it an input of rank 0."
             )
         if not INPUT_NAME.fullmatch(parameter.name):
             raise _Refused(
-                f"parameter {parameter.name!r} must have a name of small letters, digits and _, "
-                "at most 64."
+                f"parameter {parameter.name!r} must have a name of lowercase letters, digits and "
+                "_, at most 64."
             )
         names.append(parameter.name)
     if not names or names[0] != "logprobs":
@@ -120,7 +120,7 @@ def _inputs(fn: Callable[..., Any], ranks: Mapping[str, int]) -> tuple[CustomLos
     )
 
 
-def _followed(fn: Callable[..., Any]) -> fx.GraphModule:
+def _traced(fn: Callable[..., Any]) -> fx.GraphModule:
     with needs("A custom loss"):
         from torch import fx
 
@@ -129,12 +129,12 @@ def _followed(fn: Callable[..., Any]) -> fx.GraphModule:
             return fx.symbolic_trace(fn)
     except Exception as error:
         raise _Refused(
-            f"torch.fx cannot follow it: {error} A custom loss cannot branch on the values of "
+            f"torch.fx cannot trace it: {error} A custom loss cannot branch on the values of "
             "tensors, nor call anything outside torch, math and operator."
         ) from error
 
 
-# -- its operations --------------------------------------------------------------------------------
+# -- its operations ------------------------------------------------------------------------------
 
 
 def _node(node: fx.Node) -> CustomLossNode:
@@ -150,8 +150,8 @@ def _node(node: fx.Node) -> CustomLossNode:
             target = "output"
         case "get_attr":
             raise _Refused(
-                f"it reads a tensor from outside ({node.target}); a custom loss reads logprobs "
-                "and the inputs it names. Make that tensor an input."
+                f"it reads a tensor from outside ({node.target}); a custom loss may read only "
+                "logprobs and its inputs. Make that tensor an input."
             )
         case _:
             raise _Refused(f"it calls a module ({node.target}); use functions of torch instead.")
@@ -184,9 +184,11 @@ def _method(name: str) -> str:
         import torch
 
     if name in LEAVES_TORCH:
-        raise _Refused(f"it calls .{name}(), which leaves torch; keep every value a tensor.")
+        raise _Refused(
+            f"it calls .{name}(), which does not return a tensor; keep all values tensors."
+        )
     if not callable(getattr(torch.Tensor, name, None)):
-        raise _Refused(f"it calls .{name}(), which tensors do not have.")
+        raise _Refused(f"it calls .{name}(), which is not a method of tensors.")
     return name
 
 
@@ -204,8 +206,8 @@ def _check_output(output: Any) -> None:
     for name, value in metrics.items():
         if not isinstance(name, str) or not METRIC_NAME.fullmatch(name):
             raise _Refused(
-                f"metric {name!r} must be called custom/NAME:sum or custom/NAME:mean, in small "
-                "letters; the ending says how it is combined over datums."
+                f"metric {name!r} must be called custom/NAME:sum or custom/NAME:mean, in lowercase "
+                "letters; the suffix says how it is combined over datums."
             )
         if not isinstance(value, fx.Node):
             raise _Refused(f"metric {name!r} is {value!r}, not a tensor computed from the inputs.")

@@ -1,7 +1,7 @@
 """
-Long runs that survive what happens on a server: started again from their last checkpoint.
+Restarts long training runs from their last checkpoint after failures of the server.
 
-What is worth a restart and when is decided by `may_recover` and `Restarts`; the loops are thin.
+`may_recover` decides which errors are worth a restart, `Restarts` how many and when.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ log = logging.getLogger("tinkex.recovery")
 
 T = TypeVar("T")
 
-#: Whether a run is corrupted is asked no longer than this; not to know is not to be.
-ASK_S = 10.0
-LONGEST_BACK_OFF_S = 300.0
+#: Time limit of the check for corruption; without a response, the run counts as intact.
+CORRUPTED_CHECK_S = 10.0
+MAX_BACK_OFF_S = 300.0
 
 
 class CorruptedRunError(TinkerError):
-    """The server marks the run as corrupted: its weights are not what the steps say."""
+    """The server marks the run as corrupted: its weights do not match its steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Saved:
-    """A checkpoint to go on from, and the first step that it does not contain."""
+    """A checkpoint to resume from, and the first step that it does not contain."""
 
     path: str
     step: int
@@ -60,20 +60,20 @@ class Saved:
 
 @dataclass(frozen=True, kw_only=True)
 class Restart:
-    """What `on_restart` is told before a run is started again."""
+    """The argument of `on_restart`, before a run is restarted."""
 
     error: Exception
-    #: Restarts since the last checkpoint, this one included, and how many there may be.
+    #: Restarts since the last checkpoint, including this one, and the maximum.
     attempt: int
     most: int
-    #: Seconds until it starts.
+    #: Seconds until the restart.
     delay_s: float
-    #: Where it goes on; None is the beginning.
+    #: The checkpoint to resume from; None is the beginning.
     saved: Saved | None
 
 
 def may_recover(error: BaseException) -> bool:
-    """Whether a new model from the last checkpoint may help: the server lost ours, or itself."""
+    """Whether a new model from the last checkpoint may help: the server failed or lost ours."""
     if isinstance(error, CorruptedRunError | APIConnectionError):
         return True
     if isinstance(error, RequestFailedError):
@@ -84,33 +84,33 @@ def may_recover(error: BaseException) -> bool:
 
 
 class Restarts:
-    """How often a run was started again since it last got anywhere."""
+    """Counts the restarts since the last checkpoint."""
 
     def __init__(self, most: int, back_off_s: float) -> None:
         if most < 0 or back_off_s < 0:
             raise ValueError(
-                f"most_restarts={most} and back_off_s={back_off_s:g}: neither may be below zero."
+                f"most_restarts={most} and back_off_s={back_off_s:g}: both must be 0 or more."
             )
         self.most = most
         self._back_off_s = back_off_s
         self._count = 0
-        self._from: Saved | None = None
+        self._last_saved: Saved | None = None
 
     def after(self, error: Exception, saved: Saved | None) -> Restart | None:
-        """The next restart, or None: it has been tried often enough."""
-        if saved != self._from:  # it got further, so this is another failure
-            self._from, self._count = saved, 0
+        """The next restart; None if there were too many."""
+        if saved != self._last_saved:  # there is a new checkpoint, so counting starts over
+            self._last_saved, self._count = saved, 0
         self._count += 1
         if self._count > self.most:
             return None
-        delay_s = min(self._back_off_s * 2.0 ** (self._count - 1), LONGEST_BACK_OFF_S)
+        delay_s = min(self._back_off_s * 2.0 ** (self._count - 1), MAX_BACK_OFF_S)
         return Restart(
             error=error, attempt=self._count, most=self.most, delay_s=delay_s, saved=saved
         )
 
 
 class Recovery:
-    """What a training function is given: where it stands, and how to save that."""
+    """The argument of a training function: its clients, its next step, and how to save."""
 
     def __init__(
         self, service: ServiceClient, training: TrainingClient, saved: Saved | None
@@ -125,21 +125,21 @@ class Recovery:
 
     @property
     def step(self) -> int:
-        """The first step that is still to be done."""
+        """The first step that is not done yet."""
         return 0 if self.saved is None else self.saved.step
 
     def save(self, step: int, *, ttl_seconds: int | None = None) -> Saved:
-        """Save weights and optimizer; `step` is the next one to do. A restart goes on from here."""
+        """Save weights and optimizer; `step` is the next one to run. A restart resumes there."""
         answer = self.training.save_state(_name(step), ttl_seconds, overwrite=True).result()
         if is_corrupted(self.service, self.training):
-            raise corrupted(self.training)
+            raise corrupted_error(self.training)
         return self._remember(answer, step)
 
     async def save_async(self, step: int, *, ttl_seconds: int | None = None) -> Saved:
         """The same, for coroutines."""
         answer = await self.training.save_state(_name(step), ttl_seconds, overwrite=True)
         if await asyncio.to_thread(is_corrupted, self.service, self.training):
-            raise corrupted(self.training)
+            raise corrupted_error(self.training)
         return self._remember(answer, step)
 
     def _remember(self, answer: SaveWeightsResponse, step: int) -> Saved:
@@ -152,19 +152,21 @@ def _name(step: int) -> str:
 
 
 def is_corrupted(service: ServiceClient, training: TrainingClient) -> bool:
-    """Whether the server says so. One that cannot tell (any more) does not."""
+    """Whether the server marks the run as corrupted. False if it cannot tell."""
     try:
-        run = RestClient(service.holder).get_training_run(training.model_id).result(ASK_S)
+        run = (
+            RestClient(service.holder).get_training_run(training.model_id).result(CORRUPTED_CHECK_S)
+        )
     except (TinkerError, TimeoutError, RuntimeError) as error:
-        log.debug("whether %s is corrupted is not known: %s", training.model_id, error)
+        log.debug("cannot check whether %s is corrupted: %s", training.model_id, error)
         return False
     return run.corrupted
 
 
-def corrupted(training: TrainingClient) -> CorruptedRunError:
+def corrupted_error(training: TrainingClient) -> CorruptedRunError:
     return CorruptedRunError(
         f"The server marks run {training.model_id} as corrupted, so its weights cannot be trusted. "
-        "Start again from its last checkpoint that was saved before (tinkex.recovering does)."
+        "Restart from an earlier checkpoint (tinkex.recovering does so)."
     )
 
 
@@ -179,7 +181,7 @@ def recovering(
     on_restart: Callable[[Restart], None] | None = None,
 ) -> T:
     """
-    Run `train`, and again from its last checkpoint when the server loses the run.
+    Run `train`, and restart it from its last checkpoint if the server loses the run.
 
         def train(run: tinkex.Recovery) -> None:
             for step in range(run.step, 1000):
@@ -192,30 +194,31 @@ def recovering(
         tinkex.recovering(train, service=tinkex.ServiceClient,
                           create=lambda service: service.create_lora_training_client(MODEL))
 
-    Each start has a session of its own (`service()`). The first makes its model with `create`, or
-    from `saved`; later ones from what `run.save` saved last, optimizer included. At most
-    `most_restarts` of them without a new checkpoint, after `back_off_s`, twice that, and so on.
-    Errors of the caller's own are raised at once, and so is whatever stops the first start.
+    Each start has its own session (`service()`). The first start creates its model with
+    `create`, or from `saved`; later ones from the last checkpoint of `run.save`, including the
+    optimizer. There are at most `most_restarts` restarts without a new checkpoint, after
+    `back_off_s`, twice that, and so on. User errors are raised immediately, and so is any error of
+    the first start.
     """
     restarts = Restarts(most_restarts, back_off_s)
-    begun = False
+    started = False
     while True:
         try:
-            with service() as here:
-                run = Recovery(here, _start(here, create, saved), saved)
-                begun = True
+            with service() as client:
+                run = Recovery(client, _start(client, create, saved), saved)
+                started = True
                 try:
                     return train(run)
                 except TinkerError as error:
                     saved = run.saved
-                    if not may_recover(error) and is_corrupted(here, run.training):
-                        raise corrupted(run.training) from error
+                    if not may_recover(error) and is_corrupted(client, run.training):
+                        raise corrupted_error(run.training) from error
                     raise
         except TinkerError as error:
-            restart = restarts.after(error, saved) if begun and may_recover(error) else None
+            restart = restarts.after(error, saved) if started and may_recover(error) else None
             if restart is None:
                 raise
-        _tell(restart, on_restart)
+        _report(restart, on_restart)
         time.sleep(restart.delay_s)
 
 
@@ -231,47 +234,47 @@ async def recovering_async(
 ) -> T:
     """The same with coroutines for `train` and `create`."""
     restarts = Restarts(most_restarts, back_off_s)
-    begun = False
+    started = False
     while True:
         try:
-            async with service() as here:
+            async with service() as client:
                 if saved is None:
-                    training = await create(here)
+                    training = await create(client)
                 else:
-                    training = await here.create_training_client_from_state_with_optimizer_async(
+                    training = await client.create_training_client_from_state_with_optimizer_async(
                         saved.path
                     )
-                run = Recovery(here, training, saved)
-                begun = True
+                run = Recovery(client, training, saved)
+                started = True
                 try:
                     return await train(run)
                 except TinkerError as error:
                     saved = run.saved
                     if may_recover(error):
                         raise
-                    if await asyncio.to_thread(is_corrupted, here, training):
-                        raise corrupted(training) from error
+                    if await asyncio.to_thread(is_corrupted, client, training):
+                        raise corrupted_error(training) from error
                     raise
         except TinkerError as error:
-            restart = restarts.after(error, saved) if begun and may_recover(error) else None
+            restart = restarts.after(error, saved) if started and may_recover(error) else None
             if restart is None:
                 raise
-        _tell(restart, on_restart)
+        _report(restart, on_restart)
         await asyncio.sleep(restart.delay_s)
 
 
 def _start(
-    here: ServiceClient, create: Callable[[ServiceClient], TrainingClient], saved: Saved | None
+    client: ServiceClient, create: Callable[[ServiceClient], TrainingClient], saved: Saved | None
 ) -> TrainingClient:
     if saved is None:
-        return create(here)
-    return here.create_training_client_from_state_with_optimizer(saved.path)
+        return create(client)
+    return client.create_training_client_from_state_with_optimizer(saved.path)
 
 
-def _tell(restart: Restart, on_restart: Callable[[Restart], None] | None) -> None:
+def _report(restart: Restart, on_restart: Callable[[Restart], None] | None) -> None:
     where = "its beginning" if restart.saved is None else restart.saved.path
     log.warning(
-        "the run failed (%s) and starts again from %s in %.0f s, restart %d of %d",
+        "the run failed (%s) and restarts from %s in %.0f s, restart %d of %d",
         type(restart.error).__name__,
         where,
         restart.delay_s,

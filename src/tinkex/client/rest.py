@@ -1,4 +1,4 @@
-"""RestClient: runs, checkpoints, sessions and samplers that exist: lists, details, changes."""
+"""RestClient: lists, inspects and changes runs, checkpoints, sessions and samplers."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 
 from tinkex.client import user_warnings, validation
 from tinkex.client.admin import AdminClient, redirected
+from tinkex.client.connection import Connection
 from tinkex.client.errors import APIStatusError, ExperimentalWarning
 from tinkex.client.futures import Promise, awaits
 from tinkex.client.http.transport import Kind
 from tinkex.client.rest_base import Page, Pages, Sessionless, by_offset, sdk_headers
-from tinkex.client.session import Connection
 from tinkex.client.validation import (
     AccessScope,
     AuditEvents,
@@ -54,25 +54,25 @@ from tinkex.wire.sampling import GetSamplerResponse
 
 log = logging.getLogger("tinkex.rest")
 
-#: A trace takes seconds at best: a first look soon, then at the pace that services expect.
-FIRST_LOOK_S = 0.5
-LOOK_EVERY_S = 5.0
-ORGANISATION = "tml:organization:"
-#: How long a link works when the service does not say.
-ARCHIVE_LASTS = timedelta(minutes=15)
+#: A trace takes seconds at least: one early poll, then the interval that services expect.
+FIRST_TRACE_POLL_S = 0.5
+TRACE_POLL_S = 5.0
+ORGANIZATION_PREFIX = "tml:organization:"
+#: Lifetime of a link if the service does not say.
+ARCHIVE_LINK_TTL = timedelta(minutes=15)
 
 
 class RestClient(Sessionless):
     """
-    What is on the service, without a session of one's own.
+    Access to runs and checkpoints on the service, without a session.
 
         rest = tinkex.RestClient()
         for run in rest.all_training_runs():
             print(run.training_run_id, run.base_model)
         await rest.publish_checkpoint_from_tinker_path_async("tinker://RUN/weights/NAME")
 
-    Every method returns a future at once, to wait for or to await; its `_async` twin returns the
-    value. Wrong arguments are a `ValueError` at once: nothing was sent.
+    Every method returns a future immediately; its `_async` variant returns the value. Invalid
+    arguments raise `ValueError` immediately, before anything is sent.
     """
 
     # -- training runs ---------------------------------------------------------------------------
@@ -81,9 +81,9 @@ class RestClient(Sessionless):
         self, training_run_id: str, access_scope: AccessScope = "owned"
     ) -> Promise[TrainingRun]:
         """One run: its base model, its adapter, its last checkpoints."""
-        return self._run_called("get_training_run", training_run_id, access_scope)
+        return self._get_run("get_training_run", training_run_id, access_scope)
 
-    def _run_called(
+    def _get_run(
         self, name: str, training_run_id: str, access_scope: AccessScope
     ) -> Promise[TrainingRun]:
         return self._ask(
@@ -92,7 +92,7 @@ class RestClient(Sessionless):
             f"training_runs/{segment('training_run_id', training_run_id)}",
             answer=TrainingRun,
             query={"access_scope": validation.scope(access_scope)},
-            about=f"asking about run {training_run_id}",
+            about=f"looking up run {training_run_id}",
         )
 
     get_training_run_async = awaits(get_training_run)
@@ -102,12 +102,12 @@ class RestClient(Sessionless):
     ) -> Promise[TrainingRun]:
         """The run that a checkpoint was saved from."""
         run, _ = checkpoint_at(tinker_path)
-        return self._run_called("get_training_run_by_tinker_path", run, access_scope)
+        return self._get_run("get_training_run_by_tinker_path", run, access_scope)
 
     get_training_run_by_tinker_path_async = awaits(get_training_run_by_tinker_path)
 
     def get_weights_info_by_tinker_path(self, tinker_path: str) -> Promise[WeightsInfoResponse]:
-        """What a new model must be like to load a checkpoint."""
+        """What is needed to create a model that can load a checkpoint."""
         checkpoint_at(tinker_path)
         return self._ask(
             "get_weights_info_by_tinker_path",
@@ -115,7 +115,7 @@ class RestClient(Sessionless):
             "weights_info",
             WeightsInfoRequest(tinker_path=tinker_path),
             answer=WeightsInfoResponse,
-            about=f"asking about {tinker_path}",
+            about=f"looking up {tinker_path}",
         )
 
     get_weights_info_by_tinker_path_async = awaits(get_weights_info_by_tinker_path)
@@ -198,7 +198,7 @@ class RestClient(Sessionless):
         )
 
     def delete_checkpoint(self, training_run_id: str, checkpoint_id: str) -> Promise[None]:
-        """Delete a checkpoint for good. `checkpoint_id` is like `weights/0001`."""
+        """Delete a checkpoint permanently. `checkpoint_id` is like `weights/0001`."""
         return self._delete("delete_checkpoint", training_run_id, checkpoint_id)
 
     def _delete(self, name: str, training_run_id: str, checkpoint_id: str) -> Promise[None]:
@@ -213,13 +213,13 @@ class RestClient(Sessionless):
     delete_checkpoint_async = awaits(delete_checkpoint)
 
     def delete_checkpoint_from_tinker_path(self, tinker_path: str) -> Promise[None]:
-        """Delete a checkpoint for good."""
+        """Delete a checkpoint permanently."""
         return self._delete("delete_checkpoint_from_tinker_path", *checkpoint_at(tinker_path))
 
     delete_checkpoint_from_tinker_path_async = awaits(delete_checkpoint_from_tinker_path)
 
     def publish_checkpoint_from_tinker_path(self, tinker_path: str) -> Promise[None]:
-        """Let everybody read a checkpoint who knows its path."""
+        """Let everybody who knows its path read a checkpoint."""
         return self._ask(
             "publish_checkpoint_from_tinker_path",
             "POST",
@@ -231,7 +231,7 @@ class RestClient(Sessionless):
     publish_checkpoint_from_tinker_path_async = awaits(publish_checkpoint_from_tinker_path)
 
     def unpublish_checkpoint_from_tinker_path(self, tinker_path: str) -> Promise[None]:
-        """Make a published checkpoint one's own alone again."""
+        """Make a published checkpoint private again."""
         return self._ask(
             "unpublish_checkpoint_from_tinker_path",
             "DELETE",
@@ -245,8 +245,8 @@ class RestClient(Sessionless):
     def set_checkpoint_ttl_from_tinker_path(
         self, tinker_path: str, ttl_seconds: int | None
     ) -> Promise[None]:
-        """Let a checkpoint expire so many seconds from now; None keeps it."""
-        # A plain dict: here the null is the message.
+        """Set when a checkpoint expires, in seconds from now; None keeps it."""
+        # A plain dict, so that null is sent.
         return self._ask(
             "set_checkpoint_ttl_from_tinker_path",
             "PUT",
@@ -267,23 +267,22 @@ class RestClient(Sessionless):
         weights_access_token: str | None = None,
     ) -> Promise[str]:
         """
-        A copy of a checkpoint, one's own or (with a key of its owner) somebody's; its path.
+        Copy a checkpoint, your own or (with a key of its owner) another's; returns the new path.
 
-        It goes into the project given, else into that of TINKER_PROJECT_ID.
+        The copy goes into the given project, else into that of TINKER_PROJECT_ID.
         """
         checkpoint_at(path)
         project = destination_project_id or self.holder.settings.project_id
         if not project:
             raise ValueError(
-                "A copy needs a project to go into: pass destination_project_id=..., or set "
-                "TINKER_PROJECT_ID."
+                "A copy needs a project: pass destination_project_id=..., or set TINKER_PROJECT_ID."
             )
         body = CopyWeightsRequest(
             destination_project_id=project,
             source_path=path,
             ttl_seconds=validation.ttl(ttl_seconds),
         )
-        # One key for all attempts: a repeat finds the copy that the first one made.
+        # The same key for all attempts, so that a retry finds the copy of the first attempt.
         headers = {**sdk_headers("copy_weights"), "X-Idempotency-Key": str(uuid.uuid4())}
         if weights_access_token:
             headers["X-Tinker-Weights-Access-Token"] = weights_access_token
@@ -307,20 +306,20 @@ class RestClient(Sessionless):
     # -- files -----------------------------------------------------------------------------------
 
     def get_external_weights_urls(self, tinker_path: str) -> Promise[ExternalWeightsUrlsResponse]:
-        """A link for each file of a checkpoint that `save_weights_external` made."""
+        """A link for each file of a checkpoint from `save_weights_external`."""
         run, checkpoint = checkpoint_at(tinker_path)
         if not checkpoint.startswith("external_weights/"):
             raise ValueError(
-                f"{tinker_path} was not saved for other programs. Only "
-                "tinker://RUN/external_weights/NAME, as save_weights_external() returns it, has "
-                "a link for each file; tinkex.download_checkpoint() fetches every kind."
+                f"{tinker_path} is not an external checkpoint. Only "
+                "tinker://RUN/external_weights/NAME, as returned by save_weights_external(), has "
+                "a link for each file; tinkex.download_checkpoint() downloads every kind."
             )
         return self._ask(
             "get_external_weights_urls",
             "GET",
             f"{checkpoint_url(run, checkpoint)}/external_weights_urls",
             answer=ExternalWeightsUrlsResponse,
-            about=f"asking for the files of {tinker_path}",
+            about=f"fetching the files of {tinker_path}",
         )
 
     get_external_weights_urls_async = awaits(get_external_weights_urls)
@@ -328,7 +327,7 @@ class RestClient(Sessionless):
     def get_checkpoint_archive_url(
         self, training_run_id: str, checkpoint_id: str
     ) -> Promise[CheckpointArchiveUrlResponse]:
-        """A link to a tar of the adapter's files. Not every service has these."""
+        """A link to a tar of the adapter's files. Not every service supports this."""
         path = f"{checkpoint_url(training_run_id, checkpoint_id)}/archive"
 
         async def work(connection: Connection) -> CheckpointArchiveUrlResponse:
@@ -339,8 +338,8 @@ class RestClient(Sessionless):
                     answer=CheckpointArchiveUrlResponse,
                     kind=Kind.REST,
                     headers=sdk_headers("get_checkpoint_archive_url"),
-                    follows=False,  # where it leads is the answer
-                    about=f"asking for an archive of {checkpoint_id} of {training_run_id}",
+                    follow_redirects=False,  # the redirect target is the result
+                    about=f"requesting an archive of {checkpoint_id} of {training_run_id}",
                 )
             except APIStatusError as error:
                 url = redirected(error)
@@ -356,7 +355,7 @@ class RestClient(Sessionless):
     def get_checkpoint_archive_url_from_tinker_path(
         self, tinker_path: str
     ) -> Promise[CheckpointArchiveUrlResponse]:
-        """A link to a tar of the adapter's files, by path. Not every service has these."""
+        """A link to a tar of the adapter's files, by path. Not every service supports this."""
         return self.get_checkpoint_archive_url(*checkpoint_at(tinker_path))
 
     get_checkpoint_archive_url_from_tinker_path_async = awaits(
@@ -375,7 +374,7 @@ class RestClient(Sessionless):
             f"sessions/{segment('session_id', session_id)}",
             answer=GetSessionResponse,
             query={"access_scope": validation.scope(access_scope)},
-            about=f"asking about session {session_id}",
+            about=f"looking up session {session_id}",
         )
 
     get_session_async = awaits(get_session)
@@ -412,20 +411,23 @@ class RestClient(Sessionless):
     def search_sessions(self, request: SessionSearchRequest) -> Promise[SessionSearchResponse]:
         """Sessions by metadata, project, owner or state. Experimental."""
         user_warnings.warn(
-            "search_sessions() is experimental: it may change or go.", ExperimentalWarning
+            "search_sessions() is experimental: it may change or be removed.", ExperimentalWarning
         )
         return self._search(request)
 
     search_sessions_async = awaits(search_sessions)
 
     def all_found_sessions(self, request: SessionSearchRequest) -> Pages[SessionSummary]:
-        """Everything that a search finds: `for` or `async for`. Experimental."""
+        """All results of a search: `for` or `async for`. Experimental."""
         user_warnings.warn(
-            "all_found_sessions() is experimental: it may change or go.", ExperimentalWarning
+            "all_found_sessions() is experimental: it may change or be removed.",
+            ExperimentalWarning,
         )
 
-        def fetch(place: SessionSearchCursor | None) -> Promise[SessionSearchResponse]:
-            return self._search(request.model_copy(update={"cursor": place}) if place else request)
+        def fetch(cursor: SessionSearchCursor | None) -> Promise[SessionSearchResponse]:
+            return self._search(
+                request.model_copy(update={"cursor": cursor}) if cursor else request
+            )
 
         return Pages(
             fetch,
@@ -449,7 +451,7 @@ class RestClient(Sessionless):
         )
 
     def assign_session_project(self, session_id: str, project_id: str) -> Promise[None]:
-        """Move a session, and what belongs to it, into a project."""
+        """Move a session and its contents into a project."""
         segment("project_id", project_id)
         return self._ask(
             "assign_session_project",
@@ -463,11 +465,11 @@ class RestClient(Sessionless):
     assign_session_project_async = awaits(assign_session_project)
 
     def export_session_trace(self, session_id: str) -> Promise[str]:
-        """A link to a session's trace, once the service has made it."""
+        """A link to a session's trace, once the service has created it."""
         path = f"sessions/{segment('session_id', session_id)}/trace_export"
 
         async def work(connection: Connection) -> str:
-            pause_s = FIRST_LOOK_S
+            pause_s = FIRST_TRACE_POLL_S
             while True:
                 trace = await connection.calls.call(
                     "GET",
@@ -484,10 +486,10 @@ class RestClient(Sessionless):
                         f"The service could not export the trace of session {session_id}: "
                         f"{trace.error or trace.status}."
                     )
-                if pause_s == FIRST_LOOK_S:
-                    log.warning("the trace of session %s is being made; waiting", session_id)
+                if pause_s == FIRST_TRACE_POLL_S:
+                    log.warning("the trace of session %s is being created; waiting", session_id)
                 await asyncio.sleep(pause_s)
-                pause_s = LOOK_EVERY_S
+                pause_s = TRACE_POLL_S
 
         return self._run(work, "GET", path)
 
@@ -500,18 +502,18 @@ class RestClient(Sessionless):
             "GET",
             f"samplers/{segment('sampler_id', sampler_id)}",
             answer=GetSamplerResponse,
-            about=f"asking about sampler {sampler_id}",
+            about=f"looking up sampler {sampler_id}",
         )
 
     get_sampler_async = awaits(get_sampler)
 
-    # -- who is asking ---------------------------------------------------------------------------
+    # -- the user --------------------------------------------------------------------------------
 
     def whoami(self) -> Promise[WhoamiResponse]:
-        """Whom the credential in use belongs to, as the token says."""
+        """The owner of the credential in use, according to its token."""
 
         async def work(connection: Connection) -> WhoamiResponse:
-            return owner_in(await connection.credential.claims())
+            return owner_of_token(await connection.credential.claims())
 
         return self._run(work, "GET", "auth/token")
 
@@ -523,7 +525,7 @@ class RestClient(Sessionless):
         self, event_type: AuditEvents = "all", day: date | None = None
     ) -> Promise[AuditLogResponse]:
         """Deprecated: use `AdminClient`."""
-        _moved("get_audit_log")
+        _warn_moved("get_audit_log")
         return self._admin().get_audit_log(event_type, day)
 
     get_audit_log_async = awaits(get_audit_log)
@@ -532,7 +534,7 @@ class RestClient(Sessionless):
         self, starting_on: datetime | str, ending_before: datetime | str
     ) -> Promise[BillingUsageResponse]:
         """Deprecated: use `AdminClient`."""
-        _moved("get_billing_usage")
+        _warn_moved("get_billing_usage")
         return self._admin().get_billing_usage(starting_on, ending_before)
 
     get_billing_usage_async = awaits(get_billing_usage)
@@ -541,7 +543,7 @@ class RestClient(Sessionless):
         self, project_id: str | None = None
     ) -> Promise[CurrentCheckpointStorageUsageResponse]:
         """Deprecated: use `AdminClient`."""
-        _moved("get_current_checkpoint_storage_usage")
+        _warn_moved("get_current_checkpoint_storage_usage")
         return self._admin().get_current_checkpoint_storage_usage(project_id)
 
     get_current_checkpoint_storage_usage_async = awaits(get_current_checkpoint_storage_usage)
@@ -552,33 +554,33 @@ class RestClient(Sessionless):
         return admin
 
 
-def owner_in(claims: Mapping[str, Any]) -> WhoamiResponse:
-    """Whom a token belongs to. Organisations are written as names in tokens, and as URNs here."""
-    user, organisation, email = (claims.get(name) for name in ("sub", "org_id", "email"))
-    if isinstance(user, str) and isinstance(organisation, str):
+def owner_of_token(claims: Mapping[str, Any]) -> WhoamiResponse:
+    """The owner of a token. Tokens contain the organization's name; the result its URN."""
+    user, organization, email = (claims.get(name) for name in ("sub", "org_id", "email"))
+    if isinstance(user, str) and isinstance(organization, str):
         return WhoamiResponse(
             user_urn=user,
-            org_urn=ORGANISATION + organisation.removeprefix(ORGANISATION),
+            org_urn=ORGANIZATION_PREFIX + organization.removeprefix(ORGANIZATION_PREFIX),
             email=email if isinstance(email, str) else None,
         )
     raise RuntimeError(
-        "The token does not say whose it is: it has no `sub` and `org_id`, as tokens of the "
-        "service have. Use a key, or a token that `POST /api/v1/auth/token` gave."
+        "The token does not name its owner: it has no `sub` and `org_id`, unlike tokens of the "
+        "service. Use a key, or a token from `POST /api/v1/auth/token`."
     )
 
 
 def _expiry(text: str | None) -> datetime:
-    """The date in a header; a service that says none means a quarter of an hour."""
+    """The expiry date in a header; a quarter of an hour from now if there is none."""
     from email.utils import parsedate_to_datetime
 
     try:
         expires = parsedate_to_datetime(text or "")
     except ValueError:
-        return datetime.now(UTC) + ARCHIVE_LASTS
+        return datetime.now(UTC) + ARCHIVE_LINK_TTL
     return expires.replace(tzinfo=UTC) if expires.tzinfo is None else expires
 
 
-def _moved(name: str) -> None:
+def _warn_moved(name: str) -> None:
     user_warnings.warn(
         f"RestClient.{name}() is deprecated: use AdminClient.{name}().", FutureWarning
     )

@@ -1,4 +1,9 @@
-"""A list that the service gives out page by page, as one."""
+"""
+The base of RestClient and AdminClient: requests without a session, and lists in pages.
+
+All such clients in one process with the same service and key share one connection. It is closed
+with the last of them.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +17,11 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 from urllib.parse import urlencode
 
+from tinkex.client.connection import Connection
 from tinkex.client.errors import APITimeoutError
 from tinkex.client.futures import Promise, refuse_to_block
 from tinkex.client.http.transport import Kind, Request
-from tinkex.client.session import Connection, Session
+from tinkex.client.session import Session
 from tinkex.client.settings import PROTOCOL_VERSION, Settings
 
 if TYPE_CHECKING:
@@ -29,16 +35,16 @@ R = TypeVar("R")
 @dataclass(frozen=True)
 class Page(Generic[T]):
     items: list[T]
-    #: What the next page is asked for by; None after the last.
+    #: The cursor of the next page; None after the last.
     next: Any = None
 
 
 class Pages(Generic[T]):
     """
-    All of a list: `for` or `async for` over it; every loop starts anew.
+    A complete list: `for` or `async for` over it; every loop starts from the beginning.
 
-    Pages are fetched as the loop comes to them. What is added meanwhile may be missing, and never
-    comes twice; what is deleted meanwhile moves the rest up, so take `list(...)` before deleting.
+    Pages are fetched as the loop reaches them. Items added in the meantime may be missing, and none
+    comes twice. Deleting items shifts the pages, so take `list(...)` before deleting.
     """
 
     def __init__(
@@ -53,22 +59,22 @@ class Pages(Generic[T]):
 
     def __iter__(self) -> Iterator[T]:
         seen: set[Hashable] = set()
-        place: Any = None
+        cursor: Any = None
         while True:
             refuse_to_block("a `for` loop over pages", "anext(pages)")
-            page = self._read(place, self._fetch(place).block())
+            page = self._read(cursor, self._fetch(cursor).block())
             yield from self._new(page.items, seen)
-            if (place := page.next) is None:
+            if (cursor := page.next) is None:
                 return
 
     async def __aiter__(self) -> AsyncIterator[T]:
         seen: set[Hashable] = set()
-        place: Any = None
+        cursor: Any = None
         while True:
-            page = self._read(place, await self._fetch(place))
+            page = self._read(cursor, await self._fetch(cursor))
             for item in self._new(page.items, seen):
                 yield item
-            if (place := page.next) is None:
+            if (cursor := page.next) is None:
                 return
 
     def _new(self, items: list[T], seen: set[Hashable]) -> list[T]:
@@ -87,31 +93,28 @@ def by_offset(
     *,
     size: int,
 ) -> Pages[T]:
-    """Pages that are asked for by how many, and after how many."""
+    """Pages by limit and offset."""
 
-    def read(place: int | None, found: R) -> Page[T]:
-        offset, got = place or 0, items(found)
-        cursor = getattr(found, "cursor", None)
-        total = None if cursor is None else cursor.total_count
+    def read(cursor: int | None, found: R) -> Page[T]:
+        offset, got = cursor or 0, items(found)
+        page_info = getattr(found, "cursor", None)
+        total = None if page_info is None else page_info.total_count
         return Page(got, next_offset(offset, len(got), size, total))
 
-    return Pages(lambda place: fetch(size, place or 0), read, key)
+    return Pages(lambda cursor: fetch(size, cursor or 0), read, key)
 
 
 def next_offset(offset: int, got: int, limit: int, total: int | None) -> int | None:
-    """Where the page after one of `got` items begins; None if that was the last."""
+    """The offset of the page after one with `got` items; None if that was the last."""
     after = offset + got
     last = got < limit if total is None else after >= total
     return None if last or not got else after
 
 
-# MERGED: Clients without a session: they ask and change things, and train or sample nothing. All of one process that ask the same service with the same key share one connection. It ends with the last of them; closing one leaves the others alone.
-
-
 class Sessionless:
-    """What RestClient and AdminClient have in common."""
+    """The common part of RestClient and AdminClient."""
 
-    #: What the connection belongs to.
+    #: Owns the connection.
     holder: Session
 
     def __init__(
@@ -123,7 +126,7 @@ class Sessionless:
     ) -> None:
         if _holder is not None and (base_url is not None or api_key is not None):
             raise ValueError(
-                "A client of another one asks the same service with the same key: "
+                "This client shares the service and key of another client: "
                 "leave out base_url and api_key."
             )
         self._closed = False
@@ -131,25 +134,27 @@ class Sessionless:
         if _holder is not None:
             self.holder = _holder
         else:
-            self.holder = _join(self, Settings.resolve(base_url=base_url, api_key=api_key))
+            self.holder = _join_connection(
+                self, Settings.resolve(base_url=base_url, api_key=api_key)
+            )
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {self.holder.settings.base_url}>"
 
     def with_timeout(self, seconds: float) -> Self:
-        """The same client, whose calls fail with `APITimeoutError` after so long altogether."""
+        """The same client, whose calls fail with `APITimeoutError` after `seconds` in total."""
         if not seconds > 0:
-            raise ValueError(f"a time-out of {seconds!r} seconds: it must be above zero.")
+            raise ValueError(f"the timeout is {seconds!r} seconds; it must be above zero.")
         sibling = type(self)(self._open_holder())
         sibling._timeout_s = seconds
-        _share(self, sibling)
+        _share_connection(self, sibling)
         return sibling
 
     def get_telemetry(self) -> Telemetry | None:
-        """The reporter of the session this client was made from; None without one."""
+        """The telemetry reporter of the session that created this client; None without one."""
         return self.holder.telemetry
 
-    # -- asking ----------------------------------------------------------------------------------
+    # -- requests --------------------------------------------------------------------------------
 
     def _ask(
         self,
@@ -162,7 +167,7 @@ class Sessionless:
         query: Mapping[str, object] | None = None,
         about: str,
     ) -> Promise[T]:
-        """The request of the method called `name`, whose arguments have been checked."""
+        """Send the request of the public method `name`, whose arguments are validated."""
         path = with_query(path, query)
         headers = sdk_headers(name)
 
@@ -190,15 +195,17 @@ class Sessionless:
 
     def _open_holder(self) -> Session:
         if self._closed:
-            raise RuntimeError(f"This {type(self).__name__} is closed. Create a new one to go on.")
+            raise RuntimeError(
+                f"This {type(self).__name__} is closed. Create a new one to continue."
+            )
         return self.holder
 
     # -- the end ---------------------------------------------------------------------------------
 
     def close(self) -> Promise[None]:
-        """Be done with this client. Its connection stays as long as another client uses it."""
+        """Close this client. Its connection stays open while another client uses it."""
         self._closed = True
-        if _leave(self):
+        if _leave_connection(self):
             return self.holder.close("success")
         done: Promise[None] = Promise()
         done.finish(None)
@@ -230,58 +237,58 @@ class Sessionless:
 
 
 def sdk_headers(name: str) -> dict[str, str]:
-    """Which method asks: services count by it."""
+    """Names the method, for the statistics of the service."""
     return {"x-sdk-version": PROTOCOL_VERSION, "x-sdk-method": name}
 
 
 def with_query(path: str, query: Mapping[str, object] | None) -> str:
-    """What is None is left out."""
+    """Adds the query; None values are left out."""
     pairs = [(name, value) for name, value in (query or {}).items() if value is not None]
     return f"{path}?{urlencode(pairs)}" if pairs else path
 
 
-# -- who shares a connection -------------------------------------------------------------------------
+# -- shared connections --------------------------------------------------------------------------
 
 _lock = threading.Lock()
-#: Held weakly: what nobody uses goes, and its connection with it.
+#: Weak references: an unused session is dropped, and its connection with it.
 _holders: weakref.WeakValueDictionary[tuple[str, str], Session] = weakref.WeakValueDictionary()
 _users: weakref.WeakKeyDictionary[Session, weakref.WeakSet[Sessionless]] = (
     weakref.WeakKeyDictionary()
 )
 
 
-def _forget_lock() -> None:
-    """In a forked child: another thread of the parent may have held it."""
+def _reset_after_fork() -> None:
+    """In a forked child: another thread of the parent may hold the lock."""
     global _lock
     _lock = threading.Lock()
 
 
 if hasattr(os, "register_at_fork"):  # not on Windows
-    os.register_at_fork(after_in_child=_forget_lock)
+    os.register_at_fork(after_in_child=_reset_after_fork)
 
 
-def _join(user: Sessionless, settings: Settings) -> Session:
+def _join_connection(user: Sessionless, settings: Settings) -> Session:
     with _lock:
-        holder = _holders.get(settings.lane)
-        # Other settings (headers, patience) of the same service are another connection.
+        holder = _holders.get(settings.limits_key)
+        # Other settings (headers, timeouts) of the same service need another connection.
         if holder is None or holder.closed or holder.settings != settings:
-            holder = _holders[settings.lane] = Session(settings)
+            holder = _holders[settings.limits_key] = Session(settings)
         _users.setdefault(holder, weakref.WeakSet()).add(user)
         return holder
 
 
-def _share(user: Sessionless, sibling: Sessionless) -> None:
+def _share_connection(user: Sessionless, sibling: Sessionless) -> None:
     with _lock:
         users = _users.get(user.holder)
         if users is not None and user in users:
             users.add(sibling)
 
 
-def _leave(user: Sessionless) -> bool:
-    """Whether it was the last of those that share its connection."""
+def _leave_connection(user: Sessionless) -> bool:
+    """Whether this was the last client of its connection."""
     with _lock:
         users = _users.get(user.holder)
-        if users is None or user not in users:  # a ServiceClient's connection, or closed before
+        if users is None or user not in users:  # a ServiceClient's connection, or already closed
             return False
         users.discard(user)
         return not users

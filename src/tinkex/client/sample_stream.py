@@ -1,8 +1,8 @@
 """
-Samples that are read while they are drawn.
+Streamed samples: tokens are read while they are generated.
 
-On the background loop `open_stream` sends the request and `OpenStream` tells what comes; the user
-holds a `SampleStream` and may read it from any thread or loop.
+On the background loop, `open_stream` sends the request and `OpenStream` reads its events into a
+`PartialOutput`. The user reads the `SampleStream` from any thread or loop.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tinkex.client.errors import (
 from tinkex.client.futures import Promise, refuse_to_block
 from tinkex.client.http.api_calls import Calls
 from tinkex.client.http.sse import Consumed, EventStream, ServerSentEvent
-from tinkex.client.http.transport import Kind, Request, Response, Streamed
+from tinkex.client.http.transport import Kind, Request, Response, StreamedResponse
 from tinkex.wire.codec import decode_json
 from tinkex.wire.errors import RequestErrorCategory
 from tinkex.wire.futures import UntypedAPIFuture
@@ -34,77 +34,77 @@ from tinkex.wire.sampling import SampleRequest, SampleResponse
 log = logging.getLogger("tinkex.streaming")
 
 EVENT_STREAM = "text/event-stream"
-#: Servers show a sign of life every ten seconds; after this long without one nobody is there.
+#: Servers send a keep-alive every ten seconds; after this long without one the stream is dead.
 SILENCE_S = 45.0
 
 
-class Told:
-    """What is known of one sample while it is drawn. Written on the loop, read from anywhere."""
+class PartialOutput:
+    """The tokens of one sample so far. Written on the loop, read from any thread."""
 
     def __init__(self) -> None:
-        # A stream may be collected, and so ended, in the middle of anything.
+        # Reentrant: garbage collection may close a stream while this thread holds the lock.
         self._lock = threading.RLock()
-        self._growing = Growing()
-        self._reader = Reader(self._growing)
+        self._partial = Growing()
+        self._reader = Reader(self._partial)
         self._changed: Promise[None] = Promise()
         self._ended = False
 
     @property
-    def begun(self) -> bool:
-        """Whether there are tokens: then the sample can not be drawn anew."""
-        return bool(self._growing.sequences)
+    def has_tokens(self) -> bool:
+        """Whether tokens have arrived: then the sample cannot be retried."""
+        return bool(self._partial.sequences)
 
     def take(self, sequence: int, tokens: list[int], logprobs: list[float]) -> None:
         with self._lock:
-            known = self._growing.count(sequence)
-            if self._growing.take(sequence, tokens, logprobs, start=known):
-                self._ring()
+            known = self._partial.count(sequence)
+            if self._partial.take(sequence, tokens, logprobs, start=known):
+                self._notify()
 
     def complete(self, answer: SampleResponse) -> None:
-        """The whole answer is here; what of it was told before is not told again."""
+        """Add the complete response; tokens that were streamed before are not repeated."""
         with self._lock:
             for index, sequence in enumerate(answer.sequences):
-                self._growing.take(index, sequence.tokens, sequence.logprobs, start=0)
-            self._ring()
+                self._partial.take(index, sequence.tokens, sequence.logprobs, start=0)
+            self._notify()
 
     def end(self) -> None:
         with self._lock:
             self._ended = True
-            self._ring()
+            self._notify()
 
-    def _ring(self) -> None:
+    def _notify(self) -> None:
         changed, self._changed = self._changed, Promise()
         changed.finish(None)
 
-    def news(self) -> list[SampledTokens] | Promise[None]:
-        """What was not read yet, or when to look again; nothing once everything was read."""
+    def updates(self) -> list[SampledTokens] | Promise[None]:
+        """Unread tokens, or a promise of the next change; empty at the end."""
         with self._lock:
-            news = self._reader.news()
-            return news if news or self._ended else self._changed
+            update = self._reader.news()
+            return update if update or self._ended else self._changed
 
 
 class SampleStream:
     """
-    A sample that is read while it is drawn.
+    A sample whose tokens are read while they are generated.
 
         with sampling.sample_stream(prompt, 1, params) as stream:
             for event in stream:                    # or: async for event in stream
                 print(event.sequence, event.tokens, event.logprobs)
         answer = stream.response()                  # or: await stream.response_async()
 
-    The events come once; `response` has the whole answer, whether or not they were read. A stream
-    that is closed or forgotten before its end gives up the sample.
+    The events come once; `response` returns the complete result, whether or not they were read. A
+    stream that is closed or garbage-collected before its end cancels the sample.
     """
 
-    def __init__(self, promise: Promise[SampleResponse], told: Told) -> None:
+    def __init__(self, promise: Promise[SampleResponse], partial: PartialOutput) -> None:
         self._promise = promise
-        self._told = told
+        self._partial_output = partial
         self._ready: deque[SampledTokens] = deque()
-        self._begun = False
+        self._started = False
         weakref.finalize(self, promise.cancel).atexit = False
 
     def response(self, timeout: float | None = None) -> SampleResponse:
-        """Block until the answer is whole, at most `timeout` seconds; what `sample` answers."""
+        """Block until the sample is complete, at most `timeout` seconds; the result of `sample`."""
         return self._promise.result(timeout)
 
     async def response_async(self, timeout: float | None = None) -> SampleResponse:  # noqa: ASYNC109 (as APIFuture)
@@ -112,7 +112,7 @@ class SampleStream:
         return await self._promise.result_async(timeout)
 
     def close(self) -> None:
-        """Give up the sample, unless it is whole."""
+        """Cancel the sample, unless it is complete."""
         self._promise.cancel()
 
     # -- reading ---------------------------------------------------------------------------------
@@ -122,11 +122,11 @@ class SampleStream:
         return self
 
     def __next__(self) -> SampledTokens:
-        while (news := self._look()) is not None:
-            if isinstance(news, SampledTokens):
-                return news
+        while (update := self._next_update()) is not None:
+            if isinstance(update, SampledTokens):
+                return update
             refuse_to_block("Reading a SampleStream", "anext(stream)")
-            news.block()
+            update.block()
         raise StopIteration
 
     def __aiter__(self) -> AsyncIterator[SampledTokens]:
@@ -134,27 +134,27 @@ class SampleStream:
         return self
 
     async def __anext__(self) -> SampledTokens:
-        while (news := self._look()) is not None:
-            if isinstance(news, SampledTokens):
-                return news
-            await news.result_async()
+        while (update := self._next_update()) is not None:
+            if isinstance(update, SampledTokens):
+                return update
+            await update.result_async()
         raise StopAsyncIteration
 
     def _begin(self) -> None:
-        if self._begun:
+        if self._started:
             raise Consumed(
-                "This stream has been read already, and its events come only once. The whole "
-                "answer is in response(); next(stream) goes on where a reader stopped."
+                "This stream has already been read, and its events come only once. The complete "
+                "result is in response(); next(stream) continues where a reader stopped."
             )
-        self._begun = True
+        self._started = True
 
-    def _look(self) -> SampledTokens | Promise[None] | None:
-        """The next event, when to look again, or None at the end. Raises what went wrong."""
+    def _next_update(self) -> SampledTokens | Promise[None] | None:
+        """The next event, a promise of one, or None at the end. Raises the error of the sample."""
         if not self._ready:
-            news = self._told.news()
-            if isinstance(news, Promise):
-                return news
-            self._ready.extend(news)
+            update = self._partial_output.updates()
+            if isinstance(update, Promise):
+                return update
+            self._ready.extend(update)
         if self._ready:
             return self._ready.popleft()
         if not self._promise.cancelled() and (error := self._promise.exception(0)) is not None:
@@ -186,35 +186,35 @@ class SampleStream:
         self.close()
 
 
-# -- on the loop -------------------------------------------------------------------------------------
+# -- on the loop ---------------------------------------------------------------------------------
 
 
 class OpenStream:
-    """A sample that the server has accepted, and whose events are coming."""
+    """A sample that the server has accepted, and whose events are arriving."""
 
     def __init__(
         self,
         calls: Calls,
         sent: Request,
-        streamed: Streamed,
+        streamed: StreamedResponse,
         events: AsyncIterator[ServerSentEvent],
         promised: UntypedAPIFuture,
     ) -> None:
-        #: What `asample` would have answered.
+        #: What `asample` would have returned.
         self.promised = promised
         self._calls = calls
         self._sent = sent
         self._streamed = streamed
         self._events = events
 
-    async def read(self, told: Told) -> SampleResponse | None:
-        """The answer; None if the stream broke off before. Raises if the sample failed."""
+    async def read(self, partial: PartialOutput) -> SampleResponse | None:
+        """The response; None if the stream broke off. Raises if the sample failed."""
         try:
             with self._calls.network_errors(self._sent):
                 async for event in self._events:
                     match event.event:
                         case "token":
-                            told.take(*_tokens(event, self._streamed))
+                            partial.take(*_tokens(event, self._streamed))
                         case "done":
                             return _answer(event, self._streamed, self.promised)
                         case "error":
@@ -226,13 +226,15 @@ class OpenStream:
         return None
 
 
-async def open_stream(calls: Calls, body: bytes, *, busy_s: float, about: str) -> OpenStream | None:
-    """Send a sample and hear that it is accepted; None where the service has no streams."""
+async def open_stream(
+    calls: Calls, body: bytes, *, rate_limit_wait_s: float, about: str
+) -> OpenStream | None:
+    """Send a sample and wait until it is accepted; None if the service has no streams."""
     sent = calls.request(
         "POST",
         "stream_sample",
         body,
-        # Held open by the server like a poll, on a connection of its own.
+        # The server holds it open like a poll, on a connection of its own.
         kind=Kind.RETRIEVE,
         headers={"Accept": EVENT_STREAM, "X-Tinker-Sampling-Backpressure": "1"},
         deadline_s=SILENCE_S,
@@ -246,7 +248,8 @@ async def open_stream(calls: Calls, body: bytes, *, busy_s: float, about: str) -
                 first = await anext(events, None)
             if first is None:
                 raise APIConnectionError(
-                    sent.bare(), f"Connection error. {about}: the stream ended before it began."
+                    sent.without_payload(),
+                    f"Connection error. {about}: the stream ended before it began.",
                 )
             promised = _accepted(first, streamed)
         except BaseException:
@@ -255,21 +258,23 @@ async def open_stream(calls: Calls, body: bytes, *, busy_s: float, about: str) -
         return OpenStream(calls, sent, streamed, events, promised)
 
     try:
-        # Until it is accepted a lost request is sent again: its number makes it the same one.
-        return await calls.insisting(once, path="stream_sample", kind=Kind.SAMPLE, busy_s=busy_s)
+        # A request that was lost before its acceptance is sent again: the seq_id makes it the same.
+        return await calls.with_retries(
+            once, path="stream_sample", kind=Kind.SAMPLE, rate_limit_wait_s=rate_limit_wait_s
+        )
     except APIStatusError as error:
         if error.status_code not in (404, 405):
             raise
-        log.info("this service answers samples whole: it has no stream_sample")
+        log.info("this service has no stream_sample: samples are returned when complete")
         return None
 
 
 def answers_all(request: SampleRequest) -> bool:
-    """Whether the last event holds everything asked for; JSON has no place for some of it."""
+    """Whether the last event contains all requested fields; its JSON form lacks some."""
     return request.target_prompt_logprobs is None and not request.prompt_alt_tokens_k
 
 
-def _accepted(event: ServerSentEvent, streamed: Streamed) -> UntypedAPIFuture:
+def _accepted(event: ServerSentEvent, streamed: StreamedResponse) -> UntypedAPIFuture:
     try:
         if event.event != "accepted":
             raise ValueError(f"the first event is {event.event!r}")
@@ -278,7 +283,9 @@ def _accepted(event: ServerSentEvent, streamed: Streamed) -> UntypedAPIFuture:
         raise _unreadable(event, streamed, error) from error
 
 
-def _tokens(event: ServerSentEvent, streamed: Streamed) -> tuple[int, list[int], list[float]]:
+def _tokens(
+    event: ServerSentEvent, streamed: StreamedResponse
+) -> tuple[int, list[int], list[float]]:
     try:
         data = event.json()
         logprobs = [float("nan") if number is None else number for number in data["logprobs"]]
@@ -290,7 +297,7 @@ def _tokens(event: ServerSentEvent, streamed: Streamed) -> tuple[int, list[int],
 
 
 def _answer(
-    event: ServerSentEvent, streamed: Streamed, promised: UntypedAPIFuture
+    event: ServerSentEvent, streamed: StreamedResponse, promised: UntypedAPIFuture
 ) -> SampleResponse:
     try:
         data = event.json()
@@ -310,7 +317,7 @@ def _failure(event: ServerSentEvent, promised: UntypedAPIFuture) -> RequestFaile
 
 
 def _unreadable(
-    event: ServerSentEvent, streamed: Streamed, error: Exception
+    event: ServerSentEvent, streamed: StreamedResponse, error: Exception
 ) -> APIResponseValidationError:
     seen = Response(
         status_code=streamed.status_code,

@@ -1,8 +1,8 @@
 """
-Sampling clients that cross processes: what a pickle and a handle hold, and what is made of them.
+Sampling clients in other processes: the contents of pickles and handles, and how to join them.
 
-Neither holds a credential. A copy in the same process, or in a forked one, uses the settings of
-the original; elsewhere they are found again as a new client would find them.
+Neither contains a credential. A copy in the same process, or in a forked one, uses the settings
+of the original; elsewhere settings are resolved as for a new client.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tinkex.client.settings import Settings
 
 
 @dataclass(frozen=True, kw_only=True)
-class Passport:
+class SamplerHandle:
     """What a copy needs to know."""
 
     session_id: str | None
@@ -29,19 +29,19 @@ class Passport:
     retry_config: RetryConfig | None
     record_stability_info: bool
 
-    def to_handle(self) -> str:
+    def to_text(self) -> str:
         """Text that is safe in URLs and command lines."""
         fields: dict[str, Any] = {**asdict(self), "retry_config": None}
         if self.retry_config is not None:
-            # Exceptions are classes, which text does not carry: a copy has the usual ones.
+            # Exception classes have no text form: a copy has the default ones.
             fields["retry_config"] = asdict(replace(self.retry_config, retryable_exceptions=()))
             del fields["retry_config"]["retryable_exceptions"]
         return base64.urlsafe_b64encode(json.dumps(fields).encode()).decode("ascii")
 
     @classmethod
-    def from_handle(cls, handle: str) -> Passport:
+    def from_text(cls, text: str) -> SamplerHandle:
         try:
-            fields = json.loads(base64.urlsafe_b64decode(handle.encode("ascii")))
+            fields = json.loads(base64.urlsafe_b64decode(text.encode("ascii")))
             config = fields.get("retry_config")
             return cls(
                 session_id=_text(fields["session_id"]),
@@ -52,8 +52,8 @@ class Passport:
             )
         except (ValueError, KeyError, TypeError, AttributeError, binascii.Error) as error:
             raise ValueError(
-                f"This is not a sampler handle ({type(error).__name__}). Pass the text that "
-                "SamplingClient.get_sampler_handle() returned, whole and unchanged."
+                f"This is not a sampler handle ({type(error).__name__}). Pass the complete, unchanged "
+                "text that SamplingClient.get_sampler_handle() returned."
             ) from None
 
 
@@ -63,30 +63,30 @@ def _text(value: object) -> str:
     return value
 
 
-#: Sessions of this process that copies were made of; a forked child has them too.
+#: Sessions of this process whose clients were copied; a forked child inherits them.
 _originals: WeakValueDictionary[tuple[str | None, str], Session] = WeakValueDictionary()
-#: Sessions that this process only joined: all copies of one share its connections and heartbeat.
+#: Sessions that this process only joined; their copies share connections and heartbeat.
 _joined: WeakValueDictionary[tuple[str | None, tuple[str, str]], Session] = WeakValueDictionary()
 
 
-def leaving(session: Session) -> None:
-    """A copy of one of this session's clients is being made."""
+def remember_original(session: Session) -> None:
+    """Keep the session's settings for copies of its clients in this process."""
     _originals[session.session_id, session.settings.base_url] = session
 
 
-def arrive(passport: Passport, *, api_key: str | None = None) -> Session:
-    """The session of a copy, joined here once."""
-    original = _originals.get((passport.session_id, passport.base_url))
+def joined_session(handle: SamplerHandle, *, api_key: str | None = None) -> Session:
+    """The session of a copy; joined once per process."""
+    original = _originals.get((handle.session_id, handle.base_url))
     if original is None or api_key is not None:
-        settings = Settings.resolve(base_url=passport.base_url, api_key=api_key)
-        return _join(passport, settings, {})
-    # Where the original is, its settings are known, headers and key included.
-    return _join(passport, original.settings, {"make_transport": original.make_transport})
+        settings = Settings.resolve(base_url=handle.base_url, api_key=api_key)
+        return _join(handle, settings, {})
+    # In the original's process its settings are known, including headers and key.
+    return _join(handle, original.settings, {"make_transport": original.make_transport})
 
 
-def _join(passport: Passport, settings: Settings, how: dict[str, Any]) -> Session:
-    key = (passport.session_id, settings.lane)
+def _join(handle: SamplerHandle, settings: Settings, options: dict[str, Any]) -> Session:
+    key = (handle.session_id, settings.limits_key)
     session = _joined.get(key)
     if session is None or session.closed:
-        session = _joined[key] = Session(settings, session_id=passport.session_id, **how)
+        session = _joined[key] = Session(settings, session_id=handle.session_id, **options)
     return session

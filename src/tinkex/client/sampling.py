@@ -1,4 +1,4 @@
-"""SamplingClient: sequences and logprobs from one set of weights, within the budget."""
+"""SamplingClient: sequences and logprobs from one set of weights."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ from tinkex.client.futures import Promise, awaits, refuse_to_block, waits
 from tinkex.client.http.polling import QueueLog
 from tinkex.client.http.retry import RetryConfig
 from tinkex.client.observe.telemetry import Telemetry
-from tinkex.client.sample_queue import Desk
-from tinkex.client.sample_retry import RetryHandler
-from tinkex.client.sample_stream import SampleStream, Told
-from tinkex.client.sampler_handles import Passport
+from tinkex.client.sample_queue import RetryHandler, SampleQueue
+from tinkex.client.sample_stream import PartialOutput, SampleStream
+from tinkex.client.sampler_handles import SamplerHandle
 from tinkex.client.session import Session
-from tinkex.client.tokenizer import SpeaksText
+from tinkex.client.tokenizer import TextMixin
 from tinkex.wire.inputs import ModelInput
 from tinkex.wire.sampling import (
     CreateSamplingSessionRequest,
@@ -35,24 +34,24 @@ T = TypeVar("T")
 
 
 class Sampler(GetSamplerResponse):
-    """What a server says about a sampler; ours also say where its tokenizer is."""
+    """The server's description of a sampler; tinkex servers add the location of the tokenizer."""
 
     tokenizer_id: str | None = None
 
 
-class SamplingClient(SpeaksText):
+class SamplingClient(TextMixin):
     """
     Samples from one set of weights.
 
         answer = sampling.sample(prompt, 4, tinkex.SamplingParams(max_tokens=64)).result()
         answer = await sampling.sample_async(prompt, 4, tinkex.SamplingParams(max_tokens=64))
 
-    Any number of calls may be under way; they queue here, fairly, rather than at the server.
-    Can be pickled: the copy samples from the same weights. The key does not travel with it; the
-    other process takes its own from the environment.
+    Any number of calls may be pending; they wait in a fair queue in the client, not at the server.
+    Can be pickled: the copy samples from the same weights. The API key is not included; the other
+    process reads its own from the environment.
     """
 
-    #: How this client insists; its `config` is the `retry_config`.
+    #: The retries of this client; its `config` is the `retry_config`.
     retry_handler: RetryHandler
 
     def __init__(
@@ -65,7 +64,7 @@ class SamplingClient(SpeaksText):
         record_stability_info: bool = False,
     ) -> None:
         self.holder = holder
-        #: Words of TINKER_FEATURE_GATES; programs read them, nothing here depends on them.
+        #: Names in TINKER_FEATURE_GATES, for programs that read them; not used here.
         self.feature_gates = set(holder.settings.feature_gates)
         self._sampling_session_id = sampling_session_id
         self._retry = retry_config
@@ -73,11 +72,11 @@ class SamplingClient(SpeaksText):
         self._queue_log = QueueLog(
             f"Sampling from {sampling_session_id}", telemetry=lambda: holder.telemetry
         )
-        self._begin(shadow)
+        self._reset_queue(shadow)
 
-    def _begin(self, clone: bool) -> None:
+    def _reset_queue(self, clone: bool) -> None:
         self.retry_handler = RetryHandler(self._retry or RetryConfig(max_connections=None))
-        self._desk = Desk(
+        self._sample_queue = SampleQueue(
             self.holder,
             self._sampling_session_id,
             clone=clone,
@@ -95,7 +94,7 @@ class SamplingClient(SpeaksText):
         retry_config: RetryConfig | None = None,
         record_stability_info: bool = False,
     ) -> Promise[SamplingClient]:
-        """A client of saved weights, of a base model, or of a sampling session that exists."""
+        """A client of saved weights, of a base model, or of an existing sampling session."""
         if sampling_session_id is not None:
             made: Promise[SamplingClient] = Promise()
             made.finish(
@@ -108,7 +107,7 @@ class SamplingClient(SpeaksText):
             )
             return made
         if model_path is None and base_model is None:
-            raise ValueError("Say what to sample from: model_path='tinker://...' or base_model.")
+            raise ValueError("Pass what to sample from: model_path='tinker://...' or base_model.")
         if model_path is not None:
             validation.check_tinker_path(model_path)
         return holder.run(
@@ -127,26 +126,26 @@ class SamplingClient(SpeaksText):
     # -- other processes -------------------------------------------------------------------------
 
     def __reduce__(self) -> tuple[Any, ...]:
-        sampler_handles.leaving(self.holder)
-        return _copied, (self._passport(),)
+        sampler_handles.remember_original(self.holder)
+        return _copied, (self._sampler_handle(),)
 
     def get_sampler_handle(self) -> str:
-        """Text from which another process makes a client of the same weights. Holds no key."""
-        sampler_handles.leaving(self.holder)
-        return self._passport().to_handle()
+        """Text from which another process creates a client of the same weights. Contains no key."""
+        sampler_handles.remember_original(self.holder)
+        return self._sampler_handle().to_text()
 
     @staticmethod
     def from_sampler_handle(handle: str, *, api_key: str | None = None) -> SamplingClient:
         """
-        A client from `get_sampler_handle()`. The key is the argument, or found as for a new client.
+        A client from `get_sampler_handle()`. `api_key` defaults as for a new client.
 
-        A handle names the service that will be asked, with your key: take it from whom you trust.
+        A handle names the service that gets your key: use only handles from sources you trust.
         """
-        passport = Passport.from_handle(handle)
-        return _copied(passport, sampler_handles.arrive(passport, api_key=api_key))
+        source = SamplerHandle.from_text(handle)
+        return _copied(source, sampler_handles.joined_session(source, api_key=api_key))
 
-    def _passport(self) -> Passport:
-        return Passport(
+    def _sampler_handle(self) -> SamplerHandle:
+        return SamplerHandle(
             session_id=self.holder.session_id,
             sampling_session_id=self._sampling_session_id,
             base_url=self.holder.settings.base_url,
@@ -168,8 +167,8 @@ class SamplingClient(SpeaksText):
         prompt_alt_tokens_k: int = 0,
         prompt_logprobs_last_n: int | None = None,
     ) -> Promise[SampleResponse]:
-        """Draw `num_samples` sequences that continue the prompt."""
-        request = self._asked(
+        """Sample `num_samples` sequences that continue the prompt."""
+        request = self._request(
             prompt,
             num_samples,
             sampling_params,
@@ -197,11 +196,11 @@ class SamplingClient(SpeaksText):
         prompt_logprobs_last_n: int | None = None,
     ) -> SampleStream:
         """
-        `sample`, read while it is drawn: `for event in stream`, or `async for`.
+        `sample`, with tokens read as they are generated: `for event in stream`, or `async for`.
 
-        Its `response()` is what `sample` answers. A service without streams tells it all at the end.
+        Its `response()` is the result of `sample`. A service without streams sends everything last.
         """
-        request = self._asked(
+        request = self._request(
             prompt,
             num_samples,
             sampling_params,
@@ -212,10 +211,10 @@ class SamplingClient(SpeaksText):
             prompt_alt_tokens_k,
             prompt_logprobs_last_n,
         )
-        told = Told()
-        return SampleStream(self._run(request, _checked, told=told), told)
+        partial = PartialOutput()
+        return SampleStream(self._run(request, _checked, partial=partial), partial)
 
-    def _asked(
+    def _request(
         self,
         prompt: ModelInput,
         num_samples: int,
@@ -235,11 +234,11 @@ class SamplingClient(SpeaksText):
                     f"{target.dtype} of shape {target.shape}."
                 )
         if prompt_alt_tokens_k < 0:
-            raise ValueError(f"prompt_alt_tokens_k is {prompt_alt_tokens_k}; it counts from 0.")
+            raise ValueError(f"prompt_alt_tokens_k is {prompt_alt_tokens_k}; it must be 0 or more.")
         if prompt_logprobs_last_n is not None:
             if prompt_logprobs_last_n < 1:
                 raise ValueError(
-                    f"prompt_logprobs_last_n is {prompt_logprobs_last_n}; it counts from 1."
+                    f"prompt_logprobs_last_n is {prompt_logprobs_last_n}; it must be 1 or more."
                 )
             if not include_prompt_logprobs:
                 raise ValueError("prompt_logprobs_last_n needs include_prompt_logprobs=True.")
@@ -260,7 +259,7 @@ class SamplingClient(SpeaksText):
     def compute_logprobs(
         self, prompt: ModelInput, prompt_logprobs_last_n: int | None = None
     ) -> Promise[list[float | None]]:
-        """The logprob of each token of the prompt; None for the first, which nothing precedes."""
+        """The logprob of each prompt token; None for the first, which has no context."""
         request = SampleRequest(
             num_samples=1,
             prompt=validation.prompt(prompt),
@@ -275,12 +274,12 @@ class SamplingClient(SpeaksText):
             found = _checked(request, answer).prompt_logprobs
             if found is None:
                 raise RuntimeError(
-                    "The server answered without prompt logprobs; it may predate them."
+                    "The server returned no prompt logprobs; it may be too old to support them."
                 )
             return list(found)
 
-        # Started over even where samples are not: it draws nothing that could differ.
-        return self._run(request, logprobs, insists=True)
+        # Retried even where samples are not: the result does not depend on chance.
+        return self._run(request, logprobs, always_retry=True)
 
     compute_logprobs_async = awaits(compute_logprobs)
 
@@ -312,26 +311,28 @@ class SamplingClient(SpeaksText):
             "GET",
             f"samplers/{quote(self._sampling_session_id, safe=':')}",
             answer=Sampler,
-            about=f"asking about {self._sampling_session_id}",
+            about=f"looking up {self._sampling_session_id}",
         )
 
     def get_telemetry(self) -> Telemetry | None:
-        """What reports about this client's session."""
+        """The telemetry reporter of this client's session."""
         return self.holder.telemetry
 
-    # -- the work --------------------------------------------------------------------------------
+    # -- submission ------------------------------------------------------------------------------
 
     def _run(
         self,
         request: SampleRequest,
         finish: Callable[[SampleRequest, SampleResponse], T],
         *,
-        insists: bool = False,
-        told: Told | None = None,
+        always_retry: bool = False,
+        partial: PartialOutput | None = None,
     ) -> Promise[T]:
-        if self._desk.pid != os.getpid():
-            self._begin(clone=True)  # a forked child is a copy too
-        return self._desk.hand_in(request, finish, insists=insists, told=told)
+        if self._sample_queue.pid != os.getpid():
+            self._reset_queue(clone=True)  # a forked child is a clone too
+        return self._sample_queue.submit(
+            request, finish, always_retry=always_retry, partial=partial
+        )
 
     def on_queue_state_change(self, queue_state: str, queue_state_reason: str | None) -> None:
         """Called while samples wait; logs the reason, at most once a minute. May be overridden."""
@@ -346,7 +347,7 @@ async def open_sampler(
     retry_config: RetryConfig | None,
     record_stability_info: bool,
 ) -> SamplingClient:
-    """A sampling session of its own on the server, and the client of it."""
+    """Create a sampling session on the server, and a client of it."""
     connection, session_id = await holder.open()
     created = await connection.calls.call(
         "POST",
@@ -370,54 +371,54 @@ async def open_sampler(
 
 def draw(holder: Session, request: SampleRequest) -> Promise[SampleResponse]:
     """
-    One sample as it goes over the wire, for what `SamplingClient` does not offer.
+    Submit one sample request as it is, for options that `SamplingClient` does not offer.
 
-    The request names its model in one of the protocol's three ways: `sampling_session_id`,
-    `model_path` or `base_model`. Limits and waiting are those of every other sample.
+    The request names its model by `sampling_session_id`, `model_path` or `base_model`. The usual
+    limits and retries apply.
     """
     if not (request.sampling_session_id or request.model_path or request.base_model):
         raise ValueError(
             "This SampleRequest names no model. Set one of sampling_session_id, model_path "
             "('tinker://...') and base_model."
         )
-    desk = _desks.get(holder)
-    if desk is None or desk.pid != os.getpid():
-        desk = _desks[holder] = Desk(
+    queue = _direct_queues.get(holder)
+    if queue is None or queue.pid != os.getpid():
+        queue = _direct_queues[holder] = SampleQueue(
             holder,
             None,
-            clone=True,  # not to be taken for the samples of a session's own client
+            clone=True,  # its numbers must not collide with those of the session's own client
             handler=RetryHandler(RetryConfig(max_connections=None)),
             observer=QueueLog("Sampling", telemetry=lambda: holder.telemetry),
         )
-    return desk.hand_in(request, _checked)
+    return queue.submit(request, _checked)
 
 
-_desks: weakref.WeakKeyDictionary[Session, Desk] = weakref.WeakKeyDictionary()
+_direct_queues: weakref.WeakKeyDictionary[Session, SampleQueue] = weakref.WeakKeyDictionary()
 
 
-def _copied(passport: Passport, holder: Session | None = None) -> SamplingClient:
+def _copied(source: SamplerHandle, holder: Session | None = None) -> SamplingClient:
     return SamplingClient(
-        holder or sampler_handles.arrive(passport),
-        sampling_session_id=passport.sampling_session_id,
+        holder or sampler_handles.joined_session(source),
+        sampling_session_id=source.sampling_session_id,
         shadow=True,
-        retry_config=passport.retry_config,
-        record_stability_info=passport.record_stability_info,
+        retry_config=source.retry_config,
+        record_stability_info=source.record_stability_info,
     )
 
 
 def _checked(request: SampleRequest, answer: SampleResponse) -> SampleResponse:
-    """What was asked for must be there: an old server ignores what it does not know."""
+    """Check that the requested fields are present: old servers ignore unknown options."""
     if request.prompt_alt_tokens_k and answer.prompt_alt_tokens is None:
         raise RuntimeError(
-            "The server answered without prompt_alt_tokens; it may predate them. "
-            "Ask without prompt_alt_tokens_k, or update the server."
+            "The server returned no prompt_alt_tokens; it may be too old to support them. "
+            "Omit prompt_alt_tokens_k, or update the server."
         )
     last_n, logprobs = request.prompt_logprobs_last_n, answer.prompt_logprobs_np
     if last_n is not None and logprobs is not None:
         early = logprobs[: max(0, len(logprobs) - last_n)].tolist()
         if not all(map(math.isnan, early)):
             raise RuntimeError(
-                "The server answered with logprobs outside the last "
-                f"{last_n} positions; it may predate prompt_logprobs_last_n."
+                "The server returned logprobs outside the last "
+                f"{last_n} positions; it may be too old to support prompt_logprobs_last_n."
             )
     return answer

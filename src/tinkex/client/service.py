@@ -1,4 +1,4 @@
-"""ServiceClient: a session with a service, and the maker of the other clients."""
+"""ServiceClient: a session with a service; creates the other clients."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from tinkex.client import custom_loss
-from tinkex.client.auth.token_exchange import lent
+from tinkex.client.auth.token_exchange import with_other_key
+from tinkex.client.connection import Connection
 from tinkex.client.futures import Promise, awaits, refuse_to_block, waits
-from tinkex.client.http.polling import QueueLog, Wanted
+from tinkex.client.http.polling import ExpectedResult, QueueLog
 from tinkex.client.http.retry import RetryConfig
 from tinkex.client.http.transport import Kind
 from tinkex.client.rest import RestClient
 from tinkex.client.sampling import SamplingClient
-from tinkex.client.session import CloseStatus, Connection, Session, closed
+from tinkex.client.session import CloseStatus, Session, closed_error
 from tinkex.client.settings import Settings
 from tinkex.client.training import TrainingClient
 from tinkex.client.validation import check_tinker_path
@@ -37,19 +38,19 @@ from tinkex.wire.training import (
 )
 
 if TYPE_CHECKING:
+    from tinkex.client.connection import MakeTransport
     from tinkex.client.custom_loss import LossHandle, PerDatumLossFn
     from tinkex.client.observe.telemetry import Telemetry
-    from tinkex.client.session import MakeTransport
 
 
 class ServiceClient:
     """
-    Where every program starts.
+    The entry point of every program.
 
         with tinkex.ServiceClient(base_url="local") as service:
             training = service.create_lora_training_client("HuggingFaceTB/SmolLM2-135M-Instruct")
 
-    Building one sends nothing. Leaving the `with` block ends the session on the server.
+    Creating one sends nothing. Leaving the `with` block ends the session on the server.
     `base_url="local"` runs a server on this machine (see `tinkex.client.local_server`).
     """
 
@@ -64,7 +65,7 @@ class ServiceClient:
         default_headers_overrides: Mapping[str, str] | None = None,
         **kwargs: Any,
     ) -> None:
-        # For users' tests: `tinkex.testing.FakeService` stands where the network begins.
+        # For tests: `tinkex.testing.FakeService` replaces the network.
         make_transport: MakeTransport | None = kwargs.pop("_make_transport", None)
         settings: Settings | None = kwargs.pop("settings", None)
         if kwargs:
@@ -84,8 +85,8 @@ class ServiceClient:
             default_headers_overrides is not None
         ):
             raise ValueError(
-                "ServiceClient got settings, and also base_url, api_key, project_id or headers: "
-                "give these to Settings.resolve(...)."
+                "ServiceClient got settings together with base_url, api_key, project_id or "
+                "headers: pass these to Settings.resolve(...) instead."
             )
         more: dict[str, Any] = {} if make_transport is None else {"make_transport": make_transport}
         self._session = Session(
@@ -103,18 +104,18 @@ class ServiceClient:
 
     @property
     def holder(self) -> Session:
-        """What this client shares with the clients made from it."""
+        """The session that this client shares with the clients created from it."""
         if self._session.closed:
-            raise closed()
+            raise closed_error()
         return self._session
 
     def get_console_url(self) -> str:
-        """The page of this session, or the list of sessions before there is one."""
+        """The console page of this session, or of all sessions before it exists."""
         session_id = self._session.session_id
         return f"{CONSOLE_URL}/sessions" + (f"/{session_id}" if session_id else "")
 
     def get_telemetry(self) -> Telemetry | None:
-        """What reports about this session; None before there is one, or switched off."""
+        """The telemetry reporter; None before the session exists, or if telemetry is off."""
         return self._session.telemetry
 
     # -- capabilities ----------------------------------------------------------------------------
@@ -129,7 +130,7 @@ class ServiceClient:
                 "get_server_capabilities",
                 answer=GetServerCapabilitiesResponse,
                 kind=Kind.REST,
-                about="asking for the server's capabilities",
+                about="fetching the server's capabilities",
             )
 
         return self.holder.run(work())
@@ -150,7 +151,7 @@ class ServiceClient:
         user_metadata: dict[str, str] | None = None,
         optimizer: OptimizerConfig | None = None,
     ) -> Promise[TrainingClient]:
-        """A new LoRA adapter over a base model."""
+        """Create a LoRA adapter on a base model."""
         if not (train_mlp or train_attn or train_unembed):
             raise ValueError(
                 "Nothing to train: set at least one of train_mlp, train_attn, train_unembed."
@@ -187,8 +188,8 @@ class ServiceClient:
                 lora_config=lora,
                 optimizer_config=optimizer or AdamOptimizerConfig(),
             ),
-            Wanted(request_type="CreateModel", answer=CreateModelResponse),
-            observer=self._watching(f"Creation of a model over {base_model}"),
+            ExpectedResult(request_type="CreateModel", answer=CreateModelResponse),
+            observer=self._watching(f"Creation of a model on {base_model}"),
         )
         return TrainingClient(self.holder, number, created.model_id)
 
@@ -203,7 +204,7 @@ class ServiceClient:
         weights_access_token: str | None = None,
         optimizer: OptimizerConfig | None = None,
     ) -> Promise[TrainingClient]:
-        """A new model that starts from saved weights, with a fresh optimizer."""
+        """Create a model from saved weights, with a new optimizer."""
         return self.holder.run(
             self._restore(path, base_model, user_metadata, weights_access_token, optimizer, False)
         )
@@ -218,7 +219,7 @@ class ServiceClient:
         user_metadata: dict[str, str] | None = None,
         weights_access_token: str | None = None,
     ) -> Promise[TrainingClient]:
-        """A new model that goes on exactly where a saved one was, optimizer included."""
+        """Create a model that continues a saved one exactly, including the optimizer."""
         return self.holder.run(
             self._restore(path, base_model, user_metadata, weights_access_token, None, True)
         )
@@ -256,16 +257,16 @@ class ServiceClient:
                     optimizer_config=optimizer,
                     weights_access_token=weights_access_token,
                 ),
-                Wanted(request_type="LoadWeights", answer=LoadWeightsResponse),
+                ExpectedResult(request_type="LoadWeights", answer=LoadWeightsResponse),
                 observer=self._watching(f"Restoring {path}"),
             )
-            # The grammar of ids is part of the protocol where servers set this flag.
+            # For servers that set this flag, the format of ids is part of the protocol.
             return TrainingClient(self.holder, number, f"{session_id}:train:{number}")
         info = await self._weights_info(connection, path, weights_access_token)
         if not info.is_lora or info.lora_rank is None:
             raise ValueError(
-                f"{path} is not a LoRA checkpoint with a rank, so no training client can be made "
-                "from it."
+                f"{path} is not a LoRA checkpoint with a rank, so a training client cannot be "
+                "created from it."
             )
         lora = LoraConfig(
             rank=info.lora_rank,
@@ -286,25 +287,25 @@ class ServiceClient:
     ) -> WeightsInfoResponse:
         calls = connection.calls
         if weights_access_token:
-            # Somebody else's checkpoint is asked about with the key that may see it.
-            calls = await lent(calls, connection.config, weights_access_token)
+            # Another owner's checkpoint is read with the key that may read it.
+            calls = await with_other_key(calls, connection.config, weights_access_token)
         return await calls.call(
             "POST",
             "weights_info",
             WeightsInfoRequest(tinker_path=path),
             answer=WeightsInfoResponse,
             kind=Kind.REST,
-            about=f"asking about {path}",
+            about=f"looking up {path}",
         )
 
     def create_custom_loss(
         self, fn: PerDatumLossFn, input_ranks: Mapping[str, CustomLossInputRank]
     ) -> Promise[LossHandle]:
         """
-        A loss of your own for `forward_backward_custom`, traced once and run for each datum.
+        A custom loss for `forward_backward_custom`, traced once and run for each datum.
 
-        `fn(logprobs, *loss_fn_inputs)` returns a scalar and a dict of metrics; `input_ranks`
-        says how many dimensions each parameter has.
+        `fn(logprobs, *loss_fn_inputs)` returns a scalar and a dict of metrics; `input_ranks` gives
+        the number of dimensions of each parameter.
         """
         return custom_loss.create(self.holder, fn, input_ranks)
 
@@ -317,7 +318,7 @@ class ServiceClient:
         retry_config: RetryConfig | None = None,
         record_stability_info: bool = False,
     ) -> Promise[SamplingClient]:
-        """Samples from saved weights (`model_path`) or from a base model as it is."""
+        """Create a client that samples from saved weights (`model_path`) or from a base model."""
         return SamplingClient.create(
             self.holder,
             model_path=model_path,
@@ -329,12 +330,12 @@ class ServiceClient:
     create_sampling_client = waits(_create_sampling_client)
     create_sampling_client_async = awaits(_create_sampling_client)
 
-    # -- what is there ---------------------------------------------------------------------------
+    # -- REST -------------------------------------------------------------------------------------
 
     def create_rest_client(self) -> RestClient:
         """Deprecated: `RestClient()` needs no session."""
         warnings.warn(
-            "create_rest_client() is deprecated: write RestClient(base_url=..., api_key=...), "
+            "create_rest_client() is deprecated: use RestClient(base_url=..., api_key=...), "
             "which needs no ServiceClient.",
             FutureWarning,
             stacklevel=2,
@@ -348,7 +349,7 @@ class ServiceClient:
         ttl_seconds: int | None = None,
         weights_access_token: str | None = None,
     ) -> Promise[str]:
-        """A copy of a checkpoint in the project of this client; its path."""
+        """Copy a checkpoint into the project of this client; returns the new path."""
         return RestClient(self.holder).copy_weights(
             path, ttl_seconds=ttl_seconds, weights_access_token=weights_access_token
         )
@@ -356,12 +357,12 @@ class ServiceClient:
     # -- the end ---------------------------------------------------------------------------------
 
     def close(self, status: CloseStatus, detail: str | None = None) -> Promise[None]:
-        """End the session. The first call wins; every client made from it is closed with it."""
+        """End the session. The first call wins; every client created from it is closed with it."""
         return self._session.close(status, detail)
 
     def __enter__(self) -> Self:
         if self._session.closed:
-            raise closed()
+            raise closed_error()
         return self
 
     async def __aenter__(self) -> Self:
@@ -386,7 +387,7 @@ class ServiceClient:
 
 
 def _reason(raised: type[BaseException] | None) -> tuple[CloseStatus, str | None]:
-    """How a block ended, for `close`. The type's name alone: a message may quote anything."""
+    """How a block ended, for `close`. Only the type's name: a message may quote anything."""
     if raised is None:
         return "success", None
     return "errored" if issubclass(raised, Exception) else "interrupted", raised.__name__

@@ -1,4 +1,4 @@
-"""Where the service is and who is asking: one frozen object, read once, passed down."""
+"""Client settings: one frozen object, resolved once from arguments, environment and files."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ __all__ = [
     "ApiKey",
     "Settings",
     "is_loopback",
-    "normalise_url",
+    "normalize_url",
     "service_url",
     "setting",
 ]
 
 log = logging.getLogger("tinkex.settings")
 
-#: The version of the protocol we speak; servers choose their dialect by it.
+#: The supported protocol version; servers adapt to it.
 PROTOCOL_VERSION = "0.36.0"
 DEFAULT_URL = "https://tinker.thinkingmachines.dev/services/tinker-prod"
 LOCAL = "local"
@@ -41,47 +41,48 @@ _TRUE = frozenset({"1", "true", "yes", "on"})
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """
-    Everything a client may be told. Arguments win over environment over files over defaults.
+    All settings of a client. Arguments win over environment over files over defaults.
 
         settings = tinkex.Settings.resolve(base_url="local", first_contact_s=5)
         service = tinkex.ServiceClient(settings=settings)
 
-    `resolve` reads the environment, once. Nothing reads it again later.
+    `resolve` reads the environment once.
     """
 
     #: Service root without a trailing slash, or "local" for an embedded server.
     base_url: str = DEFAULT_URL
-    #: The key or token to send. The stored one, where neither a key nor a command is given.
+    #: The key or token to send. Defaults to the stored one if neither a key nor a command is given.
     api_key: ApiKey | None = None
-    #: Shell command that prints a credential. May hold secrets, so not printed.
+    #: Shell command that prints a credential. May contain secrets, so it is not printed.
     credential_cmd: str | None = field(default=None, repr=False)
-    #: How long that command may take.
+    #: Time limit of that command in seconds.
     credential_cmd_s: float = 30.0
-    #: Project of new sessions, and where copies of weights go.
+    #: Project of new sessions, and of copies of weights.
     project_id: str | None = None
-    #: Tags of new sessions, in the order given.
+    #: Tags of new sessions, in order.
     tags: tuple[str, ...] = ()
-    #: Names that `SamplingClient.feature_gates` shows; nothing else reads them.
+    #: Names for `SamplingClient.feature_gates`; not used otherwise.
     feature_gates: tuple[str, ...] = ("async_sampling",)
-    #: Extra headers on every request; they win over our own. May hold secrets, so not printed.
+    #: Extra headers on every request; they win over the client's own. May contain secrets, so they
+    #: are not printed.
     headers: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}), repr=False)
-    #: HTTP proxy for this service. May hold a password, so not printed.
+    #: HTTP proxy for this service. May contain a password, so it is not printed.
     proxy: str | None = field(default=None, repr=False)
-    #: PEM file with the certificates to trust instead of the system's.
+    #: PEM file with the certificates to trust instead of those of the system.
     ca_bundle: str | None = None
     #: Whether the client reports sessions and kinds of errors to the service.
     telemetry: bool = True
-    #: A server that has never answered is given up after this long.
+    #: Seconds after which a server that has never responded is given up.
     first_contact_s: float = 30.0
-    #: A request to a server that answered before is repeated for this long.
+    #: Seconds for which a request to a server that responded before is retried.
     give_up_s: float = 300.0
-    #: A result that was promised is asked for this long while the server cannot be reached.
+    #: Seconds for which a result is polled while the server cannot be reached.
     reconnect_s: float = 3600.0
-    #: Fail at once while a service keeps failing; None insists all the same.
+    #: Circuit breaker: fail immediately while a service keeps failing; None always retries.
     breaker: BreakerPolicy | None = None
     #: Spans and metrics for OpenTelemetry, and `traceparent` on requests (extra `otel`).
     otel: bool = False
-    #: Proxy variables as `resolve` found them: they decide for hosts that the service links to.
+    #: Proxy variables at the time of `resolve`, for other hosts that the service links to.
     _proxy_env: tuple[tuple[str, str], ...] = field(default=(), repr=False)
 
     @classmethod
@@ -106,9 +107,9 @@ class Settings:
         env: Mapping[str, str] = os.environ,
         home: Path | None = None,
     ) -> Settings:
-        """What is given here, else in the environment, else in files, else the default."""
+        """Resolve each setting: argument, else environment, else file, else default."""
         url = service_url(base_url, env)
-        # A key from an editor or a shell often ends in a line break, which no header may hold.
+        # A key from an editor or a shell often ends in a line break, which a header cannot contain.
         given = (api_key or setting("API_KEY", env) or "").strip()
         command = credential_cmd or setting("CREDENTIAL_CMD", env)
         key = ApiKey(given) if given else None
@@ -141,14 +142,14 @@ class Settings:
             reconnect_s=_seconds("RECONNECT_S", reconnect_s, env, 3600.0),
             breaker=breaker or BreakerPolicy.parse(setting("BREAKER", env) or "off"),
             otel=(setting("OTEL", env) or "0").lower() in _TRUE if otel is None else otel,
-            # A proxy that was given is for all hosts, whatever the environment says.
+            # An explicit proxy is used for all hosts, whatever the environment says.
             _proxy_env=() if proxy else tuple(proxy_variables(env).items()),
         )
-        settings.credential()  # a key that is missing or malformed is told at once
+        settings.credential()  # raises now if the key is missing or malformed
         return settings
 
     def credential(self, *, enforce_cmd: bool = False) -> Credential:
-        """What goes into `X-API-Key`, before any exchange for a token."""
+        """The source of `X-API-Key`, before any exchange for a token."""
         found = credentials.resolve(
             self.api_key,
             self.credential_cmd,
@@ -157,19 +158,19 @@ class Settings:
             enforce_cmd=enforce_cmd,
         )
         if isinstance(found, credentials.Command):
-            return credentials.Printed(found, limit_s=self.credential_cmd_s)
-        return credentials.Fixed(found)
+            return credentials.CommandCredential(found, limit_s=self.credential_cmd_s)
+        return credentials.StaticCredential(found)
 
     def proxy_to(self, url: str) -> str | None:
-        """The proxy for an address that the service links to, which may be of another host."""
+        """The proxy for an address that the service links to, possibly on another host."""
         env = dict(self._proxy_env)
         if self.proxy != _proxy_from(env, self.base_url):
-            return self.proxy  # it was given
+            return self.proxy  # it was passed explicitly
         return _proxy_from(env, url)
 
     @property
-    def lane(self) -> tuple[str, str]:
-        """What shares limits: the same service asked with the same credential."""
+    def limits_key(self) -> tuple[str, str]:
+        """Identifies what shares limits: the same service with the same credential."""
         if self.api_key is not None:
             return self.base_url, self.api_key.digest
         if self.credential_cmd is not None:
@@ -183,21 +184,21 @@ def setting(name: str, env: Mapping[str, str]) -> str | None:
 
 
 def service_url(given: str | None, env: Mapping[str, str] = os.environ) -> str:
-    """Which service is meant, in its one spelling."""
+    """The address of the service, normalized."""
     url = given or setting("BASE_URL", env)
     if not url:
-        _tell_default()
-    return normalise_url(url or DEFAULT_URL)
+        _log_default_service()
+    return normalize_url(url or DEFAULT_URL)
 
 
 @functools.cache
-def _tell_default() -> None:
-    """Once in a program: who runs a server and forgets to name it would send data elsewhere."""
+def _log_default_service() -> None:
+    """Logged once: without base_url, data for one's own server would go to the default service."""
     host = urlsplit(DEFAULT_URL).hostname
-    log.info("no base_url was given, and TINKER_BASE_URL is not set: requests go to %s", host)
+    log.info("base_url is not given and TINKER_BASE_URL is not set: requests go to %s", host)
 
 
-def normalise_url(url: str) -> str:
+def normalize_url(url: str) -> str:
     """One spelling for each service: lower-case host, no default port, no trailing slash."""
     url = url.strip()
     if url == LOCAL:
@@ -207,15 +208,15 @@ def normalise_url(url: str) -> str:
         port = parts.port
     except ValueError:
         parts, port = urlsplit(""), None
-    if "@" in parts.netloc:  # not shown: addresses stand in logs, handles and errors
+    if "@" in parts.netloc:  # not quoted: addresses appear in logs, handles and errors
         raise TinkerError(
-            "base_url holds a user name or password. Write it without them, and send them as "
+            "base_url contains a user name or password. Remove them, and send them as "
             "default_headers_overrides={'Authorization': 'Basic ...'}."
         )
     if parts.scheme.lower() not in ("http", "https") or not parts.hostname:
         raise TinkerError(
-            f"base_url {url!r} is not an address of a service. "
-            "Write http://HOST:PORT or https://HOST/PATH, or 'local' for an embedded server."
+            f"base_url {url!r} is not the address of a service. "
+            "Use http://HOST:PORT or https://HOST/PATH, or 'local' for an embedded server."
         )
     scheme, host = parts.scheme.lower(), parts.hostname.lower()
     if ":" in host:
@@ -226,7 +227,7 @@ def normalise_url(url: str) -> str:
 
 
 def is_loopback(url: str) -> bool:
-    """Whether only this machine can answer: such a server needs no key."""
+    """Whether the address is on this machine: such a server needs no key."""
     host = urlsplit(url).hostname or ""
     if url == LOCAL or host == "localhost":
         return True
@@ -237,7 +238,7 @@ def is_loopback(url: str) -> bool:
 
 
 def _proxy_from(env: Mapping[str, str], url: str) -> str | None:
-    # On loopback only this machine can answer, so no proxy can help.
+    # No proxy for loopback addresses.
     return None if is_loopback(url) else proxy_for(url, env)
 
 
@@ -257,7 +258,7 @@ def _seconds(name: str, given: float | None, env: Mapping[str, str], default: fl
 
 
 def _names(given: str | Iterable[str] | None) -> tuple[str, ...]:
-    """In the order given, without blanks around them, each once."""
+    """Names in order, stripped, without duplicates."""
     parts = given.split(",") if isinstance(given, str) else given or ()
     return tuple(dict.fromkeys(name for name in map(str.strip, parts) if name))
 
@@ -265,7 +266,7 @@ def _names(given: str | Iterable[str] | None) -> tuple[str, ...]:
 def _stored_key(url: str, home: Path | None) -> ApiKey | None:
     if url == LOCAL:
         return None
-    stored = key_store.read(key_store.place(home))
-    # A key that was stored without its service is not for this machine: it never gets to see it.
-    key_id = stored.of(url, is_local=is_loopback(url))
+    stored = key_store.read(key_store.default_path(home))
+    # A key stored without a service is never sent to a server on this machine.
+    key_id = stored.key_for(url, is_local=is_loopback(url))
     return None if key_id is None else stored.keys[key_id].key

@@ -1,10 +1,10 @@
 """
-The tokenizer that belongs to a model. Everything heavy is imported when one is asked for.
+Loads the tokenizer of a model. Heavy packages are imported only when one is loaded.
 
-A model's folder or its files in the Hugging Face cache are enough, without a network. Where
-transformers is installed, the tokenizer is its own: programs written for the official client expect
-that class. Elsewhere it is ours, which needs `tokenizers` alone. Code that comes with a model runs
-at the revisions in `PINNED` only.
+A model's folder, or its files in the Hugging Face cache, are enough; no network is needed. If
+transformers is installed, its tokenizer class is used, as programs written for the official client
+expect. Otherwise the tinkex class is used, which needs only `tokenizers`. Code that comes with a
+model runs only at the revisions in `PINNED`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tinkex.extras import MissingExtra, needs
 
 log = logging.getLogger("tinkex.tokenizer")
 
-#: Models whose tokenizer is code of their own, pinned to the revision that was looked at.
+#: Models whose tokenizer is code in their repository, pinned to a revision that was reviewed.
 PINNED = {
     "moonshotai/Kimi-K2-Thinking": "612681931a8c906ddb349f8ad0f582cb552189cd",
     "moonshotai/Kimi-K2.5": "4d01dfe0332d63057c186e0b262165819efb6611",
@@ -37,28 +37,28 @@ FILES = (
     "tokenizer_config.json",
     "special_tokens_map.json",
     "chat_template.jinja",
-    "config.json",  # names the class of tokenizer where tokenizer_config.json does not
+    "config.json",  # names the tokenizer class if tokenizer_config.json does not
 )
 
 
-#: Models that share the tokenizer of another.
+#: Models that use the tokenizer of another model.
 SAME_AS = {"moonshotai/Kimi-K2.5-Text-Only": "moonshotai/Kimi-K2.5"}
-#: Tokenizers that are not on the hub begin so.
+#: Prefixes of tokenizers that are not on the hub.
 PRIVATE = ("TML/", "thinkingmachines/")
 
 
 class TokenizerUnavailable(TinkerError, RuntimeError):
-    """No tokenizer could be had; says what was tried."""
+    """No tokenizer was found; the message says what was tried."""
 
 
 def tokenizer_id_of(model_name: str, tokenizer_id: str | None) -> str:
-    """Where the tokenizer of a model is found: what the server says, else a rule by name. Pure."""
+    """The location of a model's tokenizer: from the server, else by a naming rule. Pure."""
     if tokenizer_id and os.path.isabs(tokenizer_id):
-        return tokenizer_id  # a folder, which may hold a colon of its own
+        return tokenizer_id  # a folder, whose path may contain a colon
     if tokenizer_id:
         found = tokenizer_id.partition(":")[0]
     else:
-        # What follows a ":" names a variant of the model, as does a third part.
+        # A suffix after ":" names a variant of the model, and so does a third path segment.
         name = model_name.partition(":")[0]
         mirrored = name.startswith("meta-llama/Llama-3")  # the original is gated
         found = LLAMA_MIRROR if mirrored else "/".join(name.split("/")[:2])
@@ -67,10 +67,10 @@ def tokenizer_id_of(model_name: str, tokenizer_id: str | None) -> str:
 
 @functools.lru_cache(maxsize=32)
 def load(model_name: str, tokenizer_id: str | None = None) -> Any:
-    """The tokenizer of a model, kept for the rest of the process."""
+    """The tokenizer of a model, cached for the process."""
     found = tokenizer_id_of(model_name, tokenizer_id)
     if not found:
-        raise TokenizerUnavailable("The server names neither the model nor its tokenizer.")
+        raise TokenizerUnavailable("The server named neither the model nor its tokenizer.")
     folder = Path(found) if Path(found).is_dir() else None
     if folder is None and found.startswith(PRIVATE) and (private := _private(found)) is not None:
         return private
@@ -87,21 +87,21 @@ def load(model_name: str, tokenizer_id: str | None = None) -> Any:
         if folder is not None and (folder / "tokenizer.json").is_file():
             return _from_folder(folder, model_name)
         if folder is not None:
-            # It has files, but none that `tokenizers` reads: it is code, or an older format.
+            # It has files, but no tokenizer.json: it is code, or an older format.
             return _from_transformers(found, tried)
     raise _unavailable(found, tried)
 
 
 def _unavailable(found: str, tried: list[str]) -> TokenizerUnavailable:
     return TokenizerUnavailable(
-        f"No tokenizer for {found!r}. Tried: {'; '.join(tried)}. Download it once where there is "
-        "a network, or name a model whose folder is on this machine: a TrainingClient's "
+        f"No tokenizer for {found!r}. Tried: {'; '.join(tried)}. Download it once with network "
+        "access, or use a model whose folder is on this machine: a TrainingClient's "
         "get_tokenizer() asks the server, which may know one."
     )
 
 
 def _from_folder(folder: Path, model_name: str) -> Any:
-    """The tokenizer in a folder: transformers' own where that is installed, else ours."""
+    """The tokenizer in a folder: of transformers if that is installed, else of tinkex."""
     from tinkex.models.tokenizer import TokenizerError, load_tokenizer
 
     if _is_installed("transformers") and (folder / "tokenizer.json").is_file():
@@ -109,7 +109,7 @@ def _from_folder(folder: Path, model_name: str) -> Any:
             with needs("Its tokenizer"):
                 from transformers import AutoTokenizer
             theirs = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
-        except Exception as error:  # noqa: BLE001 (of three libraries; ours may read it all the same)
+        except Exception as error:  # noqa: BLE001 (from three libraries; the fallback may work)
             log.warning(
                 "transformers cannot read the tokenizer in %s (%s); tinkex reads its "
                 "tokenizer.json itself",
@@ -117,7 +117,7 @@ def _from_folder(folder: Path, model_name: str) -> Any:
                 _first_line(error),
             )
         else:
-            # The model, not the place of its files: programs choose their chat format by it.
+            # The model's name, not its folder: programs choose their chat format by it.
             theirs.name_or_path = model_name or str(folder)
             return theirs
     try:
@@ -134,13 +134,13 @@ def _is_installed(package: str) -> bool:
 
 
 def _private(name: str) -> Any:
-    """A tokenizer from a package of its maker's; None where that package does not have it."""
+    """A tokenizer from its vendor's package; None if the package does not have it."""
     try:
         module = importlib.import_module("tml_tokenizers.tinker_tokenizers")
     except ImportError as error:
         raise TokenizerUnavailable(
-            f"The tokenizer {name!r} is not public: it comes with the package tml_tokenizers, "
-            "which is not installed. Or build prompts with tml-renderers, from PyPI."
+            f"The tokenizer {name!r} is not public: it is part of the package tml_tokenizers, "
+            "which is not installed. Install it, or build prompts with tml-renderers, from PyPI."
         ) from error
     return module.get_tinker_tokenizer(name)
 
@@ -149,17 +149,17 @@ def _from_hub_cache(name: str, tried: list[str]) -> Path | None:
     from tinkex.models.resolve import hub_cache
 
     cache = hub_cache(os.environ)
-    tried.append(f"the Hugging Face cache in {cache} (not there)")
+    tried.append(f"the Hugging Face cache in {cache} (not found)")
     repository = cache / f"models--{name.replace('/', '--')}"
     revision = PINNED.get(name)
     if revision is None and (main := repository / "refs" / "main").is_file():
         revision = main.read_text().strip()
-    here = repository / "snapshots"
-    if revision is not None and (here / revision / "tokenizer.json").is_file():
-        return here / revision
+    snapshots = repository / "snapshots"
+    if revision is not None and (snapshots / revision / "tokenizer.json").is_file():
+        return snapshots / revision
     if name in PINNED:
         return None  # another revision is other code
-    found = sorted(here.glob("*/tokenizer.json"), key=lambda path: path.stat().st_mtime)
+    found = sorted(snapshots.glob("*/tokenizer.json"), key=lambda path: path.stat().st_mtime)
     return found[-1].parent if found else None
 
 
@@ -179,13 +179,13 @@ def _from_hub(name: str, tried: list[str]) -> Path | None:
         return None
     try:
         return Path(snapshot_download(name, revision=PINNED.get(name), allow_patterns=list(FILES)))
-    except Exception as error:  # noqa: BLE001 (not there, not reachable, not allowed: told in the end)
+    except Exception as error:  # noqa: BLE001 (missing, unreachable, forbidden: in the message)
         tried.append(f"the hub ({_first_line(error)})")
         return None
 
 
 def _from_transformers(name: str, tried: list[str]) -> Any:
-    """For what has no tokenizer.json. Code of a model's own runs at the revisions we know only."""
+    """For models without a tokenizer.json. A model's own code runs only at pinned revisions."""
     try:
         with needs(f"{name!r} has no tokenizer.json, so its tokenizer"):
             from transformers import AutoTokenizer
@@ -203,10 +203,7 @@ def _first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
-# MERGED: Text to tokens and back, for clients that know their model.
-
-
-class SpeaksText(ABC):
+class TextMixin(ABC):
     """`encode` and `decode` with the tokenizer of the client's model, fetched once."""
 
     @abstractmethod
@@ -218,7 +215,7 @@ class SpeaksText(ABC):
         return self.get_tokenizer()
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """The tokens of a text; the first call asks the server which tokenizer it is."""
+        """The tokens of a text; the first call asks the server for the tokenizer."""
         return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = False) -> str:

@@ -1,4 +1,4 @@
-"""Arguments checked before anything is sent, in words that say what is allowed. Pure."""
+"""Validates arguments before anything is sent; errors say what is allowed. Pure functions."""
 
 from __future__ import annotations
 
@@ -17,37 +17,37 @@ AuditEvents = Literal["all", "checkpoints", "projects", "teams", "organizations"
 
 
 def segment(name: str, value: object) -> str:
-    """An id as one part of a path: quoted, so that it can be nothing but an id."""
+    """An id as one path segment, quoted."""
     if not isinstance(value, str) or not value.strip():
-        raise ValueError(f"{name} is {value!r}: it must be a text that is not empty.")
-    if value in (".", ".."):  # quoting leaves them, and they mean another path
-        raise ValueError(f"{name} is {value!r}, which no id can be.")
+        raise ValueError(f"{name} is {value!r}; it must be a non-empty string.")
+    if value in (".", ".."):  # not changed by quoting, and they mean another path
+        raise ValueError(f"{name} is {value!r}, which is not a valid id.")
     return quote(value, safe=":")
 
 
 def segments(name: str, value: object) -> str:
-    """`weights/0001`: each part by itself."""
+    """`weights/0001`: each segment quoted by itself."""
     parts = value.split("/") if isinstance(value, str) else [value]
     return "/".join(segment(name, part) for part in parts)
 
 
 def check_tinker_path(path: str) -> None:
-    """Weights are named by what a save returned."""
+    """Check that a path is one that a save returned."""
     if not path.startswith("tinker://"):
         raise ValueError(
-            f"{path!r} is not a path of saved weights: it must start with 'tinker://', as "
-            "save_state() and save_weights_for_sampler() return it."
+            f"{path!r} is not a path of saved weights: it must start with 'tinker://', as returned "
+            "by save_state() and save_weights_for_sampler()."
         )
 
 
 def checkpoint_at(tinker_path: object) -> tuple[str, str]:
-    """Run and checkpoint of a `tinker://` path."""
+    """The run id and checkpoint id of a `tinker://` path."""
     parsed = ParsedCheckpointTinkerPath.from_tinker_path(str(tinker_path))
     return parsed.training_run_id, parsed.checkpoint_id
 
 
 def checkpoint_url(training_run_id: str, checkpoint_id: str) -> str:
-    """Where a checkpoint is asked for."""
+    """The API path of a checkpoint."""
     run = segment("training_run_id", training_run_id)
     return f"training_runs/{run}/checkpoints/{segments('checkpoint_id', checkpoint_id)}"
 
@@ -69,7 +69,7 @@ def count(name: str, value: object) -> int:
 
 
 def ttl(value: object) -> int | None:
-    """The range is the service's to check; that it is a number of seconds is checked here."""
+    """Checks the type only; the service checks the range."""
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
@@ -81,7 +81,7 @@ def ttl(value: object) -> int | None:
 
 
 def day(value: object) -> str | None:
-    """A date, or the text of one; a time is refused, since it may mean another day in UTC."""
+    """A date, or its text. A time is refused, since it may be another day in UTC."""
     try:
         return None if value is None else date.fromisoformat(str(value)).isoformat()
     except ValueError:
@@ -91,7 +91,7 @@ def day(value: object) -> str | None:
 
 
 def moment(name: str, value: object) -> datetime:
-    """A time with a zone; one without is meant as UTC."""
+    """A time with a zone; UTC if it has none."""
     try:
         found = value if isinstance(value, datetime) else datetime.fromisoformat(str(value))
     except ValueError:
@@ -102,12 +102,12 @@ def moment(name: str, value: object) -> datetime:
 
 
 def batch(data: object) -> list[Datum]:
-    """The examples of a pass as they are now: the caller may go on changing theirs."""
-    return [as_it_is(datum) for datum in examples(data)]
+    """Snapshots of the examples of a pass: the caller may change its own objects later."""
+    return [snapshot(datum) for datum in examples(data)]
 
 
 def examples(data: object) -> list[Datum]:
-    """The examples of a pass, checked: the caller's own objects."""
+    """The examples of a pass, validated: the caller's own objects."""
     if not isinstance(data, Iterable) or isinstance(data, str | bytes | Mapping):
         raise TypeError(f"data is a {type(data).__name__}; a pass takes a list of Datum.")
     found = list(data)
@@ -121,19 +121,19 @@ def examples(data: object) -> list[Datum]:
         for chunk in datum.model_input.chunks:
             if chunk.type == "image_asset_pointer":
                 raise ValueError(
-                    f"data[{index}] holds an ImageAssetPointerChunk, which a training pass cannot "
-                    "carry. Send the image itself as an ImageChunk."
+                    f"data[{index}] contains an ImageAssetPointerChunk, which a training pass does "
+                    "not support. Send the image itself as an ImageChunk."
                 )
     return found
 
 
-def as_it_is(datum: Datum) -> Datum:
-    """The same datum with a dict of its own; the tensors in it never change."""
+def snapshot(datum: Datum) -> Datum:
+    """The same datum with its own dict; the tensors in it are immutable."""
     inputs = datum.loss_fn_inputs
     for value in inputs.values():
         if type(value) is not TensorData:
-            return replace(datum)  # what was put in after construction becomes a tensor too
-    # Not by the constructor: large batches pass here, and everything was checked.
+            return replace(datum)  # converts values that were added after construction to tensors
+    # Without the constructor, for speed: everything was validated before.
     own, put = object.__new__(type(datum)), object.__setattr__
     put(own, "model_input", datum.model_input)
     put(own, "loss_fn_inputs", inputs.copy())
@@ -143,16 +143,16 @@ def as_it_is(datum: Datum) -> Datum:
 
 
 def loss_name(loss_fn: object) -> None:
-    """Which losses there are is checked with the request; that it is a name, here."""
+    """Checks the type only; the name is validated with the request."""
     if not isinstance(loss_fn, str):
         raise TypeError(
             f"loss_fn is a {type(loss_fn).__name__}; it must be the name of a loss, such as "
-            "'cross_entropy'. forward_backward_custom() takes a loss of your own."
+            "'cross_entropy'. For a custom loss use forward_backward_custom()."
         )
 
 
 def loss_config(config: object) -> dict[str, float | str] | None:
-    """The settings of a loss, as they travel: numbers and texts."""
+    """The settings of a loss as sent: numbers and strings."""
     if not config:
         return None
     if not isinstance(config, Mapping):
@@ -164,16 +164,16 @@ def loss_config(config: object) -> dict[str, float | str] | None:
         except (TypeError, ValueError):
             raise TypeError(
                 f"loss_fn_config[{name!r}] is a {type(value).__name__}; "
-                "it must be a number or a text."
+                "it must be a number or a string."
             ) from None
     return found
 
 
 def prompt(value: object) -> ModelInput:
-    """What a sample continues. A text is no prompt: only a tokenizer knows its tokens."""
+    """A prompt as ModelInput. A string is not accepted: it needs a tokenizer first."""
     if isinstance(value, ModelInput):
         return value
-    if isinstance(value, Mapping):  # as `model_dump` writes one
+    if isinstance(value, Mapping):  # from `model_dump`
         return ModelInput.model_validate(value)
     raise TypeError(
         f"prompt is a {type(value).__name__}; it must be a ModelInput: "

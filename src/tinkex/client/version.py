@@ -6,5 +6,5 @@ import importlib.metadata
 
 try:
     __version__ = importlib.metadata.version("tinkex")
-except importlib.metadata.PackageNotFoundError:  # run from a source tree that was never installed
+except importlib.metadata.PackageNotFoundError:  # a source tree that was never installed
     __version__ = "0+unknown"

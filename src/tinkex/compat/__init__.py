@@ -1,1 +1,1 @@
-"""Mirrors of the official client: import paths, raw responses, request options."""
+"""Mirrors of the official client: import paths, resources, raw responses, request options."""

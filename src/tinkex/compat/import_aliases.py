@@ -1,4 +1,4 @@
-"""One module here where the official client has many: its import paths lead to the same names."""
+"""Import paths of the official client that lead to one module here."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def aliases(package: str, names: str) -> str:
     An entry for the `__path__` of a package that makes `names` its submodules.
 
     Each of them *is* the package: `tinkex.types.tensor_data.TensorData` and `tinkex.types.TensorData`
-    are one attribute of one module, so nothing is copied, and whoever patches one patches both.
+    are one attribute of one module, so nothing is copied, and a patch applies to both.
     """
     _names[package] = tuple(names.split())
     if Aliases not in sys.path_hooks:
@@ -30,7 +30,7 @@ class Aliases(Loader):
 
     def __init__(self, entry: str) -> None:
         if not entry.startswith(_ENTRY):
-            raise ImportError(f"{entry} is not ours", path=entry)
+            raise ImportError(f"{entry} is not an alias entry", path=entry)
         self._package = entry.removeprefix(_ENTRY)
 
     def find_spec(self, name: str, target: ModuleType | None = None) -> ModuleSpec | None:
@@ -42,7 +42,7 @@ class Aliases(Loader):
             yield prefix + name, False
 
     def create_module(self, spec: ModuleSpec) -> None:
-        """The usual empty module; `exec_module` puts another in its place."""
+        """The default empty module; `exec_module` replaces it."""
 
     def exec_module(self, module: ModuleType) -> None:
         sys.modules[module.__name__] = sys.modules[self._package]

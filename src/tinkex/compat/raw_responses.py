@@ -1,16 +1,16 @@
 """
-Answers as they are on the wire, for endpoints that no client wraps.
+Raw HTTP responses, for endpoints that no client wraps.
 
     raw = Raw(service)
-    answer = raw.request("GET", "healthz")                     # read to its end
+    answer = raw.request("GET", "healthz")                     # read to the end
     print(answer.status_code, answer.headers["content-type"], answer.json())
 
-    with raw.stream("POST", "stream_sample", body) as answer:  # read as it comes
+    with raw.stream("POST", "stream_sample", body) as answer:  # read as it arrives
         for event in answer.iter_events():
             ...
 
-Retries, credentials and errors are the clients': a status that is no success raises its error. Each
-method has an `_async` twin that answers with an `AsyncAPIResponse`.
+Retries, credentials and errors work as in the clients: an error status raises its error. Each
+method has an `_async` variant that returns an `AsyncAPIResponse`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, overload
 from tinkex.client.futures import Promise, refuse_to_block
 from tinkex.client.http.api_calls import DEADLINE_S, Calls, decode
 from tinkex.client.http.sse import Consumed, EventStream, ServerSentEvent
-from tinkex.client.http.transport import Kind, Request, Response, Streamed
+from tinkex.client.http.transport import Kind, Request, Response, StreamedResponse
 from tinkex.client.session import Session
 
 if TYPE_CHECKING:
@@ -52,10 +52,10 @@ class Raw:
         timeout: float = DEADLINE_S,
         max_retries: int | None = None,
     ) -> APIResponse:
-        """Send, and read the answer to its end. A `body` that is not bytes is sent as JSON."""
+        """Send, and read the response to its end. A `body` that is not bytes is sent as JSON."""
         refuse_to_block("request", "request_async")
-        asked = self._ask(method, path, body, headers, timeout, max_retries, whole=True)
-        return APIResponse(asked.block())
+        sent = self._send(method, path, body, headers, timeout, max_retries, read_all=True)
+        return APIResponse(sent.block())
 
     async def request_async(
         self,
@@ -67,8 +67,8 @@ class Raw:
         timeout: float = DEADLINE_S,  # noqa: ASYNC109 (as `request`)
         max_retries: int | None = None,
     ) -> AsyncAPIResponse:
-        asked = self._ask(method, path, body, headers, timeout, max_retries, whole=True)
-        return AsyncAPIResponse(await asked)
+        sent = self._send(method, path, body, headers, timeout, max_retries, read_all=True)
+        return AsyncAPIResponse(await sent)
 
     def stream(
         self,
@@ -80,10 +80,10 @@ class Raw:
         timeout: float = DEADLINE_S,
         max_retries: int | None = None,
     ) -> APIResponse:
-        """Send, and read the answer as it comes; `timeout` is for each piece. To be closed."""
+        """Send, and read the response as it arrives; `timeout` is per piece. Must be closed."""
         refuse_to_block("stream", "stream_async")
-        asked = self._ask(method, path, body, headers, timeout, max_retries, whole=False)
-        return APIResponse(asked.block())
+        sent = self._send(method, path, body, headers, timeout, max_retries, read_all=False)
+        return APIResponse(sent.block())
 
     async def stream_async(
         self,
@@ -95,10 +95,10 @@ class Raw:
         timeout: float = DEADLINE_S,  # noqa: ASYNC109 (as `stream`)
         max_retries: int | None = None,
     ) -> AsyncAPIResponse:
-        asked = self._ask(method, path, body, headers, timeout, max_retries, whole=False)
-        return AsyncAPIResponse(await asked)
+        sent = self._send(method, path, body, headers, timeout, max_retries, read_all=False)
+        return AsyncAPIResponse(await sent)
 
-    def _ask(
+    def _send(
         self,
         method: str,
         path: str,
@@ -107,21 +107,21 @@ class Raw:
         timeout: float,
         max_retries: int | None,
         *,
-        whole: bool,
-    ) -> Promise[_Answer]:
-        async def work() -> _Answer:
+        read_all: bool,
+    ) -> Promise[_OpenAnswer]:
+        async def work() -> _OpenAnswer:
             calls = (await self._session.connect()).calls
             request = calls.request(
                 method, path, body, kind=Kind.RETRIEVE, headers=headers, deadline_s=timeout
             )
             attempts = 0
 
-            async def once() -> _Answer:
+            async def once() -> _OpenAnswer:
                 nonlocal attempts
                 attempts += 1
                 began = monotonic()
                 streamed = await calls.open(request, about=path)
-                answer = _Answer(
+                answer = _OpenAnswer(
                     self._session,
                     calls,
                     request,
@@ -129,26 +129,26 @@ class Raw:
                     elapsed=timedelta(seconds=monotonic() - began),
                     retries_taken=attempts - 1,
                 )
-                if whole:
+                if read_all:
                     await answer.read()
                 return answer
 
-            # The clients' layer counts time, not attempts; but "never" is "never".
+            # Retries are limited by time, not by number; 0 turns them off.
             give_up_s = 0.0 if max_retries == 0 else None
-            return await calls.insisting(once, path=path, give_up_s=give_up_s)
+            return await calls.with_retries(once, path=path, give_up_s=give_up_s)
 
         return self._session.run(work())
 
 
-class _Answer:
-    """An answer on the background loop, where its body arrives."""
+class _OpenAnswer:
+    """A response on the background loop, where its body arrives."""
 
     def __init__(
         self,
         session: Session,
         calls: Calls,
         request: Request,
-        streamed: Streamed,
+        streamed: StreamedResponse,
         *,
         elapsed: timedelta,
         retries_taken: int,
@@ -169,15 +169,15 @@ class _Answer:
         return self._content
 
     async def chunks(self) -> AsyncIterator[bytes]:
-        """The body in pieces: from memory once it was read whole, else once."""
+        """The body in pieces; only once, unless it was read completely before."""
         if self._content is not None:
             if self._content:
                 yield self._content
             return
         if self._begun:
             raise Consumed(
-                "The body of this answer has been read in pieces already, and it comes only once. "
-                "Call read() first to keep it, or send the request again."
+                "The body of this response has already been read in pieces, and can be read only "
+                "once. Call read() first to keep it, or send the request again."
             )
         self._begun = True
         try:
@@ -223,8 +223,8 @@ class _Answer:
         return decode(to, response)
 
 
-class _Pull(Generic[T]):
-    """Takes from a generator on the background loop, one piece at a time."""
+class _LoopIterator(Generic[T]):
+    """Iterates over a generator on the background loop, one item at a time."""
 
     def __init__(self, session: Session, source: AsyncIterator[T]) -> None:
         self._session = session
@@ -240,10 +240,10 @@ class _Pull(Generic[T]):
         return self._session.run(step())
 
 
-class _Face:
-    """What is known of an answer once its head is here."""
+class _ResponseBase:
+    """What is known once the headers have arrived."""
 
-    def __init__(self, answer: _Answer) -> None:
+    def __init__(self, answer: _OpenAnswer) -> None:
         self._answer = answer
 
     @property
@@ -265,7 +265,7 @@ class _Face:
 
     @property
     def elapsed(self) -> timedelta:
-        """From sending the request to the head of the answer."""
+        """From sending the request to the headers of the response."""
         return self._answer.elapsed
 
     @property
@@ -274,7 +274,7 @@ class _Face:
 
     @property
     def http_request(self) -> Request:
-        """Without its headers and body, which may hold secrets."""
+        """Without its headers and body, which may contain secrets."""
         return self._answer.streamed.request
 
     @property
@@ -285,8 +285,8 @@ class _Face:
         return f"<{type(self).__name__} {self.status_code} {self.method} {self.url}>"
 
 
-class APIResponse(_Face):
-    """An answer for programs that block."""
+class APIResponse(_ResponseBase):
+    """A response for blocking programs."""
 
     def read(self) -> bytes:
         return self._answer.session.run(self._answer.read()).block()
@@ -319,12 +319,12 @@ class APIResponse(_Face):
         return self._each(self._answer.events)
 
     def _each(self, pieces: Callable[[], AsyncIterator[T]]) -> Iterator[T]:
-        pull = _Pull(self._answer.session, pieces())
+        pull = _LoopIterator(self._answer.session, pieces())
         while (found := pull.next().block()) is not None:
             yield found[0]
 
     def close(self) -> None:
-        """Hang up. What was read stays."""
+        """Close the connection. What was read stays available."""
         if not self.is_closed:
             self._answer.session.run(self._answer.close()).block()
 
@@ -340,8 +340,8 @@ class APIResponse(_Face):
         self.close()
 
 
-class AsyncAPIResponse(_Face):
-    """An answer for coroutines."""
+class AsyncAPIResponse(_ResponseBase):
+    """A response for coroutines."""
 
     async def read(self) -> bytes:
         return await self._answer.session.run(self._answer.read())
@@ -374,12 +374,12 @@ class AsyncAPIResponse(_Face):
         return self._each(self._answer.events)
 
     async def _each(self, pieces: Callable[[], AsyncIterator[T]]) -> AsyncIterator[T]:
-        pull = _Pull(self._answer.session, pieces())
+        pull = _LoopIterator(self._answer.session, pieces())
         while (found := await pull.next()) is not None:
             yield found[0]
 
     async def close(self) -> None:
-        """Hang up. What was read stays."""
+        """Close the connection. What was read stays available."""
         if not self.is_closed:
             await self._answer.session.run(self._answer.close())
 

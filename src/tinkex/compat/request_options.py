@@ -1,4 +1,4 @@
-"""Limits and extras of single requests, in the words of the official client."""
+"""Options of single requests, as in the official client."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _UNSET: Final = _Unset()
 
 class Timeout:
     """
-    Seconds that the parts of an exchange may take; None is for ever.
+    Time limits of the parts of an exchange in seconds; None means no limit.
 
         Timeout(60)
         Timeout(60, connect=5)
         Timeout(connect=5, read=60, write=60, pool=1)
 
-    Behaves like the class of httpx that the official client re-exports, without httpx.
+    Behaves like the httpx class that the official client re-exports, without httpx.
     """
 
     __slots__ = ("connect", "pool", "read", "write")
@@ -56,7 +56,7 @@ class Timeout:
             setattr(self, name, chosen)
         if missing:
             raise ValueError(
-                f"Timeout() says nothing about {', '.join(missing)}: give a default as the first "
+                f"Timeout() lacks {', '.join(missing)}: pass a default as the first "
                 "argument, or all four of connect, read, write and pool."
             )
 
@@ -83,7 +83,7 @@ class Timeout:
 
 
 class RequestOptions(TypedDict, total=False):
-    """What one low-level call may be told; see `tinkex.resources`."""
+    """Options of one low-level call; see `tinkex.resources`."""
 
     headers: Mapping[str, str]
     max_retries: int

@@ -1,1 +1,1 @@
-"""The official client's private rooms, as far as programs are known to import from them."""
+"""Private modules of the official client that programs are known to import."""

@@ -1,4 +1,4 @@
-"""`tinkex.RetryConfig`, where the official client hides it."""
+"""`tinkex.RetryConfig`, under the import path of the official client."""
 
 from __future__ import annotations
 

@@ -7,7 +7,13 @@ import re
 import threading
 from typing import TYPE_CHECKING, Self
 
-from tinkex.client.http.transport import Request, Response, Streamed, TooSlow, Unreachable
+from tinkex.client.http.transport import (
+    DeadlineExceeded,
+    Request,
+    Response,
+    StreamedResponse,
+    Unreachable,
+)
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -36,15 +42,15 @@ class FakeTransport:
                     request.method, endpoint, request.headers, request.body or b""
                 )
         except TimeoutError as error:
-            raise TooSlow(f"no answer within {request.deadline_s:g} s") from error
+            raise DeadlineExceeded(f"no answer within {request.deadline_s:g} s") from error
         return Response(
             status_code=status,
             headers={name.lower(): value for name, value in headers.items()},
             content=body,
-            request=request.bare(),
+            request=request.without_payload(),
         )
 
-    async def stream(self, request: Request) -> Streamed:
+    async def stream(self, request: Request) -> StreamedResponse:
         """Whole events one after the other, as a service sends them that draws token by token."""
         answer = await self.send(request)
         pieces = iter(re.split(rb"(?<=\n\n)", answer.content))
@@ -53,7 +59,7 @@ class FakeTransport:
             await asyncio.sleep(0)
             return next(filter(None, pieces), b"")
 
-        return Streamed(
+        return StreamedResponse(
             status_code=answer.status_code,
             headers=answer.headers,
             request=answer.request,

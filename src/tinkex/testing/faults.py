@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tinkex.client.http.transport import TooSlow, Unreachable
+from tinkex.client.http.transport import DeadlineExceeded, Unreachable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,9 @@ class Lost:
 
     def error(self) -> Unreachable:
         """What the client's transport says of it."""
-        return TooSlow("no answer in time") if self.slow else Unreachable("connection reset")
+        return (
+            DeadlineExceeded("no answer in time") if self.slow else Unreachable("connection reset")
+        )
 
 
 class Hold:

@@ -1,4 +1,4 @@
-"""Every type of the protocol, under one name each: `from tinkex import types`."""
+"""All types of the protocol: `from tinkex import types`."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
 """
-Who is asking: which credential counts, and what is sent as `X-API-Key`.
+Which credential is used, and what is sent as `X-API-Key`.
 
-* ApiKey       a credential that does not print
-* resolve      which of the configured ones counts, a pure decision
-* Credential   asked for its value before every attempt
-  * Fixed      a key or token that stays the same, or nobody
-  * Printed    what a command of the user prints
-  * Exchanged  a token that the service gives for a key (in `tokens.py`)
+* ApiKey                a key or token that is never printed
+* resolve               chooses among the configured credentials; a pure function
+* Credential            queried before every attempt
+  * StaticCredential    a fixed key or token, or none
+  * CommandCredential   the output of a user's command
+  * ExchangedToken      a token that the service issues for a key (in `token_exchange.py`)
 """
 
 from __future__ import annotations
@@ -18,35 +18,33 @@ import os
 import signal
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from time import monotonic
-from typing import Any, Generic, TypeVar
+from typing import Any
 
-from tinkex.client import background_loop
+from tinkex.client.background_loop import SingleFlight
 from tinkex.client.errors import TinkerError
 
-T = TypeVar("T")
-
-#: What a command printed is used for this long; it costs a process to ask again.
-FRESH_S = 60.0
+#: The output of a credential command is cached for this long, since each run costs a process.
+COMMAND_CACHE_S = 60.0
 JWT = "eyJ"
-WAYS = (
-    "Pass api_key=..., set TINKER_API_KEY (or TINKEX_API_KEY), name a command that prints one in "
-    "TINKER_CREDENTIAL_CMD, or store one with `tinkex auth login`."
+HOW_TO_GIVE_A_KEY = (
+    "Pass api_key=..., set TINKER_API_KEY (or TINKEX_API_KEY), set TINKER_CREDENTIAL_CMD to a "
+    "command that prints one, or store one with `tinkex auth login`."
 )
 
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
-    """A credential that does not print, and is never part of a repr or an error."""
+    """A credential that is never printed, and never part of a repr or an error."""
 
     value: str = field(repr=False)
 
     def __reduce__(self) -> str:
         raise TypeError(
-            "A key is not pickled: the bytes may be kept or sent anywhere. Set TINKER_API_KEY "
-            "in the other process instead."
+            "An API key cannot be pickled, because the bytes may be stored or sent anywhere. Set "
+            "TINKER_API_KEY in the other process instead."
         )
 
     def __deepcopy__(self, memo: object) -> ApiKey:
@@ -54,7 +52,7 @@ class ApiKey:
 
     @property
     def digest(self) -> str:
-        """Tells keys apart where the key itself must not be kept."""
+        """Identifies a key where the key itself must not be kept."""
         return hashlib.sha256(self.value.encode()).hexdigest()
 
     @property
@@ -63,9 +61,9 @@ class ApiKey:
 
     @property
     def problem(self) -> str | None:
-        """Why this cannot be a key; never with the key in it."""
+        """Why this cannot be a key; never contains the key."""
         if not _sendable(self.value):
-            return "has spaces, line breaks or other characters that no header may hold"
+            return "has spaces, line breaks or other characters that a header cannot contain"
         if not self.value.startswith(("tml-", JWT)):
             return f"has {len(self.value)} characters and starts with neither"
         return None
@@ -73,7 +71,7 @@ class ApiKey:
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A shell command that prints a credential. May hold secrets itself, so it does not print."""
+    """A shell command that prints a credential. May contain secrets, so it is not printed."""
 
     text: str = field(repr=False)
 
@@ -87,58 +85,58 @@ def resolve(
     enforce_cmd: bool = False,
 ) -> ApiKey | Command | None:
     """
-    Which credential counts for a service. None means nobody, where none is needed.
+    Choose the credential for a service. None means no credential, if none is needed.
 
-    `key` is the one given, or the stored one where neither a key nor a command is given.
+    `key` is the key that was passed, or the stored one if neither a key nor a command was passed.
     """
     if key is not None and key.is_jwt and key.problem is None:
         return key
     if enforce_cmd and command is None:
         raise TinkerError(
-            f"The organisation at {service} wants credentials from a command and takes no static "
-            "key. Set TINKER_CREDENTIAL_CMD to a command that prints one."
+            f"The organization at {service} requires credentials from a command and accepts no "
+            "static keys. Set TINKER_CREDENTIAL_CMD to a command that prints one."
         )
     if command is not None and (enforce_cmd or key is None or key.problem is not None):
         return Command(command)
     if key is not None:
         if (problem := key.problem) is not None:
             raise TinkerError(
-                "The API key must start with 'tml-' (a key) or 'eyJ' (a JWT); the one given "
+                "The API key must start with 'tml-' (a key) or 'eyJ' (a JWT); the given one "
                 f"{problem}. Check api_key=... and TINKER_API_KEY."
             )
         return key
     if needed:
-        raise TinkerError(f"No API key for {service}. {WAYS}")
+        raise TinkerError(f"No API key for {service}. {HOW_TO_GIVE_A_KEY}")
     return None
 
 
 class Credential(ABC):
-    """Belongs to one event loop."""
+    """A source of the `X-API-Key` header. Belongs to one event loop."""
 
     @abstractmethod
     async def token(self) -> str | None:
-        """What is sent as `X-API-Key` now; None sends none."""
+        """The current value of `X-API-Key`; None sends no header."""
 
     async def renew(self, refused: str) -> bool:
-        """After a 401: whether there is another token than the refused one now."""
+        """After a 401: whether there is now another token than the refused one."""
         return False
 
     async def claims(self) -> dict[str, Any]:
-        """What the token says about its owner. RuntimeError if it is a plain key."""
-        from tinkex.client.auth.token_exchange import is_passport, read_claims
+        """The claims of the token about its owner. RuntimeError if it is a plain key."""
+        from tinkex.client.auth.token_exchange import is_service_token, read_claims
 
         token = await self.token()
-        # Only tokens of the service itself name the user in a way that means something here.
-        if token is None or not is_passport(token):
+        # Only tokens of the service itself identify the user.
+        if token is None or not is_service_token(token):
             raise RuntimeError(
-                "Who is asking can only be read from a token, and this service takes the key "
-                "itself. `tinkex auth whoami` asks the service about the key instead."
+                "The user can only be read from a token, and this service accepts the key itself. "
+                "`tinkex auth whoami` asks the service about the key instead."
             )
         return read_claims(token)
 
 
-class Fixed(Credential):
-    """The same value every time, or nobody."""
+class StaticCredential(Credential):
+    """A fixed value, or none."""
 
     def __init__(self, key: ApiKey | None) -> None:
         self._key = key
@@ -147,8 +145,8 @@ class Fixed(Credential):
         return None if self._key is None else self._key.value
 
 
-class Printed(Credential):
-    """What the user's command prints, kept for a minute."""
+class CommandCredential(Credential):
+    """The output of the user's command, cached for a minute."""
 
     def __init__(
         self, command: Command, *, limit_s: float, clock: Callable[[], float] = monotonic
@@ -158,52 +156,36 @@ class Printed(Credential):
         self._clock = clock
         self._value: str | None = None
         self._until = 0.0
-        self._asking: Flight[str] = Flight()
+        self._command_run = SingleFlight(self._run)
 
     async def token(self) -> str:
         if self._value is not None and self._clock() < self._until:
             return self._value
-        return await self._asking.join(self._ask)
+        return await self._command_run.get()
 
     async def renew(self, refused: str) -> bool:
         if self._value == refused:
             self._until = 0.0
         return await self.token() != refused
 
-    async def _ask(self) -> str:
+    async def _run(self) -> str:
         value = await run_command(self._command, limit_s=self._limit_s)
-        self._value, self._until = value, self._clock() + FRESH_S
+        self._value, self._until = value, self._clock() + COMMAND_CACHE_S
         return value
-
-
-class Flight(Generic[T]):
-    """One piece of work at a time: whoever asks while it runs gets its outcome."""
-
-    def __init__(self) -> None:
-        self._task: asyncio.Task[T] | None = None
-
-    async def join(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        if self._task is None or self._task.done():
-            self._task = asyncio.create_task(work())
-            background_loop.keep(self._task)
-            # Asked for, so that nobody complains when everyone has stopped waiting.
-            self._task.add_done_callback(lambda task: task.cancelled() or task.exception())
-        # Shielded: one who stops waiting does not stop it for the others.
-        return await asyncio.shield(self._task)
 
 
 async def run_command(command: Command, *, limit_s: float) -> str:
     """
-    The credential that a command prints.
+    Run the command and return the credential that it prints.
 
-    Its last words on stderr are quoted when it fails; what it prints on stdout never is.
+    On failure the last line of stderr is quoted; stdout never is.
     """
     process = await asyncio.create_subprocess_shell(
         command.text,
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
-        # A group of its own, so that what the shell has started can be ended with it.
+        # A separate process group, so that child processes of the shell can be killed with it.
         start_new_session=True,
     )
     try:
@@ -212,25 +194,25 @@ async def run_command(command: Command, *, limit_s: float) -> str:
     except TimeoutError:
         await _end(process)
         raise TinkerError(
-            f"The credential command printed nothing whole within {limit_s:g} s and was ended. "
-            "It cannot ask questions: no terminal is attached. Check TINKER_CREDENTIAL_CMD, or "
-            "give it longer with TINKEX_CREDENTIAL_CMD_S."
+            f"The credential command did not finish within {limit_s:g} s and was stopped. "
+            "It cannot prompt: it has no terminal. Check TINKER_CREDENTIAL_CMD, or "
+            "set TINKEX_CREDENTIAL_CMD_S to allow more time."
         ) from None
     value = out.decode("utf-8", "replace").strip()
     if process.returncode:
         raise TinkerError(
-            f"The credential command ended with status {process.returncode}{_last_words(err, value)}"
-            " Check TINKER_CREDENTIAL_CMD."
+            f"The credential command exited with status {process.returncode}"
+            f"{_last_stderr_line(err, value)} Check TINKER_CREDENTIAL_CMD."
         )
     if not value:
         raise TinkerError(
-            f"The credential command printed nothing on stdout{_last_words(err, value)} "
+            f"The credential command printed nothing on stdout{_last_stderr_line(err, value)} "
             "TINKER_CREDENTIAL_CMD must print the credential, and nothing else."
         )
     if not _sendable(value):
         raise TinkerError(
-            f"The credential command printed {len(value.splitlines())} line(s) that no header may "
-            "hold. TINKER_CREDENTIAL_CMD must print the credential, and nothing else."
+            f"The credential command printed {len(value.splitlines())} line(s) that a header "
+            "cannot contain. TINKER_CREDENTIAL_CMD must print the credential, and nothing else."
         )
     return value
 
@@ -241,16 +223,16 @@ async def _end(process: asyncio.subprocess.Process) -> None:
             process.kill()
         else:
             os.killpg(process.pid, signal.SIGKILL)
-    # Read to the end, which closes the pipes; unless something that left the group holds them.
+    # Reading to the end closes the pipes, unless a process outside the group keeps them open.
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(1.0):
             await process.communicate()
 
 
-def _last_words(stderr: bytes, secret: str) -> str:
+def _last_stderr_line(stderr: bytes, secret: str) -> str:
     lines = stderr.decode("utf-8", "replace").strip().splitlines()
     if not lines:
-        return " and said nothing on stderr."
+        return " and printed nothing on stderr."
     line = lines[-1].strip()[:300]
     return f": {line.replace(secret, '***') if secret else line}"
 

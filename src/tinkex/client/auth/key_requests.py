@@ -1,4 +1,4 @@
-"""One question to a service, without a session: for `tinkex.auth` and `tinkex auth`."""
+"""Single requests without a session, for `tinkex.auth` and `tinkex auth`."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from tinkex.client.connection import Connection
 from tinkex.client.http.api_calls import Calls
-from tinkex.client.session import Connection, Session
+from tinkex.client.session import Session
 from tinkex.client.settings import Settings
 from tinkex.wire.runs import GetServerCapabilitiesResponse
 
@@ -18,9 +19,9 @@ DEADLINE_S = 30.0
 
 
 def ask(settings: Settings, question: Callable[[Connection], Coroutine[Any, Any, T]]) -> T:
-    """Connect, ask, hang up. Fails within `first_contact_s`, and blocks until then."""
-    patience_s = min(settings.give_up_s, settings.first_contact_s)
-    session = Session(replace(settings, give_up_s=patience_s, telemetry=False))
+    """Connect, run `question`, and disconnect. Blocks; fails within `first_contact_s`."""
+    retry_s = min(settings.give_up_s, settings.first_contact_s)
+    session = Session(replace(settings, give_up_s=retry_s, telemetry=False))
 
     async def work() -> T:
         return await question(await session.connect())
@@ -37,25 +38,25 @@ async def capabilities(connection: Connection) -> GetServerCapabilitiesResponse:
         "get_server_capabilities",
         answer=GetServerCapabilitiesResponse,
         give_up_s=0.0,
-        about="asking whether the service is there",
+        about="checking the service",
     )
 
 
 async def own_key(connection: Connection) -> dict[str, Any]:
-    """What the service knows of the key we ask with: `key_id`, `name`, `note`, `details`."""
-    answer: dict[str, Any] = await _by_key(connection).call(
-        "GET", OWN_KEY, answer=dict, deadline_s=DEADLINE_S, about="asking about the key"
+    """The service's record of the key in use: `key_id`, `name`, `note`, `details`."""
+    answer: dict[str, Any] = await _with_key_itself(connection).call(
+        "GET", OWN_KEY, answer=dict, deadline_s=DEADLINE_S, about="looking up the key"
     )
     return answer
 
 
 async def delete_own_key(connection: Connection) -> None:
-    """From now on the key opens nothing."""
-    await _by_key(connection).call(
+    """Revoke the key in use."""
+    await _with_key_itself(connection).call(
         "DELETE", OWN_KEY, answer=type(None), deadline_s=DEADLINE_S, about="deleting the key"
     )
 
 
-def _by_key(connection: Connection) -> Calls:
-    """With the key itself, also where it was exchanged: a token stands for a user, not for a key."""
-    return connection.calls.asking_as(connection.calls.settings.credential())
+def _with_key_itself(connection: Connection) -> Calls:
+    """Uses the key even if it was exchanged: a token identifies a user, not a key."""
+    return connection.calls.with_credential(connection.calls.settings.credential())

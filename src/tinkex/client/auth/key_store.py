@@ -1,8 +1,8 @@
 """
-Keys kept for later: `~/.tinker/credentials.json`, shared with the official client.
+API keys stored in `~/.tinker/credentials.json`, a file shared with the official client.
 
-Ours also notes which service a key belongs to (`base_url`), so that it is never sent to another;
-the official client reads past that.
+Entries also record the service that a key belongs to (`base_url`), so that the key is never sent to
+another; the official client ignores that field.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ VERSION = 1
 
 @dataclass(frozen=True, kw_only=True)
 class StoredKey:
-    """One key, and what is known of it."""
+    """One stored key and its metadata."""
 
     key: ApiKey
-    #: `generated` keys were made for this machine, and go when it logs out.
+    #: `generated` keys were created for this machine, and are revoked at logout.
     type: Literal["manual", "generated"] = "manual"
     name: str = ""
     note: str | None = None
     #: {"org_details": {"name"}, "user_details": {"email"}}
     details: Mapping[str, Any] | None = None
-    #: The service it belongs to; None is any that is not on this machine.
+    #: The service that it belongs to; None means any that is not on this machine.
     base_url: str | None = None
 
     def fits(self, service: str, *, is_local: bool) -> bool:
@@ -40,19 +40,19 @@ class StoredKey:
 
 @dataclass(frozen=True, kw_only=True)
 class StoredKeys:
-    """What the file says. A change makes a new one, for `write`."""
+    """The contents of the file. Changes return a new object, for `write`."""
 
     default: str | None = None
     keys: Mapping[str, StoredKey] = field(default_factory=dict)
 
-    def of(self, service: str, *, is_local: bool) -> str | None:
-        """The id of the key for a service: the default one if it fits, else the first that does."""
+    def key_for(self, service: str, *, is_local: bool) -> str | None:
+        """The id of the key for a service: the default key if it fits, else the first that fits."""
         first = [self.default] if self.default is not None else []
         fitting = (
             key_id
             for key_id in [*first, *self.keys]
             if self.keys[key_id].fits(service, is_local=is_local)
-            # A key without a service of its own counts only as the default.
+            # A key without a service is used only if it is the default.
             and (key_id == self.default or self.keys[key_id].base_url is not None)
         )
         return next(fitting, None)
@@ -61,7 +61,7 @@ class StoredKeys:
         return replace(self, keys={**self.keys, key_id: key})
 
     def without(self, key_id: str) -> StoredKeys:
-        """Also no default any more, if it was that. KeyError if there is no such key."""
+        """Removes the key, and the default if it was that key. KeyError if there is no such key."""
         keys = dict(self.keys)
         del keys[key_id]
         return StoredKeys(default=None if self.default == key_id else self.default, keys=keys)
@@ -72,45 +72,44 @@ class StoredKeys:
         return replace(self, default=key_id)
 
 
-def place(home: Path | None = None) -> Path:
+def default_path(home: Path | None = None) -> Path:
     return (home or Path.home()) / ".tinker" / "credentials.json"
 
 
 def read(path: Path) -> StoredKeys:
-    """What is stored; nothing where there is no file. TinkerError if it cannot be understood."""
+    """The stored keys; empty if there is no file. TinkerError if the file is invalid."""
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
         if (version := stored.get("version", VERSION)) != VERSION:
-            raise ValueError(f"version {version!r}, and this client knows version {VERSION}")
+            raise ValueError(f"version {version!r}, but this client supports version {VERSION}")
         keys = {str(key_id): _key(entry) for key_id, entry in stored.get("keys", {}).items()}
         default = stored.get("default")
         if default is not None and default not in keys:
-            raise ValueError("its default is none of its keys")
+            raise ValueError("the default is not one of its keys")
         return StoredKeys(default=default, keys=keys)
     except FileNotFoundError:
         return StoredKeys()
     except json.JSONDecodeError as error:
-        # Without the text around the place: that may be a key.
+        # Without the surrounding text, which may be a key.
         problem = f"not JSON at line {error.lineno}: {error.msg}"
     except KeyError as error:
         problem = f"a key without {error}"
     except (OSError, ValueError, TypeError, AttributeError) as error:
         problem = f"{type(error).__name__}: {error}"
     raise TinkerError(
-        f"{path} cannot be read as stored credentials ({problem}). "
-        "Mend or delete it, or pass api_key=..."
+        f"{path} is not a valid credentials file ({problem}). Fix or delete it, or pass api_key=..."
     )
 
 
 def write(path: Path, stored: StoredKeys) -> None:
-    """Whole or not at all, and for nobody else to read."""
-    import tempfile  # here: it brings much along, and is needed at a login only
+    """Write the file atomically, readable by its owner only."""
+    import tempfile  # imported here: it is slow to import, and only needed at login
 
     if not path.parent.exists():
         path.parent.mkdir(parents=True)
         path.parent.chmod(0o700)
     text = json.dumps(_plain(stored), indent=2) + "\n"
-    # `mkstemp` makes files that only their owner can read.
+    # `mkstemp` creates files that only their owner can read.
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".credentials-")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:

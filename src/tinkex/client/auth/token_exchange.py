@@ -1,4 +1,4 @@
-"""Tokens that stand for a key for a while: read, exchanged at the service, and kept fresh."""
+"""Exchanges an API key for a short-lived token (JWT), and renews the token before it expires."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from tinkex.client.auth.credentials import ApiKey, Credential, Fixed, Flight
+from tinkex.client.auth.credentials import ApiKey, Credential, StaticCredential
+from tinkex.client.background_loop import SingleFlight
 from tinkex.client.errors import APIResponseValidationError, AuthenticationError, TinkerError
 from tinkex.client.http.api_calls import Calls
 from tinkex.client.settings import Settings
@@ -20,29 +21,29 @@ from tinkex.wire.runs import AuthTokenResponse, ClientConfigResponse
 
 log = logging.getLogger("tinkex.tokens")
 
-#: A token with less than this left is not sent any more.
-SPARE_S = 60.0
-#: A new one is fetched in the background so long before the end.
-AHEAD_S = 300.0
-#: After a failure, so long until the next try in the background.
-AGAIN_S = 60.0
-#: How long a token counts that does not say when it ends.
-UNKNOWN_S = 120.0
+#: A token with less than this left is renewed before it is sent.
+MIN_LEFT_S = 60.0
+#: The background task renews a token this long before it expires.
+RENEW_AHEAD_S = 300.0
+#: Delay of the background task after a failed renewal.
+RENEW_RETRY_S = 60.0
+#: Assumed lifetime of a token without an expiry time.
+DEFAULT_LIFETIME_S = 120.0
 
 
 def read_claims(token: str) -> dict[str, Any]:
-    """What a token says. Not verified: that is the service's part. ValueError if it is none."""
+    """The claims of a token; the service verifies them. ValueError if it is not a JWT."""
     parts = token.split(".")
     if len(parts) != 3:
-        raise ValueError(f"a JWT has three parts, and this has {len(parts)}.")
+        raise ValueError(f"a JWT has three parts, but this has {len(parts)}.")
     claims = json.loads(base64.urlsafe_b64decode(parts[1] + "=" * (-len(parts[1]) % 4)))
     if not isinstance(claims, dict):
-        raise ValueError("the middle of a JWT is an object, and this is not.")  # noqa: TRY004
+        raise ValueError("the payload of this JWT is not a JSON object.")  # noqa: TRY004
     return claims
 
 
-def is_passport(token: str) -> bool:
-    """Whether the service itself gave this token, so that it need not be exchanged."""
+def is_service_token(token: str) -> bool:
+    """Whether the service issued this token, so that it need not be exchanged."""
     try:
         return str(read_claims(token).get("iss", "")).startswith("passport-")
     except ValueError:
@@ -51,42 +52,42 @@ def is_passport(token: str) -> bool:
 
 def lifetime_s(token: str, *, now_s: float) -> float:
     """
-    How long a token that was just fetched will last.
+    The lifetime of a token that was just fetched.
 
-    Where our clock and the service's differ, its own two times tell, and the shorter span counts.
+    If the clocks disagree, use the smaller of `exp - iat` and `exp - now`.
     """
     try:
         claims = read_claims(token)
         ends_s = float(claims["exp"])
         begun_s = float(claims.get("iat", now_s))
     except (ValueError, KeyError, TypeError):
-        return UNKNOWN_S
+        return DEFAULT_LIFETIME_S
     return min(ends_s - begun_s, ends_s - now_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
-    """A token, and until when it counts."""
+class CachedToken:
+    """A token and its expiry time."""
 
     text: str = field(repr=False)
     until_s: float
-    #: As it was when it came; short-lived ones are renewed sooner.
+    #: At the time of issue; short-lived tokens are renewed closer to their expiry.
     lifetime_s: float
 
     def is_fresh(self, now_s: float) -> bool:
-        return self.until_s - now_s > min(SPARE_S, self.lifetime_s / 5)
+        return self.until_s - now_s > min(MIN_LEFT_S, self.lifetime_s / 5)
 
     def renew_in_s(self, now_s: float) -> float:
-        """When the background should fetch the next one."""
-        return max(self.until_s - now_s - min(AHEAD_S, self.lifetime_s / 2), 1.0)
+        """Seconds until the background task should renew the token."""
+        return max(self.until_s - now_s - min(RENEW_AHEAD_S, self.lifetime_s / 2), 1.0)
 
 
-class Exchanged(Credential):
+class ExchangedToken(Credential):
     """
     A token from the service in place of the key.
 
-    `exchange` fetches one; it is told whether to insist. It insists for the first token only:
-    later, the request that wants the token is itself repeated.
+    `exchange` fetches one; its argument says whether to retry. Only the first fetch is retried:
+    later, the request that needs the token is itself retried.
     """
 
     def __init__(
@@ -94,101 +95,100 @@ class Exchanged(Credential):
     ) -> None:
         self._exchange = exchange
         self._clock = clock
-        self._held: Held | None = None
-        self._fetching: Flight[Held] = Flight()
+        self._cached: CachedToken | None = None
+        self._fetching = SingleFlight(self._fetch)
         self._warned_s = float("-inf")
 
     async def token(self) -> str:
-        held = self._held
-        if held is not None and held.is_fresh(self._clock()):
-            return held.text
+        cached = self._cached
+        if cached is not None and cached.is_fresh(self._clock()):
+            return cached.text
         try:
-            return (await self._fetching.join(self._fetch)).text
+            return (await self._fetching.get()).text
         except TinkerError as error:
-            if held is None:
+            if cached is None:
                 raise
-            # It may do for a little longer, and if not, the service says so.
-            if self._clock() - self._warned_s >= AGAIN_S:
+            # The old token may still be valid; if not, the service rejects it.
+            if self._clock() - self._warned_s >= RENEW_RETRY_S:
                 self._warned_s = self._clock()
                 log.warning("the token was not renewed, so the old one is used: %s", error)
-            return held.text
+            return cached.text
 
     async def renew(self, refused: str) -> bool:
-        held = self._held
-        if held is not None and held.text != refused:  # another request has renewed it
+        cached = self._cached
+        if cached is not None and cached.text != refused:  # another request has renewed it
             return True
         try:
-            return (await self._fetching.join(self._fetch)).text != refused
+            return (await self._fetching.get()).text != refused
         except AuthenticationError:
-            raise  # the key itself is refused: that says more than "the token is too old"
+            raise  # the key itself is refused: a clearer error than an expired token
         except TinkerError:
             return False
 
     async def keep_fresh(self) -> None:
-        """Renew the token ahead of time, for as long as this task lives."""
+        """Renew the token before it expires, until this task is cancelled."""
         while True:
-            held = self._held
-            wait_s = AGAIN_S if held is None else held.renew_in_s(self._clock())
+            cached = self._cached
+            wait_s = RENEW_RETRY_S if cached is None else cached.renew_in_s(self._clock())
             await asyncio.sleep(wait_s)
-            if self._held is not held:  # renewed by a request meanwhile
+            if self._cached is not cached:  # a request has renewed it
                 continue
             try:
-                await self._fetching.join(self._fetch)
+                await self._fetching.get()
             except TinkerError as error:
-                log.warning("the token was not renewed; again in %.0f s: %s", AGAIN_S, error)
-                await asyncio.sleep(AGAIN_S)
+                log.warning(
+                    "the token was not renewed; retrying in %.0f s: %s", RENEW_RETRY_S, error
+                )
+                await asyncio.sleep(RENEW_RETRY_S)
 
-    async def _fetch(self) -> Held:
-        text = await self._exchange(self._held is None)
+    async def _fetch(self) -> CachedToken:
+        text = await self._exchange(self._cached is None)
         now_s = self._clock()
         span_s = lifetime_s(text, now_s=now_s)
-        self._held = Held(text=text, until_s=now_s + span_s, lifetime_s=span_s)
-        return self._held
-
-
-# MERGED: From what the user gave to what the service wants: the key itself, or a token for it.
+        self._cached = CachedToken(text=text, until_s=now_s + span_s, lifetime_s=span_s)
+        return self._cached
 
 
 async def sign_in(settings: Settings, calls: Calls, config: ClientConfigResponse) -> Credential:
-    """What requests carry from now on. A first token is fetched here, under the usual retries."""
+    """Choose what requests carry: the key, or a token for it, whichever the service expects."""
     if not config.pjwt_auth_enabled:
         return calls.credential
     key = settings.api_key
-    if key is not None and is_passport(key.value):
-        return Fixed(key)  # it is what an exchange would give
+    if key is not None and is_service_token(key.value):
+        return StaticCredential(key)  # already a token of the service
     source = settings.credential(enforce_cmd=config.credential_default_source == "credential_cmd")
-    asking = calls.asking_as(source)
+    source_calls = calls.with_credential(source)
 
-    async def fetch(insist: bool) -> str:
-        return await exchange(asking, insist=insist)
+    async def fetch(retry: bool) -> str:
+        return await exchange(source_calls, retry=retry)
 
-    exchanged = Exchanged(fetch)
+    exchanged = ExchangedToken(fetch)
     await exchanged.token()
     return exchanged
 
 
-async def lent(calls: Calls, config: ClientConfigResponse, token: str) -> Calls:
-    """The same service, asked in the name of whoever lent this key (`weights_access_token`)."""
-    foreign = calls.asking_as(Fixed(ApiKey(token)))
-    if not config.pjwt_auth_enabled or is_passport(token):
+async def with_other_key(calls: Calls, config: ClientConfigResponse, token: str) -> Calls:
+    """The same service, with the key of another owner (`weights_access_token`)."""
+    foreign = calls.with_credential(StaticCredential(ApiKey(token)))
+    if not config.pjwt_auth_enabled or is_service_token(token):
         return foreign
-    return calls.asking_as(Fixed(ApiKey(await exchange(foreign, insist=True))))
+    return calls.with_credential(StaticCredential(ApiKey(await exchange(foreign, retry=True))))
 
 
-async def exchange(calls: Calls, *, insist: bool) -> str:
-    """A token for the credential that `calls` asks with."""
+async def exchange(calls: Calls, *, retry: bool) -> str:
+    """A token for the credential of `calls`."""
     with contextlib.suppress(APIResponseValidationError):
         answer = await calls.call(
             "POST",
             "auth/token",
             {},
             answer=AuthTokenResponse,
-            give_up_s=None if insist else 0.0,
+            give_up_s=None if retry else 0.0,
             about="exchanging the key for a token",
         )
         return answer.jwt
-    # Not that error itself: it quotes the answer, which may hold a token all the same.
+    # Not the original error: it quotes the response, which may contain a token.
     raise TinkerError(
-        "exchanging the key for a token: the answer to POST auth/token has no field `jwt`. "
+        "exchanging the key for a token: the response to POST auth/token has no field `jwt`. "
         "Is base_url the address of a Tinker service?"
     )

@@ -1,10 +1,10 @@
 """
-A checkpoint's files in a folder here.
+Downloads the files of a checkpoint into a folder.
 
     folder = tinkex.download_checkpoint("tinker://RUN/sampler_weights/NAME", "adapter")
 
-Everything is first written to `FOLDER.part`, which a download that was cut off goes on from, and
-becomes FOLDER at the end, all at once.
+Files are first written to `FOLDER.part`, from which an interrupted download resumes. At the end the
+folder is renamed to FOLDER.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from tinkex.client.errors import APIStatusError
-from tinkex.client.files.file_download import DownloadFailed, Facts, Fetcher, Links, Stopped
+from tinkex.client.files.file_download import DownloadFailed, Fetcher, FileInfo, Links, Stopped
 from tinkex.client.futures import refuse_to_block
 from tinkex.wire.checkpoints import ParsedCheckpointTinkerPath
 
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 
 Progress = Callable[[int, int], None]
 
-#: Files fetched at the same time.
-AT_ONCE = 4
+#: Files downloaded in parallel.
+MAX_PARALLEL_FILES = 4
 ARCHIVE = "archive.tar"
-EXPORT_KEPT_S = 3600
-#: How services answer that have no archives (any more).
+EXPORT_TTL_S = 3600
+#: Statuses of services that have no archives.
 NO_ARCHIVES = frozenset({404, 405, 410, 501})
 
 
@@ -50,17 +50,17 @@ def download_checkpoint(
     progress: Progress | None = None,
 ) -> Path:
     """
-    Fetch the adapter files of a checkpoint of any kind into `folder`, which is made.
+    Download the adapter files of a checkpoint of any kind into `folder`, which is created.
 
-    A folder that is there and not empty is an error, unless `overwrite` lets the new one replace
-    it. `progress(done_bytes, total_bytes)` is called from another thread, once at a time. A
-    download that failed goes on where it stopped when it is asked for again.
+    If the folder exists and is not empty, this is an error, unless `overwrite` is set, which
+    replaces it. `progress(done_bytes, total_bytes)` is called from another thread, one call at a
+    time. A failed download resumes where it stopped when it is called again.
     """
     refuse_to_block("download_checkpoint", "download_checkpoint_async")
     stop = threading.Event()
     pool = ThreadPoolExecutor(1, thread_name_prefix="tinkex-download")
     try:
-        # On a thread of its own, so that Ctrl-C is heard while a connection is silent.
+        # On a separate thread, so that Ctrl-C works while a connection is idle.
         return pool.submit(_download, path, Path(folder), rest, overwrite, progress, stop).result()
     finally:
         stop.set()
@@ -75,7 +75,7 @@ async def download_checkpoint_async(
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> Path:
-    """The same, for coroutines. Cancelled, it stops after the piece that is under way."""
+    """The same, for coroutines. If cancelled, it stops after the current piece."""
     stop = threading.Event()
     try:
         return await asyncio.to_thread(
@@ -100,8 +100,8 @@ def _download(
     if rest is None:
         with RestClient() as own:
             return _download(path, folder, own, overwrite, progress, stop)
-    here = folder.absolute()
-    part = here.with_name(f"{here.name}.part")
+    target = folder.absolute()
+    part = target.with_name(f"{target.name}.part")
     fetcher = Fetcher(rest.holder.settings, stop)
     with contextlib.ExitStack() as stack:
         if parsed.checkpoint_type == "external":
@@ -111,7 +111,7 @@ def _download(
         else:
             links = _file_links(rest, stack.enter_context(_exported(rest, parsed)))
         part.mkdir(parents=True, exist_ok=True)
-        stack.enter_context(_only_one(part))
+        stack.enter_context(_exclusive(part))
         files = _fetch_all(fetcher, links, part, path, progress)
         if files == [ARCHIVE] and parsed.checkpoint_type != "external":
             _unpack(part / "files" / ARCHIVE, part / "unpacked")
@@ -123,22 +123,22 @@ def _download(
     return folder
 
 
-# -- decisions ---------------------------------------------------------------------------------------
+# -- decisions -----------------------------------------------------------------------------------
 
 
 def check_target(folder: Path, overwrite: bool) -> None:
-    """Before anything is asked for."""
+    """Raise if the folder cannot be used. Runs before anything is downloaded."""
     if folder.exists() and not folder.is_dir():
-        raise FileExistsError(f"{folder} is a file. Choose another place for the checkpoint.")
+        raise FileExistsError(f"{folder} is a file. Choose another folder for the checkpoint.")
     if folder.is_dir() and any(folder.iterdir()) and not overwrite:
         raise FileExistsError(
-            f"{folder} is there already and not empty. Choose another folder, or pass "
+            f"{folder} already exists and is not empty. Choose another folder, or pass "
             "overwrite=True to replace it."
         )
 
 
 def safe_path(name: str) -> PurePosixPath:
-    """A file's path inside the folder; whatever could lead out of it is refused."""
+    """A file's path inside the folder; raises if it could lead outside."""
     path = PurePosixPath(name)
     if (
         not path.parts
@@ -148,20 +148,20 @@ def safe_path(name: str) -> PurePosixPath:
         or not all(part.strip(" .") for part in path.parts)
     ):
         raise DownloadFailed(
-            f"The checkpoint has a file {name!r}, whose name leads out of the folder or is none. "
-            "Nothing was written."
+            f"The checkpoint has a file {name!r}, whose name is invalid or leads out of the "
+            "folder. Nothing was written."
         )
     return path
 
 
-def resumable(state: Mapping[str, Any], path: str, name: str, facts: Facts, have: int) -> bool:
-    """Whether the beginning of a file, left by an earlier download, belongs to the one there is."""
+def resumable(state: Mapping[str, Any], path: str, name: str, info: FileInfo, have: int) -> bool:
+    """Whether the partial file of an earlier download belongs to the current file."""
     files = state.get("files")
     known = files.get(name) if isinstance(files, dict) and state.get("path") == path else None
-    return facts.tag is not None and known == [facts.tag, facts.size] and have <= facts.size
+    return info.tag is not None and known == [info.tag, info.size] and have <= info.size
 
 
-# -- where the files are -----------------------------------------------------------------------------
+# -- links ---------------------------------------------------------------------------------------
 
 
 def _file_links(rest: RestClient, path: str) -> Links:
@@ -173,7 +173,7 @@ def _file_links(rest: RestClient, path: str) -> Links:
 
 
 def _archive_links(rest: RestClient, path: str) -> Links | None:
-    """One link, to a tar of the files; None where the service has no archives."""
+    """One link, to a tar of the files; None if the service has no archives."""
 
     def renew() -> tuple[Mapping[str, str], datetime]:
         found = rest.get_checkpoint_archive_url_from_tinker_path(path).result()
@@ -185,19 +185,19 @@ def _archive_links(rest: RestClient, path: str) -> Links | None:
     except APIStatusError as error:
         if error.status_code not in NO_ARCHIVES:
             raise
-        rest.get_weights_info_by_tinker_path(path).result()  # is it the checkpoint that is missing?
+        rest.get_weights_info_by_tinker_path(path).result()  # raises if there is no such checkpoint
         return None
     return links
 
 
 @contextlib.contextmanager
 def _exported(rest: RestClient, parsed: ParsedCheckpointTinkerPath) -> Iterator[str]:
-    """Through a model of our own, for services without archives; the export goes afterwards."""
+    """Exports through a temporary model, for services without archives; then deletes the export."""
     from tinkex.client.service import ServiceClient
 
     if parsed.checkpoint_type != "training":
         raise DownloadFailed(
-            f"This service gives out no files of {parsed.tinker_path}. Save with save_state() or "
+            f"This service has no downloads of {parsed.tinker_path}. Save with save_state() or "
             "save_weights_external(), and download that."
         )
     settings = rest.holder.settings
@@ -208,16 +208,16 @@ def _exported(rest: RestClient, parsed: ParsedCheckpointTinkerPath) -> Iterator[
     ) as service:
         training = service.create_training_client_from_state(parsed.tinker_path)
         name = f"download-{uuid.uuid4().hex[:12]}"
-        export = training.save_weights_external(name, ttl_seconds=EXPORT_KEPT_S).result().path
+        export = training.save_weights_external(name, ttl_seconds=EXPORT_TTL_S).result().path
         try:
             yield export
         finally:
-            # It expires by itself; what went wrong before must not be hidden by this.
+            # It expires by itself; a failure here must not hide an earlier error.
             with contextlib.suppress(Exception):
                 rest.delete_checkpoint_from_tinker_path(export).result(30)
 
 
-# -- fetching ----------------------------------------------------------------------------------------
+# -- downloading ---------------------------------------------------------------------------------
 
 
 def _fetch_all(
@@ -227,14 +227,14 @@ def _fetch_all(
     targets = {name: part / "files" / safe_path(name) for name in names}
     if not targets:
         raise DownloadFailed(f"{path} has no files.")
-    with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="tinkex-download") as pool:
+    with ThreadPoolExecutor(MAX_PARALLEL_FILES, thread_name_prefix="tinkex-download") as pool:
         try:
-            looks = [pool.submit(fetcher.look, links, name) for name in names]
-            facts = {name: look.result() for name, look in zip(names, looks, strict=True)}
-            done = _prepare(part, path, facts, targets)
-            show = _Shown(progress, done, sum(each.size for each in facts.values()))
+            probes = [pool.submit(fetcher.probe, links, name) for name in names]
+            info = {name: probe.result() for name, probe in zip(names, probes, strict=True)}
+            done = _prepare(part, path, info, targets)
+            show = _ProgressSum(progress, done, sum(each.size for each in info.values()))
             work = [
-                pool.submit(fetcher.fetch, links, name, facts[name], targets[name], show.moved)
+                pool.submit(fetcher.fetch, links, name, info[name], targets[name], show.on_bytes)
                 for name in names
             ]
             failures = [error for each in work if (error := _outcome(each, fetcher))]
@@ -249,12 +249,14 @@ def _fetch_all(
 def _outcome(work: Any, fetcher: Fetcher) -> BaseException | None:
     error: BaseException | None = work.exception()
     if error is not None:
-        fetcher.stop.set()  # the others need not go on
+        fetcher.stop.set()  # stops the other downloads
     return error
 
 
-def _prepare(part: Path, path: str, facts: Mapping[str, Facts], targets: Mapping[str, Path]) -> int:
-    """Throw away what is of another download; how many bytes are there already."""
+def _prepare(
+    part: Path, path: str, info: Mapping[str, FileInfo], targets: Mapping[str, Path]
+) -> int:
+    """Delete leftovers of other downloads; returns how many bytes can be kept."""
     note = part / "download.json"
     try:
         state = json.loads(note.read_text(encoding="utf-8"))
@@ -268,40 +270,40 @@ def _prepare(part: Path, path: str, facts: Mapping[str, Facts], targets: Mapping
     for name, target in targets.items():
         target.parent.mkdir(parents=True, exist_ok=True)
         have = target.stat().st_size if target.is_file() else 0
-        if have and not resumable(state, path, name, facts[name], have):
+        if have and not resumable(state, path, name, info[name], have):
             target.unlink()
             have = 0
         kept += have
-    files = {name: [each.tag, each.size] for name, each in facts.items()}
+    files = {name: [each.tag, each.size] for name, each in info.items()}
     note.write_text(json.dumps({"path": path, "files": files}), encoding="utf-8")
-    missing = sum(each.size for each in facts.values()) - kept
-    # An archive is there twice while it is unpacked.
-    needed = missing + (facts[ARCHIVE].size if ARCHIVE in facts else 0)
+    missing = sum(each.size for each in info.values()) - kept
+    # While an archive is unpacked, it takes its size twice.
+    needed = missing + (info[ARCHIVE].size if ARCHIVE in info else 0)
     if needed > (free := shutil.disk_usage(part).free):
         raise OSError(errno.ENOSPC, f"{needed:,} bytes are needed and {free:,} are free", str(part))
     return kept
 
 
-class _Shown:
-    """Adds up what all threads fetch."""
+class _ProgressSum:
+    """Adds up the progress of all threads."""
 
     def __init__(self, progress: Progress | None, done: int, total: int) -> None:
         self._progress, self._done, self._total = progress, done, total
         self._lock = threading.Lock()
-        self.moved(0)
+        self.on_bytes(0)
 
-    def moved(self, count: int) -> None:
+    def on_bytes(self, count: int) -> None:
         with self._lock:
             self._done += count
             if self._progress is not None:
                 self._progress(self._done, self._total)
 
 
-# -- the end -----------------------------------------------------------------------------------------
+# -- unpacking -----------------------------------------------------------------------------------
 
 
 def _unpack(archive: Path, folder: Path) -> None:
-    """Plain files only, and none outside the folder."""
+    """Unpack regular files only, and none outside the folder."""
     folder.mkdir()
     try:
         with tarfile.open(archive) as tar:
@@ -312,8 +314,8 @@ def _unpack(archive: Path, folder: Path) -> None:
                 content = tar.extractfile(member) if member.isreg() else None
                 if content is None:
                     raise DownloadFailed(
-                        f"The archive has {member.name!r}, which is no plain file. Nothing was "
-                        "unpacked."
+                        f"The archive has {member.name!r}, which is not a regular file. Nothing "
+                        "was unpacked."
                     )
                 target.parent.mkdir(parents=True, exist_ok=True)
                 with content, target.open("xb") as file:
@@ -323,12 +325,12 @@ def _unpack(archive: Path, folder: Path) -> None:
     except (tarfile.TarError, EOFError, FileExistsError) as error:
         archive.unlink()
         raise DownloadFailed(
-            f"The archive that was fetched is damaged ({error}). It was deleted; download it again."
+            f"The downloaded archive is damaged ({error}). It was deleted; download it again."
         ) from error
 
 
 def _put_in_place(ready: Path, folder: Path, part: Path, overwrite: bool) -> None:
-    check_target(folder, overwrite)  # again: it may have been a long download
+    check_target(folder, overwrite)  # again: the download may have taken a long time
     if folder.is_dir():
         old = part / f"replaced-{uuid.uuid4().hex[:8]}"
         folder.rename(old)
@@ -342,18 +344,18 @@ def _put_in_place(ready: Path, folder: Path, part: Path, overwrite: bool) -> Non
 
 
 @contextlib.contextmanager
-def _only_one(part: Path) -> Iterator[None]:
-    """Two downloads into one folder would write into each other's files."""
+def _exclusive(part: Path) -> Iterator[None]:
+    """Lock the folder: two downloads would write into the same files."""
     with (part / "lock").open("wb") as file:
         try:
             import fcntl
-        except ModuleNotFoundError:  # Windows, where nothing is locked
+        except ModuleNotFoundError:  # Windows: no lock
             yield
             return
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise RuntimeError(
-                f"Another download writes to {part} now. Wait for it, or choose another folder."
+                f"Another download is writing to {part}. Wait for it, or choose another folder."
             ) from None
         yield

@@ -1,9 +1,9 @@
 """
-One file from a signed link to disk: in pieces, resumed where it was cut off, checked at the end.
+Downloads one file from a signed link: in pieces, resumed after interruptions, verified at the end.
 
-Blocking, for threads. Links need no key, so none is sent. They may lead to other hosts: the headers
-of the settings go to the service's own origin only, where a gateway may ask for them, and to no
-place that a redirect leads to elsewhere.
+Blocking, for use in threads. Signed links need no key, so none is sent. Links may lead to other
+hosts: the headers of the settings are sent only to the service's own origin, where a gateway may
+need them, and are dropped when a redirect leaves it.
 """
 
 from __future__ import annotations
@@ -30,9 +30,8 @@ from tinkex.client.errors import (
     status_error,
 )
 from tinkex.client.http.api_calls import KEY_HEADER
-from tinkex.client.http.origins import origin, redirect_url
 from tinkex.client.http.retry import RetryPolicy
-from tinkex.client.http.transport import Request, Response
+from tinkex.client.http.transport import Request, Response, origin, redirect_url
 from tinkex.client.settings import Settings
 
 if TYPE_CHECKING:
@@ -41,35 +40,35 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 PIECE_BYTES = 1024 * 1024
-#: Seconds without a byte until a connection counts as broken.
+#: Seconds without data until a connection counts as broken.
 SILENCE_S = 20.0
-#: A link is asked for again when it has less than this left, or half of its life.
-MARGIN = timedelta(minutes=5)
+#: A link is renewed when it has less than this left, or half of its lifetime.
+RENEW_MARGIN = timedelta(minutes=5)
 
-TOTAL = re.compile(r"bytes (?:(\d+)-\d+|\*)/(\d+)")
+CONTENT_RANGE = re.compile(r"bytes (?:(\d+)-\d+|\*)/(\d+)")
 
 
 class DownloadFailed(TinkerError):
-    """What arrived is not what the service announced."""
+    """The download does not match what the service announced."""
 
 
 class Stopped(Exception):
-    """Somebody else's file failed, or the caller gave up."""
+    """Another file failed, or the caller cancelled."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Facts:
-    """What a service says about a file before it is fetched."""
+class FileInfo:
+    """What the service says about a file before the download."""
 
     size: int
-    #: Changes when the file does; None if the service tells nothing of the kind.
+    #: Changes when the file changes; None if the service sends nothing suitable.
     tag: str | None
     sha256: bytes | None
 
 
-def facts_of(status: int, headers: Mapping[str, str]) -> Facts:
-    """From the answer to a request for the first byte. Header names are lower case."""
-    found = TOTAL.fullmatch(headers.get("content-range", "").strip())
+def file_info(status: int, headers: Mapping[str, str]) -> FileInfo:
+    """From the response to a request for the first byte. Header names are lower case."""
+    found = CONTENT_RANGE.fullmatch(headers.get("content-range", "").strip())
     length = headers.get("content-length", "")
     if status in (206, 416) and found:
         size = int(found[2])
@@ -77,17 +76,17 @@ def facts_of(status: int, headers: Mapping[str, str]) -> Facts:
         size = int(length)
     else:
         raise DownloadFailed(
-            f"The service does not say how large the file is (status {status}), so it could not "
-            "be told whether all of it arrived."
+            f"The service does not say how large the file is (status {status}), so a complete "
+            "download could not be verified."
         )
     tag = headers.get("etag", "")
-    if not tag or tag.startswith("W/"):  # a weak one promises no equal bytes
+    if not tag or tag.startswith("W/"):  # a weak tag does not guarantee equal bytes
         tag = headers.get("last-modified", "")
-    return Facts(size=size, tag=tag or None, sha256=_sha256(headers))
+    return FileInfo(size=size, tag=tag or None, sha256=_sha256(headers))
 
 
 def _sha256(headers: Mapping[str, str]) -> bytes | None:
-    """The checksum of the whole file in `Repr-Digest` or `Digest`, if the service gives one."""
+    """The checksum of the whole file in `Repr-Digest` or `Digest`, if the service sends one."""
     for header, form in (
         ("repr-digest", r"(?:^|,)\s*sha-256=:([A-Za-z0-9+/=]+):"),
         ("digest", r"(?i:(?:^|,)\s*sha-256)=([A-Za-z0-9+/=]+)"),
@@ -98,7 +97,7 @@ def _sha256(headers: Mapping[str, str]) -> bytes | None:
 
 
 class Links:
-    """Signed links by name, renewed before they expire. Safe for threads."""
+    """Signed links by name, renewed before they expire. Thread-safe."""
 
     def __init__(
         self,
@@ -119,11 +118,11 @@ class Links:
         with self._lock:
             links = self._fresh()
             if name not in links:
-                raise DownloadFailed(f"{name} has gone from the checkpoint while it was fetched.")
+                raise DownloadFailed(f"{name} was removed from the checkpoint during the download.")
             return links[name]
 
     def refused(self, name: str, link: str) -> None:
-        """The service no longer takes this one."""
+        """The service no longer accepts this link."""
         with self._lock:
             if self._links is not None and self._links.get(name) == link:
                 self._links = None
@@ -132,12 +131,12 @@ class Links:
         now = self._now()
         if self._links is None or now >= self._good_until:
             self._links, expires = self._renew()
-            self._good_until = expires - min(MARGIN, (expires - now) / 2)
+            self._good_until = expires - min(RENEW_MARGIN, (expires - now) / 2)
         return self._links
 
 
 class Fetcher:
-    """Fetches files until it is told to stop."""
+    """Downloads files until `stop` is set."""
 
     def __init__(self, settings: Settings, stop: threading.Event) -> None:
         self.stop = stop
@@ -145,62 +144,64 @@ class Fetcher:
         self._rng = random.Random()
         self._opener = _opener(settings)
         self._origin = origin(settings.base_url)
-        # Links are signed, so the key goes to none of them, not even where the user sets it.
+        # The key is never sent to signed links, not even if the user sets it as a header.
         self._headers = {
             name: value
             for name, value in settings.headers.items()
             if name.lower() != KEY_HEADER.lower()
         }
 
-    def look(self, links: Links, name: str) -> Facts:
-        """What there is to fetch."""
+    def probe(self, links: Links, name: str) -> FileInfo:
+        """Get the size and checksum of a file."""
 
-        def ask(link: str) -> Facts:
+        def ask(link: str) -> FileInfo:
             with self._open(link, {"Range": "bytes=0-0"}, accept=(200, 206, 416)) as answer:
-                return facts_of(answer.status, answer.headers)
+                return file_info(answer.status, answer.headers)
 
-        return self._patiently(links, name, ask, lambda: 0)
+        return self._with_retries(links, name, ask, lambda: 0)
 
     def fetch(
-        self, links: Links, name: str, facts: Facts, target: Path, moved: Callable[[int], None]
+        self, links: Links, name: str, info: FileInfo, target: Path, on_bytes: Callable[[int], None]
     ) -> None:
-        """The rest of a file of which `target` has the beginning. `moved` hears of every piece."""
+        """Download the rest of a file whose beginning is in `target`; reports every piece."""
         target.touch()
 
         def ask(link: str) -> None:
-            while (have := target.stat().st_size) < facts.size:
-                self._go_on(link, facts, target, have, moved)
+            while (have := target.stat().st_size) < info.size:
+                self._fetch_rest(link, info, target, have, on_bytes)
 
-        self._patiently(links, name, ask, lambda: target.stat().st_size)
-        _verify(name, facts, target)
+        self._with_retries(links, name, ask, lambda: target.stat().st_size)
+        _verify(name, info, target)
 
-    def _go_on(
-        self, link: str, facts: Facts, target: Path, have: int, moved: Callable[[int], None]
+    def _fetch_rest(
+        self, link: str, info: FileInfo, target: Path, have: int, on_bytes: Callable[[int], None]
     ) -> None:
         headers = {"Range": f"bytes={have}-"}
-        if facts.tag:
-            headers["If-Range"] = facts.tag
+        if info.tag:
+            headers["If-Range"] = info.tag
         with self._open(link, headers, accept=(200, 206)) as answer:
-            start = _start(answer.status, answer.headers, facts, have)
-            if start < have:  # this service always sends all of it
-                moved(start - have)
+            start = _start(answer.status, answer.headers, info, have)
+            if start < have:  # this service always sends the whole file
+                on_bytes(start - have)
             with target.open("r+b") as file:
                 file.truncate(start)
                 file.seek(start)
-                place = start
+                position = start
                 while piece := answer.read(PIECE_BYTES):
                     if self.stop.is_set():
                         raise Stopped
                     file.write(piece)
-                    place += len(piece)
-                    moved(len(piece))
-        if place < facts.size:
-            raise APIConnectionError(_bare(link), f"Cut off after {place} of {facts.size} bytes.")
+                    position += len(piece)
+                    on_bytes(len(piece))
+        if position < info.size:
+            raise APIConnectionError(
+                _without_query(link), f"Cut off after {position} of {info.size} bytes."
+            )
 
-    def _patiently(
+    def _with_retries(
         self, links: Links, name: str, ask: Callable[[str], T], progress: Callable[[], int]
     ) -> T:
-        """Asks again as the policy says; whoever gets on starts counting anew."""
+        """Retry under the policy; progress resets the counters."""
         attempt, refusals, since, last = 0, 0, monotonic(), progress()
         while True:
             if self.stop.is_set():
@@ -212,7 +213,7 @@ class Fetcher:
                 if (here := progress()) > last:
                     attempt, refusals, since, last = 0, 0, monotonic(), here
                 if isinstance(error, APIStatusError) and error.status_code == 403 and not refusals:
-                    # Expired early, by a clock that is not ours.
+                    # Expired early, because of different clocks.
                     refusals += 1
                     links.refused(name, link)
                     continue
@@ -232,18 +233,20 @@ class Fetcher:
         from urllib.error import HTTPError
         from urllib.request import Request as UrlRequest
 
-        place = origin(link)
-        if place is None:
-            raise DownloadFailed("The service gave a link that is no http:// or https:// address.")
-        # `identity`: sizes and ranges are those of the file, not of a compressed form.
-        asked = UrlRequest(link, headers={**headers, "Accept-Encoding": "identity"})
-        if place == self._origin:
+        link_origin = origin(link)
+        if link_origin is None:
+            raise DownloadFailed(
+                "The service sent a link that is not an http:// or https:// address."
+            )
+        # `identity`: sizes and ranges must be those of the file, not of a compressed form.
+        request = UrlRequest(link, headers={**headers, "Accept-Encoding": "identity"})
+        if link_origin == self._origin:
             for name, value in self._headers.items():
-                if not asked.has_header(name.capitalize()):  # what we ask for is ours to say
-                    asked.add_unredirected_header(name, value)
+                if not request.has_header(name.capitalize()):  # our own headers win
+                    request.add_unredirected_header(name, value)
         try:
-            answer = _Answer(self._opener.open(asked, timeout=SILENCE_S), link)
-        except HTTPError as error:  # which is an answer as well
+            answer = _Answer(self._opener.open(request, timeout=SILENCE_S), link)
+        except HTTPError as error:  # also a response
             answer = _Answer(error, link)
         except (OSError, http.client.HTTPException) as error:
             raise _broken(link, error) from error
@@ -256,7 +259,7 @@ class Fetcher:
                 status_code=answer.status,
                 headers=answer.headers,
                 content=content,
-                request=_bare(link),
+                request=_without_query(link),
             ),
             about="downloading",
         )
@@ -269,28 +272,28 @@ def fetch_file(
     settings: Settings,
     progress: Callable[[int, int], None] | None = None,
 ) -> int:
-    """One file from one link, in place when it is whole. Returns its size."""
+    """Download one file from one link; renamed to `target` when complete. Returns its size."""
     fetcher = Fetcher(settings, threading.Event())
-    # It is asked for at once, and a single link cannot be renewed.
+    # The link is used immediately, and a single link cannot be renewed.
     links = Links(lambda: ({target.name: link}, datetime.now(UTC) + timedelta(hours=1)))
-    facts = fetcher.look(links, target.name)
+    info = fetcher.probe(links, target.name)
     part = target.with_name(target.name + ".part")
     part.unlink(missing_ok=True)
     done = 0
 
-    def moved(count: int) -> None:
+    def on_bytes(count: int) -> None:
         nonlocal done
         done += count
         if progress:
-            progress(done, facts.size)
+            progress(done, info.size)
 
-    fetcher.fetch(links, target.name, facts, part, moved)
+    fetcher.fetch(links, target.name, info, part, on_bytes)
     part.replace(target)
-    return facts.size
+    return info.size
 
 
 class _Answer:
-    """An answer whose broken connection is our error. Header names are lower case."""
+    """A response that converts connection errors. Header names are lower case."""
 
     def __init__(self, raw: Any, link: str) -> None:
         self.status: int = raw.status
@@ -310,36 +313,36 @@ class _Answer:
         self._raw.close()
 
 
-def _start(status: int, headers: Mapping[str, str], facts: Facts, have: int) -> int:
-    """Which byte an answer begins with; an error if it is of another file than was looked at."""
+def _start(status: int, headers: Mapping[str, str], info: FileInfo, have: int) -> int:
+    """The first byte of a response; raises if the file changed since it was probed."""
     if status == 200:
         start, total = 0, headers.get("content-length", "")
     else:
-        found = TOTAL.fullmatch(headers.get("content-range", "").strip())
+        found = CONTENT_RANGE.fullmatch(headers.get("content-range", "").strip())
         start, total = (int(found[1] or -1), found[2]) if found else (-1, "")
-    if start not in (0, have) or total != str(facts.size):
+    if start not in (0, have) or total != str(info.size):
         raise DownloadFailed(
-            f"The file changed while it was fetched: {facts.size} bytes before, {total or 'unknown'}"
+            f"The file changed during the download: {info.size} bytes before, {total or 'unknown'}"
             " now. Download the checkpoint again."
         )
     return start
 
 
-def _verify(name: str, facts: Facts, target: Path) -> None:
+def _verify(name: str, info: FileInfo, target: Path) -> None:
     size = target.stat().st_size
-    if size != facts.size:
+    if size != info.size:
         target.unlink()
         raise DownloadFailed(
-            f"{name} has {size} bytes instead of {facts.size}. It was deleted; download it again."
+            f"{name} has {size} bytes instead of {info.size}. It was deleted; download it again."
         )
-    if facts.sha256 is None:
+    if info.sha256 is None:
         return
     with target.open("rb") as file:
         found = hashlib.file_digest(file, "sha256").digest()
-    if found != facts.sha256:
+    if found != info.sha256:
         target.unlink()
         raise DownloadFailed(
-            f"{name} has the checksum {found.hex()} instead of {facts.sha256.hex()}. "
+            f"{name} has the checksum {found.hex()} instead of {info.sha256.hex()}. "
             "It was deleted; download it again."
         )
 
@@ -357,36 +360,36 @@ def _opener(settings: Settings) -> OpenerDirector:
 
     class Proxies(BaseHandler):
         """
-        The proxy of the settings for each host.
+        Uses the proxy of the settings for each host.
 
-        Not `ProxyHandler`, which asks the environment each time which hosts are exempt.
+        Not `ProxyHandler`, which reads the exempt hosts from the environment each time.
         """
 
-        handler_order = 100  # before those that open connections
+        handler_order = 100  # before the handlers that open connections
 
-        def http_open(self, asked: UrlRequest) -> Any:
-            proxy = None if asked.has_proxy() else settings.proxy_to(asked.full_url)
+        def http_open(self, request: UrlRequest) -> Any:
+            proxy = None if request.has_proxy() else settings.proxy_to(request.full_url)
             if proxy is None:
                 return None  # the next handler opens it
-            parts, scheme = urlsplit(proxy), asked.type
+            parts, scheme = urlsplit(proxy), request.type
             if parts.username is not None:
                 name, password = unquote(parts.username), unquote(parts.password or "")
                 word = base64.b64encode(f"{name}:{password}".encode()).decode("ascii")
-                asked.add_unredirected_header("Proxy-Authorization", f"Basic {word}")
-            asked.set_proxy(parts.netloc.rpartition("@")[2], parts.scheme)
-            if asked.type != scheme:  # http through a proxy that itself speaks TLS
-                return self.parent.open(asked, timeout=asked.timeout)
+                request.add_unredirected_header("Proxy-Authorization", f"Basic {word}")
+            request.set_proxy(parts.netloc.rpartition("@")[2], parts.scheme)
+            if request.type != scheme:  # http through a proxy that uses TLS itself
+                return self.parent.open(request, timeout=request.timeout)
             return None
 
         https_open = http_open
 
     class Redirects(HTTPRedirectHandler):
-        """Keeps the headers of the settings within one origin, and drops them at its border."""
+        """Keeps the headers of the settings within one origin, and drops them outside."""
 
         def http_error_302(
             self, req: UrlRequest, fp: Any, code: int, msg: str, headers: Any
         ) -> Any:
-            location = headers.get("location", headers.get("uri"))  # as urllib looks for it
+            location = headers.get("location", headers.get("uri"))  # as in urllib
             if location is not None and redirect_url(req.full_url, location) is None:
                 fp.close()
                 raise DownloadFailed(
@@ -414,11 +417,13 @@ def _opener(settings: Settings) -> OpenerDirector:
     )
 
 
-def _bare(link: str) -> Request:
-    """What an error may keep: the query of a signed link is a key."""
+def _without_query(link: str) -> Request:
+    """The parts that an error may keep: the query of a signed link is a secret."""
     return Request(method="GET", url=link.partition("?")[0])
 
 
 def _broken(link: str, error: Exception) -> APIConnectionError:
     found = str(getattr(error, "reason", error)) or type(error).__name__
-    return APIConnectionError(_bare(link), f"Connection error. {_bare(link).url}: {found}.")
+    return APIConnectionError(
+        _without_query(link), f"Connection error. {_without_query(link).url}: {found}."
+    )

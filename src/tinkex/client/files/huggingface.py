@@ -1,10 +1,10 @@
 """
-An adapter folder on the Hugging Face hub. Needs the extra `hub`.
+Uploads an adapter folder to the Hugging Face hub. Needs the extra `hub`.
 
     folder = tinkex.download_checkpoint(path, "adapter")
     print(push_to_hub(path, folder).url)
 
-Where it goes and what its card says are decided in pure functions; one commit sends all of it.
+Pure functions choose the repository and write the model card; one commit uploads everything.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ if TYPE_CHECKING:
 CONFIG = "adapter_config.json"
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 CARD = "README.md"
-#: Says that an archive of the hosted service is complete; no part of the adapter.
-LEFT_OUT = ("checkpoint_complete",)
+#: A marker of complete archives in the hosted service, not part of the adapter.
+IGNORED_FILES = ("checkpoint_complete",)
 
 
 class HubError(TinkerError):
-    """The adapter was not pushed, and the text says why."""
+    """The adapter was not uploaded; the message says why."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pushed:
+class PushResult:
     repo_id: str
-    #: The branch; None is the repository's default.
+    #: The branch; None means the repository's default.
     revision: str | None
     #: The page of the commit, or of the pull request.
     url: str
@@ -57,12 +57,13 @@ def push_to_hub(
     ignore_patterns: Sequence[str] | None = None,
     model_card: bool = True,
     token: str | None = None,
-) -> Pushed:
+) -> PushResult:
     """
-    Push the files of checkpoint `path`, which are in `folder`.
+    Upload the files of checkpoint `path`, which are in `folder`.
 
-    Without `repo` they go to a repository of the run, on a branch of the checkpoint. A place whose
-    card names another checkpoint is left as it is, and that is an error.
+    Without `repo` they go to a repository named after the run, on a branch named after the
+    checkpoint. If the model card there names another checkpoint, this is an error and nothing is
+    changed.
     """
     hub = _hub()
     folder = Path(folder)
@@ -70,12 +71,12 @@ def push_to_hub(
     api = hub.HfApi(
         endpoint=os.environ.get("HF_ENDPOINT") or None, token=token, library_name="tinkex"
     )
-    repo_id, branch = place(path, _user(api), repo=repo, revision=revision)
+    repo_id, branch = target_repo(path, _user(api), repo=repo, revision=revision)
     api.create_repo(repo_id, private=not public, exist_ok=True)
     check_card(path, _card_of(api, repo_id, branch), f"{repo_id}@{branch or 'main'}")
     if branch is not None and not create_pr:
         api.create_branch(repo_id, branch=branch, exist_ok=True)
-    names = chosen(_names(folder), allow_patterns, ignore_patterns)
+    names = select_files(_names(folder), allow_patterns, ignore_patterns)
     operations = [
         hub.CommitOperationAdd(path_in_repo=name, path_or_fileobj=folder / name)
         for name in names
@@ -85,7 +86,7 @@ def push_to_hub(
         text = card(path, config).encode()
         operations.append(hub.CommitOperationAdd(path_in_repo=CARD, path_or_fileobj=text))
     if not operations:
-        raise HubError("The patterns leave no file to push.")
+        raise HubError("No file matches the patterns.")
     done = api.create_commit(
         repo_id,
         operations,
@@ -93,16 +94,16 @@ def push_to_hub(
         revision=branch,
         create_pr=create_pr,
     )
-    return Pushed(repo_id=repo_id, revision=branch, url=done.pr_url or done.commit_url)
+    return PushResult(repo_id=repo_id, revision=branch, url=done.pr_url or done.commit_url)
 
 
-# -- decisions ---------------------------------------------------------------------------------------
+# -- decisions -----------------------------------------------------------------------------------
 
 
-def place(
+def target_repo(
     path: str, user: str, *, repo: str | None, revision: str | None
 ) -> tuple[str, str | None]:
-    """The repository and the branch: as said, else one for each run and one for each checkpoint."""
+    """The repository and branch: as given, else one per run and one per checkpoint."""
     parsed = ParsedCheckpointTinkerPath.from_tinker_path(path)
     if repo is None:
         repo = _slug(f"tinker-{parsed.training_run_id}")
@@ -111,34 +112,34 @@ def place(
 
 
 def _slug(text: str) -> str:
-    """In letters that the hub takes in a name: no doubled or outer marks, at most 80."""
+    """A name that the hub accepts: no repeated or outer - and ., at most 80 characters."""
     return re.sub(r"([-.])[-.]+", r"\1", re.sub(r"[^\w.-]+", "-", text, flags=re.ASCII))[:80].strip(
         "-."
     )
 
 
 def adapter_config(folder: Path) -> dict[str, Any]:
-    """What a folder's adapter is; an error if there is none."""
+    """The configuration of the adapter in a folder; raises if there is no adapter."""
     if (folder / f"{CONFIG}.age").is_file():
         raise HubError(
-            f"The files in {folder} are locked with age. Unlock them first, if they may be public."
+            f"The files in {folder} are encrypted with age. Decrypt them first if they may be public."
         )
     if not (folder / CONFIG).is_file() or not any((folder / name).is_file() for name in WEIGHTS):
         raise HubError(
-            f"{folder} holds no adapter of the PEFT library: {CONFIG} and {' or '.join(WEIGHTS)} "
-            "are needed. tinkex.download_checkpoint() makes such a folder."
+            f"{folder} contains no PEFT adapter: {CONFIG} and {' or '.join(WEIGHTS)} are needed. "
+            "tinkex.download_checkpoint() creates such a folder."
         )
     try:
         config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     except ValueError as error:
-        raise HubError(f"{folder / CONFIG} cannot be read as JSON: {error}.") from None
+        raise HubError(f"{folder / CONFIG} is not valid JSON: {error}.") from None
     return config if isinstance(config, dict) else {}
 
 
 def card(path: str, config: dict[str, Any]) -> str:
-    """What the hub shows about the adapter."""
+    """The model card that the hub shows."""
     base = config.get("base_model_name_or_path")
-    # A folder of the training machine helps nobody, and is nobody's business.
+    # A local folder of the training machine is not published.
     known = isinstance(base, str) and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", base) is not None
     head = [f"base_model: {json.dumps(base)}"] if known else []
     head += [
@@ -156,21 +157,21 @@ def card(path: str, config: dict[str, Any]) -> str:
 
 
 def check_card(path: str, text: str | None, where: str) -> None:
-    """A place that holds another checkpoint stays that checkpoint's."""
-    # Ours says it in a line of its own; others may only mention it.
+    """Raise if the card names another checkpoint."""
+    # Cards from tinkex have it in a line of its own; others may only mention it.
     ours = re.findall(r'^tinker_path: "(.+)"$', text or "", re.MULTILINE)
     named = ours or re.findall(r"tinker://[^\s\"'`<>()]+", text or "")
     if named and path not in named:
         raise HubError(
-            f"The card of {where} names another checkpoint, {named[0]}. Choose another repository "
-            "or revision for this one."
+            f"The model card of {where} names another checkpoint, {named[0]}. Choose another "
+            "repository or revision for this one."
         )
 
 
-def chosen(
+def select_files(
     names: Iterable[str], allow: Sequence[str] | None, ignore: Sequence[str] | None
 ) -> list[str]:
-    """The files that the patterns let through; a pattern that ends in `/` means all below it."""
+    """The files that match the patterns; a pattern ending in `/` matches all files below it."""
     from fnmatch import fnmatchcase
 
     def fits(name: str, patterns: Sequence[str]) -> bool:
@@ -181,11 +182,11 @@ def chosen(
     return sorted(
         name
         for name in names
-        if (not allow or fits(name, allow)) and not fits(name, [*LEFT_OUT, *(ignore or ())])
+        if (not allow or fits(name, allow)) and not fits(name, [*IGNORED_FILES, *(ignore or ())])
     )
 
 
-# -- the hub -----------------------------------------------------------------------------------------
+# -- the hub -------------------------------------------------------------------------------------
 
 
 def _hub() -> Any:
@@ -204,11 +205,11 @@ def _user(api: HfApi) -> str:
     try:
         return str(api.whoami()["name"])
     except LocalTokenNotFoundError:
-        found = "There is no token of the Hugging Face hub here."
+        found = "No Hugging Face token was found."
     except HfHubHTTPError as error:
         if error.response.status_code != 401:
             raise
-        found = "The Hugging Face hub does not take the token."
+        found = "The Hugging Face hub rejected the token."
     raise HubError(f"{found} Run `hf auth login`, or set HF_TOKEN.")
 
 
@@ -218,7 +219,7 @@ def _card_of(api: HfApi, repo_id: str, revision: str | None) -> str | None:
     with needs("Pushing to the Hugging Face hub"):
         from huggingface_hub.errors import EntryNotFoundError, RevisionNotFoundError
 
-    # Not from the cache: what counts is what is there now.
+    # Not from the cache: the current state of the repository counts.
     with TemporaryDirectory() as folder:
         try:
             file = api.hf_hub_download(repo_id, CARD, revision=revision, local_dir=folder)

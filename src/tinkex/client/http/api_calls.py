@@ -1,11 +1,11 @@
 """
-The ladder from a typed call to bytes; each rung adds one thing.
+Typed HTTP calls. Each layer adds one thing:
 
-    Calls.call              typed request in, typed answer out
-      Calls.insisting       asks the policy, waits, tries again: the only layer that repeats
-        Calls.once          one exchange, failures mapped to our errors
-          Calls._send       with the credential of this moment
-            Transport.send  bytes and headers
+        Calls.call              typed request in, typed response out
+          Calls.with_retries    retries under the policy: the only layer that repeats a request
+            Calls.once          one exchange; failures become tinkex errors
+              Calls._send       adds the credential
+                Transport.send  bytes and headers
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from tinkex.client.errors import (
     identified,
     status_error,
 )
-from tinkex.client.http.backpressure import Lane
+from tinkex.client.http.backpressure import ServiceLimits
 from tinkex.client.http.circuit_breaker import Breaker, CircuitOpenError
-from tinkex.client.http.retry import MOST_GARBLED, RetryPolicy, retry_after_s
+from tinkex.client.http.retry import MAX_GARBLED, RetryPolicy, retry_after_s
 from tinkex.client.http.transport import (
+    DeadlineExceeded,
     Kind,
     Request,
     Response,
-    Streamed,
-    TooSlow,
+    StreamedResponse,
     Transport,
     Unreachable,
 )
@@ -57,22 +57,22 @@ from tinkex.wire.errors import WireError
 log = logging.getLogger("tinkex.calls")
 
 T = TypeVar("T")
-A = TypeVar("A", bound=Response | Streamed)
+A = TypeVar("A", bound=Response | StreamedResponse)
 
 DEADLINE_S = 60.0
-#: A wait longer than this is told to the user; polls, and calls that have less time, do not wait
-#: longer for others of their lane.
+#: The user gets a warning about a wait longer than this. Polls, and calls with less time left, do
+#: not wait longer for a shared back-off.
 LONG_WAIT_S = 60.0
 KEY_HEADER = "X-API-Key"
-#: Headers that may be logged with their values: we make them, and they hold no secret.
-_HARMLESS = frozenset({"accept", "content-type", "content-encoding", "x-idempotency-key"})
-_SECRET = frozenset(
+#: Headers that may be logged with their values: the client sets them, and none is secret.
+_LOGGED_HEADERS = frozenset({"accept", "content-type", "content-encoding", "x-idempotency-key"})
+_SECRET_HEADERS = frozenset(
     {"x-api-key", "x-tinker-weights-access-token", "cf-access-client-secret", "authorization"}
 )
 
 
 def client_headers(version: str) -> dict[str, str]:
-    """What every request says about this client; servers choose their dialect by the version."""
+    """What every request says about this client; servers adapt to the version."""
     systems = {"Linux": "Linux", "Darwin": "MacOS", "Windows": "Windows", "FreeBSD": "FreeBSD"}
     machines = {"x86_64": "x64", "AMD64": "x64", "aarch64": "arm64", "arm64": "arm64"}
     system, machine = platform.system(), platform.machine()
@@ -95,7 +95,7 @@ class Calls:
         self,
         settings: Settings,
         transport: Transport,
-        lane: Lane,
+        limits: ServiceLimits,
         *,
         headers: Mapping[str, str],
         base_url: str | None = None,
@@ -104,23 +104,23 @@ class Calls:
         rng: random.Random | None = None,
     ) -> None:
         self.settings = settings
-        self.lane = lane
+        self.limits = limits
         self._transport = transport
         self._clock = clock
         self._rng = rng or random.Random()
         self._root = base_url or settings.base_url
         self._headers = merged(headers, settings.headers)
-        self._signs_itself = any(name.lower() == KEY_HEADER.lower() for name in settings.headers)
-        #: Asked before every attempt.
+        self._sets_own_key = any(name.lower() == KEY_HEADER.lower() for name in settings.headers)
+        #: Queried before every attempt.
         self.credential = credential or settings.credential()
-        #: Is told of every 429, with the seconds that everybody waits.
-        self.when_busy: Callable[[float], None] = lambda _: None
+        #: Called for every 429, with the seconds of the shared back-off.
+        self.on_rate_limit: Callable[[float], None] = lambda _: None
         self.tracing = instrumentation.tracing() if settings.otel else None
-        #: Whether the service has ever answered: an address that is wrong should fail soon.
+        #: Whether the service has ever responded: a wrong address should fail early.
         self.reached = False
 
-    def asking_as(self, credential: Credential) -> Self:
-        """The same service, asked with another credential."""
+    def with_credential(self, credential: Credential) -> Self:
+        """The same service with another credential."""
         sibling = copy.copy(self)
         sibling.credential = credential
         return sibling
@@ -137,16 +137,16 @@ class Calls:
         headers: Mapping[str, str] | None = None,
         deadline_s: float = DEADLINE_S,
         give_up_s: float | None = None,
-        busy_s: float | None = None,
-        follows: bool = True,
+        rate_limit_wait_s: float | None = None,
+        follow_redirects: bool = True,
         about: str = "",
     ) -> T:
         """
-        Send a wire type (or ready bytes) and return the answer as `answer`.
+        Send a wire type (or encoded bytes) and return the response as `answer`.
 
-        Repeated under the policy for `give_up_s` (the settings' unless given; 0 tries once). With
-        `busy_s` a 429 is no failure but "slow down": it is waited out, that long where the server
-        names no time, as often as it comes.
+        Retried for `give_up_s` (default: from the settings; 0 tries once). With
+        `rate_limit_wait_s` a 429 is not a failure: the call waits as long as the server asks, or
+        `rate_limit_wait_s`, as often as it comes.
         """
         request = self.request(
             method,
@@ -156,38 +156,44 @@ class Calls:
             content_type=content_type,
             headers=headers,
             deadline_s=deadline_s,
-            follows=follows,
+            follow_redirects=follow_redirects,
         )
 
-        async def asked() -> T:
+        async def attempt_once() -> T:
             response = await self.once(request, about=about)
-            # Read here: an answer that was damaged on its way is asked for again.
+            # Decoded here, so that a damaged response is retried.
             return None if answer is type(None) else decode(answer, response, about=about)
 
-        return await self.insisting(asked, path=path, kind=kind, give_up_s=give_up_s, busy_s=busy_s)
+        return await self.with_retries(
+            attempt_once,
+            path=path,
+            kind=kind,
+            give_up_s=give_up_s,
+            rate_limit_wait_s=rate_limit_wait_s,
+        )
 
-    async def insisting(
+    async def with_retries(
         self,
         attempt_once: Callable[[], Awaitable[T]],
         *,
         path: str,
         kind: Kind = Kind.SESSION,
         give_up_s: float | None = None,
-        busy_s: float | None = None,
+        rate_limit_wait_s: float | None = None,
     ) -> T:
-        """What `attempt_once` comes to, tried again under the policy."""
+        """Call `attempt_once`, and retry it under the policy."""
         breaker = self._breaker(kind)
         give_up_s = self.settings.give_up_s if give_up_s is None else give_up_s
         started = self._clock()
         attempt = garbled = 0
         while True:
             attempt += 1
-            if self.lane.backoff.left_s > 0:
+            if self.limits.backoff.left_s > 0:
                 time_s = max(give_up_s, LONG_WAIT_S) - (self._clock() - started)
-                # A call for which "busy" is no failure has all the time there is.
-                await self._wait_while_busy(math.inf if busy_s is not None else time_s)
+                # A call that does not treat 429 as a failure may wait without limit.
+                await self._wait_for_backoff(math.inf if rate_limit_wait_s is not None else time_s)
             if breaker is not None and (left_s := breaker.blocked_s()) is not None:
-                raise self._not_asked(path, kind, left_s)
+                raise self._circuit_open(path, kind, left_s)
             try:
                 answer = await attempt_once()
                 if breaker is not None:
@@ -197,22 +203,22 @@ class Calls:
                 if breaker is not None:
                     breaker.failed(error)
                 garbled += isinstance(error, APIResponseValidationError)
-                if garbled > MOST_GARBLED:
+                if garbled > MAX_GARBLED:
                     raise
                 now = datetime.now(UTC)
                 elapsed = self._clock() - started
                 status = error.status_code if isinstance(error, APIStatusError) else None
                 if status == 402 and give_up_s:
-                    pause = self.lane.billing.pause_s()
+                    pause = self.limits.billing.pause_s()
                     if pause is None:
                         raise
-                    if self.lane.billing.is_news():
+                    if self.limits.billing.should_warn():
                         log.warning("paused by the service: %s", error.message)
                     await asyncio.sleep(pause)
                     continue
-                asked = asked_s(error, now)
-                if status == 429 and busy_s is not None:
-                    self.slow_down(path, asked or busy_s)
+                requested = requested_delay_s(error, now)
+                if status == 429 and rate_limit_wait_s is not None:
+                    self.note_rate_limit(path, requested or rate_limit_wait_s)
                     continue
                 if not self.reached:
                     give_up_s = min(give_up_s, self.settings.first_contact_s)
@@ -225,100 +231,103 @@ class Calls:
                 )
                 if delay is None:
                     if isinstance(error, APIConnectionError) and attempt > 1:
-                        _amend(error, f"Gave up after {attempt} attempts in {elapsed:.0f} s.")
+                        _extend_message(
+                            error, f"Gave up after {attempt} attempts in {elapsed:.0f} s."
+                        )
                     raise
                 if status == 429:
-                    self.slow_down(path, asked or delay)
-                elif asked:
-                    self.tell_of_a_long_wait(path, asked)
-                instrumentation.here.count("retries", endpoint(path))
-                log.debug("attempt %d of %s failed; again in %.2f s", attempt, path, delay)
+                    self.note_rate_limit(path, requested or delay)
+                elif requested:
+                    self.warn_of_long_wait(path, requested)
+                instrumentation.METRICS.count("retries", endpoint(path))
+                log.debug("attempt %d of %s failed; retrying in %.2f s", attempt, path, delay)
                 await asyncio.sleep(delay)
 
-    def slow_down(self, path: str, delay_s: float) -> None:
-        """Told "busy": everybody of this lane waits so long."""
-        self.lane.backoff.ask(delay_s)
-        instrumentation.here.count("rate_limited", endpoint(path))
-        self.when_busy(delay_s)
-        self.tell_of_a_long_wait(path, delay_s)
+    def note_rate_limit(self, path: str, delay_s: float) -> None:
+        """After a 429: delay all requests with the same limits by `delay_s`."""
+        self.limits.backoff.extend(delay_s)
+        instrumentation.METRICS.count("rate_limited", endpoint(path))
+        self.on_rate_limit(delay_s)
+        self.warn_of_long_wait(path, delay_s)
 
-    def tell_of_a_long_wait(self, path: str, asked_s: float) -> None:
-        """Say what is waited for, once a minute for all that wait."""
+    def warn_of_long_wait(self, path: str, requested_s: float) -> None:
+        """Warn about a long wait, at most once a minute for all waiting requests."""
         now = self._clock()
-        if asked_s > LONG_WAIT_S and now - self.lane.told_at >= LONG_WAIT_S:
-            self.lane.told_at = now
+        if requested_s > LONG_WAIT_S and now - self.limits.long_wait_warned_at >= LONG_WAIT_S:
+            self.limits.long_wait_warned_at = now
             log.warning(
-                "%s asks to wait %.0f s before %s is sent again (Retry-After). Requests wait that "
-                "long, or for the time they have left (give_up_s), and are then sent again. Polls for "
-                "results wait a minute at most.",
+                "%s asks to wait %.0f s before %s is retried (Retry-After). Requests wait that long, "
+                "or for the time they have left (give_up_s), and are then sent again. Polls for "
+                "results wait at most a minute.",
                 self._root,
-                asked_s,
+                requested_s,
                 endpoint(path),
             )
 
-    async def _wait_while_busy(self, at_most_s: float) -> None:
+    async def _wait_for_backoff(self, at_most_s: float) -> None:
         started = self._clock()
-        await self.lane.backoff.wait(at_most_s)
-        instrumentation.here.observe("wait", "backoff", self._clock() - started)
+        await self.limits.backoff.wait(at_most_s)
+        instrumentation.METRICS.observe("wait", "backoff", self._clock() - started)
 
     def _breaker(self, kind: Kind) -> Breaker | None:
-        # Telemetry fails in silence, and must not speak for the service.
+        # Telemetry may fail silently, and must not count as a failure of the service.
         policy = self.settings.breaker
         if policy is None or kind is Kind.TELEMETRY:
             return None
-        if (kind, policy) not in self.lane.breakers:
-            self.lane.breakers[kind, policy] = Breaker(policy, self._clock)
-        return self.lane.breakers[kind, policy]
+        if (kind, policy) not in self.limits.breakers:
+            self.limits.breakers[kind, policy] = Breaker(policy, self._clock)
+        return self.limits.breakers[kind, policy]
 
-    def _not_asked(self, path: str, kind: Kind, left_s: float) -> CircuitOpenError:
+    def _circuit_open(self, path: str, kind: Kind, left_s: float) -> CircuitOpenError:
         return CircuitOpenError(
             Request(method="POST", url=f"{self._root}/api/v1/{path}", kind=kind),
-            f"Connection error. {path} was not sent: {self._root} failed {kind.value} requests too "
-            f"often in a row (Settings.breaker). It is asked again in {left_s:.0f} s; try then, or "
-            "look at the server's log.",
+            f"Connection error. {path} was not sent: {self._root} failed too many {kind.value} "
+            f"requests in a row (Settings.breaker). Requests are sent again in {left_s:.0f} s; "
+            "retry then, or look at the server's log.",
             left_s,
         )
 
     async def once(
-        self, request: Request, *, about: str = "", sending: Callable[[], None] | None = None
+        self, request: Request, *, about: str = "", on_send: Callable[[], None] | None = None
     ) -> Response:
         """
         One exchange. Raises for every status that is not a success.
 
-        `sending` is called when everything that can fail here has passed, just before the transport
-        gets the request: an error without that call means that the server has nothing.
+        `on_send` is called just before the transport gets the request. An error without that call
+        means that nothing was sent.
         """
         with self.network_errors(request, about=about):
-            response = await self._send(request, self._exchange, sending)
-        self._heard(response)
+            response = await self._send(request, self._exchange, on_send)
+        self._note_response(response)
         if response.status_code >= 300:
-            raise self._refusal(request, response, about)
+            raise self._error_from(request, response, about)
         return response
 
-    async def open(self, request: Request, *, about: str = "") -> Streamed:
-        """The same, for an answer that is read as it comes. To be closed by the caller."""
+    async def open(self, request: Request, *, about: str = "") -> StreamedResponse:
+        """Like `once`, for a response that is read as it arrives. The caller must close it."""
         with self.network_errors(request, about=about):
             answer = await self._send(request, self._stream)
-        self._heard(answer)
+        self._note_response(answer)
         if isinstance(answer, Response):
-            raise self._refusal(request, answer, about)
+            raise self._error_from(request, answer, about)
         return answer
 
     @contextmanager
     def network_errors(self, request: Request, *, about: str = "") -> Iterator[None]:
-        """What transports raise, as the errors that users see."""
+        """Converts errors of the transport to tinkex errors."""
         try:
             yield
-        except TooSlow as error:
-            timeout = APITimeoutError(request.bare())
-            _amend(timeout, self._where(request, about, f"{error}"))
+        except DeadlineExceeded as error:
+            timeout = APITimeoutError(request.without_payload())
+            _extend_message(timeout, self._where(request, about, f"{error}"))
             raise timeout from error
         except Unreachable as error:
             raise APIConnectionError(
-                request.bare(), f"Connection error. {self._where(request, about, str(error))}"
+                request.without_payload(),
+                f"Connection error. {self._where(request, about, str(error))}",
             ) from error
 
-    def _heard(self, answer: Response | Streamed) -> None:
+    def _note_response(self, answer: Response | StreamedResponse) -> None:
         self.reached = True
         if note := answer.headers.get("x-deprecation-note"):
             level = logging.WARNING
@@ -326,15 +335,15 @@ class Calls:
                 level = logging.ERROR
             log.log(level, "%s", note)
 
-    def _refusal(
+    def _error_from(
         self, request: Request, response: Response, about: str
     ) -> APIConnectionError | APIStatusError:
         if response.status_code == 400 and not response.content:
-            # Servers give their 400s a body; an empty one is a proxy in between that lost it.
+            # Servers send a body with a 400; an empty one comes from a proxy that lost it.
             return APIConnectionError(
-                request.bare(),
+                request.without_payload(),
                 "Connection error. "
-                + self._where(request, about, "an empty 400, as broken proxies send it"),
+                + self._where(request, about, "an empty 400, probably from a broken proxy"),
             )
         return status_error(response, about=about)
 
@@ -342,12 +351,12 @@ class Calls:
         self,
         request: Request,
         exchange: Callable[[Request], Awaitable[A]],
-        sending: Callable[[], None] | None = None,
+        on_send: Callable[[], None] | None = None,
     ) -> A:
-        """One exchange in the caller's name; a second one if only the token was too old."""
+        """One exchange with the current credential; a second one if the token had expired."""
         signed = await self.signed(request)
-        if sending is not None:
-            sending()
+        if on_send is not None:
+            on_send()
         answer = await exchange(signed)
         refused = answer.status_code == 401 and signed is not request
         if refused and await self.credential.renew(signed.headers[KEY_HEADER]):
@@ -355,34 +364,36 @@ class Calls:
         return answer
 
     async def signed(self, request: Request) -> Request:
-        """The request with the credential of this moment, unless it carries one already."""
-        if self._signs_itself or KEY_HEADER in request.headers:
+        """The request with the current credential, unless it has one already."""
+        if self._sets_own_key or KEY_HEADER in request.headers:
             return request
         token = await self.credential.token()
         if token is None:
             return request
         return replace(request, headers={**request.headers, KEY_HEADER: token})
 
-    async def _stream(self, request: Request) -> Streamed | Response:
-        """An answer that is still coming; a refusal is read to its end."""
+    async def _stream(self, request: Request) -> StreamedResponse | Response:
+        """A response whose body is still arriving; an error response is read to its end."""
         with _Measured(request, self._clock) as measured:
             streamed = await self._transport.stream(request)
             measured.status = streamed.status_code
         if streamed.status_code < 300:
             return streamed
-        return _without_secrets(await streamed.whole(), request)
+        return _without_secrets(await streamed.read_all(), request)
 
     async def _exchange(self, request: Request) -> Response:
-        telling = log.isEnabledFor(logging.DEBUG)
-        if telling:
-            log.debug("%s %s %s", request.method, request.path, _shown(request.headers))
+        debugging = log.isEnabledFor(logging.DEBUG)
+        if debugging:
+            log.debug("%s %s %s", request.method, request.path, _loggable(request.headers))
         started = self._clock()
         with _Measured(request, self._clock) as measured:
             response = await self._transport.send(request)
             measured.status, measured.size = response.status_code, len(response.content)
         if not is_intact(response.content, response.headers.get("content-digest")):
-            raise Unreachable("the answer was damaged on its way (its Content-Digest is another's)")
-        if telling:
+            raise Unreachable(
+                "the response was damaged in transit (its Content-Digest does not match)"
+            )
+        if debugging:
             log.debug(
                 "%s %s: %d, %d bytes after %.3f s",
                 request.method,
@@ -403,14 +414,14 @@ class Calls:
         content_type: str = JSON_TYPE,
         headers: Mapping[str, str] | None = None,
         deadline_s: float = DEADLINE_S,
-        follows: bool = True,
+        follow_redirects: bool = True,
     ) -> Request:
-        """What `once` sends: our headers, and the body encoded."""
+        """The request that `once` sends: with the client's headers and the encoded body."""
         sent = dict(self._headers)
         request_id = None
         if method != "GET":
             sent["Content-Type"] = content_type
-            # One for all attempts: a server that knows it can tell a repeat from a new request.
+            # The same for all attempts, so that a server can recognize a retry.
             request_id = sent["X-Idempotency-Key"] = f"tinkex-{uuid.uuid4()}"
         if headers:
             sent = merged(sent, headers)
@@ -425,51 +436,51 @@ class Calls:
             deadline_s=deadline_s,
             kind=kind,
             request_id=request_id,
-            follows=follows,
+            follow_redirects=follow_redirects,
         )
 
     def _where(self, request: Request, about: str, found: str) -> str:
         about = f"{about}: " if about else ""
         return (
             f"{about}{request.method} {request.url}{identified(request)}: {found}. "
-            "Check that the server runs and that base_url (TINKER_BASE_URL) is right."
+            "Check that the server is running and that base_url (TINKER_BASE_URL) is right."
         )
 
 
-# Not a generator: every request passes here, and this takes half the time.
+# Not a generator: this is on the path of every request, and takes half the time.
 class _Measured:
-    """Around one exchange: counts it, its bytes and its time."""
+    """Counts one exchange, its bytes and its duration."""
 
     __slots__ = ("_clock", "_endpoint", "_metrics", "_size", "_started", "size", "status")
 
     def __init__(self, request: Request, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._metrics = instrumentation.here
+        self._metrics = instrumentation.METRICS
         self._endpoint = endpoint(request.url.partition("/api/v1/")[2])
         self._size = len(request.body or b"")
         self._started = 0.0
-        #: None where no answer came.
+        #: None if there was no response.
         self.status: int | None = None
         self.size = 0
 
     def __enter__(self) -> Self:
-        self._metrics.asked(self._endpoint, self._size)
+        self._metrics.request_started(self._endpoint, self._size)
         self._started = self._clock()
         return self
 
     def __exit__(self, *_: object) -> None:
         status = "none" if self.status is None else str(self.status)
         taken_s = self._clock() - self._started
-        self._metrics.answered(self._endpoint, status, self.size, taken_s)
+        self._metrics.request_finished(self._endpoint, status, self.size, taken_s)
 
 
 def endpoint(path: str) -> str:
-    """The name to count a path under: its first word, without ids."""
+    """The metric name of a path: its first segment, without ids."""
     return path.partition("?")[0].partition("/")[0]
 
 
 def merged(headers: Mapping[str, str], over: Mapping[str, str]) -> dict[str, str]:
-    """Both; where the names differ in letter case only, the second counts."""
+    """Both, with case-insensitive names; the second wins."""
     if not over:
         return dict(headers)
     replaced = {name.lower() for name in over}
@@ -478,26 +489,26 @@ def merged(headers: Mapping[str, str], over: Mapping[str, str]) -> dict[str, str
 
 
 def _without_secrets(response: Response, request: Request) -> Response:
-    """Some gateways answer with the request they refuse, and errors are printed and kept."""
+    """Removes secrets: some gateways echo the request, and errors are printed and stored."""
     content = response.content
     for name, value in request.headers.items():
-        if name.lower() in _SECRET and value:
+        if name.lower() in _SECRET_HEADERS and value:
             content = content.replace(value.encode(), b"***")
     return response if content == response.content else replace(response, content=content)
 
 
-def _shown(headers: Mapping[str, str]) -> dict[str, str]:
-    """For the log: names, and only such values as cannot be secret."""
+def _loggable(headers: Mapping[str, str]) -> dict[str, str]:
+    """Headers for the log, with only those values that cannot be secret."""
     return {
-        name: value if low in _HARMLESS or low.startswith("x-tinker-request") else "…"
+        name: value if low in _LOGGED_HEADERS or low.startswith("x-tinker-request") else "…"
         for name, value in headers.items()
-        # The same every time.
+        # These are always the same.
         if not (low := name.lower()).startswith(("x-stainless", "user-agent"))
     }
 
 
 def decode(answer: type[T], response: Response, *, about: str = "") -> T:
-    """The body as `answer`, or an error that says what did not fit."""
+    """The body as `answer`, or an error that says what does not fit."""
     try:
         return decode_json(answer, response.content)
     except ValueError as error:
@@ -505,7 +516,7 @@ def decode(answer: type[T], response: Response, *, about: str = "") -> T:
         unreadable = APIResponseValidationError(
             response,
             response.text[:2000],
-            f"{what}the answer to {response.request.method} {response.request.path}"
+            f"{what}the response to {response.request.method} {response.request.path}"
             f"{identified(response.request, response)} is not a {answer.__name__}: "
             f"{str(error).rstrip('.')}. "
             "Is base_url the address of a Tinker service?",
@@ -514,14 +525,14 @@ def decode(answer: type[T], response: Response, *, about: str = "") -> T:
         raise unreadable from error
 
 
-def asked_s(error: APIError, now: datetime) -> float | None:
-    """How long the answer asks to wait (Retry-After); None if it does not."""
+def requested_delay_s(error: APIError, now: datetime) -> float | None:
+    """The delay that the response asks for (Retry-After); None if it has none."""
     if isinstance(error, APIStatusError):
         return retry_after_s(error.response.headers, now=now)
     return None
 
 
-def _amend(error: TinkerError, text: str) -> None:
+def _extend_message(error: TinkerError, text: str) -> None:
     message = f"{error.args[0]} {text}"
     error.args = (message,)
     error.__dict__["message"] = message

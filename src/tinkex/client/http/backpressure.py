@@ -1,4 +1,8 @@
-"""Who samples next: so many at a time, in order within a client, in turn between clients."""
+"""
+Limits that all clients with the same service and credential share (`ServiceLimits`).
+
+A fair limit on running samples, byte budgets, a shared back-off after 429, and a pause after 402.
+"""
 
 from __future__ import annotations
 
@@ -15,108 +19,104 @@ from weakref import WeakValueDictionary
 
 from tinkex.client.http.circuit_breaker import Breaker, BreakerPolicy
 from tinkex.client.http.transport import Kind
+from tinkex.wire.inputs import DmelChunk, EncodedTextChunk, ImageChunk, ModelInput
 
 E = TypeVar("E")
 
 NO_LIMIT = 2**31
+#: After a back-off, samples are submitted a few at a time for this long.
+SLOW_START_S = 10.0
+#: Requests that wait for the same moment are spread over at most this long.
+MAX_SPREAD_S = 15.0
+#: Delay between attempts while 402 responses are tolerated.
+BILLING_PAUSE_S = 5.0
+#: The user gets a warning about a billing pause this often.
+BILLING_WARN_S = 60.0
+#: After this long without a 402, the next one starts a new pause.
+BILLING_RESET_S = 300.0
 
 
-class Line(Generic[E]):
+class ClientQueue(Generic[E]):
     """
-    What one client has waiting, first come, first served.
+    The waiting entries of one client, first in, first out.
 
-    What waits is an entry in a queue and nothing more: no task, no socket. `begin` starts one,
-    and says whether there was anything to start; it may have been taken back meanwhile.
+    A waiting entry takes no task and no socket. `start` starts one and returns whether it did; the
+    entry may have been cancelled while it waited.
     """
 
-    def __init__(self, begin: Callable[[E], bool], limit: int | None = None) -> None:
-        self.begin = begin
-        #: How many of this line may be inside together.
+    def __init__(self, start: Callable[[E], bool], limit: int | None = None) -> None:
+        self.start = start
+        #: Entries of this client that may run at the same time.
         self.limit = NO_LIMIT if limit is None else limit
         self.waiting: deque[E] = deque()
-        self.inside = 0
-        self._in_turn = False
+        self.running = 0
+        self._is_ready = False
 
     @property
     def idle(self) -> bool:
-        return not self.waiting and not self.inside
+        return not self.waiting and not self.running
 
 
-class Admission:
+class FairLimiter:
     """
-    Lets in at most `size` at a time from any number of lines.
+    Admits at most `size` running entries from any number of clients.
 
-    Lines take turns, one entry each, so that a client with ten thousand waiting does not keep
-    another from its first. Belongs to one event loop.
+    Clients take turns, one entry each, so that a client with thousands of waiting entries does not
+    delay another's first. Belongs to one event loop.
     """
 
     def __init__(self, size: int) -> None:
         self.size = size
         self.used = 0
-        #: Lines that have something waiting and are below their own limit.
-        self._turns: deque[Line[Any]] = deque()
+        #: Clients that have waiting entries and are below their own limit.
+        self._ready: deque[ClientQueue[Any]] = deque()
 
-    def join(self, line: Line[E], entries: Iterable[E]) -> None:
-        line.waiting.extend(entries)
-        self._queue(line)
-        self._let_in()
+    def enqueue(self, queue: ClientQueue[E], entries: Iterable[E]) -> None:
+        queue.waiting.extend(entries)
+        self._add_ready(queue)
+        self._admit()
 
-    def leave(self, line: Line[Any]) -> None:
-        """One that `line.begin` started has ended."""
-        line.inside -= 1
+    def release(self, queue: ClientQueue[Any]) -> None:
+        """An entry that `queue.start` started has ended."""
+        queue.running -= 1
         self.used -= 1
-        self._queue(line)
-        self._let_in()
+        self._add_ready(queue)
+        self._admit()
 
-    def _queue(self, line: Line[Any]) -> None:
-        if line.waiting and line.inside < line.limit and not line._in_turn:
-            line._in_turn = True
-            self._turns.append(line)
+    def _add_ready(self, queue: ClientQueue[Any]) -> None:
+        if queue.waiting and queue.running < queue.limit and not queue._is_ready:
+            queue._is_ready = True
+            self._ready.append(queue)
 
-    def _let_in(self) -> None:
-        while self._turns and self.used < self.size:
-            line = self._turns.popleft()
-            line._in_turn = False
-            while line.waiting:
-                if line.begin(line.waiting.popleft()):
-                    line.inside += 1
+    def _admit(self) -> None:
+        while self._ready and self.used < self.size:
+            queue = self._ready.popleft()
+            queue._is_ready = False
+            while queue.waiting:
+                if queue.start(queue.waiting.popleft()):
+                    queue.running += 1
                     self.used += 1
                     break
-            self._queue(line)
-
-
-# MERGED: How much may be in flight, and backing off together when the service says "busy".
-
-
-#: For this long after a back-off samples are sent a few at a time.
-CAREFUL_S = 10.0
-#: Those who wait for the same moment come back within this long at most.
-MOST_SPREAD_S = 15.0
-#: While a 402 is tolerated, this long between attempts.
-BILLING_PAUSE_S = 5.0
-#: Users are told this often that they are paused.
-BILLING_WARN_S = 60.0
-#: This long without a 402 closes the window; the next one opens a fresh window.
-BILLING_FORGET_S = 300.0
+            self._add_ready(queue)
 
 
 class Budget:
     """
-    A number of bytes (or of anything) that may be in flight together.
+    An amount of bytes (or of anything) that may be in flight at the same time.
 
-    First come, first served. A request larger than the whole budget waits until
-    nothing else is in flight and then passes alone: slow, rather than impossible.
+    First in, first out. A request larger than the whole budget waits until nothing else is in
+    flight and then runs alone.
     """
 
     def __init__(self, size: int) -> None:
         self.size = size
         self.used = 0
-        self._line = asyncio.Lock()
+        self._order = asyncio.Lock()
         self._freed = asyncio.Event()
 
     @asynccontextmanager
     async def hold(self, amount: int) -> AsyncIterator[None]:
-        async with self._line:
+        async with self._order:
             while self.used and self.used + amount > self.size:
                 self._freed.clear()
                 await self._freed.wait()
@@ -129,14 +129,14 @@ class Budget:
 
 
 class Backoff:
-    """One moment before which nobody sends, shared by all who were told that it is busy."""
+    """The time until which no request is sent, shared by all requests after a 429."""
 
     def __init__(self, clock: Callable[[], float] = monotonic) -> None:
         self._clock = clock
         self._until = -math.inf
 
-    def ask(self, delay_s: float) -> None:
-        """Nobody sends for `delay_s` from now; a longer wish made earlier stays."""
+    def extend(self, delay_s: float) -> None:
+        """Send nothing for `delay_s` from now, or until the earlier deadline if that is later."""
         self._until = max(self._until, self._clock() + delay_s)
 
     @property
@@ -144,70 +144,85 @@ class Backoff:
         return max(0.0, self._until - self._clock())
 
     @property
-    def recent(self) -> bool:
-        """Whether the service was busy a moment ago, and may be again."""
-        return self._clock() < self._until + CAREFUL_S
+    def in_slow_start(self) -> bool:
+        """Whether the service was rate-limited recently."""
+        return self._clock() < self._until + SLOW_START_S
 
     async def wait(self, at_most_s: float = math.inf) -> None:
-        """Until nobody is told to wait any more, however often the moment moves meanwhile."""
+        """Wait until the back-off is over, even if it is extended while waiting."""
         ends = self._clock() + at_most_s
         while (left := min(self.left_s, ends - self._clock())) > 0:
             await _spread(left)
 
     async def wait_once(self, at_most_s: float) -> None:
-        """Until the moment that is known now. For polls: they end what keeps the service busy."""
+        """Wait until the current deadline only. For polls: their results reduce the load."""
         if (left := min(self.left_s, at_most_s)) > 0:
             await _spread(left)
 
 
 async def _spread(delay_s: float) -> None:
-    """Sleep, not all to the same moment: the first ones back would be told "busy" again."""
-    await asyncio.sleep(delay_s + min(0.25 * delay_s, MOST_SPREAD_S) * random.random())
+    """Sleep with jitter: requests that return at the same moment would be rate-limited again."""
+    await asyncio.sleep(delay_s + min(0.25 * delay_s, MAX_SPREAD_S) * random.random())
 
 
 class BillingPause:
-    """402 means "paused" for a while, and an error after that."""
+    """Treats 402 as a pause for `max_pause_s`, and as an error after that."""
 
-    def __init__(self, patience_s: float = 3600.0, clock: Callable[[], float] = monotonic) -> None:
-        self.patience_s = patience_s
+    def __init__(self, max_pause_s: float = 3600.0, clock: Callable[[], float] = monotonic) -> None:
+        self.max_pause_s = max_pause_s
         self._clock = clock
         self._opened = -math.inf
         self._last = -math.inf
-        self._told = -math.inf
+        self._warned_at = -math.inf
 
-    def is_news(self) -> bool:
-        """Whether it is time to tell the user that things are paused, once for all who wait."""
+    def should_warn(self) -> bool:
+        """Whether to warn the user about the pause now; at most once for all waiting requests."""
         now = self._clock()
-        if now - self._told < BILLING_WARN_S:
+        if now - self._warned_at < BILLING_WARN_S:
             return False
-        self._told = now
+        self._warned_at = now
         return True
 
     def pause_s(self) -> float | None:
-        """Seconds to wait after a 402, or None when patience has run out."""
+        """Seconds to wait after a 402, or None when `max_pause_s` is used up."""
         now = self._clock()
-        if now - self._last > BILLING_FORGET_S:
+        if now - self._last > BILLING_RESET_S:
             self._opened = now
         self._last = now
-        return BILLING_PAUSE_S if now - self._opened < self.patience_s else None
+        return BILLING_PAUSE_S if now - self._opened < self.max_pause_s else None
+
+
+def input_bytes(model_input: ModelInput, *, per_token: int = 4) -> int:
+    """Approximate size of the input on the wire: 4 bytes per token in protobuf, 10 in JSON."""
+    size = 0
+    for chunk in model_input.chunks:
+        if isinstance(chunk, EncodedTextChunk):
+            size += per_token * chunk.length
+        elif isinstance(chunk, ImageChunk):
+            size += len(chunk.data)
+        elif isinstance(chunk, DmelChunk):
+            size += len(chunk.dmel)
+        else:
+            size += len(chunk.location)
+    return size
 
 
 @dataclass(eq=False)
-class Lane:
-    """What everything with the same service and the same credential shares."""
+class ServiceLimits:
+    """Shared by all requests to the same service with the same credential."""
 
     backoff: Backoff = field(default_factory=Backoff)
     billing: BillingPause = field(default_factory=BillingPause)
-    #: When the user was last told of a long wait.
-    told_at: float = -math.inf
-    #: Where settings ask for them, by kind of work; each policy has its own.
+    #: When the user was last warned about a long wait.
+    long_wait_warned_at: float = -math.inf
+    #: Circuit breakers, if the settings enable them; each policy has its own.
     breakers: dict[tuple[Kind, BreakerPolicy], Breaker] = field(default_factory=dict)
-    #: Samples under way, submission to result.
-    samples: Admission = field(default_factory=lambda: Admission(2_000))
-    #: Results that are known to be there, being fetched: many would only open connections.
+    #: Running samples, from submission to result.
+    samples: FairLimiter = field(default_factory=lambda: FairLimiter(2_000))
+    #: Fetches of results that are ready: more would only open more connections.
     fetches: Budget = field(default_factory=lambda: Budget(64))
-    #: Samples being submitted while the service was busy a moment ago.
-    careful: Budget = field(default_factory=lambda: Budget(10))
+    #: Samples being submitted shortly after a 429.
+    slow_start: Budget = field(default_factory=lambda: Budget(10))
     #: Bytes of prompts being submitted.
     sample_bytes: Budget = field(default_factory=lambda: Budget(10 * 1024 * 1024))
     #: Bytes of training data being submitted.
@@ -216,14 +231,14 @@ class Lane:
     result_bytes: Budget = field(default_factory=lambda: Budget(50 * 1024 * 1024))
 
 
-class Lanes:
-    """The lanes of one event loop; one goes when the last client that uses it goes."""
+class ServiceLimitsTable:
+    """The limits of one event loop, by service and credential; unused ones are dropped."""
 
     def __init__(self) -> None:
-        self._lanes: WeakValueDictionary[tuple[str, str], Lane] = WeakValueDictionary()
+        self._limits: WeakValueDictionary[tuple[str, str], ServiceLimits] = WeakValueDictionary()
 
-    def get(self, key: tuple[str, str]) -> Lane:
-        lane = self._lanes.get(key)
-        if lane is None:
-            lane = self._lanes[key] = Lane()
-        return lane
+    def get(self, key: tuple[str, str]) -> ServiceLimits:
+        limits = self._limits.get(key)
+        if limits is None:
+            limits = self._limits[key] = ServiceLimits()
+        return limits

@@ -1,4 +1,4 @@
-"""Samples that nobody wants any more: the server is told, a few at a time, by one task."""
+"""Cancels abandoned samples on the server, a few at a time, in one background task."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ log = logging.getLogger("tinkex.cancels")
 DEADLINE_S = 30.0
 
 
-class Cancels:
-    """Cancels requests of one service, where it cares to know. Belongs to one event loop."""
+class CancelQueue:
+    """Cancels requests, if the service supports it. Belongs to one event loop."""
 
     def __init__(self, calls: Calls, keep: Callable[[asyncio.Task[None]], None]) -> None:
         self._calls = calls
         self._keep = keep
-        #: Ids, or the submission whose answer was not waited for.
+        #: Request ids, or submissions whose response was not received.
         self._queue: deque[str | Request] = deque()
         self._task: asyncio.Task[None] | None = None
         self.dynamic = ClientDynamicConfigResponse()
 
-    def later(self, request: str | Request) -> None:
+    def add(self, request: str | Request) -> None:
         """
         Cancel a request by its id, or by its submission.
 
-        A submission that was interrupted may have arrived. Repeated, it is answered with the id
-        of the first, because its number is the same; that can then be cancelled.
+        A submission that was interrupted may have been accepted. Sent again, it returns the same
+        request id, because its seq_id is the same; that id is then cancelled.
         """
         if not self.dynamic.sample_cancel_enabled:
             return

@@ -1,8 +1,8 @@
 """
-A circuit breaker: after so many failures in a row, fail at once for a while instead of insisting.
+A circuit breaker: after several consecutive failures, requests fail immediately for a while.
 
-Off unless `Settings.breaker` (`TINKEX_BREAKER=5/30`) asks for it. One for each kind of work of a
-lane, asked by the one layer that repeats requests. Pure: it reads a clock and sleeps never.
+Off unless `Settings.breaker` (`TINKEX_BREAKER=5/30`) enables it. There is one for each kind of
+request in `ServiceLimits`; `Calls.with_retries` consults it. It reads a clock and never sleeps.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ _OFF = frozenset({"0", "false", "no", "off"})
 
 @dataclass(frozen=True, kw_only=True)
 class BreakerPolicy:
-    """When to stop asking a service, and for how long."""
+    """When to stop sending requests to a service, and for how long."""
 
-    #: So many attempts in a row without a sound answer open the circuit.
+    #: Consecutive failed attempts that open the circuit.
     failures: int = 5
-    #: Seconds until one attempt is let through to see whether the service is back.
+    #: Seconds until one attempt is allowed, to test whether the service is back.
     open_s: float = 30.0
 
     def __post_init__(self) -> None:
         if self.failures < 1 or not self.open_s > 0:
             raise TinkerError(
-                f"A circuit breaker of {self.failures} failures and {self.open_s:g} s: it needs at "
-                "least one failure, and seconds above zero."
+                f"A circuit breaker needs at least 1 failure and more than 0 seconds, not "
+                f"{self.failures} failures and {self.open_s:g} s."
             )
 
     @classmethod
@@ -57,9 +57,9 @@ class BreakerPolicy:
 
 
 class CircuitOpenError(APIConnectionError):
-    """The service has failed too often in a row, so it was not asked. Says when it will be."""
+    """Not sent: the service failed too many times in a row. Says when requests are sent again."""
 
-    #: Seconds until the next attempt is let through.
+    #: Seconds until the next attempt is allowed.
     retry_in_s: float
 
     def __init__(self, request: Request, message: str, retry_in_s: float) -> None:
@@ -68,7 +68,7 @@ class CircuitOpenError(APIConnectionError):
 
 
 def counts_as_failure(error: BaseException) -> bool:
-    """Only what says that the service is not well; "busy" and "wrong" are sound answers."""
+    """Only signs of an unhealthy service; rate limits and client errors do not count."""
     if isinstance(error, APIStatusError):
         return error.status_code >= 500
     return isinstance(error, APIConnectionError)
@@ -76,7 +76,7 @@ def counts_as_failure(error: BaseException) -> bool:
 
 class Breaker:
     """
-    Closed until enough failures in a row; then open; then half-open, with one attempt under way.
+    Closed until enough consecutive failures; then open; then half-open, with one attempt running.
 
     That attempt closes it, or opens it again.
     """
@@ -100,13 +100,13 @@ class Breaker:
         return max(0.0, self._opened_at + self._policy.open_s - self._clock())
 
     def blocked_s(self) -> float | None:
-        """None: go ahead, and tell how it went. Otherwise seconds until asking may help."""
+        """None: go ahead, and report the outcome. Otherwise seconds until the next attempt."""
         if self._opened_at is None:
             return None
         if (left := self._left_s()) > 0:
             return left
         if self._probe_since is not None:
-            # One whose outcome was never told (cancelled) does not keep it shut for good.
+            # An attempt without a reported outcome (cancelled) does not block the circuit forever.
             left = self._probe_since + self._policy.open_s - self._clock()
             if left > 0:
                 return left

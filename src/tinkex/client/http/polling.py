@@ -1,7 +1,10 @@
 """
-Fetches what a server has promised: long polls until the result is there.
+Fetches results by long polling.
 
-What an answer means is decided by `read_answer`, how long to wait by `Pace`; the loop is thin.
+`ResultPoller` polls for one result. `SharedPoll` is one long poll for all samples of a client: the
+server keeps a log of finished samples, a poll names the position up to which it was read, and the
+server holds the poll until there is more. Results are then fetched one by one and acknowledged in
+the next poll, so that the server may drop them.
 """
 
 from __future__ import annotations
@@ -30,8 +33,8 @@ from tinkex.client.errors import (
     RequestFailedError,
     own_copy,
 )
-from tinkex.client.http.api_calls import LONG_WAIT_S, Calls, asked_s, decode
-from tinkex.client.http.retry import MOST_GARBLED, is_retryable
+from tinkex.client.http.api_calls import LONG_WAIT_S, Calls, decode, requested_delay_s
+from tinkex.client.http.retry import MAX_GARBLED, is_retryable
 from tinkex.client.http.transport import Kind, Response
 from tinkex.client.observe import queue_states
 from tinkex.wire.base import Payload
@@ -55,50 +58,50 @@ log = logging.getLogger("tinkex.results")
 
 T = TypeVar("T", bound=BaseModel | Payload)
 
-#: Servers hold a poll for about 30 s; this leaves them room.
+#: Servers hold a poll for about 30 s.
 POLL_DEADLINE_S = 45.0
-#: A "not yet" that came sooner than this was not held, so the next poll waits.
+#: A server that responds faster than this did not hold the poll, so the next poll is delayed.
 HELD_S = 1.0
-#: Proxies lose a request now and then with a 400; more than this in a row is an answer.
+#: Proxies sometimes lose a request with a 400; more than this in a row is a real response.
 MAX_400 = 3
 QUEUE_LOG_EVERY_S = 60.0
-#: For servers that name a state without a reason.
+#: For servers that send a state without a reason.
 QUEUE_REASONS = {
-    "paused_rate_limit": "a rate limit of this account has been reached",
+    "paused_rate_limit": "a rate limit of this account was reached",
     "paused_capacity": "the service is short of capacity",
 }
 
 
 class QueueObserver(Protocol):
-    """Is told why a request waits."""
+    """Notified when the queue state of a request changes."""
 
     def on_queue_state_change(self, queue_state: str, queue_state_reason: str | None) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wanted(Generic[T]):
-    """What a promise is expected to hold, and how to read it."""
+class ExpectedResult(Generic[T]):
+    """The type of a result, and how to decode it."""
 
-    #: The name servers know this kind of request by.
+    #: The server's name for this kind of request.
     request_type: str
     answer: type[T]
-    #: Reads the protobuf form; None if this result only travels as JSON.
+    #: Decodes the protobuf form; None if this result is only sent as JSON.
     read_protobuf: Callable[[bytes], T] | None = None
 
 
 class Garbled(ValueError):
-    """Bytes that are no message."""
+    """Bytes that cannot be decoded."""
 
 
 def read_answer(
-    response: Response, wanted: Wanted[T]
+    response: Response, expected: ExpectedResult[T]
 ) -> T | TryAgainResponse | CompleteMetadata | RequestFailedResponse:
-    """What a successful poll says. Raises `ValueError` for what the protocol does not allow."""
+    """Decode a successful poll. Raises `ValueError` for what the protocol does not allow."""
     if PROTOBUF_TYPE in response.headers.get("content-type", ""):
-        if wanted.read_protobuf is None:
-            raise ValueError(f"protobuf is not expected for a {wanted.request_type} result")
+        if expected.read_protobuf is None:
+            raise ValueError(f"protobuf is not expected for a {expected.request_type} result")
         try:
-            return wanted.read_protobuf(response.content)
+            return expected.read_protobuf(response.content)
         except ValueError as error:
             raise Garbled(f"{error}") from error
     try:
@@ -111,58 +114,58 @@ def read_answer(
         )
     if "error" in body:
         body = {"category": "unknown", **body}
-    return read_future(body, wanted.answer)
+    return read_future(body, expected.answer)
 
 
 def _read(
-    response: Response, wanted: Wanted[T], about: str
+    response: Response, expected: ExpectedResult[T], about: str
 ) -> T | TryAgainResponse | CompleteMetadata | RequestFailedResponse:
     try:
-        return read_answer(response, wanted)
+        return read_answer(response, expected)
     except ValueError as error:
         unreadable = APIResponseValidationError(
             response,
             response.text[:2000],
-            f"{about}: the answer cannot be read: {error}. The server and this client "
+            f"{about}: the response cannot be decoded: {error}. The server and this client "
             "disagree about the protocol; report this with the versions of both.",
         )
         unreadable.garbled = isinstance(error, Garbled)
         raise unreadable from error
 
 
-class Pace:
-    """How long to pause between polls, so that no server is ever polled in a busy loop."""
+class PollBackoff:
+    """Delays between polls, so that no server is polled in a busy loop."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
-        self._quick = 0
+        self._quick_responses = 0
         self._failures = 0
 
     def after_not_yet(self, held_s: float) -> float:
-        """A server that holds its polls is asked again at once; one that does not, ever slower."""
+        """No delay if the server holds its polls; otherwise an increasing one."""
         self._failures = 0
         if held_s >= HELD_S:
-            self._quick = 0
+            self._quick_responses = 0
             return 0.0
-        self._quick += 1
-        return self._jittered(min(0.02 * 2.0 ** min(self._quick, 20), 1.0))
+        self._quick_responses += 1
+        return self._jittered(min(0.02 * 2.0 ** min(self._quick_responses, 20), 1.0))
 
-    def after_failure(self, asked_s: float | None = None) -> float:
-        """As the server asks, a minute at most: the result may be there long before."""
+    def after_failure(self, requested_s: float | None = None) -> float:
+        """The delay that the server asks for, at most a minute: the result may be ready earlier."""
         self._failures += 1
-        if asked_s is not None:
-            return min(asked_s, LONG_WAIT_S)
+        if requested_s is not None:
+            return min(requested_s, LONG_WAIT_S)
         return self._jittered(min(0.05 * 2.0 ** min(self._failures, 20), 15.0))
 
     def _jittered(self, delay_s: float) -> float:
         return delay_s * (1 - 0.25 * self._rng.random())
 
 
-class Patience:
-    """What a poll that failed means: wait so long, or give up. One table for every kind of poll."""
+class PollRetries:
+    """After a failed poll: wait, or give up. The same rules for every kind of poll."""
 
     def __init__(self, calls: Calls, *, clock: Callable[[], float], rng: random.Random) -> None:
-        self.pace = Pace(rng)
+        self.backoff = PollBackoff(rng)
         self._calls = calls
         self._clock = clock
         self._last_contact = clock()
@@ -175,38 +178,38 @@ class Patience:
         self._garbled = 0
 
     def pause_s(self, error: APIError) -> float:
-        """Seconds before the next poll. Raises the error when there is no point in one."""
+        """Seconds before the next poll. Raises the error if polling again is pointless."""
         if isinstance(error, APIResponseValidationError):
             self._garbled += 1
-            if not is_retryable(error) or self._garbled > MOST_GARBLED:
+            if not is_retryable(error) or self._garbled > MAX_GARBLED:
                 raise error
-            return self.pace.after_failure()
+            return self.backoff.after_failure()
         if not isinstance(error, APIStatusError):
             if self._clock() - self._last_contact > self._calls.settings.reconnect_s:
                 raise error
-            return self.pace.after_failure()
+            return self.backoff.after_failure()
         self._last_contact = self._clock()
-        asked = asked_s(error, datetime.now(UTC))
+        requested = requested_delay_s(error, datetime.now(UTC))
         if error.status_code == 400 and self._bad_requests < MAX_400:
             self._bad_requests += 1
-            return self.pace.after_failure(asked)
+            return self.backoff.after_failure(requested)
         if error.status_code == 402:
-            pause = self._calls.lane.billing.pause_s()
+            pause = self._calls.limits.billing.pause_s()
             if pause is None:
                 raise error
             return pause
         if error.status_code == 400 or not is_retryable(error):
             raise error
-        delay = self.pace.after_failure(asked)
+        delay = self.backoff.after_failure(requested)
         if error.status_code == 429:
-            self._calls.slow_down("retrieve_future", asked or delay)
-            return 0.0  # the next poll waits with everybody of this lane
-        self._calls.tell_of_a_long_wait("retrieve_future", asked or delay)
+            self._calls.note_rate_limit("retrieve_future", requested or delay)
+            return 0.0  # the next poll waits for the shared back-off
+        self._calls.warn_of_long_wait("retrieve_future", requested or delay)
         return delay
 
 
-class Results:
-    """Waits for promises of one service. Belongs to one event loop."""
+class ResultPoller:
+    """Fetches results from one service. Belongs to one event loop."""
 
     def __init__(
         self,
@@ -222,110 +225,112 @@ class Results:
     async def fetch(
         self,
         request_id: str,
-        wanted: Wanted[T],
+        expected: ExpectedResult[T],
         *,
         observer: QueueObserver | None = None,
         round_trip_s: float | None = None,
         size: int | None = None,
     ) -> T:
         """
-        The result of a promise; raises `RequestFailedError` if the server could not keep it.
+        Poll until the result is available; raises `RequestFailedError` if the request failed.
 
-        Where the `size` of the result is known, room is made for it first. Otherwise a large one
-        is announced by the server, and fetched when there is room.
+        If the `size` of the result is known, its bytes are reserved first. Otherwise the server
+        announces a large result, and it is fetched once its bytes are reserved.
         """
-        patience = Patience(self._calls, clock=self._clock, rng=self._rng)
+        retries = PollRetries(self._calls, clock=self._clock, rng=self._rng)
         polls = 0
-        may_withhold = size is None
-        about = f"result of {wanted.request_type} request {request_id}"
-        telling = _Telling(observer)
-        async with contextlib.AsyncExitStack() as room:
-            room.callback(telling.over)
+        allow_metadata_only = size is None
+        about = f"result of {expected.request_type} request {request_id}"
+        reporter = _QueueStateReporter(observer)
+        async with contextlib.AsyncExitStack() as reserved:
+            reserved.callback(reporter.finish)
             if size is not None:
-                await room.enter_async_context(self._calls.lane.result_bytes.hold(size))
+                await reserved.enter_async_context(self._calls.limits.result_bytes.hold(size))
             while True:
                 headers = {
-                    "X-Tinker-Request-Type": wanted.request_type,
+                    "X-Tinker-Request-Type": expected.request_type,
                     "X-Tinker-Request-Iteration": str(polls),
-                    "Accept": PROTOBUF_TYPE if wanted.read_protobuf else JSON_TYPE,
+                    "Accept": PROTOBUF_TYPE if expected.read_protobuf else JSON_TYPE,
                 }
                 if polls == 0 and round_trip_s is not None:
                     headers["X-Tinker-Create-Promise-Roundtrip-Time"] = f"{round_trip_s:.6f}"
                 polls += 1
-                await self._calls.lane.backoff.wait_once(LONG_WAIT_S)
-                asked_at = self._clock()
+                await self._calls.limits.backoff.wait_once(LONG_WAIT_S)
+                sent_at = self._clock()
                 try:
                     response = await self._calls.once(
                         self._calls.request(
                             "POST",
                             "retrieve_future",
-                            {"request_id": request_id, "allow_metadata_only": may_withhold},
+                            {"request_id": request_id, "allow_metadata_only": allow_metadata_only},
                             kind=Kind.RETRIEVE,
                             headers=headers,
                             deadline_s=POLL_DEADLINE_S,
                         ),
                         about=about,
                     )
-                    answer = _read(response, wanted, about)
+                    answer = _read(response, expected, about)
                 except (APIConnectionError, APIStatusError, APIResponseValidationError) as error:
                     if isinstance(error, APIStatusError) and error.status_code == 408:
-                        patience.answered()
-                        telling.hear(error.body)
-                        delay = patience.pace.after_not_yet(self._clock() - asked_at)
+                        retries.answered()
+                        reporter.update(error.body)
+                        delay = retries.backoff.after_not_yet(self._clock() - sent_at)
                     else:
-                        delay = patience.pause_s(error)
+                        delay = retries.pause_s(error)
                     await asyncio.sleep(delay)
                     continue
-                patience.answered()
+                retries.answered()
                 if isinstance(answer, RequestFailedResponse):
                     raise RequestFailedError(answer.error, request_id, answer.category)
                 if isinstance(answer, TryAgainResponse):
-                    telling.hear(response.json())  # in the words of the service, new ones too
-                    await asyncio.sleep(patience.pace.after_not_yet(self._clock() - asked_at))
+                    reporter.update(response.json())  # as sent: it may contain states unknown here
+                    await asyncio.sleep(retries.backoff.after_not_yet(self._clock() - sent_at))
                 elif isinstance(answer, CompleteMetadata):
-                    if may_withhold:
-                        may_withhold = False
+                    if allow_metadata_only:
+                        allow_metadata_only = False
                         size = answer.response_payload_size
-                        await room.enter_async_context(self._calls.lane.result_bytes.hold(size))
-                    else:  # asked not to, and it withheld the result all the same
-                        await asyncio.sleep(patience.pace.after_not_yet(0.0))
+                        await reserved.enter_async_context(
+                            self._calls.limits.result_bytes.hold(size)
+                        )
+                    else:  # the server withheld the result although it was asked not to
+                        await asyncio.sleep(retries.backoff.after_not_yet(0.0))
                 else:
                     return answer
 
 
-class _Telling:
-    """Passes on what polls say about the queue, and at the end that the waiting is over."""
+class _QueueStateReporter:
+    """Notifies an observer of queue states, and of the end of the wait."""
 
     def __init__(self, observer: QueueObserver | None) -> None:
         self._observer = observer
         self._state = "active"
 
-    def hear(self, body: object) -> None:
+    def update(self, body: object) -> None:
         if not isinstance(body, dict):
             return
         state, reason = body.get("queue_state"), body.get("queue_state_reason")
         if isinstance(state, str):
-            self._tell(state, reason if isinstance(reason, str) else None)
+            self._report(state, reason if isinstance(reason, str) else None)
 
-    def over(self) -> None:
+    def finish(self) -> None:
         if self._state != "active":
-            self._tell("active", None)
+            self._report("active", None)
 
-    def _tell(self, state: str, reason: str | None) -> None:
+    def _report(self, state: str, reason: str | None) -> None:
         self._state = state
         if self._observer is None:
             return
         try:
             self._observer.on_queue_state_change(state, reason)
         except Exception:
-            log.exception("a queue-state observer failed; the request goes on")
+            log.exception("a queue-state observer failed; the request continues")
 
 
 class QueueLog:
     """
-    The usual observer: one line a minute at most while something waits for a reason.
+    The default observer: logs at most one line a minute while a request is paused.
 
-    Changes are also published to `on_queue_state` callbacks, and counted by the telemetry of the
+    Changes are also published to `on_queue_state` callbacks, and counted in the telemetry of the
     session.
     """
 
@@ -346,12 +351,12 @@ class QueueLog:
         reason = None
         if queue_state != "active":
             reason = queue_state_reason or QUEUE_REASONS.get(
-                queue_state, f"queue state {queue_state[:64]!r}, and no reason given"
+                queue_state, f"queue state {queue_state[:64]!r}, without a reason"
             )
         if (queue_state, reason) != self._known:
             self._known = (queue_state, reason)
             if telemetry := self._telemetry():
-                telemetry.note_queue_state(queue_state)
+                telemetry.record_queue_state(queue_state)
             queue_states.publish(
                 queue_states.QueueState(subject=self._subject, state=queue_state, reason=reason)
             )
@@ -361,23 +366,21 @@ class QueueLog:
             log.warning("%s is paused: %s", self._subject, reason)
 
 
-# MERGED: One long poll for all samples of a client: which of them have finished. The server keeps a log of what finished; a poll names the place up to which it was read and is held until there is more. Results are fetched one by one afterwards, and named in the next poll, so that the server may drop them. Belongs to one event loop; runs only while somebody waits or there is something to report.
-
-
-#: So many samples of a client ask for themselves: one request less each, and they hold few
+#: Up to this many samples of a client poll for themselves: that is one request less each, and few
 #: connections (docs/decisions/0041-a-few-samples-ask-for-themselves.md).
-FEW = 64
-#: After news this long until the next poll: what finishes meanwhile is told by one answer.
-GATHER_S = 0.01
+MAX_SELF_POLLING = 64
+#: Delay before the next poll after an event, so that one response reports several samples.
+COALESCE_S = 0.01
 
 
-class Poller:
+class SharedPoll:
     """
-    Tells the samples of one client when they are done.
+    Reports to the samples of one client when they are finished.
 
-    An event may come before the answer that gives a sample its id, so a sample says that it is
-    about to be sent (`expecting`); events that belong to nobody are kept only while there is a
-    submission under way that they may belong to.
+    An event may arrive before the response that contains the sample's id. So a sample announces
+    its submission (`submitting`), and unclaimed events are kept while a submission is running that
+    they may belong to. Belongs to one event loop; polls only while samples wait or results must
+    be acknowledged.
     """
 
     def __init__(
@@ -398,36 +401,36 @@ class Poller:
         self._task: asyncio.Task[None] | None = None
         self._waiting: dict[str, asyncio.Future[FutureCompletion | None]] = {}
         self._fetched: set[str] = set()
-        self._alone = 0
+        self._self_polling = 0
         self._tickets = itertools.count()
         self._submitting: dict[int, None] = {}
-        self._early: dict[str, FutureCompletion] = {}
-        #: The early ones in the order they came, each with the first ticket it cannot belong to.
-        self._early_order: deque[tuple[int, str]] = deque()
+        self._unclaimed: dict[str, FutureCompletion] = {}
+        #: Unclaimed events in order, each with the first ticket that it cannot belong to.
+        self._unclaimed_order: deque[tuple[int, str]] = deque()
 
     @contextlib.contextmanager
-    def expecting(self) -> Iterator[None]:
-        """A sample is being sent; inside, its id becomes known and `register`ed."""
+    def submitting(self) -> Iterator[None]:
+        """Around a submission; inside, the sample's id becomes known and `register`ed."""
         ticket = next(self._tickets)
         self._submitting[ticket] = None
         try:
             yield
         finally:
             del self._submitting[ticket]
-            self._forget_strays()
+            self._drop_unclaimed()
 
     def register(self, request_id: str) -> None:
-        """Watch for a sample, unless there are so few that it may as well ask for itself."""
-        if self._alone + len(self._waiting) < FEW:
+        """Watch for a sample, unless there are so few that it can poll for itself."""
+        if self._self_polling + len(self._waiting) < MAX_SELF_POLLING:
             return
         done = self._waiting[request_id] = asyncio.get_running_loop().create_future()
-        if (event := self._early.pop(request_id, None)) is not None:
+        if (event := self._unclaimed.pop(request_id, None)) is not None:
             done.set_result(event)
         else:
             self._wake()
 
     async def finished(self, request_id: str) -> FutureCompletion | None:
-        """The event of a registered sample; None if it should ask for its result itself."""
+        """The event of a registered sample; None if it should poll for itself."""
         done = self._waiting.get(request_id)
         if done is None:
             return None
@@ -437,24 +440,24 @@ class Poller:
             self._waiting.pop(request_id, None)
 
     @contextlib.contextmanager
-    def asking(self) -> Iterator[None]:
-        """Around a sample that asks for itself."""
-        self._alone += 1
+    def self_polling(self) -> Iterator[None]:
+        """Around a sample that polls for itself."""
+        self._self_polling += 1
         try:
             yield
         finally:
-            self._alone -= 1
+            self._self_polling -= 1
 
     def fetched(self, request_id: str) -> None:
-        """The result is here, or known to be a failure: the server need not keep it."""
+        """The result was fetched, or has failed: the server may drop it."""
         self._fetched.add(request_id)
         self._wake()
 
-    # -- the loop --------------------------------------------------------------------------------
+    # -- the poll --------------------------------------------------------------------------------
 
     def _wake(self) -> None:
         if self._task is None:
-            # For many samples, so in the name of none of them.
+            # It serves many samples, so it must not run in the context of one of them.
             self._task = asyncio.get_running_loop().create_task(
                 self._poll(), context=contextvars.Context()
             )
@@ -466,18 +469,18 @@ class Poller:
         error = None if task.cancelled() else task.exception()
         if error is None:
             return
-        # Told to all who wait. The next sample polls anew, and hears it again if it is still so.
+        # All waiting samples fail. The next sample starts a new poll.
         self._fetched.clear()
         for done in self._waiting.values():
             if not done.done():
                 done.set_exception(own_copy(error))
 
     async def _poll(self) -> None:
-        patience = Patience(self._calls, clock=self._clock, rng=self._rng)
+        retries = PollRetries(self._calls, clock=self._clock, rng=self._rng)
         while self._waiting or self._fetched:
-            await self._calls.lane.backoff.wait_once(LONG_WAIT_S)
+            await self._calls.limits.backoff.wait_once(LONG_WAIT_S)
             reported = sorted(self._fetched)
-            asked_at = self._clock()
+            sent_at = self._clock()
             try:
                 response = await self._calls.once(
                     self._calls.request(
@@ -495,45 +498,45 @@ class Poller:
                 )
                 answer = decode(FuturesRetrieveResponse, response, about="waiting for samples")
             except (APIConnectionError, APIStatusError, APIResponseValidationError) as error:
-                await asyncio.sleep(patience.pause_s(error))
+                await asyncio.sleep(retries.pause_s(error))
                 continue
-            patience.answered()
+            retries.answered()
             self._fetched.difference_update(reported)
             for event in answer.completions:
-                self._hand_over(event)
+                self._deliver(event)
             if answer.cursor > self._cursor:
                 self._cursor = answer.cursor
-                await asyncio.sleep(GATHER_S)
+                await asyncio.sleep(COALESCE_S)
             else:
-                self._send_a_scout()
-                held_s = self._clock() - asked_at
-                await asyncio.sleep(patience.pace.after_not_yet(held_s))
+                self._start_fallback_poll()
+                held_s = self._clock() - sent_at
+                await asyncio.sleep(retries.backoff.after_not_yet(held_s))
 
-    def _hand_over(self, event: FutureCompletion) -> None:
+    def _deliver(self, event: FutureCompletion) -> None:
         done = self._waiting.get(event.request_id)
         if done is None:
-            if self._submitting and event.request_id not in self._early:
-                self._early[event.request_id] = event
-                self._early_order.append((next(self._tickets), event.request_id))
+            if self._submitting and event.request_id not in self._unclaimed:
+                self._unclaimed[event.request_id] = event
+                self._unclaimed_order.append((next(self._tickets), event.request_id))
         elif not done.done():
             done.set_result(event)
 
-    def _send_a_scout(self) -> None:
+    def _start_fallback_poll(self) -> None:
         """
-        Nothing finished for as long as a poll is held: let the oldest sample ask for itself.
+        Let the oldest sample poll for itself, since nothing finished during a whole poll.
 
-        Its answers say why it waits, which these polls do not, and an event that a server forgot
-        does not keep it waiting forever.
+        Its responses contain the queue state, which the shared poll does not report. This also
+        covers a server that lost an event.
         """
-        if self._alone:
+        if self._self_polling:
             return
         for done in self._waiting.values():
             if not done.done():
                 done.set_result(None)
                 return
 
-    def _forget_strays(self) -> None:
+    def _drop_unclaimed(self) -> None:
         oldest = next(iter(self._submitting), None)
-        while self._early_order and (oldest is None or self._early_order[0][0] < oldest):
-            _, request_id = self._early_order.popleft()
-            self._early.pop(request_id, None)
+        while self._unclaimed_order and (oldest is None or self._unclaimed_order[0][0] < oldest):
+            _, request_id = self._unclaimed_order.popleft()
+            self._unclaimed.pop(request_id, None)

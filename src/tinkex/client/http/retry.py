@@ -1,4 +1,4 @@
-"""Whether a failure is worth another try, and when. Pure: no clock, no sleep, no socket."""
+"""Whether and when to retry a failed request. Pure functions: no clock, no sleep, no socket."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from tinkex.client.errors import (
     APIStatusError,
 )
 
-#: A server that asks for more patience than this is asked again after it all the same: a wrong
-#: clock must not stop a client for good.
-LONGEST_RETRY_AFTER_S = 24 * 3600.0
-#: Answers damaged on their way, to one request; one more, and it is no accident.
-MOST_GARBLED = 3
+#: Longer Retry-After values are cut to this: a server with a wrong clock must not block a client
+#: forever.
+MAX_RETRY_AFTER_S = 24 * 3600.0
+#: Damaged responses to one request that are retried.
+MAX_GARBLED = 3
 
 
 def is_retryable(error: BaseException) -> bool:
     """
-    The one answer, for every layer.
+    Whether a request may be retried; every layer uses this function.
 
-    Connection errors, time-outs, answers damaged on their way, 408, 409, 429 and 5xx.
+    Connection errors, timeouts, damaged responses, 408, 409, 429 and 5xx.
     """
     if isinstance(error, APIConnectionError):
         return True
@@ -33,9 +33,9 @@ def is_retryable(error: BaseException) -> bool:
         return error.garbled
     if not isinstance(error, APIStatusError):
         return False
-    word = error.response.headers.get("x-should-retry", "").strip().lower()
-    if word in ("true", "false"):
-        return word == "true"
+    verdict_header = error.response.headers.get("x-should-retry", "").strip().lower()
+    if verdict_header in ("true", "false"):
+        return verdict_header == "true"
     return error.status_code in (408, 409, 429) or error.status_code >= 500
 
 
@@ -43,23 +43,23 @@ def is_user_error(error: BaseException) -> bool:
     """
     Whether the request was wrong, rather than the service or the network (requirement E1).
 
-    Asks the exception itself, then what caused it, then what was being handled; the first that
-    tells decides. 408, 409, 410 and 429 are not the user's doing (upstream counts some as such).
+    Checks the exception itself, then its cause, then its context; the first with a verdict decides.
+    408, 409, 410 and 429 are not user errors (upstream counts some as such).
     """
-    waiting, seen = [error], set()
-    while waiting:
-        link = waiting.pop()
+    to_visit, seen = [error], set()
+    while to_visit:
+        link = to_visit.pop()
         if id(link) in seen:
             continue
         seen.add(id(link))
-        if (verdict := _is_users(link)) is not None:
-            return verdict
-        waiting += [each for each in (link.__context__, link.__cause__) if each is not None]
+        if (is_users := _verdict(link)) is not None:
+            return is_users
+        to_visit += [each for each in (link.__context__, link.__cause__) if each is not None]
     return False
 
 
-def _is_users(error: BaseException) -> bool | None:
-    """What one exception alone tells; None if it does not."""
+def _verdict(error: BaseException) -> bool | None:
+    """The verdict from one exception alone; None if it has none."""
     category = getattr(error, "category", None)
     if category is not None:
         return str(getattr(category, "value", category)) == "user"
@@ -70,7 +70,7 @@ def _is_users(error: BaseException) -> bool | None:
 
 
 def retry_after_s(headers: Mapping[str, str], *, now: datetime) -> float | None:
-    """How long the server asks us to wait, in any of its three forms; None if it does not."""
+    """The delay that the server asks for, in any of its three forms; None if it has none."""
     seconds: float | None = None
     if (text := headers.get("retry-after-ms")) is not None:
         seconds = _number(text)
@@ -81,7 +81,7 @@ def retry_after_s(headers: Mapping[str, str], *, now: datetime) -> float | None:
             seconds = _until(text, now)
     if seconds is None or not seconds > 0:
         return None
-    return min(seconds, LONGEST_RETRY_AFTER_S)
+    return min(seconds, MAX_RETRY_AFTER_S)
 
 
 def _number(text: str) -> float | None:
@@ -106,11 +106,11 @@ def _until(text: str, now: datetime) -> float | None:
 
 @dataclass(frozen=True, kw_only=True)
 class RetryPolicy:
-    """Exponential delays with jitter, up to a total time. The server's own wish comes first."""
+    """Exponential delays with jitter, up to a total time. The server's Retry-After comes first."""
 
     first_delay_s: float = 0.5
-    longest_delay_s: float = 10.0
-    #: A delay is shortened by up to this share, so that clients do not come back together.
+    max_delay_s: float = 10.0
+    #: Each delay is shortened by up to this share, so that clients do not retry at the same time.
     jitter: float = 0.25
     #: No new attempt starts later than this after the first one.
     give_up_s: float = 300.0
@@ -131,48 +131,48 @@ class RetryPolicy:
         if isinstance(error, APIStatusError):
             delay = retry_after_s(error.response.headers, now=now)
         if delay is None:
-            ceiling = min(self.longest_delay_s, self.first_delay_s * 2.0 ** min(attempt - 1, 30))
+            ceiling = min(self.max_delay_s, self.first_delay_s * 2.0 ** min(attempt - 1, 30))
             delay = ceiling * (1 - self.jitter * rng.random())
         left = self.give_up_s - elapsed_s
         if left <= 0:
             return None
-        # The last attempt is made at the deadline rather than skipped before it.
+        # The last attempt is made at the deadline, not skipped before it.
         return min(delay, left)
 
 
 @dataclass(unsafe_hash=True)
 class RetryConfig:
-    """How a `SamplingClient` insists. Every field is honoured, and survives pickling."""
+    """How a `SamplingClient` retries. Every field is applied, and survives pickling."""
 
-    #: Samples of one client that may be under way together; None leaves it to the server's limit.
+    #: Samples of one client that may run at the same time; None leaves it to the server's limit.
     max_connections: int | None = 1000
-    #: Seconds without any finished sample before all waiting ones fail.
+    #: Seconds without any finished sample before all waiting samples fail.
     progress_timeout: float = 120 * 60
     retry_delay_base: float = 0.5
     retry_delay_max: float = 10.0
     jitter_factor: float = 0.25
     enable_retry_logic: bool = True
     enable_stuck_detection: bool = True
-    #: Further exceptions to retry on; statuses are decided by `is_retryable`.
+    #: More exceptions to retry; HTTP statuses are decided by `is_retryable`.
     retryable_exceptions: tuple[type[Exception], ...] = (TimeoutError, APIConnectionError)
 
     def __post_init__(self) -> None:
         if self.max_connections is not None and self.max_connections <= 0:
             raise ValueError(
                 f"max_connections is {self.max_connections}; it must be above zero, "
-                "or None for no limit of your own."
+                "or None for no client-side limit."
             )
         if not self.progress_timeout > 0:
             raise ValueError(
-                f"progress_timeout is {self.progress_timeout}; it must be seconds above zero. "
-                "enable_stuck_detection=False waits for ever."
+                f"progress_timeout is {self.progress_timeout}; it must be above zero (seconds). "
+                "Set enable_stuck_detection=False to wait without a limit."
             )
         for name in ("retry_delay_base", "retry_delay_max", "jitter_factor"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be zero or more.")
 
     def delay_s(self, attempt: int, *, rng: random.Random) -> float:
-        """Seconds before the sample is started over, after failed attempt `attempt` (from 1)."""
+        """Seconds before the sample is retried, after failed attempt `attempt` (from 1)."""
         delay = min(self.retry_delay_base * 2.0 ** min(attempt - 1, 30), self.retry_delay_max)
         delay += delay * self.jitter_factor * rng.uniform(-1, 1)
         return min(max(delay, 0.0), self.retry_delay_max)

@@ -1,8 +1,8 @@
 """
-Server-sent events, decoded as they come: bytes in, events out, wherever the network cut them.
+Decodes server-sent events from bytes that arrive in arbitrary pieces.
 
-The rules are those of the HTML standard's event streams. The decoder is pure; `EventStream` is the
-loop around it.
+Follows the event-stream rules of the HTML standard. `EventDecoder` is pure; `EventStream` reads a
+response with it.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
-# Not `str.splitlines`: that also splits where JSON texts may not be split.
+# Not `str.splitlines`: that also splits at characters that JSON may contain.
 _LINE_END = re.compile("\r\n|\n|\r")
-#: Longer ones (some 30 million years of milliseconds) are passed over: `int` refuses very long ones.
+#: Longer numbers (30 million years in milliseconds) are ignored: `int` refuses very long ones.
 _NUMBER = re.compile("[0-9]{1,18}")
 
 
@@ -24,7 +24,7 @@ _NUMBER = re.compile("[0-9]{1,18}")
 class ServerSentEvent:
     """One event of a stream."""
 
-    #: What kind of event; None where the server does not say, which means "message".
+    #: The kind of event; None if the server does not name it, which means "message".
     event: str | None = None
     data: str = ""
     #: The last id the server gave, by this event or an earlier one.
@@ -37,12 +37,12 @@ class ServerSentEvent:
 
 
 class EventDecoder:
-    """Takes bytes in any pieces and gives the events that they complete."""
+    """Takes bytes in arbitrary pieces and returns the completed events."""
 
     def __init__(self) -> None:
         self._text = codecs.getincrementaldecoder("utf-8")("replace")
         self._begun = False
-        #: The last piece ended in a carriage return; a line feed that follows belongs to it.
+        #: The last piece ended in a carriage return; a following line feed belongs to it.
         self._after_return = False
         self._line: list[str] = []
         self._last_id: str | None = None
@@ -55,9 +55,9 @@ class EventDecoder:
 
     def feed(self, chunk: bytes) -> list[ServerSentEvent]:
         """
-        The events that are complete with this piece.
+        Return the events that this piece completes.
 
-        What the stream ends in the middle of is no event: there is no call for the end.
+        An event without its final blank line is dropped, so there is no call for the end.
         """
         text = self._text.decode(chunk)
         if text and not self._begun:
@@ -91,7 +91,7 @@ class EventDecoder:
                 self._last_id = value or None
             case "retry" if _NUMBER.fullmatch(value):
                 self._retry = int(value)
-            case _:  # a comment (no name), or a field from the future
+            case _:  # a comment (no name), or an unknown field
                 pass
         return None
 
@@ -105,11 +105,11 @@ class EventDecoder:
 
 
 class Consumed(RuntimeError):
-    """What comes over the network once was asked for twice."""
+    """A stream that can be read only once was read again."""
 
 
 class EventStream:
-    """The events of an answer whose body is still coming. Can be read once."""
+    """The events of a response whose body is still arriving. Can be read once."""
 
     def __init__(self, chunks: AsyncIterator[bytes]) -> None:
         self._chunks = chunks
@@ -118,8 +118,8 @@ class EventStream:
     def __aiter__(self) -> AsyncIterator[ServerSentEvent]:
         if self._begun:
             raise Consumed(
-                "The events of this stream have been read already, and a stream comes only once. "
-                "Keep what you need while you read it, or send the request again."
+                "The events of this stream have already been read, and a stream can be read only "
+                "once. Keep what you need while reading, or send the request again."
             )
         self._begun = True
         return self._read()

@@ -1,4 +1,9 @@
-"""Which proxy the environment names for an address."""
+"""
+Sends HTTP requests with aiohttp: bytes and headers in, bytes and headers out.
+
+Knows nothing about the API. The only module that imports aiohttp, and only when the first request
+is sent. Why aiohttp: docs/decisions/0002-transport.md.
+"""
 
 from __future__ import annotations
 
@@ -14,85 +19,39 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Protocol, Self
-from urllib.parse import urlsplit
+from urllib.parse import urljoin, urlsplit
 
 from tinkex.client.errors import TinkerError, status_error
-from tinkex.client.http.origins import origin, redirect_url
 
 if TYPE_CHECKING:
     import aiohttp
 
 
-def proxy_variables(env: Mapping[str, str]) -> dict[str, str]:
-    """What `proxy_for` reads of an environment."""
-    names = [f"{name}_proxy" for name in ("http", "https", "all", "no")]
-    names += [*map(str.upper, names), "REQUEST_METHOD"]
-    return {name: env[name] for name in names if name in env}
-
-
-def proxy_for(url: str, env: Mapping[str, str]) -> str | None:
-    """The proxy for this address, or None. Small letters win over capitals, as everywhere."""
-    parts = urlsplit(url)
-    host = parts.hostname or ""
-    named = {
-        name: env.get(f"{name}_proxy") or env.get(f"{name.upper()}_PROXY") or ""
-        for name in (parts.scheme, "all", "no")
-    }
-    if parts.scheme == "http" and "REQUEST_METHOD" in env:
-        # In a CGI program HTTP_PROXY is a header of whoever asks.
-        named["http"] = env.get("http_proxy", "")
-    proxy = named[parts.scheme] or named["all"]
-    if not proxy and sys.platform not in ("darwin", "win32"):
-        return None
-    import urllib.request
-
-    if proxy:
-        # Documented nowhere but in its source, and the rules of NO_PROXY are written down there.
-        exempt = urllib.request.proxy_bypass_environment  # type: ignore[attr-defined]
-        if exempt(host, {"no": named["no"]}):
-            return None
-    elif not urllib.request.proxy_bypass(host):
-        proxy = urllib.request.getproxies().get(parts.scheme, "")  # what the system says
-    if not proxy:
-        return None
-    if "://" not in proxy:
-        proxy = f"http://{proxy}"
-    if not proxy.startswith(("http://", "https://")):
-        raise TinkerError(
-            f"The proxy set for {parts.scheme}:// addresses is not an http:// or https:// proxy "
-            f"({proxy.split('://')[0]}). Use an HTTP proxy, or exempt {host} with NO_PROXY."
-        )
-    return proxy
-
-
-# MERGED: The seam to the network: bytes and headers in, bytes and headers out. Knows no protocol. The only place that imports aiohttp, and only when the first request is sent. Why aiohttp: docs/decisions/0002-transport.md.
-
-
 CONNECT_S = 10.0
-#: Idle connections are dropped before common proxies and servers do so (uvicorn: 5 s would race;
-#: a lost race is a retry, not an error).
+#: Idle connections are closed before common proxies and servers do so. A race is retried, and is
+#: not an error.
 KEEP_ALIVE_S = 20.0
-#: Redirects of one request that are followed; the next one is the answer.
-MOST_REDIRECTS = 20
-#: Those that say where to ask, and those of them that keep method and body.
+#: Redirects of one request that are followed; the next one is returned as the response.
+MAX_REDIRECTS = 20
+#: Statuses with a new location, and those of them that keep method and body.
 REDIRECTS = frozenset({301, 302, 303, 307, 308})
-UNCHANGED = frozenset({307, 308})
+KEEPS_METHOD = frozenset({307, 308})
 
 
 class Kind(enum.Enum):
-    """Kinds of work; each has connections of its own, so that none can starve another."""
+    """Kinds of requests; each has its own connections, so that none can starve another."""
 
     SESSION = "session"
     TRAIN = "train"
     SAMPLE = "sample"
     RETRIEVE = "retrieve"
-    #: What users ask about: runs, checkpoints, models, copies of weights.
+    #: Queries about runs, checkpoints and models, and copies of weights.
     REST = "rest"
     TELEMETRY = "telemetry"
 
 
-#: Connections at most for each kind; 0 is no limit. Polls are held open by the server, each on a
-#: connection of its own; how many there are is limited where samples are admitted.
+#: Maximum connections for each kind; 0 means no limit. Servers hold polls open, each on its own
+#: connection; the limit on running samples bounds their number.
 CONNECTIONS = {
     Kind.SESSION: 16,
     Kind.TRAIN: 64,
@@ -103,8 +62,8 @@ CONNECTIONS = {
 }
 
 
-def most_polls() -> int:
-    """How many connections may be held open: half of the files this process may have."""
+def max_open_polls() -> int:
+    """How many connections may be held open: half of the process's file limit."""
     try:
         import resource
     except ModuleNotFoundError:  # Windows
@@ -115,31 +74,31 @@ def most_polls() -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One request. Headers and body may hold secrets, so neither is printed."""
+    """One request. Headers and body may contain secrets, so neither is printed."""
 
     method: str
     url: str
     headers: Mapping[str, str] = field(default_factory=dict, repr=False)
     body: bytes | None = field(default=None, repr=False)
-    #: Seconds from start to the last byte of the answer.
+    #: Seconds from the start to the last byte of the response.
     deadline_s: float = 60.0
     kind: Kind = Kind.SESSION
-    #: What it can be found by: the same for all its attempts.
+    #: Identifies the request in logs; the same for all its attempts.
     request_id: str | None = None
     #: Whether a redirect within the same origin is followed.
-    follows: bool = True
+    follow_redirects: bool = True
 
     @property
     def path(self) -> str:
         return urlsplit(self.url).path
 
-    def bare(self) -> Request:
-        """What an error may keep: where it went, nothing of what it carried."""
+    def without_payload(self) -> Request:
+        """The parts that an error may keep: no headers and no body."""
         return Request(method=self.method, url=self.url, kind=self.kind, request_id=self.request_id)
 
 
 class Headers(dict[str, str]):
-    """The headers of an answer. Names are kept in lower case, and found in any."""
+    """Response headers. Names are stored in lower case and looked up in any case."""
 
     __slots__ = ()
 
@@ -147,7 +106,7 @@ class Headers(dict[str, str]):
         super().__init__()
         for name, value in (headers or {}).items():
             low = name.lower()
-            # Several of one name are one list, says RFC 9110.
+            # RFC 9110: several headers of one name are one list.
             self[low] = f"{dict.__getitem__(self, low)}, {value}" if low in self else value
 
     def __getitem__(self, name: str) -> str:
@@ -166,18 +125,18 @@ class Headers(dict[str, str]):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Response:
     """
-    One answer, read to the end.
+    One response, read to the end.
 
-    What programs read of `error.response` has the names of httpx, which the official client uses.
+    Attributes that programs read from `error.response` have the names of httpx, as upstream.
     """
 
     status_code: int
-    #: May hold cookies, so not printed.
+    #: May contain cookies, so they are not printed.
     headers: Mapping[str, str] = field(default_factory=Headers, repr=False)
     content: bytes = field(default=b"", repr=False)
     #: Without headers and body.
     request: Request
-    #: From sending the request to the end of the answer.
+    #: From sending the request to the end of the response.
     elapsed: timedelta = field(default=timedelta(0), repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -186,7 +145,7 @@ class Response:
 
     @property
     def url(self) -> str:
-        """Where the answer came from, after redirects."""
+        """The address that responded, after redirects."""
         return self.request.url
 
     @property
@@ -219,7 +178,7 @@ class Response:
         return self.status_code >= 400
 
     def raise_for_status(self) -> Self:
-        """This answer, if it is a success; else the `APIStatusError` for it."""
+        """This response if it is a success; otherwise raises its `APIStatusError`."""
         if self.is_success:
             return self
         raise status_error(self)
@@ -233,24 +192,24 @@ class Response:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Streamed:
-    """One answer whose body is still coming. To be closed; belongs to one event loop."""
+class StreamedResponse:
+    """A response whose body is still arriving. Must be closed; belongs to one event loop."""
 
     status_code: int
     headers: Mapping[str, str]
     #: Without headers and body.
     request: Request
-    #: The next bytes, none at the end. Raises `Unreachable` when they do not come.
+    #: The next bytes, empty at the end. Raises `Unreachable` if they do not arrive.
     read: Callable[[], Awaitable[bytes]] = field(repr=False)
-    #: Hangs up, unless everything was read: then the connection serves others.
+    #: Closes the connection, or returns it to the pool if everything was read.
     close: Callable[[], None] = field(repr=False)
 
     async def chunks(self) -> AsyncIterator[bytes]:
         while chunk := await self.read():
             yield chunk
 
-    async def whole(self) -> Response:
-        """The same answer, read to the end and closed."""
+    async def read_all(self) -> Response:
+        """The same response, read to the end and closed."""
         try:
             content = b"".join([chunk async for chunk in self.chunks()])
         finally:
@@ -264,35 +223,35 @@ class Streamed:
 
 
 class Unreachable(Exception):
-    """No whole answer came back: refused, reset, cut short. Raised by transports only."""
+    """No complete response: refused, reset or cut short. Raised by transports only."""
 
 
-class TooSlow(Unreachable):
-    """No whole answer within the deadline."""
+class DeadlineExceeded(Unreachable):
+    """No complete response within the deadline."""
 
 
 class Transport(Protocol):
     """
-    Sends one request and returns its answer, whatever the status.
+    Sends one request and returns its response, whatever the status.
 
-    Raises `Unreachable` or `TooSlow` when there is none. Never repeats a request: that is decided
-    above. Used from one event loop.
+    Raises `Unreachable` or `DeadlineExceeded` if there is none. Never retries: the caller does.
+    Used from one event loop.
     """
 
     async def send(self, request: Request) -> Response: ...
 
-    async def stream(self, request: Request) -> Streamed:
-        """The same, without waiting for the body; the deadline is for each piece of it."""
+    async def stream(self, request: Request) -> StreamedResponse:
+        """Like `send`, without waiting for the body; the deadline applies to each piece of it."""
 
     async def close(self) -> None: ...
 
 
 class HttpTransport:
     """
-    HTTP/1.1 over aiohttp, with a pool of connections for each kind of work.
+    HTTP/1.1 over aiohttp, with a connection pool for each kind of request.
 
-    Follows redirects within the origin it was asked, and never to another one: requests carry the
-    key. Keeps cookies for its service, which load balancers need to find the same server again.
+    Follows redirects only within the same origin, because requests carry the key. Keeps cookies of
+    its service, since load balancers use them for session affinity.
     """
 
     def __init__(
@@ -301,14 +260,14 @@ class HttpTransport:
         self._base_url = base_url
         self._ca_bundle = ca_bundle
         self._sessions: dict[Kind, aiohttp.ClientSession] = {}
-        # Found once for all requests: aiohttp's own look-up (`trust_env`) costs 0.3 ms each time.
+        # Looked up once: aiohttp's own lookup (`trust_env`) costs 0.3 ms for each request.
         self._proxy = proxy
         self._tls: ssl.SSLContext | None = None
         self._cookies: aiohttp.CookieJar | None = None
 
     async def send(self, request: Request) -> Response:
         started = monotonic()
-        with _failures(request):
+        with _network_errors(request):
             async with asyncio.timeout(request.deadline_s):
                 request, answer = await self._ask(request)
                 async with answer:
@@ -317,30 +276,30 @@ class HttpTransport:
             status_code=answer.status,
             headers=Headers(answer.headers),
             content=content,
-            request=request.bare(),
+            request=request.without_payload(),
             elapsed=timedelta(seconds=monotonic() - started),
         )
 
-    async def stream(self, request: Request) -> Streamed:
-        with _failures(request):
+    async def stream(self, request: Request) -> StreamedResponse:
+        with _network_errors(request):
             async with asyncio.timeout(request.deadline_s):
                 request, answer = await self._ask(request)
 
         async def read() -> bytes:
-            with _failures(request):
+            with _network_errors(request):
                 async with asyncio.timeout(request.deadline_s):
                     return await answer.content.readany()
 
-        return Streamed(
+        return StreamedResponse(
             status_code=answer.status,
             headers=Headers(answer.headers),
-            request=request.bare(),
+            request=request.without_payload(),
             read=read,
             close=answer.close,
         )
 
     async def _ask(self, request: Request) -> tuple[Request, aiohttp.ClientResponse]:
-        """The answer, with its body still to be read, and the request that it answers."""
+        """The response, with its body still unread, and the request that it belongs to."""
         session = self._sessions.get(request.kind) or self._open(request.kind)
         followed = 0
         while True:
@@ -352,7 +311,11 @@ class HttpTransport:
                 proxy=self._proxy,
                 allow_redirects=False,
             )
-            if answer.status not in REDIRECTS or not request.follows or followed == MOST_REDIRECTS:
+            if (
+                answer.status not in REDIRECTS
+                or not request.follow_redirects
+                or followed == MAX_REDIRECTS
+            ):
                 return request, answer
             following = redirected(request, answer.status, answer.headers.get("Location"))
             if following is None:
@@ -383,7 +346,7 @@ class HttpTransport:
             cookie_jar=self._cookies,
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
             requote_redirect_url=False,
-            # Ours are complete; aiohttp must not add `application/octet-stream` to bare bodies.
+            # Headers are complete; aiohttp must not add `application/octet-stream` to bodies.
             skip_auto_headers=("User-Agent", "Content-Type"),
         )
         self._sessions[kind] = session
@@ -396,10 +359,10 @@ def _connector() -> type[aiohttp.TCPConnector]:
 
     class Connector(aiohttp.TCPConnector):
         """
-        Uses no connection again on which something came while nobody had asked.
+        Does not reuse a connection that received data while idle.
 
-        It would be taken for the answer to the next request: gateways say 408 before they hang up,
-        and broken ones send an answer twice, or more of it than they announced.
+        Such data would be read as the response to the next request: gateways send a 408 before they
+        close, and broken ones send a response twice, or more bytes than announced.
         """
 
         async def connect(self, *args: Any, **named: Any) -> aiohttp.connector.Connection:
@@ -419,50 +382,50 @@ def _cookie_jar(base_url: str) -> aiohttp.CookieJar:
     import yarl
 
     service = yarl.URL(base_url)
-    place = origin(base_url)
+    own_origin = origin(base_url)
 
     class Cookies(aiohttp.CookieJar):
-        """Those of one origin. Cookies know no ports, so another service could share a host."""
+        """Cookies of one origin. Cookies ignore ports, so another service could share the host."""
 
         def update_cookies(self, cookies: Any, response_url: yarl.URL = service) -> None:
-            if origin(str(response_url)) == place:
+            if origin(str(response_url)) == own_origin:
                 super().update_cookies(cookies, response_url)
 
         def filter_cookies(self, request_url: yarl.URL = service) -> Any:
-            if origin(str(request_url)) != place:
+            if origin(str(request_url)) != own_origin:
                 return SimpleCookie()
             return super().filter_cookies(request_url)
 
-    # Values as they came: to most servers a quoted one is another. `unsafe`: also from a server
-    # that is named by its IP address.
+    # Values unchanged: most servers do not accept quoted ones. `unsafe` also accepts cookies from a
+    # server that is addressed by IP.
     return Cookies(unsafe=True, quote_cookie=False)
 
 
 def redirected(request: Request, status: int, location: str | None) -> Request | None:
-    """What a redirect says to ask instead; None if that is elsewhere, and so not for our key."""
+    """The request after a redirect; None for another origin, which must not get the key."""
     url = redirect_url(request.url, location)
     if url is None or origin(url) != origin(request.url):
         return None
     request = replace(request, url=url)
-    if status in UNCHANGED or request.method in ("GET", "HEAD"):
+    if status in KEEPS_METHOD or request.method in ("GET", "HEAD"):
         return request
-    # As every HTTP client does it: what was sent is not sent again.
+    # As all HTTP clients do: the body is not sent again.
     left = ("content-type", "content-length", "content-encoding")
     headers = {name: each for name, each in request.headers.items() if name.lower() not in left}
     return replace(request, method="GET", body=None, headers=headers)
 
 
 @contextmanager
-def _failures(request: Request) -> Iterator[None]:
-    """What goes wrong on the network, in words of ours."""
+def _network_errors(request: Request) -> Iterator[None]:
+    """Converts network errors to `Unreachable` and `DeadlineExceeded`."""
     import aiohttp
 
     try:
         yield
     except TimeoutError as error:
-        raise TooSlow(f"no answer within {request.deadline_s:g} s") from error
+        raise DeadlineExceeded(f"no response within {request.deadline_s:g} s") from error
     except aiohttp.InvalidURL as error:
-        raise TinkerError(f"{request.url!r} is not a URL that can be asked.") from error
+        raise TinkerError(f"{request.url!r} is not a valid URL.") from error
     except (aiohttp.ClientError, OSError, asyncio.IncompleteReadError) as error:
         raise Unreachable(str(error) or type(error).__name__) from error
 
@@ -475,3 +438,76 @@ def _tls(ca_bundle: str | None) -> ssl.SSLContext:
             f"The CA bundle {ca_bundle!r} cannot be read ({error}). "
             "TINKEX_CA_BUNDLE must name a PEM file."
         ) from error
+
+
+# -- origins: which addresses may get the key ----------------------------------------------------
+
+_USUAL_PORTS = {"http": 80, "https": 443}
+
+
+def origin(url: str) -> tuple[str, str, int] | None:
+    """Scheme, host and port; None if it is not an http:// or https:// address."""
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError:  # a port that is not a number, or an incomplete IPv6 address
+        return None
+    if parts.scheme not in _USUAL_PORTS or not parts.hostname:
+        return None
+    return parts.scheme, parts.hostname, _USUAL_PORTS[parts.scheme] if port is None else port
+
+
+def redirect_url(url: str, location: str | None) -> str | None:
+    """The redirect target of a response from `url`; None if it is not an http(s) address."""
+    if not location or "\\" in location:  # some programs read it as a slash: another host
+        return None
+    try:
+        found = urljoin(url, location)
+    except ValueError:
+        return None
+    return None if origin(found) is None else found
+
+
+# -- proxies -------------------------------------------------------------------------------------
+
+
+def proxy_variables(env: Mapping[str, str]) -> dict[str, str]:
+    """The variables that `proxy_for` reads."""
+    names = [f"{name}_proxy" for name in ("http", "https", "all", "no")]
+    names += [*map(str.upper, names), "REQUEST_METHOD"]
+    return {name: env[name] for name in names if name in env}
+
+
+def proxy_for(url: str, env: Mapping[str, str]) -> str | None:
+    """The proxy for this address, or None. Lowercase variables win, as in other programs."""
+    parts = urlsplit(url)
+    host = parts.hostname or ""
+    named = {
+        name: env.get(f"{name}_proxy") or env.get(f"{name.upper()}_PROXY") or ""
+        for name in (parts.scheme, "all", "no")
+    }
+    if parts.scheme == "http" and "REQUEST_METHOD" in env:
+        # In a CGI program, HTTP_PROXY is a request header that any client can set.
+        named["http"] = env.get("http_proxy", "")
+    proxy = named[parts.scheme] or named["all"]
+    if not proxy and sys.platform not in ("darwin", "win32"):
+        return None
+    import urllib.request
+
+    if proxy:
+        # Not documented, but the rules of NO_PROXY are implemented there.
+        exempt = urllib.request.proxy_bypass_environment  # type: ignore[attr-defined]
+        if exempt(host, {"no": named["no"]}):
+            return None
+    elif not urllib.request.proxy_bypass(host):
+        proxy = urllib.request.getproxies().get(parts.scheme, "")  # from the system settings
+    if not proxy:
+        return None
+    if "://" not in proxy:
+        proxy = f"http://{proxy}"
+    if not proxy.startswith(("http://", "https://")):
+        raise TinkerError(
+            f"The proxy set for {parts.scheme}:// addresses is not an http:// or https:// proxy "
+            f"({proxy.split('://')[0]}). Use an HTTP proxy, or exempt {host} with NO_PROXY."
+        )
+    return proxy

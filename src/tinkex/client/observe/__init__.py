@@ -1,1 +1,1 @@
-"""What a user can see of a running client: metrics, telemetry, progress, logs."""
+"""Observability of a running client: metrics, traces, telemetry, progress, logs."""

@@ -1,4 +1,10 @@
-"""Counts, levels and times of every client in this process: cheap to keep, read as one plain dict."""
+"""
+Metrics and traces of the clients in this process.
+
+`METRICS` holds counters, gauges and histograms; `Operation` measures one operation of the user.
+With `TINKEX_OTEL=1` or `Settings.otel` (extra `otel`) both are exported to OpenTelemetry, through
+the providers that the program configures. This is the only module that imports opentelemetry.
+"""
 
 from __future__ import annotations
 
@@ -21,47 +27,46 @@ from tinkex.extras import MissingExtra, needs
 if TYPE_CHECKING:
     from opentelemetry.metrics import CallbackOptions, Observation
     from opentelemetry.trace import Span as OtelSpan
-    # REGROUP
 
-__all__ = ["Histogram", "Metrics", "here", "metrics_snapshot", "reset_metrics"]
+__all__ = ["METRICS", "Histogram", "Metrics", "metrics_snapshot", "reset_metrics"]
 
 
-#: An octave of time is cut into so many buckets: a percentile is off by 6 % at most.
+#: Buckets per power of two: a percentile is off by at most 6 %.
 _PARTS = 8
 _OCTAVES = 40  # from 1 µs to 12 days
-#: Names come from our own code and the protocol, so there are few; this is a backstop.
-MOST_NAMES = 1000
+#: A backstop: names come from this package and the protocol, so there are few.
+MAX_NAMES = 1000
 OTHER = "other"
 
 
 class Histogram:
-    """Times, of which only how many fell between two bounds is kept."""
+    """Durations, kept as counts per bucket."""
 
-    __slots__ = ("_buckets", "count", "most", "total")
+    __slots__ = ("_buckets", "count", "largest", "total")
 
     def __init__(self) -> None:
         self._buckets = [0] * (_PARTS * (_OCTAVES + 1))
         self.count = 0
         self.total = 0.0
-        self.most = 0.0
+        self.largest = 0.0
 
     def observe(self, seconds: float) -> None:
         fraction, octave = math.frexp(max(seconds, 1e-6) * 1e6)
-        place = octave * _PARTS + int(fraction * 2 * _PARTS) - 2 * _PARTS
-        self._buckets[min(place, len(self._buckets) - 1)] += 1
+        bucket = octave * _PARTS + int(fraction * 2 * _PARTS) - 2 * _PARTS
+        self._buckets[min(bucket, len(self._buckets) - 1)] += 1
         self.count += 1
         self.total += seconds
-        self.most = max(self.most, seconds)
+        self.largest = max(self.largest, seconds)
 
     def percentile(self, share: float) -> float:
-        """What `share` of all observations do not exceed."""
-        wanted, seen = share * self.count, 0
-        for place, count in enumerate(self._buckets):
-            seen += count
-            if count and seen >= wanted:
-                octave, part = divmod(place, _PARTS)
+        """The value that `share` of all observations do not exceed."""
+        wanted, counted = share * self.count, 0
+        for bucket, count in enumerate(self._buckets):
+            counted += count
+            if count and counted >= wanted:
+                octave, part = divmod(bucket, _PARTS)
                 middle = (_PARTS + part + 0.5) / _PARTS * 2.0**octave * 1e-6
-                return min(middle, self.most)
+                return min(middle, self.largest)
         return 0.0
 
     def snapshot(self) -> dict[str, float]:
@@ -71,21 +76,21 @@ class Histogram:
             "p50": self.percentile(0.50),
             "p95": self.percentile(0.95),
             "p99": self.percentile(0.99),
-            "max": self.most,
+            "max": self.largest,
         }
 
 
 class Metrics:
     """
-    Three kinds of figures in families: `count("retries", "asample")` is `retries.asample`.
+    Counters, gauges and histograms in families: `count("retries", "asample")` is `retries.asample`.
 
-    One lock and no more than a few dictionary look-ups each: about a microsecond.
+    Each call takes one lock and a few dictionary lookups: about a microsecond.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._counters: defaultdict[tuple[str, str], float] = defaultdict(float)
-        self._levels: defaultdict[tuple[str, str], float] = defaultdict(float)
+        self._gauges: defaultdict[tuple[str, str], float] = defaultdict(float)
         self._times: defaultdict[tuple[str, str], Histogram] = defaultdict(Histogram)
 
     def count(self, family: str, name: str, amount: float = 1) -> None:
@@ -93,27 +98,29 @@ class Metrics:
             self._counters[_bounded(self._counters, family, name)] += amount
 
     def change(self, family: str, name: str, amount: float) -> None:
-        """Something begins (+1) or ends (-1)."""
+        """Change a gauge: +1 at the start, -1 at the end."""
         with self._lock:
-            self._levels[_bounded(self._levels, family, name)] += amount
+            self._gauges[_bounded(self._gauges, family, name)] += amount
 
     def observe(self, family: str, name: str, seconds: float) -> None:
         with self._lock:
             self._times[_bounded(self._times, family, name)].observe(seconds)
 
-    def asked(self, endpoint: str, sent_bytes: int) -> None:
-        """A request leaves."""
+    def request_started(self, endpoint: str, sent_bytes: int) -> None:
+        """A request is being sent."""
         with self._lock:
             self._counters[_bounded(self._counters, "requests", endpoint)] += 1
             self._counters[_bounded(self._counters, "bytes_sent", endpoint)] += sent_bytes
-            self._levels[_bounded(self._levels, "requests_in_flight", endpoint)] += 1
+            self._gauges[_bounded(self._gauges, "requests_in_flight", endpoint)] += 1
 
-    def answered(self, endpoint: str, status: str, received_bytes: int, seconds: float) -> None:
-        """Its answer is here, or it is known that none will come."""
+    def request_finished(
+        self, endpoint: str, status: str, received_bytes: int, seconds: float
+    ) -> None:
+        """The response has arrived, or the request has failed."""
         with self._lock:
             self._counters[_bounded(self._counters, "bytes_received", endpoint)] += received_bytes
             self._counters[_bounded(self._counters, "statuses", status)] += 1
-            self._levels[_bounded(self._levels, "requests_in_flight", endpoint)] -= 1
+            self._gauges[_bounded(self._gauges, "requests_in_flight", endpoint)] -= 1
             self._times[_bounded(self._times, "request", endpoint)].observe(seconds)
 
     # -- reading ---------------------------------------------------------------------------------
@@ -122,16 +129,16 @@ class Metrics:
         with self._lock:
             return {
                 "counters": {".".join(key): value for key, value in sorted(self._counters.items())},
-                "gauges": {".".join(key): value for key, value in sorted(self._levels.items())},
+                "gauges": {".".join(key): value for key, value in sorted(self._gauges.items())},
                 "latency_s": {
                     ".".join(key): times.snapshot() for key, times in sorted(self._times.items())
                 },
             }
 
     def family(self, family: str) -> dict[str, float]:
-        """The counters, or else the levels, of one family by name."""
+        """The counters, or else the gauges, of one family by name."""
         with self._lock:
-            for figures in (self._counters, self._levels):
+            for figures in (self._counters, self._gauges):
                 if found := {
                     name: value for (kind, name), value in figures.items() if kind == family
                 }:
@@ -139,7 +146,7 @@ class Metrics:
         return {}
 
     def reset(self) -> None:
-        """Forget counts and times. Levels stay: what is in flight is so all the same."""
+        """Clear counters and histograms. Gauges stay: they count what is still in flight."""
         with self._lock:
             self._counters.clear()
             self._times.clear()
@@ -147,46 +154,45 @@ class Metrics:
 
 def _bounded(known: dict[tuple[str, str], Any], family: str, name: str) -> tuple[str, str]:
     key = (family, name)
-    return key if key in known or len(known) < MOST_NAMES else (family, OTHER)
+    return key if key in known or len(known) < MAX_NAMES else (family, OTHER)
 
 
-here = Metrics()
+METRICS = Metrics()
 
 
-def _forget() -> None:
-    """In a forked child: the counts are the parent's, and its lock may be held."""
-    here.__init__()  # type: ignore[misc]  # the object is referred to everywhere
+def _reset_after_fork() -> None:
+    """In a forked child: the counts belong to the parent, and its lock may be held."""
+    METRICS.__init__()  # type: ignore[misc]  # the object is referred to everywhere
 
 
 if hasattr(os, "register_at_fork"):  # not on Windows
-    os.register_at_fork(after_in_child=_forget)
+    os.register_at_fork(after_in_child=_reset_after_fork)
 
 
 def metrics_snapshot() -> dict[str, Any]:
     """
-    What the clients of this process have done: `counters`, `gauges` and `latency_s`.
+    The metrics of all clients in this process: `counters`, `gauges` and `latency_s`.
 
-    Names are `family.name`: `requests.asample`, `operations_done.sample`. What each means:
+    Names are `family.name`, such as `requests.asample` or `operations_done.sample`; see
     docs/guides/observing.md.
     """
-    return here.snapshot()
+    return METRICS.snapshot()
 
 
 def reset_metrics() -> None:
-    """Start counting anew; gauges stay, being levels."""
-    here.reset()
+    """Clear counters and latencies; gauges stay."""
+    METRICS.reset()
 
 
-# MERGED: Spans and metrics for OpenTelemetry (extra `otel`), where `TINKEX_OTEL=1` or `Settings.otel` asks. The only place that imports opentelemetry, and only then. Where the figures go is up to the program, which sets the providers; without any, all of this does nothing.
+# -- OpenTelemetry -------------------------------------------------------------------------------
 
-
-#: Families of `metrics` that are exported as they are, and the kind of instrument for each.
+#: Families of `METRICS` that are exported, by kind of instrument.
 _COUNTERS = ("requests", "retries", "rate_limited", "bytes_sent", "bytes_received")
-_LEVELS = ("requests_in_flight", "operations_in_flight", "samples_waiting")
+_GAUGES = ("requests_in_flight", "operations_in_flight", "samples_waiting")
 
 
 class Span:
-    """One operation as a trace shows it."""
+    """The trace span of one operation."""
 
     __slots__ = ("_durations", "_inner", "_name")
 
@@ -214,7 +220,7 @@ class Span:
         self._durations.record(seconds, attributes)
         self._inner.set_attribute("tinkex.outcome", outcome)
         if outcome == "failed":
-            # Its kind, not its words: these may quote what was sent.
+            # The type, not the message, which may quote what was sent.
             self._inner.set_attribute("error.type", type(error).__name__)
             self._inner.set_status(Status(StatusCode.ERROR))
         self._inner.end()
@@ -229,7 +235,7 @@ class Tracing:
                 from opentelemetry import metrics as meters
                 from opentelemetry import propagate, trace
         except MissingExtra as error:
-            raise TinkerError(f"{error}. Or switch it off.") from error
+            raise TinkerError(f"{error}. Or turn it off.") from error
         self._propagate = propagate
         self._tracer = trace.get_tracer("tinkex")
         meter = meters.get_meter("tinkex")
@@ -240,7 +246,7 @@ class Tracing:
             meter.create_observable_counter(
                 f"tinkex.{family}", callbacks=[functools.partial(_observed, family)]
             )
-        for family in _LEVELS:
+        for family in _GAUGES:
             meter.create_observable_up_down_counter(
                 f"tinkex.{family}", callbacks=[functools.partial(_observed, family)]
             )
@@ -255,7 +261,7 @@ class Tracing:
         return Span(name, inner, self._durations)
 
     def inject(self, headers: dict[str, str]) -> None:
-        """Add `traceparent` (and what else the program's propagators send)."""
+        """Add `traceparent` (and what the program's other propagators send)."""
         self._propagate.inject(headers)
 
 
@@ -264,23 +270,22 @@ def _observed(family: str, options: CallbackOptions) -> Iterable[Observation]:
         from opentelemetry.metrics import Observation
 
     key = "operation" if family.startswith("operations") else "endpoint"
-    return [Observation(value, {key: name}) for name, value in here.family(family).items()]
+    return [Observation(value, {key: name}) for name, value in METRICS.family(family).items()]
 
 
 @functools.cache
 def tracing() -> Tracing:
-    """Made once. Raises `TinkerError` where the extra is missing."""
+    """Created once. Raises `TinkerError` if the extra is missing."""
     return Tracing()
 
 
-# MERGED: One operation of a user's, from its beginning to its end, for metrics and traces.
-
+# -- operations ----------------------------------------------------------------------------------
 
 T = TypeVar("T")
 
 
 class Operation:
-    """Begun; `run` makes the task that does it, and it ends when that does."""
+    """One operation of the user: counted and traced from its start to the end of its task."""
 
     __slots__ = ("_metrics", "_name", "_span", "_started")
 
@@ -288,22 +293,22 @@ class Operation:
         self._name = name
         self._started = monotonic()
         self._span: Span | None = None if tracing is None else tracing.begin(name, about)
-        self._metrics = here
+        self._metrics = METRICS
         self._metrics.change("operations_in_flight", name, 1)
 
     def current(self) -> AbstractContextManager[None]:
-        """Tasks that are made inside belong to this operation, and so do their requests."""
+        """Tasks created inside belong to this operation, and so do their requests."""
         return nullcontext() if self._span is None else self._span.current()
 
     def run(self, make: Callable[[], asyncio.Task[T]]) -> asyncio.Task[T]:
-        """Make the task. If that fails, the operation has failed."""
+        """Create the task. If that fails, the operation has failed."""
         try:
             with self.current():
                 task = make()
         except BaseException as error:
             self.end(error)
             raise
-        # Not by waiting inside the task: one that is cancelled before it starts never gets there.
+        # A callback, not code in the task: a task cancelled before its start never runs any.
         task.add_done_callback(self._ended)
         return task
 
@@ -323,8 +328,8 @@ class Operation:
 
 
 @contextmanager
-def during(name: str, tracing: Tracing | None, about: str) -> Iterator[None]:
-    """The same around a piece of a coroutine."""
+def measured(name: str, tracing: Tracing | None, about: str) -> Iterator[None]:
+    """Context manager form of `Operation`, for code that runs inside one coroutine."""
     operation = Operation(name, tracing, about)
     try:
         with operation.current():
@@ -336,6 +341,6 @@ def during(name: str, tracing: Tracing | None, about: str) -> Iterator[None]:
 
 
 @lru_cache(maxsize=100)
-def named(request_type: str) -> str:
-    """`ForwardBackward`, as servers call it, is `forward_backward` to users."""
+def operation_name(request_type: str) -> str:
+    """`ForwardBackward`, the server's name, is `forward_backward` for users."""
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", request_type).lower()

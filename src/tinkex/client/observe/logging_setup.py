@@ -1,4 +1,4 @@
-"""`TINKER_LOG=debug|info`: what the client does, on stderr, unless the program logs by itself."""
+"""`TINKER_LOG=debug|info`: logs the client to stderr, unless the program configures logging."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ FORMAT = "[%(asctime)s - %(name)s:%(lineno)d - %(levelname)s] %(message)s"
 
 class _Stderr(logging.Handler):
     """
-    Writes only while nobody else would.
+    Writes only if no other handler would.
 
-    The root logger is never touched: a program that sets up logging, before or after it imports
-    this package, gets our records in its own way, and each of them once.
+    The root logger is not changed: a program that configures logging, before or after it imports
+    this package, gets each record once, through its own handlers.
     """
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -25,12 +25,12 @@ class _Stderr(logging.Handler):
             return
         try:
             sys.stderr.write(self.format(record) + "\n")
-        except (OSError, ValueError, TypeError, AttributeError):  # closed, or a record that is odd
+        except (OSError, ValueError, TypeError, AttributeError):  # a closed stream, or a bad record
             self.handleError(record)
 
 
 def configure(env: Mapping[str, str]) -> None:
-    """Set the level that the environment names; anything but `debug` and `info` is ignored."""
+    """Set the level that the environment names; other values than `debug` and `info` are ignored."""
     from tinkex.client.settings import setting
 
     level = LEVELS.get((setting("LOG", env) or "").lower())

@@ -1,4 +1,4 @@
-"""What is under way, shown while a program runs: a bar on a terminal, plain lines elsewhere."""
+"""Shows the operations of a running program: a bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tinkex.client.observe import instrumentation, queue_states
 from tinkex.client.observe.queue_states import QueueState
 from tinkex.extras import MissingExtra, needs
 
-__all__ = ["Row", "in_words", "progress", "rows"]
+__all__ = ["Row", "progress", "rows", "summary_line"]
 
 BAR_EVERY_S = 0.25
 LINES_EVERY_S = 10.0
@@ -21,7 +21,7 @@ LINES_EVERY_S = 10.0
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One kind of operation."""
+    """The counts of one kind of operation."""
 
     name: str
     done: int
@@ -35,11 +35,11 @@ class Row:
 
 
 def rows(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Row]:
-    """What happened between two snapshots of the metrics, and what is going on."""
+    """The difference between two snapshots of the metrics, and the current gauges."""
 
-    def grown(family: str, name: str) -> int:
+    def increase(family: str, name: str) -> int:
         key = f"{family}.{name}"
-        # Somebody may have reset the metrics in between.
+        # The metrics may have been reset in between.
         return max(0, int(now["counters"].get(key, 0) - before["counters"].get(key, 0)))
 
     def level(family: str, name: str) -> int:
@@ -49,8 +49,8 @@ def rows(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Row]:
     found = [
         Row(
             name=name,
-            done=grown("operations_done", name),
-            failed=grown("operations_failed", name),
+            done=increase("operations_done", name),
+            failed=increase("operations_failed", name),
             in_flight=level("operations_in_flight", name),
             waiting=level("samples_waiting", name),
         )
@@ -59,7 +59,7 @@ def rows(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Row]:
     return [row for row in found if row.total]
 
 
-def in_words(shown: Sequence[Row], paused: Sequence[QueueState]) -> str:
+def summary_line(shown: Sequence[Row], paused: Sequence[QueueState]) -> str:
     """`sample 12/40, 28 in flight; Sampling from s-1: two jobs ahead`."""
     parts = []
     for row in shown:
@@ -84,44 +84,44 @@ def progress(file: TextIO | None = None, *, every_s: float | None = None) -> Ite
         with tinkex.progress():
             answers = [each.result() for each in futures]
 
-    On a terminal (stderr unless `file` is given) a bar for each kind of operation, with the extra
-    `cli`; elsewhere a line every 10 s when something has changed, and one at the end.
+    On a terminal (stderr unless `file` is given) there is a bar for each kind of operation, with
+    the extra `cli`; elsewhere a line every 10 s if something changed, and one at the end.
     """
     out = sys.stderr if file is None else file
     before = instrumentation.metrics_snapshot()
     if out.isatty() and (bars := _bars(out)) is not None:
-        with bars, _every(every_s or BAR_EVERY_S, lambda: bars.show(before)):
+        with bars, _periodically(every_s or BAR_EVERY_S, lambda: bars.show(before)):
             yield
         return
     last = ""
 
     def line() -> None:
         nonlocal last
-        text = in_words(rows(before, instrumentation.metrics_snapshot()), queue_states.paused())
+        text = summary_line(rows(before, instrumentation.metrics_snapshot()), queue_states.paused())
         if text and text != last:
             last = text
             out.write(f"tinkex: {text}\n")
             out.flush()
 
-    with _every(every_s or LINES_EVERY_S, line):
+    with _periodically(every_s or LINES_EVERY_S, line):
         yield
 
 
 @contextmanager
-def _every(seconds: float, show: Callable[[], None]) -> Iterator[None]:
-    """Call `show` every so often on a thread of its own, and once more at the end."""
-    over = threading.Event()
+def _periodically(seconds: float, show: Callable[[], None]) -> Iterator[None]:
+    """Call `show` periodically on a separate thread, and once more at the end."""
+    ended = threading.Event()
 
-    def look() -> None:
-        while not over.wait(seconds):
+    def run() -> None:
+        while not ended.wait(seconds):
             show()
 
-    thread = threading.Thread(target=look, name="tinkex-progress", daemon=True)
+    thread = threading.Thread(target=run, name="tinkex-progress", daemon=True)
     thread.start()
     try:
         yield
     finally:
-        over.set()
+        ended.set()
         thread.join()
         show()
 
@@ -167,5 +167,5 @@ class _Bars:
 def _bars(file: TextIO) -> _Bars | None:
     try:
         return _Bars(file)
-    except MissingExtra:  # without the extra `cli`: lines do as well
+    except MissingExtra:  # without the extra `cli`, print lines
         return None

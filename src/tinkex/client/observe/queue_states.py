@@ -1,4 +1,4 @@
-"""Why requests wait, for whoever wants to know: callbacks of users, and what is paused now."""
+"""Queue states of waiting requests: user callbacks, and what is paused now."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ __all__ = ["QueueState", "Watch", "on_queue_state", "paused", "publish"]
 
 log = logging.getLogger("tinkex.queue")
 
-#: Subjects that are remembered as paused, at most.
-MOST_SUBJECTS = 1000
+#: Maximum number of paused subjects that are kept.
+MAX_SUBJECTS = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
 class QueueState:
-    """What the service says about something that waits."""
+    """Why the service lets a request wait."""
 
-    #: What waits, in words: "Training of <model id>", "Sampling from <sampler id>".
+    #: What waits: "Training of <model id>", "Sampling from <sampler id>".
     subject: str
-    #: `active`, `paused_rate_limit`, `paused_capacity`, or what else a service may say.
+    #: `active`, `paused_rate_limit`, `paused_capacity`, or another state of the service.
     state: str
-    #: The service's words, or ours for a state it did not explain; None while active.
+    #: The service's reason, or a default one if it sent none; None while active.
     reason: str | None
 
 
@@ -34,7 +34,7 @@ Callback = Callable[[QueueState], None]
 
 
 class Watch:
-    """A registered callback: `stop()` it, or leave the `with` block."""
+    """A registered callback: call `stop()`, or leave the `with` block."""
 
     def __init__(self, callback: Callback) -> None:
         self._callback = callback
@@ -43,7 +43,7 @@ class Watch:
         try:
             self._callback(state)
         except Exception:
-            log.exception("a queue-state callback failed; the request goes on")
+            log.exception("a queue-state callback failed; the request continues")
 
     def stop(self) -> None:
         with _lock:
@@ -67,26 +67,26 @@ _watches: list[Watch] = []
 _paused: dict[str, QueueState] = {}
 
 
-def _forget() -> None:
-    """In a forked child: nothing of ours waits here, and the lock may be held."""
+def _reset_after_fork() -> None:
+    """In a forked child: nothing waits here, and the lock may be held."""
     global _lock
     _lock = threading.Lock()
     _paused.clear()
 
 
 if hasattr(os, "register_at_fork"):  # not on Windows
-    os.register_at_fork(after_in_child=_forget)
+    os.register_at_fork(after_in_child=_reset_after_fork)
 
 
 def on_queue_state(callback: Callback) -> Watch:
     """
-    Call `callback` with a `QueueState` whenever the state or reason of something changes.
+    Call `callback` with a `QueueState` whenever a state or reason changes.
 
         with tinkex.on_queue_state(lambda state: print(state.subject, state.reason)):
             ...
 
-    Holds for every client of the process, until `stop()` or the end of the block. It is called on
-    the client's own thread: be quick, and never wait for a tinkex result there.
+    Applies to all clients of the process, until `stop()` or the end of the block. It is called on
+    the client's thread: return quickly, and never wait for a tinkex result there.
     """
     watch = Watch(callback)
     with _lock:
@@ -95,12 +95,12 @@ def on_queue_state(callback: Callback) -> Watch:
 
 
 def publish(state: QueueState) -> None:
-    """Tell everybody."""
+    """Store the state, and call all callbacks."""
     with _lock:
         _paused.pop(state.subject, None)
         if state.state != "active":
             _paused[state.subject] = state
-            if len(_paused) > MOST_SUBJECTS:
+            if len(_paused) > MAX_SUBJECTS:
                 del _paused[next(iter(_paused))]
         watches = list(_watches)
     for watch in watches:
@@ -108,6 +108,6 @@ def publish(state: QueueState) -> None:
 
 
 def paused() -> list[QueueState]:
-    """What waits for a reason at this moment."""
+    """Everything that is paused now."""
     with _lock:
         return list(_paused.values())

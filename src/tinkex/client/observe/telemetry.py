@@ -1,11 +1,10 @@
 """
-What a client reports about itself: that a session began and ended, which errors it met, and how
-often it had to wait.
+Telemetry: reports the start and end of a session, its errors, and how often it had to wait.
 
-Named fields only (a type's name, a status, a category, places in our own code), never messages,
-headers, bodies or data; besides what users `log` themselves. Sent in the background: no call waits
-for it, no failure of it reaches anybody, and what does not fit into the queue is dropped.
-`TINKER_TELEMETRY=0` switches it off.
+Reports contain named fields only (a type's name, a status, a category, locations in this package),
+never messages, headers, bodies or data, except what users `log` themselves. They are sent in the
+background: no call waits for them, failures are ignored, and a full queue drops events.
+`TINKER_TELEMETRY=0` turns telemetry off.
 """
 
 from __future__ import annotations
@@ -46,31 +45,31 @@ from tinkex.wire.telemetry import (
 
 log = logging.getLogger("tinkex.telemetry")
 
-MOST_EVENTS = 10_000
+MAX_EVENTS = 10_000
 BATCH = 100
 SEND_EVERY_S = 10.0
 DEADLINE_S = 5.0
-#: A batch that was not taken is sent again with the next, so many times in all.
-MOST_SENDS = 3
-#: At the end of a session, this long and no longer.
-LAST_SEND_S = 1.0
-#: Places in our code that an event names, the innermost.
-MOST_FRAMES = 20
-#: What a user logs may have so many bytes of JSON.
-MOST_DATA_BYTES = 64 * 1024
+#: A rejected batch is sent again with the next one, up to this many times in total.
+MAX_SENDS = 3
+#: Time limit of the last send, at the end of a session.
+FINAL_SEND_TIMEOUT_S = 1.0
+#: Stack frames that an error event contains, from the innermost.
+MAX_FRAMES = 20
+#: Maximum size of a user's event data as JSON.
+MAX_DATA_BYTES = 64 * 1024
 
-_PACKAGE = Path(__file__).parents[1]
+_PACKAGE = Path(__file__).parents[2]
 
 
 @functools.lru_cache(maxsize=1)
 def process_uuid(pid: int) -> str:
-    """One for each process; a forked child is another."""
+    """One id per process; a forked child gets its own."""
     return str(uuid.uuid4())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Noted:
-    """An event as it is kept: made into what is sent only when it is sent."""
+class PendingEvent:
+    """A recorded event; converted to its wire type only when it is sent."""
 
     kind: Callable[..., TelemetryEvent]
     fields: Mapping[str, Any]
@@ -89,7 +88,7 @@ class Noted:
 
 
 class Telemetry:
-    """The events of one session. Sending belongs to the background loop; noting to any thread."""
+    """The events of one session. Any thread records; the background loop sends."""
 
     def __init__(
         self, session_id: str, calls: Calls, clock: Callable[[], float] = monotonic
@@ -99,24 +98,26 @@ class Telemetry:
         self._clock = clock
         self._started = clock()
         self._indexes = itertools.count()
-        # The oldest go first when it is full: the newest explain what is happening now.
-        self._events: deque[Noted] = deque(maxlen=MOST_EVENTS)
-        #: Taken from the queue and not accepted yet, and how often it was sent.
+        # When full, the oldest events are dropped: the newest explain the current state.
+        self._events: deque[PendingEvent] = deque(maxlen=MAX_EVENTS)
+        #: Taken from the queue and not accepted yet, and how many times it was sent.
         self._batch: list[TelemetryEvent] = []
         self._sends = 0
         self._ended = False
         self._queue_states: Counter[str] = Counter()
-        self._busy = 0
-        self._longest_busy_s = 0.0
-        self._note(SessionStartEvent, "INFO", event="SESSION_START")
+        self._rate_limited = 0
+        self._longest_wait_s = 0.0
+        self._record(SessionStartEvent, "INFO", event="SESSION_START")
         _live.add(self)
 
-    def _note(self, kind: Callable[..., TelemetryEvent], severity: Severity, **fields: Any) -> None:
+    def _record(
+        self, kind: Callable[..., TelemetryEvent], severity: Severity, **fields: Any
+    ) -> None:
         self._events.append(
-            Noted(kind=kind, fields=fields, index=next(self._indexes), severity=severity)
+            PendingEvent(kind=kind, fields=fields, index=next(self._indexes), severity=severity)
         )
 
-    # -- noting ----------------------------------------------------------------------------------
+    # -- recording -------------------------------------------------------------------------------
 
     def log(
         self,
@@ -125,18 +126,18 @@ class Telemetry:
         severity: Severity = "INFO",
     ) -> bool:
         """
-        Report an event of your own under this session. Never raises, never waits.
+        Report an event of your own in this session. Never raises, never blocks.
 
-        Returns whether it was taken: the data must be JSON of at most 64 KiB.
+        Returns whether it was accepted: the data must be JSON of at most 64 KiB.
         """
         if self._ended:
             return False
         try:
-            # Through JSON, so that what is changed later is not what is sent.
+            # A copy through JSON, so that later changes have no effect.
             text = json.dumps(dict(event_data or {}), allow_nan=False)
-            if len(text) > MOST_DATA_BYTES or severity not in get_args(Severity):
+            if len(text) > MAX_DATA_BYTES or severity not in get_args(Severity):
                 raise ValueError(f"{len(text)} bytes at severity {severity!r}")
-            self._note(
+            self._record(
                 GenericEvent,
                 severity,
                 event="GENERIC_EVENT",
@@ -144,15 +145,15 @@ class Telemetry:
                 event_data=json.loads(text),
             )
         except (TypeError, ValueError, RecursionError) as error:
-            log.debug("event %r was not taken: %s", event_name, error)
+            log.debug("event %r was not accepted: %s", event_name, error)
             return False
         return True
 
-    def note_error(self, error: BaseException) -> None:
-        """Remember that an operation failed, and how; not with which words."""
+    def record_error(self, error: BaseException) -> None:
+        """Record the type of an error, not its message."""
         status, category = getattr(error, "status_code", None), getattr(error, "category", None)
         if is_user_error(error):
-            self._note(
+            self._record(
                 GenericEvent,
                 "WARNING",
                 event="GENERIC_EVENT",
@@ -164,47 +165,47 @@ class Telemetry:
                 },
             )
         else:
-            told = f"status {status}" if isinstance(status, int) else f"category {category}"
-            self._note(
+            cause = f"status {status}" if isinstance(status, int) else f"category {category}"
+            self._record(
                 UnhandledExceptionEvent,
                 "ERROR",
                 event="UNHANDLED_EXCEPTION",
                 error_type=type(error).__name__,
-                error_message="" if status is None and category is None else told,
+                error_message="" if status is None and category is None else cause,
                 traceback=own_frames(error),
             )
 
-    def note_queue_state(self, queue_state: str) -> None:
-        """Something waits, or goes on. Counted, and told with the next batch."""
+    def record_queue_state(self, queue_state: str) -> None:
+        """Count a change of queue state, for the next batch."""
         if len(self._queue_states) < 16 or queue_state in self._queue_states:
             self._queue_states[queue_state[:64]] += 1
 
-    def note_busy(self, delay_s: float) -> None:
-        """The service asked for patience (429). Counted, and told with the next batch."""
-        self._busy += 1
-        self._longest_busy_s = max(self._longest_busy_s, delay_s)
+    def record_rate_limit(self, delay_s: float) -> None:
+        """Count a 429, for the next batch."""
+        self._rate_limited += 1
+        self._longest_wait_s = max(self._longest_wait_s, delay_s)
 
-    def _note_waiting(self) -> None:
-        if self._busy:
-            self._note(
+    def _record_waits(self) -> None:
+        if self._rate_limited:
+            self._record(
                 GenericEvent,
                 "INFO",
                 event="GENERIC_EVENT",
                 event_name="backpressure",
                 event_data={
-                    "rate_limited": self._busy,
-                    "longest_wait_s": round(self._longest_busy_s, 3),
+                    "rate_limited": self._rate_limited,
+                    "longest_wait_s": round(self._longest_wait_s, 3),
                 },
             )
         if self._queue_states:
-            self._note(
+            self._record(
                 GenericEvent,
                 "INFO",
                 event="GENERIC_EVENT",
                 event_name="queue_states",
                 event_data=dict(self._queue_states),
             )
-        self._busy, self._longest_busy_s = 0, 0.0
+        self._rate_limited, self._longest_wait_s = 0, 0.0
         self._queue_states.clear()
 
     # -- sending ---------------------------------------------------------------------------------
@@ -215,25 +216,25 @@ class Telemetry:
             await self._send()
 
     async def end(self) -> None:
-        """The session is over: send what is left, if that works at once. The first call counts."""
+        """Send the remaining events, within a short time limit. Only the first call counts."""
         if self._ended:
             return
         self._ended = True
-        self._note_waiting()
-        self._note(
+        self._record_waits()
+        self._record(
             SessionEndEvent,
             "INFO",
             event="SESSION_END",
             duration=str(timedelta(seconds=self._clock() - self._started)),
         )
         try:
-            async with asyncio.timeout(LAST_SEND_S):
+            async with asyncio.timeout(FINAL_SEND_TIMEOUT_S):
                 await self._send()
         except TimeoutError:
-            log.debug("telemetry was not taken in time")
+            log.debug("telemetry was not sent in time")
 
     async def _send(self) -> None:
-        self._note_waiting()
+        self._record_waits()
         while self._batch or self._events:
             if not self._batch:
                 count = min(BATCH, len(self._events))
@@ -257,16 +258,16 @@ class Telemetry:
                     give_up_s=0.0,
                 )
             except TinkerError as error:
-                # The next round is the back-off. A service that does not want it is not asked twice.
-                if self._sends >= MOST_SENDS or not is_retryable(error):
+                # The next round is the back-off. A service that rejects telemetry gets no retry.
+                if self._sends >= MAX_SENDS or not is_retryable(error):
                     self._batch = []
-                log.debug("telemetry was not taken: %s", error)
+                log.debug("telemetry was not sent: %s", error)
                 return
             self._batch = []
 
 
 def own_frames(error: BaseException) -> str:
-    """Where in our own code it was raised: no line of source, and no file of anybody else's."""
+    """Stack frames in this package only: no source lines, and no files of the user's program."""
     places = (
         (Path(frame.f_code.co_filename), line, frame.f_code.co_name)
         for frame, line in traceback.walk_tb(error.__traceback__)
@@ -276,21 +277,21 @@ def own_frames(error: BaseException) -> str:
         for file, line, name in places
         if file.is_relative_to(_PACKAGE)
     ]
-    return "\n".join(ours[-MOST_FRAMES:])
+    return "\n".join(ours[-MAX_FRAMES:])
 
 
 _live: weakref.WeakSet[Telemetry] = weakref.WeakSet()
 
 
-def _forget() -> None:
-    """In a forked child: these belong to the parent's sessions, which report for themselves."""
+def _reset_after_fork() -> None:
+    """In a forked child: these belong to sessions of the parent, which reports them."""
     _live.clear()
 
 
 if hasattr(os, "register_at_fork"):  # not on Windows
-    os.register_at_fork(after_in_child=_forget)
+    os.register_at_fork(after_in_child=_reset_after_fork)
 
 
 async def end_all() -> None:
-    """At the end of the program: what was not closed reports its end all the same."""
+    """At the end of the program: report the end of sessions that were not closed."""
     await asyncio.gather(*(each.end() for each in list(_live)), return_exceptions=True)

@@ -1,4 +1,4 @@
-"""The clients and their futures, where the official client keeps them."""
+"""The clients and their futures, under the import paths of the official client."""
 
 from __future__ import annotations
 

@@ -10,15 +10,15 @@ import pytest
 import sdk_envs
 from tinkex import TinkerError
 from tinkex.client.auth.credentials import ApiKey
-from tinkex.client.auth.key_store import StoredKey, StoredKeys, place, read, write
+from tinkex.client.auth.key_store import StoredKey, StoredKeys, default_path, read, write
 from tinkex.client.settings import DEFAULT_URL, Settings
 
 KEY = "tml-stored-0123456789"
 OTHER = "http://127.0.0.1:8000"
 
 
-def test_what_is_written_is_read_again_and_nobody_else_can_read_it(tmp_path):
-    path = place(tmp_path)
+def test_written_keys_are_read_again_and_only_by_their_owner(tmp_path):
+    path = default_path(tmp_path)
     stored = StoredKeys().with_key(
         "7",
         StoredKey(
@@ -50,7 +50,7 @@ def test_what_is_written_is_read_again_and_nobody_else_can_read_it(tmp_path):
 
 
 def test_a_write_that_fails_leaves_the_old_file(tmp_path):
-    path = place(tmp_path)
+    path = default_path(tmp_path)
     write(path, StoredKeys().with_key("1", StoredKey(key=ApiKey(KEY))))
     before = path.read_bytes()
     broken = StoredKeys().with_key("3", StoredKey(key=ApiKey(KEY), details={"x": object()}))
@@ -69,8 +69,8 @@ def test_deleting_the_default_key_clears_the_default_and_unknown_ids_are_errors(
         stored.with_default("2")
 
 
-def test_no_file_is_nothing_stored(tmp_path):
-    assert read(place(tmp_path)) == StoredKeys()
+def test_a_missing_file_means_no_keys(tmp_path):
+    assert read(default_path(tmp_path)) == StoredKeys()
 
 
 @pytest.mark.parametrize(
@@ -78,22 +78,22 @@ def test_no_file_is_nothing_stored(tmp_path):
     [
         ("[", "not JSON at line 1"),
         ("[]", "AttributeError"),
-        ('{"version": 2, "keys": {}}', "knows version 1"),
+        ('{"version": 2, "keys": {}}', "supports version 1"),
         ('{"keys": {"1": {"type": "manual"}}}', "a key without 'key'"),
         ('{"keys": {"1": {"type": "odd", "key": "tml-hidden"}}}', "neither 'manual' nor"),
-        ('{"default": "9", "keys": {}}', "its default is none of its keys"),
+        ('{"default": "9", "keys": {}}', "the default is not one of its keys"),
         ('{"keys": {"1": {"type": "manual", "key": "tml-hidden" x', "not JSON"),
     ],
 )
-def test_a_malformed_file_is_named_without_what_it_holds(tmp_path, text, words):
-    path = place(tmp_path)
+def test_a_malformed_file_is_named_without_its_contents(tmp_path, text, words):
+    path = default_path(tmp_path)
     path.parent.mkdir()
     path.write_text(text)
     with pytest.raises(TinkerError, match=words) as caught:
         read(path)
     assert str(path) in str(caught.value)
     assert "hidden" not in str(caught.value)
-    assert "Mend or delete" in str(caught.value)
+    assert "Fix or delete" in str(caught.value)
 
 
 def test_h8_a_stored_key_is_sent_only_to_the_service_it_belongs_to(tmp_path):
@@ -103,7 +103,7 @@ def test_h8_a_stored_key_is_sent_only_to_the_service_it_belongs_to(tmp_path):
         .with_key("2", StoredKey(key=ApiKey("tml-own"), base_url=OTHER))
         .with_default("1")
     )
-    write(place(tmp_path), stored)
+    write(default_path(tmp_path), stored)
 
     def key_for(url):
         found = Settings.resolve(base_url=url, env={}, home=tmp_path).api_key
@@ -117,14 +117,14 @@ def test_h8_a_stored_key_is_sent_only_to_the_service_it_belongs_to(tmp_path):
 
 
 @pytest.mark.sdk
-def test_the_official_client_reads_what_we_write_and_we_what_it_writes(tmp_path):
+def test_the_file_is_compatible_with_the_official_client(tmp_path):
     stored = (
         StoredKeys()
         .with_key("1", StoredKey(key=ApiKey(KEY), name="one", base_url=DEFAULT_URL))
         .with_key("2@h", StoredKey(key=ApiKey("tml-other"), name="two", note="n", base_url=OTHER))
         .with_default("1")
     )
-    write(place(tmp_path), stored)
+    write(default_path(tmp_path), stored)
     python = str(sdk_envs.ensure("0.36.0"))
     env = {**os.environ, "HOME": str(tmp_path), "TINKER_API_KEY": ""}
 
@@ -133,9 +133,9 @@ def test_the_official_client_reads_what_we_write_and_we_what_it_writes(tmp_path)
             [python, *args], env=env, capture_output=True, text=True, timeout=60, check=True
         ).stdout
 
-    told = official("-c", "import tinker; print(tinker.auth.get_tinker_token())")
-    assert told.strip() == KEY
+    shown = official("-c", "import tinker; print(tinker.auth.get_tinker_token())")
+    assert shown.strip() == KEY
     official("-m", "tinker.cli", "auth", "logout")
-    left = read(place(tmp_path))
+    left = read(default_path(tmp_path))
     assert left.default is None
     assert {key_id: key.key.value for key_id, key in left.keys.items()} == {"2@h": "tml-other"}

@@ -1,4 +1,4 @@
-"""Samples read while they are drawn (H11): each token once, and at the end what `sample` answers."""
+"""Streamed samples (H11): each token once, and at the end the response of `sample`."""
 
 import asyncio
 import gc
@@ -9,7 +9,7 @@ import pytest
 import tinkex
 from tinkex import SamplingParams, types
 from tinkex.client.http.sse import Consumed
-from tinkex.client.http.transport import Request, Streamed, Unreachable
+from tinkex.client.http.transport import Request, StreamedResponse, Unreachable
 from tinkex.testing import Answer, FakeService, Lost
 
 PROMPT = types.ModelInput.from_ints([1, 2, 3])
@@ -39,7 +39,7 @@ def asked(fake, endpoint):
 
 
 class Network:
-    """The fake service over a network that the test cuts or holds up after so many pieces."""
+    """The fake service over a network that the test breaks or stalls after a number of pieces."""
 
     def __init__(self, fake: FakeService, *, passes: int = 10**9, then: str = "cut") -> None:
         self._transport = fake.transport("http://fake.invalid")
@@ -56,7 +56,7 @@ class Network:
     async def send(self, request: Request):
         return await self._transport.send(request)
 
-    async def stream(self, request: Request) -> Streamed:
+    async def stream(self, request: Request) -> StreamedResponse:
         inner = await self._transport.stream(request)
 
         async def read() -> bytes:
@@ -68,7 +68,7 @@ class Network:
             self._passes -= 1
             return await inner.read()
 
-        return Streamed(
+        return StreamedResponse(
             status_code=inner.status_code,
             headers=inner.headers,
             request=inner.request,
@@ -80,7 +80,7 @@ class Network:
         await self._transport.close()
 
 
-def test_events_add_up_to_the_answer_and_the_answer_is_that_of_sample(fake, sampling):
+def test_events_add_up_to_the_response_of_sample(fake, sampling):
     stream = sampling.sample_stream(PROMPT, 2, PARAMS, include_prompt_logprobs=True)
     events = list(stream)
     answer = stream.response(5)
@@ -91,12 +91,12 @@ def test_events_add_up_to_the_answer_and_the_answer_is_that_of_sample(fake, samp
     assert plain(answer) == plain(same)
     assert answer.prompt_logprobs == same.prompt_logprobs
     assert all(s.sequence_id.startswith("q-") for s in answer.sequences)
-    assert not asked(fake, "asample")[1:]  # the first way needed none
+    assert not asked(fake, "asample")[1:]  # the stream needed none
     with pytest.raises(AttributeError):
         events[0].sequence = 3
 
 
-def test_it_reads_the_same_with_async_for(sampling):
+def test_async_for_gives_the_same_events(sampling):
     async def read():
         async with sampling.sample_stream(PROMPT, 1, PARAMS) as stream:
             events = [event async for event in stream]
@@ -106,7 +106,7 @@ def test_it_reads_the_same_with_async_for(sampling):
     assert tokens == {0: answer.sequences[0].tokens}
 
 
-def test_a_stream_is_read_once_and_says_so(sampling):
+def test_reading_a_stream_twice_is_an_error(sampling):
     stream = sampling.sample_stream(PROMPT, 1, PARAMS)
     assert list(stream)
     with pytest.raises(Consumed, match=r"response\(\)"):
@@ -114,14 +114,14 @@ def test_a_stream_is_read_once_and_says_so(sampling):
     assert stream.response(5).sequences[0].tokens
 
 
-def test_the_answer_comes_without_reading_and_the_events_are_still_there(sampling):
+def test_the_response_comes_without_reading_and_the_events_are_kept(sampling):
     stream = sampling.sample_stream(PROMPT, 1, PARAMS)
     answer = stream.response(5)
     assert gathered(stream)[0] == {0: answer.sequences[0].tokens}
 
 
 @pytest.mark.parametrize("passes", [1, 2, 3])
-def test_a_stream_that_breaks_is_made_whole_by_its_request_id(fake, passes):
+def test_a_broken_stream_is_completed_by_its_request_id(fake, passes):
     network = Network(fake, passes=passes)
     with network.client() as service:
         sampling = service.create_sampling_client(base_model="fake/model")
@@ -135,7 +135,7 @@ def test_a_stream_that_breaks_is_made_whole_by_its_request_id(fake, passes):
     assert network.closed.is_set()
 
 
-def test_a_stream_that_ends_without_a_last_event_is_made_whole_too(fake, sampling):
+def test_a_stream_without_a_last_event_is_completed_too(fake, sampling):
     first = sampling.sample(PROMPT, 1, PARAMS).result(5)
     request_id = first.sequences[0].sequence_id[2:-2]
     accepted = f'{{"request_id":"{request_id}","sample_sequence_ids":["a"]}}'
@@ -146,7 +146,7 @@ def test_a_stream_that_ends_without_a_last_event_is_made_whole_too(fake, samplin
     assert stream.response(5).sequences[0].sequence_id == "a"
 
 
-def test_a_request_that_was_lost_is_sent_again_under_its_number(fake, sampling):
+def test_a_lost_request_is_sent_again_under_its_seq_id(fake, sampling):
     fake.script("stream_sample", Lost(), Lost(after=True), Answer(status=200, body=b""))
     stream = sampling.sample_stream(PROMPT, 1, PARAMS)
     assert stream.response(10).sequences[0].tokens == [1, 2, 3, 1, 2, 3, 1]
@@ -154,12 +154,12 @@ def test_a_request_that_was_lost_is_sent_again_under_its_number(fake, sampling):
     assert len(asked(fake, "stream_sample")) == 4
 
 
-def test_a_service_that_is_busy_is_waited_for(fake, sampling):
+def test_a_429_is_waited_out(fake, sampling):
     fake.script("stream_sample", Answer(status=429, body={}, headers={"retry-after-ms": "1"}))
     assert list(sampling.sample_stream(PROMPT, 1, PARAMS))
 
 
-def test_a_service_without_streams_tells_it_all_at_the_end(fake, sampling):
+def test_a_service_without_streams_gives_all_tokens_at_the_end(fake, sampling):
     fake.script("stream_sample", Answer(status=404, body={"detail": "Not Found"}))
     stream = sampling.sample_stream(PROMPT, 1, PARAMS)
     (event,) = stream
@@ -167,7 +167,7 @@ def test_a_service_without_streams_tells_it_all_at_the_end(fake, sampling):
     assert len(asked(fake, "asample")) == 1
 
 
-def test_what_went_wrong_is_raised_where_it_is_read_and_by_the_answer(sampling):
+def test_errors_are_raised_by_reading_and_by_the_response(sampling):
     stream = sampling.sample_stream(types.ModelInput.from_ints([]), 1, PARAMS)
     with pytest.raises(tinkex.RequestFailedError, match="the prompt is empty") as caught:
         list(stream)
@@ -177,16 +177,16 @@ def test_what_went_wrong_is_raised_where_it_is_read_and_by_the_answer(sampling):
 
 
 def failing(*tokens: int) -> Answer:
-    """A sample that the server could not finish, after these tokens."""
+    """A sample that fails on the server after these tokens."""
     events = ['event: accepted\ndata: {"request_id":"r","sample_sequence_ids":["a"]}']
     for token in tokens:
-        told = f'{{"sequence":0,"tokens":[{token}],"logprobs":[-0.5]}}'
-        events.append(f"event: token\ndata: {told}")
+        shown = f'{{"sequence":0,"tokens":[{token}],"logprobs":[-0.5]}}'
+        events.append(f"event: token\ndata: {shown}")
     events.append('event: error\ndata: {"error":"out of memory","category":"server"}')
     return Answer(status=200, body="".join(f"{event}\n\n" for event in events).encode())
 
 
-def test_a_sample_that_failed_before_its_first_token_is_drawn_anew(fake, sampling):
+def test_a_sample_that_failed_before_its_first_token_is_retried(fake, sampling):
     fake.script("stream_sample", failing())
     stream = sampling.sample_stream(PROMPT, 1, PARAMS)
     assert gathered(stream)[0] == {0: [1, 2, 3, 1, 2, 3, 1]}
@@ -194,7 +194,7 @@ def test_a_sample_that_failed_before_its_first_token_is_drawn_anew(fake, samplin
     assert first != second
 
 
-def test_a_sample_that_failed_later_is_not_for_other_tokens_would_follow(fake, sampling):
+def test_a_sample_that_failed_later_is_not_retried(fake, sampling):
     fake.script("stream_sample", failing(9))
     stream = sampling.sample_stream(PROMPT, 1, PARAMS)
     assert next(stream).tokens == [9]
@@ -203,19 +203,19 @@ def test_a_sample_that_failed_later_is_not_for_other_tokens_would_follow(fake, s
     assert len(asked(fake, "stream_sample")) == 1
 
 
-def test_arguments_are_checked_as_those_of_sample(sampling):
+def test_arguments_are_validated_like_those_of_sample(sampling):
     with pytest.raises(ValueError, match="prompt_logprobs_last_n"):
         sampling.sample_stream(PROMPT, 1, PARAMS, prompt_logprobs_last_n=3)
 
 
-def test_what_is_no_event_of_this_protocol_is_said(fake, sampling):
+def test_an_invalid_event_is_an_error(fake, sampling):
     fake.script("stream_sample", Answer(status=200, body=b"data: hello\n\n"))
     with pytest.raises(tinkex.APIResponseValidationError, match="first event"):
         list(sampling.sample_stream(PROMPT, 1, PARAMS))
 
 
 @pytest.mark.parametrize("how", ["closed", "forgotten", "left"])
-def test_a_stream_that_nobody_wants_gives_up_its_sample(how):
+def test_an_abandoned_stream_cancels_its_sample(how):
     fake = FakeService(dynamic_config={"sample_cancel_enabled": True})
     network = Network(fake, passes=2, then="stall")
     with network.client() as service:
@@ -236,17 +236,17 @@ def test_a_stream_that_nobody_wants_gives_up_its_sample(how):
     assert len(fake.cancelled) == 1
 
 
-def test_who_reads_slowly_gets_what_came_meanwhile_together(fake):
+def test_a_slow_reader_gets_several_tokens_at_once(fake):
     network = Network(fake, passes=3, then="stall")
     with network.client() as service:
         sampling = service.create_sampling_client(base_model="fake/model")
         stream = sampling.sample_stream(PROMPT, 1, PARAMS)
-        assert network.stalled.wait(5)  # both token events are here
+        assert network.stalled.wait(5)  # both token events have arrived
         assert next(stream).tokens == [1, 2, 3, 1, 2, 3, 1]
         stream.close()
 
 
-def test_reading_without_await_in_a_coroutine_is_warned_of(fake):
+def test_blocking_reads_in_a_coroutine_warn(fake):
     network = Network(fake, passes=1, then="stall")
 
     async def read(sampling):

@@ -1,10 +1,10 @@
-"""The core client with NumPy and nothing heavier installed."""
+"""The core client without optional packages."""
 
 import subprocess
 import sys
 import textwrap
 
-#: Stands for an environment in which these were never installed.
+#: Simulates an environment in which these are not installed.
 ABSENT = (
     "import sys\n"
     "for name in ('torch', 'transformers', 'tokenizers', 'huggingface_hub', 'zstandard', 'jinja2',"

@@ -1,4 +1,4 @@
-"""Downloads against a stand-in that cuts, stalls, forgets and lies."""
+"""Downloads from a stand-in service that truncates, stalls, loses and corrupts files."""
 
 import asyncio
 import base64
@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 import tinkex
-from standin import Asked, Reply, Standin, reply_json, standing_in
+from standin import Received, Reply, Standin, reply_json, standing_in
 from tinkex.client.files import checkpoint_download as module
 from tinkex.client.files.checkpoint_download import (
     check_target,
@@ -28,7 +28,7 @@ from tinkex.client.files.checkpoint_download import (
     resumable,
     safe_path,
 )
-from tinkex.client.files.file_download import DownloadFailed, Facts, Links, facts_of
+from tinkex.client.files.file_download import DownloadFailed, FileInfo, Links, file_info
 from tinkex.client.http.retry import RetryPolicy
 from tinkex.client.rest import RestClient
 
@@ -38,7 +38,7 @@ STATE = "tinker://s:train:0/weights/w"
 
 
 class Files:
-    """A service with one checkpoint, and a place where its files lie."""
+    """A service with one checkpoint, and the server of its files."""
 
     def __init__(self, files: dict[str, bytes]) -> None:
         self.files = files
@@ -46,13 +46,13 @@ class Files:
         self.tag = '"1"'
         self.lasts = timedelta(minutes=15)
         self.signatures = 0
-        #: Asked for each file request: a reply instead of the right one, or None.
-        self.fault: Callable[[str, Asked], Reply | None] = lambda name, asked: None
+        #: Called for each file request: a reply instead of the right one, or None.
+        self.fault: Callable[[str, Received], Reply | None] = lambda name, request: None
         self.headers: dict[str, str] = {}
         self.ranges = True
 
-    def __call__(self, asked: Asked) -> Reply:
-        path = asked.path.partition("?")[0].removeprefix("/api/v1/")
+    def __call__(self, request: Received) -> Reply:
+        path = request.path.partition("?")[0].removeprefix("/api/v1/")
         if path.startswith("client/"):
             return reply_json({})
         expires = datetime.now(UTC) + self.lasts
@@ -67,13 +67,13 @@ class Files:
         name = path.removeprefix("/files/")
         if name not in self.files:
             return reply_json({"detail": f"nothing at {path}"}, 404)
-        return self.fault(name, asked) or self.whole(name, asked)
+        return self.fault(name, request) or self.whole(name, request)
 
-    def whole(self, name: str, asked: Asked) -> Reply:
+    def whole(self, name: str, request: Received) -> Reply:
         body = self.files[name]
         headers = {"ETag": self.tag, **self.headers}
-        found = re.fullmatch(r"bytes=(\d+)-(\d*)", asked.headers.get("range", ""))
-        if found and self.ranges and asked.headers.get("if-range", self.tag) == self.tag:
+        found = re.fullmatch(r"bytes=(\d+)-(\d*)", request.headers.get("range", ""))
+        if found and self.ranges and request.headers.get("if-range", self.tag) == self.tag:
             start, stop = int(found[1]), int(found[2] or len(body) - 1) + 1
             if start >= len(body):
                 return Reply(status=416, headers={"Content-Range": f"bytes */{len(body)}"})
@@ -114,9 +114,9 @@ def content(folder: Path) -> dict[str, bytes]:
 
 
 def fetched(here: Standin, name: str) -> list[str]:
-    """The ranges that were asked for, without the first look."""
-    asked = [each for each in here.asked if each.path.startswith(f"/files/{name}")]
-    return [each.headers["range"] for each in asked if each.headers["range"] != "bytes=0-0"]
+    """The requested ranges, without those of the probe."""
+    requests = [each for each in here.requests if each.path.startswith(f"/files/{name}")]
+    return [each.headers["range"] for each in requests if each.headers["range"] != "bytes=0-0"]
 
 
 def tar(members: dict[str, bytes]) -> bytes:
@@ -129,7 +129,7 @@ def tar(members: dict[str, bytes]) -> bytes:
     return packed.getvalue()
 
 
-def test_files_arrive_whole_with_progress_and_without_our_key(
+def test_files_arrive_complete_with_progress_and_without_the_key(
     here: Standin, files: Files, rest: RestClient, tmp_path: Path
 ) -> None:
     seen: list[tuple[int, int]] = []
@@ -143,18 +143,18 @@ def test_files_arrive_whole_with_progress_and_without_our_key(
     assert seen[0] == (0, 10242)
     assert seen[-1] == (10242, 10242)
     assert seen == sorted(seen)
-    links = [each for each in here.asked if each.path.startswith("/files/")]
+    links = [each for each in here.requests if each.path.startswith("/files/")]
     assert links
     assert all("tml-secret" not in str(each.headers) for each in links)
 
 
-def test_defect_21_a_connection_that_breaks_is_taken_up_where_it_broke(
+def test_defect_21_a_broken_connection_resumes_where_it_broke(
     here: Standin, files: Files, rest: RestClient, tmp_path: Path
 ) -> None:
-    def cut(name: str, asked: Asked) -> Reply | None:
-        wanted = asked.headers["range"]
+    def cut(name: str, request: Received) -> Reply | None:
+        wanted = request.headers["range"]
         if name == "adapter_model.safetensors" and wanted in ("bytes=0-", "bytes=1000-"):
-            right = files.whole(name, asked)
+            right = files.whole(name, request)
             return Reply(
                 status=right.status, body=right.body, headers=right.headers, cut_after=1000
             )
@@ -166,14 +166,14 @@ def test_defect_21_a_connection_that_breaks_is_taken_up_where_it_broke(
     assert fetched(here, "adapter_model") == ["bytes=0-", "bytes=1000-", "bytes=2000-"]
 
 
-def test_defect_21_a_download_that_failed_goes_on_later(
+def test_defect_21_a_failed_download_resumes_later(
     here: Standin, files: Files, rest: RestClient, tmp_path: Path
 ) -> None:
-    def fail(name: str, asked: Asked) -> Reply | None:
-        if name != "adapter_model.safetensors" or asked.headers["range"] == "bytes=0-0":
+    def fail(name: str, request: Received) -> Reply | None:
+        if name != "adapter_model.safetensors" or request.headers["range"] == "bytes=0-0":
             return None
-        if asked.headers["range"] == "bytes=0-":
-            right = files.whole(name, asked)
+        if request.headers["range"] == "bytes=0-":
+            right = files.whole(name, request)
             return Reply(status=206, body=right.body, headers=right.headers, cut_after=5000)
         return reply_json({"detail": "not today"}, 400)
 
@@ -183,8 +183,8 @@ def test_defect_21_a_download_that_failed_goes_on_later(
         download_checkpoint(EXPORT, target, rest=rest)
     assert "sig=" not in repr(failure.value.request)
     assert not target.exists()
-    files.fault = lambda name, asked: None
-    here.asked.clear()
+    files.fault = lambda name, request: None
+    here.requests.clear()
     seen: list[int] = []
     download_checkpoint(EXPORT, target, rest=rest, progress=lambda done, _: seen.append(done))
     assert content(target) == files.files
@@ -193,10 +193,10 @@ def test_defect_21_a_download_that_failed_goes_on_later(
     assert [each.name for each in tmp_path.iterdir()] == ["a"]
 
 
-def test_what_is_left_of_another_version_is_not_mixed_in(
+def test_leftovers_of_another_version_are_not_mixed_in(
     here: Standin, files: Files, rest: RestClient, tmp_path: Path
 ) -> None:
-    test_defect_21_a_download_that_failed_goes_on_later(here, files, rest, tmp_path)
+    test_defect_21_a_failed_download_resumes_later(here, files, rest, tmp_path)
     part = tmp_path / "b.part" / "files"
     part.mkdir(parents=True)
     (part / "adapter_model.safetensors").write_bytes(b"something else")
@@ -206,28 +206,28 @@ def test_what_is_left_of_another_version_is_not_mixed_in(
     assert content(download_checkpoint(EXPORT, tmp_path / "b", rest=rest)) == files.files
 
 
-def test_a_service_that_knows_no_ranges_is_asked_from_the_beginning(
+def test_a_service_without_ranges_is_downloaded_from_the_beginning(
     here: Standin, files: Files, rest: RestClient, tmp_path: Path
 ) -> None:
     files.ranges = False
     cuts = iter([1000, 2000])
 
-    def cut(name: str, asked: Asked) -> Reply | None:
-        if name != "adapter_model.safetensors" or asked.headers["range"] == "bytes=0-0":
+    def cut(name: str, request: Received) -> Reply | None:
+        if name != "adapter_model.safetensors" or request.headers["range"] == "bytes=0-0":
             return None
         after = next(cuts, None)
-        right = files.whole(name, asked)
+        right = files.whole(name, request)
         return Reply(body=right.body, headers=right.headers, cut_after=after)
 
     files.fault = cut
     assert content(download_checkpoint(EXPORT, tmp_path / "a", rest=rest)) == files.files
 
 
-def test_a_file_that_changes_meanwhile_is_an_error(
+def test_a_file_that_changes_during_the_download_is_an_error(
     here: Standin, files: Files, rest: RestClient, tmp_path: Path
 ) -> None:
-    def change(name: str, asked: Asked) -> Reply | None:
-        if asked.headers["range"] == "bytes=0-0":
+    def change(name: str, request: Received) -> Reply | None:
+        if request.headers["range"] == "bytes=0-0":
             return None
         files.tag = '"2"'
         files.files = {name: body + b"more" for name, body in files.files.items()}
@@ -252,20 +252,20 @@ def test_defect_21_a_checksum_is_verified_where_the_service_gives_one(
     assert not (tmp_path / "b").exists()
 
 
-def test_links_are_signed_anew_when_they_are_refused(
+def test_refused_links_are_renewed(
     here: Standin, files: Files, rest: RestClient, tmp_path: Path
 ) -> None:
-    files.fault = lambda name, asked: (
-        reply_json({"detail": "expired"}, 403) if asked.path.endswith("sig=1") else None
+    files.fault = lambda name, request: (
+        reply_json({"detail": "expired"}, 403) if request.path.endswith("sig=1") else None
     )
     assert content(download_checkpoint(EXPORT, tmp_path / "a", rest=rest)) == files.files
     assert files.signatures == 2
-    files.fault = lambda name, asked: reply_json({"detail": "never"}, 403)
+    files.fault = lambda name, request: reply_json({"detail": "never"}, 403)
     with pytest.raises(tinkex.PermissionDeniedError, match="never"):
         download_checkpoint(EXPORT, tmp_path / "b", rest=rest)
 
 
-def test_links_are_signed_anew_before_they_expire() -> None:
+def test_links_are_renewed_before_they_expire() -> None:
     now = datetime(2026, 1, 1, tzinfo=UTC)
     made: list[datetime] = []
 
@@ -280,11 +280,11 @@ def test_links_are_signed_anew_before_they_expire() -> None:
     assert links.get("a") == "http://x/1"
     now += timedelta(minutes=2)  # four minutes are left
     assert links.get("a") == "http://x/2"
-    links.refused("a", "http://x/1")  # an old one
+    links.refused("a", "http://x/1")  # an old link
     assert links.get("a") == "http://x/2"
     links.refused("a", "http://x/2")
     assert links.get("a") == "http://x/3"
-    with pytest.raises(DownloadFailed, match="gone"):
+    with pytest.raises(DownloadFailed, match="was removed"):
         links.get("b")
 
 
@@ -307,7 +307,7 @@ def test_a_name_that_leads_out_of_the_folder_is_refused(name: str) -> None:
         safe_path(name)
 
 
-def test_a_checkpoint_that_wants_to_write_elsewhere_writes_nothing(
+def test_a_checkpoint_with_a_path_outside_the_folder_writes_nothing(
     here: Standin, files: Files, rest: RestClient, tmp_path: Path
 ) -> None:
     outside = tmp_path / "outside"
@@ -323,7 +323,7 @@ def test_a_checkpoint_that_wants_to_write_elsewhere_writes_nothing(
         link.type, link.linkname = tarfile.SYMTYPE, str(outside)
         archive.addfile(link)
     files.files = {"archive.tar": packed.getvalue()}
-    with pytest.raises(DownloadFailed, match="no plain file"):
+    with pytest.raises(DownloadFailed, match="not a regular file"):
         download_checkpoint(STATE, tmp_path / "c", rest=rest)
     files.files = {"archive.tar": b"this is no archive" * 100}
     with pytest.raises(DownloadFailed, match="damaged"):
@@ -342,7 +342,7 @@ def test_a_link_to_a_file_of_this_machine_is_refused(
         download_checkpoint(EXPORT, tmp_path / "a", rest=rest)
 
 
-def test_a_folder_that_is_there_is_replaced_only_when_asked_to(
+def test_an_existing_folder_is_replaced_only_with_overwrite(
     here: Standin, files: Files, rest: RestClient, tmp_path: Path
 ) -> None:
     target = tmp_path / "a"
@@ -351,12 +351,12 @@ def test_a_folder_that_is_there_is_replaced_only_when_asked_to(
     (target / "mine").write_text("kept")
     with pytest.raises(FileExistsError, match="overwrite=True"):
         download_checkpoint(EXPORT, target, rest=rest)
-    assert [each for each in here.asked if "external" in each.path] == []
-    files.fault = lambda name, asked: reply_json({"detail": "no"}, 404)
+    assert [each for each in here.requests if "external" in each.path] == []
+    files.fault = lambda name, request: reply_json({"detail": "no"}, 404)
     with pytest.raises(tinkex.NotFoundError):
         download_checkpoint(EXPORT, target, rest=rest, overwrite=True)
     assert content(target) == {"mine": b"kept"}
-    files.fault = lambda name, asked: None
+    files.fault = lambda name, request: None
     download_checkpoint(EXPORT, target, rest=rest, overwrite=True)
     assert content(target) == files.files
     assert [each.name for each in tmp_path.iterdir()] == ["a"]
@@ -365,7 +365,7 @@ def test_a_folder_that_is_there_is_replaced_only_when_asked_to(
         download_checkpoint(EXPORT, tmp_path / "file", rest=rest, overwrite=True)
 
 
-def test_the_folder_may_be_the_one_we_stand_in(
+def test_the_folder_may_be_the_current_one(
     here: Standin, files: Files, rest: RestClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -381,7 +381,7 @@ def test_two_downloads_into_one_folder_do_not_mix(
 ) -> None:
     begun, go = threading.Event(), threading.Event()
 
-    def hold(name: str, asked: Asked) -> Reply | None:
+    def hold(name: str, request: Received) -> Reply | None:
         begun.set()
         go.wait(10)
         return None
@@ -400,7 +400,7 @@ def test_two_downloads_into_one_folder_do_not_mix(
     assert content(outcome[0]) == files.files
 
 
-def test_a_disk_that_is_too_small_is_noticed_before(
+def test_a_full_disk_is_detected_before_the_download(
     here: Standin, files: Files, rest: RestClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Usage:
@@ -420,8 +420,8 @@ def test_coroutines_can_wait_and_stop(
     assert content(asyncio.run(whole())) == files.files
     begun, go = threading.Event(), threading.Event()
 
-    def hold(name: str, asked: Asked) -> Reply | None:
-        if asked.headers["range"] != "bytes=0-0":
+    def hold(name: str, request: Received) -> Reply | None:
+        if request.headers["range"] != "bytes=0-0":
             begun.set()
             go.wait(10)
         return None
@@ -440,24 +440,24 @@ def test_coroutines_can_wait_and_stop(
     assert not (tmp_path / "b").exists()
 
     async def blocking() -> None:
-        files.fault = lambda name, asked: None
+        files.fault = lambda name, request: None
         download_checkpoint(EXPORT, tmp_path / "c", rest=rest)
 
     with pytest.warns(RuntimeWarning, match="download_checkpoint_async"):
         asyncio.run(blocking())
 
 
-def test_without_archives_a_sampler_checkpoint_has_no_files_and_says_so(
+def test_without_archives_a_sampler_checkpoint_has_no_files_and_the_error_says_so(
     here: Standin, files: Files, tmp_path: Path
 ) -> None:
     info = {"base_model": "m", "is_lora": True, "lora_rank": 4}
 
-    def answer(asked: Asked) -> Reply:
-        if asked.path.endswith("weights_info") and SAMPLER in asked.body.decode():
+    def answer(request: Received) -> Reply:
+        if request.path.endswith("weights_info") and SAMPLER in request.body.decode():
             return reply_json(info)
-        if "archive" in asked.path or "weights_info" in asked.path:
+        if "archive" in request.path or "weights_info" in request.path:
             return reply_json({"detail": "there is no such thing"}, 404)
-        return files(asked)
+        return files(request)
 
     with standing_in(answer) as bare, RestClient(base_url=bare.url) as rest:
         with pytest.raises(DownloadFailed, match="save_weights_external"):
@@ -466,7 +466,7 @@ def test_without_archives_a_sampler_checkpoint_has_no_files_and_says_so(
             download_checkpoint(STATE, tmp_path / "b", rest=rest)
 
 
-def test_what_is_no_path_is_refused_at_once(tmp_path: Path) -> None:
+def test_an_invalid_path_is_refused_at_once(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="Invalid tinker path"):
         download_checkpoint("tinker://a/b", tmp_path / "a")
 
@@ -479,11 +479,11 @@ def test_what_is_no_path_is_refused_at_once(tmp_path: Path) -> None:
         (416, {"content-range": "bytes */0"}, (0, None)),
     ],
 )
-def test_what_a_service_says_about_a_file_is_read(
+def test_file_info_is_read_from_headers(
     status: int, headers: dict[str, str], expected: tuple[int, str | None]
 ) -> None:
-    facts = facts_of(status, headers)
-    assert (facts.size, facts.tag) == expected
+    info = file_info(status, headers)
+    assert (info.size, info.tag) == expected
 
 
 @pytest.mark.parametrize(
@@ -492,7 +492,7 @@ def test_what_a_service_says_about_a_file_is_read(
 )
 def test_a_file_of_unknown_size_is_refused(status: int, headers: dict[str, str]) -> None:
     with pytest.raises(DownloadFailed, match="how large"):
-        facts_of(status, headers)
+        file_info(status, headers)
 
 
 @pytest.mark.parametrize(
@@ -506,11 +506,13 @@ def test_a_file_of_unknown_size_is_refused(status: int, headers: dict[str, str])
         ({}, False),
     ],
 )
-def test_only_the_beginning_of_the_same_file_is_kept(state: dict[str, Any], expected: bool) -> None:
-    facts = Facts(size=9, tag="t", sha256=None)
-    assert resumable(state, EXPORT, "f", facts, 5) is expected
-    assert not resumable(state, EXPORT, "f", Facts(size=9, tag=None, sha256=None), 5)
-    assert not resumable(state, EXPORT, "f", facts, 10)
+def test_only_a_partial_copy_of_the_same_file_is_resumed(
+    state: dict[str, Any], expected: bool
+) -> None:
+    info = FileInfo(size=9, tag="t", sha256=None)
+    assert resumable(state, EXPORT, "f", info, 5) is expected
+    assert not resumable(state, EXPORT, "f", FileInfo(size=9, tag=None, sha256=None), 5)
+    assert not resumable(state, EXPORT, "f", info, 10)
 
 
 # -- proxies and headers -----------------------------------------------------------------------------
@@ -532,11 +534,11 @@ def asking(settings: tinkex.Settings) -> Iterator[RestClient]:
 
 @pytest.fixture
 def proxy(files: Files) -> Iterator[Standin]:
-    """The only way to the service, and to the place its files lie at."""
+    """The only route to the service and to its files."""
     files.url = "http://files.invalid"
     with standing_in(
-        lambda asked: files(
-            replace(asked, path=asked.path.removeprefix(SERVICE).removeprefix(files.url))
+        lambda request: files(
+            replace(request, path=request.path.removeprefix(SERVICE).removeprefix(files.url))
         )
     ) as running:
         yield running
@@ -554,7 +556,7 @@ def test_h9_files_come_through_the_proxy_of_the_settings(
     proxy: Standin, files: Files, tmp_path: Path, links: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files.url = links
-    monkeypatch.setenv("NO_PROXY", "*")  # a proxy that is given wins over the environment
+    monkeypatch.setenv("NO_PROXY", "*")  # an explicit proxy wins over the environment
     address = proxy.url.removeprefix("http://")
     settings = tinkex.Settings.resolve(
         base_url=SERVICE, api_key="tml-secret", proxy=f"http://user:p%40ss@{address}", give_up_s=0.3
@@ -562,13 +564,13 @@ def test_h9_files_come_through_the_proxy_of_the_settings(
     with asking(settings) as rest:
         download_checkpoint(EXPORT, tmp_path / "adapter", rest=rest)
     assert content(tmp_path / "adapter") == files.files
-    asked = [each for each in proxy.asked if each.path.startswith(f"{links}/files/")]
-    assert asked
+    requests = [each for each in proxy.requests if each.path.startswith(f"{links}/files/")]
+    assert requests
     password = "Basic " + base64.b64encode(b"user:p@ss").decode()
-    assert {each.headers["proxy-authorization"] for each in asked} == {password}
+    assert {each.headers["proxy-authorization"] for each in requests} == {password}
 
 
-def test_h10_downloads_use_the_proxy_that_the_environment_named_when_the_client_was_made(
+def test_h10_downloads_use_the_proxy_of_the_environment_at_the_time_the_client_was_created(
     proxy: Standin, files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HTTP_PROXY", proxy.url)
@@ -605,10 +607,10 @@ def test_h10_links_to_other_hosts_have_the_proxy_the_settings_found_for_them(
     assert replace(settings, proxy="http://r:3").proxy_to(url) == "http://r:3"
 
 
-def sent(asked: Asked) -> set[str]:
-    """Which secrets a request carried."""
-    assert "tml-secret" not in str(asked.headers)
-    return {name for name, value in SECRETS.items() if asked.headers.get(name.lower()) == value}
+def sent(request: Received) -> set[str]:
+    """The secrets in a request."""
+    assert "tml-secret" not in str(request.headers)
+    return {name for name, value in SECRETS.items() if request.headers.get(name.lower()) == value}
 
 
 def test_h9_headers_of_the_settings_go_to_files_of_the_service_itself(
@@ -619,7 +621,7 @@ def test_h9_headers_of_the_settings_go_to_files_of_the_service_itself(
     with asking(settings) as rest:
         download_checkpoint(EXPORT, tmp_path / "adapter", rest=rest)
     assert content(tmp_path / "adapter") == files.files
-    links = [each for each in here.asked if each.path.startswith("/files/")]
+    links = [each for each in here.requests if each.path.startswith("/files/")]
     assert all(sent(each) == set(SECRETS) for each in links)
 
 
@@ -631,22 +633,22 @@ def test_h9_headers_of_the_settings_go_to_no_other_origin(
         settings = tinkex.Settings(base_url=here.url, headers=SECRETS)
         with asking(settings) as rest:
             download_checkpoint(EXPORT, tmp_path / "adapter", rest=rest)
-        assert elsewhere.asked
-        assert not any(sent(each) for each in elsewhere.asked)
+        assert elsewhere.requests
+        assert not any(sent(each) for each in elsewhere.requests)
 
 
-def test_h9_redirects_keep_the_headers_within_the_origin_and_lose_them_at_its_border(
+def test_h9_redirects_keep_the_headers_within_the_origin_and_drop_them_outside(
     here: Standin, files: Files, tmp_path: Path
 ) -> None:
-    """The link leads to another path here, from there elsewhere, and from there back."""
+    """The link redirects to another path here, then to another origin, then back."""
 
-    def fault(name: str, asked: Asked) -> Reply | None:
-        step = asked.path.partition("step=")[2]
+    def fault(name: str, request: Received) -> Reply | None:
+        step = request.path.partition("step=")[2]
         to = {"": f"{here.url}/files/{name}?step=1", "1": f"{elsewhere.url}/{name}"}.get(step)
         return None if to is None else Reply(status=302, headers={"Location": to})
 
-    def back(asked: Asked) -> Reply:
-        return Reply(status=307, headers={"Location": f"{here.url}/files{asked.path}?step=2"})
+    def back(request: Received) -> Reply:
+        return Reply(status=307, headers={"Location": f"{here.url}/files{request.path}?step=2"})
 
     files.fault = fault
     with standing_in(back) as elsewhere:
@@ -654,9 +656,11 @@ def test_h9_redirects_keep_the_headers_within_the_origin_and_lose_them_at_its_bo
         with asking(settings) as rest:
             download_checkpoint(EXPORT, tmp_path / "adapter", rest=rest)
         assert content(tmp_path / "adapter") == files.files
-        assert elsewhere.asked
-        assert not any(sent(each) for each in elsewhere.asked)
-    found = {each.path[-6:]: sent(each) for each in here.asked if each.path.startswith("/files/")}
+        assert elsewhere.requests
+        assert not any(sent(each) for each in elsewhere.requests)
+    found = {
+        each.path[-6:]: sent(each) for each in here.requests if each.path.startswith("/files/")
+    }
     assert found.pop("step=1") == set(SECRETS)
     assert found.pop("step=2") == set()
     assert all(each == set(SECRETS) for each in found.values())
@@ -665,7 +669,7 @@ def test_h9_redirects_keep_the_headers_within_the_origin_and_lose_them_at_its_bo
 def test_a_redirect_to_another_kind_of_address_is_refused(
     here: Standin, files: Files, rest: RestClient, tmp_path: Path
 ) -> None:
-    files.fault = lambda name, asked: Reply(status=302, headers={"Location": "ftp://127.0.0.1/x"})
+    files.fault = lambda name, request: Reply(status=302, headers={"Location": "ftp://127.0.0.1/x"})
     with pytest.raises(DownloadFailed, match="neither http:// nor https://"):
         download_checkpoint(EXPORT, tmp_path / "adapter", rest=rest)
 
@@ -673,17 +677,17 @@ def test_a_redirect_to_another_kind_of_address_is_refused(
 @pytest.mark.parametrize(
     "location", ["http://127.0.0.1:port/x", "http://127.0.0.1:99999/x", "http://[::1/x"]
 )
-def test_a_redirect_to_what_is_no_address_is_refused(
+def test_a_redirect_to_an_invalid_address_is_refused(
     here: Standin, files: Files, rest: RestClient, tmp_path: Path, location: str
 ) -> None:
-    files.fault = lambda name, asked: Reply(status=302, headers={"Location": location})
+    files.fault = lambda name, request: Reply(status=302, headers={"Location": location})
     with pytest.raises(DownloadFailed, match="neither http:// nor https://"):
         download_checkpoint(EXPORT, tmp_path / "adapter", rest=rest)
 
 
-def test_a_link_whose_port_is_no_number_is_refused(
+def test_a_link_with_an_invalid_port_is_refused(
     here: Standin, files: Files, rest: RestClient, tmp_path: Path
 ) -> None:
     files.url = "http://127.0.0.1:port"
-    with pytest.raises(DownloadFailed, match="no http://"):
+    with pytest.raises(DownloadFailed, match="not an http://"):
         download_checkpoint(EXPORT, tmp_path / "adapter", rest=rest)

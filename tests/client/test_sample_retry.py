@@ -1,4 +1,4 @@
-"""RetryConfig: every field is honoured, one layer insists, and a standstill is told to all at once."""
+"""RetryConfig: every field applies, one layer retries, and a progress timeout fails all samples."""
 
 import pickle
 import random
@@ -15,7 +15,7 @@ from tinkex.client.errors import (
     status_error,
 )
 from tinkex.client.http.transport import Request, Response
-from tinkex.client.sample_retry import MOST_FAILED_DRAWS, starts_over
+from tinkex.client.sample_queue import MAX_SERVER_FAILURES, should_restart
 from tinkex.testing import Answer, FakeService, Lost
 from tinkex.wire.errors import RequestErrorCategory
 
@@ -35,7 +35,7 @@ def client(service, **fields):
 
 
 def under_way(fake, sampling, count=20):
-    """How many of so many samples are sent before any is answered."""
+    """How many samples are sent before any has a response."""
     hold = fake.hold("asample")
     futures = [sampling.sample(PROMPT, 1, PARAMS) for _ in range(count)]
     assert hold.arrived.wait(5)
@@ -47,7 +47,7 @@ def under_way(fake, sampling, count=20):
 
 
 @pytest.mark.parametrize(("ours", "theirs", "most"), [(2, 5, 2), (5, 2, 2), (None, 3, 3)])
-def test_the_smaller_of_our_limit_and_the_servers_holds(ours, theirs, most):
+def test_the_smaller_of_the_client_and_server_limits_applies(ours, theirs, most):
     fake = FakeService(config={"sample_max_concurrent_requests": theirs})
     with fake.client() as service:
         assert under_way(fake, client(service, max_connections=ours)) == most
@@ -65,7 +65,7 @@ def test_delays_double_up_to_the_longest_and_are_spread_by_the_jitter():
     assert even.delay_s(2, rng=rng) == 2.0
 
 
-def test_the_delay_between_attempts_is_the_one_that_was_set(fake, service):
+def test_the_delay_between_attempts_is_the_configured_one(fake, service):
     sampling = client(service, retry_delay_base=0.2, retry_delay_max=0.2, jitter_factor=0.0)
     fake.script("retrieve_future", Answer(status=410))
     began = time.monotonic()
@@ -73,7 +73,7 @@ def test_the_delay_between_attempts_is_the_one_that_was_set(fake, service):
     assert time.monotonic() - began >= 0.2
 
 
-def test_a_submission_is_repeated_by_one_layer_only(fake, monkeypatch):
+def test_a_submission_is_retried_by_one_layer_only(fake, monkeypatch):
     monkeypatch.setenv("TINKEX_GIVE_UP_S", "0.15")
     with fake.client() as service:
         sampling = client(service)
@@ -82,15 +82,15 @@ def test_a_submission_is_repeated_by_one_layer_only(fake, monkeypatch):
         with pytest.raises(tinkex.InternalServerError):
             sampling.sample(PROMPT, 1, PARAMS).result(10)
         assert time.monotonic() - began < 5
-        assert set(numbers(fake)) == {0}  # started over, it would have another number
+        assert set(numbers(fake)) == {0}  # a restarted sample would have another seq_id
 
 
-def test_a_draw_that_the_server_fails_is_tried_a_few_times_and_then_told(fake, service):
+def test_a_sample_that_the_server_fails_is_retried_a_few_times_and_then_raised(fake, service):
     sampling = client(service)
     fake.script("retrieve_future", *[CRASHED] * 50)
     with pytest.raises(tinkex.RequestFailedError, match="crashed"):
         sampling.sample(PROMPT, 1, PARAMS).result(5)
-    assert numbers(fake) == list(range(MOST_FAILED_DRAWS + 1))
+    assert numbers(fake) == list(range(MAX_SERVER_FAILURES + 1))
 
 
 def test_exceptions_that_the_user_lists_are_retried(fake, service):
@@ -112,8 +112,8 @@ LOST = APIConnectionError(Request(method="POST", url="http://x"), "reset")
     ("error", "sent", "listed", "expected"),
     [
         (LOST, True, (APIConnectionError,), True),
-        (LOST, True, (), False),  # not listed: the user does not want it
-        (LOST, False, (APIConnectionError,), False),  # submitting has insisted already
+        (LOST, True, (), False),  # not listed by the user
+        (LOST, False, (APIConnectionError,), False),  # the submission was already retried
         (_status(503), True, (), True),
         (_status(503), False, (APIStatusError,), False),
         (_status(410), True, (), True),
@@ -126,17 +126,17 @@ LOST = APIConnectionError(Request(method="POST", url="http://x"), "reset")
         (ValueError("x"), True, (), False),
     ],
 )
-def test_what_is_drawn_again(error, sent, listed, expected):
+def test_which_errors_restart_a_sample(error, sent, listed, expected):
     config = RetryConfig(retryable_exceptions=listed)
-    assert starts_over(error, config, 1, sent=sent) is expected
+    assert should_restart(error, config, 1, sent=sent) is expected
 
 
-def test_a_standstill_is_told_once_to_all_with_what_was_seen_last(fake, service):
+def test_a_progress_timeout_fails_all_samples_with_the_last_seen_state(fake, service):
     sampling = client(service, progress_timeout=0.3, max_connections=2)
     pending = {"type": "try_again", "request_id": "r", "queue_state": "paused_capacity"}
     reason = {"queue_state_reason": "the GPU is on holiday"}
     fake.script("retrieve_future", *[Answer(status=408, body=pending | reason)] * 1000)
-    futures = [sampling.sample(PROMPT, 1, PARAMS) for _ in range(5)]  # three never got in
+    futures = [sampling.sample(PROMPT, 1, PARAMS) for _ in range(5)]  # three are never admitted
     began = time.monotonic()
     errors = [future.exception(10) for future in futures]
     assert time.monotonic() - began < 3
@@ -157,7 +157,7 @@ def test_progress_of_any_sample_is_progress(fake, service):
 
 
 @pytest.mark.parametrize("by", ["user", "server"])
-def test_watching_for_a_standstill_can_be_switched_off(by):
+def test_stuck_detection_can_be_turned_off(by):
     fake = FakeService(
         config={"sample_enable_stuck_detection": by != "server"}, sample_s=0.4, hold_s=1.0
     )
@@ -181,7 +181,7 @@ def test_every_field_survives_pickling(fake, service):
     assert under_way(fake, copy) == 3
 
 
-def test_samples_that_must_not_be_repeated_are_not_but_logprobs_are():
+def test_samples_are_not_retried_where_the_server_forbids_it_but_logprobs_are():
     fake = FakeService(config={"sample_no_retries": True})
     with fake.client() as service:
         sampling = client(service)
@@ -195,7 +195,7 @@ def test_samples_that_must_not_be_repeated_are_not_but_logprobs_are():
 def test_the_round_trip_of_a_submission_is_measured(fake, service):
     """Defect 17: taken after the submission, it would be about zero."""
     sampling = client(service)
-    fake.script("asample", Lost())  # a repeat, so that it takes a while
+    fake.script("asample", Lost())  # a retry, so that it takes a while
     sampling.sample(PROMPT, 1, PARAMS).result(5)
     poll = next(s for s in fake.requests if s.endpoint == "retrieve_future")
     assert float(poll.headers["x-tinker-create-promise-roundtrip-time"]) > 0.005

@@ -1,4 +1,4 @@
-"""A sample nobody waits for is given up on the server too; a time-out gives up nothing."""
+"""An abandoned sample is cancelled on the server; a timeout cancels nothing."""
 
 import asyncio
 import concurrent.futures
@@ -39,7 +39,7 @@ def count(fake, endpoint):
     return sum(1 for each in fake.requests if each.endpoint == endpoint)
 
 
-def test_cancels_are_sent_so_many_at_a_time(fake, sampling):
+def test_cancels_are_sent_in_limited_batches(fake, sampling):
     fake._sample_s = FOR_EVER_S
     futures = [sampling.sample(PROMPT, 1, PARAMS) for _ in range(10)]
     until(lambda: count(fake, "retrieve_future") == 10)
@@ -52,7 +52,7 @@ def test_cancels_are_sent_so_many_at_a_time(fake, sampling):
     until(lambda: len(set(fake.cancelled)) == 10)
 
 
-def test_a_server_that_does_not_care_is_told_nothing():
+def test_a_server_without_cancellation_gets_no_cancels():
     fake = FakeService(sample_s=FOR_EVER_S)
     with fake.client() as service:
         sampling = service.create_sampling_client(base_model="fake/model")
@@ -72,10 +72,10 @@ def test_a_sample_cancelled_while_it_is_sent_is_cancelled_there_too(fake, sampli
     hold.release()
     until(lambda: len(fake.cancelled) == 1)
     numbers = [s.json()["seq_id"] for s in fake.requests if s.endpoint == "asample"]
-    assert numbers == [0, 0]  # asked again under its number, to learn its id
+    assert numbers == [0, 0]  # sent again under its seq_id, to get its request id
 
 
-def test_time_outs_cancel_nothing(fake, sampling):
+def test_timeouts_cancel_nothing(fake, sampling):
     hold = fake.hold("asample")
     future = sampling.sample(PROMPT, 1, PARAMS)
     with pytest.raises(TimeoutError):
@@ -92,7 +92,7 @@ def test_time_outs_cancel_nothing(fake, sampling):
     assert not fake.cancelled
 
 
-def test_one_of_two_who_wait_does_not_cancel_for_the_other(fake, sampling):
+def test_one_of_two_waiters_does_not_cancel_for_the_other(fake, sampling):
     hold = fake.hold("retrieve_future")
 
     async def main():
@@ -163,7 +163,7 @@ def test_a_thread_that_stopped_waiting_does_not_keep_a_sample_alive(fake, sampli
     until(lambda: len(fake.cancelled) == 1)
 
 
-def test_a_program_whose_loop_ends_gives_up_its_samples(fake, sampling):
+def test_a_program_whose_loop_ends_cancels_its_samples(fake, sampling):
     fake._sample_s = FOR_EVER_S
 
     async def main():
@@ -171,13 +171,13 @@ def test_a_program_whose_loop_ends_gives_up_its_samples(fake, sampling):
         await asyncio.to_thread(until, lambda: count(fake, "retrieve_future") == 5)
         assert tasks
 
-    asyncio.run(main())  # ends with the tasks under way
+    asyncio.run(main())  # ends while the tasks run
     until(lambda: len(fake.cancelled) == 5)
     fake._sample_s = 0.0
     assert sampling.sample(PROMPT, 1, PARAMS).result(5).sequences
 
 
-def test_a_thread_that_dies_with_samples_under_way_disturbs_nobody(fake, sampling):
+def test_a_thread_that_dies_with_running_samples_does_not_affect_others(fake, sampling):
     futures = []
 
     def die():
@@ -189,7 +189,7 @@ def test_a_thread_that_dies_with_samples_under_way_disturbs_nobody(fake, samplin
     assert all(future.result(5).sequences for future in futures)
 
 
-def test_a_fork_while_samples_are_under_way_loses_none_and_can_sample_itself(fake, loopback):
+def test_a_fork_during_sampling_loses_no_sample_and_the_child_can_sample(fake, loopback):
     import tinkex
 
     with tinkex.ServiceClient(base_url=loopback.url) as service:

@@ -10,11 +10,11 @@ import pytest
 import tinkex
 import tinkex.client
 from tinkex import BreakerPolicy, types
-from tinkex.client.recovery import CorruptedRunError, corrupted
+from tinkex.client.recovery import CorruptedRunError, corrupted_error
 from tinkex.client.settings import Settings
 from tinkex.testing import Answer, FakeService, Lost
 
-#: Endpoint, what it answers, the error of that, and a word of the advice.
+#: Endpoint, its response, the resulting error, and a word of its hint.
 CASES = [
     (
         "optim_step",
@@ -28,15 +28,15 @@ CASES = [
     ("optim_step", Answer(status=403), tinkex.PermissionDeniedError, "The key"),
     ("optim_step", Answer(status=404), tinkex.NotFoundError, "Check the id"),
     ("optim_step", Answer(status=408), tinkex.APIStatusError, "Try again"),
-    ("optim_step", Answer(status=409), tinkex.ConflictError, "See how things stand"),
+    ("optim_step", Answer(status=409), tinkex.ConflictError, "Check the current state"),
     ("optim_step", Answer(status=410), tinkex.APIStatusError, "last saved checkpoint"),
     ("optim_step", Answer(status=413), tinkex.APIStatusError, "Send less"),
     ("optim_step", Answer(status=418), tinkex.APIStatusError, "Change the request"),
     ("optim_step", Answer(status=422), tinkex.UnprocessableEntityError, "the field"),
     ("optim_step", Answer(status=429), tinkex.RateLimitError, "Try again later"),
     ("optim_step", Answer(status=500), tinkex.InternalServerError, "see its log"),
-    ("optim_step", Lost(), tinkex.APIConnectionError, "Check that the server runs"),
-    ("optim_step", Lost(slow=True), tinkex.APITimeoutError, "Check that the server runs"),
+    ("optim_step", Lost(), tinkex.APIConnectionError, "Check that the server is running"),
+    ("optim_step", Lost(slow=True), tinkex.APITimeoutError, "Check that the server is running"),
     (
         "optim_step",
         Answer(status=200, body={"x": 1}),
@@ -87,7 +87,7 @@ def test_e4_an_error_names_what_failed_the_request_and_what_to_do(endpoint, faul
         training.optim_step(tinkex.AdamParams()).result(10)
     assert type(caught.value) is kind
     text = str(caught.value)
-    if kind is not tinkex.RequestFailedError:  # which says what the service says
+    if kind is not tinkex.RequestFailedError:  # its message is that of the service
         assert re.search(r"step 1 of s-\d+:train:0|result of OptimStep", text), text
     assert re.search(r"request (tinkex-[0-9a-f-]{36}|r-\d+)", text), text
     assert advice in text, text
@@ -113,10 +113,10 @@ def test_e4_a_request_that_was_not_sent_says_so_and_when_it_will_be(fake):
 
 def test_e4_a_corrupted_run_is_named(service):
     training = service.create_lora_training_client("fake/model")
-    assert re.search(rf"{training.model_id}.*Start again", str(corrupted(training)))
+    assert re.search(rf"{training.model_id}.*Restart", str(corrupted_error(training)))
 
 
-def test_e4_mistakes_in_arguments_are_told_before_anything_is_sent(fake, service):
+def test_e4_invalid_arguments_are_reported_before_anything_is_sent(fake, service):
     training = service.create_lora_training_client("fake/model")
     sampling = service.create_sampling_client(base_model="fake/model")
     params = types.SamplingParams(max_tokens=1)
@@ -133,7 +133,7 @@ def test_e4_mistakes_in_arguments_are_told_before_anything_is_sent(fake, service
         (lambda: training.forward_backward([datum], print), "forward_backward_custom"),
         (
             lambda: training.forward_backward([datum], "ppo", {"clip": [1]}),
-            r"loss_fn_config\['clip'\] is a list; it must be a number or a text",
+            r"loss_fn_config\['clip'\] is a list; it must be a number or a string",
         ),
         (lambda: training.forward_backward([datum], "ppo", ["clip"]), "must be a dict"),
         (lambda: training.forward_backward_custom(datum, print), "data is a Datum"),
@@ -149,19 +149,19 @@ def test_e4_mistakes_in_arguments_are_told_before_anything_is_sent(fake, service
             call()
     background = {"session_heartbeat", "telemetry", "client/dynamic_config"}
     assert {request.endpoint for request in fake.requests} <= background
-    assert not service.holder.closed  # a status that does not exist ends nothing
+    assert not service.holder.closed  # an invalid status closes nothing
 
 
 def kinds(root: type[BaseException]) -> set[type[BaseException]]:
     return {root}.union(*(kinds(each) for each in root.__subclasses__()))
 
 
-def test_e4_no_kind_of_error_is_left_out():
-    for module in pkgutil.iter_modules(tinkex.client.__path__, "tinkex.client."):
+def test_e4_every_kind_of_error_is_covered():
+    for module in pkgutil.walk_packages(tinkex.client.__path__, "tinkex.client."):
         importlib.import_module(module.name)
     shown = {kind for _, _, kind, _ in CASES} | {tinkex.CircuitOpenError, CorruptedRunError}
     abstract = {tinkex.TinkerError, tinkex.APIError}
-    # Not about a request; each is shown in the tests of its module.
+    # Not about a request; each is tested with its module.
     elsewhere = {"DownloadFailed", "HubError", "TokenizerUnavailable"}
     missing = {
         kind.__name__

@@ -1,4 +1,4 @@
-"""A service that fails all the time in every way: the results are those of one that does not."""
+"""A service that fails constantly in every way gives the same results as one that does not."""
 
 import random
 
@@ -10,7 +10,7 @@ QUICK = {"retry-after-ms": "1"}
 
 
 class Faulty(FakeService):
-    """Every third request or so meets a fault, chosen by a seed."""
+    """About every third request gets a fault, chosen by a seed."""
 
     def __init__(self, seed: int, **settings) -> None:
         super().__init__(**settings)
@@ -49,7 +49,7 @@ def run(fake, datum):
     return [getattr(result, "metrics", None) for result in results], tokens, fake.ran
 
 
-def test_training_and_sampling_come_out_the_same_and_nothing_runs_twice(datum):
+def test_training_and_sampling_give_the_same_results_and_nothing_runs_twice(datum):
     config = {"fwdbwd_max_chunk_len": 2}
     calm = run(FakeService(config=config), datum)
     faulty = run(Faulty(7, config=config), datum)

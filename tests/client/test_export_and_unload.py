@@ -1,4 +1,4 @@
-"""Saving for other programs, and unloading: where they stand in the order of a training client."""
+"""Exporting and unloading: their order among the steps of a training client."""
 
 import asyncio
 
@@ -9,7 +9,7 @@ from tinkex import ServiceClient, types
 from tinkex.testing import Answer, FakeService
 
 
-def test_an_export_takes_its_place_among_the_steps(
+def test_an_export_is_ordered_with_the_steps(
     service: ServiceClient, fake: FakeService, datum: types.Datum
 ) -> None:
     training = service.create_lora_training_client("fake/model")
@@ -39,7 +39,7 @@ def test_an_export_takes_its_place_among_the_steps(
     ]
 
 
-def test_unloading_takes_no_number_and_a_service_without_it_says_so(
+def test_unloading_uses_no_seq_id_and_a_service_without_it_is_an_error(
     service: ServiceClient, fake: FakeService
 ) -> None:
     training = service.create_lora_training_client("fake/model")

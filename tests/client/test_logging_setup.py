@@ -1,4 +1,4 @@
-"""`TINKER_LOG` (§2.5), in programs of their own."""
+"""`TINKER_LOG` (§2.5), each test in its own process."""
 
 import os
 import subprocess
@@ -35,7 +35,7 @@ logging.getLogger("tinkex.x").info("told")
 UNTOUCHED = "assert logging.getLogger().handlers == []; assert logging.getLogger().level == 30"
 
 
-def test_debug_shows_requests_and_no_secret_and_leaves_the_root_logger_alone():
+def test_debug_logs_requests_without_secrets_and_leaves_the_root_logger_alone():
     said = stderr_of(USE.format(before="", after=UNTOUCHED), TINKER_LOG="debug")
     assert "- DEBUG] POST /api/v1/client/config" in said
     assert "get_server_capabilities: 200" in said
@@ -43,7 +43,7 @@ def test_debug_shows_requests_and_no_secret_and_leaves_the_root_logger_alone():
     assert "tml-secret" not in said
 
 
-def test_info_shows_less_and_nothing_is_shown_unasked():
+def test_info_logs_less_and_nothing_is_logged_by_default():
     said = stderr_of(USE.format(before="", after=""), TINKEX_LOG="info")
     assert "told" in said
     assert "DEBUG" not in said
@@ -51,7 +51,7 @@ def test_info_shows_less_and_nothing_is_shown_unasked():
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_a_program_that_sets_up_logging_gets_each_record_once_and_in_its_own_way(when):
+def test_a_program_that_configures_logging_gets_each_record_once_in_its_own_format(when):
     places = {"before": "", "after": ""}
     places[when] = "logging.basicConfig(format='MINE %(message)s')"
     said = stderr_of(USE.format(**places), TINKER_LOG="debug")
@@ -60,8 +60,8 @@ def test_a_program_that_sets_up_logging_gets_each_record_once_and_in_its_own_way
     assert "- DEBUG]" not in said
 
 
-def test_the_service_is_named_once_when_nobody_named_one():
-    """Who runs a server and forgets to name it would send data elsewhere without knowing."""
+def test_the_default_service_is_logged_once():
+    """Without base_url, data meant for one's own server would go to the default service unnoticed."""
     program = """
     import os, tinkex
     for name in ("TINKER_BASE_URL", "TINKEX_BASE_URL"):

@@ -1,4 +1,4 @@
-"""Keys exchanged for tokens (§2.2): cached, renewed ahead of time, in one flight."""
+"""Keys are exchanged for tokens (§2.2): cached, renewed early, with one exchange at a time."""
 
 import asyncio
 import base64
@@ -10,7 +10,7 @@ import pytest
 
 import tinkex
 from tinkex.client.auth import token_exchange
-from tinkex.client.auth.token_exchange import Exchanged, Held, lifetime_s, read_claims
+from tinkex.client.auth.token_exchange import CachedToken, ExchangedToken, lifetime_s, read_claims
 from tinkex.client.settings import Settings
 from tinkex.testing import Answer, FakeService
 
@@ -23,7 +23,7 @@ def jwt(name="a", *, lasts_s=3600.0, now_s=None, **claims):
 
 
 class Bank:
-    """A service that gives tokens, under a clock of the test's."""
+    """A service that issues tokens, with the test's clock."""
 
     def __init__(self, lasts_s=3600.0):
         self.now_s = 1000.0
@@ -43,14 +43,14 @@ class Bank:
         return jwt(str(self.given), lasts_s=self.lasts_s, now_s=self.now_s)
 
     def credential(self):
-        return Exchanged(self.exchange, clock=lambda: self.now_s)
+        return ExchangedToken(self.exchange, clock=lambda: self.now_s)
 
 
 async def subject(credential):
     return (await credential.claims())["sub"]
 
 
-def test_a_token_is_kept_while_more_than_a_minute_is_left():
+def test_a_token_is_cached_while_more_than_a_minute_is_left():
     async def main():
         bank = Bank()
         credential = bank.credential()
@@ -64,14 +64,14 @@ def test_a_token_is_kept_while_more_than_a_minute_is_left():
     asyncio.run(main())
 
 
-def test_many_who_ask_at_once_share_one_exchange():
+def test_concurrent_callers_share_one_exchange():
     async def main():
         bank = Bank()
         bank.gate = asyncio.Event()
         credential = bank.credential()
         asked = [asyncio.create_task(credential.token()) for _ in range(50)]
         await asyncio.sleep(0)
-        asked[0].cancel()  # one who stops waiting does not stop it for the others
+        asked[0].cancel()  # a cancelled caller does not cancel it for the others
         bank.gate.set()
         assert len(set(await asyncio.gather(*asked[1:]))) == 1
         assert bank.given == 1
@@ -97,7 +97,7 @@ def test_a_failed_renewal_returns_the_old_token_with_one_warning(caplog):
     ]
 
 
-def test_without_an_old_token_the_error_is_the_callers():
+def test_without_an_old_token_the_error_is_raised():
     async def main():
         bank = Bank()
         bank.closed = True
@@ -114,25 +114,30 @@ def test_without_an_old_token_the_error_is_the_callers():
         (3600, 61, True, 1),
         (3600, 59, False, 1),
         (120, 100, True, 40),
-        (10, 9, True, 4),  # short-lived ones keep a fifth in hand, and are not renewed in a spin
+        (
+            10,
+            9,
+            True,
+            4,
+        ),  # short-lived ones keep a fifth as a margin, and are not renewed in a busy loop
         (10, 1.5, False, 1),
     ],
 )
 def test_when_a_token_is_renewed(lifetime, left, fresh, renew_in):
-    held = Held(text="t", until_s=left, lifetime_s=lifetime)
+    held = CachedToken(text="t", until_s=left, lifetime_s=lifetime)
     assert held.is_fresh(0.0) is fresh
     assert held.renew_in_s(0.0) == renew_in
     assert "'t'" not in repr(held)
 
 
-def test_a_clock_that_differs_from_the_services_does_not_stretch_a_token():
-    # Ours is an hour behind: by our clock the token would last two hours.
+def test_a_wrong_clock_does_not_extend_a_token():
+    # The local clock is an hour behind: by it the token would last two hours.
     token = jwt(lasts_s=3600, now_s=10_000, iat=10_000)
     assert lifetime_s(token, now_s=10_000 - 3600) == 3600
-    # A token that the service made a while ago lasts what is left of it.
+    # A token that was issued earlier lasts only for the rest of its lifetime.
     assert lifetime_s(token, now_s=12_000) == 1600
-    assert lifetime_s("not a token", now_s=0) == token_exchange.UNKNOWN_S
-    assert lifetime_s(jwt(exp="soon"), now_s=0) == token_exchange.UNKNOWN_S
+    assert lifetime_s("not a token", now_s=0) == token_exchange.DEFAULT_LIFETIME_S
+    assert lifetime_s(jwt(exp="soon"), now_s=0) == token_exchange.DEFAULT_LIFETIME_S
 
 
 def test_the_background_renews_ahead_of_time_and_tries_again_after_a_failure(monkeypatch):
@@ -156,12 +161,12 @@ def test_the_background_renews_ahead_of_time_and_tries_again_after_a_failure(mon
         return bank
 
     bank = asyncio.run(main())
-    # Renewed; failed; after a minute tried again at once, and renewed.
+    # Renewed; failed; retried after a minute, and renewed.
     assert naps == [3300, 3300, 60, 1, 3300]
     assert bank.given == 3
 
 
-def test_claims_are_read_and_nonsense_is_refused():
+def test_claims_are_read_and_invalid_tokens_are_refused():
     assert read_claims(jwt("me"))["sub"] == "me"
     for bad in ("eyJ", "a.b.c", "a.e30"):
         with pytest.raises(ValueError):  # noqa: PT011 (several kinds, all ValueErrors)
@@ -185,7 +190,7 @@ def sent(fake):
     return [(seen.endpoint, seen.headers.get("x-api-key")) for seen in fake.requests]
 
 
-def test_a_service_that_wants_tokens_gets_them_for_everything_after_the_exchange():
+def test_a_service_with_tokens_gets_them_on_every_request_after_the_exchange():
     token = jwt()
     fake = exchanging(given(token))
     with fake.client() as service:
@@ -212,11 +217,11 @@ def test_a_token_of_the_service_itself_is_not_exchanged_and_any_other_is():
     assert [key for _, key in sent(fake)] == [foreign, foreign, token, token]
 
 
-def test_an_organisation_that_enforces_the_command_is_obeyed(monkeypatch):
+def test_an_organization_may_enforce_the_credential_command(monkeypatch):
     flags = {"credential_default_source": "credential_cmd"}
     fake = exchanging(config=flags)
     service = fake.client()
-    with pytest.raises(tinkex.TinkerError, match="wants credentials from a command"):
+    with pytest.raises(tinkex.TinkerError, match="requires credentials from a command"):
         service.get_server_capabilities()
     service.close("errored").result(5)
     monkeypatch.setenv("TINKER_CREDENTIAL_CMD", "echo tml-printed")
@@ -239,7 +244,7 @@ def test_a_refused_token_is_renewed_once_and_a_refused_key_is_an_error():
             ("auth/token", "tml-fake"),
             ("get_server_capabilities", new),
         ]
-        # Where no new token is to be had, the error is the refusal; or why the key is refused.
+        # Without a new token, the error is the 401, or why the key was refused.
         too_old = Answer(status=401, body={"detail": "too old"})
         for words in ("too old", "revoked"):
             fake.script("get_server_capabilities", too_old)
@@ -253,7 +258,7 @@ def test_a_refused_token_is_renewed_once_and_a_refused_key_is_an_error():
     assert [endpoint for endpoint, _ in sent(static)].count("get_server_capabilities") == 1
 
 
-def test_a_lent_key_is_exchanged_too():
+def test_the_key_of_another_owner_is_exchanged_too():
     mine, theirs = jwt("mine"), jwt("theirs")
     fake = exchanging(given(mine), given(theirs))
     with fake.client() as service:
@@ -268,7 +273,7 @@ def test_a_lent_key_is_exchanged_too():
 
 def test_claims_of_a_plain_key_cannot_be_read():
     async def main():
-        with pytest.raises(RuntimeError, match="takes the key itself"):
+        with pytest.raises(RuntimeError, match="accepts the key itself"):
             await Settings(api_key=tinkex.client.settings.ApiKey("tml-x")).credential().claims()
 
     asyncio.run(main())

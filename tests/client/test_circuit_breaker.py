@@ -1,4 +1,4 @@
-"""The circuit breaker: off by default, and quick where a service keeps failing."""
+"""The circuit breaker: off by default; fails immediately while a service keeps failing."""
 
 import pickle
 import time
@@ -21,12 +21,12 @@ def answered(status: int) -> tinkex.APIStatusError:
     return status_error(Response(status_code=status, request=REQUEST))
 
 
-def test_it_opens_after_failures_in_a_row_lets_one_through_and_closes_when_that_works():
+def test_it_opens_after_consecutive_failures_and_closes_after_one_successful_attempt():
     now = [0.0]
     breaker = Breaker(BreakerPolicy(failures=3, open_s=10), clock=lambda: now[0])
     for error in (LOST, answered(500), answered(400), LOST, LOST):
         assert breaker.blocked_s() is None
-        breaker.failed(error)  # 400 is a sound answer: not three in a row
+        breaker.failed(error)  # 400 is not a failure: not three in a row
     assert breaker.state == "closed"
     breaker.failed(LOST)
     assert breaker.state == "open"
@@ -45,7 +45,7 @@ def test_it_opens_after_failures_in_a_row_lets_one_through_and_closes_when_that_
     assert breaker.blocked_s() is None
 
 
-def test_an_attempt_that_never_reports_does_not_keep_it_shut():
+def test_an_attempt_without_an_outcome_does_not_keep_it_open():
     now = [0.0]
     breaker = Breaker(BreakerPolicy(failures=1, open_s=10), clock=lambda: now[0])
     breaker.failed(LOST)
@@ -56,13 +56,13 @@ def test_an_attempt_that_never_reports_does_not_keep_it_shut():
 
 
 @pytest.mark.parametrize("status", [429, 408, 409, 404])
-def test_busy_and_wrong_are_answers(status):
+def test_rate_limits_and_client_errors_are_not_failures(status):
     breaker = Breaker(BreakerPolicy(failures=1))
     breaker.failed(answered(status))
     assert breaker.state == "closed"
 
 
-def test_open_it_fails_at_once_and_says_when_it_will_try_again(fake, datum):
+def test_an_open_circuit_fails_at_once_and_says_when_it_will_retry(fake, datum):
     settings = Settings(
         base_url="http://127.0.0.1:9",
         breaker=BreakerPolicy(failures=3, open_s=0.3),
@@ -70,7 +70,7 @@ def test_open_it_fails_at_once_and_says_when_it_will_try_again(fake, datum):
     service = tinkex.ServiceClient(settings=settings, _make_transport=fake.transport)
     training = service.create_lora_training_client("fake/model")
     fake.script("optim_step", *[Lost()] * 3)
-    with pytest.raises(tinkex.CircuitOpenError, match=r"asked again in \d+ s") as caught:
+    with pytest.raises(tinkex.CircuitOpenError, match=r"sent again in \d+ s") as caught:
         training.optim_step(tinkex.AdamParams()).result(5)
     assert 0 < caught.value.retry_in_s <= 0.3
     assert isinstance(caught.value, tinkex.APIConnectionError)
@@ -79,7 +79,7 @@ def test_open_it_fails_at_once_and_says_when_it_will_try_again(fake, datum):
     with pytest.raises(tinkex.CircuitOpenError):
         training.forward_backward([datum], "cross_entropy").result(5)
     assert len(fake.requests) == seen  # nothing was sent
-    assert service.get_server_capabilities()  # another kind of work
+    assert service.get_server_capabilities()  # another kind of request
     deadline = time.monotonic() + 5
     while True:  # half-open, then closed
         try:
@@ -91,7 +91,7 @@ def test_open_it_fails_at_once_and_says_when_it_will_try_again(fake, datum):
     service.close("success").result(5)
 
 
-def test_without_it_the_same_failures_are_waited_out(fake, service):
+def test_without_it_the_same_failures_are_retried(fake, service):
     training = service.create_lora_training_client("fake/model")
     fake.script("optim_step", *[Answer(status=500)] * 6)
     training.optim_step(tinkex.AdamParams()).result(10)
@@ -106,13 +106,13 @@ def test_without_it_the_same_failures_are_waited_out(fake, service):
         ("3/7.5", BreakerPolicy(failures=3, open_s=7.5)),
     ],
 )
-def test_the_environment_switches_it_on(text, expected, tmp_path):
+def test_the_environment_turns_it_on(text, expected, tmp_path):
     env = {"TINKEX_BREAKER": text}
     assert Settings.resolve(base_url="local", env=env, home=tmp_path).breaker == expected
 
 
 @pytest.mark.parametrize("text", ["x", "3", "0/5", "3/0", "3/x"])
-def test_a_word_that_means_nothing_is_refused(text, tmp_path):
+def test_an_invalid_setting_is_refused(text, tmp_path):
     with pytest.raises(tinkex.TinkerError, match=r"breaker|BREAKER"):
         Settings.resolve(base_url="local", env={"TINKEX_BREAKER": text}, home=tmp_path)
 

@@ -1,4 +1,4 @@
-"""Raw and streaming answers (H11) for endpoints that no client wraps."""
+"""Raw and streaming responses (H11) for endpoints that no client wraps."""
 
 import asyncio
 import threading
@@ -10,7 +10,7 @@ from aiohttp import web
 import tinkex
 from tinkex import types
 from tinkex.client.http.sse import Consumed
-from tinkex.client.http.transport import HttpTransport, Kind, Request, TooSlow, Unreachable
+from tinkex.client.http.transport import DeadlineExceeded, HttpTransport, Kind, Request, Unreachable
 from tinkex.compat.raw_responses import Raw
 from tinkex.testing import Answer, Lost
 
@@ -18,7 +18,7 @@ EVENTS = "data: Zürich\n\n: hm\n\nevent: x\ndata: 1\ndata: 2\n\n".encode()
 
 
 class Site:
-    """A server whose answers come in pieces, as slowly as the test wants."""
+    """A server whose responses come in pieces, as slowly as the test wants."""
 
     def __init__(self, *pieces: bytes | None) -> None:
         #: None breaks the connection.
@@ -88,7 +88,7 @@ def test_an_answer_shows_its_head_and_can_be_read_in_every_form(fake, service):
     assert answer.text() == '{"status":"ok"}'
     assert answer.parse() == {"status": "ok"}
     assert answer.parse(to=types.HealthResponse).status == "ok"
-    assert b"".join(answer.iter_bytes()) == answer.read()  # read whole, it can be read again
+    assert b"".join(answer.iter_bytes()) == answer.read()  # read completely, it can be read again
     assert "tml-fake" not in repr(answer) + repr(answer.http_request)
 
 
@@ -102,7 +102,7 @@ def test_a_body_is_sent_and_attempts_are_counted(fake, service):
     assert seen.headers["x-api-key"] == "tml-fake"
 
 
-def test_a_refusal_raises_its_error_and_never_is_never(fake, service):
+def test_an_error_status_raises_and_max_retries_0_sends_once(fake, service):
     with pytest.raises(tinkex.NotFoundError, match="no/such"):
         Raw(service).request("GET", "no/such")
     fake.script("healthz", Answer(status=503, body={"detail": "later"}))
@@ -110,7 +110,7 @@ def test_a_refusal_raises_its_error_and_never_is_never(fake, service):
         Raw(service).request("GET", "healthz", max_retries=0)
 
 
-def test_a_type_that_does_not_fit_is_said(service):
+def test_a_response_of_another_type_is_an_error(service):
     with pytest.raises(tinkex.APIResponseValidationError, match="CreateSessionResponse"):
         Raw(service).request("GET", "healthz").parse(to=types.CreateSessionResponse)
 
@@ -135,7 +135,7 @@ def test_coroutines_have_the_same(fake, service):
     assert lines == ["ä", "b", "c"]
 
 
-def test_an_answer_is_read_as_it_comes_and_once():
+def test_a_response_is_read_as_it_arrives_and_once():
     cut = EVENTS.index("ü".encode()) + 1  # in the middle of a character
     with Site(EVENTS[:cut], EVENTS[cut:]) as site, site.client() as service:
         with Raw(service).stream("GET", "anything") as answer:
@@ -151,7 +151,7 @@ def test_an_answer_is_read_as_it_comes_and_once():
             assert [event.data for event in answer.iter_events()] == ["Zürich", "1\n2"]
 
 
-def test_an_answer_that_breaks_off_is_a_connection_error():
+def test_a_response_that_breaks_off_is_a_connection_error():
     with (
         Site(b"data: 1\n\n", None) as site,
         site.client() as service,
@@ -178,7 +178,7 @@ def test_the_transport_streams_within_a_deadline_for_each_piece():
             await transport.close()
 
     with Site(b"one", b"two") as site:
-        with pytest.raises(TooSlow):
+        with pytest.raises(DeadlineExceeded):
             asyncio.run(ask(site.url, 2))
         site.gate.set()
         assert b"".join(asyncio.run(ask(site.url, 3))) == b"onetwo"

@@ -1,4 +1,4 @@
-"""Ten thousand samples at once: fair, early, bounded; nothing that waits costs a task."""
+"""Ten thousand concurrent samples: fair, in order, bounded; a waiting sample takes no task."""
 
 import asyncio
 import gc
@@ -9,7 +9,7 @@ import pytest
 
 from tinkex import RetryConfig, SamplingParams, types
 from tinkex.client import background_loop
-from tinkex.client.http.backpressure import Admission, Line
+from tinkex.client.http.backpressure import ClientQueue, FairLimiter
 from tinkex.testing import Answer, FakeService
 from tinkex.wire.protobuf import encode_sample_response
 
@@ -17,7 +17,7 @@ PROMPT = types.ModelInput.from_ints(list(range(64)))
 PARAMS = SamplingParams(max_tokens=4)
 MANY = 10_000
 NUMBER = re.compile(rb'"seq_id":(\d+)')
-#: Of memory for one waiting call at most: the request, its future, its place in the queue.
+#: Maximum memory of one waiting call: the request, its future, its queue entry.
 MOST_BYTES_EACH = 6_000
 
 
@@ -27,7 +27,7 @@ def rss_bytes():
 
 
 class Instant(FakeService):
-    """Answers samples from what it has at hand: what is measured is the client."""
+    """Answers samples immediately, so that only the client is measured."""
 
     def __init__(self, **settings):
         super().__init__(**settings)
@@ -59,9 +59,9 @@ def tasks_on_the_loop():
     return asyncio.run_coroutine_threadsafe(count(), background_loop.background()).result(5)
 
 
-def test_ten_thousand_waiting_samples_are_bounded_in_memory_and_tasks_and_come_in_order():
+def test_ten_thousand_waiting_samples_are_bounded_in_memory_and_tasks_and_run_in_order():
     fake = Instant(config={"sample_max_concurrent_requests": 100})
-    # A key of its own: where another test was told "busy" a moment ago, samples go a few at a time.
+    # Its own key: after a 429 in another test, samples would be in slow start.
     with fake.client(api_key="tml-ten-thousand") as service:
         sampling = service.create_sampling_client(base_model="fake/model")
         sampling.sample(PROMPT, 1, PARAMS).result(5)
@@ -118,7 +118,7 @@ def test_sampling_never_blocks_the_caller_or_its_loop():
         hold = fake.hold("asample")
 
         async def main():
-            # Every call has returned, and the loop goes on, before the server answers any.
+            # Every call has returned, and the loop runs, before the server responds to any.
             work = [
                 asyncio.create_task(sampling.sample_async(PROMPT, 1, PARAMS)) for _ in range(200)
             ]
@@ -130,26 +130,26 @@ def test_sampling_never_blocks_the_caller_or_its_loop():
         assert len(asyncio.run(main())) == 200
 
 
-def test_waiting_samples_of_a_closed_client_are_told_at_once():
+def test_waiting_samples_of_a_closed_client_fail_at_once():
     fake = FakeService(config={"sample_max_concurrent_requests": 1})
     other, service = fake.client(), fake.client()
     holding = other.create_sampling_client(base_model="fake/model")
     sampling = service.create_sampling_client(base_model="fake/model")
     hold = fake.hold("retrieve_future")
-    first = holding.sample(PROMPT, 1, PARAMS)  # has the only place
+    first = holding.sample(PROMPT, 1, PARAMS)  # runs, within the limit of one
     assert hold.arrived.wait(5)
     futures = [sampling.sample(PROMPT, 1, PARAMS) for _ in range(100)]
     service.close("success").result(5)
     for future in futures:
         with pytest.raises(RuntimeError, match="closed"):
             future.result(5)
-    assert sampling.retry_handler._timer is None  # nothing is watched any more
+    assert sampling.retry_handler._timer is None  # nothing is watched
     hold.release()
-    assert first.result(5).sequences  # its sibling goes on
+    assert first.result(5).sequences  # its sibling continues
     other.close("success").result(5)
 
 
-def test_a_sample_taken_back_while_it_waits_is_never_sent():
+def test_a_sample_cancelled_while_it_waits_is_never_sent():
     fake = FakeService()
     with fake.client() as service:
         config = RetryConfig(max_connections=1)
@@ -164,7 +164,7 @@ def test_a_sample_taken_back_while_it_waits_is_never_sent():
         assert len(asked_by(fake)) == 2
 
 
-def test_a_service_that_was_busy_is_not_flooded_when_it_is_back():
+def test_a_service_is_not_flooded_after_a_back_off():
     fake = FakeService()
     with fake.client() as service:
         sampling = service.create_sampling_client(base_model="fake/model")
@@ -183,22 +183,22 @@ def test_a_service_that_was_busy_is_not_flooded_when_it_is_back():
 # -- who is let in -----------------------------------------------------------------------------------
 
 
-def test_lines_take_turns_and_keep_to_their_own_limits():
-    inside = []
+def test_client_queues_take_turns_and_keep_to_their_own_limits():
+    running = []
 
     def begin(entry):
-        inside.append(entry)
+        running.append(entry)
         return True
 
-    door = Admission(4)
-    one, two = Line(begin, limit=None), Line(begin, limit=1)
-    door.join(one, ["a1", "a2"])
-    door.join(two, ["b1", "b2"])
-    door.join(one, ["a3", "a4", "a5"])
-    assert inside == ["a1", "a2", "b1", "a3"]
-    door.leave(one)
-    assert inside[-1] == "a4"  # b2 must wait for b1
-    door.leave(two)
-    door.leave(one)
-    assert inside[-2:] == ["b2", "a5"] or inside[-2:] == ["a5", "b2"]
-    assert door.used == 4
+    limiter = FairLimiter(4)
+    one, two = ClientQueue(begin, limit=None), ClientQueue(begin, limit=1)
+    limiter.enqueue(one, ["a1", "a2"])
+    limiter.enqueue(two, ["b1", "b2"])
+    limiter.enqueue(one, ["a3", "a4", "a5"])
+    assert running == ["a1", "a2", "b1", "a3"]
+    limiter.release(one)
+    assert running[-1] == "a4"  # b2 must wait for b1
+    limiter.release(two)
+    limiter.release(one)
+    assert running[-2:] == ["b2", "a5"] or running[-2:] == ["a5", "b2"]
+    assert limiter.used == 4

@@ -1,4 +1,4 @@
-"""Sampling clients that cross processes: pickles and handles, without a secret in them."""
+"""Sampling clients in other processes: pickles and handles, without secrets."""
 
 import asyncio
 import base64
@@ -37,7 +37,7 @@ def last(fake, endpoint):
     return [seen for seen in fake.requests if seen.endpoint == endpoint][-1]
 
 
-def test_neither_a_pickle_nor_a_handle_holds_a_secret(secretive):
+def test_neither_a_pickle_nor_a_handle_contains_a_secret(secretive):
     config = RetryConfig(max_connections=3, progress_timeout=9.0)
     sampling = secretive.create_sampling_client(base_model="fake/model", retry_config=config)
     handle = sampling.get_sampler_handle()
@@ -75,7 +75,7 @@ def test_a_copy_works_in_another_process(fake, loopback, how):
         assert len(set(numbers)) == 2
 
 
-def test_a_handle_makes_a_client_with_the_key_of_its_new_place(fake, secretive):
+def test_a_client_from_a_handle_uses_the_key_of_its_own_process(fake, secretive):
     config = RetryConfig(max_connections=3, progress_timeout=9.0)
     sampling = secretive.create_sampling_client(base_model="fake/model", retry_config=config)
     handle = sampling.get_sampler_handle()
@@ -86,13 +86,15 @@ def test_a_handle_makes_a_client_with_the_key_of_its_new_place(fake, secretive):
     assert copy.retry_handler.config == config
     assert copy.get_base_model() == "fake/model"
     copy.holder.close("success").result(5)
-    assert not [s for s in fake.requests if s.endpoint.endswith("/finish")]  # not its to end
+    assert not [
+        s for s in fake.requests if s.endpoint.endswith("/finish")
+    ]  # a copy does not end the session
 
 
 @pytest.mark.parametrize(
     "handle", ["", "no handle", "e30=", base64.urlsafe_b64encode(b'{"session_id": 3}').decode()]
 )
-def test_what_is_no_handle_is_refused_in_words(handle):
+def test_an_invalid_handle_is_refused_with_a_clear_message(handle):
     with pytest.raises(ValueError, match="get_sampler_handle"):
         SamplingClient.from_sampler_handle(handle)
 
@@ -120,7 +122,7 @@ def test_copies_keep_the_session_alive(fake, loopback, monkeypatch):
     service.close("success").result(5)
 
 
-def test_copies_ask_for_their_number_where_the_server_gives_them():
+def test_copies_get_their_number_from_servers_that_assign_them():
     fake = FakeService(config={"sample_join_sampling_session": True})
     with fake.client() as service:
         sampling = service.create_sampling_client(base_model="fake/model")
@@ -145,7 +147,7 @@ def test_a_client_is_created_from_weights_a_base_model_or_a_session(fake, servic
     three = asyncio.run(_awaited(SamplingClient.create(holder, model_path=path)))
     for client in (one, two, three):
         assert client.sample(PROMPT, 1, PARAMS).result(5).sequences
-    with pytest.raises(ValueError, match="Say what to sample from"):
+    with pytest.raises(ValueError, match="Pass what to sample from"):
         SamplingClient.create(holder)
     with pytest.raises(ValueError, match="tinker://"):
         SamplingClient.create(holder, model_path="weights/a")
@@ -173,7 +175,7 @@ def test_a_sample_may_name_its_model_in_any_of_three_ways(fake, service):
         draw(service.holder, types.SampleRequest(prompt=PROMPT, sampling_params=PARAMS))
 
 
-def test_attributes_that_programs_look_at(fake, service, monkeypatch):
+def test_attributes_that_programs_read_exist(fake, service, monkeypatch):
     sampling = service.create_sampling_client(base_model="fake/model")
     assert sampling.feature_gates == {"async_sampling"}
     assert sampling.retry_handler.config == RetryConfig(max_connections=None)
@@ -184,7 +186,7 @@ def test_attributes_that_programs_look_at(fake, service, monkeypatch):
         assert sampling.feature_gates == {"one", "two"}
 
 
-def test_stability_is_recorded_where_the_client_was_told_to(fake, service):
+def test_stability_is_recorded_if_the_client_enables_it(fake, service):
     sampling = service.create_sampling_client(base_model="fake/model", record_stability_info=True)
     copy = pickle.loads(pickle.dumps(sampling))
     for client in (sampling, copy):
@@ -193,12 +195,12 @@ def test_stability_is_recorded_where_the_client_was_told_to(fake, service):
     copy.holder.close("success").result(5)
 
 
-def test_an_observer_of_ones_own_hears_queue_states(service, fake):
-    told = []
+def test_an_overridden_observer_gets_queue_states(service, fake):
+    states = []
 
     class Watching(SamplingClient):
         def on_queue_state_change(self, queue_state, queue_state_reason):
-            told.append((queue_state, queue_state_reason))
+            states.append((queue_state, queue_state_reason))
 
     plain = service.create_sampling_client(base_model="fake/model")
     sampling = Watching(service.holder, sampling_session_id=plain._sampling_session_id)
@@ -208,4 +210,4 @@ def test_an_observer_of_ones_own_hears_queue_states(service, fake):
         tinkex.testing.Answer(status=408, body=body | {"queue_state_reason": "full"}),
     )
     sampling.sample(PROMPT, 1, PARAMS).result(5)
-    assert told[0] == ("paused_capacity", "full")
+    assert states[0] == ("paused_capacity", "full")

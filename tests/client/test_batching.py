@@ -1,4 +1,4 @@
-"""Chunks put back together: every reducer with its sum beside it."""
+"""Batches are split by size, and the results of their chunks are merged: every reducer."""
 
 import math
 
@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from tinkex.client.batching import cut, datum_bytes, input_bytes, merge, merge_metrics
+from tinkex.client.batching import datum_bytes, merge, merge_metrics, split_batch
+from tinkex.client.http.backpressure import input_bytes
 from tinkex.types import (
     Datum,
     ForwardBackwardInput,
@@ -32,8 +33,8 @@ from tinkex.wire.protobuf import encode_forward_backward_request
         ("a:hash2", [2.0**63, 2.0**63, 5.0], [1, 1, 1], {"a:hash2": 5.0}),  # mod 2**64
         ("a:hash2", [5.0, 2.0**63, 2.0**63], [1, 1, 1], {"a:hash2": 5.0}),  # in any order
         ("a:hash_unordered", [1.0, 2.0], [1, 1], {"a:hash_unordered": float(hash((1, 2)))}),
-        ("a:odd", [1.0, 2.0], [1, 1], {}),  # no rule: left out
-        ("a", [1.0, 2.0], [1, 1], {}),  # no suffix: left out, no crash
+        ("a:odd", [1.0, 2.0], [1, 1], {}),  # no rule: dropped
+        ("a", [1.0, 2.0], [1, 1], {}),  # no suffix: dropped, no crash
         ("a:b:sum", [1.0, 2.0], [1, 1], {}),
         ("a", [1.0], [1], {"a": 1.0}),  # nothing to reduce
     ],
@@ -42,17 +43,17 @@ def test_metrics_are_reduced_by_their_suffix(name, values, weights, expected):
     assert merge_metrics([{name: value} for value in values], weights) == expected
 
 
-def test_a_key_that_a_chunk_lacks_is_left_out_and_never_filled_with_zero(caplog):
+def test_a_metric_that_a_chunk_lacks_is_dropped_and_never_zero_filled(caplog):
     caplog.set_level("DEBUG", "tinkex")
     merged = merge_metrics([{"a:sum": 1.0, "b:sum": 2.0}, {"b:sum": 3.0, "c:sum": 9.0}], [1, 1])
     assert merged == {"b:sum": 5.0}
     assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
-        ("DEBUG", "metric left out: a:sum is missing from chunks [1]")
+        ("DEBUG", "metric dropped: a:sum is missing from chunks [1]")
     ]
     caplog.clear()
     assert merge_metrics([{"a:odd": 1.0}, {"a:odd": 2.0}], [1, 1]) == {}
     assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
-        ("DEBUG", "metric left out: no rule to reduce a:odd")
+        ("DEBUG", "metric dropped: no rule to reduce a:odd")
     ]
 
 
@@ -76,12 +77,12 @@ def test_outputs_are_joined_in_order():
         ([4, 4, 4, 4], [(0, 2), (2, 4)]),  # 4 + 4 + 4 > 10
         ([5, 5, 5], [(0, 2), (2, 3)]),  # 10 fits exactly
         ([1, 1, 1, 1, 1], [(0, 3), (3, 5)]),  # three at most
-        ([50, 1, 1], [(0, 1), (1, 3)]),  # too large travels alone
+        ([50, 1, 1], [(0, 1), (1, 3)]),  # too large: sent alone
         ([1, 50, 1], [(0, 1), (1, 2), (2, 3)]),
     ],
 )
-def test_a_batch_is_cut_by_count_and_bytes(sizes, pieces):
-    found = cut(sizes, max_count=3, max_bytes=10)
+def test_a_batch_is_split_by_count_and_bytes(sizes, pieces):
+    found = split_batch(sizes, max_count=3, max_bytes=10)
     assert [(piece.start, piece.stop) for piece in found] == pieces
 
 
@@ -106,7 +107,7 @@ def test_a_sparse_tensor_counts_its_values_and_eight_bytes_for_each_index():
     )
     size = datum_bytes(datum)
     assert size == 64 * 4 + 64 * 8 + values * 4 + (rows + 1 + values) * 8
-    # The lists are made when somebody asks for them; a size does not.
+    # The lists are created on access; computing a size must not create them.
     for name in ("sparse_crow_indices", "sparse_col_indices"):
         with pytest.raises(AttributeError):
             object.__getattribute__(weights, name)

@@ -1,4 +1,4 @@
-"""One layer repeats requests, for as long as the settings say, and slows down together."""
+"""Retries happen in one layer, for the time the settings allow, with a shared back-off."""
 
 import asyncio
 import collections
@@ -12,7 +12,7 @@ import tinkex
 from client.waiting import until
 from tinkex import types
 from tinkex.client.http.backpressure import Backoff
-from tinkex.client.http.polling import Pace
+from tinkex.client.http.polling import PollBackoff
 from tinkex.testing import Answer, FakeService, Lost
 
 
@@ -32,12 +32,12 @@ def counted(fake, endpoint):
         Lost(),
         Lost(after=True),
         Lost(slow=True),
-        Answer(status=200, body=b'{"session_i'),  # damaged on its way
+        Answer(status=200, body=b'{"session_i'),  # damaged in transit
         Answer(status=200, body=b"<html>"),
     ],
     ids=str,
 )
-def test_what_may_pass_is_repeated_with_the_same_idempotency_key(fake, service, fault):
+def test_retries_use_the_same_idempotency_key(fake, service, fault):
     fake.script("create_session", fault)
     service.create_lora_training_client("fake/model")
     sent = counted(fake, "create_session")
@@ -57,28 +57,28 @@ def test_what_may_pass_is_repeated_with_the_same_idempotency_key(fake, service, 
     ],
     ids=str,
 )
-def test_what_will_not_pass_is_raised_at_once(fake, service, fault, kind):
+def test_errors_that_are_not_retryable_are_raised_at_once(fake, service, fault, kind):
     fake.script("create_session", fault)
     with pytest.raises(kind):
         service.create_lora_training_client("fake/model")
     assert len(counted(fake, "create_session")) == 1
 
 
-def test_a_page_that_is_not_of_this_protocol_is_given_up_soon(fake, service):
+def test_a_response_of_another_protocol_is_given_up_early(fake, service):
     fake.script("create_session", *[Answer(status=200, body=b"<html>")] * 9)
     with pytest.raises(tinkex.APIResponseValidationError, match="Is base_url the address"):
         service.create_lora_training_client("fake/model")
     assert len(counted(fake, "create_session")) == 4
 
 
-def test_a_failure_is_not_remembered(fake, service):
+def test_a_failed_connection_is_not_cached(fake, service):
     fake.script("create_session", Answer(status=401))
     with pytest.raises(tinkex.AuthenticationError):
         service.create_lora_training_client("fake/model")
     service.create_lora_training_client("fake/model")
 
 
-def test_a_server_that_never_answered_is_given_up_soon(monkeypatch):
+def test_a_server_that_never_responded_is_given_up_early(monkeypatch):
     monkeypatch.setenv("TINKEX_FIRST_CONTACT_S", "0.3")
     fake = FakeService()
     fake.script("client/config", *[Lost()] * 1000)
@@ -91,13 +91,13 @@ def test_a_server_that_never_answered_is_given_up_soon(monkeypatch):
     service.close("errored").result(5)
 
 
-def test_a_server_that_answered_before_is_waited_for_longer(monkeypatch):
+def test_a_server_that_responded_before_is_retried_longer(monkeypatch):
     monkeypatch.setenv("TINKEX_FIRST_CONTACT_S", "0.1")
     fake = FakeService()
     service = fake.client()
     service.get_server_capabilities()
     fake.script("get_server_capabilities", *[Lost()] * 5)
-    service.get_server_capabilities()  # about 0.6 s, beyond the first contact's patience
+    service.get_server_capabilities()  # about 0.6 s, longer than first_contact_s
     service.close("success").result(5)
 
 
@@ -113,7 +113,7 @@ def test_everything_with_the_same_service_and_key_backs_off_together():
     started = time.monotonic()
     other.get_server_capabilities()
     elsewhere.get_server_capabilities()
-    assert time.monotonic() - started < 0.3  # another key, or the key elsewhere, is not slowed
+    assert time.monotonic() - started < 0.3  # another key or another service is not delayed
     two.get_server_capabilities()
     assert time.monotonic() - started > 0.4  # the same key is
     waiting.result(5)
@@ -122,8 +122,8 @@ def test_everything_with_the_same_service_and_key_backs_off_together():
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["a poll for each", "one poll for all"])
-def test_polls_wait_with_the_others_while_the_service_is_busy(monkeypatch, shared):
-    monkeypatch.setattr("tinkex.client.http.polling.FEW", 0)
+def test_polls_wait_for_the_shared_back_off(monkeypatch, shared):
+    monkeypatch.setattr("tinkex.client.http.polling.MAX_SELF_POLLING", 0)
     fake = FakeService(config={"sample_use_retrieve_futures": shared}, sample_s=3.0, hold_s=0.01)
     endpoints = {"retrieve_future", "retrieve_futures"} if shared else {"retrieve_future"}
     waiting, over = set(), threading.Event()
@@ -146,7 +146,7 @@ def test_polls_wait_with_the_others_while_the_service_is_busy(monkeypatch, share
         busy = Answer(status=429, headers={"retry-after": "2"})
         fake.script("get_server_capabilities", busy)
         asking = service._get_server_capabilities()
-        # Each sample polls, or all together and the oldest for itself.
+        # Each sample polls, or all share a poll and the oldest polls for itself.
         until(lambda: len(waiting) == (2 if shared else 3))
         before = polls()
         time.sleep(0.1)
@@ -157,7 +157,7 @@ def test_polls_wait_with_the_others_while_the_service_is_busy(monkeypatch, share
         assert all(now > then for now, then in zip(polls(), before, strict=True))
 
 
-def test_h3_a_long_wait_is_told_once_and_kept_to_the_time_that_is_left(caplog, monkeypatch):
+def test_h3_a_long_wait_is_logged_once_and_limited_to_the_time_that_is_left(caplog, monkeypatch):
     monkeypatch.setenv("TINKEX_GIVE_UP_S", "0.3")
     fake = FakeService()
     with fake.client() as service:
@@ -169,18 +169,18 @@ def test_h3_a_long_wait_is_told_once_and_kept_to_the_time_that_is_left(caplog, m
             with pytest.raises(tinkex.InternalServerError):
                 service.get_server_capabilities()
             assert 0.2 < time.monotonic() - started < 5
-    assert not fake._scripts["get_server_capabilities"]  # asked again at the end of its time
-    told = [record.getMessage() for record in caplog.records if "Retry-After" in record.message]
-    assert len(told) == 1
-    assert "asks to wait 120 s before get_server_capabilities" in told[0]
+    assert not fake._scripts["get_server_capabilities"]  # sent again at its deadline
+    shown = [record.getMessage() for record in caplog.records if "Retry-After" in record.message]
+    assert len(shown) == 1
+    assert "asks to wait 120 s before get_server_capabilities" in shown[0]
 
 
-def test_h3_others_wait_for_a_long_time_only_as_long_as_they_have(monkeypatch):
-    for place in ("calls", "results"):
+def test_h3_others_wait_for_the_back_off_only_within_their_own_time_limit(monkeypatch):
+    for place in ("http.api_calls", "http.polling"):
         monkeypatch.setattr(f"tinkex.client.{place}.LONG_WAIT_S", 0.2)
     monkeypatch.setenv("TINKEX_GIVE_UP_S", "0.4")
     fake = FakeService()
-    with fake.client(api_key="tml-of-this-test") as service:  # nobody else shall wait for an hour
+    with fake.client(api_key="tml-of-this-test") as service:  # no other test may wait for an hour
         training = service.create_lora_training_client("fake/model")
         fake.script("get_server_capabilities", Answer(status=429, headers={"retry-after": "3600"}))
         asking = service._get_server_capabilities()
@@ -193,26 +193,26 @@ def test_h3_others_wait_for_a_long_time_only_as_long_as_they_have(monkeypatch):
 
 @pytest.mark.parametrize("status", [429, 503])
 @pytest.mark.parametrize("endpoint", ["retrieve_future", "retrieve_futures"])
-def test_a_poll_that_is_told_to_wait_for_a_day_asks_again_after_a_minute(
+def test_a_poll_with_a_retry_after_of_a_day_polls_again_after_a_minute(
     monkeypatch, caplog, endpoint, status
 ):
-    monkeypatch.setattr("tinkex.client.http.polling.FEW", 0)
-    for place in ("calls", "results", "poller"):
+    monkeypatch.setattr("tinkex.client.http.polling.MAX_SELF_POLLING", 0)
+    for place in ("http.api_calls", "http.polling"):
         monkeypatch.setattr(f"tinkex.client.{place}.LONG_WAIT_S", 0.05)
     monkeypatch.setenv("TINKEX_GIVE_UP_S", "0.1")
     fake = FakeService(config={"sample_use_retrieve_futures": endpoint == "retrieve_futures"})
     fake.script(endpoint, Answer(status=status, headers={"retry-after": "86400"}))
-    with fake.client(api_key=f"tml-{status}-{endpoint}") as service:  # nobody else shall wait
+    with fake.client(api_key=f"tml-{status}-{endpoint}") as service:  # no other test may wait
         sampling = service.create_sampling_client(base_model="fake/model")
         prompt, params = types.ModelInput.from_ints([1]), types.SamplingParams(max_tokens=1)
         assert sampling.sample(prompt, 1, params).result(20).sequences
     assert "asks to wait 86400 s" in caplog.text
-    assert "Polls for results wait a minute at most" in caplog.text
+    assert "Polls for results wait at most a minute" in caplog.text
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["a poll for each", "one poll for all"])
-def test_a_poll_that_waited_here_first_was_not_held_by_the_server(monkeypatch, shared):
-    """Else a server that answers at once would be polled without a pause."""
+def test_time_in_the_back_off_does_not_count_as_held_by_the_server(monkeypatch, shared):
+    """Otherwise a server that responds at once would be polled without a delay."""
     held: list[tuple[float, float]] = []
     sent_at = collections.defaultdict(time.monotonic)
 
@@ -220,13 +220,13 @@ def test_a_poll_that_waited_here_first_was_not_held_by_the_server(monkeypatch, s
         await asyncio.sleep(0.1)
         sent_at[asyncio.current_task()] = time.monotonic()
 
-    def after_not_yet(self: Pace, held_s: float) -> float:
+    def after_not_yet(self: PollBackoff, held_s: float) -> float:
         held.append((held_s, time.monotonic() - sent_at[asyncio.current_task()]))
         return 0.0
 
     monkeypatch.setattr(Backoff, "wait_once", wait_once)
-    monkeypatch.setattr(Pace, "after_not_yet", after_not_yet)
-    monkeypatch.setattr("tinkex.client.http.polling.FEW", 0)
+    monkeypatch.setattr(PollBackoff, "after_not_yet", after_not_yet)
+    monkeypatch.setattr("tinkex.client.http.polling.MAX_SELF_POLLING", 0)
     fake = FakeService(config={"sample_use_retrieve_futures": shared}, sample_s=0.3, hold_s=0.0)
     with fake.client() as service:
         sampling = service.create_sampling_client(base_model="fake/model")
@@ -253,7 +253,7 @@ def test_402_is_a_pause_and_then_an_error(monkeypatch):
     service.close("errored").result(5)
 
 
-def test_requests_say_who_asks(fake, service):
+def test_requests_identify_the_client(fake, service):
     service.get_server_capabilities()
     first, last = fake.requests[0].headers, fake.requests[-1].headers
     assert first["x-api-key"] == "tml-fake"
@@ -264,7 +264,7 @@ def test_requests_say_who_asks(fake, service):
     assert "x-idempotency-key" not in last
 
 
-def test_headers_of_the_user_win(fake):
+def test_user_headers_win(fake):
     service = fake.client(default_headers_overrides={"X-Team": "blue", "Accept": "x/y"})
     service.get_server_capabilities()
     assert fake.requests[-1].headers["x-team"] == "blue"

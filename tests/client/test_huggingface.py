@@ -1,4 +1,4 @@
-"""Adapters on the Hugging Face hub: what is decided, and what a hub gets to hear."""
+"""Uploads to the Hugging Face hub: repository, card and files, and the requests that are sent."""
 
 import base64
 import json
@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from standin import Asked, Reply, Standin, reply_json, standing_in
+from standin import Received, Reply, Standin, reply_json, standing_in
 from tinkex.client.files.huggingface import (
     HubError,
     adapter_config,
     card,
     check_card,
-    chosen,
-    place,
     push_to_hub,
+    select_files,
+    target_repo,
 )
 
 PATH = "tinker://s-1:train:0/sampler_weights/step 10"
@@ -52,27 +52,27 @@ def adapter(tmp_path: Path) -> Path:
         ("org/mine", "v1", ("org/mine", "v1")),
     ],
 )
-def test_repository_and_branch_are_derived_where_they_are_not_said(
+def test_repository_and_branch_have_defaults(
     repo: str | None, revision: str | None, expected: tuple[str, str | None]
 ) -> None:
-    assert place(PATH, "somebody", repo=repo, revision=revision) == expected
+    assert target_repo(PATH, "somebody", repo=repo, revision=revision) == expected
 
 
-def test_derived_names_are_names_that_the_hub_takes() -> None:
+def test_default_names_are_valid_on_the_hub() -> None:
     from huggingface_hub.utils import validate_repo_id
 
     for run in ("a--b..c", "-x-", "ü:ö", "r" * 300, "a:train:0"):
-        repo, branch = place(f"tinker://{run}/weights/n", "u", repo=None, revision=None)
+        repo, branch = target_repo(f"tinker://{run}/weights/n", "u", repo=None, revision=None)
         validate_repo_id(repo)
         assert branch == "weights-n"
 
 
 def test_a_folder_without_an_adapter_is_refused(tmp_path: Path, adapter: Path) -> None:
     assert adapter_config(adapter)["r"] == 8
-    with pytest.raises(HubError, match="no adapter"):
+    with pytest.raises(HubError, match="no PEFT adapter"):
         adapter_config(tmp_path)
     (tmp_path / "adapter_config.json.age").touch()
-    with pytest.raises(HubError, match="locked with age"):
+    with pytest.raises(HubError, match="encrypted with age"):
         adapter_config(tmp_path)
     (adapter / "adapter_config.json").write_text("{")
     with pytest.raises(HubError, match="JSON"):
@@ -92,7 +92,7 @@ def test_the_card_names_checkpoint_base_and_rank_and_no_folder_of_the_machine() 
     assert "base_model" not in yaml.safe_load(hidden.split("---")[1])
 
 
-def test_a_place_of_another_checkpoint_is_refused() -> None:
+def test_a_repository_of_another_checkpoint_is_refused() -> None:
     path = "tinker://a/weights/1"
     check_card(path, None, "x")
     check_card(path, "# a card without a checkpoint", "x")
@@ -106,9 +106,9 @@ def test_a_place_of_another_checkpoint_is_refused() -> None:
 
 def test_patterns_choose_the_files() -> None:
     names = ["a.json", "b.bin", "checkpoint_complete", "extra/c.txt"]
-    assert chosen(names, None, None) == ["a.json", "b.bin", "extra/c.txt"]
-    assert chosen(names, ["*.json", "extra/"], None) == ["a.json", "extra/c.txt"]
-    assert chosen(names, None, ["extra/*", "*.bin"]) == ["a.json"]
+    assert select_files(names, None, None) == ["a.json", "b.bin", "extra/c.txt"]
+    assert select_files(names, ["*.json", "extra/"], None) == ["a.json", "extra/c.txt"]
+    assert select_files(names, None, ["extra/*", "*.bin"]) == ["a.json"]
 
 
 def test_without_the_package_the_extra_is_named(
@@ -123,7 +123,7 @@ def test_without_the_package_the_extra_is_named(
 
 
 class Hub:
-    """As much of the hub as one push needs."""
+    """The parts of the hub that one push needs."""
 
     def __init__(self) -> None:
         self.url = ""
@@ -132,16 +132,16 @@ class Hub:
         self.branches: list[str] = []
         self.commits: list[tuple[str, dict[str, Any], dict[str, bytes]]] = []
 
-    def __call__(self, asked: Asked) -> Reply:
-        path, _, query = asked.path.partition("?")
-        if asked.headers.get("authorization") != f"Bearer {self.token}":
+    def __call__(self, request: Received) -> Reply:
+        path, _, query = request.path.partition("?")
+        if request.headers.get("authorization") != f"Bearer {self.token}":
             return reply_json({"error": "Invalid user token."}, 401)
         if path == "/api/whoami-v2":
             return reply_json({"name": "somebody", "type": "user"})
-        if path == "/api/validate-yaml":  # of every card that is sent
+        if path == "/api/validate-yaml":  # called for every card
             return reply_json({"errors": [], "warnings": []})
         if path == "/api/repos/create":
-            made = asked.json()
+            made = request.json()
             owner = made.get("organization") or "somebody"
             return reply_json({"url": f"{self.url}/{owner}/{made['name']}"})
         if found := re.fullmatch(r"/(.+)/resolve/([^/]+)/README.md", path):
@@ -152,11 +152,11 @@ class Hub:
         if found := re.fullmatch(r"/api/models/(.+)/preupload/([^/]+)", path):
             files = [
                 {"path": each["path"], "uploadMode": "regular", "shouldIgnore": False}
-                for each in asked.json()["files"]
+                for each in request.json()["files"]
             ]
             return reply_json({"files": files})
         if found := re.fullmatch(r"/api/models/(.+)/commit/([^/]+)", path):
-            lines = [json.loads(line) for line in asked.body.splitlines()]
+            lines = [json.loads(line) for line in request.body.splitlines()]
             files = {
                 line["value"]["path"]: base64.b64decode(line["value"]["content"])
                 for line in lines
@@ -192,15 +192,15 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Hub, Standin]]:
 def test_an_adapter_is_pushed_in_one_commit_with_its_card(
     adapter: Path, hub: tuple[Hub, Standin]
 ) -> None:
-    told, running = hub
+    service, running = hub
     done = push_to_hub(PATH, adapter, token="hf_right")
     assert (done.repo_id, done.revision) == (REPO, BRANCH)
     assert done.url.endswith(f"/commit/{COMMIT}")
-    created = next(each for each in running.asked if each.path == "/api/repos/create").json()
+    created = next(each for each in running.requests if each.path == "/api/repos/create").json()
     assert created["name"] == "tinker-s-1-train-0"
     assert created.get("private") is True or created.get("visibility") == "private"
-    assert told.branches == [BRANCH]
-    [(revision, head, files)] = told.commits
+    assert service.branches == [BRANCH]
+    [(revision, head, files)] = service.commits
     assert (revision, head["summary"]) == (BRANCH, f"Add {PATH}")
     assert sorted(files) == [
         "README.md",
@@ -212,11 +212,11 @@ def test_an_adapter_is_pushed_in_one_commit_with_its_card(
     assert PATH in files["README.md"].decode()
 
 
-def test_the_same_checkpoint_may_come_again_and_another_may_not(
+def test_the_same_checkpoint_may_be_pushed_again_and_another_may_not(
     adapter: Path, hub: tuple[Hub, Standin]
 ) -> None:
-    told, _ = hub
-    told.cards["org/mine@main"] = card(PATH, {})
+    service, _ = hub
+    service.cards["org/mine@main"] = card(PATH, {})
     push_to_hub(
         PATH,
         adapter,
@@ -227,30 +227,30 @@ def test_the_same_checkpoint_may_come_again_and_another_may_not(
         ignore_patterns=["extra/*"],
         token="hf_right",
     )
-    [(revision, head, files)] = told.commits
+    [(revision, head, files)] = service.commits
     assert (revision, head["summary"]) == ("main", "again")
     assert sorted(files) == ["adapter_config.json", "adapter_model.safetensors"]
     other = PATH.replace("10", "11")
     with pytest.raises(HubError, match="names another checkpoint"):
         push_to_hub(other, adapter, repo="org/mine", token="hf_right")
-    assert len(told.commits) == 1
-    assert told.branches == []
+    assert len(service.commits) == 1
+    assert service.branches == []
 
 
 def test_a_pull_request_makes_no_branch(adapter: Path, hub: tuple[Hub, Standin]) -> None:
-    told, _ = hub
+    service, _ = hub
     done = push_to_hub(PATH, adapter, repo="mine", create_pr=True, token="hf_right")
     assert done.repo_id == "somebody/mine"
     assert done.url.endswith("/discussions/1")
-    assert told.branches == []
+    assert service.branches == []
 
 
 def test_without_a_login_nothing_is_pushed(
     adapter: Path, hub: tuple[Hub, Standin], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told, _ = hub
+    service, _ = hub
     with pytest.raises(HubError, match="hf auth login"):
         push_to_hub(PATH, adapter, token="hf_wrong")
-    with pytest.raises(HubError, match="no file to push"):
+    with pytest.raises(HubError, match="No file matches the patterns"):
         push_to_hub(PATH, adapter, allow_patterns=["x"], model_card=False, token="hf_right")
-    assert told.commits == []
+    assert service.commits == []

@@ -1,4 +1,4 @@
-"""`base_url="local"`: one server for all programs, gone with the last, however that ends."""
+"""`base_url="local"`: one server for all programs; it ends with the last, even if killed."""
 
 import dataclasses
 import json
@@ -15,7 +15,7 @@ from tinkex import TinkerError
 from tinkex.client import local_server
 from tinkex.client.local_server import LocalSettings
 
-#: Stands in for `tinkex serve`: says that it is ready, answers healthz, ends on SIGTERM.
+#: A stand-in for `tinkex serve`: prints that it is ready, serves healthz, ends on SIGTERM.
 SERVER = """
 import http.server, os, sys
 print("loading", *sys.argv[1:], file=sys.stderr, flush=True)
@@ -36,7 +36,7 @@ MODULE = "tinkex_stand_in.main"
 
 @pytest.fixture
 def settings(tmp_path, monkeypatch) -> LocalSettings:
-    """Settings whose server is the stand-in above, found where the real one would be."""
+    """Settings whose server is the stand-in above, in place of the real one."""
     package = tmp_path / "path" / "tinkex_stand_in"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("")
@@ -49,30 +49,30 @@ def server_pid(settings: LocalSettings) -> int:
     return int(json.loads((settings.data / "local.json").read_text())["pid"])
 
 
-def test_the_server_stops_when_the_last_client_lets_go(settings, capsys):
+def test_the_server_stops_when_the_last_client_is_closed(settings, capsys):
     first, second = local_server.attach(settings), local_server.attach(settings)
     pid = server_pid(settings)
     assert first.url == second.url
     assert "loading serve m --port 0 --data" in capsys.readouterr().err
     first.release()
-    first.release()  # safe to repeat
+    first.release()  # can be repeated
     assert not gone(pid, within_s=0.3)
     second.release()
     assert gone(pid)
 
 
-def test_a_server_is_there_whether_or_not_the_last_one_was_about_to_go(settings):
+def test_attaching_while_the_last_server_is_stopping_gives_a_running_server(settings):
     for _ in range(5):
         first = local_server.attach(settings)
         first.release()
-        second = local_server.attach(settings)  # at once: the old one stays, or a new one comes
+        second = local_server.attach(settings)  # at once: the old one stays, or a new one starts
         assert local_server._healthy(second.url)
         assert not gone(server_pid(settings), within_s=0.1)
         second.release()
     assert gone(server_pid(settings))
 
 
-def test_a_new_server_is_started_after_the_old_one_has_gone(settings):
+def test_a_new_server_is_started_after_the_old_one_has_ended(settings):
     local_server.attach(settings).release()
     pid = server_pid(settings)
     assert gone(pid)
@@ -86,8 +86,8 @@ def attach_elsewhere(settings: LocalSettings) -> subprocess.Popen[str]:
     code = f"""
     import sys, time
     from pathlib import Path
-    from tinkex.client import local
-    server = local.attach(local.LocalSettings(
+    from tinkex.client import local_server
+    server = local_server.attach(local_server.LocalSettings(
         model="m", arguments=(), data=Path({str(settings.data)!r}), module={MODULE!r}))
     print(server.url, flush=True)
     time.sleep(60)
@@ -161,7 +161,7 @@ def test_other_settings_for_the_same_data_are_refused(settings):
     assert gone(pid)
 
 
-def test_a_server_that_does_not_start_is_quoted(settings):
+def test_a_server_that_does_not_start_is_reported_with_its_log(settings):
     broken = dataclasses.replace(settings, arguments=("--broken",))
     with pytest.raises(TinkerError, match="no such model"):
         local_server.attach(broken)

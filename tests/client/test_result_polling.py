@@ -1,4 +1,4 @@
-"""Polling for a promised result: what each answer means, and that no server is polled busily."""
+"""Polling for a result: the meaning of each response, and no busy loops."""
 
 import math
 import random
@@ -8,7 +8,7 @@ import time
 import pytest
 
 import tinkex
-from tinkex.client.http.polling import Pace, QueueLog
+from tinkex.client.http.polling import PollBackoff, QueueLog
 from tinkex.testing import Answer, Lost
 from tinkex.wire.content_digest import content_digest
 
@@ -33,11 +33,11 @@ def polls(fake):
         [Answer(status=200, body=PENDING)],
         [Answer(status=500), Answer(status=503, body=b"<html>")],
         [Answer(status=429, headers={"retry-after-ms": "5"})],
-        [Answer(status=400, body={"detail": "?"})] * 3,  # a proxy's, three in a row at most
-        [Answer(status=400)],  # empty: a proxy's for sure
+        [Answer(status=400, body={"detail": "?"})] * 3,  # from a proxy, at most three in a row
+        [Answer(status=400)],  # empty: certainly from a proxy
         [Answer(status=200, body=b"<html>"), Answer(status=200, body=b'{"metr')],
         [Answer(status=200, body=b"\x0a\xff", headers=PROTOBUF)],
-        # Cut between two fields it is protobuf still, and only its fingerprint tells.
+        # Cut between two fields it is still valid protobuf; only its digest shows it.
         [Answer(status=200, headers=PROTOBUF | {"content-digest": content_digest(b"whole")})],
         [Lost()],
         [Lost(after=True)],
@@ -45,7 +45,7 @@ def polls(fake):
     ],
     ids=lambda answers: " ".join(str(getattr(a, "status", a)) for a in answers),
 )
-def test_a_poll_that_brings_nothing_is_repeated(fake, training, datum, answers):
+def test_a_poll_without_a_result_is_repeated(fake, training, datum, answers):
     fake.script("retrieve_future", *answers)
     result = training.forward_backward([datum], "cross_entropy").result(20)
     assert result.metrics["loss:sum"] > 0
@@ -66,9 +66,7 @@ def test_a_poll_that_brings_nothing_is_repeated(fake, training, datum, answers):
         ([Answer(status=200, body=[1])], tinkex.APIResponseValidationError),
     ],
 )
-def test_a_final_answer_is_an_error_of_its_class_that_names_the_request(
-    fake, training, datum, answers, kind
-):
+def test_a_final_error_has_its_class_and_names_the_request(fake, training, datum, answers, kind):
     fake.script("retrieve_future", *answers)
     with pytest.raises(kind, match=r"result of ForwardBackward request r-\d+") as caught:
         training.forward_backward([datum], "cross_entropy").result(20)
@@ -88,11 +86,11 @@ def test_a_failed_request_has_its_category(fake, training, datum, word, category
     assert len(fake.ran) == 1  # a step is never run again by itself
 
 
-def test_a_large_result_is_fetched_once_there_is_room(fake, training, datum):
+def test_a_large_result_is_fetched_once_the_byte_budget_allows(fake, training, datum):
     fake.script(
         "retrieve_future",
         Answer(status=200, body={"status": "complete_metadata", "response_payload_size": 10}),
-        # Asked for the payload, and it withholds it once more: asked again, not given up.
+        # The server withholds the payload once more: polled again, not given up.
         Answer(status=200, body={"status": "complete_metadata", "response_payload_size": 10}),
     )
     before = len(polls(fake))
@@ -101,14 +99,14 @@ def test_a_large_result_is_fetched_once_there_is_room(fake, training, datum):
     assert asked == [True, False, False]
 
 
-def test_json_results_are_understood_as_well_as_protobuf(fake, training, datum):
+def test_json_results_are_decoded_as_well_as_protobuf(fake, training, datum):
     body = {"loss_fn_output_type": "X", "loss_fn_outputs": [{}], "metrics": {"loss:sum": 2.5}}
     fake.script("retrieve_future", Answer(status=200, body=body))
     result = training.forward_backward([datum], "cross_entropy").result(5)
     assert result.metrics == {"loss:sum": 2.5}
 
 
-def test_a_step_that_was_taken_is_no_error_because_its_metrics_are_nan(fake, training):
+def test_a_step_with_nan_metrics_is_not_an_error(fake, training):
     body = b'{"metrics": {"grad_norm": NaN, "lr": 0.5}}'
     fake.script("retrieve_future", Answer(status=200, body=body))
     metrics = training.optim_step(tinkex.AdamParams()).result(5).metrics
@@ -116,7 +114,7 @@ def test_a_step_that_was_taken_is_no_error_because_its_metrics_are_nan(fake, tra
     assert metrics["lr"] == 0.5
 
 
-def test_polls_say_what_they_wait_for(fake, training, datum):
+def test_polls_name_the_request_type(fake, training, datum):
     training.forward_backward([datum], "cross_entropy").result(5)
     training.optim_step(tinkex.AdamParams()).result(5)
     headers = [seen.headers for seen in polls(fake)[-2:]]
@@ -127,7 +125,7 @@ def test_polls_say_what_they_wait_for(fake, training, datum):
     assert headers[1]["accept"] == "application/json"
 
 
-def test_a_server_that_answers_not_yet_at_once_is_not_polled_in_a_busy_loop(fake, training, datum):
+def test_a_server_that_responds_at_once_is_not_polled_in_a_busy_loop(fake, training, datum):
     fake.script("retrieve_future", *[Answer(status=408, body=PENDING)] * 10_000)
     before = len(polls(fake))
     future = training.forward_backward([datum], "cross_entropy")
@@ -138,8 +136,8 @@ def test_a_server_that_answers_not_yet_at_once_is_not_polled_in_a_busy_loop(fake
     future.result(10)
 
 
-def test_the_pace_grows_for_quick_answers_and_rests_for_held_ones():
-    pace = Pace(random.Random(0))
+def test_the_delay_grows_for_quick_responses_and_is_zero_for_held_polls():
+    pace = PollBackoff(random.Random(0))
     delays = [pace.after_not_yet(0.0) for _ in range(8)]
     assert delays[0] < 0.05
     assert 0.75 <= delays[-1] <= 1.0
@@ -150,7 +148,7 @@ def test_the_pace_grows_for_quick_answers_and_rests_for_held_ones():
     assert 11 <= failures[-1] <= 15
 
 
-def test_queue_states_are_told_with_their_reason_once_a_minute(caplog):
+def test_queue_states_are_logged_with_their_reason_once_a_minute(caplog):
     now = [0.0]
     observer = QueueLog("Training of m", clock=lambda: now[0])
     observer.on_queue_state_change("active", None)

@@ -1,4 +1,4 @@
-"""One poll for all samples of a client: what it tells, what it keeps, and how it ends."""
+"""One poll for all samples of a client: its events, its state, and its end."""
 
 import asyncio
 import collections
@@ -12,7 +12,7 @@ import tinkex
 from client.waiting import until
 from tinkex import RetryConfig, SamplingParams, types
 from tinkex.client.http import polling
-from tinkex.client.http.polling import Poller
+from tinkex.client.http.polling import SharedPoll
 from tinkex.testing import Answer, FakeService, Lost
 
 PROMPT = types.ModelInput.from_ints([5, 6, 7])
@@ -22,8 +22,8 @@ BATCHED = {"sample_use_retrieve_futures": True}
 
 @pytest.fixture(autouse=True)
 def _all_wait_together(monkeypatch):
-    """No sample asks for itself, except where a test says so."""
-    monkeypatch.setattr(polling, "FEW", 0)
+    """No sample polls for itself, unless a test enables it."""
+    monkeypatch.setattr(polling, "MAX_SELF_POLLING", 0)
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def test_samples_share_one_poll_and_each_result_is_fetched_once(fake, sampling):
     assert set(fetched.values()) == {1}
     assert len(fetched) == 100
     assert len(seen(fake, "retrieve_futures")) < 30
-    # The size was known, so nothing was withheld.
+    # The size was known, so the server withheld nothing.
     assert not any(s.json()["allow_metadata_only"] for s in seen(fake, "retrieve_future"))
 
 
@@ -68,7 +68,7 @@ def test_fetched_results_are_reported_until_a_poll_that_named_them_succeeded(fak
     fake.script("retrieve_futures", *[Answer(status=503)] * 3)
     draw(sampling, 1)[0].result(10)
     last = {seen(fake, "retrieve_future")[-1].json()["request_id"]}
-    until(lambda: sum(last <= report for report in reports()) == 4)  # refused, and then taken
+    until(lambda: sum(last <= report for report in reports()) == 4)  # refused, and then accepted
     assert not any(ids & report for report in reports()[-4:])
     cursors = [each.json()["prev_cursor"] for each in seen(fake, "retrieve_futures")]
     assert cursors == sorted(cursors)
@@ -76,12 +76,12 @@ def test_fetched_results_are_reported_until_a_poll_that_named_them_succeeded(fak
 
 def test_a_client_that_waits_for_nothing_does_not_poll(fake, sampling):
     [future.result(10) for future in draw(sampling, 3)]
-    until(lambda: sampling._desk._poller._task is None)
+    until(lambda: sampling._sample_queue._shared_poll._task is None)
     polls = len(seen(fake, "retrieve_futures"))
     time.sleep(0.1)
     assert len(seen(fake, "retrieve_futures")) == polls
-    assert not sampling._desk._poller._waiting
-    assert not sampling._desk._poller._fetched
+    assert not sampling._sample_queue._shared_poll._waiting
+    assert not sampling._sample_queue._shared_poll._fetched
 
 
 @pytest.mark.parametrize(
@@ -109,28 +109,37 @@ def test_a_shared_poll_that_fails_is_repeated(fake, sampling, answers):
         ([Answer(status=200, body=b"<html>")] * 4, tinkex.APIResponseValidationError),
     ],
 )
-def test_a_final_answer_reaches_every_sample_that_waits_as_a_tinker_error(
+def test_a_final_error_reaches_every_waiting_sample_as_a_tinker_error(
     fake, sampling, answers, kind
 ):
     fake.script("retrieve_futures", *answers)
     hold = fake.hold("retrieve_futures")
     futures = draw(sampling, 3)
-    until(lambda: len(sampling._desk._poller._waiting if sampling._desk._poller else ()) == 3)
+    until(
+        lambda: (
+            len(
+                sampling._sample_queue._shared_poll._waiting
+                if sampling._sample_queue._shared_poll
+                else ()
+            )
+            == 3
+        )
+    )
     hold.release()
     errors = [future.exception(10) for future in futures]
     assert {type(error) for error in errors} == {kind}
     assert not any(isinstance(error, ValueError) for error in errors)
     assert len({id(error) for error in errors}) == 3
-    # It is not the end of the client: the next sample asks again.
+    # The client still works: the next sample polls again.
     assert draw(sampling, 1)[0].result(10).sequences
 
 
-def test_a_failed_sample_tells_its_reason(fake, sampling):
+def test_a_failed_sample_has_its_reason(fake, sampling):
     with pytest.raises(tinkex.RequestFailedError, match="the prompt is empty"):
         sampling.sample(types.ModelInput.empty(), 1, PARAMS).result(10)
 
 
-def test_a_server_that_does_not_hold_polls_is_not_asked_busily():
+def test_a_server_that_does_not_hold_polls_is_not_polled_in_a_busy_loop():
     fake = FakeService(config=BATCHED, sample_s=0.5, hold_s=0.0)
     with fake.client() as service:
         sampling = service.create_sampling_client(base_model="fake/model")
@@ -138,36 +147,36 @@ def test_a_server_that_does_not_hold_polls_is_not_asked_busily():
         assert len(seen(fake, "retrieve_futures")) + len(seen(fake, "retrieve_future")) < 60
 
 
-def test_when_nothing_finishes_the_oldest_sample_asks_why(fake):
+def test_when_nothing_finishes_the_oldest_sample_starts_a_fallback_poll(fake):
     fake = FakeService(config=BATCHED, sample_s=0.3, hold_s=0.02)
-    told = []
+    states = []
     with fake.client() as service:
         sampling = service.create_sampling_client(base_model="fake/model")
-        sampling.on_queue_state_change = lambda state, reason: told.append(state)
+        sampling.on_queue_state_change = lambda state, reason: states.append(state)
         [future.result(10) for future in draw(sampling, 10)]
-    assert "active" in told
+    assert "active" in states
     asked = collections.Counter(s.json()["request_id"] for s in seen(fake, "retrieve_future"))
     assert sum(1 for count in asked.values() if count > 1) <= 2
 
 
-def test_an_event_that_the_server_forgot_keeps_nobody_waiting(fake, sampling):
+def test_an_event_that_the_server_lost_does_not_block_a_sample(fake, sampling):
     empty = Answer(status=200, body={"completions": [], "cursor": 10**6})
     fake.script("retrieve_futures", empty)
     assert all(future.result(20).sequences for future in draw(sampling, 4))
 
 
-def test_an_event_before_the_answer_to_the_submission_is_not_lost(fake, sampling):
+def test_an_event_before_the_response_to_the_submission_is_not_lost(fake, sampling):
     [future.result(10) for future in draw(sampling, 1)]
     first = draw(sampling, 1)[0]  # keeps the poll running
     fake._sample_s = 0.0
-    # The work is done and logged; the answer that names the request comes later.
+    # The sample has finished; the response with its request id comes later.
     fake.script("asample", Lost(after=True))
     late = draw(sampling, 1)[0]
     assert late.result(10).sequences
     assert first.result(10).sequences
 
 
-def test_events_of_nobody_are_forgotten():
+def test_unclaimed_events_are_dropped():
     class Calls:
         pass
 
@@ -175,22 +184,22 @@ def test_events_of_nobody_are_forgotten():
         from tinkex.wire.futures import FutureFinished, SamplingSessionFuturesTarget
 
         target = SamplingSessionFuturesTarget(sampling_session_id="s")
-        here = Poller(Calls(), target, keep=lambda task: None)
-        with here.expecting():
-            with here.expecting():
+        here = SharedPoll(Calls(), target, keep=lambda task: None)
+        with here.submitting():
+            with here.submitting():
                 for number in range(1_000):
-                    here._hand_over(FutureFinished(request_id=f"stray-{number}"))
-            assert len(here._early) == 1_000  # the first submission may be one of them
-        assert not here._early
-        assert not here._early_order
-        here._hand_over(FutureFinished(request_id="stray"))
-        assert not here._early
+                    here._deliver(FutureFinished(request_id=f"stray-{number}"))
+            assert len(here._unclaimed) == 1_000  # one may belong to the first submission
+        assert not here._unclaimed
+        assert not here._unclaimed_order
+        here._deliver(FutureFinished(request_id="stray"))
+        assert not here._unclaimed
 
     asyncio.run(main())
 
 
-def test_a_few_samples_ask_for_themselves(fake, service, monkeypatch):
-    monkeypatch.setattr(polling, "FEW", 8)
+def test_a_few_samples_poll_for_themselves(fake, service, monkeypatch):
+    monkeypatch.setattr(polling, "MAX_SELF_POLLING", 8)
     sampling = service.create_sampling_client(base_model="fake/model")
     [future.result(10) for future in draw(sampling, 5)]
     assert not seen(fake, "retrieve_futures")
@@ -198,11 +207,11 @@ def test_a_few_samples_ask_for_themselves(fake, service, monkeypatch):
     assert seen(fake, "retrieve_futures")
 
 
-def test_large_results_wait_for_room(service, fake):
+def test_large_results_wait_for_the_byte_budget(service, fake):
     sampling = service.create_sampling_client(base_model="fake/model")
     connection = service.holder._connected.value
     until(lambda: connection is not None)
-    connection.lane.result_bytes.size = 1  # one at a time
+    connection.limits.result_bytes.size = 1  # one at a time
     arrived, most = [0], [0]
     lock = threading.Lock()
     original = fake._retrieve
@@ -222,7 +231,7 @@ def test_large_results_wait_for_room(service, fake):
     assert most[0] == 1
 
 
-def test_cancelled_and_closed_clients_leave_no_poll_behind():
+def test_cancelled_and_closed_clients_leave_no_poll_running():
     fake = FakeService(
         config=BATCHED, sample_s=30.0, dynamic_config={"sample_cancel_enabled": True}
     )
@@ -232,7 +241,7 @@ def test_cancelled_and_closed_clients_leave_no_poll_behind():
     until(lambda: seen(fake, "retrieve_futures"))
     futures[0].cancel()
     until(lambda: len(fake.cancelled) == 1)
-    task = sampling._desk._poller._task
+    task = sampling._sample_queue._shared_poll._task
     service.close("success").result(5)
     until(lambda: task.done())
     for future in futures[1:]:

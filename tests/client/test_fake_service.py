@@ -1,4 +1,4 @@
-"""`tinkex.testing`, as users' tests see it."""
+"""`tinkex.testing`, as used in users' tests."""
 
 import subprocess
 import sys
@@ -12,16 +12,18 @@ from tinkex.testing import Answer, FakeService, Lost
 pytest_plugins = ["pytester"]
 
 
-def test_a_number_used_for_another_kind_of_step_is_refused_as_by_a_server(fake, datum):
+def test_a_seq_id_used_for_another_kind_of_step_is_refused_as_by_a_server(fake, datum):
     first = fake.client()
     training = first.create_lora_training_client("fake/model")
     training.forward_backward([datum], "cross_entropy").result(5)
-    twin = tinkex.TrainingClient(first.holder, 0, training.model_id)  # numbers from 1 again
+    second = tinkex.TrainingClient(
+        first.holder, 0, training.model_id
+    )  # its seq_ids start at 1 again
 
     with pytest.raises(tinkex.UnprocessableEntityError, match="already used for forward_backward"):
-        twin.optim_step(types.AdamParams()).result(5)
+        second.optim_step(types.AdamParams()).result(5)
 
-    assert twin.forward_backward([datum], "cross_entropy").result(5).metrics  # number 2
+    assert second.forward_backward([datum], "cross_entropy").result(5).metrics  # seq_id 2
     first.close("success").result(5)
 
 
@@ -43,7 +45,7 @@ def test_a_fake_on_a_socket_serves_programs_in_other_processes():
     assert (done.stdout, done.stderr) == ("my/model\n", "")
 
 
-def test_the_fixture_gives_a_service_to_a_program_that_knows_nothing_of_it(pytester):
+def test_the_fixture_provides_a_service_to_an_unchanged_program(pytester):
     pytester.makeconftest('pytest_plugins = ["tinkex.pytest_plugin"]')
     pytester.makepyfile(
         """
@@ -65,7 +67,7 @@ def test_the_fixture_gives_a_service_to_a_program_that_knows_nothing_of_it(pytes
     pytester.runpytest_inprocess("-p", "no:randomly").assert_outcomes(passed=2)
 
 
-def test_what_goes_wrong_is_scripted(fake, service, datum):
+def test_failures_are_scripted(fake, service, datum):
     fake.script("forward_backward", Lost(after=True), Answer(status=503))
     training = service.create_lora_training_client("fake/model")
 
@@ -75,7 +77,7 @@ def test_what_goes_wrong_is_scripted(fake, service, datum):
     assert len(fake.ran) == 1
 
 
-def test_the_fake_lists_what_was_made_and_forgets_what_was_deleted(fake, service):
+def test_the_fake_lists_what_was_created_and_not_what_was_deleted(fake, service):
     training = service.create_lora_training_client("fake/model", rank=4)
     path = training.save_state("one").result(5).path
     training.save_weights_for_sampler("two").result(5)
@@ -103,7 +105,7 @@ def test_the_fake_lists_what_was_made_and_forgets_what_was_deleted(fake, service
         rest.get_training_run("other").result(5)
 
 
-def test_what_the_fake_does_not_know_can_be_scripted_by_its_path(fake, service):
+def test_unknown_endpoints_can_be_scripted_by_path(fake, service):
     rest = tinkex.RestClient(service.holder)
     with pytest.raises(tinkex.NotFoundError, match=r"script\(\) an answer to it"):
         rest.list_sessions().result(5)
@@ -153,7 +155,7 @@ def test_the_limits_of_the_fake_are_those_of_the_server():
     assert fake_store.LONGEST_TTL_S == checkpoints.LONGEST_TTL_S
 
 
-def test_the_fake_answers_every_question_a_sample_may_ask(service):
+def test_the_fake_supports_every_option_of_a_sample(service):
     sampling = service.create_sampling_client(base_model="fake/model")
     prompt = types.ModelInput.from_ints([5, 6, 7])
 
