@@ -68,7 +68,6 @@ if TYPE_CHECKING:
         SampledProvenanceSpan,
     )
     from tinkex.wire.partial_sample import SampledTokens
-    from tinkex.wire.runs import TrainingRun
     from tinkex.wire.sampling import (
         SampledSequence,
         SampleRequest,
@@ -76,6 +75,7 @@ if TYPE_CHECKING:
         SamplingParams,
         StopReason,
     )
+    from tinkex.wire.sessions import TrainingRun
     from tinkex.wire.tensors import TensorData, TensorDtype
     from tinkex.wire.training import (
         AdamOptimizerConfig,
@@ -198,12 +198,12 @@ _HOMES = {
     "client.training": "TrainingClient",
     "client.version": "__version__",
     "wire.checkpoints": "Checkpoint CheckpointType ParsedCheckpointTinkerPath",
-    "wire.growing": "SampledTokens",
+    "wire.partial_sample": "SampledTokens",
     "wire.inputs": (
         "Datum DmelChunk EncodedTextChunk ModelInput ModelInputChunk PromptProvenanceSpan "
         "SampledProvenanceSpan"
     ),
-    "wire.runs": "TrainingRun",
+    "wire.sessions": "TrainingRun",
     "wire.sampling": "SampleRequest SampleResponse SampledSequence SamplingParams StopReason",
     "wire.tensors": "TensorData TensorDtype",
     "wire.training": (

@@ -11,7 +11,7 @@ from tinkex.cli.service_options import limited, pages, rest, talks_to_a_service
 
 if TYPE_CHECKING:
     from tinkex.wire.checkpoints import Checkpoint
-    from tinkex.wire.runs import TrainingRun
+    from tinkex.wire.sessions import TrainingRun
 
 PAGE = 100
 COLUMNS = {

@@ -37,11 +37,13 @@ from tinkex.client.observe import instrumentation, telemetry
 from tinkex.client.observe.telemetry import Telemetry
 from tinkex.client.settings import LOCAL, PROTOCOL_VERSION, Settings
 from tinkex.wire.base import Payload
-from tinkex.wire.futures import UntypedAPIFuture
-from tinkex.wire.runs import (
+from tinkex.wire.client_config import (
     ClientConfigRequest,
     ClientConfigResponse,
     ClientDynamicConfigResponse,
+)
+from tinkex.wire.futures import UntypedAPIFuture
+from tinkex.wire.sessions import (
     CreateSessionRequest,
     CreateSessionResponse,
     SessionHeartbeatRequest,

@@ -54,7 +54,7 @@ from tinkex.wire.codec import PROTOBUF_TYPE, encode_json
 from tinkex.wire.futures import UntypedAPIFuture
 from tinkex.wire.inputs import Datum
 from tinkex.wire.protobuf import decode_forward_backward_output
-from tinkex.wire.runs import GetInfoRequest, GetInfoResponse
+from tinkex.wire.sessions import GetInfoRequest, GetInfoResponse
 from tinkex.wire.training import (
     AdamParams,
     ForwardBackwardInput,

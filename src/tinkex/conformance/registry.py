@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from tinkex.conformance.raw_client import Remote, Unexpected
 
 #: Where checks are, in the order in which they run.
-THEMES = ("protocol", "ordering", "sums", "snapshots", "sampling", "refusals")
+THEMES = ("protocol", "ordering", "loss_sums", "snapshots", "sampling", "refusals")
 
 CheckFunction = Callable[[Remote], str]
 

@@ -22,13 +22,13 @@ from tinkex.wire.codec import JSON_TYPE, PROTOBUF_TYPE, decode_json, decompress,
 from tinkex.wire.errors import UserFailure, WireError
 from tinkex.wire.futures import FutureRetrieveRequest, FuturesRetrieveRequest
 from tinkex.wire.protobuf import encode_sample_response
-from tinkex.wire.runs import CreateSessionRequest
 from tinkex.wire.sampling import (
     CreateSamplingSessionRequest,
     JoinSamplingSessionRequest,
     SampleRequest,
 )
 from tinkex.wire.sdk_versions import wants_protobuf
+from tinkex.wire.sessions import CreateSessionRequest
 from tinkex.wire.training import CreateModelRequest, UnloadModelRequest
 
 if TYPE_CHECKING:

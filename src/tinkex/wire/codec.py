@@ -29,8 +29,8 @@ from tinkex.wire.limits import (
     check_finite,
     check_json,
 )
-from tinkex.wire.runs import CreateSessionRequest
 from tinkex.wire.sampling import SampleRequest, SamplingParams
+from tinkex.wire.sessions import CreateSessionRequest
 from tinkex.wire.telemetry import TelemetrySendRequest
 from tinkex.wire.training import (
     AdamOptimizerConfig,

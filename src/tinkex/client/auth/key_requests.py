@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from tinkex.client.http.api_calls import Calls
 from tinkex.client.session import Connection, Session
 from tinkex.client.settings import Settings
-from tinkex.wire.runs import GetServerCapabilitiesResponse
+from tinkex.wire.sessions import GetServerCapabilitiesResponse
 
 T = TypeVar("T")
 

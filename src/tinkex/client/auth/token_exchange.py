@@ -16,7 +16,7 @@ from tinkex.client.auth.credentials import ApiKey, Credential, Fixed, Flight
 from tinkex.client.errors import APIResponseValidationError, AuthenticationError, TinkerError
 from tinkex.client.http.api_calls import Calls
 from tinkex.client.settings import Settings
-from tinkex.wire.runs import AuthTokenResponse, ClientConfigResponse
+from tinkex.wire.client_config import AuthTokenResponse, ClientConfigResponse
 
 log = logging.getLogger("tinkex.tokens")
 

@@ -18,10 +18,11 @@ from tinkex.server.api.report_limits import MOST_LISTED, bounded, report
 from tinkex.server.scheduler.session_timeout import session_status
 from tinkex.server.store.history import MOST_SPANS, Holdings, PastSession, Span
 from tinkex.wire.base import StrictModel
+from tinkex.wire.client_config import ClientConfigRequest
 from tinkex.wire.errors import UserFailure, WireError
 from tinkex.wire.redaction import scrubbed
-from tinkex.wire.runs import (
-    ClientConfigRequest,
+from tinkex.wire.sdk_versions import Dialect
+from tinkex.wire.sessions import (
     ClientFinishedSessionStatusQuery,
     ClientSessionFinished,
     CreateSessionRequest,
@@ -42,7 +43,6 @@ from tinkex.wire.runs import (
     TraceExportResponse,
     UserSearchOwner,
 )
-from tinkex.wire.sdk_versions import Dialect
 
 router = APIRouter(prefix="/api/v1", tags=["sessions"])
 
