@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from tinkex.wire.inputs import Datum
 from tinkex.wire.prompt_chunks import EncodedTextChunk
 from tinkex.wire.proto import tinkex_wire_pb2 as pb
+from tinkex.wire.varint import encode_varint
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -55,13 +56,13 @@ def framed(datum: Datum) -> list[Part] | None:
         head, tail = _tensor_frame(name, values.nbytes, number, tuple(tensor.shape or ()))
         parts += (head, values, tail)
         size += len(head) + values.nbytes + len(tail)
-    parts[0] = _REQUEST_DATA + _varint(size)
+    parts[0] = _REQUEST_DATA + encode_varint(size)
     return parts
 
 
 def as_entry(datum: bytes) -> Sequence[Part]:
     """The same for a datum that the generated code has written."""
-    return _REQUEST_DATA + _varint(len(datum)), datum
+    return _REQUEST_DATA + encode_varint(len(datum)), datum
 
 
 _STORED = {"int64": ("<i8", pb.DTYPE_INT64), "float32": ("<f4", pb.DTYPE_FLOAT32)}
@@ -71,31 +72,22 @@ _STORED = {"int64": ("<i8", pb.DTYPE_INT64), "float32": ("<f4", pb.DTYPE_FLOAT32
 @lru_cache(4096)
 def _text_head(nbytes: int) -> bytes:
     # Only a field of bytes that belongs to no choice is left out when it is empty.
-    tokens = _TEXT_TOKENS + _varint(nbytes) if nbytes else b""
-    text = _CHUNK_TEXT + _varint(len(tokens) + nbytes) + tokens
-    return _DATUM_INPUT + _varint(len(text) + nbytes) + text
+    tokens = _TEXT_TOKENS + encode_varint(nbytes) if nbytes else b""
+    text = _CHUNK_TEXT + encode_varint(len(tokens) + nbytes) + tokens
+    return _DATUM_INPUT + encode_varint(len(text) + nbytes) + text
 
 
 @lru_cache(4096)
 def _tensor_frame(
     name: str, nbytes: int, dtype: int, shape: tuple[int, ...]
 ) -> tuple[bytes, bytes]:
-    sizes = b"".join(map(_varint, shape))
-    tail = _TENSOR_DTYPE + _varint(dtype)
+    sizes = b"".join(map(encode_varint, shape))
+    tail = _TENSOR_DTYPE + encode_varint(dtype)
     if sizes:
-        tail += _TENSOR_SHAPE + _varint(len(sizes)) + sizes
-    dense = _TENSOR_DENSE + _varint(nbytes)
+        tail += _TENSOR_SHAPE + encode_varint(len(sizes)) + sizes
+    dense = _TENSOR_DENSE + encode_varint(nbytes)
     text = name.encode()
-    key = _ENTRY_KEY + _varint(len(text)) + text
-    value = _ENTRY_VALUE + _varint(len(dense) + nbytes + len(tail)) + dense
+    key = _ENTRY_KEY + encode_varint(len(text)) + text
+    value = _ENTRY_VALUE + encode_varint(len(dense) + nbytes + len(tail)) + dense
     head = key + value
-    return _DATUM_TENSORS + _varint(len(head) + nbytes + len(tail)) + head, tail
-
-
-def _varint(number: int) -> bytes:
-    found = bytearray()
-    while number > 127:
-        found.append(number & 127 | 128)
-        number >>= 7
-    found.append(number)
-    return bytes(found)
+    return _DATUM_TENSORS + encode_varint(len(head) + nbytes + len(tail)) + head, tail

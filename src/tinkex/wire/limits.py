@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from tinkex.wire.errors import TooLarge, WireError
+from tinkex.wire.varint import BYTES, EIGHT_BYTES, FOUR_BYTES, VARINT, read_varint
 
 if TYPE_CHECKING:
     from google.protobuf.descriptor import Descriptor
@@ -175,48 +176,35 @@ def _weighed(loc: tuple[str | int, ...], value: Any, weight: int) -> int:
     return weight
 
 
-# Wire types of protobuf.
-_VARINT, _EIGHT_BYTES, _BYTES, _FOUR_BYTES = 0, 1, 2, 5
-
-
 def _count_fields(body: memoryview, message: Descriptor, count: int) -> int:
     """Counts as far as the bytes make sense; the parser says where they stop."""
     known = message.fields_by_number
     at, end = 0, len(body)
-    while at < end:
-        key, at = _varint(body, at)
+    while 0 <= at < end:
+        key, at = read_varint(body, at)
         count += 1
         if count > MOST_FIELDS:
             raise TooLarge(
                 f"the body has more than {MOST_FIELDS} fields, which is the most that is allowed. "
                 "Send fewer examples in one request."
             )
+        if at < 0:
+            return count
         wire_type = key & 7
-        if wire_type == _VARINT:
-            _, at = _varint(body, at)
-        elif wire_type == _BYTES:
-            size, at = _varint(body, at)
+        if wire_type == VARINT:
+            _, at = read_varint(body, at)
+        elif wire_type == BYTES:
+            size, at = read_varint(body, at)
+            if at < 0:
+                return count
             field = known.get(key >> 3)
             if field is not None and field.message_type is not None:
                 count = _count_fields(body[at : at + size], field.message_type, count)
             elif field is not None and field.is_packed:
                 count += size
             at += size
-        elif wire_type in (_EIGHT_BYTES, _FOUR_BYTES):
-            at += 8 if wire_type == _EIGHT_BYTES else 4
+        elif wire_type in (EIGHT_BYTES, FOUR_BYTES):
+            at += 8 if wire_type == EIGHT_BYTES else 4
         else:
             return count
     return count
-
-
-def _varint(body: memoryview, at: int) -> tuple[int, int]:
-    """The number there and where it ends; past the end when there is none."""
-    value = shift = 0
-    while at < len(body) and shift < 64:
-        byte = body[at]
-        at += 1
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return value, at
-        shift += 7
-    return 0, len(body) + 1

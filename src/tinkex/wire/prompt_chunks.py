@@ -20,6 +20,7 @@ from pydantic.fields import FieldInfo
 
 from tinkex.wire.base import ModelPayload, StrictModel, json_kind
 from tinkex.wire.errors import FieldError, WireError
+from tinkex.wire.varint import read_varint
 
 if TYPE_CHECKING:
     import numpy as np
@@ -245,23 +246,16 @@ def _container_length(container: bytes) -> int:
     at = 1 if container[:1] == b"\xfe" else 0
     if len(container) <= at or container[at] > 7:
         raise ValueError("dmel: the container's header has no known dtype.")
-    at += 1
-    dimensions, at = _leb128(container, at)
+    truncated = ValueError("dmel: the container's header is cut off.")
+    dimensions, at = read_varint(container, at + 1)
+    if at < 0:
+        raise truncated
     if dimensions == 0:
         raise ValueError("dmel: the container holds a tensor without dimensions.")
-    length, _ = _leb128(container, at)
+    length, at = read_varint(container, at)
+    if at < 0:
+        raise truncated
     return length
-
-
-def _leb128(data: bytes, at: int) -> tuple[int, int]:
-    value = shift = 0
-    while at < len(data) and shift < 64:
-        byte = data[at]
-        value |= (byte & 0x7F) << shift
-        at, shift = at + 1, shift + 7
-        if byte < 0x80:
-            return value, at
-    raise ValueError("dmel: the container's header is cut off.")
 
 
 _CHUNKS: Final[dict[str, Any]] = {

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from pydantic_core import from_json
 
 from tinkex.wire.limits import COUNTED_BYTES
+from tinkex.wire.varint import BYTES, EIGHT_BYTES, FOUR_BYTES, VARINT, read_varint
 
 __all__ = ["Address", "address_in_json", "address_in_protobuf"]
 
@@ -20,7 +21,6 @@ _MODEL_ID, _SEQ_ID, _FORWARD_ONLY = 1, 2, 6
 #: Of a body that is nothing but tiny fields, the rest is not looked at.
 _MOST_FIELDS = 2**15
 _END_BYTES = 4096
-_VARINT, _EIGHT_BYTES, _BYTES, _FOUR_BYTES = 0, 1, 2, 5
 
 
 class Address(NamedTuple):
@@ -75,35 +75,22 @@ def _fields(body: bytes) -> Iterator[tuple[int, int | bytes]]:
     for _ in range(_MOST_FIELDS):
         if at >= len(body):
             return
-        key, at = _varint(body, at)
+        key, at = read_varint(body, at)
         field, wire_type = key >> 3, key & 7
         if at < 0 or not field:
             return
         value: int | bytes
-        if wire_type == _VARINT:
-            value, at = _varint(body, at)
+        if wire_type == VARINT:
+            value, at = read_varint(body, at)
             size = 0
-        elif wire_type == _BYTES:
-            size, at = _varint(body, at)
+        elif wire_type == BYTES:
+            size, at = read_varint(body, at)
         else:
-            size = {_EIGHT_BYTES: 8, _FOUR_BYTES: 4}.get(wire_type, -1)
+            size = {EIGHT_BYTES: 8, FOUR_BYTES: 4}.get(wire_type, -1)
         if at < 0 or size < 0 or at + size > len(body):
             return
-        if wire_type != _VARINT:
+        if wire_type != VARINT:
             # Examples may be large, and nothing in them is looked for.
             value = body[at : at + size] if field == _MODEL_ID else b""
         yield field, value
         at += size
-
-
-def _varint(body: bytes, at: int) -> tuple[int, int]:
-    """The number there and where it ends; -1 for the end when there is none."""
-    value = shift = 0
-    while at < len(body) and shift < 64:
-        byte = body[at]
-        at += 1
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return value, at
-        shift += 7
-    return 0, -1
