@@ -30,7 +30,7 @@ from tinkex.server.scheduler import checkpoints
 from tinkex.server.settings import Settings
 from tinkex.server.store import checkpoint_lists, history
 from tinkex.server.store import telemetry as kept_telemetry
-from tinkex.wire import errors, limits, tensors
+from tinkex.wire import custom_loss, errors, limits, tensors
 from tinkex.wire.proto import tinkex_wire_pb2 as pb
 
 #: Settings of the server that the cases are sent to: defaults would need gigabytes.
@@ -619,7 +619,7 @@ LIMITS = [
         ),
     ),
     Limit("characters of its name", custom_loss_graph.MAX_NAME, "user", "", None, test=ENGINE),
-    Limit("inputs", custom_loss_graph.MAX_INPUTS, "user", "", None, test=ENGINE),
+    Limit("inputs", custom_loss.MAX_INPUTS, "user", "", None, test=ENGINE),
     Limit("nodes", custom_loss_graph.MAX_NODES, "user", "", None, test=ENGINE),
     Limit(
         "lists inside lists of an argument",

@@ -32,6 +32,7 @@ from tinkex.wire.codec import encode_json
 from tinkex.wire.futures import SamplingSessionFuturesTarget, UntypedAPIFuture
 from tinkex.wire.protobuf import decode_sample_response
 from tinkex.wire.sampling import (
+    CLONE_STRIDE,
     JoinSamplingSessionRequest,
     JoinSamplingSessionResponse,
     SampleRequest,
@@ -40,8 +41,6 @@ from tinkex.wire.sampling import (
 
 T = TypeVar("T")
 
-#: Each clone numbers its samples from a multiple of this.
-CLONE_STRIDE = 1_000_000_000
 #: A token in the JSON of a prompt has about this many bytes.
 BYTES_PER_TOKEN = 10
 #: "Busy" with a prompt above this size is waited out longer.

@@ -23,6 +23,7 @@ from tinkex.wire.errors import UserFailure, WireError
 from tinkex.wire.futures import FutureRetrieveRequest, FuturesRetrieveRequest
 from tinkex.wire.protobuf import encode_sample_response
 from tinkex.wire.sampling import (
+    CLONE_STRIDE,
     CreateSamplingSessionRequest,
     JoinSamplingSessionRequest,
     SampleRequest,
@@ -38,8 +39,6 @@ if TYPE_CHECKING:
 #: What a server refuses is refused here too.
 MAX_RANK = 512
 MOST_SAMPLES = 1024
-#: Clones of a sampling client number their samples from multiples of this.
-CLONE_STRIDE = 10**9
 
 
 class FakeService:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from tinkex.wire.checkpoints import ParsedCheckpointTinkerPath
+from tinkex.wire.checkpoints import KINDS, ParsedCheckpointTinkerPath
 from tinkex.wire.errors import UserFailure
 
 #: When everything happened, as lists tell it.
@@ -16,8 +16,6 @@ A_TIME = "2026-01-01T00:00:00Z"
 #: What a server refuses is refused here too.
 SHORTEST_TTL_S = 3600
 LONGEST_TTL_S = 10 * 365 * 24 * 3600
-
-_TYPES = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
 
 
 @dataclass
@@ -114,7 +112,7 @@ def _checkpoint(path: str) -> dict[str, Any]:
     kind, name = path.split("/")[-2:]
     return {
         "checkpoint_id": f"{kind}/{name}",
-        "checkpoint_type": _TYPES[kind],
+        "checkpoint_type": KINDS[kind],
         "time": A_TIME,
         "tinker_path": path,
     }

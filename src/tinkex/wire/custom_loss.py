@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import re
+from typing import Any, Final, Literal
 
 from pydantic import Field
 
@@ -17,6 +18,11 @@ __all__ = [
     "CustomLossNode",
     "CustomLossNodeOp",
 ]
+
+#: Limits that a client checks when it traces a loss and an engine checks again when it reads one.
+MAX_INPUTS: Final = 16
+INPUT_NAME: Final = re.compile(r"[a-z_][a-z0-9_]{0,63}")
+METRIC_NAME: Final = re.compile(r"custom/[a-z0-9_./-]{1,64}:(sum|mean)")
 
 CustomLossInputRank = Literal[0, 1, 2]
 

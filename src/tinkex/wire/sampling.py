@@ -47,6 +47,9 @@ SampleMode = Literal["session", "model_path", "base_model"]
 EMPTY_TOKEN: Final = 0
 EMPTY_LOGPROB: Final = -99999.0
 
+#: Each clone of a sampling client numbers its samples from its own number times this.
+CLONE_STRIDE: Final = 10**9
+
 TopkRow: TypeAlias = list[tuple[int, float]] | None
 
 

@@ -37,13 +37,19 @@ from tinkex.engine.training.custom_loss_ops import (
     shown,
     tensors_in,
 )
-from tinkex.wire.custom_loss import CustomLossGraph, CustomLossInput, CustomLossNode
+from tinkex.wire.custom_loss import (
+    INPUT_NAME,
+    MAX_INPUTS,
+    METRIC_NAME,
+    CustomLossGraph,
+    CustomLossInput,
+    CustomLossNode,
+)
 from tinkex.wire.errors import UserFailure
 
 __all__ = ["Graph"]
 
 MAX_NAME = 256
-MAX_INPUTS = 16
 MAX_NODES = 2_000
 #: Lists inside lists of one argument.
 MAX_DEPTH = 8
@@ -59,9 +65,7 @@ LARGEST_GROWTH = 64
 WRITTEN = 8
 TOUCHED = 32
 
-INPUT_NAME = re.compile(r"[a-z_][a-z0-9_]{0,63}")
 NODE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
-METRIC_NAME = re.compile(r"custom/[a-z0-9_./-]{1,64}:(sum|mean)")
 DEVICE = re.compile(r"(cpu|cuda|mps|xpu|meta)(:[0-9]{1,3})?")
 
 DTYPES: Mapping[str, torch.dtype] = {
