@@ -1,5 +1,6 @@
-"""`tinkex backup`: a copy of a server's data folder as it is at one moment, also while it runs."""
+"""`tinkex backup` and `tinkex restore`: a copy of a server's data folder, and a data folder from it."""
 
+from datetime import UTC, datetime
 from pathlib import Path
 
 import click
@@ -37,3 +38,24 @@ def command(
             "its files. `tinkex doctor` names them.",
             err=True,
         )
+
+
+@click.command("restore")
+@click.argument("backup", type=click.Path(path_type=Path, exists=True, file_okay=False))
+@click.option("--data", metavar="DIR", help="The folder to make.  [default: ~/.local/share/tinkex]")
+def restore_command(backup: Path, data: str | None) -> None:
+    """Make a data folder of what `tinkex backup` has written to BACKUP, which stays as it is.
+
+    Models go on from the moment of the back-up. What was accepted later is not in it: clients of
+    that time start their runs again from a checkpoint, or from the beginning.
+    """
+    # The back-up brings its own settings; none of those here apply to it.
+    settings = settings_of("restore", data=data)
+    from tinkex.server.maintenance.backup import BackupFailed, restore
+
+    try:
+        found = restore(backup, settings.folder)
+    except BackupFailed as error:
+        raise CommandFailed(str(error), hint=error.hint) from error
+    when = datetime.fromtimestamp(found.taken_s, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    click.echo(f"{settings.folder} is as it was at {when}.", err=True)

@@ -1,4 +1,4 @@
-"""`tinkex checkpoint download` and `push-hf`: the files of saved weights, here or on the hub."""
+"""`tinkex checkpoint`: saved weights, listed, looked at, published, kept and let go."""
 
 from __future__ import annotations
 
@@ -20,120 +20,17 @@ if TYPE_CHECKING:
     from tinkex.client.rest import RestClient
     from tinkex.wire.checkpoints import Checkpoint
 
-
-@click.command("download")
-@click.argument("checkpoint_path", metavar="PATH")
-@click.option(
-    "--output",
-    "-o",
-    type=click.Path(file_okay=False, path_type=Path),
-    help="The folder to make it in.  [default: here]",
-)
-@click.option("--force", is_flag=True, help="Replace what is there.")
-@talks_to_a_service
-def download(checkpoint_path: str, output: Path | None, force: bool) -> None:
-    """Download the files of a checkpoint into a folder of their own.
-
-    A download that was cut off goes on where it stopped.
-    """
-    target = (output or Path()) / folder_name(checkpoint_path)
-    folder = _downloaded(rest(), checkpoint_path, target, force=force)
-    total = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-    if as_json():
-        show_json(
-            {
-                "checkpoint_path": checkpoint_path,
-                "destination": str(folder),
-                "file_size_bytes": total,
-            }
-        )
-    else:
-        click.echo(f"{folder} ({shown_size(total)})", err=True)
-
-
-def folder_name(path: str) -> str:
-    """`<run>_<kind>_<name>`, in letters that every file system takes."""
-    from tinkex.wire.checkpoints import ParsedCheckpointTinkerPath
-
-    parsed = ParsedCheckpointTinkerPath.from_tinker_path(path)
-    name = f"{parsed.training_run_id}_{parsed.checkpoint_id}"
-    return re.sub(r"[^\w.+=-]+", "_", name)
-
-
-def _downloaded(client: RestClient, path: str, target: Path, *, force: bool) -> Path:
-    from tinkex.client.files.checkpoint_download import download_checkpoint
-
-    if target.exists() and not force:
-        raise CommandFailed(
-            f"{target} is there already.", hint="Add --force to replace it, or choose --output."
-        )
-    with counting(f"Downloading {target.name}", quiet=as_json()) as show:
-        return download_checkpoint(path, target, rest=client, overwrite=force, progress=show)
-
-
-@click.command("push-hf")
-@click.argument("checkpoint_path", metavar="PATH")
-@click.option("--repo", "-r", metavar="NAME", help="USER/NAME on the hub.  [default: made from it]")
-@click.option("--public", is_flag=True, help="Make a new repository public.")
-@click.option("--revision", metavar="BRANCH", help="Where in it.  [default: made from PATH]")
-@click.option("--commit-message", metavar="TEXT")
-@click.option("--create-pr", is_flag=True, help="Open a pull request instead of committing.")
-@click.option("--allow-pattern", multiple=True, metavar="GLOB", help="Only such files.")
-@click.option("--ignore-pattern", multiple=True, metavar="GLOB", help="No such files.")
-@click.option("--no-model-card", is_flag=True, help="Don't write a README.md.")
-@talks_to_a_service
-def push_hf(
-    checkpoint_path: str,
-    repo: str | None,
-    public: bool,
-    revision: str | None,
-    commit_message: str | None,
-    create_pr: bool,
-    allow_pattern: tuple[str, ...],
-    ignore_pattern: tuple[str, ...],
-    no_model_card: bool,
-) -> None:
-    """Put an adapter on the Hugging Face hub, with a model card.
-
-    Needs a login there (`hf auth login`, or HF_TOKEN).
-    """
-    import tempfile
-
-    from tinkex.client.files.huggingface import push_to_hub
-
-    with tempfile.TemporaryDirectory() as work:
-        target = Path(work) / folder_name(checkpoint_path)
-        folder = _downloaded(rest(), checkpoint_path, target, force=False)
-        pushed = push_to_hub(
-            checkpoint_path,
-            folder,
-            repo=repo,
-            revision=revision,
-            public=public,
-            commit_message=commit_message,
-            create_pr=create_pr,
-            allow_patterns=allow_pattern or None,
-            ignore_patterns=ignore_pattern or None,
-            model_card=not no_model_card,
-        )
-    if as_json():
-        show_json(
-            {
-                "checkpoint_path": checkpoint_path,
-                "repo_id": pushed.repo_id,
-                "revision": pushed.revision,
-                "url": pushed.url,
-            }
-        )
-    else:
-        click.echo(pushed.url)
-
-
-# MERGED: `tinkex checkpoint delete`: many at once, asked about first, every failure reported.
-
-
+PAGE = 1000
 AT_ONCE = 32
 TYPES = ("training", "sampler", "external")
+
+
+@click.group("checkpoint")
+def command() -> None:
+    """List, download, publish and delete saved weights.
+
+    A PATH is tinker://RUN/KIND/NAME, as `save_state` returns it and `list` shows it.
+    """
 
 
 def _moment(ctx: click.Context, param: click.Parameter, text: str | None) -> datetime | None:
@@ -158,7 +55,7 @@ def _type(ctx: click.Context, param: click.Parameter, text: str | None) -> str |
     return kind
 
 
-@click.command("delete")
+@command.command("delete")
 @click.argument("checkpoint_paths", metavar="[PATH]...", nargs=-1)
 @click.option("--run-id", metavar="RUN", help="All checkpoints of a training run.")
 @click.option("--type", "kind", callback=_type, help=f"Of these, only {', '.join(TYPES)}.")
@@ -266,66 +163,54 @@ def _report(deleted: int, failed: list[tuple[str, str]]) -> None:
         click.echo(f"error: {path} is still there: {error}", err=True)
 
 
-# MERGED: `tinkex checkpoint`: saved weights, listed, looked at, published, kept and let go.
-
-
-PAGE = 1000
-
-
-@click.group("checkpoint")
-def command() -> None:
-    """List, download, publish and delete saved weights.
-
-    A PATH is tinker://RUN/KIND/NAME, as `save_state` returns it and `list` shows it.
-    """
-
-
-command.add_command(delete)
-command.add_command(download)
-command.add_command(push_hf)
-
-
-@command.command("list")
-@click.option("--run-id", metavar="RUN", help="Only those of one training run.")
-@limited
+@command.command("download")
+@click.argument("checkpoint_path", metavar="PATH")
+@click.option(
+    "--output",
+    "-o",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="The folder to make it in.  [default: here]",
+)
+@click.option("--force", is_flag=True, help="Replace what is there.")
 @talks_to_a_service
-def list_(run_id: str | None, limit: int) -> None:
-    """Show checkpoints, the latest first."""
-    client = rest()
+def download(checkpoint_path: str, output: Path | None, force: bool) -> None:
+    """Download the files of a checkpoint into a folder of their own.
 
-    def fetch(count: int, offset: int) -> tuple[list[Checkpoint], int]:
-        page = client.list_user_checkpoints(limit=count, offset=offset).result()
-        total = page.cursor.total_count if page.cursor else offset + len(page.checkpoints)
-        return page.checkpoints, total
-
-    if run_id is None:
-        found, total = pages(fetch, limit=limit, page=PAGE, what="Checkpoints", quiet=as_json())
-    else:
-        found = client.list_checkpoints(run_id).result().checkpoints
-        total = len(found)
-        found = found[:limit] if limit else found
+    A download that was cut off goes on where it stopped.
+    """
+    target = (output or Path()) / folder_name(checkpoint_path)
+    folder = _downloaded(rest(), checkpoint_path, target, force=force)
+    total = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     if as_json():
-        of_run = {} if run_id is None else {"run_id": run_id}
-        show_json({**of_run, "checkpoints": found, "total": total, "shown": len(found)})
-        return
-    more = (
-        f", {total - len(found)} more not shown (--limit 0 shows all)" if total > len(found) else ""
-    )
-    show_table(
-        ("Path", "Type", "Size", "Public", "Saved", "Expires"),
-        [
-            (
-                checkpoint.tinker_path,
-                checkpoint.checkpoint_type,
-                shown_size(checkpoint.size_bytes),
-                yes(checkpoint.public),
-                ago(checkpoint.time),
-                "never" if checkpoint.expires_at is None else ago(checkpoint.expires_at),
-            )
-            for checkpoint in found
-        ],
-        title=f"{len(found)} checkpoints{more}",
-    )
+        show_json(
+            {
+                "checkpoint_path": checkpoint_path,
+                "destination": str(folder),
+                "file_size_bytes": total,
+            }
+        )
+    else:
+        click.echo(f"{folder} ({shown_size(total)})", err=True)
+
+
+def folder_name(path: str) -> str:
+    """`<run>_<kind>_<name>`, in letters that every file system takes."""
+    from tinkex.wire.checkpoints import ParsedCheckpointTinkerPath
+
+    parsed = ParsedCheckpointTinkerPath.from_tinker_path(path)
+    name = f"{parsed.training_run_id}_{parsed.checkpoint_id}"
+    return re.sub(r"[^\w.+=-]+", "_", name)
+
+
+def _downloaded(client: RestClient, path: str, target: Path, *, force: bool) -> Path:
+    from tinkex.client.files.checkpoint_download import download_checkpoint
+
+    if target.exists() and not force:
+        raise CommandFailed(
+            f"{target} is there already.", hint="Add --force to replace it, or choose --output."
+        )
+    with counting(f"Downloading {target.name}", quiet=as_json()) as show:
+        return download_checkpoint(path, target, rest=client, overwrite=force, progress=show)
 
 
 @command.command("info")
@@ -373,6 +258,49 @@ def find(client: RestClient, path: str) -> Checkpoint:
     )
 
 
+@command.command("list")
+@click.option("--run-id", metavar="RUN", help="Only those of one training run.")
+@limited
+@talks_to_a_service
+def list_(run_id: str | None, limit: int) -> None:
+    """Show checkpoints, the latest first."""
+    client = rest()
+
+    def fetch(count: int, offset: int) -> tuple[list[Checkpoint], int]:
+        page = client.list_user_checkpoints(limit=count, offset=offset).result()
+        total = page.cursor.total_count if page.cursor else offset + len(page.checkpoints)
+        return page.checkpoints, total
+
+    if run_id is None:
+        found, total = pages(fetch, limit=limit, page=PAGE, what="Checkpoints", quiet=as_json())
+    else:
+        found = client.list_checkpoints(run_id).result().checkpoints
+        total = len(found)
+        found = found[:limit] if limit else found
+    if as_json():
+        of_run = {} if run_id is None else {"run_id": run_id}
+        show_json({**of_run, "checkpoints": found, "total": total, "shown": len(found)})
+        return
+    more = (
+        f", {total - len(found)} more not shown (--limit 0 shows all)" if total > len(found) else ""
+    )
+    show_table(
+        ("Path", "Type", "Size", "Public", "Saved", "Expires"),
+        [
+            (
+                checkpoint.tinker_path,
+                checkpoint.checkpoint_type,
+                shown_size(checkpoint.size_bytes),
+                yes(checkpoint.public),
+                ago(checkpoint.time),
+                "never" if checkpoint.expires_at is None else ago(checkpoint.expires_at),
+            )
+            for checkpoint in found
+        ],
+        title=f"{len(found)} checkpoints{more}",
+    )
+
+
 @command.command("publish")
 @click.argument("checkpoint_path", metavar="PATH")
 @talks_to_a_service
@@ -382,13 +310,62 @@ def publish(checkpoint_path: str) -> None:
     _done(checkpoint_path, "is published: everybody on the service can read it.", public=True)
 
 
-@command.command("unpublish")
+@command.command("push-hf")
 @click.argument("checkpoint_path", metavar="PATH")
+@click.option("--repo", "-r", metavar="NAME", help="USER/NAME on the hub.  [default: made from it]")
+@click.option("--public", is_flag=True, help="Make a new repository public.")
+@click.option("--revision", metavar="BRANCH", help="Where in it.  [default: made from PATH]")
+@click.option("--commit-message", metavar="TEXT")
+@click.option("--create-pr", is_flag=True, help="Open a pull request instead of committing.")
+@click.option("--allow-pattern", multiple=True, metavar="GLOB", help="Only such files.")
+@click.option("--ignore-pattern", multiple=True, metavar="GLOB", help="No such files.")
+@click.option("--no-model-card", is_flag=True, help="Don't write a README.md.")
 @talks_to_a_service
-def unpublish(checkpoint_path: str) -> None:
-    """Make a published checkpoint yours alone again."""
-    rest().unpublish_checkpoint_from_tinker_path(checkpoint_path).result()
-    _done(checkpoint_path, "is yours alone again.", public=False)
+def push_hf(
+    checkpoint_path: str,
+    repo: str | None,
+    public: bool,
+    revision: str | None,
+    commit_message: str | None,
+    create_pr: bool,
+    allow_pattern: tuple[str, ...],
+    ignore_pattern: tuple[str, ...],
+    no_model_card: bool,
+) -> None:
+    """Put an adapter on the Hugging Face hub, with a model card.
+
+    Needs a login there (`hf auth login`, or HF_TOKEN).
+    """
+    import tempfile
+
+    from tinkex.client.files.huggingface import push_to_hub
+
+    with tempfile.TemporaryDirectory() as work:
+        target = Path(work) / folder_name(checkpoint_path)
+        folder = _downloaded(rest(), checkpoint_path, target, force=False)
+        pushed = push_to_hub(
+            checkpoint_path,
+            folder,
+            repo=repo,
+            revision=revision,
+            public=public,
+            commit_message=commit_message,
+            create_pr=create_pr,
+            allow_patterns=allow_pattern or None,
+            ignore_patterns=ignore_pattern or None,
+            model_card=not no_model_card,
+        )
+    if as_json():
+        show_json(
+            {
+                "checkpoint_path": checkpoint_path,
+                "repo_id": pushed.repo_id,
+                "revision": pushed.revision,
+                "url": pushed.url,
+            }
+        )
+    else:
+        click.echo(pushed.url)
 
 
 @command.command("set-ttl")
@@ -409,6 +386,15 @@ def set_ttl(checkpoint_path: str, ttl: int | None, remove: bool) -> None:
     rest().set_checkpoint_ttl_from_tinker_path(checkpoint_path, ttl).result()
     words = "is kept for good." if remove else f"will be deleted in {ttl} seconds."
     _done(checkpoint_path, words, ttl_seconds=ttl)
+
+
+@command.command("unpublish")
+@click.argument("checkpoint_path", metavar="PATH")
+@talks_to_a_service
+def unpublish(checkpoint_path: str) -> None:
+    """Make a published checkpoint yours alone again."""
+    rest().unpublish_checkpoint_from_tinker_path(checkpoint_path).result()
+    _done(checkpoint_path, "is yours alone again.", public=False)
 
 
 def _done(path: str, words: str, **state: bool | int | None) -> None:

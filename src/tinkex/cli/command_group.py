@@ -15,6 +15,8 @@ class Subcommand:
 
     module: str
     help: str
+    #: The name of the click command in that module.
+    name: str = "command"
 
 
 SUBCOMMANDS = {
@@ -42,7 +44,11 @@ SUBCOMMANDS = {
         module="tinkex.cli.merge", help="Add an adapter into its base model: a full model folder."
     ),
     "model": Subcommand(module="tinkex.cli.model", help="Which base models a service offers."),
-    "restore": Subcommand(module="tinkex.cli.restore", help="Make a data folder from a back-up."),
+    "restore": Subcommand(
+        module="tinkex.cli.backup",
+        name="restore_command",
+        help="Make a data folder from a back-up.",
+    ),
     "run": Subcommand(module="tinkex.cli.run", help="List training runs and look at one."),
     "sample": Subcommand(module="tinkex.cli.sample", help="Ask a model something, from the shell."),
     "serve": Subcommand(
@@ -67,7 +73,7 @@ class LazyGroup(click.Group):
         if subcommand is None:
             return None
         module = importlib.import_module(subcommand.module)
-        command: click.Command = module.command
+        command: click.Command = getattr(module, subcommand.name)
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from tinkex.cli.errors import CommandFailed, needs
+from tinkex.cli.errors import CommandFailed
+from tinkex.cli.server_options import data_option, db_option, settings_of
 
 if TYPE_CHECKING:
     from tinkex.server.settings import Settings
@@ -22,17 +23,6 @@ T = TypeVar("T")
 FIRST_OWNER = "local"
 LONGEST = 200
 SECONDS = {"m": 60, "h": 3600, "d": 86_400, "w": 604_800, "y": 31_536_000}
-
-
-def _place(command: Callable[..., None]) -> Callable[..., None]:
-    command = click.option("--db", metavar="URL", help="Its database, if given to `serve`.")(
-        command
-    )
-    return click.option(
-        "--data",
-        metavar="DIR",
-        help="The server's data folder.  [default: ~/.local/share/tinkex]",
-    )(command)
 
 
 @click.group("key")
@@ -55,7 +45,8 @@ def command() -> None:
 @click.option("--max-checkpoint-bytes", type=click.IntRange(0), help="Bytes of checkpoints kept.")
 @click.option("--max-checkpoints", type=click.IntRange(0), help="Checkpoints kept.")
 @click.option("--max-runs", type=click.IntRange(0), help="Training runs kept.")
-@_place
+@data_option
+@db_option
 def create(owner: str, project: str | None, name: str, expires: str | None, **options: Any) -> None:
     """Make a key. It is shown this once; only its hash is kept.
 
@@ -88,7 +79,8 @@ def create(owner: str, project: str | None, name: str, expires: str | None, **op
 
 
 @command.command("list")
-@_place
+@data_option
+@db_option
 def list_(data: str | None, db: str | None) -> None:
     """Show all keys, revoked ones included."""
     keys = _with_keys(lambda keys: keys.all(), data=data, db=db)
@@ -119,7 +111,8 @@ def list_(data: str | None, db: str | None) -> None:
 
 @command.command("revoke")
 @click.argument("key_id", metavar="ID", type=int)
-@_place
+@data_option
+@db_option
 def revoke(key_id: int, data: str | None, db: str | None) -> None:
     """Make a key worthless, within seconds on a running server. Its owner's things stay."""
 
@@ -139,16 +132,10 @@ def _with_keys(
     act: "Callable[[Keys], Awaitable[T]]", *, data: str | None, db: str | None, make: bool = False
 ) -> T:
     """Open the server's store for one act; one that is not there is made only if that is meant."""
-    try:
-        from tinkex.server.settings import Settings, SettingsError
-        from tinkex.server.store import DatabaseRefused
-        from tinkex.server.store.folder_lock import open_beside
-    except ModuleNotFoundError as error:
-        raise needs(error, "`tinkex key`", "all") from error
-    try:
-        settings = Settings.from_sources({"data": data, "db": db})
-    except SettingsError as error:
-        raise CommandFailed(str(error), hint=error.hint) from error
+    settings = settings_of("key", data=data, db=db)
+    from tinkex.server.store import DatabaseRefused
+    from tinkex.server.store.folder_lock import open_beside
+
     if not make:
         _check_there(settings)
     try:

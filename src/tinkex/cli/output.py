@@ -16,6 +16,13 @@ _UNITS = (("minute", 60), ("hour", 3600), ("day", 86_400), ("week", 604_800))
 #: Further away than this, a date says more than a distance.
 _DISTANT_S = 30 * 86_400
 
+format_option = click.option(
+    "--format",
+    "-f",
+    type=click.Choice(["table", "json"]),
+    help="As the option before the subcommand.",
+)
+
 
 def as_json() -> bool:
     """Whether the user asked for JSON, before the subcommand or after it."""

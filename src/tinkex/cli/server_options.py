@@ -7,30 +7,23 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tinkex.cli.errors import CommandFailed, needs
+from tinkex.cli.output import format_option
 
 if TYPE_CHECKING:
     from tinkex.server.settings import Settings
 
-_OPTIONS = (
-    click.option(
-        "--data",
-        metavar="DIR",
-        help="The server's data folder.  [default: ~/.local/share/tinkex]",
-    ),
-    click.option("--db", metavar="URL", help="Its database, if given to `serve`."),
-    click.option("--storage", metavar="URL", help="Its storage, if given to `serve`."),
-    click.option(
-        "--format",
-        "-f",
-        type=click.Choice(["table", "json"]),
-        help="As the option before the subcommand.",
-    ),
+data_option = click.option(
+    "--data",
+    metavar="DIR",
+    help="The server's data folder.  [default: ~/.local/share/tinkex]",
 )
+db_option = click.option("--db", metavar="URL", help="Its database, if given to `serve`.")
+storage_option = click.option("--storage", metavar="URL", help="Its storage, if given to `serve`.")
 
 
 def of_a_data_folder(command: Callable[..., Any]) -> Callable[..., Any]:
     """Options that say which folder is meant."""
-    for option in reversed(_OPTIONS):
+    for option in (format_option, storage_option, db_option, data_option):
         command = option(command)
     return command
 

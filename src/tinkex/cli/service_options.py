@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 import click
 
+from tinkex.cli.output import format_option
+
 if TYPE_CHECKING:
     from tinkex.client.admin import AdminClient
     from tinkex.client.rest import RestClient
@@ -27,12 +29,7 @@ _OPTIONS = (
         metavar="KEY",
         help="The key.  [default: TINKER_API_KEY, else the stored one]",
     ),
-    click.option(
-        "--format",
-        "-f",
-        type=click.Choice(["table", "json"]),
-        help="As the option before the subcommand.",
-    ),
+    format_option,
 )
 
 
