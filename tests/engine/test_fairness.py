@@ -50,10 +50,10 @@ class Bench:
         except BlockingIOError:
             return []
         reports = []
-        while len(self._heard) >= engine_protocol.LENGTH.size:
+        while len(self._heard) >= engine_protocol.LENGTH_PREFIX.size:
             head, rest = (
-                self._heard[: engine_protocol.LENGTH.size],
-                self._heard[engine_protocol.LENGTH.size :],
+                self._heard[: engine_protocol.LENGTH_PREFIX.size],
+                self._heard[engine_protocol.LENGTH_PREFIX.size :],
             )
             size = engine_protocol.body_length(head)
             report, self._heard = engine_protocol.Report.FromString(rest[:size]), rest[size:]

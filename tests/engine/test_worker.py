@@ -63,7 +63,7 @@ class Turns:
         return said
 
     def _report(self) -> engine_protocol.Report:
-        head = self._stream.read(engine_protocol.LENGTH.size)
+        head = self._stream.read(engine_protocol.LENGTH_PREFIX.size)
         return engine_protocol.Report.FromString(
             self._stream.read(engine_protocol.body_length(head))
         )
@@ -203,7 +203,7 @@ def test_a_batch_that_fails_blames_the_one_that_was_alone_in_it(
     behind = turns.order(run_pass=passes("a", 1, 4, backward=False))
     said = turns.turn()
     assert sorted(said) == sorted([*shared, behind])
-    assert {report.failed.category for report in said.values()} == {engine_protocol.MUDDLED}
+    assert {report.failed.category for report in said.values()} == {engine_protocol.SHARED_FAILURE}
     alone = turns.order(run_pass=passes("a", 1, 4))
     failed = turns.turn()[alone].failed
     assert failed.category == "server"
@@ -271,7 +271,7 @@ def test_a_lost_device_ends_the_process_and_a_full_one_if_nothing_smaller_is_lef
             with contextlib.suppress(Exited):
                 turns.order(**work)
                 turns.turn()
-            assert exits == [engine_protocol.GAVE_OUT]
+            assert exits == [engine_protocol.DEVICE_LOST_STATUS]
             turns.worker._training.clear()
     exits.clear()
     tickets = [turns.order(run_pass=passes(name, 1, 4)) for name in "ab"]

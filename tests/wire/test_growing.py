@@ -5,22 +5,22 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tinkex.wire.partial_sample import Growing, Reader, SampledTokens
+from tinkex.wire.partial_sample import PartialSample, PartialSampleReader, SampledTokens
 
 
 def test_what_is_told_again_after_a_new_start_is_taken_once() -> None:
-    growing = Growing()
-    reader = Reader(growing)
+    growing = PartialSample()
+    reader = PartialSampleReader(growing)
     assert growing.take(0, [1, 2, 3], [-1.0, -2.0, -3.0], start=0)
-    assert reader.news() == [SampledTokens(0, [1, 2, 3], [-1.0, -2.0, -3.0])]
+    assert reader.read_new() == [SampledTokens(0, [1, 2, 3], [-1.0, -2.0, -3.0])]
     assert not growing.take(0, [1, 2], [-1.0, -2.0], start=0)
     assert growing.take(0, [3, 4], [-3.0, -4.0], start=2)
-    assert reader.news() == [SampledTokens(0, [4], [-4.0])]
-    assert reader.news() == []
+    assert reader.read_new() == [SampledTokens(0, [4], [-4.0])]
+    assert reader.read_new() == []
 
 
 def test_tokens_behind_a_gap_wait_for_the_whole_answer() -> None:
-    growing = Growing()
+    growing = PartialSample()
     assert not growing.take(0, [9], [-1.0], start=5)
     assert growing.count(0) == 0
     assert growing.take(0, [1, 2, 3, 4, 5, 9], [-1.0] * 6, start=0)
@@ -28,18 +28,18 @@ def test_tokens_behind_a_gap_wait_for_the_whole_answer() -> None:
 
 
 def test_a_late_reader_gets_everything_and_sequences_stay_apart() -> None:
-    growing = Growing()
+    growing = PartialSample()
     growing.take(1, [5], [-0.5], start=0)
     growing.take(0, [6, 7], [-0.5, -0.25], start=0)
     growing.take(1, [8], [-0.125], start=1)
-    assert Reader(growing).news() == [
+    assert PartialSampleReader(growing).read_new() == [
         SampledTokens(0, [6, 7], [-0.5, -0.25]),
         SampledTokens(1, [5, 8], [-0.5, -0.125]),
     ]
 
 
 def test_a_service_that_records_no_logprobs_gives_nan() -> None:
-    growing = Growing()
+    growing = PartialSample()
     growing.take(0, [1, 2], None, start=0)
     assert all(math.isnan(number) for number in growing.between(0, 0, 2).logprobs)
 
@@ -52,13 +52,13 @@ def test_a_service_that_records_no_logprobs_gives_nan() -> None:
 def test_any_pieces_of_one_sequence_read_at_any_time_give_it_once(
     whole: list[int], told: list[tuple[int, int]], reads: set[int]
 ) -> None:
-    growing, seen = Growing(), list[int]()
-    reader = Reader(growing)
+    growing, seen = PartialSample(), list[int]()
+    reader = PartialSampleReader(growing)
     for at, (start, length) in enumerate(told):
         piece = whole[start : start + length]
         growing.take(0, piece, [0.0] * len(piece), start=start)
         if at in reads:
-            seen += [token for news in reader.news() for token in news.tokens]
+            seen += [token for news in reader.read_new() for token in news.tokens]
     growing.take(0, whole, [0.0] * len(whole), start=0)
-    seen += [token for news in reader.news() for token in news.tokens]
+    seen += [token for news in reader.read_new() for token in news.tokens]
     assert seen == whole

@@ -19,7 +19,7 @@ from tinkex import types
 from tinkex.wire.codec import decode_forward_json, decode_json, encode_json
 from tinkex.wire.proto import tinkex_wire_pb2 as pb
 from tinkex.wire.protobuf import decode_forward_backward_request, encode_forward_backward_request
-from tinkex.wire.sdk_versions import Dialect
+from tinkex.wire.sdk_versions import SdkVersion
 
 DATA = Path(__file__).parents[1] / "data" / "wire"
 VERSIONS = ["0.4.1", "0.18.2", "0.22.3", "0.36.0"]
@@ -224,7 +224,7 @@ def test_our_flags_made_each_client_send_a_forward_the_best_way_it_can(version, 
         "application/x-protobuf" if binary else "application/json"
     )
     assert forward.seq_id == 1
-    assert ("fwd_via_fwdbwd" in Dialect.of(version).client_config()) == (version == "0.22.3")
+    assert ("fwd_via_fwdbwd" in SdkVersion.of(version).client_config()) == (version == "0.22.3")
 
 
 def test_negative_weights_arrive():

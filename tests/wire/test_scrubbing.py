@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tinkex.wire import redaction
-from tinkex.wire.redaction import ScrubbedFormatter
+from tinkex.wire.redaction import RedactingFormatter
 
 
 @pytest.fixture
 def log() -> Iterator[tuple[logging.Logger, io.StringIO]]:
     written = io.StringIO()
     handler = logging.StreamHandler(written)
-    handler.setFormatter(ScrubbedFormatter("%(message)s"))
+    handler.setFormatter(RedactingFormatter("%(message)s"))
     logger = logging.getLogger("test-scrubbing")
     logger.propagate = False
     logger.addHandler(handler)
@@ -110,7 +110,7 @@ def test_it_is_shown_again_after_a_while_with_how_many_were_not(
 
 
 def test_what_is_remembered_has_an_end() -> None:
-    formatter = ScrubbedFormatter()
+    formatter = RedactingFormatter()
     for number in range(1000):
         kind = type(f"Error{number}", (Exception,), {})
         formatter.formatException((kind, kind(), None))

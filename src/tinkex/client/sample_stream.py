@@ -28,7 +28,7 @@ from tinkex.client.http.transport import Kind, Request, Response, Streamed
 from tinkex.wire.codec import decode_json
 from tinkex.wire.errors import RequestErrorCategory
 from tinkex.wire.futures import UntypedAPIFuture
-from tinkex.wire.partial_sample import Growing, Reader, SampledTokens
+from tinkex.wire.partial_sample import PartialSample, PartialSampleReader, SampledTokens
 from tinkex.wire.sampling import SampleRequest, SampleResponse
 
 log = logging.getLogger("tinkex.streaming")
@@ -44,8 +44,8 @@ class Told:
     def __init__(self) -> None:
         # A stream may be collected, and so ended, in the middle of anything.
         self._lock = threading.RLock()
-        self._growing = Growing()
-        self._reader = Reader(self._growing)
+        self._growing = PartialSample()
+        self._reader = PartialSampleReader(self._growing)
         self._changed: Promise[None] = Promise()
         self._ended = False
 
@@ -79,7 +79,7 @@ class Told:
     def news(self) -> list[SampledTokens] | Promise[None]:
         """What was not read yet, or when to look again; nothing once everything was read."""
         with self._lock:
-            news = self._reader.news()
+            news = self._reader.read_new()
             return news if news or self._ended else self._changed
 
 

@@ -45,7 +45,7 @@ from tinkex.wire.protobuf import (
     encode_forward_backward_output,
     encode_sample_response,
 )
-from tinkex.wire.redaction import ScrubbedFormatter
+from tinkex.wire.redaction import RedactingFormatter
 from tinkex.wire.sampling import SampleRequest
 from tinkex.wire.training import (
     ForwardBackwardInput,
@@ -99,7 +99,7 @@ class Wire:
     def _read(self) -> None:
         try:
             with self._socket.makefile("rb") as stream:
-                while head := stream.read(engine_protocol.LENGTH.size):
+                while head := stream.read(engine_protocol.LENGTH_PREFIX.size):
                     body = stream.read(engine_protocol.body_length(head))
                     self.inbox.put(engine_protocol.Order.FromString(body))
         except ConnectionError:
@@ -114,7 +114,7 @@ class Wire:
         if self._roll is not None:
             # For the next web process: this engine was well, and nothing killed it.
             with contextlib.suppress(OSError):
-                os.pwrite(self._roll, engine_protocol.LEFT, 0)
+                os.pwrite(self._roll, engine_protocol.CLEAN_EXIT, 0)
         os._exit(0)
 
 
@@ -560,7 +560,7 @@ def _exit_if_device_lost_or_full(error: Exception) -> None:
 
 def _exit(error: Exception) -> NoReturn:
     log.critical("the device is broken for this process, or full", exc_info=error)
-    os._exit(engine_protocol.GAVE_OUT)
+    os._exit(engine_protocol.DEVICE_LOST_STATUS)
 
 
 @contextlib.contextmanager
@@ -576,7 +576,7 @@ def _turn(file: Path | None) -> Iterator[None]:
 
 def _begin_log() -> None:
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(ScrubbedFormatter("%(asctime)s engine %(message)s"))
+    handler.setFormatter(RedactingFormatter("%(asctime)s engine %(message)s"))
     logging.basicConfig(handlers=[handler], level=logging.INFO)
 
 

@@ -34,7 +34,7 @@ def grown(ticket: int, grown: Iterable[Grown]) -> engine_protocol.Report:
 
 def muddled(ticket: int, error: Exception) -> engine_protocol.Report:
     message = f"a batch of several requests failed ({type(error).__name__}: {error})"
-    failed = frames_pb2.Failed(category=engine_protocol.MUDDLED, message=message)
+    failed = frames_pb2.Failed(category=engine_protocol.SHARED_FAILURE, message=message)
     return engine_protocol.Report(ticket=ticket, failed=failed)
 
 
@@ -42,7 +42,7 @@ def failed(ticket: int, error: Exception) -> engine_protocol.Report:
     """What cannot be done is the user's to read; everything else is a bug with a number."""
     if isinstance(error, NoSuchModel):
         # Whoever asked has it built here again.
-        failed = frames_pb2.Failed(category=engine_protocol.MISSING, message=str(error))
+        failed = frames_pb2.Failed(category=engine_protocol.MODEL_MISSING, message=str(error))
     elif isinstance(error, UserFailure | NotWritten):
         category = "server" if isinstance(error, NotWritten) else "user"
         failed = frames_pb2.Failed(category=category, message=str(error))

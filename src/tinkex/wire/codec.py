@@ -23,8 +23,8 @@ from tinkex.wire.base import Payload, StrictModel, json_kind, unknown_field
 from tinkex.wire.checkpoints import LoadWeightsRequest
 from tinkex.wire.errors import FieldError, TooLarge, UserFailure, WireError
 from tinkex.wire.limits import (
-    LONGEST_NAME,
-    MOST_MEMBERS,
+    MAX_COMPRESSED_FRAMES,
+    MAX_NAME_CHARS,
     check_fields,
     check_finite,
     check_json,
@@ -315,7 +315,7 @@ _noted: set[tuple[str, str]] = set()
 def _note_ignored(message: str, value: Mapping[str, Any], known: Iterable[str]) -> None:
     """Say once what is ignored. The set is bounded: the names are the sender's."""
     for key in value.keys() - set(known):
-        key = key[:LONGEST_NAME]
+        key = key[:MAX_NAME_CHARS]
         if (message, key) not in _noted and len(_noted) < 1000:
             _noted.add((message, key))
             log.debug("ignored field", extra={"message_type": message, "field": key})
@@ -396,8 +396,8 @@ def _gunzip(body: bytes, max_bytes: int) -> bytes:
 
 def _check_members(members: int) -> None:
     """Thousands of tiny ones would take a server minutes."""
-    if members >= MOST_MEMBERS:
+    if members >= MAX_COMPRESSED_FRAMES:
         raise TooLarge(
-            f"the body is packed in more than {MOST_MEMBERS} parts, which is the most that is "
+            f"the body is packed in more than {MAX_COMPRESSED_FRAMES} parts, which is the most that is "
             "allowed. Compress it in one."
         )

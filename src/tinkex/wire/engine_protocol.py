@@ -5,15 +5,15 @@ from typing import Protocol
 
 from tinkex.wire.proto.frames_pb2 import Order, Report
 
-LENGTH = struct.Struct("<I")
+LENGTH_PREFIX = struct.Struct("<I")
 #: Category of work that failed beside other work: whose fault it was is not known.
-MUDDLED = "muddled"
+SHARED_FAILURE = "muddled"
 #: Category of work on a model that the engine does not have.
-MISSING = "missing"
+MODEL_MISSING = "missing"
 #: What an engine whose web process is gone writes over the beginning of its roll.
-LEFT = b"left "
+CLEAN_EXIT = b"left "
 #: Exit status of an engine that cannot use its device any more.
-GAVE_OUT = 70
+DEVICE_LOST_STATUS = 70
 
 
 class _Message(Protocol):
@@ -23,21 +23,21 @@ class _Message(Protocol):
 def frame(message: _Message) -> bytes:
     """The bytes of one message, with its length in front."""
     body = message.SerializeToString()
-    return LENGTH.pack(len(body)) + body
+    return LENGTH_PREFIX.pack(len(body)) + body
 
 
 def body_length(head: bytes) -> int:
     """How many bytes follow these four."""
-    length: int = LENGTH.unpack(head)[0]
+    length: int = LENGTH_PREFIX.unpack(head)[0]
     return length
 
 
 __all__ = [
-    "GAVE_OUT",
-    "LEFT",
-    "LENGTH",
-    "MISSING",
-    "MUDDLED",
+    "CLEAN_EXIT",
+    "DEVICE_LOST_STATUS",
+    "LENGTH_PREFIX",
+    "MODEL_MISSING",
+    "SHARED_FAILURE",
     "Order",
     "Report",
     "body_length",

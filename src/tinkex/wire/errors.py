@@ -25,8 +25,8 @@ __all__ = [
 
 
 #: Of an answer: so many errors, and so many characters of each.
-MOST_TOLD: Final = 20
-LONGEST_TOLD: Final = 1_000
+MAX_ERRORS_SENT: Final = 20
+MAX_ERROR_CHARS: Final = 1_000
 
 
 class RequestErrorCategory(StrEnum):
@@ -86,7 +86,7 @@ class WireError(ValueError):
         """The body of a 422: `{"detail": error.detail()}`. What the sender sent is cut short."""
         return [
             {"loc": ["body", *map(_short, error.loc)], "msg": _short(error.msg), "type": error.type}
-            for error in self.errors[:MOST_TOLD]
+            for error in self.errors[:MAX_ERRORS_SENT]
         ]
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -121,9 +121,9 @@ def _user_failure(message: str, request: Mapping[str, Any]) -> UserFailure:
 
 
 def _short(part: str | int) -> str | int:
-    if isinstance(part, int) or len(part) <= LONGEST_TOLD:
+    if isinstance(part, int) or len(part) <= MAX_ERROR_CHARS:
         return part
-    return f"{part[:LONGEST_TOLD]}... ({len(part)} characters)"
+    return f"{part[:MAX_ERROR_CHARS]}... ({len(part)} characters)"
 
 
 def path_of(loc: tuple[str | int, ...]) -> str:

@@ -1,7 +1,7 @@
 """
 Training data straight to protobuf bytes: each array is copied once.
 
-A message object would copy every array twice more. What `framed` writes are the bytes that the
+A message object would copy every array twice more. What `encode_datum` writes are the bytes that the
 generated code writes for the same `Datum`; it knows text and dense tensors, which nearly all
 training data is, and leaves the rest to that code.
 """
@@ -33,7 +33,7 @@ _TENSOR_SHAPE = b"\x22"
 _TENSOR_DTYPE = b"\x18"
 
 
-def framed(datum: Datum) -> list[Part] | None:
+def encode_datum(datum: Datum) -> list[Part] | None:
     """The datum as one entry of a request's data, in parts to be joined; None if it has more."""
     import numpy as np
 
@@ -60,7 +60,7 @@ def framed(datum: Datum) -> list[Part] | None:
     return parts
 
 
-def as_entry(datum: bytes) -> Sequence[Part]:
+def as_request_entry(datum: bytes) -> Sequence[Part]:
     """The same for a datum that the generated code has written."""
     return _REQUEST_DATA + encode_varint(len(datum)), datum
 

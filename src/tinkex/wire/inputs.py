@@ -15,10 +15,10 @@ from pydantic.fields import FieldInfo
 from tinkex.wire.base import ModelPayload, Payload, json_kind
 from tinkex.wire.errors import WireError
 from tinkex.wire.limits import (
-    LONGEST_NAME,
-    MOST_CHUNKS,
-    MOST_SPANS,
-    MOST_TENSORS,
+    MAX_CHUNKS,
+    MAX_NAME_CHARS,
+    MAX_SPANS,
+    MAX_TENSORS,
     check_count,
     check_text,
 )
@@ -53,7 +53,7 @@ __all__ = [
 ]
 
 
-class Encodes(Protocol):
+class TextEncoder(Protocol):
     """A tokenizer: of `tokenizers`, of transformers, ours, or a client of ours."""
 
     def encode(self, text: Any, /, *, add_special_tokens: bool) -> Any: ...
@@ -97,7 +97,7 @@ class ModelInput(ModelPayload):
         if "chunks" not in value:
             raise WireError.at(("chunks",), "Field required", "missing")
         if isinstance(value["chunks"], list):
-            check_count(("chunks",), len(value["chunks"]), MOST_CHUNKS, "chunks")
+            check_count(("chunks",), len(value["chunks"]), MAX_CHUNKS, "chunks")
         return cls(value["chunks"])
 
     @classmethod
@@ -107,7 +107,7 @@ class ModelInput(ModelPayload):
 
     @classmethod
     def from_text(
-        cls, text: str, tokenizer: Encodes, *, add_special_tokens: bool = True
+        cls, text: str, tokenizer: TextEncoder, *, add_special_tokens: bool = True
     ) -> ModelInput:
         """
         A prompt of text, by a tokenizer or by a client, which knows its own.
@@ -280,10 +280,10 @@ class Datum(Payload):
             raise WireError.at(
                 ("loss_fn_inputs",), f"an object is needed, not {json_kind(inputs)}."
             )
-        check_count(("loss_fn_inputs",), len(inputs), MOST_TENSORS, "tensors")
+        check_count(("loss_fn_inputs",), len(inputs), MAX_TENSORS, "tensors")
         tensors = {}
         for key, item in inputs.items():
-            check_text(("loss_fn_inputs", key), key, LONGEST_NAME)
+            check_text(("loss_fn_inputs", key), key, MAX_NAME_CHARS)
             try:
                 tensors[key] = TensorData.model_validate(item)
             except WireError as error:
@@ -376,7 +376,7 @@ def _spans_from(value: Any, name: str) -> ProvenanceSpans | None:
         return None
     if not isinstance(value, list):
         raise WireError.at((name,), f"a list is needed, not {json_kind(value)}.", "list_type")
-    check_count((name,), len(value), MOST_SPANS, "spans")
+    check_count((name,), len(value), MAX_SPANS, "spans")
     spans: ProvenanceSpans = []
     for position, item in enumerate(value):
         if isinstance(item, (PromptProvenanceSpan, SampledProvenanceSpan)):
@@ -391,7 +391,7 @@ def _spans_from(value: Any, name: str) -> ProvenanceSpans | None:
             ) from None
         if not isinstance(span.sequence_id, str):
             raise WireError.at((name, position, "sequence_id"), "a text is needed.")
-        check_text((name, position, "sequence_id"), span.sequence_id, LONGEST_NAME)
+        check_text((name, position, "sequence_id"), span.sequence_id, MAX_NAME_CHARS)
         for key, number in (("offset", span.offset), ("length", span.length)):
             if type(number) is not int or not 0 <= number < 2**63:
                 raise WireError.at((name, position, key), "a count of 64 bits, from 0, is needed.")

@@ -28,46 +28,46 @@ __all__ = [
 ]
 
 #: Smaller bodies cannot become large whatever they hold, and are not counted.
-COUNTED_BYTES: Final = 2**20
+MIN_COUNTED_BYTES: Final = 2**20
 
 # -- of a whole body -----------------------------------------------------------------------------
 
 #: Objects and lists in a JSON body. An empty one is 2 bytes there and 64 in memory.
-MOST_CONTAINERS: Final = 2**18
+MAX_CONTAINERS: Final = 2**18
 #: Numbers, texts and keys in a JSON body; each is up to 100 bytes in memory.
-MOST_VALUES: Final = 2**22
+MAX_VALUES: Final = 2**22
 #: Fields of all messages in a protobuf body. An empty message is 2 bytes there and 60 in memory.
-MOST_FIELDS: Final = 2**19
+MAX_FIELDS: Final = 2**19
 #: Members of a gzip body, frames of a zstd body: each costs as much as a thousand bytes.
-MOST_MEMBERS: Final = 1_000
+MAX_COMPRESSED_FRAMES: Final = 1_000
 
 # -- of a pass or a sample -----------------------------------------------------------------------
 
 #: Examples in one pass. The official client sends at most 1024.
-MOST_DATUMS: Final = 2**14
+MAX_DATUMS: Final = 2**14
 #: Pieces of one prompt or example.
-MOST_CHUNKS: Final = 2**14
+MAX_CHUNKS: Final = 2**14
 #: Tensors of one example, and settings of one loss.
-MOST_TENSORS: Final = 64
+MAX_TENSORS: Final = 64
 #: Runs of tokens whose origin is told, for one example.
-MOST_SPANS: Final = 2**14
+MAX_SPANS: Final = 2**14
 #: Characters of the name of a tensor, a setting, a loss, a key.
-LONGEST_NAME: Final = 200
+MAX_NAME_CHARS: Final = 200
 
 # -- of any other message ------------------------------------------------------------------------
 
 #: Characters of any text. A whole configuration as one value of metadata fits.
-LONGEST_TEXT: Final = 2**14
+MAX_TEXT_CHARS: Final = 2**14
 #: Items of any list: tags, stop texts, projects.
-MOST_ITEMS: Final = 1_000
+MAX_ITEMS: Final = 1_000
 #: Keys of any object: metadata.
-MOST_KEYS: Final = 1_000
+MAX_KEYS: Final = 1_000
 #: Characters of all texts and keys of one field, and one more for each value.
-LARGEST_FIELD: Final = 2**16
+MAX_FIELD_CHARS: Final = 2**16
 #: Requests that one poll says it has fetched.
-MOST_FETCHED: Final = 50_000
+MAX_RETRIEVED_IDS: Final = 50_000
 #: Nodes of a custom loss that are read at all; engines take fewer, and say so.
-MOST_NODES: Final = 4_000
+MAX_NODES: Final = 4_000
 
 #: Fields with limits of their own, by the type of the message.
 _OWN: Final[Mapping[str, frozenset[str]]] = {
@@ -81,26 +81,26 @@ _OWN: Final[Mapping[str, frozenset[str]]] = {
 
 def check_json(body: bytes) -> None:
     """`TooLarge` for a body that would become many times larger in memory."""
-    if len(body) <= COUNTED_BYTES:
+    if len(body) <= MIN_COUNTED_BYTES:
         return
     # Signs inside texts are counted too; bodies of this size that are mostly text are pictures
     # in base64, which has none of these.
     containers = body.count(b"{") + body.count(b"[")
-    if containers > MOST_CONTAINERS:
+    if containers > MAX_CONTAINERS:
         raise TooLarge(
-            f"the body has {containers} objects and lists, and {MOST_CONTAINERS} are allowed."
+            f"the body has {containers} objects and lists, and {MAX_CONTAINERS} are allowed."
         )
     values = body.count(b",") + containers
-    if values > MOST_VALUES:
+    if values > MAX_VALUES:
         raise TooLarge(
-            f"the body has {values} values, and {MOST_VALUES} are allowed. Send fewer or shorter "
+            f"the body has {values} values, and {MAX_VALUES} are allowed. Send fewer or shorter "
             "examples in one request, or send protobuf."
         )
 
 
 def check_protobuf(body: bytes, message: Descriptor) -> None:
     """The same for protobuf: its fields are counted without making them."""
-    if len(body) > COUNTED_BYTES:
+    if len(body) > MIN_COUNTED_BYTES:
         _count_fields(memoryview(body), message, 0)
 
 
@@ -109,7 +109,7 @@ def check_count(loc: tuple[str | int, ...], count: int, most: int, what: str) ->
         raise WireError.at(loc, f"{count} {what}; at most {most} are allowed.", "too_many")
 
 
-def check_text(loc: tuple[str | int, ...], text: str, longest: int = LONGEST_TEXT) -> None:
+def check_text(loc: tuple[str | int, ...], text: str, longest: int = MAX_TEXT_CHARS) -> None:
     if len(text) > longest:
         raise WireError.at(
             loc, f"{len(text)} characters; at most {longest} are allowed.", "too_long"
@@ -131,7 +131,7 @@ def check_finite(loc: tuple[str | int, ...], value: Any) -> None:
             check_finite((*loc, position), item)
     elif isinstance(value, Mapping):
         for key, item in value.items():
-            check_finite((*loc, str(key)[:LONGEST_NAME]), item)
+            check_finite((*loc, str(key)[:MAX_NAME_CHARS]), item)
 
 
 def check_fields(message: str, value: Mapping[str, Any]) -> None:
@@ -142,14 +142,14 @@ def check_fields(message: str, value: Mapping[str, Any]) -> None:
             _weighed((name,), item, 0)
     graph = value.get("graph")
     if isinstance(graph, dict) and isinstance(nodes := graph.get("nodes"), list):
-        check_count(("graph", "nodes"), len(nodes), MOST_NODES, "nodes")
+        check_count(("graph", "nodes"), len(nodes), MAX_NODES, "nodes")
         check_finite(("graph", "nodes"), nodes)
     fetched = value.get("retrieved_request_ids")
     if isinstance(fetched, list):
-        check_count(("retrieved_request_ids",), len(fetched), MOST_FETCHED, "requests")
+        check_count(("retrieved_request_ids",), len(fetched), MAX_RETRIEVED_IDS, "requests")
         for position, item in enumerate(fetched):
             if isinstance(item, str):
-                check_text(("retrieved_request_ids", position), item, LONGEST_NAME)
+                check_text(("retrieved_request_ids", position), item, MAX_NAME_CHARS)
 
 
 def _weighed(loc: tuple[str | int, ...], value: Any, weight: int) -> int:
@@ -159,19 +159,19 @@ def _weighed(loc: tuple[str | int, ...], value: Any, weight: int) -> int:
         check_text(loc, value)
         weight += len(value)
     elif isinstance(value, list):
-        check_count(loc, len(value), MOST_ITEMS, "items")
+        check_count(loc, len(value), MAX_ITEMS, "items")
         for position, item in enumerate(value):
             weight = _weighed((*loc, position), item, weight)
     elif isinstance(value, dict):
-        check_count(loc, len(value), MOST_KEYS, "keys")
+        check_count(loc, len(value), MAX_KEYS, "keys")
         for key, item in value.items():
-            check_text((*loc, key[:LONGEST_NAME]), key, LONGEST_NAME)
+            check_text((*loc, key[:MAX_NAME_CHARS]), key, MAX_NAME_CHARS)
             weight = _weighed((*loc, key), item, weight + len(key))
     elif isinstance(value, float):
         check_finite(loc, value)
-    if weight > LARGEST_FIELD:
+    if weight > MAX_FIELD_CHARS:
         raise WireError.at(
-            loc[:1], f"more than {LARGEST_FIELD} characters in all are not allowed.", "too_long"
+            loc[:1], f"more than {MAX_FIELD_CHARS} characters in all are not allowed.", "too_long"
         )
     return weight
 
@@ -183,9 +183,9 @@ def _count_fields(body: memoryview, message: Descriptor, count: int) -> int:
     while 0 <= at < end:
         key, at = read_varint(body, at)
         count += 1
-        if count > MOST_FIELDS:
+        if count > MAX_FIELDS:
             raise TooLarge(
-                f"the body has more than {MOST_FIELDS} fields, which is the most that is allowed. "
+                f"the body has more than {MAX_FIELDS} fields, which is the most that is allowed. "
                 "Send fewer examples in one request."
             )
         if at < 0:

@@ -18,11 +18,11 @@ class SampledTokens:
     logprobs: list[float]
 
 
-class Growing:
+class PartialSample:
     """
     The tokens of a sample so far, each once, whoever tells them again.
 
-    Takes eight bytes a token, as the finished answer does. Readers hold a `Reader` each and
+    Takes eight bytes a token, as the finished answer does. Readers hold a `PartialSampleReader` each and
     nothing is queued for them, so that a slow one costs no memory.
     """
 
@@ -69,10 +69,10 @@ class Growing:
         return sorted(self._tokens)
 
 
-class Reader:
+class PartialSampleReader:
     """How far one reader has come."""
 
-    def __init__(self, growing: Growing) -> None:
+    def __init__(self, growing: PartialSample) -> None:
         self._growing = growing
         self._seen: dict[int, int] = {}
 

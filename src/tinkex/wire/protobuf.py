@@ -26,11 +26,11 @@ from tinkex.wire.inputs import (
     SampledProvenanceSpan,
 )
 from tinkex.wire.limits import (
-    LONGEST_NAME,
-    MOST_CHUNKS,
-    MOST_DATUMS,
-    MOST_SPANS,
-    MOST_TENSORS,
+    MAX_CHUNKS,
+    MAX_DATUMS,
+    MAX_NAME_CHARS,
+    MAX_SPANS,
+    MAX_TENSORS,
     check_count,
     check_protobuf,
     check_text,
@@ -89,15 +89,15 @@ def encode_forward_backward_request(
             after.loss_fn_config_v2[name].number = value
     parts: list[Any] = [_bytes(before)]
     for position, datum in enumerate(work.data):
-        parts += fast_datum_encoding.framed(datum) or _other_datum(datum, position)
+        parts += fast_datum_encoding.encode_datum(datum) or _encode_other_datum(datum, position)
     parts.append(_bytes(after))
     return b"".join(parts)
 
 
-def _other_datum(datum: Datum, position: int) -> Sequence[Any]:
+def _encode_other_datum(datum: Datum, position: int) -> Sequence[Any]:
     message = pb.Datum()
     _write_datum(message, datum, position)
-    return fast_datum_encoding.as_entry(_bytes(message))
+    return fast_datum_encoding.as_request_entry(_bytes(message))
 
 
 def decode_forward_backward_request(body: bytes) -> tuple[ForwardBackwardRequest, bool]:
@@ -110,7 +110,7 @@ def decode_forward_backward_request(body: bytes) -> tuple[ForwardBackwardRequest
         raise WireError.at(("seq_id",), f"steps are numbered from 1, not {message.seq_id}.")
     if not message.loss_fn:
         raise WireError.at(("loss_fn",), "Field required", "missing")
-    check_count(("data",), len(message.data), MOST_DATUMS, "examples")
+    check_count(("data",), len(message.data), MAX_DATUMS, "examples")
     data = [_read_datum(datum, ("data", i)) for i, datum in enumerate(message.data)]
     work = ForwardBackwardInput._of(data, message.loss_fn, _read_loss_config(message))
     work.check_sizes()
@@ -120,7 +120,7 @@ def decode_forward_backward_request(body: bytes) -> tuple[ForwardBackwardRequest
 
 def _read_loss_config(message: pb.ForwardBackwardRequest) -> Mapping[str, float | str] | None:
     settings = max(len(message.loss_fn_config), len(message.loss_fn_config_v2))
-    check_count(("loss_fn_config",), settings, MOST_TENSORS, "settings")
+    check_count(("loss_fn_config",), settings, MAX_TENSORS, "settings")
     if not message.loss_fn_config_v2:
         return dict(message.loss_fn_config) or None
     config: dict[str, float | str] = {}
@@ -142,10 +142,10 @@ def _write_datum(message: pb.Datum, datum: Datum, position: int) -> None:
 
 
 def _read_datum(message: pb.Datum, loc: Loc) -> Datum:
-    check_count((*loc, "model_input"), len(message.model_input), MOST_CHUNKS, "chunks")
-    check_count((*loc, "loss_fn_inputs"), len(message.loss_fn_inputs), MOST_TENSORS, "tensors")
+    check_count((*loc, "model_input"), len(message.model_input), MAX_CHUNKS, "chunks")
+    check_count((*loc, "loss_fn_inputs"), len(message.loss_fn_inputs), MAX_TENSORS, "tensors")
     for name in message.loss_fn_inputs:
-        check_text((*loc, "loss_fn_inputs", name), name, LONGEST_NAME)
+        check_text((*loc, "loss_fn_inputs", name), name, MAX_NAME_CHARS)
     chunks = [
         _read_chunk(chunk, (*loc, "model_input", i)) for i, chunk in enumerate(message.model_input)
     ]
@@ -205,7 +205,7 @@ def _write_spans(message: Any, spans: ProvenanceSpans | None) -> None:
 
 
 def _read_spans(message: Sequence[pb.ProvenanceSpan], loc: Loc) -> ProvenanceSpans | None:
-    check_count(loc, len(message), MOST_SPANS, "spans")
+    check_count(loc, len(message), MAX_SPANS, "spans")
     spans: ProvenanceSpans = []
     for position, item in enumerate(message):
         kind = item.WhichOneof("span")
@@ -214,7 +214,7 @@ def _read_spans(message: Sequence[pb.ProvenanceSpan], loc: Loc) -> ProvenanceSpa
         span = item.prompt_tokens if kind == "prompt_tokens" else item.sampled_tokens
         if span.offset < 0 or span.length < 0:
             raise WireError.at((*loc, position), "offset and length are counted from 0.")
-        check_text((*loc, position, "sequence_id"), span.sequence_id, LONGEST_NAME)
+        check_text((*loc, position, "sequence_id"), span.sequence_id, MAX_NAME_CHARS)
         made = PromptProvenanceSpan if kind == "prompt_tokens" else SampledProvenanceSpan
         spans.append(made(sequence_id=span.sequence_id, offset=span.offset, length=span.length))
     return spans or None

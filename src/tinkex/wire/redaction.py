@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from types import TracebackType
 from typing import Any, Final
 
-__all__ = ["ScrubbedFormatter", "scrubbed", "scrubbed_value"]
+__all__ = ["RedactingFormatter", "redact", "redact_value"]
 
 #: Keys, web tokens, signatures of links. The first characters of a key, which name it, are shorter.
 _SECRETS: Final = re.compile(
@@ -18,19 +18,19 @@ _SECRETS: Final = re.compile(
 )
 
 
-def scrubbed(text: str) -> str:
+def redact(text: str) -> str:
     """The text with `***` for every secret."""
     return _SECRETS.sub("***", text)
 
 
-def scrubbed_value(value: Any) -> Any:
+def redact_value(value: Any) -> Any:
     """The same for every text in a JSON value."""
     if isinstance(value, str):
-        return scrubbed(value)
+        return redact(value)
     if isinstance(value, dict):
-        return {scrubbed_value(key): scrubbed_value(item) for key, item in value.items()}
+        return {redact_value(key): redact_value(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [scrubbed_value(item) for item in value]
+        return [redact_value(item) for item in value]
     return value
 
 
@@ -59,7 +59,7 @@ REPEATED_S: Final = 600.0
 _MOST_REMEMBERED: Final = 200
 
 
-class ScrubbedFormatter(logging.Formatter):
+class RedactingFormatter(logging.Formatter):
     """
     Takes secrets out of the finished text: of the message, and of a traceback below it.
 
@@ -94,5 +94,5 @@ class ScrubbedFormatter(logging.Formatter):
         return super().formatMessage(record).replace("\n", "\\n")
 
     def format(self, record: logging.LogRecord) -> str:
-        text = scrubbed(super().format(record))
+        text = redact(super().format(record))
         return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)

@@ -18,7 +18,7 @@ from tinkex.wire.sampling import SampledSequence, SampleResponse
 from tinkex.wire.tensors import TensorData
 from tinkex.wire.training import ForwardBackwardOutput
 
-__all__ = ["NEWEST", "Dialect", "wants_protobuf"]
+__all__ = ["NEWEST", "SdkVersion", "wants_protobuf"]
 
 Version = tuple[int, int, int]
 
@@ -50,7 +50,7 @@ _CLIENT_CONFIG: Final[tuple[tuple[Version, Version, Mapping[str, Any]], ...]] = 
 
 
 @dataclass(frozen=True, slots=True)
-class Dialect:
+class SdkVersion:
     """How to speak to one version of the client."""
 
     version: Version = NEWEST

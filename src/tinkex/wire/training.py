@@ -25,10 +25,10 @@ from tinkex.wire.base import LenientModel, Payload, StrictModel, json_kind, unkn
 from tinkex.wire.errors import WireError
 from tinkex.wire.inputs import Datum
 from tinkex.wire.limits import (
-    LONGEST_NAME,
-    LONGEST_TEXT,
-    MOST_DATUMS,
-    MOST_TENSORS,
+    MAX_DATUMS,
+    MAX_NAME_CHARS,
+    MAX_TENSORS,
+    MAX_TEXT_CHARS,
     check_count,
     check_finite,
     check_text,
@@ -243,7 +243,7 @@ class ForwardBackwardInput(Payload):
         data = value.get("data")
         if not isinstance(data, list):
             raise _wanted("data", data, "a list of examples")
-        check_count(("data",), len(data), MOST_DATUMS, "examples")
+        check_count(("data",), len(data), MAX_DATUMS, "examples")
         loss_fn = value.get("loss_fn")
         if not isinstance(loss_fn, str) or not loss_fn:
             raise _wanted("loss_fn", loss_fn, "the name of a loss")
@@ -270,14 +270,14 @@ class ForwardBackwardInput(Payload):
 
     def check_sizes(self) -> None:
         """`WireError` for what would come out too large, and for settings that are no numbers."""
-        check_text(("loss_fn",), self.loss_fn, LONGEST_NAME)
+        check_text(("loss_fn",), self.loss_fn, MAX_NAME_CHARS)
         config = self.loss_fn_config or {}
-        check_count(("loss_fn_config",), len(config), MOST_TENSORS, "settings")
+        check_count(("loss_fn_config",), len(config), MAX_TENSORS, "settings")
         check_finite(("loss_fn_config",), config)
         for name, value in config.items():
-            check_text(("loss_fn_config", name), name, LONGEST_NAME)
+            check_text(("loss_fn_config", name), name, MAX_NAME_CHARS)
             if isinstance(value, str):
-                check_text(("loss_fn_config", name), value, LONGEST_TEXT)
+                check_text(("loss_fn_config", name), value, MAX_TEXT_CHARS)
         # Each alone may claim this many: all of a batch are dense at the same time.
         cells = 0
         for position, datum in enumerate(self.data):

@@ -13,7 +13,7 @@ from tinkex.server.scheduler.recovery import Revival
 from tinkex.server.store import RequestRow
 from tinkex.wire.codec import encode_json
 from tinkex.wire.custom_loss import CreateCustomLossResponse
-from tinkex.wire.partial_sample import Growing
+from tinkex.wire.partial_sample import PartialSample
 from tinkex.wire.proto import frames_pb2
 
 
@@ -21,7 +21,7 @@ class Tap:
     """What an engine has told of a sample so far. Belongs to one event loop."""
 
     def __init__(self) -> None:
-        self.growing = Growing()
+        self.growing = PartialSample()
         #: Done at the next token; then there is another one.
         self.changed = self._next()
 

@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 from pydantic_core import from_json
 
-from tinkex.wire.limits import COUNTED_BYTES
+from tinkex.wire.limits import MIN_COUNTED_BYTES
 from tinkex.wire.varint import BYTES, EIGHT_BYTES, FOUR_BYTES, VARINT, read_varint
 
-__all__ = ["Address", "address_in_json", "address_in_protobuf"]
+__all__ = ["StepId", "step_id_in_json", "step_id_in_protobuf"]
 
 _MODEL = re.compile(rb'"model_id"\s*:\s*"([^"\\]{1,500})"')
 _NUMBER = re.compile(rb'"seq_id"\s*:\s*(\d{1,10})\b')
@@ -23,7 +23,7 @@ _MOST_FIELDS = 2**15
 _END_BYTES = 4096
 
 
-class Address(NamedTuple):
+class StepId(NamedTuple):
     """A step of a model."""
 
     model_id: str
@@ -31,32 +31,32 @@ class Address(NamedTuple):
     forward_only: bool = False
 
 
-def address_in_json(body: bytes) -> Address | None:
+def step_id_in_json(body: bytes) -> StepId | None:
     """From a JSON body that is unsound, or of which only the ends are left."""
-    if len(body) > COUNTED_BYTES:
+    if len(body) > MIN_COUNTED_BYTES:
         # It may have been refused for what it would become: it is not read again.
-        return _among_the_ruins(body[:_END_BYTES] + b" " + body[-_END_BYTES:])
+        return _unique_matches(body[:_END_BYTES] + b" " + body[-_END_BYTES:])
     try:
         value = from_json(body)
     except ValueError:
-        return _among_the_ruins(body)
+        return _unique_matches(body)
     if not isinstance(value, dict):
         return None
     model_id, seq_id = value.get("model_id"), value.get("seq_id")
     if not isinstance(model_id, str) or type(seq_id) is not int:
         return None
-    return Address(model_id, seq_id)
+    return StepId(model_id, seq_id)
 
 
-def _among_the_ruins(body: bytes) -> Address | None:
+def _unique_matches(body: bytes) -> StepId | None:
     """Only what is said once: a second one may be part of the data."""
     models, numbers = set(_MODEL.findall(body)), set(_NUMBER.findall(body))
     if len(models) != 1 or len(numbers) != 1:
         return None
-    return Address(models.pop().decode(errors="replace"), int(numbers.pop()))
+    return StepId(models.pop().decode(errors="replace"), int(numbers.pop()))
 
 
-def address_in_protobuf(body: bytes) -> Address | None:
+def step_id_in_protobuf(body: bytes) -> StepId | None:
     """From the bytes of a pass, up to where they stop making sense."""
     model_id, seq_id, forward_only = "", 0, False
     for field, value in _fields(body):
@@ -66,7 +66,7 @@ def address_in_protobuf(body: bytes) -> Address | None:
             seq_id = value
         elif field == _FORWARD_ONLY and isinstance(value, int):
             forward_only = bool(value)
-    return Address(model_id, seq_id, forward_only) if model_id and seq_id else None
+    return StepId(model_id, seq_id, forward_only) if model_id and seq_id else None
 
 
 def _fields(body: bytes) -> Iterator[tuple[int, int | bytes]]:
