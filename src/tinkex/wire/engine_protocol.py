@@ -1,18 +1,20 @@
-"""Frames on a stream: a length of four bytes, then one message of `frames.proto`."""
+"""The socket protocol between web process and engine: length-prefixed messages of `frames.proto`."""
 
 import struct
 from typing import Protocol
 
 from tinkex.wire.proto.frames_pb2 import Order, Report
 
+#: Four bytes, little-endian.
 LENGTH_PREFIX = struct.Struct("<I")
-#: Category of work that failed beside other work: whose fault it was is not known.
-SHARED_FAILURE = "muddled"
-#: Category of work on a model that the engine does not have.
+#: Failure category: a mixed micro-batch failed. The cause is unknown, so its requests run again one
+#: by one.
+SHARED_FAILURE = "shared_failure"
+#: Failure category: the engine does not have the model.
 MODEL_MISSING = "missing"
-#: What an engine whose web process is gone writes over the beginning of its roll.
+#: Written to the start of the in-flight file by an engine that exits because its web process is gone.
 CLEAN_EXIT = b"left "
-#: Exit status of an engine that cannot use its device any more.
+#: Exit status of an engine that lost its device.
 DEVICE_LOST_STATUS = 70
 
 
@@ -21,13 +23,13 @@ class _Message(Protocol):
 
 
 def frame(message: _Message) -> bytes:
-    """The bytes of one message, with its length in front."""
+    """One message with its length prefix."""
     body = message.SerializeToString()
     return LENGTH_PREFIX.pack(len(body)) + body
 
 
 def body_length(head: bytes) -> int:
-    """How many bytes follow these four."""
+    """The length in a prefix."""
     length: int = LENGTH_PREFIX.unpack(head)[0]
     return length
 

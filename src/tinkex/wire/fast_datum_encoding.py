@@ -1,9 +1,8 @@
 """
-Training data straight to protobuf bytes: each array is copied once.
+Writes training data as protobuf bytes directly, so that each array is copied only once.
 
-A message object would copy every array twice more. What `encode_datum` writes are the bytes that the
-generated code writes for the same `Datum`; it knows text and dense tensors, which nearly all
-training data is, and leaves the rest to that code.
+A message object would copy every array two more times. `encode_datum` produces the same bytes as the
+generated code, but only for text and dense tensors, which is nearly all training data.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ from tinkex.wire.varint import encode_varint
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    #: What `b"".join` takes: heads and tails are bytes, arrays are joined where they lie.
+    #: Anything `b"".join` accepts; arrays are not copied before the join.
     Part = bytes | npt.NDArray[Any]
 
-# Tags of the fields, all of wire type 2 (a length follows) but the last.
+# Field tags; all have wire type 2 (length-delimited) except the last.
 _REQUEST_DATA = b"\x1a"
 _DATUM_INPUT = b"\x0a"
 _DATUM_TENSORS = b"\x12"
@@ -34,7 +33,7 @@ _TENSOR_DTYPE = b"\x18"
 
 
 def encode_datum(datum: Datum) -> list[Part] | None:
-    """The datum as one entry of a request's data, in parts to be joined; None if it has more."""
+    """The datum as an entry of `data`, in parts to join; None if it has anything but text and dense tensors."""
     import numpy as np
 
     if datum.model_input_spans or datum.loss_fn_input_spans:
@@ -61,17 +60,17 @@ def encode_datum(datum: Datum) -> list[Part] | None:
 
 
 def as_request_entry(datum: bytes) -> Sequence[Part]:
-    """The same for a datum that the generated code has written."""
+    """An entry of `data` for a datum that the generated code has encoded."""
     return _REQUEST_DATA + encode_varint(len(datum)), datum
 
 
 _STORED = {"int64": ("<i8", pb.DTYPE_INT64), "float32": ("<f4", pb.DTYPE_FLOAT32)}
 
 
-# A batch has few lengths, so the frames around its arrays are made once.
+# A batch has few distinct lengths, so headers repeat.
 @lru_cache(4096)
 def _text_head(nbytes: int) -> bytes:
-    # Only a field of bytes that belongs to no choice is left out when it is empty.
+    # Protobuf omits an empty bytes field, unless it belongs to a oneof.
     tokens = _TEXT_TOKENS + encode_varint(nbytes) if nbytes else b""
     text = _CHUNK_TEXT + encode_varint(len(tokens) + nbytes) + tokens
     return _DATUM_INPUT + encode_varint(len(text) + nbytes) + text
