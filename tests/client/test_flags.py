@@ -94,7 +94,9 @@ def test_an_answer_with_too_few_sequences_is_an_error_that_says_so(fake, service
     body, kind = one.SerializeToString(), {"content-type": "application/x-protobuf"}
     # Once it could have been damaged on its way.
     fake.script("retrieve_future", *[Answer(status=200, body=body, headers=kind)] * 4)
-    with pytest.raises(tinkex.APIResponseValidationError, match="1 came for 2 sequence ids"):
+    with pytest.raises(
+        tinkex.APIResponseValidationError, match="has 1 sequences, but 2 sequence ids"
+    ):
         sampling.sample(PROMPT, 2, PARAMS).result(5)
 
 

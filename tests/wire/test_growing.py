@@ -11,27 +11,27 @@ from tinkex.wire.partial_sample import PartialSample, PartialSampleReader, Sampl
 def test_what_is_told_again_after_a_new_start_is_taken_once() -> None:
     growing = PartialSample()
     reader = PartialSampleReader(growing)
-    assert growing.take(0, [1, 2, 3], [-1.0, -2.0, -3.0], start=0)
+    assert growing.add(0, [1, 2, 3], [-1.0, -2.0, -3.0], start=0)
     assert reader.read_new() == [SampledTokens(0, [1, 2, 3], [-1.0, -2.0, -3.0])]
-    assert not growing.take(0, [1, 2], [-1.0, -2.0], start=0)
-    assert growing.take(0, [3, 4], [-3.0, -4.0], start=2)
+    assert not growing.add(0, [1, 2], [-1.0, -2.0], start=0)
+    assert growing.add(0, [3, 4], [-3.0, -4.0], start=2)
     assert reader.read_new() == [SampledTokens(0, [4], [-4.0])]
     assert reader.read_new() == []
 
 
 def test_tokens_behind_a_gap_wait_for_the_whole_answer() -> None:
     growing = PartialSample()
-    assert not growing.take(0, [9], [-1.0], start=5)
+    assert not growing.add(0, [9], [-1.0], start=5)
     assert growing.count(0) == 0
-    assert growing.take(0, [1, 2, 3, 4, 5, 9], [-1.0] * 6, start=0)
+    assert growing.add(0, [1, 2, 3, 4, 5, 9], [-1.0] * 6, start=0)
     assert growing.count(0) == 6
 
 
 def test_a_late_reader_gets_everything_and_sequences_stay_apart() -> None:
     growing = PartialSample()
-    growing.take(1, [5], [-0.5], start=0)
-    growing.take(0, [6, 7], [-0.5, -0.25], start=0)
-    growing.take(1, [8], [-0.125], start=1)
+    growing.add(1, [5], [-0.5], start=0)
+    growing.add(0, [6, 7], [-0.5, -0.25], start=0)
+    growing.add(1, [8], [-0.125], start=1)
     assert PartialSampleReader(growing).read_new() == [
         SampledTokens(0, [6, 7], [-0.5, -0.25]),
         SampledTokens(1, [5, 8], [-0.5, -0.125]),
@@ -40,8 +40,8 @@ def test_a_late_reader_gets_everything_and_sequences_stay_apart() -> None:
 
 def test_a_service_that_records_no_logprobs_gives_nan() -> None:
     growing = PartialSample()
-    growing.take(0, [1, 2], None, start=0)
-    assert all(math.isnan(number) for number in growing.between(0, 0, 2).logprobs)
+    growing.add(0, [1, 2], None, start=0)
+    assert all(math.isnan(number) for number in growing.slice(0, 0, 2).logprobs)
 
 
 @given(
@@ -56,9 +56,9 @@ def test_any_pieces_of_one_sequence_read_at_any_time_give_it_once(
     reader = PartialSampleReader(growing)
     for at, (start, length) in enumerate(told):
         piece = whole[start : start + length]
-        growing.take(0, piece, [0.0] * len(piece), start=start)
+        growing.add(0, piece, [0.0] * len(piece), start=start)
         if at in reads:
             seen += [token for news in reader.read_new() for token in news.tokens]
-    growing.take(0, whole, [0.0] * len(whole), start=0)
+    growing.add(0, whole, [0.0] * len(whole), start=0)
     seen += [token for news in reader.read_new() for token in news.tokens]
     assert seen == whole

@@ -83,7 +83,7 @@ def test_tokens_are_copied_and_read_only():
 
 @pytest.mark.parametrize("tokens", [[True], [1, True], [1, False, 2]])
 def test_a_truth_value_that_came_as_json_is_no_token(tokens):
-    with pytest.raises(WireError, match="no token ids"):
+    with pytest.raises(WireError, match="not token ids"):
         EncodedTextChunk._read({"type": "encoded_text", "tokens": tokens})
 
 
@@ -100,7 +100,7 @@ def test_a_prompt_with_a_picture_has_no_token_list_and_says_which_chunk():
     prompt = PROMPT.append(picture)
 
     assert prompt.length == 10
-    with pytest.raises(ValueError, match=r"chunks\[1\] is of type 'image'"):
+    with pytest.raises(ValueError, match=r"chunks\[1\] has type 'image'"):
         prompt.to_ints()
     with pytest.raises(ValueError, match="expected_tokens"):
         _ = PROMPT.append(ImageChunk(data=b"x", format="png")).length

@@ -216,7 +216,7 @@ def test_sequence_ids_come_from_the_submission():
     body = encode_sample_response(RESPONSE)
 
     assert [s.sequence_id for s in decode_sample_response(body).sequences] == ["", ""]
-    with pytest.raises(WireError, match="2 came for 3 sequence ids"):
+    with pytest.raises(WireError, match="has 2 sequences, but 3 sequence ids"):
         decode_sample_response(body, ["a", "b", "c"])
 
 

@@ -90,7 +90,7 @@ def test_another_cause_of_the_same_failure_is_shown_in_full(
 
     text = written.getvalue()
     assert text.count("OSError: disk") == text.count("OSError: memory") == 1
-    assert text.count("its traceback is above") == 2
+    assert text.count("its traceback was logged") == 2
 
 
 def test_it_is_shown_again_after_a_while_with_how_many_were_not(
@@ -106,7 +106,7 @@ def test_it_is_shown_again_after_a_while_with_how_many_were_not(
 
     last = written.getvalue()[len(before) :]
     assert last.count("Traceback") == 1
-    assert "(2 more of these were not shown)" in last
+    assert "(2 repeats of this traceback were not logged)" in last
 
 
 def test_what_is_remembered_has_an_end() -> None:

@@ -38,7 +38,7 @@ def test_a_null_shape_in_json_is_the_same_as_none():
 
 
 def test_a_shape_that_does_not_fit_the_data_is_refused_with_both_numbers():
-    with pytest.raises(ValueError, match="6 cells, but `data` has 4"):
+    with pytest.raises(ValueError, match="6 elements, but `data` has 4"):
         TensorData(data=[1, 2, 3, 4], dtype="int64", shape=[2, 3])
 
 
@@ -96,7 +96,11 @@ def test_other_kinds_are_refused_by_key_and_dtype(array):
 @pytest.mark.parametrize(
     ("key", "values", "told"),
     [
-        ("advantages", np.array([1.0, 1e300]), "1e[+]300 is beyond float32 and became infinite"),
+        (
+            "advantages",
+            np.array([1.0, 1e300]),
+            "1e[+]300 is too large for float32 and became infinite",
+        ),
         ("logprobs", np.array([-1e-300]), "too small for float32 and became 0"),
         ("weights", [2**24 + 1], "16777217 became 16777216"),
         ("weights", np.array([2.0**53]) + 2, "became 9007199254740992"),
@@ -126,7 +130,7 @@ def test_ordinary_rounding_is_silent():
 
 
 def test_a_value_json_cannot_mean_is_refused_off_the_wire_rather_than_warned_about():
-    with pytest.raises(ValueError, match=r"data: 1e[+]300 is beyond float32"):
+    with pytest.raises(ValueError, match=r"data: 1e[+]300 is too large for float32"):
         TensorData.model_validate({"data": [1e300], "dtype": "float32"})
 
 
@@ -304,5 +308,5 @@ def test_a_whole_number_that_is_too_large_is_named(number):
     inputs = {"target_tokens": [number]}
     with pytest.raises(ValueError, match=f"^target_tokens: {number} is too large: .*2\\*\\*63"):
         Datum(model_input=ModelInput.from_ints([1]), loss_fn_inputs=inputs)
-    with pytest.raises(ValueError, match=f"^token {number} does not fit 32 bits"):
+    with pytest.raises(ValueError, match=f"^token {number} does not fit in 32 bits"):
         ModelInput.from_ints([number])

@@ -45,4 +45,4 @@ def test_a_time_beyond_utc_is_refused_by_name(model: type, name: str, text: str)
         decode_json(model, json.dumps({name: text}).encode())
 
     [found] = [error for error in caught.value.errors if error.loc == (name,)]
-    assert "outside of the years 1 to 9999 in UTC" in found.msg
+    assert "outside the years 1 to 9999 in UTC" in found.msg

@@ -57,14 +57,14 @@ class Told:
     def take(self, sequence: int, tokens: list[int], logprobs: list[float]) -> None:
         with self._lock:
             known = self._growing.count(sequence)
-            if self._growing.take(sequence, tokens, logprobs, start=known):
+            if self._growing.add(sequence, tokens, logprobs, start=known):
                 self._ring()
 
     def complete(self, answer: SampleResponse) -> None:
         """The whole answer is here; what of it was told before is not told again."""
         with self._lock:
             for index, sequence in enumerate(answer.sequences):
-                self._growing.take(index, sequence.tokens, sequence.logprobs, start=0)
+                self._growing.add(index, sequence.tokens, sequence.logprobs, start=0)
             self._ring()
 
     def end(self) -> None:

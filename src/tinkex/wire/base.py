@@ -292,7 +292,7 @@ class ModelPayload(Payload):
 
 def _reject_assignment(self: Payload, name: str, value: object = None) -> None:
     raise dataclasses.FrozenInstanceError(
-        f"{type(self).__name__} is immutable; use model_copy(update={{{name!r}: ...}}) to make a changed copy."
+        f"{type(self).__name__} is immutable; use model_copy(update={{{name!r}: ...}}) instead."
     )
 
 

@@ -237,8 +237,8 @@ def _refuse_null_numbers(part_type: type[StrictModel], part: Mapping[str, Any], 
         if item is None and name in _numbers(part_type):
             raise WireError.at(
                 (key, name),
-                "null is not a number. Clients send null for NaN and infinity. Send a finite number, or "
-                "omit the field to use its default.",
+                "null is not a number. Clients send null for NaN and infinity. Send a finite "
+                "number, or omit the field to use its default.",
                 "null_number",
             )
 

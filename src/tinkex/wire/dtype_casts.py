@@ -63,7 +63,7 @@ def torch_to_numpy(tensor: Any, *, key: str) -> npt.NDArray[Any]:
 
 
 def cast(value: Any, dtype: TensorDtype | None, *, key: str) -> tuple[npt.NDArray[Any], str]:
-    """A new C-ordered int64 or float32 array, and a text that says what the cast changed, if anything."""
+    """A new C-ordered int64 or float32 array, and a description of what the cast changed, or ''."""
     import numpy as np
 
     try:

@@ -33,7 +33,7 @@ _TENSOR_DTYPE = b"\x18"
 
 
 def encode_datum(datum: Datum) -> list[Part] | None:
-    """The datum as an entry of `data`, in parts to join; None if it has anything but text and dense tensors."""
+    """The datum as an entry of `data`, in parts to join; None if the generated code must encode it."""
     import numpy as np
 
     if datum.model_input_spans or datum.loss_fn_input_spans:

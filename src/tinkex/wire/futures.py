@@ -70,7 +70,7 @@ class UntypedAPIFuture(LenientModel):
 
 class FutureRetrieveRequest(StrictModel):
     request_id: RequestID
-    #: The server may answer with the size of a large result first, so that the client can reserve memory.
+    #: The server may send only the size of a large result, so that the client can reserve memory.
     allow_metadata_only: bool = False
 
 

@@ -1,9 +1,9 @@
 """
-How much of everything a request may hold, looked at before anything is built from it.
+Size limits of requests, checked before any object is built.
 
-A body of a few bytes must not become gigabytes: in JSON three bytes are an object, in protobuf two
-are a message. So the parts of a large body are counted first, and every list, text and table of a
-message has an end. Over it is a `TooLarge` (the whole) or a `WireError` with the field (a part).
+A small body must not become gigabytes in memory: an object takes three bytes in JSON, a message two
+in protobuf. So the elements of a large body are counted before it is parsed, and every list, string
+and map of a message has a limit. `TooLarge` if the whole body is over, `WireError` for one field.
 """
 
 from __future__ import annotations
@@ -27,52 +27,52 @@ __all__ = [
     "check_text",
 ]
 
-#: Smaller bodies cannot become large whatever they hold, and are not counted.
+#: Bodies up to this size cannot become large in memory and are not counted.
 MIN_COUNTED_BYTES: Final = 2**20
 
-# -- of a whole body -----------------------------------------------------------------------------
+# -- limits of a whole body ----------------------------------------------------------------------
 
-#: Objects and lists in a JSON body. An empty one is 2 bytes there and 64 in memory.
+#: Objects and lists in a JSON body. An empty one is 2 bytes in JSON and 64 in memory.
 MAX_CONTAINERS: Final = 2**18
-#: Numbers, texts and keys in a JSON body; each is up to 100 bytes in memory.
+#: Numbers, strings and keys in a JSON body; each takes up to 100 bytes in memory.
 MAX_VALUES: Final = 2**22
-#: Fields of all messages in a protobuf body. An empty message is 2 bytes there and 60 in memory.
+#: Fields of all messages in a protobuf body. An empty message is 2 bytes on the wire, 60 in memory.
 MAX_FIELDS: Final = 2**19
-#: Members of a gzip body, frames of a zstd body: each costs as much as a thousand bytes.
+#: Members of a gzip body or frames of a zstd body: each costs as much as a thousand bytes.
 MAX_COMPRESSED_FRAMES: Final = 1_000
 
-# -- of a pass or a sample -----------------------------------------------------------------------
+# -- limits of a pass or a sample ----------------------------------------------------------------
 
 #: Examples in one pass. The official client sends at most 1024.
 MAX_DATUMS: Final = 2**14
-#: Pieces of one prompt or example.
+#: Chunks of one prompt or example.
 MAX_CHUNKS: Final = 2**14
 #: Tensors of one example, and settings of one loss.
 MAX_TENSORS: Final = 64
-#: Runs of tokens whose origin is told, for one example.
+#: Provenance spans of one example.
 MAX_SPANS: Final = 2**14
-#: Characters of the name of a tensor, a setting, a loss, a key.
+#: Characters in the name of a tensor, setting, loss or key.
 MAX_NAME_CHARS: Final = 200
 
-# -- of any other message ------------------------------------------------------------------------
+# -- limits of any other message -----------------------------------------------------------------
 
-#: Characters of any text. A whole configuration as one value of metadata fits.
+#: Characters of any string. Large enough for a whole configuration as one metadata value.
 MAX_TEXT_CHARS: Final = 2**14
-#: Items of any list: tags, stop texts, projects.
+#: Items of any list: tags, stop strings, projects.
 MAX_ITEMS: Final = 1_000
-#: Keys of any object: metadata.
+#: Keys of any object, such as metadata.
 MAX_KEYS: Final = 1_000
-#: Characters of all texts and keys of one field, and one more for each value.
+#: Characters of all strings and keys of one field, plus one for each value.
 MAX_FIELD_CHARS: Final = 2**16
-#: Requests that one poll says it has fetched.
+#: Ids of fetched results in one poll.
 MAX_RETRIEVED_IDS: Final = 50_000
-#: Nodes of a custom loss that are read at all; engines take fewer, and say so.
+#: Nodes of a custom loss. Engines have a lower limit and report it.
 MAX_NODES: Final = 4_000
 
-#: Fields with limits of their own, by the type of the message.
-_OWN: Final[Mapping[str, frozenset[str]]] = {
+#: Fields that `check_fields` skips because they have other limits, by message type.
+_SEPARATELY_LIMITED: Final[Mapping[str, frozenset[str]]] = {
     "CreateCustomLossRequest": frozenset({"graph"}),
-    # Why a program ended, perhaps with its traceback: cut where it is kept, never refused.
+    # May contain a traceback: shortened when it is stored, never rejected.
     "FinishSessionRequest": frozenset({"detail"}),
     "FuturesRetrieveRequest": frozenset({"retrieved_request_ids"}),
     "SampleRequest": frozenset({"prompt", "target_prompt_logprobs"}),
@@ -83,23 +83,23 @@ def check_json(body: bytes) -> None:
     """`TooLarge` for a body that would become many times larger in memory."""
     if len(body) <= MIN_COUNTED_BYTES:
         return
-    # Signs inside texts are counted too; bodies of this size that are mostly text are pictures
-    # in base64, which has none of these.
+    # Brackets and commas inside strings are counted too. Bodies of this size that are mostly strings
+    # hold images in base64, which contains neither.
     containers = body.count(b"{") + body.count(b"[")
     if containers > MAX_CONTAINERS:
         raise TooLarge(
-            f"the body has {containers} objects and lists, and {MAX_CONTAINERS} are allowed."
+            f"the body has {containers} objects and lists; at most {MAX_CONTAINERS} are allowed."
         )
     values = body.count(b",") + containers
     if values > MAX_VALUES:
         raise TooLarge(
-            f"the body has {values} values, and {MAX_VALUES} are allowed. Send fewer or shorter "
+            f"the body has {values} values; at most {MAX_VALUES} are allowed. Send fewer or shorter "
             "examples in one request, or send protobuf."
         )
 
 
 def check_protobuf(body: bytes, message: Descriptor) -> None:
-    """The same for protobuf: its fields are counted without making them."""
+    """`TooLarge` for protobuf with too many fields, counted without parsing it."""
     if len(body) > MIN_COUNTED_BYTES:
         _count_fields(memoryview(body), message, 0)
 
@@ -117,13 +117,13 @@ def check_text(loc: tuple[str | int, ...], text: str, longest: int = MAX_TEXT_CH
 
 
 def check_finite(loc: tuple[str | int, ...], value: Any) -> None:
-    """`WireError` for a number, anywhere inside `value`, that is NaN or infinite."""
+    """`WireError` for NaN or infinity anywhere inside `value`."""
     if isinstance(value, float):
         if not math.isfinite(value):
             raise WireError.at(
                 loc,
-                f"{value} is not a finite number. NaN and infinities are refused, and so is a "
-                "number beyond 1.8e308, which is read as an infinity.",
+                f"{value} is not a finite number. NaN and infinity are not allowed, nor are numbers "
+                "beyond 1.8e308, which are read as infinity.",
                 "finite_number",
             )
     elif isinstance(value, (list, tuple)):
@@ -135,11 +135,11 @@ def check_finite(loc: tuple[str | int, ...], value: Any) -> None:
 
 
 def check_fields(message: str, value: Mapping[str, Any]) -> None:
-    """Every field of a message of this type that has no limits of its own."""
-    own = _OWN.get(message, frozenset())
+    """Check all fields of a message: general limits, then those of fields with separate limits."""
+    skipped = _SEPARATELY_LIMITED.get(message, frozenset())
     for name, item in value.items():
-        if name not in own:
-            _weighed((name,), item, 0)
+        if name not in skipped:
+            _add_size((name,), item, 0)
     graph = value.get("graph")
     if isinstance(graph, dict) and isinstance(nodes := graph.get("nodes"), list):
         check_count(("graph", "nodes"), len(nodes), MAX_NODES, "nodes")
@@ -152,32 +152,34 @@ def check_fields(message: str, value: Mapping[str, Any]) -> None:
                 check_text(("retrieved_request_ids", position), item, MAX_NAME_CHARS)
 
 
-def _weighed(loc: tuple[str | int, ...], value: Any, weight: int) -> int:
-    """What was weighed so far and this value; the parser has seen to it that it is not deep."""
-    weight += 1
+def _add_size(loc: tuple[str | int, ...], value: Any, size: int) -> int:
+    """`size` plus that of `value`. The JSON parser limits the depth of the recursion."""
+    size += 1
     if isinstance(value, str):
         check_text(loc, value)
-        weight += len(value)
+        size += len(value)
     elif isinstance(value, list):
         check_count(loc, len(value), MAX_ITEMS, "items")
         for position, item in enumerate(value):
-            weight = _weighed((*loc, position), item, weight)
+            size = _add_size((*loc, position), item, size)
     elif isinstance(value, dict):
         check_count(loc, len(value), MAX_KEYS, "keys")
         for key, item in value.items():
             check_text((*loc, key[:MAX_NAME_CHARS]), key, MAX_NAME_CHARS)
-            weight = _weighed((*loc, key), item, weight + len(key))
+            size = _add_size((*loc, key), item, size + len(key))
     elif isinstance(value, float):
         check_finite(loc, value)
-    if weight > MAX_FIELD_CHARS:
+    if size > MAX_FIELD_CHARS:
         raise WireError.at(
-            loc[:1], f"more than {MAX_FIELD_CHARS} characters in all are not allowed.", "too_long"
+            loc[:1],
+            f"more than {MAX_FIELD_CHARS} characters in total; that is the limit.",
+            "too_long",
         )
-    return weight
+    return size
 
 
 def _count_fields(body: memoryview, message: Descriptor, count: int) -> int:
-    """Counts as far as the bytes make sense; the parser says where they stop."""
+    """Counts fields up to the first invalid byte; the parser reports that one."""
     known = message.fields_by_number
     at, end = 0, len(body)
     while 0 <= at < end:
@@ -185,8 +187,8 @@ def _count_fields(body: memoryview, message: Descriptor, count: int) -> int:
         count += 1
         if count > MAX_FIELDS:
             raise TooLarge(
-                f"the body has more than {MAX_FIELDS} fields, which is the most that is allowed. "
-                "Send fewer examples in one request."
+                f"the body has more than {MAX_FIELDS} fields, which is the limit. Send fewer examples "
+                "in one request."
             )
         if at < 0:
             return count

@@ -1,4 +1,4 @@
-"""Whose step a body was that could not be read: the model and the number, where they still show."""
+"""Finds `model_id` and `seq_id` in a body that did not parse, to record the failure of that step."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from tinkex.wire.varint import BYTES, EIGHT_BYTES, FOUR_BYTES, VARINT, read_vari
 
 __all__ = ["StepId", "step_id_in_json", "step_id_in_protobuf"]
 
-_MODEL = re.compile(rb'"model_id"\s*:\s*"([^"\\]{1,500})"')
-_NUMBER = re.compile(rb'"seq_id"\s*:\s*(\d{1,10})\b')
+_JSON_MODEL_ID = re.compile(rb'"model_id"\s*:\s*"([^"\\]{1,500})"')
+_JSON_SEQ_ID = re.compile(rb'"seq_id"\s*:\s*(\d{1,10})\b')
 
 #: Field numbers of `ForwardBackwardRequest`.
 _MODEL_ID, _SEQ_ID, _FORWARD_ONLY = 1, 2, 6
-#: Of a body that is nothing but tiny fields, the rest is not looked at.
-_MOST_FIELDS = 2**15
+#: Fields that are read at most: a body of many tiny fields must not cost much.
+_MAX_FIELDS = 2**15
+#: Bytes at each end of a large JSON body that are searched.
 _END_BYTES = 4096
 
 
 class StepId(NamedTuple):
-    """A step of a model."""
+    """Names one step of a model."""
 
     model_id: str
     seq_id: int
@@ -32,14 +33,14 @@ class StepId(NamedTuple):
 
 
 def step_id_in_json(body: bytes) -> StepId | None:
-    """From a JSON body that is unsound, or of which only the ends are left."""
+    """The step of an invalid or partial JSON body."""
     if len(body) > MIN_COUNTED_BYTES:
-        # It may have been refused for what it would become: it is not read again.
-        return _unique_matches(body[:_END_BYTES] + b" " + body[-_END_BYTES:])
+        # It may have been rejected for its size in memory: do not parse it.
+        return _search_json(body[:_END_BYTES] + b" " + body[-_END_BYTES:])
     try:
         value = from_json(body)
     except ValueError:
-        return _unique_matches(body)
+        return _search_json(body)
     if not isinstance(value, dict):
         return None
     model_id, seq_id = value.get("model_id"), value.get("seq_id")
@@ -48,16 +49,16 @@ def step_id_in_json(body: bytes) -> StepId | None:
     return StepId(model_id, seq_id)
 
 
-def _unique_matches(body: bytes) -> StepId | None:
-    """Only what is said once: a second one may be part of the data."""
-    models, numbers = set(_MODEL.findall(body)), set(_NUMBER.findall(body))
-    if len(models) != 1 or len(numbers) != 1:
+def _search_json(body: bytes) -> StepId | None:
+    """Search for both ids; None if one has several values, because some may be part of the data."""
+    model_ids, seq_ids = set(_JSON_MODEL_ID.findall(body)), set(_JSON_SEQ_ID.findall(body))
+    if len(model_ids) != 1 or len(seq_ids) != 1:
         return None
-    return StepId(models.pop().decode(errors="replace"), int(numbers.pop()))
+    return StepId(model_ids.pop().decode(errors="replace"), int(seq_ids.pop()))
 
 
 def step_id_in_protobuf(body: bytes) -> StepId | None:
-    """From the bytes of a pass, up to where they stop making sense."""
+    """The step of a protobuf pass, read up to the first invalid byte."""
     model_id, seq_id, forward_only = "", 0, False
     for field, value in _fields(body):
         if field == _MODEL_ID and isinstance(value, bytes):
@@ -70,9 +71,9 @@ def step_id_in_protobuf(body: bytes) -> StepId | None:
 
 
 def _fields(body: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """The top level of a message: the number of each field, and its varint or its bytes."""
+    """Top-level fields of a message: the number of each, and its varint or bytes."""
     at = 0
-    for _ in range(_MOST_FIELDS):
+    for _ in range(_MAX_FIELDS):
         if at >= len(body):
             return
         key, at = read_varint(body, at)
@@ -90,7 +91,7 @@ def _fields(body: bytes) -> Iterator[tuple[int, int | bytes]]:
         if at < 0 or size < 0 or at + size > len(body):
             return
         if wire_type != VARINT:
-            # Examples may be large, and nothing in them is looked for.
+            # Examples may be large and are not needed.
             value = body[at : at + size] if field == _MODEL_ID else b""
         yield field, value
         at += size

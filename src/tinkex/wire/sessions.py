@@ -1,4 +1,4 @@
-"""Sessions: their life, how they end, searching them, and the training runs and served models listed with them."""
+"""Sessions and how they end, session search, training runs, and served models."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ __all__ = [
 
 class SupportedModel(LenientModel):
     model_name: str | None = None
-    #: Tokens of prompt and answer together.
+    #: Tokens of prompt and completion together.
     max_context_length: int | None = None
     trainable: bool | None = None
     sampleable: bool | None = None
@@ -80,7 +80,7 @@ class GetInfoRequest(StrictModel):
 class ModelData(LenientModel):
     arch: str | None = None
     model_name: str | None = None
-    #: What a tokenizer is loaded by: a name on the hub, or a folder.
+    #: A name on the Hugging Face hub, or a folder.
     tokenizer_id: str | None = None
 
 
@@ -100,7 +100,7 @@ class GetInfoResponse(LenientModel):
 
 
 class TrainingRun(LenientModel):
-    """A model that is, or was, being trained."""
+    """A model that is or was trained."""
 
     #: The same as its `model_id`.
     training_run_id: str
@@ -134,7 +134,7 @@ class CreateSessionRequest(StrictModel):
 
 class CreateSessionResponse(LenientModel):
     type: Literal["create_session"] = "create_session"
-    #: Texts the client logs, each at its level.
+    #: Messages that the client logs at these levels.
     info_message: str | None = None
     warning_message: str | None = None
     error_message: str | None = None
@@ -185,7 +185,7 @@ ClientSessionFinishReason: TypeAlias = Annotated[
 
 
 class FinishSessionRequest(StrictModel):
-    """The client is done; the first reason given counts."""
+    """The client has finished; only the first request counts."""
 
     reason: ClientSessionFinishReason
     detail: str | None = None
@@ -253,13 +253,13 @@ class OwnSearchOwner(StrictModel):
 
 
 class AccessibleSearchOwner(StrictModel):
-    """Sessions the caller may see."""
+    """Sessions that the caller may see."""
 
     type: Literal["accessible"] = "accessible"
 
 
 class UserSearchOwner(StrictModel):
-    """Sessions of these people."""
+    """Sessions of these users."""
 
     type: Literal["user"] = "user"
     owner_urns: list[str] = Field(min_length=1, max_length=10)
@@ -307,7 +307,7 @@ class SessionSearchCursor(LenientModel):
 class SessionSearchRequest(StrictModel):
     session_id: str | None = None
     project_ids: list[str] | None = None
-    #: Sessions whose metadata has all of these.
+    #: Sessions whose metadata has all of these entries.
     user_metadata: dict[str, str] = Field(default={})
     display_name: str | None = Field(default=None, min_length=1)
     owner: SearchOwner = OwnSearchOwner()
@@ -334,11 +334,11 @@ class SessionSearchResponse(LenientModel):
     next_cursor: SessionSearchCursor | None = None
 
 
-# -- what happened in a session ------------------------------------------------------------------
+# -- traces --------------------------------------------------------------------------------------
 
 
 class TraceExportResponse(LenientModel):
-    """A trace is made on request, and that may take a while."""
+    """A trace is created on request; poll until it is ready."""
 
     status: Literal["pending", "ready", "failed"]
     url: str | None = None

@@ -125,7 +125,7 @@ CASES: list[tuple[str, Case, int, str]] = [
             },
         ),
         422,
-        '[{"loc":["body","sampling_params","stop"],"msg":"a text, a list of texts or',
+        '[{"loc":["body","sampling_params","stop"],"msg":"expected a string, a list of strings or',
     ),
     *(
         (

@@ -411,7 +411,7 @@ class _Told:
     def _answer(self, result: bytes) -> list[bytes]:
         response = decode_sample_response(result, self._ids)
         for index, sequence in enumerate(response.sequences):
-            self._growing.take(index, sequence.tokens, sequence.logprobs, start=0)
+            self._growing.add(index, sequence.tokens, sequence.logprobs, start=0)
         done = event("done", {**whole(response, self._dialect), "sample_sequence_ids": self._ids})
         return [*(token(news) for news in self._reader.read_new()), done]
 

@@ -27,7 +27,7 @@ class Tap:
 
     def hear(self, told: frames_pb2.Tokens) -> None:
         """An engine that was started again tells everything again; only what is new counts."""
-        if self.growing.take(told.sequence, told.tokens, told.logprobs, start=told.start):
+        if self.growing.add(told.sequence, told.tokens, told.logprobs, start=told.start):
             changed, self.changed = self.changed, self._next()
             changed.set_result(None)
 
