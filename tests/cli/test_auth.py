@@ -165,7 +165,7 @@ def test_defect_12_a_missing_key_is_reported_as_that(tmp_path: Path) -> None:
     assert "TINKER_API_KEY" in told["problem"]
 
 
-def test_a_service_that_is_not_there_is_told_soon(tmp_path: Path) -> None:
+def test_an_unreachable_service_is_reported_soon(tmp_path: Path) -> None:
     done = Shell("http://127.0.0.1:9", tmp_path).run("auth", "status")
     assert done.exit_code == 1
     assert "Credentials available: yes" in done.stdout

@@ -142,7 +142,7 @@ class Balanced(HTMLParser):
         self.text.append(data)
 
 
-def test_the_page_is_whole_needs_nothing_beside_it_and_escapes_answers(outcome):
+def test_the_page_is_self_contained_and_escapes_answers(outcome):
     page = as_html(outcome)
     parser = Balanced()
     parser.feed(page)
@@ -156,7 +156,7 @@ def test_the_page_is_whole_needs_nothing_beside_it_and_escapes_answers(outcome):
     assert "prefers-color-scheme: dark" in page
 
 
-def test_the_terminal_shows_curve_answers_and_places(outcome, tmp_path):
+def test_the_terminal_shows_curve_answers_and_paths(outcome, tmp_path):
     console = Console(file=io.StringIO(), width=100, highlight=False)
     write_files(console, outcome, tmp_path / "out")
     say_what_next(console, outcome, tmp_path / "out")

@@ -47,7 +47,7 @@ def test_an_empty_list_says_what_that_means(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("asked", [("list",), ("revoke", "1")])
-def test_looking_at_keys_makes_no_data_folder(tmp_path: Path, asked: tuple[str, ...]) -> None:
+def test_listing_keys_does_not_create_a_data_folder(tmp_path: Path, asked: tuple[str, ...]) -> None:
     folder = tmp_path / "typo"
     refused = key(folder, *asked)
     assert refused.exit_code == 1
@@ -61,7 +61,7 @@ def test_looking_at_keys_makes_no_data_folder(tmp_path: Path, asked: tuple[str, 
     assert key(folder, *asked).exit_code == 0
 
 
-def test_a_database_of_a_newer_version_is_said_to_be(tmp_path: Path) -> None:
+def test_a_database_of_a_newer_version_is_reported(tmp_path: Path) -> None:
     key(tmp_path, "create")
     with contextlib.closing(sqlite3.connect(tmp_path / "tinkex.db")) as connection:
         connection.execute("UPDATE alembic_version SET version_num = '9999'")
@@ -71,7 +71,7 @@ def test_a_database_of_a_newer_version_is_said_to_be(tmp_path: Path) -> None:
     assert "made by a newer tinkex" in refused.stderr
 
 
-def test_a_file_that_is_no_database_is_said_to_be(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_database_is_reported(tmp_path: Path) -> None:
     (tmp_path / "tinkex.db").write_bytes(b"not a database, but long enough to be looked at" * 99)
     refused = key(tmp_path, "list")
     assert refused.exit_code == 1
@@ -88,7 +88,7 @@ def test_a_file_that_is_no_database_is_said_to_be(tmp_path: Path) -> None:
         (("--name", "x" * 201), "longer than 200"),
     ],
 )
-def test_what_cannot_be_is_refused(tmp_path: Path, options: tuple[str, ...], said: str) -> None:
+def test_invalid_options_are_refused(tmp_path: Path, options: tuple[str, ...], said: str) -> None:
     refused = key(tmp_path, "create", *options)
     assert refused.exit_code == 1
     assert said in refused.stderr
@@ -106,7 +106,7 @@ def test_the_command_loads_no_torch_and_no_web_server(tmp_path: Path) -> None:
     assert done.stdout.strip() == "[]", done.stderr
 
 
-def test_a_database_that_cannot_be_opened_is_said_to_be_and_does_not_mend_itself(
+def test_a_database_that_cannot_be_opened_is_reported_and_not_repaired(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "tinkex.db").mkdir()

@@ -40,7 +40,7 @@ def test_sizes_go_in_steps_of_1024(count: int | None, said: str) -> None:
         (-timedelta(seconds=5), "in less than a minute"),
     ],
 )
-def test_times_are_told_as_distances_until_a_date_says_more(before: timedelta, said: str) -> None:
+def test_times_are_relative_up_to_a_month_and_then_dates(before: timedelta, said: str) -> None:
     assert ago(NOW - before, now=NOW) == said
     assert ago((NOW - before).replace(tzinfo=None), now=NOW) == said
 

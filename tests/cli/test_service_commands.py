@@ -98,7 +98,7 @@ def test_runs_are_listed_with_the_columns_asked_for(shell: Shell, saved: Saved) 
     assert as_json["total"] >= 1
 
 
-def test_a_column_that_is_none_is_named_with_those_there_are(shell: Shell) -> None:
+def test_an_unknown_column_is_reported_with_the_known_ones(shell: Shell) -> None:
     wrong = shell("run", "list", "-c", "id,banana")
     assert wrong.code == 2
     assert "'banana' is no column" in wrong.err
@@ -112,7 +112,7 @@ def test_a_run_is_shown_with_its_metadata_and_iso_times(shell: Shell, saved: Sav
     assert "T" in run["last_request_time"]
 
 
-def test_what_is_not_there_ends_with_1_and_says_so(shell: Shell) -> None:
+def test_a_missing_object_exits_with_1_and_says_so(shell: Shell) -> None:
     missing = shell("run", "info", "nobody:train:0")
     assert missing.code == 1
     assert missing.err.startswith("error: not found")
@@ -149,7 +149,7 @@ def test_publishing_and_keeping_say_what_they_did(shell: Shell, saved: Saved) ->
         assert shell("checkpoint", "set-ttl", saved.sampler, *options).code == 2
 
 
-def test_deletion_asks_deletes_and_reports_what_stayed(
+def test_deletion_asks_deletes_and_reports_failures(
     shell: Shell, saved: Saved, server: Server
 ) -> None:
     with tinkex.ServiceClient(base_url=server.url) as service:
@@ -254,7 +254,7 @@ def test_a_prompt_is_answered(shell: Shell, saved: Saved, tmp_path: Path) -> Non
     assert shell("sample", "a", "--prompt-file", str(file)).code == 2
 
 
-def test_a_service_that_is_not_there_is_told_soon_and_a_missing_key_as_that() -> None:
+def test_an_unreachable_service_and_a_missing_key_are_reported() -> None:
     started = time.monotonic()
     away = Shell("http://127.0.0.1:9")("run", "list")
     assert away.code == 1

@@ -83,7 +83,7 @@ def test_unknown_fields_of_a_message_are_ignored_and_logged_once(type_, fields, 
         (CreateModelRequest, {**MODEL, "optimizer_config": {"type": "adamw", "x": 1}}, "x"),
     ],
 )
-def test_an_unknown_setting_changes_what_was_asked_for_and_is_the_users_failure(
+def test_an_unknown_setting_is_a_user_failure(
     type_, fields, told
 ):
     with pytest.raises(UserFailure, match=f"`{told}`"):
@@ -99,7 +99,7 @@ def test_the_failure_says_which_step_it_belongs_to():
     assert failure.value.request == {"model_id": "m", "seq_id": 9}
 
 
-def test_an_unknown_setting_that_is_null_asks_for_nothing():
+def test_an_unknown_setting_that_is_null_is_ignored():
     fields = {**SAMPLE, "sampling_params": {"max_tokens": 5, "min_p": None}}
 
     request = decode_json(SampleRequest, body(**fields))
@@ -213,7 +213,7 @@ def test_a_bad_pass_is_refused_with_the_path_of_the_bad_field(data, path):
         ({"seq_id": True}, ("seq_id",)),
     ],
 )
-def test_a_pass_with_a_bad_address_is_refused(change, loc):
+def test_a_pass_with_a_bad_model_or_step_id_is_refused(change, loc):
     fields = {"forward_backward_input": {"data": [], "loss_fn": "ppo"}, "model_id": "m"}
 
     with pytest.raises(WireError) as refused:
@@ -288,7 +288,7 @@ def test_sessions_and_telemetry_of_old_clients_lack_fields():
     assert telemetry.process_uuid == ""
 
 
-def test_an_explicit_null_is_the_same_as_nothing():
+def test_an_explicit_null_is_the_same_as_absent():
     request = decode_json(
         CreateModelRequest,
         body(**MODEL, user_metadata=None, lora_config={"rank": 4, "seed": None}),
@@ -303,7 +303,7 @@ def test_a_null_inside_a_users_own_data_is_kept():
     assert request.user_metadata == {"a": None}
 
 
-def test_the_key_of_the_input_tells_forward_from_forward_backward():
+def test_the_key_of_the_input_distinguishes_forward_from_forward_backward():
     work = {"data": [], "loss_fn": "cross_entropy"}
 
     _, forward = decode_forward_json(body(forward_input=work, model_id="m"))
@@ -332,7 +332,7 @@ def test_json_is_compact_utf8_and_leaves_out_what_is_none():
     )
 
 
-def test_a_dict_is_sent_as_it_stands_because_a_null_may_be_the_message():
+def test_a_dict_is_sent_unchanged_because_null_may_have_a_meaning():
     assert encode_json({"ttl_seconds": None}) == b'{"ttl_seconds":null}'
     assert decode_json(SetCheckpointTtlRequest, b'{"ttl_seconds":3600}').ttl_seconds == 3600
 
@@ -354,7 +354,7 @@ def test_a_number_json_does_not_have_is_refused(number):
         encode_json(AdamParams(learning_rate=number))
 
 
-def test_the_words_themselves_may_be_sent():
+def test_strings_that_spell_nan_or_infinity_may_be_sent():
     assert json.loads(encode_json({"text": "NaN and Infinity"})) == {"text": "NaN and Infinity"}
 
 
@@ -437,7 +437,7 @@ def test_numbers_that_fit_no_field_are_errors_with_a_path(datum, config, field):
 
 
 @pytest.mark.parametrize("key", ["rank", "seed"])
-def test_adapters_of_astronomic_size_are_malformed(key):
+def test_a_rank_or_seed_beyond_64_bits_is_malformed(key):
     lora = {"rank": 8, key: 10**30}
     with pytest.raises(WireError, match=f"lora_config.{key}: .* does not fit 64 bits"):
         decode_json(CreateModelRequest, body(**MODEL, lora_config=lora))
@@ -474,7 +474,7 @@ def test_bodies_are_unpacked_up_to_the_limit(packed, encoding):
         decompress(packed, encoding, max_bytes=len(TEXT) - 1)
 
 
-def test_nothing_packed_is_nothing():
+def test_an_empty_compressed_body_is_empty():
     empty = zstandard.ZstdCompressor().compress(b"")
 
     assert decompress(empty, "zstd", max_bytes=5) == b""
@@ -496,12 +496,12 @@ def test_nothing_packed_is_nothing():
         (TEXT, "br"),
     ],
 )
-def test_what_cannot_be_unpacked_is_refused(packed, encoding):
+def test_a_body_that_cannot_be_decompressed_is_refused(packed, encoding):
     with pytest.raises(WireError):
         decompress(packed, encoding, max_bytes=10**6)
 
 
-def test_a_bomb_stops_at_the_limit():
+def test_a_decompression_bomb_stops_at_the_limit():
     bomb = zstandard.ZstdCompressor(level=3).compress(bytes(200_000_000))
 
     with pytest.raises(TooLarge):

@@ -36,7 +36,7 @@ def test_a_prompt_is_built_by_appending_and_the_old_one_stays():
     assert ModelInput.empty().to_ints() == []
 
 
-def test_a_token_joins_the_text_before_it_and_starts_one_after_a_picture():
+def test_a_token_joins_the_text_before_it_and_starts_one_after_an_image():
     picture = ImageChunk(data=b"x", format="png", expected_tokens=5)
     prompt = ModelInput.empty().append_int(1).append_int(2).append(picture).append_int(3)
 
@@ -63,7 +63,7 @@ class Wrapped(Words):
 
 
 @pytest.mark.parametrize("tokenizer", [Words(), Wrapped()])
-def test_a_prompt_is_made_from_text_by_whoever_can_encode(tokenizer):
+def test_a_prompt_is_made_from_text_by_any_encoder(tokenizer):
     assert ModelInput.from_text("5 6 7", tokenizer).to_ints() == [0, 5, 6, 7]
     bare = ModelInput.from_text("5 6", tokenizer, add_special_tokens=False)
     assert bare.to_ints() == [5, 6]
@@ -82,7 +82,7 @@ def test_tokens_are_copied_and_read_only():
 
 
 @pytest.mark.parametrize("tokens", [[True], [1, True], [1, False, 2]])
-def test_a_truth_value_that_came_as_json_is_no_token(tokens):
+def test_a_json_boolean_is_not_a_token(tokens):
     with pytest.raises(WireError, match="not token ids"):
         EncodedTextChunk._read({"type": "encoded_text", "tokens": tokens})
 
@@ -90,12 +90,12 @@ def test_a_truth_value_that_came_as_json_is_no_token(tokens):
 @pytest.mark.parametrize(
     "tokens", [["a"], [1.5], [[1, 2]], [2**31], [-(2**31) - 1], [None], [True]]
 )
-def test_what_is_no_token_is_refused(tokens):
+def test_invalid_tokens_are_refused(tokens):
     with pytest.raises(ValueError, match="token"):
         ModelInput.from_ints(tokens)
 
 
-def test_a_prompt_with_a_picture_has_no_token_list_and_says_which_chunk():
+def test_a_prompt_with_an_image_has_no_token_list_and_says_which_chunk():
     picture = ImageChunk(data=b"x", format="png", expected_tokens=7)
     prompt = PROMPT.append(picture)
 
@@ -109,7 +109,7 @@ def test_a_prompt_with_a_picture_has_no_token_list_and_says_which_chunk():
 # -- T12: pictures and sound ---------------------------------------------------------------------
 
 
-def test_a_picture_is_bytes_in_python_and_base64_on_the_wire():
+def test_an_image_is_bytes_in_python_and_base64_on_the_wire():
     chunk = ImageChunk(data=b"\xff\x00", format="jpeg", expected_tokens=3)
 
     assert chunk.data == b"\xff\x00"
@@ -159,7 +159,7 @@ def test_text_that_is_not_base64_is_refused():
         (bytes([254, 7, 1, 0x80, 0x01]), 128),  # constant, dtype 7, one dimension of LEB128 128
     ],
 )
-def test_the_length_of_sound_is_in_its_header(header, length):
+def test_the_length_of_audio_is_in_its_header(header, length):
     assert DmelChunk(dmel=header + b"payload").length == length
     assert DmelChunk(dmel=base64.b64encode(header).decode()).length == length
 
@@ -236,7 +236,7 @@ def test_other_bools_and_texts_are_refused_by_name(key, value):
         Datum(ModelInput.from_ints([1, 2]), {key: value})
 
 
-def test_what_a_tokenizer_returns_as_a_whole_is_refused_with_what_to_take_of_it():
+def test_the_mapping_of_a_tokenizer_is_refused_with_advice():
     with pytest.raises(ValueError, match=r"\['input_ids'\]"):
         ModelInput.from_ints({"input_ids": [1, 2], "attention_mask": [1, 1]})
     with pytest.raises(ValueError, match=r"\['input_ids'\]"):
@@ -264,12 +264,12 @@ def test_ragged_lists_are_refused_by_name():
 
 
 @pytest.mark.parametrize("value", ["abc", 3, None, {"data": [1]}])
-def test_what_is_no_tensor_is_refused_by_name(value):
+def test_invalid_tensors_are_refused_by_name(value):
     with pytest.raises(TypeError, match="weights"):
         Datum(PROMPT, {"weights": value})
 
 
-def test_nothing_that_travels_is_a_bare_list():
+def test_lists_are_sent_as_tensors():
     made = Datum(PROMPT, {"target_tokens": [1, 2, 3]})
 
     assert made.model_dump()["loss_fn_inputs"]["target_tokens"] == {

@@ -58,7 +58,7 @@ def test_t7_prompt_logprobs_has_three_states(said):
     assert decode_json(SampleRequest, body).prompt_logprobs is said
 
 
-def test_t7_not_saying_is_the_default_and_null_is_not_false():
+def test_t7_none_is_the_default_and_null_is_not_false():
     body = b'{"prompt":{"chunks":[]},"sampling_params":{},"prompt_logprobs":null}'
 
     assert SampleRequest(**ASKED).prompt_logprobs is None
@@ -71,7 +71,7 @@ def test_t8_a_sequence_stopped_for_one_of_two_reasons(reason):
 
 
 @pytest.mark.parametrize("reason", ["max_tokens", "stop_sequence", "eos", "STOP", "", None])
-def test_t8_other_words_are_refused(reason):
+def test_t8_other_stop_reasons_are_refused(reason):
     with pytest.raises(ValueError, match="'length' or 'stop'"):
         SampledSequence(reason, "q", [1])
 

@@ -86,7 +86,7 @@ def test_the_values_are_cast_not_only_the_label(given, dtype):
     ],
     ids=lambda array: str(array.dtype),
 )
-def test_other_kinds_are_refused_by_key_and_dtype(array):
+def test_other_dtypes_are_refused_by_key_and_dtype(array):
     with pytest.raises(ValueError, match="weights") as refused:
         Datum(ModelInput.from_ints([1]), {"weights": array})
 
@@ -129,12 +129,12 @@ def test_ordinary_rounding_is_silent():
     assert tensor.dtype == "float32"
 
 
-def test_a_value_json_cannot_mean_is_refused_off_the_wire_rather_than_warned_about():
+def test_an_overflow_on_the_wire_is_an_error_rather_than_a_warning():
     with pytest.raises(ValueError, match=r"data: 1e[+]300 is too large for float32"):
         TensorData.model_validate({"data": [1e300], "dtype": "float32"})
 
 
-def test_a_fraction_is_no_token():
+def test_a_fraction_is_not_a_token():
     with pytest.raises(ValueError, match=r"target_tokens: 1.5 is not a whole number"):
         Datum(ModelInput.from_ints([1]), {"target_tokens": [1.5]})
 
@@ -158,7 +158,7 @@ def test_only_a_flat_list_of_numbers_is_data_on_the_wire(data):
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_a_tensor_does_not_follow_its_source(dtype):
+def test_a_tensor_is_a_copy_of_its_source(dtype):
     source = np.ones(3, dtype=dtype)
     tensors_made = [TensorData.from_numpy(source), TensorData(data=source, dtype="float32")]
 
@@ -204,14 +204,14 @@ def test_tensors_with_gradients_and_of_narrow_types_are_taken():
 
 
 @pytest.mark.parametrize("name", ["bool", "uint8", "complex64"])
-def test_torch_kinds_that_do_not_travel_are_refused_by_key(name):
+def test_unsupported_torch_dtypes_are_refused_by_key(name):
     torch = pytest.importorskip("torch")
 
     with pytest.raises(ValueError, match=f"weights.*{name}"):
         Datum(ModelInput.from_ints([1]), {"weights": torch.zeros(2, dtype=getattr(torch, name))})
 
 
-def test_a_sparse_2d_torch_tensor_travels_as_csr_and_a_full_one_dense():
+def test_a_sparse_2d_torch_tensor_is_sent_as_csr_and_a_full_one_dense():
     torch = pytest.importorskip("torch")
     thin, full = torch.zeros(4, 9), torch.ones(4, 9)
     thin[1, 3], thin[3, 8] = -2.0, 0.5
@@ -291,13 +291,13 @@ CSR = {
         ({"sparse_col_indices": [-1, 0]}, "sparse_col_indices"),
     ],
 )
-def test_csr_that_does_not_hold_together_is_refused_by_field(change, where):
+def test_inconsistent_csr_is_refused_by_field(change, where):
     assert TensorData.model_validate(CSR).to_numpy().tolist() == [[1, 0, 0], [0, 0, 2]]
     with pytest.raises(ValueError, match=where):
         TensorData.model_validate({**CSR, **change})
 
 
-def test_a_lists_values_decide_under_a_name_nobody_knows():
+def test_values_decide_the_dtype_of_a_list_under_an_unknown_name():
     assert tensor_from([1, 2], key="mine").dtype == "int64"
     assert tensor_from([1, 2.5], key="mine").dtype == "float32"
     assert tensor_from([], key="mine").dtype == "float32"

@@ -11,7 +11,7 @@ from pydantic import AwareDatetime, BaseModel
 from tinkex.wire.base import StrictModel, time_from_text
 from tinkex.wire.codec import decode_json
 from tinkex.wire.errors import WireError
-from wire.test_finite import wire_types
+from wire.test_finite_numbers import wire_types
 
 
 def request_times() -> Iterator[tuple[type, str]]:
@@ -33,7 +33,7 @@ def is_time(annotation: Any) -> bool:
 TIMES = [*request_times()]
 
 
-def test_the_walk_finds_them() -> None:
+def test_all_time_fields_are_found() -> None:
     assert ("SessionSearchCursor", "last_created_at") in {(m.__name__, name) for m, name in TIMES}
     assert len(TIMES) >= 7
 

@@ -72,7 +72,7 @@ def test_each_release_gets_its_flags_and_an_unknown_one_none(version, flags):
     ("version", "cancels"),
     [("0.4.1", False), ("0.25.0", False), ("0.26.0", True), ("0.36.0", True), (None, True)],
 )
-def test_samples_can_be_cancelled_by_those_who_know_how(version, cancels):
+def test_cancellation_is_enabled_for_releases_that_support_it(version, cancels):
     expected = {"sample_cancel_enabled": True} if cancels else {}
     assert SdkVersion.of(version).dynamic_config() == expected
 
@@ -98,7 +98,7 @@ def test_an_unnamed_sampler_save_has_no_path_for_clients_that_crash_on_it(versio
     assert SdkVersion.of(version).unnamed_sampler_save_has_path is has_path
 
 
-def test_an_unknown_version_is_spoken_to_as_the_newest():
+def test_an_unknown_version_is_treated_as_the_newest():
     assert SdkVersion.of("nonsense").version == NEWEST
     assert SdkVersion.of("0.36.0").version == NEWEST
 

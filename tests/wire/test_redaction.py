@@ -93,7 +93,7 @@ def test_another_cause_of_the_same_failure_is_shown_in_full(
     assert text.count("its traceback was logged") == 2
 
 
-def test_it_is_shown_again_after_a_while_with_how_many_were_not(
+def test_a_traceback_is_logged_again_later_with_the_number_of_repeats(
     log: tuple[logging.Logger, io.StringIO], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     logger, written = log
@@ -109,7 +109,7 @@ def test_it_is_shown_again_after_a_while_with_how_many_were_not(
     assert "(2 repeats of this traceback were not logged)" in last
 
 
-def test_what_is_remembered_has_an_end() -> None:
+def test_the_number_of_remembered_tracebacks_is_bounded() -> None:
     formatter = RedactingFormatter()
     for number in range(1000):
         kind = type(f"Error{number}", (Exception,), {})

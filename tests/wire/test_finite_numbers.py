@@ -127,7 +127,7 @@ def floats_of(models: list[type[BaseModel]]) -> list[tuple[type[BaseModel], str,
     floats_of(answer_types()),
     ids=lambda p: getattr(p, "__name__", str(p)),
 )
-def test_a_float_of_an_answer_may_be_anything(
+def test_a_float_of_a_response_may_be_anything(
     model: type[BaseModel], name: str, annotation: Any, number: float
 ) -> None:
     """What it tells of has happened; an error for it would say that it has not."""
@@ -156,7 +156,7 @@ def test_every_float_of_every_request_is_finite(
     assert {error["type"] for error in found} == {"finite_number"}
 
 
-def test_the_walk_finds_the_numbers_that_matter() -> None:
+def test_the_search_finds_the_float_fields() -> None:
     found = {(model.__name__, name) for model, name, _ in floats_of(request_types())}
 
     assert {("AdamParams", field) for field in AdamParams.model_fields} <= found
@@ -191,7 +191,7 @@ def test_every_other_type_with_floats_is_known_here() -> None:
 
 
 @pytest.mark.parametrize("number", BAD)
-def test_a_number_that_went_past_the_constructor_is_not_sent_as_null(number: float) -> None:
+def test_a_number_that_bypassed_the_constructor_is_not_sent_as_null(number: float) -> None:
     params = SamplingParams().model_copy(update={"temperature": number})
     asked = SampleRequest(prompt=ModelInput.from_ints([1]), sampling_params=SamplingParams())
     asked = asked.model_copy(update={"sampling_params": params})
@@ -277,7 +277,7 @@ def test_a_sampling_setting_that_is_null_is_refused_by_name(name: str) -> None:
         decode_json(SampleRequest, sample(**{name: None}))
 
 
-def test_null_goes_on_meaning_absent_where_the_protocol_has_it() -> None:
+def test_null_means_absent_where_the_protocol_allows_it() -> None:
     """SDKs before 0.18 send what their user set to None."""
     read = decode_json(SampleRequest, sample(max_tokens=None, seed=None, stop=None))
 
@@ -352,7 +352,7 @@ def test_a_setting_of_a_loss_in_protobuf_is_finite(number: float) -> None:
         decode_forward_backward_request(a_pass([1.0, 1.0], {"beta": number}))
 
 
-def test_tensors_in_protobuf_may_hold_what_protobuf_has() -> None:
+def test_tensors_in_protobuf_may_hold_nan_and_infinity() -> None:
     """What a NaN there means is the loss's to say: those of the server refuse it by name."""
     read, _ = decode_forward_backward_request(a_pass([math.nan, -math.inf], None))
 

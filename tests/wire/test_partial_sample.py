@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tinkex.wire.partial_sample import PartialSample, PartialSampleReader, SampledTokens
 
 
-def test_what_is_told_again_after_a_new_start_is_taken_once() -> None:
+def test_tokens_sent_again_after_a_restart_are_stored_once() -> None:
     growing = PartialSample()
     reader = PartialSampleReader(growing)
     assert growing.add(0, [1, 2, 3], [-1.0, -2.0, -3.0], start=0)
@@ -19,7 +19,7 @@ def test_what_is_told_again_after_a_new_start_is_taken_once() -> None:
     assert reader.read_new() == []
 
 
-def test_tokens_behind_a_gap_wait_for_the_whole_answer() -> None:
+def test_tokens_after_a_gap_wait_for_the_whole_response() -> None:
     growing = PartialSample()
     assert not growing.add(0, [9], [-1.0], start=5)
     assert growing.count(0) == 0
@@ -27,7 +27,7 @@ def test_tokens_behind_a_gap_wait_for_the_whole_answer() -> None:
     assert growing.count(0) == 6
 
 
-def test_a_late_reader_gets_everything_and_sequences_stay_apart() -> None:
+def test_a_late_reader_gets_everything_and_sequences_stay_separate() -> None:
     growing = PartialSample()
     growing.add(1, [5], [-0.5], start=0)
     growing.add(0, [6, 7], [-0.5, -0.25], start=0)
