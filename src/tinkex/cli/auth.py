@@ -11,8 +11,8 @@ from urllib.parse import quote, urlsplit
 import click
 
 from tinkex.cli.errors import CommandFailed
-from tinkex.cli.output import NONE, as_json, show_json, show_properties, yes
-from tinkex.cli.service_options import address, talks_to_a_service
+from tinkex.cli.output import NONE, as_json, show_json, show_properties, yes_no
+from tinkex.cli.service_options import service_arguments, service_options
 
 if TYPE_CHECKING:
     from tinkex.client.auth.key_store import StoredKeys
@@ -28,7 +28,7 @@ def command() -> None:
 
 
 @command.command("login")
-@talks_to_a_service
+@service_options
 def login() -> None:
     """Check a key and store it for this service.
 
@@ -49,7 +49,7 @@ def login() -> None:
             f"a key for {service} is stored already: {_named(stored, found)}.",
             hint="`tinkex auth logout` removes it.",
         )
-    key = ApiKey((address()["api_key"] or _asked_for(service)).strip())
+    key = ApiKey((service_arguments()["api_key"] or _prompt_for_key(service)).strip())
     if (problem := key.problem) is not None:
         raise CommandFailed(
             "a key must start with 'tml-' (or 'eyJ', if it is a token); the one given "
@@ -86,7 +86,7 @@ def login() -> None:
 
 
 @command.command("logout")
-@talks_to_a_service
+@service_options
 def logout() -> None:
     """Forget the stored key for this service.
 
@@ -126,7 +126,7 @@ def logout() -> None:
 
 
 @command.command("status")
-@talks_to_a_service
+@service_options
 def status() -> None:
     """Say whether there are credentials, and whether the service takes them. Exit 1 on a no."""
     from tinkex.client.auth import key_requests
@@ -135,7 +135,7 @@ def status() -> None:
 
     settings, problem = None, None
     try:
-        settings = Settings.resolve(**_given())
+        settings = Settings.resolve(**service_arguments())
         key_requests.ask(settings, key_requests.capabilities)
     except TinkerError as error:
         problem = str(error)
@@ -149,8 +149,8 @@ def status() -> None:
             }
         )
     else:
-        click.echo(f"Credentials available: {yes(has_credentials)}")
-        click.echo(f"Service accessible: {yes(is_accessible)}")
+        click.echo(f"Credentials available: {yes_no(has_credentials)}")
+        click.echo(f"Service accessible: {yes_no(is_accessible)}")
         if problem:
             click.echo(problem, err=True)
     if problem:
@@ -158,7 +158,7 @@ def status() -> None:
 
 
 @command.command("whoami")
-@talks_to_a_service
+@service_options
 def whoami() -> None:
     """Show whose key is used: email, user, organisation."""
     from tinkex.client.auth import key_requests
@@ -181,7 +181,7 @@ def whoami() -> None:
             "organization_id": claims.get("org_id") or None,
         }
 
-    owner = key_requests.ask(Settings.resolve(**_given()), who)
+    owner = key_requests.ask(Settings.resolve(**service_arguments()), who)
     if as_json():
         show_json(owner)
         return
@@ -193,21 +193,17 @@ def whoami() -> None:
     show_properties({name.capitalize(): value or NONE for name, value in owner.items()})
 
 
-def _given() -> dict[str, Any]:
-    return dict(address())
-
-
 def _stored() -> tuple[str, StoredKeys, str | None]:
     """Which service is meant, all stored keys, and the id of the one for it."""
     from tinkex.client.auth import key_store
     from tinkex.client.settings import is_loopback, service_url
 
-    service = service_url(address()["base_url"])
+    service = service_url(service_arguments()["base_url"])
     stored = key_store.read(key_store.place())
     return service, stored, stored.of(service, is_local=is_loopback(service))
 
 
-def _asked_for(service: str) -> str:
+def _prompt_for_key(service: str) -> str:
     from tinkex.client.settings import DEFAULT_URL
 
     if not sys.stdin.isatty():

@@ -7,12 +7,12 @@ import click
 
 from tinkex.cli.errors import CommandFailed
 from tinkex.cli.output import as_json, show_json, size
-from tinkex.cli.server_options import of_a_data_folder, settings_of
+from tinkex.cli.server_options import data_folder_options, load_settings
 
 
 @click.command("backup")
 @click.argument("target", type=click.Path(path_type=Path))
-@of_a_data_folder
+@data_folder_options
 def command(
     target: Path, data: str | None, db: str | None, storage: str | None, format: str | None
 ) -> None:
@@ -21,7 +21,7 @@ def command(
     The copy holds the server's secrets and everybody's work: it is readable by its owner alone.
     `tinkex restore` makes a data folder of it, and `tinkex doctor --data TARGET` looks at it.
     """
-    settings = settings_of("backup", data=data, db=db, storage=storage)
+    settings = load_settings("backup", data=data, db=db, storage=storage)
     from tinkex.server.maintenance.backup import BackupFailed, take
 
     try:
@@ -50,7 +50,7 @@ def restore_command(backup: Path, data: str | None) -> None:
     that time start their runs again from a checkpoint, or from the beginning.
     """
     # The back-up brings its own settings; none of those here apply to it.
-    settings = settings_of("restore", data=data)
+    settings = load_settings("restore", data=data)
     from tinkex.server.maintenance.backup import BackupFailed, restore
 
     try:

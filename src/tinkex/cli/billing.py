@@ -10,12 +10,12 @@ import click
 
 from tinkex.cli.output import NONE, as_json, show_json, show_table, write_csv
 from tinkex.cli.output import size as shown_size
-from tinkex.cli.service_options import admin, talks_to_a_service
+from tinkex.cli.service_options import admin_client, service_options
 
 if TYPE_CHECKING:
     from tinkex.wire.billing import BillingUsageEvent
 
-USAGE = (
+USAGE_COLUMNS = (
     "bucket_start",
     "bucket_end",
     "type",
@@ -33,8 +33,15 @@ USAGE = (
     "effective_rate_usd_per_gigabyte_month",
 )
 #: What people look at first; the rest is in CSV and JSON.
-USAGE_SHOWN = ("bucket_start", "type", "base_model", "user_name", "amount", "estimated_cost_usd")
-STORAGE = (
+USAGE_TABLE_COLUMNS = (
+    "bucket_start",
+    "type",
+    "base_model",
+    "user_name",
+    "amount",
+    "estimated_cost_usd",
+)
+STORAGE_COLUMNS = (
     "project_id",
     "org_user_urn",
     "user_email",
@@ -56,7 +63,7 @@ def command() -> None:
 @click.argument("ending_before", metavar="END")
 @click.option("--csv", "csv_path", metavar="FILE", help="Write rows as CSV; - is stdout.")
 @click.option("--sessions-csv", metavar="FILE", help="Write the sessions' metadata as CSV.")
-@talks_to_a_service
+@service_options
 def usage(
     starting_on: str, ending_before: str, csv_path: str | None, sessions_csv: str | None
 ) -> None:
@@ -66,10 +73,12 @@ def usage(
     """
     if csv_path == sessions_csv == "-":
         raise click.UsageError("Only one of --csv and --sessions-csv can be stdout.")
-    answer = admin().get_billing_usage(starting_on, ending_before).result()
+    answer = admin_client().get_billing_usage(starting_on, ending_before).result()
     rows = [_usage_row(event) for event in answer.data]
     if csv_path:
-        write_csv(csv_path, USAGE, [[row.get(name) for name in USAGE] for row in rows])
+        write_csv(
+            csv_path, USAGE_COLUMNS, [[row.get(name) for name in USAGE_COLUMNS] for row in rows]
+        )
     if sessions_csv:
         write_csv(
             sessions_csv,
@@ -88,8 +97,8 @@ def usage(
         answer.cost_data_through
     )
     show_table(
-        [name.replace("_", " ").capitalize() for name in USAGE_SHOWN],
-        [_cells({**row, "amount": _amount(row)}, USAGE_SHOWN) for row in rows],
+        [name.replace("_", " ").capitalize() for name in USAGE_TABLE_COLUMNS],
+        [_cells({**row, "amount": _amount(row)}, USAGE_TABLE_COLUMNS) for row in rows],
         title=f"{len(rows)} entries{through}",
     )
 
@@ -97,13 +106,15 @@ def usage(
 @command.command("checkpoint-storage")
 @click.option("--project-id", metavar="ID", help="Only this project.")
 @click.option("--csv", "csv_path", metavar="FILE", help="Write rows as CSV; - is stdout.")
-@talks_to_a_service
+@service_options
 def checkpoint_storage(project_id: str | None, csv_path: str | None) -> None:
     """Show what saved weights take up now, by project and owner."""
-    answer = admin().get_current_checkpoint_storage_usage(project_id).result()
+    answer = admin_client().get_current_checkpoint_storage_usage(project_id).result()
     rows = [item.model_dump(mode="json") for item in answer.data]
     if csv_path:
-        write_csv(csv_path, STORAGE, [[row[name] for name in STORAGE] for row in rows])
+        write_csv(
+            csv_path, STORAGE_COLUMNS, [[row[name] for name in STORAGE_COLUMNS] for row in rows]
+        )
     elif as_json():
         show_json(answer)
     else:

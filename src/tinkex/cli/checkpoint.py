@@ -12,16 +12,32 @@ from typing import TYPE_CHECKING
 import click
 
 from tinkex.cli.errors import CommandFailed
-from tinkex.cli.output import NONE, ago, as_json, plain, show_json, show_properties, show_table, yes
+from tinkex.cli.output import (
+    NONE,
+    ago,
+    as_json,
+    plain,
+    show_json,
+    show_properties,
+    show_table,
+    yes_no,
+)
 from tinkex.cli.output import size as shown_size
-from tinkex.cli.service_options import at_least, counting, limited, pages, rest, talks_to_a_service
+from tinkex.cli.service_options import (
+    fetch_pages,
+    limit_option,
+    minimum,
+    progress_bar,
+    rest_client,
+    service_options,
+)
 
 if TYPE_CHECKING:
     from tinkex.client.rest import RestClient
     from tinkex.wire.checkpoints import Checkpoint
 
-PAGE = 1000
-AT_ONCE = 32
+PAGE_SIZE = 1000
+MAX_CONCURRENT_DELETES = 32
 TYPES = ("training", "sampler", "external")
 
 
@@ -33,7 +49,7 @@ def command() -> None:
     """
 
 
-def _moment(ctx: click.Context, param: click.Parameter, text: str | None) -> datetime | None:
+def _parse_date(ctx: click.Context, param: click.Parameter, text: str | None) -> datetime | None:
     if text is None:
         return None
     try:
@@ -45,7 +61,7 @@ def _moment(ctx: click.Context, param: click.Parameter, text: str | None) -> dat
     return moment if moment.tzinfo else moment.replace(tzinfo=UTC)
 
 
-def _type(ctx: click.Context, param: click.Parameter, text: str | None) -> str | None:
+def _parse_type(ctx: click.Context, param: click.Parameter, text: str | None) -> str | None:
     # The option is free text, as in the official client; the kinds of paths are taken as well.
     from tinkex.wire.checkpoints import KINDS
 
@@ -58,11 +74,11 @@ def _type(ctx: click.Context, param: click.Parameter, text: str | None) -> str |
 @command.command("delete")
 @click.argument("checkpoint_paths", metavar="[PATH]...", nargs=-1)
 @click.option("--run-id", metavar="RUN", help="All checkpoints of a training run.")
-@click.option("--type", "kind", callback=_type, help=f"Of these, only {', '.join(TYPES)}.")
-@click.option("--before", callback=_moment, metavar="DATE", help="Only those saved before.")
-@click.option("--after", callback=_moment, metavar="DATE", help="Only those saved at or after.")
+@click.option("--type", "kind", callback=_parse_type, help=f"Of these, only {', '.join(TYPES)}.")
+@click.option("--before", callback=_parse_date, metavar="DATE", help="Only those saved before.")
+@click.option("--after", callback=_parse_date, metavar="DATE", help="Only those saved at or after.")
 @click.option("--yes", "-y", is_flag=True, help="Don't ask.")
-@talks_to_a_service
+@service_options
 def delete(
     checkpoint_paths: tuple[str, ...],
     run_id: str | None,
@@ -76,7 +92,7 @@ def delete(
         raise click.UsageError("Give either PATHs or --run-id.")
     if not run_id and (kind or before or after):
         raise click.UsageError("--type, --before and --after choose among those of a --run-id.")
-    client = rest()
+    client = rest_client()
     if run_id:
         found = [
             checkpoint
@@ -88,7 +104,7 @@ def delete(
         paths = [checkpoint.tinker_path for checkpoint in found]
     else:
         paths = list(dict.fromkeys(checkpoint_paths))
-        found = [] if yes else _known(client, paths)
+        found = [] if yes else _look_up(client, paths)
     if not paths:
         _report(0, [])
         return
@@ -100,7 +116,7 @@ def delete(
         raise click.exceptions.Exit(1)
 
 
-def _known(client: RestClient, paths: Iterable[str]) -> list[Checkpoint]:
+def _look_up(client: RestClient, paths: Iterable[str]) -> list[Checkpoint]:
     """Sizes to show before asking; a path that is not there shows up when it is deleted."""
     from tinkex.client.errors import NotFoundError
     from tinkex.wire.checkpoints import ParsedCheckpointTinkerPath
@@ -130,9 +146,9 @@ def _delete_all(client: RestClient, paths: list[str]) -> list[tuple[str, str]]:
     failed: list[tuple[str, str]] = []
     waiting = list(reversed(paths))
     running: dict[concurrent.futures.Future[None], str] = {}
-    with counting("Deleting", quiet=as_json()) as show:
+    with progress_bar("Deleting", quiet=as_json()) as show:
         while waiting or running:
-            while waiting and len(running) < AT_ONCE:
+            while waiting and len(running) < MAX_CONCURRENT_DELETES:
                 path = waiting.pop()
                 try:
                     running[client.delete_checkpoint_from_tinker_path(path)] = path
@@ -172,14 +188,14 @@ def _report(deleted: int, failed: list[tuple[str, str]]) -> None:
     help="The folder to make it in.  [default: here]",
 )
 @click.option("--force", is_flag=True, help="Replace what is there.")
-@talks_to_a_service
+@service_options
 def download(checkpoint_path: str, output: Path | None, force: bool) -> None:
     """Download the files of a checkpoint into a folder of their own.
 
     A download that was cut off goes on where it stopped.
     """
     target = (output or Path()) / folder_name(checkpoint_path)
-    folder = _downloaded(rest(), checkpoint_path, target, force=force)
+    folder = _downloaded(rest_client(), checkpoint_path, target, force=force)
     total = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     if as_json():
         show_json(
@@ -209,18 +225,18 @@ def _downloaded(client: RestClient, path: str, target: Path, *, force: bool) -> 
         raise CommandFailed(
             f"{target} is there already.", hint="Add --force to replace it, or choose --output."
         )
-    with counting(f"Downloading {target.name}", quiet=as_json()) as show:
+    with progress_bar(f"Downloading {target.name}", quiet=as_json()) as show:
         return download_checkpoint(path, target, rest=client, overwrite=force, progress=show)
 
 
 @command.command("info")
 @click.argument("checkpoint_path", metavar="PATH")
-@talks_to_a_service
+@service_options
 def info(checkpoint_path: str) -> None:
     """Show one checkpoint."""
-    client = rest()
+    client = rest_client()
     weights = client.get_weights_info_by_tinker_path(checkpoint_path)
-    checkpoint = find(client, checkpoint_path)
+    checkpoint = find_checkpoint(client, checkpoint_path)
     about = weights.result()
     if as_json():
         lora = {"is_lora": about.is_lora, "lora_rank": about.lora_rank}
@@ -231,10 +247,10 @@ def info(checkpoint_path: str) -> None:
             "Path": checkpoint.tinker_path,
             "Type": checkpoint.checkpoint_type,
             "Base model": about.base_model,
-            "LoRA": yes(about.is_lora),
+            "LoRA": yes_no(about.is_lora),
             "LoRA rank": NONE if about.lora_rank is None else str(about.lora_rank),
             "Size": shown_size(checkpoint.size_bytes),
-            "Public": yes(checkpoint.public),
+            "Public": yes_no(checkpoint.public),
             "Saved": checkpoint.time.isoformat(),
             "Expires": "never"
             if checkpoint.expires_at is None
@@ -244,7 +260,7 @@ def info(checkpoint_path: str) -> None:
     )
 
 
-def find(client: RestClient, path: str) -> Checkpoint:
+def find_checkpoint(client: RestClient, path: str) -> Checkpoint:
     """What the list of its run says about a checkpoint."""
     from tinkex.wire.checkpoints import ParsedCheckpointTinkerPath
 
@@ -260,11 +276,11 @@ def find(client: RestClient, path: str) -> Checkpoint:
 
 @command.command("list")
 @click.option("--run-id", metavar="RUN", help="Only those of one training run.")
-@limited
-@talks_to_a_service
+@limit_option
+@service_options
 def list_(run_id: str | None, limit: int) -> None:
     """Show checkpoints, the latest first."""
-    client = rest()
+    client = rest_client()
 
     def fetch(count: int, offset: int) -> tuple[list[Checkpoint], int]:
         page = client.list_user_checkpoints(limit=count, offset=offset).result()
@@ -272,7 +288,9 @@ def list_(run_id: str | None, limit: int) -> None:
         return page.checkpoints, total
 
     if run_id is None:
-        found, total = pages(fetch, limit=limit, page=PAGE, what="Checkpoints", quiet=as_json())
+        found, total = fetch_pages(
+            fetch, limit=limit, page=PAGE_SIZE, what="Checkpoints", quiet=as_json()
+        )
     else:
         found = client.list_checkpoints(run_id).result().checkpoints
         total = len(found)
@@ -291,7 +309,7 @@ def list_(run_id: str | None, limit: int) -> None:
                 checkpoint.tinker_path,
                 checkpoint.checkpoint_type,
                 shown_size(checkpoint.size_bytes),
-                yes(checkpoint.public),
+                yes_no(checkpoint.public),
                 ago(checkpoint.time),
                 "never" if checkpoint.expires_at is None else ago(checkpoint.expires_at),
             )
@@ -303,11 +321,13 @@ def list_(run_id: str | None, limit: int) -> None:
 
 @command.command("publish")
 @click.argument("checkpoint_path", metavar="PATH")
-@talks_to_a_service
+@service_options
 def publish(checkpoint_path: str) -> None:
     """Let everybody on the service read a checkpoint."""
-    rest().publish_checkpoint_from_tinker_path(checkpoint_path).result()
-    _done(checkpoint_path, "is published: everybody on the service can read it.", public=True)
+    rest_client().publish_checkpoint_from_tinker_path(checkpoint_path).result()
+    _report_change(
+        checkpoint_path, "is published: everybody on the service can read it.", public=True
+    )
 
 
 @command.command("push-hf")
@@ -320,7 +340,7 @@ def publish(checkpoint_path: str) -> None:
 @click.option("--allow-pattern", multiple=True, metavar="GLOB", help="Only such files.")
 @click.option("--ignore-pattern", multiple=True, metavar="GLOB", help="No such files.")
 @click.option("--no-model-card", is_flag=True, help="Don't write a README.md.")
-@talks_to_a_service
+@service_options
 def push_hf(
     checkpoint_path: str,
     repo: str | None,
@@ -342,7 +362,7 @@ def push_hf(
 
     with tempfile.TemporaryDirectory() as work:
         target = Path(work) / folder_name(checkpoint_path)
-        folder = _downloaded(rest(), checkpoint_path, target, force=False)
+        folder = _downloaded(rest_client(), checkpoint_path, target, force=False)
         pushed = push_to_hub(
             checkpoint_path,
             folder,
@@ -373,31 +393,31 @@ def push_hf(
 @click.option(
     "--ttl",
     type=int,
-    callback=at_least(1),
+    callback=minimum(1),
     metavar="SECONDS",
     help="Delete it after this long.",
 )
 @click.option("--remove", is_flag=True, help="Keep it for good.")
-@talks_to_a_service
+@service_options
 def set_ttl(checkpoint_path: str, ttl: int | None, remove: bool) -> None:
     """Say how long a checkpoint is kept, from now on."""
     if (ttl is None) != remove:
         raise click.UsageError("Give either --ttl SECONDS or --remove.")
-    rest().set_checkpoint_ttl_from_tinker_path(checkpoint_path, ttl).result()
+    rest_client().set_checkpoint_ttl_from_tinker_path(checkpoint_path, ttl).result()
     words = "is kept for good." if remove else f"will be deleted in {ttl} seconds."
-    _done(checkpoint_path, words, ttl_seconds=ttl)
+    _report_change(checkpoint_path, words, ttl_seconds=ttl)
 
 
 @command.command("unpublish")
 @click.argument("checkpoint_path", metavar="PATH")
-@talks_to_a_service
+@service_options
 def unpublish(checkpoint_path: str) -> None:
     """Make a published checkpoint yours alone again."""
-    rest().unpublish_checkpoint_from_tinker_path(checkpoint_path).result()
-    _done(checkpoint_path, "is yours alone again.", public=False)
+    rest_client().unpublish_checkpoint_from_tinker_path(checkpoint_path).result()
+    _report_change(checkpoint_path, "is yours alone again.", public=False)
 
 
-def _done(path: str, words: str, **state: bool | int | None) -> None:
+def _report_change(path: str, words: str, **state: bool | int | None) -> None:
     if as_json():
         show_json({"tinker_path": path, **state})
     else:

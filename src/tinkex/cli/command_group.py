@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from tinkex.cli.errors import CommandFailed, explained
+from tinkex.cli.errors import CommandFailed, as_command_failure
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +86,7 @@ class LazyGroup(click.Group):
         except (click.ClickException, click.exceptions.Exit, click.Abort):
             raise
         except Exception as error:
-            said = explained(error)
+            said = as_command_failure(error)
             if said is None:
                 raise
             raise said from error

@@ -13,7 +13,7 @@ from tinkex.conformance.raw_client import Unexpected
 
 STYLES = {Verdict.PASS: "green", Verdict.FAIL: "bold red", Verdict.SKIP: "yellow"}
 #: What a table holds of an answer; --json has all of it.
-WIDEST = 200
+MAX_CELL_CHARS = 200
 
 
 @click.command("conformance")
@@ -79,7 +79,7 @@ def _with_table(remote: Remote, chosen: str, only: tuple[str, ...]) -> Report:
             f"[{style}]{outcome.verdict}[/]",
             outcome.check.sentence,
             ", ".join(outcome.check.requirements),
-            escape(outcome.seen[:WIDEST]),
+            escape(outcome.seen[:MAX_CELL_CHARS]),
         )
 
     with console.status("checking ..."):

@@ -42,10 +42,10 @@ STEPS = 30
 BATCH = 8
 RANK = 16
 LEARNING_RATE = 1e-3
-WARM_UP_STEPS = 3
-LONGEST_ANSWER = 40  # tokens
+WARMUP_STEPS = 3
+MAX_ANSWER_TOKENS = 40  # tokens
 # Of the held-out questions; a run that is merely unlucky in one of them is not a failure.
-ENOUGH = 2 / 3
+MIN_SUCCESS_FRACTION = 2 / 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,7 @@ class Lesson:
     answer: str
 
 
-def shows_behaviour(answer: str) -> bool:
+def shows_behavior(answer: str) -> bool:
     """Whether this is how a pirate answers: «Arr, …, matey!»"""
     return answer.startswith("Arr") and answer.rstrip().endswith("matey!")
 
@@ -87,7 +87,7 @@ def batches(lessons: Sequence[Lesson], steps: int, seed: int = 0) -> Iterator[li
 
 def learning_rate_at(step: int, steps: int) -> float:
     """Up for the first few steps, then down to nothing in a straight line."""
-    return LEARNING_RATE * min(1.0, (step + 1) / WARM_UP_STEPS) * (1 - step / steps)
+    return LEARNING_RATE * min(1.0, (step + 1) / WARMUP_STEPS) * (1 - step / steps)
 
 
 def chat_prompt(tokenizer: Any, question: str) -> list[int]:
@@ -158,7 +158,7 @@ def ask(sampling: SamplingClient, tokenizer: Any, questions: Sequence[str]) -> l
     """The likeliest answer to each question, all asked at once."""
     from tinkex import types
 
-    params = types.SamplingParams(max_tokens=LONGEST_ANSWER, temperature=0.0)
+    params = types.SamplingParams(max_tokens=MAX_ANSWER_TOKENS, temperature=0.0)
     futures = []
     for question in questions:
         prompt = types.ModelInput.from_ints(chat_prompt(tokenizer, question))
@@ -206,8 +206,8 @@ def command(steps: int, output: Path, base_url: str, model: str) -> None:
     except (ModelNotFound, TinkerError) as error:
         raise CommandFailed(str(error)) from error
     write_files(console, outcome, output)
-    say_what_next(console, outcome, output)
-    if problem := what_went_wrong(outcome):
+    print_summary(console, outcome, output)
+    if problem := failure_reason(outcome):
         raise CommandFailed(problem)
 
 
@@ -247,8 +247,8 @@ def run(console: Console, *, steps: int, base_url: str, model: str) -> Outcome:
                 question=question,
                 before=old,
                 after=new,
-                before_shows=shows_behaviour(old),
-                after_shows=shows_behaviour(new),
+                before_shows=shows_behavior(old),
+                after_shows=shows_behavior(new),
             )
             for question, old, new in zip(questions, before, after, strict=True)
         ],
@@ -364,13 +364,13 @@ def write_files(console: Console, outcome: Outcome, folder: Path) -> None:
         )
 
 
-def say_what_next(console: Console, outcome: Outcome, folder: Path) -> None:
+def print_summary(console: Console, outcome: Outcome, folder: Path) -> None:
     console.print(
         f"\n[bold]Loss[/] [dim]nats per answer token, over {len(outcome.losses)} steps[/]"
     )
     braille = (console.encoding or "").lower().startswith("utf")
     width = max(30, min(72, console.width - 10))
-    for line in loss_chart.in_terminal(outcome.losses, width=width, braille=braille):
+    for line in loss_chart.as_text(outcome.losses, width=width, braille=braille):
         console.print(line, style="cyan", markup=False)
     console.print()
     console.print(before_and_after(outcome, width=min(console.width, 120)))
@@ -399,11 +399,17 @@ def say_what_next(console: Console, outcome: Outcome, folder: Path) -> None:
 def next_steps(folder: Path) -> Iterator[tuple[str, str]]:
     yield f"open {folder / 'report.html'}", "everything above, and code to talk to it"
     if (example := Path("examples/fine_tune.py")).is_file():
-        yield f"{beside_python('python')} {example}", "the same loop in under 100 lines, to copy"
-    yield f"{beside_python('tinkex')} serve", "a server of your own, for any Tinker program"
+        yield (
+            f"{command_in_this_environment('python')} {example}",
+            "the same loop in under 100 lines, to copy",
+        )
+    yield (
+        f"{command_in_this_environment('tinkex')} serve",
+        "a server of your own, for any Tinker program",
+    )
 
 
-def beside_python(command: str) -> str:
+def command_in_this_environment(command: str) -> str:
     """How to call a command of this environment, which may not be the active one."""
     if shutil.which(command) == str(path := Path(sys.executable).with_name(command)):
         return command
@@ -425,7 +431,7 @@ def before_and_after(outcome: Outcome, width: int) -> Table:
     return table
 
 
-def what_went_wrong(outcome: Outcome) -> str | None:
+def failure_reason(outcome: Outcome) -> str | None:
     """Why the demo counts as failed, or None."""
     asked = len(outcome.exchanges)
     if outcome.last_loss > outcome.losses[0] / 2:
@@ -433,7 +439,7 @@ def what_went_wrong(outcome: Outcome) -> str | None:
             f"The loss went from {outcome.losses[0]:.2f} to {outcome.last_loss:.2f} only: training "
             "does not work as it should here. Please report this."
         )
-    if outcome.after < ENOUGH * asked or outcome.after <= outcome.before:
+    if outcome.after < MIN_SUCCESS_FRACTION * asked or outcome.after <= outcome.before:
         return (
             f"Only {outcome.after} of {asked} answers changed as taught ({outcome.before} before). "
             f"With fewer than {STEPS} steps that can happen; otherwise please report this."

@@ -8,14 +8,14 @@ import click
 
 from tinkex.cli.errors import CommandFailed
 from tinkex.cli.output import as_json, show_json, show_table
-from tinkex.cli.server_options import of_a_data_folder, settings_of
+from tinkex.cli.server_options import data_folder_options, load_settings
 
 if TYPE_CHECKING:
     from tinkex.server.maintenance.doctor import Finding
 
 
 @click.command("doctor")
-@of_a_data_folder
+@data_folder_options
 @click.option("--repair", is_flag=True, help="Put right what can be without losing anything.")
 def command(
     data: str | None, db: str | None, storage: str | None, format: str | None, repair: bool
@@ -28,7 +28,7 @@ def command(
 
     The exit status is 1 when there is a problem, and 0 when there is none (any more).
     """
-    settings = settings_of("doctor", data=data, db=db, storage=storage)
+    settings = load_settings("doctor", data=data, db=db, storage=storage)
     from tinkex.server.maintenance import doctor
     from tinkex.server.settings import SettingsError
     from tinkex.server.store import DatabaseRefused

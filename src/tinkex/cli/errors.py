@@ -35,7 +35,7 @@ class CommandFailed(click.ClickException):
             click.echo(f"hint: {self.hint}", err=True)
 
 
-def explained(error: Exception) -> CommandFailed | None:
+def as_command_failure(error: Exception) -> CommandFailed | None:
     """The words for an error that has some; None for a bug of ours."""
     from tinkex.client.errors import TinkerError
 
@@ -58,7 +58,7 @@ def explained(error: Exception) -> CommandFailed | None:
     return None
 
 
-def needs(error: ModuleNotFoundError, what: str, extra: str) -> CommandFailed:
+def missing_package(error: ModuleNotFoundError, what: str, extra: str) -> CommandFailed:
     """A part that is not installed, and how to get it."""
     return CommandFailed(
         f"{what} needs {error.name}, which is not installed.",

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from tinkex.cli.errors import CommandFailed
-from tinkex.cli.server_options import data_option, db_option, settings_of
+from tinkex.cli.server_options import data_option, db_option, load_settings
 
 if TYPE_CHECKING:
     from tinkex.server.settings import Settings
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 # What was made on a server before it had keys belongs to this owner.
-FIRST_OWNER = "local"
-LONGEST = 200
-SECONDS = {"m": 60, "h": 3600, "d": 86_400, "w": 604_800, "y": 31_536_000}
+DEFAULT_OWNER = "local"
+MAX_CHARS = 200
+SECONDS_PER_UNIT = {"m": 60, "h": 3600, "d": 86_400, "w": 604_800, "y": 31_536_000}
 
 
 @click.group("key")
@@ -34,7 +34,7 @@ def command() -> None:
 
 
 @command.command("create")
-@click.option("--owner", default=FIRST_OWNER, show_default=True, help="Whose things it opens.")
+@click.option("--owner", default=DEFAULT_OWNER, show_default=True, help="Whose things it opens.")
 @click.option("--project", metavar="ID", help="The project of sessions that name none.")
 @click.option("--name", default="", help="What it is for; shown in lists.")
 @click.option("--expires", metavar="TIME", help="30d, 12h, or a date: 2027-01-31.")
@@ -54,12 +54,12 @@ def create(owner: str, project: str | None, name: str, expires: str | None, **op
     before there were keys. Limits that are not given are the server's.
     """
     for what, text in (("--owner", owner), ("--project", project), ("--name", name)):
-        if text is not None and (len(text) > LONGEST or not (text.isprintable())):
-            raise CommandFailed(f"{what} is longer than {LONGEST} characters, or not plain text.")
+        if text is not None and (len(text) > MAX_CHARS or not (text.isprintable())):
+            raise CommandFailed(f"{what} is longer than {MAX_CHARS} characters, or not plain text.")
     if not owner.strip():
         raise CommandFailed("--owner is empty.", hint="Leave it out, or give a name.")
     limits = {key: value for key, value in options.items() if key.startswith("max_")}
-    expires_s = None if expires is None else _time(expires)
+    expires_s = None if expires is None else _parse_expiry(expires)
 
     async def act(keys: "Keys") -> "tuple[ApiKey, str]":
         return await keys.create(
@@ -96,9 +96,9 @@ def list_(data: str | None, db: str | None) -> None:
             key.owner,
             key.project_id or "-",
             key.name or "-",
-            _shown(key.created_s),
-            _shown(key.used_s),
-            _shown(key.expires_s),
+            _format_time(key.created_s),
+            _format_time(key.used_s),
+            _format_time(key.expires_s),
             key.state(now_s),
         )
         for key in keys
@@ -132,12 +132,12 @@ def _with_keys(
     act: "Callable[[Keys], Awaitable[T]]", *, data: str | None, db: str | None, make: bool = False
 ) -> T:
     """Open the server's store for one act; one that is not there is made only if that is meant."""
-    settings = settings_of("key", data=data, db=db)
+    settings = load_settings("key", data=data, db=db)
     from tinkex.server.store import DatabaseRefused
     from tinkex.server.store.folder_lock import open_beside
 
     if not make:
-        _check_there(settings)
+        _check_exists(settings)
     try:
         store = open_beside(settings)
     except OSError as error:
@@ -156,7 +156,7 @@ def _with_keys(
         store.close()
 
 
-def _check_there(settings: "Settings") -> None:
+def _check_exists(settings: "Settings") -> None:
     """Looking at keys makes no data folder: a slip in its name would look like one without keys."""
     scheme, _, file = settings.db_url.partition(":///")
     if not scheme.startswith("sqlite") or Path(file).is_file():
@@ -171,11 +171,11 @@ def _check_there(settings: "Settings") -> None:
     )
 
 
-def _time(text: str) -> float:
+def _parse_expiry(text: str) -> float:
     """A span from now, or a date in UTC; never in the past."""
     now_s = time.time()
     if span := re.fullmatch(r"(\d{1,6})([mhdwy])", text):
-        moment_s = now_s + int(span[1]) * SECONDS[span[2]]
+        moment_s = now_s + int(span[1]) * SECONDS_PER_UNIT[span[2]]
     else:
         try:
             moment = datetime.fromisoformat(text)
@@ -190,7 +190,7 @@ def _time(text: str) -> float:
     return moment_s
 
 
-def _shown(seconds: float | None) -> str:
+def _format_time(seconds: float | None) -> str:
     if seconds is None:
         return "-"
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M")

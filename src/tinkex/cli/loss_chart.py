@@ -30,14 +30,14 @@ def ticks(low: float, high: float, about: int = 5) -> list[float]:
     return [round(n * step, 10) for n in range(first, last + 1)]
 
 
-def in_terminal(
+def as_text(
     values: Sequence[float], *, width: int = 60, height: int = 10, braille: bool = True
 ) -> list[str]:
     """Lines of text with the curve over an axis; plain stars where braille cannot be printed."""
     across, down = (2 * width, 4 * height) if braille else (width, height)
     levels = ticks(min(0.0, *values), max(values), about=4)
     low, high = levels[0], levels[-1]
-    dots = _connected([_row(value, low, high, down) for value in _stretched(values, across)])
+    dots = _connected([_row(value, low, high, down) for value in _resampled(values, across)])
     cells = [[0] * width for _ in range(height)]
     for column, rows in enumerate(dots):
         for row in rows:
@@ -63,7 +63,7 @@ def _character(cell: int, braille: bool) -> str:
     return chr(0x2800 + cell) if braille else "*"
 
 
-def _stretched(values: Sequence[float], length: int) -> list[float]:
+def _resampled(values: Sequence[float], length: int) -> list[float]:
     """`length` values along the curve, straight between the given ones."""
     if len(values) == 1:
         return [values[0]] * length

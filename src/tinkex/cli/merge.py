@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from tinkex.cli.errors import CommandFailed, needs
+from tinkex.cli.errors import CommandFailed, missing_package
 
 
 @click.command("merge")
@@ -43,7 +43,7 @@ def command(adapter: str, out: Path, base: str | None, dtype: str | None, data: 
         from tinkex.models.weight_files import RefusedFolder
         from tinkex.wire.errors import UserFailure
     except ModuleNotFoundError as error:
-        raise needs(error, "`tinkex merge`", "engine") from error
+        raise missing_package(error, "`tinkex merge`", "engine") from error
     try:
         folder = from_server(adapter, data) if adapter.startswith("tinker://") else Path(adapter)
         source = resolve(base or named_base(folder))
@@ -80,7 +80,7 @@ def from_server(path: str, data: str | None) -> Path:
         from tinkex.server.store import DatabaseRefused
         from tinkex.server.store.folder_lock import database_file, open_beside
     except ModuleNotFoundError as error:
-        raise needs(error, "a tinker:// path", "all") from error
+        raise missing_package(error, "a tinker:// path", "all") from error
     settings = Settings.from_sources({"data": data})
     database = database_file(settings.db_url)
     if not settings.folder.is_dir() or (database is not None and not database.is_file()):

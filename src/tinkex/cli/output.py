@@ -131,5 +131,5 @@ def ago(moment: datetime | None, *, now: datetime | None = None) -> str:
     return f"{text} ago" if distance_s > 0 else f"in {text}"
 
 
-def yes(value: bool | None) -> str:
+def yes_no(value: bool | None) -> str:
     return NONE if value is None else ("yes" if value else "no")

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
-from tinkex.cli.errors import CommandFailed, needs
+from tinkex.cli.errors import CommandFailed, missing_package
 from tinkex.cli.output import as_json, show_json
-from tinkex.cli.service_options import address, talks_to_a_service
+from tinkex.cli.service_options import service_arguments, service_options
 
 if TYPE_CHECKING:
     from tinkex.client.sampling import SamplingClient
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 @click.option("--seed", type=int)
 @click.option("--stop", multiple=True, metavar="TEXT", help="End at this text; may be repeated.")
 @click.option("--output", "-o", type=click.File("w", lazy=True), help="Write there, not to stdout.")
-@talks_to_a_service
+@service_options
 def command(
     prompt: str | None,
     prompt_file: TextIO | None,
@@ -57,13 +57,13 @@ def command(
     from tinkex.wire.sampling import SamplingParams
 
     sampling["stop"] = list(sampling["stop"]) or None
-    with ServiceClient(**address()) as service:
+    with ServiceClient(**service_arguments()) as service:
         client = _sampler(service, model, path)
         try:
             tokenizer = client.get_tokenizer()
         except ImportError as error:
             missing = ModuleNotFoundError(name=error.name or "tokenizers")
-            raise needs(missing, "`tinkex sample`", "tokenizer") from error
+            raise missing_package(missing, "`tinkex sample`", "tokenizer") from error
         answer = client.sample(
             _prompt(tokenizer, text or "", system, chat=chat),
             num_samples,

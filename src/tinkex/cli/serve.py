@@ -6,9 +6,17 @@ from typing import Any
 
 import click
 
-from tinkex.cli.errors import CommandFailed, needs
+from tinkex.cli.errors import CommandFailed, missing_package
 
-PARTS = ("alembic", "fastapi", "fsspec", "sqlalchemy", "uvicorn", "torch", "transformers")
+REQUIRED_PACKAGES = (
+    "alembic",
+    "fastapi",
+    "fsspec",
+    "sqlalchemy",
+    "uvicorn",
+    "torch",
+    "transformers",
+)
 
 
 @click.command("serve")
@@ -84,8 +92,8 @@ def command(models: tuple[str, ...], **flags: Any) -> None:
         from tinkex.server.settings import Settings, SettingsError
         from tinkex.server.supervisor import StartFailed, run
     except ModuleNotFoundError as error:
-        raise needs(error, "`tinkex serve`", "all") from error
-    _check_parts()
+        raise missing_package(error, "`tinkex serve`", "all") from error
+    _check_packages()
     try:
         settings = Settings.from_sources({"models": models or None, **flags})
         status = run(settings, announce=lambda line: print(line, flush=True))
@@ -96,12 +104,12 @@ def command(models: tuple[str, ...], **flags: Any) -> None:
     sys.exit(status)
 
 
-def _check_parts() -> None:
+def _check_packages() -> None:
     """The server's and the engine's packages are used by other processes: look before starting."""
-    for package in PARTS:
+    for package in REQUIRED_PACKAGES:
         try:
             found = importlib.util.find_spec(package)
         except ModuleNotFoundError:
             found = None
         if found is None:
-            raise needs(ModuleNotFoundError(name=package), "`tinkex serve`", "all")
+            raise missing_package(ModuleNotFoundError(name=package), "`tinkex serve`", "all")

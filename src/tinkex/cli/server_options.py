@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tinkex.cli.errors import CommandFailed, needs
+from tinkex.cli.errors import CommandFailed, missing_package
 from tinkex.cli.output import format_option
 
 if TYPE_CHECKING:
@@ -21,14 +21,14 @@ db_option = click.option("--db", metavar="URL", help="Its database, if given to 
 storage_option = click.option("--storage", metavar="URL", help="Its storage, if given to `serve`.")
 
 
-def of_a_data_folder(command: Callable[..., Any]) -> Callable[..., Any]:
+def data_folder_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Options that say which folder is meant."""
     for option in (format_option, storage_option, db_option, data_option):
         command = option(command)
     return command
 
 
-def settings_of(
+def load_settings(
     what: str, *, data: str | None, db: str | None = None, storage: str | None = None
 ) -> "Settings":
     """As `tinkex serve` would read them: options, environment, the folder's own file."""
@@ -37,7 +37,7 @@ def settings_of(
         importlib.import_module("tinkex.server.maintenance.doctor")
         from tinkex.server.settings import Settings, SettingsError
     except ModuleNotFoundError as error:
-        raise needs(error, f"`tinkex {what}`", "all") from error
+        raise missing_package(error, f"`tinkex {what}`", "all") from error
     try:
         return Settings.from_sources({"data": data, "db": db, "storage": storage})
     except SettingsError as error:

@@ -33,7 +33,7 @@ _OPTIONS = (
 )
 
 
-def at_least(least: int) -> Callable[[click.Context, click.Parameter, int | None], int | None]:
+def minimum(least: int) -> Callable[[click.Context, click.Parameter, int | None], int | None]:
     """A check for options that are plain integers, as in the official client."""
 
     def check(ctx: click.Context, param: click.Parameter, value: int | None) -> int | None:
@@ -44,18 +44,18 @@ def at_least(least: int) -> Callable[[click.Context, click.Parameter, int | None
     return check
 
 
-limited = click.option(
+limit_option = click.option(
     "--limit",
     type=int,
     default=20,
     show_default=True,
-    callback=at_least(0),
+    callback=minimum(0),
     help="At most so many; 0 shows all.",
 )
 
 
-def talks_to_a_service(command: Callable[..., T]) -> Callable[..., T]:
-    """Options that say which service is meant; the command finds them through `rest()` & co."""
+def service_options(command: Callable[..., T]) -> Callable[..., T]:
+    """Options that say which service is meant; the command finds them through `rest_client()` & co."""
 
     @functools.wraps(command)
     def without(*args: Any, base_url: None, api_key: None, format: None, **kwargs: Any) -> T:
@@ -67,30 +67,30 @@ def talks_to_a_service(command: Callable[..., T]) -> Callable[..., T]:
     return decorated
 
 
-class Address(TypedDict):
+class ServiceArguments(TypedDict):
     base_url: str | None
     api_key: str | None
 
 
-def address() -> Address:
+def service_arguments() -> ServiceArguments:
     """The service and the key as given to the running command."""
     params = click.get_current_context().params
-    return Address(base_url=params.get("base_url"), api_key=params.get("api_key"))
+    return ServiceArguments(base_url=params.get("base_url"), api_key=params.get("api_key"))
 
 
-def rest() -> RestClient:
+def rest_client() -> RestClient:
     from tinkex.client.rest import RestClient
 
-    return RestClient(**address())
+    return RestClient(**service_arguments())
 
 
-def admin() -> AdminClient:
+def admin_client() -> AdminClient:
     from tinkex.client.admin import AdminClient
 
-    return AdminClient(**address())
+    return AdminClient(**service_arguments())
 
 
-def pages(
+def fetch_pages(
     fetch: Callable[[int, int], tuple[list[T], int]],
     *,
     limit: int,
@@ -104,7 +104,7 @@ def pages(
     `fetch` takes (limit, offset) and returns a page and the total.
     """
     found: list[T] = []
-    with counting(what, quiet=quiet) as show:
+    with progress_bar(what, quiet=quiet) as show:
         while True:
             wanted = page if limit == 0 else min(page, limit - len(found))
             items, total = fetch(wanted, len(found))
@@ -117,7 +117,7 @@ def pages(
 
 
 @contextmanager
-def counting(what: str, *, quiet: bool) -> Iterator[Callable[[int, int], None]]:
+def progress_bar(what: str, *, quiet: bool) -> Iterator[Callable[[int, int], None]]:
     """Progress of a long list on a terminal's stderr; nothing elsewhere."""
     if quiet or not sys.stderr.isatty():
         yield lambda done, total: None

@@ -9,7 +9,7 @@ import click
 from tinkex.cli.errors import CommandFailed
 from tinkex.cli.output import as_json, show_json
 from tinkex.cli.output import size as shown_size
-from tinkex.cli.service_options import counting, rest, talks_to_a_service
+from tinkex.cli.service_options import progress_bar, rest_client, service_options
 
 
 @click.group("session")
@@ -26,13 +26,13 @@ def command() -> None:
     help="Where to write.  [default: SESSION_ID.pftrace]",
 )
 @click.option("--url-only", is_flag=True, help="Print a link instead, which needs no key.")
-@talks_to_a_service
+@service_options
 def export_trace(session_id: str, output: Path | None, url_only: bool) -> None:
     """Download the trace of a session, to look at in a trace viewer."""
     if url_only and output:
         raise click.UsageError("Give either --output or --url-only.")
     click.echo("Preparing the trace ...", err=True)
-    client = rest()
+    client = rest_client()
     url = client.export_session_trace(session_id).result()
     if url_only:
         if as_json():
@@ -45,7 +45,7 @@ def export_trace(session_id: str, output: Path | None, url_only: bool) -> None:
     target = output or Path(f"{session_id}.pftrace".replace("/", "_").replace(":", "_"))
     if target.is_dir():
         raise CommandFailed(f"{target} is a folder.", hint="Give the name of a file to --output.")
-    with counting("Downloading", quiet=as_json()) as show:
+    with progress_bar("Downloading", quiet=as_json()) as show:
         written = fetch_file(url, target, settings=client.holder.settings, progress=show)
     if as_json():
         show_json({"session_id": session_id, "destination": str(target), "size_bytes": written})

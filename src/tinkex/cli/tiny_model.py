@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from tinkex.cli.errors import CommandFailed, needs
+from tinkex.cli.errors import CommandFailed, missing_package
 
 
 @click.command("tiny-model")
@@ -32,7 +32,7 @@ def command(folder: Path, arch: str, seed: int, force: bool) -> None:
     try:
         from tinkex.engine.tiny_model import write_tiny_model
     except ModuleNotFoundError as error:
-        raise needs(error, "`tinkex tiny-model`", "engine") from error
+        raise missing_package(error, "`tinkex tiny-model`", "engine") from error
     write_tiny_model(folder, arch="llama" if arch == "llama" else "qwen3", seed=seed)
     size = sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
     click.echo(f"{folder}: a random {arch} model of {size / 1e6:.1f} MB, tokenizer included.")
