@@ -146,7 +146,7 @@ async def test_another_services_default_stays_and_both_keys_are_used_where_they_
 async def test_a_server_without_keys_needs_no_login(shell: Shell) -> None:
     done = await shell("auth", "login", stdin="tml-anything\n")
     assert done.exit_code == 1
-    assert "knows no keys" in done.stderr
+    assert "does not use keys" in done.stderr
     assert (await shell("auth", "status")).exit_code == 0
     assert "local" in (await shell("auth", "whoami")).stdout
 

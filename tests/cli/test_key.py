@@ -55,7 +55,7 @@ def test_listing_keys_does_not_create_a_data_folder(tmp_path: Path, asked: tuple
     assert "tinkex key create" in refused.stderr
     assert not folder.exists()
     # Nor does it make one of a folder that is something else.
-    assert "no server has worked in" in key(tmp_path, *asked).stderr
+    assert "there is no database in the data folder" in key(tmp_path, *asked).stderr
     assert [*tmp_path.iterdir()] == []
     assert key(folder, "create").exit_code == 0
     assert key(folder, *asked).exit_code == 0
@@ -83,9 +83,9 @@ def test_a_file_that_is_not_a_database_is_reported(tmp_path: Path) -> None:
     ("options", "said"),
     [
         (("--expires", "banana"), "is not a time"),
-        (("--expires", "2020-01-01"), "is over already"),
+        (("--expires", "2020-01-01"), "is in the past"),
         (("--owner", " "), "--owner is empty"),
-        (("--name", "x" * 201), "longer than 200"),
+        (("--name", "x" * 201), "at most 200 characters"),
     ],
 )
 def test_invalid_options_are_refused(tmp_path: Path, options: tuple[str, ...], said: str) -> None:

@@ -21,7 +21,7 @@ def tinkex(*arguments: str, code: str | None = None) -> "subprocess.CompletedPro
 def test_help_names_every_command_and_loads_none() -> None:
     code = """
 import sys
-from tinkex.cli.group import command
+from tinkex.cli.command_group import command
 try:
     command(["--help"])
 except SystemExit:

@@ -101,7 +101,7 @@ def test_runs_are_listed_with_the_columns_asked_for(shell: Shell, saved: Saved) 
 def test_an_unknown_column_is_reported_with_the_known_ones(shell: Shell) -> None:
     wrong = shell("run", "list", "-c", "id,banana")
     assert wrong.code == 2
-    assert "'banana' is no column" in wrong.err
+    assert "unknown column 'banana'" in wrong.err
     assert "checkpoint_time" in wrong.err
 
 

@@ -83,9 +83,7 @@ def test_unknown_fields_of_a_message_are_ignored_and_logged_once(type_, fields, 
         (CreateModelRequest, {**MODEL, "optimizer_config": {"type": "adamw", "x": 1}}, "x"),
     ],
 )
-def test_an_unknown_setting_is_a_user_failure(
-    type_, fields, told
-):
+def test_an_unknown_setting_is_a_user_failure(type_, fields, told):
     with pytest.raises(UserFailure, match=f"`{told}`"):
         decode_json(type_, body(**fields))
 

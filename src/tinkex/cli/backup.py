@@ -1,4 +1,4 @@
-"""`tinkex backup` and `tinkex restore`: a copy of a server's data folder, and a data folder from it."""
+"""`tinkex backup` and `tinkex restore`: copy a server's data folder, and recreate it from a copy."""
 
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,10 +16,10 @@ from tinkex.cli.server_options import data_folder_options, load_settings
 def command(
     target: Path, data: str | None, db: str | None, storage: str | None, format: str | None
 ) -> None:
-    """Copy everything a server keeps to a new folder TARGET. The server may run meanwhile.
+    """Copy all data of a server to a new folder TARGET. The server may be running.
 
-    The copy holds the server's secrets and everybody's work: it is readable by its owner alone.
-    `tinkex restore` makes a data folder of it, and `tinkex doctor --data TARGET` looks at it.
+    The copy contains the secrets of the server and the data of all users; only you can read it.
+    `tinkex restore` makes a data folder from it, and `tinkex doctor --data TARGET` checks it.
     """
     settings = load_settings("backup", data=data, db=db, storage=storage)
     from tinkex.server.maintenance.backup import BackupFailed, take
@@ -34,22 +34,22 @@ def command(
         click.echo(f"{taken.files} files, {size(taken.bytes)}, in {target}", err=True)
     if taken.missing:
         click.echo(
-            f"warning: not in the data folder itself, though it should be: {len(taken.missing)} of "
-            "its files. `tinkex doctor` names them.",
+            f"warning: {len(taken.missing)} files are missing from the data folder. "
+            "`tinkex doctor` lists them.",
             err=True,
         )
 
 
 @click.command("restore")
 @click.argument("backup", type=click.Path(path_type=Path, exists=True, file_okay=False))
-@click.option("--data", metavar="DIR", help="The folder to make.  [default: ~/.local/share/tinkex]")
+@click.option("--data", metavar="DIR", help="Folder to create.  [default: ~/.local/share/tinkex]")
 def restore_command(backup: Path, data: str | None) -> None:
-    """Make a data folder of what `tinkex backup` has written to BACKUP, which stays as it is.
+    """Make a data folder from BACKUP, a folder written by `tinkex backup`. BACKUP is not changed.
 
-    Models go on from the moment of the back-up. What was accepted later is not in it: clients of
-    that time start their runs again from a checkpoint, or from the beginning.
+    Models continue from the time of the backup. Requests accepted later are lost: their clients
+    must restart those runs from a checkpoint or from the beginning.
     """
-    # The back-up brings its own settings; none of those here apply to it.
+    # The backup has its own settings; the settings of this machine do not apply.
     settings = load_settings("restore", data=data)
     from tinkex.server.maintenance.backup import BackupFailed, restore
 
@@ -57,5 +57,5 @@ def restore_command(backup: Path, data: str | None) -> None:
         found = restore(backup, settings.folder)
     except BackupFailed as error:
         raise CommandFailed(str(error), hint=error.hint) from error
-    when = datetime.fromtimestamp(found.taken_s, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-    click.echo(f"{settings.folder} is as it was at {when}.", err=True)
+    taken_at = datetime.fromtimestamp(found.taken_s, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    click.echo(f"Restored {settings.folder} to its state at {taken_at}.", err=True)

@@ -1,4 +1,4 @@
-"""`tinkex run`: training runs, listed and looked at."""
+"""`tinkex run`: list and show training runs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DEFAULT_COLUMNS = "id,model,lora,updated,status"
 
 @click.group("run")
 def command() -> None:
-    """List training runs and look at one."""
+    """List and show training runs."""
 
 
 def _columns(ctx: click.Context, param: click.Parameter, text: str | None) -> list[str]:
@@ -38,10 +38,12 @@ def _columns(ctx: click.Context, param: click.Parameter, text: str | None) -> li
         for name in map(str.strip, (DEFAULT_COLUMNS if text is None else text).split(","))
         if name
     ]
-    wrong = [name for name in names if name not in COLUMNS]
-    if wrong or not names:
-        found = f"{', '.join(map(repr, wrong))} is no column" if wrong else "no column is named"
-        raise click.BadParameter(f"{found}. There are: {', '.join(COLUMNS)}.")
+    unknown = [name for name in names if name not in COLUMNS]
+    if unknown or not names:
+        problem = (
+            f"unknown column {', '.join(map(repr, unknown))}" if unknown else "no column is named"
+        )
+        raise click.BadParameter(f"{problem}. Choose from: {', '.join(COLUMNS)}.")
     return names
 
 
@@ -51,11 +53,11 @@ def _columns(ctx: click.Context, param: click.Parameter, text: str | None) -> li
     "--columns",
     "-c",
     callback=_columns,
-    help=f"Some of: {', '.join(COLUMNS)}.  [default: {DEFAULT_COLUMNS}]",
+    help=f"Columns to show, from: {', '.join(COLUMNS)}.  [default: {DEFAULT_COLUMNS}]",
 )
 @service_options
 def list_(limit: int, columns: list[str]) -> None:
-    """Show the training runs, the latest first."""
+    """List training runs, newest first."""
     client = rest_client()
 
     def fetch(count: int, offset: int) -> tuple[list[TrainingRun], int]:

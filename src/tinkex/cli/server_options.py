@@ -1,4 +1,4 @@
-"""What the commands that work on a server's data folder share: its options, and its settings."""
+"""Options of commands that work on a server's data folder, and its settings."""
 
 import importlib
 from collections.abc import Callable
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 data_option = click.option(
     "--data",
     metavar="DIR",
-    help="The server's data folder.  [default: ~/.local/share/tinkex]",
+    help="Data folder of the server.  [default: ~/.local/share/tinkex]",
 )
-db_option = click.option("--db", metavar="URL", help="Its database, if given to `serve`.")
-storage_option = click.option("--storage", metavar="URL", help="Its storage, if given to `serve`.")
+db_option = click.option("--db", metavar="URL", help="Database URL, if `serve` has one.")
+storage_option = click.option("--storage", metavar="URL", help="Storage URL, if `serve` has one.")
 
 
 def data_folder_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Options that say which folder is meant."""
+    """Decorator: --data, --db, --storage and --format."""
     for option in (format_option, storage_option, db_option, data_option):
         command = option(command)
     return command
@@ -31,9 +31,9 @@ def data_folder_options(command: Callable[..., Any]) -> Callable[..., Any]:
 def load_settings(
     what: str, *, data: str | None, db: str | None = None, storage: str | None = None
 ) -> "Settings":
-    """As `tinkex serve` would read them: options, environment, the folder's own file."""
+    """Settings as `tinkex serve` reads them: from options, the environment and the TOML file."""
     try:
-        # What these commands need of it needs the most.
+        # This module imports every package that these commands need.
         importlib.import_module("tinkex.server.maintenance.doctor")
         from tinkex.server.settings import Settings, SettingsError
     except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""What the commands that talk to a service share: which one, with which key, and whole lists of it."""
+"""Options of commands that talk to a service, clients for them, and paged lists."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ _OPTIONS = (
     click.option(
         "--base-url",
         metavar="URL",
-        help="The service.  [default: TINKER_BASE_URL, else the hosted one]",
+        help="URL of the service.  [default: TINKER_BASE_URL, else the hosted service]",
     ),
     click.option(
         "--api-key",
         metavar="KEY",
-        help="The key.  [default: TINKER_API_KEY, else the stored one]",
+        help="API key.  [default: TINKER_API_KEY, else the stored key]",
     ),
     format_option,
 )
 
 
-def minimum(least: int) -> Callable[[click.Context, click.Parameter, int | None], int | None]:
-    """A check for options that are plain integers, as in the official client."""
+def minimum(lowest: int) -> Callable[[click.Context, click.Parameter, int | None], int | None]:
+    """A callback that checks an integer option."""
 
     def check(ctx: click.Context, param: click.Parameter, value: int | None) -> int | None:
-        if value is not None and value < least:
-            raise click.BadParameter(f"{value} is less than {least}.")
+        if value is not None and value < lowest:
+            raise click.BadParameter(f"{value} is less than {lowest}.")
         return value
 
     return check
@@ -50,12 +50,12 @@ limit_option = click.option(
     default=20,
     show_default=True,
     callback=minimum(0),
-    help="At most so many; 0 shows all.",
+    help="Maximum number of rows; 0: all.",
 )
 
 
 def service_options(command: Callable[..., T]) -> Callable[..., T]:
-    """Options that say which service is meant; the command finds them through `rest_client()` & co."""
+    """Decorator: --base-url, --api-key and --format; `service_arguments()` reads the first two."""
 
     @functools.wraps(command)
     def without(*args: Any, base_url: None, api_key: None, format: None, **kwargs: Any) -> T:
@@ -73,7 +73,7 @@ class ServiceArguments(TypedDict):
 
 
 def service_arguments() -> ServiceArguments:
-    """The service and the key as given to the running command."""
+    """The --base-url and --api-key of the running command."""
     params = click.get_current_context().params
     return ServiceArguments(base_url=params.get("base_url"), api_key=params.get("api_key"))
 
@@ -99,7 +99,7 @@ def fetch_pages(
     quiet: bool,
 ) -> tuple[list[T], int]:
     """
-    The first `limit` things (0: all) of a list that comes in pages, and how many there are.
+    The first `limit` items (0: all) of a paged list, and the total number of items.
 
     `fetch` takes (limit, offset) and returns a page and the total.
     """
@@ -111,14 +111,14 @@ def fetch_pages(
             found += items
             goal = total if limit == 0 else min(limit, total)
             show(len(found), goal)
-            # A page without items ends it too: things may be deleted while we look.
+            # An empty page ends the list too: items may be deleted meanwhile.
             if len(found) >= goal or not items:
                 return found, max(total, len(found))
 
 
 @contextmanager
 def progress_bar(what: str, *, quiet: bool) -> Iterator[Callable[[int, int], None]]:
-    """Progress of a long list on a terminal's stderr; nothing elsewhere."""
+    """A progress bar on stderr if that is a terminal; otherwise nothing."""
     if quiet or not sys.stderr.isatty():
         yield lambda done, total: None
         return

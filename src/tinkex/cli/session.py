@@ -1,4 +1,4 @@
-"""`tinkex session`: what a session did, as a trace for a viewer."""
+"""`tinkex session`: export the trace of a session."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tinkex.cli.service_options import progress_bar, rest_client, service_option
 
 @click.group("session")
 def command() -> None:
-    """Export what a session did."""
+    """Export the trace of a session."""
 
 
 @command.command("export-trace")
@@ -23,12 +23,12 @@ def command() -> None:
     "--output",
     "-o",
     type=click.Path(path_type=Path),
-    help="Where to write.  [default: SESSION_ID.pftrace]",
+    help="Output file.  [default: SESSION_ID.pftrace]",
 )
-@click.option("--url-only", is_flag=True, help="Print a link instead, which needs no key.")
+@click.option("--url-only", is_flag=True, help="Print a download link instead, which needs no key.")
 @service_options
 def export_trace(session_id: str, output: Path | None, url_only: bool) -> None:
-    """Download the trace of a session, to look at in a trace viewer."""
+    """Download the trace of a session for a trace viewer."""
     if url_only and output:
         raise click.UsageError("Give either --output or --url-only.")
     click.echo("Preparing the trace ...", err=True)
@@ -44,7 +44,7 @@ def export_trace(session_id: str, output: Path | None, url_only: bool) -> None:
 
     target = output or Path(f"{session_id}.pftrace".replace("/", "_").replace(":", "_"))
     if target.is_dir():
-        raise CommandFailed(f"{target} is a folder.", hint="Give the name of a file to --output.")
+        raise CommandFailed(f"{target} is a folder.", hint="Use --output with the name of a file.")
     with progress_bar("Downloading", quiet=as_json()) as show:
         written = fetch_file(url, target, settings=client.holder.settings, progress=show)
     if as_json():

@@ -132,7 +132,7 @@ def run(
     remote: Remote,
     *,
     only: Collection[str] | None = None,
-    told: Callable[[Outcome], None] | None = None,
+    on_outcome: Callable[[Outcome], None] | None = None,
 ) -> Report:
     """Run the checks (those named, or about a named requirement) one after another."""
     outcomes = []
@@ -140,6 +140,6 @@ def run(
         if only is None or one.name in only or set(one.requirements) & set(only):
             outcome = judge(one, remote)
             outcomes.append(outcome)
-            if told is not None:
-                told(outcome)
+            if on_outcome is not None:
+                on_outcome(outcome)
     return Report(outcomes=tuple(outcomes))
