@@ -268,7 +268,7 @@ def test_an_unreachable_service_and_a_missing_key_are_reported() -> None:
 @pytest.mark.parametrize("args", [["--help"], ["checkpoint", "--help"], ["run", "list", "-h"]])
 def test_help_costs_little(args: list[str]) -> None:
     program = (
-        "import sys, time; from tinkex.cli.group import command\n"
+        "import sys, time; from tinkex.cli.command_group import command\n"
         "try: command(sys.argv[1:], prog_name='tinkex')\n"
         "except SystemExit: pass\n"
         "heavy = {'pydantic', 'numpy', 'rich', 'aiohttp', 'torch', 'google.protobuf'}\n"

@@ -132,7 +132,7 @@ def logout() -> None:
 @command.command("status")
 @service_options
 def status() -> None:
-    """Show whether credentials exist and whether the service accepts them. Exits with 1 if not."""
+    """Check the credentials and the connection. Exits with 1 if they do not work."""
     from tinkex.client.auth import key_requests
     from tinkex.client.errors import TinkerError
     from tinkex.client.settings import Settings

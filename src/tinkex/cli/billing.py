@@ -67,7 +67,7 @@ def command() -> None:
 def usage(
     starting_on: str, ending_before: str, csv_path: str | None, sessions_csv: str | None
 ) -> None:
-    """Show hourly usage from START up to, but not including, END.
+    """Show hourly usage from START until END (exclusive).
 
     Both are dates or times in UTC, such as 2027-01-31 or 2027-01-31T12:00:00Z.
     """

@@ -81,7 +81,7 @@ def _parse_type(ctx: click.Context, param: click.Parameter, text: str | None) ->
     "--before", callback=_parse_date, metavar="DATE", help="Only those saved before this date."
 )
 @click.option(
-    "--after", callback=_parse_date, metavar="DATE", help="Only those saved on or after it."
+    "--after", callback=_parse_date, metavar="DATE", help="Only those saved on or after this date."
 )
 @click.option("--yes", "-y", is_flag=True, help="Don't ask for confirmation.")
 @service_options
