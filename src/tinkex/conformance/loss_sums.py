@@ -6,7 +6,15 @@ gradient over `eps`: plain gradient descent, in which a gradient that is twice a
 
 from collections.abc import Sequence
 
-from tinkex.conformance.raw_client import TEXTS, Floats, Remote, Unexpected, apart, batch, joined
+from tinkex.conformance.raw_client import (
+    TEXTS,
+    Floats,
+    Remote,
+    Unexpected,
+    all_logprobs,
+    batch,
+    max_difference,
+)
 from tinkex.conformance.registry import check, expect
 from tinkex.wire.inputs import Datum
 
@@ -35,7 +43,7 @@ def start(remote: Remote) -> tuple[Floats, float, Floats]:
         before = remote.model(seed=11).logprobs()
         for rate in RATES:
             after = descend(remote, rate, batch())
-            if apart(before, after) > VISIBLE:
+            if max_difference(before, after) > VISIBLE:
                 kept = before, rate, after
                 remote.descent = kept  # type: ignore[attr-defined]
                 break
@@ -45,7 +53,7 @@ def start(remote: Remote) -> tuple[Floats, float, Floats]:
 
 
 def compare(found: Floats, expected: Floats, moved: float) -> str:
-    difference = apart(found, expected) / moved
+    difference = max_difference(found, expected) / moved
     expect(difference < EQUAL, f"differs by {difference:.0%} of the movement")
     return f"equal within {difference:.1%} of the movement"
 
@@ -55,7 +63,7 @@ def a_loss_is_the_weighted_sum(remote: Remote) -> str:
     """`loss:sum` is minus the sum of weight times logprob, and doubles with the weights."""
     model = remote.model()
     one, two = model.forward(batch()), model.forward(batch(weight=2.0))
-    expected = -float(joined(one).astype("float64").sum())
+    expected = -float(all_logprobs(one).astype("float64").sum())
     loss, doubled = one.metrics["loss:sum"], two.metrics["loss:sum"]
     expect(abs(loss - expected) <= 1e-3 * abs(expected), f"loss:sum {loss}, not {expected:.6g}")
     expect(abs(doubled - 2 * loss) <= 1e-3 * abs(loss), f"weights 2 give {doubled}, not {2 * loss}")
@@ -68,8 +76,8 @@ def twice_the_weight_is_twice_the_gradient(remote: Remote) -> str:
     before, rate, after = start(remote)
     expected = descend(remote, 2 * rate, batch())
     found = descend(remote, rate, batch(weight=2.0))
-    expect(apart(expected, after) > VISIBLE / 4, "twice the learning rate changed nothing")
-    return compare(found, expected, apart(before, after))
+    expect(max_difference(expected, after) > VISIBLE / 4, "twice the learning rate changed nothing")
+    return compare(found, expected, max_difference(before, after))
 
 
 @check("S1")
@@ -78,7 +86,7 @@ def a_datum_twice_counts_twice(remote: Remote) -> str:
     before, rate, after = start(remote)
     expected = descend(remote, rate, batch(weight=2.0))
     found = descend(remote, rate, batch([*TEXTS, *TEXTS]))
-    return compare(found, expected, apart(before, after))
+    return compare(found, expected, max_difference(before, after))
 
 
 @check("S1")
@@ -86,7 +94,7 @@ def cutting_a_batch_changes_nothing(remote: Remote) -> str:
     """One request for each datum gives the gradient of one request for all."""
     before, rate, after = start(remote)
     found = descend(remote, rate, *([datum] for datum in batch()))
-    return compare(found, after, apart(before, after))
+    return compare(found, after, max_difference(before, after))
 
 
 @check("S1")
@@ -94,7 +102,7 @@ def a_negative_weight_pushes_the_other_way(remote: Remote) -> str:
     """A pass and the same with weights -1 cancel: the step changes nothing."""
     before, rate, after = start(remote)
     found = descend(remote, rate, batch(), batch(weight=-1.0))
-    return compare(found, before, apart(before, after))
+    return compare(found, before, max_difference(before, after))
 
 
 @check("S11")
@@ -105,7 +113,7 @@ def seeds_of_adapters_are_honoured(remote: Remote) -> str:
         model = remote.model(seed=seed)
         model.train(2)
         results.append(model.logprobs())
-    same, other = apart(results[0], results[1]), apart(results[0], results[2])
+    same, other = max_difference(results[0], results[1]), max_difference(results[0], results[2])
     expect(same < 1e-4, f"two models of seed 21 differ by {same:.3g} after the same steps")
     expect(other > 10 * max(same, 1e-7), f"seeds 21 and 22 differ by {other:.3g} only")
     return f"same seed {same:.2g} apart, another {other:.2g}"

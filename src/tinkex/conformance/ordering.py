@@ -3,7 +3,7 @@
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-from tinkex.conformance.raw_client import TEXTS, Answer, Failure, Remote, apart, batch
+from tinkex.conformance.raw_client import TEXTS, Answer, Failure, Remote, batch, max_difference
 from tinkex.conformance.registry import check, expect
 
 #: Longer than any answer takes that is not held, shorter than a poll is held.
@@ -34,9 +34,9 @@ def steps_run_by_number_whatever_the_arrival(remote: Remote) -> str:
     slow = max(answer.seconds for answer in answers)
     expect(slow < PROMPT_ANSWER_S, f"an acknowledgement took {slow:.1f} s")
     for answer in answers:
-        remote.settled(remote.submitted(answer), "application/x-protobuf, application/json")
+        remote.wait_for(remote.request_id(answer), "application/x-protobuf, application/json")
     shuffled.next = 5
-    difference = apart(shuffled.logprobs(), straight.logprobs())
+    difference = max_difference(shuffled.logprobs(), straight.logprobs())
     expect(difference < SAME, f"logprobs differ by {difference:.3g} from those of steps in order")
     return f"acknowledged within {slow * 1000:.0f} ms; logprobs within {difference:.2g}"
 
@@ -50,15 +50,15 @@ def a_repeated_step_runs_once(remote: Remote) -> str:
     once.backward(data[:1])
     once.step(eps=1.0)
     twice = remote.model()
-    first = remote.submitted(twice.submit_pass(data, number=1))
-    again = remote.submitted(twice.submit_pass(data, number=1))
-    remote.passed(first)
-    late = remote.submitted(twice.submit_pass(data, number=1))
+    first = remote.request_id(twice.submit_pass(data, number=1))
+    again = remote.request_id(twice.submit_pass(data, number=1))
+    remote.pass_result(first)
+    late = remote.request_id(twice.submit_pass(data, number=1))
     expect(first == again == late, f"three ids for one step: {first}, {again}, {late}")
     twice.next = 2
     twice.backward(data[:1])
     twice.step(eps=1.0)
-    difference = apart(once.logprobs(), twice.logprobs())
+    difference = max_difference(once.logprobs(), twice.logprobs())
     expect(difference < SAME, f"logprobs differ by {difference:.3g}: it ran more than once")
     return f"one id; logprobs within {difference:.2g}"
 
@@ -67,18 +67,18 @@ def a_repeated_step_runs_once(remote: Remote) -> str:
 def repeated_creations_are_the_same_thing(remote: Remote) -> str:
     """A model, a sampler or a sample asked for again with its number is the first one."""
     body = remote.model_body()
-    first, again = (remote.submitted(remote.post("create_model", body)) for _ in range(2))
+    first, again = (remote.request_id(remote.post("create_model", body)) for _ in range(2))
     expect(first == again, f"create_model again gave {again}, not {first}")
     asked = remote.sampler_body(base_model=remote.base_model)
     ids = [
-        remote.sound(remote.post("create_sampling_session", asked)).get("sampling_session_id")
+        remote.expect_ok(remote.post("create_sampling_session", asked)).get("sampling_session_id")
         for _ in range(2)
     ]
     expect(ids[0] == ids[1], f"create_sampling_session again gave {ids}")
     sampler = remote.sampler(base_model=remote.base_model)
     sample = sampler.body(TEXTS[0], max_tokens=2)
     one, two = (remote.post("asample", sample) for _ in range(2))
-    expect(remote.submitted(one) == remote.submitted(two), f"asample again gave {two}")
+    expect(remote.request_id(one) == remote.request_id(two), f"asample again gave {two}")
     expect(
         one.json.get("sample_sequence_ids") == two.json.get("sample_sequence_ids"),
         "asample again gave other sequence ids",
@@ -103,14 +103,14 @@ def a_step_after_a_failed_pass_fails_and_clears(remote: Remote) -> str:
     model = remote.model()
     before = model.logprobs()
     model.backward(batch())
-    failed = remote.passed(remote.submitted(model.submit_pass(batch(), "no_such_loss")))
+    failed = remote.pass_result(remote.request_id(model.submit_pass(batch(), "no_such_loss")))
     expect(isinstance(failed, Failure), "a pass with an unknown loss succeeded")
-    step = remote.result(remote.submitted(model.submit_step()))
+    step = remote.result(remote.request_id(model.submit_step()))
     expect(
         isinstance(step, Failure) and step.category == "user",
         f"the optim_step behind a failed pass came to {step!r}",
     )
-    difference = apart(model.logprobs(), before)
+    difference = max_difference(model.logprobs(), before)
     expect(difference < SAME, f"the failed step moved logprobs by {difference:.3g}")
     model.train(1)
     return "fails as user, changes nothing, and goes on"
@@ -120,13 +120,15 @@ def a_step_after_a_failed_pass_fails_and_clears(remote: Remote) -> str:
 def a_poll_is_held_and_wakes(remote: Remote) -> str:
     """A poll for work that waits is held, not answered at once, and ends when the result is there."""
     model = remote.model()
-    waits = remote.submitted(model.submit_pass(batch(), number=2, forward_only=True))
+    waits = remote.request_id(model.submit_pass(batch(), number=2, forward_only=True))
     with ThreadPoolExecutor(1) as pool:
         polled = pool.submit(remote.poll, waits, "application/x-protobuf")
         time.sleep(HELD_S)
         early = polled.result() if polled.done() else None
         released = time.monotonic()
-        remote.passed(remote.submitted(model.submit_pass(batch(), number=1, forward_only=True)))
+        remote.pass_result(
+            remote.request_id(model.submit_pass(batch(), number=1, forward_only=True))
+        )
         answer = polled.result()
         woke_s = time.monotonic() - released
     expect(early is None, f"answered within {HELD_S} s, so clients poll in a busy loop: {early}")

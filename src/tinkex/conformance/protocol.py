@@ -2,7 +2,15 @@
 
 import numpy as np
 
-from tinkex.conformance.raw_client import JSON_VERSION, TEXTS, Failure, Remote, apart, batch, joined
+from tinkex.conformance.raw_client import (
+    JSON_VERSION,
+    TEXTS,
+    Failure,
+    Remote,
+    all_logprobs,
+    batch,
+    max_difference,
+)
 from tinkex.conformance.registry import Skipped, check, expect
 from tinkex.wire.codec import PROTOBUF_TYPE
 from tinkex.wire.tensors import TensorData
@@ -52,9 +60,11 @@ def models_have_the_ids_clients_compute(remote: Remote) -> str:
     """A model is `<session>:train:<n>`; `get_info` knows its base model, tokenizer and rank."""
     session = remote.new_session()
     body = {**remote.model_body(session, rank=8), "model_seq_id": 0}
-    model = remote.made(remote.post("create_model", body))
+    model = remote.created_model(remote.post("create_model", body))
     expect(model.model_id == f"{session}:train:0", f"model_id {model.model_id!r}")
-    info = remote.sound(remote.post("get_info", {"model_id": model.model_id, "type": "get_info"}))
+    info = remote.expect_ok(
+        remote.post("get_info", {"model_id": model.model_id, "type": "get_info"})
+    )
     data = info.get("model_data", {})
     expect(info.get("model_id") == model.model_id, f"get_info is about {info.get('model_id')!r}")
     expect(data.get("model_name"), f"get_info has model_data {data!r}, without a model_name")
@@ -81,7 +91,7 @@ def metrics_have_names_clients_can_merge(remote: Remote) -> str:
 @check("wire 4.1")
 def json_and_protobuf_say_the_same(remote: Remote) -> str:
     """A pass sent and fetched as JSON (old clients) gives what protobuf (new clients) gives."""
-    new = joined(remote.model().forward(batch()))
+    new = all_logprobs(remote.model().forward(batch()))
     session = remote.new_session(JSON_VERSION)
     old = remote.model(session)
     data = [
@@ -113,7 +123,7 @@ def json_and_protobuf_say_the_same(remote: Remote) -> str:
             "model_id": old.model_id,
             "seq_id": old.number(),
         }
-        answer = remote.settled(remote.submitted(remote.post(route, body)))
+        answer = remote.wait_for(remote.request_id(remote.post(route, body)))
         expect(not answer.is_protobuf, f"JSON was asked for, and protobuf came: {route}")
         result = answer.json
         missing = {"loss_fn_output_type", "loss_fn_outputs", "metrics"} - set(result)
@@ -122,7 +132,9 @@ def json_and_protobuf_say_the_same(remote: Remote) -> str:
             extra = set(out["logprobs"]) - {"data", "dtype", "shape"}
             expect(not extra, f"tensors hold {sorted(extra)}, which old clients refuse")
             found.append(TensorData(**out["logprobs"]).to_numpy().ravel())
-    difference = apart(np.concatenate(found).astype(np.float32), np.concatenate([new, new]))
+    difference = max_difference(
+        np.concatenate(found).astype(np.float32), np.concatenate([new, new])
+    )
     expect(difference < 1e-4, f"logprobs differ by {difference:.3g}")
     return f"largest difference {difference:.2g}"
 
@@ -133,16 +145,16 @@ def samples_come_in_both_forms(remote: Remote) -> str:
     sampler = remote.sampler(base_model=remote.base_model)
     body = sampler.body(TEXTS[0], samples=3, seed=5, max_tokens=4, stop=[])
     accepted = remote.post("asample", body)
-    request_id = remote.submitted(accepted)
+    request_id = remote.request_id(accepted)
     ids = accepted.json.get("sample_sequence_ids")
     expect(
         isinstance(ids, list) and len(set(ids)) == 3,
         f"sample_sequence_ids is {ids!r} for 3 samples: clients from 0.26.0 on crash",
     )
-    new = remote.sampled(request_id)
+    new = remote.sample_result(request_id)
     expect(not isinstance(new, Failure), f"the sample failed: {new}")
     assert not isinstance(new, Failure)
-    answer = remote.settled(request_id)
+    answer = remote.wait_for(request_id)
     expect(not answer.is_protobuf, "JSON was asked for, and protobuf came")
     old = answer.json.get("sequences", [])
     tokens = [list(sequence.tokens) for sequence in new.sequences]
@@ -154,9 +166,9 @@ def samples_come_in_both_forms(remote: Remote) -> str:
 def a_result_can_be_fetched_again(remote: Remote) -> str:
     """A connection lost while the result travels costs nothing: it is still there."""
     model = remote.model()
-    request_id = remote.submitted(model.submit_pass(batch(), forward_only=True))
-    first = remote.settled(request_id, PROTOBUF_TYPE)
-    second = remote.settled(request_id, PROTOBUF_TYPE)
+    request_id = remote.request_id(model.submit_pass(batch(), forward_only=True))
+    first = remote.wait_for(request_id, PROTOBUF_TYPE)
+    second = remote.wait_for(request_id, PROTOBUF_TYPE)
     expect(first.body == second.body, f"fetched again it was {second}")
     return f"{len(first.body)} bytes twice"
 
@@ -169,12 +181,12 @@ def checkpoints_are_listed_and_deleted(remote: Remote) -> str:
     expect(path == f"tinker://{model.model_id}/weights/conformance", f"path {path!r}")
 
     def listed() -> list[str]:
-        found = remote.sound(remote.get(f"training_runs/{model.model_id}/checkpoints"))
+        found = remote.expect_ok(remote.get(f"training_runs/{model.model_id}/checkpoints"))
         return [checkpoint.get("tinker_path") for checkpoint in found.get("checkpoints", [])]
 
     expect(path in listed(), f"{path} is not among {listed()}")
     route = f"training_runs/{model.model_id}/checkpoints/weights/conformance"
-    deleted = remote.ask("DELETE", route, None, {"Content-Type": "application/json"})
+    deleted = remote.request("DELETE", route, None, {"Content-Type": "application/json"})
     expect(200 <= deleted.status < 300, f"DELETE: {deleted}")
     expect(path not in listed(), "it is still listed after it was deleted")
     info = remote.post("weights_info", {"tinker_path": path})

@@ -102,12 +102,14 @@ class Remote:
     def post(self, path: str, body: Any, **headers: str) -> Answer:
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         named = {name.replace("_", "-"): value for name, value in headers.items()}
-        return self.ask("POST", path, data, {"Content-Type": JSON_TYPE, **named})
+        return self.request("POST", path, data, {"Content-Type": JSON_TYPE, **named})
 
     def get(self, path: str) -> Answer:
-        return self.ask("GET", path, None, {})
+        return self.request("GET", path, None, {})
 
-    def ask(self, method: str, path: str, body: bytes | None, headers: Mapping[str, str]) -> Answer:
+    def request(
+        self, method: str, path: str, body: bytes | None, headers: Mapping[str, str]
+    ) -> Answer:
         sent = {
             "X-API-Key": self.key,
             "User-Agent": f"AsyncTinker/Python {SDK_VERSION}",
@@ -128,7 +130,7 @@ class Remote:
             raise Unexpected(f"{method} {path} was not answered: {error!r}") from error
         return Answer(status, found, kind or "", time.monotonic() - began)
 
-    def sound(self, answer: Answer) -> Any:
+    def expect_ok(self, answer: Answer) -> Any:
         """The JSON of a success."""
         if answer.status != 200:
             raise Unexpected(f"200 was expected: {answer}")
@@ -147,7 +149,7 @@ class Remote:
             "sdk_version": sdk_version,
             "type": "create_session",
         }
-        found = self.sound(self.post("create_session", body)).get("session_id")
+        found = self.expect_ok(self.post("create_session", body)).get("session_id")
         if not isinstance(found, str):
             raise Unexpected(f"create_session answered session_id {found!r}")
         return found
@@ -157,14 +159,14 @@ class Remote:
         """The base model that is asked for, else the first the server says it serves."""
         if self._base_model is not None:
             return self._base_model
-        for model in self.served:
+        for model in self.served_models:
             if model.get("trainable", True) and model.get("model_name"):
                 return str(model["model_name"])
         raise Unexpected("get_server_capabilities names no model; say which one to use")
 
     @cached_property
-    def served(self) -> list[dict[str, Any]]:
-        found = self.sound(self.get("get_server_capabilities")).get("supported_models")
+    def served_models(self) -> list[dict[str, Any]]:
+        found = self.expect_ok(self.get("get_server_capabilities")).get("supported_models")
         if not isinstance(found, list):
             raise Unexpected(f"get_server_capabilities answered supported_models {found!r}")
         return found
@@ -178,21 +180,21 @@ class Remote:
             "type": "create_model",
         }
 
-    def model(self, session: str | None = None, **lora: Any) -> Trainee:
+    def model(self, session: str | None = None, **lora: Any) -> TrainingModel:
         """A new model whose creation has finished."""
-        return self.made(self.post("create_model", self.model_body(session, **lora)))
+        return self.created_model(self.post("create_model", self.model_body(session, **lora)))
 
-    def made(self, answer: Answer) -> Trainee:
-        result = self.result(self.submitted(answer))
+    def created_model(self, answer: Answer) -> TrainingModel:
+        result = self.result(self.request_id(answer))
         if not isinstance(result, dict) or not isinstance(result.get("model_id"), str):
             raise Unexpected(f"create_model came to {result!r}")
-        return Trainee(self, result["model_id"])
+        return TrainingModel(self, result["model_id"])
 
     # Futures
 
-    def submitted(self, answer: Answer) -> str:
+    def request_id(self, answer: Answer) -> str:
         """The id of the request that was accepted."""
-        request_id = self.sound(answer).get("request_id")
+        request_id = self.expect_ok(answer).get("request_id")
         if not isinstance(request_id, str):
             raise Unexpected(f"a submission was answered with request_id {request_id!r}")
         return request_id
@@ -201,7 +203,7 @@ class Remote:
         body = {"request_id": request_id, "allow_metadata_only": False}
         return self.post("retrieve_future", body, Accept=accept)
 
-    def settled(self, request_id: str, accept: str = JSON_TYPE, within_s: float = 180.0) -> Answer:
+    def wait_for(self, request_id: str, accept: str = JSON_TYPE, within_s: float = 180.0) -> Answer:
         """The answer a future comes to."""
         deadline = time.monotonic() + within_s
         while time.monotonic() < deadline:
@@ -219,10 +221,10 @@ class Remote:
 
     def result(self, request_id: str) -> dict[str, Any] | Failure:
         """The JSON a future comes to."""
-        return _json_result(self.settled(request_id))
+        return _json_result(self.wait_for(request_id))
 
-    def passed(self, request_id: str) -> ForwardBackwardOutput | Failure:
-        answer = self.settled(request_id, PROTOBUF_TYPE)
+    def pass_result(self, request_id: str) -> ForwardBackwardOutput | Failure:
+        answer = self.wait_for(request_id, PROTOBUF_TYPE)
         if not answer.is_protobuf:
             found = _json_result(answer)
             if isinstance(found, Failure):
@@ -233,8 +235,8 @@ class Remote:
         except WireError as error:
             raise Unexpected(f"not a ForwardBackwardOutput: {error}") from error
 
-    def sampled(self, request_id: str) -> SampleResponse | Failure:
-        answer = self.settled(request_id, PROTOBUF_TYPE)
+    def sample_result(self, request_id: str) -> SampleResponse | Failure:
+        answer = self.wait_for(request_id, PROTOBUF_TYPE)
         if not answer.is_protobuf:
             found = _json_result(answer)
             if isinstance(found, Failure):
@@ -258,7 +260,7 @@ class Remote:
     def sampler(self, **source: str) -> Sampler:
         """A sampler of `base_model`, or of `model_path`."""
         answer = self.post("create_sampling_session", self.sampler_body(**source))
-        return Sampler(self, str(self.sound(answer).get("sampling_session_id")))
+        return Sampler(self, str(self.expect_ok(answer).get("sampling_session_id")))
 
     def next_sampler_number(self) -> int:
         return next(self._sampler_numbers)
@@ -287,7 +289,7 @@ def batch(texts: Sequence[Sequence[int]] = TEXTS, weight: float = 1.0) -> list[D
     return [datum(tokens, weight) for tokens in texts]
 
 
-class Trainee:
+class TrainingModel:
     """A model under training, its steps numbered from 1."""
 
     def __init__(self, remote: Remote, model_id: str) -> None:
@@ -333,13 +335,13 @@ class Trainee:
         return self._output(self.submit_pass(data, forward_only=True))
 
     def _output(self, answer: Answer) -> ForwardBackwardOutput:
-        output = self.remote.passed(self.remote.submitted(answer))
+        output = self.remote.pass_result(self.remote.request_id(answer))
         if isinstance(output, Failure):
             raise Unexpected(f"a pass failed: {output}")
         return output
 
     def step(self, **params: float) -> None:
-        result = self.remote.result(self.remote.submitted(self.submit_step(None, **params)))
+        result = self.remote.result(self.remote.request_id(self.submit_step(None, **params)))
         if isinstance(result, Failure):
             raise Unexpected(f"optim_step failed: {result}")
 
@@ -350,11 +352,11 @@ class Trainee:
 
     def logprobs(self, texts: Sequence[Sequence[int]] = TEXTS) -> Floats:
         """What the model thinks of each target now."""
-        return joined(self.forward(batch(texts)))
+        return all_logprobs(self.forward(batch(texts)))
 
     def save(self, route: str, **fields: Any) -> dict[str, Any]:
         body = {"model_id": self.model_id, "seq_id": self.number(), "type": route, **fields}
-        result = self.remote.result(self.remote.submitted(self.remote.post(route, body)))
+        result = self.remote.result(self.remote.request_id(self.remote.post(route, body)))
         if isinstance(result, Failure):
             raise Unexpected(f"{route} failed: {result}")
         return result
@@ -378,7 +380,7 @@ class Trainee:
             "optimizer": optimizer,
             "type": "load_weights",
         }
-        return self.remote.result(self.remote.submitted(self.remote.post("load_weights", body)))
+        return self.remote.result(self.remote.request_id(self.remote.post("load_weights", body)))
 
 
 class Sampler:
@@ -409,12 +411,12 @@ class Sampler:
             **beside,
         }
 
-    def ask(self, prompt: Sequence[int], **rest: Any) -> SampleResponse | Failure:
+    def try_sample(self, prompt: Sequence[int], **rest: Any) -> SampleResponse | Failure:
         answer = self.remote.post("asample", self.body(prompt, **rest))
-        return self.remote.sampled(self.remote.submitted(answer))
+        return self.remote.sample_result(self.remote.request_id(answer))
 
     def sample(self, prompt: Sequence[int], **rest: Any) -> SampleResponse:
-        found = self.ask(prompt, **rest)
+        found = self.try_sample(prompt, **rest)
         if isinstance(found, Failure):
             raise Unexpected(f"a sample failed: {found}")
         return found
@@ -427,12 +429,12 @@ class Sampler:
         return found
 
 
-def joined(output: ForwardBackwardOutput) -> Floats:
+def all_logprobs(output: ForwardBackwardOutput) -> Floats:
     parts = [out["logprobs"].to_numpy().ravel() for out in output.loss_fn_outputs]
     return np.concatenate(parts).astype(np.float32)
 
 
-def apart(first: Floats, second: Floats) -> float:
+def max_difference(first: Floats, second: Floats) -> float:
     """The largest difference; infinite when there is nothing to compare."""
     if first.shape != second.shape or first.size == 0:
         return float("inf")

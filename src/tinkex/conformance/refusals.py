@@ -1,6 +1,6 @@
 """Loud and early: what cannot be done is refused, and says why."""
 
-from tinkex.conformance.raw_client import TEXTS, Answer, Failure, Remote, apart, batch
+from tinkex.conformance.raw_client import TEXTS, Answer, Failure, Remote, batch, max_difference
 from tinkex.conformance.registry import check, expect
 from tinkex.wire.inputs import Datum, ModelInput
 from tinkex.wire.tensors import TensorData
@@ -12,7 +12,7 @@ def refused(remote: Remote, answer: Answer) -> str:
         return f"HTTP {answer.status}: {answer.body[:300].decode(errors='replace')}"
     if answer.status != 200:
         return ""
-    outcome = remote.settled(remote.submitted(answer), "application/x-protobuf, application/json")
+    outcome = remote.wait_for(remote.request_id(answer), "application/x-protobuf, application/json")
     if outcome.is_protobuf or "error" not in outcome.json:
         return ""
     if outcome.json.get("category") != "user":
@@ -58,14 +58,14 @@ def targets_of_two_dimensions_are_not_cut(remote: Remote) -> str:
     )
     model = remote.model()
     answer = model.submit_pass([datum], forward_only=True)
-    found = remote.passed(remote.submitted(answer)) if answer.status == 200 else None
+    found = remote.pass_result(remote.request_id(answer)) if answer.status == 200 else None
     if found is None or isinstance(found, Failure):
         reason = refused(remote, answer)
         expect(reason, f"came to {found or answer}")
         return f"refused: {reason}"
     logprobs = found.loss_fn_outputs[0]["logprobs"].to_numpy()
     expect(list(logprobs.shape) == shape, f"shape {list(logprobs.shape)}, not {shape}")
-    difference = apart(logprobs[:, 0], model.logprobs([text]))
+    difference = max_difference(logprobs[:, 0], model.logprobs([text]))
     expect(difference < 1e-3, f"the first column differs by {difference:.3g} from plain targets")
     return f"logprobs of shape {shape}"
 
@@ -138,7 +138,7 @@ def a_refused_pass_changes_nothing(remote: Remote) -> str:
     expect(reason, "targets shorter than the input were accepted")
     if answer.status != 200:
         model.next = taken
-    remote.result(remote.submitted(model.submit_step()))
-    difference = apart(model.logprobs(), before)
+    remote.result(remote.request_id(model.submit_step()))
+    difference = max_difference(model.logprobs(), before)
     expect(difference < 1e-4, f"a step after it moved logprobs by {difference:.3g}")
     return reason

@@ -67,16 +67,16 @@ class Report:
         return self.count(Verdict.FAIL) == 0
 
 
-_found: dict[str, Check] = {}
+_registered: dict[str, Check] = {}
 
 
 def check(*requirements: str) -> Callable[[CheckFunction], CheckFunction]:
     """Puts a function into the table; its first line of documentation is the sentence."""
 
-    def put(function: CheckFunction) -> CheckFunction:
+    def register(function: CheckFunction) -> CheckFunction:
         name = function.__name__
-        assert name not in _found, name
-        _found[name] = Check(
+        assert name not in _registered, name
+        _registered[name] = Check(
             name=name,
             theme=function.__module__.rpartition(".")[2],
             requirements=requirements,
@@ -85,7 +85,7 @@ def check(*requirements: str) -> Callable[[CheckFunction], CheckFunction]:
         )
         return function
 
-    return put
+    return register
 
 
 def expect(true: object, seen: str) -> None:
@@ -97,7 +97,7 @@ def expect(true: object, seen: str) -> None:
 def all_checks() -> dict[str, Check]:
     for theme in THEMES:
         importlib.import_module(f"tinkex.conformance.{theme}")
-    return dict(_found)
+    return dict(_registered)
 
 
 class _Checks:
@@ -116,7 +116,7 @@ class _Checks:
 CHECKS = _Checks()
 
 
-def judge(one: Check, remote: Remote) -> Outcome:
+def run_check(one: Check, remote: Remote) -> Outcome:
     """What one check says about a server."""
     began = time.monotonic()
     try:
@@ -138,7 +138,7 @@ def run(
     outcomes = []
     for one in CHECKS:
         if only is None or one.name in only or set(one.requirements) & set(only):
-            outcome = judge(one, remote)
+            outcome = run_check(one, remote)
             outcomes.append(outcome)
             if on_outcome is not None:
                 on_outcome(outcome)

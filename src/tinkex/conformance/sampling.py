@@ -2,7 +2,14 @@
 
 import math
 
-from tinkex.conformance.raw_client import TEXTS, Failure, Remote, Trainee, Unexpected, apart
+from tinkex.conformance.raw_client import (
+    TEXTS,
+    Failure,
+    Remote,
+    TrainingModel,
+    Unexpected,
+    max_difference,
+)
 from tinkex.conformance.registry import Skipped, check, expect
 from tinkex.wire.sampling import SampledSequence
 
@@ -11,7 +18,7 @@ PROMPT = TEXTS[0][:6]
 AGREES = 0.02
 
 
-def trained(remote: Remote) -> Trainee:
+def trained(remote: Remote) -> TrainingModel:
     model = remote.model()
     model.train(3)
     return model
@@ -21,7 +28,9 @@ def tokens(sequence: SampledSequence) -> list[int]:
     return [int(token) for token in sequence.tokens]
 
 
-def forward_logprobs(model: Trainee, prompt: list[int], sequence: SampledSequence) -> list[float]:
+def forward_logprobs(
+    model: TrainingModel, prompt: list[int], sequence: SampledSequence
+) -> list[float]:
     """What a pass says about the sampled tokens."""
     found = model.logprobs([[*prompt, *tokens(sequence)]])
     return [float(value) for value in found[len(prompt) - 1 :]]
@@ -51,7 +60,7 @@ def prompt_logprobs_are_trained_logprobs(remote: Remote) -> str:
     found = model.sampler().prompt_logprobs(TEXTS[1])
     expect(len(found) == len(TEXTS[1]), f"{len(found)} entries for {len(TEXTS[1])} tokens")
     expect(math.isnan(found[0]), f"the first entry is {found[0]}, not null")
-    difference = apart(found[1:], model.logprobs([TEXTS[1]]))
+    difference = max_difference(found[1:], model.logprobs([TEXTS[1]]))
     expect(difference < AGREES, f"they differ by {difference:.3g}")
     return f"largest difference {difference:.2g}"
 
@@ -148,8 +157,8 @@ def batch_mates_do_not_change_a_sample(remote: Remote) -> str:
         sampler.body(text, max_tokens=12, seed=9 if n == 2 else n, stop=[])
         for n, text in enumerate([TEXTS[1], TEXTS[2], PROMPT, TEXTS[3]])
     ]
-    ids = [remote.submitted(remote.post("asample", body)) for body in bodies]
-    found = [remote.sampled(request_id) for request_id in ids][2]
+    ids = [remote.request_id(remote.post("asample", body)) for body in bodies]
+    found = [remote.sample_result(request_id) for request_id in ids][2]
     if isinstance(found, Failure):
         raise Unexpected(f"a sample failed: {found}")
     among = tokens(found.sequences[0])

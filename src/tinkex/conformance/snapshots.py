@@ -1,6 +1,6 @@
 """Saved is saved: training never changes a checkpoint, and sampling never changes training."""
 
-from tinkex.conformance.raw_client import TEXTS, Failure, Remote, apart
+from tinkex.conformance.raw_client import TEXTS, Failure, Remote, max_difference
 from tinkex.conformance.registry import check, expect
 
 SAME = 1e-4
@@ -18,10 +18,13 @@ def a_saved_sampler_does_not_follow_training(remote: Remote) -> str:
     model.train(3)
     new = model.sampler().prompt_logprobs(TEXTS[0])[1:]
     again = old.prompt_logprobs(TEXTS[0])[1:]
-    expect(apart(first, new) > MOVED, f"three steps moved a new sampler by {apart(first, new):.3g}")
-    drift = apart(first, again)
+    expect(
+        max_difference(first, new) > MOVED,
+        f"three steps moved a new sampler by {max_difference(first, new):.3g}",
+    )
+    drift = max_difference(first, again)
     expect(drift < SAME, f"the old sampler moved by {drift:.3g} while training went on")
-    return f"old moved {drift:.2g}, new {apart(first, new):.2g}"
+    return f"old moved {drift:.2g}, new {max_difference(first, new):.2g}"
 
 
 @check("S2")
@@ -33,7 +36,7 @@ def sampling_leaves_training_alone(remote: Remote) -> str:
     model.train(3)
     before = model.logprobs()
     old.sample(TEXTS[0], max_tokens=4, stop=[])
-    difference = apart(before, model.logprobs())
+    difference = max_difference(before, model.logprobs())
     expect(difference < SAME, f"training logprobs moved by {difference:.3g}")
     return f"moved {difference:.2g}"
 
@@ -49,7 +52,7 @@ def a_loaded_state_is_what_was_saved(remote: Remote) -> str:
     other = remote.model(seed=99)
     loaded = other.load(path)
     expect(not isinstance(loaded, Failure), f"load_weights came to {loaded!r}")
-    difference = apart(other.logprobs(), saved)
+    difference = max_difference(other.logprobs(), saved)
     expect(difference < SAME, f"logprobs differ by {difference:.3g} from those at the save")
     return f"within {difference:.2g}"
 
@@ -65,6 +68,6 @@ def a_state_with_its_optimizer_goes_on_as_if_uninterrupted(remote: Remote) -> st
     expect(not isinstance(loaded, Failure), f"load_weights came to {loaded!r}")
     model.train(2)
     other.train(2)
-    difference = apart(model.logprobs(), other.logprobs())
+    difference = max_difference(model.logprobs(), other.logprobs())
     expect(difference < SAME, f"logprobs differ by {difference:.3g} two steps later")
     return f"within {difference:.2g} two steps later"

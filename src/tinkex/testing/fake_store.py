@@ -12,10 +12,10 @@ from tinkex.wire.checkpoints import KINDS, ParsedCheckpointTinkerPath
 from tinkex.wire.errors import UserFailure
 
 #: When everything happened, as lists tell it.
-A_TIME = "2026-01-01T00:00:00Z"
+FIXED_TIME = "2026-01-01T00:00:00Z"
 #: What a server refuses is refused here too.
-SHORTEST_TTL_S = 3600
-LONGEST_TTL_S = 10 * 365 * 24 * 3600
+MIN_TTL_S = 3600
+MAX_TTL_S = 10 * 365 * 24 * 3600
 
 
 @dataclass
@@ -27,7 +27,7 @@ class Model:
     waiting: dict[int, Callable[[], Any]] = field(default_factory=dict)
 
 
-class Shelf:
+class FakeStore:
     """By their ids and paths."""
 
     def __init__(self) -> None:
@@ -97,15 +97,13 @@ class Shelf:
             "model_owner": "fake",
             "is_lora": True,
             "lora_rank": model.rank,
-            "last_request_time": A_TIME,
+            "last_request_time": FIXED_TIME,
         }
 
 
 def _check_ttl(ttl_s: int | None) -> None:
-    if ttl_s is not None and not SHORTEST_TTL_S <= ttl_s <= LONGEST_TTL_S:
-        raise UserFailure(
-            f"ttl_seconds is {ttl_s}; {SHORTEST_TTL_S} to {LONGEST_TTL_S} are allowed."
-        )
+    if ttl_s is not None and not MIN_TTL_S <= ttl_s <= MAX_TTL_S:
+        raise UserFailure(f"ttl_seconds is {ttl_s}; {MIN_TTL_S} to {MAX_TTL_S} are allowed.")
 
 
 def _checkpoint(path: str) -> dict[str, Any]:
@@ -113,7 +111,7 @@ def _checkpoint(path: str) -> dict[str, Any]:
     return {
         "checkpoint_id": f"{kind}/{name}",
         "checkpoint_type": KINDS[kind],
-        "time": A_TIME,
+        "time": FIXED_TIME,
         "tinker_path": path,
     }
 

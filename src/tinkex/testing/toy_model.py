@@ -61,8 +61,8 @@ def toy_sample(request: SampleRequest, steps: int) -> SampleResponse:
         sequence = sequence.model_copy(update={"topk_logprobs_np": TopkLogprobs.from_rows(rows)})
     answer: dict[str, Any] = {"sequences": [sequence] * request.num_samples}
     if request.prompt_logprobs:
-        told = request.prompt_logprobs_last_n or len(prompt)
-        first = max(1, len(prompt) - told)
+        last_n = request.prompt_logprobs_last_n or len(prompt)
+        first = max(1, len(prompt) - last_n)
         answer["prompt_logprobs_np"] = [math.nan] * first + [logprob] * (len(prompt) - first)
     if request.topk_prompt_logprobs:
         rows = [[(token, logprob)] for token in prompt[1:]]
