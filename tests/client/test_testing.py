@@ -112,7 +112,7 @@ def test_what_the_fake_does_not_know_can_be_scripted_by_its_path(fake, service):
 
 
 @pytest.mark.parametrize(
-    ("name", "says"), [("a/b", "cannot be used"), ("end", "exists already; .* overwrite")]
+    ("name", "says"), [("a/b", "cannot be used"), ("end", "already exists; .* overwrite")]
 )
 def test_the_fake_refuses_names_that_a_server_refuses(service, name, says):
     training = service.create_lora_training_client("fake/model")

@@ -1,4 +1,4 @@
-"""The fake itself: a Tinker service in memory."""
+"""`FakeService`: a Tinker service in memory."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from tinkex.client.service import ServiceClient
     from tinkex.client.settings import Settings
 
-#: What a server refuses is refused here too.
+#: The limits of the real server.
 MAX_RANK = 512
 MAX_SAMPLES = 1024
 
@@ -54,16 +54,16 @@ class FakeService:
         sample_s: float = 0.0,
     ) -> None:
         self.base_models = base_models
-        #: Everything that arrived, in order of arrival.
+        #: All requests, in order of arrival.
         self.requests: list[Seen] = []
-        #: What the models ran, in the order they ran it: (model_id, seq_id, kind).
+        #: The steps that ran, in order: (model_id, seq_id, kind).
         self.ran: list[tuple[str, int, str]] = []
-        #: Requests that clients took back.
+        #: Ids of requests that clients cancelled.
         self.cancelled: list[str] = []
         self._config = dict(config or {})
         self._dynamic_config = dict(dynamic_config or {})
         self._hold_s = hold_s
-        #: A sample that is not streamed takes this long.
+        #: Duration of a sample that is not streamed.
         self._sample_s = sample_s
         self._ids = itertools.count(1)
         self._store = FakeStore()
@@ -71,7 +71,7 @@ class FakeService:
         self._kinds: dict[tuple[str, int], str] = {}
         self._results: dict[str, Result | UserFailure] = {}
         self._ready: dict[str, asyncio.Event] = {}
-        #: The ids of finished samples by sampling session and clone, and who waits for more.
+        #: Ids of finished samples by sampling session and clone, and an event that is set for new ones.
         self._finished: dict[tuple[str, int], list[str]] = defaultdict(list)
         self._more: dict[tuple[str, int], asyncio.Event] = defaultdict(asyncio.Event)
         self._clones = itertools.count(1)
@@ -79,19 +79,19 @@ class FakeService:
         self._holds: dict[str, Hold] = {}
 
     def client(self, **settings: Any) -> ServiceClient:
-        """A client of this service; takes what `ServiceClient` takes."""
+        """A client of this service; takes the arguments of `ServiceClient`."""
         from tinkex.client.service import ServiceClient
 
         settings = {"base_url": "http://fake.invalid", "api_key": "tml-fake", **settings}
         return ServiceClient(**settings, _make_transport=self.transport)
 
     def transport(self, base_url: str, settings: Settings | None = None) -> Transport:
-        """The network, as a client sees it."""
+        """A transport that sends requests to this service."""
         return FakeTransport(self)
 
     def serve(self) -> Loopback:
         """
-        The same service on a real socket of this machine, for programs in other processes.
+        Serve this fake on a local socket, for programs in other processes.
 
             with fake.serve() as running:
                 subprocess.run([...], env={"TINKER_BASE_URL": running.url, ...})
@@ -100,14 +100,14 @@ class FakeService:
 
     def script(self, endpoint: str, *answers: Answer | Lost) -> None:
         """
-        What the next requests to an endpoint meet, in this order, before normal work goes on.
+        Set the responses or connection failures for the next requests to an endpoint, in this order.
 
-        An endpoint is what follows `/api/v1/`, without the query: "asample", "sessions/ID".
+        An endpoint is the path after `/api/v1/`, without the query: "asample", "sessions/ID".
         """
         self._scripts[endpoint] += answers
 
     def hold(self, endpoint: str) -> Hold:
-        """Make requests to an endpoint wait until the hold is released."""
+        """Make requests to an endpoint wait until `release()` is called on the result."""
         hold = self._holds[endpoint] = Hold()
         return hold
 
@@ -116,13 +116,13 @@ class FakeService:
     async def answer(
         self, method: str, endpoint: str, headers: Mapping[str, str], body: bytes
     ) -> tuple[int, Mapping[str, str], bytes]:
-        """Status, headers and body for one request. Raises `Unreachable` where that is scripted."""
+        """Status, headers and body for one request; `Unreachable` if the script says so."""
         headers = {name.lower(): value for name, value in headers.items()}
         self.requests.append(Seen(method, endpoint, headers, body))
-        place = endpoint.partition("?")[0]
-        if hold := self._holds.get(place):
+        path = endpoint.partition("?")[0]
+        if hold := self._holds.get(path):
             await hold.wait()
-        script = self._scripts[place]
+        script = self._scripts[path]
         fault = script.pop(0) if script else None
         if isinstance(fault, Lost) and not fault.after:
             raise fault.error()
@@ -211,10 +211,10 @@ class FakeService:
             case "POST", _ if first in STEPS:
                 return self._step(first, headers, body)
         raise KeyError(
-            f"endpoint {method} {endpoint} in the fake service: script() an answer to it"
+            f"endpoint {method} {endpoint} in the fake service: use script() to set a response"
         )
 
-    # -- promises --------------------------------------------------------------------------------
+    # -- futures ---------------------------------------------------------------------------------
 
     def _new_future(self) -> str:
         request_id = f"r-{next(self._ids)}"
@@ -243,18 +243,18 @@ class FakeService:
         return 200, JSON_TYPE, _body(plain)
 
     async def _events(self, body: bytes) -> dict[str, Any]:
-        """Which samples of one client have finished since its last question."""
-        asked = decode_json(FuturesRetrieveRequest, body)
-        target = (asked.target.sampling_session_id, asked.target.cloned_sampler_id)
+        """Samples of one client that finished since its last poll."""
+        request = decode_json(FuturesRetrieveRequest, body)
+        target = (request.target.sampling_session_id, request.target.cloned_sampler_id)
         self._store.samplers[target[0]]
         finished = self._finished[target]
-        if len(finished) <= asked.prev_cursor:
+        if len(finished) <= request.prev_cursor:
             self._more[target].clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._hold_s):
                     await self._more[target].wait()
         return {
-            "completions": [self._event(each) for each in finished[asked.prev_cursor :]],
+            "completions": [self._event(each) for each in finished[request.prev_cursor :]],
             "cursor": len(finished),
         }
 
@@ -299,16 +299,16 @@ class FakeService:
         return {"request_id": request_id}
 
     def _step(self, kind: str, headers: Mapping[str, str], body: bytes) -> dict[str, Any]:
-        """Accept a step at once, and run all steps whose turn has come."""
+        """Accept a step, and run all steps whose predecessors have run."""
         model_id, number, name, run = STEPS[kind](self._store, headers, body)
         model = self._store.models[model_id]
         if not number or number < 1:
-            raise WireError(f"seq_id: steps are numbered from 1, not {number}.")
+            raise WireError(f"seq_id: must be 1 or greater, not {number}.")
         first = self._kinds.setdefault((model_id, number), name)
         if first != name:
             raise WireError(
-                f"seq_id: step {number} of this model was already used for {first}, so it cannot "
-                f"be {name}."
+                f"seq_id: step {number} of this model is already a {first}, so it cannot be a "
+                f"{name}."
             )
         if (known := self._by_number.get((model_id, number))) is not None:
             return known
@@ -342,7 +342,7 @@ class FakeService:
         if not 1 <= request.num_samples <= MAX_SAMPLES:
             raise WireError.at(
                 ("num_samples",),
-                f"{request.num_samples} samples were asked for; 1 to {MAX_SAMPLES} are allowed.",
+                f"{request.num_samples} samples were requested; 1 to {MAX_SAMPLES} are allowed.",
             )
         request_id = self._new_future()
         accepted = {
@@ -371,7 +371,7 @@ class FakeService:
         return accepted
 
     def _stream(self, request: SampleRequest) -> bytes:
-        """The events of a sample: the first token, the others, and the answer."""
+        """The events of a sample: the first token, the other tokens, and the final response."""
         accepted = self._sample(request)
         result = self._results[accepted["request_id"]]
         events: list[tuple[str, Any]] = [("accepted", accepted)]

@@ -1,4 +1,4 @@
-"""The steps of a model: what a request asks for, to be run when its turn has come."""
+"""Training steps of the fake: decodes a request into a function that runs the step."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from tinkex.wire.errors import UserFailure
 from tinkex.wire.protobuf import decode_forward_backward_request, encode_forward_backward_output
 from tinkex.wire.training import OptimStepRequest
 
-#: A result: its JSON form, and its protobuf form if it has one.
+#: JSON form of a result, and its protobuf form if it has one.
 Result = tuple[Any, bytes | None]
-#: Whose step it is, its number, its name, and what it does.
+#: model_id, seq_id, kind, and the function that runs the step.
 Step = tuple[str, int | None, str, Callable[[Model], Result]]
 
 
@@ -103,7 +103,7 @@ def _load_weights(store: FakeStore, headers: Mapping[str, str], body: bytes) -> 
     return request.model_id or "", request.seq_id, "load_weights", run
 
 
-#: Kinds of steps by their endpoint, each with what reads it.
+#: Decoders of steps, by endpoint.
 STEPS: dict[str, Callable[[FakeStore, Mapping[str, str], bytes], Step]] = {
     "forward_backward": _pass,
     "forward": _pass,

@@ -1,4 +1,4 @@
-"""What a service has: models, the checkpoints saved from them, and samplers."""
+"""Models, checkpoints and samplers of the fake."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 from tinkex.wire.checkpoints import KINDS, ParsedCheckpointTinkerPath
 from tinkex.wire.errors import UserFailure
 
-#: When everything happened, as lists tell it.
+#: The time that lists show for everything.
 FIXED_TIME = "2026-01-01T00:00:00Z"
-#: What a server refuses is refused here too.
+#: The limits of the real server.
 MIN_TTL_S = 3600
 MAX_TTL_S = 10 * 365 * 24 * 3600
 
@@ -28,7 +28,7 @@ class Model:
 
 
 class FakeStore:
-    """By their ids and paths."""
+    """Models and samplers by id, checkpoints by path."""
 
     def __init__(self) -> None:
         self.models: dict[str, Model] = {}
@@ -53,7 +53,7 @@ class FakeStore:
         except ValueError as error:
             raise UserFailure(f"checkpoint name {name!r} cannot be used: {error}") from error
         if path in self.checkpoints and not overwrite:
-            raise UserFailure(f"{path} exists already; choose another name, or overwrite it")
+            raise UserFailure(f"{path} already exists; choose another name, or overwrite it")
         self.checkpoints[path] = Model(model.base_model, model.rank, model.steps)
         return path
 
@@ -67,19 +67,19 @@ class FakeStore:
         return {"sampling_session_id": sampler_id}
 
     def change(self, method: str, rest: str, body: bytes) -> None:
-        """Delete a checkpoint; publishing it and saying how long it is kept is only looked at."""
+        """Delete a checkpoint. Publishing and setting a TTL are validated but have no effect."""
         run, _, name = rest.partition("/checkpoints/")
-        for wish in ("/publish", "/ttl"):
-            if name.endswith(wish):
-                self.checkpoints[f"tinker://{run}/{name.removesuffix(wish)}"]
-                if wish == "/ttl":
+        for action in ("/publish", "/ttl"):
+            if name.endswith(action):
+                self.checkpoints[f"tinker://{run}/{name.removesuffix(action)}"]
+                if action == "/ttl":
                     _check_ttl(json.loads(body)["ttl_seconds"])
                 return
         if method == "DELETE":
             del self.checkpoints[f"tinker://{run}/{name}"]
 
     def lists(self, what: str, rest: str) -> dict[str, Any]:
-        """Runs and checkpoints, as the `RestClient` asks for them; everything is on one page."""
+        """Runs and checkpoints for the `RestClient`, all on one page."""
         run, _, part = rest.partition("/")
         if run and run not in self.models:
             raise KeyError(f"training run {run}")
