@@ -105,7 +105,7 @@ def test_the_fake_lists_what_was_made_and_forgets_what_was_deleted(fake, service
 
 def test_what_the_fake_does_not_know_can_be_scripted_by_its_path(fake, service):
     rest = tinkex.RestClient(service.holder)
-    with pytest.raises(tinkex.NotFoundError, match=r"script\(\) an answer to it"):
+    with pytest.raises(tinkex.NotFoundError, match=r"use script\(\) to set a response"):
         rest.list_sessions().result(5)
     fake.script("sessions", Answer(body={"sessions": ["s-9"]}))
     assert rest.list_sessions().result(5).sessions == ["s-9"]

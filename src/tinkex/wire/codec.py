@@ -298,7 +298,7 @@ def _field_errors(error: ValidationError) -> Iterable[FieldError]:
             yield FieldError(loc, item["msg"], item["type"])
 
 
-#: A union with so many frames that one summary replaces their separate errors.
+#: A union with so many members that one summary replaces their separate errors.
 _STOP: Final = frozenset({"sampling_params", "stop"})
 
 
