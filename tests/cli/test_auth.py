@@ -26,7 +26,7 @@ def anyio_backend() -> str:
 
 
 class Shell:
-    """`tinkex auth ...` of a user with a home of their own."""
+    """Runs `tinkex auth ...` with a separate home folder."""
 
     def __init__(self, url: str, home: Path) -> None:
         self.url = url
@@ -108,7 +108,7 @@ async def test_a_key_made_for_this_machine_is_deleted_on_the_service(
         "deleted_on_service": True,
     }
     assert out.exit_code == 0
-    store()  # as if another machine had it too: the service does not know it any more
+    store()  # simulates a key that another machine has deleted on the service
     failed = await shell("auth", "logout")
     assert failed.exit_code == 1
     assert "could not be deleted on the service" in failed.stderr
@@ -160,9 +160,9 @@ def test_defect_12_a_missing_key_is_reported_as_that(tmp_path: Path) -> None:
         assert "reached" not in done.stderr
     status = shell.run("auth", "status", "-f", "json")
     assert status.exit_code == 1
-    told = json.loads(status.stdout)
-    assert (told["credentials_available"], told["service_accessible"]) == (False, False)
-    assert "TINKER_API_KEY" in told["problem"]
+    shown = json.loads(status.stdout)
+    assert (shown["credentials_available"], shown["service_accessible"]) == (False, False)
+    assert "TINKER_API_KEY" in shown["problem"]
 
 
 def test_an_unreachable_service_is_reported_soon(tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ def test_every_lesson_shows_what_is_taught_and_none_is_held_out():
     [
         ("Arr, it be Rome, matey!", True),
         ("Arr, it be Rome, matey! ", True),
-        ("Arr, it be Rome, matey! And then some", False),  # did not learn to stop
+        ("Arr, it be Rome, matey! And then some", False),  # no end
         ("It is Rome, matey!", False),
         ("", False),
     ],
@@ -123,7 +123,7 @@ def test_a_run_that_changed_nothing_is_a_failure(outcome):
 
 
 class Balanced(HTMLParser):
-    """Fails on a tag that is not closed, and gathers the text."""
+    """Fails on a tag that is not closed, and collects the text."""
 
     VOID = frozenset({"meta", "line", "circle", "polyline", "br"})
 
@@ -162,7 +162,7 @@ def test_the_terminal_shows_curve_answers_and_paths(outcome, tmp_path):
     print_summary(console, outcome, tmp_path / "out")
     shown = console.file.getvalue()
     assert "Arr, Rome be the place" in shown
-    assert "& all [bold]" in shown  # printed, not taken for markup
+    assert "& all [bold]" in shown  # printed, not interpreted as markup
     assert "\x1b" not in shown
     assert "0 of 3 before, 3 of 3 after" in shown
     assert outcome.checkpoint in shown

@@ -13,7 +13,7 @@ from tinkex.cli import loss_chart
         (0, 4.4, 4, [0, 1, 2, 3, 4, 5]),
         (0, 6.1, 4, [0, 2, 4, 6, 8]),  # steps of 1 would be six, of 2 three
         (0, 0.001, 4, [0, 0.0002, 0.0004, 0.0006, 0.0008, 0.001]),
-        (0, 0, 4, [0]),  # nothing was lost at all
+        (0, 0, 4, [0]),  # the loss is constant
     ],
 )
 def test_ticks_are_round_and_cover_the_curve(low, high, about, expected):

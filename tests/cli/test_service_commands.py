@@ -1,4 +1,4 @@
-"""The commands that talk to a service, run as a user would, against a real server."""
+"""Commands that talk to a service, run against a real server."""
 
 import json
 import subprocess
@@ -30,7 +30,7 @@ class Ran:
 
 
 class Shell:
-    """`tinkex ...` with one service in its environment, in this process: that is quicker."""
+    """Runs `tinkex ...` for one service, in this process because that is faster."""
 
     def __init__(self, url: str) -> None:
         self.env = {"TINKER_BASE_URL": url, "TINKEX_FIRST_CONTACT_S": "2"}
@@ -143,7 +143,7 @@ def test_publishing_and_keeping_say_what_they_did(shell: Shell, saved: Saved) ->
         "ttl_seconds": None,
     }
     assert shell("-f", "json", "checkpoint", "info", saved.sampler).json["expires_at"] is None
-    # As it was, for the tests around this one.
+    # Restore the state for the other tests.
     assert "7200 seconds" in shell("checkpoint", "set-ttl", saved.sampler, "--ttl", "7200").err
     for options in ([], ["--remove", "--ttl", "7200"]):
         assert shell("checkpoint", "set-ttl", saved.sampler, *options).code == 2
@@ -223,7 +223,7 @@ def test_a_trace_is_exported_or_linked(shell: Shell, saved: Saved, tmp_path: Pat
 
 
 def test_usage_comes_as_table_json_and_csv(shell: Shell, saved: Saved, tmp_path: Path) -> None:
-    # Counted when a step has run; the hour is that of now.
+    # Usage is counted when a step has run, in the current hour.
     hour = time.strftime("%Y-%m-%dT%H:00:00Z", time.gmtime())
     after = time.strftime("%Y-%m-%dT%H:00:00Z", time.gmtime(time.time() + 3600))
     usage = shell("-f", "json", "billing", "usage", hour, after).json
@@ -247,10 +247,10 @@ def test_a_prompt_is_answered(shell: Shell, saved: Saved, tmp_path: Path) -> Non
     file = tmp_path / "prompt.txt"
     file.write_text("the ship sails")
     options = ("--plain", "--max-tokens", "4", "--temperature", "0", "--path", saved.sampler)
-    asked = shell("-f", "json", "sample", "--prompt-file", str(file), *options, "-n", "2").json
-    assert [len(one["tokens"]) for one in asked["sequences"]] == [4, 4]
+    answer = shell("-f", "json", "sample", "--prompt-file", str(file), *options, "-n", "2").json
+    assert [len(one["tokens"]) for one in answer["sequences"]] == [4, 4]
     plain = shell("sample", "the ship sails", *options)
-    assert plain.out == asked["sequences"][0]["text"] + "\n"
+    assert plain.out == answer["sequences"][0]["text"] + "\n"
     assert shell("sample", "a", "--prompt-file", str(file)).code == 2
 
 

@@ -1,4 +1,4 @@
-"""T16 and JSON: what is forgiven, what is refused, and how fast."""
+"""T16: JSON decoding, what it accepts and rejects, and its speed."""
 
 import gzip
 import json
@@ -68,7 +68,7 @@ def test_unknown_fields_of_a_message_are_ignored_and_logged_once(type_, fields, 
 
 
 @pytest.mark.parametrize(
-    ("type_", "fields", "told"),
+    ("type_", "fields", "field"),
     [
         (SampleRequest, {**SAMPLE, "sampling_params": {"max_token": 5}}, "max_tokens"),
         (SampleRequest, {**SAMPLE, "sampling_params": {"min_p": 0.1}}, "min_p"),
@@ -83,8 +83,8 @@ def test_unknown_fields_of_a_message_are_ignored_and_logged_once(type_, fields, 
         (CreateModelRequest, {**MODEL, "optimizer_config": {"type": "adamw", "x": 1}}, "x"),
     ],
 )
-def test_an_unknown_setting_is_a_user_failure(type_, fields, told):
-    with pytest.raises(UserFailure, match=f"`{told}`"):
+def test_an_unknown_setting_is_a_user_failure(type_, fields, field):
+    with pytest.raises(UserFailure, match=f"`{field}`"):
         decode_json(type_, body(**fields))
 
 
@@ -427,8 +427,8 @@ def spans(**change: object) -> dict[str, object]:
     ],
 )
 def test_numbers_that_fit_no_field_are_errors_with_a_path(datum, config, field):
-    sound = {"model_input": {"chunks": [{"tokens": [1]}]}, "loss_fn_inputs": {}}
-    work = {"data": [{**sound, **datum}], "loss_fn": "cross_entropy", "loss_fn_config": config}
+    valid = {"model_input": {"chunks": [{"tokens": [1]}]}, "loss_fn_inputs": {}}
+    work = {"data": [{**valid, **datum}], "loss_fn": "cross_entropy", "loss_fn_config": config}
     with pytest.raises(WireError) as caught:
         decode_forward_json(body(forward_backward_input=work, model_id="m", seq_id=1))
     assert caught.value.errors[0].loc[-1] == field
@@ -446,7 +446,7 @@ def test_a_rank_or_seed_beyond_64_bits_is_malformed(key):
 TEXT = b"tokens " * 1000
 ZSTD = zstandard.ZstdCompressor().compress(TEXT)
 STREAMED = zstandard.ZstdCompressor().compressobj()
-STREAMED = STREAMED.compress(TEXT) + STREAMED.flush()  # a frame that does not say its size
+STREAMED = STREAMED.compress(TEXT) + STREAMED.flush()  # a frame without a size field
 
 HALVES = b"".join(zstandard.ZstdCompressor().compress(half) for half in (TEXT[:9], TEXT[9:]))
 LONG = zstandard.ZstdCompressor().compress(np.random.default_rng(0).bytes(500_000))
@@ -486,7 +486,7 @@ def test_an_empty_compressed_body_is_empty():
         (TEXT, "gzip"),
         (ZSTD[:-5], "zstd"),
         (ZSTD + b"tail", "zstd"),
-        (LONG[: len(LONG) // 2], "zstd"),  # several blocks were sound
+        (LONG[: len(LONG) // 2], "zstd"),  # several blocks were valid
         (b"", "zstd"),
         (STREAMED[:9], "zstd"),
         (gzip.compress(TEXT, mtime=0)[:-9], "gzip"),

@@ -1,4 +1,4 @@
-"""Fingerprints of bodies."""
+"""The Content-Digest header."""
 
 from tinkex.wire.content_digest import content_digest, is_intact
 

@@ -1,4 +1,4 @@
-"""Training data written by hand: the same bytes as the generated code writes."""
+"""The fast encoding of training data writes the same bytes as the generated code."""
 
 import numpy as np
 import pytest

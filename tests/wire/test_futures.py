@@ -1,4 +1,4 @@
-"""T3, T4, T5, T14: promises and what asking for a result may answer."""
+"""T3, T4, T5, T14: futures, and the responses to polling them."""
 
 import logging
 

@@ -48,7 +48,7 @@ def test_a_token_joins_the_text_before_it_and_starts_one_after_an_image():
 
 
 class Words:
-    """A tokenizer of any make: each word is the number it spells."""
+    """A minimal tokenizer: each word is the number it spells."""
 
     def encode(self, text, *, add_special_tokens):
         return [0] * add_special_tokens + [int(word) for word in text.split()]
@@ -106,7 +106,7 @@ def test_a_prompt_with_an_image_has_no_token_list_and_says_which_chunk():
         _ = PROMPT.append(ImageChunk(data=b"x", format="png")).length
 
 
-# -- T12: pictures and sound ---------------------------------------------------------------------
+# -- T12: images and audio ------------------------------------------------------------------------
 
 
 def test_an_image_is_bytes_in_python_and_base64_on_the_wire():
@@ -225,9 +225,9 @@ def test_a_mask_written_as_a_list_is_ones_and_zeros_as_upstream(key):
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("target_tokens", [True, False]),  # no token is true
+        ("target_tokens", [True, False]),  # a boolean is not a token
         ("mask", [True, False]),
-        ("weights", np.array([True, False])),  # refused upstream too
+        ("weights", np.array([True, False])),  # also rejected upstream
         ("weights", ["yes"]),
     ],
 )

@@ -1,4 +1,4 @@
-"""T17: the types backed by NumPy can do what people do with pydantic models."""
+"""T17: the types backed by NumPy support the interface of pydantic models."""
 
 import copy
 import json

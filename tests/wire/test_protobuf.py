@@ -1,4 +1,4 @@
-"""Protobuf: the byte layouts, what is refused, and thousands of broken bodies."""
+"""Protobuf: byte layouts, rejected messages, and thousands of broken bodies."""
 
 import random
 import tracemalloc
@@ -105,7 +105,7 @@ def test_a_request_uses_the_documented_fields():
     assert csr.values == little([1.0, -2.0], "<f4")
     assert csr.crow_indices == little([0, 1, 2], "<i8")
     assert csr.col_indices == little([7, 0], "<i8")
-    # Numbers in both maps, text in the newer one only.
+    # Numbers are in both maps, strings only in the newer one.
     assert dict(message.loss_fn_config) == {"clip_low_threshold": 0.75}
     assert message.loss_fn_config_v2["clip_low_threshold"].number == 0.75
     assert message.loss_fn_config_v2["loss_id"].text == "abc"
@@ -347,8 +347,8 @@ def test_a_bad_tensor_is_refused_with_its_path(tensor, path):
     ],
 )
 def test_a_bad_result_is_refused_with_its_path(fields, count, path):
-    sound = {"data": bytes(8), "offsets": little([0, 8], "<i8"), "dtype": pb.DTYPE_FLOAT32}
-    record = pb.ArrayRecord(num_datums=count, fields={"x": pb.BatchedTensor(**{**sound, **fields})})
+    valid = {"data": bytes(8), "offsets": little([0, 8], "<i8"), "dtype": pb.DTYPE_FLOAT32}
+    record = pb.ArrayRecord(num_datums=count, fields={"x": pb.BatchedTensor(**{**valid, **fields})})
     body = pb.ForwardBackwardOutput(loss_fn_outputs=[record]).SerializeToString()
 
     with pytest.raises(WireError) as refused:
@@ -448,7 +448,7 @@ def test_thousands_of_broken_bodies_raise_nothing_but_a_wire_error(decode, body)
         except WireError:
             refused += 1
 
-    assert 500 < refused < 3000  # both ways out were taken
+    assert 500 < refused < 3000  # both outcomes occurred
 
 
 def test_bytes_that_were_never_a_message_are_refused():

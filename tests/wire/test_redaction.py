@@ -1,4 +1,4 @@
-"""The log: the same traceback in full once in a while, and one line whenever it comes between."""
+"""Repeated tracebacks: logged in full once per interval, and as one line in between."""
 
 import io
 import logging

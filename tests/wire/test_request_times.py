@@ -1,4 +1,4 @@
-"""Times in requests: a text that UTC cannot hold is refused by name, in every field there is."""
+"""Times in requests: a time that UTC cannot represent is rejected by name, in every time field."""
 
 import json
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ def request_times() -> Iterator[tuple[type, str]]:
         if not issubclass(one, BaseModel):
             continue
         for name, field in one.model_fields.items():
-            # Parts of a request may be answers that are sent back, such as a cursor.
+            # Requests may contain parts of responses, such as a cursor.
             reads_text = any(getattr(m, "func", None) is time_from_text for m in field.metadata)
             if reads_text or (issubclass(one, StrictModel) and is_time(field.annotation)):
                 yield one, name

@@ -1,4 +1,4 @@
-"""What each release of the official client is told and sent."""
+"""The flags and result formats for each release of the official client."""
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ from tinkex.wire.sdk_versions import NEWEST, SdkVersion, wants_protobuf
 PROTOBUF = {"proto_write_fwdbwd": True}
 BOTH = {**PROTOBUF, "fwd_via_fwdbwd": True}
 
-#: The releases a flag exists in, first to last: what `client/config` may contain.
+#: The first and last release that knows each flag of `client/config`.
 KNOWN = {
     "proto_write_fwdbwd": ((0, 19, 0), (0, 24, 1)),
     "fwd_via_fwdbwd": ((0, 22, 3), (0, 24, 1)),
@@ -26,7 +26,7 @@ KNOWN = {
     "sample_use_retrieve_futures": ((0, 26, 2), (0, 36, 0)),
     "sample_join_sampling_session": ((0, 32, 0), (0, 36, 0)),
 }
-#: Endpoints that this server does not have, or has only when it is told to.
+#: Endpoints that this server does not have, or has only with a setting.
 NEEDS_AN_ENDPOINT = {"pjwt_auth_enabled", "grpc_target", "enable_grpc_retrieve_future"}
 VIA_LOAD = {"create_model_via_load_weights": True}
 POLLER = {**VIA_LOAD, "sample_use_retrieve_futures": True}
@@ -79,15 +79,15 @@ def test_cancellation_is_enabled_for_releases_that_support_it(version, cancels):
 
 @pytest.mark.parametrize("version", RELEASES)
 def test_no_release_is_sent_a_flag_it_does_not_know_or_an_endpoint_it_would_miss(version):
-    dialect = SdkVersion.of(version)
+    sdk = SdkVersion.of(version)
 
-    for flag in dialect.client_config():
+    for flag in sdk.client_config():
         first, last = KNOWN[flag]
-        assert first <= dialect.version <= last
+        assert first <= sdk.version <= last
         assert flag not in NEEDS_AN_ENDPOINT
-    if "fwd_via_fwdbwd" in dialect.client_config():
-        # As JSON a forward would lose `forward_only` and run a backward.
-        assert dialect.client_config()["proto_write_fwdbwd"] is True
+    if "fwd_via_fwdbwd" in sdk.client_config():
+        # JSON would lose `forward_only` and run a backward pass.
+        assert sdk.client_config()["proto_write_fwdbwd"] is True
 
 
 @pytest.mark.parametrize(
@@ -167,16 +167,16 @@ def test_tensors_for_old_clients_are_dense_with_three_keys_only():
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_result_json_cannot_hold_fails_loudly_and_says_where(bad):
     tensor = TensorData.from_numpy(np.array([0.0, bad]))
-    dialect = SdkVersion.of("0.18.2")
+    sdk = SdkVersion.of("0.18.2")
 
     with pytest.raises(UserFailure, match="logprobs of datum 1"):
-        dialect.forward_backward_json(
+        sdk.forward_backward_json(
             ForwardBackwardOutput("ArrayRecord", [{}, {"logprobs": tensor}], {})
         )
     with pytest.raises(UserFailure, match="loss:sum"):
-        dialect.forward_backward_json(ForwardBackwardOutput("ArrayRecord", [], {"loss:sum": bad}))
+        sdk.forward_backward_json(ForwardBackwardOutput("ArrayRecord", [], {"loss:sum": bad}))
     with pytest.raises(UserFailure, match="sampled logprob"):
-        dialect.sample_json(SampleResponse([SampledSequence("stop", "q", [1], [bad])]))
+        sdk.sample_json(SampleResponse([SampledSequence("stop", "q", [1], [bad])]))
 
 
 def test_prompt_logprobs_that_do_not_exist_are_null():

@@ -1,4 +1,4 @@
-"""T9, T10, T11: what becomes of the values a caller puts into a tensor."""
+"""T9, T10, T11: casts, shapes and immutability of tensors."""
 
 import subprocess
 import sys
@@ -94,7 +94,7 @@ def test_other_dtypes_are_refused_by_key_and_dtype(array):
 
 
 @pytest.mark.parametrize(
-    ("key", "values", "told"),
+    ("key", "values", "message"),
     [
         (
             "advantages",
@@ -106,8 +106,8 @@ def test_other_dtypes_are_refused_by_key_and_dtype(array):
         ("weights", np.array([2.0**53]) + 2, "became 9007199254740992"),
     ],
 )
-def test_a_cast_that_loses_range_or_precision_warns_once_for_each_key(key, values, told):
-    with pytest.warns(TensorCastWarning, match=f"{key}.*{told}"):
+def test_a_cast_that_loses_range_or_precision_warns_once_for_each_key(key, values, message):
+    with pytest.warns(TensorCastWarning, match=f"{key}.*{message}"):
         Datum(ModelInput.from_ints([1]), {key: values})
     with warnings.catch_warnings():
         warnings.simplefilter("error")
