@@ -57,7 +57,7 @@ MODEL = {"session_id": "s", "model_seq_id": 0, "base_model": "b"}
     ],
 )
 def test_unknown_fields_of_a_message_are_ignored_and_logged_once(type_, fields, caplog):
-    codec._noted.clear()
+    codec._logged.clear()
     with caplog.at_level(logging.DEBUG, logger="tinkex.wire.codec"):
         first = decode_json(type_, body(**fields, brand_new={"a": 1}))
         second = decode_json(type_, body(**fields, brand_new=[2]))
