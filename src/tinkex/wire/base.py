@@ -68,17 +68,13 @@ class _Model(BaseModel):
 
 
 class LenientModel(_Model):
-    """
-    A response: immutable; unknown fields are ignored. Floats may be NaN.
-    """
+    """A response: immutable; unknown fields are ignored. Floats may be NaN."""
 
     model_config = ConfigDict(extra="ignore")
 
 
 class StrictModel(_Model):
-    """
-    A request: immutable; an unknown field is an error that names the nearest one. Floats are finite.
-    """
+    """A request: immutable; an unknown field is an error that names the nearest. Floats are finite."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
@@ -116,7 +112,7 @@ def _field_names_and_aliases(model: type[BaseModel]) -> Iterable[str]:
 
 
 def unknown_field(name: str, known: Iterable[str]) -> str:
-    """An error message for the unknown field `name`, with the nearest of `known` if there is one."""
+    """An error message for the unknown field `name`, with the nearest of `known` if any."""
     known, name = sorted(known), name[:200]
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     if near:

@@ -1,9 +1,10 @@
 """
 JSON encoding and decoding, and decompression of request bodies.
 
-Decoding accepts messages of older and newer clients: unknown top-level fields are ignored, and fields
-that clients before 0.18 omit get defaults. It is strict where a field changes the meaning of a request:
-an unknown setting in `sampling_params`, the optimizer parameters or `lora_config` is a `UserFailure`.
+Decoding accepts messages of older and newer clients: unknown top-level fields are ignored, and
+fields that clients before 0.18 omit get defaults. It is strict where a field changes the meaning of
+a request: an unknown setting in `sampling_params`, the optimizer parameters or `lora_config` is a
+`UserFailure`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """
 The `Content-Digest` header of RFC 9530: `sha-256=:...:`.
 
-Protobuf that is truncated between two fields still parses. The digest detects a result that a broken
-proxy cut short.
+Protobuf that is truncated between two fields still parses. The digest detects a result that a
+broken proxy cut short.
 """
 
 import base64

@@ -1,4 +1,4 @@
-"""The socket protocol between web process and engine: length-prefixed messages of `frames.proto`."""
+"""The socket protocol of web process and engine: length-prefixed messages of `frames.proto`."""
 
 import struct
 from typing import Protocol
@@ -12,7 +12,7 @@ LENGTH_PREFIX = struct.Struct("<I")
 SHARED_FAILURE = "shared_failure"
 #: Failure category: the engine does not have the model.
 MODEL_MISSING = "missing"
-#: Written to the start of the in-flight file by an engine that exits because its web process is gone.
+#: Written to the start of the in-flight file by an engine that exits after its web process died.
 CLEAN_EXIT = b"left "
 #: Exit status of an engine that lost its device.
 DEVICE_LOST_STATUS = 70

@@ -1,7 +1,7 @@
 """
 Errors of messages.
 
-* WireError (ValueError)     the body does not match its type: HTTP 422 with the path of each bad field
+* WireError (ValueError)     the body does not match its type: HTTP 422 with each bad field's path
   * TooLarge                 the body is too large, packed or unpacked: HTTP 413
 * UserFailure (Exception)    the message is valid but the request cannot be carried out: a failed
                              future of category `user`

@@ -1,8 +1,8 @@
 """
 Writes training data as protobuf bytes directly, so that each array is copied only once.
 
-A message object would copy every array two more times. `encode_datum` produces the same bytes as the
-generated code, but only for text and dense tensors, which is nearly all training data.
+A message object would copy every array two more times. `encode_datum` produces the same bytes as
+the generated code, but only for text and dense tensors, which is nearly all training data.
 """
 
 from __future__ import annotations

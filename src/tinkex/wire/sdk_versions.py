@@ -53,7 +53,7 @@ class SdkVersion:
     """A version of the official client, and what it needs."""
 
     version: Version = NEWEST
-    #: False if the client did not name a known release; it then gets no flags.
+    #: Whether the client named a release; other clients get no flags.
     is_release: bool = False
 
     @classmethod

@@ -353,9 +353,7 @@ class ForwardRequest(Payload):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ForwardBackwardOutput(Payload):
-    """
-    The result of a pass. The loss is a metric: `metrics["loss:sum"]`.
-    """
+    """The result of a pass. The loss is a metric: `metrics["loss:sum"]`."""
 
     #: The format of `loss_fn_outputs`.
     loss_fn_output_type: str
