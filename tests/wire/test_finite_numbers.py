@@ -167,7 +167,7 @@ def test_the_search_finds_the_float_fields() -> None:
 
 
 def test_optimizers_of_other_versions_are_requests_too() -> None:
-    """They accept any field, so they derive from the base of responses; but their floats are finite."""
+    """They accept any field, like responses, but their floats are finite."""
     open_ended = [one for one in request_types() if one.model_config.get("extra") == "allow"]
 
     assert {one.__name__ for one in open_ended} >= {"OptimizerConfigBase", "OptimParamsBase"}

@@ -230,7 +230,7 @@ def _console() -> str:
 
 
 def _key_id(service: str, key_info: dict[str, Any]) -> str:
-    """The id of the key, with the host of the service unless it is the hosted one: ids may repeat."""
+    """The id of the key, with the host unless that is the hosted service: ids may repeat."""
     from tinkex.client.settings import DEFAULT_URL
 
     number = str(key_info["key_id"])

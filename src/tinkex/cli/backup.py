@@ -1,4 +1,4 @@
-"""`tinkex backup` and `tinkex restore`: copy a server's data folder, and recreate it from a copy."""
+"""`tinkex backup` and `tinkex restore`: copy a server's data folder, and restore it."""
 
 from datetime import UTC, datetime
 from pathlib import Path

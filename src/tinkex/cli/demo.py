@@ -196,7 +196,7 @@ def command(steps: int, output: Path, base_url: str, model: str) -> None:
     """Fine-tune a small chat model on this machine.
 
     Starts a server, asks the model six questions, trains it on 96 short examples to answer like a
-    pirate, and asks again. Takes about two minutes on two cores; fails if the answers do not change.
+    pirate, and asks again. Takes about two minutes on two cores; fails if nothing changes.
     """
     console = Console(highlight=False)
     from tinkex import TinkerError

@@ -180,8 +180,8 @@ _PAGE = """\
 <body>
 <main>
 <h1>A small model learns to talk like a pirate</h1>
-<p class="lead">A LoRA adapter of rank {rank} for <code>{model}</code>, trained and sampled through the
-Tinker API by a tinkex server on this machine.</p>
+<p class="lead">A LoRA adapter of rank {rank} for <code>{model}</code>, trained and sampled through
+the Tinker API by a tinkex server on this machine.</p>
 <div class="tiles">{tiles}</div>
 
 <h2>Loss</h2>

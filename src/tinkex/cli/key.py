@@ -166,7 +166,7 @@ def _with_keys(
 
 
 def _check_exists(settings: "Settings") -> None:
-    """Listing keys must not create a data folder: a typo in --data would look like an empty server."""
+    """Do not create a data folder to list keys: a typo in --data would look like an empty one."""
     scheme, _, file = settings.db_url.partition(":///")
     if not scheme.startswith("sqlite") or Path(file).is_file():
         return

@@ -1,7 +1,7 @@
 """Checks that losses are sums: linear in the weights, and independent of how a batch is split.
 
-Adam normalizes the gradient. With an `eps` far above its size, a step is the learning rate times the
-gradient over `eps`: plain gradient descent, where a gradient twice as large is visible.
+Adam normalizes the gradient. With an `eps` far above its size, a step is the learning rate times
+the gradient over `eps`: plain gradient descent, where a gradient twice as large is visible.
 """
 
 from collections.abc import Sequence
@@ -37,7 +37,7 @@ def descend(remote: Remote, rate: float, *passes: Sequence[Datum]) -> Floats:
 
 
 def start(remote: Remote) -> tuple[Floats, float, Floats]:
-    """Initial logprobs, a rate at which one step is visible, and logprobs after that step; cached."""
+    """Initial logprobs, a rate at which a step is visible, and logprobs after it; cached."""
     cached: tuple[Floats, float, Floats] | None = getattr(remote, "descent", None)
     if cached is None:
         before = remote.model(seed=11).logprobs()

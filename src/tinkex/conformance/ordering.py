@@ -1,4 +1,4 @@
-"""Checks order and idempotency: steps run once and by number, whatever repeats or arrives out of order."""
+"""Checks order and idempotency: steps run by number and once, even if requests repeat."""
 
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -101,7 +101,7 @@ def steps_are_numbered_from_one(remote: Remote) -> str:
 
 @check("S3")
 def a_step_after_a_failed_pass_fails_and_clears(remote: Remote) -> str:
-    """After a failed pass, the next optim_step fails with category `user`; then training continues."""
+    """After a failed pass the next optim_step fails as `user`; then training continues."""
     model = remote.model()
     before = model.logprobs()
     model.backward(batch())

@@ -18,7 +18,7 @@ from tinkex.wire.tensors import TensorData
 
 @check("wire 2.2")
 def client_configuration_is_answered(remote: Remote) -> str:
-    """`client/config` returns an object for every version, `client/dynamic_config` an object or 404."""
+    """`client/config` returns an object for every version, `client/dynamic_config` one or 404."""
     for version in ("0.18.2", "0.25.0", "0.36.0", "99.0.0"):
         answer = remote.post("client/config", {"sdk_version": version})
         expect(
@@ -61,7 +61,7 @@ def telemetry_is_accepted(remote: Remote) -> str:
 
 @check("wire 7", "S11")
 def models_have_the_ids_clients_compute(remote: Remote) -> str:
-    """A model id is `<session>:train:<n>`; `get_info` returns its base model, tokenizer and rank."""
+    """A model id is `<session>:train:<n>`; `get_info` has its base model, tokenizer and rank."""
     session = remote.new_session()
     body = {**remote.model_body(session, rank=8), "model_seq_id": 0}
     model = remote.created_model(remote.post("create_model", body))
@@ -94,7 +94,7 @@ def metrics_have_names_clients_can_merge(remote: Remote) -> str:
 
 @check("wire 4.1")
 def json_and_protobuf_say_the_same(remote: Remote) -> str:
-    """A pass sent and fetched as JSON (old clients) gives the same result as protobuf (new clients)."""
+    """A pass as JSON (old clients) gives the same result as protobuf (new clients)."""
     new = all_logprobs(remote.model().forward(batch()))
     session = remote.new_session(JSON_VERSION)
     old = remote.model(session)

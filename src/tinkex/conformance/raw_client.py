@@ -394,7 +394,7 @@ class Sampler:
     def body(
         self, prompt: Sequence[int], *, samples: int = 1, number: int | None = None, **rest: Any
     ) -> dict[str, Any]:
-        """An `asample` body; `prompt*` and `topk*` go to the top level, the rest to `sampling_params`."""
+        """An `asample` body; `prompt*` and `topk*` are top-level, the rest is `sampling_params`."""
         if number is None:
             number, self.next = self.next, self.next + 1
         top_level = {

@@ -55,7 +55,7 @@ def sampled_logprobs_are_trained_logprobs(remote: Remote) -> str:
 
 @check("S13", "needs: sampling")
 def prompt_logprobs_are_trained_logprobs(remote: Remote) -> str:
-    """`prompt_logprobs` has one entry per token, null for the first, and agrees with a forward pass."""
+    """`prompt_logprobs` has one entry per token, null first, and agrees with a forward pass."""
     model = trained(remote)
     found = model.sampler().prompt_logprobs(TEXTS[1])
     expect(len(found) == len(TEXTS[1]), f"{len(found)} entries for {len(TEXTS[1])} tokens")
@@ -83,7 +83,7 @@ def seeds_are_honoured(remote: Remote) -> str:
 
 @check("S12")
 def temperature_zero_is_greedy(remote: Remote) -> str:
-    """At temperature 0 the most likely token is chosen, for any seed, with its untempered logprob."""
+    """At temperature 0 the most likely token is chosen for any seed, with its plain logprob."""
     model = trained(remote)
     sampler = model.sampler()
     draws = [

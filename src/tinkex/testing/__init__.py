@@ -9,8 +9,8 @@ A fake Tinker service for tests of programs that use tinkex: no network, model o
         training.forward_backward(data, "cross_entropy").result()
     assert [r.endpoint for r in fake.requests][-1] == "sessions/s-1/finish"
 
-The fake replaces the transport: encoding, ordering, retries and futures are those of the real client.
-It follows the protocol (steps run once and in the order of their numbers, results can be fetched
+The fake replaces the transport: encoding, ordering, retries and futures are the real client's. It
+follows the protocol (steps run once and in the order of their numbers, results can be fetched
 again). Its model is a toy: each `optim_step` makes every token more likely.
 """
 

@@ -71,7 +71,7 @@ class FakeService:
         self._kinds: dict[tuple[str, int], str] = {}
         self._results: dict[str, Result | UserFailure] = {}
         self._ready: dict[str, asyncio.Event] = {}
-        #: Ids of finished samples by sampling session and clone, and an event that is set for new ones.
+        #: Ids of finished samples by sampling session and clone, and an event for new ones.
         self._finished: dict[tuple[str, int], list[str]] = defaultdict(list)
         self._more: dict[tuple[str, int], asyncio.Event] = defaultdict(asyncio.Event)
         self._clones = itertools.count(1)
@@ -100,7 +100,7 @@ class FakeService:
 
     def script(self, endpoint: str, *answers: Answer | Lost) -> None:
         """
-        Set the responses or connection failures for the next requests to an endpoint, in this order.
+        Set responses or connection failures for the next requests to an endpoint, in this order.
 
         An endpoint is the path after `/api/v1/`, without the query: "asample", "sessions/ID".
         """

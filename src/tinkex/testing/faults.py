@@ -23,7 +23,7 @@ class Answer:
 
 @dataclass(frozen=True, kw_only=True)
 class Lost:
-    """The connection fails: before the request arrives or, with `after`, before the response does."""
+    """The connection fails before the request arrives or, with `after`, before the response."""
 
     after: bool = False
     #: The client sees a timeout instead of a connection reset.

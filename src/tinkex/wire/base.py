@@ -74,7 +74,7 @@ class LenientModel(_Model):
 
 
 class StrictModel(_Model):
-    """A request: immutable; an unknown field is an error that names the nearest. Floats are finite."""
+    """A request: immutable; an unknown field is an error naming the nearest one. Floats are finite."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 

@@ -401,6 +401,6 @@ def _check_frame_count(frames: int) -> None:
     """Decompressing thousands of tiny frames would take minutes."""
     if frames >= MAX_COMPRESSED_FRAMES:
         raise TooLarge(
-            f"the body has more than {MAX_COMPRESSED_FRAMES} compressed frames, which is the limit. "
+            f"the body has more than {MAX_COMPRESSED_FRAMES} compressed frames, the limit. "
             "Compress it as one."
         )

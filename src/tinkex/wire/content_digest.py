@@ -16,7 +16,7 @@ def content_digest(body: bytes) -> str:
 
 
 def is_intact(body: bytes, header: str | None) -> bool:
-    """False if the header's SHA-256 does not match; absent headers and other digests are ignored."""
+    """False if the header's SHA-256 does not match; no header or another digest is ignored."""
     if header is None or not header.startswith(_PREFIX) or "," in header:
         return True
     return header == content_digest(body)

@@ -40,7 +40,7 @@ class CustomLossInput(StrictModel):
 
 
 class CustomLossNode(StrictModel):
-    """One operation. Arguments that are not plain values are objects with one key, such as `ref`."""
+    """One operation. Arguments other than plain values are objects with one key, such as `ref`."""
 
     op: CustomLossNodeOp
     name: str

@@ -33,7 +33,7 @@ _TENSOR_DTYPE = b"\x18"
 
 
 def encode_datum(datum: Datum) -> list[Part] | None:
-    """The datum as an entry of `data`, in parts to join; None if the generated code must encode it."""
+    """An entry of `data`, in parts to join; None if the generated code must encode the datum."""
     import numpy as np
 
     if datum.model_input_spans or datum.loss_fn_input_spans:

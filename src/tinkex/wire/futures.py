@@ -134,7 +134,7 @@ ResultT = TypeVar("ResultT", bound=BaseModel | Payload)
 def read_future(
     value: Mapping[str, Any], result_type: type[ResultT]
 ) -> TryAgainResponse | CompleteMetadata | RequestFailedResponse | ResultT:
-    """Parse a JSON response of `retrieve_future`, testing the cases in the order that clients do."""
+    """Parse a JSON response of `retrieve_future`, testing the cases in the order of clients."""
     found: Any
     if value.get("type") == "try_again":
         found = TryAgainResponse

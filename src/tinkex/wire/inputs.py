@@ -258,7 +258,7 @@ class Datum(Payload):
                 raise error.under("model_input") from None
         if not isinstance(self.loss_fn_inputs, Mapping):
             raise TypeError(
-                f"loss_fn_inputs must map names to tensors; got {type(self.loss_fn_inputs).__name__}."
+                f"loss_fn_inputs must map names to tensors, not {type(self.loss_fn_inputs).__name__}."
             )
         put(
             self,
@@ -268,7 +268,7 @@ class Datum(Payload):
         if (self.model_input_spans is None) != (self.loss_fn_input_spans is None):
             raise WireError.at(
                 ("model_input_spans",),
-                "provenance must be given for both the model input and the targets, or for neither.",
+                "provenance must be given for both the model input and the targets or neither.",
             )
 
     @classmethod

@@ -83,8 +83,8 @@ def check_json(body: bytes) -> None:
     """`TooLarge` for a body that would become many times larger in memory."""
     if len(body) <= MIN_COUNTED_BYTES:
         return
-    # Brackets and commas inside strings are counted too. Bodies of this size that are mostly strings
-    # hold images in base64, which contains neither.
+    # Brackets and commas inside strings are counted too. Bodies of this size that are mostly
+    # strings hold images in base64, which contains neither.
     containers = body.count(b"{") + body.count(b"[")
     if containers > MAX_CONTAINERS:
         raise TooLarge(
@@ -93,8 +93,8 @@ def check_json(body: bytes) -> None:
     values = body.count(b",") + containers
     if values > MAX_VALUES:
         raise TooLarge(
-            f"the body has {values} values; at most {MAX_VALUES} are allowed. Send fewer or shorter "
-            "examples in one request, or send protobuf."
+            f"the body has {values} values; at most {MAX_VALUES} are allowed. Send fewer or "
+            "shorter examples in one request, or send protobuf."
         )
 
 
@@ -122,8 +122,8 @@ def check_finite(loc: tuple[str | int, ...], value: Any) -> None:
         if not math.isfinite(value):
             raise WireError.at(
                 loc,
-                f"{value} is not a finite number. NaN and infinity are not allowed, nor are numbers "
-                "beyond 1.8e308, which are read as infinity.",
+                f"{value} is not a finite number. NaN and infinity are not allowed, nor are "
+                "numbers beyond 1.8e308, which are read as infinity.",
                 "finite_number",
             )
     elif isinstance(value, (list, tuple)):
@@ -187,8 +187,8 @@ def _count_fields(body: memoryview, message: Descriptor, count: int) -> int:
         count += 1
         if count > MAX_FIELDS:
             raise TooLarge(
-                f"the body has more than {MAX_FIELDS} fields, which is the limit. Send fewer examples "
-                "in one request."
+                f"the body has more than {MAX_FIELDS} fields, which is the limit. Send fewer "
+                "examples in one request."
             )
         if at < 0:
             return count

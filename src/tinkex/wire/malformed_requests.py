@@ -1,4 +1,4 @@
-"""Finds `model_id` and `seq_id` in a body that did not parse, to record the failure of that step."""
+"""Finds `model_id` and `seq_id` in a body that did not parse, to record that step's failure."""
 
 from __future__ import annotations
 

@@ -22,8 +22,8 @@ class PartialSample:
     """
     The tokens of a sample so far. Tokens that arrive twice are stored once.
 
-    Takes eight bytes per token, like the finished response. Each reader keeps its own position, so a
-    slow reader needs no queue and no extra memory.
+    Takes eight bytes per token, like the finished response. Each reader keeps its own position, so
+    a slow reader needs no queue and no extra memory.
     """
 
     def __init__(self) -> None:

@@ -240,8 +240,8 @@ def _container_length(container: bytes) -> int:
     """
     Dimension 0 of a tensor container.
 
-    Header: optionally the byte 254 (a constant tensor), a byte for the dtype (0 to 7), then varints:
-    the number of dimensions, and the size of each.
+    Header: optionally the byte 254 (a constant tensor), a byte for the dtype (0 to 7), then
+    varints: the number of dimensions, and the size of each.
     """
     at = 1 if container[:1] == b"\xfe" else 0
     if len(container) <= at or container[at] > 7:

@@ -1,9 +1,9 @@
 """
 Protobuf encoding and decoding of passes and samples.
 
-Decoders do not trust their input: lengths, offsets, shapes and dtypes are checked before anything is
-built from them, an invalid field is a `WireError` with its path, and no small body causes a large
-allocation. Decoded arrays are views into the body; nothing is copied.
+Decoders do not trust their input: lengths, offsets, shapes and dtypes are checked before anything
+is built from them, an invalid field is a `WireError` with its path, and no small body causes a
+large allocation. Decoded arrays are views into the body; nothing is copied.
 """
 
 from __future__ import annotations
@@ -325,7 +325,7 @@ def _read_batched(message: pb.BatchedTensor, loc: Loc) -> list[TensorData]:
 
 
 def encode_sample_response(response: SampleResponse) -> bytes:
-    """Encode a sample. Sequence ids are not included: they are in the response to its submission."""
+    """Encode a sample without its sequence ids: they are in the response to its submission."""
     message = pb.SampleResponse(prompt_cache_hit_tokens=response.prompt_cache_hit_tokens)
     for sequence in response.sequences:
         added = message.sequences.add(

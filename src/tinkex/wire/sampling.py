@@ -37,7 +37,7 @@ __all__ = [
     "TopkLogprobs",
 ]
 
-#: `length`: `max_tokens` were sampled. `stop`: a stop token, a stop string or the end-of-text token.
+#: `length`: `max_tokens` were sampled. `stop`: a stop token or string, or the end-of-text token.
 StopReason = Literal["length", "stop"]
 
 #: How a `SampleRequest` names what it samples from.
@@ -60,8 +60,8 @@ class SamplingParams(StrictModel):
     max_tokens: int | None = None
     #: Same seed, same prompt, same weights: same tokens.
     seed: int | None = None
-    #: A string, strings, or token ids to stop at. None: stop only at the end-of-text token. An empty
-    #: list: never stop.
+    #: A string, strings, or token ids to stop at. None: stop only at the end-of-text token. An
+    #: empty list: never stop.
     stop: str | Sequence[str] | Sequence[int] | None = None
     #: 0: always the most likely token.
     temperature: float = 1.0
@@ -116,8 +116,8 @@ class SampleRequest(StrictModel):
         if self.base_model is not None:
             return "base_model"
         raise UserFailure(
-            "this sample names no model. Set `sampling_session_id` and `seq_id`, or `model_path`, or "
-            "`base_model`."
+            "this sample names no model. Set `sampling_session_id` and `seq_id`, or `model_path`, "
+            "or `base_model`."
         )
 
     def check_agrees(self, *, base_model: str | None, model_path: str | None) -> None:
@@ -159,7 +159,7 @@ class TopkLogprobs(Payload):
 
     @classmethod
     def from_rows(cls, rows: Sequence[Sequence[Sequence[float]] | None]) -> Self:
-        """From a list of (token, logprob) pairs for each position, or None for an empty position."""
+        """From a list of (token, logprob) pairs for each position, or None if it is empty."""
         import numpy as np
 
         k = max((len(row) for row in rows if row), default=0)

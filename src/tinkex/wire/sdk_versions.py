@@ -28,7 +28,7 @@ NEWEST: Final[Version] = (0, 36, 0)
 #: The first release that cancels samples on the server when its user cancels them.
 CANCELS_SAMPLES: Final[Version] = (0, 26, 0)
 
-#: Flags for `client/config`, by the releases [first, last] that receive them. Not set here, although
+#: Flags for `client/config`, by the releases [first, last] that receive them. Not set, although
 #: some releases know them: `parallel_fwdbwd_chunks` and `use_pyqwest_transport` (the defaults are
 #: right); `proto_compress_fwdbwd` (a local network is faster than zstd); `pjwt_auth_enabled`, which
 #: the server sets; gRPC.
@@ -75,7 +75,7 @@ class SdkVersion:
         return flags
 
     def dynamic_config(self) -> dict[str, Any]:
-        """The response to `client/dynamic_config`: enables cancellation if this version supports it."""
+        """The response to `client/dynamic_config`: enables cancellation if it is supported."""
         return {"sample_cancel_enabled": True} if self.version >= CANCELS_SAMPLES else {}
 
     @property

@@ -348,7 +348,7 @@ def _check_csr(
 
 def tensor_from(value: Any, *, key: str, list_dtype: TensorDtype | None = None) -> TensorData:
     """
-    Convert `value` (TensorData, torch tensor, NumPy array, list of numbers); `key` names it in errors.
+    Convert a TensorData, torch tensor, NumPy array or list of numbers; errors name it by `key`.
 
     Arrays of floats become float32, of integers int64. Lists become `list_dtype`; without it, their
     values decide.

@@ -23,7 +23,7 @@ def encode_varint(number: int) -> bytes:
 
 
 def read_varint(data: bytes | memoryview, at: int) -> tuple[int, int]:
-    """The number at `at` and the offset after it; (0, -1) if the data ends first or it is too long."""
+    """The number at `at` and the offset after it; (0, -1) if it is truncated or too long."""
     value = shift = 0
     while at < len(data) and shift < 64:
         byte = data[at]
