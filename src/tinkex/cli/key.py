@@ -141,7 +141,7 @@ def _with_keys(
     act: "Callable[[Keys], Awaitable[T]]", *, data: str | None, db: str | None, create: bool = False
 ) -> T:
     """Run `act` on the keys of the server's store; without `create` the store must exist."""
-    settings = load_settings("key", data=data, db=db)
+    settings = load_settings("key", data=data, db=db, module="tinkex.server.store.folder_lock")
     from tinkex.server.store import DatabaseRefused
     from tinkex.server.store.folder_lock import open_beside
 

@@ -29,15 +29,24 @@ def data_folder_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def load_settings(
-    what: str, *, data: str | None, db: str | None = None, storage: str | None = None
+    command: str,
+    *,
+    data: str | None,
+    db: str | None = None,
+    storage: str | None = None,
+    module: str = "tinkex.server.maintenance.doctor",
 ) -> "Settings":
-    """Settings as `tinkex serve` reads them: from options, the environment and the TOML file."""
+    """
+    Settings as `tinkex serve` reads them: from options, the environment and the TOML file.
+
+    Imports `module` first, to report a missing package before anything else happens. The default
+    needs the most packages.
+    """
     try:
-        # This module imports every package that these commands need.
-        importlib.import_module("tinkex.server.maintenance.doctor")
+        importlib.import_module(module)
         from tinkex.server.settings import Settings, SettingsError
     except ModuleNotFoundError as error:
-        raise missing_package(error, f"`tinkex {what}`", "all") from error
+        raise missing_package(error, f"`tinkex {command}`", "all") from error
     try:
         return Settings.from_sources({"data": data, "db": db, "storage": storage})
     except SettingsError as error:
