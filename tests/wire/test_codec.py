@@ -236,7 +236,7 @@ def test_a_loss_this_version_does_not_know_is_left_to_the_engine_to_refuse():
 def test_json_that_is_not_json_is_refused(number):
     raw = b'{"adam_params":{"learning_rate":%s},"model_id":"m"}' % number.encode()
 
-    with pytest.raises(WireError, match="not JSON"):
+    with pytest.raises(WireError, match="invalid JSON"):
         decode_json(OptimStepRequest, raw)
 
 
@@ -437,7 +437,7 @@ def test_numbers_that_fit_no_field_are_errors_with_a_path(datum, config, field):
 @pytest.mark.parametrize("key", ["rank", "seed"])
 def test_a_rank_or_seed_beyond_64_bits_is_malformed(key):
     lora = {"rank": 8, key: 10**30}
-    with pytest.raises(WireError, match=f"lora_config.{key}: .* does not fit 64 bits"):
+    with pytest.raises(WireError, match=f"lora_config.{key}: .* does not fit in 64 bits"):
         decode_json(CreateModelRequest, body(**MODEL, lora_config=lora))
 
 

@@ -259,7 +259,7 @@ def test_prompts_have_the_methods_of_the_models_that_they_are_upstream():
 
 
 def test_ragged_lists_are_refused_by_name():
-    with pytest.raises(ValueError, match="weights: the nested lists differ in length"):
+    with pytest.raises(ValueError, match="weights: the nested lists have different lengths"):
         Datum(PROMPT, {"weights": [[1.0], [1.0, 2.0]]})
 
 

@@ -115,4 +115,4 @@ def test_the_number_of_remembered_tracebacks_is_bounded() -> None:
         kind = type(f"Error{number}", (Exception,), {})
         formatter.formatException((kind, kind(), None))
 
-    assert len(formatter._written) <= 200
+    assert len(formatter._logged) <= 200

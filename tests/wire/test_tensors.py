@@ -135,7 +135,7 @@ def test_an_overflow_on_the_wire_is_an_error_rather_than_a_warning():
 
 
 def test_a_fraction_is_not_a_token():
-    with pytest.raises(ValueError, match=r"target_tokens: 1.5 is not a whole number"):
+    with pytest.raises(ValueError, match=r"target_tokens: 1.5 is not an integer"):
         Datum(ModelInput.from_ints([1]), {"target_tokens": [1.5]})
 
 

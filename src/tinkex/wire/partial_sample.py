@@ -76,7 +76,7 @@ class PartialSampleReader:
         self._sample = sample
         self._read: dict[int, int] = {}
 
-    def news(self) -> list[SampledTokens]:
+    def read_new(self) -> list[SampledTokens]:
         """Tokens that arrived since the last call, at most one piece per sequence."""
         pieces = []
         for sequence in self._sample.sequences:
