@@ -66,7 +66,7 @@ async def test_login_checks_stores_and_is_used_and_logout_forgets(
     assert "Service accessible: no" in before.stdout
     logged_in = await shell("auth", "login", stdin=f"{key}\n")
     assert logged_in.exit_code == 0, logged_in.output
-    assert "Stored the key laptop of alice" in logged_in.stdout
+    assert "Stored key laptop of alice" in logged_in.stdout
     assert stat.S_IMODE(place(shell.home).stat().st_mode) == 0o600
     status = await shell("auth", "status")
     assert status.stdout == "Credentials available: yes\nService accessible: yes\n"

@@ -131,8 +131,8 @@ def test_checkpoints_are_listed_and_shown(shell: Shell, saved: Saved) -> None:
     assert "rank" in shell("checkpoint", "info", saved.state).out
 
 
-def test_publishing_and_keeping_say_what_they_did(shell: Shell, saved: Saved) -> None:
-    assert "everybody" in shell("checkpoint", "publish", saved.sampler).err
+def test_publishing_and_expiry_report_the_new_state(shell: Shell, saved: Saved) -> None:
+    assert "readable by everyone" in shell("checkpoint", "publish", saved.sampler).err
     assert shell("-f", "json", "checkpoint", "info", saved.sampler).json["public"] is True
     assert shell("-f", "json", "checkpoint", "unpublish", saved.sampler).json == {
         "tinker_path": saved.sampler,
