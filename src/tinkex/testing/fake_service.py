@@ -307,8 +307,8 @@ class FakeService:
         first = self._kinds.setdefault((model_id, number), name)
         if first != name:
             raise WireError(
-                f"seq_id: step {number} of this model is already a {first}, so it cannot be a "
-                f"{name}."
+                f"seq_id: step {number} of this model was already used for {first}, so it cannot "
+                f"be {name}."
             )
         if (known := self._by_number.get((model_id, number))) is not None:
             return known
