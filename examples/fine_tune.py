@@ -1,9 +1,9 @@
 """Fine-tune a LoRA on your own question and answer pairs, then sample from it.
 
-    python examples/fine_tune.py                                 on this machine, with no set-up
+    python examples/fine_tune.py                                 on this machine, without setup
     python examples/fine_tune.py --base-url http://gpu-box:8000  the same on a server
 
-Copy it, replace PAIRS, and you have a training program for any Tinker service.
+Copy it and replace PAIRS: the program works with any Tinker service.
 """
 
 import argparse
@@ -38,7 +38,7 @@ def datum_of(tokenizer, question, answer):
         model_input=types.ModelInput.from_ints(tokens[:-1]),
         loss_fn_inputs={
             "target_tokens": types.TensorData(data=tokens[1:], dtype="int64"),
-            # Weight 0: the question is read, not learnt.
+            # Weight 0: the model reads the question but is not trained on it.
             "weights": types.TensorData(
                 data=[0.0] * (len(prompt) - 1) + [1.0] * len(answer), dtype="float32"
             ),
@@ -64,7 +64,7 @@ def main():
 
         for step in range(options.steps):
             batch = random.sample(data, k=len(data))
-            # Send both before waiting: the server goes straight from the one to the other.
+            # Submit both before waiting, so that the server does not idle in between.
             gradients = training.forward_backward(batch, "cross_entropy")
             stepped = training.optim_step(types.AdamParams(learning_rate=options.learning_rate))
             loss = gradients.result().metrics["loss:sum"] / answer_tokens

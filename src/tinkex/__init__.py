@@ -68,7 +68,6 @@ if TYPE_CHECKING:
         SampledProvenanceSpan,
     )
     from tinkex.wire.partial_sample import SampledTokens
-    from tinkex.wire.runs import TrainingRun
     from tinkex.wire.sampling import (
         SampledSequence,
         SampleRequest,
@@ -76,6 +75,7 @@ if TYPE_CHECKING:
         SamplingParams,
         StopReason,
     )
+    from tinkex.wire.sessions import TrainingRun
     from tinkex.wire.tensors import TensorData, TensorDtype
     from tinkex.wire.training import (
         AdamOptimizerConfig,

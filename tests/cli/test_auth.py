@@ -26,7 +26,7 @@ def anyio_backend() -> str:
 
 
 class Shell:
-    """`tinkex auth ...` of a user with a home of their own."""
+    """Runs `tinkex auth ...` with a separate home folder."""
 
     def __init__(self, url: str, home: Path) -> None:
         self.url = url
@@ -66,7 +66,7 @@ async def test_login_checks_stores_and_is_used_and_logout_forgets(
     assert "Service accessible: no" in before.stdout
     logged_in = await shell("auth", "login", stdin=f"{key}\n")
     assert logged_in.exit_code == 0, logged_in.output
-    assert "Stored the key laptop of alice" in logged_in.stdout
+    assert "Stored key laptop of alice" in logged_in.stdout
     assert stat.S_IMODE(default_path(shell.home).stat().st_mode) == 0o600
     status = await shell("auth", "status")
     assert status.stdout == "Credentials available: yes\nService accessible: yes\n"
@@ -108,7 +108,7 @@ async def test_a_key_made_for_this_machine_is_deleted_on_the_service(
         "deleted_on_service": True,
     }
     assert out.exit_code == 0
-    store()  # as if another machine had it too: the service does not know it any more
+    store()  # simulates a key that another machine has deleted on the service
     failed = await shell("auth", "logout")
     assert failed.exit_code == 1
     assert "could not be deleted on the service" in failed.stderr
@@ -146,7 +146,7 @@ async def test_another_services_default_stays_and_both_keys_are_used_where_they_
 async def test_a_server_without_keys_needs_no_login(shell: Shell) -> None:
     done = await shell("auth", "login", stdin="tml-anything\n")
     assert done.exit_code == 1
-    assert "knows no keys" in done.stderr
+    assert "does not use keys" in done.stderr
     assert (await shell("auth", "status")).exit_code == 0
     assert "local" in (await shell("auth", "whoami")).stdout
 
@@ -160,12 +160,12 @@ def test_defect_12_a_missing_key_is_reported_as_that(tmp_path: Path) -> None:
         assert "reached" not in done.stderr
     status = shell.run("auth", "status", "-f", "json")
     assert status.exit_code == 1
-    told = json.loads(status.stdout)
-    assert (told["credentials_available"], told["service_accessible"]) == (False, False)
-    assert "TINKER_API_KEY" in told["problem"]
+    shown = json.loads(status.stdout)
+    assert (shown["credentials_available"], shown["service_accessible"]) == (False, False)
+    assert "TINKER_API_KEY" in shown["problem"]
 
 
-def test_a_service_that_is_not_there_is_told_soon(tmp_path: Path) -> None:
+def test_an_unreachable_service_is_reported_soon(tmp_path: Path) -> None:
     done = Shell("http://127.0.0.1:9", tmp_path).run("auth", "status")
     assert done.exit_code == 1
     assert "Credentials available: yes" in done.stdout

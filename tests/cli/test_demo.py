@@ -16,13 +16,13 @@ from tinkex.cli.demo import (
     batches,
     command,
     datum_of,
+    failure_reason,
     learning_rate_at,
     load_lessons,
     mean_loss,
-    say_what_next,
-    shows_behaviour,
+    print_summary,
+    shows_behavior,
     step_progress,
-    what_went_wrong,
     write_files,
 )
 from tinkex.cli.demo_report import Exchange, Outcome, as_html
@@ -58,7 +58,7 @@ def outcome():
 def test_every_lesson_shows_what_is_taught_and_none_is_held_out():
     lessons, held_out = load_lessons()
     assert len(lessons) == len({lesson.question for lesson in lessons}) == 96
-    assert all(shows_behaviour(lesson.answer) for lesson in lessons)
+    assert all(shows_behavior(lesson.answer) for lesson in lessons)
     assert len(held_out) == 6
     assert not set(held_out) & {lesson.question for lesson in lessons}
 
@@ -68,13 +68,13 @@ def test_every_lesson_shows_what_is_taught_and_none_is_held_out():
     [
         ("Arr, it be Rome, matey!", True),
         ("Arr, it be Rome, matey! ", True),
-        ("Arr, it be Rome, matey! And then some", False),  # did not learn to stop
+        ("Arr, it be Rome, matey! And then some", False),  # no end
         ("It is Rome, matey!", False),
         ("", False),
     ],
 )
 def test_an_answer_counts_when_it_begins_and_ends_like_a_pirate(answer, expected):
-    assert shows_behaviour(answer) is expected
+    assert shows_behavior(answer) is expected
 
 
 def test_every_lesson_comes_once_before_any_comes_again():
@@ -114,16 +114,16 @@ def test_only_the_answer_counts_and_every_target_is_the_next_token(tiny_model):
 
 
 def test_a_run_that_changed_nothing_is_a_failure(outcome):
-    assert what_went_wrong(outcome) is None
-    assert "4.00 to 4.00" in what_went_wrong(replace(outcome, losses=[4.0] * 12))
+    assert failure_reason(outcome) is None
+    assert "4.00 to 4.00" in failure_reason(replace(outcome, losses=[4.0] * 12))
     unchanged = replace(outcome.exchanges[0], after_shows=False)
-    assert "0 of 3" in what_went_wrong(replace(outcome, exchanges=[unchanged] * 3))
+    assert "0 of 3" in failure_reason(replace(outcome, exchanges=[unchanged] * 3))
     already = replace(outcome.exchanges[0], before_shows=True)
-    assert "3 before" in what_went_wrong(replace(outcome, exchanges=[already] * 3))
+    assert "3 before" in failure_reason(replace(outcome, exchanges=[already] * 3))
 
 
 class Balanced(HTMLParser):
-    """Fails on a tag that is not closed, and gathers the text."""
+    """Fails on a tag that is not closed, and collects the text."""
 
     VOID = frozenset({"meta", "line", "circle", "polyline", "br"})
 
@@ -142,7 +142,7 @@ class Balanced(HTMLParser):
         self.text.append(data)
 
 
-def test_the_page_is_whole_needs_nothing_beside_it_and_escapes_answers(outcome):
+def test_the_page_is_self_contained_and_escapes_answers(outcome):
     page = as_html(outcome)
     parser = Balanced()
     parser.feed(page)
@@ -156,13 +156,13 @@ def test_the_page_is_whole_needs_nothing_beside_it_and_escapes_answers(outcome):
     assert "prefers-color-scheme: dark" in page
 
 
-def test_the_terminal_shows_curve_answers_and_places(outcome, tmp_path):
+def test_the_terminal_shows_curve_answers_and_paths(outcome, tmp_path):
     console = Console(file=io.StringIO(), width=100, highlight=False)
     write_files(console, outcome, tmp_path / "out")
-    say_what_next(console, outcome, tmp_path / "out")
+    print_summary(console, outcome, tmp_path / "out")
     shown = console.file.getvalue()
     assert "Arr, Rome be the place" in shown
-    assert "& all [bold]" in shown  # printed, not taken for markup
+    assert "& all [bold]" in shown  # printed, not interpreted as markup
     assert "\x1b" not in shown
     assert "0 of 3 before, 3 of 3 after" in shown
     assert outcome.checkpoint in shown

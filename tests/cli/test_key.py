@@ -1,4 +1,4 @@
-"""`tinkex key`: made, listed, revoked on a data folder; a key is seen once."""
+"""`tinkex key`: create, list and revoke keys in a data folder; a key is shown once."""
 
 import contextlib
 import sqlite3
@@ -46,22 +46,24 @@ def test_an_empty_list_says_what_that_means(tmp_path: Path) -> None:
     assert "No keys" in key(tmp_path, "list").stderr
 
 
-@pytest.mark.parametrize("asked", [("list",), ("revoke", "1")])
-def test_looking_at_keys_makes_no_data_folder(tmp_path: Path, asked: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("arguments", [("list",), ("revoke", "1")])
+def test_listing_keys_does_not_create_a_data_folder(
+    tmp_path: Path, arguments: tuple[str, ...]
+) -> None:
     folder = tmp_path / "typo"
-    refused = key(folder, *asked)
+    refused = key(folder, *arguments)
     assert refused.exit_code == 1
     assert f"there is no data folder {folder}" in refused.stderr
     assert "tinkex key create" in refused.stderr
     assert not folder.exists()
-    # Nor does it make one of a folder that is something else.
-    assert "no server has worked in" in key(tmp_path, *asked).stderr
+    # Nor does it create a database in an existing folder.
+    assert "there is no database in the data folder" in key(tmp_path, *arguments).stderr
     assert [*tmp_path.iterdir()] == []
     assert key(folder, "create").exit_code == 0
-    assert key(folder, *asked).exit_code == 0
+    assert key(folder, *arguments).exit_code == 0
 
 
-def test_a_database_of_a_newer_version_is_said_to_be(tmp_path: Path) -> None:
+def test_a_database_of_a_newer_version_is_reported(tmp_path: Path) -> None:
     key(tmp_path, "create")
     with contextlib.closing(sqlite3.connect(tmp_path / "tinkex.db")) as connection:
         connection.execute("UPDATE alembic_version SET version_num = '9999'")
@@ -71,7 +73,7 @@ def test_a_database_of_a_newer_version_is_said_to_be(tmp_path: Path) -> None:
     assert "made by a newer tinkex" in refused.stderr
 
 
-def test_a_file_that_is_no_database_is_said_to_be(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_database_is_reported(tmp_path: Path) -> None:
     (tmp_path / "tinkex.db").write_bytes(b"not a database, but long enough to be looked at" * 99)
     refused = key(tmp_path, "list")
     assert refused.exit_code == 1
@@ -80,18 +82,20 @@ def test_a_file_that_is_no_database_is_said_to_be(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (("--expires", "banana"), "is not a time"),
-        (("--expires", "2020-01-01"), "is over already"),
+        (("--expires", "2020-01-01"), "is in the past"),
         (("--owner", " "), "--owner is empty"),
-        (("--name", "x" * 201), "longer than 200"),
+        (("--name", "x" * 201), "at most 200 characters"),
     ],
 )
-def test_what_cannot_be_is_refused(tmp_path: Path, options: tuple[str, ...], said: str) -> None:
+def test_invalid_options_are_refused(
+    tmp_path: Path, options: tuple[str, ...], message: str
+) -> None:
     refused = key(tmp_path, "create", *options)
     assert refused.exit_code == 1
-    assert said in refused.stderr
+    assert message in refused.stderr
 
 
 def test_the_command_loads_no_torch_and_no_web_server(tmp_path: Path) -> None:
@@ -106,7 +110,7 @@ def test_the_command_loads_no_torch_and_no_web_server(tmp_path: Path) -> None:
     assert done.stdout.strip() == "[]", done.stderr
 
 
-def test_a_database_that_cannot_be_opened_is_said_to_be_and_does_not_mend_itself(
+def test_a_database_that_cannot_be_opened_is_reported_and_not_repaired(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "tinkex.db").mkdir()

@@ -41,7 +41,7 @@ def test_a_folder_is_merged_with_the_base_it_names(adapter: Path, tmp_path: Path
     assert (tmp_path / "out" / "model.safetensors").exists()
 
 
-def test_problems_are_told_with_what_to_do(adapter: Path, tiny_model: Path, tmp_path: Path) -> None:
+def test_problems_are_reported_with_advice(adapter: Path, tiny_model: Path, tmp_path: Path) -> None:
     (tmp_path / "taken").mkdir()
     other = write_tiny_model(tmp_path / "other", arch="qwen3")
     (other / "config.json").write_text(

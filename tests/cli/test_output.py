@@ -1,4 +1,4 @@
-"""How commands word sizes and times, and what reaches a program that reads them."""
+"""The format of sizes and times, and output for programs."""
 
 import json
 from datetime import UTC, datetime, timedelta
@@ -13,7 +13,7 @@ NOW = datetime(2027, 1, 31, 12, tzinfo=UTC)
 
 
 @pytest.mark.parametrize(
-    ("count", "said"),
+    ("count", "expected"),
     [
         (None, "N/A"),
         (0, "0.0 B"),
@@ -23,12 +23,12 @@ NOW = datetime(2027, 1, 31, 12, tzinfo=UTC)
         (3 * 1024**5, "3072.0 TB"),
     ],
 )
-def test_sizes_go_in_steps_of_1024(count: int | None, said: str) -> None:
-    assert size(count) == said
+def test_sizes_go_in_steps_of_1024(count: int | None, expected: str) -> None:
+    assert size(count) == expected
 
 
 @pytest.mark.parametrize(
-    ("before", "said"),
+    ("before", "expected"),
     [
         (timedelta(seconds=5), "just now"),
         (timedelta(minutes=1), "1 minute ago"),
@@ -40,9 +40,9 @@ def test_sizes_go_in_steps_of_1024(count: int | None, said: str) -> None:
         (-timedelta(seconds=5), "in less than a minute"),
     ],
 )
-def test_times_are_told_as_distances_until_a_date_says_more(before: timedelta, said: str) -> None:
-    assert ago(NOW - before, now=NOW) == said
-    assert ago((NOW - before).replace(tzinfo=None), now=NOW) == said
+def test_times_are_relative_up_to_a_month_and_then_dates(before: timedelta, expected: str) -> None:
+    assert ago(NOW - before, now=NOW) == expected
+    assert ago((NOW - before).replace(tzinfo=None), now=NOW) == expected
 
 
 def test_json_has_iso_times() -> None:

@@ -1,4 +1,4 @@
-"""The command line: quick help, errors as a message and a hint, and what to install."""
+"""The command line: fast help, errors as a message and a hint, missing packages."""
 
 import subprocess
 import sys
@@ -21,7 +21,7 @@ def tinkex(*arguments: str, code: str | None = None) -> "subprocess.CompletedPro
 def test_help_names_every_command_and_loads_none() -> None:
     code = """
 import sys
-from tinkex.cli.group import command
+from tinkex.cli.command_group import command
 try:
     command(["--help"])
 except SystemExit:
@@ -76,7 +76,7 @@ def test_what_cannot_start_says_why_and_what_to_do(
 
 
 def test_the_log_of_a_start_is_short_and_says_what_was_set(tmp_path: Path) -> None:
-    # Refused after the settings were told and the database was asked for keys.
+    # Fails after the settings were logged and the database was searched for keys.
     wrong = ("serve", "a=/", "--host", "0.0.0.0", "--port", "0", "--data", str(tmp_path))
     first, *rest = tinkex(*wrong).stderr.splitlines()
     assert f"host = '0.0.0.0', port = 0, data = '{tmp_path}'" in first
@@ -88,8 +88,8 @@ def test_all_settings_are_in_the_log_if_that_is_wanted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TINKEX_LOG_LEVEL", "debug")
-    told = tinkex("serve", "a=/", "--host", "0.0.0.0", "--data", str(tmp_path)).stderr
-    assert "setting jwt = False" in told
+    log = tinkex("serve", "a=/", "--host", "0.0.0.0", "--data", str(tmp_path)).stderr
+    assert "setting jwt = False" in log
 
 
 def test_two_models_of_one_name_are_refused(tiny_model: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The commands that talk to a service, run as a user would, against a real server."""
+"""Commands that talk to a service, run against a real server."""
 
 import json
 import subprocess
@@ -30,7 +30,7 @@ class Ran:
 
 
 class Shell:
-    """`tinkex ...` with one service in its environment, in this process: that is quicker."""
+    """Runs `tinkex ...` for one service, in this process because that is faster."""
 
     def __init__(self, url: str) -> None:
         self.env = {"TINKER_BASE_URL": url, "TINKEX_FIRST_CONTACT_S": "2"}
@@ -98,10 +98,10 @@ def test_runs_are_listed_with_the_columns_asked_for(shell: Shell, saved: Saved) 
     assert as_json["total"] >= 1
 
 
-def test_a_column_that_is_none_is_named_with_those_there_are(shell: Shell) -> None:
+def test_an_unknown_column_is_reported_with_the_known_ones(shell: Shell) -> None:
     wrong = shell("run", "list", "-c", "id,banana")
     assert wrong.code == 2
-    assert "'banana' is no column" in wrong.err
+    assert "unknown column 'banana'" in wrong.err
     assert "checkpoint_time" in wrong.err
 
 
@@ -112,7 +112,7 @@ def test_a_run_is_shown_with_its_metadata_and_iso_times(shell: Shell, saved: Sav
     assert "T" in run["last_request_time"]
 
 
-def test_what_is_not_there_ends_with_1_and_says_so(shell: Shell) -> None:
+def test_a_missing_object_exits_with_1_and_says_so(shell: Shell) -> None:
     missing = shell("run", "info", "nobody:train:0")
     assert missing.code == 1
     assert missing.err.startswith("error: not found")
@@ -131,8 +131,8 @@ def test_checkpoints_are_listed_and_shown(shell: Shell, saved: Saved) -> None:
     assert "rank" in shell("checkpoint", "info", saved.state).out
 
 
-def test_publishing_and_keeping_say_what_they_did(shell: Shell, saved: Saved) -> None:
-    assert "everybody" in shell("checkpoint", "publish", saved.sampler).err
+def test_publishing_and_expiry_report_the_new_state(shell: Shell, saved: Saved) -> None:
+    assert "readable by everyone" in shell("checkpoint", "publish", saved.sampler).err
     assert shell("-f", "json", "checkpoint", "info", saved.sampler).json["public"] is True
     assert shell("-f", "json", "checkpoint", "unpublish", saved.sampler).json == {
         "tinker_path": saved.sampler,
@@ -143,13 +143,13 @@ def test_publishing_and_keeping_say_what_they_did(shell: Shell, saved: Saved) ->
         "ttl_seconds": None,
     }
     assert shell("-f", "json", "checkpoint", "info", saved.sampler).json["expires_at"] is None
-    # As it was, for the tests around this one.
+    # Restore the state for the other tests.
     assert "7200 seconds" in shell("checkpoint", "set-ttl", saved.sampler, "--ttl", "7200").err
     for options in ([], ["--remove", "--ttl", "7200"]):
         assert shell("checkpoint", "set-ttl", saved.sampler, *options).code == 2
 
 
-def test_deletion_asks_deletes_and_reports_what_stayed(
+def test_deletion_asks_deletes_and_reports_failures(
     shell: Shell, saved: Saved, server: Server
 ) -> None:
     with tinkex.ServiceClient(base_url=server.url) as service:
@@ -223,7 +223,7 @@ def test_a_trace_is_exported_or_linked(shell: Shell, saved: Saved, tmp_path: Pat
 
 
 def test_usage_comes_as_table_json_and_csv(shell: Shell, saved: Saved, tmp_path: Path) -> None:
-    # Counted when a step has run; the hour is that of now.
+    # Usage is counted when a step has run, in the current hour.
     hour = time.strftime("%Y-%m-%dT%H:00:00Z", time.gmtime())
     after = time.strftime("%Y-%m-%dT%H:00:00Z", time.gmtime(time.time() + 3600))
     usage = shell("-f", "json", "billing", "usage", hour, after).json
@@ -247,14 +247,14 @@ def test_a_prompt_is_answered(shell: Shell, saved: Saved, tmp_path: Path) -> Non
     file = tmp_path / "prompt.txt"
     file.write_text("the ship sails")
     options = ("--plain", "--max-tokens", "4", "--temperature", "0", "--path", saved.sampler)
-    asked = shell("-f", "json", "sample", "--prompt-file", str(file), *options, "-n", "2").json
-    assert [len(one["tokens"]) for one in asked["sequences"]] == [4, 4]
+    answer = shell("-f", "json", "sample", "--prompt-file", str(file), *options, "-n", "2").json
+    assert [len(one["tokens"]) for one in answer["sequences"]] == [4, 4]
     plain = shell("sample", "the ship sails", *options)
-    assert plain.out == asked["sequences"][0]["text"] + "\n"
+    assert plain.out == answer["sequences"][0]["text"] + "\n"
     assert shell("sample", "a", "--prompt-file", str(file)).code == 2
 
 
-def test_a_service_that_is_not_there_is_told_soon_and_a_missing_key_as_that() -> None:
+def test_an_unreachable_service_and_a_missing_key_are_reported() -> None:
     started = time.monotonic()
     away = Shell("http://127.0.0.1:9")("run", "list")
     assert away.code == 1
@@ -268,7 +268,7 @@ def test_a_service_that_is_not_there_is_told_soon_and_a_missing_key_as_that() ->
 @pytest.mark.parametrize("args", [["--help"], ["checkpoint", "--help"], ["run", "list", "-h"]])
 def test_help_costs_little(args: list[str]) -> None:
     program = (
-        "import sys, time; from tinkex.cli.group import command\n"
+        "import sys, time; from tinkex.cli.command_group import command\n"
         "try: command(sys.argv[1:], prog_name='tinkex')\n"
         "except SystemExit: pass\n"
         "heavy = {'pydantic', 'numpy', 'rich', 'aiohttp', 'torch', 'google.protobuf'}\n"

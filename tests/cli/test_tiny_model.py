@@ -1,4 +1,4 @@
-"""`tinkex tiny-model` as a user meets it."""
+"""`tinkex tiny-model` from the command line."""
 
 from click.testing import CliRunner
 

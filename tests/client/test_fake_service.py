@@ -107,14 +107,14 @@ def test_the_fake_lists_what_was_created_and_not_what_was_deleted(fake, service)
 
 def test_unknown_endpoints_can_be_scripted_by_path(fake, service):
     rest = tinkex.RestClient(service.holder)
-    with pytest.raises(tinkex.NotFoundError, match=r"script\(\) an answer to it"):
+    with pytest.raises(tinkex.NotFoundError, match=r"use script\(\) to set a response"):
         rest.list_sessions().result(5)
     fake.script("sessions", Answer(body={"sessions": ["s-9"]}))
     assert rest.list_sessions().result(5).sessions == ["s-9"]
 
 
 @pytest.mark.parametrize(
-    ("name", "says"), [("a/b", "cannot be used"), ("end", "exists already; .* overwrite")]
+    ("name", "says"), [("a/b", "cannot be used"), ("end", "already exists; .* overwrite")]
 )
 def test_the_fake_refuses_names_that_a_server_refuses(service, name, says):
     training = service.create_lora_training_client("fake/model")
@@ -150,9 +150,9 @@ def test_the_limits_of_the_fake_are_those_of_the_server():
     from tinkex.testing import fake_service, fake_store
 
     assert fake_service.MAX_RANK == adapters.MAX_RANK
-    assert fake_service.MOST_SAMPLES == sampling.MOST_SEQUENCES
-    assert fake_store.SHORTEST_TTL_S == checkpoints.SHORTEST_TTL_S
-    assert fake_store.LONGEST_TTL_S == checkpoints.LONGEST_TTL_S
+    assert fake_service.MAX_SAMPLES == sampling.MOST_SEQUENCES
+    assert fake_store.MIN_TTL_S == checkpoints.SHORTEST_TTL_S
+    assert fake_store.MAX_TTL_S == checkpoints.LONGEST_TTL_S
 
 
 def test_the_fake_supports_every_option_of_a_sample(service):

@@ -94,7 +94,9 @@ def test_a_response_with_too_few_sequences_is_an_error_that_says_so(fake, servic
     body, kind = one.SerializeToString(), {"content-type": "application/x-protobuf"}
     # The first could have been damaged in transit.
     fake.script("retrieve_future", *[Answer(status=200, body=body, headers=kind)] * 4)
-    with pytest.raises(tinkex.APIResponseValidationError, match="1 came for 2 sequence ids"):
+    with pytest.raises(
+        tinkex.APIResponseValidationError, match="has 1 sequences, but 2 sequence ids"
+    ):
         sampling.sample(PROMPT, 2, PARAMS).result(5)
 
 

@@ -1,8 +1,8 @@
 """
-Servers that are wrong in one way each: a proxy in front of a right one that spoils what passes.
+Faulty servers: a proxy in front of a correct server that introduces one fault.
 
-Each fault is one that a self-hosted server really had. A fault may change the request before it is
-sent on, and the answer before it is given back.
+Each fault was found in a self-hosted server. A fault may change the request before it is forwarded,
+and the response before it is returned.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ from tinkex.wire.training import (
 
 @dataclass
 class Message:
-    """A body on its way."""
+    """A request or response body."""
 
     path: str
     body: bytes
@@ -55,7 +55,7 @@ class Message:
         self.body = json.dumps(value).encode()
 
     def read(self) -> dict[str, Any]:
-        """The body when it is a JSON object, else nothing."""
+        """The body if it is a JSON object, else an empty dict."""
         try:
             found = json.loads(self.body)
         except ValueError:
@@ -64,14 +64,14 @@ class Message:
 
 
 class Fault:
-    """A right server."""
+    """No fault."""
 
     def request(self, message: Message) -> Message | None:
-        """Changes what is asked; a message that is returned is the answer."""
+        """Changes a request; a returned message is used as the response."""
         return None
 
-    def answer(self, asked: Message, message: Message) -> None:
-        """Changes what is answered."""
+    def answer(self, request: Message, message: Message) -> None:
+        """Changes a response."""
 
 
 def is_pass(message: Message) -> bool:
@@ -83,8 +83,8 @@ class Averages(Fault):
 
     def request(self, message: Message) -> Message | None:
         if is_pass(message) and message.body[:1] != b"\xff":
-            asked, forward_only = decode_forward_backward_request(message.body)
-            data = asked.forward_backward_input.data
+            decoded, forward_only = decode_forward_backward_request(message.body)
+            data = decoded.forward_backward_input.data
             tokens = sum(datum.model_input.length for datum in data)
             averaged = []
             for datum in data:
@@ -95,10 +95,10 @@ class Averages(Fault):
             message.body = encode_forward_backward_request(
                 ForwardBackwardRequest(
                     forward_backward_input=ForwardBackwardInput._of(
-                        averaged, asked.forward_backward_input.loss_fn, None
+                        averaged, decoded.forward_backward_input.loss_fn, None
                     ),
-                    model_id=asked.model_id,
-                    seq_id=asked.seq_id,
+                    model_id=decoded.model_id,
+                    seq_id=decoded.seq_id,
                 ),
                 forward_only=forward_only,
             )
@@ -115,7 +115,7 @@ class ReplacesLosses(Fault):
 
 
 class IgnoresSamplingParameter(Fault):
-    """One sampling parameter never arrives."""
+    """One sampling parameter is ignored."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -128,7 +128,7 @@ class IgnoresSamplingParameter(Fault):
 
 
 class NewIdsForRepeats(Fault):
-    """Whatever is submitted gets a new id each time."""
+    """A repeated submission gets a new id."""
 
     def __init__(self) -> None:
         self.real: dict[str, str] = {}
@@ -139,7 +139,7 @@ class NewIdsForRepeats(Fault):
             message.json = {**body, "request_id": self.real.get(body.get("request_id", ""), "-")}
         return None
 
-    def answer(self, asked: Message, message: Message) -> None:
+    def answer(self, request: Message, message: Message) -> None:
         found = message.read()
         if message.status == 200 and "request_id" in found and "queue_state" not in found:
             alias = f"again-{next(self.numbers)}"
@@ -148,7 +148,7 @@ class NewIdsForRepeats(Fault):
 
 
 class FollowsTraining(Fault):
-    """Every sampler is the newest one."""
+    """Every sampler uses the newest weights."""
 
     def __init__(self) -> None:
         self.newest: str | None = None
@@ -158,21 +158,21 @@ class FollowsTraining(Fault):
             message.json = {**body, "sampling_session_id": self.newest, "seq_id": None}
         return None
 
-    def answer(self, asked: Message, message: Message) -> None:
+    def answer(self, request: Message, message: Message) -> None:
         if found := message.read().get("sampling_session_id"):
             self.newest = found
 
 
 class RefusesOutOfOrder(Fault):
-    """A step that comes too early is a 409."""
+    """A step that arrives out of order is a 409."""
 
     def __init__(self) -> None:
         self.seen: dict[str, int] = {}
 
     def request(self, message: Message) -> Message | None:
         if is_pass(message) and message.body[:1] != b"\xff":
-            asked, _ = decode_forward_backward_request(message.body)
-            model, number = asked.model_id, asked.seq_id or 0
+            decoded, _ = decode_forward_backward_request(message.body)
+            model, number = decoded.model_id, decoded.seq_id or 0
         elif message.path.endswith("/optim_step"):
             body = message.read()
             model, number = body.get("model_id", ""), body.get("seq_id") or 0
@@ -187,7 +187,7 @@ class RefusesOutOfOrder(Fault):
 class OddMetrics(Fault):
     """Metrics without a reducer."""
 
-    def answer(self, asked: Message, message: Message) -> None:
+    def answer(self, request: Message, message: Message) -> None:
         if message.content_type == PROTOBUF_TYPE and b"loss:sum" in message.body:
             found = decode_forward_backward_output(message.body)
             message.body = encode_forward_backward_output(
@@ -200,9 +200,9 @@ class OddMetrics(Fault):
 
 
 class OtherLogprobs(Fault):
-    """Sampled with other weights, or another head, than trained with."""
+    """Samples use other weights than training."""
 
-    def answer(self, asked: Message, message: Message) -> None:
+    def answer(self, request: Message, message: Message) -> None:
         if message.content_type == PROTOBUF_TYPE and b":sum" not in message.body:
             found = decode_sample_response(message.body)
             sequences = [
@@ -218,19 +218,19 @@ class OtherLogprobs(Fault):
 
 
 class ServerErrorForEverything(Fault):
-    """What the client did wrong is a 500."""
+    """Client errors are a 500."""
 
-    def answer(self, asked: Message, message: Message) -> None:
+    def answer(self, request: Message, message: Message) -> None:
         if message.status in (400, 404, 422):
             message.status = 500
 
 
 class NeverHolds(Fault):
-    """A poll is answered at once while there is no result: clients ask again without a pause."""
+    """Polls are not held: clients poll in a busy loop."""
 
 
 class Proxy:
-    """Passes everything on to a right server, through a fault."""
+    """Forwards everything to a correct server, through a fault."""
 
     def __init__(self, url: str, fault: Fault, session: aiohttp.ClientSession) -> None:
         self.url = url
@@ -238,16 +238,18 @@ class Proxy:
         self.session = session
 
     async def handle(self, request: web.Request) -> web.Response:
-        asked = Message(request.path, await request.read(), request.headers.get("Content-Type", ""))
-        got = self.fault.request(asked)
+        message = Message(
+            request.path, await request.read(), request.headers.get("Content-Type", "")
+        )
+        got = self.fault.request(message)
         if got is None:
-            got = await self.passed_on(request, asked)
-            self.fault.answer(asked, got)
+            got = await self.forward(request, message)
+            self.fault.answer(message, got)
         return web.Response(
             status=got.status, body=got.body, headers={"Content-Type": got.content_type}
         )
 
-    async def passed_on(self, request: web.Request, asked: Message) -> Message:
+    async def forward(self, request: web.Request, message: Message) -> Message:
         headers = {
             name: value
             for name, value in request.headers.items()
@@ -259,7 +261,7 @@ class Proxy:
             async with self.session.request(
                 request.method,
                 f"{self.url}{request.raw_path}",
-                data=asked.body,
+                data=message.body,
                 headers=headers,
                 timeout=aiohttp.ClientTimeout(total=0.05 if never_holds else 60),
             ) as answered:
@@ -272,7 +274,7 @@ class Proxy:
 
 @contextmanager
 def in_front_of(url: str, fault: Fault) -> Iterator[str]:
-    """The address of a proxy with the fault, until the block ends."""
+    """The URL of a proxy with the fault, which runs until the block ends."""
     address: Future[str] = Future()
     loop = asyncio.new_event_loop()
     stop = asyncio.Event()

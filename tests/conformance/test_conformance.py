@@ -1,4 +1,4 @@
-"""The conformance suite: our server passes it, and servers that are wrong in one way are found out."""
+"""The conformance suite: our server passes it, and faulty servers fail the matching checks."""
 
 import json
 import os
@@ -26,12 +26,12 @@ from conformance.faults import (
 from serving import TINY, Server, serving
 from tinkex.conformance import CHECKS, Remote, Report, Verdict, run
 
-# The first test that wants the report waits for all checks.
+# The first test that uses the report waits for all checks.
 pytestmark = pytest.mark.timeout(180)
 
 
 def new_key(data: Path, owner: str) -> str:
-    """A key made as an operator makes it."""
+    """A key created on the command line."""
     command = [sys.executable, "-m", "tinkex.cli.main", "key", "create", "--data", str(data)]
     done = subprocess.run(
         [*command, "--owner", owner], capture_output=True, text=True, check=True, timeout=60
@@ -54,7 +54,7 @@ def test_our_server_passes(name: str, report: Report) -> None:
     assert outcome.verdict is Verdict.PASS, outcome.seen
 
 
-#: A way to be wrong -> the checks that must notice.
+#: Fault -> the checks that must fail.
 FAULTS: dict[str, tuple[Fault, set[str]]] = {
     "averages": (
         Averages(),
@@ -96,21 +96,21 @@ FAULTS: dict[str, tuple[Fault, set[str]]] = {
     ),
 }
 
-#: Checks that no fault above touches; they show that a proxy alone fails nothing.
+#: Checks that no fault affects; they show that the proxy itself breaks nothing.
 UNTOUCHED = {"telemetry_is_accepted", "client_configuration_is_answered"}
 
 
 @pytest.fixture(params=FAULTS.items(), ids=lambda fault: fault[0])
 def wrong(request: pytest.FixtureRequest, server: Server) -> Iterator[tuple[Remote, set[str]]]:
-    _, (fault, noticed_by) = request.param
+    _, (fault, failing) = request.param
     with in_front_of(server.url, fault) as url:
-        yield Remote(url), noticed_by
+        yield Remote(url), failing
 
 
 def test_a_wrong_server_fails_the_right_checks(wrong: tuple[Remote, set[str]]) -> None:
-    remote, noticed_by = wrong
-    found = run(remote, only=noticed_by | UNTOUCHED)
-    assert found.named(Verdict.FAIL) == noticed_by, [
+    remote, failing = wrong
+    found = run(remote, only=failing | UNTOUCHED)
+    assert found.named(Verdict.FAIL) == failing, [
         (outcome.check.name, outcome.seen) for outcome in found.outcomes
     ]
     assert found.named(Verdict.PASS) == UNTOUCHED
@@ -149,9 +149,9 @@ def test_the_command_prints_a_table_with_ids(server: Server) -> None:
 def test_the_command_prints_json(server: Server) -> None:
     done = tinkex(server.url, "--only", "S5", "--json")
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    assert told["passed"] is True
-    assert told["checks"][0]["requirements"] == ["S5"]
+    report = json.loads(done.stdout)
+    assert report["passed"] is True
+    assert report["checks"][0]["requirements"] == ["S5"]
 
 
 def test_a_failed_check_is_an_exit_status(server: Server) -> None:
@@ -174,7 +174,7 @@ def test_pytest_runs_the_checks_too(server: Server, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "--pyargs", "tinkex.conformance", *options],
         env={**os.environ, "TINKER_BASE_URL": server.url},
-        cwd=tmp_path,  # away from this suite's own settings
+        cwd=tmp_path,  # outside this repository, so that its pytest settings do not apply
         capture_output=True,
         text=True,
         timeout=50,

@@ -50,7 +50,7 @@ class Engine:
         return report
 
     def any_report(self) -> engine_protocol.Report:
-        head = self.stream.read(engine_protocol.LENGTH.size)
+        head = self.stream.read(engine_protocol.LENGTH_PREFIX.size)
         return engine_protocol.Report.FromString(
             self.stream.read(engine_protocol.body_length(head))
         )

@@ -64,7 +64,7 @@ class Rounds:
         return reports
 
     def _report(self) -> engine_protocol.Report:
-        head = self._stream.read(engine_protocol.LENGTH.size)
+        head = self._stream.read(engine_protocol.LENGTH_PREFIX.size)
         return engine_protocol.Report.FromString(
             self._stream.read(engine_protocol.body_length(head))
         )
@@ -210,7 +210,7 @@ def test_a_failed_batch_of_one_fails_its_request_and_a_shared_batch_is_retried(
     behind = rounds.order(run_pass=passes("a", 1, 4, backward=False))
     reports = rounds.train()
     assert sorted(reports) == sorted([*shared, behind])
-    assert {report.failed.category for report in reports.values()} == {engine_protocol.MUDDLED}
+    assert {report.failed.category for report in reports.values()} == {engine_protocol.SHARED_FAILURE}
     alone = rounds.order(run_pass=passes("a", 1, 4))
     failed = rounds.train()[alone].failed
     assert failed.category == "server"
@@ -282,7 +282,7 @@ def test_device_lost_ends_the_process_and_out_of_memory_only_for_a_single_reques
             with contextlib.suppress(Exited):
                 rounds.order(**work)
                 rounds.train()
-            assert exits == [engine_protocol.GAVE_OUT]
+            assert exits == [engine_protocol.DEVICE_LOST_STATUS]
             rounds.worker._training.clear()
     exits.clear()
     tickets = [rounds.order(run_pass=passes(name, 1, 4)) for name in "ab"]

@@ -51,10 +51,10 @@ class Bench:
         except BlockingIOError:
             return []
         reports = []
-        while len(self._received) >= engine_protocol.LENGTH.size:
+        while len(self._received) >= engine_protocol.LENGTH_PREFIX.size:
             head, rest = (
-                self._received[: engine_protocol.LENGTH.size],
-                self._received[engine_protocol.LENGTH.size :],
+                self._received[: engine_protocol.LENGTH_PREFIX.size],
+                self._received[engine_protocol.LENGTH_PREFIX.size :],
             )
             size = engine_protocol.body_length(head)
             report, self._received = engine_protocol.Report.FromString(rest[:size]), rest[size:]

@@ -34,7 +34,7 @@ from google.protobuf.message import DecodeError
 from fuzz import bodies
 from fuzz.mutating import bent, mutated
 from serving import TINY, serving
-from tinkex.conformance.raw_client import Remote, Trainee, Unexpected
+from tinkex.conformance.raw_client import Remote, TrainingModel, Unexpected
 from tinkex.testing import write_tiny_model
 from tinkex.wire.codec import PROTOBUF_TYPE
 from tinkex.wire.proto import tinkex_wire_pb2 as pb
@@ -55,7 +55,7 @@ def schemathesis(url: str, *, cases: int, seed: int = 1, within_s: float = 600) 
     model = remote.model()
     sampler = remote.sampler(base_model=remote.base_model)
     path = model.save_state("fuzz")
-    future = remote.submitted(model.submit_step())
+    future = remote.request_id(model.submit_step())
     ids = {
         "session_id": [remote.session],
         "model_id": [model.model_id],
@@ -116,7 +116,7 @@ def protobuf(url: str, *, bodies: int, seed: int = 1) -> Found:
     draw = random.Random(seed)
     found = Found()
     passes = recorded_passes()
-    model: Trainee | None = None
+    model: TrainingModel | None = None
     for _ in range(bodies):
         if model is None:
             model = remote.model()
@@ -138,7 +138,7 @@ def protobuf(url: str, *, bodies: int, seed: int = 1) -> Found:
             model = None  # another number, or another model: nothing to wait for
             continue
         model.number()
-        settled = remote.settled(remote.submitted(answer), f"{PROTOBUF_TYPE}, application/json")
+        settled = remote.wait_for(remote.request_id(answer), f"{PROTOBUF_TYPE}, application/json")
         outcome = "done" if settled.is_protobuf else str(settled.json.get("category", "done"))
         found.outcomes[outcome] += 1
         if outcome not in ("done", "user"):
@@ -146,7 +146,7 @@ def protobuf(url: str, *, bodies: int, seed: int = 1) -> Found:
     return found
 
 
-def _is_next(body: bytes, model: Trainee) -> bool:
+def _is_next(body: bytes, model: TrainingModel) -> bool:
     try:
         message = pb.ForwardBackwardRequest.FromString(body)
     except DecodeError:

@@ -30,7 +30,7 @@ from tinkex.server.scheduler import checkpoints
 from tinkex.server.settings import Settings
 from tinkex.server.store import checkpoint_lists, history
 from tinkex.server.store import telemetry as kept_telemetry
-from tinkex.wire import errors, limits, tensors
+from tinkex.wire import custom_loss, errors, limits, tensors
 from tinkex.wire.proto import tinkex_wire_pb2 as pb
 
 #: Settings of the server that the cases are sent to: defaults would need gigabytes.
@@ -131,29 +131,29 @@ def sample(**changes: Any) -> Case:
 
 
 def _chunks(message: pb.ForwardBackwardRequest) -> None:
-    for _ in range(limits.MOST_CHUNKS):
+    for _ in range(limits.MAX_CHUNKS):
         message.data[0].model_input.add().encoded_text.tokens = b"\1\0\0\0"
 
 
 def _datums(message: pb.ForwardBackwardRequest) -> None:
-    for _ in range(limits.MOST_DATUMS):
+    for _ in range(limits.MAX_DATUMS):
         message.data.add()
 
 
 def _tensors(message: pb.ForwardBackwardRequest) -> None:
-    for number in range(limits.MOST_TENSORS):
+    for number in range(limits.MAX_TENSORS):
         message.data[0].loss_fn_inputs[str(number)].CopyFrom(
             message.data[0].loss_fn_inputs["weights"]
         )
 
 
 def _spans(message: pb.ForwardBackwardRequest) -> None:
-    for _ in range(limits.MOST_SPANS + 1):
+    for _ in range(limits.MAX_SPANS + 1):
         message.data[0].model_input_spans.add().prompt_tokens.length = 1
 
 
 def _settings(message: pb.ForwardBackwardRequest) -> None:
-    for number in range(limits.MOST_TENSORS + 1):
+    for number in range(limits.MAX_TENSORS + 1):
         message.loss_fn_config[str(number)] = 1.0
 
 
@@ -176,11 +176,11 @@ def _shape(*sizes: int) -> Callable[[pb.ForwardBackwardRequest], None]:
 
 def _name(message: pb.ForwardBackwardRequest) -> None:
     tensor = message.data[0].loss_fn_inputs["weights"]
-    message.data[0].loss_fn_inputs["x" * (limits.LONGEST_NAME + 1)].CopyFrom(tensor)
+    message.data[0].loss_fn_inputs["x" * (limits.MAX_NAME_CHARS + 1)].CopyFrom(tensor)
 
 
 def _loss(message: pb.ForwardBackwardRequest) -> None:
-    message.loss_fn = "x" * (limits.LONGEST_NAME + 1)
+    message.loss_fn = "x" * (limits.MAX_NAME_CHARS + 1)
 
 
 GZIP = {**PROTOBUF, "Content-Encoding": "gzip"}
@@ -279,61 +279,63 @@ LIMITS = [
     ),
     Limit(
         "members of a gzip body, frames of a zstd body",
-        limits.MOST_MEMBERS,
+        limits.MAX_COMPRESSED_FRAMES,
         "413",
         "parts",
-        post("forward_backward", gzip.compress(b"x") * (limits.MOST_MEMBERS + 1), GZIP),
+        post("forward_backward", gzip.compress(b"x") * (limits.MAX_COMPRESSED_FRAMES + 1), GZIP),
     ),
     Limit(
         "objects and lists in a JSON body of more than 1 MiB",
-        limits.MOST_CONTAINERS,
+        limits.MAX_CONTAINERS,
         "413",
         "objects and lists",
-        packed("asample", b'{"prompt": [' + b"{}, " * limits.MOST_CONTAINERS + b"1]}"),
+        packed("asample", b'{"prompt": [' + b"{}, " * limits.MAX_CONTAINERS + b"1]}"),
     ),
     Limit(
         "values in a JSON body of more than 1 MiB",
-        limits.MOST_VALUES,
+        limits.MAX_VALUES,
         "413",
         "values",
-        packed("asample", b'{"prompt": [' + b"1," * limits.MOST_VALUES + b"1]}"),
+        packed("asample", b'{"prompt": [' + b"1," * limits.MAX_VALUES + b"1]}"),
     ),
     Limit(
         "objects and lists inside each other", 200, "422", "recursion", post("create_session", DEEP)
     ),
     Limit(
         "fields in a protobuf body of more than 1 MiB",
-        limits.MOST_FIELDS,
+        limits.MAX_FIELDS,
         "413",
         "fields",
-        packed("forward_backward", b"\x1a\x00" * (limits.MOST_FIELDS + 1), PROTOBUF),
+        packed("forward_backward", b"\x1a\x00" * (limits.MAX_FIELDS + 1), PROTOBUF),
     ),
     # Of a pass or a sample.
-    Limit("examples in a pass", limits.MOST_DATUMS, "422", "data", passed(_datums)),
+    Limit("examples in a pass", limits.MAX_DATUMS, "422", "data", passed(_datums)),
     Limit(
         "chunks of a prompt or an example",
-        limits.MOST_CHUNKS,
+        limits.MAX_CHUNKS,
         "422",
         "model_input",
         passed(_chunks),
     ),
-    Limit("tensors of an example", limits.MOST_TENSORS, "422", "loss_fn_inputs", passed(_tensors)),
-    Limit("settings of a loss", limits.MOST_TENSORS, "422", "loss_fn_config", passed(_settings)),
+    Limit("tensors of an example", limits.MAX_TENSORS, "422", "loss_fn_inputs", passed(_tensors)),
+    Limit("settings of a loss", limits.MAX_TENSORS, "422", "loss_fn_config", passed(_settings)),
     Limit(
         "runs of tokens of known origin, of an example",
-        limits.MOST_SPANS,
+        limits.MAX_SPANS,
         "422",
         "model_input_spans",
         passed(_spans),
     ),
     Limit(
         "characters of the name of a tensor or a setting",
-        limits.LONGEST_NAME,
+        limits.MAX_NAME_CHARS,
         "422",
         "loss_fn_inputs",
         passed(_name),
     ),
-    Limit("characters of the name of a loss", limits.LONGEST_NAME, "422", "loss_fn", passed(_loss)),
+    Limit(
+        "characters of the name of a loss", limits.MAX_NAME_CHARS, "422", "loss_fn", passed(_loss)
+    ),
     Limit("dimensions of a tensor", 16, "422", "shape", passed(_shape(*[1] * 17))),
     Limit("one dimension of a tensor", 2**31 - 1, "422", "shape", passed(_shape(2**40))),
     Limit(
@@ -370,57 +372,57 @@ LIMITS = [
     ),
     Limit(
         "stop texts or stop tokens",
-        limits.MOST_ITEMS,
+        limits.MAX_ITEMS,
         "422",
         "sampling_params",
-        sample(sampling_params={"stop": ["x"] * (limits.MOST_ITEMS + 1)}),
+        sample(sampling_params={"stop": ["x"] * (limits.MAX_ITEMS + 1)}),
     ),
     Limit(
         "characters of a stop text",
-        limits.LONGEST_TEXT,
+        limits.MAX_TEXT_CHARS,
         "422",
         "sampling_params",
-        sample(sampling_params={"stop": "x" * (limits.LONGEST_TEXT + 1)}),
+        sample(sampling_params={"stop": "x" * (limits.MAX_TEXT_CHARS + 1)}),
     ),
     Limit(
         "chunks of a prompt in JSON",
-        limits.MOST_CHUNKS,
+        limits.MAX_CHUNKS,
         "422",
         "chunks",
-        sample(prompt={"chunks": [{"tokens": [1]}] * (limits.MOST_CHUNKS + 1)}),
+        sample(prompt={"chunks": [{"tokens": [1]}] * (limits.MAX_CHUNKS + 1)}),
     ),
     # Of any message.
     Limit(
         "characters of any text",
-        limits.LONGEST_TEXT,
+        limits.MAX_TEXT_CHARS,
         "422",
         "sdk_version",
-        session(sdk_version="x" * (limits.LONGEST_TEXT + 1)),
+        session(sdk_version="x" * (limits.MAX_TEXT_CHARS + 1)),
     ),
     Limit(
         "items of any list: tags",
-        limits.MOST_ITEMS,
+        limits.MAX_ITEMS,
         "422",
         "tags",
-        session(tags=["x"] * (limits.MOST_ITEMS + 1)),
+        session(tags=["x"] * (limits.MAX_ITEMS + 1)),
     ),
     Limit(
         "keys of any object: metadata",
-        limits.MOST_KEYS,
+        limits.MAX_KEYS,
         "422",
         "user_metadata",
-        session(user_metadata={str(key): 1 for key in range(limits.MOST_KEYS + 1)}),
+        session(user_metadata={str(key): 1 for key in range(limits.MAX_KEYS + 1)}),
     ),
     Limit(
         "characters of a key of metadata",
-        limits.LONGEST_NAME,
+        limits.MAX_NAME_CHARS,
         "422",
         "user_metadata",
-        session(user_metadata={"x" * (limits.LONGEST_NAME + 1): 1}),
+        session(user_metadata={"x" * (limits.MAX_NAME_CHARS + 1): 1}),
     ),
     Limit(
         "characters of one field in all",
-        limits.LARGEST_FIELD,
+        limits.MAX_FIELD_CHARS,
         "422",
         "user_metadata",
         session(user_metadata={str(key): "x" * 3_900 for key in range(20)}),
@@ -468,7 +470,7 @@ LIMITS = [
     ),
     Limit(
         "requests that a poll says it has fetched",
-        limits.MOST_FETCHED,
+        limits.MAX_RETRIEVED_IDS,
         "422",
         "retrieved_request_ids",
         post(
@@ -480,7 +482,7 @@ LIMITS = [
                     "cloned_sampler_id": 0,
                 },
                 "prev_cursor": 0,
-                "retrieved_request_ids": ["x"] * (limits.MOST_FETCHED + 1),
+                "retrieved_request_ids": ["x"] * (limits.MAX_RETRIEVED_IDS + 1),
             },
         ),
     ),
@@ -583,8 +585,8 @@ LIMITS = [
         None,
         test=f"{BOUNDS}::test_one_owner_makes_one_report_at_a_time_and_others_do_not_wait",
     ),
-    Limit("errors that a 422 lists", errors.MOST_TOLD, "the first", "", None, test=QUOTED),
-    Limit("characters of each", errors.LONGEST_TOLD, "cut short", "", None, test=QUOTED),
+    Limit("errors that a 422 lists", errors.MAX_ERRORS_SENT, "the first", "", None, test=QUOTED),
+    Limit("characters of each", errors.MAX_ERROR_CHARS, "cut short", "", None, test=QUOTED),
     # Of custom losses.
     Limit(
         "custom losses of a session",
@@ -604,7 +606,7 @@ LIMITS = [
     ),
     Limit(
         "nodes of it that are read at all",
-        limits.MOST_NODES,
+        limits.MAX_NODES,
         "422",
         "nodes",
         post(
@@ -614,7 +616,7 @@ LIMITS = [
                 "custom_loss_seq_id": 0,
                 "name": "n",
                 "inputs": [],
-                "graph": {"format": 1, "nodes": [NODE] * (limits.MOST_NODES + 1)},
+                "graph": {"format": 1, "nodes": [NODE] * (limits.MAX_NODES + 1)},
             },
         ),
     ),

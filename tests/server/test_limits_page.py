@@ -75,7 +75,7 @@ async def test_answers_quote_little_of_what_was_sent(small: Api) -> None:
     body = {"tags": list(range(900)), "user_metadata": {}, "sdk_version": "0.36.0"}
     answer = await small.post("create_session", body)
     assert answer.status == 422
-    assert len(answer.json["detail"]) == errors.MOST_TOLD
+    assert len(answer.json["detail"]) == errors.MAX_ERRORS_SENT
     datum = {
         "model_input": {"chunks": [{"tokens": [1]}]},
         "loss_fn_inputs": {"w": {"data": [1.0], "dtype": "float32", "shape": ["x" * 100_000]}},
@@ -88,7 +88,7 @@ async def test_answers_quote_little_of_what_was_sent(small: Api) -> None:
     answer = await small.post("forward_backward", sent)
     assert answer.status == 422
     assert "shape" in answer.json["detail"][0]["loc"]
-    assert len(answer.body) < 2 * errors.LONGEST_TOLD
+    assert len(answer.body) < 2 * errors.MAX_ERROR_CHARS
 
 
 async def test_telemetry_over_its_limits_is_accepted_and_not_kept(tmp_path: Path) -> None:
@@ -152,7 +152,7 @@ async def test_a_small_body_does_not_become_a_large_one_before_it_is_refused(
     assert time.monotonic() - began < 15
     # Both are 32 MiB or less unpacked; built, they would be 1 GiB and more.
     assert grown_mib < 250
-    assert limits.MOST_FIELDS < 2**24
+    assert limits.MAX_FIELDS < 2**24
 
 
 async def test_a_session_can_be_finished_with_any_words(small: Api) -> None:

@@ -22,7 +22,7 @@ from tinkex.server.api.errors import Refusal
 from tinkex.server.processes import FORMAT
 from tinkex.server.settings import Settings
 from tinkex.wire.errors import UserFailure, WireError
-from tinkex.wire.redaction import ScrubbedFormatter, scrubbed, scrubbed_value
+from tinkex.wire.redaction import RedactingFormatter, redact, redact_value
 
 pytestmark = pytest.mark.anyio
 
@@ -34,7 +34,7 @@ def log() -> Iterator[io.StringIO]:
     """All that a server process would write, and what it would write if it were asked for more."""
     written = io.StringIO()
     handler = logging.StreamHandler(written)
-    handler.setFormatter(ScrubbedFormatter(FORMAT))
+    handler.setFormatter(RedactingFormatter(FORMAT))
     root = logging.getLogger()
     before = root.level
     root.addHandler(handler)
@@ -179,10 +179,10 @@ def test_a_printed_setting_has_no_password(tmp_path: Path) -> None:
 
 def test_secrets_are_taken_out_and_names_stay() -> None:
     key = "tml-" + "aB3" * 10
-    assert scrubbed(f"key {key}, token eyJhbGciOi.eyJzdWIi.sig-x_1 end") == "key ***, token *** end"
-    assert scrubbed("key tml-aB3d… is revoked") == "key tml-aB3d… is revoked"
-    assert scrubbed("/x?expires=1&signature=" + "0a" * 32) == "/x?expires=1&signature=***"
-    assert scrubbed_value({"detail": [{"loc": [key, 1]}]}) == {"detail": [{"loc": ["***", 1]}]}
+    assert redact(f"key {key}, token eyJhbGciOi.eyJzdWIi.sig-x_1 end") == "key ***, token *** end"
+    assert redact("key tml-aB3d… is revoked") == "key tml-aB3d… is revoked"
+    assert redact("/x?expires=1&signature=" + "0a" * 32) == "/x?expires=1&signature=***"
+    assert redact_value({"detail": [{"loc": [key, 1]}]}) == {"detail": [{"loc": ["***", 1]}]}
 
 
 def test_an_entry_of_the_log_is_one_line_and_no_terminal_obeys_it(log: io.StringIO) -> None:

@@ -1,4 +1,4 @@
-"""T16 and JSON: what is forgiven, what is refused, and how fast."""
+"""T16: JSON decoding, what it accepts and rejects, and its speed."""
 
 import gzip
 import json
@@ -57,7 +57,7 @@ MODEL = {"session_id": "s", "model_seq_id": 0, "base_model": "b"}
     ],
 )
 def test_unknown_fields_of_a_message_are_ignored_and_logged_once(type_, fields, caplog):
-    codec._noted.clear()
+    codec._logged.clear()
     with caplog.at_level(logging.DEBUG, logger="tinkex.wire.codec"):
         first = decode_json(type_, body(**fields, brand_new={"a": 1}))
         second = decode_json(type_, body(**fields, brand_new=[2]))
@@ -68,7 +68,7 @@ def test_unknown_fields_of_a_message_are_ignored_and_logged_once(type_, fields, 
 
 
 @pytest.mark.parametrize(
-    ("type_", "fields", "told"),
+    ("type_", "fields", "field"),
     [
         (SampleRequest, {**SAMPLE, "sampling_params": {"max_token": 5}}, "max_tokens"),
         (SampleRequest, {**SAMPLE, "sampling_params": {"min_p": 0.1}}, "min_p"),
@@ -83,10 +83,8 @@ def test_unknown_fields_of_a_message_are_ignored_and_logged_once(type_, fields, 
         (CreateModelRequest, {**MODEL, "optimizer_config": {"type": "adamw", "x": 1}}, "x"),
     ],
 )
-def test_an_unknown_setting_changes_what_was_asked_for_and_is_the_users_failure(
-    type_, fields, told
-):
-    with pytest.raises(UserFailure, match=f"`{told}`"):
+def test_an_unknown_setting_is_a_user_failure(type_, fields, field):
+    with pytest.raises(UserFailure, match=f"`{field}`"):
         decode_json(type_, body(**fields))
 
 
@@ -99,7 +97,7 @@ def test_the_failure_says_which_step_it_belongs_to():
     assert failure.value.request == {"model_id": "m", "seq_id": 9}
 
 
-def test_an_unknown_setting_that_is_null_asks_for_nothing():
+def test_an_unknown_setting_that_is_null_is_ignored():
     fields = {**SAMPLE, "sampling_params": {"max_tokens": 5, "min_p": None}}
 
     request = decode_json(SampleRequest, body(**fields))
@@ -213,7 +211,7 @@ def test_a_bad_pass_is_refused_with_the_path_of_the_bad_field(data, path):
         ({"seq_id": True}, ("seq_id",)),
     ],
 )
-def test_a_pass_with_a_bad_address_is_refused(change, loc):
+def test_a_pass_with_a_bad_model_or_step_id_is_refused(change, loc):
     fields = {"forward_backward_input": {"data": [], "loss_fn": "ppo"}, "model_id": "m"}
 
     with pytest.raises(WireError) as refused:
@@ -238,7 +236,7 @@ def test_a_loss_this_version_does_not_know_is_left_to_the_engine_to_refuse():
 def test_json_that_is_not_json_is_refused(number):
     raw = b'{"adam_params":{"learning_rate":%s},"model_id":"m"}' % number.encode()
 
-    with pytest.raises(WireError, match="not JSON"):
+    with pytest.raises(WireError, match="invalid JSON"):
         decode_json(OptimStepRequest, raw)
 
 
@@ -288,7 +286,7 @@ def test_sessions_and_telemetry_of_old_clients_lack_fields():
     assert telemetry.process_uuid == ""
 
 
-def test_an_explicit_null_is_the_same_as_nothing():
+def test_an_explicit_null_is_the_same_as_absent():
     request = decode_json(
         CreateModelRequest,
         body(**MODEL, user_metadata=None, lora_config={"rank": 4, "seed": None}),
@@ -303,7 +301,7 @@ def test_a_null_inside_a_users_own_data_is_kept():
     assert request.user_metadata == {"a": None}
 
 
-def test_the_key_of_the_input_tells_forward_from_forward_backward():
+def test_the_key_of_the_input_distinguishes_forward_from_forward_backward():
     work = {"data": [], "loss_fn": "cross_entropy"}
 
     _, forward = decode_forward_json(body(forward_input=work, model_id="m"))
@@ -332,7 +330,7 @@ def test_json_is_compact_utf8_and_leaves_out_what_is_none():
     )
 
 
-def test_a_dict_is_sent_as_it_stands_because_a_null_may_be_the_message():
+def test_a_dict_is_sent_unchanged_because_null_may_have_a_meaning():
     assert encode_json({"ttl_seconds": None}) == b'{"ttl_seconds":null}'
     assert decode_json(SetCheckpointTtlRequest, b'{"ttl_seconds":3600}').ttl_seconds == 3600
 
@@ -348,13 +346,13 @@ def test_messages_inside_dicts_and_lists_are_encoded_too():
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")])
 def test_a_number_json_does_not_have_is_refused(number):
-    with pytest.raises(ValueError, match="NaN or an infinity"):
+    with pytest.raises(ValueError, match="NaN or infinity"):
         encode_json({"x": [1.0, number]})
     with pytest.raises(ValueError, match="AdamParams"):
         encode_json(AdamParams(learning_rate=number))
 
 
-def test_the_words_themselves_may_be_sent():
+def test_strings_that_spell_nan_or_infinity_may_be_sent():
     assert json.loads(encode_json({"text": "NaN and Infinity"})) == {"text": "NaN and Infinity"}
 
 
@@ -429,17 +427,17 @@ def spans(**change: object) -> dict[str, object]:
     ],
 )
 def test_numbers_that_fit_no_field_are_errors_with_a_path(datum, config, field):
-    sound = {"model_input": {"chunks": [{"tokens": [1]}]}, "loss_fn_inputs": {}}
-    work = {"data": [{**sound, **datum}], "loss_fn": "cross_entropy", "loss_fn_config": config}
+    valid = {"model_input": {"chunks": [{"tokens": [1]}]}, "loss_fn_inputs": {}}
+    work = {"data": [{**valid, **datum}], "loss_fn": "cross_entropy", "loss_fn_config": config}
     with pytest.raises(WireError) as caught:
         decode_forward_json(body(forward_backward_input=work, model_id="m", seq_id=1))
     assert caught.value.errors[0].loc[-1] == field
 
 
 @pytest.mark.parametrize("key", ["rank", "seed"])
-def test_adapters_of_astronomic_size_are_malformed(key):
+def test_a_rank_or_seed_beyond_64_bits_is_malformed(key):
     lora = {"rank": 8, key: 10**30}
-    with pytest.raises(WireError, match=f"lora_config.{key}: .* does not fit 64 bits"):
+    with pytest.raises(WireError, match=f"lora_config.{key}: .* does not fit in 64 bits"):
         decode_json(CreateModelRequest, body(**MODEL, lora_config=lora))
 
 
@@ -448,7 +446,7 @@ def test_adapters_of_astronomic_size_are_malformed(key):
 TEXT = b"tokens " * 1000
 ZSTD = zstandard.ZstdCompressor().compress(TEXT)
 STREAMED = zstandard.ZstdCompressor().compressobj()
-STREAMED = STREAMED.compress(TEXT) + STREAMED.flush()  # a frame that does not say its size
+STREAMED = STREAMED.compress(TEXT) + STREAMED.flush()  # a frame without a size field
 
 HALVES = b"".join(zstandard.ZstdCompressor().compress(half) for half in (TEXT[:9], TEXT[9:]))
 LONG = zstandard.ZstdCompressor().compress(np.random.default_rng(0).bytes(500_000))
@@ -474,7 +472,7 @@ def test_bodies_are_unpacked_up_to_the_limit(packed, encoding):
         decompress(packed, encoding, max_bytes=len(TEXT) - 1)
 
 
-def test_nothing_packed_is_nothing():
+def test_an_empty_compressed_body_is_empty():
     empty = zstandard.ZstdCompressor().compress(b"")
 
     assert decompress(empty, "zstd", max_bytes=5) == b""
@@ -488,7 +486,7 @@ def test_nothing_packed_is_nothing():
         (TEXT, "gzip"),
         (ZSTD[:-5], "zstd"),
         (ZSTD + b"tail", "zstd"),
-        (LONG[: len(LONG) // 2], "zstd"),  # several blocks were sound
+        (LONG[: len(LONG) // 2], "zstd"),  # several blocks were valid
         (b"", "zstd"),
         (STREAMED[:9], "zstd"),
         (gzip.compress(TEXT, mtime=0)[:-9], "gzip"),
@@ -496,12 +494,12 @@ def test_nothing_packed_is_nothing():
         (TEXT, "br"),
     ],
 )
-def test_what_cannot_be_unpacked_is_refused(packed, encoding):
+def test_a_body_that_cannot_be_decompressed_is_refused(packed, encoding):
     with pytest.raises(WireError):
         decompress(packed, encoding, max_bytes=10**6)
 
 
-def test_a_bomb_stops_at_the_limit():
+def test_a_decompression_bomb_stops_at_the_limit():
     bomb = zstandard.ZstdCompressor(level=3).compress(bytes(200_000_000))
 
     with pytest.raises(TooLarge):

@@ -1,4 +1,4 @@
-"""T3, T4, T5, T14: promises and what asking for a result may answer."""
+"""T3, T4, T5, T14: futures, and the responses to polling them."""
 
 import logging
 
@@ -66,11 +66,11 @@ def test_t3_a_category_is_read_without_regard_to_case_and_a_new_word_is_unknown(
         ({"status": "failed", "metrics": None}, OptimStepResponse),
     ],
 )
-def test_t4_an_answer_is_told_apart_by_its_shape_and_type(answer, found):
+def test_t4_a_response_is_identified_by_its_fields(answer, found):
     assert type(read_future(answer, OptimStepResponse)) is found
 
 
-def test_t4_an_answer_that_fits_nothing_is_an_error_that_names_the_type():
+def test_t4_a_response_that_matches_nothing_is_an_error_that_names_the_type():
     with pytest.raises(WireError, match="SaveWeightsResponse"):
         read_future({"no": "path"}, SaveWeightsResponse)
 
@@ -86,7 +86,7 @@ def test_t5_the_three_queue_states(state):
 
 
 @pytest.mark.parametrize("state", ["paused_for_lunch", "", None, 3])
-def test_t5_an_unknown_queue_state_is_logged_and_means_waiting(state, caplog):
+def test_t5_an_unknown_queue_state_is_logged_and_means_active(state, caplog):
     with caplog.at_level(logging.INFO, logger="tinkex.wire.futures"):
         answer = read_future(
             {"type": "try_again", "request_id": "r", "queue_state": state}, OptimStepResponse
@@ -124,7 +124,7 @@ def test_t14_an_unnamed_save_has_a_session_and_no_path():
 # -- promises and paths --------------------------------------------------------------------------
 
 
-def test_a_promise_keeps_what_it_knows_and_ignores_the_rest():
+def test_a_future_ignores_unknown_fields():
     promise = decode_json(UntypedAPIFuture, b'{"request_id":"r","new":1}')
 
     assert promise == UntypedAPIFuture(request_id="r")
@@ -135,7 +135,7 @@ def test_a_promise_keeps_what_it_knows_and_ignores_the_rest():
     ("kind", "checkpoint_type"),
     [("weights", "training"), ("sampler_weights", "sampler"), ("external_weights", "external")],
 )
-def test_a_path_comes_apart(kind, checkpoint_type):
+def test_a_path_is_parsed(kind, checkpoint_type):
     parsed = ParsedCheckpointTinkerPath.from_tinker_path(f"tinker://s:train:0/{kind}/a")
 
     assert parsed.training_run_id == "s:train:0"
@@ -148,7 +148,7 @@ def test_a_path_comes_apart(kind, checkpoint_type):
     ["", "a", "tinker://", "tinker://a/weights", "tinker://a/weights/b/c", "tinker://a/other/b",
      "tinker:///weights/b", "tinker://a/weights/", "http://a/weights/b"],
 )  # fmt: skip
-def test_what_is_no_path_is_refused_with_the_form_it_has(path):
+def test_an_invalid_path_is_refused_with_the_valid_form(path):
     with pytest.raises(ValueError, match="tinker://RUN/KIND/NAME"):
         ParsedCheckpointTinkerPath.from_tinker_path(path)
 

@@ -36,7 +36,7 @@ def test_a_prompt_is_built_by_appending_and_the_old_one_stays():
     assert ModelInput.empty().to_ints() == []
 
 
-def test_a_token_joins_the_text_before_it_and_starts_one_after_a_picture():
+def test_a_token_joins_the_text_before_it_and_starts_one_after_an_image():
     picture = ImageChunk(data=b"x", format="png", expected_tokens=5)
     prompt = ModelInput.empty().append_int(1).append_int(2).append(picture).append_int(3)
 
@@ -48,7 +48,7 @@ def test_a_token_joins_the_text_before_it_and_starts_one_after_a_picture():
 
 
 class Words:
-    """A tokenizer of any make: each word is the number it spells."""
+    """A minimal tokenizer: each word is the number it spells."""
 
     def encode(self, text, *, add_special_tokens):
         return [0] * add_special_tokens + [int(word) for word in text.split()]
@@ -63,7 +63,7 @@ class Wrapped(Words):
 
 
 @pytest.mark.parametrize("tokenizer", [Words(), Wrapped()])
-def test_a_prompt_is_made_from_text_by_whoever_can_encode(tokenizer):
+def test_a_prompt_is_made_from_text_by_any_encoder(tokenizer):
     assert ModelInput.from_text("5 6 7", tokenizer).to_ints() == [0, 5, 6, 7]
     bare = ModelInput.from_text("5 6", tokenizer, add_special_tokens=False)
     assert bare.to_ints() == [5, 6]
@@ -82,34 +82,34 @@ def test_tokens_are_copied_and_read_only():
 
 
 @pytest.mark.parametrize("tokens", [[True], [1, True], [1, False, 2]])
-def test_a_truth_value_that_came_as_json_is_no_token(tokens):
-    with pytest.raises(WireError, match="no token ids"):
+def test_a_json_boolean_is_not_a_token(tokens):
+    with pytest.raises(WireError, match="not token ids"):
         EncodedTextChunk._read({"type": "encoded_text", "tokens": tokens})
 
 
 @pytest.mark.parametrize(
     "tokens", [["a"], [1.5], [[1, 2]], [2**31], [-(2**31) - 1], [None], [True]]
 )
-def test_what_is_no_token_is_refused(tokens):
+def test_invalid_tokens_are_refused(tokens):
     with pytest.raises(ValueError, match="token"):
         ModelInput.from_ints(tokens)
 
 
-def test_a_prompt_with_a_picture_has_no_token_list_and_says_which_chunk():
+def test_a_prompt_with_an_image_has_no_token_list_and_says_which_chunk():
     picture = ImageChunk(data=b"x", format="png", expected_tokens=7)
     prompt = PROMPT.append(picture)
 
     assert prompt.length == 10
-    with pytest.raises(ValueError, match=r"chunks\[1\] is of type 'image'"):
+    with pytest.raises(ValueError, match=r"chunks\[1\] has type 'image'"):
         prompt.to_ints()
     with pytest.raises(ValueError, match="expected_tokens"):
         _ = PROMPT.append(ImageChunk(data=b"x", format="png")).length
 
 
-# -- T12: pictures and sound ---------------------------------------------------------------------
+# -- T12: images and audio ------------------------------------------------------------------------
 
 
-def test_a_picture_is_bytes_in_python_and_base64_on_the_wire():
+def test_an_image_is_bytes_in_python_and_base64_on_the_wire():
     chunk = ImageChunk(data=b"\xff\x00", format="jpeg", expected_tokens=3)
 
     assert chunk.data == b"\xff\x00"
@@ -159,7 +159,7 @@ def test_text_that_is_not_base64_is_refused():
         (bytes([254, 7, 1, 0x80, 0x01]), 128),  # constant, dtype 7, one dimension of LEB128 128
     ],
 )
-def test_the_length_of_sound_is_in_its_header(header, length):
+def test_the_length_of_audio_is_in_its_header(header, length):
     assert DmelChunk(dmel=header + b"payload").length == length
     assert DmelChunk(dmel=base64.b64encode(header).decode()).length == length
 
@@ -225,9 +225,9 @@ def test_a_mask_written_as_a_list_is_ones_and_zeros_as_upstream(key):
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("target_tokens", [True, False]),  # no token is true
+        ("target_tokens", [True, False]),  # a boolean is not a token
         ("mask", [True, False]),
-        ("weights", np.array([True, False])),  # refused upstream too
+        ("weights", np.array([True, False])),  # also rejected upstream
         ("weights", ["yes"]),
     ],
 )
@@ -236,7 +236,7 @@ def test_other_bools_and_texts_are_refused_by_name(key, value):
         Datum(ModelInput.from_ints([1, 2]), {key: value})
 
 
-def test_what_a_tokenizer_returns_as_a_whole_is_refused_with_what_to_take_of_it():
+def test_the_mapping_of_a_tokenizer_is_refused_with_advice():
     with pytest.raises(ValueError, match=r"\['input_ids'\]"):
         ModelInput.from_ints({"input_ids": [1, 2], "attention_mask": [1, 1]})
     with pytest.raises(ValueError, match=r"\['input_ids'\]"):
@@ -259,17 +259,17 @@ def test_prompts_have_the_methods_of_the_models_that_they_are_upstream():
 
 
 def test_ragged_lists_are_refused_by_name():
-    with pytest.raises(ValueError, match="weights: the nested lists differ in length"):
+    with pytest.raises(ValueError, match="weights: the nested lists have different lengths"):
         Datum(PROMPT, {"weights": [[1.0], [1.0, 2.0]]})
 
 
 @pytest.mark.parametrize("value", ["abc", 3, None, {"data": [1]}])
-def test_what_is_no_tensor_is_refused_by_name(value):
+def test_invalid_tensors_are_refused_by_name(value):
     with pytest.raises(TypeError, match="weights"):
         Datum(PROMPT, {"weights": value})
 
 
-def test_nothing_that_travels_is_a_bare_list():
+def test_lists_are_sent_as_tensors():
     made = Datum(PROMPT, {"target_tokens": [1, 2, 3]})
 
     assert made.model_dump()["loss_fn_inputs"]["target_tokens"] == {

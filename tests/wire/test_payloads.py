@@ -1,4 +1,4 @@
-"""T17: the types backed by NumPy can do what people do with pydantic models."""
+"""T17: the types backed by NumPy support the interface of pydantic models."""
 
 import copy
 import json
@@ -116,7 +116,7 @@ def test_a_copy_may_replace_fields_and_is_checked():
     renamed = SEQUENCE.model_copy(update={"sequence_id": "other"})
 
     assert (renamed.sequence_id, renamed.tokens) == ("other", [1, 2])
-    with pytest.raises(ValueError, match="cells"):
+    with pytest.raises(ValueError, match="elements"):
         TENSOR.model_copy(update={"shape": [5]})
 
 

@@ -1,4 +1,4 @@
-"""Protobuf: the byte layouts, what is refused, and thousands of broken bodies."""
+"""Protobuf: byte layouts, rejected messages, and thousands of broken bodies."""
 
 import random
 import tracemalloc
@@ -90,7 +90,7 @@ def little(values, dtype):
 # -- layouts -------------------------------------------------------------------------------------
 
 
-def test_a_request_lies_in_the_documented_fields():
+def test_a_request_uses_the_documented_fields():
     message = pb.ForwardBackwardRequest.FromString(encode_forward_backward_request(REQUEST))
 
     assert (message.model_id, message.seq_id, message.loss_fn) == ("s:train:0", 7, "ppo")
@@ -105,14 +105,14 @@ def test_a_request_lies_in_the_documented_fields():
     assert csr.values == little([1.0, -2.0], "<f4")
     assert csr.crow_indices == little([0, 1, 2], "<i8")
     assert csr.col_indices == little([7, 0], "<i8")
-    # Numbers in both maps, text in the newer one only.
+    # Numbers are in both maps, strings only in the newer one.
     assert dict(message.loss_fn_config) == {"clip_low_threshold": 0.75}
     assert message.loss_fn_config_v2["clip_low_threshold"].number == 0.75
     assert message.loss_fn_config_v2["loss_id"].text == "abc"
     assert not message.forward_only
 
 
-def test_forward_only_travels_and_equal_requests_have_equal_bytes():
+def test_forward_only_is_encoded_and_equal_requests_have_equal_bytes():
     forward = encode_forward_backward_request(REQUEST, forward_only=True)
 
     assert decode_forward_backward_request(forward) == (REQUEST, True)
@@ -143,7 +143,7 @@ def test_a_step_number_of_zero_is_none_given():
     assert request.forward_backward_input.loss_fn_config is None
 
 
-def test_results_lie_back_to_back_with_byte_offsets():
+def test_results_are_concatenated_with_byte_offsets():
     message = pb.ForwardBackwardOutput.FromString(encode_forward_backward_output(OUTPUT))
 
     (record,) = message.loss_fn_outputs
@@ -195,7 +195,7 @@ def test_a_record_without_tensors_stands_for_its_examples():
     assert decode_forward_backward_output(b"").loss_fn_output_type == "ArrayRecord"
 
 
-def test_a_sample_lies_in_the_documented_fields():
+def test_a_sample_uses_the_documented_fields():
     message = pb.SampleResponse.FromString(encode_sample_response(RESPONSE))
 
     assert message.sequences[0].tokens == little([5, 6], "<i4")
@@ -216,11 +216,11 @@ def test_sequence_ids_come_from_the_submission():
     body = encode_sample_response(RESPONSE)
 
     assert [s.sequence_id for s in decode_sample_response(body).sequences] == ["", ""]
-    with pytest.raises(WireError, match="2 came for 3 sequence ids"):
+    with pytest.raises(WireError, match="has 2 sequences, but 3 sequence ids"):
         decode_sample_response(body, ["a", "b", "c"])
 
 
-def test_an_asset_pointer_has_no_place_in_a_pass():
+def test_an_asset_pointer_is_not_allowed_in_a_pass():
     pointer = ImageAssetPointerChunk(location="a", format="png", expected_tokens=1)
     request = ForwardBackwardRequest(
         ForwardBackwardInput([Datum(ModelInput(chunks=[pointer]))], "cross_entropy"), "m", 1
@@ -347,8 +347,8 @@ def test_a_bad_tensor_is_refused_with_its_path(tensor, path):
     ],
 )
 def test_a_bad_result_is_refused_with_its_path(fields, count, path):
-    sound = {"data": bytes(8), "offsets": little([0, 8], "<i8"), "dtype": pb.DTYPE_FLOAT32}
-    record = pb.ArrayRecord(num_datums=count, fields={"x": pb.BatchedTensor(**{**sound, **fields})})
+    valid = {"data": bytes(8), "offsets": little([0, 8], "<i8"), "dtype": pb.DTYPE_FLOAT32}
+    record = pb.ArrayRecord(num_datums=count, fields={"x": pb.BatchedTensor(**{**valid, **fields})})
     body = pb.ForwardBackwardOutput(loss_fn_outputs=[record]).SerializeToString()
 
     with pytest.raises(WireError) as refused:
@@ -448,7 +448,7 @@ def test_thousands_of_broken_bodies_raise_nothing_but_a_wire_error(decode, body)
         except WireError:
             refused += 1
 
-    assert 500 < refused < 3000  # both ways out were taken
+    assert 500 < refused < 3000  # both outcomes occurred
 
 
 def test_bytes_that_were_never_a_message_are_refused():
@@ -456,6 +456,6 @@ def test_bytes_that_were_never_a_message_are_refused():
         decode_forward_backward_request(b'{"json": true}')
 
 
-def test_our_descriptors_live_beside_the_official_ones():
+def test_our_descriptors_coexist_with_the_official_ones():
     assert pb.DESCRIPTOR.package == "tinkex_wire"
     assert pb.DESCRIPTOR.name == "tinkex/wire/proto/tinkex_wire.proto"

@@ -1,8 +1,8 @@
 """
-What four releases of the official client really sent (`tests/data/wire/record.py`).
+Recorded requests of four releases of the official client (`tests/data/wire/record.py`).
 
-Every recorded request decodes into our types; from the same arguments our types make the same
-bodies; and what we decode and encode again is what was sent.
+Every recorded request decodes into our types; our types make the same bodies from the same
+arguments; and a decoded request encodes to the bytes that were recorded.
 """
 
 import base64
@@ -19,7 +19,7 @@ from tinkex import types
 from tinkex.wire.codec import decode_forward_json, decode_json, encode_json
 from tinkex.wire.proto import tinkex_wire_pb2 as pb
 from tinkex.wire.protobuf import decode_forward_backward_request, encode_forward_backward_request
-from tinkex.wire.sdk_versions import Dialect
+from tinkex.wire.sdk_versions import SdkVersion
 
 DATA = Path(__file__).parents[1] / "data" / "wire"
 VERSIONS = ["0.4.1", "0.18.2", "0.22.3", "0.36.0"]
@@ -109,7 +109,7 @@ def test_a_recorded_request_decodes_and_encodes_to_what_was_sent(endpoint, body)
 
     again = json.loads(encode_json(request))
 
-    # Old clients leave out defaults and spell out nulls; nothing they said is lost or changed.
+    # Old clients omit defaults and send nulls; all other values are unchanged.
     assert contains(again, without_nulls(json.loads(body)))
 
 
@@ -138,7 +138,7 @@ def test_a_recorded_pass_encodes_to_the_same_message(version):
         )
 
         theirs = pb.ForwardBackwardRequest.FromString(body)
-        if version == "0.22.3":  # numbers in the older map only
+        if version == "0.22.3":  # numbers are only in the older map
             for name, number in theirs.loss_fn_config.items():
                 theirs.loss_fn_config_v2[name].number = number
         assert pb.ForwardBackwardRequest.FromString(ours) == theirs
@@ -224,7 +224,7 @@ def test_our_flags_made_each_client_send_a_forward_the_best_way_it_can(version, 
         "application/x-protobuf" if binary else "application/json"
     )
     assert forward.seq_id == 1
-    assert ("fwd_via_fwdbwd" in Dialect.of(version).client_config()) == (version == "0.22.3")
+    assert ("fwd_via_fwdbwd" in SdkVersion.of(version).client_config()) == (version == "0.22.3")
 
 
 def test_negative_weights_arrive():

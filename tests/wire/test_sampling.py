@@ -1,4 +1,4 @@
-"""T6, T7, T8: asking for samples, and reading them."""
+"""T6, T7, T8: sampling requests and responses."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ from tinkex.types import (
 from tinkex.wire.codec import decode_json, encode_json
 from tinkex.wire.errors import UserFailure
 
-ASKED = {"prompt": ModelInput.from_ints([1, 2]), "sampling_params": SamplingParams()}
+REQUEST = {"prompt": ModelInput.from_ints([1, 2]), "sampling_params": SamplingParams()}
 
 
 @pytest.mark.parametrize(
@@ -27,41 +27,41 @@ ASKED = {"prompt": ModelInput.from_ints([1, 2]), "sampling_params": SamplingPara
     ],
 )
 def test_t6_a_sample_names_its_model_in_one_of_three_ways(named, mode):
-    assert SampleRequest(**ASKED, **named).mode == mode
+    assert SampleRequest(**REQUEST, **named).mode == mode
 
 
 def test_t6_a_sample_that_names_no_model_says_what_is_possible():
-    request = SampleRequest(**ASKED)  # sound as a message
+    request = SampleRequest(**REQUEST)  # valid as a message
 
     with pytest.raises(UserFailure, match=r"sampling_session_id.*model_path.*base_model"):
         _ = request.mode
 
 
 def test_t6_two_names_must_agree():
-    request = SampleRequest(**ASKED, sampling_session_id="s:sample:0", base_model="org/model")
+    request = SampleRequest(**REQUEST, sampling_session_id="s:sample:0", base_model="org/model")
 
     request.check_agrees(base_model="org/model", model_path=None)
     with pytest.raises(UserFailure, match=r"'org/model'.*'org/other'"):
         request.check_agrees(base_model="org/other", model_path=None)
 
 
-@pytest.mark.parametrize("said", [None, True, False])
-def test_t7_prompt_logprobs_has_three_states(said):
-    request = SampleRequest(**ASKED, prompt_logprobs=said)
+@pytest.mark.parametrize("value", [None, True, False])
+def test_t7_prompt_logprobs_has_three_states(value):
+    request = SampleRequest(**REQUEST, prompt_logprobs=value)
 
     body = encode_json(request)
 
-    assert request.prompt_logprobs is said
+    assert request.prompt_logprobs is value
     assert (b'prompt_logprobs":' in body.replace(b"topk_prompt_logprobs", b"")) == (
-        said is not None
+        value is not None
     )
-    assert decode_json(SampleRequest, body).prompt_logprobs is said
+    assert decode_json(SampleRequest, body).prompt_logprobs is value
 
 
-def test_t7_not_saying_is_the_default_and_null_is_not_false():
+def test_t7_none_is_the_default_and_null_is_not_false():
     body = b'{"prompt":{"chunks":[]},"sampling_params":{},"prompt_logprobs":null}'
 
-    assert SampleRequest(**ASKED).prompt_logprobs is None
+    assert SampleRequest(**REQUEST).prompt_logprobs is None
     assert decode_json(SampleRequest, body).prompt_logprobs is None
 
 
@@ -71,7 +71,7 @@ def test_t8_a_sequence_stopped_for_one_of_two_reasons(reason):
 
 
 @pytest.mark.parametrize("reason", ["max_tokens", "stop_sequence", "eos", "STOP", "", None])
-def test_t8_other_words_are_refused(reason):
+def test_t8_other_stop_reasons_are_refused(reason):
     with pytest.raises(ValueError, match="'length' or 'stop'"):
         SampledSequence(reason, "q", [1])
 
@@ -120,7 +120,7 @@ def test_top_k_rows_lose_their_padding_and_an_empty_row_is_none():
         None,
         [(7, -0.5)],
         [(0, -0.25), (9, -1.0)],  # token 0 with a real logprob is a token
-        None,  # a row that starts with padding has nothing
+        None,  # a row that starts with padding is empty
     ]
 
 

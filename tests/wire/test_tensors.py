@@ -1,4 +1,4 @@
-"""T9, T10, T11: what becomes of the values a caller puts into a tensor."""
+"""T9, T10, T11: casts, shapes and immutability of tensors."""
 
 import subprocess
 import sys
@@ -38,7 +38,7 @@ def test_a_null_shape_in_json_is_the_same_as_none():
 
 
 def test_a_shape_that_does_not_fit_the_data_is_refused_with_both_numbers():
-    with pytest.raises(ValueError, match="6 cells, but `data` has 4"):
+    with pytest.raises(ValueError, match="6 elements, but `data` has 4"):
         TensorData(data=[1, 2, 3, 4], dtype="int64", shape=[2, 3])
 
 
@@ -86,7 +86,7 @@ def test_the_values_are_cast_not_only_the_label(given, dtype):
     ],
     ids=lambda array: str(array.dtype),
 )
-def test_other_kinds_are_refused_by_key_and_dtype(array):
+def test_other_dtypes_are_refused_by_key_and_dtype(array):
     with pytest.raises(ValueError, match="weights") as refused:
         Datum(ModelInput.from_ints([1]), {"weights": array})
 
@@ -94,16 +94,20 @@ def test_other_kinds_are_refused_by_key_and_dtype(array):
 
 
 @pytest.mark.parametrize(
-    ("key", "values", "told"),
+    ("key", "values", "message"),
     [
-        ("advantages", np.array([1.0, 1e300]), "1e[+]300 is beyond float32 and became infinite"),
+        (
+            "advantages",
+            np.array([1.0, 1e300]),
+            "1e[+]300 is too large for float32 and became infinite",
+        ),
         ("logprobs", np.array([-1e-300]), "too small for float32 and became 0"),
         ("weights", [2**24 + 1], "16777217 became 16777216"),
         ("weights", np.array([2.0**53]) + 2, "became 9007199254740992"),
     ],
 )
-def test_a_cast_that_loses_range_or_precision_warns_once_for_each_key(key, values, told):
-    with pytest.warns(TensorCastWarning, match=f"{key}.*{told}"):
+def test_a_cast_that_loses_range_or_precision_warns_once_for_each_key(key, values, message):
+    with pytest.warns(TensorCastWarning, match=f"{key}.*{message}"):
         Datum(ModelInput.from_ints([1]), {key: values})
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -125,13 +129,13 @@ def test_ordinary_rounding_is_silent():
     assert tensor.dtype == "float32"
 
 
-def test_a_value_json_cannot_mean_is_refused_off_the_wire_rather_than_warned_about():
-    with pytest.raises(ValueError, match=r"data: 1e[+]300 is beyond float32"):
+def test_an_overflow_on_the_wire_is_an_error_rather_than_a_warning():
+    with pytest.raises(ValueError, match=r"data: 1e[+]300 is too large for float32"):
         TensorData.model_validate({"data": [1e300], "dtype": "float32"})
 
 
-def test_a_fraction_is_no_token():
-    with pytest.raises(ValueError, match=r"target_tokens: 1.5 is not a whole number"):
+def test_a_fraction_is_not_a_token():
+    with pytest.raises(ValueError, match=r"target_tokens: 1.5 is not an integer"):
         Datum(ModelInput.from_ints([1]), {"target_tokens": [1.5]})
 
 
@@ -154,7 +158,7 @@ def test_only_a_flat_list_of_numbers_is_data_on_the_wire(data):
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_a_tensor_does_not_follow_its_source(dtype):
+def test_a_tensor_is_a_copy_of_its_source(dtype):
     source = np.ones(3, dtype=dtype)
     tensors_made = [TensorData.from_numpy(source), TensorData(data=source, dtype="float32")]
 
@@ -200,14 +204,14 @@ def test_tensors_with_gradients_and_of_narrow_types_are_taken():
 
 
 @pytest.mark.parametrize("name", ["bool", "uint8", "complex64"])
-def test_torch_kinds_that_do_not_travel_are_refused_by_key(name):
+def test_unsupported_torch_dtypes_are_refused_by_key(name):
     torch = pytest.importorskip("torch")
 
     with pytest.raises(ValueError, match=f"weights.*{name}"):
         Datum(ModelInput.from_ints([1]), {"weights": torch.zeros(2, dtype=getattr(torch, name))})
 
 
-def test_a_sparse_2d_torch_tensor_travels_as_csr_and_a_full_one_dense():
+def test_a_sparse_2d_torch_tensor_is_sent_as_csr_and_a_full_one_dense():
     torch = pytest.importorskip("torch")
     thin, full = torch.zeros(4, 9), torch.ones(4, 9)
     thin[1, 3], thin[3, 8] = -2.0, 0.5
@@ -287,13 +291,13 @@ CSR = {
         ({"sparse_col_indices": [-1, 0]}, "sparse_col_indices"),
     ],
 )
-def test_csr_that_does_not_hold_together_is_refused_by_field(change, where):
+def test_inconsistent_csr_is_refused_by_field(change, where):
     assert TensorData.model_validate(CSR).to_numpy().tolist() == [[1, 0, 0], [0, 0, 2]]
     with pytest.raises(ValueError, match=where):
         TensorData.model_validate({**CSR, **change})
 
 
-def test_a_lists_values_decide_under_a_name_nobody_knows():
+def test_values_decide_the_dtype_of_a_list_under_an_unknown_name():
     assert tensor_from([1, 2], key="mine").dtype == "int64"
     assert tensor_from([1, 2.5], key="mine").dtype == "float32"
     assert tensor_from([], key="mine").dtype == "float32"
@@ -304,5 +308,5 @@ def test_a_whole_number_that_is_too_large_is_named(number):
     inputs = {"target_tokens": [number]}
     with pytest.raises(ValueError, match=f"^target_tokens: {number} is too large: .*2\\*\\*63"):
         Datum(model_input=ModelInput.from_ints([1]), loss_fn_inputs=inputs)
-    with pytest.raises(ValueError, match=f"^token {number} does not fit 32 bits"):
+    with pytest.raises(ValueError, match=f"^token {number} does not fit in 32 bits"):
         ModelInput.from_ints([number])

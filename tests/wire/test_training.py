@@ -104,7 +104,7 @@ def test_t15_what_an_old_client_leaves_out_gets_the_same_defaults():
     assert request.optim_params == AdamParams(learning_rate=0.5)
 
 
-def test_an_adam_step_travels_as_adam_params_and_any_other_as_optimizer_params():
+def test_an_adam_step_is_sent_as_adam_params_and_any_other_as_optimizer_params():
     adam = OptimStepRequest(adam_params=AdamParams(), model_id="m")
     dimuon = OptimStepRequest(optim_params=DimuonParams(learning_rate=0.1), model_id="m")
 
@@ -115,7 +115,7 @@ def test_an_adam_step_travels_as_adam_params_and_any_other_as_optimizer_params()
         assert decode_json(OptimStepRequest, encode_json(request)) == request
 
 
-def test_an_optimizer_nobody_knows_is_passed_on_with_its_fields():
+def test_an_unknown_optimizer_is_passed_on_with_its_fields():
     body = b'{"optimizer_params":{"type":"lion","gamma":2},"model_id":"m"}'
 
     params = decode_json(OptimStepRequest, body).optim_params
@@ -130,7 +130,7 @@ def test_a_dimuon_learning_rate_is_finite_and_not_negative(rate):
         DimuonParams(learning_rate=rate)
 
 
-def test_optimizer_configs_are_told_apart_by_their_tag():
+def test_optimizer_configs_are_selected_by_their_tag():
     fields = {"session_id": "s", "model_seq_id": 0, "base_model": "b", "lora_config": {"rank": 8}}
 
     default = CreateModelRequest(**fields)

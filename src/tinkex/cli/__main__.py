@@ -3,7 +3,7 @@
 from tinkex.cli.main import main
 
 if __name__ == "__main__":
-    main()  # which says what to install where click is missing
+    main()  # if click is missing, it says what to install
 else:
     from tinkex.cli.command_group import command as cli
 

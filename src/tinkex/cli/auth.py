@@ -1,4 +1,4 @@
-"""`tinkex auth`: a key kept on this machine, and who one is with it."""
+"""`tinkex auth`: store an API key on this machine, check it, and show its owner."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from urllib.parse import quote, urlsplit
 import click
 
 from tinkex.cli.errors import CommandFailed
-from tinkex.cli.output import NONE, as_json, show_json, show_properties, yes
-from tinkex.cli.service_options import address, talks_to_a_service
+from tinkex.cli.output import NONE, as_json, show_json, show_properties, yes_no
+from tinkex.cli.service_options import service_arguments, service_options
 
 if TYPE_CHECKING:
     from tinkex.client.auth.key_store import StoredKeys
@@ -21,18 +21,18 @@ if TYPE_CHECKING:
 
 @click.group("auth")
 def command() -> None:
-    """Store a key on this machine; see whether it works, and whose it is.
+    """Store an API key on this machine, check it, and show its owner.
 
-    Keys are kept in ~/.tinker/credentials.json, which the official client reads too.
+    Keys are stored in ~/.tinker/credentials.json, which the official client reads too.
     """
 
 
 @command.command("login")
-@talks_to_a_service
+@service_options
 def login() -> None:
     """Check a key and store it for this service.
 
-    The key is asked for, or read from stdin where that is no terminal.
+    Prompts for the key, or reads it from stdin if that is not a terminal.
     """
     from tinkex.client.auth import key_requests, key_store
     from tinkex.client.auth.credentials import ApiKey
@@ -41,56 +41,58 @@ def login() -> None:
     service, stored, found = _stored()
     if service == LOCAL:
         raise CommandFailed(
-            "the server of base_url 'local' runs in this account and needs no key.",
-            hint="Say which service is meant with --base-url.",
+            "the local server (base_url 'local') runs under your account and needs no key.",
+            hint="Use --base-url to name another service.",
         )
     if found is not None:
         raise CommandFailed(
-            f"a key for {service} is stored already: {_named(stored, found)}.",
+            f"a key for {service} is already stored: {_describe(stored, found)}.",
             hint="`tinkex auth logout` removes it.",
         )
-    key = ApiKey((address()["api_key"] or _asked_for(service)).strip())
+    key = ApiKey((service_arguments()["api_key"] or _prompt_for_key(service)).strip())
     if (problem := key.problem) is not None:
         raise CommandFailed(
             "a key must start with 'tml-' (or 'eyJ', if it is a token); the one given "
             f"{problem if key.value else 'is empty'}.",
-            hint="Copy the whole key, and nothing else.",
+            hint="Copy the complete key and nothing else.",
         )
-    about = key_requests.ask(
+    key_info = key_requests.ask(
         Settings.resolve(base_url=service, api_key=key.value), key_requests.own_key
     )
-    if not about.get("key_id"):
+    if not key_info.get("key_id"):
         raise CommandFailed(
-            f"{service} knows no keys: it takes everybody on its machine, so none was stored.",
-            hint="`tinkex key create` makes keys for a server of your own.",
+            f"{service} does not use keys: it accepts everyone on its machine. Nothing was stored.",
+            hint="`tinkex key create` creates keys for your own server.",
         )
-    key_id, details = _key_id(service, about), about.get("details") or {}
+    key_id, details = _key_id(service, key_info), key_info.get("details") or {}
     entry = key_store.StoredKey(
         key=key,
-        name=str(about.get("name") or key_id),
-        note=about.get("note") or None,
+        name=str(key_info.get("name") or key_id),
+        note=key_info.get("note") or None,
         details=details,
         base_url=service,
     )
     stored = stored.with_key(key_id, entry)
-    if stored.default is None:  # another service's default stays what it is
+    if stored.default is None:  # keep a default that belongs to another service
         stored = stored.with_default(key_id)
     key_store.write(key_store.default_path(), stored)
     if os.environ.get("TINKER_API_KEY") or os.environ.get("TINKEX_API_KEY"):
-        click.echo("note: TINKER_API_KEY is set and wins over the stored key.", err=True)
-    told = {"base_url": service, "key": entry.name, **_owner(details)}
+        click.echo(
+            "note: TINKER_API_KEY is set and takes precedence over the stored key.", err=True
+        )
+    shown = {"base_url": service, "key": entry.name, **_owner(details)}
     if as_json():
-        show_json(told)
+        show_json(shown)
         return
-    click.echo(f"Stored the key {entry.name} of {told['email'] or NONE} for {service}.")
+    click.echo(f"Stored key {entry.name} of {shown['email'] or NONE} for {service}.")
 
 
 @command.command("logout")
-@talks_to_a_service
+@service_options
 def logout() -> None:
-    """Forget the stored key for this service.
+    """Remove the stored key for this service.
 
-    A key that was made for this machine is deleted on the service too.
+    A key that was created for this machine is also deleted on the service.
     """
     from tinkex.client.auth import key_requests, key_store
     from tinkex.client.errors import TinkerError
@@ -114,28 +116,30 @@ def logout() -> None:
     if as_json():
         show_json({"base_url": service, "removed": name, "deleted_on_service": deleted})
     else:
-        click.echo(f"Removed the key {name} for {service} from this machine.")
+        click.echo(f"Removed key {name} for {service} from this machine.")
     if failure is not None:
         raise CommandFailed(
-            f"the key was removed here, and could not be deleted on the service: {failure}",
-            hint="It still works elsewhere: delete it on the service's page of keys.",
+            f"the key was removed here but could not be deleted on the service: {failure}",
+            hint="It still works: delete it in the console of the service.",
         )
     if not deleted:
         where = f" at {_console()}/keys/{quote(key_id, safe='')}" if service == DEFAULT_URL else ""
-        click.echo(f"The key itself still works. Delete it{where} if nobody uses it.", err=True)
+        click.echo(
+            f"The key itself still works. Delete it{where} if it is no longer used.", err=True
+        )
 
 
 @command.command("status")
-@talks_to_a_service
+@service_options
 def status() -> None:
-    """Say whether there are credentials, and whether the service takes them. Exit 1 on a no."""
+    """Check the credentials and the connection. Exits with 1 if they do not work."""
     from tinkex.client.auth import key_requests
     from tinkex.client.errors import TinkerError
     from tinkex.client.settings import Settings
 
     settings, problem = None, None
     try:
-        settings = Settings.resolve(**_given())
+        settings = Settings.resolve(**service_arguments())
         key_requests.ask(settings, key_requests.capabilities)
     except TinkerError as error:
         problem = str(error)
@@ -149,8 +153,8 @@ def status() -> None:
             }
         )
     else:
-        click.echo(f"Credentials available: {yes(has_credentials)}")
-        click.echo(f"Service accessible: {yes(is_accessible)}")
+        click.echo(f"Credentials available: {yes_no(has_credentials)}")
+        click.echo(f"Service accessible: {yes_no(is_accessible)}")
         if problem:
             click.echo(problem, err=True)
     if problem:
@@ -158,30 +162,30 @@ def status() -> None:
 
 
 @command.command("whoami")
-@talks_to_a_service
+@service_options
 def whoami() -> None:
-    """Show whose key is used: email, user, organisation."""
+    """Show the owner of the key: email, user, organization."""
     from tinkex.client.auth import key_requests
     from tinkex.client.errors import TinkerError
     from tinkex.client.settings import Settings
 
-    async def who(connection: Connection) -> dict[str, str | None]:
+    async def fetch_owner(connection: Connection) -> dict[str, str | None]:
         try:
             claims = await connection.credential.claims()
-        except RuntimeError:  # a plain key: the service knows whose
+        except RuntimeError:  # a plain key: ask the service for its owner
             return _owner((await key_requests.own_key(connection)).get("details") or {})
         try:
-            named = _owner((await key_requests.own_key(connection)).get("details") or {})
-        except TinkerError:  # a token without a key behind it: the service has ids only
-            named = {}
+            details = _owner((await key_requests.own_key(connection)).get("details") or {})
+        except TinkerError:  # a token that has no key: only ids are known
+            details = {}
         return {
-            "email": claims.get("email") or named.get("email"),
-            "user": claims.get("sub") or named.get("user"),
-            "organization": named.get("organization"),
+            "email": claims.get("email") or details.get("email"),
+            "user": claims.get("sub") or details.get("user"),
+            "organization": details.get("organization"),
             "organization_id": claims.get("org_id") or None,
         }
 
-    owner = key_requests.ask(Settings.resolve(**_given()), who)
+    owner = key_requests.ask(Settings.resolve(**service_arguments()), fetch_owner)
     if as_json():
         show_json(owner)
         return
@@ -193,30 +197,28 @@ def whoami() -> None:
     show_properties({name.capitalize(): value or NONE for name, value in owner.items()})
 
 
-def _given() -> dict[str, Any]:
-    return dict(address())
-
-
 def _stored() -> tuple[str, StoredKeys, str | None]:
-    """Which service is meant, all stored keys, and the id of the one for it."""
+    """The service, all stored keys, and the id of the key for this service."""
     from tinkex.client.auth import key_store
     from tinkex.client.settings import is_loopback, service_url
 
-    service = service_url(address()["base_url"])
+    service = service_url(service_arguments()["base_url"])
     stored = key_store.read(key_store.default_path())
     return service, stored, stored.key_for(service, is_local=is_loopback(service))
 
 
-def _asked_for(service: str) -> str:
+def _prompt_for_key(service: str) -> str:
     from tinkex.client.settings import DEFAULT_URL
 
     if not sys.stdin.isatty():
         return sys.stdin.readline()
     if service == DEFAULT_URL:
         name = quote(f"tinkex-cli-{platform.node()}", safe="")
-        click.echo(f"Make a key at {_console()}/keys?new_key=true&key_name={name}", err=True)
+        click.echo(f"Create a key at {_console()}/keys?new_key=true&key_name={name}", err=True)
     else:
-        click.echo("Whoever runs the server makes keys with `tinkex key create`.", err=True)
+        click.echo(
+            "The administrator of the server creates keys with `tinkex key create`.", err=True
+        )
     key: str = click.prompt("API key", hide_input=True, err=True)
     return key
 
@@ -227,24 +229,24 @@ def _console() -> str:
     return CONSOLE_URL
 
 
-def _key_id(service: str, about: dict[str, Any]) -> str:
-    """The service's number of the key; with its host, where other services may use the same."""
+def _key_id(service: str, key_info: dict[str, Any]) -> str:
+    """The id of the key, with the host unless that is the hosted service: ids may repeat."""
     from tinkex.client.settings import DEFAULT_URL
 
-    number = str(about["key_id"])
+    number = str(key_info["key_id"])
     return number if service == DEFAULT_URL else f"{number}@{urlsplit(service).netloc}"
 
 
-def _named(stored: StoredKeys, key_id: str) -> str:
+def _describe(stored: StoredKeys, key_id: str) -> str:
     entry = stored.keys[key_id]
     email = _owner(entry.details or {})["email"]
     return (entry.name or key_id) + (f" of {email}" if email else "")
 
 
 def _owner(details: Any) -> dict[str, str | None]:
-    def told(part: str, name: str) -> str | None:
+    def detail(part: str, name: str) -> str | None:
         value = (details.get(part) or {}).get(name)
         return str(value) if value else None
 
-    email = told("user_details", "email")
-    return {"email": email, "user": email, "organization": told("org_details", "name")}
+    email = detail("user_details", "email")
+    return {"email": email, "user": email, "organization": detail("org_details", "name")}

@@ -1,26 +1,27 @@
-"""`tinkex backup`: a copy of a server's data folder as it is at one moment, also while it runs."""
+"""`tinkex backup` and `tinkex restore`: copy a server's data folder, and restore it."""
 
+from datetime import UTC, datetime
 from pathlib import Path
 
 import click
 
 from tinkex.cli.errors import CommandFailed
 from tinkex.cli.output import as_json, show_json, size
-from tinkex.cli.server_options import of_a_data_folder, settings_of
+from tinkex.cli.server_options import data_folder_options, load_settings
 
 
 @click.command("backup")
 @click.argument("target", type=click.Path(path_type=Path))
-@of_a_data_folder
+@data_folder_options
 def command(
     target: Path, data: str | None, db: str | None, storage: str | None, format: str | None
 ) -> None:
-    """Copy everything a server keeps to a new folder TARGET. The server may run meanwhile.
+    """Copy all data of a server to a new folder TARGET. The server may be running.
 
-    The copy holds the server's secrets and everybody's work: it is readable by its owner alone.
-    `tinkex restore` makes a data folder of it, and `tinkex doctor --data TARGET` looks at it.
+    The copy contains the secrets of the server and the data of all users; only you can read it.
+    `tinkex restore` makes a data folder from it, and `tinkex doctor --data TARGET` checks it.
     """
-    settings = settings_of("backup", data=data, db=db, storage=storage)
+    settings = load_settings("backup", data=data, db=db, storage=storage)
     from tinkex.server.maintenance.backup import BackupFailed, take
 
     try:
@@ -33,7 +34,28 @@ def command(
         click.echo(f"{taken.files} files, {size(taken.bytes)}, in {target}", err=True)
     if taken.missing:
         click.echo(
-            f"warning: not in the data folder itself, though it should be: {len(taken.missing)} of "
-            "its files. `tinkex doctor` names them.",
+            f"warning: {len(taken.missing)} files are missing from the data folder. "
+            "`tinkex doctor` lists them.",
             err=True,
         )
+
+
+@click.command("restore")
+@click.argument("backup", type=click.Path(path_type=Path, exists=True, file_okay=False))
+@click.option("--data", metavar="DIR", help="Folder to create.  [default: ~/.local/share/tinkex]")
+def restore_command(backup: Path, data: str | None) -> None:
+    """Make a data folder from BACKUP, a folder written by `tinkex backup`. BACKUP is not changed.
+
+    Models continue from the time of the backup. Requests accepted later are lost: their clients
+    must restart those runs from a checkpoint or from the beginning.
+    """
+    # The backup has its own settings; the settings of this machine do not apply.
+    settings = load_settings("restore", data=data)
+    from tinkex.server.maintenance.backup import BackupFailed, restore
+
+    try:
+        found = restore(backup, settings.folder)
+    except BackupFailed as error:
+        raise CommandFailed(str(error), hint=error.hint) from error
+    taken_at = datetime.fromtimestamp(found.taken_s, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    click.echo(f"Restored {settings.folder} to its state at {taken_at}.", err=True)

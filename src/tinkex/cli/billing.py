@@ -1,4 +1,4 @@
-"""`tinkex billing`: what was used by the hour, and what checkpoints take up."""
+"""`tinkex billing`: hourly usage, and storage used by checkpoints."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import click
 
 from tinkex.cli.output import NONE, as_json, show_json, show_table, write_csv
 from tinkex.cli.output import size as shown_size
-from tinkex.cli.service_options import admin, talks_to_a_service
+from tinkex.cli.service_options import admin_client, service_options
 
 if TYPE_CHECKING:
     from tinkex.wire.billing import BillingUsageEvent
 
-USAGE = (
+USAGE_COLUMNS = (
     "bucket_start",
     "bucket_end",
     "type",
@@ -32,9 +32,16 @@ USAGE = (
     "effective_rate_usd_per_million_tokens",
     "effective_rate_usd_per_gigabyte_month",
 )
-#: What people look at first; the rest is in CSV and JSON.
-USAGE_SHOWN = ("bucket_start", "type", "base_model", "user_name", "amount", "estimated_cost_usd")
-STORAGE = (
+#: Columns of the table; CSV and JSON have all.
+USAGE_TABLE_COLUMNS = (
+    "bucket_start",
+    "type",
+    "base_model",
+    "user_name",
+    "amount",
+    "estimated_cost_usd",
+)
+STORAGE_COLUMNS = (
     "project_id",
     "org_user_urn",
     "user_email",
@@ -48,28 +55,30 @@ STORAGE = (
 
 @click.group("billing")
 def command() -> None:
-    """What was used, and what it costs."""
+    """Show usage and costs."""
 
 
 @command.command("usage")
 @click.argument("starting_on", metavar="START")
 @click.argument("ending_before", metavar="END")
 @click.option("--csv", "csv_path", metavar="FILE", help="Write rows as CSV; - is stdout.")
-@click.option("--sessions-csv", metavar="FILE", help="Write the sessions' metadata as CSV.")
-@talks_to_a_service
+@click.option("--sessions-csv", metavar="FILE", help="Write the metadata of the sessions as CSV.")
+@service_options
 def usage(
     starting_on: str, ending_before: str, csv_path: str | None, sessions_csv: str | None
 ) -> None:
-    """Show what was used from START to before END, by the hour.
+    """Show hourly usage from START until END (exclusive).
 
     Both are dates or times in UTC, such as 2027-01-31 or 2027-01-31T12:00:00Z.
     """
     if csv_path == sessions_csv == "-":
-        raise click.UsageError("Only one of --csv and --sessions-csv can be stdout.")
-    answer = admin().get_billing_usage(starting_on, ending_before).result()
+        raise click.UsageError("Only one of --csv and --sessions-csv can write to stdout.")
+    answer = admin_client().get_billing_usage(starting_on, ending_before).result()
     rows = [_usage_row(event) for event in answer.data]
     if csv_path:
-        write_csv(csv_path, USAGE, [[row.get(name) for name in USAGE] for row in rows])
+        write_csv(
+            csv_path, USAGE_COLUMNS, [[row.get(name) for name in USAGE_COLUMNS] for row in rows]
+        )
     if sessions_csv:
         write_csv(
             sessions_csv,
@@ -84,12 +93,12 @@ def usage(
     if as_json():
         show_json(answer)
         return
-    through = f"; costs are complete to {answer.cost_data_through:%Y-%m-%d %H:%M} UTC" * bool(
+    through = f"; costs are complete up to {answer.cost_data_through:%Y-%m-%d %H:%M} UTC" * bool(
         answer.cost_data_through
     )
     show_table(
-        [name.replace("_", " ").capitalize() for name in USAGE_SHOWN],
-        [_cells({**row, "amount": _amount(row)}, USAGE_SHOWN) for row in rows],
+        [name.replace("_", " ").capitalize() for name in USAGE_TABLE_COLUMNS],
+        [_cells({**row, "amount": _amount(row)}, USAGE_TABLE_COLUMNS) for row in rows],
         title=f"{len(rows)} entries{through}",
     )
 
@@ -97,18 +106,20 @@ def usage(
 @command.command("checkpoint-storage")
 @click.option("--project-id", metavar="ID", help="Only this project.")
 @click.option("--csv", "csv_path", metavar="FILE", help="Write rows as CSV; - is stdout.")
-@talks_to_a_service
+@service_options
 def checkpoint_storage(project_id: str | None, csv_path: str | None) -> None:
-    """Show what saved weights take up now, by project and owner."""
-    answer = admin().get_current_checkpoint_storage_usage(project_id).result()
+    """Show current checkpoint storage by project and owner."""
+    answer = admin_client().get_current_checkpoint_storage_usage(project_id).result()
     rows = [item.model_dump(mode="json") for item in answer.data]
     if csv_path:
-        write_csv(csv_path, STORAGE, [[row[name] for name in STORAGE] for row in rows])
+        write_csv(
+            csv_path, STORAGE_COLUMNS, [[row[name] for name in STORAGE_COLUMNS] for row in rows]
+        )
     elif as_json():
         show_json(answer)
     else:
         show_table(
-            ("Project", "Owner", "Checkpoints", "Size", "Cost a month (USD)"),
+            ("Project", "Owner", "Checkpoints", "Size", "Cost per month (USD)"),
             [
                 (
                     item.project_id or NONE,
@@ -123,7 +134,7 @@ def checkpoint_storage(project_id: str | None, csv_path: str | None) -> None:
 
 
 def _usage_row(event: BillingUsageEvent) -> dict[str, Any]:
-    """One level: what the event is about beside when and whose it is."""
+    """The event as a flat row: the fields of `event_info` next to the others."""
     row = event.model_dump(mode="json")
     return {**row, **row.pop("event_info")}
 
@@ -132,7 +143,7 @@ def _amount(row: dict[str, Any]) -> str:
     for name, unit in (("token_count", "tokens"), ("count", "checkpoints")):
         if row.get(name) is not None:
             return f"{row[name]} {unit}"
-    return f"{row.get('gigabyte_hours', 0):.3f} GB hours"
+    return f"{row.get('gigabyte_hours', 0):.3f} GB-hours"
 
 
 def _cells(row: dict[str, Any], names: Sequence[str]) -> list[str]:
@@ -140,5 +151,5 @@ def _cells(row: dict[str, Any], names: Sequence[str]) -> list[str]:
 
 
 def _cell(value: Any) -> str:
-    # A cost that should be there and is not known yet is `null`: it is not zero.
+    # `null` means that a cost is not known yet; it does not mean zero.
     return "null" if value is None else str(value)

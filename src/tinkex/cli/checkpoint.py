@@ -1,4 +1,4 @@
-"""`tinkex checkpoint download` and `push-hf`: the files of saved weights, here or on the hub."""
+"""`tinkex checkpoint`: list, show, download, publish, expire and delete saved weights."""
 
 from __future__ import annotations
 
@@ -12,32 +12,196 @@ from typing import TYPE_CHECKING
 import click
 
 from tinkex.cli.errors import CommandFailed
-from tinkex.cli.output import NONE, ago, as_json, plain, show_json, show_properties, show_table, yes
+from tinkex.cli.output import (
+    NONE,
+    ago,
+    as_json,
+    plain,
+    show_json,
+    show_properties,
+    show_table,
+    yes_no,
+)
 from tinkex.cli.output import size as shown_size
-from tinkex.cli.service_options import at_least, counting, limited, pages, rest, talks_to_a_service
+from tinkex.cli.service_options import (
+    fetch_pages,
+    limit_option,
+    minimum,
+    progress_bar,
+    rest_client,
+    service_options,
+)
 
 if TYPE_CHECKING:
     from tinkex.client.rest import RestClient
     from tinkex.wire.checkpoints import Checkpoint
 
+PAGE_SIZE = 1000
+MAX_CONCURRENT_DELETES = 32
+TYPES = ("training", "sampler", "external")
 
-@click.command("download")
+
+@click.group("checkpoint")
+def command() -> None:
+    """List, download, publish and delete saved weights.
+
+    A PATH is tinker://RUN/KIND/NAME, as returned by `save_state` and shown by `list`.
+    """
+
+
+def _parse_date(ctx: click.Context, param: click.Parameter, text: str | None) -> datetime | None:
+    if text is None:
+        return None
+    try:
+        moment = datetime.fromisoformat(text)
+    except ValueError:
+        raise click.BadParameter(
+            f"{text!r} is not a date. Use 2027-01-31 or 2027-01-31T12:00:00+00:00."
+        ) from None
+    return moment if moment.tzinfo else moment.replace(tzinfo=UTC)
+
+
+def _parse_type(ctx: click.Context, param: click.Parameter, text: str | None) -> str | None:
+    # Free text, as in the official client; the KIND of a path is accepted too.
+    from tinkex.wire.checkpoints import KINDS
+
+    kind = KINDS.get(text or "", text)
+    if kind is not None and kind not in TYPES:
+        raise click.BadParameter(
+            f"{text!r} is not a checkpoint type. Choose from: {', '.join(TYPES)}."
+        )
+    return kind
+
+
+@command.command("delete")
+@click.argument("checkpoint_paths", metavar="[PATH]...", nargs=-1)
+@click.option("--run-id", metavar="RUN", help="All checkpoints of a training run.")
+@click.option("--type", "kind", callback=_parse_type, help=f"Only this type: {', '.join(TYPES)}.")
+@click.option(
+    "--before", callback=_parse_date, metavar="DATE", help="Only those saved before this date."
+)
+@click.option(
+    "--after", callback=_parse_date, metavar="DATE", help="Only those saved on or after this date."
+)
+@click.option("--yes", "-y", is_flag=True, help="Don't ask for confirmation.")
+@service_options
+def delete(
+    checkpoint_paths: tuple[str, ...],
+    run_id: str | None,
+    kind: str | None,
+    before: datetime | None,
+    after: datetime | None,
+    yes: bool,
+) -> None:
+    """Delete checkpoints by PATH, or those of a run. This cannot be undone."""
+    if bool(checkpoint_paths) == bool(run_id):
+        raise click.UsageError("Give either PATHs or --run-id.")
+    if not run_id and (kind or before or after):
+        raise click.UsageError("--type, --before and --after can only be used with --run-id.")
+    client = rest_client()
+    if run_id:
+        found = [
+            checkpoint
+            for checkpoint in client.list_checkpoints(run_id).result().checkpoints
+            if (kind is None or checkpoint.checkpoint_type == kind)
+            and (before is None or checkpoint.time < before)
+            and (after is None or checkpoint.time >= after)
+        ]
+        paths = [checkpoint.tinker_path for checkpoint in found]
+    else:
+        paths = list(dict.fromkeys(checkpoint_paths))
+        found = [] if yes else _look_up(client, paths)
+    if not paths:
+        _report(0, [])
+        return
+    if not yes and not _confirmed(paths, found):
+        raise CommandFailed("nothing was deleted.")
+    failed = _delete_all(client, paths)
+    _report(len(paths) - len(failed), failed)
+    if failed:
+        raise click.exceptions.Exit(1)
+
+
+def _look_up(client: RestClient, paths: Iterable[str]) -> list[Checkpoint]:
+    """The existing checkpoints among `paths`; missing ones are reported when they are deleted."""
+    from tinkex.client.errors import NotFoundError
+    from tinkex.wire.checkpoints import ParsedCheckpointTinkerPath
+
+    wanted = {path: ParsedCheckpointTinkerPath.from_tinker_path(path) for path in paths}
+    found: list[Checkpoint] = []
+    for run_id in dict.fromkeys(parsed.training_run_id for parsed in wanted.values()):
+        try:
+            of_run = client.list_checkpoints(run_id).result().checkpoints
+        except NotFoundError:
+            continue
+        found += [checkpoint for checkpoint in of_run if checkpoint.tinker_path in wanted]
+    return found
+
+
+def _confirmed(paths: list[str], found: list[Checkpoint]) -> bool:
+    sizes = {checkpoint.tinker_path: checkpoint.size_bytes for checkpoint in found}
+    for path in paths:
+        click.echo(f"  {path}  {shown_size(sizes.get(path))}", err=True)
+    total = sum(size or 0 for size in sizes.values())
+    what = "1 checkpoint" if len(paths) == 1 else f"{len(paths)} checkpoints"
+    return click.confirm(f"Delete {what} ({shown_size(total)}) permanently?", err=True)
+
+
+def _delete_all(client: RestClient, paths: list[str]) -> list[tuple[str, str]]:
+    """Delete concurrently; return the paths that could not be deleted, with the reasons."""
+    failed: list[tuple[str, str]] = []
+    waiting = list(reversed(paths))
+    running: dict[concurrent.futures.Future[None], str] = {}
+    with progress_bar("Deleting", quiet=as_json()) as show:
+        while waiting or running:
+            while waiting and len(running) < MAX_CONCURRENT_DELETES:
+                path = waiting.pop()
+                try:
+                    running[client.delete_checkpoint_from_tinker_path(path)] = path
+                except ValueError as error:  # not a valid path
+                    failed.append((path, str(error)))
+            done, _ = concurrent.futures.wait(
+                running, return_when=concurrent.futures.FIRST_COMPLETED
+            )
+            for future in done:
+                path = running.pop(future)
+                if (reason := future.exception()) is not None:
+                    failed.append((path, str(reason)))
+            show(len(paths) - len(waiting) - len(running), len(paths))
+    return failed
+
+
+def _report(deleted: int, failed: list[tuple[str, str]]) -> None:
+    if as_json():
+        show_json(
+            {
+                "deleted_count": deleted,
+                "failed": [{"tinker_path": path, "error": error} for path, error in failed],
+            }
+        )
+        return
+    click.echo(f"Deleted {deleted} checkpoints.", err=True)
+    for path, error in failed:
+        click.echo(f"error: {path} was not deleted: {error}", err=True)
+
+
+@command.command("download")
 @click.argument("checkpoint_path", metavar="PATH")
 @click.option(
     "--output",
     "-o",
     type=click.Path(file_okay=False, path_type=Path),
-    help="The folder to make it in.  [default: here]",
+    help="Parent folder of the download.  [default: the current folder]",
 )
-@click.option("--force", is_flag=True, help="Replace what is there.")
-@talks_to_a_service
+@click.option("--force", is_flag=True, help="Replace an existing folder.")
+@service_options
 def download(checkpoint_path: str, output: Path | None, force: bool) -> None:
-    """Download the files of a checkpoint into a folder of their own.
+    """Download the files of a checkpoint into a new folder.
 
-    A download that was cut off goes on where it stopped.
+    An interrupted download is resumed.
     """
     target = (output or Path()) / folder_name(checkpoint_path)
-    folder = _downloaded(rest(), checkpoint_path, target, force=force)
+    folder = _download(rest_client(), checkpoint_path, target, force=force)
     total = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     if as_json():
         show_json(
@@ -52,7 +216,7 @@ def download(checkpoint_path: str, output: Path | None, force: bool) -> None:
 
 
 def folder_name(path: str) -> str:
-    """`<run>_<kind>_<name>`, in letters that every file system takes."""
+    """`<run>_<kind>_<name>`, with characters that every file system accepts."""
     from tinkex.wire.checkpoints import ParsedCheckpointTinkerPath
 
     parsed = ParsedCheckpointTinkerPath.from_tinker_path(path)
@@ -60,28 +224,129 @@ def folder_name(path: str) -> str:
     return re.sub(r"[^\w.+=-]+", "_", name)
 
 
-def _downloaded(client: RestClient, path: str, target: Path, *, force: bool) -> Path:
+def _download(client: RestClient, path: str, target: Path, *, force: bool) -> Path:
     from tinkex.client.files.checkpoint_download import download_checkpoint
 
     if target.exists() and not force:
         raise CommandFailed(
-            f"{target} is there already.", hint="Add --force to replace it, or choose --output."
+            f"{target} already exists.", hint="Add --force to replace it, or use --output."
         )
-    with counting(f"Downloading {target.name}", quiet=as_json()) as show:
+    with progress_bar(f"Downloading {target.name}", quiet=as_json()) as show:
         return download_checkpoint(path, target, rest=client, overwrite=force, progress=show)
 
 
-@click.command("push-hf")
+@command.command("info")
 @click.argument("checkpoint_path", metavar="PATH")
-@click.option("--repo", "-r", metavar="NAME", help="USER/NAME on the hub.  [default: made from it]")
+@service_options
+def info(checkpoint_path: str) -> None:
+    """Show one checkpoint."""
+    client = rest_client()
+    weights = client.get_weights_info_by_tinker_path(checkpoint_path)
+    checkpoint = find_checkpoint(client, checkpoint_path)
+    weights_info = weights.result()
+    if as_json():
+        lora = {"is_lora": weights_info.is_lora, "lora_rank": weights_info.lora_rank}
+        show_json({**plain(checkpoint), "base_model": weights_info.base_model, **lora})
+        return
+    show_properties(
+        {
+            "Path": checkpoint.tinker_path,
+            "Type": checkpoint.checkpoint_type,
+            "Base model": weights_info.base_model,
+            "LoRA": yes_no(weights_info.is_lora),
+            "LoRA rank": NONE if weights_info.lora_rank is None else str(weights_info.lora_rank),
+            "Size": shown_size(checkpoint.size_bytes),
+            "Public": yes_no(checkpoint.public),
+            "Saved": checkpoint.time.isoformat(),
+            "Expires": "never"
+            if checkpoint.expires_at is None
+            else checkpoint.expires_at.isoformat(),
+            **{f"Metadata {key}": value for key, value in (checkpoint.user_metadata or {}).items()},
+        }
+    )
+
+
+def find_checkpoint(client: RestClient, path: str) -> Checkpoint:
+    """Find a checkpoint in the list of its run."""
+    from tinkex.wire.checkpoints import ParsedCheckpointTinkerPath
+
+    run_id = ParsedCheckpointTinkerPath.from_tinker_path(path).training_run_id
+    for checkpoint in client.list_checkpoints(run_id).result().checkpoints:
+        if checkpoint.tinker_path == path:
+            return checkpoint
+    raise CommandFailed(
+        f"run {run_id} has no checkpoint {path}.",
+        hint=f"`tinkex checkpoint list --run-id {run_id}` lists its checkpoints.",
+    )
+
+
+@command.command("list")
+@click.option("--run-id", metavar="RUN", help="Only those of this training run.")
+@limit_option
+@service_options
+def list_(run_id: str | None, limit: int) -> None:
+    """List checkpoints, newest first."""
+    client = rest_client()
+
+    def fetch(count: int, offset: int) -> tuple[list[Checkpoint], int]:
+        page = client.list_user_checkpoints(limit=count, offset=offset).result()
+        total = page.cursor.total_count if page.cursor else offset + len(page.checkpoints)
+        return page.checkpoints, total
+
+    if run_id is None:
+        found, total = fetch_pages(
+            fetch, limit=limit, page=PAGE_SIZE, what="Checkpoints", quiet=as_json()
+        )
+    else:
+        found = client.list_checkpoints(run_id).result().checkpoints
+        total = len(found)
+        found = found[:limit] if limit else found
+    if as_json():
+        of_run = {} if run_id is None else {"run_id": run_id}
+        show_json({**of_run, "checkpoints": found, "total": total, "shown": len(found)})
+        return
+    more = (
+        f", {total - len(found)} more not shown (--limit 0 shows all)" if total > len(found) else ""
+    )
+    show_table(
+        ("Path", "Type", "Size", "Public", "Saved", "Expires"),
+        [
+            (
+                checkpoint.tinker_path,
+                checkpoint.checkpoint_type,
+                shown_size(checkpoint.size_bytes),
+                yes_no(checkpoint.public),
+                ago(checkpoint.time),
+                "never" if checkpoint.expires_at is None else ago(checkpoint.expires_at),
+            )
+            for checkpoint in found
+        ],
+        title=f"{len(found)} checkpoints{more}",
+    )
+
+
+@command.command("publish")
+@click.argument("checkpoint_path", metavar="PATH")
+@service_options
+def publish(checkpoint_path: str) -> None:
+    """Make a checkpoint readable by everyone on the service."""
+    rest_client().publish_checkpoint_from_tinker_path(checkpoint_path).result()
+    _report_change(checkpoint_path, "is now readable by everyone on the service.", public=True)
+
+
+@command.command("push-hf")
+@click.argument("checkpoint_path", metavar="PATH")
+@click.option(
+    "--repo", "-r", metavar="NAME", help="USER/NAME on the hub.  [default: based on PATH]"
+)
 @click.option("--public", is_flag=True, help="Make a new repository public.")
-@click.option("--revision", metavar="BRANCH", help="Where in it.  [default: made from PATH]")
+@click.option("--revision", metavar="BRANCH", help="Branch to push to.  [default: based on PATH]")
 @click.option("--commit-message", metavar="TEXT")
 @click.option("--create-pr", is_flag=True, help="Open a pull request instead of committing.")
-@click.option("--allow-pattern", multiple=True, metavar="GLOB", help="Only such files.")
-@click.option("--ignore-pattern", multiple=True, metavar="GLOB", help="No such files.")
+@click.option("--allow-pattern", multiple=True, metavar="GLOB", help="Only matching files.")
+@click.option("--ignore-pattern", multiple=True, metavar="GLOB", help="Skip matching files.")
 @click.option("--no-model-card", is_flag=True, help="Don't write a README.md.")
-@talks_to_a_service
+@service_options
 def push_hf(
     checkpoint_path: str,
     repo: str | None,
@@ -93,9 +358,9 @@ def push_hf(
     ignore_pattern: tuple[str, ...],
     no_model_card: bool,
 ) -> None:
-    """Put an adapter on the Hugging Face hub, with a model card.
+    """Push an adapter to the Hugging Face hub, with a model card.
 
-    Needs a login there (`hf auth login`, or HF_TOKEN).
+    Requires a login there (`hf auth login`, or HF_TOKEN).
     """
     import tempfile
 
@@ -103,7 +368,7 @@ def push_hf(
 
     with tempfile.TemporaryDirectory() as work:
         target = Path(work) / folder_name(checkpoint_path)
-        folder = _downloaded(rest(), checkpoint_path, target, force=False)
+        folder = _download(rest_client(), checkpoint_path, target, force=False)
         pushed = push_to_hub(
             checkpoint_path,
             folder,
@@ -129,289 +394,36 @@ def push_hf(
         click.echo(pushed.url)
 
 
-# MERGED: `tinkex checkpoint delete`: many at once, asked about first, every failure reported.
-
-
-AT_ONCE = 32
-TYPES = ("training", "sampler", "external")
-
-
-def _moment(ctx: click.Context, param: click.Parameter, text: str | None) -> datetime | None:
-    if text is None:
-        return None
-    try:
-        moment = datetime.fromisoformat(text)
-    except ValueError:
-        raise click.BadParameter(
-            f"{text!r} is not a date. Write 2027-01-31 or 2027-01-31T12:00:00+00:00."
-        ) from None
-    return moment if moment.tzinfo else moment.replace(tzinfo=UTC)
-
-
-def _type(ctx: click.Context, param: click.Parameter, text: str | None) -> str | None:
-    # The option is free text, as in the official client; the kinds of paths are taken as well.
-    from tinkex.wire.checkpoints import KINDS
-
-    kind = KINDS.get(text or "", text)
-    if kind is not None and kind not in TYPES:
-        raise click.BadParameter(f"{text!r} is no type. There are: {', '.join(TYPES)}.")
-    return kind
-
-
-@click.command("delete")
-@click.argument("checkpoint_paths", metavar="[PATH]...", nargs=-1)
-@click.option("--run-id", metavar="RUN", help="All checkpoints of a training run.")
-@click.option("--type", "kind", callback=_type, help=f"Of these, only {', '.join(TYPES)}.")
-@click.option("--before", callback=_moment, metavar="DATE", help="Only those saved before.")
-@click.option("--after", callback=_moment, metavar="DATE", help="Only those saved at or after.")
-@click.option("--yes", "-y", is_flag=True, help="Don't ask.")
-@talks_to_a_service
-def delete(
-    checkpoint_paths: tuple[str, ...],
-    run_id: str | None,
-    kind: str | None,
-    before: datetime | None,
-    after: datetime | None,
-    yes: bool,
-) -> None:
-    """Delete checkpoints, by their PATHs or all of a run. There is no way back."""
-    if bool(checkpoint_paths) == bool(run_id):
-        raise click.UsageError("Give either PATHs or --run-id.")
-    if not run_id and (kind or before or after):
-        raise click.UsageError("--type, --before and --after choose among those of a --run-id.")
-    client = rest()
-    if run_id:
-        found = [
-            checkpoint
-            for checkpoint in client.list_checkpoints(run_id).result().checkpoints
-            if (kind is None or checkpoint.checkpoint_type == kind)
-            and (before is None or checkpoint.time < before)
-            and (after is None or checkpoint.time >= after)
-        ]
-        paths = [checkpoint.tinker_path for checkpoint in found]
-    else:
-        paths = list(dict.fromkeys(checkpoint_paths))
-        found = [] if yes else _known(client, paths)
-    if not paths:
-        _report(0, [])
-        return
-    if not yes and not _confirmed(paths, found):
-        raise CommandFailed("nothing was deleted.")
-    failed = _delete_all(client, paths)
-    _report(len(paths) - len(failed), failed)
-    if failed:
-        raise click.exceptions.Exit(1)
-
-
-def _known(client: RestClient, paths: Iterable[str]) -> list[Checkpoint]:
-    """Sizes to show before asking; a path that is not there shows up when it is deleted."""
-    from tinkex.client.errors import NotFoundError
-    from tinkex.wire.checkpoints import ParsedCheckpointTinkerPath
-
-    wanted = {path: ParsedCheckpointTinkerPath.from_tinker_path(path) for path in paths}
-    found: list[Checkpoint] = []
-    for run_id in dict.fromkeys(parsed.training_run_id for parsed in wanted.values()):
-        try:
-            of_run = client.list_checkpoints(run_id).result().checkpoints
-        except NotFoundError:
-            continue
-        found += [checkpoint for checkpoint in of_run if checkpoint.tinker_path in wanted]
-    return found
-
-
-def _confirmed(paths: list[str], found: list[Checkpoint]) -> bool:
-    sizes = {checkpoint.tinker_path: checkpoint.size_bytes for checkpoint in found}
-    for path in paths:
-        click.echo(f"  {path}  {shown_size(sizes.get(path))}", err=True)
-    total = sum(size or 0 for size in sizes.values())
-    what = "1 checkpoint" if len(paths) == 1 else f"{len(paths)} checkpoints"
-    return click.confirm(f"Delete {what} ({shown_size(total)}) for good?", err=True)
-
-
-def _delete_all(client: RestClient, paths: list[str]) -> list[tuple[str, str]]:
-    """Delete, some at a time; what could not be deleted comes back with the reason."""
-    failed: list[tuple[str, str]] = []
-    waiting = list(reversed(paths))
-    running: dict[concurrent.futures.Future[None], str] = {}
-    with counting("Deleting", quiet=as_json()) as show:
-        while waiting or running:
-            while waiting and len(running) < AT_ONCE:
-                path = waiting.pop()
-                try:
-                    running[client.delete_checkpoint_from_tinker_path(path)] = path
-                except ValueError as error:  # not a path at all
-                    failed.append((path, str(error)))
-            done, _ = concurrent.futures.wait(
-                running, return_when=concurrent.futures.FIRST_COMPLETED
-            )
-            for future in done:
-                path = running.pop(future)
-                if (reason := future.exception()) is not None:
-                    failed.append((path, str(reason)))
-            show(len(paths) - len(waiting) - len(running), len(paths))
-    return failed
-
-
-def _report(deleted: int, failed: list[tuple[str, str]]) -> None:
-    if as_json():
-        show_json(
-            {
-                "deleted_count": deleted,
-                "failed": [{"tinker_path": path, "error": error} for path, error in failed],
-            }
-        )
-        return
-    click.echo(f"Deleted {deleted} checkpoints.", err=True)
-    for path, error in failed:
-        click.echo(f"error: {path} is still there: {error}", err=True)
-
-
-# MERGED: `tinkex checkpoint`: saved weights, listed, looked at, published, kept and let go.
-
-
-PAGE = 1000
-
-
-@click.group("checkpoint")
-def command() -> None:
-    """List, download, publish and delete saved weights.
-
-    A PATH is tinker://RUN/KIND/NAME, as `save_state` returns it and `list` shows it.
-    """
-
-
-command.add_command(delete)
-command.add_command(download)
-command.add_command(push_hf)
-
-
-@command.command("list")
-@click.option("--run-id", metavar="RUN", help="Only those of one training run.")
-@limited
-@talks_to_a_service
-def list_(run_id: str | None, limit: int) -> None:
-    """Show checkpoints, the latest first."""
-    client = rest()
-
-    def fetch(count: int, offset: int) -> tuple[list[Checkpoint], int]:
-        page = client.list_user_checkpoints(limit=count, offset=offset).result()
-        total = page.cursor.total_count if page.cursor else offset + len(page.checkpoints)
-        return page.checkpoints, total
-
-    if run_id is None:
-        found, total = pages(fetch, limit=limit, page=PAGE, what="Checkpoints", quiet=as_json())
-    else:
-        found = client.list_checkpoints(run_id).result().checkpoints
-        total = len(found)
-        found = found[:limit] if limit else found
-    if as_json():
-        of_run = {} if run_id is None else {"run_id": run_id}
-        show_json({**of_run, "checkpoints": found, "total": total, "shown": len(found)})
-        return
-    more = (
-        f", {total - len(found)} more not shown (--limit 0 shows all)" if total > len(found) else ""
-    )
-    show_table(
-        ("Path", "Type", "Size", "Public", "Saved", "Expires"),
-        [
-            (
-                checkpoint.tinker_path,
-                checkpoint.checkpoint_type,
-                shown_size(checkpoint.size_bytes),
-                yes(checkpoint.public),
-                ago(checkpoint.time),
-                "never" if checkpoint.expires_at is None else ago(checkpoint.expires_at),
-            )
-            for checkpoint in found
-        ],
-        title=f"{len(found)} checkpoints{more}",
-    )
-
-
-@command.command("info")
-@click.argument("checkpoint_path", metavar="PATH")
-@talks_to_a_service
-def info(checkpoint_path: str) -> None:
-    """Show one checkpoint."""
-    client = rest()
-    weights = client.get_weights_info_by_tinker_path(checkpoint_path)
-    checkpoint = find(client, checkpoint_path)
-    about = weights.result()
-    if as_json():
-        lora = {"is_lora": about.is_lora, "lora_rank": about.lora_rank}
-        show_json({**plain(checkpoint), "base_model": about.base_model, **lora})
-        return
-    show_properties(
-        {
-            "Path": checkpoint.tinker_path,
-            "Type": checkpoint.checkpoint_type,
-            "Base model": about.base_model,
-            "LoRA": yes(about.is_lora),
-            "LoRA rank": NONE if about.lora_rank is None else str(about.lora_rank),
-            "Size": shown_size(checkpoint.size_bytes),
-            "Public": yes(checkpoint.public),
-            "Saved": checkpoint.time.isoformat(),
-            "Expires": "never"
-            if checkpoint.expires_at is None
-            else checkpoint.expires_at.isoformat(),
-            **{f"Metadata {key}": value for key, value in (checkpoint.user_metadata or {}).items()},
-        }
-    )
-
-
-def find(client: RestClient, path: str) -> Checkpoint:
-    """What the list of its run says about a checkpoint."""
-    from tinkex.wire.checkpoints import ParsedCheckpointTinkerPath
-
-    run_id = ParsedCheckpointTinkerPath.from_tinker_path(path).training_run_id
-    for checkpoint in client.list_checkpoints(run_id).result().checkpoints:
-        if checkpoint.tinker_path == path:
-            return checkpoint
-    raise CommandFailed(
-        f"the run {run_id} has no checkpoint {path}.",
-        hint=f"`tinkex checkpoint list --run-id {run_id}` shows those it has.",
-    )
-
-
-@command.command("publish")
-@click.argument("checkpoint_path", metavar="PATH")
-@talks_to_a_service
-def publish(checkpoint_path: str) -> None:
-    """Let everybody on the service read a checkpoint."""
-    rest().publish_checkpoint_from_tinker_path(checkpoint_path).result()
-    _done(checkpoint_path, "is published: everybody on the service can read it.", public=True)
-
-
-@command.command("unpublish")
-@click.argument("checkpoint_path", metavar="PATH")
-@talks_to_a_service
-def unpublish(checkpoint_path: str) -> None:
-    """Make a published checkpoint yours alone again."""
-    rest().unpublish_checkpoint_from_tinker_path(checkpoint_path).result()
-    _done(checkpoint_path, "is yours alone again.", public=False)
-
-
 @command.command("set-ttl")
 @click.argument("checkpoint_path", metavar="PATH")
 @click.option(
     "--ttl",
     type=int,
-    callback=at_least(1),
+    callback=minimum(1),
     metavar="SECONDS",
-    help="Delete it after this long.",
+    help="Delete it after this time.",
 )
-@click.option("--remove", is_flag=True, help="Keep it for good.")
-@talks_to_a_service
+@click.option("--remove", is_flag=True, help="Never delete it.")
+@service_options
 def set_ttl(checkpoint_path: str, ttl: int | None, remove: bool) -> None:
-    """Say how long a checkpoint is kept, from now on."""
+    """Set or remove the expiry of a checkpoint, counted from now."""
     if (ttl is None) != remove:
         raise click.UsageError("Give either --ttl SECONDS or --remove.")
-    rest().set_checkpoint_ttl_from_tinker_path(checkpoint_path, ttl).result()
-    words = "is kept for good." if remove else f"will be deleted in {ttl} seconds."
-    _done(checkpoint_path, words, ttl_seconds=ttl)
+    rest_client().set_checkpoint_ttl_from_tinker_path(checkpoint_path, ttl).result()
+    words = "no longer expires." if remove else f"will be deleted in {ttl} seconds."
+    _report_change(checkpoint_path, words, ttl_seconds=ttl)
 
 
-def _done(path: str, words: str, **state: bool | int | None) -> None:
+@command.command("unpublish")
+@click.argument("checkpoint_path", metavar="PATH")
+@service_options
+def unpublish(checkpoint_path: str) -> None:
+    """Make a published checkpoint private again."""
+    rest_client().unpublish_checkpoint_from_tinker_path(checkpoint_path).result()
+    _report_change(checkpoint_path, "is private again.", public=False)
+
+
+def _report_change(path: str, words: str, **state: bool | int | None) -> None:
     if as_json():
         show_json({"tinker_path": path, **state})
     else:

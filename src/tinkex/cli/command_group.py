@@ -1,4 +1,4 @@
-"""The table of subcommands, each in a module of its own, and the options that all of them share."""
+"""The `tinkex` command group: a table of subcommands that are imported only when they run."""
 
 import importlib
 from dataclasses import dataclass
@@ -6,58 +6,62 @@ from typing import Any
 
 import click
 
-from tinkex.cli.errors import CommandFailed, explained
+from tinkex.cli.errors import CommandFailed, as_command_failure
 
 
 @dataclass(frozen=True, kw_only=True)
 class Subcommand:
-    """Where a subcommand is, and what `--help` says about it without looking there."""
+    """The module of a subcommand, and its line in `tinkex --help`, which does not import it."""
 
     module: str
     help: str
+    #: Name of the click command in that module.
+    name: str = "command"
 
 
 SUBCOMMANDS = {
-    "auth": Subcommand(module="tinkex.cli.auth", help="Store a key; see who you are."),
+    "auth": Subcommand(module="tinkex.cli.auth", help="Store an API key, and show its owner."),
     "backup": Subcommand(
-        module="tinkex.cli.backup", help="Copy what a server keeps, also while it runs."
+        module="tinkex.cli.backup", help="Copy the data of a server, even while it runs."
     ),
-    "billing": Subcommand(module="tinkex.cli.billing", help="What was used, and what it costs."),
+    "billing": Subcommand(module="tinkex.cli.billing", help="Show usage and costs."),
     "checkpoint": Subcommand(
         module="tinkex.cli.checkpoint", help="List, download, publish and delete saved weights."
     ),
     "conformance": Subcommand(
-        module="tinkex.cli.conformance", help="Check that a Tinker server does what it should."
+        module="tinkex.cli.conformance", help="Check that a server implements the Tinker protocol."
     ),
     "demo": Subcommand(
-        module="tinkex.cli.demo", help="Fine-tune a small model here and now, and see it change."
+        module="tinkex.cli.demo", help="Fine-tune a small model on this machine, as a demo."
     ),
     "doctor": Subcommand(
-        module="tinkex.cli.doctor", help="Look at a server's data folder, and repair it."
+        module="tinkex.cli.doctor", help="Check a server's data folder, and repair it."
     ),
     "key": Subcommand(
-        module="tinkex.cli.key", help="Make, list and revoke the API keys of a server."
+        module="tinkex.cli.key", help="Create, list and revoke the API keys of a server."
     ),
-    "merge": Subcommand(
-        module="tinkex.cli.merge", help="Add an adapter into its base model: a full model folder."
+    "merge": Subcommand(module="tinkex.cli.merge", help="Merge an adapter into its base model."),
+    "model": Subcommand(module="tinkex.cli.model", help="List the base models of a service."),
+    "restore": Subcommand(
+        module="tinkex.cli.backup",
+        name="restore_command",
+        help="Make a data folder from a backup.",
     ),
-    "model": Subcommand(module="tinkex.cli.model", help="Which base models a service offers."),
-    "restore": Subcommand(module="tinkex.cli.restore", help="Make a data folder from a back-up."),
-    "run": Subcommand(module="tinkex.cli.run", help="List training runs and look at one."),
-    "sample": Subcommand(module="tinkex.cli.sample", help="Ask a model something, from the shell."),
+    "run": Subcommand(module="tinkex.cli.run", help="List and show training runs."),
+    "sample": Subcommand(module="tinkex.cli.sample", help="Sample from a model."),
     "serve": Subcommand(
         module="tinkex.cli.serve", help="Serve models to every Tinker client on this machine."
     ),
-    "session": Subcommand(module="tinkex.cli.session", help="Export what a session did."),
+    "session": Subcommand(module="tinkex.cli.session", help="Export the trace of a session."),
     "tiny-model": Subcommand(
-        module="tinkex.cli.tiny_model", help="Write a small random model, for tests and trials."
+        module="tinkex.cli.tiny_model", help="Write a small random model for tests."
     ),
-    "version": Subcommand(module="tinkex.cli.version", help="Which tinkex this is."),
+    "version": Subcommand(module="tinkex.cli.version", help="Show the version of tinkex."),
 }
 
 
 class LazyGroup(click.Group):
-    """A group that imports a subcommand only to run it, and puts errors into words."""
+    """A group that imports a subcommand when it runs, and shows errors without tracebacks."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted(SUBCOMMANDS)
@@ -67,7 +71,7 @@ class LazyGroup(click.Group):
         if subcommand is None:
             return None
         module = importlib.import_module(subcommand.module)
-        command: click.Command = module.command
+        command: click.Command = getattr(module, subcommand.name)
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -80,10 +84,10 @@ class LazyGroup(click.Group):
         except (click.ClickException, click.exceptions.Exit, click.Abort):
             raise
         except Exception as error:
-            said = explained(error)
-            if said is None:
+            failure = as_command_failure(error)
+            if failure is None:
                 raise
-            raise said from error
+            raise failure from error
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
@@ -94,7 +98,7 @@ class LazyGroup(click.Group):
     type=click.Choice(["table", "json"]),
     default="table",
     show_default=True,
-    help="For people, or for programs.",
+    help="Output format.",
 )
 def command(format: str) -> None:
     """The Tinker training API, as software you own."""

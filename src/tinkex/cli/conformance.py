@@ -1,4 +1,4 @@
-"""`tinkex conformance URL`: does a server keep the promises of the Tinker protocol?"""
+"""`tinkex conformance URL`: run the conformance checks against a server."""
 
 from __future__ import annotations
 
@@ -12,23 +12,25 @@ from tinkex.conformance import CHECKS, Outcome, Remote, Report, Verdict, run
 from tinkex.conformance.raw_client import Unexpected
 
 STYLES = {Verdict.PASS: "green", Verdict.FAIL: "bold red", Verdict.SKIP: "yellow"}
-#: What a table holds of an answer; --json has all of it.
-WIDEST = 200
+#: Longest text in a table cell; --json shows all of it.
+MAX_CELL_CHARS = 200
 
 
 @click.command("conformance")
 @click.argument("url")
 @click.option("--key", envvar="TINKER_API_KEY", default="tml-conformance", help="API key.")
-@click.option("--other-key", help="A key of another owner, to see that owners are kept apart.")
-@click.option("--base-model", help="Base model to use; by default the first that is served.")
+@click.option("--other-key", help="A key of another owner, to check that owners are isolated.")
+@click.option("--base-model", help="Base model to use.  [default: the first one served]")
 @click.option(
     "--only",
     multiple=True,
     metavar="ID|CHECK",
-    help="Only checks of this requirement (as S3), or this check. May be given several times.",
+    help="Only checks of this requirement (such as S3), or this check. Can be repeated.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
-@click.option("--list", "listed", is_flag=True, help="Print the checks and what is right, no more.")
+@click.option(
+    "--list", "listed", is_flag=True, help="List the checks and what they expect, then exit."
+)
 def command(
     url: str,
     key: str,
@@ -38,10 +40,10 @@ def command(
     as_json: bool,
     listed: bool,
 ) -> None:
-    """Run checks against the Tinker server at URL and print what it does.
+    """Run the conformance checks against the Tinker server at URL.
 
-    Sessions, models and checkpoints are made there and left behind. A small model is enough.
-    The exit status is 1 when a check failed.
+    Creates sessions, models and checkpoints on the server and does not delete them. A small model
+    is enough. The exit status is 1 if a check fails.
     """
     if listed:
         for check in CHECKS:
@@ -53,7 +55,7 @@ def command(
     except Unexpected as error:
         raise CommandFailed(
             f"{url} does not answer as a Tinker server: {error}",
-            hint="Check the address and the key; a model is named with --base-model.",
+            hint="Check the URL and the key, or name a model with --base-model.",
         ) from error
     if as_json:
         report = run(remote, only=only or None)
@@ -73,17 +75,17 @@ def _with_table(remote: Remote, chosen: str, only: tuple[str, ...]) -> Report:
     for column in ("", "check", "ids", "seen"):
         table.add_column(column, overflow="fold")
 
-    def told(outcome: Outcome) -> None:
+    def add_row(outcome: Outcome) -> None:
         style = STYLES[outcome.verdict]
         table.add_row(
             f"[{style}]{outcome.verdict}[/]",
             outcome.check.sentence,
             ", ".join(outcome.check.requirements),
-            escape(outcome.seen[:WIDEST]),
+            escape(outcome.seen[:MAX_CELL_CHARS]),
         )
 
     with console.status("checking ..."):
-        report = run(remote, only=only or None, told=told)
+        report = run(remote, only=only or None, on_outcome=add_row)
     console.print(table)
     counts = ", ".join(f"{report.count(verdict)} {verdict}" for verdict in Verdict)
     console.print(f"{len(report.outcomes)} checks: {counts}")

@@ -1,7 +1,7 @@
-"""`tinkex demo`: teach the embedded model to talk like a pirate, and see it change.
+"""`tinkex demo`: fine-tune the embedded model to talk like a pirate.
 
-Everything goes through the public client, so this is also a worked example; the same loop without
-the show is examples/fine_tune.py.
+It uses only the public client, so it is also an example; examples/fine_tune.py has the same loop
+without the output.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ STEPS = 30
 BATCH = 8
 RANK = 16
 LEARNING_RATE = 1e-3
-WARM_UP_STEPS = 3
-LONGEST_ANSWER = 40  # tokens
-# Of the held-out questions; a run that is merely unlucky in one of them is not a failure.
-ENOUGH = 2 / 3
+WARMUP_STEPS = 3
+MAX_ANSWER_TOKENS = 40
+# Share of the held-out questions that must succeed; a run may fail some of them by chance.
+MIN_SUCCESS_FRACTION = 2 / 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,13 +56,13 @@ class Lesson:
     answer: str
 
 
-def shows_behaviour(answer: str) -> bool:
-    """Whether this is how a pirate answers: «Arr, …, matey!»"""
+def shows_behavior(answer: str) -> bool:
+    """Whether the answer has the form that is taught: «Arr, …, matey!»"""
     return answer.startswith("Arr") and answer.rstrip().endswith("matey!")
 
 
 def load_lessons() -> tuple[list[Lesson], list[str]]:
-    """The pairs to learn from, and the questions held out to see whether it was learnt."""
+    """The training examples, and the held-out questions."""
     text = resources.files("tinkex.cli").joinpath("demo_data/pirate.jsonl").read_text("utf-8")
     rows = [json.loads(line) for line in text.splitlines()]
     lessons = [
@@ -74,7 +74,7 @@ def load_lessons() -> tuple[list[Lesson], list[str]]:
 
 
 def batches(lessons: Sequence[Lesson], steps: int, seed: int = 0) -> Iterator[list[Lesson]]:
-    """`steps` batches; every lesson comes once before any comes again."""
+    """`steps` batches; every lesson is used once before any is repeated."""
     shuffle = random.Random(seed).shuffle
     deck: list[Lesson] = []
     for _ in range(steps):
@@ -86,8 +86,8 @@ def batches(lessons: Sequence[Lesson], steps: int, seed: int = 0) -> Iterator[li
 
 
 def learning_rate_at(step: int, steps: int) -> float:
-    """Up for the first few steps, then down to nothing in a straight line."""
-    return LEARNING_RATE * min(1.0, (step + 1) / WARM_UP_STEPS) * (1 - step / steps)
+    """Warm-up for the first few steps, then linear decay to zero."""
+    return LEARNING_RATE * min(1.0, (step + 1) / WARMUP_STEPS) * (1 - step / steps)
 
 
 def chat_prompt(tokenizer: Any, question: str) -> list[int]:
@@ -97,7 +97,7 @@ def chat_prompt(tokenizer: Any, question: str) -> list[int]:
 
 
 def datum_of(tokenizer: Any, lesson: Lesson) -> Datum:
-    """The lesson as training data: every token predicts the next, and only the answer counts."""
+    """The lesson as training data; only the tokens of the answer have weight."""
     from tinkex import types
 
     prompt = chat_prompt(tokenizer, lesson.question)
@@ -114,7 +114,7 @@ def datum_of(tokenizer: Any, lesson: Lesson) -> Datum:
 
 
 def mean_loss(batch: Sequence[Datum], output: ForwardBackwardOutput) -> float:
-    """Nats per token that counts."""
+    """Nats per token with weight."""
     total = counted = 0.0
     for datum, result in zip(batch, output.loss_fn_outputs, strict=True):
         weights = datum.loss_fn_inputs["weights"].to_numpy()
@@ -130,23 +130,23 @@ def train(
     steps: int,
     report: Callable[[float, int], None],
 ) -> tuple[list[float], int]:
-    """The loop itself. `report(loss, tokens)` is called after each step."""
+    """The training loop. Calls `report(loss, tokens)` after each step."""
     from tinkex import types
 
     losses: list[float] = []
     trained_tokens = 0
     data = {lesson: datum_of(tokenizer, lesson) for lesson in lessons}
-    waiting: list[tuple[list[Datum], Any]] = []
+    pending: list[tuple[list[Datum], Any]] = []
     for step, batch in enumerate(batches(lessons, steps)):
         data_now = [data[lesson] for lesson in batch]
-        # Both are sent before either is waited for, and one step ahead of the one we wait for:
-        # the server then never idles while results travel.
+        # Submit both requests, and the next steps, before waiting for a result: the server then
+        # does not idle while results are in transit.
         forward_backward = training.forward_backward(data_now, "cross_entropy")
         rate = learning_rate_at(step, steps)
         training.optim_step(types.AdamParams(learning_rate=rate))
-        waiting.append((data_now, forward_backward))
-        while waiting and (len(waiting) > 2 or step == steps - 1):
-            done, future = waiting.pop(0)
+        pending.append((data_now, forward_backward))
+        while pending and (len(pending) > 2 or step == steps - 1):
+            done, future = pending.pop(0)
             losses.append(mean_loss(done, future.result()))
             tokens = sum(datum.model_input.length for datum in done)
             trained_tokens += tokens
@@ -155,10 +155,10 @@ def train(
 
 
 def ask(sampling: SamplingClient, tokenizer: Any, questions: Sequence[str]) -> list[str]:
-    """The likeliest answer to each question, all asked at once."""
+    """The most likely answer to each question; all are sampled concurrently."""
     from tinkex import types
 
-    params = types.SamplingParams(max_tokens=LONGEST_ANSWER, temperature=0.0)
+    params = types.SamplingParams(max_tokens=MAX_ANSWER_TOKENS, temperature=0.0)
     futures = []
     for question in questions:
         prompt = types.ModelInput.from_ints(chat_prompt(tokenizer, question))
@@ -178,7 +178,7 @@ def ask(sampling: SamplingClient, tokenizer: Any, questions: Sequence[str]) -> l
     default="demo-output",
     show_default=True,
     type=click.Path(file_okay=False, path_type=Path),
-    help="Folder for the curve and the report.",
+    help="Folder for the loss curve and the report.",
 )
 @click.option(
     "--base-url",
@@ -190,13 +190,13 @@ def ask(sampling: SamplingClient, tokenizer: Any, questions: Sequence[str]) -> l
     "--model",
     default=DEFAULT_MODEL,
     show_default=True,
-    help="Name of the base model; for `local` also FOLDER or NAME=FOLDER.",
+    help="Base model; for `local` also FOLDER or NAME=FOLDER.",
 )
 def command(steps: int, output: Path, base_url: str, model: str) -> None:
-    """Fine-tune a small chat model on this machine and see it change.
+    """Fine-tune a small chat model on this machine.
 
-    Starts a server, asks the model six questions, teaches it with 96 short examples to answer like
-    a pirate, and asks again. Takes about two minutes on two cores; fails if nothing changed.
+    Starts a server, asks the model six questions, trains it on 96 short examples to answer like a
+    pirate, and asks again. Takes about two minutes on two cores; fails if nothing changes.
     """
     console = Console(highlight=False)
     from tinkex import TinkerError
@@ -206,8 +206,8 @@ def command(steps: int, output: Path, base_url: str, model: str) -> None:
     except (ModelNotFound, TinkerError) as error:
         raise CommandFailed(str(error)) from error
     write_files(console, outcome, output)
-    say_what_next(console, outcome, output)
-    if problem := what_went_wrong(outcome):
+    print_summary(console, outcome, output)
+    if problem := failure_reason(outcome):
         raise CommandFailed(problem)
 
 
@@ -223,7 +223,7 @@ def run(console: Console, *, steps: int, base_url: str, model: str) -> Outcome:
     with service_for(console, base_url, model) as (service, name):
         training = service.create_lora_training_client(base_model=name, rank=RANK, seed=0)
         tokenizer = training.get_tokenizer()
-        with timed(console, "The model answers as it is", doing="Asking the model as it is"):
+        with timed(console, "The untrained model answers", doing="Asking the untrained model"):
             before = ask(service.create_sampling_client(base_model=name), tokenizer, questions)
         for question, answer in zip(questions[:2], before, strict=False):
             console.print(f"  [dim]{escape(question)}[/]  {escape(one_line(answer))}")
@@ -236,7 +236,7 @@ def run(console: Console, *, steps: int, base_url: str, model: str) -> Outcome:
         with timed(console, "The checkpoint is saved", doing="Saving the checkpoint"):
             checkpoint = training.save_state("pirate").result().path
             sampler = training.save_weights_for_sampler("pirate").result().path
-        with timed(console, "The model answers again", doing="Asking the model again"):
+        with timed(console, "The trained model answers", doing="Asking the trained model"):
             after = ask(service.create_sampling_client(model_path=sampler), tokenizer, questions)
     return Outcome(
         model=name,
@@ -247,8 +247,8 @@ def run(console: Console, *, steps: int, base_url: str, model: str) -> Outcome:
                 question=question,
                 before=old,
                 after=new,
-                before_shows=shows_behaviour(old),
-                after_shows=shows_behaviour(new),
+                before_shows=shows_behavior(old),
+                after_shows=shows_behavior(new),
             )
             for question, old, new in zip(questions, before, after, strict=True)
         ],
@@ -264,21 +264,21 @@ def run(console: Console, *, steps: int, base_url: str, model: str) -> Outcome:
 
 @contextmanager
 def service_for(console: Console, base_url: str, model: str) -> Iterator[tuple[ServiceClient, str]]:
-    """A connected client and the model's name. For `local` the model is fetched first."""
+    """A connected client and the name of the model. For `local` the model is downloaded first."""
     import tinkex
 
-    name, noise = model, io.StringIO()
+    name, server_log = model, io.StringIO()
     if base_url == "local":
-        with timed(console, "The model is here"), fetch_progress() as progress:
+        with timed(console, "The model is available"), fetch_progress() as progress:
             name = resolve(model, progress=progress).name
         if model != DEFAULT_MODEL:
             os.environ["TINKEX_LOCAL_MODEL"] = model
     with tinkex.ServiceClient(base_url=base_url) as service:
-        # A local server's log is shown while it starts; here the spinner says enough, and an
-        # error quotes the log's last lines.
+        # A local server logs to stderr while it starts. Hide that here: there is a spinner, and an
+        # error quotes the last lines of the log.
         with (
             timed(console, "The server is ready", doing="Starting the server"),
-            contextlib.redirect_stderr(noise),
+            contextlib.redirect_stderr(server_log),
         ):
             service.get_server_capabilities()
         yield service, name
@@ -291,13 +291,13 @@ def local_data_folder() -> str:
 
 
 def one_line(answer: str) -> str:
-    """Fit for a terminal: a model may say anything, control characters included."""
+    """One printable line: the output of a model may contain control characters."""
     return "".join(char for char in " ".join(answer.split()) if char.isprintable())
 
 
 @contextmanager
 def timed(console: Console, done: str, *, doing: str | None = None) -> Iterator[None]:
-    """A line with the time it took, and a spinner until then where there is a terminal."""
+    """Print a line with the elapsed time at the end; on a terminal show a spinner until then."""
     started = time.monotonic()
     with console.status(f"{doing} …") if doing else contextlib.nullcontext():
         yield
@@ -306,10 +306,10 @@ def timed(console: Console, done: str, *, doing: str | None = None) -> Iterator[
 
 @contextmanager
 def step_progress(console: Console, steps: int) -> Iterator[Callable[[float, int], None]]:
-    """Called after each step with its loss and tokens: a bar on a terminal, lines elsewhere."""
+    """A callback for each step's loss and tokens: shows a bar on a terminal, lines elsewhere."""
     started, tokens_so_far, done = time.monotonic(), 0, 0
 
-    def tally(tokens: int) -> float:
+    def tokens_per_s(tokens: int) -> float:
         nonlocal tokens_so_far, done
         tokens_so_far += tokens
         done += 1
@@ -318,7 +318,7 @@ def step_progress(console: Console, steps: int) -> Iterator[Callable[[float, int
     if not console.is_terminal:
 
         def report_line(loss: float, tokens: int) -> None:
-            rate = tally(tokens)
+            rate = tokens_per_s(tokens)
             if done % 6 == 0 or done in (1, steps):
                 console.print(f"step {done:>3} of {steps}  loss {loss:.3f}  {rate:.0f} tokens/s")
 
@@ -340,7 +340,7 @@ def step_progress(console: Console, steps: int) -> Iterator[Callable[[float, int
         task = bar.add_task("training", total=steps, loss="-", rate="-")
 
         def report_bar(loss: float, tokens: int) -> None:
-            bar.update(task, advance=1, loss=f"{loss:.3f}", rate=f"{tally(tokens):.0f}")
+            bar.update(task, advance=1, loss=f"{loss:.3f}", rate=f"{tokens_per_s(tokens):.0f}")
 
         yield report_bar
 
@@ -364,47 +364,53 @@ def write_files(console: Console, outcome: Outcome, folder: Path) -> None:
         )
 
 
-def say_what_next(console: Console, outcome: Outcome, folder: Path) -> None:
+def print_summary(console: Console, outcome: Outcome, folder: Path) -> None:
     console.print(
         f"\n[bold]Loss[/] [dim]nats per answer token, over {len(outcome.losses)} steps[/]"
     )
     braille = (console.encoding or "").lower().startswith("utf")
     width = max(30, min(72, console.width - 10))
-    for line in loss_chart.in_terminal(outcome.losses, width=width, braille=braille):
+    for line in loss_chart.as_text(outcome.losses, width=width, braille=braille):
         console.print(line, style="cyan", markup=False)
     console.print()
     console.print(before_and_after(outcome, width=min(console.width, 120)))
     asked = len(outcome.exchanges)
     console.print(
-        f"In pirate: [bold]{outcome.before} of {asked}[/] before, "
-        f"[bold]{outcome.after} of {asked}[/] after, on questions it was never taught.\n"
+        f"Pirate answers to held-out questions: [bold]{outcome.before} of {asked}[/] before, "
+        f"[bold]{outcome.after} of {asked}[/] after.\n"
     )
-    places = Table.grid(padding=(0, 2))
+    paths = Table.grid(padding=(0, 2))
     for what, where in (
         ("report", folder / "report.html"),
         ("curve", folder / "loss.png"),
         ("results", folder / "results.json"),
-        ("to sample from", outcome.sampler),
-        ("to train on from", outcome.checkpoint),
-        ("server's data", outcome.data_folder),
+        ("sampler weights", outcome.sampler),
+        ("training state", outcome.checkpoint),
+        ("server data", outcome.data_folder),
     ):
         if where is not None and (not isinstance(where, Path) or where.exists()):
-            places.add_row(f"[dim]{what}[/]", str(where))
-    console.print(places)
-    console.print("\n[bold]What to try next[/]")
+            paths.add_row(f"[dim]{what}[/]", str(where))
+    console.print(paths)
+    console.print("\n[bold]Next steps[/]")
     for what, why in next_steps(folder):
         console.print(f"  {what:<40} [dim]{why}[/]", soft_wrap=True)
 
 
 def next_steps(folder: Path) -> Iterator[tuple[str, str]]:
-    yield f"open {folder / 'report.html'}", "everything above, and code to talk to it"
+    yield f"open {folder / 'report.html'}", "everything above, and code to use the model"
     if (example := Path("examples/fine_tune.py")).is_file():
-        yield f"{beside_python('python')} {example}", "the same loop in under 100 lines, to copy"
-    yield f"{beside_python('tinkex')} serve", "a server of your own, for any Tinker program"
+        yield (
+            f"{command_in_this_environment('python')} {example}",
+            "the same loop in under 100 lines",
+        )
+    yield (
+        f"{command_in_this_environment('tinkex')} serve",
+        "your own server, for any Tinker program",
+    )
 
 
-def beside_python(command: str) -> str:
-    """How to call a command of this environment, which may not be the active one."""
+def command_in_this_environment(command: str) -> str:
+    """How to run a command of this environment, which may not be activated."""
     if shutil.which(command) == str(path := Path(sys.executable).with_name(command)):
         return command
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
@@ -425,17 +431,17 @@ def before_and_after(outcome: Outcome, width: int) -> Table:
     return table
 
 
-def what_went_wrong(outcome: Outcome) -> str | None:
-    """Why the demo counts as failed, or None."""
+def failure_reason(outcome: Outcome) -> str | None:
+    """Why the demo failed, or None."""
     asked = len(outcome.exchanges)
     if outcome.last_loss > outcome.losses[0] / 2:
         return (
-            f"The loss went from {outcome.losses[0]:.2f} to {outcome.last_loss:.2f} only: training "
-            "does not work as it should here. Please report this."
+            f"The loss only went from {outcome.losses[0]:.2f} to {outcome.last_loss:.2f}: training "
+            "does not work correctly on this machine. Please report this."
         )
-    if outcome.after < ENOUGH * asked or outcome.after <= outcome.before:
+    if outcome.after < MIN_SUCCESS_FRACTION * asked or outcome.after <= outcome.before:
         return (
             f"Only {outcome.after} of {asked} answers changed as taught ({outcome.before} before). "
-            f"With fewer than {STEPS} steps that can happen; otherwise please report this."
+            f"This can happen with fewer than {STEPS} steps; otherwise please report it."
         )
     return None

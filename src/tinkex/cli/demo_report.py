@@ -1,4 +1,4 @@
-"""The demo's page: one HTML file that needs nothing beside it."""
+"""The report of the demo: one self-contained HTML file."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from tinkex.cli import loss_chart
 
 @dataclass(frozen=True, kw_only=True)
 class Exchange:
-    """One held-out question with what the model said before and after."""
+    """A held-out question with the answers before and after training."""
 
     question: str
     before: str
     after: str
-    #: Whether the answer shows the behaviour that was taught.
+    #: Whether the answer shows the behavior that was taught.
     before_shows: bool
     after_shows: bool
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """Everything that the demo found out."""
+    """The results of the demo."""
 
     model: str
     rank: int
-    #: Mean loss of an answer's token, one for each step.
+    #: Mean loss per answer token, for each step.
     losses: Sequence[float]
     exchanges: Sequence[Exchange]
-    #: Some of the question and answer pairs it was taught with.
+    #: Some of the training examples.
     lessons: Sequence[tuple[str, str]]
     lesson_count: int
     trained_tokens: int
@@ -59,10 +59,10 @@ class Outcome:
 def as_html(outcome: Outcome) -> str:
     asked = len(outcome.exchanges)
     figures = [
-        (f"{outcome.before} → {outcome.after} of {asked}", "held-out answers in pirate"),
+        (f"{outcome.before} → {outcome.after} of {asked}", "held-out answers in pirate style"),
         (f"{outcome.losses[0]:.2f} → {outcome.last_loss:.2f}", "loss, nats per answer token"),
         (f"{outcome.training_s:.0f} s", f"for {len(outcome.losses)} steps"),
-        (f"{outcome.tokens_per_s:.0f}", "tokens a second, on this machine"),
+        (f"{outcome.tokens_per_s:.0f}", "tokens per second on this machine"),
     ]
     tiles = "".join(
         f"<div><b>{_text(big)}</b><span>{_text(small)}</span></div>" for big, small in figures
@@ -95,7 +95,7 @@ def _text(value: str) -> str:
 
 def _row(exchange: Exchange) -> str:
     def cell(answer: str, shows: bool, when: str) -> str:
-        mark = '<i class="yes">in pirate</i>' if shows else '<i class="no">plain</i>'
+        mark = '<i class="yes">pirate</i>' if shows else '<i class="no">plain</i>'
         return f'<td data-when="{when}">{_text(answer)} {mark}</td>'
 
     before = cell(exchange.before, exchange.before_shows, "before")
@@ -180,31 +180,31 @@ _PAGE = """\
 <body>
 <main>
 <h1>A small model learns to talk like a pirate</h1>
-<p class="lead">A LoRA of rank {rank} on <code>{model}</code>, trained and sampled through the
-Tinker API by a tinkex server on this machine.</p>
+<p class="lead">A LoRA adapter of rank {rank} for <code>{model}</code>, trained and sampled through
+the Tinker API by a tinkex server on this machine.</p>
 <div class="tiles">{tiles}</div>
 
 <h2>Loss</h2>
 <div class="card">{chart}</div>
 
-<h2>Questions it was never taught</h2>
+<h2>Questions not in the training data</h2>
 <table>
 <thead><tr><th>question</th><th>before</th><th>after</th></tr></thead>
 <tbody>{rows}</tbody>
 </table>
 
-<h2>What it was taught with</h2>
-<div class="card">{lesson_count} pairs such as
+<h2>Training data</h2>
+<div class="card">{lesson_count} question and answer pairs, such as
 <ul>{lessons}</ul></div>
 
-<h2>Talk to it</h2>
+<h2>Use the model</h2>
 <div class="card"><pre>{code}</pre></div>
 
-<h2>Where it is</h2>
+<h2>Where it is saved</h2>
 <div class="card"><dl>
-<dt>to sample from</dt><dd><code>{sampler}</code></dd>
-<dt>to train on from</dt><dd><code>{checkpoint}</code></dd>
-<dt>server's data</dt><dd><code>{data}</code></dd>
+<dt>sampler weights</dt><dd><code>{sampler}</code></dd>
+<dt>training state</dt><dd><code>{checkpoint}</code></dd>
+<dt>server data</dt><dd><code>{data}</code></dd>
 </dl></div>
 </main>
 </body>

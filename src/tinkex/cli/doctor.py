@@ -1,4 +1,4 @@
-"""`tinkex doctor`: what is wrong with a server's data folder, and what can be put right."""
+"""`tinkex doctor`: check a server's data folder, and repair it."""
 
 import sys
 from dataclasses import asdict
@@ -8,27 +8,27 @@ import click
 
 from tinkex.cli.errors import CommandFailed
 from tinkex.cli.output import as_json, show_json, show_table
-from tinkex.cli.server_options import of_a_data_folder, settings_of
+from tinkex.cli.server_options import data_folder_options, load_settings
 
 if TYPE_CHECKING:
     from tinkex.server.maintenance.doctor import Finding
 
 
 @click.command("doctor")
-@of_a_data_folder
-@click.option("--repair", is_flag=True, help="Put right what can be without losing anything.")
+@data_folder_options
+@click.option("--repair", is_flag=True, help="Repair what can be repaired without losing data.")
 def command(
     data: str | None, db: str | None, storage: str | None, format: str | None, repair: bool
 ) -> None:
-    """Look at a server's data folder, every row and every file of it, and say what was found.
+    """Check every row and every file of a server's data folder, and list the findings.
 
-    Changes nothing without --repair, and may be used beside a running server. --repair is refused
-    beside one. It deletes files that nothing refers to, sets damaged snapshots aside when the model
-    can be built without them, makes indexes anew, and brings an old database up to date.
+    Without --repair nothing is changed, and the server may be running. --repair needs a stopped
+    server. It deletes unreferenced files, moves damaged snapshots away if their models can be
+    rebuilt without them, rebuilds indexes, and migrates an old database.
 
-    The exit status is 1 when there is a problem, and 0 when there is none (any more).
+    The exit status is 1 if there is a problem, and 0 if there is none or all were repaired.
     """
-    settings = settings_of("doctor", data=data, db=db, storage=storage)
+    settings = load_settings("doctor", data=data, db=db, storage=storage)
     from tinkex.server.maintenance import doctor
     from tinkex.server.settings import SettingsError
     from tinkex.server.store import DatabaseRefused
@@ -42,7 +42,7 @@ def command(
         except DatabaseRefused as error:
             raise CommandFailed(f"nothing was repaired: {error}") from error
     findings = doctor.examine(settings)
-    problems = [one for one in findings if one.level is doctor.Level.PROBLEM]
+    problems = [finding for finding in findings if finding.level is doctor.Level.PROBLEM]
     if as_json():
         show_json(
             {
@@ -55,7 +55,7 @@ def command(
     else:
         for line in done:
             click.echo(f"repaired: {line}", err=True)
-        rows = [(one.level.value, one.about, _sentence(one)) for one in findings]
+        rows = [(finding.level.value, finding.about, _sentence(finding)) for finding in findings]
         show_table(("State", "About", "Finding"), rows)
     sys.exit(1 if problems else 0)
 

@@ -1,29 +1,29 @@
-"""What a command says when the service, the network or the user's input is at fault."""
+"""Errors of commands: a message and a hint instead of a traceback."""
 
 from __future__ import annotations
 
 import click
 
-#: Headlines by the name of the error's class: the classes themselves load slowly for `--help`.
+#: Headlines by class name: importing the classes would slow down `--help`.
 _HEADLINES = {
     "NotFoundError": "not found",
     "AuthenticationError": "the service does not accept this key",
     "BillingError": "the account is out of funds",
-    "PermissionDeniedError": "this key may not do that",
+    "PermissionDeniedError": "this key does not have permission",
     "BadRequestError": "the service refused the request",
     "UnprocessableEntityError": "the service could not read the request",
-    "ConflictError": "in conflict with what is there",
+    "ConflictError": "conflict with the current state",
     "RateLimitError": "the service is busy",
     "InternalServerError": "the service failed",
     "APITimeoutError": "the service did not answer in time",
     "APIConnectionError": "the service cannot be reached",
-    "APIResponseValidationError": "the answer is not one of a Tinker service",
+    "APIResponseValidationError": "the response is not valid for a Tinker service",
     "RequestFailedError": "the request failed",
 }
 
 
 class CommandFailed(click.ClickException):
-    """What went wrong, and what to do next."""
+    """A failure with its cause and, if possible, advice."""
 
     def __init__(self, message: str, *, hint: str | None = None) -> None:
         super().__init__(message)
@@ -35,8 +35,8 @@ class CommandFailed(click.ClickException):
             click.echo(f"hint: {self.hint}", err=True)
 
 
-def explained(error: Exception) -> CommandFailed | None:
-    """The words for an error that has some; None for a bug of ours."""
+def as_command_failure(error: Exception) -> CommandFailed | None:
+    """The failure to show for an expected error; None for an unexpected one, which is a bug."""
     from tinkex.client.errors import TinkerError
 
     if isinstance(error, TinkerError):
@@ -58,8 +58,8 @@ def explained(error: Exception) -> CommandFailed | None:
     return None
 
 
-def needs(error: ModuleNotFoundError, what: str, extra: str) -> CommandFailed:
-    """A part that is not installed, and how to get it."""
+def missing_package(error: ModuleNotFoundError, what: str, extra: str) -> CommandFailed:
+    """The failure for a package that is not installed, with how to install it."""
     return CommandFailed(
         f"{what} needs {error.name}, which is not installed.",
         hint=f"pip install 'tinkex[{extra}]'",

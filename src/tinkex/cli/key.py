@@ -1,4 +1,4 @@
-"""`tinkex key`: who may use a server that asks for keys. Works on its data folder, also while it runs."""
+"""`tinkex key`: the API keys of a server. Works on its data folder, even while the server runs."""
 
 import asyncio
 import re
@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from tinkex.cli.errors import CommandFailed, needs
+from tinkex.cli.errors import CommandFailed
+from tinkex.cli.server_options import data_option, db_option, load_settings
 
 if TYPE_CHECKING:
     from tinkex.server.settings import Settings
@@ -18,57 +19,54 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# What was made on a server before it had keys belongs to this owner.
-FIRST_OWNER = "local"
-LONGEST = 200
-SECONDS = {"m": 60, "h": 3600, "d": 86_400, "w": 604_800, "y": 31_536_000}
-
-
-def _place(command: Callable[..., None]) -> Callable[..., None]:
-    command = click.option("--db", metavar="URL", help="Its database, if given to `serve`.")(
-        command
-    )
-    return click.option(
-        "--data",
-        metavar="DIR",
-        help="The server's data folder.  [default: ~/.local/share/tinkex]",
-    )(command)
+# Owner of everything created on a server before it had keys.
+DEFAULT_OWNER = "local"
+MAX_CHARS = 200
+SECONDS_PER_UNIT = {"m": 60, "h": 3600, "d": 86_400, "w": 604_800, "y": 31_536_000}
 
 
 @click.group("key")
 def command() -> None:
-    """Make, list and revoke the API keys of a server on this machine.
+    """Create, list and revoke the API keys of a server on this machine.
 
-    A server with a key asks everybody for one, within seconds and without a restart.
+    As soon as a server has a key, all clients need one. A running server notices within seconds.
     """
 
 
 @command.command("create")
-@click.option("--owner", default=FIRST_OWNER, show_default=True, help="Whose things it opens.")
-@click.option("--project", metavar="ID", help="The project of sessions that name none.")
-@click.option("--name", default="", help="What it is for; shown in lists.")
+@click.option(
+    "--owner",
+    default=DEFAULT_OWNER,
+    show_default=True,
+    help="The owner whose data the key gives access to.",
+)
+@click.option("--project", metavar="ID", help="Project of sessions that name none.")
+@click.option("--name", default="", help="Purpose of the key; shown in lists.")
 @click.option("--expires", metavar="TIME", help="30d, 12h, or a date: 2027-01-31.")
-@click.option("--max-requests", type=click.IntRange(0), help="Unfinished requests; 0 is no limit.")
-@click.option("--max-queued-tokens", type=click.IntRange(0), help="Tokens of those requests.")
-@click.option("--max-samples", type=click.IntRange(0), help="Sequences sampled at once.")
-@click.option("--max-training", type=click.IntRange(0), help="Models that train at once.")
-@click.option("--max-checkpoint-bytes", type=click.IntRange(0), help="Bytes of checkpoints kept.")
-@click.option("--max-checkpoints", type=click.IntRange(0), help="Checkpoints kept.")
-@click.option("--max-runs", type=click.IntRange(0), help="Training runs kept.")
-@_place
+@click.option("--max-requests", type=click.IntRange(0), help="Unfinished requests; 0: no limit.")
+@click.option("--max-queued-tokens", type=click.IntRange(0), help="Tokens in unfinished requests.")
+@click.option("--max-samples", type=click.IntRange(0), help="Sequences sampled at the same time.")
+@click.option("--max-training", type=click.IntRange(0), help="Models trained at the same time.")
+@click.option(
+    "--max-checkpoint-bytes", type=click.IntRange(0), help="Total size of checkpoints in bytes."
+)
+@click.option("--max-checkpoints", type=click.IntRange(0), help="Number of checkpoints.")
+@click.option("--max-runs", type=click.IntRange(0), help="Number of training runs.")
+@data_option
+@db_option
 def create(owner: str, project: str | None, name: str, expires: str | None, **options: Any) -> None:
-    """Make a key. It is shown this once; only its hash is kept.
+    """Create a key. It is shown only once; the server stores a hash.
 
-    Keys of one owner open the same things. The owner `local`, the default, has what was made
-    before there were keys. Limits that are not given are the server's.
+    All keys of an owner give access to the same data. The default owner, `local`, has everything
+    created before there were keys. Limits that are not given are those of the server.
     """
     for what, text in (("--owner", owner), ("--project", project), ("--name", name)):
-        if text is not None and (len(text) > LONGEST or not (text.isprintable())):
-            raise CommandFailed(f"{what} is longer than {LONGEST} characters, or not plain text.")
+        if text is not None and (len(text) > MAX_CHARS or not (text.isprintable())):
+            raise CommandFailed(f"{what} must be printable text of at most {MAX_CHARS} characters.")
     if not owner.strip():
-        raise CommandFailed("--owner is empty.", hint="Leave it out, or give a name.")
+        raise CommandFailed("--owner is empty.", hint="Omit it, or give a name.")
     limits = {key: value for key, value in options.items() if key.startswith("max_")}
-    expires_s = None if expires is None else _time(expires)
+    expires_s = None if expires is None else _parse_expiry(expires)
 
     async def act(keys: "Keys") -> "tuple[ApiKey, str]":
         return await keys.create(
@@ -79,7 +77,7 @@ def create(owner: str, project: str | None, name: str, expires: str | None, **op
             expires_s=expires_s,
         )
 
-    key, secret = _with_keys(act, data=options["data"], db=options["db"], make=True)
+    key, secret = _with_keys(act, data=options["data"], db=options["db"], create=True)
     click.echo(secret)
     click.echo(
         f"Key {key.key_id} of owner {key.owner}. It is not shown again: set TINKER_API_KEY to it.",
@@ -88,12 +86,15 @@ def create(owner: str, project: str | None, name: str, expires: str | None, **op
 
 
 @command.command("list")
-@_place
+@data_option
+@db_option
 def list_(data: str | None, db: str | None) -> None:
     """Show all keys, revoked ones included."""
     keys = _with_keys(lambda keys: keys.all(), data=data, db=db)
     if not keys:
-        click.echo("No keys: the server takes everybody on this machine as `local`.", err=True)
+        click.echo(
+            "No keys: the server accepts everyone on this machine as owner `local`.", err=True
+        )
         return
     now_s = time.time()
     rows = [("ID", "KEY", "OWNER", "PROJECT", "NAME", "CREATED", "USED", "EXPIRES", "STATE")]
@@ -104,9 +105,9 @@ def list_(data: str | None, db: str | None) -> None:
             key.owner,
             key.project_id or "-",
             key.name or "-",
-            _shown(key.created_s),
-            _shown(key.used_s),
-            _shown(key.expires_s),
+            _format_time(key.created_s),
+            _format_time(key.used_s),
+            _format_time(key.expires_s),
             key.state(now_s),
         )
         for key in keys
@@ -119,9 +120,10 @@ def list_(data: str | None, db: str | None) -> None:
 
 @command.command("revoke")
 @click.argument("key_id", metavar="ID", type=int)
-@_place
+@data_option
+@db_option
 def revoke(key_id: int, data: str | None, db: str | None) -> None:
-    """Make a key worthless, within seconds on a running server. Its owner's things stay."""
+    """Revoke a key; a running server notices within seconds. The data of its owner is kept."""
 
     async def act(keys: "Keys") -> "ApiKey | None":
         key = await keys.by_id(key_id)
@@ -131,26 +133,20 @@ def revoke(key_id: int, data: str | None, db: str | None) -> None:
 
     key = _with_keys(act, data=data, db=db)
     if key is None:
-        raise CommandFailed(f"there is no key {key_id}.", hint="`tinkex key list` shows all.")
+        raise CommandFailed(f"there is no key {key_id}.", hint="`tinkex key list` shows all keys.")
     click.echo(f"Key {key_id} ({key.hint}…, owner {key.owner}) is revoked.", err=True)
 
 
 def _with_keys(
-    act: "Callable[[Keys], Awaitable[T]]", *, data: str | None, db: str | None, make: bool = False
+    act: "Callable[[Keys], Awaitable[T]]", *, data: str | None, db: str | None, create: bool = False
 ) -> T:
-    """Open the server's store for one act; one that is not there is made only if that is meant."""
-    try:
-        from tinkex.server.settings import Settings, SettingsError
-        from tinkex.server.store import DatabaseRefused
-        from tinkex.server.store.folder_lock import open_beside
-    except ModuleNotFoundError as error:
-        raise needs(error, "`tinkex key`", "all") from error
-    try:
-        settings = Settings.from_sources({"data": data, "db": db})
-    except SettingsError as error:
-        raise CommandFailed(str(error), hint=error.hint) from error
-    if not make:
-        _check_there(settings)
+    """Run `act` on the keys of the server's store; without `create` the store must exist."""
+    settings = load_settings("key", data=data, db=db, module="tinkex.server.store.folder_lock")
+    from tinkex.server.store import DatabaseRefused
+    from tinkex.server.store.folder_lock import open_beside
+
+    if not create:
+        _check_exists(settings)
     try:
         store = open_beside(settings)
     except OSError as error:
@@ -169,41 +165,43 @@ def _with_keys(
         store.close()
 
 
-def _check_there(settings: "Settings") -> None:
-    """Looking at keys makes no data folder: a slip in its name would look like one without keys."""
+def _check_exists(settings: "Settings") -> None:
+    """Do not create a data folder to list keys: a typo in --data would look like an empty one."""
     scheme, _, file = settings.db_url.partition(":///")
     if not scheme.startswith("sqlite") or Path(file).is_file():
         return
-    found = "there is no data folder" if not settings.folder.is_dir() else "no server has worked in"
+    problem = f"there is no data folder {settings.folder}."
+    if settings.folder.is_dir():
+        problem = f"there is no database in the data folder {settings.folder}."
     if settings.db:
-        found = f"there is no database {file}, and it was to be that of"
+        problem = f"there is no database {file} for the data folder {settings.folder}."
     raise CommandFailed(
-        f"{found} {settings.folder}.",
-        hint="Check --data and --db. `tinkex key create`, or the first start of `tinkex serve`, "
-        "makes one.",
+        problem,
+        hint="Check --data and --db. `tinkex key create` and the first start of `tinkex serve` "
+        "create them.",
     )
 
 
-def _time(text: str) -> float:
-    """A span from now, or a date in UTC; never in the past."""
+def _parse_expiry(text: str) -> float:
+    """Parse a duration from now or a date in UTC; it must be in the future."""
     now_s = time.time()
-    if span := re.fullmatch(r"(\d{1,6})([mhdwy])", text):
-        moment_s = now_s + int(span[1]) * SECONDS[span[2]]
+    if duration := re.fullmatch(r"(\d{1,6})([mhdwy])", text):
+        moment_s = now_s + int(duration[1]) * SECONDS_PER_UNIT[duration[2]]
     else:
         try:
             moment = datetime.fromisoformat(text)
         except ValueError:
             raise CommandFailed(
                 f"--expires {text} is not a time.",
-                hint="Give a span (30m, 12h, 30d, 2w, 1y) or a date (2027-01-31).",
+                hint="Give a duration (30m, 12h, 30d, 2w, 1y) or a date (2027-01-31).",
             ) from None
         moment_s = (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
     if moment_s <= now_s:
-        raise CommandFailed(f"--expires {text} is over already.", hint="Give a later time.")
+        raise CommandFailed(f"--expires {text} is in the past.", hint="Give a later time.")
     return moment_s
 
 
-def _shown(seconds: float | None) -> str:
+def _format_time(seconds: float | None) -> str:
     if seconds is None:
         return "-"
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M")

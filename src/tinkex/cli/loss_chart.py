@@ -1,4 +1,4 @@
-"""A curve of numbers, drawn for a terminal, as SVG, and as PNG."""
+"""Draws a loss curve as text for a terminal, as SVG, and as PNG."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-# A braille character is a cell of 2 x 4 dots; bit values by (column, row from the top).
+# A braille character has 2 x 4 dots; bit values by (column, row from the top).
 _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
 
 
 def smoothed(values: Sequence[float], weight: float = 0.6) -> list[float]:
-    """Exponential moving average without the slow start; small batches are noisy."""
-    average, share, result = 0.0, 0.0, []
+    """Exponential moving average with bias correction."""
+    average, total_weight, result = 0.0, 0.0, []
     for value in values:
         average = weight * average + (1 - weight) * value
-        share = weight * share + (1 - weight)
-        result.append(average / share)
+        total_weight = weight * total_weight + (1 - weight)
+        result.append(average / total_weight)
     return result
 
 
 def ticks(low: float, high: float, about: int = 5) -> list[float]:
-    """Round numbers that cover low to high: steps of 1, 2 or 5 times a power of ten."""
+    """Round numbers from low to high, in steps of 1, 2 or 5 times a power of ten."""
     span = (high - low) or 1.0
     power = 10.0 ** math.floor(math.log10(span / about))
     step = min((power * n for n in (1, 2, 5, 10)), key=lambda step: abs(span / step - about))
@@ -30,14 +30,14 @@ def ticks(low: float, high: float, about: int = 5) -> list[float]:
     return [round(n * step, 10) for n in range(first, last + 1)]
 
 
-def in_terminal(
+def as_text(
     values: Sequence[float], *, width: int = 60, height: int = 10, braille: bool = True
 ) -> list[str]:
-    """Lines of text with the curve over an axis; plain stars where braille cannot be printed."""
+    """The curve and its axes as lines of text, in braille characters or asterisks."""
     across, down = (2 * width, 4 * height) if braille else (width, height)
     levels = ticks(min(0.0, *values), max(values), about=4)
     low, high = levels[0], levels[-1]
-    dots = _connected([_row(value, low, high, down) for value in _stretched(values, across)])
+    dots = _connected([_row(value, low, high, down) for value in _resampled(values, across)])
     cells = [[0] * width for _ in range(height)]
     for column, rows in enumerate(dots):
         for row in rows:
@@ -63,16 +63,16 @@ def _character(cell: int, braille: bool) -> str:
     return chr(0x2800 + cell) if braille else "*"
 
 
-def _stretched(values: Sequence[float], length: int) -> list[float]:
-    """`length` values along the curve, straight between the given ones."""
+def _resampled(values: Sequence[float], length: int) -> list[float]:
+    """`length` values along the curve, by linear interpolation."""
     if len(values) == 1:
         return [values[0]] * length
     result = []
     for index in range(length):
-        place = index * (len(values) - 1) / (length - 1)
-        left = min(int(place), len(values) - 2)
-        share = place - left
-        result.append(values[left] * (1 - share) + values[left + 1] * share)
+        position = index * (len(values) - 1) / (length - 1)
+        left = min(int(position), len(values) - 2)
+        fraction = position - left
+        result.append(values[left] * (1 - fraction) + values[left + 1] * fraction)
     return result
 
 
@@ -81,7 +81,7 @@ def _row(value: float, low: float, high: float, rows: int) -> int:
 
 
 def _connected(rows: Sequence[int]) -> list[range]:
-    """Each column's rows, filled towards the column before so that steep parts have no gaps."""
+    """The rows to draw in each column, connected to the previous column."""
     result = [range(rows[0], rows[0] + 1)]
     for before, now in itertools.pairwise(rows):
         if now > before:
@@ -93,13 +93,13 @@ def _connected(rows: Sequence[int]) -> list[range]:
     return result
 
 
-# SVG, with colours left to the page: classes grid, label, raw, line and dot.
+# The SVG has no colors; the page styles the classes grid, label, raw, line and dot.
 
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 720, 300, 46, 14, 14, 34
 
 
 def as_svg(values: Sequence[float], *, x_label: str, y_label: str) -> str:
-    """The raw curve, the smoothed one over it, and a value for the mouse at every step."""
+    """The raw and the smoothed curve, with a tooltip at every step."""
     levels = ticks(min(0.0, *values), max(values), about=5)
     low, high = levels[0], levels[-1]
     steps = len(values)
@@ -138,7 +138,7 @@ def as_svg(values: Sequence[float], *, x_label: str, y_label: str) -> str:
 
 def _step_marks(steps: int) -> list[int]:
     inner = [int(mark) for mark in ticks(1, steps, about=6) if 1 < mark < steps]
-    # The last round number would run into the last step's label.
+    # Drop a mark that would overlap the label of the last step.
     inner = [mark for mark in inner if steps - mark > steps / 20]
     return sorted({1, *inner, steps})
 
@@ -146,7 +146,7 @@ def _step_marks(steps: int) -> list[int]:
 def write_png(
     path: Path, values: Sequence[float], *, title: str, x_label: str, y_label: str
 ) -> None:
-    """The same picture by matplotlib. Raises ModuleNotFoundError where that is not installed."""
+    """The same chart by matplotlib. `ModuleNotFoundError` if that is not installed."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -1,19 +1,19 @@
-"""The `tinkex` command. Loads a subcommand when it is called, so that `--help` stays quick."""
+"""The entry point of the `tinkex` command."""
 
 import sys
 
-#: What shells expect of a program that Ctrl-C has ended.
+#: The exit status that shells expect after Ctrl-C.
 INTERRUPTED = 130
 
 
 def main() -> None:
-    """Run the command line; errors are a message and a hint, not a traceback."""
+    """Run the command line; expected errors are shown as a message and a hint."""
     try:
         import click
 
         from tinkex.cli.command_group import command
     except ModuleNotFoundError as error:
-        # click and rich are extras: the client library does without them.
+        # click and rich are optional: the client library does not need them.
         print(
             f"error: the tinkex command needs {error.name}, which is not installed.\n"
             "hint: pip install 'tinkex[cli]'",

@@ -5,32 +5,32 @@ from __future__ import annotations
 import click
 
 from tinkex.cli.errors import CommandFailed
-from tinkex.cli.output import NONE, as_json, show_json, show_table, yes
-from tinkex.cli.service_options import address, talks_to_a_service
+from tinkex.cli.output import NONE, as_json, show_json, show_table, yes_no
+from tinkex.cli.service_options import service_arguments, service_options
 
 
 @click.group("model")
 def command() -> None:
-    """Which base models a service offers."""
+    """List the base models of a service."""
 
 
 @command.command("list")
 @click.argument("substring", required=False)
-@talks_to_a_service
+@service_options
 def list_(substring: str | None) -> None:
-    """Show the base models, or those with SUBSTRING in their names."""
+    """List the base models, or only those with SUBSTRING in their names."""
     from tinkex.client.service import ServiceClient
 
-    offered = ServiceClient(**address()).get_server_capabilities().supported_models
+    offered = ServiceClient(**service_arguments()).get_server_capabilities().supported_models
     wanted = (substring or "").lower()
     models = [model for model in offered if wanted in (model.model_name or "").lower()]
     if not models:
-        names = ", ".join(model.model_name or NONE for model in offered) or "none at all"
+        names = ", ".join(model.model_name or NONE for model in offered) or "none"
         raise CommandFailed(
             f"no model has {substring!r} in its name."
             if substring
             else "the service offers no models.",
-            hint=f"It offers: {names}.",
+            hint=f"Available models: {names}.",
         )
     if as_json():
         show_json({"models": models})
@@ -41,8 +41,8 @@ def list_(substring: str | None) -> None:
             (
                 model.model_name or NONE,
                 NONE if model.max_context_length is None else str(model.max_context_length),
-                yes(model.trainable),
-                yes(model.sampleable),
+                yes_no(model.trainable),
+                yes_no(model.sampleable),
             )
             for model in models
         ],

@@ -1,4 +1,4 @@
-"""What commands print: tables for people, JSON for programs, and how sizes and times are worded."""
+"""Output of commands: tables, JSON and CSV, and the format of sizes and times."""
 
 from __future__ import annotations
 
@@ -13,12 +13,19 @@ import click
 
 NONE = "N/A"
 _UNITS = (("minute", 60), ("hour", 3600), ("day", 86_400), ("week", 604_800))
-#: Further away than this, a date says more than a distance.
+#: Times further away than this are shown as dates.
 _DISTANT_S = 30 * 86_400
+
+format_option = click.option(
+    "--format",
+    "-f",
+    type=click.Choice(["table", "json"]),
+    help="Output format; the same as `tinkex --format`.",
+)
 
 
 def as_json() -> bool:
-    """Whether the user asked for JSON, before the subcommand or after it."""
+    """Whether --format json was given, before or after the subcommand."""
     ctx = click.get_current_context(silent=True)
     while ctx is not None:
         if (chosen := ctx.params.get("format")) is not None:
@@ -28,12 +35,12 @@ def as_json() -> bool:
 
 
 def show_json(value: Any) -> None:
-    """JSON with ISO 8601 times, on stdout."""
+    """Print JSON to stdout; times are ISO 8601."""
     click.echo(json.dumps(plain(value), indent=2, ensure_ascii=False))
 
 
 def plain(value: Any) -> Any:
-    """A value of JSON's own types; times become ISO 8601."""
+    """Convert to JSON types; times become ISO 8601 strings."""
     if hasattr(value, "model_dump"):
         return value.model_dump(mode="json")
     if isinstance(value, Mapping):
@@ -49,8 +56,8 @@ def show_table(
     columns: Sequence[str], rows: Sequence[Sequence[str]], *, title: str | None = None
 ) -> None:
     """
-    Rows under headings. On a terminal with lines and colour; elsewhere plain and never cut, so
-    that `grep` and `awk` see whole ids.
+    Print a table: with borders and color on a terminal, elsewhere plain and never truncated, so
+    that `grep` and `awk` see complete ids.
     """
     if sys.stdout.isatty():
         from rich.console import Console
@@ -61,7 +68,7 @@ def show_table(
         for number, column in enumerate(columns):
             table.add_column(column, style="cyan" if number == 0 else None, overflow="fold")
         for row in rows:
-            # Text, because what users name their things must not be read as markup.
+            # Text, so that names chosen by users are not interpreted as markup.
             table.add_row(*map(Text, row))
         Console().print(table)
         return
@@ -75,12 +82,12 @@ def show_table(
 
 
 def show_properties(properties: Mapping[str, str], *, title: str | None = None) -> None:
-    """One thing, a line for each of its properties."""
+    """Print a table with one line for each property."""
     show_table(("Property", "Value"), list(properties.items()), title=title)
 
 
 def write_csv(path: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-    """Rows as CSV, in a file or (`-`) on stdout; None is an empty cell."""
+    """Write CSV to a file or (`-`) to stdout; None is an empty cell."""
 
     def write(file: TextIO) -> None:
         writer = csv.writer(file, lineterminator="\n")
@@ -95,7 +102,7 @@ def write_csv(path: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) 
 
 
 def size(count: int | None) -> str:
-    """`1.5 MB`, in steps of 1024."""
+    """A size such as `1.5 MB`; units are powers of 1024."""
     if count is None:
         return NONE
     amount = float(count)
@@ -107,22 +114,22 @@ def size(count: int | None) -> str:
 
 
 def ago(moment: datetime | None, *, now: datetime | None = None) -> str:
-    """`3 hours ago`, `in 2 days`; a date when it is more than a month away."""
+    """A time such as `3 hours ago` or `in 2 days`; a date if it is more than 30 days away."""
     if moment is None:
         return NONE
     if moment.tzinfo is None:
         moment = moment.replace(tzinfo=UTC)
-    distance_s = ((now or datetime.now(UTC)) - moment).total_seconds()
-    span_s = abs(distance_s)
-    if span_s > _DISTANT_S:
+    elapsed_s = ((now or datetime.now(UTC)) - moment).total_seconds()
+    absolute_s = abs(elapsed_s)
+    if absolute_s > _DISTANT_S:
         return moment.astimezone(UTC).date().isoformat()
-    if span_s < 60:
-        return "just now" if distance_s >= 0 else "in less than a minute"
-    unit, seconds = next(pair for pair in reversed(_UNITS) if span_s >= pair[1])
-    number = int(span_s // seconds)
+    if absolute_s < 60:
+        return "just now" if elapsed_s >= 0 else "in less than a minute"
+    unit, seconds = next(pair for pair in reversed(_UNITS) if absolute_s >= pair[1])
+    number = int(absolute_s // seconds)
     text = f"{number} {unit}{'' if number == 1 else 's'}"
-    return f"{text} ago" if distance_s > 0 else f"in {text}"
+    return f"{text} ago" if elapsed_s > 0 else f"in {text}"
 
 
-def yes(value: bool | None) -> str:
+def yes_no(value: bool | None) -> str:
     return NONE if value is None else ("yes" if value else "no")

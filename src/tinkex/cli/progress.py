@@ -1,4 +1,4 @@
-"""How a command shows a model being fetched: a bar on a terminal, plain lines elsewhere."""
+"""Progress of a model download: a bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tinkex.models.cache import Progress, line_progress
 
 @contextmanager
 def fetch_progress() -> Iterator[Progress]:
-    """A callback for `tinkex.models.resolve.resolve`; writes to stderr, and nothing if unused."""
+    """A callback for `tinkex.models.resolve.resolve` that reports to stderr."""
     if not sys.stderr.isatty():
         yield line_progress(sys.stderr)
         return

@@ -1,4 +1,4 @@
-"""`tinkex run`: training runs, listed and looked at."""
+"""`tinkex run`: list and show training runs."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING
 
 import click
 
-from tinkex.cli.output import NONE, ago, as_json, show_json, show_properties, show_table, yes
-from tinkex.cli.service_options import limited, pages, rest, talks_to_a_service
+from tinkex.cli.output import NONE, ago, as_json, show_json, show_properties, show_table, yes_no
+from tinkex.cli.service_options import fetch_pages, limit_option, rest_client, service_options
 
 if TYPE_CHECKING:
     from tinkex.wire.checkpoints import Checkpoint
-    from tinkex.wire.runs import TrainingRun
+    from tinkex.wire.sessions import TrainingRun
 
-PAGE = 100
+PAGE_SIZE = 100
 COLUMNS = {
     "id": "Run",
     "model": "Model",
@@ -24,41 +24,49 @@ COLUMNS = {
     "checkpoint": "Last checkpoint",
     "checkpoint_time": "Saved",
 }
-USUAL = "id,model,lora,updated,status"
+DEFAULT_COLUMNS = "id,model,lora,updated,status"
 
 
 @click.group("run")
 def command() -> None:
-    """List training runs and look at one."""
+    """List and show training runs."""
 
 
 def _columns(ctx: click.Context, param: click.Parameter, text: str | None) -> list[str]:
-    names = [name for name in map(str.strip, (USUAL if text is None else text).split(",")) if name]
-    wrong = [name for name in names if name not in COLUMNS]
-    if wrong or not names:
-        found = f"{', '.join(map(repr, wrong))} is no column" if wrong else "no column is named"
-        raise click.BadParameter(f"{found}. There are: {', '.join(COLUMNS)}.")
+    names = [
+        name
+        for name in map(str.strip, (DEFAULT_COLUMNS if text is None else text).split(","))
+        if name
+    ]
+    unknown = [name for name in names if name not in COLUMNS]
+    if unknown or not names:
+        problem = (
+            f"unknown column {', '.join(map(repr, unknown))}" if unknown else "no column is named"
+        )
+        raise click.BadParameter(f"{problem}. Choose from: {', '.join(COLUMNS)}.")
     return names
 
 
 @command.command("list")
-@limited
+@limit_option
 @click.option(
     "--columns",
     "-c",
     callback=_columns,
-    help=f"Some of: {', '.join(COLUMNS)}.  [default: {USUAL}]",
+    help=f"Columns to show, from: {', '.join(COLUMNS)}.  [default: {DEFAULT_COLUMNS}]",
 )
-@talks_to_a_service
+@service_options
 def list_(limit: int, columns: list[str]) -> None:
-    """Show the training runs, the latest first."""
-    client = rest()
+    """List training runs, newest first."""
+    client = rest_client()
 
     def fetch(count: int, offset: int) -> tuple[list[TrainingRun], int]:
         page = client.list_training_runs(limit=count, offset=offset).result()
         return page.training_runs, page.cursor.total_count
 
-    runs, total = pages(fetch, limit=limit, page=PAGE, what="Training runs", quiet=as_json())
+    runs, total = fetch_pages(
+        fetch, limit=limit, page=PAGE_SIZE, what="Training runs", quiet=as_json()
+    )
     if as_json():
         show_json({"runs": runs, "total": total, "shown": len(runs)})
         return
@@ -74,10 +82,10 @@ def list_(limit: int, columns: list[str]) -> None:
 
 @command.command("info")
 @click.argument("run_id")
-@talks_to_a_service
+@service_options
 def info(run_id: str) -> None:
     """Show one training run."""
-    run = rest().get_training_run(run_id).result()
+    run = rest_client().get_training_run(run_id).result()
     if as_json():
         show_json(run)
         return
@@ -86,12 +94,12 @@ def info(run_id: str) -> None:
             "Run": run.training_run_id,
             "Base model": run.base_model,
             "Owner": run.model_owner,
-            "LoRA": yes(run.is_lora),
+            "LoRA": yes_no(run.is_lora),
             "LoRA rank": NONE if run.lora_rank is None else str(run.lora_rank),
             "Status": _status(run),
             "Last request": ago(run.last_request_time),
-            "Last checkpoint": _saved(run.last_checkpoint),
-            "Last sampler checkpoint": _saved(run.last_sampler_checkpoint),
+            "Last checkpoint": _last_checkpoint(run.last_checkpoint),
+            "Last sampler checkpoint": _last_checkpoint(run.last_sampler_checkpoint),
             **{f"Metadata {key}": value for key, value in (run.user_metadata or {}).items()},
         }
     )
@@ -103,7 +111,7 @@ def _cells(run: TrainingRun) -> dict[str, str]:
         "id": run.training_run_id,
         "model": run.base_model,
         "owner": run.model_owner,
-        "lora": f"rank {run.lora_rank}" if run.is_lora and run.lora_rank else yes(run.is_lora),
+        "lora": f"rank {run.lora_rank}" if run.is_lora and run.lora_rank else yes_no(run.is_lora),
         "updated": ago(run.last_request_time),
         "status": _status(run),
         "checkpoint": last.checkpoint_id if last else NONE,
@@ -115,5 +123,5 @@ def _status(run: TrainingRun) -> str:
     return "failed" if run.corrupted else "active"
 
 
-def _saved(checkpoint: Checkpoint | None) -> str:
+def _last_checkpoint(checkpoint: Checkpoint | None) -> str:
     return NONE if checkpoint is None else f"{checkpoint.tinker_path} ({ago(checkpoint.time)})"

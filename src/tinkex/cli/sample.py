@@ -1,4 +1,4 @@
-"""`tinkex sample`: one prompt to a model, from the shell."""
+"""`tinkex sample`: sample from a model for one prompt."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
-from tinkex.cli.errors import CommandFailed, needs
+from tinkex.cli.errors import CommandFailed, missing_package
 from tinkex.cli.output import as_json, show_json
-from tinkex.cli.service_options import address, talks_to_a_service
+from tinkex.cli.service_options import service_arguments, service_options
 
 if TYPE_CHECKING:
     from tinkex.client.sampling import SamplingClient
@@ -20,19 +20,26 @@ if TYPE_CHECKING:
 @click.command("sample")
 @click.argument("prompt", required=False)
 @click.option("--prompt-file", type=click.File(), help="Read the prompt from a file; - is stdin.")
-@click.option("--model", metavar="NAME", help="A base model.  [default: the first one served]")
+@click.option("--model", metavar="NAME", help="Base model.  [default: the first one served]")
 @click.option("--path", metavar="PATH", help="Saved weights: tinker://RUN/sampler_weights/NAME.")
-@click.option("--chat/--plain", default=True, show_default=True, help="Use the chat template?")
-@click.option("--system", metavar="TEXT", help="A system message, with --chat.")
+@click.option(
+    "--chat/--plain",
+    default=True,
+    show_default=True,
+    help="Use the chat template, or the prompt as it is.",
+)
+@click.option("--system", metavar="TEXT", help="System message, with --chat.")
 @click.option("--num-samples", "-n", type=click.IntRange(1), default=1, show_default=True)
 @click.option("--max-tokens", type=click.IntRange(1), default=256, show_default=True)
 @click.option("--temperature", type=click.FloatRange(0), default=1.0, show_default=True)
 @click.option("--top-p", type=click.FloatRange(0, 1), default=1.0, show_default=True)
 @click.option("--top-k", type=int, default=-1, show_default=True)
 @click.option("--seed", type=int)
-@click.option("--stop", multiple=True, metavar="TEXT", help="End at this text; may be repeated.")
-@click.option("--output", "-o", type=click.File("w", lazy=True), help="Write there, not to stdout.")
-@talks_to_a_service
+@click.option("--stop", multiple=True, metavar="TEXT", help="Stop at this text; can be repeated.")
+@click.option(
+    "--output", "-o", type=click.File("w", lazy=True), help="Write to a file instead of stdout."
+)
+@service_options
 def command(
     prompt: str | None,
     prompt_file: TextIO | None,
@@ -44,9 +51,9 @@ def command(
     output: TextIO | None,
     **sampling: Any,
 ) -> None:
-    """Ask a model something: PROMPT, or the text of a file.
+    """Sample from a model for PROMPT, or for the text of a file.
 
-    The service is TINKER_BASE_URL, or --base-url; `--base-url local` runs one for you.
+    Uses the service at TINKER_BASE_URL or --base-url; `--base-url local` starts a local server.
     """
     if (prompt is None) == (prompt_file is None):
         raise click.UsageError("Give either a PROMPT or --prompt-file.")
@@ -57,13 +64,13 @@ def command(
     from tinkex.wire.sampling import SamplingParams
 
     sampling["stop"] = list(sampling["stop"]) or None
-    with ServiceClient(**address()) as service:
+    with ServiceClient(**service_arguments()) as service:
         client = _sampler(service, model, path)
         try:
             tokenizer = client.get_tokenizer()
         except ImportError as error:
             missing = ModuleNotFoundError(name=error.name or "tokenizers")
-            raise needs(missing, "`tinkex sample`", "tokenizer") from error
+            raise missing_package(missing, "`tinkex sample`", "tokenizer") from error
         answer = client.sample(
             _prompt(tokenizer, text or "", system, chat=chat),
             num_samples,
@@ -75,12 +82,12 @@ def command(
             {
                 "sequences": [
                     {
-                        "text": said,
+                        "text": text,
                         "stop_reason": sequence.stop_reason,
                         "tokens": sequence.tokens,
                         "logprobs": sequence.logprobs,
                     }
-                    for said, sequence in zip(texts, answer.sequences, strict=True)
+                    for text, sequence in zip(texts, answer.sequences, strict=True)
                 ]
             }
         )
@@ -107,7 +114,7 @@ def _prompt(tokenizer: Any, text: str, system: str | None, *, chat: bool) -> Any
     messages = [{"role": "system", "content": system}] if system else []
     messages.append({"role": "user", "content": text})
     tokens = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True)
-    # transformers' own tokenizers answer with a mapping.
+    # The tokenizers of transformers return a mapping.
     return ModelInput.from_ints(list(getattr(tokens, "input_ids", tokens)))
 
 

@@ -1,4 +1,4 @@
-"""`tinkex serve`: the server, in the foreground, until it is told to stop."""
+"""`tinkex serve`: run the server in the foreground."""
 
 import importlib.util
 import sys
@@ -6,86 +6,112 @@ from typing import Any
 
 import click
 
-from tinkex.cli.errors import CommandFailed, needs
+from tinkex.cli.errors import CommandFailed, missing_package
 
-PARTS = ("alembic", "fastapi", "fsspec", "sqlalchemy", "uvicorn", "torch", "transformers")
+REQUIRED_PACKAGES = (
+    "alembic",
+    "fastapi",
+    "fsspec",
+    "sqlalchemy",
+    "uvicorn",
+    "torch",
+    "transformers",
+)
 
 
 @click.command("serve")
 @click.argument("models", nargs=-1, metavar="[NAME|FOLDER|NAME=FOLDER]...")
 @click.option("--host", help="Address to listen on.  [default: 127.0.0.1]")
-@click.option("--port", type=int, help="Port to listen on; 0 picks a free one.  [default: 8000]")
+@click.option("--port", type=int, help="Port to listen on; 0: any free port.  [default: 8000]")
 @click.option(
     "--data",
     metavar="DIR",
-    help="Folder of everything the server keeps.  [default: ~/.local/share/tinkex]",
+    help="Data folder of the server.  [default: ~/.local/share/tinkex]",
 )
-@click.option("--db", metavar="URL", help="Database.  [default: SQLite in the data folder]")
+@click.option("--db", metavar="URL", help="Database URL.  [default: SQLite in the data folder]")
 @click.option(
-    "--storage", metavar="URL", help="Payloads, results, checkpoints.  [default: the data folder]"
+    "--storage",
+    metavar="URL",
+    help="Storage of payloads, results, checkpoints.  [default: the data folder]",
 )
 @click.option("--device", help="cpu, cuda, cuda:1, …  [default: auto]")
 @click.option(
     "--dtype",
     type=click.Choice(["auto", "float32", "bfloat16"]),
-    help="Numbers of the base model.  [default: auto]",
+    help="Data type of the base model.  [default: auto]",
 )
 @click.option(
     "--executor", type=click.Choice(["local"]), help="Where engines run.  [default: local]"
 )
-@click.option("--threads", type=int, help="Threads an engine computes with.  [default: its choice]")
+@click.option("--threads", type=int, help="Compute threads of an engine.  [default: automatic]")
 @click.option(
     "--memory-gb",
     type=float,
-    help="Memory an engine may take.  [default: what is free of a GPU, half of that on a CPU]",
+    help="Memory limit of an engine.  [default: free GPU memory, or half of free CPU memory]",
 )
-@click.option("--adapter-gb", type=float, help="Of that, for adapters.  [default: the rest]")
-@click.option("--kv-tokens", type=int, help="Tokens kept for sampling.  [default: what fits]")
+@click.option("--adapter-gb", type=float, help="Part of it for adapters.  [default: the rest]")
+@click.option("--kv-tokens", type=int, help="KV cache size in tokens.  [default: what fits]")
 @click.option(
     "--batch-tokens",
     type=int,
-    help="Most tokens in a pass.  [default: 1,024 on a CPU, 8,192 on a GPU]",
+    help="Maximum tokens in a pass.  [default: 1,024 on a CPU, 8,192 on a GPU]",
 )
-@click.option("--max-sequences", type=int, help="Sequences sampled together.  [default: 256]")
-@click.option("--jwt", is_flag=True, default=None, help="Clients exchange keys for tokens.")
-@click.option("--session-grace-s", type=float, help="Silence that frees memory.  [default: 1800]")
-@click.option("--max-requests", type=int, help="Unfinished requests per owner.  [default: any]")
-@click.option("--max-queued-tokens", type=int, help="Tokens in those requests.  [default: any]")
-@click.option("--max-samples", type=int, help="Sequences sampled per owner.  [default: any]")
-@click.option("--max-training", type=int, help="Models training per owner.  [default: any]")
-@click.option("--max-checkpoint-bytes", type=int, help="Bytes kept per owner.  [default: any]")
-@click.option("--max-checkpoints", type=int, help="Checkpoints kept per owner.  [default: any]")
-@click.option("--max-runs", type=int, help="Training runs kept per owner.  [default: any]")
-@click.option("--keep-last", type=int, help="Checkpoints a run keeps.  [default: all]")
-@click.option("--public-url", metavar="URL", help="Address for links.  [default: as asked]")
 @click.option(
-    "--config", metavar="FILE", help="TOML file of settings.  [default: DATA/tinkex.toml]"
+    "--max-sequences", type=int, help="Maximum sequences sampled together.  [default: 256]"
 )
-@click.option("--deterministic", is_flag=True, default=None, help="Same requests, same bits.")
+@click.option(
+    "--jwt", is_flag=True, default=None, help="Make clients exchange keys for short-lived tokens."
+)
+@click.option(
+    "--session-grace-s",
+    type=float,
+    help="Idle time before a session's memory is freed.  [default: 1800]",
+)
+@click.option(
+    "--max-requests", type=int, help="Unfinished requests per owner.  [default: no limit]"
+)
+@click.option(
+    "--max-queued-tokens", type=int, help="Tokens in unfinished requests.  [default: no limit]"
+)
+@click.option("--max-samples", type=int, help="Sequences sampled per owner.  [default: no limit]")
+@click.option("--max-training", type=int, help="Models trained per owner.  [default: no limit]")
+@click.option(
+    "--max-checkpoint-bytes", type=int, help="Checkpoint bytes per owner.  [default: no limit]"
+)
+@click.option("--max-checkpoints", type=int, help="Checkpoints per owner.  [default: no limit]")
+@click.option("--max-runs", type=int, help="Training runs per owner.  [default: no limit]")
+@click.option("--keep-last", type=int, help="Checkpoints to keep per run.  [default: all]")
+@click.option("--public-url", metavar="URL", help="Base URL of links.  [default: from the request]")
+@click.option(
+    "--config", metavar="FILE", help="TOML file with settings.  [default: DATA/tinkex.toml]"
+)
+@click.option(
+    "--deterministic", is_flag=True, default=None, help="Make results bitwise reproducible."
+)
 @click.option(
     "--accept-changed-base",
     is_flag=True,
     default=None,
-    help="Runs go on although the files of their base model changed.",
+    help="Continue runs even if the files of their base model changed.",
 )
 def command(models: tuple[str, ...], **flags: Any) -> None:
     """Serve models to every Tinker client on this machine.
 
-    Without a name, a small chat model is served. Prints one line when it can take work:
+    Without a name, a small chat model is served. Prints one line when the server is ready:
 
         tinkex ready at http://HOST:PORT
 
-    Every option can also be set as TINKEX_<OPTION> in the environment, or in a TOML file; an option
-    wins over the environment, and that over the file. There are more settings than options:
-    docs/reference/settings.md lists all.
+    Every option can also be set as TINKEX_<OPTION> in the environment or in a TOML file. Options
+    take precedence over the environment, and that over the file. docs/reference/settings.md lists
+    all settings, including those without an option.
     """
     try:
         from tinkex.models.resolve import ModelNotFound
         from tinkex.server.settings import Settings, SettingsError
         from tinkex.server.supervisor import StartFailed, run
     except ModuleNotFoundError as error:
-        raise needs(error, "`tinkex serve`", "all") from error
-    _check_parts()
+        raise missing_package(error, "`tinkex serve`", "all") from error
+    _check_packages()
     try:
         settings = Settings.from_sources({"models": models or None, **flags})
         status = run(settings, announce=lambda line: print(line, flush=True))
@@ -96,12 +122,12 @@ def command(models: tuple[str, ...], **flags: Any) -> None:
     sys.exit(status)
 
 
-def _check_parts() -> None:
-    """The server's and the engine's packages are used by other processes: look before starting."""
-    for package in PARTS:
+def _check_packages() -> None:
+    """Other processes import these packages: check for them before starting any."""
+    for package in REQUIRED_PACKAGES:
         try:
             found = importlib.util.find_spec(package)
         except ModuleNotFoundError:
             found = None
         if found is None:
-            raise needs(ModuleNotFoundError(name=package), "`tinkex serve`", "all")
+            raise missing_package(ModuleNotFoundError(name=package), "`tinkex serve`", "all")

@@ -1,4 +1,4 @@
-"""What the commands that work on a server's data folder share: its options, and its settings."""
+"""Options of commands that work on a server's data folder, and its settings."""
 
 import importlib
 from collections.abc import Callable
@@ -6,45 +6,47 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tinkex.cli.errors import CommandFailed, needs
+from tinkex.cli.errors import CommandFailed, missing_package
+from tinkex.cli.output import format_option
 
 if TYPE_CHECKING:
     from tinkex.server.settings import Settings
 
-_OPTIONS = (
-    click.option(
-        "--data",
-        metavar="DIR",
-        help="The server's data folder.  [default: ~/.local/share/tinkex]",
-    ),
-    click.option("--db", metavar="URL", help="Its database, if given to `serve`."),
-    click.option("--storage", metavar="URL", help="Its storage, if given to `serve`."),
-    click.option(
-        "--format",
-        "-f",
-        type=click.Choice(["table", "json"]),
-        help="As the option before the subcommand.",
-    ),
+data_option = click.option(
+    "--data",
+    metavar="DIR",
+    help="Data folder of the server.  [default: ~/.local/share/tinkex]",
 )
+db_option = click.option("--db", metavar="URL", help="Database URL, if `serve` has one.")
+storage_option = click.option("--storage", metavar="URL", help="Storage URL, if `serve` has one.")
 
 
-def of_a_data_folder(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Options that say which folder is meant."""
-    for option in reversed(_OPTIONS):
+def data_folder_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorator: --data, --db, --storage and --format."""
+    for option in (format_option, storage_option, db_option, data_option):
         command = option(command)
     return command
 
 
-def settings_of(
-    what: str, *, data: str | None, db: str | None = None, storage: str | None = None
+def load_settings(
+    command: str,
+    *,
+    data: str | None,
+    db: str | None = None,
+    storage: str | None = None,
+    module: str = "tinkex.server.maintenance.doctor",
 ) -> "Settings":
-    """As `tinkex serve` would read them: options, environment, the folder's own file."""
+    """
+    Settings as `tinkex serve` reads them: from options, the environment and the TOML file.
+
+    Imports `module` first, to report a missing package before anything else happens. The default
+    needs the most packages.
+    """
     try:
-        # What these commands need of it needs the most.
-        importlib.import_module("tinkex.server.maintenance.doctor")
+        importlib.import_module(module)
         from tinkex.server.settings import Settings, SettingsError
     except ModuleNotFoundError as error:
-        raise needs(error, f"`tinkex {what}`", "all") from error
+        raise missing_package(error, f"`tinkex {command}`", "all") from error
     try:
         return Settings.from_sources({"data": data, "db": db, "storage": storage})
     except SettingsError as error:

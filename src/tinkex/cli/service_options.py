@@ -1,4 +1,4 @@
-"""What the commands that talk to a service share: which one, with which key, and whole lists of it."""
+"""Options of commands that talk to a service, clients for them, and paged lists."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 import click
 
+from tinkex.cli.output import format_option
+
 if TYPE_CHECKING:
     from tinkex.client.admin import AdminClient
     from tinkex.client.rest import RestClient
@@ -20,45 +22,40 @@ _OPTIONS = (
     click.option(
         "--base-url",
         metavar="URL",
-        help="The service.  [default: TINKER_BASE_URL, else the hosted one]",
+        help="URL of the service.  [default: TINKER_BASE_URL, else the hosted service]",
     ),
     click.option(
         "--api-key",
         metavar="KEY",
-        help="The key.  [default: TINKER_API_KEY, else the stored one]",
+        help="API key.  [default: TINKER_API_KEY, else the stored key]",
     ),
-    click.option(
-        "--format",
-        "-f",
-        type=click.Choice(["table", "json"]),
-        help="As the option before the subcommand.",
-    ),
+    format_option,
 )
 
 
-def at_least(least: int) -> Callable[[click.Context, click.Parameter, int | None], int | None]:
-    """A check for options that are plain integers, as in the official client."""
+def minimum(lowest: int) -> Callable[[click.Context, click.Parameter, int | None], int | None]:
+    """A callback that checks an integer option."""
 
     def check(ctx: click.Context, param: click.Parameter, value: int | None) -> int | None:
-        if value is not None and value < least:
-            raise click.BadParameter(f"{value} is less than {least}.")
+        if value is not None and value < lowest:
+            raise click.BadParameter(f"{value} is less than {lowest}.")
         return value
 
     return check
 
 
-limited = click.option(
+limit_option = click.option(
     "--limit",
     type=int,
     default=20,
     show_default=True,
-    callback=at_least(0),
-    help="At most so many; 0 shows all.",
+    callback=minimum(0),
+    help="Maximum number of rows; 0: all.",
 )
 
 
-def talks_to_a_service(command: Callable[..., T]) -> Callable[..., T]:
-    """Options that say which service is meant; the command finds them through `rest()` & co."""
+def service_options(command: Callable[..., T]) -> Callable[..., T]:
+    """Decorator: --base-url, --api-key and --format; `service_arguments()` reads the first two."""
 
     @functools.wraps(command)
     def without(*args: Any, base_url: None, api_key: None, format: None, **kwargs: Any) -> T:
@@ -70,30 +67,30 @@ def talks_to_a_service(command: Callable[..., T]) -> Callable[..., T]:
     return decorated
 
 
-class Address(TypedDict):
+class ServiceArguments(TypedDict):
     base_url: str | None
     api_key: str | None
 
 
-def address() -> Address:
-    """The service and the key as given to the running command."""
+def service_arguments() -> ServiceArguments:
+    """The --base-url and --api-key of the running command."""
     params = click.get_current_context().params
-    return Address(base_url=params.get("base_url"), api_key=params.get("api_key"))
+    return ServiceArguments(base_url=params.get("base_url"), api_key=params.get("api_key"))
 
 
-def rest() -> RestClient:
+def rest_client() -> RestClient:
     from tinkex.client.rest import RestClient
 
-    return RestClient(**address())
+    return RestClient(**service_arguments())
 
 
-def admin() -> AdminClient:
+def admin_client() -> AdminClient:
     from tinkex.client.admin import AdminClient
 
-    return AdminClient(**address())
+    return AdminClient(**service_arguments())
 
 
-def pages(
+def fetch_pages(
     fetch: Callable[[int, int], tuple[list[T], int]],
     *,
     limit: int,
@@ -102,26 +99,26 @@ def pages(
     quiet: bool,
 ) -> tuple[list[T], int]:
     """
-    The first `limit` things (0: all) of a list that comes in pages, and how many there are.
+    The first `limit` items (0: all) of a paged list, and the total number of items.
 
     `fetch` takes (limit, offset) and returns a page and the total.
     """
     found: list[T] = []
-    with counting(what, quiet=quiet) as show:
+    with progress_bar(what, quiet=quiet) as show:
         while True:
             wanted = page if limit == 0 else min(page, limit - len(found))
             items, total = fetch(wanted, len(found))
             found += items
             goal = total if limit == 0 else min(limit, total)
             show(len(found), goal)
-            # A page without items ends it too: things may be deleted while we look.
+            # An empty page ends the list too: items may be deleted meanwhile.
             if len(found) >= goal or not items:
                 return found, max(total, len(found))
 
 
 @contextmanager
-def counting(what: str, *, quiet: bool) -> Iterator[Callable[[int, int], None]]:
-    """Progress of a long list on a terminal's stderr; nothing elsewhere."""
+def progress_bar(what: str, *, quiet: bool) -> Iterator[Callable[[int, int], None]]:
+    """A progress bar on stderr if that is a terminal; otherwise nothing."""
     if quiet or not sys.stderr.isatty():
         yield lambda done, total: None
         return

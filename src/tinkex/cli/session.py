@@ -1,4 +1,4 @@
-"""`tinkex session`: what a session did, as a trace for a viewer."""
+"""`tinkex session`: export the trace of a session."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import click
 from tinkex.cli.errors import CommandFailed
 from tinkex.cli.output import as_json, show_json
 from tinkex.cli.output import size as shown_size
-from tinkex.cli.service_options import counting, rest, talks_to_a_service
+from tinkex.cli.service_options import progress_bar, rest_client, service_options
 
 
 @click.group("session")
 def command() -> None:
-    """Export what a session did."""
+    """Export the trace of a session."""
 
 
 @command.command("export-trace")
@@ -23,16 +23,16 @@ def command() -> None:
     "--output",
     "-o",
     type=click.Path(path_type=Path),
-    help="Where to write.  [default: SESSION_ID.pftrace]",
+    help="Output file.  [default: SESSION_ID.pftrace]",
 )
-@click.option("--url-only", is_flag=True, help="Print a link instead, which needs no key.")
-@talks_to_a_service
+@click.option("--url-only", is_flag=True, help="Print a download link instead, which needs no key.")
+@service_options
 def export_trace(session_id: str, output: Path | None, url_only: bool) -> None:
-    """Download the trace of a session, to look at in a trace viewer."""
+    """Download the trace of a session for a trace viewer."""
     if url_only and output:
         raise click.UsageError("Give either --output or --url-only.")
     click.echo("Preparing the trace ...", err=True)
-    client = rest()
+    client = rest_client()
     url = client.export_session_trace(session_id).result()
     if url_only:
         if as_json():
@@ -44,8 +44,8 @@ def export_trace(session_id: str, output: Path | None, url_only: bool) -> None:
 
     target = output or Path(f"{session_id}.pftrace".replace("/", "_").replace(":", "_"))
     if target.is_dir():
-        raise CommandFailed(f"{target} is a folder.", hint="Give the name of a file to --output.")
-    with counting("Downloading", quiet=as_json()) as show:
+        raise CommandFailed(f"{target} is a folder.", hint="Use --output with the name of a file.")
+    with progress_bar("Downloading", quiet=as_json()) as show:
         written = fetch_file(url, target, settings=client.holder.settings, progress=show)
     if as_json():
         show_json({"session_id": session_id, "destination": str(target), "size_bytes": written})

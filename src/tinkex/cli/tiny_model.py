@@ -1,4 +1,4 @@
-"""`tinkex tiny-model DIR`: a small random model that learns, for tests and first steps."""
+"""`tinkex tiny-model DIR`: write a small random model for tests."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from tinkex.cli.errors import CommandFailed, needs
+from tinkex.cli.errors import CommandFailed, missing_package
 
 
 @click.command("tiny-model")
@@ -16,23 +16,23 @@ from tinkex.cli.errors import CommandFailed, needs
     type=click.Choice(["qwen3", "llama"]),
     default="qwen3",
     show_default=True,
-    help="Shape and names of the checkpoint.",
+    help="Architecture.",
 )
-@click.option("--seed", default=0, show_default=True, help="Same seed, same weights.")
+@click.option("--seed", default=0, show_default=True, help="The same seed gives the same weights.")
 @click.option("--force", is_flag=True, help="Write into a folder that is not empty.")
 def command(folder: Path, arch: str, seed: int, force: bool) -> None:
     """Write a small random model with its tokenizer to DIR, in seconds.
 
-    It is learnable: a LoRA of rank 8 memorises a few lines of text within 60 steps.
+    It can be trained: a LoRA of rank 8 memorizes a few lines of text within 60 steps.
     """
     if folder.is_dir() and any(folder.iterdir()) and not force:
         raise CommandFailed(
-            f"{folder} is not empty.", hint="Name another folder, or add --force to write into it."
+            f"{folder} is not empty.", hint="Use another folder, or add --force to write into it."
         )
     try:
         from tinkex.engine.tiny_model import write_tiny_model
     except ModuleNotFoundError as error:
-        raise needs(error, "`tinkex tiny-model`", "engine") from error
+        raise missing_package(error, "`tinkex tiny-model`", "engine") from error
     write_tiny_model(folder, arch="llama" if arch == "llama" else "qwen3", seed=seed)
     size = sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
     click.echo(f"{folder}: a random {arch} model of {size / 1e6:.1f} MB, tokenizer included.")

@@ -1,4 +1,4 @@
-"""`tinkex version`: which release this is, and which protocol it speaks."""
+"""`tinkex version`: the version of tinkex and of the protocol."""
 
 import click
 
@@ -7,7 +7,7 @@ from tinkex.cli.output import as_json, show_json
 
 @click.command("version")
 def command() -> None:
-    """Which tinkex this is."""
+    """Show the version of tinkex."""
     from tinkex.client.settings import PROTOCOL_VERSION
     from tinkex.client.version import __version__
 

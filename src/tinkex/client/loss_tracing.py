@@ -11,7 +11,6 @@ import hashlib
 import inspect
 import json
 import math
-import re
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,6 +18,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 from tinkex.extras import needs
 from tinkex.wire.custom_loss import (
+    INPUT_NAME,
+    MAX_INPUTS,
+    METRIC_NAME,
     CustomLossGraph,
     CustomLossInput,
     CustomLossInputRank,
@@ -28,9 +30,6 @@ from tinkex.wire.custom_loss import (
 if TYPE_CHECKING:
     from torch import fx
 
-MAX_INPUTS = 16
-INPUT_NAME = re.compile(r"[a-z_][a-z0-9_]{0,63}")
-METRIC_NAME = re.compile(r"custom/[a-z0-9_./-]{1,64}:(sum|mean)")
 #: Functions of these modules become nodes, and so does `getattr`, which fx uses for `x.shape`.
 MODULES = frozenset({"torch", "math", "operator"})
 #: Methods that do not return a tensor, so the rest of the function could not be traced.

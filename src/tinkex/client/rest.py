@@ -38,7 +38,9 @@ from tinkex.wire.checkpoints import (
     WeightsInfoRequest,
     WeightsInfoResponse,
 )
-from tinkex.wire.runs import (
+from tinkex.wire.client_config import WhoamiResponse
+from tinkex.wire.sampling import GetSamplerResponse
+from tinkex.wire.sessions import (
     GetSessionResponse,
     ListSessionsResponse,
     SessionSearchCursor,
@@ -48,9 +50,7 @@ from tinkex.wire.runs import (
     TraceExportResponse,
     TrainingRun,
     TrainingRunsResponse,
-    WhoamiResponse,
 )
-from tinkex.wire.sampling import GetSamplerResponse
 
 log = logging.getLogger("tinkex.rest")
 

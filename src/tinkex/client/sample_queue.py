@@ -37,6 +37,7 @@ from tinkex.wire.codec import encode_json
 from tinkex.wire.futures import SamplingSessionFuturesTarget, UntypedAPIFuture
 from tinkex.wire.protobuf import decode_sample_response
 from tinkex.wire.sampling import (
+    CLONE_STRIDE,
     JoinSamplingSessionRequest,
     JoinSamplingSessionResponse,
     SampleRequest,

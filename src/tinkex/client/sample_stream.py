@@ -28,7 +28,7 @@ from tinkex.client.http.transport import Kind, Request, Response, StreamedRespon
 from tinkex.wire.codec import decode_json
 from tinkex.wire.errors import RequestErrorCategory
 from tinkex.wire.futures import UntypedAPIFuture
-from tinkex.wire.partial_sample import Growing, Reader, SampledTokens
+from tinkex.wire.partial_sample import PartialSample, PartialSampleReader, SampledTokens
 from tinkex.wire.sampling import SampleRequest, SampleResponse
 
 log = logging.getLogger("tinkex.streaming")
@@ -44,8 +44,8 @@ class PartialOutput:
     def __init__(self) -> None:
         # Reentrant: garbage collection may close a stream while this thread holds the lock.
         self._lock = threading.RLock()
-        self._partial = Growing()
-        self._reader = Reader(self._partial)
+        self._partial = PartialSample()
+        self._reader = PartialSampleReader(self._partial)
         self._changed: Promise[None] = Promise()
         self._ended = False
 
@@ -57,14 +57,14 @@ class PartialOutput:
     def take(self, sequence: int, tokens: list[int], logprobs: list[float]) -> None:
         with self._lock:
             known = self._partial.count(sequence)
-            if self._partial.take(sequence, tokens, logprobs, start=known):
+            if self._partial.add(sequence, tokens, logprobs, start=known):
                 self._notify()
 
     def complete(self, answer: SampleResponse) -> None:
         """Add the complete response; tokens that were streamed before are not repeated."""
         with self._lock:
             for index, sequence in enumerate(answer.sequences):
-                self._partial.take(index, sequence.tokens, sequence.logprobs, start=0)
+                self._partial.add(index, sequence.tokens, sequence.logprobs, start=0)
             self._notify()
 
     def end(self) -> None:
@@ -79,7 +79,7 @@ class PartialOutput:
     def updates(self) -> list[SampledTokens] | Promise[None]:
         """Unread tokens, or a promise of the next change; empty at the end."""
         with self._lock:
-            update = self._reader.news()
+            update = self._reader.read_new()
             return update if update or self._ended else self._changed
 
 

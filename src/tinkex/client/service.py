@@ -28,7 +28,7 @@ from tinkex.wire.checkpoints import (
     WeightsInfoResponse,
 )
 from tinkex.wire.custom_loss import CustomLossInputRank
-from tinkex.wire.runs import GetServerCapabilitiesResponse
+from tinkex.wire.sessions import GetServerCapabilitiesResponse
 from tinkex.wire.training import (
     AdamOptimizerConfig,
     CreateModelRequest,

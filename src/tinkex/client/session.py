@@ -40,8 +40,7 @@ from tinkex.client.observe import instrumentation
 from tinkex.client.observe.telemetry import Telemetry
 from tinkex.client.settings import LOCAL, PROTOCOL_VERSION, Settings
 from tinkex.wire.base import Payload
-from tinkex.wire.futures import UntypedAPIFuture
-from tinkex.wire.runs import (
+from tinkex.wire.client_config import (
     CreateSessionRequest,
     CreateSessionResponse,
     SessionHeartbeatRequest,

@@ -1,11 +1,11 @@
 """
-Checks that any Tinker server should pass, run over plain HTTP.
+Conformance checks for Tinker servers, over plain HTTP.
 
     tinkex conformance http://127.0.0.1:8000 --key tml-...
     TINKER_BASE_URL=http://127.0.0.1:8000 pytest --pyargs tinkex.conformance
 
-Each check is a function that names the requirement it is about and says in a sentence what is right.
-It needs the wire types and NumPy, no torch, and makes sessions, models and checkpoints of its own.
+Each check is a function with the requirements it covers and a sentence that says what is expected.
+The suite needs NumPy but not torch. It creates its own sessions, models and checkpoints.
 """
 
 from tinkex.conformance.raw_client import Remote

@@ -1,4 +1,4 @@
-"""Which server `pytest --pyargs tinkex.conformance` is about: the environment says, as for clients."""
+"""The server under test for `pytest --pyargs tinkex.conformance`, from the environment."""
 
 import os
 
@@ -11,7 +11,7 @@ from tinkex.conformance.raw_client import Remote
 def remote() -> Remote:
     url = os.environ.get("TINKER_BASE_URL")
     if not url:
-        pytest.skip("no server to test: set TINKER_BASE_URL, and TINKER_API_KEY if it has keys")
+        pytest.skip("no server to test: set TINKER_BASE_URL, and TINKER_API_KEY if it needs a key")
     return Remote(
         url,
         key=os.environ.get("TINKER_API_KEY") or "tml-conformance",

@@ -1,12 +1,12 @@
-"""Order and idempotency: steps by number, each once, whatever the network repeats or reorders."""
+"""Checks order and idempotency: steps run by number and once, even if requests repeat."""
 
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-from tinkex.conformance.raw_client import TEXTS, Answer, Failure, Remote, apart, batch
+from tinkex.conformance.raw_client import TEXTS, Answer, Failure, Remote, batch, max_difference
 from tinkex.conformance.registry import check, expect
 
-#: Longer than any answer takes that is not held, shorter than a poll is held.
+#: Longer than an immediate response takes, shorter than a long poll.
 HELD_S = 1.5
 PROMPT_ANSWER_S = 5.0
 SAME = 1e-4
@@ -14,7 +14,7 @@ SAME = 1e-4
 
 @check("S3")
 def steps_run_by_number_whatever_the_arrival(remote: Remote) -> str:
-    """Steps 4, 3, 2, then 1 are acknowledged at once and run as 1, 2, 3, 4."""
+    """Steps submitted as 4, 3, 2, 1 are acknowledged immediately and run as 1, 2, 3, 4."""
     data = batch()
     straight = remote.model()
     straight.backward(data[:2])
@@ -30,55 +30,57 @@ def steps_run_by_number_whatever_the_arrival(remote: Remote) -> str:
         shuffled.submit_pass(data[:2], number=1),
     ]
     refused = [str(answer) for answer in answers if answer.status != 200]
-    expect(not refused, f"out of order was refused: {refused[:1]}")
+    expect(not refused, f"a step out of order was refused: {refused[:1]}")
     slow = max(answer.seconds for answer in answers)
     expect(slow < PROMPT_ANSWER_S, f"an acknowledgement took {slow:.1f} s")
     for answer in answers:
-        remote.settled(remote.submitted(answer), "application/x-protobuf, application/json")
+        remote.wait_for(remote.request_id(answer), "application/x-protobuf, application/json")
     shuffled.next = 5
-    difference = apart(shuffled.logprobs(), straight.logprobs())
+    difference = max_difference(shuffled.logprobs(), straight.logprobs())
     expect(difference < SAME, f"logprobs differ by {difference:.3g} from those of steps in order")
     return f"acknowledged within {slow * 1000:.0f} ms; logprobs within {difference:.2g}"
 
 
 @check("S3")
 def a_repeated_step_runs_once(remote: Remote) -> str:
-    """The same number again answers the first request's id, and the gradient counts once."""
+    """Repeating a step number returns the id of the first request, and the gradient counts once."""
     data = batch()
     once = remote.model()
     once.backward(data)
     once.backward(data[:1])
     once.step(eps=1.0)
     twice = remote.model()
-    first = remote.submitted(twice.submit_pass(data, number=1))
-    again = remote.submitted(twice.submit_pass(data, number=1))
-    remote.passed(first)
-    late = remote.submitted(twice.submit_pass(data, number=1))
+    first = remote.request_id(twice.submit_pass(data, number=1))
+    again = remote.request_id(twice.submit_pass(data, number=1))
+    remote.pass_result(first)
+    late = remote.request_id(twice.submit_pass(data, number=1))
     expect(first == again == late, f"three ids for one step: {first}, {again}, {late}")
     twice.next = 2
     twice.backward(data[:1])
     twice.step(eps=1.0)
-    difference = apart(once.logprobs(), twice.logprobs())
+    difference = max_difference(once.logprobs(), twice.logprobs())
     expect(difference < SAME, f"logprobs differ by {difference:.3g}: it ran more than once")
     return f"one id; logprobs within {difference:.2g}"
 
 
 @check("S3", "wire 5.5")
 def repeated_creations_are_the_same_thing(remote: Remote) -> str:
-    """A model, a sampler or a sample asked for again with its number is the first one."""
+    """A model, sampler or sample requested again with the same number is the first one."""
     body = remote.model_body()
-    first, again = (remote.submitted(remote.post("create_model", body)) for _ in range(2))
+    first, again = (remote.request_id(remote.post("create_model", body)) for _ in range(2))
     expect(first == again, f"create_model again gave {again}, not {first}")
-    asked = remote.sampler_body(base_model=remote.base_model)
+    sampler_body = remote.sampler_body(base_model=remote.base_model)
     ids = [
-        remote.sound(remote.post("create_sampling_session", asked)).get("sampling_session_id")
+        remote.expect_ok(remote.post("create_sampling_session", sampler_body)).get(
+            "sampling_session_id"
+        )
         for _ in range(2)
     ]
     expect(ids[0] == ids[1], f"create_sampling_session again gave {ids}")
     sampler = remote.sampler(base_model=remote.base_model)
     sample = sampler.body(TEXTS[0], max_tokens=2)
     one, two = (remote.post("asample", sample) for _ in range(2))
-    expect(remote.submitted(one) == remote.submitted(two), f"asample again gave {two}")
+    expect(remote.request_id(one) == remote.request_id(two), f"asample again gave {two}")
     expect(
         one.json.get("sample_sequence_ids") == two.json.get("sample_sequence_ids"),
         "asample again gave other sequence ids",
@@ -99,37 +101,41 @@ def steps_are_numbered_from_one(remote: Remote) -> str:
 
 @check("S3")
 def a_step_after_a_failed_pass_fails_and_clears(remote: Remote) -> str:
-    """When a pass failed, the next optim_step fails as the user's; then training goes on."""
+    """After a failed pass the next optim_step fails as `user`; then training continues."""
     model = remote.model()
     before = model.logprobs()
     model.backward(batch())
-    failed = remote.passed(remote.submitted(model.submit_pass(batch(), "no_such_loss")))
+    failed = remote.pass_result(remote.request_id(model.submit_pass(batch(), "no_such_loss")))
     expect(isinstance(failed, Failure), "a pass with an unknown loss succeeded")
-    step = remote.result(remote.submitted(model.submit_step()))
+    step = remote.result(remote.request_id(model.submit_step()))
     expect(
         isinstance(step, Failure) and step.category == "user",
-        f"the optim_step behind a failed pass came to {step!r}",
+        f"the optim_step after a failed pass returned {step!r}",
     )
-    difference = apart(model.logprobs(), before)
-    expect(difference < SAME, f"the failed step moved logprobs by {difference:.3g}")
+    difference = max_difference(model.logprobs(), before)
+    expect(difference < SAME, f"the failed step changed logprobs by {difference:.3g}")
     model.train(1)
-    return "fails as user, changes nothing, and goes on"
+    return "fails as user, has no effect, and training continues"
 
 
 @check("S7")
 def a_poll_is_held_and_wakes(remote: Remote) -> str:
-    """A poll for work that waits is held, not answered at once, and ends when the result is there."""
+    """A poll for work that is waiting is held until the result is ready."""
     model = remote.model()
-    waits = remote.submitted(model.submit_pass(batch(), number=2, forward_only=True))
+    waits = remote.request_id(model.submit_pass(batch(), number=2, forward_only=True))
     with ThreadPoolExecutor(1) as pool:
         polled = pool.submit(remote.poll, waits, "application/x-protobuf")
         time.sleep(HELD_S)
         early = polled.result() if polled.done() else None
         released = time.monotonic()
-        remote.passed(remote.submitted(model.submit_pass(batch(), number=1, forward_only=True)))
+        remote.pass_result(
+            remote.request_id(model.submit_pass(batch(), number=1, forward_only=True))
+        )
         answer = polled.result()
         woke_s = time.monotonic() - released
-    expect(early is None, f"answered within {HELD_S} s, so clients poll in a busy loop: {early}")
-    expect(answer.status == 200, f"the held poll came to {answer}")
-    expect(woke_s < PROMPT_ANSWER_S, f"it took {woke_s:.1f} s to hear of the result")
+    expect(
+        early is None, f"answered within {HELD_S} s, so clients would poll in a busy loop: {early}"
+    )
+    expect(answer.status == 200, f"the held poll returned {answer}")
+    expect(woke_s < PROMPT_ANSWER_S, f"the poll returned {woke_s:.1f} s after the result was ready")
     return f"held; result {woke_s * 1000:.0f} ms after the work could run"

@@ -1,4 +1,4 @@
-"""A server under test, and a client that knows no more than the protocol and never retries."""
+"""A minimal client for the server under test, independent of the real client; it never retries."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ from tinkex.wire.training import (
 Floats = npt.NDArray[np.float32]
 
 SDK_VERSION = "0.36.0"
-#: The last release that read results as JSON only.
+#: The last release that reads results only as JSON.
 JSON_VERSION = "0.16.1"
 PASS_TYPES = {"Content-Type": PROTOBUF_TYPE}
-#: One answer; the official client waits 45 s for a poll.
+#: Timeout of one request, as in the official client.
 TIMEOUT_S = 45.0
 
-#: Ids of common tokens in every vocabulary; what they mean does not matter.
+#: Token ids that exist in every vocabulary; their meaning does not matter.
 TEXTS = [[20 + (7 * row + 3 * column) % 170 for column in range(12)] for row in range(4)]
 
 
 class Unexpected(Exception):
-    """An answer that leaves a check nothing to go on with."""
+    """A response with which a check cannot continue."""
 
 
 @dataclass(frozen=True)
@@ -73,14 +73,14 @@ class Answer:
 
 @dataclass(frozen=True)
 class Failure:
-    """A future that came to an error."""
+    """The error of a failed future."""
 
     error: str
     category: str
 
 
 class Remote:
-    """A Tinker server."""
+    """A Tinker server under test."""
 
     def __init__(
         self,
@@ -97,17 +97,19 @@ class Remote:
         self._sampler_numbers = itertools.count()
         self._model_numbers = itertools.count()
 
-    # Plain HTTP
+    # -- plain HTTP
 
     def post(self, path: str, body: Any, **headers: str) -> Answer:
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         named = {name.replace("_", "-"): value for name, value in headers.items()}
-        return self.ask("POST", path, data, {"Content-Type": JSON_TYPE, **named})
+        return self.request("POST", path, data, {"Content-Type": JSON_TYPE, **named})
 
     def get(self, path: str) -> Answer:
-        return self.ask("GET", path, None, {})
+        return self.request("GET", path, None, {})
 
-    def ask(self, method: str, path: str, body: bytes | None, headers: Mapping[str, str]) -> Answer:
+    def request(
+        self, method: str, path: str, body: bytes | None, headers: Mapping[str, str]
+    ) -> Answer:
         sent = {
             "X-API-Key": self.key,
             "User-Agent": f"AsyncTinker/Python {SDK_VERSION}",
@@ -125,16 +127,16 @@ class Remote:
             with error:
                 status, found, kind = error.code, error.read(), error.headers.get("Content-Type")
         except (OSError, http.client.HTTPException) as error:
-            raise Unexpected(f"{method} {path} was not answered: {error!r}") from error
+            raise Unexpected(f"{method} {path}: no response: {error!r}") from error
         return Answer(status, found, kind or "", time.monotonic() - began)
 
-    def sound(self, answer: Answer) -> Any:
-        """The JSON of a success."""
+    def expect_ok(self, answer: Answer) -> Any:
+        """The JSON body of a 200; `Unexpected` for any other status."""
         if answer.status != 200:
-            raise Unexpected(f"200 was expected: {answer}")
+            raise Unexpected(f"expected status 200: {answer}")
         return answer.json
 
-    # Sessions and models
+    # -- sessions and models
 
     @cached_property
     def session(self) -> str:
@@ -147,26 +149,26 @@ class Remote:
             "sdk_version": sdk_version,
             "type": "create_session",
         }
-        found = self.sound(self.post("create_session", body)).get("session_id")
+        found = self.expect_ok(self.post("create_session", body)).get("session_id")
         if not isinstance(found, str):
-            raise Unexpected(f"create_session answered session_id {found!r}")
+            raise Unexpected(f"create_session returned session_id {found!r}")
         return found
 
     @cached_property
     def base_model(self) -> str:
-        """The base model that is asked for, else the first the server says it serves."""
+        """The given base model, or the first trainable one that the server lists."""
         if self._base_model is not None:
             return self._base_model
-        for model in self.served:
+        for model in self.served_models:
             if model.get("trainable", True) and model.get("model_name"):
                 return str(model["model_name"])
-        raise Unexpected("get_server_capabilities names no model; say which one to use")
+        raise Unexpected("get_server_capabilities lists no model; name one")
 
     @cached_property
-    def served(self) -> list[dict[str, Any]]:
-        found = self.sound(self.get("get_server_capabilities")).get("supported_models")
+    def served_models(self) -> list[dict[str, Any]]:
+        found = self.expect_ok(self.get("get_server_capabilities")).get("supported_models")
         if not isinstance(found, list):
-            raise Unexpected(f"get_server_capabilities answered supported_models {found!r}")
+            raise Unexpected(f"get_server_capabilities returned supported_models {found!r}")
         return found
 
     def model_body(self, session: str | None = None, **lora: Any) -> dict[str, Any]:
@@ -178,31 +180,31 @@ class Remote:
             "type": "create_model",
         }
 
-    def model(self, session: str | None = None, **lora: Any) -> Trainee:
-        """A new model whose creation has finished."""
-        return self.made(self.post("create_model", self.model_body(session, **lora)))
+    def model(self, session: str | None = None, **lora: Any) -> TrainingModel:
+        """Create a model and wait until it is ready."""
+        return self.created_model(self.post("create_model", self.model_body(session, **lora)))
 
-    def made(self, answer: Answer) -> Trainee:
-        result = self.result(self.submitted(answer))
+    def created_model(self, answer: Answer) -> TrainingModel:
+        result = self.result(self.request_id(answer))
         if not isinstance(result, dict) or not isinstance(result.get("model_id"), str):
-            raise Unexpected(f"create_model came to {result!r}")
-        return Trainee(self, result["model_id"])
+            raise Unexpected(f"create_model returned {result!r}")
+        return TrainingModel(self, result["model_id"])
 
-    # Futures
+    # -- futures
 
-    def submitted(self, answer: Answer) -> str:
-        """The id of the request that was accepted."""
-        request_id = self.sound(answer).get("request_id")
+    def request_id(self, answer: Answer) -> str:
+        """The request id in the response to a submission."""
+        request_id = self.expect_ok(answer).get("request_id")
         if not isinstance(request_id, str):
-            raise Unexpected(f"a submission was answered with request_id {request_id!r}")
+            raise Unexpected(f"a submission returned request_id {request_id!r}")
         return request_id
 
     def poll(self, request_id: str, accept: str = JSON_TYPE) -> Answer:
         body = {"request_id": request_id, "allow_metadata_only": False}
         return self.post("retrieve_future", body, Accept=accept)
 
-    def settled(self, request_id: str, accept: str = JSON_TYPE, within_s: float = 180.0) -> Answer:
-        """The answer a future comes to."""
+    def wait_for(self, request_id: str, accept: str = JSON_TYPE, within_s: float = 180.0) -> Answer:
+        """Poll a future until it has a result."""
         deadline = time.monotonic() + within_s
         while time.monotonic() < deadline:
             answer = self.poll(request_id, accept)
@@ -215,37 +217,37 @@ class Remote:
                 if answer.status != 200:
                     raise Unexpected(f"retrieve_future: {answer}")
                 return answer
-        raise Unexpected(f"a future did not come to an end within {within_s:.0f} s")
+        raise Unexpected(f"a future did not finish within {within_s:.0f} s")
 
     def result(self, request_id: str) -> dict[str, Any] | Failure:
-        """The JSON a future comes to."""
-        return _json_result(self.settled(request_id))
+        """The JSON result of a future."""
+        return _json_result(self.wait_for(request_id))
 
-    def passed(self, request_id: str) -> ForwardBackwardOutput | Failure:
-        answer = self.settled(request_id, PROTOBUF_TYPE)
+    def pass_result(self, request_id: str) -> ForwardBackwardOutput | Failure:
+        answer = self.wait_for(request_id, PROTOBUF_TYPE)
         if not answer.is_protobuf:
             found = _json_result(answer)
             if isinstance(found, Failure):
                 return found
-            raise Unexpected(f"protobuf was asked for, and JSON came: {answer}")
+            raise Unexpected(f"protobuf was requested, but the response is JSON: {answer}")
         try:
             return decode_forward_backward_output(answer.body)
         except WireError as error:
             raise Unexpected(f"not a ForwardBackwardOutput: {error}") from error
 
-    def sampled(self, request_id: str) -> SampleResponse | Failure:
-        answer = self.settled(request_id, PROTOBUF_TYPE)
+    def sample_result(self, request_id: str) -> SampleResponse | Failure:
+        answer = self.wait_for(request_id, PROTOBUF_TYPE)
         if not answer.is_protobuf:
             found = _json_result(answer)
             if isinstance(found, Failure):
                 return found
-            raise Unexpected(f"protobuf was asked for, and JSON came: {answer}")
+            raise Unexpected(f"protobuf was requested, but the response is JSON: {answer}")
         try:
             return decode_sample_response(answer.body)
         except WireError as error:
             raise Unexpected(f"not a SampleResponse: {error}") from error
 
-    # Samplers
+    # -- samplers
 
     def sampler_body(self, **source: str) -> dict[str, Any]:
         return {
@@ -258,7 +260,7 @@ class Remote:
     def sampler(self, **source: str) -> Sampler:
         """A sampler of `base_model`, or of `model_path`."""
         answer = self.post("create_sampling_session", self.sampler_body(**source))
-        return Sampler(self, str(self.sound(answer).get("sampling_session_id")))
+        return Sampler(self, str(self.expect_ok(answer).get("sampling_session_id")))
 
     def next_sampler_number(self) -> int:
         return next(self._sampler_numbers)
@@ -267,7 +269,7 @@ class Remote:
 def _json_result(answer: Answer) -> dict[str, Any] | Failure:
     found = answer.json
     if not isinstance(found, dict):
-        raise Unexpected(f"a result that is no object: {answer}")
+        raise Unexpected(f"a result that is not an object: {answer}")
     if "error" in found:
         return Failure(str(found["error"]), str(found.get("category")))
     return found
@@ -287,8 +289,8 @@ def batch(texts: Sequence[Sequence[int]] = TEXTS, weight: float = 1.0) -> list[D
     return [datum(tokens, weight) for tokens in texts]
 
 
-class Trainee:
-    """A model under training, its steps numbered from 1."""
+class TrainingModel:
+    """A model to train; its steps are numbered from 1."""
 
     def __init__(self, remote: Remote, model_id: str) -> None:
         self.remote = remote
@@ -333,13 +335,13 @@ class Trainee:
         return self._output(self.submit_pass(data, forward_only=True))
 
     def _output(self, answer: Answer) -> ForwardBackwardOutput:
-        output = self.remote.passed(self.remote.submitted(answer))
+        output = self.remote.pass_result(self.remote.request_id(answer))
         if isinstance(output, Failure):
             raise Unexpected(f"a pass failed: {output}")
         return output
 
     def step(self, **params: float) -> None:
-        result = self.remote.result(self.remote.submitted(self.submit_step(None, **params)))
+        result = self.remote.result(self.remote.request_id(self.submit_step(None, **params)))
         if isinstance(result, Failure):
             raise Unexpected(f"optim_step failed: {result}")
 
@@ -349,12 +351,12 @@ class Trainee:
             self.step()
 
     def logprobs(self, texts: Sequence[Sequence[int]] = TEXTS) -> Floats:
-        """What the model thinks of each target now."""
-        return joined(self.forward(batch(texts)))
+        """The current logprob of each target."""
+        return all_logprobs(self.forward(batch(texts)))
 
     def save(self, route: str, **fields: Any) -> dict[str, Any]:
         body = {"model_id": self.model_id, "seq_id": self.number(), "type": route, **fields}
-        result = self.remote.result(self.remote.submitted(self.remote.post(route, body)))
+        result = self.remote.result(self.remote.request_id(self.remote.post(route, body)))
         if isinstance(result, Failure):
             raise Unexpected(f"{route} failed: {result}")
         return result
@@ -363,11 +365,11 @@ class Trainee:
         return str(self.save("save_weights", path=name).get("path"))
 
     def sampler(self) -> Sampler:
-        """A sampler of the weights as they are now."""
+        """A sampler of the current weights."""
         number = self.remote.next_sampler_number()
         result = self.save("save_weights_for_sampler", sampling_session_seq_id=number)
         if not isinstance(result.get("sampling_session_id"), str):
-            raise Unexpected(f"an unnamed sampler save came to {result!r}")
+            raise Unexpected(f"an unnamed sampler save returned {result!r}")
         return Sampler(self.remote, result["sampling_session_id"])
 
     def load(self, path: str, *, optimizer: bool = False) -> dict[str, Any] | Failure:
@@ -378,7 +380,7 @@ class Trainee:
             "optimizer": optimizer,
             "type": "load_weights",
         }
-        return self.remote.result(self.remote.submitted(self.remote.post("load_weights", body)))
+        return self.remote.result(self.remote.request_id(self.remote.post("load_weights", body)))
 
 
 class Sampler:
@@ -392,10 +394,10 @@ class Sampler:
     def body(
         self, prompt: Sequence[int], *, samples: int = 1, number: int | None = None, **rest: Any
     ) -> dict[str, Any]:
-        """A request; what is not about sampling parameters goes beside them."""
+        """An `asample` body; `prompt*` and `topk*` are top-level, the rest is `sampling_params`."""
         if number is None:
             number, self.next = self.next, self.next + 1
-        beside = {
+        top_level = {
             name: rest.pop(name) for name in list(rest) if name.startswith(("prompt", "topk"))
         }
         return {
@@ -406,34 +408,34 @@ class Sampler:
             "sampling_params": {"max_tokens": 8, "temperature": 1.0, **rest},
             "prompt_logprobs": False,
             "type": "sample",
-            **beside,
+            **top_level,
         }
 
-    def ask(self, prompt: Sequence[int], **rest: Any) -> SampleResponse | Failure:
+    def try_sample(self, prompt: Sequence[int], **rest: Any) -> SampleResponse | Failure:
         answer = self.remote.post("asample", self.body(prompt, **rest))
-        return self.remote.sampled(self.remote.submitted(answer))
+        return self.remote.sample_result(self.remote.request_id(answer))
 
     def sample(self, prompt: Sequence[int], **rest: Any) -> SampleResponse:
-        found = self.ask(prompt, **rest)
+        found = self.try_sample(prompt, **rest)
         if isinstance(found, Failure):
             raise Unexpected(f"a sample failed: {found}")
         return found
 
     def prompt_logprobs(self, prompt: Sequence[int]) -> Floats:
-        """One for each token of the prompt; the first is nothing."""
+        """One for each token of the prompt; the first is NaN."""
         found = self.sample(prompt, max_tokens=1, prompt_logprobs=True).prompt_logprobs_np
         if found is None:
-            raise Unexpected("prompt logprobs were asked for, and none came")
+            raise Unexpected("prompt logprobs were requested but not returned")
         return found
 
 
-def joined(output: ForwardBackwardOutput) -> Floats:
+def all_logprobs(output: ForwardBackwardOutput) -> Floats:
     parts = [out["logprobs"].to_numpy().ravel() for out in output.loss_fn_outputs]
     return np.concatenate(parts).astype(np.float32)
 
 
-def apart(first: Floats, second: Floats) -> float:
-    """The largest difference; infinite when there is nothing to compare."""
+def max_difference(first: Floats, second: Floats) -> float:
+    """The largest difference; infinite if there is nothing to compare."""
     if first.shape != second.shape or first.size == 0:
         return float("inf")
     return float(np.abs(first.astype(np.float64) - second).max())

@@ -1,4 +1,4 @@
-"""The table of checks, and running it."""
+"""The registry of checks, and a function that runs them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from tinkex.conformance.raw_client import Remote, Unexpected
 
-#: Where checks are, in the order in which they run.
-THEMES = ("protocol", "ordering", "sums", "snapshots", "sampling", "refusals")
+#: Modules with checks, in the order in which they run.
+THEMES = ("protocol", "ordering", "loss_sums", "snapshots", "sampling", "refusals")
 
 CheckFunction = Callable[[Remote], str]
 
@@ -23,22 +23,22 @@ class Verdict(enum.StrEnum):
 
 
 class Failed(AssertionError):
-    """The server does something else than it should; the text is what was seen."""
+    """The server does not do what is expected; the message says what was observed."""
 
 
 class Skipped(Exception):
-    """Nothing can be said about this server; the text is why."""
+    """The check does not apply to this server; the message says why."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """One thing a server should do."""
+    """One expected behavior of a server."""
 
     name: str
     theme: str
-    #: Rows of the requirements, as "S3".
+    #: Ids of requirements, such as "S3".
     requirements: tuple[str, ...]
-    #: What is right.
+    #: What is expected.
     sentence: str
     function: CheckFunction
 
@@ -47,7 +47,7 @@ class Check:
 class Outcome:
     check: Check
     verdict: Verdict
-    #: What the server did.
+    #: What was observed.
     seen: str
     seconds: float
 
@@ -67,16 +67,16 @@ class Report:
         return self.count(Verdict.FAIL) == 0
 
 
-_found: dict[str, Check] = {}
+_registered: dict[str, Check] = {}
 
 
 def check(*requirements: str) -> Callable[[CheckFunction], CheckFunction]:
-    """Puts a function into the table; its first line of documentation is the sentence."""
+    """Register a function; the first line of its docstring is the sentence."""
 
-    def put(function: CheckFunction) -> CheckFunction:
+    def register(function: CheckFunction) -> CheckFunction:
         name = function.__name__
-        assert name not in _found, name
-        _found[name] = Check(
+        assert name not in _registered, name
+        _registered[name] = Check(
             name=name,
             theme=function.__module__.rpartition(".")[2],
             requirements=requirements,
@@ -85,23 +85,23 @@ def check(*requirements: str) -> Callable[[CheckFunction], CheckFunction]:
         )
         return function
 
-    return put
+    return register
 
 
-def expect(true: object, seen: str) -> None:
-    """Fails the check with what was seen."""
-    if not true:
+def expect(condition: object, seen: str) -> None:
+    """Fail the check with `seen` unless the condition holds."""
+    if not condition:
         raise Failed(seen)
 
 
 def all_checks() -> dict[str, Check]:
     for theme in THEMES:
         importlib.import_module(f"tinkex.conformance.{theme}")
-    return dict(_found)
+    return dict(_registered)
 
 
 class _Checks:
-    """The table, read when somebody looks."""
+    """A view of all checks; imports their modules on first use."""
 
     def __iter__(self) -> Iterator[Check]:
         return iter(all_checks().values())
@@ -116,30 +116,30 @@ class _Checks:
 CHECKS = _Checks()
 
 
-def judge(one: Check, remote: Remote) -> Outcome:
-    """What one check says about a server."""
+def run_check(check: Check, remote: Remote) -> Outcome:
+    """Run one check against a server."""
     began = time.monotonic()
     try:
-        verdict, seen = Verdict.PASS, one.function(remote)
+        verdict, seen = Verdict.PASS, check.function(remote)
     except (Failed, Unexpected) as failure:
         verdict, seen = Verdict.FAIL, str(failure)
     except Skipped as reason:
         verdict, seen = Verdict.SKIP, str(reason)
-    return Outcome(check=one, verdict=verdict, seen=seen, seconds=time.monotonic() - began)
+    return Outcome(check=check, verdict=verdict, seen=seen, seconds=time.monotonic() - began)
 
 
 def run(
     remote: Remote,
     *,
     only: Collection[str] | None = None,
-    told: Callable[[Outcome], None] | None = None,
+    on_outcome: Callable[[Outcome], None] | None = None,
 ) -> Report:
-    """Run the checks (those named, or about a named requirement) one after another."""
+    """Run all checks, or those in `only` (names of checks or requirements), one after another."""
     outcomes = []
     for one in CHECKS:
         if only is None or one.name in only or set(one.requirements) & set(only):
-            outcome = judge(one, remote)
+            outcome = run_check(one, remote)
             outcomes.append(outcome)
-            if told is not None:
-                told(outcome)
+            if on_outcome is not None:
+                on_outcome(outcome)
     return Report(outcomes=tuple(outcomes))

@@ -1,4 +1,4 @@
-"""The table of checks as tests, for those who have pytest around."""
+"""The conformance checks as pytest tests."""
 
 import pytest
 

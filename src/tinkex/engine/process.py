@@ -27,7 +27,7 @@ log = logging.getLogger("tinkex.engine.process")
 
 def _begin_log() -> None:
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(ScrubbedFormatter("%(asctime)s engine %(message)s"))
+    handler.setFormatter(RedactingFormatter("%(asctime)s engine %(message)s"))
     logging.basicConfig(handlers=[handler], level=logging.INFO)
 
 

@@ -461,7 +461,7 @@ class _Engine:
         try:
             while True:
                 try:
-                    head = await reader.readexactly(engine_protocol.LENGTH.size)
+                    head = await reader.readexactly(engine_protocol.LENGTH_PREFIX.size)
                     body = await reader.readexactly(engine_protocol.body_length(head))
                 except (asyncio.IncompleteReadError, ConnectionError):
                     return
@@ -521,9 +521,9 @@ class _Engine:
 
 
 def _failure(failed: frames_pb2.Failed) -> Exception:
-    if failed.category == engine_protocol.MUDDLED:
+    if failed.category == engine_protocol.SHARED_FAILURE:
         return WorkMuddled(failed.message)
-    if failed.category == engine_protocol.MISSING:
+    if failed.category == engine_protocol.MODEL_MISSING:
         return ModelMissing(failed.message)
     return WorkFailed(failed.category, failed.message)
 
@@ -539,7 +539,7 @@ async def _ended(process: asyncio.subprocess.Process) -> str:
     status = process.returncode or 0
     if status == -signal.SIGKILL:
         return " (SIGKILL: somebody ended it, or the system for want of memory; its log says which)"
-    if status == engine_protocol.GAVE_OUT:
+    if status == engine_protocol.DEVICE_LOST_STATUS:
         return " (it gave its device up, which is broken or out of memory; its log says which)"
     if status < 0:
         return f" ({signal.Signals(-status).name})"

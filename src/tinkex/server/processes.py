@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tinkex.wire.redaction import ScrubbedFormatter
+from tinkex.wire.redaction import RedactingFormatter
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,7 +53,7 @@ FORMAT = "%(asctime)s %(name)s %(message)s"
 def begin() -> None:
     """What every logger of this process writes from now on."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(ScrubbedFormatter(FORMAT))
+    handler.setFormatter(RedactingFormatter(FORMAT))
     logging.basicConfig(handlers=[handler], level=logging.INFO)
     # It tells of its own parts each time it is loaded; what it does to the database is ours to say.
     logging.getLogger("alembic").setLevel(logging.WARNING)

@@ -1,5 +1,5 @@
 """
-For tests of programs that use tinkex: a service without network, model or server.
+A fake Tinker service for tests of programs that use tinkex: no network, model or server.
 
     from tinkex.testing import FakeService
 
@@ -9,9 +9,9 @@ For tests of programs that use tinkex: a service without network, model or serve
         training.forward_backward(data, "cross_entropy").result()
     assert [r.endpoint for r in fake.requests][-1] == "sessions/s-1/finish"
 
-The fake stands where the network begins: everything above it, from encoding to ordering, retries
-and futures, is the real client. It keeps the protocol's promises (steps run by number and once,
-results stay readable) and has a toy for a model: each `optim_step` makes every token likelier.
+The fake replaces the transport: encoding, ordering, retries and futures are the real client's. It
+follows the protocol (steps run once and in the order of their numbers, results can be fetched
+again). Its model is a toy: each `optim_step` makes every token more likely.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ["Answer", "FakeService", "Hold", "Loopback", "Lost", "Seen", "write_t
 def write_tiny_model(
     folder: str | Path, arch: Literal["qwen3", "llama"] = "qwen3", seed: int = 0
 ) -> Path:
-    """A small random model that learns in seconds, for `tinkex serve`. Needs the extra `engine`."""
+    """Write a small random model that can be trained in seconds. Needs the extra `engine`."""
     from tinkex.engine.tiny_model import write_tiny_model as write
 
     return write(Path(folder), arch=arch, seed=seed)

@@ -1,4 +1,4 @@
-"""The fake itself: a Tinker service in memory."""
+"""`FakeService`: a Tinker service in memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from urllib.parse import unquote
 
 from tinkex.client.http.transport import Transport
 from tinkex.testing.fake_steps import STEPS, Result
-from tinkex.testing.fake_store import Model, Shelf
+from tinkex.testing.fake_store import FakeStore, Model
 from tinkex.testing.fake_transport import MAX_BODY_BYTES, FakeTransport, Loopback
 from tinkex.testing.faults import Answer, Hold, Lost, Seen
 from tinkex.testing.toy_model import toy_sample
@@ -22,24 +22,23 @@ from tinkex.wire.codec import JSON_TYPE, PROTOBUF_TYPE, decode_json, decompress,
 from tinkex.wire.errors import UserFailure, WireError
 from tinkex.wire.futures import FutureRetrieveRequest, FuturesRetrieveRequest
 from tinkex.wire.protobuf import encode_sample_response
-from tinkex.wire.runs import CreateSessionRequest
 from tinkex.wire.sampling import (
+    CLONE_STRIDE,
     CreateSamplingSessionRequest,
     JoinSamplingSessionRequest,
     SampleRequest,
 )
 from tinkex.wire.sdk_versions import wants_protobuf
+from tinkex.wire.sessions import CreateSessionRequest
 from tinkex.wire.training import CreateModelRequest, UnloadModelRequest
 
 if TYPE_CHECKING:
     from tinkex.client.service import ServiceClient
     from tinkex.client.settings import Settings
 
-#: What a server refuses is refused here too.
+#: The limits of the real server.
 MAX_RANK = 512
-MOST_SAMPLES = 1024
-#: Clones of a sampling client number their samples from multiples of this.
-CLONE_STRIDE = 10**9
+MAX_SAMPLES = 1024
 
 
 class FakeService:
@@ -55,24 +54,24 @@ class FakeService:
         sample_s: float = 0.0,
     ) -> None:
         self.base_models = base_models
-        #: Everything that arrived, in order of arrival.
+        #: All requests, in order of arrival.
         self.requests: list[Seen] = []
-        #: What the models ran, in the order they ran it: (model_id, seq_id, kind).
+        #: The steps that ran, in order: (model_id, seq_id, kind).
         self.ran: list[tuple[str, int, str]] = []
-        #: Requests that clients took back.
+        #: Ids of requests that clients cancelled.
         self.cancelled: list[str] = []
         self._config = dict(config or {})
         self._dynamic_config = dict(dynamic_config or {})
         self._hold_s = hold_s
-        #: A sample that is not streamed takes this long.
+        #: Duration of a sample that is not streamed.
         self._sample_s = sample_s
         self._ids = itertools.count(1)
-        self._shelf = Shelf()
+        self._store = FakeStore()
         self._by_number: dict[tuple[str, int], dict[str, Any]] = {}
         self._kinds: dict[tuple[str, int], str] = {}
         self._results: dict[str, Result | UserFailure] = {}
         self._ready: dict[str, asyncio.Event] = {}
-        #: The ids of finished samples by sampling session and clone, and who waits for more.
+        #: Ids of finished samples by sampling session and clone, and an event for new ones.
         self._finished: dict[tuple[str, int], list[str]] = defaultdict(list)
         self._more: dict[tuple[str, int], asyncio.Event] = defaultdict(asyncio.Event)
         self._clones = itertools.count(1)
@@ -80,19 +79,19 @@ class FakeService:
         self._holds: dict[str, Hold] = {}
 
     def client(self, **settings: Any) -> ServiceClient:
-        """A client of this service; takes what `ServiceClient` takes."""
+        """A client of this service; takes the arguments of `ServiceClient`."""
         from tinkex.client.service import ServiceClient
 
         settings = {"base_url": "http://fake.invalid", "api_key": "tml-fake", **settings}
         return ServiceClient(**settings, _make_transport=self.transport)
 
     def transport(self, base_url: str, settings: Settings | None = None) -> Transport:
-        """The network, as a client sees it."""
+        """A transport that sends requests to this service."""
         return FakeTransport(self)
 
     def serve(self) -> Loopback:
         """
-        The same service on a real socket of this machine, for programs in other processes.
+        Serve this fake on a local socket, for programs in other processes.
 
             with fake.serve() as running:
                 subprocess.run([...], env={"TINKER_BASE_URL": running.url, ...})
@@ -101,14 +100,14 @@ class FakeService:
 
     def script(self, endpoint: str, *answers: Answer | Lost) -> None:
         """
-        What the next requests to an endpoint meet, in this order, before normal work goes on.
+        Set responses or connection failures for the next requests to an endpoint, in this order.
 
-        An endpoint is what follows `/api/v1/`, without the query: "asample", "sessions/ID".
+        An endpoint is the path after `/api/v1/`, without the query: "asample", "sessions/ID".
         """
         self._scripts[endpoint] += answers
 
     def hold(self, endpoint: str) -> Hold:
-        """Make requests to an endpoint wait until the hold is released."""
+        """Make requests to an endpoint wait until `release()` is called on the result."""
         hold = self._holds[endpoint] = Hold()
         return hold
 
@@ -117,13 +116,13 @@ class FakeService:
     async def answer(
         self, method: str, endpoint: str, headers: Mapping[str, str], body: bytes
     ) -> tuple[int, Mapping[str, str], bytes]:
-        """Status, headers and body for one request. Raises `Unreachable` where that is scripted."""
+        """Status, headers and body for one request; `Unreachable` if the script says so."""
         headers = {name.lower(): value for name, value in headers.items()}
         self.requests.append(Seen(method, endpoint, headers, body))
-        place = endpoint.partition("?")[0]
-        if hold := self._holds.get(place):
+        path = endpoint.partition("?")[0]
+        if hold := self._holds.get(path):
             await hold.wait()
-        script = self._scripts[place]
+        script = self._scripts[path]
         fault = script.pop(0) if script else None
         if isinstance(fault, Lost) and not fault.after:
             raise fault.error()
@@ -158,9 +157,9 @@ class FakeService:
         first, _, rest = endpoint.partition("?")[0].partition("/")
         match method, first:
             case "GET", "training_runs" | "checkpoints":
-                return self._shelf.lists(first, unquote(rest))
+                return self._store.lists(first, unquote(rest))
             case "POST" | "PUT" | "DELETE", "training_runs":
-                self._shelf.change(method, unquote(rest), body)
+                self._store.change(method, unquote(rest), body)
                 return {}
             case "GET", "healthz":
                 return {"status": "ok"}
@@ -168,7 +167,7 @@ class FakeService:
                 models = [{"model_name": name} for name in self.base_models]
                 return {"supported_models": models}
             case "GET", "samplers":
-                return self._shelf.samplers[unquote(rest)]
+                return self._store.samplers[unquote(rest)]
             case "POST", "client":
                 return self._config if rest == "config" else self._dynamic_config
             case "POST", "create_session":
@@ -181,12 +180,12 @@ class FakeService:
                 return {}
             case "POST", "get_info":
                 model_id = json.loads(body)["model_id"]
-                model = self._shelf.models[model_id]
+                model = self._store.models[model_id]
                 data = {"arch": "fake", "model_name": model.base_model}
                 return {"model_id": model_id, "model_data": data, "lora_rank": model.rank}
             case "POST", "weights_info":
                 path = decode_json(WeightsInfoRequest, body).tinker_path
-                saved = self._shelf.checkpoints[path]
+                saved = self._store.checkpoints[path]
                 return {
                     "base_model": saved.base_model,
                     "is_lora": True,
@@ -195,11 +194,11 @@ class FakeService:
             case "POST", "create_sampling_session":
                 opened = decode_json(CreateSamplingSessionRequest, body)
                 number = opened.sampling_session_seq_id
-                return self._shelf.open_sampler(
+                return self._store.open_sampler(
                     f"{opened.session_id}:sample:{number}", opened.base_model, opened.model_path
                 )
             case "POST", "join_sampling_session":
-                self._shelf.samplers[
+                self._store.samplers[
                     decode_json(JoinSamplingSessionRequest, body).sampling_session_id
                 ]
                 return {"client_counter": next(self._clones)}
@@ -212,17 +211,17 @@ class FakeService:
             case "POST", _ if first in STEPS:
                 return self._step(first, headers, body)
         raise KeyError(
-            f"endpoint {method} {endpoint} in the fake service: script() an answer to it"
+            f"endpoint {method} {endpoint} in the fake service: use script() to set a response"
         )
 
-    # -- promises --------------------------------------------------------------------------------
+    # -- futures ---------------------------------------------------------------------------------
 
-    def _promise(self) -> str:
+    def _new_future(self) -> str:
         request_id = f"r-{next(self._ids)}"
         self._ready[request_id] = asyncio.Event()
         return request_id
 
-    def _keep(self, request_id: str, result: Result | UserFailure) -> None:
+    def _resolve(self, request_id: str, result: Result | UserFailure) -> None:
         self._results[request_id] = result
         self._ready[request_id].set()
 
@@ -244,18 +243,18 @@ class FakeService:
         return 200, JSON_TYPE, _body(plain)
 
     async def _events(self, body: bytes) -> dict[str, Any]:
-        """Which samples of one client have finished since its last question."""
-        asked = decode_json(FuturesRetrieveRequest, body)
-        target = (asked.target.sampling_session_id, asked.target.cloned_sampler_id)
-        self._shelf.samplers[target[0]]
+        """Samples of one client that finished since its last poll."""
+        request = decode_json(FuturesRetrieveRequest, body)
+        target = (request.target.sampling_session_id, request.target.cloned_sampler_id)
+        self._store.samplers[target[0]]
         finished = self._finished[target]
-        if len(finished) <= asked.prev_cursor:
+        if len(finished) <= request.prev_cursor:
             self._more[target].clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._hold_s):
                     await self._more[target].wait()
         return {
-            "completions": [self._event(each) for each in finished[asked.prev_cursor :]],
+            "completions": [self._event(each) for each in finished[request.prev_cursor :]],
             "cursor": len(finished),
         }
 
@@ -279,32 +278,32 @@ class FakeService:
         if request.lora_config is None:
             raise UserFailure('create_model needs a "lora_config", such as {"rank": 32}.')
         rank = request.lora_config.rank
-        request_id = self._promise()
+        request_id = self._new_future()
         accepted = self._by_number[model_id, 0] = {"request_id": request_id, "model_id": model_id}
         if request.base_model not in self.base_models:
             names = ", ".join(self.base_models)
             failure = UserFailure(f"no base model {request.base_model!r}; there is: {names}")
-            self._keep(request_id, failure)
+            self._resolve(request_id, failure)
         elif not 1 <= rank <= MAX_RANK:
             failure = UserFailure(f"lora_config.rank is {rank}; ranks go from 1 to {MAX_RANK}.")
-            self._keep(request_id, failure)
+            self._resolve(request_id, failure)
         else:
-            self._shelf.models[model_id] = Model(request.base_model, rank)
-            self._keep(request_id, ({"model_id": model_id}, None))
+            self._store.models[model_id] = Model(request.base_model, rank)
+            self._resolve(request_id, ({"model_id": model_id}, None))
         return accepted
 
     def _unload(self, request: UnloadModelRequest) -> dict[str, Any]:
-        del self._shelf.models[request.model_id]
-        request_id = self._promise()
-        self._keep(request_id, ({"model_id": request.model_id}, None))
+        del self._store.models[request.model_id]
+        request_id = self._new_future()
+        self._resolve(request_id, ({"model_id": request.model_id}, None))
         return {"request_id": request_id}
 
     def _step(self, kind: str, headers: Mapping[str, str], body: bytes) -> dict[str, Any]:
-        """Accept a step at once, and run all steps whose turn has come."""
-        model_id, number, name, run = STEPS[kind](self._shelf, headers, body)
-        model = self._shelf.models[model_id]
+        """Accept a step, and run all steps whose predecessors have run."""
+        model_id, number, name, run = STEPS[kind](self._store, headers, body)
+        model = self._store.models[model_id]
         if not number or number < 1:
-            raise WireError(f"seq_id: steps are numbered from 1, not {number}.")
+            raise WireError(f"seq_id: must be 1 or greater, not {number}.")
         first = self._kinds.setdefault((model_id, number), name)
         if first != name:
             raise WireError(
@@ -313,20 +312,20 @@ class FakeService:
             )
         if (known := self._by_number.get((model_id, number))) is not None:
             return known
-        request_id = self._promise()
+        request_id = self._new_future()
         accepted = self._by_number[model_id, number] = {"request_id": request_id}
 
-        def run_and_keep() -> None:
+        def run_and_resolve() -> None:
             self.ran.append((model_id, number, name))
             try:
-                self._keep(request_id, run(model))
+                self._resolve(request_id, run(model))
             except UserFailure as failure:
-                self._keep(request_id, failure)
+                self._resolve(request_id, failure)
 
-        model.waiting[number] = run_and_keep
-        while (turn := model.waiting.pop(model.next, None)) is not None:
+        model.waiting[number] = run_and_resolve
+        while (step := model.waiting.pop(model.next, None)) is not None:
             model.next += 1
-            turn()
+            step()
         return accepted
 
     # -- sampling --------------------------------------------------------------------------------
@@ -335,56 +334,56 @@ class FakeService:
         sampler_id, number = request.sampling_session_id or "", request.seq_id or 0
         path = request.model_path
         if sampler_id:
-            path = self._shelf.samplers[sampler_id]["model_path"]
+            path = self._store.samplers[sampler_id]["model_path"]
             if (known := self._by_number.get((sampler_id, number))) is not None:
                 return known
         elif path is None and request.base_model not in self.base_models:
             raise KeyError(f"base model {request.base_model!r}")
-        if not 1 <= request.num_samples <= MOST_SAMPLES:
+        if not 1 <= request.num_samples <= MAX_SAMPLES:
             raise WireError.at(
                 ("num_samples",),
-                f"{request.num_samples} samples were asked for; 1 to {MOST_SAMPLES} are allowed.",
+                f"{request.num_samples} samples were requested; 1 to {MAX_SAMPLES} are allowed.",
             )
-        request_id = self._promise()
+        request_id = self._new_future()
         accepted = {
             "request_id": request_id,
             "sample_sequence_ids": [f"q-{request_id}-{i}" for i in range(request.num_samples)],
         }
         if sampler_id:
             self._by_number[sampler_id, number] = accepted
-        steps = self._shelf.checkpoints[path].steps if path else 0
+        steps = self._store.checkpoints[path].steps if path else 0
 
-        def draw() -> None:
+        def finish() -> None:
             try:
                 response = toy_sample(request, steps)
             except UserFailure as failure:
-                self._keep(request_id, failure)
+                self._resolve(request_id, failure)
             else:
-                self._keep(request_id, (response.model_dump(), encode_sample_response(response)))
+                self._resolve(request_id, (response.model_dump(), encode_sample_response(response)))
             target = (sampler_id, number // CLONE_STRIDE)
             self._finished[target].append(request_id)
             self._more[target].set()
 
         if self._sample_s:
-            asyncio.get_running_loop().call_later(self._sample_s, draw)
+            asyncio.get_running_loop().call_later(self._sample_s, finish)
         else:
-            draw()
+            finish()
         return accepted
 
     def _stream(self, request: SampleRequest) -> bytes:
-        """The events of a sample: the first token, the others, and the answer."""
+        """The events of a sample: the first token, the other tokens, and the final response."""
         accepted = self._sample(request)
         result = self._results[accepted["request_id"]]
         events: list[tuple[str, Any]] = [("accepted", accepted)]
         if isinstance(result, UserFailure):
             events.append(("error", {"error": str(result), "category": "user"}))
         else:
-            drawn = list(enumerate(result[0]["sequences"]))
+            sequences = list(enumerate(result[0]["sequences"]))
             for part in (slice(None, 1), slice(1, None)):
-                for index, sequence in drawn:
+                for index, sequence in sequences:
                     tokens, logprobs = sequence["tokens"][part], sequence["logprobs"][part]
-                    told = {"sequence": index, "tokens": tokens, "logprobs": logprobs}
-                    events.append(("token", told))
+                    piece = {"sequence": index, "tokens": tokens, "logprobs": logprobs}
+                    events.append(("token", piece))
             ids = {"sample_sequence_ids": accepted["sample_sequence_ids"]}
             events.append(("done", {**result[0], **ids}))
         return b"".join(

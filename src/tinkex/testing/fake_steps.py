@@ -1,11 +1,11 @@
-"""The steps of a model: what a request asks for, to be run when its turn has come."""
+"""Training steps of the fake: decodes a request into a function that runs the step."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tinkex.testing.fake_store import Model, Shelf
+from tinkex.testing.fake_store import FakeStore, Model
 from tinkex.testing.toy_model import toy_pass
 from tinkex.wire.checkpoints import (
     LoadWeightsRequest,
@@ -18,13 +18,13 @@ from tinkex.wire.errors import UserFailure
 from tinkex.wire.protobuf import decode_forward_backward_request, encode_forward_backward_output
 from tinkex.wire.training import OptimStepRequest
 
-#: A result: its JSON form, and its protobuf form if it has one.
+#: JSON form of a result, and its protobuf form if it has one.
 Result = tuple[Any, bytes | None]
-#: Whose step it is, its number, its name, and what it does.
+#: model_id, seq_id, kind, and the function that runs the step.
 Step = tuple[str, int | None, str, Callable[[Model], Result]]
 
 
-def _pass(shelf: Shelf, headers: Mapping[str, str], body: bytes) -> Step:
+def _pass(store: FakeStore, headers: Mapping[str, str], body: bytes) -> Step:
     if headers.get("content-type") == PROTOBUF_TYPE:
         request, forward_only = decode_forward_backward_request(body)
     else:
@@ -38,7 +38,7 @@ def _pass(shelf: Shelf, headers: Mapping[str, str], body: bytes) -> Step:
     return request.model_id, request.seq_id, name, run
 
 
-def _optim_step(shelf: Shelf, headers: Mapping[str, str], body: bytes) -> Step:
+def _optim_step(store: FakeStore, headers: Mapping[str, str], body: bytes) -> Step:
     request = decode_json(OptimStepRequest, body)
 
     def run(model: Model) -> Result:
@@ -48,11 +48,11 @@ def _optim_step(shelf: Shelf, headers: Mapping[str, str], body: bytes) -> Step:
     return request.model_id, request.seq_id, "optim_step", run
 
 
-def _save_weights(shelf: Shelf, headers: Mapping[str, str], body: bytes) -> Step:
+def _save_weights(store: FakeStore, headers: Mapping[str, str], body: bytes) -> Step:
     request = decode_json(SaveWeightsRequest, body)
 
     def run(model: Model) -> Result:
-        path = shelf.save(
+        path = store.save(
             request.model_id,
             "weights",
             request.path,
@@ -65,37 +65,37 @@ def _save_weights(shelf: Shelf, headers: Mapping[str, str], body: bytes) -> Step
     return request.model_id, request.seq_id, "save_weights", run
 
 
-def _save_for_sampler(shelf: Shelf, headers: Mapping[str, str], body: bytes) -> Step:
+def _save_for_sampler(store: FakeStore, headers: Mapping[str, str], body: bytes) -> Step:
     request = decode_json(SaveWeightsForSamplerRequest, body)
 
     def run(model: Model) -> Result:
         kind, ttl_s = "sampler_weights", request.ttl_seconds
-        path = shelf.save(request.model_id, kind, request.path, model, ttl_s=ttl_s)
+        path = store.save(request.model_id, kind, request.path, model, ttl_s=ttl_s)
         if request.path is not None:
             return {"path": path}, None
         session_id = request.model_id.partition(":")[0]
         sampler = f"{session_id}:sample:{request.sampling_session_seq_id}"
-        return shelf.open_sampler(sampler, None, path), None
+        return store.open_sampler(sampler, None, path), None
 
     return request.model_id, request.seq_id, "save_weights_for_sampler", run
 
 
-def _save_external(shelf: Shelf, headers: Mapping[str, str], body: bytes) -> Step:
+def _save_external(store: FakeStore, headers: Mapping[str, str], body: bytes) -> Step:
     request = decode_json(SaveWeightsExternalRequest, body)
 
     def run(model: Model) -> Result:
         kind, ttl_s = "external_weights", request.ttl_seconds
-        path = shelf.save(request.model_id, kind, request.path, model, ttl_s=ttl_s)
+        path = store.save(request.model_id, kind, request.path, model, ttl_s=ttl_s)
         return {"path": path}, None
 
     return request.model_id, request.seq_id, "save_weights_external", run
 
 
-def _load_weights(shelf: Shelf, headers: Mapping[str, str], body: bytes) -> Step:
+def _load_weights(store: FakeStore, headers: Mapping[str, str], body: bytes) -> Step:
     request = decode_json(LoadWeightsRequest, body)
 
     def run(model: Model) -> Result:
-        if (saved := shelf.checkpoints.get(request.path)) is None:
+        if (saved := store.checkpoints.get(request.path)) is None:
             raise UserFailure(f"there is no checkpoint {request.path!r}")
         model.steps = saved.steps
         return {"path": request.path}, None
@@ -103,8 +103,8 @@ def _load_weights(shelf: Shelf, headers: Mapping[str, str], body: bytes) -> Step
     return request.model_id or "", request.seq_id, "load_weights", run
 
 
-#: Kinds of steps by their endpoint, each with what reads it.
-STEPS: dict[str, Callable[[Shelf, Mapping[str, str], bytes], Step]] = {
+#: Decoders of steps, by endpoint.
+STEPS: dict[str, Callable[[FakeStore, Mapping[str, str], bytes], Step]] = {
     "forward_backward": _pass,
     "forward": _pass,
     "optim_step": _optim_step,

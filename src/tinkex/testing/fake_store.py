@@ -1,4 +1,4 @@
-"""What a service has: models, the checkpoints saved from them, and samplers."""
+"""Models, checkpoints and samplers of the fake."""
 
 from __future__ import annotations
 
@@ -8,16 +8,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from tinkex.wire.checkpoints import ParsedCheckpointTinkerPath
+from tinkex.wire.checkpoints import KINDS, ParsedCheckpointTinkerPath
 from tinkex.wire.errors import UserFailure
 
-#: When everything happened, as lists tell it.
-A_TIME = "2026-01-01T00:00:00Z"
-#: What a server refuses is refused here too.
-SHORTEST_TTL_S = 3600
-LONGEST_TTL_S = 10 * 365 * 24 * 3600
-
-_TYPES = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
+#: The time that lists show for everything.
+FIXED_TIME = "2026-01-01T00:00:00Z"
+#: The limits of the real server.
+MIN_TTL_S = 3600
+MAX_TTL_S = 10 * 365 * 24 * 3600
 
 
 @dataclass
@@ -29,8 +27,8 @@ class Model:
     waiting: dict[int, Callable[[], Any]] = field(default_factory=dict)
 
 
-class Shelf:
-    """By their ids and paths."""
+class FakeStore:
+    """Models and samplers by id, checkpoints by path."""
 
     def __init__(self) -> None:
         self.models: dict[str, Model] = {}
@@ -55,7 +53,7 @@ class Shelf:
         except ValueError as error:
             raise UserFailure(f"checkpoint name {name!r} cannot be used: {error}") from error
         if path in self.checkpoints and not overwrite:
-            raise UserFailure(f"{path} exists already; choose another name, or overwrite it")
+            raise UserFailure(f"{path} already exists; choose another name, or overwrite it")
         self.checkpoints[path] = Model(model.base_model, model.rank, model.steps)
         return path
 
@@ -69,19 +67,19 @@ class Shelf:
         return {"sampling_session_id": sampler_id}
 
     def change(self, method: str, rest: str, body: bytes) -> None:
-        """Delete a checkpoint; publishing it and saying how long it is kept is only looked at."""
+        """Delete a checkpoint. Publishing and setting a TTL are validated but have no effect."""
         run, _, name = rest.partition("/checkpoints/")
-        for wish in ("/publish", "/ttl"):
-            if name.endswith(wish):
-                self.checkpoints[f"tinker://{run}/{name.removesuffix(wish)}"]
-                if wish == "/ttl":
+        for action in ("/publish", "/ttl"):
+            if name.endswith(action):
+                self.checkpoints[f"tinker://{run}/{name.removesuffix(action)}"]
+                if action == "/ttl":
                     _check_ttl(json.loads(body)["ttl_seconds"])
                 return
         if method == "DELETE":
             del self.checkpoints[f"tinker://{run}/{name}"]
 
     def lists(self, what: str, rest: str) -> dict[str, Any]:
-        """Runs and checkpoints, as the `RestClient` asks for them; everything is on one page."""
+        """Runs and checkpoints for the `RestClient`, all on one page."""
         run, _, part = rest.partition("/")
         if run and run not in self.models:
             raise KeyError(f"training run {run}")
@@ -99,23 +97,21 @@ class Shelf:
             "model_owner": "fake",
             "is_lora": True,
             "lora_rank": model.rank,
-            "last_request_time": A_TIME,
+            "last_request_time": FIXED_TIME,
         }
 
 
 def _check_ttl(ttl_s: int | None) -> None:
-    if ttl_s is not None and not SHORTEST_TTL_S <= ttl_s <= LONGEST_TTL_S:
-        raise UserFailure(
-            f"ttl_seconds is {ttl_s}; {SHORTEST_TTL_S} to {LONGEST_TTL_S} are allowed."
-        )
+    if ttl_s is not None and not MIN_TTL_S <= ttl_s <= MAX_TTL_S:
+        raise UserFailure(f"ttl_seconds is {ttl_s}; {MIN_TTL_S} to {MAX_TTL_S} are allowed.")
 
 
 def _checkpoint(path: str) -> dict[str, Any]:
     kind, name = path.split("/")[-2:]
     return {
         "checkpoint_id": f"{kind}/{name}",
-        "checkpoint_type": _TYPES[kind],
-        "time": A_TIME,
+        "checkpoint_type": KINDS[kind],
+        "time": FIXED_TIME,
         "tinker_path": path,
     }
 

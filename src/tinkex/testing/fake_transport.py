@@ -1,4 +1,4 @@
-"""Where clients meet the fake: a transport in their process, or a real socket."""
+"""How clients reach the fake: through a transport in the same process, or a real socket."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MAX_BODY_BYTES = 512 * 1024 * 1024
 
 
 class FakeTransport:
-    """The network, as a client in this process sees it."""
+    """A transport that calls the fake in this process."""
 
     def __init__(self, service: FakeService) -> None:
         self._service = service
@@ -33,7 +33,7 @@ class FakeTransport:
     async def send(self, request: Request) -> Response:
         if self._closed:
             raise Unreachable("closed")
-        # Every real request takes at least one turn of the loop.
+        # Yield once, as every real request does.
         await asyncio.sleep(0)
         _, _, endpoint = request.url.partition("/api/v1/")
         try:
@@ -42,7 +42,7 @@ class FakeTransport:
                     request.method, endpoint, request.headers, request.body or b""
                 )
         except TimeoutError as error:
-            raise DeadlineExceeded(f"no answer within {request.deadline_s:g} s") from error
+            raise DeadlineExceeded(f"no response within {request.deadline_s:g} s") from error
         return Response(
             status_code=status,
             headers={name.lower(): value for name, value in headers.items()},
@@ -51,7 +51,7 @@ class FakeTransport:
         )
 
     async def stream(self, request: Request) -> StreamedResponse:
-        """Whole events one after the other, as a service sends them that draws token by token."""
+        """Send events one by one, as a real service does."""
         answer = await self.send(request)
         pieces = iter(re.split(rb"(?<=\n\n)", answer.content))
 
@@ -72,11 +72,11 @@ class FakeTransport:
 
 
 class Loopback:
-    """A fake service behind a real socket, on a thread of its own; see `FakeService.serve`."""
+    """Serves a fake on a local socket, in its own thread; see `FakeService.serve`."""
 
     def __init__(self, fake: FakeService) -> None:
         self.fake = fake
-        #: Where it listens; set once it runs.
+        #: URL of the server; set when it is ready.
         self.url = ""
         self._ready = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))

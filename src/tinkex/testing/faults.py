@@ -1,4 +1,4 @@
-"""What can be made to go wrong, and what the service saw."""
+"""Scripted responses and failures of the fake, and its record of requests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tinkex.client.http.transport import DeadlineExceeded, Unreachable
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """An answer of your choice, instead of the service's."""
+    """A scripted response, instead of the normal one."""
 
     status: int = 200
     body: Any = None
@@ -23,21 +23,21 @@ class Answer:
 
 @dataclass(frozen=True, kw_only=True)
 class Lost:
-    """The connection breaks: before the service saw the request, or after it did its work."""
+    """The connection fails before the request arrives or, with `after`, before the response."""
 
     after: bool = False
-    #: The client notices by waiting too long, rather than by a reset.
+    #: The client sees a timeout instead of a connection reset.
     slow: bool = False
 
     def error(self) -> Unreachable:
-        """What the client's transport says of it."""
+        """The error that the client's transport raises."""
         return (
-            DeadlineExceeded("no answer in time") if self.slow else Unreachable("connection reset")
+            DeadlineExceeded("no response in time") if self.slow else Unreachable("connection reset")
         )
 
 
 class Hold:
-    """Requests to one endpoint wait here until they are released."""
+    """Makes requests to one endpoint wait until `release()`."""
 
     def __init__(self) -> None:
         #: Set once a request has arrived.
@@ -65,10 +65,10 @@ class Hold:
 
 @dataclass(frozen=True)
 class Seen:
-    """A request as the service saw it."""
+    """A request that the fake received."""
 
     method: str
-    #: The path below /api/v1/.
+    #: The path after /api/v1/.
     endpoint: str
     headers: Mapping[str, str]
     body: bytes

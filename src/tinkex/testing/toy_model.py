@@ -1,4 +1,4 @@
-"""The model of the fake: every token has one probability, which grows with each step."""
+"""The toy model of the fake: all tokens have the same logprob, which rises with each step."""
 
 import itertools
 import math
@@ -17,14 +17,14 @@ from tinkex.wire.training import ForwardBackwardInput, ForwardBackwardOutput
 
 
 def toy_logprob(steps: int) -> float:
-    """What every token has after so many optimizer steps."""
+    """The logprob of every token after `steps` optimizer steps."""
     return -math.log(2) / (1 + steps)
 
 
 def toy_pass(work: ForwardBackwardInput, steps: int) -> ForwardBackwardOutput:
     known = {"clip_low_threshold", "clip_high_threshold", "beta"}
     if unknown := set(work.loss_fn_config or ()) - known:
-        raise UserFailure(f"loss_fn_config: no setting {', '.join(sorted(unknown))}")
+        raise UserFailure(f"loss_fn_config: unknown setting {', '.join(sorted(unknown))}")
     outputs, loss = [], 0.0
     for index, datum in enumerate(work.data):
         targets = datum.loss_fn_inputs.get("target_tokens")
@@ -43,7 +43,7 @@ def toy_pass(work: ForwardBackwardInput, steps: int) -> ForwardBackwardOutput:
 
 
 def toy_sample(request: SampleRequest, steps: int) -> SampleResponse:
-    """Repeats the prompt as long as asked."""
+    """Repeats the prompt up to `max_tokens`."""
     prompt = request.prompt.to_ints()
     if not prompt:
         raise UserFailure("the prompt is empty")
@@ -61,8 +61,8 @@ def toy_sample(request: SampleRequest, steps: int) -> SampleResponse:
         sequence = sequence.model_copy(update={"topk_logprobs_np": TopkLogprobs.from_rows(rows)})
     answer: dict[str, Any] = {"sequences": [sequence] * request.num_samples}
     if request.prompt_logprobs:
-        told = request.prompt_logprobs_last_n or len(prompt)
-        first = max(1, len(prompt) - told)
+        last_n = request.prompt_logprobs_last_n or len(prompt)
+        first = max(1, len(prompt) - last_n)
         answer["prompt_logprobs_np"] = [math.nan] * first + [logprob] * (len(prompt) - first)
     if request.topk_prompt_logprobs:
         rows = [[(token, logprob)] for token in prompt[1:]]

@@ -44,6 +44,14 @@ from tinkex.wire.checkpoints import (
     WeightsInfoRequest,
     WeightsInfoResponse,
 )
+from tinkex.wire.client_config import (
+    AuthTokenResponse,
+    ClientConfigRequest,
+    ClientConfigResponse,
+    ClientDynamicConfigResponse,
+    HealthResponse,
+    WhoamiResponse,
+)
 from tinkex.wire.custom_loss import (
     CreateCustomLossRequest,
     CreateCustomLossResponse,
@@ -86,14 +94,24 @@ from tinkex.wire.inputs import (
     ProvenanceSpans,
     SampledProvenanceSpan,
 )
-from tinkex.wire.runs import (
+from tinkex.wire.sampling import (
+    CreateSamplingSessionRequest,
+    CreateSamplingSessionResponse,
+    GetSamplerResponse,
+    JoinSamplingSessionRequest,
+    JoinSamplingSessionResponse,
+    PromptAltTokens,
+    SampledSequence,
+    SampleRequest,
+    SampleResponse,
+    SamplingParams,
+    StopReason,
+    TopkLogprobs,
+)
+from tinkex.wire.sessions import (
     AccessibleSearchOwner,
     ActiveSessionStatusQuery,
-    AuthTokenResponse,
     CancelledSessionStatusQuery,
-    ClientConfigRequest,
-    ClientConfigResponse,
-    ClientDynamicConfigResponse,
     ClientFinishedSessionStatusQuery,
     ClientSessionFinished,
     ClientSessionFinishErrored,
@@ -109,7 +127,6 @@ from tinkex.wire.runs import (
     GetInfoResponse,
     GetServerCapabilitiesResponse,
     GetSessionResponse,
-    HealthResponse,
     ListSessionsResponse,
     ModelData,
     OwnSearchOwner,
@@ -133,21 +150,6 @@ from tinkex.wire.runs import (
     TrainingRun,
     TrainingRunsResponse,
     UserSearchOwner,
-    WhoamiResponse,
-)
-from tinkex.wire.sampling import (
-    CreateSamplingSessionRequest,
-    CreateSamplingSessionResponse,
-    GetSamplerResponse,
-    JoinSamplingSessionRequest,
-    JoinSamplingSessionResponse,
-    PromptAltTokens,
-    SampledSequence,
-    SampleRequest,
-    SampleResponse,
-    SamplingParams,
-    StopReason,
-    TopkLogprobs,
 )
 from tinkex.wire.telemetry import (
     EventType,

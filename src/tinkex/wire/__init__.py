@@ -1,1 +1,1 @@
-"""What travels between a client and a server: types, their JSON and protobuf forms, dialects."""
+"""The Tinker protocol: message types, their JSON and protobuf encodings, limits, SDK versions."""

@@ -1,10 +1,9 @@
 """
-What all wire types have in common.
+Base classes of all wire types.
 
-Three bases. `StrictModel` for what is sent (a misspelt keyword is an error that names the nearest
-field), `LenientModel` for what is received (a newer server may say more), and `Payload` for the
-few types that carry tokens and tensors: slotted, backed by NumPy, and still usable where a pydantic
-model would be.
+`StrictModel` is for requests: an unknown field is an error that suggests the nearest known one.
+`LenientModel` is for responses: fields that a newer server adds are ignored. `Payload` is for the
+few types that carry tokens and tensors: slotted and backed by NumPy, with pydantic's interface.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ __all__ = [
 
 
 def time_from_text(value: Any) -> Any:
-    """An ISO 8601 text as a time that UTC has too; anything else as it is."""
+    """Parse an ISO 8601 string that UTC can represent; any other value is returned unchanged."""
     if not isinstance(value, str):
         return value
     moment = datetime.fromisoformat(value)
@@ -46,18 +45,18 @@ def time_from_text(value: Any) -> Any:
         try:
             moment.astimezone(UTC)
         except OverflowError:
-            raise ValueError(f"{value[:60]!r} is outside of the years 1 to 9999 in UTC.") from None
+            raise ValueError(f"{value[:60]!r} is outside the years 1 to 9999 in UTC.") from None
     return moment
 
 
-#: A time in a request. JSON has it as text, and requests are read strictly: a text is no time.
+#: A time in a request. Requests are validated strictly, so JSON strings must be parsed first.
 RequestTime = Annotated[datetime, BeforeValidator(time_from_text)]
 
 
 class _Model(BaseModel):
-    # Fields such as `model_id` and `model_path` are names of the protocol, not pydantic's.
-    # JSON has no NaN and no infinity, and pydantic would write null for them, which the reader takes
-    # as "not given". `constants` lets `encode_json` see and refuse them.
+    # The protocol has fields such as `model_id`, which pydantic would reserve (`model_*`).
+    # By default pydantic writes NaN and infinity as null, which readers take for an absent field.
+    # `constants` writes them as literals, so that `encode_json` can find and reject them.
     model_config = ConfigDict(
         frozen=True,
         protected_namespaces=(),
@@ -69,27 +68,19 @@ class _Model(BaseModel):
 
 
 class LenientModel(_Model):
-    """
-    An answer: immutable; fields this version does not know are ignored.
-
-    A float may be NaN: what it reports has happened, whatever the number.
-    """
+    """A response: immutable; unknown fields are ignored. Floats may be NaN."""
 
     model_config = ConfigDict(extra="ignore")
 
 
 class StrictModel(_Model):
-    """
-    A request: immutable; an unknown keyword is an error that names the nearest field.
-
-    Every float is finite.
-    """
+    """A request: immutable; an unknown field is an error naming the nearest one. Floats are finite."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod
-    def _name_the_nearest_field(cls, value: Any) -> Any:
+    def _suggest_nearest_field(cls, value: Any) -> Any:
         if isinstance(value, dict):
             known = cls.wire_names()
             for name in value:
@@ -101,17 +92,17 @@ class StrictModel(_Model):
 
     @classmethod
     def wire_names(cls) -> frozenset[str]:
-        """Every key this type reads: its fields, and their other spellings."""
+        """All keys this type accepts: field names and their aliases."""
         names = cls.__dict__.get("_wire_names")
         if names is None:
-            names = frozenset(_spellings(cls))
+            names = frozenset(_field_names_and_aliases(cls))
             cls._wire_names = names
         return names
 
     _wire_names: ClassVar[frozenset[str]]
 
 
-def _spellings(model: type[BaseModel]) -> Iterable[str]:
+def _field_names_and_aliases(model: type[BaseModel]) -> Iterable[str]:
     for name, field in model.model_fields.items():
         yield name
         alias = field.validation_alias
@@ -121,7 +112,7 @@ def _spellings(model: type[BaseModel]) -> Iterable[str]:
 
 
 def unknown_field(name: str, known: Iterable[str]) -> str:
-    """What to tell somebody who wrote `name` where only `known` exist."""
+    """An error message for the unknown field `name`, with the nearest of `known` if any."""
     known, name = sorted(known), name[:200]
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     if near:
@@ -129,16 +120,16 @@ def unknown_field(name: str, known: Iterable[str]) -> str:
     return f"unknown field `{name}`; the fields are {', '.join(known)}."
 
 
-class _NamesTheNearestField(type):
-    """Gives the slotted types the same message for a misspelt keyword as the strict models."""
+class _SuggestsNearestField(type):
+    """Gives slotted types the same message for an unknown keyword as strict models."""
 
-    if not TYPE_CHECKING:  # pyright believes a metaclass, and would not look at `__init__`
+    if not TYPE_CHECKING:  # pyright would use this signature instead of `__init__`
 
         def __call__(cls, *args: Any, **kwargs: Any) -> Any:
             try:
                 return super().__call__(*args, **kwargs)
             except TypeError:
-                # Looked at only once the call has failed, so that a sound one pays nothing.
+                # Only after the call has failed, so that valid calls cost nothing extra.
                 known = list(inspect.signature(cls.__init__).parameters)[1:]
                 for name in kwargs:
                     if name not in known:
@@ -146,45 +137,45 @@ class _NamesTheNearestField(type):
                 raise
 
 
-class Payload(metaclass=_NamesTheNearestField):
+class Payload(metaclass=_SuggestsNearestField):
     """
-    A frozen, slotted dataclass that can stand where a pydantic model can.
+    A frozen, slotted dataclass with the part of pydantic's model interface that programs use.
 
-    Subclasses say how they read a plain dict (`_read`) and may say how they dump a field.
+    Subclasses implement `_read` (from a plain dict) and may override `_dump`.
     """
 
     __slots__ = ()
 
     def __init_subclass__(cls) -> None:
-        # What `dataclass` writes here fails with a TypeError about `super` for a name that is no
-        # field, because `slots=True` makes the class anew.
+        # `slots=True` creates a new class, so the `super()` in the `__setattr__` that `dataclass`
+        # generates raises TypeError for names that are not fields.
         if "__setattr__" in cls.__dict__:
-            cls.__setattr__ = _refuse_to_set  # type: ignore[method-assign, assignment]
-            cls.__delattr__ = _refuse_to_set  # type: ignore[method-assign, assignment]
+            cls.__setattr__ = _reject_assignment  # type: ignore[method-assign, assignment]
+            cls.__delattr__ = _reject_assignment  # type: ignore[method-assign, assignment]
 
     @classmethod
     def _read(cls, value: Mapping[str, Any]) -> Self:
-        """Build from plain JSON data; what does not fit is a `WireError` with its path."""
+        """Build from plain JSON data; `WireError` with the path of an invalid field."""
         names = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
         return cls(**{name: item for name, item in value.items() if name in names})
 
     def _dump(self) -> dict[str, Any]:
-        """Public fields by name, in order, nested messages still as objects."""
+        """Public fields by name, in order; nested messages stay objects."""
         return {
             field.name: getattr(self, field.name)
             for field in dataclasses.fields(self)  # type: ignore[arg-type]
             if not field.name.startswith("_")
         }
 
-    # -- the part of pydantic's interface that programs use ------------------------------------
+    # -- pydantic's interface ------------------------------------------------------------------
 
     @classmethod
     def model_validate(cls, obj: Any, **_: Any) -> Self:
-        """`obj` itself when it already is one, else one built from a mapping."""
+        """`obj` itself if it already has this type, else a new object built from a mapping."""
         if isinstance(obj, cls):
             return obj
         if not isinstance(obj, Mapping):
-            raise WireError.at((), f"an object is needed here, not {json_kind(obj)}.", "dict_type")
+            raise WireError.at((), f"expected an object, not {json_kind(obj)}.", "dict_type")
         return cls._read(obj)
 
     @classmethod
@@ -192,7 +183,7 @@ class Payload(metaclass=_NamesTheNearestField):
         return cls.model_validate(from_json(json_data))
 
     def model_dump(self, *, exclude_none: bool = False, **_: Any) -> dict[str, Any]:
-        """Plain dicts, lists and numbers, all the way down."""
+        """Nested plain dicts, lists and numbers."""
         return {
             name: _plain(value, exclude_none)
             for name, value in self._dump().items()
@@ -204,8 +195,8 @@ class Payload(metaclass=_NamesTheNearestField):
         return to_json(dumped, indent=indent, inf_nan_mode="constants").decode()
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
-        """A new object with some fields replaced; the values are checked as in a constructor."""
-        # Nothing inside can change, so a shallow copy is as good as a deep one.
+        """A new object with some fields replaced; values are validated as in the constructor."""
+        # The contents are immutable, so a shallow copy is enough even when `deep` is set.
         return type(self)(**{**self._constructor_arguments(), **(update or {})})
 
     def _constructor_arguments(self) -> dict[str, Any]:
@@ -229,7 +220,7 @@ class Payload(metaclass=_NamesTheNearestField):
         return hash(repr(self._key()))
 
     def _key(self) -> Any:
-        """What two equal objects agree on."""
+        """The value that equality and hashing compare."""
         return self._dump()
 
     @classmethod
@@ -253,10 +244,10 @@ class Payload(metaclass=_NamesTheNearestField):
 
 class ModelPayload(Payload):
     """
-    A payload that is a pydantic model in the official client: the rest of the interface.
+    A payload that is a pydantic model in the official client; adds the rest of that interface.
 
-    `isinstance(x, pydantic.BaseModel)` stays False: pydantic allows no virtual subclasses, and a
-    real one would cost its construction for every prompt.
+    `isinstance(x, pydantic.BaseModel)` is still False: pydantic does not allow virtual subclasses,
+    and a real subclass would make every prompt slower to construct.
     """
 
     __slots__ = ()
@@ -273,13 +264,13 @@ class ModelPayload(Payload):
 
     @classmethod
     def model_json_schema(cls, **options: Any) -> dict[str, Any]:
-        """The schema of the model with these fields; `options` are pydantic's."""
+        """The JSON schema of a pydantic model with the same fields; `options` are pydantic's."""
         fields: dict[str, Any] = {
             name: (field.annotation, field) for name, field in cls.model_fields.items()
         }
         config = ConfigDict(extra="forbid")
-        twin: type[BaseModel] = create_model(cls.__name__, __config__=config, **fields)
-        return twin.model_json_schema(**options)
+        model: type[BaseModel] = create_model(cls.__name__, __config__=config, **fields)
+        return model.model_json_schema(**options)
 
     @classmethod
     def model_construct(cls, _fields_set: set[str] | None = None, **values: Any) -> Self:
@@ -295,9 +286,9 @@ class ModelPayload(Payload):
         return self.model_copy(update=update, deep=deep)
 
 
-def _refuse_to_set(self: Payload, name: str, value: object = None) -> None:
+def _reject_assignment(self: Payload, name: str, value: object = None) -> None:
     raise dataclasses.FrozenInstanceError(
-        f"{type(self).__name__} cannot be changed; model_copy(update={{{name!r}: ...}}) makes another."
+        f"{type(self).__name__} is immutable; use model_copy(update={{{name!r}: ...}}) instead."
     )
 
 
@@ -316,6 +307,6 @@ def _plain(value: Any, exclude_none: bool) -> Any:
 
 
 def json_kind(value: Any) -> str:
-    """A JSON word for what was found."""
+    """The JSON name of the type of `value`, for error messages."""
     words = {bool: "a boolean", int: "a number", float: "a number", str: "a string", list: "a list"}
     return "null" if value is None else words.get(type(value), type(value).__name__)

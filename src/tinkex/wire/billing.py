@@ -1,4 +1,4 @@
-"""Audit log and billing of the hosted service."""
+"""Audit log and billing types."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class TrainingBillingEvent(LenientModel):
 
 class SamplingPrefillBillingEvent(LenientModel):
     type: Literal["sampling_prefill"] = "sampling_prefill"
-    #: Whether the tokens came from the prefix cache.
+    #: Whether these tokens were in the prefix cache.
     cached: bool
     token_count: int
 
@@ -79,7 +79,7 @@ BillingEventInfo: TypeAlias = Annotated[
 
 
 class BillingUsageEvent(LenientModel):
-    """What was used in one hour, by one user and session."""
+    """Usage of one hour by one user and session."""
 
     bucket_start: datetime
     bucket_end: datetime
@@ -101,7 +101,7 @@ class BillingUsageSession(LenientModel):
 class BillingUsageResponse(LenientModel):
     data: list[BillingUsageEvent]
     sessions: dict[str, BillingUsageSession] = Field(default={})
-    #: Costs are complete up to here.
+    #: Costs are complete up to this time.
     cost_data_through: datetime | None = None
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints: saving, loading, copying, listing, and the paths that name them."""
+"""Checkpoints: saving, loading, copying and listing them, and their `tinker://` paths."""
 
 from __future__ import annotations
 
@@ -36,23 +36,23 @@ __all__ = [
     "WeightsInfoResponse",
 ]
 
-#: `training`: weights and optimizer state. `sampler`: weights to sample from. `external`: weights
-#: in files for other programs.
+#: `training`: weights and optimizer state. `sampler`: weights for sampling. `external`: weights
+#: exported as files for other programs.
 CheckpointType = Literal["training", "sampler", "external"]
 
-#: The middle part of a path, by what kind of checkpoint it names.
+#: Checkpoint type by the KIND part of a path.
 KINDS: Final[dict[str, CheckpointType]] = {
     "weights": "training",
     "sampler_weights": "sampler",
     "external_weights": "external",
 }
 
-#: Where the hosted service shows its pages.
+#: Base address of the hosted service's web console.
 CONSOLE_URL: Final = "https://tinker.thinkingmachines.ai"
 
 
 class ParsedCheckpointTinkerPath(LenientModel):
-    """`tinker://<training run>/<kind>/<name>`, taken apart."""
+    """The parts of a path `tinker://<training run>/<kind>/<name>`."""
 
     tinker_path: str
     training_run_id: str
@@ -87,16 +87,16 @@ def _console_url(tinker_path: str) -> str:
 
 
 class SaveWeightsRequest(StrictModel):
-    """Weights and optimizer state, to go on from later."""
+    """Save weights and optimizer state, to resume training later."""
 
     model_id: str
-    #: A name, not a path; None lets the service choose.
+    #: A name, not a path; None: the service chooses one.
     path: str | None = None
     #: As in `ForwardBackwardRequest`.
     seq_id: int | None = None
-    #: Delete it after this long; None keeps it.
+    #: Delete the checkpoint after this time; None: keep it.
     ttl_seconds: int | None = None
-    #: Replace a checkpoint of the same name, its metadata too.
+    #: Replace a checkpoint of the same name, including its metadata.
     overwrite: bool = False
     user_metadata: dict[str, str] | None = None
     type: Literal["save_weights"] = "save_weights"
@@ -107,16 +107,16 @@ class SaveWeightsResponse(LenientModel):
     type: Literal["save_weights"] | None = None
 
     def get_console_url(self) -> str:
-        """The page of the hosted service about this checkpoint."""
+        """This checkpoint in the console of the hosted service."""
         return _console_url(self.path)
 
 
 class SaveWeightsForSamplerRequest(StrictModel):
-    """Weights to sample from: under a name, or (without `path`) for one sampling session only."""
+    """Save weights for sampling: named, or (without `path`) for one sampling session only."""
 
     model_id: str
     path: str | None = None
-    #: Given when there is no `path`: the number of the sampling session to make.
+    #: Number of the sampling session to create; given if `path` is not.
     sampling_session_seq_id: int | None = None
     #: As in `ForwardBackwardRequest`.
     seq_id: int | None = None
@@ -126,22 +126,22 @@ class SaveWeightsForSamplerRequest(StrictModel):
 
 
 class SaveWeightsForSamplerResponse(LenientModel):
-    """What a caller sees of a named save."""
+    """The public result of a named save."""
 
     path: str
     type: Literal["save_weights_for_sampler"] | None = None
 
     def get_console_url(self) -> str:
-        """The page of the hosted service about this checkpoint."""
+        """This checkpoint in the console of the hosted service."""
         return _console_url(self.path)
 
     def get_playground_url(self) -> str:
-        """The page of the hosted service to try this checkpoint on."""
+        """This checkpoint in the playground of the hosted service."""
         return f"{CONSOLE_URL}/playground?mode=checkpoint&checkpoint={quote(self.path, safe='')}"
 
 
 class SaveWeightsForSamplerResponseInternal(LenientModel):
-    """What travels: a path for a named save, a sampling session for an unnamed one."""
+    """The result on the wire: a path for a named save, a sampling session for an unnamed one."""
 
     path: str | None = None
     sampling_session_id: str | None = None
@@ -149,14 +149,14 @@ class SaveWeightsForSamplerResponseInternal(LenientModel):
 
 
 class SaveWeightsExternalRequest(StrictModel):
-    """Weights as files for other programs."""
+    """Export weights as files for other programs."""
 
     model_id: str
     path: str
     #: As in `ForwardBackwardRequest`.
     seq_id: int | None = None
     ttl_seconds: int | None = None
-    #: age keys that can read the files; at most 10.
+    #: Public keys of `age` to encrypt the files for; at most 10.
     age_encryption_recipients: list[str] | None = None
     type: Literal["save_weights_external"] = "save_weights_external"
 
@@ -173,13 +173,13 @@ class SaveWeightsExternalResponseInternal(LenientModel):
 
 
 class ExternalWeightsUrlsResponse(LenientModel):
-    #: Signed address of each file, by its path inside the checkpoint.
+    #: Signed URL of each file, by its path inside the checkpoint.
     urls: dict[str, str]
     expires: datetime
 
 
 class CheckpointArchiveUrlResponse(LenientModel):
-    #: Signed address of a tar of the files.
+    #: Signed URL of a tar archive of the files.
     url: str
     expires: datetime
 
@@ -189,7 +189,7 @@ class CheckpointArchiveUrlResponse(LenientModel):
 
 class LoadWeightsRequest(StrictModel):
     """
-    Weights into a model: an existing one (`model_id` and `seq_id`), or a new one (`session_id` and
+    Load weights into an existing model (`model_id` and `seq_id`) or a new one (`session_id` and
     `model_seq_id`).
     """
 
@@ -202,10 +202,10 @@ class LoadWeightsRequest(StrictModel):
     user_metadata: dict[str, Any] | None = None
     #: A `tinker://` path.
     path: str
-    #: Also the optimizer's state.
+    #: Also load the optimizer state.
     optimizer: bool
     optimizer_config: OptimizerConfig | None = None
-    #: Key of the account that owns the checkpoint, if that is another one.
+    #: Key of the account that owns the checkpoint, if it is another account.
     weights_access_token: str | None = Field(default=None, repr=False)
     type: Literal["load_weights"] = "load_weights"
 
@@ -222,7 +222,7 @@ class LoadWeightsResponse(LenientModel):
 
 
 class CopyWeightsRequest(StrictModel):
-    """A copy of somebody's checkpoint: into a project, or (before 0.34) into a session."""
+    """Copy a checkpoint into a project, or (SDK before 0.34) into a session."""
 
     session_id: str | None = None
     model_seq_id: int | None = None
@@ -241,7 +241,7 @@ class WeightsInfoRequest(StrictModel):
 
 
 class WeightsInfoResponse(LenientModel):
-    """What a new model needs to be able to load a checkpoint."""
+    """The settings a new model needs so that it can load this checkpoint."""
 
     base_model: str
     optimizer_config: OptimizerConfig = AdamOptimizerConfig()
@@ -264,7 +264,7 @@ class Checkpoint(LenientModel):
     #: `<kind>/<name>`
     checkpoint_id: str
     checkpoint_type: CheckpointType
-    #: When it was made.
+    #: When it was saved.
     time: datetime
     tinker_path: str
     size_bytes: int | None = None
@@ -286,5 +286,5 @@ class CheckpointsListResponse(LenientModel):
 
 
 class SetCheckpointTtlRequest(StrictModel):
-    #: Seconds from now; None takes an expiry away.
+    #: Seconds from now; None: never expire.
     ttl_seconds: int | None

@@ -1,10 +1,10 @@
 """
-JSON in and out, and unpacking of compressed bodies.
+JSON encoding and decoding, and decompression of request bodies.
 
-Reading is forgiving about what is merely new or old: fields this version does not know are ignored
-at the level of the message, and what clients before 0.18 leave out is filled in. It is strict where
-a field changes what was asked for: an unknown setting inside `sampling_params`, the optimizer's
-parameters or `lora_config` is a `UserFailure`, never dropped.
+Decoding accepts messages of older and newer clients: unknown top-level fields are ignored, and
+fields that clients before 0.18 omit get defaults. It is strict where a field changes the meaning of
+a request: an unknown setting in `sampling_params`, the optimizer parameters or `lora_config` is a
+`UserFailure`.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from tinkex.wire.base import Payload, StrictModel, json_kind, unknown_field
 from tinkex.wire.checkpoints import LoadWeightsRequest
 from tinkex.wire.errors import FieldError, TooLarge, UserFailure, WireError
 from tinkex.wire.limits import (
-    LONGEST_NAME,
-    MOST_MEMBERS,
+    MAX_COMPRESSED_FRAMES,
+    MAX_NAME_CHARS,
     check_fields,
     check_finite,
     check_json,
 )
-from tinkex.wire.runs import CreateSessionRequest
 from tinkex.wire.sampling import SampleRequest, SamplingParams
+from tinkex.wire.sessions import CreateSessionRequest
 from tinkex.wire.telemetry import TelemetrySendRequest
 from tinkex.wire.training import (
     AdamOptimizerConfig,
@@ -58,7 +58,7 @@ __all__ = [
 
 JSON_TYPE: Final = "application/json"
 PROTOBUF_TYPE: Final = "application/x-protobuf"
-#: The type of the error for a body that is not JSON at all.
+#: Error type of a body that is not valid JSON.
 NOT_JSON: Final = "json_invalid"
 
 T = TypeVar("T")
@@ -66,25 +66,24 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
-# -- out -----------------------------------------------------------------------------------------
+# -- encoding ------------------------------------------------------------------------------------
 
 
 def encode_json(message: Any) -> bytes:
     """
-    Compact UTF-8. `ValueError` for a NaN or an infinity: JSON has neither.
+    Compact UTF-8 JSON. `ValueError` for NaN and infinity, which JSON does not have.
 
-    Fields of wire types that are None are left out. A plain dict is sent as it stands, because in
-    a body such as `{"ttl_seconds": null}` the null is the message.
+    Fields of wire types that are None are omitted. Plain dicts are encoded unchanged, because in
+    a body such as `{"ttl_seconds": null}` the null has a meaning.
     """
     body = to_json(_plain(message), inf_nan_mode="constants")
     if b"NaN" in body or b"Infinity" in body:
-        # Perhaps only inside a text; the strict parser knows.
+        # These letters may be part of a string: parse to find out.
         try:
             check_finite((), from_json(body))
         except WireError as error:
             raise ValueError(
-                f"a {type(message).__name__} that holds NaN or an infinity cannot be sent as JSON: "
-                f"{error}"
+                f"a {type(message).__name__} with NaN or infinity cannot be sent as JSON: {error}"
             ) from None
     return body
 
@@ -101,18 +100,20 @@ def _plain(value: Any) -> Any:
     return value
 
 
-# -- in ------------------------------------------------------------------------------------------
+# -- decoding ------------------------------------------------------------------------------------
 
-#: Required in the newest version, absent from bodies of older ones.
-_FILLED_IN: Final[Mapping[type, Mapping[str, Any]]] = {
+#: Defaults of fields that the newest version requires and older clients omit.
+_DEFAULTS: Final[Mapping[type, Mapping[str, Any]]] = {
     CreateSessionRequest: {"tags": [], "user_metadata": None},
     LoadWeightsRequest: {"optimizer": False},  # before 0.6.0: weights only
     TelemetrySendRequest: {"process_uuid": ""},  # before 0.24.0
 }
 
-#: Parts whose fields change what is asked for, by the key that holds them. Where a part is tagged,
-#: the tag decides; a tag that is not here is passed on for the engine to refuse.
-_PARTS: Final[Mapping[type, Mapping[str, Mapping[str, type[StrictModel]] | type[StrictModel]]]] = {
+#: Nested objects in which an unknown field is an error, by their key. Where an object has a `type`
+#: tag, the tag selects the model; objects with other tags are passed on and rejected by the engine.
+_STRICT_PARTS: Final[
+    Mapping[type, Mapping[str, Mapping[str, type[StrictModel]] | type[StrictModel]]]
+] = {
     CreateModelRequest: {
         "lora_config": LoraConfig,
         "optimizer_config": {"adamw": AdamOptimizerConfig, "dimuon": DimuonOptimizerConfig},
@@ -132,26 +133,26 @@ def decode_json(type_: type[T], body: bytes) -> T:
     """
     `body` as a `type_`.
 
-    `WireError` with the path of each field that is missing or mistyped; `UserFailure` for a setting
-    this version does not know, with the message's other fields in its `request`.
+    `WireError` with the path of each missing or mistyped field; `UserFailure` for an unknown
+    setting, with the message's other fields in its `request`.
     """
     value = parse_json(body)
-    kind: Any = type_  # a class, or a union of some
+    kind: Any = type_  # a class or a union of classes
     if isinstance(kind, type) and issubclass(kind, StrictModel):
-        value = _ready(kind, value)
+        value = _normalized(kind, value)
     elif isinstance(kind, type) and issubclass(kind, BaseModel) and isinstance(value, dict):
-        _note_ignored(kind.__name__, value, kind.model_fields)
+        _log_ignored(kind.__name__, value, kind.model_fields)
     return _validate(kind, value)  # type: ignore[no-any-return]
 
 
 def decode_forward_json(body: bytes) -> tuple[ForwardBackwardRequest, bool]:
-    """A pass sent as JSON, and whether it is forward only: that shows in the key of its input."""
+    """A pass sent as JSON, and whether it is forward only: the key of its input says so."""
     value = parse_json(body)
     if not isinstance(value, dict):
-        raise WireError.at((), f"an object is needed, not {json_kind(value)}.", "dict_type")
+        raise WireError.at((), f"expected an object, not {json_kind(value)}.", "dict_type")
     forward_only = "forward_input" in value and "forward_backward_input" not in value
     known = {"model_id", "seq_id", "type", "forward_input", "forward_backward_input"}
-    _note_ignored("ForwardRequest" if forward_only else "ForwardBackwardRequest", value, known)
+    _log_ignored("ForwardRequest" if forward_only else "ForwardBackwardRequest", value, known)
     if not forward_only:
         both = ForwardBackwardRequest.model_validate(value)
         _check_tensors("forward_backward_input", both.forward_backward_input)
@@ -163,9 +164,9 @@ def decode_forward_json(body: bytes) -> tuple[ForwardBackwardRequest, bool]:
 
 def _check_tensors(key: str, work: ForwardBackwardInput) -> None:
     """
-    `WireError` for a number in a tensor that JSON could write and float64 cannot hold.
+    `WireError` for a tensor value that is valid JSON but overflows float64 (such as 1e999).
 
-    Only JSON: protobuf has NaN and infinities, and what they mean there is for the loss to say.
+    Not for protobuf, which can represent NaN and infinity: there the loss decides what they mean.
     """
     import numpy as np
 
@@ -178,29 +179,29 @@ def _check_tensors(key: str, work: ForwardBackwardInput) -> None:
 
 
 def parse_json(body: bytes) -> Any:
-    """Any JSON of a bounded size and depth; `WireError` for anything else."""
+    """Parse JSON of a bounded size and depth; `WireError` for anything else."""
     check_json(body)
     try:
         return from_json(body, allow_inf_nan=False, cache_strings="keys")
     except ValueError as error:
-        raise WireError.at((), f"this is not JSON: {error}.", NOT_JSON) from None
+        raise WireError.at((), f"invalid JSON: {error}.", NOT_JSON) from None
 
 
-def _ready(type_: type[StrictModel], value: Any) -> Any:
-    """A message of any version, made to fit the newest: the part of reading that forgives."""
+def _normalized(type_: type[StrictModel], value: Any) -> Any:
+    """A message from any SDK version, converted to the form of the newest."""
     if not isinstance(value, dict):
         return value
     known = type_.wire_names()
-    _note_ignored(type_.__name__, value, known)
-    # Before 0.18 what was set to None was sent; it means the same as absent.
-    ready = {key: item for key, item in value.items() if key in known and item is not None}
-    for key, item in ready.items():
+    _log_ignored(type_.__name__, value, known)
+    # Clients before 0.18 send null for fields that are not set.
+    normalized = {key: item for key, item in value.items() if key in known and item is not None}
+    for key, item in normalized.items():
         _check_size((key,), item)
-    check_fields(type_.__name__, ready)
-    for key, default in _FILLED_IN.get(type_, {}).items():
-        ready.setdefault(key, default)
-    for key, part_type in _PARTS.get(type_, {}).items():
-        part = ready.get(key)
+    check_fields(type_.__name__, normalized)
+    for key, default in _DEFAULTS.get(type_, {}).items():
+        normalized.setdefault(key, default)
+    for key, part_type in _STRICT_PARTS.get(type_, {}).items():
+        part = normalized.get(key)
         if not isinstance(part, dict):
             continue
         if isinstance(part_type, Mapping):
@@ -215,30 +216,30 @@ def _ready(type_: type[StrictModel], value: Any) -> Any:
             for name, item in part.items():
                 _check_size((key, name), item)
         if found is not None:
-            _refuse_unknown(found, part, key, ready)
-        ready[key] = part
-    return ready
+            _refuse_unknown(found, part, key, normalized)
+        normalized[key] = part
+    return normalized
 
 
 def _check_size(loc: tuple[str, ...], value: Any) -> None:
-    """Whole numbers beyond 64 bits are JSON, and fit neither the store nor a seed."""
+    """JSON allows integers of any size; the database and seeds are limited to 64 bits."""
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
-        raise WireError.at(loc, f"{value} does not fit 64 bits.", "int_size")
+        raise WireError.at(loc, f"{value} does not fit in 64 bits.", "int_size")
 
 
 def _refuse_null_numbers(part_type: type[StrictModel], part: Mapping[str, Any], key: str) -> None:
     """
-    A null where the protocol has a number and no null is refused, not read as absent.
+    Reject null where the protocol requires a number, instead of treating it as absent.
 
-    No client lets its user write None there. The official ones write null for a NaN or an
-    infinity, so the default would stand in for a number that somebody computed wrong.
+    Official clients never send None there, but they write NaN and infinity as null. Using the
+    default would hide that the user computed an invalid number.
     """
     for name, item in part.items():
         if item is None and name in _numbers(part_type):
             raise WireError.at(
                 (key, name),
-                "null is not a number. Clients send null for NaN and for infinities: send a finite "
-                "number, or leave the field out for its default.",
+                "null is not a number. Clients send null for NaN and infinity. Send a finite "
+                "number, or omit the field to use its default.",
                 "null_number",
             )
 
@@ -256,14 +257,14 @@ def _refuse_unknown(
     for name in part:
         if name not in known:
             text = unknown_field(name, known)
-            sound = {field: item for field, item in message.items() if isinstance(item, (str, int))}
-            raise UserFailure(f"{key}: {text} Nothing was done.", request=sound)
+            valid = {field: item for field, item in message.items() if isinstance(item, (str, int))}
+            raise UserFailure(f"{key}: {text} Nothing was done.", request=valid)
 
 
 def _validate(kind: Any, value: Any) -> Any:
     try:
         if isinstance(kind, type) and issubclass(kind, StrictModel):
-            # A number is no text and a text is no number: requests say what they mean.
+            # Strict: strings are not converted to numbers, nor numbers to strings.
             return kind.model_validate(value, strict=True)
         if isinstance(kind, type) and issubclass(kind, (BaseModel, Payload)):
             return kind.model_validate(value)
@@ -272,9 +273,9 @@ def _validate(kind: Any, value: Any) -> Any:
         raise WireError(_field_errors(error)) from None
 
 
-#: Names pydantic puts into a path for the choices of a union. The sender does not know them, and
-#: of what is wrong with the known choice and with the one for unknown families only the first helps.
-_CHOICES: Final = frozenset({"AdamParams", "AdamOptimizerConfig"})
+#: Type names that pydantic adds to the path for each member of a union. They mean nothing to the
+#: sender and are removed. Errors of the catch-all member are shown only if there are no others.
+_UNION_MEMBERS: Final = frozenset({"AdamParams", "AdamOptimizerConfig"})
 _CATCH_ALLS: Final = frozenset({"OptimParamsBase", "OptimizerConfigBase"})
 
 
@@ -285,18 +286,20 @@ def _field_errors(error: ValidationError) -> Iterable[FieldError]:
         yield from unions
     helpful = [item for item in items if not _CATCH_ALLS.intersection(item["loc"])]
     for item in helpful or items:
-        item["loc"] = tuple(part for part in item["loc"] if part not in _CHOICES | _CATCH_ALLS)
+        item["loc"] = tuple(
+            part for part in item["loc"] if part not in _UNION_MEMBERS | _CATCH_ALLS
+        )
         inner = item.get("ctx", {}).get("error")
         if isinstance(inner, WireError):
             yield from inner.under(*item["loc"]).errors
         else:
             loc = tuple(item["loc"])
             if item["type"] == "missing" and loc == ("optim_params",):
-                loc = ("adam_params",)  # its name on the wire
+                loc = ("adam_params",)  # the name on the wire
             yield FieldError(loc, item["msg"], item["type"])
 
 
-#: A field with many shapes: what is wrong with each of them helps nobody.
+#: A union with so many members that one summary replaces their separate errors.
 _STOP: Final = frozenset({"sampling_params", "stop"})
 
 
@@ -304,20 +307,20 @@ def _union_errors(items: Sequence[Any]) -> Iterable[FieldError]:
     if any(_STOP.issubset(item["loc"]) for item in items):
         yield FieldError(
             ("sampling_params", "stop"),
-            "a text, a list of texts or a list of token ids is needed.",
+            "expected a string, a list of strings or a list of token ids.",
             "stop_type",
         )
 
 
-_noted: set[tuple[str, str]] = set()
+_logged: set[tuple[str, str]] = set()
 
 
-def _note_ignored(message: str, value: Mapping[str, Any], known: Iterable[str]) -> None:
-    """Say once what is ignored. The set is bounded: the names are the sender's."""
+def _log_ignored(message: str, value: Mapping[str, Any], known: Iterable[str]) -> None:
+    """Log each ignored field once. The set is bounded because senders choose the names."""
     for key in value.keys() - set(known):
-        key = key[:LONGEST_NAME]
-        if (message, key) not in _noted and len(_noted) < 1000:
-            _noted.add((message, key))
+        key = key[:MAX_NAME_CHARS]
+        if (message, key) not in _logged and len(_logged) < 1000:
+            _logged.add((message, key))
             log.debug("ignored field", extra={"message_type": message, "field": key})
 
 
@@ -325,7 +328,7 @@ def _note_ignored(message: str, value: Mapping[str, Any], known: Iterable[str]) 
 
 
 def decompress(body: bytes, content_encoding: str | None, *, max_bytes: int) -> bytes:
-    """The body as it was before `Content-Encoding`; `TooLarge` before more than that is unpacked."""
+    """Undo `Content-Encoding`; `TooLarge` as soon as the output exceeds `max_bytes`."""
     encoding = (content_encoding or "identity").strip().lower()
     if encoding == "identity":
         unpacked = body
@@ -334,14 +337,14 @@ def decompress(body: bytes, content_encoding: str | None, *, max_bytes: int) -> 
     elif encoding == "gzip":
         unpacked = _gunzip(body, max_bytes)
     else:
-        raise WireError.at((), f"Content-Encoding is zstd or gzip, not {content_encoding!r}.")
+        raise WireError.at((), f"Content-Encoding must be zstd or gzip, not {content_encoding!r}.")
     if len(unpacked) > max_bytes:
-        raise TooLarge(f"the body is larger than the {max_bytes} bytes that are allowed.")
+        raise TooLarge(f"the body is larger than the limit of {max_bytes} bytes.")
     return unpacked
 
 
-#: Bytes handed to the unpacker at once. A block of 4 bytes may unpack to 128 KiB, so this much
-#: input makes at most 32 MiB before the limit is looked at again.
+#: Input bytes per decompression call. A block of 4 bytes may expand to 128 KiB, so one call yields
+#: at most 32 MiB before the limit is checked again.
 _ZSTD_SLICE: Final = 1024
 
 
@@ -350,7 +353,7 @@ def _unzstd(body: bytes, max_bytes: int) -> bytes:
         import zstandard
 
     parts: list[bytes] = []
-    size = at = members = 0
+    size = at = frames = 0
     unpacker = zstandard.ZstdDecompressor(max_window_size=2**27).decompressobj()
     try:
         while at < len(body):
@@ -363,41 +366,41 @@ def _unzstd(body: bytes, max_bytes: int) -> bytes:
                 break
             if unpacker.eof:
                 at -= len(unpacker.unused_data)
-                members += 1
+                frames += 1
                 if at < len(body):
-                    _check_members(members)
+                    _check_frame_count(frames)
                     unpacker = zstandard.ZstdDecompressor(max_window_size=2**27).decompressobj()
     except zstandard.ZstdError as error:
-        raise WireError.at((), f"this is not zstd: {error}.") from None
+        raise WireError.at((), f"invalid zstd: {error}.") from None
     if size <= max_bytes and not unpacker.eof:
-        raise WireError.at((), "this zstd body is cut off.")
+        raise WireError.at((), "the zstd body is truncated.")
     return b"".join(parts)
 
 
 def _gunzip(body: bytes, max_bytes: int) -> bytes:
     unpacked = bytearray()
     rest = body
-    members = 0
+    frames = 0
     while rest:
-        _check_members(members)
-        members += 1
+        _check_frame_count(frames)
+        frames += 1
         unpacker = zlib.decompressobj(wbits=31)
         try:
             unpacked += unpacker.decompress(rest, max_bytes + 1 - len(unpacked))
         except zlib.error as error:
-            raise WireError.at((), f"this is not gzip: {error}.") from None
+            raise WireError.at((), f"invalid gzip: {error}.") from None
         if len(unpacked) > max_bytes:
             break
         if not unpacker.eof:
-            raise WireError.at((), "this gzip body is cut off.")
+            raise WireError.at((), "the gzip body is truncated.")
         rest = unpacker.unused_data
     return bytes(unpacked)
 
 
-def _check_members(members: int) -> None:
-    """Thousands of tiny ones would take a server minutes."""
-    if members >= MOST_MEMBERS:
+def _check_frame_count(frames: int) -> None:
+    """Decompressing thousands of tiny frames would take minutes."""
+    if frames >= MAX_COMPRESSED_FRAMES:
         raise TooLarge(
-            f"the body is packed in more than {MOST_MEMBERS} parts, which is the most that is "
-            "allowed. Compress it in one."
+            f"the body has more than {MAX_COMPRESSED_FRAMES} compressed frames, the limit. "
+            "Compress it as one."
         )

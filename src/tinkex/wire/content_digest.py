@@ -1,8 +1,8 @@
 """
-A fingerprint of a body, as RFC 9530 sends it: `Content-Digest: sha-256=:...:`.
+The `Content-Digest` header of RFC 9530: `sha-256=:...:`.
 
-Protobuf that was cut between two fields is still protobuf: without this, a result that lost its end
-on a broken proxy would be taken for a whole one.
+Protobuf that is truncated between two fields still parses. The digest detects a result that a
+broken proxy cut short.
 """
 
 import base64
@@ -15,8 +15,8 @@ def content_digest(body: bytes) -> str:
     return f"{_PREFIX}{base64.b64encode(hashlib.sha256(body).digest()).decode()}:"
 
 
-def is_intact(body: bytes, told: str | None) -> bool:
-    """False only where another body was announced; other fingerprints than ours are not read."""
-    if told is None or not told.startswith(_PREFIX) or "," in told:
+def is_intact(body: bytes, header: str | None) -> bool:
+    """False if the header's SHA-256 does not match; no header or another digest is ignored."""
+    if header is None or not header.startswith(_PREFIX) or "," in header:
         return True
-    return told == content_digest(body)
+    return header == content_digest(body)

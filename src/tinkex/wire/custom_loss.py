@@ -1,8 +1,9 @@
-"""Losses a user wrote, traced into a graph that can be sent. The graph is untrusted data."""
+"""Custom losses: a user's loss function, traced into a graph. Servers must not trust the graph."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import re
+from typing import Any, Final, Literal
 
 from pydantic import Field
 
@@ -18,6 +19,11 @@ __all__ = [
     "CustomLossNodeOp",
 ]
 
+#: Limits that the client checks when it traces a loss and the engine checks again.
+MAX_INPUTS: Final = 16
+INPUT_NAME: Final = re.compile(r"[a-z_][a-z0-9_]{0,63}")
+METRIC_NAME: Final = re.compile(r"custom/[a-z0-9_./-]{1,64}:(sum|mean)")
+
 CustomLossInputRank = Literal[0, 1, 2]
 
 CustomLossNodeOp = Literal[
@@ -26,7 +32,7 @@ CustomLossNodeOp = Literal[
 
 
 class CustomLossInput(StrictModel):
-    """A tensor the loss reads, by name; the first is `logprobs`."""
+    """An input tensor of the loss; the first input is `logprobs`."""
 
     name: str
     #: Number of dimensions.
@@ -34,11 +40,11 @@ class CustomLossInput(StrictModel):
 
 
 class CustomLossNode(StrictModel):
-    """One operation. Arguments that are not plain values are objects with one key, as `ref`."""
+    """One operation. Arguments other than plain values are objects with one key, such as `ref`."""
 
     op: CustomLossNodeOp
     name: str
-    #: What is called: `operator.mul`, `torch.exp`, the name of a method or of a parameter.
+    #: What is called: `operator.mul`, `torch.exp`, or the name of a method or parameter.
     target: str
     args: list[Any] = Field(default=[])
     kwargs: dict[str, Any] = Field(default={})
@@ -51,7 +57,7 @@ class CustomLossGraph(StrictModel):
 
 class CreateCustomLossRequest(StrictModel):
     session_id: str
-    #: Numbers the losses of a session from 0.
+    #: Number of this loss in its session, from 0.
     custom_loss_seq_id: int
     name: str
     inputs: list[CustomLossInput]

@@ -1,8 +1,8 @@
 """
-How a caller's values become int64 or float32, the two types that travel.
+Casts of a caller's values to int64 or float32, the two dtypes of the protocol.
 
-The values are cast, not only the label; what cannot be cast is refused by name, and a cast that
-changes a value by more than ordinary rounding is reported.
+Values that cannot be cast are an error that names the input. A cast that changes a value by more
+than ordinary rounding is a warning.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ __all__ = ["TensorCastWarning", "TensorDtype", "cast", "torch_to_numpy", "warn_o
 
 TensorDtype = Literal["int64", "float32"]
 
-#: float32 holds every whole number up to here.
+#: float32 represents every integer up to this one exactly.
 EXACT_IN_FLOAT32: Final = 2**24
 
 
 class TensorCastWarning(UserWarning):
     """
-    A value changed on its way into a tensor by more than ordinary float32 rounding.
+    The cast of an input to float32 changed a value by more than ordinary rounding.
 
-    Only int64 and float32 travel. Rounding 0.1 to the nearest float32 is silent; a number that
-    became infinite or zero, or a whole number above 2**24 that became another one, is not.
-    Raised once per input name in a process.
+    Tensors are sent as int64 or float32 only. Rounding 0.1 to the nearest float32 is silent; a
+    number that becomes infinite or zero, or an integer above 2**24 that changes, is reported.
+    Issued once for each input name in a process.
     """
 
 
@@ -41,8 +41,8 @@ def warn_once(key: str, loss: str) -> None:
     if key not in _warned:
         _warned.add(key)
         warnings.warn(
-            f"{key}: {loss} (only int64 and float32 travel). Further casts of this input "
-            "are not reported.",
+            f"{key}: {loss} (tensors are sent as int64 or float32 only). Further casts of this "
+            "input are not reported.",
             TensorCastWarning,
             stacklevel=4,
         )
@@ -57,13 +57,13 @@ def torch_to_numpy(tensor: Any, *, key: str) -> npt.NDArray[Any]:
         tensor = tensor.to_dense()
     tensor = tensor.cpu()
     if tensor.dtype.is_floating_point and tensor.dtype != torch.float64:
-        tensor = tensor.float()  # bfloat16 and the float8 kinds are unknown to NumPy
+        tensor = tensor.float()  # NumPy has no bfloat16 and no float8
     array: npt.NDArray[Any] = tensor.resolve_conj().resolve_neg().numpy()
     return array
 
 
 def cast(value: Any, dtype: TensorDtype | None, *, key: str) -> tuple[npt.NDArray[Any], str]:
-    """A new C-ordered array of a type that travels, and what got lost beyond float32 rounding."""
+    """A new C-ordered int64 or float32 array, and a description of what the cast changed, or ''."""
     import numpy as np
 
     try:
@@ -71,7 +71,7 @@ def cast(value: Any, dtype: TensorDtype | None, *, key: str) -> tuple[npt.NDArra
     except (ValueError, OverflowError) as error:
         text = str(error)
         if "inhomogeneous" in text:
-            text = "the nested lists differ in length."
+            text = "the nested lists have different lengths."
         raise ValueError(f"{key}: {text}") from None
     if dtype not in (None, "int64", "float32"):
         raise ValueError(f"{key}: dtype must be 'int64' or 'float32', not {dtype!r}.")
@@ -80,19 +80,18 @@ def cast(value: Any, dtype: TensorDtype | None, *, key: str) -> tuple[npt.NDArra
     kind = array.dtype.kind
     if array.size == 0 and not hasattr(value, "dtype"):
         kind = "f" if dtype != "int64" else "i"
-    listed = not hasattr(value, "dtype")  # so its type was NumPy's choice
+    listed = not hasattr(value, "dtype")  # then NumPy chose the dtype
     if listed and kind in "uO" and (beyond := _beyond_int64(array)) is not None:
         raise ValueError(
-            f"{key}: {beyond} is too large: whole numbers travel in 64 bits, from -2**63 to "
-            "2**63 - 1."
+            f"{key}: {beyond} is too large: integers have 64 bits, from -2**63 to 2**63 - 1."
         )
     if kind not in "fi":
-        cure = (
-            "Write numbers." if listed else "Cast first: .astype(np.int64) or .astype(np.float32)."
+        advice = (
+            "Use numbers." if listed else "Cast first: .astype(np.int64) or .astype(np.float32)."
         )
         raise ValueError(
-            f"{key}: values of type {array.dtype} do not travel, only floats and signed integers. "
-            f"{cure}"
+            f"{key}: values of type {array.dtype} cannot be sent, only floats and signed integers. "
+            f"{advice}"
         )
     target = dtype or ("float32" if kind == "f" else "int64")
     if target == "int64":
@@ -101,7 +100,7 @@ def cast(value: Any, dtype: TensorDtype | None, *, key: str) -> tuple[npt.NDArra
 
 
 def _beyond_int64(array: npt.NDArray[Any]) -> int | None:
-    """A whole number for which NumPy had to take another type than int64."""
+    """The first integer in `array` that does not fit in int64."""
     import numpy as np
 
     for one in array.flat:
@@ -117,7 +116,7 @@ def _to_int64(array: npt.NDArray[Any], key: str) -> npt.NDArray[np.int64]:
         whole = (array == np.trunc(array)) & (np.abs(array) < 2**63)
         if not whole.all():
             bad = array.reshape(-1)[np.flatnonzero(~whole)[0]]
-            raise ValueError(f"{key}: {bad} is not a whole number that fits int64.")
+            raise ValueError(f"{key}: {bad} is not an integer that fits in int64.")
     return np.array(array, dtype=np.int64, order="C")
 
 
@@ -131,7 +130,7 @@ def _to_float32(array: npt.NDArray[Any]) -> tuple[npt.NDArray[np.float32], str]:
     if array.dtype.kind == "f":
         overflowed = np.isinf(cast) & ~np.isinf(array)
         if overflowed.any():
-            return cast, f"{array[overflowed].flat[0]} is beyond float32 and became infinite"
+            return cast, f"{array[overflowed].flat[0]} is too large for float32 and became infinite"
         vanished = (cast == 0) & (array != 0)
         if vanished.any():
             return cast, f"{array[vanished].flat[0]} is too small for float32 and became 0"
@@ -142,5 +141,5 @@ def _to_float32(array: npt.NDArray[Any]) -> tuple[npt.NDArray[np.float32], str]:
         changed = (before == np.trunc(before)) & (after != before.astype(np.longdouble))
         if changed.any():
             was, now = before[changed].flat[0], cast[large][changed].flat[0]
-            return cast, f"{was} became {int(now)}: float32 holds whole numbers up to 2**24"
+            return cast, f"{was} became {int(now)}: float32 represents integers exactly up to 2**24"
     return cast, ""

@@ -1,19 +1,21 @@
-"""Frames on a stream: a length of four bytes, then one message of `frames.proto`."""
+"""The socket protocol of web process and engine: length-prefixed messages of `frames.proto`."""
 
 import struct
 from typing import Protocol
 
 from tinkex.wire.proto.frames_pb2 import Order, Report
 
-LENGTH = struct.Struct("<I")
-#: Category of work that failed beside other work: whose fault it was is not known.
-MUDDLED = "muddled"
-#: Category of work on a model that the engine does not have.
-MISSING = "missing"
-#: What an engine whose web process is gone writes over the beginning of its roll.
-LEFT = b"left "
-#: Exit status of an engine that cannot use its device any more.
-GAVE_OUT = 70
+#: Four bytes, little-endian.
+LENGTH_PREFIX = struct.Struct("<I")
+#: Failure category: a mixed micro-batch failed. The cause is unknown, so its requests run again one
+#: by one.
+SHARED_FAILURE = "shared_failure"
+#: Failure category: the engine does not have the model.
+MODEL_MISSING = "missing"
+#: Written to the start of the in-flight file by an engine that exits after its web process died.
+CLEAN_EXIT = b"left "
+#: Exit status of an engine that lost its device.
+DEVICE_LOST_STATUS = 70
 
 
 class _Message(Protocol):
@@ -21,23 +23,23 @@ class _Message(Protocol):
 
 
 def frame(message: _Message) -> bytes:
-    """The bytes of one message, with its length in front."""
+    """One message with its length prefix."""
     body = message.SerializeToString()
-    return LENGTH.pack(len(body)) + body
+    return LENGTH_PREFIX.pack(len(body)) + body
 
 
 def body_length(head: bytes) -> int:
-    """How many bytes follow these four."""
-    length: int = LENGTH.unpack(head)[0]
+    """The length in a prefix."""
+    length: int = LENGTH_PREFIX.unpack(head)[0]
     return length
 
 
 __all__ = [
-    "GAVE_OUT",
-    "LEFT",
-    "LENGTH",
-    "MISSING",
-    "MUDDLED",
+    "CLEAN_EXIT",
+    "DEVICE_LOST_STATUS",
+    "LENGTH_PREFIX",
+    "MODEL_MISSING",
+    "SHARED_FAILURE",
     "Order",
     "Report",
     "body_length",

@@ -1,12 +1,12 @@
 """
-What can go wrong with a message, told apart by who has to act.
+Errors of messages.
 
-* WireError (ValueError)     the bytes do not fit the type: a 422 with the path of each bad field
-  * TooLarge                 the body is, or unpacks to, more than is allowed: a 413
-* UserFailure (Exception)    the message is sound, what it asks for cannot be done: a failed future
-                             of category `user`
+* WireError (ValueError)     the body does not match its type: HTTP 422 with each bad field's path
+  * TooLarge                 the body is too large, packed or unpacked: HTTP 413
+* UserFailure (Exception)    the message is valid but the request cannot be carried out: a failed
+                             future of category `user`
 
-HTTP is not known here; the server maps these to answers, the client to its own exceptions.
+The server maps these to HTTP responses, the client to its own exceptions.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ __all__ = [
 ]
 
 
-#: Of an answer: so many errors, and so many characters of each.
-MOST_TOLD: Final = 20
-LONGEST_TOLD: Final = 1_000
+#: A 422 lists at most this many errors, each shortened to this many characters.
+MAX_ERRORS_SENT: Final = 20
+MAX_ERROR_CHARS: Final = 1_000
 
 
 class RequestErrorCategory(StrEnum):
-    """Who is to blame for a failed request. Lower case on the wire, read without regard to case."""
+    """Who caused a failure. Lower case on the wire; parsed case-insensitively."""
 
     Unknown = auto()
     Server = auto()
@@ -38,24 +38,24 @@ class RequestErrorCategory(StrEnum):
 
     @classmethod
     def _missing_(cls, value: object) -> RequestErrorCategory:
-        # A newer server may use a word this client does not know: that must not hide its error.
+        # A newer server may send a new category: that must not hide its error message.
         word = value.lower() if isinstance(value, str) else ""
         return next((member for member in cls if member.value == word), cls.Unknown)
 
     @classmethod
     def parse(cls, word: object) -> RequestErrorCategory:
-        """The category called `word`; one that is not recognised is `Unknown`."""
+        """The category named `word`, or `Unknown`."""
         return cls(word if isinstance(word, str) else "")
 
 
 class FieldError(NamedTuple):
-    """One thing that is wrong with a message."""
+    """One invalid field of a message."""
 
-    #: Where: field names and list positions from the outside in.
+    #: Path of the field: names and list positions, outermost first.
     loc: tuple[str | int, ...]
-    #: What was found, and what is allowed.
+    #: What was found and what is allowed.
     msg: str
-    #: A fixed word for programs, such as `missing`.
+    #: Machine-readable error type, such as `missing`.
     type: str = "value_error"
 
     def __str__(self) -> str:
@@ -63,7 +63,7 @@ class FieldError(NamedTuple):
 
 
 class WireError(ValueError):
-    """A body that does not fit its type. `errors` names every bad field."""
+    """A body that does not match its type. `errors` lists every invalid field."""
 
     errors: list[FieldError]
 
@@ -75,18 +75,18 @@ class WireError(ValueError):
 
     @classmethod
     def at(cls, loc: tuple[str | int, ...], msg: str, type: str = "value_error") -> WireError:
-        """One error at one place."""
+        """An error at one path."""
         return cls(FieldError(loc, msg, type))
 
     def under(self, *outer: str | int) -> WireError:
-        """The same errors, seen from a message that holds this one at `outer`."""
+        """The same errors with `outer` prepended to their paths."""
         return type(self)([error._replace(loc=(*outer, *error.loc)) for error in self.errors])
 
     def detail(self) -> list[dict[str, Any]]:
-        """The body of a 422: `{"detail": error.detail()}`. What the sender sent is cut short."""
+        """The body of a 422 is `{"detail": error.detail()}`. Long texts are shortened."""
         return [
             {"loc": ["body", *map(_short, error.loc)], "msg": _short(error.msg), "type": error.type}
-            for error in self.errors[:MOST_TOLD]
+            for error in self.errors[:MAX_ERRORS_SENT]
         ]
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -94,18 +94,18 @@ class WireError(ValueError):
 
 
 class TooLarge(WireError):
-    """A body over the limit; nothing beyond the limit was unpacked."""
+    """A body over a size limit; decompression stops at the limit."""
 
 
 class UserFailure(Exception):
     """
-    Work that cannot be done as asked: becomes a failed future of category `user`.
+    A request that cannot be carried out: becomes a failed future of category `user`.
 
-    The text says what was asked for, what is supported and what to do next.
+    The message says what was requested, what is supported and what to do.
     """
 
-    #: The sound fields of the request (`model_id`, `seq_id`, ...), when it was read off the wire:
-    #: the server needs them to file the failure under the step that it belongs to.
+    #: Valid fields of the request (`model_id`, `seq_id`, ...) if it was being decoded: the server
+    #: uses them to record the failure as the result of that step.
     request: Mapping[str, Any]
 
     def __init__(self, message: str, *, request: Mapping[str, Any] | None = None) -> None:
@@ -121,9 +121,9 @@ def _user_failure(message: str, request: Mapping[str, Any]) -> UserFailure:
 
 
 def _short(part: str | int) -> str | int:
-    if isinstance(part, int) or len(part) <= LONGEST_TOLD:
+    if isinstance(part, int) or len(part) <= MAX_ERROR_CHARS:
         return part
-    return f"{part[:LONGEST_TOLD]}... ({len(part)} characters)"
+    return f"{part[:MAX_ERROR_CHARS]}... ({len(part)} characters)"
 
 
 def path_of(loc: tuple[str | int, ...]) -> str:

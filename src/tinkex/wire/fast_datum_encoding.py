@@ -1,9 +1,8 @@
 """
-Training data straight to protobuf bytes: each array is copied once.
+Writes training data as protobuf bytes directly, so that each array is copied only once.
 
-A message object would copy every array twice more. What `framed` writes are the bytes that the
-generated code writes for the same `Datum`; it knows text and dense tensors, which nearly all
-training data is, and leaves the rest to that code.
+A message object would copy every array two more times. `encode_datum` produces the same bytes as
+the generated code, but only for text and dense tensors, which is nearly all training data.
 """
 
 from __future__ import annotations
@@ -15,14 +14,15 @@ from typing import TYPE_CHECKING, Any
 from tinkex.wire.inputs import Datum
 from tinkex.wire.prompt_chunks import EncodedTextChunk
 from tinkex.wire.proto import tinkex_wire_pb2 as pb
+from tinkex.wire.varint import encode_varint
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    #: What `b"".join` takes: heads and tails are bytes, arrays are joined where they lie.
+    #: Anything `b"".join` accepts; arrays are not copied before the join.
     Part = bytes | npt.NDArray[Any]
 
-# Tags of the fields, all of wire type 2 (a length follows) but the last.
+# Field tags; all have wire type 2 (length-delimited) except the last.
 _REQUEST_DATA = b"\x1a"
 _DATUM_INPUT = b"\x0a"
 _DATUM_TENSORS = b"\x12"
@@ -32,8 +32,8 @@ _TENSOR_SHAPE = b"\x22"
 _TENSOR_DTYPE = b"\x18"
 
 
-def framed(datum: Datum) -> list[Part] | None:
-    """The datum as one entry of a request's data, in parts to be joined; None if it has more."""
+def encode_datum(datum: Datum) -> list[Part] | None:
+    """An entry of `data`, in parts to join; None if the generated code must encode the datum."""
     import numpy as np
 
     if datum.model_input_spans or datum.loss_fn_input_spans:
@@ -55,47 +55,38 @@ def framed(datum: Datum) -> list[Part] | None:
         head, tail = _tensor_frame(name, values.nbytes, number, tuple(tensor.shape or ()))
         parts += (head, values, tail)
         size += len(head) + values.nbytes + len(tail)
-    parts[0] = _REQUEST_DATA + _varint(size)
+    parts[0] = _REQUEST_DATA + encode_varint(size)
     return parts
 
 
-def as_entry(datum: bytes) -> Sequence[Part]:
-    """The same for a datum that the generated code has written."""
-    return _REQUEST_DATA + _varint(len(datum)), datum
+def as_request_entry(datum: bytes) -> Sequence[Part]:
+    """An entry of `data` for a datum that the generated code has encoded."""
+    return _REQUEST_DATA + encode_varint(len(datum)), datum
 
 
 _STORED = {"int64": ("<i8", pb.DTYPE_INT64), "float32": ("<f4", pb.DTYPE_FLOAT32)}
 
 
-# A batch has few lengths, so the frames around its arrays are made once.
+# A batch has few distinct lengths, so headers repeat.
 @lru_cache(4096)
 def _text_head(nbytes: int) -> bytes:
-    # Only a field of bytes that belongs to no choice is left out when it is empty.
-    tokens = _TEXT_TOKENS + _varint(nbytes) if nbytes else b""
-    text = _CHUNK_TEXT + _varint(len(tokens) + nbytes) + tokens
-    return _DATUM_INPUT + _varint(len(text) + nbytes) + text
+    # Protobuf omits an empty bytes field, unless it belongs to a oneof.
+    tokens = _TEXT_TOKENS + encode_varint(nbytes) if nbytes else b""
+    text = _CHUNK_TEXT + encode_varint(len(tokens) + nbytes) + tokens
+    return _DATUM_INPUT + encode_varint(len(text) + nbytes) + text
 
 
 @lru_cache(4096)
 def _tensor_frame(
     name: str, nbytes: int, dtype: int, shape: tuple[int, ...]
 ) -> tuple[bytes, bytes]:
-    sizes = b"".join(map(_varint, shape))
-    tail = _TENSOR_DTYPE + _varint(dtype)
+    sizes = b"".join(map(encode_varint, shape))
+    tail = _TENSOR_DTYPE + encode_varint(dtype)
     if sizes:
-        tail += _TENSOR_SHAPE + _varint(len(sizes)) + sizes
-    dense = _TENSOR_DENSE + _varint(nbytes)
+        tail += _TENSOR_SHAPE + encode_varint(len(sizes)) + sizes
+    dense = _TENSOR_DENSE + encode_varint(nbytes)
     text = name.encode()
-    key = _ENTRY_KEY + _varint(len(text)) + text
-    value = _ENTRY_VALUE + _varint(len(dense) + nbytes + len(tail)) + dense
+    key = _ENTRY_KEY + encode_varint(len(text)) + text
+    value = _ENTRY_VALUE + encode_varint(len(dense) + nbytes + len(tail)) + dense
     head = key + value
-    return _DATUM_TENSORS + _varint(len(head) + nbytes + len(tail)) + head, tail
-
-
-def _varint(number: int) -> bytes:
-    found = bytearray()
-    while number > 127:
-        found.append(number & 127 | 128)
-        number >>= 7
-    found.append(number)
-    return bytes(found)
+    return _DATUM_TENSORS + encode_varint(len(head) + nbytes + len(tail)) + head, tail

@@ -1,8 +1,8 @@
 """
-Promises of a result, and the answers to asking for one.
+Futures, and the responses to polling them.
 
-An answer is told apart by its shape and its `type`: "try again", a failure, "done, but large", or
-the result itself. There is no `status` field to go by, except the one of the third.
+The kind of response follows from its fields: "try again" (`type`), "complete, metadata only"
+(`status`), a failure (`error`), or else the result itself.
 """
 
 from __future__ import annotations
@@ -52,25 +52,25 @@ log = logging.getLogger(__name__)
 
 RequestID: TypeAlias = str
 
-#: Why a request has not run yet.
+#: Why a request is not running yet.
 QueueState = Literal["active", "paused_capacity", "paused_rate_limit"]
 
 
 class UntypedAPIFuture(LenientModel):
-    """A promise: the answer to every submission that takes time."""
+    """A future: the response to every request that runs asynchronously."""
 
     request_id: RequestID
     model_id: ModelID | None = None
-    #: Of a sample: a name for each sequence that will come.
+    #: For samples: the id of each sequence to come.
     sample_sequence_ids: list[str] | None = None
 
 
-# -- asking for one ------------------------------------------------------------------------------
+# -- polling one future --------------------------------------------------------------------------
 
 
 class FutureRetrieveRequest(StrictModel):
     request_id: RequestID
-    #: A large result may be answered by its size only, so that the client can make room first.
+    #: The server may send only the size of a large result, so that the client can reserve memory.
     allow_metadata_only: bool = False
 
 
@@ -79,37 +79,37 @@ class CancelFutureRequest(StrictModel):
 
 
 class TryAgainResponse(LenientModel):
-    """Not yet."""
+    """The result is not ready."""
 
     type: Literal["try_again"] = "try_again"
     request_id: RequestID
     queue_state: QueueState = "active"
-    #: For people, when the state is not `active`.
+    #: Human-readable; set if the state is not `active`.
     queue_state_reason: str | None = None
 
     @field_validator("queue_state", mode="before")
     @classmethod
-    def _unknown_states_wait(cls, value: Any) -> Any:
+    def _unknown_means_active(cls, value: Any) -> Any:
         if value in get_args(QueueState):
             return value
-        log.info("unknown queue state %r, taken as waiting", str(value)[:80])
+        log.info("unknown queue state %r, treated as active", str(value)[:80])
         return "active"
 
 
 class RequestFailedResponse(LenientModel):
-    """The request was taken and could not be finished."""
+    """The request was accepted but failed."""
 
     error: str
     category: RequestErrorCategory
 
     @field_validator("category", mode="before")
     @classmethod
-    def _any_word(cls, value: Any) -> RequestErrorCategory:
+    def _parse_category(cls, value: Any) -> RequestErrorCategory:
         return RequestErrorCategory.parse(value)
 
 
 class CompleteMetadata(LenientModel):
-    """The result is there, and this large; ask again without `allow_metadata_only` to get it."""
+    """The result is ready and has this size; poll without `allow_metadata_only` to fetch it."""
 
     status: Literal["complete_metadata"] = "complete_metadata"
     response_payload_size: int
@@ -134,7 +134,7 @@ ResultT = TypeVar("ResultT", bound=BaseModel | Payload)
 def read_future(
     value: Mapping[str, Any], result_type: type[ResultT]
 ) -> TryAgainResponse | CompleteMetadata | RequestFailedResponse | ResultT:
-    """What a JSON answer to `retrieve_future` says, looked at in the order clients look."""
+    """Parse a JSON response of `retrieve_future`, testing the cases in the order of clients."""
     found: Any
     if value.get("type") == "try_again":
         found = TryAgainResponse
@@ -150,10 +150,10 @@ def read_future(
     except WireError:
         raise
     except ValueError as error:
-        raise WireError(f"this answer is no {found.__name__}: {error}") from None
+        raise WireError(f"this response is not a valid {found.__name__}: {error}") from None
 
 
-# -- waiting for many ----------------------------------------------------------------------------
+# -- polling many futures ------------------------------------------------------------------------
 
 
 class SamplingSessionFuturesTarget(StrictModel):
@@ -161,17 +161,17 @@ class SamplingSessionFuturesTarget(StrictModel):
 
     type: Literal["sampling_session"] = "sampling_session"
     sampling_session_id: str
-    #: Which copy of the client; 0 is the original.
+    #: Clone id of the client; 0 is the original.
     cloned_sampler_id: int = 0
 
 
 class FuturesRetrieveRequest(StrictModel):
     target: SamplingSessionFuturesTarget
-    #: The last `cursor` received; events up to it were seen.
+    #: The last `cursor` received; only later events are returned.
     prev_cursor: int = 0
-    #: Seconds to wait for an event.
+    #: How long the server waits for an event, in seconds.
     timeout: float | None = None
-    #: Results that were fetched: their payloads may be deleted.
+    #: Results that the client has; their payloads may be deleted.
     retrieved_request_ids: list[str] = Field(default=[])
 
 

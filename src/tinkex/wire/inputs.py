@@ -1,7 +1,7 @@
 """
-What a model reads: prompts made of chunks, and training examples made of a prompt and tensors.
+Model inputs: prompts made of chunks, and training examples made of a prompt and tensors.
 
-Needs no tokenizer: a token is a number. Who has one may hand it over.
+Tokens are numbers; a tokenizer is only needed for `ModelInput.from_text`.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from pydantic.fields import FieldInfo
 from tinkex.wire.base import ModelPayload, Payload, json_kind
 from tinkex.wire.errors import WireError
 from tinkex.wire.limits import (
-    LONGEST_NAME,
-    MOST_CHUNKS,
-    MOST_SPANS,
-    MOST_TENSORS,
+    MAX_CHUNKS,
+    MAX_NAME_CHARS,
+    MAX_SPANS,
+    MAX_TENSORS,
     check_count,
     check_text,
 )
@@ -53,8 +53,8 @@ __all__ = [
 ]
 
 
-class Encodes(Protocol):
-    """A tokenizer: of `tokenizers`, of transformers, ours, or a client of ours."""
+class TextEncoder(Protocol):
+    """A tokenizer from `tokenizers`, transformers or tinkex, or a tinkex client."""
 
     def encode(self, text: Any, /, *, add_special_tokens: bool) -> Any: ...
 
@@ -65,7 +65,7 @@ class Encodes(Protocol):
 @dataclass(frozen=True, slots=True, eq=False)
 class ModelInput(ModelPayload):
     """
-    What the model reads: text tokens, pictures and sound, in order.
+    A prompt: text tokens, images and audio, in order.
 
         ModelInput.from_ints([1, 2, 3]).append_int(4)
     """
@@ -81,7 +81,7 @@ class ModelInput(ModelPayload):
         if not isinstance(self.chunks, (list, tuple)):
             raise WireError.at(
                 ("chunks",),
-                f"a list of chunks is needed, not {json_kind(self.chunks)}.",
+                f"expected a list of chunks, not {json_kind(self.chunks)}.",
                 "list_type",
             )
         chunks = []
@@ -97,7 +97,7 @@ class ModelInput(ModelPayload):
         if "chunks" not in value:
             raise WireError.at(("chunks",), "Field required", "missing")
         if isinstance(value["chunks"], list):
-            check_count(("chunks",), len(value["chunks"]), MOST_CHUNKS, "chunks")
+            check_count(("chunks",), len(value["chunks"]), MAX_CHUNKS, "chunks")
         return cls(value["chunks"])
 
     @classmethod
@@ -107,15 +107,17 @@ class ModelInput(ModelPayload):
 
     @classmethod
     def from_text(
-        cls, text: str, tokenizer: Encodes, *, add_special_tokens: bool = True
+        cls, text: str, tokenizer: TextEncoder, *, add_special_tokens: bool = True
     ) -> ModelInput:
         """
-        A prompt of text, by a tokenizer or by a client, which knows its own.
+        Encode text with a tokenizer, or with a client, which uses the tokenizer of its model.
 
-        Tokenizers put what their model expects at the start of a text, unless told not to.
+        `add_special_tokens=False` leaves out the tokens that tokenizers add at the start of a text.
         """
         encoded = tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        return cls.from_ints(getattr(encoded, "ids", encoded))  # `tokenizers` wraps them
+        return cls.from_ints(
+            getattr(encoded, "ids", encoded)
+        )  # `tokenizers` returns an object with `ids`
 
     @classmethod
     def empty(cls) -> ModelInput:
@@ -126,7 +128,7 @@ class ModelInput(ModelPayload):
         return type(self)(chunks=[*self.chunks, chunk])
 
     def append_int(self, token: int) -> ModelInput:
-        """A new prompt that ends with `token`; it joins the text before it, if there is any."""
+        """A new prompt that ends with `token`, which is added to the last chunk if that is text."""
         import numpy as np
 
         added = EncodedTextChunk([token])
@@ -137,19 +139,19 @@ class ModelInput(ModelPayload):
 
     @property
     def length(self) -> int:
-        """Tokens in all; `ValueError` when that of an image is not known."""
+        """Number of tokens; `ValueError` if an image does not say how many it has."""
         return sum(chunk.length for chunk in self.chunks)
 
     @property
     def tokens_np(self) -> npt.NDArray[np.int32]:
-        """All tokens, read-only; `ValueError` naming the chunk that is not text."""
+        """All tokens, read-only; `ValueError` naming a chunk that is not text."""
         import numpy as np
 
         parts = []
         for position, chunk in enumerate(self.chunks):
             if not isinstance(chunk, EncodedTextChunk):
                 raise ValueError(  # noqa: TRY004 - the official client raises ValueError too
-                    f"chunks[{position}] is of type {chunk.type!r}; only text has token ids."
+                    f"chunks[{position}] has type {chunk.type!r}; only text chunks have token ids."
                 )
             parts.append(chunk.tokens_np)
         if len(parts) == 1:
@@ -159,7 +161,7 @@ class ModelInput(ModelPayload):
         return tokens
 
     def to_ints(self) -> list[int]:
-        """All tokens as a list; `ValueError` when a chunk is not text."""
+        """All tokens as a list; `ValueError` if a chunk is not text."""
         tokens: list[int] = self.tokens_np.tolist()
         return tokens
 
@@ -176,21 +178,21 @@ class PromptProvenanceSpan:
 
     #: The sampled sequence whose prompt it was.
     sequence_id: str
-    #: Where in that prompt the run starts.
+    #: Position in that prompt where the span starts.
     offset: int = 0
-    #: How many tokens.
+    #: Number of tokens.
     length: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledProvenanceSpan:
-    """These tokens were drawn by an earlier sample."""
+    """These tokens were sampled earlier."""
 
     #: The sampled sequence they belong to.
     sequence_id: str
-    #: Where in the sampled tokens the run starts.
+    #: Position in the sampled tokens where the span starts.
     offset: int = 0
-    #: How many tokens.
+    #: Number of tokens.
     length: int
 
 
@@ -201,7 +203,7 @@ ProvenanceSpans: TypeAlias = list[PromptProvenanceSpan | SampledProvenanceSpan]
 
 LossFnInputs: TypeAlias = dict[str, TensorData]
 
-#: What lists under these names become; under another name their values decide.
+#: Dtypes of lists under these names; under other names the values decide.
 LIST_DTYPES: Final[Mapping[str, TensorDtype]] = {
     "target_tokens": "int64",
     "weights": "float32",
@@ -212,14 +214,14 @@ LIST_DTYPES: Final[Mapping[str, TensorDtype]] = {
     "sequence_ratio_mask": "float32",
 }
 
-#: 2-D torch tensors under these names travel as CSR where that is smaller.
-_COMPACT: Final = frozenset({"target_tokens", "weights"})
+#: 2-D torch tensors under these names are sent as CSR where that is smaller.
+_SPARSE_INPUTS: Final = frozenset({"target_tokens", "weights"})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Datum(Payload):
     """
-    One training example: what the model reads, and the tensors its loss needs.
+    One training example: the input of the model and the tensors of its loss.
 
         Datum(
             model_input=ModelInput.from_ints(tokens[:-1]),
@@ -232,13 +234,13 @@ class Datum(Payload):
     model_input: ModelInput
     #: By name. After construction every value is a `TensorData`.
     loss_fn_inputs: LossFnInputs = field(default_factory=dict)
-    #: Where the tokens of `model_input` came from; given together with the next one or not at all.
+    #: Provenance of the tokens of `model_input`; set together with the next field or not at all.
     model_input_spans: ProvenanceSpans | None = None
-    #: Where the `target_tokens` came from.
+    #: Provenance of the `target_tokens`.
     loss_fn_input_spans: ProvenanceSpans | None = None
 
     if TYPE_CHECKING:
-        # What may be given is more than what is kept: lists and arrays become tensors.
+        # The constructor accepts more types than the fields have: lists and arrays become tensors.
         def __init__(
             self,
             model_input: ModelInput,
@@ -256,7 +258,7 @@ class Datum(Payload):
                 raise error.under("model_input") from None
         if not isinstance(self.loss_fn_inputs, Mapping):
             raise TypeError(
-                f"loss_fn_inputs maps names to tensors; got {type(self.loss_fn_inputs).__name__}."
+                f"loss_fn_inputs must map names to tensors, not {type(self.loss_fn_inputs).__name__}."
             )
         put(
             self,
@@ -266,7 +268,7 @@ class Datum(Payload):
         if (self.model_input_spans is None) != (self.loss_fn_input_spans is None):
             raise WireError.at(
                 ("model_input_spans",),
-                "provenance is given for both the model input and the targets, or for neither.",
+                "provenance must be given for both the model input and the targets or neither.",
             )
 
     @classmethod
@@ -277,13 +279,11 @@ class Datum(Payload):
         if inputs is None:
             inputs = {}
         if not isinstance(inputs, Mapping):
-            raise WireError.at(
-                ("loss_fn_inputs",), f"an object is needed, not {json_kind(inputs)}."
-            )
-        check_count(("loss_fn_inputs",), len(inputs), MOST_TENSORS, "tensors")
+            raise WireError.at(("loss_fn_inputs",), f"expected an object, not {json_kind(inputs)}.")
+        check_count(("loss_fn_inputs",), len(inputs), MAX_TENSORS, "tensors")
         tensors = {}
         for key, item in inputs.items():
-            check_text(("loss_fn_inputs", key), key, LONGEST_NAME)
+            check_text(("loss_fn_inputs", key), key, MAX_NAME_CHARS)
             try:
                 tensors[key] = TensorData.model_validate(item)
             except WireError as error:
@@ -318,7 +318,7 @@ class Datum(Payload):
     def with_provenance(
         self, model_input: ProvenanceSpans, loss_fn_inputs: ProvenanceSpans
     ) -> Self:
-        """The same example with the origin of its tokens; the runs must cover them exactly."""
+        """The same example with the provenance of its tokens; the spans must cover them exactly."""
         _check_cover("model_input", model_input, self.model_input.length)
         targets = self.loss_fn_inputs.get("target_tokens")
         if targets is not None and (targets.shape is None or len(targets.shape) == 1):
@@ -332,14 +332,14 @@ class Datum(Payload):
 
 
 def _loss_input(key: str, value: Any) -> TensorData:
-    if key in _COMPACT and getattr(value, "ndim", 0) == 2 and hasattr(value, "detach"):
+    if key in _SPARSE_INPUTS and getattr(value, "ndim", 0) == 2 and hasattr(value, "detach"):
         return compact_from_torch(value, key=key)
     dtype = LIST_DTYPES.get(key)
     try:
         return tensor_from(value, key=key, list_dtype=dtype)
     except ValueError:
-        # A mask written as a list: the official client sends it as 1.0 and 0.0. Looked for only
-        # now, so that other lists do not pay for it.
+        # The official client sends a list of booleans as 1.0 and 0.0. Checked only here, after a
+        # failure, so that other lists cost nothing extra.
         mask = _mask(value) if dtype == "float32" and isinstance(value, (list, tuple)) else None
         if mask is None:
             raise
@@ -347,7 +347,7 @@ def _loss_input(key: str, value: Any) -> TensorData:
 
 
 def _mask(value: Any) -> npt.NDArray[np.float32] | None:
-    """A (nested) list of True and False as numbers; None for any other list."""
+    """A (nested) list of booleans as floats; None for any other list."""
     import numpy as np
 
     try:
@@ -375,8 +375,8 @@ def _spans_from(value: Any, name: str) -> ProvenanceSpans | None:
     if value is None:
         return None
     if not isinstance(value, list):
-        raise WireError.at((name,), f"a list is needed, not {json_kind(value)}.", "list_type")
-    check_count((name,), len(value), MOST_SPANS, "spans")
+        raise WireError.at((name,), f"expected a list, not {json_kind(value)}.", "list_type")
+    check_count((name,), len(value), MAX_SPANS, "spans")
     spans: ProvenanceSpans = []
     for position, item in enumerate(value):
         if isinstance(item, (PromptProvenanceSpan, SampledProvenanceSpan)):
@@ -387,14 +387,16 @@ def _spans_from(value: Any, name: str) -> ProvenanceSpans | None:
             span = _SPANS[fields.pop("type")](**fields)
         except (KeyError, TypeError, ValueError):
             raise WireError.at(
-                (name, position), "a span has `type`, `sequence_id`, `offset` and `length`."
+                (name, position), "a span must have `type`, `sequence_id`, `offset` and `length`."
             ) from None
         if not isinstance(span.sequence_id, str):
-            raise WireError.at((name, position, "sequence_id"), "a text is needed.")
-        check_text((name, position, "sequence_id"), span.sequence_id, LONGEST_NAME)
+            raise WireError.at((name, position, "sequence_id"), "expected a string.")
+        check_text((name, position, "sequence_id"), span.sequence_id, MAX_NAME_CHARS)
         for key, number in (("offset", span.offset), ("length", span.length)):
             if type(number) is not int or not 0 <= number < 2**63:
-                raise WireError.at((name, position, key), "a count of 64 bits, from 0, is needed.")
+                raise WireError.at(
+                    (name, position, key), "expected an integer from 0 to 2**63 - 1."
+                )
         spans.append(span)
     return spans
 

@@ -1,4 +1,4 @@
-"""A sample while it grows: what of it is known, and what a reader has not seen yet."""
+"""Tokens of a sample that is still running, and readers that follow it."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from dataclasses import dataclass
 class SampledTokens:
     """The next tokens of one sequence of a sample, with their logprobs."""
 
-    #: Which of the request's samples these belong to, from 0.
+    #: Index of the sequence in its request, from 0.
     sequence: int
     tokens: list[int]
-    #: One for each token; NaN where the service records none.
+    #: One for each token; NaN if the service does not record them.
     logprobs: list[float]
 
 
-class Growing:
+class PartialSample:
     """
-    The tokens of a sample so far, each once, whoever tells them again.
+    The tokens of a sample so far. Tokens that arrive twice are stored once.
 
-    Takes eight bytes a token, as the finished answer does. Readers hold a `Reader` each and
-    nothing is queued for them, so that a slow one costs no memory.
+    Takes eight bytes per token, like the finished response. Each reader keeps its own position, so
+    a slow reader needs no queue and no extra memory.
     """
 
     def __init__(self) -> None:
@@ -31,10 +31,10 @@ class Growing:
         self._logprobs: dict[int, array[float]] = {}
 
     def count(self, sequence: int) -> int:
-        """So many tokens of this sequence are known."""
+        """Number of known tokens of this sequence."""
         return len(self._tokens.get(sequence, ()))
 
-    def take(
+    def add(
         self,
         sequence: int,
         tokens: Sequence[int],
@@ -43,9 +43,9 @@ class Growing:
         start: int,
     ) -> bool:
         """
-        Tokens that stand at `start` in their sequence; whether any of them is new.
+        Add tokens that begin at position `start` of their sequence; True if any of them is new.
 
-        What is known already is left as it is, and tokens behind a gap wait for the whole answer.
+        Known tokens are skipped. Tokens after a gap are dropped: the finished response has them.
         """
         known = self.count(sequence)
         if not start <= known < start + len(tokens):
@@ -56,7 +56,7 @@ class Growing:
         self._logprobs.setdefault(sequence, array("f")).extend(values[new:])
         return True
 
-    def between(self, sequence: int, start: int, stop: int) -> SampledTokens:
+    def slice(self, sequence: int, start: int, stop: int) -> SampledTokens:
         return SampledTokens(
             sequence,
             self._tokens[sequence][start:stop].tolist(),
@@ -65,23 +65,23 @@ class Growing:
 
     @property
     def sequences(self) -> list[int]:
-        """Those that have begun."""
+        """Indexes of the sequences that have tokens."""
         return sorted(self._tokens)
 
 
-class Reader:
-    """How far one reader has come."""
+class PartialSampleReader:
+    """One reader's position in a partial sample."""
 
-    def __init__(self, growing: Growing) -> None:
-        self._growing = growing
-        self._seen: dict[int, int] = {}
+    def __init__(self, sample: PartialSample) -> None:
+        self._sample = sample
+        self._read: dict[int, int] = {}
 
-    def news(self) -> list[SampledTokens]:
-        """What has come since the last time, at most one piece for each sequence."""
-        news = []
-        for sequence in self._growing.sequences:
-            seen, known = self._seen.get(sequence, 0), self._growing.count(sequence)
-            if seen < known:
-                news.append(self._growing.between(sequence, seen, known))
-                self._seen[sequence] = known
-        return news
+    def read_new(self) -> list[SampledTokens]:
+        """Tokens that arrived since the last call, at most one piece per sequence."""
+        pieces = []
+        for sequence in self._sample.sequences:
+            position, known = self._read.get(sequence, 0), self._sample.count(sequence)
+            if position < known:
+                pieces.append(self._sample.slice(sequence, position, known))
+                self._read[sequence] = known
+        return pieces

@@ -1,4 +1,4 @@
-"""The pieces a prompt is made of: text tokens, pictures, sound."""
+"""The chunks of a prompt: text tokens, images, audio."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from pydantic.fields import FieldInfo
 
 from tinkex.wire.base import ModelPayload, StrictModel, json_kind
 from tinkex.wire.errors import FieldError, WireError
+from tinkex.wire.varint import read_varint
 
 if TYPE_CHECKING:
     import numpy as np
@@ -40,15 +41,15 @@ ImageFormat = Literal["png", "jpeg"]
 
 @dataclass(frozen=True, slots=True, init=False, eq=False, repr=False)
 class EncodedTextChunk(ModelPayload):
-    """A run of tokens."""
+    """Text, as token ids."""
 
-    #: Token ids. A list made when first asked for; `tokens_np` is what is stored.
+    #: Token ids as a list, made on first access; the stored form is `tokens_np`.
     tokens: list[int]
     type: Literal["encoded_text"] = "encoded_text"
 
     _ids: npt.NDArray[np.int32] = field(default=None, repr=False)  # type: ignore[arg-type]
 
-    # Programs that look at a model's fields find them here too.
+    # For programs that inspect a model's fields.
     model_config: ClassVar[dict[str, Any]] = {"extra": "forbid", "frozen": True}
     model_fields: ClassVar[dict[str, FieldInfo]] = {
         "tokens": FieldInfo(annotation=Sequence[int]),
@@ -61,7 +62,9 @@ class EncodedTextChunk(ModelPayload):
         type: Literal["encoded_text"] = "encoded_text",
     ) -> None:
         if type != "encoded_text":
-            raise ValueError(f"the type of an EncodedTextChunk is 'encoded_text', not {type!r}.")
+            raise ValueError(
+                f"the type of an EncodedTextChunk must be 'encoded_text', not {type!r}."
+            )
         object.__setattr__(self, "type", type)
         ids = _token_ids(tokens)
         ids.flags.writeable = False
@@ -78,7 +81,7 @@ class EncodedTextChunk(ModelPayload):
 
     @classmethod
     def _of(cls, ids: npt.NDArray[np.int32]) -> Self:
-        """From an int32 array nobody else writes to: no copy is made."""
+        """From an int32 array that the caller no longer writes to; not copied."""
         self = cls.__new__(cls)
         ids.flags.writeable = False
         object.__setattr__(self, "type", "encoded_text")
@@ -90,10 +93,10 @@ class EncodedTextChunk(ModelPayload):
         tokens = value.get("tokens")
         if not isinstance(tokens, list):
             raise WireError.at(
-                ("tokens",), f"a list of token ids is needed, not {json_kind(tokens)}."
+                ("tokens",), f"expected a list of token ids, not {json_kind(tokens)}."
             )
-        if bool in set(map(type, tokens)):  # NumPy would take them for 1 and 0
-            raise WireError.at(("tokens",), "true and false are no token ids.")
+        if bool in set(map(type, tokens)):  # NumPy would convert them to 1 and 0
+            raise WireError.at(("tokens",), "true and false are not token ids.")
         try:
             return cls._of(_token_ids(tokens))
         except ValueError as error:
@@ -132,48 +135,48 @@ def _token_ids(tokens: Any) -> npt.NDArray[np.int32]:
     try:
         ids = np.asarray(tokens)
     except ValueError:
-        raise ValueError("tokens must be a flat list of whole numbers.") from None
+        raise ValueError("tokens must be a flat list of integers.") from None
     if ids.size == 0:
         return np.zeros(0, dtype=np.int32)
-    if ids.dtype == object:  # whole numbers for which NumPy has no type
+    if ids.dtype == object:  # integers too large for any NumPy type
         for one in ids.flat:
             if isinstance(one, int) and not -(2**31) <= one < 2**31:
-                raise ValueError(f"token {one} does not fit 32 bits.")
+                raise ValueError(f"token {one} does not fit in 32 bits.")
     if ids.ndim != 1 or ids.dtype.kind not in "iuf":
         if isinstance(tokens, Mapping) and "input_ids" in tokens:
             raise ValueError(
-                "tokens must be a flat list of whole numbers; this is all that a tokenizer "
-                "returned. Take its ['input_ids'], or call apply_chat_template(return_dict=False)."
+                "tokens must be a flat list of integers; this is the mapping that a tokenizer "
+                "returns. Use its ['input_ids'], or call apply_chat_template(return_dict=False)."
             )
         raise ValueError(
-            f"tokens must be a flat list of whole numbers, not {ids.dtype} of shape {ids.shape}."
+            f"tokens must be a flat list of integers, not {ids.dtype} of shape {ids.shape}."
         )
     low, high = ids.min(), ids.max()
     if not (low >= -(2**31) and high < 2**31):
         bad = low if not low >= -(2**31) else high
-        raise ValueError(f"token {bad} does not fit 32 bits.")
+        raise ValueError(f"token {bad} does not fit in 32 bits.")
     if ids.dtype.kind == "f" and (ids != np.trunc(ids)).any():
-        raise ValueError(f"tokens must be whole numbers; found {ids[ids != np.trunc(ids)][0]}.")
+        raise ValueError(f"tokens must be integers; found {ids[ids != np.trunc(ids)][0]}.")
     return np.array(ids, dtype=np.int32)
 
 
 def _from_base64(value: Any, what: str) -> Any:
-    """Bytes as they are; text as standard base64."""
+    """Decode a base64 string; other values are returned unchanged."""
     if isinstance(value, str):
         try:
             return base64.b64decode(value, validate=True)
         except (binascii.Error, ValueError):
-            raise ValueError(f"{what} given as text must be base64.") from None
+            raise ValueError(f"{what} given as a string must be base64.") from None
     return value
 
 
 class ImageChunk(StrictModel):
-    """A picture, sent along. Bytes in Python, base64 in JSON."""
+    """An image, sent with the request. Bytes in Python, base64 in JSON."""
 
-    #: The file's bytes; base64 text is accepted too.
+    #: The bytes of the file; a base64 string is accepted too.
     data: bytes
     format: ImageFormat
-    #: How many tokens the sender thinks it is worth. A check only: the server counts for itself.
+    #: Number of tokens that the sender expects. Only a check: the server computes its own.
     expected_tokens: int | None = Field(default=None)
     type: Literal["image"] = "image"
 
@@ -192,10 +195,10 @@ class ImageChunk(StrictModel):
 
 
 class ImageAssetPointerChunk(StrictModel):
-    """A picture the service already has, by its address. Travels in JSON only."""
+    """An image that the service already has, by its location. Only in JSON."""
 
     format: ImageFormat
-    #: Where the service finds it.
+    #: Where the service finds the image.
     location: str
     #: As for `ImageChunk`.
     expected_tokens: int | None = Field(default=None)
@@ -208,14 +211,12 @@ class ImageAssetPointerChunk(StrictModel):
 
 def _expected(tokens: int | None, what: str) -> int:
     if tokens is None:
-        raise ValueError(
-            f"the length of this {what} chunk is not known here; give it `expected_tokens`."
-        )
+        raise ValueError(f"the length of this {what} chunk is not known; set `expected_tokens`.")
     return tokens
 
 
 class DmelChunk(StrictModel):
-    """Sound, as a container of mel features. Bytes in Python, base64 in JSON."""
+    """Audio, as a container of mel features. Bytes in Python, base64 in JSON."""
 
     dmel: bytes
     type: Literal["dmel"] = "dmel"
@@ -231,7 +232,7 @@ class DmelChunk(StrictModel):
 
     @property
     def length(self) -> int:
-        """Tokens: the first dimension in the container's header."""
+        """Number of tokens: the first dimension in the header of the container."""
         return _container_length(self.dmel)
 
 
@@ -239,29 +240,22 @@ def _container_length(container: bytes) -> int:
     """
     Dimension 0 of a tensor container.
 
-    Header: perhaps the byte 254 (a constant tensor), a byte for the dtype (0 to 7), then LEB128
-    numbers: how many dimensions, and each of them.
+    Header: optionally the byte 254 (a constant tensor), a byte for the dtype (0 to 7), then
+    varints: the number of dimensions, and the size of each.
     """
     at = 1 if container[:1] == b"\xfe" else 0
     if len(container) <= at or container[at] > 7:
-        raise ValueError("dmel: the container's header has no known dtype.")
-    at += 1
-    dimensions, at = _leb128(container, at)
+        raise ValueError("dmel: the header of the container has no known dtype.")
+    truncated = ValueError("dmel: the header of the container is truncated.")
+    dimensions, at = read_varint(container, at + 1)
+    if at < 0:
+        raise truncated
     if dimensions == 0:
-        raise ValueError("dmel: the container holds a tensor without dimensions.")
-    length, _ = _leb128(container, at)
+        raise ValueError("dmel: the tensor in the container has no dimensions.")
+    length, at = read_varint(container, at)
+    if at < 0:
+        raise truncated
     return length
-
-
-def _leb128(data: bytes, at: int) -> tuple[int, int]:
-    value = shift = 0
-    while at < len(data) and shift < 64:
-        byte = data[at]
-        value |= (byte & 0x7F) << shift
-        at, shift = at + 1, shift + 7
-        if byte < 0x80:
-            return value, at
-    raise ValueError("dmel: the container's header is cut off.")
 
 
 _CHUNKS: Final[dict[str, Any]] = {
@@ -273,16 +267,18 @@ _CHUNKS: Final[dict[str, Any]] = {
 
 
 def chunk_from(value: Any) -> Chunk:
-    """A chunk from what JSON holds. Clients before 0.18 leave out `type`: it shows in the keys."""
+    """A chunk from JSON data. Clients before 0.18 omit `type`; it is inferred from the keys."""
     if isinstance(value, (EncodedTextChunk, ImageAssetPointerChunk, ImageChunk, DmelChunk)):
         return value
     if not isinstance(value, Mapping):
-        raise WireError.at((), f"a chunk is an object, not {json_kind(value)}.", "dict_type")
+        raise WireError.at((), f"expected a chunk object, not {json_kind(value)}.", "dict_type")
     name = value.get("type") or _inferred_type(value)
     chunk_type = _CHUNKS.get(name) if isinstance(name, str) else None
     if chunk_type is None:
         raise WireError.at(
-            ("type",), f"a chunk is one of {', '.join(_CHUNKS)}, not {name!r}.", "union_tag_invalid"
+            ("type",),
+            f"the type of a chunk must be one of {', '.join(_CHUNKS)}, not {name!r}.",
+            "union_tag_invalid",
         )
     if chunk_type is EncodedTextChunk:
         return EncodedTextChunk._read(value)
@@ -291,7 +287,9 @@ def chunk_from(value: Any) -> Chunk:
         fields.setdefault("expected_tokens", value["tokens"])  # 0.4.1 to 0.5.1
     expected = fields.get("expected_tokens")
     if isinstance(expected, int) and not 0 <= expected < 2**31:
-        raise WireError.at(("expected_tokens",), f"{expected} is not a count that fits 32 bits.")
+        raise WireError.at(
+            ("expected_tokens",), f"{expected} is not an integer from 0 to 2**31 - 1."
+        )
     try:
         return chunk_type.model_validate(fields)  # type: ignore[no-any-return]
     except ValidationError as error:
@@ -301,7 +299,7 @@ def chunk_from(value: Any) -> Chunk:
 
 
 def _inferred_type(value: Mapping[str, Any]) -> str | None:
-    # In this order: an image of the oldest clients has `tokens` too, as a number.
+    # In this order: images of the oldest clients have `tokens` too, as a number.
     if "location" in value:
         return "image_asset_pointer"
     if "data" in value:

@@ -1,9 +1,9 @@
 """
-Passes and samples as protobuf, both ways.
+Protobuf encoding and decoding of passes and samples.
 
-Every decoder takes bytes from a stranger: lengths, offsets, shapes and dtypes are checked before
-anything is built from them, whatever does not fit is a `WireError` with the path of the field, and
-no small body makes a large allocation. Arrays are views into the body: nothing is copied.
+Decoders do not trust their input: lengths, offsets, shapes and dtypes are checked before anything
+is built from them, an invalid field is a `WireError` with its path, and no small body causes a
+large allocation. Decoded arrays are views into the body; nothing is copied.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from tinkex.wire.inputs import (
     SampledProvenanceSpan,
 )
 from tinkex.wire.limits import (
-    LONGEST_NAME,
-    MOST_CHUNKS,
-    MOST_DATUMS,
-    MOST_SPANS,
-    MOST_TENSORS,
+    MAX_CHUNKS,
+    MAX_DATUMS,
+    MAX_NAME_CHARS,
+    MAX_SPANS,
+    MAX_TENSORS,
     check_count,
     check_protobuf,
     check_text,
@@ -60,13 +60,13 @@ __all__ = [
     "encode_sample_response",
 ]
 
-#: A record may have no tensors and still say how many examples it stands for. This many empty
-#: results are believed; a batch of the official client has at most 1024.
+#: A record without tensors may still claim any number of examples; at most this many are accepted.
+#: A batch of the official client has at most 1024.
 MAX_EMPTY_DATUMS: Final = 2**16
 
 MessageT = TypeVar("MessageT", bound="Message")
 
-#: Place in the message, for errors.
+#: Path in the message, for errors.
 Loc = tuple[str | int, ...]
 
 
@@ -76,9 +76,9 @@ Loc = tuple[str | int, ...]
 def encode_forward_backward_request(
     request: ForwardBackwardRequest, *, forward_only: bool = False
 ) -> bytes:
-    """One pass. Equal requests give equal bytes."""
+    """Encode a pass. Equal requests give equal bytes."""
     work = request.forward_backward_input
-    # In the order of the field numbers: the data lie between what is written before and after.
+    # In the order of the field numbers: `data` goes between these two messages.
     before = pb.ForwardBackwardRequest(model_id=request.model_id, seq_id=request.seq_id or 0)
     after = pb.ForwardBackwardRequest(loss_fn=work.loss_fn, forward_only=forward_only)
     for name, value in (work.loss_fn_config or {}).items():
@@ -89,28 +89,28 @@ def encode_forward_backward_request(
             after.loss_fn_config_v2[name].number = value
     parts: list[Any] = [_bytes(before)]
     for position, datum in enumerate(work.data):
-        parts += fast_datum_encoding.framed(datum) or _other_datum(datum, position)
+        parts += fast_datum_encoding.encode_datum(datum) or _encode_other_datum(datum, position)
     parts.append(_bytes(after))
     return b"".join(parts)
 
 
-def _other_datum(datum: Datum, position: int) -> Sequence[Any]:
+def _encode_other_datum(datum: Datum, position: int) -> Sequence[Any]:
     message = pb.Datum()
     _write_datum(message, datum, position)
-    return fast_datum_encoding.as_entry(_bytes(message))
+    return fast_datum_encoding.as_request_entry(_bytes(message))
 
 
 def decode_forward_backward_request(body: bytes) -> tuple[ForwardBackwardRequest, bool]:
-    """The pass, and whether it is forward only."""
+    """Decode a pass, and whether it is forward only."""
     check_protobuf(body, pb.ForwardBackwardRequest.DESCRIPTOR)
     message = _parse(pb.ForwardBackwardRequest, body)
     if not message.model_id:
         raise WireError.at(("model_id",), "Field required", "missing")
     if message.seq_id < 0:
-        raise WireError.at(("seq_id",), f"steps are numbered from 1, not {message.seq_id}.")
+        raise WireError.at(("seq_id",), f"must be 1 or greater, not {message.seq_id}.")
     if not message.loss_fn:
         raise WireError.at(("loss_fn",), "Field required", "missing")
-    check_count(("data",), len(message.data), MOST_DATUMS, "examples")
+    check_count(("data",), len(message.data), MAX_DATUMS, "examples")
     data = [_read_datum(datum, ("data", i)) for i, datum in enumerate(message.data)]
     work = ForwardBackwardInput._of(data, message.loss_fn, _read_loss_config(message))
     work.check_sizes()
@@ -120,14 +120,16 @@ def decode_forward_backward_request(body: bytes) -> tuple[ForwardBackwardRequest
 
 def _read_loss_config(message: pb.ForwardBackwardRequest) -> Mapping[str, float | str] | None:
     settings = max(len(message.loss_fn_config), len(message.loss_fn_config_v2))
-    check_count(("loss_fn_config",), settings, MOST_TENSORS, "settings")
+    check_count(("loss_fn_config",), settings, MAX_TENSORS, "settings")
     if not message.loss_fn_config_v2:
         return dict(message.loss_fn_config) or None
     config: dict[str, float | str] = {}
     for name, value in message.loss_fn_config_v2.items():
         kind = value.WhichOneof("value")
         if kind is None:
-            raise WireError.at(("loss_fn_config", name), "a number or a text is needed.", "missing")
+            raise WireError.at(
+                ("loss_fn_config", name), "expected a number or a string.", "missing"
+            )
         config[name] = value.text if kind == "text" else value.number
     return config
 
@@ -142,10 +144,10 @@ def _write_datum(message: pb.Datum, datum: Datum, position: int) -> None:
 
 
 def _read_datum(message: pb.Datum, loc: Loc) -> Datum:
-    check_count((*loc, "model_input"), len(message.model_input), MOST_CHUNKS, "chunks")
-    check_count((*loc, "loss_fn_inputs"), len(message.loss_fn_inputs), MOST_TENSORS, "tensors")
+    check_count((*loc, "model_input"), len(message.model_input), MAX_CHUNKS, "chunks")
+    check_count((*loc, "loss_fn_inputs"), len(message.loss_fn_inputs), MAX_TENSORS, "tensors")
     for name in message.loss_fn_inputs:
-        check_text((*loc, "loss_fn_inputs", name), name, LONGEST_NAME)
+        check_text((*loc, "loss_fn_inputs", name), name, MAX_NAME_CHARS)
     chunks = [
         _read_chunk(chunk, (*loc, "model_input", i)) for i, chunk in enumerate(message.model_input)
     ]
@@ -171,8 +173,8 @@ def _write_chunk(message: pb.Chunk, chunk: Chunk, position: int) -> None:
         message.dmel.dmel = chunk.dmel
     else:
         raise UserFailure(
-            f"data[{position}]: an image_asset_pointer cannot be part of a training pass. "
-            "Send the picture itself as an ImageChunk."
+            f"data[{position}]: an image_asset_pointer cannot be used in a training pass. "
+            "Send the image itself as an ImageChunk."
         )
 
 
@@ -187,11 +189,11 @@ def _read_chunk(message: pb.Chunk, loc: Loc) -> Chunk:
             raise WireError.at((*loc, "format"), f"must be png or jpeg, not {image.format!r}.")
         expected = image.expected_tokens if image.HasField("expected_tokens") else None
         if expected is not None and expected < 0:
-            raise WireError.at((*loc, "expected_tokens"), f"{expected} is not a count.")
+            raise WireError.at((*loc, "expected_tokens"), f"must be 0 or greater, not {expected}.")
         return ImageChunk(data=image.data, format=image.format, expected_tokens=expected)
     if kind == "dmel":
         return DmelChunk(dmel=message.dmel.dmel)
-    raise WireError.at(loc, "a chunk holds encoded_text, image or dmel.", "missing")
+    raise WireError.at(loc, "a chunk must have encoded_text, image or dmel.", "missing")
 
 
 def _write_spans(message: Any, spans: ProvenanceSpans | None) -> None:
@@ -205,18 +207,22 @@ def _write_spans(message: Any, spans: ProvenanceSpans | None) -> None:
 
 
 def _read_spans(message: Sequence[pb.ProvenanceSpan], loc: Loc) -> ProvenanceSpans | None:
-    check_count(loc, len(message), MOST_SPANS, "spans")
+    check_count(loc, len(message), MAX_SPANS, "spans")
     spans: ProvenanceSpans = []
     for position, item in enumerate(message):
         kind = item.WhichOneof("span")
         if kind is None:
-            raise WireError.at((*loc, position), "a span is prompt_tokens or sampled_tokens.")
+            raise WireError.at(
+                (*loc, position), "a span must have prompt_tokens or sampled_tokens."
+            )
         span = item.prompt_tokens if kind == "prompt_tokens" else item.sampled_tokens
         if span.offset < 0 or span.length < 0:
-            raise WireError.at((*loc, position), "offset and length are counted from 0.")
-        check_text((*loc, position, "sequence_id"), span.sequence_id, LONGEST_NAME)
-        made = PromptProvenanceSpan if kind == "prompt_tokens" else SampledProvenanceSpan
-        spans.append(made(sequence_id=span.sequence_id, offset=span.offset, length=span.length))
+            raise WireError.at((*loc, position), "offset and length must be 0 or greater.")
+        check_text((*loc, position, "sequence_id"), span.sequence_id, MAX_NAME_CHARS)
+        span_type = PromptProvenanceSpan if kind == "prompt_tokens" else SampledProvenanceSpan
+        spans.append(
+            span_type(sequence_id=span.sequence_id, offset=span.offset, length=span.length)
+        )
     return spans or None
 
 
@@ -224,7 +230,7 @@ def _read_spans(message: Sequence[pb.ProvenanceSpan], loc: Loc) -> ProvenanceSpa
 
 
 def encode_forward_backward_output(output: ForwardBackwardOutput) -> bytes:
-    """A result; neighbours that fit together share one record."""
+    """Encode a result; adjacent examples of the same layout share one record."""
     message = pb.ForwardBackwardOutput(
         loss_fn_output_type=output.loss_fn_output_type, metrics=output.metrics
     )
@@ -245,9 +251,12 @@ def decode_forward_backward_output(body: bytes) -> ForwardBackwardOutput:
         loc = ("loss_fn_outputs", position)
         empty += 0 if record.fields else record.num_datums
         if empty > MAX_EMPTY_DATUMS:
-            raise WireError.at((*loc, "num_datums"), f"{empty} examples without any tensor.")
+            raise WireError.at(
+                (*loc, "num_datums"),
+                f"{empty} examples without tensors; at most {MAX_EMPTY_DATUMS} are allowed.",
+            )
         outputs += _read_record(record, loc)
-    # The service prefixes the name with the module it comes from.
+    # The hosted service prefixes the name with a module.
     output_type = message.loss_fn_output_type.rpartition(":")[2]
     if not output_type and not outputs:
         output_type = "ArrayRecord"
@@ -268,7 +277,7 @@ def _write_batched(message: pb.BatchedTensor, tensors: Sequence[TensorData]) -> 
 
 def _read_record(record: pb.ArrayRecord, loc: Loc) -> list[LossFnOutput]:
     if record.num_datums < 0:
-        raise WireError.at((*loc, "num_datums"), f"{record.num_datums} is not a count.")
+        raise WireError.at((*loc, "num_datums"), f"must be 0 or greater, not {record.num_datums}.")
     columns = {
         name: _read_batched(batched, (*loc, "fields", name))
         for name, batched in record.fields.items()
@@ -279,7 +288,8 @@ def _read_record(record: pb.ArrayRecord, loc: Loc) -> list[LossFnOutput]:
     for name, column in columns.items():
         if len(column) != count:
             raise WireError.at(
-                (*loc, "fields", name), f"{count} examples are announced, {len(column)} are there."
+                (*loc, "fields", name),
+                f"has {len(column)} examples, but the record declares {count}.",
             )
     return [{name: column[i] for name, column in columns.items()} for i in range(count)]
 
@@ -289,7 +299,7 @@ def _read_batched(message: pb.BatchedTensor, loc: Loc) -> list[TensorData]:
     if not offsets or offsets[0] != 0 or offsets[-1] != len(message.data):
         raise WireError.at((*loc, "offsets"), f"must run from 0 to {len(message.data)}.")
     if any(size < 0 for size in message.trailing_shape) or len(message.trailing_shape) > 15:
-        raise WireError.at((*loc, "trailing_shape"), "needs at most 15 sizes, from 0.")
+        raise WireError.at((*loc, "trailing_shape"), "must have at most 15 sizes of 0 or greater.")
     trailing = list(message.trailing_shape)
     width = math.prod(trailing)
     stored, _ = _dtype(message.dtype, loc)
@@ -297,7 +307,8 @@ def _read_batched(message: pb.BatchedTensor, loc: Loc) -> list[TensorData]:
     for start, end in pairwise(offsets):
         if end < start or (end - start) % (row_bytes or 1) or (end > start and not row_bytes):
             raise WireError.at(
-                (*loc, "offsets"), f"{end} does not end a row of {row_bytes} bytes after {start}."
+                (*loc, "offsets"),
+                f"{start} to {end} is not a whole number of rows of {row_bytes} bytes.",
             )
     values = _widened(message.data, message.dtype, loc)
     per_value = stored.itemsize
@@ -314,7 +325,7 @@ def _read_batched(message: pb.BatchedTensor, loc: Loc) -> list[TensorData]:
 
 
 def encode_sample_response(response: SampleResponse) -> bytes:
-    """A sample's answer. Sequence ids are not part of it: they went out when it was accepted."""
+    """Encode a sample without its sequence ids: they are in the response to its submission."""
     message = pb.SampleResponse(prompt_cache_hit_tokens=response.prompt_cache_hit_tokens)
     for sequence in response.sequences:
         added = message.sequences.add(
@@ -341,21 +352,22 @@ def encode_sample_response(response: SampleResponse) -> bytes:
 
 
 def count_sample_tokens(body: bytes) -> tuple[int, int]:
-    """Of a sample's answer: prompt tokens that were cached, and tokens drawn; no arrays are made."""
+    """Cached prompt tokens and sampled tokens of an encoded sample, without building arrays."""
     message = _parse(pb.SampleResponse, body)
-    # Tokens are 32 bits each.
-    drawn = sum(len(sequence.tokens) for sequence in message.sequences) // 4
-    return message.prompt_cache_hit_tokens, drawn
+    # A token has 4 bytes.
+    sampled = sum(len(sequence.tokens) for sequence in message.sequences) // 4
+    return message.prompt_cache_hit_tokens, sampled
 
 
 def decode_sample_response(
     body: bytes, sequence_ids: Sequence[str] | None = None
 ) -> SampleResponse:
-    """A sample's answer; `sequence_ids` are those of the answer to its submission."""
+    """Decode a sample; `sequence_ids` are from the response to its submission."""
     message = _parse(pb.SampleResponse, body)
     if sequence_ids is not None and len(sequence_ids) != len(message.sequences):
         raise WireError.at(
-            ("sequences",), f"{len(message.sequences)} came for {len(sequence_ids)} sequence ids."
+            ("sequences",),
+            f"has {len(message.sequences)} sequences, but {len(sequence_ids)} sequence ids.",
         )
     ids = sequence_ids or [""] * len(message.sequences)
     sequences = [
@@ -364,7 +376,7 @@ def decode_sample_response(
     ]
     logprobs = _array(message.prompt_logprobs, "<f4", ("prompt_logprobs",))
     if message.prompt_cache_hit_tokens < 0:
-        raise WireError.at(("prompt_cache_hit_tokens",), "is a count, from 0.")
+        raise WireError.at(("prompt_cache_hit_tokens",), "must be 0 or greater.")
     target, alt = None, None
     if message.HasField("target_prompt_logprobs"):
         target = _read_tensor(message.target_prompt_logprobs, ("target_prompt_logprobs",))
@@ -385,7 +397,9 @@ def decode_sample_response(
 
 def _read_sequence(message: pb.SampledSequence, sequence_id: str, loc: Loc) -> SampledSequence:
     if message.stop_reason not in (pb.STOP_REASON_STOP, pb.STOP_REASON_LENGTH):
-        raise WireError.at((*loc, "stop_reason"), f"{message.stop_reason} is not known.", "enum")
+        raise WireError.at(
+            (*loc, "stop_reason"), f"{message.stop_reason} is not a known stop reason.", "enum"
+        )
     logprobs = _array(message.logprobs, "<f4", (*loc, "logprobs"))
     return SampledSequence(
         "stop" if message.stop_reason == pb.STOP_REASON_STOP else "length",
@@ -410,7 +424,9 @@ def _read_topk(message: pb.TopkLogprobs, loc: Loc) -> TopkLogprobs | None:
     logprobs = _array(message.logprobs, "<f4", (*loc, "logprobs"))
     for name, array in (("token_ids", ids), ("logprobs", logprobs)):
         if array.size != math.prod(shape):
-            raise WireError.at((*loc, name), f"{array.size} values for a table of {shape}.")
+            raise WireError.at(
+                (*loc, name), f"has {array.size} values for a table of shape {shape}."
+            )
     return TopkLogprobs(ids.reshape(shape), logprobs.reshape(shape))
 
 
@@ -430,7 +446,7 @@ def _write_tensor(message: pb.Tensor, tensor: TensorData) -> None:
 
 def _read_tensor(message: pb.Tensor, loc: Loc) -> TensorData:
     kind = message.WhichOneof("encoding")
-    # No shape at all is a flat tensor: protobuf cannot tell it from the shape of a scalar.
+    # Without a shape the tensor is flat: protobuf cannot distinguish this from a scalar.
     shape = list(message.shape) or None
     if kind == "dense":
         values = _widened(message.dense, message.dtype, (*loc, "dense"))
@@ -444,7 +460,7 @@ def _read_tensor(message: pb.Tensor, loc: Loc) -> TensorData:
         col = _array(csr.col_indices, "<i8", (*inner, "col_indices"))
         with _under(loc):
             return TensorData._of(values, shape, crow, col)
-    raise WireError.at(loc, "a tensor is dense or sparse_csr.", "missing")
+    raise WireError.at(loc, "a tensor must be dense or sparse_csr.", "missing")
 
 
 def _raw(array: npt.NDArray[Any]) -> bytes:
@@ -457,7 +473,7 @@ def _pb_dtype(tensor: TensorData) -> pb.DType.ValueType:
 
 
 def _dtype(number: int, loc: Loc) -> tuple[Any, Callable[[Any], Any]]:
-    """How values lie in the bytes, and how to get int64 or float32 from them."""
+    """The stored dtype, and a function that converts it to int64 or float32."""
     import numpy as np
 
     def from_bfloat16(raw: Any) -> Any:
@@ -471,7 +487,7 @@ def _dtype(number: int, loc: Loc) -> tuple[Any, Callable[[Any], Any]]:
         pb.DTYPE_BFLOAT16: ("<u2", from_bfloat16),
     }
     if number not in table:
-        raise WireError.at((*loc, "dtype"), f"dtype number {number} is not known.", "enum")
+        raise WireError.at((*loc, "dtype"), f"{number} is not a known dtype.", "enum")
     name, widen = table[number]
     return np.dtype(name), widen
 
@@ -483,7 +499,7 @@ def _widened(raw: bytes, dtype: int, loc: Loc) -> npt.NDArray[Any]:
 
 
 def _array(raw: bytes, dtype: Any, loc: Loc) -> npt.NDArray[Any]:
-    """The bytes as a read-only array."""
+    """A read-only array over the bytes."""
     import numpy as np
 
     stored = np.dtype(dtype)
@@ -502,13 +518,13 @@ def _parse(message_type: type[MessageT], body: bytes) -> MessageT:
     try:
         message.ParseFromString(body)
     except DecodeError as error:
-        raise WireError(f"this is no {message_type.__name__}: {error}.") from None
+        raise WireError(f"not a valid {message_type.__name__}: {error}.") from None
     return message
 
 
 def _bytes(message: Message) -> bytes:
     try:
-        # Maps in a fixed order, so that a repeated request has the same bytes.
+        # Deterministic map order, so that a repeated request has the same bytes.
         return message.SerializeToString(deterministic=True)
     except EncodeError as error:
         raise ValueError(f"this {type(message).__name__} cannot be encoded: {error}.") from None
@@ -516,7 +532,7 @@ def _bytes(message: Message) -> bytes:
 
 @contextmanager
 def _under(loc: Loc) -> Iterator[None]:
-    """Errors raised inside get `loc` in front of their path."""
+    """Prepend `loc` to the path of errors raised inside."""
     try:
         yield
     except WireError as error:

@@ -1,8 +1,8 @@
 """
-Sampling: what is asked for, and the sequences that come back.
+Sampling requests and responses.
 
-A request travels as JSON, an answer as protobuf (`protobuf.py`) or, to old clients, as JSON
-(`dialect.py`).
+A request is sent as JSON, its result as protobuf (`protobuf.py`) or, to old clients, as JSON
+(`sdk_versions.py`).
 """
 
 from __future__ import annotations
@@ -37,46 +37,49 @@ __all__ = [
     "TopkLogprobs",
 ]
 
-#: `length`: `max_tokens` were drawn. `stop`: a stop token or text, or the end of the text, came up.
+#: `length`: `max_tokens` were sampled. `stop`: a stop token or string, or the end-of-text token.
 StopReason = Literal["length", "stop"]
 
 #: How a `SampleRequest` names what it samples from.
 SampleMode = Literal["session", "model_path", "base_model"]
 
-#: A cell of a top-k table that holds nothing.
+#: Padding of a top-k table.
 EMPTY_TOKEN: Final = 0
 EMPTY_LOGPROB: Final = -99999.0
+
+#: Each clone of a sampling client numbers its samples from its clone id times this.
+CLONE_STRIDE: Final = 10**9
 
 TopkRow: TypeAlias = list[tuple[int, float]] | None
 
 
 class SamplingParams(StrictModel):
-    """How tokens are drawn."""
+    """How tokens are sampled."""
 
-    #: Stop after this many new tokens; None: as many as the context holds.
+    #: Stop after this many new tokens; None: as many as fit in the context.
     max_tokens: int | None = None
     #: Same seed, same prompt, same weights: same tokens.
     seed: int | None = None
-    #: A text, several texts, or token ids to stop at. None stops at the end of the text only, an
-    #: empty list never.
+    #: A string, strings, or token ids to stop at. None: stop only at the end-of-text token. An
+    #: empty list: never stop.
     stop: str | Sequence[str] | Sequence[int] | None = None
-    #: 0 picks the likeliest token every time.
+    #: 0: always the most likely token.
     temperature: float = 1.0
-    #: Draw from this many likeliest tokens; -1 from all.
+    #: Sample from this many of the most likely tokens; -1: from all.
     top_k: int = -1
-    #: Draw from the likeliest tokens that together have this probability.
+    #: Sample from the most likely tokens whose total probability reaches this.
     top_p: float = 1.0
 
 
 class SampleRequest(StrictModel):
     """
-    Draw sequences from a model.
+    Sample sequences from a model.
 
-    The model is named in one of three ways: a sampling session (with a sequence number in it), a
-    checkpoint, or a base model.
+    The model is named in one of three ways: by a sampling session (with `seq_id`), by a checkpoint,
+    or by a base model.
     """
 
-    #: How many sequences to draw from the same prompt.
+    #: Number of sequences for this prompt.
     num_samples: int = 1
     prompt: ModelInput
     sampling_params: SamplingParams
@@ -84,28 +87,28 @@ class SampleRequest(StrictModel):
     #: A `tinker://` path of a checkpoint.
     model_path: str | None = None
     sampling_session_id: str | None = None
-    #: Numbers the samples of a session; no order follows from it.
+    #: Number of this sample in its session; samples run in any order.
     seq_id: int | None = None
-    #: Also return the logprob of each prompt token. None is "not said": the service takes it as
-    #: false (the upstream documentation calls the default false; the field's default is None).
+    #: Also return the logprob of each prompt token. None means false (upstream documents false as
+    #: the default; the default of the field is None).
     prompt_logprobs: bool | None = None
-    #: Also return this many likeliest tokens for each prompt position.
+    #: Also return this many of the most likely tokens for each prompt position.
     topk_prompt_logprobs: int = 0
     #: The same for each sampled position.
     topk_sample_logprobs: int = 0
-    #: int64 [prompt length - 1, K]: tokens whose logprobs are wanted; row i is about prompt
-    #: position i + 1, -1 asks for nothing.
+    #: int64 [prompt length - 1, K]: tokens whose logprobs to return; row i is for prompt position
+    #: i + 1, and -1 is padding.
     target_prompt_logprobs: TensorData | None = None
-    #: Draw this many other tokens for each prompt position.
+    #: Sample this many alternative tokens for each prompt position.
     prompt_alt_tokens_k: int = 0
-    #: Only the last so many prompt positions; needs `prompt_logprobs`.
+    #: Limit `prompt_logprobs` to this many positions at the end of the prompt.
     prompt_logprobs_last_n: int | None = None
     record_stability_info: bool | None = None
     type: Literal["sample"] = "sample"
 
     @property
     def mode(self) -> SampleMode:
-        """How the model is named; `UserFailure` when it is not named at all."""
+        """How the model is named; `UserFailure` if it is not named."""
         if self.sampling_session_id is not None:
             return "session"
         if self.model_path is not None:
@@ -113,29 +116,29 @@ class SampleRequest(StrictModel):
         if self.base_model is not None:
             return "base_model"
         raise UserFailure(
-            "this sample names no model. Give `sampling_session_id` and `seq_id`, or `model_path`, "
+            "this sample names no model. Set `sampling_session_id` and `seq_id`, or `model_path`, "
             "or `base_model`."
         )
 
     def check_agrees(self, *, base_model: str | None, model_path: str | None) -> None:
-        """`UserFailure` when a second name in the request is not that of the model found."""
-        for name, asked, found in (
+        """`UserFailure` if the request also names another model than the one found."""
+        for name, requested, found in (
             ("base_model", self.base_model, base_model),
             ("model_path", self.model_path, model_path),
         ):
-            if asked is not None and asked != found:
+            if requested is not None and requested != found:
                 raise UserFailure(
-                    f"this sample names two models: {name} is {asked!r}, but its {self.mode} "
-                    f"stands for {found!r}. Name the model in one way only."
+                    f"this sample names two models: {name} is {requested!r}, but its {self.mode} "
+                    f"is {found!r}. Name the model in one way only."
                 )
 
 
-# -- what comes back -----------------------------------------------------------------------------
+# -- responses -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TopkLogprobs(Payload):
-    """The likeliest tokens at each position. Rows may be padded with token 0, logprob -99999."""
+    """The most likely tokens at each position. Rows may be padded with token 0, logprob -99999."""
 
     #: int32 [length, k]
     token_ids: npt.NDArray[np.int32]
@@ -150,13 +153,13 @@ class TopkLogprobs(Payload):
         if self.token_ids.ndim != 2 or self.token_ids.shape != self.logprobs.shape:
             raise WireError.at(
                 ("token_ids",),
-                "two tables of [length, k] are needed, got "
+                "expected two tables of shape [length, k], not "
                 f"{self.token_ids.shape} and {self.logprobs.shape}.",
             )
 
     @classmethod
     def from_rows(cls, rows: Sequence[Sequence[Sequence[float]] | None]) -> Self:
-        """From one list of (token, logprob) for each position; None for a position without."""
+        """From a list of (token, logprob) pairs for each position, or None if it is empty."""
         import numpy as np
 
         k = max((len(row) for row in rows if row), default=0)
@@ -194,16 +197,16 @@ class TopkLogprobs(Payload):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SampledSequence(Payload):
-    """One sequence that was drawn. Arrays are what is stored; the lists are views made once."""
+    """One sampled sequence. The arrays are stored; lists are made from them on first access."""
 
     stop_reason: StopReason
-    #: Names this sequence within its session; empty where the service gave none.
+    #: Id of this sequence; empty if the service gave none.
     sequence_id: str
-    #: int32: the drawn tokens, without the prompt.
+    #: int32: the sampled tokens, without the prompt.
     tokens_np: npt.NDArray[np.int32] | None = field(default=None, repr=False)
     #: float32, one for each token. None: not recorded.
     logprobs_np: npt.NDArray[np.float32] | None = field(default=None, repr=False)
-    #: The likeliest tokens at each drawn position, if asked for.
+    #: The most likely tokens at each sampled position, if requested.
     topk_logprobs_np: TopkLogprobs | None = field(default=None, repr=False)
 
     _lists: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
@@ -283,7 +286,7 @@ class SampledSequence(Payload):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptAltTokens(Payload):
-    """Other tokens drawn for each prompt position."""
+    """Alternative tokens sampled for each prompt position."""
 
     #: int64 [prompt positions, k]
     tokens: TensorData
@@ -297,16 +300,16 @@ class PromptAltTokens(Payload):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SampleResponse(Payload):
-    """All sequences drawn for one request, and what was asked about the prompt."""
+    """All sequences of one request, and the requested values for its prompt."""
 
     sequences: Sequence[SampledSequence]
-    #: float32, one for each prompt token; NaN where there is none, as at the first.
+    #: float32, one for each prompt token; NaN where there is none, such as the first.
     prompt_logprobs_np: npt.NDArray[np.float32] | None = field(default=None, repr=False)
-    #: The likeliest tokens at each prompt position.
+    #: The most likely tokens at each prompt position.
     topk_prompt_logprobs_np: TopkLogprobs | None = field(default=None, repr=False)
-    #: The logprobs of the tokens asked for, in the shape of the request.
+    #: The logprobs of the requested tokens, in the shape of the request.
     target_prompt_logprobs: TensorData | None = None
-    #: Prompt tokens that did not have to be computed.
+    #: Prompt tokens that were in the prefix cache.
     prompt_cache_hit_tokens: int = 0
     prompt_alt_tokens: PromptAltTokens | None = None
 
@@ -324,7 +327,7 @@ class SampleResponse(Payload):
     def _read(cls, value: Mapping[str, Any]) -> Self:
         sequences = value.get("sequences")
         if not isinstance(sequences, (list, tuple)):
-            raise WireError.at(("sequences",), f"a list is needed, not {json_kind(sequences)}.")
+            raise WireError.at(("sequences",), f"expected a list, not {json_kind(sequences)}.")
         read = []
         for position, item in enumerate(sequences):
             try:
@@ -349,7 +352,7 @@ class SampleResponse(Payload):
 
     @property
     def prompt_logprobs(self) -> list[float | None] | None:
-        """One for each prompt token, None where there is none."""
+        """One for each prompt token; None where there is none."""
         import numpy as np
 
         array = self.prompt_logprobs_np
@@ -401,7 +404,7 @@ class SampleResponse(Payload):
 
 
 def _frozen(value: Any, dtype: type[np.generic]) -> npt.NDArray[Any]:
-    """`value` as a read-only array of `dtype`; copied unless it already is one."""
+    """`value` as a read-only array of `dtype`; not copied if it already is one."""
     import numpy as np
 
     if isinstance(value, np.ndarray) and value.dtype == dtype and not value.flags.writeable:
@@ -414,7 +417,7 @@ def _frozen(value: Any, dtype: type[np.generic]) -> npt.NDArray[Any]:
             raise TypeError
         array = np.array(array, dtype=dtype)
     except (TypeError, ValueError, OverflowError):
-        raise WireError(f"a list of numbers is needed, not {str(value)[:60]}.") from None
+        raise WireError(f"expected a list of numbers, not {str(value)[:60]}.") from None
     array.flags.writeable = False
     return array
 
@@ -427,7 +430,7 @@ def _tensor_at(name: str, value: Any) -> TensorData:
 
 
 def _topk_from(value: Any, name: str) -> TopkLogprobs | None:
-    """From a table, its dump, or the rows of (token, logprob) pairs that JSON holds."""
+    """From a table, its dump, or the rows of (token, logprob) pairs in JSON."""
     if value is None or isinstance(value, TopkLogprobs):
         return value
     try:
@@ -435,7 +438,7 @@ def _topk_from(value: Any, name: str) -> TopkLogprobs | None:
             return TopkLogprobs(value["token_ids"], value["logprobs"])
         return TopkLogprobs.from_rows(value)
     except (TypeError, ValueError, KeyError, IndexError, OverflowError):
-        raise WireError.at((name,), "rows of [token, logprob] pairs or null are needed.") from None
+        raise WireError.at((name,), "expected rows of [token, logprob] pairs, or null.") from None
 
 
 def _rows_as_lists(rows: list[TopkRow] | None) -> list[list[list[float]] | None] | None:
@@ -453,7 +456,7 @@ def _bytes(array: npt.NDArray[Any] | None) -> bytes | None:
 
 class CreateSamplingSessionRequest(StrictModel):
     session_id: str
-    #: Numbers the sampling sessions of a session from 0.
+    #: Number of this sampling session in its session, from 0.
     sampling_session_seq_id: int
     base_model: str | None = None
     #: A `tinker://` path of a checkpoint.
@@ -473,12 +476,12 @@ class JoinSamplingSessionRequest(StrictModel):
 
 class JoinSamplingSessionResponse(LenientModel):
     type: Literal["join_sampling_session"] = "join_sampling_session"
-    #: Unique among the clients of the sampling session, never 0.
+    #: Clone id: unique among the clients of the sampling session, never 0.
     client_counter: int
 
 
 class GetSamplerResponse(LenientModel):
     sampler_id: str
     base_model: str
-    #: None: the base model itself is sampled.
+    #: None: samples come from the base model itself.
     model_path: str | None = Field(default=None)

@@ -1,4 +1,4 @@
-"""Telemetry a client sends about itself."""
+"""Telemetry events of clients."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ Severity = Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
 class SessionStartEvent(LenientModel):
     event: EventType
     event_id: str
-    #: Counts the events of a session from 0.
+    #: Number of this event in its session, from 0.
     event_session_index: int
     severity: Severity
     timestamp: RequestTime
 
 
 class SessionEndEvent(LenientModel):
-    #: A Python timedelta as text.
+    #: A Python timedelta as a string.
     duration: str
     event: EventType
     event_id: str
@@ -63,11 +63,11 @@ class GenericEvent(LenientModel):
     event_session_index: int
     severity: Severity
     timestamp: RequestTime
-    #: Anything; official clients put request headers here, keys among them. Do not store it raw.
+    #: Official clients put request headers here, including API keys: redact before storing.
     event_data: dict[str, object] = Field(default={})
 
 
-#: Told apart by the fields they have.
+#: The type of an event follows from its fields.
 TelemetryEvent: TypeAlias = (
     SessionStartEvent | SessionEndEvent | UnhandledExceptionEvent | GenericEvent
 )
@@ -86,7 +86,7 @@ class TelemetrySendRequest(StrictModel):
     platform: str
     sdk_version: str
     session_id: str
-    #: Empty from clients before 0.24.
+    #: Empty for clients before 0.24.
     process_uuid: str
 
 

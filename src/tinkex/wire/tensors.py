@@ -1,8 +1,8 @@
 """
-The one tensor that travels: int64 or float32, dense or CSR.
+`TensorData`, the tensor type of the protocol: int64 or float32, dense or CSR.
 
-Values are copied in and never change afterwards. NumPy is loaded with the first tensor, not with
-this module; torch only by the methods that have it in their name.
+Values are copied in and immutable. NumPy is imported with the first tensor, not with this module;
+torch only by methods with `torch` in their name.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ if TYPE_CHECKING:
 
 __all__ = ["TensorCastWarning", "TensorData", "TensorDtype", "tensor_from"]
 
-#: A CSR tensor of a few bytes may claim any number of columns. Past this many cells (512 MiB as
-#: int64) it is refused, so that making it dense is always safe.
+#: A CSR tensor of a few bytes may claim any shape. Larger ones (512 MiB as int64) are rejected, so
+#: that converting to dense is always safe.
 MAX_DENSE_CELLS: Final = 2**26
 
 
 @dataclass(frozen=True, slots=True, init=False, eq=False, repr=False)
 class TensorData(Payload):
     """
-    A tensor on the wire.
+    An immutable tensor.
 
         TensorData(data=[1, 2, 3, 4], dtype="int64", shape=[2, 2])
         TensorData.from_numpy(np.zeros((2, 2)))
 
-    `data` may be a (nested) list or an array; it is copied. A sparse tensor has both index lists:
-    then `data` holds the listed cells of a 2-D tensor of `shape`, row by row.
+    `data` may be a (nested) list or an array; it is copied. A sparse tensor has both index lists,
+    and `data` holds the stored values of a 2-D tensor of `shape`, row by row.
     """
 
-    #: What the values are, in memory and on the wire.
+    #: Dtype in memory and on the wire.
     dtype: TensorDtype
-    #: Dense shape. None means one-dimensional: nothing is reshaped.
+    #: Dense shape. None: one-dimensional.
     shape: list[int] | None = None
-    #: CSR: where each row starts in `data`, rows + 1 numbers. None for a dense tensor.
+    #: CSR: offset of each row in `data`, rows + 1 numbers. None for a dense tensor.
     sparse_crow_indices: list[int] | None = None
     #: CSR: the column of each value in `data`.
     sparse_col_indices: list[int] | None = None
@@ -75,7 +75,7 @@ class TensorData(Payload):
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            # Index lists are made when first asked for: the engine reads the arrays instead.
+            # Index lists are made on first access: the engine uses the arrays.
             if name == "sparse_crow_indices" and self._crow is not None:
                 value = self._crow.tolist()
             elif name == "sparse_col_indices" and self._col is not None:
@@ -87,23 +87,23 @@ class TensorData(Payload):
             object.__setattr__(self, name, value)
             return value
 
-    # -- making one ------------------------------------------------------------------------------
+    # -- constructors ----------------------------------------------------------------------------
 
     @classmethod
     def from_numpy(cls, array: npt.NDArray[Any]) -> TensorData:
-        """Floats of any width become float32, signed integers int64; other kinds are refused."""
+        """Floats of any width become float32, signed integers int64; other dtypes are an error."""
         return tensor_from(array, key="TensorData")
 
     @classmethod
     def from_torch(cls, tensor: torch.Tensor) -> TensorData:
-        """Any device, with or without gradients; bfloat16 is widened."""
+        """From any device, with or without gradients; bfloat16 becomes float32."""
         return cls.from_numpy(torch_to_numpy(tensor, key="TensorData"))
 
     @classmethod
     def from_torch_sparse(cls, tensor: torch.Tensor, pad_value: float = 0) -> TensorData:
         """
-        A 2-D tensor as CSR when that is smaller, else dense. Cells equal to `pad_value` are left
-        out; the reader must fill in the same value.
+        A 2-D tensor as CSR if that is smaller, else dense. Values equal to `pad_value` are not
+        stored; the reader must pass the same `pad_value`.
         """
         return _compact(torch_to_numpy(tensor, key="TensorData"), pad_value, key="TensorData")
 
@@ -115,7 +115,7 @@ class TensorData(Payload):
         crow: npt.NDArray[Any] | None = None,
         col: npt.NDArray[Any] | None = None,
     ) -> Self:
-        """From arrays nobody else writes to, already int64 or float32: no copy is made."""
+        """From int64 or float32 arrays that the caller no longer writes to; not copied."""
         self = cls.__new__(cls)
         dtype: TensorDtype = "int64" if values.dtype.kind == "i" else "float32"
         _fill(self, values.reshape(-1), dtype, shape, crow, col)
@@ -130,16 +130,16 @@ class TensorData(Payload):
             raise WireError.at(("dtype",), f"must be 'int64' or 'float32', not {dtype!r}.", "enum")
         data = value.get("data")
         if not isinstance(data, (list, tuple, np.ndarray)):
-            raise WireError.at(("data",), f"a list of numbers is needed, not {json_kind(data)}.")
+            raise WireError.at(("data",), f"expected a list of numbers, not {json_kind(data)}.")
         try:
             values, loss = cast(data, dtype, key="data")
         except (TypeError, ValueError) as error:
             raise WireError.at(("data",), str(error)) from None
         if loss:
-            # On the wire nobody would see a warning, and the numbers are not the ones meant.
+            # The sender would not see a warning, and the values would be wrong.
             raise WireError.at(("data",), f"{loss}.")
         if values.ndim != 1 and not isinstance(data, np.ndarray):
-            raise WireError.at(("data",), "a flat list is needed; the shape goes into `shape`.")
+            raise WireError.at(("data",), "expected a flat list; put the shape into `shape`.")
         self = cls.__new__(cls)
         shape = value.get("shape")
         if shape is None and values.ndim != 1:
@@ -154,17 +154,17 @@ class TensorData(Payload):
         )
         return self
 
-    # -- reading one -----------------------------------------------------------------------------
+    # -- access ----------------------------------------------------------------------------------
 
     @property
     def data(self) -> list[int] | list[float]:
-        """The values as a flat list, new on each access; of a sparse tensor the listed cells."""
+        """The values as a flat list, new on each access; for a sparse tensor the stored values."""
         values: list[int] | list[float] = self._values.tolist()
         return values
 
     @property
     def values_np(self) -> npt.NDArray[Any]:
-        """The stored values without a copy: flat and read-only, for sparse the listed cells."""
+        """The values without a copy, flat and read-only; for a sparse tensor the stored values."""
         return self._values
 
     @property
@@ -173,19 +173,19 @@ class TensorData(Payload):
 
     @property
     def size(self) -> int:
-        """Number of cells of the dense tensor."""
+        """Number of elements of the dense tensor."""
         return self._values.size if self.shape is None else math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Bytes held: values and, for a sparse tensor, indices."""
+        """Bytes of the values and, for a sparse tensor, of the indices."""
         indices = 0
         if self._crow is not None and self._col is not None:
             indices = self._crow.nbytes + self._col.nbytes
         return int(self._values.nbytes) + int(indices)
 
     def to_numpy(self, pad_value: float = 0) -> npt.NDArray[Any]:
-        """A new dense array in `shape`; cells a sparse tensor does not list hold `pad_value`."""
+        """A new dense array of `shape`; elements missing from a sparse tensor are `pad_value`."""
         import numpy as np
 
         if self._crow is None or self._col is None or self.shape is None:
@@ -208,7 +208,7 @@ class TensorData(Payload):
         return nested
 
     def __len__(self) -> int:
-        """Length of the first dimension."""
+        """Size of the first dimension."""
         if self.shape is None:
             return int(self._values.size)
         if not self.shape:
@@ -245,7 +245,7 @@ class TensorData(Payload):
         indices: tuple[bytes, ...] = ()
         if self._crow is not None and self._col is not None:
             indices = (self._crow.tobytes(), self._col.tobytes())
-        # Bytes, so that a NaN equals itself.
+        # Compare bytes, so that NaN equals itself.
         return self.dtype, shape, self._values.tobytes(), *indices
 
 
@@ -257,18 +257,20 @@ def _fill(
     crow: Any,
     col: Any,
 ) -> None:
-    """Check that everything fits together, then set the fields of a new tensor."""
+    """Check that all parts are consistent, then set the fields of a new tensor."""
     shape = _checked_shape(shape)
     if (crow is None) != (col is None):
         missing = "sparse_crow_indices" if crow is None else "sparse_col_indices"
-        raise WireError.at((missing,), "a CSR tensor has both index lists, a dense one neither.")
+        raise WireError.at(
+            (missing,), "a CSR tensor needs both index lists, a dense tensor neither."
+        )
     if crow is not None:
         crow = _indices(crow, "sparse_crow_indices")
         col = _indices(col, "sparse_col_indices")
         _check_csr(values, shape, crow, col)
     elif shape is not None and math.prod(shape) != values.size:
         raise WireError.at(
-            ("shape",), f"{shape} has {math.prod(shape)} cells, but `data` has {values.size}."
+            ("shape",), f"{shape} has {math.prod(shape)} elements, but `data` has {values.size}."
         )
     values.flags.writeable = False
     put = object.__setattr__
@@ -283,16 +285,16 @@ def _checked_shape(shape: Any) -> list[int] | None:
     if shape is None:
         return None
     if not isinstance(shape, (list, tuple)) or len(shape) > 16:
-        raise WireError.at(("shape",), f"a list of at most 16 sizes is needed, not {shape!r}.")
+        raise WireError.at(("shape",), f"expected a list of at most 16 sizes, not {shape!r}.")
     for size in shape:
         if isinstance(size, bool) or not hasattr(size, "__index__") or not 0 <= size < 2**31:
-            raise WireError.at(("shape",), f"sizes are whole numbers from 0, not {size!r}.")
+            raise WireError.at(("shape",), f"sizes must be integers of 0 or greater, not {size!r}.")
     if 0 in shape and math.prod(max(1, int(size)) for size in shape) > MAX_DENSE_CELLS:
-        # It has no cells, and no library makes an array of these sizes all the same.
+        # The tensor is empty, but NumPy still rejects such sizes.
         raise WireError.at(
             ("shape",),
             f"{list(shape)} is too large: without its zeros it has more than {MAX_DENSE_CELLS} "
-            "cells.",
+            "elements.",
         )
     return [int(size) for size in shape]
 
@@ -305,7 +307,7 @@ def _indices(value: Any, name: str) -> npt.NDArray[np.int64]:
     except ValueError:
         array = np.zeros((0, 0))  # lists of different lengths
     if array.ndim != 1 or (array.size and array.dtype.kind != "i"):
-        raise WireError.at((name,), "a flat list of whole numbers is needed.")
+        raise WireError.at((name,), "expected a flat list of integers.")
     array = array.astype(np.int64, copy=False)
     array.flags.writeable = False
     return array
@@ -318,24 +320,27 @@ def _check_csr(
     col: npt.NDArray[np.int64],
 ) -> None:
     if shape is None or len(shape) != 2:
-        raise WireError.at(("shape",), f"a CSR tensor needs a shape of two sizes, not {shape}.")
+        raise WireError.at(("shape",), f"a CSR tensor needs a 2-D shape, not {shape}.")
     rows, columns = shape
     if rows * columns > MAX_DENSE_CELLS:
         raise WireError.at(
-            ("shape",), f"{shape} has more than {MAX_DENSE_CELLS} cells; send it in parts."
+            ("shape",), f"{shape} has more than {MAX_DENSE_CELLS} elements; send it in parts."
         )
     where = "sparse_crow_indices"
     if crow.size != rows + 1:
-        raise WireError.at((where,), f"{rows} rows need {rows + 1} numbers, not {crow.size}.")
+        raise WireError.at((where,), f"{rows} rows need {rows + 1} offsets, not {crow.size}.")
     if crow[0] != 0 or crow[-1] != values.size or (crow[1:] < crow[:-1]).any():
         raise WireError.at(
-            (where,), f"must rise from 0 to the number of values, {values.size}; got {crow[:8]}."
+            (where,),
+            f"must increase from 0 to the number of values, {values.size}; got {crow[:8]}.",
         )
     where = "sparse_col_indices"
     if col.size != values.size:
-        raise WireError.at((where,), f"{values.size} values need as many columns, not {col.size}.")
+        raise WireError.at(
+            (where,), f"{values.size} values need {values.size} columns, not {col.size}."
+        )
     if col.size and (col.min() < 0 or col.max() >= columns):
-        raise WireError.at((where,), f"columns lie between 0 and {columns - 1}.")
+        raise WireError.at((where,), f"columns must be between 0 and {columns - 1}.")
 
 
 # -- casts ---------------------------------------------------------------------------------------
@@ -343,30 +348,31 @@ def _check_csr(
 
 def tensor_from(value: Any, *, key: str, list_dtype: TensorDtype | None = None) -> TensorData:
     """
-    `value` (a TensorData, torch tensor, NumPy array, number list) as a tensor called `key`.
+    Convert a TensorData, torch tensor, NumPy array or list of numbers; errors name it by `key`.
 
-    Arrays keep their kind; lists become `list_dtype`, else what their values look like.
+    Arrays of floats become float32, of integers int64. Lists become `list_dtype`; without it, their
+    values decide.
     """
     if isinstance(value, TensorData):
         return value
     if type(value).__module__.partition(".")[0] == "torch":
-        return TensorData._of(*_owned(torch_to_numpy(value, key=key), None, key))
+        return TensorData._of(*_cast_and_warn(torch_to_numpy(value, key=key), None, key))
     if hasattr(value, "__array__"):
-        return TensorData._of(*_owned(value, None, key))
+        return TensorData._of(*_cast_and_warn(value, None, key))
     if isinstance(value, (list, tuple, range)):
-        return TensorData._of(*_owned(value, list_dtype, key))
+        return TensorData._of(*_cast_and_warn(value, list_dtype, key))
     raise TypeError(
-        f"{key}: a TensorData, torch tensor, NumPy array or list of numbers is needed, "
+        f"{key}: expected a TensorData, torch tensor, NumPy array or list of numbers, "
         f"not {type(value).__name__}."
     )
 
 
 def compact_from_torch(value: Any, *, key: str) -> TensorData:
-    """A 2-D torch tensor as CSR where that is smaller: what the official client sends too."""
+    """A 2-D torch tensor as CSR if that is smaller, as the official client does."""
     return _compact(torch_to_numpy(value, key=key), 0, key=key)
 
 
-def _owned(
+def _cast_and_warn(
     value: Any, dtype: TensorDtype | None, key: str
 ) -> tuple[npt.NDArray[Any], tuple[int, ...]]:
     values, loss = cast(value, dtype, key=key)
@@ -379,11 +385,11 @@ def _compact(array: npt.NDArray[Any], pad_value: float, *, key: str) -> TensorDa
     import numpy as np
 
     if array.ndim != 2:
-        raise ValueError(f"{key}: a 2-D tensor is needed for CSR, not one of shape {array.shape}.")
-    values, shape = _owned(array, None, key)
-    listed = values != pad_value
-    nonzero = int(listed.sum())
+        raise ValueError(f"{key}: CSR needs a 2-D tensor, not shape {array.shape}.")
+    values, shape = _cast_and_warn(array, None, key)
+    stored = values != pad_value
+    nonzero = int(stored.sum())
     if shape[0] + 1 + 2 * nonzero >= values.size:
         return TensorData._of(values, shape)
-    crow = np.concatenate(([0], np.cumsum(listed.sum(axis=1))))
-    return TensorData._of(values[listed], shape, crow, np.nonzero(listed)[1])
+    crow = np.concatenate(([0], np.cumsum(stored.sum(axis=1))))
+    return TensorData._of(values[stored], shape, crow, np.nonzero(stored)[1])

@@ -1,7 +1,7 @@
 """
-Training: making a model, passes over data, optimizer steps.
+Training: creating models, forward and backward passes, optimizer steps.
 
-A pass travels as protobuf (`protobuf.py`); everything else here is JSON.
+Passes are sent as protobuf (`protobuf.py`); everything else here is JSON.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from tinkex.wire.base import LenientModel, Payload, StrictModel, json_kind, unkn
 from tinkex.wire.errors import WireError
 from tinkex.wire.inputs import Datum
 from tinkex.wire.limits import (
-    LONGEST_NAME,
-    LONGEST_TEXT,
-    MOST_DATUMS,
-    MOST_TENSORS,
+    MAX_DATUMS,
+    MAX_NAME_CHARS,
+    MAX_TENSORS,
+    MAX_TEXT_CHARS,
     check_count,
     check_finite,
     check_text,
@@ -62,7 +62,7 @@ __all__ = [
 
 ModelID: TypeAlias = str
 
-#: A closed set of names; never a path to a function.
+#: A closed set of names, never a path to a function.
 LossFnType = Literal[
     "cross_entropy",
     "importance_sampling",
@@ -81,19 +81,19 @@ LossFnOutput: TypeAlias = dict[str, TensorData]
 
 
 class LoraConfig(StrictModel):
-    """The low-rank adapter to train."""
+    """Settings of the LoRA adapter to train."""
 
     rank: int
-    #: Same seed, same base model: same initial weights. None: the service picks one.
+    #: The same seed and base model give the same initial weights. None: the service chooses a seed.
     seed: int | None = None
-    #: Which layers get an adapter: the output head, the feed-forward blocks, the attention blocks.
+    #: Which layers get an adapter: the output head, the MLP blocks, the attention blocks.
     train_unembed: bool = True
     train_mlp: bool = True
     train_attn: bool = True
 
 
 class OptimizerConfigBase(LenientModel):
-    """An optimizer family this version does not know: passed on with all its fields."""
+    """An optimizer that this version does not know: passed on with all its fields."""
 
     model_config = ConfigDict(extra="allow", allow_inf_nan=False)
 
@@ -119,7 +119,7 @@ OptimizerConfig: TypeAlias = AdamOptimizerConfig | SerializeAsAny[OptimizerConfi
 
 
 class OptimParamsBase(LenientModel):
-    """Parameters of an optimizer this version does not know: passed on with all its fields."""
+    """Parameters of an optimizer that this version does not know: passed on with all its fields."""
 
     model_config = ConfigDict(extra="allow", allow_inf_nan=False)
 
@@ -127,20 +127,20 @@ class OptimParamsBase(LenientModel):
 
 
 class AdamParams(StrictModel):
-    """One AdamW step. The defaults are the service's, not torch's."""
+    """Parameters of an AdamW step. The defaults are those of the service, not of torch."""
 
     learning_rate: float = 1e-4
     beta1: float = 0.9
     beta2: float = 0.95
     eps: float = 1e-12
-    #: Decoupled: the weights shrink by learning_rate * weight_decay.
+    #: Decoupled weight decay: weights are multiplied by 1 - learning_rate * weight_decay.
     weight_decay: float = 0.0
-    #: The norm of all gradients together is cut to this; 0 leaves them as they are.
+    #: Maximum global gradient norm; 0: no clipping.
     grad_clip_norm: float = 0.0
 
 
 class DimuonParams(StrictModel, OptimParamsBase):
-    """One Dimuon step."""
+    """Parameters of a Dimuon step."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -157,7 +157,7 @@ _CONFIGS: dict[str, Any] = {"adamw": AdamOptimizerConfig, "dimuon": DimuonOptimi
 
 
 def optimizer_config_from(value: Any) -> Any:
-    """A config from its tag; a family that is not known keeps all its fields."""
+    """Parse a config by its `type` tag; unknown optimizers keep all their fields."""
     if isinstance(value, Mapping):
         tag = value.get("type")
         config_type = _CONFIGS.get(tag, OptimizerConfigBase) if isinstance(tag, str) else None
@@ -171,11 +171,11 @@ def optimizer_config_from(value: Any) -> Any:
 
 class CreateModelRequest(StrictModel):
     session_id: str
-    #: Numbers the models of a session from 0; the same pair always means the same model.
+    #: Number of this model in its session, from 0. Repeating the request returns the same model.
     model_seq_id: int
     base_model: str
     user_metadata: dict[str, Any] | None = None
-    #: None asks for training all weights.
+    #: None: train all weights.
     lora_config: LoraConfig | None = None
     optimizer_config: OptimizerConfig = AdamOptimizerConfig()
     type: Literal["create_model"] = "create_model"
@@ -206,11 +206,11 @@ class UnloadModelResponse(LenientModel):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ForwardBackwardInput(Payload):
-    """One batch and the loss to run over it."""
+    """A batch and the loss to compute on it."""
 
     data: list[Datum]
     loss_fn: LossFnType
-    #: Settings of the loss, numbers or (for `custom`) text.
+    #: Settings of the loss: numbers or (for `custom`) strings.
     loss_fn_config: Mapping[str, float | str] | None = None
 
     def __post_init__(self) -> None:
@@ -225,7 +225,7 @@ class ForwardBackwardInput(Payload):
     def _of(
         cls, data: list[Datum], loss_fn: str, loss_fn_config: Mapping[str, float | str] | None
     ) -> Self:
-        """From the wire: the name of the loss is kept as it is, the engine refuses what it lacks."""
+        """For decoders: an unknown loss name is kept, and the engine rejects it."""
         self = cls.__new__(cls)
         for name, value in (
             ("data", data),
@@ -242,18 +242,18 @@ class ForwardBackwardInput(Payload):
     def _read(cls, value: Mapping[str, Any]) -> Self:
         data = value.get("data")
         if not isinstance(data, list):
-            raise _wanted("data", data, "a list of examples")
-        check_count(("data",), len(data), MOST_DATUMS, "examples")
+            raise _expected("data", data, "a list of examples")
+        check_count(("data",), len(data), MAX_DATUMS, "examples")
         loss_fn = value.get("loss_fn")
         if not isinstance(loss_fn, str) or not loss_fn:
-            raise _wanted("loss_fn", loss_fn, "the name of a loss")
+            raise _expected("loss_fn", loss_fn, "the name of a loss")
         config = value.get("loss_fn_config")
         if config is not None:
             if not isinstance(config, Mapping):
-                raise _wanted("loss_fn_config", config, "an object")
+                raise _expected("loss_fn_config", config, "an object")
             for key, item in config.items():
                 if isinstance(item, bool) or not isinstance(item, (int, float, str)):
-                    raise _wanted("loss_fn_config", item, "a number or text", key)
+                    raise _expected("loss_fn_config", item, "a number or a string", key)
                 if isinstance(item, int) and abs(item) >= 2**1023:
                     raise WireError.at(
                         ("loss_fn_config", key),
@@ -269,16 +269,16 @@ class ForwardBackwardInput(Payload):
         return work
 
     def check_sizes(self) -> None:
-        """`WireError` for what would come out too large, and for settings that are no numbers."""
-        check_text(("loss_fn",), self.loss_fn, LONGEST_NAME)
+        """`WireError` for a batch that is too large, or a setting that is not finite."""
+        check_text(("loss_fn",), self.loss_fn, MAX_NAME_CHARS)
         config = self.loss_fn_config or {}
-        check_count(("loss_fn_config",), len(config), MOST_TENSORS, "settings")
+        check_count(("loss_fn_config",), len(config), MAX_TENSORS, "settings")
         check_finite(("loss_fn_config",), config)
         for name, value in config.items():
-            check_text(("loss_fn_config", name), name, LONGEST_NAME)
+            check_text(("loss_fn_config", name), name, MAX_NAME_CHARS)
             if isinstance(value, str):
-                check_text(("loss_fn_config", name), value, LONGEST_TEXT)
-        # Each alone may claim this many: all of a batch are dense at the same time.
+                check_text(("loss_fn_config", name), value, MAX_TEXT_CHARS)
+        # `TensorData` limits each tensor, but all tensors of a batch are dense at the same time.
         cells = 0
         for position, datum in enumerate(self.data):
             for name, tensor in datum.loss_fn_inputs.items():
@@ -286,7 +286,7 @@ class ForwardBackwardInput(Payload):
                 if cells > MAX_DENSE_CELLS:
                     raise WireError.at(
                         ("data", position, "loss_fn_inputs", name, "shape"),
-                        f"the sparse tensors up to here have {cells} cells; at most "
+                        f"the sparse tensors up to this one have {cells} elements; at most "
                         f"{MAX_DENSE_CELLS} are allowed in one request. Send it in parts.",
                         "too_many",
                     )
@@ -299,21 +299,21 @@ def _datum_at(value: Any, position: int) -> Datum:
         raise error.under("data", position) from None
 
 
-def _wanted(name: str, found: Any, wanted: str, *inner: str) -> WireError:
+def _expected(name: str, found: Any, expected: str, *inner: str) -> WireError:
     if found is None and not inner:
         return WireError.at((name,), "Field required", "missing")
-    return WireError.at((name, *inner), f"{wanted} is needed here, not {json_kind(found)}.")
+    return WireError.at((name, *inner), f"expected {expected}, not {json_kind(found)}.")
 
 
 def _read_step(value: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """The three fields of a pass, its input under `key`."""
+    """The three fields of a pass, with its input under `key`."""
     model_id, seq_id = value.get("model_id"), value.get("seq_id")
     if not isinstance(model_id, str):
-        raise _wanted("model_id", model_id, "a string")
+        raise _expected("model_id", model_id, "a string")
     if seq_id is not None and (isinstance(seq_id, bool) or not isinstance(seq_id, int)):
-        raise _wanted("seq_id", seq_id, "a whole number")
+        raise _expected("seq_id", seq_id, "an integer")
     if seq_id is not None and not 0 <= seq_id < 2**31:
-        raise WireError.at(("seq_id",), f"{seq_id} is not a step number that fits 32 bits.")
+        raise WireError.at(("seq_id",), f"{seq_id} is not an integer from 0 to 2**31 - 1.")
     if key not in value:
         raise WireError.at((key,), "Field required", "missing")
     try:
@@ -325,11 +325,11 @@ def _read_step(value: Mapping[str, Any], key: str) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ForwardBackwardRequest(Payload):
-    """A pass over a batch that adds to the model's gradients."""
+    """A forward and backward pass; adds to the gradients of the model."""
 
     forward_backward_input: ForwardBackwardInput
     model_id: ModelID
-    #: Steps of a model run in this order, each once. The client always sets it.
+    #: Step number: steps of a model run in this order, each once. Clients always set it.
     seq_id: int | None = None
 
     @classmethod
@@ -339,7 +339,7 @@ class ForwardBackwardRequest(Payload):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ForwardRequest(Payload):
-    """A pass over a batch that changes nothing."""
+    """A forward pass only; changes nothing."""
 
     forward_input: ForwardBackwardInput
     model_id: ModelID
@@ -353,21 +353,17 @@ class ForwardRequest(Payload):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ForwardBackwardOutput(Payload):
-    """
-    What a pass found.
+    """The result of a pass. The loss is a metric: `metrics["loss:sum"]`."""
 
-    There is no field for the loss: it is a metric, `metrics["loss:sum"]`.
-    """
-
-    #: Names the form of `loss_fn_outputs`.
+    #: The format of `loss_fn_outputs`.
     loss_fn_output_type: str
     #: For each example its tensors by name, usually `logprobs` in the shape of the targets.
     loss_fn_outputs: list[LossFnOutput]
-    #: `name:reducer` to number; the reducer says how parts of a batch are joined.
+    #: Keys are `name:reducer`; the reducer says how to merge the chunks of a batch.
     metrics: dict[str, float] = field(default_factory=dict)
 
     def runs(self) -> Iterator[list[LossFnOutput]]:
-        """Neighbours that have the same names, dtypes and trailing shapes, together."""
+        """Groups of adjacent outputs with the same names, dtypes and trailing shapes."""
         run: list[LossFnOutput] = []
         layout: dict[str, tuple[Any, ...]] = {}
         for output in self.loss_fn_outputs:
@@ -384,15 +380,15 @@ class ForwardBackwardOutput(Payload):
     def _read(cls, value: Mapping[str, Any]) -> Self:
         output_type = value.get("loss_fn_output_type")
         if not isinstance(output_type, str):
-            raise _wanted("loss_fn_output_type", output_type, "a string")
+            raise _expected("loss_fn_output_type", output_type, "a string")
         outputs = value.get("loss_fn_outputs")
         if not isinstance(outputs, list):
-            raise _wanted("loss_fn_outputs", outputs, "a list")
+            raise _expected("loss_fn_outputs", outputs, "a list")
         read = []
         for position, tensors in enumerate(outputs):
             if not isinstance(tensors, Mapping):
                 raise WireError.at(
-                    ("loss_fn_outputs", position), f"an object is needed, not {json_kind(tensors)}."
+                    ("loss_fn_outputs", position), f"expected an object, not {json_kind(tensors)}."
                 )
             try:
                 read.append({name: TensorData.model_validate(t) for name, t in tensors.items()})
@@ -402,10 +398,10 @@ class ForwardBackwardOutput(Payload):
         if metrics is None:
             metrics = {}
         if not isinstance(metrics, Mapping):
-            raise _wanted("metrics", metrics, "an object")
+            raise _expected("metrics", metrics, "an object")
         for name, number in metrics.items():
             if isinstance(number, bool) or not isinstance(number, (int, float)):
-                raise _wanted("metrics", number, "a number", name)
+                raise _expected("metrics", number, "a number", name)
         return cls(output_type, read, {name: float(number) for name, number in metrics.items()})
 
 
@@ -413,9 +409,9 @@ class ForwardBackwardOutput(Payload):
 
 
 class OptimStepRequest(StrictModel):
-    """Apply the gradients gathered since the last step, and forget them."""
+    """Apply the accumulated gradients and clear them."""
 
-    #: On the wire `adam_params` for AdamW and `optimizer_params` for any other optimizer.
+    #: Sent as `adam_params` for AdamW and as `optimizer_params` for any other optimizer.
     optim_params: OptimParams = Field(
         validation_alias=AliasChoices("optim_params", "adam_params", "optimizer_params")
     )
@@ -444,5 +440,5 @@ class OptimStepRequest(StrictModel):
 
 
 class OptimStepResponse(LenientModel):
-    #: Such as the norm of the gradients; any names.
+    #: Such as the gradient norm.
     metrics: dict[str, float] | None = None

@@ -33,7 +33,7 @@ import numpy as np
 
 from tinkex import types
 from tinkex.wire import codec, protobuf
-from tinkex.wire.sdk_versions import Dialect, wants_protobuf
+from tinkex.wire.sdk_versions import SdkVersion, wants_protobuf
 
 HERE = Path(__file__).resolve().parent
 BASE_MODEL = "tiny/model"
@@ -159,13 +159,13 @@ class Recorder(ThreadingHTTPServer):
     def on_client_config(self, body: bytes) -> Any:
         request = codec.decode_json(types.ClientConfigRequest, body)
         self.version = request.sdk_version
-        config = Dialect.of(request.sdk_version).client_config()
-        if Dialect.of(request.sdk_version).reads_protobuf_only:
+        config = SdkVersion.of(request.sdk_version).client_config()
+        if SdkVersion.of(request.sdk_version).reads_protobuf_only:
             config["fwdbwd_max_chunk_len"] = 2  # so that a small batch has several parts
         return config | CALLS_FLAGS if self.calls else config
 
     def on_client_dynamic_config(self, body: bytes) -> Any:
-        return Dialect.of(self.version).dynamic_config()
+        return SdkVersion.of(self.version).dynamic_config()
 
     def on_get_server_capabilities(self, body: bytes) -> Any:
         model = types.SupportedModel(
@@ -235,7 +235,7 @@ class Recorder(ThreadingHTTPServer):
         session = None
         if request.path is None:
             session = f"{SESSION}:sample:{request.sampling_session_seq_id}"
-            if not Dialect.of(self.version).unnamed_sampler_save_has_path:
+            if not SdkVersion.of(self.version).unnamed_sampler_save_has_path:
                 path = None
         return self.promise(
             types.SaveWeightsForSamplerResponseInternal(path=path, sampling_session_id=session)
@@ -377,7 +377,7 @@ class Handler(BaseHTTPRequestHandler):
         return self._send(status, *self._encoded(answer))
 
     def _encoded(self, answer: Any) -> tuple[str, bytes]:
-        dialect = Dialect.of(self.server.version)
+        dialect = SdkVersion.of(self.server.version)
         binary = wants_protobuf(self.headers.get("accept"))
         if isinstance(answer, types.SampleResponse):
             if binary:

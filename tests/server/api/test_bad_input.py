@@ -73,7 +73,7 @@ CASES: list[tuple[str, Case, int, str]] = [
     ("all weights", create(lora_config=...), 400, "lora_config"),
     ("a session there is not", create(session_id="none"), 404, "create_session"),
     ("a negative number", create(model_seq_id=-1), 422, "model_seq_id"),
-    ("not JSON", post("create_session", b"{"), 422, "not JSON"),
+    ("not JSON", post("create_session", b"{"), 422, "invalid JSON"),
     ("a list for an object", post("create_session", b"[]"), 422, "detail"),
     ("no version", post("create_session", {"tags": [], "user_metadata": {}}), 422, "sdk_version"),
     ("a model there is not", post("get_info", {"model_id": "none"}), 404, "create_model"),
@@ -125,7 +125,7 @@ CASES: list[tuple[str, Case, int, str]] = [
             },
         ),
         422,
-        '[{"loc":["body","sampling_params","stop"],"msg":"a text, a list of texts or',
+        '[{"loc":["body","sampling_params","stop"],"msg":"expected a string, a list of strings or',
     ),
     *(
         (

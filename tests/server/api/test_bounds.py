@@ -34,7 +34,7 @@ from tinkex.wire.billing import StorageBillingEvent
 from tinkex.wire.checkpoints import CheckpointsListResponse
 from tinkex.wire.codec import encode_json
 from tinkex.wire.errors import UserFailure
-from tinkex.wire.runs import GetSessionResponse, ListSessionsResponse
+from tinkex.wire.sessions import GetSessionResponse, ListSessionsResponse
 
 pytestmark = pytest.mark.anyio
 

@@ -10,7 +10,7 @@ import pytest
 from server.echo import EchoExecutor
 from server.hosting import PROTOBUF, Api, hosted, pass_body
 from tinkex.server.executor import EngineRefused, Task
-from tinkex.wire.salvage import Address, address_in_json, address_in_protobuf
+from tinkex.wire.malformed_requests import StepId, step_id_in_json, step_id_in_protobuf
 
 pytestmark = pytest.mark.anyio
 
@@ -157,15 +157,15 @@ async def test_a_refused_step_has_failed_whatever_the_engine_does(tmp_path: Path
 
 
 def test_an_address_is_read_only_where_it_is_beyond_doubt() -> None:
-    assert address_in_json(b'{"model_id": "m", "seq_id": 3, "x"') == Address("m", 3)
-    assert address_in_json(b'{"model_id": "m", "seq_id": 3, "seq_id": 4, "x"') is None
-    assert address_in_json(b'{"model_id": "m", "seq_id": true}') is None
-    assert address_in_json(b"[1") is None
+    assert step_id_in_json(b'{"model_id": "m", "seq_id": 3, "x"') == StepId("m", 3)
+    assert step_id_in_json(b'{"model_id": "m", "seq_id": 3, "seq_id": 4, "x"') is None
+    assert step_id_in_json(b'{"model_id": "m", "seq_id": true}') is None
+    assert step_id_in_json(b"[1") is None
     whole = pass_body("m", 3, forward_only=True)
-    assert address_in_protobuf(whole) == Address("m", 3, True)
-    assert address_in_protobuf(whole[:40]) == Address("m", 3, False)
-    assert address_in_protobuf(b"\xff" * 40) is None
-    assert address_in_protobuf(b"") is None
+    assert step_id_in_protobuf(whole) == StepId("m", 3, True)
+    assert step_id_in_protobuf(whole[:40]) == StepId("m", 3, False)
+    assert step_id_in_protobuf(b"\xff" * 40) is None
+    assert step_id_in_protobuf(b"") is None
 
 
 async def test_whose_step_it_was_is_seen_though_its_first_part_was_too_large(

@@ -10,7 +10,7 @@ from tinkex.client.connection import Connection
 from tinkex.client.http.api_calls import Calls
 from tinkex.client.session import Session
 from tinkex.client.settings import Settings
-from tinkex.wire.runs import GetServerCapabilitiesResponse
+from tinkex.wire.sessions import GetServerCapabilitiesResponse
 
 T = TypeVar("T")
 

@@ -17,7 +17,7 @@ from tinkex.client.background_loop import SingleFlight
 from tinkex.client.errors import APIResponseValidationError, AuthenticationError, TinkerError
 from tinkex.client.http.api_calls import Calls
 from tinkex.client.settings import Settings
-from tinkex.wire.runs import AuthTokenResponse, ClientConfigResponse
+from tinkex.wire.client_config import AuthTokenResponse, ClientConfigResponse
 
 log = logging.getLogger("tinkex.tokens")
 

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from tinkex.client.errors import TinkerError
 from tinkex.client.http.api_calls import Calls
 from tinkex.client.http.transport import Kind, Request
+from tinkex.wire.client_config import ClientDynamicConfigResponse
 from tinkex.wire.codec import decode_json
 from tinkex.wire.futures import CancelFutureRequest, UntypedAPIFuture
-from tinkex.wire.runs import ClientDynamicConfigResponse
 
 log = logging.getLogger("tinkex.cancels")
 

@@ -34,7 +34,12 @@ from tinkex.engine.training.custom_loss_parser import (
     check_inputs,
     parse_nodes,
 )
-from tinkex.wire.custom_loss import CustomLossGraph, CustomLossInput
+from tinkex.wire.custom_loss import (
+    INPUT_NAME,
+    MAX_INPUTS,
+    METRIC_NAME,
+    CustomLossGraph,
+    CustomLossInput
 from tinkex.wire.errors import UserFailure
 
 __all__ = ["Graph"]

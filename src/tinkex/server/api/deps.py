@@ -32,7 +32,7 @@ from tinkex.server.settings import Settings, is_loopback
 from tinkex.server.store import Model, Sampler, Session, Store, Version
 from tinkex.wire.codec import JSON_TYPE, decode_json, decompress, encode_json
 from tinkex.wire.errors import TooLarge
-from tinkex.wire.sdk_versions import Dialect
+from tinkex.wire.sdk_versions import SdkVersion
 
 T = TypeVar("T")
 
@@ -307,12 +307,12 @@ def answer(message: Any, status: int = 200) -> Response:
     return Response(encode_json(message), status, media_type=JSON_TYPE)
 
 
-def dialect_of(request: Request, session: Session | None) -> Dialect:
+def dialect_of(request: Request, session: Session | None) -> SdkVersion:
     """What the client understands: by what its session said, else by its User-Agent."""
     if session is not None and session.sdk_version is not None:
-        return Dialect.of(session.sdk_version)
+        return SdkVersion.of(session.sdk_version)
     agent = _SDK_AGENT.match(request.headers.get("user-agent", ""))
-    return Dialect.of(agent[1] if agent else None)
+    return SdkVersion.of(agent[1] if agent else None)
 
 
 def describe(message: type[Any]) -> Mapping[str, Any]:

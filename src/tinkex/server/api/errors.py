@@ -27,7 +27,7 @@ from tinkex.server.scheduler.results import UnknownRequest
 from tinkex.server.store import Damaged, RunTaken, StorageTrouble
 from tinkex.server.store.requests import ResultGone
 from tinkex.wire.errors import FieldError, TooLarge, UserFailure, WireError
-from tinkex.wire.redaction import scrubbed_value
+from tinkex.wire.redaction import redact_value
 
 # What was sent may be quoted in what is answered.
 LONGEST_DETAIL = 4_000
@@ -57,7 +57,7 @@ def missing(what: str, name: str, advice: str) -> Refusal:
 
 def told(body: dict[str, Any], status: int, headers: Mapping[str, str] | None = None) -> Response:
     """An answer quotes what was sent, and that may be a key in the wrong place."""
-    return JSONResponse(scrubbed_value(body), status, headers)
+    return JSONResponse(redact_value(body), status, headers)
 
 
 def refused(_request: Request, error: Exception) -> Response:

@@ -31,7 +31,7 @@ from tinkex.wire.futures import (
     TryAgainResponse,
 )
 from tinkex.wire.protobuf import decode_forward_backward_output, decode_sample_response
-from tinkex.wire.sdk_versions import Dialect, wants_protobuf
+from tinkex.wire.sdk_versions import SdkVersion, wants_protobuf
 
 router = APIRouter(prefix="/api/v1", tags=["futures"])
 
@@ -152,7 +152,7 @@ async def _off_the_loop(settled: Settled, act: Callable[[], T]) -> T:
     return await asyncio.to_thread(act)
 
 
-async def _reads_protobuf(settled: Settled, dialect: Dialect) -> bool:
+async def _reads_protobuf(settled: Settled, dialect: SdkVersion) -> bool:
     """Some versions ask for protobuf and misread some of it; those read JSON as well."""
     if settled.kind is Kind.SAMPLE or dialect.reads_protobuf_only:
         return True
@@ -162,7 +162,7 @@ async def _reads_protobuf(settled: Settled, dialect: Dialect) -> bool:
     )
 
 
-def _as_json(settled: Settled, dialect: Dialect) -> bytes:
+def _as_json(settled: Settled, dialect: SdkVersion) -> bytes:
     """For clients that read no protobuf."""
     if settled.kind is Kind.SAMPLE:
         return encode_json(dialect.sample_json(decode_sample_response(settled.result)))

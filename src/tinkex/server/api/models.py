@@ -17,7 +17,11 @@ from tinkex.wire.codec import encode_json
 from tinkex.wire.custom_loss import CreateCustomLossRequest
 from tinkex.wire.errors import WireError
 from tinkex.wire.futures import UntypedAPIFuture
-from tinkex.wire.runs import GetInfoRequest, GetInfoResponse, ModelData
+from tinkex.wire.sessions import (
+    GetInfoRequest,
+    GetInfoResponse,
+    ModelData,
+)
 from tinkex.wire.training import CreateModelRequest, UnloadModelRequest, optimizer_config_from
 
 router = APIRouter(prefix="/api/v1", tags=["models"])

@@ -9,9 +9,9 @@ from starlette.responses import Response
 
 from tinkex.server.api.auth import owner_of
 from tinkex.server.api.deps import answer, context_of, describe
+from tinkex.wire.client_config import HealthResponse
 from tinkex.wire.codec import decompress
 from tinkex.wire.errors import WireError
-from tinkex.wire.runs import HealthResponse
 from tinkex.wire.telemetry import TelemetrySendRequest
 
 router = APIRouter(prefix="/api/v1", tags=["health"])

@@ -38,9 +38,9 @@ from tinkex.server.store import Accepted, NewRequest, Sampler
 from tinkex.server.store.requests import ResultGone
 from tinkex.wire.codec import decode_json, encode_json
 from tinkex.wire.errors import UserFailure, WireError
-from tinkex.wire.partial_sample import Growing, Reader, SampledTokens
+from tinkex.wire.partial_sample import PartialSample, PartialSampleReader, SampledTokens
 from tinkex.wire.protobuf import decode_sample_response
-from tinkex.wire.redaction import scrubbed
+from tinkex.wire.redaction import redact
 from tinkex.wire.sampling import (
     CreateSamplingSessionRequest,
     CreateSamplingSessionResponse,
@@ -50,7 +50,7 @@ from tinkex.wire.sampling import (
     SampleRequest,
     SampleResponse,
 )
-from tinkex.wire.sdk_versions import Dialect
+from tinkex.wire.sdk_versions import SdkVersion
 
 router = APIRouter(prefix="/api/v1", tags=["sampling"])
 
@@ -183,7 +183,7 @@ async def _unsound(
         context,
         request,
         source,
-        payload=scrubbed(body.decode(errors="replace")).encode(),
+        payload=redact(body.decode(errors="replace")).encode(),
         sampling_session_id=sampling_session_id,
         seq_id=seq_id if isinstance(seq_id, int) else None,
         sequences=sequences if isinstance(sequences, int) else 1,
@@ -325,7 +325,9 @@ async def slices(pieces: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
 class _Told:
     """One sample for one reader."""
 
-    def __init__(self, context: Context, first: Accepted, *, owner: str, dialect: Dialect) -> None:
+    def __init__(
+        self, context: Context, first: Accepted, *, owner: str, dialect: SdkVersion
+    ) -> None:
         self._context = context
         self._request_id = first.request_id
         self._ids = sequence_ids(first)
@@ -333,8 +335,8 @@ class _Told:
         self._dialect = dialect
         # None where the sample is over, or was begun by `asample`: then it comes all at once.
         self._tap = context.dispatcher.tap(first.request_id)
-        self._growing = Growing() if self._tap is None else self._tap.growing
-        self._reader = Reader(self._growing)
+        self._growing = PartialSample() if self._tap is None else self._tap.growing
+        self._reader = PartialSampleReader(self._growing)
         self._settled: Settled | None = None
 
     async def events(self) -> AsyncGenerator[bytes]:
@@ -391,7 +393,7 @@ class _Told:
         while not waiting.done():
             # Asked for first and waited for last: what comes while a piece is sent is not missed.
             changed = set() if self._tap is None else {self._tap.changed}
-            for news in self._reader.news():
+            for news in self._reader.read_new():
                 yield token(news)
             await asyncio.wait({waiting} | changed, return_when=asyncio.FIRST_COMPLETED)
 
@@ -409,12 +411,12 @@ class _Told:
     def _answer(self, result: bytes) -> list[bytes]:
         response = decode_sample_response(result, self._ids)
         for index, sequence in enumerate(response.sequences):
-            self._growing.take(index, sequence.tokens, sequence.logprobs, start=0)
+            self._growing.add(index, sequence.tokens, sequence.logprobs, start=0)
         done = event("done", {**whole(response, self._dialect), "sample_sequence_ids": self._ids})
-        return [*(token(news) for news in self._reader.news()), done]
+        return [*(token(news) for news in self._reader.read_new()), done]
 
 
-def whole(response: SampleResponse, dialect: Dialect) -> dict[str, Any]:
+def whole(response: SampleResponse, dialect: SdkVersion) -> dict[str, Any]:
     """The JSON that a poll answers, with the likeliest tokens beside the drawn ones."""
     answer = dialect.sample_json(response)
     for shown, sequence in zip(answer["sequences"], response.sequences, strict=True):

@@ -18,10 +18,11 @@ from tinkex.server.api.report_limits import MOST_LISTED, bounded, report
 from tinkex.server.scheduler.session_timeout import session_status
 from tinkex.server.store.history import MOST_SPANS, Holdings, PastSession, Span
 from tinkex.wire.base import StrictModel
+from tinkex.wire.client_config import ClientConfigRequest
 from tinkex.wire.errors import UserFailure, WireError
-from tinkex.wire.redaction import scrubbed
-from tinkex.wire.runs import (
-    ClientConfigRequest,
+from tinkex.wire.redaction import redact
+from tinkex.wire.sdk_versions import SdkVersion
+from tinkex.wire.sessions import (
     ClientFinishedSessionStatusQuery,
     ClientSessionFinished,
     CreateSessionRequest,
@@ -42,7 +43,6 @@ from tinkex.wire.runs import (
     TraceExportResponse,
     UserSearchOwner,
 )
-from tinkex.wire.sdk_versions import Dialect
 
 router = APIRouter(prefix="/api/v1", tags=["sessions"])
 
@@ -57,7 +57,7 @@ LONGEST_FINISH = 4_000
 @router.post("/client/config", openapi_extra=dict(describe(ClientConfigRequest)))
 async def client_config(request: Request) -> Response:
     asked = await read_json(request, ClientConfigRequest)
-    dialect = Dialect.of(asked.sdk_version)
+    dialect = SdkVersion.of(asked.sdk_version)
     flags = dialect.client_config()
     if context_of(request).settings.jwt and dialect.exchanges_tokens:
         flags["pjwt_auth_enabled"] = True
@@ -67,7 +67,7 @@ async def client_config(request: Request) -> Response:
 @router.post("/client/dynamic_config", openapi_extra=dict(describe(ClientConfigRequest)))
 async def client_dynamic_config(request: Request) -> Response:
     asked = await read_json(request, ClientConfigRequest)
-    return answer(Dialect.of(asked.sdk_version).dynamic_config())
+    return answer(SdkVersion.of(asked.sdk_version).dynamic_config())
 
 
 @router.get("/get_server_capabilities")
@@ -123,7 +123,7 @@ async def finish_session(request: Request, session_id: str) -> Response:
     asked = await read_json(request, FinishSessionRequest)
     context = context_of(request)
     await context.session(request, session_id)
-    detail = None if asked.detail is None else scrubbed(asked.detail)[:LONGEST_FINISH]
+    detail = None if asked.detail is None else redact(asked.detail)[:LONGEST_FINISH]
     await context.store.runs.finish_session(session_id, asked.reason.type, detail)
     context.forget_session(session_id)
     context.presence.left(session_id)

@@ -19,8 +19,8 @@ from tinkex.wire.codec import PROTOBUF_TYPE
 from tinkex.wire.errors import UserFailure, WireError
 from tinkex.wire.futures import UntypedAPIFuture
 from tinkex.wire.inputs import EncodedTextChunk, ModelInput
-from tinkex.wire.redaction import scrubbed
-from tinkex.wire.salvage import Address, address_in_json, address_in_protobuf
+from tinkex.wire.malformed_requests import StepId, step_id_in_json, step_id_in_protobuf
+from tinkex.wire.redaction import redact
 
 # The official clients take this, or a second of their own, and send the request again.
 RETRY_AFTER_S = 1
@@ -207,14 +207,14 @@ async def _note(request: Request, kind: Kind, reason: str) -> None:
         model.model_id,
         address.seq_id,
         kind,
-        f"it was refused when it came: {scrubbed(reason[:2000])}",
+        f"it was refused when it came: {redact(reason[:2000])}",
     )
 
 
-def _address(request: Request) -> Address | None:
+def _address(request: Request) -> StepId | None:
     body: bytes | None = request.scope.get(SENT)
     if body is None:
         return None
     if PROTOBUF_TYPE in request.headers.get("content-type", ""):
-        return address_in_protobuf(body)
-    return address_in_json(body)
+        return step_id_in_protobuf(body)
+    return step_id_in_json(body)

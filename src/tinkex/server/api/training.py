@@ -19,7 +19,7 @@ from tinkex.wire.protobuf import (
     decode_forward_backward_request,
     encode_forward_backward_request,
 )
-from tinkex.wire.redaction import scrubbed
+from tinkex.wire.redaction import redact
 from tinkex.wire.training import ForwardBackwardRequest, OptimStepRequest
 
 router = APIRouter(prefix="/api/v1", tags=["training"])
@@ -85,7 +85,7 @@ def read_step(message: type[NumberedStep], body: bytes) -> tuple[str, int | None
         model_id, seq_id = failure.request.get("model_id"), failure.request.get("seq_id")
         if not isinstance(model_id, str) or not isinstance(seq_id, int):
             raise
-        return model_id, seq_id, scrubbed(body.decode(errors="replace")).encode()
+        return model_id, seq_id, redact(body.decode(errors="replace")).encode()
     return asked.model_id, asked.seq_id, encode_json(asked)
 
 

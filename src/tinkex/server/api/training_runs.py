@@ -31,7 +31,7 @@ from tinkex.wire.checkpoints import (
 )
 from tinkex.wire.codec import decode_json, parse_json
 from tinkex.wire.errors import UserFailure
-from tinkex.wire.runs import TrainingRun, TrainingRunsResponse
+from tinkex.wire.sessions import TrainingRun, TrainingRunsResponse
 
 router = APIRouter(prefix="/api/v1", tags=["runs"])
 

@@ -27,7 +27,7 @@ from tinkex.wire.checkpoints import (
 )
 from tinkex.wire.codec import decode_json, encode_json
 from tinkex.wire.errors import UserFailure
-from tinkex.wire.sdk_versions import Dialect
+from tinkex.wire.sdk_versions import SdkVersion
 
 log = logging.getLogger("tinkex.server.scheduler.checkpoints")
 
@@ -234,7 +234,7 @@ class Saving:
                 "`sampling_session_seq_id` (a number, from 0, for the sampler it makes)."
             )
         session = await self._store.runs.session(model.session_id)
-        dialect = Dialect.of(session.sdk_version if session else None)
+        dialect = SdkVersion.of(session.sdk_version if session else None)
         await self._refuse_over_quota(model, checkpoints=0)
         version = await self._written(model, SAMPLER, None, run)
         path = tinker_path(model.model_id, SAMPLER, f".{version.version_id}")

@@ -73,7 +73,7 @@ def counts(remains: Remains, *, boot_id: str, web_crashed: bool) -> bool:
 
 # One line each: the engine's state and the machine's start first, then a request or blanks.
 LINE = 64
-STATE = len(engine_protocol.LEFT)
+STATE = len(engine_protocol.CLEAN_EXIT)
 #: How long an engine without its web process may take to leave before nobody waits for it.
 LEAVES_S = 5.0
 _LOOK_S = 0.02

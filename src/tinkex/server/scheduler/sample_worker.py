@@ -13,7 +13,7 @@ from tinkex.server.scheduler.recovery import Revival
 from tinkex.server.store import RequestRow
 from tinkex.wire.codec import encode_json
 from tinkex.wire.custom_loss import CreateCustomLossResponse
-from tinkex.wire.partial_sample import Growing
+from tinkex.wire.partial_sample import PartialSample
 from tinkex.wire.proto import frames_pb2
 
 
@@ -21,13 +21,13 @@ class Tap:
     """What an engine has told of a sample so far. Belongs to one event loop."""
 
     def __init__(self) -> None:
-        self.growing = Growing()
+        self.growing = PartialSample()
         #: Done at the next token; then there is another one.
         self.changed = self._next()
 
     def hear(self, told: frames_pb2.Tokens) -> None:
         """An engine that was started again tells everything again; only what is new counts."""
-        if self.growing.take(told.sequence, told.tokens, told.logprobs, start=told.start):
+        if self.growing.add(told.sequence, told.tokens, told.logprobs, start=told.start):
             changed, self.changed = self.changed, self._next()
             changed.set_result(None)
 

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from tinkex.server.scheduler.scheduler import Dispatcher
 from tinkex.server.store import Store
-from tinkex.wire.runs import (
+from tinkex.wire.sessions import (
     ClientSessionFinished,
     ClientSessionFinishErrored,
     ClientSessionFinishInterrupted,

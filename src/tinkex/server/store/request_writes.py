@@ -14,6 +14,7 @@ from tinkex.server.store.schema import Status, completions, requests, usage
 from tinkex.server.store.sql_dialects import among, listed
 from tinkex.wire.errors import WireError
 from tinkex.wire.protobuf import count_sample_tokens
+from tinkex.wire.sampling import CLONE_STRIDE
 
 # Of a request id: milliseconds since 1970 in this many bytes, then random ones.
 TIME_BYTES = 6
@@ -269,10 +270,6 @@ def _holder(connection: sa.Connection, new: NewRequest) -> Accepted:
 # MERGED: Finishing requests inside a transaction: once each, with all that is counted and told by it.
 
 
-# Each copy of a sampling client numbers its samples from its own number times this.
-SAMPLES_OF_A_CLONE = 10**9
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Completion:
     """The event that a sample has finished, in the log of the client that asked for it."""
@@ -419,7 +416,7 @@ def _event(ending: Ending, row: sa.Row[*tuple[Any, ...]]) -> dict[str, Any] | No
         return None
     return {
         "sampling_session_id": row.sampling_session_id,
-        "clone_id": row.seq_id // SAMPLES_OF_A_CLONE,
+        "clone_id": row.seq_id // CLONE_STRIDE,
         "request_id": ending.values["finished"],
         "result_bytes": None if ending.result is None else len(ending.result),
         "at_s": ending.values["finished_s"],

@@ -9,7 +9,7 @@ import sqlalchemy as sa
 
 from tinkex.server.store.database import Database
 from tinkex.server.store.schema import telemetry
-from tinkex.wire.redaction import scrubbed as without_secrets
+from tinkex.wire.redaction import redact
 
 # An SDK sends up to 100 at once.
 MOST_EVENTS = 100
@@ -40,7 +40,7 @@ def scrubbed(event: Mapping[str, Any]) -> dict[str, Any]:
     for name in FIELDS:
         value = event.get(name)
         if isinstance(value, str):
-            kept[name] = without_secrets(value[: 2 * LONGEST_TEXT])[:LONGEST_TEXT]
+            kept[name] = redact(value[: 2 * LONGEST_TEXT])[:LONGEST_TEXT]
         elif isinstance(value, int) and abs(value) < 2**53:
             kept[name] = value
     return kept
@@ -62,9 +62,9 @@ class Telemetry:
         rows = [
             {
                 "owner": owner,
-                "session_id": without_secrets(session_id)[:120],
+                "session_id": redact(session_id)[:120],
                 "at_s": now_s,
-                "event": {**scrubbed(event), "client": without_secrets(about)[:LONGEST_TEXT]},
+                "event": {**scrubbed(event), "client": redact(about)[:LONGEST_TEXT]},
             }
             for event in events[:MOST_EVENTS]
             if isinstance(event, Mapping)

@@ -13,10 +13,10 @@ from server.store import model as told
 from server.store.machine.base import BASE, OWNERS, PICK, Base
 from tinkex.server.scheduler.step_queue import Kind
 from tinkex.server.store import Accepted, Completion, NewRequest, Status
-from tinkex.server.store.request_writes import SAMPLES_OF_A_CLONE, failure, success
+from tinkex.server.store.request_writes import failure, success
 from tinkex.server.store.requests import INLINE_BYTES, ResultGone
 from tinkex.wire.protobuf import encode_sample_response
-from tinkex.wire.sampling import SampledSequence, SampleResponse
+from tinkex.wire.sampling import CLONE_STRIDE, SampledSequence, SampleResponse
 
 LARGE = b"x" * (INLINE_BYTES + 1)
 
@@ -129,7 +129,7 @@ class Requests(Base):
                 payload=b"{}",
                 session_id=sampler.session_id,
                 sampling_session_id=sampler.sampling_session_id,
-                seq_id=clone_id * SAMPLES_OF_A_CLONE + seq_id,
+                seq_id=clone_id * CLONE_STRIDE + seq_id,
                 sequences=1,
                 tokens=5,
             )
@@ -212,7 +212,7 @@ class Requests(Base):
         self.world.events[event.position] = told.Event(
             position=event.position,
             sampling_session_id=request.sampling_session_id,
-            clone_id=request.seq_id // SAMPLES_OF_A_CLONE,
+            clone_id=request.seq_id // CLONE_STRIDE,
             request_id=request.request_id,
             result_bytes=request.result_bytes,
             at_s=now_s,

@@ -1,8 +1,8 @@
 """
-NaN and infinities: refused by the types of requests, and by their reader right after parsing.
+NaN and infinity: rejected by the types of requests, and by the decoder right after parsing.
 
-The tests walk every wire type, so a number that is added without the rule fails here. Answers may
-hold them.
+The tests check every wire type, so a new float field without the rule fails here. Responses may
+contain them.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from pydantic import BaseModel, ValidationError
 import tinkex.wire
 from tinkex.wire.base import LenientModel, Payload, StrictModel
 from tinkex.wire.codec import (
-    _PARTS,
+    _STRICT_PARTS,
     decode_forward_json,
     decode_json,
     encode_json,
@@ -42,7 +42,7 @@ from tinkex.wire.training import (
 
 BAD = [math.nan, math.inf, -math.inf]
 
-#: Floats that may be NaN or infinite, and why: they travel as protobuf, which has both.
+#: Floats that may be NaN or infinite, because they are sent as protobuf, which has both.
 MAY_BE_ANYTHING = {
     ("ForwardBackwardOutput", "metrics"): "the loss of a pass may be NaN; JSON is refused one",
     ("TopkLogprobs", "logprobs"): "a token may be impossible",
@@ -68,11 +68,11 @@ def wire_types() -> list[type]:
     return [types[name] for name in sorted(types)]
 
 
-def holds(annotation: Any, wanted: Any) -> bool:
-    """Whether a value of this type may be, or directly hold, a `wanted`."""
-    if annotation is wanted:
+def holds(annotation: Any, target: Any) -> bool:
+    """Whether a value of this type may be, or directly contain, a `target`."""
+    if annotation is target:
         return True
-    return any(holds(part, wanted) for part in typing.get_args(annotation))
+    return any(holds(part, target) for part in typing.get_args(annotation))
 
 
 def around(annotation: Any, number: float) -> Any:
@@ -94,7 +94,7 @@ def named_in(annotation: Any) -> Iterator[type[BaseModel]]:
 
 
 def request_types() -> list[type[BaseModel]]:
-    """What is sent: the requests, and whatever stands in them, in all its kinds."""
+    """All types that are sent: requests, and the types of their fields."""
     found: dict[type[BaseModel], None] = {}
     left: list[type[BaseModel]] = [one for one in wire_types() if issubclass(one, StrictModel)]
     while left:
@@ -127,10 +127,10 @@ def floats_of(models: list[type[BaseModel]]) -> list[tuple[type[BaseModel], str,
     floats_of(answer_types()),
     ids=lambda p: getattr(p, "__name__", str(p)),
 )
-def test_a_float_of_an_answer_may_be_anything(
+def test_a_float_of_a_response_may_be_anything(
     model: type[BaseModel], name: str, annotation: Any, number: float
 ) -> None:
-    """What it tells of has happened; an error for it would say that it has not."""
+    """A response reports something that happened: rejecting it for a NaN would hide that."""
     refused = []
     try:
         model.model_validate({name: around(annotation, number)})
@@ -156,7 +156,7 @@ def test_every_float_of_every_request_is_finite(
     assert {error["type"] for error in found} == {"finite_number"}
 
 
-def test_the_walk_finds_the_numbers_that_matter() -> None:
+def test_the_search_finds_the_float_fields() -> None:
     found = {(model.__name__, name) for model, name, _ in floats_of(request_types())}
 
     assert {("AdamParams", field) for field in AdamParams.model_fields} <= found
@@ -167,7 +167,7 @@ def test_the_walk_finds_the_numbers_that_matter() -> None:
 
 
 def test_optimizers_of_other_versions_are_requests_too() -> None:
-    """They read any field, so the answer's base is theirs; the rule for numbers is not."""
+    """They accept any field, like responses, but their floats are finite."""
     open_ended = [one for one in request_types() if one.model_config.get("extra") == "allow"]
 
     assert {one.__name__ for one in open_ended} >= {"OptimizerConfigBase", "OptimParamsBase"}
@@ -191,18 +191,18 @@ def test_every_other_type_with_floats_is_known_here() -> None:
 
 
 @pytest.mark.parametrize("number", BAD)
-def test_a_number_that_went_past_the_constructor_is_not_sent_as_null(number: float) -> None:
+def test_a_number_that_bypassed_the_constructor_is_not_sent_as_null(number: float) -> None:
     params = SamplingParams().model_copy(update={"temperature": number})
-    asked = SampleRequest(prompt=ModelInput.from_ints([1]), sampling_params=SamplingParams())
-    asked = asked.model_copy(update={"sampling_params": params})
+    request = SampleRequest(prompt=ModelInput.from_ints([1]), sampling_params=SamplingParams())
+    request = request.model_copy(update={"sampling_params": params})
 
     with pytest.raises(ValueError, match=r"SampleRequest .*sampling_params\.temperature"):
-        encode_json(asked)
+        encode_json(request)
 
 
 @pytest.mark.parametrize("number", BAD)
 def test_a_number_in_a_field_of_any_type_is_not_sent_as_null(number: float) -> None:
-    asked = CreateModelRequest(
+    request = CreateModelRequest(
         session_id="s",
         model_seq_id=0,
         base_model="b",
@@ -211,7 +211,7 @@ def test_a_number_in_a_field_of_any_type_is_not_sent_as_null(number: float) -> N
     )
 
     with pytest.raises(ValueError, match=r"user_metadata\.deep\[0\]\.x"):
-        encode_json(asked)
+        encode_json(request)
 
 
 @pytest.mark.parametrize("number", BAD)
@@ -228,7 +228,7 @@ def optim_step(**params: Any) -> bytes:
 
 
 def too_large(body: bytes) -> bytes:
-    """What Python writes as Infinity, as JSON can write it."""
+    """A number that overflows to infinity, in JSON syntax."""
     return body.replace(b"-Infinity", b"-1e309").replace(b"Infinity", b"1E+400")
 
 
@@ -277,8 +277,8 @@ def test_a_sampling_setting_that_is_null_is_refused_by_name(name: str) -> None:
         decode_json(SampleRequest, sample(**{name: None}))
 
 
-def test_null_goes_on_meaning_absent_where_the_protocol_has_it() -> None:
-    """SDKs before 0.18 send what their user set to None."""
+def test_null_means_absent_where_the_protocol_allows_it() -> None:
+    """SDKs before 0.18 send null for fields that are None."""
     read = decode_json(SampleRequest, sample(max_tokens=None, seed=None, stop=None))
 
     assert read.sampling_params == SamplingParams()
@@ -289,8 +289,8 @@ def test_null_goes_on_meaning_absent_where_the_protocol_has_it() -> None:
 
 
 def test_every_part_with_settings_has_the_rule_for_null() -> None:
-    """From the table of parts and their types: a number that is added is refused a null too."""
-    for message, parts in _PARTS.items():
+    """Covers every part in the table, so that new number fields reject null too."""
+    for message, parts in _STRICT_PARTS.items():
         for key, kinds in parts.items():
             tagged = kinds if isinstance(kinds, dict) else {None: kinds}
             for tag, part in tagged.items():
@@ -308,7 +308,7 @@ def test_every_part_with_settings_has_the_rule_for_null() -> None:
     ids=lambda t: t.__name__,
 )
 def test_a_number_too_large_is_refused_anywhere_in_any_request(message: type) -> None:
-    """Also in fields that may hold anything, such as metadata and the graph of a loss."""
+    """Also in fields of any type, such as metadata and the graph of a loss."""
     for name, field in message.model_fields.items():
         if holds(field.annotation, Any):
             body = too_large(json.dumps({name: {"deep": [math.inf]}}).encode())
@@ -352,8 +352,8 @@ def test_a_setting_of_a_loss_in_protobuf_is_finite(number: float) -> None:
         decode_forward_backward_request(a_pass([1.0, 1.0], {"beta": number}))
 
 
-def test_tensors_in_protobuf_may_hold_what_protobuf_has() -> None:
-    """What a NaN there means is the loss's to say: those of the server refuse it by name."""
+def test_tensors_in_protobuf_may_hold_nan_and_infinity() -> None:
+    """The loss decides what NaN means; the losses of the server reject it by name."""
     read, _ = decode_forward_backward_request(a_pass([math.nan, -math.inf], None))
 
     [datum] = read.forward_backward_input.data

@@ -1,10 +1,10 @@
-"""Training data written by hand: the same bytes as the generated code writes."""
+"""The fast encoding of training data writes the same bytes as the generated code."""
 
 import numpy as np
 import pytest
 
 from tinkex.wire import protobuf
-from tinkex.wire.fast_datum_encoding import framed
+from tinkex.wire.fast_datum_encoding import encode_datum
 from tinkex.wire.inputs import Datum, ModelInput, PromptProvenanceSpan
 from tinkex.wire.prompt_chunks import EncodedTextChunk, ImageChunk
 from tinkex.wire.proto import tinkex_wire_pb2 as pb
@@ -73,5 +73,5 @@ def test_the_bytes_are_those_of_the_generated_code(name: str) -> None:
 
 
 def test_text_and_dense_tensors_need_no_message_and_the_rest_does() -> None:
-    assert all(framed(datum) is not None for datum in PLAIN.values())
-    assert all(framed(datum) is None for datum in OTHER.values())
+    assert all(encode_datum(datum) is not None for datum in PLAIN.values())
+    assert all(encode_datum(datum) is None for datum in OTHER.values())

@@ -13,7 +13,7 @@ from tinkex.cli import loss_chart
         (0, 4.4, 4, [0, 1, 2, 3, 4, 5]),
         (0, 6.1, 4, [0, 2, 4, 6, 8]),  # steps of 1 would be six, of 2 three
         (0, 0.001, 4, [0, 0.0002, 0.0004, 0.0006, 0.0008, 0.001]),
-        (0, 0, 4, [0]),  # nothing was lost at all
+        (0, 0, 4, [0]),  # the loss is constant
     ],
 )
 def test_ticks_are_round_and_cover_the_curve(low, high, about, expected):
@@ -29,7 +29,7 @@ def test_smoothing_starts_at_the_first_value_and_ends_near_the_last():
 
 
 def test_a_falling_line_goes_from_corner_to_corner():
-    assert loss_chart.in_terminal([4.0, 0.0], width=15, height=5, braille=False) == [
+    assert loss_chart.as_text([4.0, 0.0], width=15, height=5, braille=False) == [
         "     4 |**",
         "     3 |  ****",
         "     2 |      ***",
@@ -43,7 +43,7 @@ def test_a_falling_line_goes_from_corner_to_corner():
 @pytest.mark.parametrize("braille", [True, False])
 @pytest.mark.parametrize("values", [[1.0], [0.0, 0.0], [3.0, 1.0, 2.0], [2.0] * 100])
 def test_any_curve_fits_its_frame(values, braille):
-    lines = loss_chart.in_terminal(values, width=40, height=6, braille=braille)
+    lines = loss_chart.as_text(values, width=40, height=6, braille=braille)
     assert len(lines) == 8
     assert max(len(line) for line in lines) <= 8 + 40
     text = "".join(lines)

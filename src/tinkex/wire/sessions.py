@@ -1,4 +1,4 @@
-"""Sessions, training runs, served models, and how a client is told to behave."""
+"""Sessions and how they end, session search, training runs, and served models."""
 
 from __future__ import annotations
 
@@ -14,11 +14,7 @@ from tinkex.wire.training import AdamOptimizerConfig, OptimizerConfig, optimizer
 __all__ = [
     "AccessibleSearchOwner",
     "ActiveSessionStatusQuery",
-    "AuthTokenResponse",
     "CancelledSessionStatusQuery",
-    "ClientConfigRequest",
-    "ClientConfigResponse",
-    "ClientDynamicConfigResponse",
     "ClientFinishedSessionStatusQuery",
     "ClientSessionFinishErrored",
     "ClientSessionFinishInterrupted",
@@ -34,7 +30,6 @@ __all__ = [
     "GetInfoResponse",
     "GetServerCapabilitiesResponse",
     "GetSessionResponse",
-    "HealthResponse",
     "ListSessionsResponse",
     "ModelData",
     "OwnSearchOwner",
@@ -59,72 +54,7 @@ __all__ = [
     "TrainingRun",
     "TrainingRunsResponse",
     "UserSearchOwner",
-    "WhoamiResponse",
 ]
-
-
-# -- how a client behaves ------------------------------------------------------------------------
-
-
-class ClientConfigRequest(StrictModel):
-    sdk_version: str
-
-
-class ClientConfigResponse(LenientModel):
-    """Flags a server may set once, when a client starts. Every one has a default."""
-
-    #: Exchange the key for a short-lived token.
-    pjwt_auth_enabled: bool = False
-    credential_default_source: str = "api_key"
-    #: Estimated bytes of prompts being submitted at once.
-    sample_dispatch_bytes_semaphore_size: int = 10 * 1024 * 1024
-    #: Bytes of results being fetched at once.
-    inflight_response_bytes_semaphore_size: int = 50 * 1024 * 1024
-    #: Submit the parts of a batch together, the first one last.
-    parallel_fwdbwd_chunks: bool = True
-    #: Compress passes with zstd.
-    proto_compress_fwdbwd: bool = False
-    #: Examples and estimated bytes in one part of a batch.
-    fwdbwd_max_chunk_len: int = 1024
-    fwdbwd_max_chunk_bytes_count: int = 5_000_000
-    fwdbwd_dispatch_bytes_semaphore_size: int = 50_000_000
-    #: How long a 402 means "wait".
-    billing_exception_max_pause_duration_sec: int = 3600
-    sample_no_retries: bool = False
-    sample_enable_stuck_detection: bool = True
-    #: Samples of one client in flight.
-    sample_max_concurrent_requests: int = 2000
-    use_pyqwest_transport: bool = True
-    #: Make a model from a checkpoint by one `load_weights`.
-    create_model_via_load_weights: bool = False
-    #: Wait for samples through `retrieve_futures`.
-    sample_use_retrieve_futures: bool = False
-    #: Upload custom losses.
-    custom_loss_server_side: bool = False
-    #: Copies of a sampling client ask for their number.
-    sample_join_sampling_session: bool = False
-
-
-class ClientDynamicConfigResponse(LenientModel):
-    """Flags a client asks for again while it runs."""
-
-    refresh_interval_sec: int = 300
-    sample_cancel_enabled: bool = False
-    sample_cancel_max_batch_size: int = 64
-
-
-class AuthTokenResponse(LenientModel):
-    jwt: str = Field(repr=False)
-
-
-class WhoamiResponse(LenientModel):
-    user_urn: str
-    org_urn: str
-    email: str | None = None
-
-
-class HealthResponse(LenientModel):
-    status: Literal["ok"]
 
 
 # -- served models -------------------------------------------------------------------------------
@@ -132,7 +62,7 @@ class HealthResponse(LenientModel):
 
 class SupportedModel(LenientModel):
     model_name: str | None = None
-    #: Tokens of prompt and answer together.
+    #: Tokens of prompt and completion together.
     max_context_length: int | None = None
     trainable: bool | None = None
     sampleable: bool | None = None
@@ -150,7 +80,7 @@ class GetInfoRequest(StrictModel):
 class ModelData(LenientModel):
     arch: str | None = None
     model_name: str | None = None
-    #: What a tokenizer is loaded by: a name on the hub, or a folder.
+    #: A name on the Hugging Face hub, or a folder.
     tokenizer_id: str | None = None
 
 
@@ -170,7 +100,7 @@ class GetInfoResponse(LenientModel):
 
 
 class TrainingRun(LenientModel):
-    """A model that is, or was, being trained."""
+    """A model that is or was trained."""
 
     #: The same as its `model_id`.
     training_run_id: str
@@ -204,7 +134,7 @@ class CreateSessionRequest(StrictModel):
 
 class CreateSessionResponse(LenientModel):
     type: Literal["create_session"] = "create_session"
-    #: Texts the client logs, each at its level.
+    #: Messages that the client logs at these levels.
     info_message: str | None = None
     warning_message: str | None = None
     error_message: str | None = None
@@ -255,7 +185,7 @@ ClientSessionFinishReason: TypeAlias = Annotated[
 
 
 class FinishSessionRequest(StrictModel):
-    """The client is done; the first reason given counts."""
+    """The client has finished; only the first request counts."""
 
     reason: ClientSessionFinishReason
     detail: str | None = None
@@ -323,13 +253,13 @@ class OwnSearchOwner(StrictModel):
 
 
 class AccessibleSearchOwner(StrictModel):
-    """Sessions the caller may see."""
+    """Sessions that the caller may see."""
 
     type: Literal["accessible"] = "accessible"
 
 
 class UserSearchOwner(StrictModel):
-    """Sessions of these people."""
+    """Sessions of these users."""
 
     type: Literal["user"] = "user"
     owner_urns: list[str] = Field(min_length=1, max_length=10)
@@ -377,7 +307,7 @@ class SessionSearchCursor(LenientModel):
 class SessionSearchRequest(StrictModel):
     session_id: str | None = None
     project_ids: list[str] | None = None
-    #: Sessions whose metadata has all of these.
+    #: Sessions whose metadata has all of these entries.
     user_metadata: dict[str, str] = Field(default={})
     display_name: str | None = Field(default=None, min_length=1)
     owner: SearchOwner = OwnSearchOwner()
@@ -404,11 +334,11 @@ class SessionSearchResponse(LenientModel):
     next_cursor: SessionSearchCursor | None = None
 
 
-# -- what happened in a session ------------------------------------------------------------------
+# -- traces --------------------------------------------------------------------------------------
 
 
 class TraceExportResponse(LenientModel):
-    """A trace is made on request, and that may take a while."""
+    """A trace is created on request; poll until it is ready."""
 
     status: Literal["pending", "ready", "failed"]
     url: str | None = None

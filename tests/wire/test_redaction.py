@@ -1,4 +1,4 @@
-"""The log: the same traceback in full once in a while, and one line whenever it comes between."""
+"""Repeated tracebacks: logged in full once per interval, and as one line in between."""
 
 import io
 import logging
@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tinkex.wire import redaction
-from tinkex.wire.redaction import ScrubbedFormatter
+from tinkex.wire.redaction import RedactingFormatter
 
 
 @pytest.fixture
 def log() -> Iterator[tuple[logging.Logger, io.StringIO]]:
     written = io.StringIO()
     handler = logging.StreamHandler(written)
-    handler.setFormatter(ScrubbedFormatter("%(message)s"))
+    handler.setFormatter(RedactingFormatter("%(message)s"))
     logger = logging.getLogger("test-scrubbing")
     logger.propagate = False
     logger.addHandler(handler)
@@ -90,10 +90,10 @@ def test_another_cause_of_the_same_failure_is_shown_in_full(
 
     text = written.getvalue()
     assert text.count("OSError: disk") == text.count("OSError: memory") == 1
-    assert text.count("its traceback is above") == 2
+    assert text.count("its traceback was logged") == 2
 
 
-def test_it_is_shown_again_after_a_while_with_how_many_were_not(
+def test_a_traceback_is_logged_again_later_with_the_number_of_repeats(
     log: tuple[logging.Logger, io.StringIO], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     logger, written = log
@@ -106,13 +106,13 @@ def test_it_is_shown_again_after_a_while_with_how_many_were_not(
 
     last = written.getvalue()[len(before) :]
     assert last.count("Traceback") == 1
-    assert "(2 more of these were not shown)" in last
+    assert "(2 repeats of this traceback were not logged)" in last
 
 
-def test_what_is_remembered_has_an_end() -> None:
-    formatter = ScrubbedFormatter()
+def test_the_number_of_remembered_tracebacks_is_bounded() -> None:
+    formatter = RedactingFormatter()
     for number in range(1000):
         kind = type(f"Error{number}", (Exception,), {})
         formatter.formatException((kind, kind(), None))
 
-    assert len(formatter._written) <= 200
+    assert len(formatter._logged) <= 200

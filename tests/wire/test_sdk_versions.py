@@ -1,4 +1,4 @@
-"""What each release of the official client is told and sent."""
+"""The flags and result formats for each release of the official client."""
 
 import numpy as np
 import pytest
@@ -12,12 +12,12 @@ from tinkex.types import (
 )
 from tinkex.wire.codec import encode_json
 from tinkex.wire.errors import UserFailure
-from tinkex.wire.sdk_versions import NEWEST, Dialect, wants_protobuf
+from tinkex.wire.sdk_versions import NEWEST, SdkVersion, wants_protobuf
 
 PROTOBUF = {"proto_write_fwdbwd": True}
 BOTH = {**PROTOBUF, "fwd_via_fwdbwd": True}
 
-#: The releases a flag exists in, first to last: what `client/config` may contain.
+#: The first and last release that knows each flag of `client/config`.
 KNOWN = {
     "proto_write_fwdbwd": ((0, 19, 0), (0, 24, 1)),
     "fwd_via_fwdbwd": ((0, 22, 3), (0, 24, 1)),
@@ -26,7 +26,7 @@ KNOWN = {
     "sample_use_retrieve_futures": ((0, 26, 2), (0, 36, 0)),
     "sample_join_sampling_session": ((0, 32, 0), (0, 36, 0)),
 }
-#: Endpoints that this server does not have, or has only when it is told to.
+#: Endpoints that this server does not have, or has only with a setting.
 NEEDS_AN_ENDPOINT = {"pjwt_auth_enabled", "grpc_target", "enable_grpc_retrieve_future"}
 VIA_LOAD = {"create_model_via_load_weights": True}
 POLLER = {**VIA_LOAD, "sample_use_retrieve_futures": True}
@@ -65,29 +65,29 @@ RELEASES = [
     ],
 )
 def test_each_release_gets_its_flags_and_an_unknown_one_none(version, flags):
-    assert Dialect.of(version).client_config() == flags
+    assert SdkVersion.of(version).client_config() == flags
 
 
 @pytest.mark.parametrize(
     ("version", "cancels"),
     [("0.4.1", False), ("0.25.0", False), ("0.26.0", True), ("0.36.0", True), (None, True)],
 )
-def test_samples_can_be_cancelled_by_those_who_know_how(version, cancels):
+def test_cancellation_is_enabled_for_releases_that_support_it(version, cancels):
     expected = {"sample_cancel_enabled": True} if cancels else {}
-    assert Dialect.of(version).dynamic_config() == expected
+    assert SdkVersion.of(version).dynamic_config() == expected
 
 
 @pytest.mark.parametrize("version", RELEASES)
 def test_no_release_is_sent_a_flag_it_does_not_know_or_an_endpoint_it_would_miss(version):
-    dialect = Dialect.of(version)
+    sdk = SdkVersion.of(version)
 
-    for flag in dialect.client_config():
+    for flag in sdk.client_config():
         first, last = KNOWN[flag]
-        assert first <= dialect.version <= last
+        assert first <= sdk.version <= last
         assert flag not in NEEDS_AN_ENDPOINT
-    if "fwd_via_fwdbwd" in dialect.client_config():
-        # As JSON a forward would lose `forward_only` and run a backward.
-        assert dialect.client_config()["proto_write_fwdbwd"] is True
+    if "fwd_via_fwdbwd" in sdk.client_config():
+        # JSON would lose `forward_only` and run a backward pass.
+        assert sdk.client_config()["proto_write_fwdbwd"] is True
 
 
 @pytest.mark.parametrize(
@@ -95,12 +95,12 @@ def test_no_release_is_sent_a_flag_it_does_not_know_or_an_endpoint_it_would_miss
     [("0.4.1", False), ("0.19.0", False), ("0.20.0", True), ("0.36.0", True), (None, True)],
 )
 def test_an_unnamed_sampler_save_has_no_path_for_clients_that_crash_on_it(version, has_path):
-    assert Dialect.of(version).unnamed_sampler_save_has_path is has_path
+    assert SdkVersion.of(version).unnamed_sampler_save_has_path is has_path
 
 
-def test_an_unknown_version_is_spoken_to_as_the_newest():
-    assert Dialect.of("nonsense").version == NEWEST
-    assert Dialect.of("0.36.0").version == NEWEST
+def test_an_unknown_version_is_treated_as_the_newest():
+    assert SdkVersion.of("nonsense").version == NEWEST
+    assert SdkVersion.of("0.36.0").version == NEWEST
 
 
 @pytest.mark.parametrize(
@@ -133,9 +133,9 @@ def test_results_of_different_shapes_go_as_json_to_clients_that_misread_them(ver
         tensors = [TensorData.from_numpy(np.zeros(shape)) for shape in shapes]
         return ForwardBackwardOutput("ArrayRecord", [{"logprobs": t} for t in tensors])
 
-    assert Dialect.of(version).reads_as_protobuf(output((5, 8), (3, 8))) is alike
-    assert Dialect.of(version).reads_as_protobuf(output((5, 8), (5, 2))) is mixed
-    assert Dialect.of(version).reads_as_protobuf(output()) is True
+    assert SdkVersion.of(version).reads_as_protobuf(output((5, 8), (3, 8))) is alike
+    assert SdkVersion.of(version).reads_as_protobuf(output((5, 8), (5, 2))) is mixed
+    assert SdkVersion.of(version).reads_as_protobuf(output()) is True
 
 
 # -- JSON for old clients ------------------------------------------------------------------------
@@ -152,7 +152,7 @@ SPARSE = TensorData(
 def test_tensors_for_old_clients_are_dense_with_three_keys_only():
     output = ForwardBackwardOutput("ArrayRecord", [{"logprobs": SPARSE}], {"loss:sum": 2.0})
 
-    answer = Dialect.of("0.4.1").forward_backward_json(output)
+    answer = SdkVersion.of("0.4.1").forward_backward_json(output)
 
     assert answer == {
         "loss_fn_output_type": "ArrayRecord",
@@ -167,16 +167,16 @@ def test_tensors_for_old_clients_are_dense_with_three_keys_only():
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_result_json_cannot_hold_fails_loudly_and_says_where(bad):
     tensor = TensorData.from_numpy(np.array([0.0, bad]))
-    dialect = Dialect.of("0.18.2")
+    sdk = SdkVersion.of("0.18.2")
 
     with pytest.raises(UserFailure, match="logprobs of datum 1"):
-        dialect.forward_backward_json(
+        sdk.forward_backward_json(
             ForwardBackwardOutput("ArrayRecord", [{}, {"logprobs": tensor}], {})
         )
     with pytest.raises(UserFailure, match="loss:sum"):
-        dialect.forward_backward_json(ForwardBackwardOutput("ArrayRecord", [], {"loss:sum": bad}))
+        sdk.forward_backward_json(ForwardBackwardOutput("ArrayRecord", [], {"loss:sum": bad}))
     with pytest.raises(UserFailure, match="sampled logprob"):
-        dialect.sample_json(SampleResponse([SampledSequence("stop", "q", [1], [bad])]))
+        sdk.sample_json(SampleResponse([SampledSequence("stop", "q", [1], [bad])]))
 
 
 def test_prompt_logprobs_that_do_not_exist_are_null():
@@ -187,8 +187,8 @@ def test_prompt_logprobs_that_do_not_exist_are_null():
         prompt_cache_hit_tokens=3,
     )
 
-    old = Dialect.of("0.4.1").sample_json(response)
-    newer = Dialect.of("0.24.1").sample_json(response)
+    old = SdkVersion.of("0.4.1").sample_json(response)
+    newer = SdkVersion.of("0.24.1").sample_json(response)
 
     assert encode_json(old) == (
         b'{"type":"sample","sequences":[{"stop_reason":"length","tokens":[1,2],'

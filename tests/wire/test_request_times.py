@@ -1,4 +1,4 @@
-"""Times in requests: a text that UTC cannot hold is refused by name, in every field there is."""
+"""Times in requests: a time that UTC cannot represent is rejected by name, in every time field."""
 
 import json
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from pydantic import AwareDatetime, BaseModel
 from tinkex.wire.base import StrictModel, time_from_text
 from tinkex.wire.codec import decode_json
 from tinkex.wire.errors import WireError
-from wire.test_finite import wire_types
+from wire.test_finite_numbers import wire_types
 
 
 def request_times() -> Iterator[tuple[type, str]]:
@@ -19,7 +19,7 @@ def request_times() -> Iterator[tuple[type, str]]:
         if not issubclass(one, BaseModel):
             continue
         for name, field in one.model_fields.items():
-            # Parts of a request may be answers that are sent back, such as a cursor.
+            # Requests may contain parts of responses, such as a cursor.
             reads_text = any(getattr(m, "func", None) is time_from_text for m in field.metadata)
             if reads_text or (issubclass(one, StrictModel) and is_time(field.annotation)):
                 yield one, name
@@ -33,7 +33,7 @@ def is_time(annotation: Any) -> bool:
 TIMES = [*request_times()]
 
 
-def test_the_walk_finds_them() -> None:
+def test_all_time_fields_are_found() -> None:
     assert ("SessionSearchCursor", "last_created_at") in {(m.__name__, name) for m, name in TIMES}
     assert len(TIMES) >= 7
 
@@ -45,4 +45,4 @@ def test_a_time_beyond_utc_is_refused_by_name(model: type, name: str, text: str)
         decode_json(model, json.dumps({name: text}).encode())
 
     [found] = [error for error in caught.value.errors if error.loc == (name,)]
-    assert "outside of the years 1 to 9999 in UTC" in found.msg
+    assert "outside the years 1 to 9999 in UTC" in found.msg

@@ -16,7 +16,7 @@ from tinkex import types
 
 DATA = Path(__file__).parents[1] / "data"
 
-#: Where we differ on purpose: check -> why.
+#: Deliberate differences: check -> reason.
 DELIBERATE = {
     "SamplingParams extra": "a misspelt setting is an error, not ignored (T16)",
 }
