@@ -196,21 +196,29 @@ def schema(folder: Path) -> Iterator[sqlite3.Connection]:
 async def test_an_old_database_is_brought_up_to_date(tmp_path: Path) -> None:
     await filled(tmp_path)
     with sqlite3.connect(tmp_path / "tinkex.db") as connection:
-        connection.execute("ALTER TABLE snapshots DROP COLUMN fingerprint")
-        connection.execute("ALTER TABLE checkpoint_versions DROP COLUMN fingerprint")
-        connection.execute("DROP TABLE older_snapshots")
-        connection.execute("ALTER TABLE requests DROP COLUMN deaths")
         connection.execute("ALTER TABLE models DROP COLUMN base_hash")
-        connection.execute("UPDATE alembic_version SET version_num = '0006'")
+        connection.execute("UPDATE alembic_version SET version_num = '0008'")
     connection.close()
     (finding,) = problems(tmp_path)
-    assert "0006" in finding.text
+    assert "0008" in finding.text
     assert (await mended(tmp_path))[0] == "brought the database up to date"
     with sqlite3.connect(tmp_path / "tinkex.db") as connection:
         connection.execute("UPDATE alembic_version SET version_num = '9999'")
     connection.close()
     (finding,) = problems(tmp_path)
-    assert "newer tinkex" in finding.advice
+    assert "newer tinkex" in finding.text
+
+
+async def test_a_database_older_than_0_1_is_left_as_it_is(tmp_path: Path) -> None:
+    await filled(tmp_path)
+    with sqlite3.connect(tmp_path / "tinkex.db") as connection:
+        connection.execute("UPDATE alembic_version SET version_num = '0007'")
+    connection.close()
+    (finding,) = problems(tmp_path)
+    assert "is of version 0007" in finding.text
+    assert "tinkex 0.1" in finding.text
+    assert finding.repair is None
+    assert await mended(tmp_path) == []
 
 
 async def test_a_database_elsewhere_is_looked_at_too(postgres: Postgres, tmp_path: Path) -> None:

@@ -14,8 +14,8 @@ from server.storage.commands import tinkex
 from server.tenants import is_private
 from serving import TINY, Server, serving
 from tinkex.server.settings import Settings, SettingsError
-from tinkex.server.store.database import migrations
 from tinkex.server.store.folder_lock import database_file, hold_database, hold_folder, holder_of
+from tinkex.server.store.migrations import alembic_config
 
 pytestmark = pytest.mark.anyio
 
@@ -151,11 +151,11 @@ def test_a_lock_file_names_one_process(tmp_path: Path) -> None:
 # -- the schema of a database belongs to whoever holds it ----------------------------------------
 
 
-def old_database(folder: Path, version: str = "0007") -> None:
+def old_database(folder: Path, version: str = "0008") -> None:
     """As an earlier version of tinkex left it, with a key."""
     folder.mkdir(parents=True, exist_ok=True)
     engine = sa.create_engine(f"sqlite:///{folder / 'tinkex.db'}")
-    config = migrations()
+    config = alembic_config()
     with engine.connect() as connection:
         config.attributes["connection"] = connection
         command.upgrade(config, version)
@@ -192,13 +192,13 @@ async def test_nothing_brings_a_database_up_to_date_that_another_holds(
         done = await tinkex(*words, "--data", str(data))
         assert done.returncode == 1
         assert str(os.getpid()) in done.stderr
-        assert version(data) == "0007"
+        assert version(data) == "0008"
     if words[0] == "key":
-        assert "is of version 0007, and this tinkex needs" in done.stderr
+        assert "is of version 0008, and this tinkex needs" in done.stderr
         # Once nobody holds it, the command brings it up to date.
         done = await tinkex(*words, "--data", str(data))
         assert done.returncode == 0, done.stderr
-        assert version(data) > "0007"
+        assert version(data) > "0008"
 
 
 async def test_a_server_that_is_refused_leaves_an_old_database_as_it_is(tmp_path: Path) -> None:
@@ -208,4 +208,4 @@ async def test_a_server_that_is_refused_leaves_an_old_database_as_it_is(tmp_path
     done = await tinkex("serve", "x=/", "--port", "0", "--host", "0.0.0.0", "--data", str(data))
     assert done.returncode == 1
     assert "has no keys" not in done.stderr
-    assert version(data) == "0007"
+    assert version(data) == "0008"

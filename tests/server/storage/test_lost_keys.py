@@ -20,8 +20,8 @@ from tinkex.server.maintenance.backup import restore, take
 from tinkex.server.maintenance.doctor import Level, examine
 from tinkex.server.settings import Settings
 from tinkex.server.store import DatabaseRefused, open_store
-from tinkex.server.store.database import log_is_lost
 from tinkex.server.store.folder_lock import open_beside
+from tinkex.server.store.sql_dialects import log_is_lost
 
 pytestmark = pytest.mark.anyio
 

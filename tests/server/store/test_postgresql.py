@@ -23,7 +23,7 @@ from tinkex.server.store import (
     open_store,
     sql_dialects,
 )
-from tinkex.server.store.database import migrate
+from tinkex.server.store.migrations import migrate
 from tinkex.server.store.request_writes import success
 from tinkex.server.store.schema import metadata
 

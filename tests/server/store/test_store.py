@@ -17,8 +17,9 @@ from sqlalchemy import event
 from server.waiting import unfinished
 from tinkex.server.scheduler.step_queue import Kind
 from tinkex.server.store import Model, NewRequest, Status, Store, open_store
-from tinkex.server.store.database import Database, migrate
+from tinkex.server.store.database import Database
 from tinkex.server.store.group_commit import Writer
+from tinkex.server.store.migrations import migrate
 from tinkex.server.store.request_writes import failure, success
 from tinkex.server.store.schema import metadata, requests
 

@@ -24,7 +24,6 @@ from tinkex.server.maintenance.backup import DATABASE
 from tinkex.server.settings import MEBIBYTE, Settings
 from tinkex.server.store import Store, open_store
 from tinkex.server.store.blobs import ROOMS, UNREADABLE, Files
-from tinkex.server.store.database import log_is_lost
 from tinkex.server.store.folder_lock import LOCK_FILE, hold_database, hold_folder, holder_of
 from tinkex.server.store.inspection import (
     CHECKPOINT,
@@ -39,6 +38,8 @@ from tinkex.server.store.inspection import (
     remove,
 )
 from tinkex.server.store.keys import MARKER
+from tinkex.server.store.migrations import unsupported
+from tinkex.server.store.sql_dialects import log_is_lost
 
 #: What a data folder consists of.
 PARTS = (
@@ -270,8 +271,7 @@ def _about_database(facts: Facts, *, is_full: bool) -> Iterator[Finding]:
         yield Finding(
             level=Level.PROBLEM,
             about=about,
-            text=f"it is of version {facts.version}, and this tinkex knows {facts.newest_version}",
-            advice="It was made by a newer tinkex: use that one.",
+            text=f"it {unsupported(facts.version)}",
         )
     elif facts.version is None:
         yield Finding(

@@ -4,25 +4,17 @@ import asyncio
 import contextlib
 import logging
 import shutil
-import sqlite3
-import struct
 import time
 from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import Context, ContextVar, copy_context
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import sqlalchemy as sa
-from alembic import command
-from alembic.config import Config
-from alembic.migration import MigrationContext
-from alembic.script import ScriptDirectory
-from alembic.util import CommandError
 from sqlalchemy import event
 
-from tinkex.server.store import group_commit, request_writes, sql_dialects
+from tinkex.server.store import group_commit, migrations, request_writes, sql_dialects
 from tinkex.server.store.group_commit import Many, Writer
 from tinkex.server.store.schema import api_keys
 from tinkex.server.store.storage_health import (
@@ -33,6 +25,8 @@ from tinkex.server.store.storage_health import (
     READ_ONLY,
     Condition,
     DatabaseGone,
+    DatabaseHeld,
+    DatabaseRefused,
     StorageTrouble,
     trouble_of,
 )
@@ -77,16 +71,6 @@ _ADVICE_BY_KIND = {
 ALLOWED = "Use sqlite:///FILE or postgresql+psycopg://USER:PASSWORD@HOST/NAME."
 
 
-# SQLite's index of its log begins with: the size of a page, how many pages the log has, and a number
-# that is also in the log (https://sqlite.org/walformat.html).
-_INDEX = struct.Struct("=14xHI12x8s")
-_LOG_HEAD_BYTES = 32
-
-
-class DatabaseRefused(Exception):
-    """The database cannot be used; the text says why, and holds no password."""
-
-
 def accepted_work() -> Context:
     """
     The context for a task that does accepted work, and for the tasks that it creates.
@@ -117,12 +101,14 @@ class Database:
         with _told(self._writing):
             if alone:
                 _check_sound(self._writing)
-            elif (problem := _outdated(self._writing)) is not None and not problem.is_empty:
+            elif (
+                problem := migrations.outdated(self._writing)
+            ) is not None and not problem.is_empty:
                 raise DatabaseRefused(
                     f"{problem}. A server that starts, or `tinkex doctor --repair`, brings it up "
                     "to date."
                 )
-            migrate(self._writing)
+            migrations.migrate(self._writing)
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="tinkex-reader")
         self._key_readers = ThreadPoolExecutor(KEY_READERS, thread_name_prefix="tinkex-key-reader")
         self._reporters = ThreadPoolExecutor(REPORTERS, thread_name_prefix="tinkex-report")
@@ -132,7 +118,9 @@ class Database:
         )
         file = self._writing.url.database
         self._file = (
-            SameFile(Path(file)) if file and self._writing.dialect.name == "sqlite" else None
+            sql_dialects.SameFile(Path(file))
+            if file and self._writing.dialect.name == "sqlite"
+            else None
         )
         self.writer = Writer(
             self._writing,
@@ -293,7 +281,7 @@ class Database:
             threads.shutdown()
         self._reading.dispose()
         if self._alone:
-            _empty_log(self._writing)
+            sql_dialects.empty_log(self._writing)
         self._writing.dispose()
 
     def _read(self, act: Callable[[sa.Connection], T]) -> T:
@@ -325,7 +313,7 @@ def _told(engine: sa.Engine) -> Iterator[None]:
     """Whatever keeps a database from being opened, as DatabaseRefused."""
     try:
         yield
-    except sql_dialects.DatabaseHeld as error:
+    except DatabaseHeld as error:
         raise DatabaseRefused(str(error)) from None
     except sa.exc.OperationalError as error:
         reason = str(error.orig).strip().partition("\n")[0]
@@ -337,51 +325,14 @@ def _told(engine: sa.Engine) -> Iterator[None]:
         ) from error
     except sa.exc.DatabaseError as error:
         raise _damaged(engine, str(error.orig)) from error
-    except CommandError as error:
-        raise DatabaseRefused(
-            f"the database {engine.url!r} is of a version that this tinkex does not "
-            f"know ({error}). It was made by a newer tinkex: use that one, or restore a "
-            "back-up of its time with `tinkex restore`."
-        ) from error
 
 
-def _empty_log(engine: sa.Engine) -> None:
-    """
-    Move what is in SQLite's log into the database: a stopped server needs no second file.
-
-    SQLite does it by itself when the last connection closes; a back-up may have one.
-    """
-    if engine.dialect.name != "sqlite":
-        return
-    try:
-        with contextlib.closing(engine.raw_connection()) as connection:
-            cursor = connection.cursor()
-            cursor.execute("PRAGMA busy_timeout = 1000")
-            cursor.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-    except (sa.exc.DBAPIError, sqlite3.Error) as error:
-        log.warning("the log of the database stays beside it: %s", error)
-
-
-@dataclass(frozen=True, slots=True)
-class Outdated:
-    """The version of a schema that is not the newest; None of a database without tables."""
-
-    version: str | None
-    newest: str
-
-    @property
-    def is_empty(self) -> bool:
-        return self.version is None
-
-    def __str__(self) -> str:
-        found = "has no tables" if self.is_empty else f"is of version {self.version}"
-        return f"the database {found}, and this tinkex needs version {self.newest}"
-
-
-def outdated(url: str) -> Outdated | None:
+def outdated(url: str) -> migrations.Outdated | None:
     """In which way a schema is not the newest, without changing it; None when it is."""
     with _looked_at(url) as engine:
-        return Outdated(None, _newest()) if engine is None else _outdated(engine)
+        if engine is None:
+            return migrations.Outdated(None, migrations.known_versions()[0])
+        return migrations.outdated(engine)
 
 
 def has_keys(url: str) -> bool:
@@ -417,22 +368,6 @@ def _looked_at(url: str) -> Iterator[sa.Engine | None]:
         reading.dispose()
 
 
-def _newest() -> str:
-    return ScriptDirectory.from_config(migrations()).get_current_head() or ""
-
-
-def _outdated(engine: sa.Engine) -> Outdated | None:
-    scripts = ScriptDirectory.from_config(migrations())
-    with engine.connect() as connection:
-        found = MigrationContext.configure(connection).get_current_revision()
-    newest = scripts.get_current_head() or ""
-    if found == newest:
-        return None
-    if found is not None:
-        scripts.get_revision(found)  # raises for one that only a newer tinkex knows
-    return Outdated(found, newest)
-
-
 def _check_sound(engine: sa.Engine) -> None:
     """Refuse a SQLite file whose pages do not fit together: its answers may be wrong."""
     if engine.dialect.name != "sqlite":
@@ -451,41 +386,13 @@ def _check_sound(engine: sa.Engine) -> None:
 
 
 def _tell_of_lost_log(file: Path) -> None:
-    if log_is_lost(file):
+    if sql_dialects.log_is_lost(file):
         log.error(
             "%s-wal is gone or was cut short, and what was committed last was in it: clients will "
             "hear that their newest requests are not known. If you can put it back, stop this "
             "server first.",
             file,
         )
-
-
-def log_is_lost(file: Path) -> bool:
-    """
-    Whether commits of a SQLite database are gone with its log, to be asked before it is opened.
-
-    Its last user deletes the log once everything is in the database, and then the index of the log:
-    an index without a log is that of a server that was ended in the midst of its work. So is an
-    index that counts more pages than there are in the log of the same time.
-    """
-    log, index = (file.with_name(f"{file.name}-{end}") for end in ("wal", "shm"))
-    try:
-        with index.open("rb") as opened:
-            counted = opened.read(_INDEX.size)
-    except OSError:
-        return False
-    if not file.exists() or not log.exists():
-        return file.exists()
-    if len(counted) < _INDEX.size:
-        return False
-    page_bytes, pages, salt = _INDEX.unpack(counted)
-    with log.open("rb") as opened:
-        head = opened.read(_LOG_HEAD_BYTES)
-    there = log.stat().st_size
-    if not head:
-        return bool(pages)
-    counted_bytes = _LOG_HEAD_BYTES + pages * (page_bytes + 24)
-    return bool(head[16:24] == salt and there < counted_bytes)
 
 
 def _is_full(engine: sa.Engine) -> bool:
@@ -503,22 +410,6 @@ def _damaged(engine: sa.Engine, reason: str) -> DatabaseRefused:
         f"the database {engine.url.database} is damaged: {reason}. Run "
         "`tinkex doctor --data DIR` to see what is left, and `tinkex restore` for a back-up."
     )
-
-
-def migrations() -> Config:
-    """What alembic must know to find the versions of the schema."""
-    config = Config()
-    config.set_main_option("script_location", str(Path(__file__).parent / "migrations"))
-    return config
-
-
-def migrate(engine: sa.Engine) -> None:
-    """Bring the schema to the newest version; nothing happens when it is there."""
-    config = migrations()
-    logging.getLogger("alembic").setLevel(logging.WARNING)
-    with engine.connect() as connection:
-        config.attributes["connection"] = connection
-        command.upgrade(config, "head")
 
 
 def _engines(url: str, *, alone: bool) -> tuple[sa.Engine, sa.Engine]:
@@ -579,27 +470,3 @@ def _prepare_sqlite(engine: sa.Engine, begin: str, *, writes: bool) -> None:
     @event.listens_for(engine, "begin")
     def _begun(connection: sa.Connection) -> None:
         connection.exec_driver_sql(begin)
-
-
-# MERGED: Whether the files of a SQLite database are still those that were opened. A file that is deleted or replaced stays open: writes to it succeed, and are gone when the process ends.
-
-
-class SameFile:
-    """The database and its write-ahead log, by device and inode."""
-
-    def __init__(self, database: Path) -> None:
-        self._files = (database, database.with_name(f"{database.name}-wal"))
-        self._opened: dict[Path, tuple[int, int]] = {}
-
-    def check(self) -> None:
-        """Raises DatabaseGone when one is not there, or is another. The first call takes note."""
-        for file in self._files:
-            try:
-                stats = file.stat()
-            except (FileNotFoundError, NotADirectoryError):
-                if file in self._opened:
-                    raise DatabaseGone(f"{file} is not there any more") from None
-                continue
-            found = (stats.st_dev, stats.st_ino)
-            if self._opened.setdefault(file, found) != found:
-                raise DatabaseGone(f"{file} is another file than the one that was opened")

@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 
 import sqlalchemy as sa
 
-from tinkex.server.store import sql_dialects
 from tinkex.server.store.storage_health import (
     AWAY,
     FAILING,
@@ -45,6 +44,8 @@ AWAY_RETRY_S = 0.2
 SILENT_S = 10.0
 # What must be written is tried again this often while the disk does not take it.
 STUCK_RETRY_S = 0.5
+# While PostgreSQL has not yet ended the transaction of a lost connection.
+STATUS_RETRY_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,12 +231,12 @@ class Writer:
                 self._condition.check()
                 self._asks()
                 with connection.begin():
-                    if mark is None or not sql_dialects.was_kept(connection, mark):
+                    if mark is None or not was_kept(connection, mark):
                         mark = None
                         answers = self._answers(connection, group)
                         if self._last is not None:
                             self._last(connection)
-                        mark = sql_dialects.mark(connection)
+                        mark = transaction_mark(connection)
                     self._asks()
             except Exception as error:  # noqa: BLE001  whatever an act raises is its caller's to see
                 if connection.invalidated:
@@ -344,6 +345,22 @@ def silence(engine: sa.Engine, silent_s: float) -> Trouble:
     """A database that has not answered for so long."""
     kind = FAILING if engine.dialect.name == "sqlite" else AWAY
     return Trouble(kind=kind, reason=f"the database has not answered for {silent_s:.0f} s")
+
+
+def transaction_mark(connection: sa.Connection) -> int | None:
+    """A name for the transaction, to ask for it should its end not be heard; None on SQLite."""
+    if connection.dialect.name == "sqlite":
+        return None
+    found: int = connection.exec_driver_sql("SELECT txid_current()").scalar_one()
+    return found
+
+
+def was_kept(connection: sa.Connection, mark: int) -> bool:
+    """Whether that transaction was committed. Waits for one whose connection ends just now."""
+    statement = sa.text("SELECT txid_status(:mark)").bindparams(mark=mark)
+    while (state := connection.scalar(statement)) == "in progress":
+        time.sleep(STATUS_RETRY_S)
+    return bool(state == "committed")
 
 
 def _each(connection: sa.Connection, acts: Sequence[Act]) -> list[Any]:

@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import sqlalchemy as sa
-from alembic.migration import MigrationContext
-from alembic.script import ScriptDirectory
 
 from tinkex.server.store.blobs import ROOMS, UNREADABLE, Files, fault, is_place
-from tinkex.server.store.database import any_key, migrations
+from tinkex.server.store.database import any_key
+from tinkex.server.store.migrations import current_version, known_versions
 from tinkex.server.store.retention import belonging, named_in
 from tinkex.server.store.schema import (
     Status,
@@ -92,9 +91,8 @@ class Facts:
 
 def inspect(url: str, files: Files, *, young_s: float, abandoned_s: float) -> Facts:
     """Files younger than that may belong to a request that is being accepted now."""
-    scripts = ScriptDirectory.from_config(migrations())
-    newest = scripts.get_current_head() or ""
-    known = frozenset(script.revision for script in scripts.walk_revisions())
+    versions = known_versions()
+    newest, known = versions[0], frozenset(versions)
     database = sa.make_url(url).database
     if url.startswith("sqlite") and (not database or not Path(database).is_file()):
         return Facts(refused=f"there is no file {database}", newest_version=newest)
@@ -102,9 +100,7 @@ def inspect(url: str, files: Files, *, young_s: float, abandoned_s: float) -> Fa
     try:
         with engine.connect() as connection:
             damage = _damage(connection)
-            version = (
-                None if damage else MigrationContext.configure(connection).get_current_revision()
-            )
+            version = None if damage else current_version(connection)
             if damage or version != newest:
                 return Facts(
                     damage=damage,
@@ -340,6 +336,6 @@ def version_of(url: str) -> str | None:
     engine = sa.create_engine(url)
     try:
         with engine.connect() as connection:
-            return MigrationContext.configure(connection).get_current_revision()
+            return current_version(connection)
     finally:
         engine.dispose()

@@ -1,10 +1,15 @@
 """PostgreSQL made to keep the promises that SQLite keeps: durable commits, one server, any text."""
 
+import contextlib
 import json
+import logging
 import os
 import socket
+import sqlite3
+import struct
 import time
 from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Any
 
 import sqlalchemy as sa
@@ -12,6 +17,10 @@ from sqlalchemy import event
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.sql.compiler import SQLCompiler
 from sqlalchemy.sql.functions import FunctionElement
+
+from tinkex.server.store.storage_health import DatabaseGone, DatabaseHeld
+
+log = logging.getLogger("tinkex.server.store")
 
 # Any number will do that no other program takes; the second half of the lock is the schema.
 LOCK = 0x74696E6B
@@ -52,10 +61,6 @@ _HOLDER = f"""
     """
 
 
-class DatabaseHeld(Exception):
-    """Another server works on the database."""
-
-
 def patience(url: sa.URL) -> dict[str, int]:
     """How long a database is waited for, as far as its URL does not say."""
     return {name: value for name, value in _PATIENCE.items() if name not in url.query}
@@ -83,22 +88,6 @@ def prepare_writer(engine: sa.Engine, *, alone: bool) -> None:
         except BaseException:
             connection.close()
             raise
-
-
-def mark(connection: sa.Connection) -> int | None:
-    """A name for the transaction, to ask for it should its end not be heard; None on SQLite."""
-    if connection.dialect.name == "sqlite":
-        return None
-    found: int = connection.exec_driver_sql("SELECT txid_current()").scalar_one()
-    return found
-
-
-def was_kept(connection: sa.Connection, mark: int) -> bool:
-    """Whether that transaction was committed. Waits for one whose connection ends just now."""
-    statement = sa.text("SELECT txid_status(:mark)").bindparams(mark=mark)
-    while (state := connection.scalar(statement)) == "in progress":
-        time.sleep(LOCK_RETRY_S)
-    return bool(state == "committed")
 
 
 def prepare_texts(engine: sa.Engine) -> None:
@@ -147,6 +136,78 @@ def _take_lock(cursor: Any) -> None:
                 "one, stop it, or choose another database with --db."
             )
         time.sleep(LOCK_RETRY_S)
+
+
+# SQLite's index of its log begins with: the size of a page, how many pages the log has, and a number
+# that is also in the log (https://sqlite.org/walformat.html).
+_INDEX = struct.Struct("=14xHI12x8s")
+_LOG_HEAD_BYTES = 32
+
+
+def empty_log(engine: sa.Engine) -> None:
+    """
+    Move what is in SQLite's log into the database: a stopped server needs no second file.
+
+    SQLite does it by itself when the last connection closes; a back-up may have one.
+    """
+    if engine.dialect.name != "sqlite":
+        return
+    try:
+        with contextlib.closing(engine.raw_connection()) as connection:
+            cursor = connection.cursor()
+            cursor.execute("PRAGMA busy_timeout = 1000")
+            cursor.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    except (sa.exc.DBAPIError, sqlite3.Error) as error:
+        log.warning("the log of the database stays beside it: %s", error)
+
+
+def log_is_lost(file: Path) -> bool:
+    """
+    Whether commits of a SQLite database are gone with its log, to be asked before it is opened.
+
+    Its last user deletes the log once everything is in the database, and then the index of the log:
+    an index without a log is that of a server that was ended in the midst of its work. So is an
+    index that counts more pages than there are in the log of the same time.
+    """
+    log, index = (file.with_name(f"{file.name}-{end}") for end in ("wal", "shm"))
+    try:
+        with index.open("rb") as opened:
+            counted = opened.read(_INDEX.size)
+    except OSError:
+        return False
+    if not file.exists() or not log.exists():
+        return file.exists()
+    if len(counted) < _INDEX.size:
+        return False
+    page_bytes, pages, salt = _INDEX.unpack(counted)
+    with log.open("rb") as opened:
+        head = opened.read(_LOG_HEAD_BYTES)
+    there = log.stat().st_size
+    if not head:
+        return bool(pages)
+    counted_bytes = _LOG_HEAD_BYTES + pages * (page_bytes + 24)
+    return bool(head[16:24] == salt and there < counted_bytes)
+
+
+class SameFile:
+    """The database and its write-ahead log, by device and inode."""
+
+    def __init__(self, database: Path) -> None:
+        self._files = (database, database.with_name(f"{database.name}-wal"))
+        self._opened: dict[Path, tuple[int, int]] = {}
+
+    def check(self) -> None:
+        """Raises DatabaseGone when one is not there, or is another. The first call takes note."""
+        for file in self._files:
+            try:
+                stats = file.stat()
+            except (FileNotFoundError, NotADirectoryError):
+                if file in self._opened:
+                    raise DatabaseGone(f"{file} is not there any more") from None
+                continue
+            found = (stats.st_dev, stats.st_ino)
+            if self._opened.setdefault(file, found) != found:
+                raise DatabaseGone(f"{file} is another file than the one that was opened")
 
 
 # MERGED: `column IN (...)` for lists of any length, as one statement.

@@ -16,8 +16,6 @@ from dataclasses import dataclass
 
 import sqlalchemy as sa
 
-from tinkex.server.store import sql_dialects
-
 log = logging.getLogger("tinkex.server.store")
 
 #: Parts of a store that can be in trouble by themselves.
@@ -128,6 +126,10 @@ class StorageTrouble(Exception):
         self.trouble = trouble
 
 
+class DatabaseRefused(Exception):
+    """The database cannot be used; the text says why, and holds no password."""
+
+
 class StoreAway(OSError):
     """
     An object store refused, did not answer, or cannot be reached.
@@ -135,6 +137,10 @@ class StoreAway(OSError):
     Each kind of store raises errors of its own; `Files` turns those that concern all objects into
     this one.
     """
+
+
+class DatabaseHeld(Exception):
+    """Another server works on the database."""
 
 
 class DatabaseGone(Exception):
@@ -156,7 +162,7 @@ def trouble_of(error: BaseException | None) -> Trouble | None:
             return one.trouble
         if isinstance(one, StoreAway):
             return Trouble(kind=AWAY, reason=str(one), part=OBJECT_STORE)
-        if isinstance(one, sql_dialects.DatabaseHeld):
+        if isinstance(one, DatabaseHeld):
             return Trouble(kind=AWAY, reason=str(one))
         if isinstance(one, DatabaseGone):
             return Trouble(kind=GONE, reason=str(one))
