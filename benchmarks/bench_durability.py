@@ -266,7 +266,7 @@ class Acceptor:
         return self._requests / (time.perf_counter() - began)
 
     async def _model(self) -> str:
-        session = await self._store.runs.create_session(
+        session = await self._store.sessions.create_session(
             owner="local",
             sdk_version=None,
             tags=[],
@@ -285,7 +285,7 @@ class Acceptor:
             user_metadata=None,
             created_s=time.time(),
         )
-        await self._store.runs.create_model(
+        await self._store.models.create_model(
             model=model, model_seq_id=0, request=self._step(model.model_id, 0)
         )
         return model.model_id

@@ -28,7 +28,8 @@ from tinkex.server.api import (
 )
 from tinkex.server.scheduler import checkpoints
 from tinkex.server.settings import Settings
-from tinkex.server.store import checkpoint_lists, history
+from tinkex.server.store import checkpoint_lists
+from tinkex.server.store import sessions as stored_sessions
 from tinkex.server.store import telemetry as kept_telemetry
 from tinkex.wire import errors, limits, tensors
 from tinkex.wire.proto import tinkex_wire_pb2 as pb
@@ -568,13 +569,13 @@ LIMITS = [
     ),
     Limit(
         "sessions that one search looks at",
-        history.MOST_SEARCHED,
+        stored_sessions.MOST_SEARCHED,
         "a cursor to go on with",
         "",
         None,
         test=f"{BOUNDS}::test_a_search_looks_at_so_many_sessions_and_says_where_to_go_on",
     ),
-    Limit("requests in a trace", history.MOST_SPANS, "the newest", "", None, test=MUCH),
+    Limit("requests in a trace", stored_sessions.MOST_SPANS, "the newest", "", None, test=MUCH),
     Limit(
         "lists, searches and reports of an owner that are made at once",
         bodies.REPORTS_AT_ONCE,

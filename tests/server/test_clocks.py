@@ -66,7 +66,7 @@ ALLOWED = {
     ("store/quotas.py", "Quotas._used"): EXPIRES,
     ("store/requests.py", "Requests.all_fetched"): SHOWN,
     ("store/runs.py", "Runs.create_session.act"): SHOWN,
-    ("store/store.py", "Store.within_quota"): KEPT,
+    ("store/checkpoints.py", "Quotas.within"): KEPT,
     ("store/tally.py", "count"): HOUR,
     ("store/telemetry.py", "Telemetry.keep"): HOUR,
 }

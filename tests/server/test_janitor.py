@@ -43,7 +43,7 @@ async def tidy_in(api: Api, seconds: float) -> None:
         clock=lambda: time.time() + seconds,
     )
     # What was fetched is written down a little later than everything else.
-    await context.store.runs.session("none")
+    await context.store.sessions.session("none")
     await context.store._database.write(lambda connection: None)
     await janitor.tidy()
 

@@ -102,8 +102,8 @@ def fail_after_the_commit(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
 
     for place, name in (
         (store.requests, "accept"),
-        (store.runs, "create_model"),
-        (store.runs, "create_custom_loss"),
+        (store.models, "create_model"),
+        (store.models, "create_custom_loss"),
     ):
         monkeypatch.setattr(place, name, failing(getattr(place, name)))
 

@@ -17,8 +17,8 @@ from server.tenants import with_key
 from server.waiting import unfinished
 from tinkex.server.api import auth
 from tinkex.server.store import NewRequest, StorageTrouble, Store, group_commit, open_store
+from tinkex.server.store.models import Sampler
 from tinkex.server.store.request_writes import failure, success
-from tinkex.server.store.runs import Sampler
 
 pytestmark = pytest.mark.anyio
 
@@ -226,7 +226,7 @@ async def a_sampler(store: Store, model: str) -> str:
         version_id=None,
         model_path=None,
     )
-    await store.runs.create_sampler(sampler, 0)
+    await store.models.create_sampler(sampler, 0)
     return sampler.sampling_session_id
 
 

@@ -51,7 +51,7 @@ def waiting(store: Store) -> int:
 
 
 async def a_session(store: Store) -> str:
-    session = await store.runs.create_session(
+    session = await store.sessions.create_session(
         owner="local",
         sdk_version=None,
         tags=[],
@@ -83,11 +83,11 @@ async def test_of_writes_about_one_thing_the_newest_waits(store: Store) -> None:
     key, _ = await store.keys.create(owner="alice")
     with silent(store):
         for _ in range(200):
-            store.runs.seen(session_id)
+            store.sessions.seen(session_id)
             store.keys.used(key.key_id)
-            store.runs.revive_session(session_id)
-            store.runs.mark_failed(session_id, {"error": "x"})
-        store.runs.mark_failed(session_id, None)
+            store.sessions.revive_session(session_id)
+            store.sessions.mark_failed(session_id, {"error": "x"})
+        store.sessions.mark_failed(session_id, None)
         assert waiting(store) == 4
     await store.keys.create(owner="alice")
     found = await store._database.read(

@@ -137,7 +137,7 @@ class StoreMachine(Clients, Tidying, Keys, Comparing):
                 for one in self.world.waiting()[:3]
             ]
             for session_id in self.world.sessions:
-                self.store.runs.seen(session_id)
+                self.store.sessions.seen(session_id)
             for request_id in self.world.requests:
                 self.store.requests.fetched(request_id)
 

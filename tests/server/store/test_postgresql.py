@@ -236,7 +236,7 @@ async def test_a_text_that_is_too_long_is_refused_and_not_cut(store: Store) -> N
 
 
 async def test_a_text_with_a_nul_character_is_taken_without_it(store: Store) -> None:
-    session = await store.runs.create_session(
+    session = await store.sessions.create_session(
         owner="local",
         sdk_version="1\0",
         tags=["t\0"],
@@ -245,11 +245,11 @@ async def test_a_text_with_a_nul_character_is_taken_without_it(store: Store) -> 
         display_name="a\0b",
         idempotency_key=None,
     )
-    past = await store.history.session(session.session_id, reader="local")
+    past = await store.sessions.details(session.session_id, reader="local")
     assert past is not None
     assert (past.display_name, past.tags) == ("a\ufffdb", ["t\0"])
     assert past.user_metadata == {"k\0": "v\0"}
-    assert await store.runs.session("no\0body") is None
+    assert await store.sessions.session("no\0body") is None
 
 
 async def test_what_was_to_be_written_is_not_in_the_text_of_an_error(store: Store) -> None:

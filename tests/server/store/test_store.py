@@ -40,7 +40,7 @@ async def store(tmp_path: Path) -> AsyncIterator[Store]:
 
 
 async def a_model(store: Store) -> str:
-    session = await store.runs.create_session(
+    session = await store.sessions.create_session(
         owner="local",
         sdk_version=None,
         tags=[],
@@ -59,7 +59,7 @@ async def a_model(store: Store) -> str:
         user_metadata=None,
         created_s=0.0,
     )
-    await store.runs.create_model(
+    await store.models.create_model(
         model=model, model_seq_id=0, request=step(model.model_id, 0, Kind.CREATE_MODEL)
     )
     return model.model_id

@@ -232,7 +232,7 @@ async def copy_weights(request: Request) -> Response:
         )
         await checkpoints.copy_files(source, copy)
         try:
-            version = await context.store.within_quota(model.owner, add)
+            version = await context.store.quotas.within(model.owner, add)
         except (OverQuota, RunTaken, NewRefused):
             # After any other error the row may be there: the sweep, which looks, deletes them.
             await checkpoints.discard(copy)
@@ -274,7 +274,7 @@ async def _place(
         )
     # The client repeats a copy under one key, so the key finds the session of the first try.
     key = request.headers.get("x-idempotency-key")
-    session = await context.store.runs.create_session(
+    session = await context.store.sessions.create_session(
         owner=owner_of(request),
         sdk_version=None,
         tags=["copy"],

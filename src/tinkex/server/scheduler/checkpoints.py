@@ -109,7 +109,7 @@ class Saving:
             version = await checkpoints.find(path, readers=[model.owner])
         if version is None:
             raise UserFailure(no_checkpoint(path))
-        source = await self._store.runs.model(version.model_id)
+        source = await self._store.models.model(version.model_id)
         if source is not None and source.base_model != model.base_model:
             raise UserFailure(
                 f"{path} is an adapter of {source.base_model} and does not fit this model, which "
@@ -184,7 +184,7 @@ class Saving:
     async def _refuse_over_quota(self, model: Model, *, checkpoints: int) -> None:
         """The same for what their owner may keep."""
         quotas, owner = self._store.quotas, model.owner
-        await self._store.within_quota(
+        await self._store.quotas.within(
             owner, lambda: quotas.refuse_save(owner, checkpoints=checkpoints)
         )
 
@@ -201,7 +201,7 @@ class Saving:
         checkpoints = self._store.checkpoints
         written = await checkpoints.keep_files(version)
         try:
-            await self._store.within_quota(
+            await self._store.quotas.within(
                 version.owner,
                 lambda: checkpoints.save(
                     version,
@@ -233,7 +233,7 @@ class Saving:
                 "save_weights_for_sampler needs a `path` (a name for the checkpoint) or a "
                 "`sampling_session_seq_id` (a number, from 0, for the sampler it makes)."
             )
-        session = await self._store.runs.session(model.session_id)
+        session = await self._store.sessions.session(model.session_id)
         dialect = Dialect.of(session.sdk_version if session else None)
         await self._refuse_over_quota(model, checkpoints=0)
         version = await self._written(model, SAMPLER, None, run)

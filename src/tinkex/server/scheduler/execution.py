@@ -404,7 +404,7 @@ class Failures:
         self._marked: set[str] = set()
 
     async def start(self) -> None:
-        self._marked = set(await self._store.runs.failed_sessions())
+        self._marked = set(await self._store.sessions.failed_sessions())
 
     def settled(
         self,
@@ -423,7 +423,7 @@ class Failures:
         if ending.error is None:
             if session_id in self._marked:
                 self._marked.discard(session_id)
-                self._store.runs.mark_failed(session_id, None)
+                self._store.sessions.mark_failed(session_id, None)
             return
         if ending.category != "server" and not creates:
             return
@@ -442,4 +442,4 @@ class Failures:
             "message": ending.error[:LONGEST_MESSAGE],
             "reason": reason,
         }
-        self._store.runs.mark_failed(session_id, failure)
+        self._store.sessions.mark_failed(session_id, failure)

@@ -218,7 +218,7 @@ class Revival:
 
     async def _register_losses(self, run: Run, incarnation: int) -> None:
         """An engine that has just met a model gets the losses of its session first."""
-        for loss in await self._store.runs.custom_losses(run.model.session_id):
+        for loss in await self._store.models.custom_losses(run.model.session_id):
             self._with_losses.add(_place(run))
             # A loss that was refused is refused again, and nobody can ask for it.
             with contextlib.suppress(WorkFailed):

@@ -146,7 +146,7 @@ class Losses:
         await self._desk.settle(row, ending)
 
     async def _perform(self, row: RequestRow) -> Ending:
-        loss = await self._desk.store.runs.custom_loss(row.request_id)
+        loss = await self._desk.store.models.custom_loss(row.request_id)
 
         async def registering() -> Work:
             return jobs.register(loss)

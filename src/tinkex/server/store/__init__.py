@@ -1,16 +1,35 @@
 """Rows and files: the only room that speaks SQL. Knows nothing of HTTP or of engines."""
 
-from tinkex.server.store.checkpoint_lists import Saved
-from tinkex.server.store.checkpoints import Checkpoints, Version
-from tinkex.server.store.database import DatabaseRefused, accepted_work
-from tinkex.server.store.keys import ApiKey, Keys
-from tinkex.server.store.quotas import OverQuota, Quota
+import contextlib
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import sqlalchemy as sa
+
+from tinkex.server.store.audit import Audit
+from tinkex.server.store.blobs import Files
+from tinkex.server.store.checkpoint_lists import Catalog, Saved
+from tinkex.server.store.checkpoints import Checkpoints, OverQuota, Quota, Quotas, Version
+from tinkex.server.store.database import Database, accepted_work
+from tinkex.server.store.keys import ApiKey, Keys, refuse_lost_keys
+from tinkex.server.store.models import BaseHashes, CustomLoss, Model, Models, RunTaken, Sampler
 from tinkex.server.store.request_writes import Accepted, Completion, NewRequest
-from tinkex.server.store.requests import RequestRow, Requests
-from tinkex.server.store.runs import CustomLoss, Model, Runs, RunTaken, Sampler, Session
+from tinkex.server.store.requests import Deaths, Repeats, RequestRow, Requests
+from tinkex.server.store.retention import Retention, refuse_another
 from tinkex.server.store.schema import Status
-from tinkex.server.store.storage_health import Damaged, StorageTrouble
-from tinkex.server.store.store import Store, open_store
+from tinkex.server.store.sessions import Session, Sessions
+from tinkex.server.store.snapshots import Snapshots
+from tinkex.server.store.storage_health import (
+    FILES,
+    Damaged,
+    DatabaseRefused,
+    StorageTrouble,
+    StoreAway,
+)
+from tinkex.server.store.telemetry import Telemetry
+from tinkex.server.store.usage import Usage
 
 __all__ = [
     "Accepted",
@@ -22,16 +41,17 @@ __all__ = [
     "DatabaseRefused",
     "Keys",
     "Model",
+    "Models",
     "NewRequest",
     "OverQuota",
     "Quota",
     "RequestRow",
     "Requests",
     "RunTaken",
-    "Runs",
     "Sampler",
     "Saved",
     "Session",
+    "Sessions",
     "Status",
     "StorageTrouble",
     "Store",
@@ -39,3 +59,107 @@ __all__ = [
     "accepted_work",
     "open_store",
 ]
+
+T = TypeVar("T")
+
+# Enough to show that a disk has room again.
+PROBE = bytes(2**20)
+
+
+class Store:
+    """Everything a server must not forget. Close it once nothing uses it; safe to repeat."""
+
+    def __init__(self, *, database: Database, files: Files, folder: Path) -> None:
+        self._database = database
+        #: Whether anything is wrong with the disk or the database.
+        self.condition = database.condition
+        self.files = files
+        self.keys = Keys(database, folder)
+        self.requests = Requests(database, files)
+        self.deaths = Deaths(database)
+        self.repeats = Repeats(database)
+        self.retention = Retention(database, files, folder)
+        self.quotas = Quotas(database, self.retention)
+        self.sessions = Sessions(database)
+        self.models = Models(database, self.quotas)
+        self.base_hashes = BaseHashes(database)
+        self.usage = Usage(database)
+        self.audit = Audit(database)
+        self.telemetry = Telemetry(database)
+        self.checkpoints = Checkpoints(database, files, folder, self.quotas)
+        self.catalog = Catalog(database, self.quotas)
+        self.snapshots = Snapshots(database, files, folder)
+
+    @property
+    def commits(self) -> int:
+        """Transactions committed since opening."""
+        return self._database.writer.commits
+
+    async def build_report(self, act: Callable[[], T]) -> T:
+        """Build a large answer off the event loop."""
+        return await self._database.build_report(act)
+
+    def look_at_database(self) -> None:
+        """Whether the database is still there; `condition` then tells."""
+        self._database.look_at_file()
+
+    async def probe(self) -> None:
+        """Write something everywhere; `condition` then tells how that went."""
+        with contextlib.suppress(StorageTrouble):
+            await self._database.write(_touch)
+        try:
+            await self._database.with_file(self._probe_files)
+        except StorageTrouble:
+            return
+        else:
+            self.condition.clear(FILES)
+
+    def _probe_files(self) -> None:
+        place = self.files.put("probe", PROBE)
+        self.files.remove(place)
+
+    def close(self) -> None:
+        self._database.close()
+
+
+def _touch(connection: sa.Connection) -> None:
+    if connection.dialect.name == "sqlite":
+        # Nobody reads this number; another one than before makes the page be written.
+        connection.exec_driver_sql(f"PRAGMA user_version = {secrets.randbelow(2**31)}")
+    else:
+        connection.exec_driver_sql("UPDATE alembic_version SET version_num = version_num")
+
+
+def open_store(*, db_url: str, storage_url: str, folder: Path, alone: bool = False) -> Store:
+    """
+    Open, or make, the store. Servers are `alone` on it, and bring its schema up to date.
+
+    Any other refuses an older schema: a server that works with it does not expect another one.
+    """
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _keep_private(db_url)
+    database = Database(db_url, alone=alone)
+    try:
+        files = Files(storage_url)
+        if alone:
+            refuse_another(database, files)
+            refuse_lost_keys(database, folder)
+    except (StoreAway, ImportError) as error:
+        database.close()
+        raise DatabaseRefused(
+            f"the object store {storage_url} cannot be used: {error}. See that it runs and lets "
+            "this server in, or choose another with --storage."
+        ) from error
+    except BaseException:
+        database.close()
+        raise
+    return Store(database=database, files=files, folder=folder)
+
+
+def _keep_private(db_url: str) -> None:
+    """A new database is its user's alone, in any folder; SQLite makes its other files like it."""
+    database = Path(db_url.removeprefix("sqlite:///"))
+    if db_url.startswith("sqlite:///") and not database.exists():
+        # What is wrong is told by who opens it.
+        with contextlib.suppress(OSError):
+            database.touch(mode=0o600)

@@ -3,16 +3,15 @@
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import sqlalchemy as sa
 
 from tinkex.server.store import audit
-from tinkex.server.store.checkpoints import VERSION, Version, note_saved
+from tinkex.server.store.checkpoints import VERSION, Quotas, Version, alive, note_saved
 from tinkex.server.store.database import Database
-from tinkex.server.store.runs import Model, RunTaken
+from tinkex.server.store.models import MODEL, Model, RunTaken, was_made
 from tinkex.server.store.schema import (
-    Status,
     checkpoint_names,
     checkpoint_versions,
     models,
@@ -21,10 +20,6 @@ from tinkex.server.store.schema import (
 )
 from tinkex.server.store.sql_dialects import among
 from tinkex.wire.errors import UserFailure
-
-if TYPE_CHECKING:
-    from tinkex.server.store.quotas import Quotas
-
 
 FEWER = "Ask for fewer at once (`limit`, `offset`); all checkpoints can be listed in such pages."
 
@@ -68,22 +63,12 @@ _SAVED = (
     .select_from(checkpoint_names)
     .join(checkpoint_versions, checkpoint_names.c.version_id == checkpoint_versions.c.version_id)
 )
-_MODEL = (
-    models.c.model_id,
-    models.c.owner,
-    models.c.session_id,
-    models.c.base_model,
-    models.c.lora_config,
-    models.c.optimizer_config,
-    models.c.user_metadata,
-    models.c.created_s,
-)
 
 
 class Catalog:
     """Lists, and what an owner may do to a name. Expired names are not there any more."""
 
-    def __init__(self, database: Database, quotas: "Quotas") -> None:
+    def __init__(self, database: Database, quotas: Quotas) -> None:
         self._database = database
         self._quotas = quotas
 
@@ -244,7 +229,7 @@ class Catalog:
             connection.execute(
                 models.insert(),
                 {
-                    **{column.name: getattr(model, column.name) for column in _MODEL},
+                    **{column.name: getattr(model, column.name) for column in MODEL},
                     "model_seq_id": model_seq_id,
                     "base_hash": connection.scalar(made_on),
                 },
@@ -324,23 +309,6 @@ def _earlier_copy(connection: sa.Connection, version: Version, fingerprint: str)
     return _saved(copy).version
 
 
-def alive(now_s: float) -> sa.ColumnElement[bool]:
-    """Names that have not expired."""
-    expires_s = checkpoint_names.c.expires_s
-    return sa.or_(expires_s.is_(None), expires_s > now_s)
-
-
-def was_made() -> sa.ColumnElement[bool]:
-    """Models whose creation did not fail: one that did has a row, for its repeats, and no run."""
-    return sa.not_(
-        sa.exists().where(
-            requests.c.model_id == models.c.model_id,
-            requests.c.seq_id == 0,
-            requests.c.status == Status.FAILED,
-        )
-    )
-
-
 def shares_something(now_s: float) -> sa.ColumnElement[bool]:
     """Models of which a checkpoint is published."""
     return sa.exists().where(
@@ -364,7 +332,7 @@ def _runs(connection: sa.Connection, ids: Sequence[str], reader: str) -> list[Ru
         .scalar_subquery()
     )
     chosen = (
-        sa.select(*_MODEL, models.c.last_request_s, last.label("last_s"), sessions.c.failure)
+        sa.select(*MODEL, models.c.last_request_s, last.label("last_s"), sessions.c.failure)
         .join(sessions, sessions.c.session_id == models.c.session_id)
         .where(among(models.c.model_id, ids), was_made())
     )

@@ -6,6 +6,7 @@ import hmac
 import logging
 import os
 import secrets
+import string
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,9 +16,9 @@ import sqlalchemy as sa
 
 from tinkex.server.store import audit
 from tinkex.server.store.database import Database, DatabaseRefused, any_key
-from tinkex.server.store.runs import BASE62
 from tinkex.server.store.schema import api_keys
 
+BASE62 = string.digits + string.ascii_letters
 PREFIX = "tml-"
 # 32 digits of 62 are 190 random bits: nothing to guess, so one quick hash is enough to keep.
 DIGITS = 32
@@ -54,6 +55,16 @@ _KEY = tuple(api_keys.c)
 
 def new_secret() -> str:
     return PREFIX + "".join(secrets.choice(BASE62) for _ in range(DIGITS))
+
+
+def random_id() -> str:
+    """128 random bits in base 62: 22 characters, none of which means something in a path."""
+    number = secrets.randbits(128)
+    digits = []
+    for _ in range(22):
+        number, digit = divmod(number, 62)
+        digits.append(BASE62[digit])
+    return "".join(digits)
 
 
 def hashed(secret: str) -> str:

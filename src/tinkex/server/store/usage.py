@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 import sqlalchemy as sa
 
-from tinkex.server.store.checkpoint_lists import alive, weighed
+from tinkex.server.store.checkpoint_lists import weighed
+from tinkex.server.store.checkpoints import alive
 from tinkex.server.store.database import Database
 from tinkex.server.store.schema import (
     checkpoint_names,

@@ -17,7 +17,7 @@ class Clients(Requests):
     def create_session(self, owner: str, key: str | None) -> None:
         now_s = self.later()
         session = self.run(
-            self.store.runs.create_session(
+            self.store.sessions.create_session(
                 owner=owner,
                 sdk_version=None,
                 tags=["t"],
@@ -51,10 +51,10 @@ class Clients(Requests):
         now_s = self.later()
         session = self.some_session(number)
         if back:
-            self.store.runs.revive_session(session.session_id)
+            self.store.sessions.revive_session(session.session_id)
             session.lapsed_s = None
         else:
-            self.store.runs.seen(session.session_id)
+            self.store.sessions.seen(session.session_id)
         session.seen_s = now_s
         self.flush()
 
@@ -63,7 +63,7 @@ class Clients(Requests):
     def finish_session(self, number: int) -> None:
         now_s = self.later()
         session = self.some_session(number)
-        self.run(self.store.runs.finish_session(session.session_id, f"r{now_s}", None))
+        self.run(self.store.sessions.finish_session(session.session_id, f"r{now_s}", None))
         if session.finished_s is None:
             session.finished_s, session.finish_reason = now_s, f"r{now_s}"
             self.world.audit.append((now_s, "session.finished"))
@@ -71,7 +71,7 @@ class Clients(Requests):
     @rule(age_s=AGES_S, number=PICK, comes_back=st.booleans())
     def lapse_sessions(self, age_s: float, number: int, comes_back: bool) -> None:
         now_s = self.later()
-        silent = self.run(self.store.runs.silent_sessions(now_s - age_s))
+        silent = self.run(self.store.sessions.silent_sessions(now_s - age_s))
         busy = {one.session_id for one in self.world.waiting()}
         assert set(silent) == {
             one.session_id
@@ -82,7 +82,7 @@ class Clients(Requests):
             and one.session_id not in busy
         }
         if silent:
-            self.run(self.store.runs.lapse_sessions(silent))
+            self.run(self.store.sessions.lapse_sessions(silent))
         for session_id in silent:
             self.world.sessions[session_id].lapsed_s = now_s
         if silent and comes_back:
@@ -112,7 +112,7 @@ class Clients(Requests):
         )
         new = self.step(mirrored, 0, Kind.CREATE_MODEL)
         accepted = self.run(
-            self.store.runs.create_model(model=model, model_seq_id=model_seq_id, request=new)
+            self.store.models.create_model(model=model, model_seq_id=model_seq_id, request=new)
         )
         self.world.models.setdefault(model.model_id, mirrored)
         self.take(new, accepted, now_s)
@@ -130,7 +130,7 @@ class Clients(Requests):
             version_id=None,
             model_path=None,
         )
-        found = self.run(self.store.runs.create_sampler(sampler, sampler_number))
+        found = self.run(self.store.models.create_sampler(sampler, sampler_number))
         mirrored = self.world.samplers.setdefault(
             sampler.sampling_session_id,
             told.Sampler(
@@ -144,5 +144,5 @@ class Clients(Requests):
         assert found.version_id == mirrored.version_id
         if join:
             mirrored.clients += 1
-            joined = self.run(self.store.runs.join_sampler(sampler.sampling_session_id))
+            joined = self.run(self.store.models.join_sampler(sampler.sampling_session_id))
             assert joined == mirrored.clients

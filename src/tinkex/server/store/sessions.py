@@ -1,4 +1,4 @@
-"""Sessions as their owner finds them again: lists, search, what was made in one, and its trace."""
+"""Sessions: their rows, lists and searches of them, what was made in one, and its trace."""
 
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -8,15 +8,13 @@ from typing import Any
 import sqlalchemy as sa
 
 from tinkex.server.store import audit
-from tinkex.server.store.checkpoint_lists import (
-    alive,
-    characters_of,
-    shares_something,
-    slices,
-    was_made,
-)
+from tinkex.server.store.checkpoint_lists import characters_of, shares_something, slices
+from tinkex.server.store.checkpoints import alive
 from tinkex.server.store.database import Database
+from tinkex.server.store.keys import random_id
+from tinkex.server.store.models import was_made
 from tinkex.server.store.schema import (
+    Status,
     checkpoint_names,
     checkpoint_versions,
     models,
@@ -34,6 +32,15 @@ MOST_SEARCHED_CHARACTERS = 16 * 2**20
 READ_TOGETHER = 500
 # Newest requests in one trace; a viewer shows no more than this in a useful way.
 MOST_SPANS = 50_000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Session:
+    session_id: str
+    owner: str
+    sdk_version: str | None
+    user_metadata: Mapping[str, Any]
+    finished_s: float | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,17 +119,165 @@ class Span:
     finished_s: float | None
 
 
-_SESSION = tuple(
+_SESSION = (
+    sessions.c.session_id,
+    sessions.c.owner,
+    sessions.c.sdk_version,
+    sessions.c.user_metadata,
+    sessions.c.finished_s,
+)
+_PAST_SESSION = tuple(
     sessions.c[name] for name in PastSession.__dataclass_fields__ if name in sessions.c
 )
 _NEWEST_FIRST = (sessions.c.created_s.desc(), sessions.c.session_id.desc())
 
 
-class History:
-    """Reads of sessions, as their owner may see them, or as others may who were shown a part."""
+class Sessions:
+    """The rows of sessions, and reads of them as their owner, or a reader of published runs, may see them."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
+
+    async def create_session(
+        self,
+        *,
+        owner: str,
+        sdk_version: str | None,
+        tags: list[str],
+        user_metadata: Mapping[str, Any],
+        project_id: str | None,
+        display_name: str | None,
+        idempotency_key: str | None,
+    ) -> Session:
+        """A new session, or the one made by an earlier try of the same call."""
+
+        def act(connection: sa.Connection) -> Session:
+            if idempotency_key is not None:
+                first = connection.execute(
+                    sa.select(*_SESSION).where(
+                        sessions.c.owner == owner, sessions.c.idempotency_key == idempotency_key
+                    )
+                ).first()
+                if first is not None:
+                    return Session(**first._mapping)
+            session_id = random_id()
+            now_s = time.time()
+            connection.execute(
+                sessions.insert(),
+                {
+                    "session_id": session_id,
+                    "owner": owner,
+                    "sdk_version": sdk_version,
+                    "tags": tags,
+                    "user_metadata": dict(user_metadata),
+                    "project_id": project_id,
+                    "display_name": display_name,
+                    "idempotency_key": idempotency_key,
+                    "created_s": now_s,
+                    "seen_s": now_s,
+                },
+            )
+            details = {"session_id": session_id, "sdk_version": sdk_version}
+            audit.note(connection, owner=owner, event="session.created", details=details)
+            return Session(
+                session_id=session_id,
+                owner=owner,
+                sdk_version=sdk_version,
+                user_metadata=user_metadata,
+                finished_s=None,
+            )
+
+        return await self._database.write(act)
+
+    async def session(self, session_id: str) -> Session | None:
+        statement = sa.select(*_SESSION).where(sessions.c.session_id == session_id)
+
+        def act(connection: sa.Connection) -> Session | None:
+            row = connection.execute(statement).first()
+            return None if row is None else Session(**row._mapping)
+
+        return await self._database.read(act)
+
+    def seen(self, session_id: str) -> None:
+        """Note, some time soon, that the client of a session is alive."""
+        statement = (
+            sessions.update().where(sessions.c.session_id == session_id).values(seen_s=time.time())
+        )
+        self._database.write_later(
+            lambda connection: connection.execute(statement), about=("seen", session_id)
+        )
+
+    async def silent_sessions(self, before_s: float) -> list[str]:
+        """Sessions not heard of since then, with nothing of theirs left to run."""
+        busy = sa.select(requests.c.session_id).where(
+            requests.c.status == Status.WAITING, requests.c.session_id.is_not(None)
+        )
+        statement = sa.select(sessions.c.session_id).where(
+            sessions.c.finished_s.is_(None),
+            sessions.c.lapsed_s.is_(None),
+            sessions.c.seen_s < before_s,
+            sessions.c.session_id.not_in(busy),
+        )
+        return await self._database.read(lambda connection: _texts(connection, statement))
+
+    async def lapse_sessions(self, session_ids: Sequence[str]) -> None:
+        """Mark sessions whose clients are taken for gone."""
+        statement = (
+            sessions.update()
+            .where(sessions.c.session_id == sa.bindparam("silent"))
+            .values(lapsed_s=time.time())
+        )
+        values = [{"silent": session_id} for session_id in session_ids]
+        await self._database.write(lambda connection: connection.execute(statement, values))
+
+    async def lapsed_sessions(self) -> list[str]:
+        statement = sa.select(sessions.c.session_id).where(
+            sessions.c.lapsed_s.is_not(None), sessions.c.finished_s.is_(None)
+        )
+        return await self._database.read(lambda connection: _texts(connection, statement))
+
+    def revive_session(self, session_id: str) -> None:
+        """Note, some time soon, that a client came back."""
+        statement = (
+            sessions.update()
+            .where(sessions.c.session_id == session_id)
+            .values(lapsed_s=None, seen_s=time.time())
+        )
+        self._database.write_later(
+            lambda connection: connection.execute(statement), about=("revived", session_id)
+        )
+
+    def mark_failed(self, session_id: str, failure: Mapping[str, Any] | None) -> None:
+        """Note, with the next transaction, why a session has failed, or that it has not."""
+        statement = (
+            sessions.update()
+            .where(sessions.c.session_id == session_id)
+            .values(failure=None if failure is None else dict(failure))
+        )
+        self._database.write_later(
+            lambda connection: connection.execute(statement), about=("failed", session_id)
+        )
+
+    async def failed_sessions(self) -> list[str]:
+        statement = sa.select(sessions.c.session_id).where(sessions.c.failure.is_not(None))
+        return await self._database.read(lambda connection: _texts(connection, statement))
+
+    async def finish_session(self, session_id: str, reason: str, detail: str | None) -> None:
+        """The first reason stays."""
+        statement = (
+            sessions.update()
+            .where(sessions.c.session_id == session_id, sessions.c.finished_s.is_(None))
+            .values(finished_s=time.time(), finish_reason=reason, finish_detail=detail)
+            .returning(sessions.c.owner)
+        )
+        details = {"session_id": session_id, "reason": reason}
+
+        def act(connection: sa.Connection) -> None:
+            if (row := connection.execute(statement).first()) is not None:
+                audit.note(connection, owner=row.owner, event="session.finished", details=details)
+
+        # What a session kept may go once it has ended.
+        await self._database.write(act, reserve=True)
 
     async def ids(
         self, *, owner: str, limit: int, offset: int, published: bool = False
@@ -139,11 +294,11 @@ class History:
             lambda connection: list(connection.execute(statement).scalars())
         )
 
-    async def session(
+    async def details(
         self, session_id: str, *, reader: str, published: bool = False
     ) -> PastSession | None:
         """A session as this owner may see it."""
-        statement = sa.select(*_SESSION).where(
+        statement = sa.select(*_PAST_SESSION).where(
             sessions.c.session_id == session_id, _readable(reader, published)
         )
 
@@ -330,7 +485,11 @@ def _next_ids(
 
 def _rows(connection: sa.Connection, ids: list[str]) -> Iterator[PastSession]:
     for some in slices(ids):
-        statement = sa.select(*_SESSION).where(among(sessions.c.session_id, some))
+        statement = sa.select(*_PAST_SESSION).where(among(sessions.c.session_id, some))
         rows = {row.session_id: row for row in connection.execute(statement)}
         for session_id in some:
             yield PastSession(**rows[session_id]._mapping)
+
+
+def _texts(connection: sa.Connection, statement: sa.Select[str]) -> list[str]:
+    return list(connection.scalars(statement))

@@ -1,33 +1,28 @@
-"""Sessions, models and samplers: who made what, and what it is made of."""
+"""Models, samplers and custom losses: what was made in a session, and the base model content it fits."""
 
-import secrets
-import string
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sa
 
-from tinkex.server.store import audit, request_writes
+from tinkex.server.store import request_writes
 from tinkex.server.store.database import Database
+from tinkex.server.store.keys import random_id
 from tinkex.server.store.request_writes import Accepted, NewRequest
-from tinkex.server.store.schema import Status, custom_losses, models, requests, samplers, sessions
+from tinkex.server.store.schema import (
+    Status,
+    checkpoint_versions,
+    custom_losses,
+    models,
+    requests,
+    samplers,
+)
 from tinkex.wire.errors import UserFailure
 
 if TYPE_CHECKING:
-    from tinkex.server.store.quotas import Quotas
-
-BASE62 = string.digits + string.ascii_letters
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Session:
-    session_id: str
-    owner: str
-    sdk_version: str | None
-    user_metadata: Mapping[str, Any]
-    finished_s: float | None
+    from tinkex.server.store.checkpoints import Quotas
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,14 +66,7 @@ class RunTaken(Exception):
     """There is a run with this id, and it is not the one that is being made."""
 
 
-_SESSION = (
-    sessions.c.session_id,
-    sessions.c.owner,
-    sessions.c.sdk_version,
-    sessions.c.user_metadata,
-    sessions.c.finished_s,
-)
-_MODEL = (
+MODEL = (
     models.c.model_id,
     models.c.owner,
     models.c.session_id,
@@ -106,153 +94,12 @@ _CUSTOM_LOSS = (
 )
 
 
-class Runs:
-    """The rows of sessions and of what was made in them."""
+class Models:
+    """The rows of what was made in sessions."""
 
     def __init__(self, database: Database, quotas: "Quotas") -> None:
         self._database = database
         self._quotas = quotas
-
-    async def create_session(
-        self,
-        *,
-        owner: str,
-        sdk_version: str | None,
-        tags: list[str],
-        user_metadata: Mapping[str, Any],
-        project_id: str | None,
-        display_name: str | None,
-        idempotency_key: str | None,
-    ) -> Session:
-        """A new session, or the one made by an earlier try of the same call."""
-
-        def act(connection: sa.Connection) -> Session:
-            if idempotency_key is not None:
-                first = connection.execute(
-                    sa.select(*_SESSION).where(
-                        sessions.c.owner == owner, sessions.c.idempotency_key == idempotency_key
-                    )
-                ).first()
-                if first is not None:
-                    return Session(**first._mapping)
-            session_id = _random_id()
-            now_s = time.time()
-            connection.execute(
-                sessions.insert(),
-                {
-                    "session_id": session_id,
-                    "owner": owner,
-                    "sdk_version": sdk_version,
-                    "tags": tags,
-                    "user_metadata": dict(user_metadata),
-                    "project_id": project_id,
-                    "display_name": display_name,
-                    "idempotency_key": idempotency_key,
-                    "created_s": now_s,
-                    "seen_s": now_s,
-                },
-            )
-            details = {"session_id": session_id, "sdk_version": sdk_version}
-            audit.note(connection, owner=owner, event="session.created", details=details)
-            return Session(
-                session_id=session_id,
-                owner=owner,
-                sdk_version=sdk_version,
-                user_metadata=user_metadata,
-                finished_s=None,
-            )
-
-        return await self._database.write(act)
-
-    async def session(self, session_id: str) -> Session | None:
-        statement = sa.select(*_SESSION).where(sessions.c.session_id == session_id)
-
-        def act(connection: sa.Connection) -> Session | None:
-            row = connection.execute(statement).first()
-            return None if row is None else Session(**row._mapping)
-
-        return await self._database.read(act)
-
-    def seen(self, session_id: str) -> None:
-        """Note, some time soon, that the client of a session is alive."""
-        statement = (
-            sessions.update().where(sessions.c.session_id == session_id).values(seen_s=time.time())
-        )
-        self._database.write_later(
-            lambda connection: connection.execute(statement), about=("seen", session_id)
-        )
-
-    async def silent_sessions(self, before_s: float) -> list[str]:
-        """Sessions not heard of since then, with nothing of theirs left to run."""
-        busy = sa.select(requests.c.session_id).where(
-            requests.c.status == Status.WAITING, requests.c.session_id.is_not(None)
-        )
-        statement = sa.select(sessions.c.session_id).where(
-            sessions.c.finished_s.is_(None),
-            sessions.c.lapsed_s.is_(None),
-            sessions.c.seen_s < before_s,
-            sessions.c.session_id.not_in(busy),
-        )
-        return await self._database.read(lambda connection: _texts(connection, statement))
-
-    async def lapse_sessions(self, session_ids: Sequence[str]) -> None:
-        """Mark sessions whose clients are taken for gone."""
-        statement = (
-            sessions.update()
-            .where(sessions.c.session_id == sa.bindparam("silent"))
-            .values(lapsed_s=time.time())
-        )
-        values = [{"silent": session_id} for session_id in session_ids]
-        await self._database.write(lambda connection: connection.execute(statement, values))
-
-    async def lapsed_sessions(self) -> list[str]:
-        statement = sa.select(sessions.c.session_id).where(
-            sessions.c.lapsed_s.is_not(None), sessions.c.finished_s.is_(None)
-        )
-        return await self._database.read(lambda connection: _texts(connection, statement))
-
-    def revive_session(self, session_id: str) -> None:
-        """Note, some time soon, that a client came back."""
-        statement = (
-            sessions.update()
-            .where(sessions.c.session_id == session_id)
-            .values(lapsed_s=None, seen_s=time.time())
-        )
-        self._database.write_later(
-            lambda connection: connection.execute(statement), about=("revived", session_id)
-        )
-
-    def mark_failed(self, session_id: str, failure: Mapping[str, Any] | None) -> None:
-        """Note, with the next transaction, why a session has failed, or that it has not."""
-        statement = (
-            sessions.update()
-            .where(sessions.c.session_id == session_id)
-            .values(failure=None if failure is None else dict(failure))
-        )
-        self._database.write_later(
-            lambda connection: connection.execute(statement), about=("failed", session_id)
-        )
-
-    async def failed_sessions(self) -> list[str]:
-        statement = sa.select(sessions.c.session_id).where(sessions.c.failure.is_not(None))
-        return await self._database.read(lambda connection: _texts(connection, statement))
-
-    async def finish_session(self, session_id: str, reason: str, detail: str | None) -> None:
-        """The first reason stays."""
-        statement = (
-            sessions.update()
-            .where(sessions.c.session_id == session_id, sessions.c.finished_s.is_(None))
-            .values(finished_s=time.time(), finish_reason=reason, finish_detail=detail)
-            .returning(sessions.c.owner)
-        )
-        details = {"session_id": session_id, "reason": reason}
-
-        def act(connection: sa.Connection) -> None:
-            if (row := connection.execute(statement).first()) is not None:
-                audit.note(connection, owner=row.owner, event="session.finished", details=details)
-
-        # What a session kept may go once it has ended.
-        await self._database.write(act, reserve=True)
 
     async def create_model(
         self,
@@ -307,20 +154,13 @@ class Runs:
         return await self._database.write(act)
 
     async def model(self, model_id: str) -> Model | None:
-        statement = sa.select(*_MODEL).where(models.c.model_id == model_id)
+        statement = sa.select(*MODEL).where(models.c.model_id == model_id)
 
         def act(connection: sa.Connection) -> Model | None:
             row = connection.execute(statement).first()
             return None if row is None else Model(**row._mapping)
 
         return await self._database.read(act)
-
-    async def last_request_s(self, model_id: str) -> float | None:
-        """When the newest request of a model came."""
-        statement = sa.select(sa.func.max(requests.c.created_s)).where(
-            requests.c.model_id == model_id
-        )
-        return await self._database.read(lambda connection: connection.scalar(statement))
 
     async def create_sampler(self, sampler: Sampler, sampling_session_seq_id: int) -> Sampler:
         """A new sampler, or the one made by an earlier try of the same call."""
@@ -369,7 +209,7 @@ class Runs:
             connection.execute(
                 custom_losses.insert(),
                 {
-                    "loss_id": _random_id(),
+                    "loss_id": random_id(),
                     "owner": request.owner,
                     "session_id": request.session_id,
                     "custom_loss_seq_id": custom_loss_seq_id,
@@ -429,15 +269,68 @@ def insert_sampler(
     return sampler
 
 
-def _texts(connection: sa.Connection, statement: sa.Select[str]) -> list[str]:
-    return list(connection.scalars(statement))
+def was_made() -> sa.ColumnElement[bool]:
+    """Models whose creation did not fail: one that did has a row, for its repeats, and no run."""
+    return sa.not_(
+        sa.exists().where(
+            requests.c.model_id == models.c.model_id,
+            requests.c.seq_id == 0,
+            requests.c.status == Status.FAILED,
+        )
+    )
 
 
-def _random_id() -> str:
-    """128 random bits in base 62: 22 characters, none of which means something in a path."""
-    number = secrets.randbits(128)
-    digits = []
-    for _ in range(22):
-        number, digit = divmod(number, 62)
-        digits.append(BASE62[digit])
-    return "".join(digits)
+class BaseHashes:
+    """A text in the row of a run; none until the content was known for the first time."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    async def fill(self, base_model: str, found: str) -> int:
+        """Runs without a hash get this one; how many runs have another."""
+
+        def act(connection: sa.Connection) -> int:
+            _fill(connection, models.c.base_model == base_model, found)
+            others = sa.select(sa.func.count()).where(
+                models.c.base_model == base_model, models.c.base_hash != found
+            )
+            return connection.scalar(others) or 0
+
+        return await self._database.write(act, must=True)
+
+    async def replace(self, base_model: str, found: str) -> int:
+        """All runs go on with this content; how many had another."""
+        statement = (
+            models.update()
+            .where(models.c.base_model == base_model, models.c.base_hash != found)
+            .values(base_hash=found)
+        )
+        return await self._database.write(
+            lambda connection: connection.execute(statement).rowcount, must=True
+        )
+
+    def fill_run(self, model_id: str, found: str) -> None:
+        """The same for one new run, with some later transaction."""
+        self._database.write_later(
+            lambda connection: _fill(connection, models.c.model_id == model_id, found)
+        )
+
+    async def of_run(self, model_id: str) -> str | None:
+        return await self._one(sa.select(models.c.base_hash).where(models.c.model_id == model_id))
+
+    async def of_version(self, version_id: str) -> str | None:
+        """Of the run that a checkpoint was saved from."""
+        return await self._one(
+            sa.select(models.c.base_hash)
+            .join(checkpoint_versions, checkpoint_versions.c.model_id == models.c.model_id)
+            .where(checkpoint_versions.c.version_id == version_id)
+        )
+
+    async def _one(self, statement: sa.Select[Any]) -> str | None:
+        return await self._database.read(lambda connection: connection.scalar(statement))
+
+
+def _fill(connection: sa.Connection, whose: sa.ColumnElement[bool], found: str) -> None:
+    connection.execute(
+        models.update().where(whose, models.c.base_hash.is_(None)).values(base_hash=found)
+    )
