@@ -28,9 +28,8 @@ from tinkex.server.api import (
 )
 from tinkex.server.scheduler import checkpoints
 from tinkex.server.settings import Settings
-from tinkex.server.store import checkpoint_lists
+from tinkex.server.store import checkpoint_lists, events
 from tinkex.server.store import sessions as stored_sessions
-from tinkex.server.store import telemetry as kept_telemetry
 from tinkex.wire import errors, limits, tensors
 from tinkex.wire.proto import tinkex_wire_pb2 as pb
 
@@ -519,7 +518,7 @@ LIMITS = [
     ),
     Limit(
         "characters of telemetry of one owner that are kept in an hour",
-        kept_telemetry.MOST_AN_HOUR,
+        events.MOST_AN_HOUR,
         "200, the rest not kept",
         "",
         None,
@@ -527,7 +526,7 @@ LIMITS = [
     ),
     Limit(
         "events of one batch of telemetry that are kept",
-        kept_telemetry.MOST_EVENTS,
+        events.MOST_EVENTS,
         "200, the rest not kept",
         "accepted",
         None,

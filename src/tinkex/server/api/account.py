@@ -17,7 +17,7 @@ from tinkex.server.api.errors import Refusal
 from tinkex.server.api.report_limits import bounded, report
 from tinkex.server.api.sessions import texts
 from tinkex.server.settings import HOURS_A_MONTH, Prices
-from tinkex.server.store.audit import MOST_ENTRIES, AuditEntry
+from tinkex.server.store.events import MOST_ENTRIES, AuditEntry
 from tinkex.server.store.request_writes import CACHED, HOUR_S, SAMPLED, TRAINING
 from tinkex.server.store.usage import Stored, Used
 from tinkex.wire.billing import (

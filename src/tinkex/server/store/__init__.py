@@ -8,11 +8,11 @@ from typing import TypeVar
 
 import sqlalchemy as sa
 
-from tinkex.server.store.audit import Audit
 from tinkex.server.store.blobs import Files
 from tinkex.server.store.checkpoint_lists import Catalog, Saved
 from tinkex.server.store.checkpoints import Checkpoints, OverQuota, Quota, Quotas, Version
 from tinkex.server.store.database import Database, accepted_work
+from tinkex.server.store.events import Audit, Telemetry
 from tinkex.server.store.keys import ApiKey, Keys, refuse_lost_keys
 from tinkex.server.store.models import BaseHashes, CustomLoss, Model, Models, RunTaken, Sampler
 from tinkex.server.store.request_writes import Accepted, Completion, NewRequest
@@ -28,7 +28,6 @@ from tinkex.server.store.storage_health import (
     StorageTrouble,
     StoreAway,
 )
-from tinkex.server.store.telemetry import Telemetry
 from tinkex.server.store.usage import Usage
 
 __all__ = [

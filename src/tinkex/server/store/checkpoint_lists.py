@@ -7,7 +7,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from tinkex.server.store import audit
+from tinkex.server.store import events
 from tinkex.server.store.checkpoints import VERSION, Quotas, Version, alive, note_saved
 from tinkex.server.store.database import Database
 from tinkex.server.store.models import MODEL, Model, RunTaken, was_made
@@ -276,7 +276,7 @@ class Catalog:
             if not connection.execute(statement).rowcount:
                 return connection.execute(there).first() is not None
             owner = connection.execute(whose).scalar_one()
-            audit.note(connection, owner=owner, event=event, details={**told, **details})
+            events.note_audit(connection, owner=owner, event=event, details={**told, **details})
             return True
 
         return await self._database.write(act, reserve=reserve)

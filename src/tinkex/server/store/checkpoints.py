@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import sqlalchemy as sa
 
-from tinkex.server.store import audit, request_writes
+from tinkex.server.store import events, request_writes
 from tinkex.server.store.blobs import Files, fault, fingerprint
 from tinkex.server.store.database import Database
 from tinkex.server.store.models import Sampler, insert_sampler, was_made
@@ -315,7 +315,7 @@ def note_saved(connection: sa.Connection, version: Version, event: str) -> None:
         "tinker_path": f"tinker://{version.model_id}/{version.kind}/{name}",
         "size_bytes": version.size_bytes,
     }
-    audit.note(connection, owner=version.owner, event=event, details=details)
+    events.note_audit(connection, owner=version.owner, event=event, details=details)
 
 
 def _point_name(connection: sa.Connection, version: Version, naming: Naming) -> bool:

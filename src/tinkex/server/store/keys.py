@@ -14,7 +14,7 @@ from pathlib import Path
 
 import sqlalchemy as sa
 
-from tinkex.server.store import audit
+from tinkex.server.store import events
 from tinkex.server.store.database import Database, DatabaseRefused, any_key
 from tinkex.server.store.schema import api_keys
 
@@ -109,7 +109,7 @@ class Keys:
             connection.execute(api_keys.insert(), values)
             mine = sa.select(*_KEY).where(api_keys.c.hash == values["hash"])
             key = ApiKey(**connection.execute(mine).one()._mapping)
-            audit.note(connection, owner=owner, event="key.created", details=_told(key))
+            events.note_audit(connection, owner=owner, event="key.created", details=_told(key))
             return key
 
         key = await self._database.write(act)
@@ -147,7 +147,9 @@ class Keys:
         def act(connection: sa.Connection) -> None:
             if (row := connection.execute(statement).first()) is not None:
                 key = ApiKey(**row._mapping)
-                audit.note(connection, owner=key.owner, event="key.revoked", details=_told(key))
+                events.note_audit(
+                    connection, owner=key.owner, event="key.revoked", details=_told(key)
+                )
 
         await self._database.write(act, reserve=True)
 

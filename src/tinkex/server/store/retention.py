@@ -10,9 +10,9 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from tinkex.server.store.audit import note
 from tinkex.server.store.blobs import ROOMS, Files
 from tinkex.server.store.database import Database, DatabaseRefused
+from tinkex.server.store.events import note_audit
 from tinkex.server.store.schema import (
     Status,
     audit,
@@ -404,7 +404,7 @@ def _drop_named(connection: sa.Connection, statement: sa.Delete, *, reason: str)
         if owner is not None:
             path = f"tinker://{model_id}/{kind}/{name}"
             details = {"model_id": model_id, "tinker_path": path, "reason": reason}
-            note(connection, owner=owner, event="checkpoint.deleted", details=details)
+            note_audit(connection, owner=owner, event="checkpoint.deleted", details=details)
 
 
 def _note_last_request(connection: sa.Connection, model_id: str, last_s: float) -> None:

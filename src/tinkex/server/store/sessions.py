@@ -7,7 +7,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from tinkex.server.store import audit
+from tinkex.server.store import events
 from tinkex.server.store.checkpoint_lists import characters_of, shares_something, slices
 from tinkex.server.store.checkpoints import alive
 from tinkex.server.store.database import Database
@@ -178,7 +178,7 @@ class Sessions:
                 },
             )
             details = {"session_id": session_id, "sdk_version": sdk_version}
-            audit.note(connection, owner=owner, event="session.created", details=details)
+            events.note_audit(connection, owner=owner, event="session.created", details=details)
             return Session(
                 session_id=session_id,
                 owner=owner,
@@ -274,7 +274,9 @@ class Sessions:
 
         def act(connection: sa.Connection) -> None:
             if (row := connection.execute(statement).first()) is not None:
-                audit.note(connection, owner=row.owner, event="session.finished", details=details)
+                events.note_audit(
+                    connection, owner=row.owner, event="session.finished", details=details
+                )
 
         # What a session kept may go once it has ended.
         await self._database.write(act, reserve=True)
@@ -425,7 +427,9 @@ class Sessions:
 
         def act(connection: sa.Connection) -> None:
             connection.execute(statement)
-            audit.note(connection, owner=owner, event="project.session_moved", details=details)
+            events.note_audit(
+                connection, owner=owner, event="project.session_moved", details=details
+            )
 
         await self._database.write(act)
 
