@@ -52,7 +52,7 @@ class Api:
     async def tidy(self) -> None:
         """One pass of the janitor, now."""
         assert self.app is not None
-        await self.app.state.janitor.tidy()
+        await self.app.state.cleanup.run_once()
 
     async def call(self, method: str, path: str, body: Any = None) -> int:
         """The status of a call whose answer has no content."""

@@ -14,10 +14,10 @@ import pytest
 from server.echo import EchoExecutor
 from server.hosting import Api, hosted
 from tinkex.server.executor import Task
-from tinkex.server.maintenance import cleanup as janitors
-from tinkex.server.maintenance.cleanup import Janitor, surplus
+from tinkex.server.maintenance import cleanup as cleanup_module
+from tinkex.server.maintenance.cleanup import Cleanup, over_keep_last
 from tinkex.server.scheduler.scheduler import Dispatcher
-from tinkex.server.store.retention import Named
+from tinkex.server.store.retention import CheckpointName
 
 pytestmark = pytest.mark.anyio
 
@@ -35,7 +35,7 @@ async def tidy_in(api: Api, seconds: float) -> None:
     """The janitor's pass, as if so much time had gone by."""
     assert api.app
     context = api.app.state.context
-    janitor = Janitor(
+    cleanup = Cleanup(
         settings=context.settings,
         store=context.store,
         dispatcher=context.dispatcher,
@@ -45,7 +45,7 @@ async def tidy_in(api: Api, seconds: float) -> None:
     # What was fetched is written down a little later than everything else.
     await context.store.sessions.session("none")
     await context.store._database.write(lambda connection: None)
-    await janitor.tidy()
+    await cleanup.run_once()
 
 
 def rows(folder: Path) -> int:
@@ -245,11 +245,11 @@ def test_surplus_is_counted_by_run_and_kind() -> None:
         for kind in ("weights", "sampler_weights")
         for n in range(4)
     ]
-    gone = surplus(names, keep_last=2)
+    gone = over_keep_last(names, keep_last=2)
     assert {(name.model_id, name.kind, name.name) for name in gone} == {
         (model, kind, "1") for model in "ab" for kind in ("weights", "sampler_weights")
     }
-    assert surplus(names, keep_last=4) == []
+    assert over_keep_last(names, keep_last=4) == []
 
 
 async def test_files_that_nothing_refers_to_are_swept_once_they_are_old(
@@ -332,30 +332,30 @@ async def test_a_model_that_could_not_be_written_down_is_tried_again_ever_more_r
         assert api.app
         context = api.app.state.context
         dispatcher = _NotYet(context.dispatcher, fails=2)
-        janitor = Janitor(
+        cleanup = Cleanup(
             settings=context.settings,
             store=context.store,
             dispatcher=dispatcher,  # type: ignore[arg-type]
             futures=context.futures,
             clock=lambda: time.time() + HOUR_S,
         )
-        await janitor.tidy()
-        await janitor.tidy()
+        await cleanup.run_once()
+        await cleanup.run_once()
         assert dispatcher.asked == 1  # it is not time yet
         moved_s = 0.0
         monotonic = time.monotonic
-        monkeypatch.setattr(janitors.time, "monotonic", lambda: monotonic() + moved_s)
-        moved_s += janitors.RETRY_S + 1
-        await janitor.tidy()
+        monkeypatch.setattr(cleanup_module.time, "monotonic", lambda: monotonic() + moved_s)
+        moved_s += cleanup_module.RETRY_S + 1
+        await cleanup.run_once()
         assert dispatcher.asked == 2
-        moved_s += janitors.RETRY_S + 1
-        await janitor.tidy()
+        moved_s += cleanup_module.RETRY_S + 1
+        await cleanup.run_once()
         assert dispatcher.asked == 2  # twice as long
-        moved_s += janitors.RETRY_S + 1
-        await janitor.tidy()
+        moved_s += cleanup_module.RETRY_S + 1
+        await cleanup.run_once()
         assert dispatcher.asked == 3
         assert found(tmp_path, "snapshots")
-        await janitor.tidy()
+        await cleanup.run_once()
         assert janitor._put_off == {}
 
 

@@ -18,12 +18,12 @@ from server.waiting import unfinished, until
 from tinkex.server.executor import Task
 from tinkex.server.scheduler.fairness import Load
 from tinkex.server.scheduler.step_queue import Kind
-from tinkex.server.store import NewRequest, StorageTrouble
-from tinkex.server.store.storage_health import AWAY, Trouble
+from tinkex.server.store import NewRequest, StorageError
+from tinkex.server.store.storage_health import UNREACHABLE, StorageProblem
 
 pytestmark = pytest.mark.anyio
 
-TROUBLE = StorageTrouble(Trouble(kind=AWAY, reason="a test says so"))
+TROUBLE = StorageError(StorageProblem(kind=UNREACHABLE, reason="a test says so"))
 
 
 def sample(session: str, number: int) -> dict[str, Any]:

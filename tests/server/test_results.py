@@ -105,7 +105,7 @@ async def test_a_model_that_goes_back_does_not_run_what_is_behind_a_missing_step
         assert api.app
         context = api.app.state.context
         model = await api.model()
-        keep = context.store.requests.keep
+        keep = context.store.requests.store_result
 
         async def fails(result: bytes) -> Any:
             if len(result) > LARGE:
@@ -169,7 +169,7 @@ async def test_a_sample_whose_result_is_refused_is_stored_later_or_fails(
     async with hosted(EchoExecutor(), tmp_path, janitor_s=0) as api, asyncio.timeout(20):
         assert api.app
         requests = api.app.state.context.store.requests
-        keep, refusals = requests.keep, [True]
+        keep, refusals = requests.store_result, [True]
 
         async def keeps(result: bytes) -> Any:
             if refusals and refusals.pop():

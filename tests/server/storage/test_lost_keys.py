@@ -20,8 +20,8 @@ from tinkex.server.maintenance.backup import restore, take
 from tinkex.server.maintenance.doctor import Level, examine
 from tinkex.server.settings import Settings
 from tinkex.server.store import DatabaseRefused, open_store
-from tinkex.server.store.folder_lock import open_beside
-from tinkex.server.store.sql_dialects import log_is_lost
+from tinkex.server.store.folder_lock import open_shared_store
+from tinkex.server.store.sql_dialects import is_wal_lost
 
 pytestmark = pytest.mark.anyio
 
@@ -31,12 +31,12 @@ MARKER = "keys.made"
 def start(folder: Path) -> None:
     """What the web process does first."""
     url = f"sqlite:///{folder / 'tinkex.db'}"
-    open_store(db_url=url, storage_url=str(folder), folder=folder, alone=True).close()
+    open_store(db_url=url, storage_url=str(folder), folder=folder, exclusive=True).close()
 
 
 async def with_key(folder: Path) -> Path:
     """As `tinkex key create` does it."""
-    store = open_beside(Settings(data=str(folder)))
+    store = open_shared_store(Settings(data=str(folder)))
     try:
         await store.keys.create(owner="local")
     finally:
@@ -160,13 +160,13 @@ def test_a_log_that_is_gone_or_shorter_is_said_to_be(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, left: float | None
 ) -> None:
     file = killed_in_the_midst(tmp_path)
-    assert not log_is_lost(file)
+    assert not is_wal_lost(file)
     log = tmp_path / "tinkex.db-wal"
     if left is None:
         log.unlink()
     else:
         log.write_bytes(log.read_bytes()[: int(log.stat().st_size * left)])
-    assert log_is_lost(file)
+    assert is_wal_lost(file)
     caplog.set_level(logging.ERROR)
     start(tmp_path)
     assert "was cut short, and what was committed last was in it" in caplog.text

@@ -29,8 +29,8 @@ pytestmark = pytest.mark.anyio
 
 #: Methods that are about files: what they answer depends on them.
 WITH_FILES = {
-    *("checkpoints.copy_files", "checkpoints.keep_files", "snapshots.open", "snapshots.save"),
-    *("snapshots.set_aside", "retention.sweep", "checkpoints.discard"),
+    *("checkpoints.copy_files", "checkpoints.store_files", "snapshots.open", "snapshots.save"),
+    *("snapshots.set_aside", "retention.delete_orphans", "checkpoints.discard"),
 }
 FILE_POOLS = ("_file_threads", "_folder_threads")
 
@@ -87,7 +87,7 @@ async def test_polls_and_payloads_wait_for_no_report_and_no_folder(store: Store)
     with blocked(store, "_reporters", "_folder_threads"):
         assert await asyncio.wait_for(store.requests.get("nobody"), 10) is None
         # Larger than what is kept in a row.
-        place = await asyncio.wait_for(store.requests.keep(bytes(200_000)), 10)
+        place = await asyncio.wait_for(store.requests.store_result(bytes(200_000)), 10)
         assert place is not None
 
 

@@ -17,9 +17,9 @@ from tinkex.server.api.errors import Refusal
 from tinkex.server.api.report_limits import bounded, report
 from tinkex.server.api.sessions import texts
 from tinkex.server.settings import HOURS_A_MONTH, Prices
-from tinkex.server.store.events import MOST_ENTRIES, AuditEntry
+from tinkex.server.store.events import MAX_ENTRIES, AuditEntry
 from tinkex.server.store.request_writes import CACHED, HOUR_S, SAMPLED, TRAINING
-from tinkex.server.store.usage import Stored, Used
+from tinkex.server.store.usage import StoredCheckpoint, UsageRow
 from tinkex.wire.billing import (
     AuditLogEntry,
     AuditLogResponse,
@@ -183,7 +183,7 @@ def _wrong(name: str, message: str) -> Refusal:
     return Refusal(422, [{"loc": ["query", name], "msg": message, "type": "value_error"}])
 
 
-def _token_event(used: Used, prices: Prices, owner: str) -> BillingUsageEvent:
+def _token_event(used: UsageRow, prices: Prices, owner: str) -> BillingUsageEvent:
     rate = prices.rate(used.base_model, used.what)
     return BillingUsageEvent(
         bucket_start=_moment(used.hour),
@@ -198,7 +198,7 @@ def _token_event(used: Used, prices: Prices, owner: str) -> BillingUsageEvent:
     )
 
 
-def _info(used: Used) -> BillingEventInfo:
+def _info(used: UsageRow) -> BillingEventInfo:
     if used.what == TRAINING:
         return TrainingBillingEvent(token_count=used.amount)
     if used.what == SAMPLED:
@@ -207,7 +207,7 @@ def _info(used: Used) -> BillingEventInfo:
 
 
 def _storage_events(
-    stored: Iterable[Stored],
+    stored: Iterable[StoredCheckpoint],
     first_hour: int,
     end_hour: int,
     now_s: float,
@@ -307,7 +307,7 @@ Topic = Literal["all", "checkpoints", "projects", "teams", "organizations"]
 
 
 @audit_router.get("/audit")
-@bounded(entries=MOST_ENTRIES)
+@bounded(entries=MAX_ENTRIES)
 async def audit(
     request: Request,
     event_type: Annotated[Topic, Query()] = "all",

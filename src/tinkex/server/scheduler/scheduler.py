@@ -25,7 +25,7 @@ from tinkex.server.scheduler.recovery import Rebuilding, Revival, Snapshots
 from tinkex.server.scheduler.results import Futures
 from tinkex.server.scheduler.sample_worker import Losses, Samples, Tap
 from tinkex.server.scheduler.step_queue import Kind
-from tinkex.server.store import RequestRow, Status, StorageTrouble, Store
+from tinkex.server.store import RequestRow, Status, StorageError, Store
 from tinkex.wire.codec import encode_json
 from tinkex.wire.training import UnloadModelResponse
 
@@ -196,7 +196,7 @@ class Dispatcher:
         if request_id in self._desk.taken or self._desk.futures.is_kept(request_id):
             return
         # While it cannot be read it stays where it is: `Pickup` finds it.
-        with contextlib.suppress(StorageTrouble):
+        with contextlib.suppress(StorageError):
             row = await self._store.requests.get(request_id)
             if row is not None and row.status is Status.WAITING:
                 self.take(row)
@@ -231,7 +231,7 @@ class Dispatcher:
         """Open a model that has steps: all that are on disk arrive together."""
         try:
             await self._open(model_id, first_seq=first_seq)
-        except StorageTrouble as error:
+        except StorageError as error:
             log.info("the steps of %s are taken up later: %s", model_id, error)
         finally:
             self._opening.discard(model_id)
@@ -403,7 +403,7 @@ class Pickup:
                 # One number from an index, while nothing is missing.
                 if await self._desk.store.requests.count_waiting() > len(self._desk.taken):
                     await self.look()
-            except StorageTrouble as error:
+            except StorageError as error:
                 log.info("waiting requests cannot be looked for now: %s", error)
             except Exception:
                 log.exception("waiting requests could not be looked for; it is tried again")

@@ -1,4 +1,4 @@
-"""Sessions: their rows, lists and searches of them, what was made in one, and its trace."""
+"""Sessions: creating and finishing them, lists, search, contents, and traces."""
 
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -8,11 +8,15 @@ from typing import Any
 import sqlalchemy as sa
 
 from tinkex.server.store import events
-from tinkex.server.store.checkpoint_lists import characters_of, shares_something, slices
-from tinkex.server.store.checkpoints import alive
+from tinkex.server.store.checkpoint_lists import (
+    batches,
+    has_published_checkpoint,
+    metadata_characters,
+)
+from tinkex.server.store.checkpoints import not_expired
 from tinkex.server.store.database import Database
 from tinkex.server.store.keys import random_id
-from tinkex.server.store.models import was_made
+from tinkex.server.store.models import was_created
 from tinkex.server.store.schema import (
     Status,
     checkpoint_names,
@@ -22,16 +26,16 @@ from tinkex.server.store.schema import (
     samplers,
     sessions,
 )
-from tinkex.server.store.sql_dialects import among
+from tinkex.server.store.sql_dialects import in_list
 
-# Conditions on free-form metadata are not for the database: a search looks at rows. So many of
-# one search, and so many characters of their metadata; then it answers where to go on.
-MOST_SEARCHED = 5_000
-MOST_SEARCHED_CHARACTERS = 16 * 2**20
-# Ids that are read together while searching.
-READ_TOGETHER = 500
-# Newest requests in one trace; a viewer shows no more than this in a useful way.
-MOST_SPANS = 50_000
+# A search filters free-form metadata in Python. One search reads at most this many rows, and this
+# many characters of metadata; then it returns where to continue.
+MAX_SEARCHED = 5_000
+MAX_SEARCHED_CHARACTERS = 16 * 2**20
+# Ids fetched at a time while searching.
+READ_BATCH = 500
+# The newest requests in one trace; viewers become unusable with more.
+MAX_SPANS = 50_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,8 +48,8 @@ class Session:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PastSession:
-    """Everything that was said about a session."""
+class SessionDetails:
+    """All columns of a session that a client may see."""
 
     session_id: str
     owner: str
@@ -62,8 +66,8 @@ class PastSession:
     lapsed_s: float | None
     failure: Mapping[str, Any] | None
 
-    def shown_to(self, reader: str) -> "PastSession":
-        """What this owner may know: of another's session, that it is there and whose it is."""
+    def visible_to(self, reader: str) -> "SessionDetails":
+        """The fields that `reader` may see: of another owner's session, only that it exists."""
         if self.owner == reader:
             return self
         return replace(
@@ -73,8 +77,7 @@ class PastSession:
             project_id=None,
             display_name=None,
             sdk_version=None,
-            # Whether it runs, fell silent, failed or was ended is its owner's to know: to others
-            # every session reads as active.
+            # Its state is private: for others every session looks active.
             seen_s=self.created_s,
             finished_s=None,
             finish_reason=None,
@@ -84,22 +87,22 @@ class PastSession:
         )
 
     @property
-    def place(self) -> tuple[int, str]:
-        """Where it stands in a list; in microseconds, which is what travels."""
-        return _place(self.created_s, self.session_id)
+    def position(self) -> tuple[int, str]:
+        """Its position in a list: time in microseconds, as in search cursors, and id."""
+        return _position(self.created_s, self.session_id)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Found:
-    """One page of a search, and after which place to go on; None at the end."""
+class SearchPage:
+    """One page of a search, and the position after which it continues; None at the end."""
 
-    sessions: Sequence[PastSession]
+    sessions: Sequence[SessionDetails]
     next: tuple[int, str] | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Holdings:
-    """Checkpoints that were saved in a session and are still there."""
+class CheckpointTotals:
+    """The number and size of the checkpoints of a session."""
 
     checkpoints: int
     size_bytes: int
@@ -107,11 +110,11 @@ class Holdings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Span:
-    """When one request came and when it was finished."""
+    """When one request was accepted and finished."""
 
     request_id: str
     kind: str
-    #: The model or the sampler it belongs to.
+    #: Its model or sampler.
     track: str
     seq_id: int | None
     status: str
@@ -126,14 +129,14 @@ _SESSION = (
     sessions.c.user_metadata,
     sessions.c.finished_s,
 )
-_PAST_SESSION = tuple(
-    sessions.c[name] for name in PastSession.__dataclass_fields__ if name in sessions.c
+_DETAILS = tuple(
+    sessions.c[name] for name in SessionDetails.__dataclass_fields__ if name in sessions.c
 )
 _NEWEST_FIRST = (sessions.c.created_s.desc(), sessions.c.session_id.desc())
 
 
 class Sessions:
-    """The rows of sessions, and reads of them as their owner, or a reader of published runs, may see them."""
+    """The session rows. Reads with a `reader` return what that owner may see."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -149,7 +152,7 @@ class Sessions:
         display_name: str | None,
         idempotency_key: str | None,
     ) -> Session:
-        """A new session, or the one made by an earlier try of the same call."""
+        """A new session, or the one that an earlier try of the same call created."""
 
         def act(connection: sa.Connection) -> Session:
             if idempotency_key is not None:
@@ -198,17 +201,17 @@ class Sessions:
 
         return await self._database.read(act)
 
-    def seen(self, session_id: str) -> None:
-        """Note, some time soon, that the client of a session is alive."""
+    def mark_seen(self, session_id: str) -> None:
+        """Record, with a deferred write, that the client of a session is alive."""
         statement = (
             sessions.update().where(sessions.c.session_id == session_id).values(seen_s=time.time())
         )
-        self._database.write_later(
-            lambda connection: connection.execute(statement), about=("seen", session_id)
+        self._database.write_deferred(
+            lambda connection: connection.execute(statement), key=("seen", session_id)
         )
 
-    async def silent_sessions(self, before_s: float) -> list[str]:
-        """Sessions not heard of since then, with nothing of theirs left to run."""
+    async def inactive_sessions(self, before_s: float) -> list[str]:
+        """Open sessions without a sign of life since then and without waiting requests."""
         busy = sa.select(requests.c.session_id).where(
             requests.c.status == Status.WAITING, requests.c.session_id.is_not(None)
         )
@@ -220,14 +223,14 @@ class Sessions:
         )
         return await self._database.read(lambda connection: _texts(connection, statement))
 
-    async def lapse_sessions(self, session_ids: Sequence[str]) -> None:
-        """Mark sessions whose clients are taken for gone."""
+    async def mark_lapsed(self, session_ids: Sequence[str]) -> None:
+        """Mark sessions whose clients timed out."""
         statement = (
             sessions.update()
-            .where(sessions.c.session_id == sa.bindparam("silent"))
+            .where(sessions.c.session_id == sa.bindparam("lapsed"))
             .values(lapsed_s=time.time())
         )
-        values = [{"silent": session_id} for session_id in session_ids]
+        values = [{"lapsed": session_id} for session_id in session_ids]
         await self._database.write(lambda connection: connection.execute(statement, values))
 
     async def lapsed_sessions(self) -> list[str]:
@@ -236,26 +239,26 @@ class Sessions:
         )
         return await self._database.read(lambda connection: _texts(connection, statement))
 
-    def revive_session(self, session_id: str) -> None:
-        """Note, some time soon, that a client came back."""
+    def mark_active(self, session_id: str) -> None:
+        """Record, with a deferred write, that the client of a timed-out session came back."""
         statement = (
             sessions.update()
             .where(sessions.c.session_id == session_id)
             .values(lapsed_s=None, seen_s=time.time())
         )
-        self._database.write_later(
-            lambda connection: connection.execute(statement), about=("revived", session_id)
+        self._database.write_deferred(
+            lambda connection: connection.execute(statement), key=("revived", session_id)
         )
 
     def mark_failed(self, session_id: str, failure: Mapping[str, Any] | None) -> None:
-        """Note, with the next transaction, why a session has failed, or that it has not."""
+        """Record, with a deferred write, why a session has failed; None: it has not."""
         statement = (
             sessions.update()
             .where(sessions.c.session_id == session_id)
             .values(failure=None if failure is None else dict(failure))
         )
-        self._database.write_later(
-            lambda connection: connection.execute(statement), about=("failed", session_id)
+        self._database.write_deferred(
+            lambda connection: connection.execute(statement), key=("failed", session_id)
         )
 
     async def failed_sessions(self) -> list[str]:
@@ -263,7 +266,7 @@ class Sessions:
         return await self._database.read(lambda connection: _texts(connection, statement))
 
     async def finish_session(self, session_id: str, reason: str, detail: str | None) -> None:
-        """The first reason stays."""
+        """Finish a session; a repeat changes nothing."""
         statement = (
             sessions.update()
             .where(sessions.c.session_id == session_id, sessions.c.finished_s.is_(None))
@@ -278,13 +281,17 @@ class Sessions:
                     connection, owner=row.owner, event="session.finished", details=details
                 )
 
-        # What a session kept may go once it has ended.
+        # May use the disk reserve: data of a finished session can be deleted.
         await self._database.write(act, reserve=True)
 
-    async def ids(
+    async def list_ids(
         self, *, owner: str, limit: int, offset: int, published: bool = False
     ) -> list[str]:
-        """Of an owner's sessions, newest first; also of those of which others published a run."""
+        """
+        Ids of an owner's sessions, newest first.
+
+        With `published`, also sessions in which others published a checkpoint.
+        """
         statement = (
             sa.select(sessions.c.session_id)
             .where(_readable(owner, published))
@@ -298,30 +305,30 @@ class Sessions:
 
     async def details(
         self, session_id: str, *, reader: str, published: bool = False
-    ) -> PastSession | None:
-        """A session as this owner may see it."""
-        statement = sa.select(*_PAST_SESSION).where(
+    ) -> SessionDetails | None:
+        """A session as `reader` may see it."""
+        statement = sa.select(*_DETAILS).where(
             sessions.c.session_id == session_id, _readable(reader, published)
         )
 
-        def act(connection: sa.Connection) -> PastSession | None:
+        def act(connection: sa.Connection) -> SessionDetails | None:
             row = connection.execute(statement).first()
-            return None if row is None else PastSession(**row._mapping).shown_to(reader)
+            return None if row is None else SessionDetails(**row._mapping).visible_to(reader)
 
         return await self._database.read(act)
 
-    async def made_in(
+    async def contents(
         self, session_id: str, *, reader: str, most: int
     ) -> tuple[list[str], list[str]]:
         """
-        Ids of the first models and samplers of a session, in the order of their numbers.
+        Ids of the first models and samplers of a session, in order of creation.
 
-        Of another's session only the models of which something is published.
+        For another owner's session, only models with a published checkpoint.
         """
-        shown = sa.or_(models.c.owner == reader, shares_something(time.time()))
+        shown = sa.or_(models.c.owner == reader, has_published_checkpoint(time.time()))
         of_models = (
             sa.select(models.c.model_id)
-            .where(models.c.session_id == session_id, shown, was_made())
+            .where(models.c.session_id == session_id, shown, was_created())
             .order_by(models.c.model_seq_id)
             .limit(most)
         )
@@ -345,53 +352,53 @@ class Sessions:
         published: bool = False,
         session_id: str | None,
         after: tuple[int, str] | None,
-        wanted: Callable[[PastSession], bool],
+        wanted: Callable[[SessionDetails], bool],
         limit: int,
-    ) -> Found:
-        """The next sessions that are wanted, as their reader may see them, newest first."""
+    ) -> SearchPage:
+        """The next sessions for which `wanted` is true, as their reader may see them, newest first."""
         readable = _readable(owner, published)
-        # Without what is long in them: they are sorted.
+        # Ids only: the database sorts these rows.
         statement = sa.select(sessions.c.session_id, sessions.c.created_s)
         statement = statement.where(readable).order_by(*_NEWEST_FIRST)
         if session_id is not None:
             statement = statement.where(sessions.c.session_id == session_id)
         if after is not None:
-            # A microsecond too many; the exact place is compared below.
+            # Up to a microsecond too much; `_next_ids` compares exactly.
             statement = statement.where(sessions.c.created_s <= (after[0] + 1) / 1_000_000)
 
-        def act(connection: sa.Connection) -> Found:
-            found: list[PastSession] = []
+        def act(connection: sa.Connection) -> SearchPage:
+            found: list[SessionDetails] = []
             characters = 0
             ids = _next_ids(connection, statement, after)
-            for row in _rows(connection, ids[:MOST_SEARCHED]):
-                session = row.shown_to(owner)
-                characters += characters_of(row.user_metadata)
+            for row in _rows(connection, ids[:MAX_SEARCHED]):
+                session = row.visible_to(owner)
+                characters += metadata_characters(row.user_metadata)
                 if wanted(session):
                     if len(found) == limit:
-                        return Found(sessions=found, next=found[-1].place)
+                        return SearchPage(sessions=found, next=found[-1].position)
                     found.append(session)
-                if characters > MOST_SEARCHED_CHARACTERS:
-                    return Found(sessions=found, next=session.place)
-            more = len(ids) > MOST_SEARCHED
-            return Found(sessions=found, next=session.place if more else None)
+                if characters > MAX_SEARCHED_CHARACTERS:
+                    return SearchPage(sessions=found, next=session.position)
+            more = len(ids) > MAX_SEARCHED
+            return SearchPage(sessions=found, next=session.position if more else None)
 
         return await self._database.read_report(act)
 
-    async def holdings(
+    async def checkpoint_totals(
         self, session_ids: Collection[str], *, reader: str, now_s: float
-    ) -> dict[str, Holdings]:
-        """What is kept of each of these sessions; of those of others, what is published."""
+    ) -> dict[str, CheckpointTotals]:
+        """Checkpoint totals of these sessions; of other owners' sessions only published ones, no sizes."""
         named = (
             sa.select(models.c.session_id, sa.func.count().label("number"))
             .join_from(checkpoint_names, models, checkpoint_names.c.model_id == models.c.model_id)
             .where(
-                among(models.c.session_id, session_ids),
+                in_list(models.c.session_id, session_ids),
                 sa.or_(models.c.owner == reader, checkpoint_names.c.public),
-                alive(now_s),
+                not_expired(now_s),
             )
             .group_by(models.c.session_id)
         )
-        kept = (
+        stored = (
             sa.select(models.c.session_id, sa.func.sum(checkpoint_versions.c.size_bytes))
             .join_from(checkpoint_names, models, checkpoint_names.c.model_id == models.c.model_id)
             .join(
@@ -399,25 +406,25 @@ class Sessions:
                 checkpoint_versions.c.version_id == checkpoint_names.c.version_id,
             )
             .where(
-                among(models.c.session_id, session_ids),
+                in_list(models.c.session_id, session_ids),
                 models.c.owner == reader,
-                alive(now_s),
+                not_expired(now_s),
             )
             .group_by(models.c.session_id)
         )
 
-        def act(connection: sa.Connection) -> dict[str, Holdings]:
+        def act(connection: sa.Connection) -> dict[str, CheckpointTotals]:
             numbers = {row[0]: int(row[1]) for row in connection.execute(named)}
-            sizes = {row[0]: int(row[1]) for row in connection.execute(kept)}
+            sizes = {row[0]: int(row[1]) for row in connection.execute(stored)}
             return {
-                one: Holdings(checkpoints=numbers.get(one, 0), size_bytes=sizes.get(one, 0))
+                one: CheckpointTotals(checkpoints=numbers.get(one, 0), size_bytes=sizes.get(one, 0))
                 for one in session_ids
             }
 
         return await self._database.read_report(act)
 
     async def set_project(self, session_id: str, project_id: str, *, owner: str) -> None:
-        """Move a session, and with it all that was made in it."""
+        """Move a session, with everything in it, to a project."""
         statement = (
             sessions.update()
             .where(sessions.c.session_id == session_id)
@@ -434,7 +441,7 @@ class Sessions:
         await self._database.write(act)
 
     async def spans(self, session_id: str) -> list[Span]:
-        """The requests of a session that are still known, oldest first."""
+        """The requests of a session that are still stored, oldest first."""
         statement = (
             sa.select(
                 requests.c.request_id,
@@ -449,7 +456,7 @@ class Sessions:
             )
             .where(requests.c.session_id == session_id)
             .order_by(requests.c.created_s.desc())
-            .limit(MOST_SPANS)
+            .limit(MAX_SPANS)
         )
         found = await self._database.read_report(
             lambda connection: [Span(**row._mapping) for row in connection.execute(statement)]
@@ -458,15 +465,15 @@ class Sessions:
 
 
 def _readable(owner: str, published: bool) -> sa.ColumnElement[bool]:
-    """Sessions of this owner and, if asked for, those of which others published a checkpoint."""
+    """The sessions of this owner and, with `published`, sessions with published checkpoints."""
     own = sessions.c.owner == owner
     if not published:
         return own
-    shared = sa.select(models.c.session_id).where(shares_something(time.time()))
+    shared = sa.select(models.c.session_id).where(has_published_checkpoint(time.time()))
     return sa.or_(own, sessions.c.session_id.in_(shared))
 
 
-def _place(created_s: float, session_id: str) -> tuple[int, str]:
+def _position(created_s: float, session_id: str) -> tuple[int, str]:
     return round(created_s * 1_000_000), session_id
 
 
@@ -475,24 +482,24 @@ def _next_ids(
     statement: sa.Select[tuple[str, float]],
     after: tuple[int, str] | None,
 ) -> list[str]:
-    """As many as one search looks at, and one more if there is one."""
+    """The ids that one search reads, and one more if there is one."""
     ids: list[str] = []
-    options = {"yield_per": READ_TOGETHER}
+    options = {"yield_per": READ_BATCH}
     with connection.execute(statement, execution_options=options) as result:
         for row in result:
-            if after is None or _place(row.created_s, row.session_id) < after:
+            if after is None or _position(row.created_s, row.session_id) < after:
                 ids.append(row.session_id)
-                if len(ids) > MOST_SEARCHED:
+                if len(ids) > MAX_SEARCHED:
                     break
     return ids
 
 
-def _rows(connection: sa.Connection, ids: list[str]) -> Iterator[PastSession]:
-    for some in slices(ids):
-        statement = sa.select(*_PAST_SESSION).where(among(sessions.c.session_id, some))
+def _rows(connection: sa.Connection, ids: list[str]) -> Iterator[SessionDetails]:
+    for some in batches(ids):
+        statement = sa.select(*_DETAILS).where(in_list(sessions.c.session_id, some))
         rows = {row.session_id: row for row in connection.execute(statement)}
         for session_id in some:
-            yield PastSession(**rows[session_id]._mapping)
+            yield SessionDetails(**rows[session_id]._mapping)
 
 
 def _texts(connection: sa.Connection, statement: sa.Select[str]) -> list[str]:
