@@ -408,7 +408,7 @@ def test_storage_by_the_hour_is_what_every_checkpoint_lasted(seed: int) -> None:
         since_s = dice.choice([dice.uniform(90, 130), float(dice.randint(90, 129))]) * 3600
         lasts = dice.choice([0.0, 0.25, 1.0, 3.0, 50.0, dice.uniform(0, 20)])
         stored.append(
-            Stored(
+            StoredCheckpoint(
                 session_id=dice.choice("ab"),
                 project_id=None,
                 base_model="m",

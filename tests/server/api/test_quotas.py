@@ -13,7 +13,7 @@ from server.hosting import Api, hosted
 from server.tenants import new_key, revoke, with_key
 from tinkex.server.executor import Outcome, Task, Work
 from tinkex.server.store import checkpoints
-from tinkex.server.store.checkpoints import Quota, allowed
+from tinkex.server.store.checkpoints import Quota, owner_quota
 
 pytestmark = pytest.mark.anyio
 
@@ -291,7 +291,7 @@ async def test_a_key_may_have_a_quota_of_its_own(echo: EchoExecutor, tmp_path: P
 def test_the_most_generous_key_of_an_owner_counts(
     server: int, keys: list[dict[str, int]], most: int
 ) -> None:
-    assert allowed(Quota(max_runs=server), keys) == Quota(max_runs=most)
+    assert owner_quota(Quota(max_runs=server), keys) == Quota(max_runs=most)
 
 
 async def test_there_are_no_quotas_unless_they_are_set(api: Api) -> None:

@@ -13,7 +13,7 @@ from fsspec.implementations.memory import MemoryFileSystem  # type: ignore[impor
 
 
 class FailingFileSystem(MemoryFileSystem):  # type: ignore[misc]
-    """Takes writes unless `error` is set: then they fail with that number."""
+    """Writes succeed unless `error` is set; then they fail with that errno."""
 
     protocol = "failing"
     store: ClassVar[dict[str, Any]] = {}

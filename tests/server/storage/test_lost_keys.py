@@ -1,4 +1,4 @@
-"""A server that had keys does not open to everybody because its database was lost."""
+"""A server that had API keys does not start without them after its database was lost."""
 
 import asyncio
 import contextlib
@@ -16,7 +16,7 @@ import pytest
 from server.storage.commands import tinkex
 from server.tenants import is_private
 from serving import TINY, serving
-from tinkex.server.maintenance.backup import restore, take
+from tinkex.server.maintenance.backup import create, restore
 from tinkex.server.maintenance.doctor import Level, examine
 from tinkex.server.settings import Settings
 from tinkex.server.store import DatabaseRefused, open_store
@@ -29,13 +29,13 @@ MARKER = "keys.made"
 
 
 def start(folder: Path) -> None:
-    """What the web process does first."""
+    """Open the store like a server."""
     url = f"sqlite:///{folder / 'tinkex.db'}"
     open_store(db_url=url, storage_url=str(folder), folder=folder, exclusive=True).close()
 
 
 async def with_key(folder: Path) -> Path:
-    """As `tinkex key create` does it."""
+    """Create a key like `tinkex key create`."""
     store = open_shared_store(Settings(data=str(folder)))
     try:
         await store.keys.create(owner="local")
@@ -59,10 +59,8 @@ def of_another_server(folder: Path) -> None:
     shutil.copy(folder.with_name("other") / "tinkex.db", folder / "tinkex.db")
 
 
-async def test_a_stopped_server_has_everything_in_its_database(
-    tiny_model: Path, tmp_path: Path
-) -> None:
-    """All of it was in the log beside it: whoever copied the one file, or lost the other, lost it."""
+async def test_a_stopped_server_has_no_wal(tiny_model: Path, tmp_path: Path) -> None:
+    """Data in the WAL would be missing in a copy of the database file alone."""
     await with_key(tmp_path)
     with serving(f"{TINY}={tiny_model}", data=tmp_path) as server:
         more = await tinkex("key", "create", "--owner", "alice", "--data", str(tmp_path))
@@ -77,7 +75,7 @@ async def test_a_stopped_server_has_everything_in_its_database(
     assert owners == ["local", "alice"]
 
 
-async def test_the_log_is_emptied_while_others_read(tmp_path: Path) -> None:
+async def test_the_wal_is_checkpointed_while_others_read(tmp_path: Path) -> None:
     start(tmp_path)
     with contextlib.closing(sqlite3.connect(tmp_path / "tinkex.db")) as reader:
         reader.execute("SELECT count(*) FROM api_keys").fetchall()
@@ -103,11 +101,11 @@ async def test_a_server_without_the_keys_it_had_does_not_start(
     (finding,) = [one for one in found if one.about == "keys"]
     assert finding.level is Level.PROBLEM
     assert MARKER in finding.text
-    # A new key: it starts, and is closed to everybody else.
+    # With a new key it starts, and requires it.
     assert (await tinkex("key", "create", "--data", str(data))).returncode == 0
     start(data)
     lose(data)
-    # Or somebody says that it shall have none.
+    # Without the marker it starts without keys.
     (data / MARKER).unlink()
     start(data)
 
@@ -117,7 +115,7 @@ async def test_a_folder_from_before_there_was_a_marker_gets_one(tmp_path: Path) 
     (tmp_path / MARKER).unlink()
     start(tmp_path)
     assert is_private(tmp_path / MARKER)
-    # One without keys gets none.
+    # A folder without keys gets none.
     start(tmp_path / "open")
     assert not (tmp_path / "open" / MARKER).exists()
 
@@ -128,10 +126,10 @@ async def test_a_revoked_last_key_is_a_key(tmp_path: Path) -> None:
     start(tmp_path)
 
 
-async def test_a_back_up_knows_that_there_were_keys(tmp_path: Path) -> None:
+async def test_a_backup_contains_the_keys_marker(tmp_path: Path) -> None:
     data, target, elsewhere = (tmp_path / name for name in ("data", "backup", "elsewhere"))
     await with_key(data)
-    take(Settings(data=str(data)), target)
+    create(Settings(data=str(data)), target)
     restore(target, elsewhere)
     start(elsewhere)
     cut_to_nothing(elsewhere)
@@ -140,7 +138,7 @@ async def test_a_back_up_knows_that_there_were_keys(tmp_path: Path) -> None:
 
 
 def killed_in_the_midst(folder: Path) -> Path:
-    """A database whose last commits are in its log; the file."""
+    """A database whose newest commits are in its WAL; returns the file."""
     start(folder)
     program = (
         "import os, sqlite3, sys; c = sqlite3.connect(sys.argv[1]); "
@@ -156,7 +154,7 @@ def killed_in_the_midst(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("left", [None, 0, 0.5])
-def test_a_log_that_is_gone_or_shorter_is_said_to_be(
+def test_a_missing_or_truncated_wal_is_detected(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, left: float | None
 ) -> None:
     file = killed_in_the_midst(tmp_path)
@@ -172,7 +170,7 @@ def test_a_log_that_is_gone_or_shorter_is_said_to_be(
     assert "was cut short, and what was committed last was in it" in caplog.text
 
 
-def test_a_whole_log_is_not_said_to_be_lost(
+def test_a_complete_wal_is_not_reported_as_lost(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     killed_in_the_midst(tmp_path)

@@ -1,4 +1,4 @@
-"""One server for each data folder: a second one says who has it."""
+"""Locks: one server for each data folder and database."""
 
 import asyncio
 import contextlib
@@ -20,7 +20,7 @@ from tinkex.server.store.migrations import alembic_config
 pytestmark = pytest.mark.anyio
 
 
-async def test_a_second_server_is_refused_and_told_who_has_the_folder(
+async def test_a_second_server_is_refused_with_the_holder_of_the_folder(
     server: Server, tiny_model: Path
 ) -> None:
     spec = f"{TINY}={tiny_model}"
@@ -35,7 +35,7 @@ async def test_a_second_server_is_refused_and_told_who_has_the_folder(
     assert holder in repair.stderr
 
 
-def test_the_folder_is_free_again_however_its_holder_ended(tmp_path: Path) -> None:
+def test_the_folder_is_free_after_its_holder_ended(tmp_path: Path) -> None:
     assert lock_holder(tmp_path) is None
     with lock_folder(tmp_path):
         assert lock_holder(tmp_path) == str(os.getpid())
@@ -50,7 +50,7 @@ def test_the_folder_is_free_again_however_its_holder_ended(tmp_path: Path) -> No
 async def test_a_database_is_not_shared_by_servers_with_folders_of_their_own(
     server: Server, tiny_model: Path, tmp_path: Path
 ) -> None:
-    """Each would run what the other accepted."""
+    """Each would run requests that the other accepted."""
     file = server.data / "tinkex.db"
     link = tmp_path / "link.db"
     link.symlink_to(file)
@@ -64,7 +64,7 @@ async def test_a_database_is_not_shared_by_servers_with_folders_of_their_own(
     assert "hint: Use that server, stop it, or choose another database with --db" in done.stderr
 
 
-def test_a_database_is_free_again_when_its_server_ended(tmp_path: Path) -> None:
+def test_a_database_is_free_after_its_server_ended(tmp_path: Path) -> None:
     def settings(name: str) -> Settings:
         return Settings(data=str(tmp_path / name), db=f"sqlite:///{tmp_path / 'shared.db'}")
 
@@ -87,11 +87,11 @@ def test_a_database_is_free_again_when_its_server_ended(tmp_path: Path) -> None:
         ("postgresql+psycopg://me@localhost/tinkex", None),
     ],
 )
-def test_the_file_of_a_database_is_known_by_its_url(url: str, file: str | None) -> None:
+def test_the_file_of_a_database_url(url: str, file: str | None) -> None:
     assert database_file(url) == (None if file is None else Path(file))
 
 
-async def test_deleting_lock_files_lets_no_second_server_in(
+async def test_a_second_server_is_refused_after_lock_files_were_deleted(
     tiny_model: Path, tmp_path: Path
 ) -> None:
     """
@@ -107,7 +107,7 @@ async def test_deleting_lock_files_lets_no_second_server_in(
         done = await tinkex("serve", spec, "--port", "0", "--data", str(data))
         assert done.returncode == 1
         assert f"holds the data folder {data}" in done.stderr
-        # Nor under another name of the database.
+        # Nor by another path to the database.
         link = tmp_path / "hard.db"
         os.link(data / "tinkex.db", link)
         for file in (data / "tinkex.db", link):
@@ -120,7 +120,7 @@ async def test_deleting_lock_files_lets_no_second_server_in(
     assert any(f"{data} was moved, deleted or replaced" in line for line in server.log)
 
 
-async def test_a_server_says_who_it_is_again_after_its_lock_file_was_deleted(
+async def test_a_deleted_lock_file_is_created_again(
     tmp_path: Path,
 ) -> None:
     settings = Settings(data=str(tmp_path))
@@ -136,7 +136,7 @@ async def test_a_server_says_who_it_is_again_after_its_lock_file_was_deleted(
 
 
 def test_a_lock_file_names_one_process(tmp_path: Path) -> None:
-    """Also the second time, and for nobody else to read."""
+    """Also the second time, and readable by its owner only."""
     before = os.umask(0)
     try:
         for _ in range(2):
@@ -148,11 +148,11 @@ def test_a_lock_file_names_one_process(tmp_path: Path) -> None:
         os.umask(before)
 
 
-# -- the schema of a database belongs to whoever holds it ----------------------------------------
+# -- only the holder of a database upgrades its schema -------------------------------------------
 
 
 def old_database(folder: Path, version: str = "0008") -> None:
-    """As an earlier version of tinkex left it, with a key."""
+    """A database of an earlier version of tinkex, with an API key."""
     folder.mkdir(parents=True, exist_ok=True)
     engine = sa.create_engine(f"sqlite:///{folder / 'tinkex.db'}")
     config = alembic_config()
@@ -183,7 +183,7 @@ def version(folder: Path) -> str:
         ("merge", "tinker://x:train:0/weights/a", "out"),
     ],
 )
-async def test_nothing_brings_a_database_up_to_date_that_another_holds(
+async def test_a_database_that_a_server_holds_is_not_upgraded(
     tmp_path: Path, words: tuple[str, ...]
 ) -> None:
     data = tmp_path / "data"
@@ -195,14 +195,14 @@ async def test_nothing_brings_a_database_up_to_date_that_another_holds(
         assert version(data) == "0008"
     if words[0] == "key":
         assert "is of version 0008, and this tinkex needs" in done.stderr
-        # Once nobody holds it, the command brings it up to date.
+        # Once it is free, the command upgrades it.
         done = await tinkex(*words, "--data", str(data))
         assert done.returncode == 0, done.stderr
         assert version(data) > "0008"
 
 
-async def test_a_server_that_is_refused_leaves_an_old_database_as_it_is(tmp_path: Path) -> None:
-    """Nobody holds it; the server is refused for another reason, after it looked for keys."""
+async def test_a_server_that_does_not_start_does_not_upgrade_the_database(tmp_path: Path) -> None:
+    """The database is free; the server does not start for another reason, after it checked for keys."""
     data = tmp_path / "data"
     old_database(data)
     done = await tinkex("serve", "x=/", "--port", "0", "--host", "0.0.0.0", "--data", str(data))
