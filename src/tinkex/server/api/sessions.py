@@ -333,7 +333,7 @@ def _has_status(status: SessionStatus, query: SessionStatusQuery) -> bool:
 def _summary(session: SessionDetails, holdings: CheckpointTotals) -> SessionSummary:
     return SessionSummary(
         session_id=session.session_id,
-        created_at=_moment(session.place),
+        created_at=_moment(session.position),
         owner=session.owner,
         project_id=session.project_id or NO_PROJECT,
         status=session_status(session),

@@ -111,7 +111,7 @@ class Dispatcher:
 
     async def _remember_deaths(self) -> None:
         """How often what waits was lost so far; the end of the last web process counts too."""
-        deaths = await self._store.deaths.all()
+        deaths = await self._store.crash_counts.all()
         inside = [
             one for roll in self._rolls.values() if roll.remains for one in roll.remains.inside
         ]
@@ -130,13 +130,13 @@ class Dispatcher:
             # Alone as in `Company`: then it is known who it was.
             if len(remains.inside) == len(lost) == 1 and found[lost[0]] >= MOST_DEATHS:
                 guilty[lost[0]] = f"the web process died with the engine of {base_model}"
-        await self._store.deaths.note(found)
+        await self._store.crash_counts.set(found)
         deaths.update(found)
         for request_id, reason in guilty.items():
             base_model = base_models[request_id]
             # Whoever shared an engine with it was lost because of it.
             deaths = {one: n for one, n in deaths.items() if base_models.get(one) != base_model}
-            await self._store.deaths.clear(base_model)
+            await self._store.crash_counts.clear(base_model)
             self._desk.companies[base_model].remember(request_id, MOST_DEATHS, reason=reason)
         for request_id, times in deaths.items():
             if request_id in base_models:
