@@ -1,4 +1,4 @@
-"""The cleanup deletes results, payloads, checkpoints and orphans in time, and nothing that is needed."""
+"""The cleanup deletes results, payloads, checkpoints and orphans, and nothing that is needed."""
 
 import contextlib
 import os
@@ -116,7 +116,7 @@ async def test_steps_stay_until_a_snapshot_contains_them(
         echo.die()
         await api.passed(await api.forward_backward(model, 5, tokens=1))
         assert Task.RESTORE in echo.tasks()
-    async with kept(EchoExecutor(), tmp_path, snapshot_steps=4) as api:
+    async with without_cleanup(EchoExecutor(), tmp_path, snapshot_steps=4) as api:
         assert await api.value(await api.optim_step(model, 6)) == 160_011
         late = await api.result(await api.optim_step(model, 2))
         assert late["category"] == "user"
@@ -132,7 +132,7 @@ async def test_a_snapshot_remembers_that_gradients_are_incomplete(
         await api.passed(await api.forward_backward(model, 2, tokens=3))
         assert echo.tasks(Task.SNAPSHOT)
         await clean_up_in(api, 25 * HOUR_S)
-    async with kept(EchoExecutor(), tmp_path) as api:
+    async with without_cleanup(EchoExecutor(), tmp_path) as api:
         refused = await api.result(await api.optim_step(model, 3))
         assert "gradients are incomplete" in refused["error"]
         assert await api.value(await api.optim_step(model, 4)) == 0

@@ -1,7 +1,7 @@
 """
-A place for files that fails when it is told to, beside the real ones: `failing://...` for fsspec.
+A file system that fails on demand, `failing://...` for fsspec.
 
-Everything else about it is fsspec's memory file system.
+Otherwise it is fsspec's memory file system.
 """
 
 import errno

@@ -1,7 +1,7 @@
 """
-A database that cannot be read for a moment: accepted work waits for it, and none of it fails.
+While the database cannot be read, accepted work waits for it and does not fail.
 
-Every read that is made for accepted work fails once, whichever it is: a new one is found as well.
+Every read of accepted work fails once, including reads that are added later.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""A database that is deleted, moved or replaced under a running server: detected, and nothing is accepted."""
+"""A database that is deleted, moved or replaced under a running server is detected."""
 
 import asyncio
 import logging

@@ -95,9 +95,9 @@ async def test_a_second_server_is_refused_after_lock_files_were_deleted(
     tiny_model: Path, tmp_path: Path
 ) -> None:
     """
-    Somebody tidies up; what is locked is the folder and the database, not these files.
+    The folder and the database are locked, not these files.
 
-    Once the folder itself is moved, the server stops: another one can start where it was.
+    When the folder itself is moved, the server stops, and another one can start in its place.
     """
     data, own = tmp_path / "data", tmp_path / "own"
     spec = f"{TINY}={tiny_model}"
@@ -202,7 +202,7 @@ async def test_a_database_that_a_server_holds_is_not_upgraded(
 
 
 async def test_a_server_that_does_not_start_does_not_upgrade_the_database(tmp_path: Path) -> None:
-    """The database is free; the server does not start for another reason, after it checked for keys."""
+    """The database is free; the server does not start for another reason."""
     data = tmp_path / "data"
     old_database(data)
     done = await tinkex("serve", "x=/", "--port", "0", "--host", "0.0.0.0", "--data", str(data))

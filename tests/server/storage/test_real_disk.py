@@ -1,8 +1,8 @@
 """
-A real server whose disk ends, and comes back: no step is lost, and nobody restarts anything.
+A real server whose disk becomes full and free again: no step is lost, without a restart.
 
-The limit on the size of files (`ulimit -f`) of the web process is the disk that ends: every write of
-SQLite and of files fails from one moment on, as on a full disk.
+A limit on file sizes (`ulimit -f`) of the web process simulates the full disk: every write of SQLite
+and of files fails from one moment on.
 """
 
 import asyncio

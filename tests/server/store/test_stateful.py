@@ -1,13 +1,13 @@
 """
-Random histories of everything the store does, against a model of plain dictionaries.
+Random operations of the store, compared with a reference model of plain dictionaries.
 
 After each operation every table and every file is compared with the model. At any point the store
-is closed and opened, or dies in the middle of a transaction: what it had answered is there, what
-it had not is undone. On SQLite, and on PostgreSQL where that is installed.
+is closed and opened, or dies in a transaction: acknowledged writes are there, others are rolled
+back. On SQLite, and on PostgreSQL where it is installed.
 
     TINKEX_PROPERTY_EXAMPLES=500 pytest tests/server/store/test_stateful.py
 
-looks longer, and elsewhere each time.
+runs more examples, different ones each time.
 """
 
 import asyncio
@@ -82,7 +82,7 @@ class StoreMachine(Clients, Retention, Keys, Comparing):
             self.save_checkpoint(1, "weights", "a", 0.0, False, ttl_s, None)
             self.load_checkpoint(1, 1)
             self.save_checkpoint(1, "sampler_weights", "a", 0.0, False, None, 2)
-        # One model has no snapshot, the other has two and a step after them, to cover all recoveries.
+        # One model has no snapshot; the other has two, and a step after them.
         for step_number in (1, 2):
             self.save_snapshot(1, -step_number, None)
         self.accept_steps(1, [7], Kind.OPTIM_STEP, large=False)

@@ -1,5 +1,5 @@
 """
-Each kind of work has its own threads: key lookups and polls do not wait for files, nor files for reads.
+Each kind of work has its own threads: key lookups and polls do not wait for files, or vice versa.
 
 The tests find violations automatically: they call every method of the store while all file threads
 are busy, and they record which threads use files of the data folder.

@@ -4,8 +4,8 @@ Backup and restore of a data folder; a server may be running.
     manifest = create(settings, target)   # a consistent copy of the data folder
     restore(target, folder)
 
-SQLite copies a consistent state of the database first. Files never change once they have their name,
-so they are copied afterwards. If the server deleted some in between, the database is copied again.
+SQLite copies a consistent state of the database first. Files never change once they have a name, so
+they are copied afterwards. If the server deleted some in between, the database is copied again.
 """
 
 import contextlib
@@ -112,7 +112,8 @@ def _failed(error: OSError, target: Path) -> BackupFailed:
         error = os_error_in(str(reason))
     full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     hint = (
-        f"Free some space on the disk of {target.parent}, or choose another folder. The incomplete copy was deleted."
+        f"Free some space on the disk of {target.parent}, or choose another folder. "
+        "The incomplete copy was deleted."
         if full
         else "Run this as the user that runs the server. `tinkex doctor` lists what cannot be read."
     )
@@ -196,7 +197,7 @@ def read_manifest(source: Path) -> Manifest:
         ) from error
     if found.format != FORMAT:
         raise BackupFailed(
-            f"{source} was written by tinkex {found.tinkex} in a format that this version does not support.",
+            f"{source} was written by tinkex {found.tinkex} in an unsupported format.",
             hint="Use that version, or a newer one.",
         )
     return found

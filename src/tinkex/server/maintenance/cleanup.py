@@ -90,7 +90,7 @@ class Cleanup:
         self._futures = futures
         self._clock = clock
         self._orphans_checked_s = float("-inf")
-        #: Models whose snapshot failed -> when to retry (monotonic clock), and how long the wait was.
+        #: Models whose snapshot failed -> when to retry (monotonic clock), and the wait.
         self._retry_at: dict[str, tuple[float, float]] = {}
         self._running: asyncio.Task[None] | None = None
 

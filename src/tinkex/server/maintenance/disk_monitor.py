@@ -58,7 +58,7 @@ class DiskMonitor:
                 log.exception("checking the disk failed; it is checked again")
 
     async def check(self) -> None:
-        """Check the disk once. If there is a temporary problem, test whether writing works again."""
+        """Check the disk once; during a temporary problem, test whether writing works again."""
         # In a thread: a network disk that hangs must not block the event loop.
         await asyncio.to_thread(self._check_all)
         problem = self._store.health.problem

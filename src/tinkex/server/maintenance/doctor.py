@@ -186,8 +186,8 @@ def _about_folder(state: FolderState, reserve_mb: float) -> Iterator[Finding]:
             level=Level.PROBLEM,
             about=about,
             text=f"{state.folder} is on a file system that is mounted read-only",
-            advice="A server cannot use it. Systems mount a disk read-only after disk errors: check "
-            "the system log, then mount it writable. `tinkex backup` can still copy the folder.",
+            advice="A server cannot use it. Systems mount a disk read-only after errors: check the "
+            "system log, then mount it writable. `tinkex backup` can still copy the folder.",
         )
     elif not state.writable:
         yield Finding(
@@ -229,7 +229,7 @@ def _about_folder(state: FolderState, reserve_mb: float) -> Iterator[Finding]:
             level=Level.PROBLEM,
             about="keys",
             text=f"other users of this machine can read {', '.join(state.open_secrets)}",
-            advice="They sign links and tokens of this server. --repair restricts them to their owner.",
+            advice="They sign links and tokens of this server. --repair makes them private.",
             repair=Repair.KEYS,
         )
 
@@ -311,7 +311,10 @@ def _advice(item: DamagedItem, *, repairable: bool) -> str:
     if repairable:
         return "The snapshot before it and the log replace it: --repair, or the server, does this."
     if item.problem.startswith(UNREADABLE):
-        return "It may be intact: make it readable for the user that runs the server, and run this again."
+        return (
+            "It may be intact: make it readable for the user that runs the server, then run this "
+            "again."
+        )
     return _ADVICE[item.what]
 
 
@@ -342,8 +345,8 @@ def _about_files(facts: Inspection) -> Iterator[Finding]:
         yield Finding(
             level=Level.PROBLEM,
             about="unknown files",
-            text=f"{len(facts.unknown_sessions)} sessions have checkpoints or snapshots here and are not in "
-            f"the database: {_some(facts.unknown_sessions, ', ')}",
+            text=f"{len(facts.unknown_sessions)} sessions have checkpoints or snapshots here and "
+            f"are not in the database: {_some(facts.unknown_sessions, ', ')}",
             advice="They belong to another database, or are newer than this one. They are never "
             "deleted automatically. Restore a backup into its own folder, or move them away.",
         )
@@ -403,7 +406,7 @@ def examine(settings: Settings) -> list[Finding]:
 
 
 def repair(settings: Settings) -> list[str]:
-    """Repair what can be repaired safely; returns what was done. Raises while a server is running."""
+    """Repair what can be repaired safely; returns what was done. Raises if a server runs."""
     done: list[str] = []
     state = folder_state(settings)
     if state.holder is None and not any(finding.repair for finding in examine(settings)):

@@ -242,7 +242,7 @@ class Files:
         ]
 
     def upload(self, folder: str, key: str) -> None:
-        """Copy a finished folder to the object store, if there is one; the local copy is a cache."""
+        """Copy a finished folder to the object store, if any; the local copy is a cache."""
         if self.local is None:
             names = os.listdir(folder)
             with _store_errors():
@@ -320,8 +320,9 @@ def _store_errors(*, may_be_missing: bool = False) -> Iterator[None]:
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         if not _s3_error_codes(error).isdisjoint(_TOO_LARGE):
             raise ObjectTooLarge(
-                f"the object store of this server does not accept an object of this size ({reason}). "
-                "Send less in one request, or ask the operator of the server to allow larger objects."
+                f"the object store of this server does not accept an object of this size "
+                f"({reason}). Send less in one request, or ask the operator of the server to "
+                "allow larger objects."
             ) from error
         raise ObjectStoreUnavailable(reason) from error
 
@@ -512,7 +513,7 @@ def _parse_recipients(recipients: Sequence[str]) -> list[Any]:
             keys.append(kind.Recipient.from_str(recipient))
         except pyrage.RecipientError as error:
             raise UserFailure(
-                f"age_encryption_recipients has {recipient[:80]!r}, which is not an age key ({error}). "
-                "Keys begin with age1, or are SSH public keys."
+                f"age_encryption_recipients has {recipient[:80]!r}, which is not an age key "
+                f"({error}). Keys begin with age1, or are SSH public keys."
             ) from None
     return keys

@@ -88,7 +88,7 @@ class CheckpointLists:
         limit: int | None = None,
         offset: int = 0,
     ) -> tuple[list[NamedCheckpoint], int]:
-        """A page, newest first, and the total; with `published` also checkpoints others published."""
+        """A page, newest first, and the total; with `published` also those of other owners."""
         of_owner = checkpoint_versions.c.owner == owner
         readable = [
             sa.or_(of_owner, checkpoint_names.c.public) if published else of_owner,
@@ -175,7 +175,7 @@ class CheckpointLists:
         return await self._database.read(act)
 
     async def delete(self, *, model_id: str, kind: str, name: str) -> bool:
-        """Delete a name; whether it existed. The cleanup deletes its files when nothing uses them."""
+        """Delete a name; whether it existed. The cleanup deletes unused files later."""
         statement = checkpoint_names.delete().where(
             _name_is(model_id, kind, name), not_expired(time.time())
         )
@@ -213,7 +213,7 @@ class CheckpointLists:
         )
 
     async def earlier_copy(self, version: Version, fingerprint: str) -> Version | None:
-        """The version that an earlier try of this copy created; RunTaken if its run is another one."""
+        """The version that an earlier try of this copy created. May raise RunTaken."""
         return await self._database.read(
             lambda connection: _earlier_copy(connection, version, fingerprint)
         )
@@ -229,7 +229,7 @@ class CheckpointLists:
         like: NamedCheckpoint | None,
         expires_s: float | None,
     ) -> Version:
-        """Add a run with one copied checkpoint; a repeat returns the first copy. May raise RunTaken."""
+        """Add a run with one copied checkpoint, or return the first copy. May raise RunTaken."""
         # The copy needs the same base model content as its source.
         base_hash = sa.select(models.c.base_hash).where(models.c.model_id == source.model_id)
 

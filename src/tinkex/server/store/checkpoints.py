@@ -422,7 +422,7 @@ def owner_quota(server: Quota, keys: Iterable[Mapping[str, int]]) -> Quota:
 
 
 def over_quota_message(name: str, *, used: int, new: int, most: int) -> str | None:
-    """Why `new` more is over the quota; None if it fits. `new` is 0 if its size is not known yet."""
+    """Why `new` more is over the quota; None if it fits. 0 is an unknown size."""
     if not most or used + max(new, 1) <= most:
         return None
     more = f", this needs {new} more" if new else ""
@@ -440,7 +440,7 @@ class Quotas:
         self._retention = retention
         #: The quota of owners whose keys set none.
         self.server = Quota()
-        #: A session without a sign of life for this long counts as ended.
+        #: A session without activity for this long counts as ended.
         self.abandoned_s = float("inf")
 
     def check(

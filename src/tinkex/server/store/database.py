@@ -1,8 +1,8 @@
 """
 The database: one connection that writes, a few that read, and the checks and upgrades at opening.
 
-Writes go through the group-commit thread. Reads and file work run in thread pools, one pool for each
-kind of work, so that no kind waits for another.
+Writes go through the group-commit thread. Reads and file work run in thread pools, one for each kind
+of work, so that no kind waits for another.
 """
 
 import asyncio
@@ -167,7 +167,7 @@ class Database:
         key: Hashable = None,
         on_dropped: Callable[[], None] | None = None,
     ) -> None:
-        """Run `act` with a later transaction; lost if the process ends before. See `Writer.defer`."""
+        """Run `act` with a later transaction; see `Writer.defer`."""
         self.writer.defer(self._gate(act), key=key, on_dropped=on_dropped)
 
     def _gate(self, act: Callable[[sa.Connection], T]) -> Callable[[sa.Connection], T]:

@@ -1,7 +1,7 @@
 """
 Event rows: the audit log of changes, and the telemetry that clients send.
 
-    events.note_audit(connection, owner=..., event="checkpoint.published", details={"tinker_path": ...})
+    events.note_audit(connection, owner=..., event="checkpoint.published", details={...})
 
 inside the transaction that makes the change.
 """
@@ -69,7 +69,7 @@ class Audit:
     async def entries(
         self, *, owner: str, topic: str | None, since_s: float, until_s: float
     ) -> list[AuditEntry]:
-        """The owner's entries in a time range, oldest first; only the newest if there are too many."""
+        """The owner's entries in a time range, oldest first; at most the newest MAX_ENTRIES."""
         statement = (
             sa.select(audit.c.at_s, audit.c.event, audit.c.details)
             .where(audit.c.owner == owner, audit.c.at_s >= since_s, audit.c.at_s < until_s)

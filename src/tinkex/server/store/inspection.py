@@ -94,7 +94,7 @@ class Inspection:
 
 
 def inspect(url: str, files: Files, *, young_s: float, abandoned_s: float) -> Inspection:
-    """Inspect a store. Files younger than `young_s` are never orphans: a request may be in progress."""
+    """Inspect a store. Files younger than `young_s` are not orphans: requests may be running."""
     versions = known_versions()
     newest, known = versions[0], frozenset(versions)
     database = sa.make_url(url).database

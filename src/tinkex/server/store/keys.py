@@ -1,8 +1,8 @@
 """
 API keys: shown once, stored as hashes.
 
-A server without keys answers everybody on its machine. If its database is lost together with the keys,
-the new one looks like that of such a server; a marker file in the data folder distinguishes the two.
+A server without keys answers everybody on its machine. If a database is lost together with its keys,
+the next one looks like that of such a server; a marker file distinguishes the two.
 """
 
 import asyncio
@@ -181,8 +181,8 @@ class Keys:
 
 MARKER = "keys.made"
 _MARKER_TEXT = (
-    "API keys were created for the server of this data folder. If its database has none, the server "
-    "does not start. Delete this file to let it start without keys.\n"
+    "API keys were created for the server of this data folder. If its database has none, the "
+    "server does not start. Delete this file to let it start without keys.\n"
 )
 
 

@@ -43,9 +43,9 @@ def issued_s(request_id: str) -> float | None:
 
 # -- token counts --------------------------------------------------------------------------------
 #
-# Tokens are counted in the transaction that stores a result. The sums of a transaction are collected
-# on its connection and written once before the commit: many small results cost one row, and a
-# result that is not stored is not counted.
+# Tokens are counted in the transaction that stores a result. The sums of a transaction are kept on
+# its connection and written once before the commit: many small results cost one row, and a result
+# that is not stored is not counted.
 
 HOUR_S = 3600
 
@@ -183,7 +183,7 @@ _NEW = (
 # The unique constraints reject repeats; the ids of the new rows are returned.
 _INSERT = sqlite.insert(requests).on_conflict_do_nothing().returning(requests.c.request_id)
 # One array for each column: psycopg would take longer to bind thousands of single values than
-# PostgreSQL takes to store them. Text has no length here: a cast would truncate what the column rejects.
+# PostgreSQL takes to store them. Text has no length here: a cast would truncate long values.
 _ARRAYS = sa.func.unnest(
     *(
         sa.bindparam(
@@ -382,7 +382,7 @@ def finish(connection: sa.Connection, final: FinalState) -> Completion | None:
 def finish_many(
     connection: sa.Connection, finals: Sequence[FinalState]
 ) -> Sequence[Completion | None]:
-    """Like `finish`, for many, with few statements. Only the first of two for one request counts."""
+    """Like `finish`, for many, with few statements. The first of two for a request counts."""
     if len(finals) == 1:
         return [finish(connection, finals[0])]
     ids = [final.values["finished"] for final in finals]

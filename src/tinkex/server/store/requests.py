@@ -270,7 +270,7 @@ class Requests:
     async def waiting_of(
         self, owner: str, *, after: tuple[float, str] | None, most: int
     ) -> tuple[list[RequestRow], tuple[float, str] | None]:
-        """The next rows of one owner, oldest first, and the next `after`; None after the last row."""
+        """The next rows of one owner, oldest first, and the next `after`; None at the end."""
         position = sa.tuple_(requests.c.created_s, requests.c.request_id)
         statement = (
             sa.select(requests.c.created_s, *_ROW)

@@ -211,7 +211,7 @@ class Sessions:
         )
 
     async def inactive_sessions(self, before_s: float) -> list[str]:
-        """Open sessions without a sign of life since then and without waiting requests."""
+        """Open sessions without activity since then and without waiting requests."""
         busy = sa.select(requests.c.session_id).where(
             requests.c.status == Status.WAITING, requests.c.session_id.is_not(None)
         )
@@ -355,7 +355,7 @@ class Sessions:
         wanted: Callable[[SessionDetails], bool],
         limit: int,
     ) -> SearchPage:
-        """The next sessions for which `wanted` is true, as their reader may see them, newest first."""
+        """The next sessions that are `wanted`, newest first, as `owner` may see them."""
         readable = _readable(owner, published)
         # Ids only: the database sorts these rows.
         statement = sa.select(sessions.c.session_id, sessions.c.created_s)
@@ -387,7 +387,7 @@ class Sessions:
     async def checkpoint_totals(
         self, session_ids: Collection[str], *, reader: str, now_s: float
     ) -> dict[str, CheckpointTotals]:
-        """Checkpoint totals of these sessions; of other owners' sessions only published ones, no sizes."""
+        """Checkpoint totals of these sessions; for other owners' only the published number."""
         named = (
             sa.select(models.c.session_id, sa.func.count().label("number"))
             .join_from(checkpoint_names, models, checkpoint_names.c.model_id == models.c.model_id)

@@ -204,7 +204,7 @@ class SameFile:
         self._opened: dict[Path, tuple[int, int]] = {}
 
     def check(self) -> None:
-        """Raise DatabaseFileChanged if a file is missing or another one. The first call records them."""
+        """Raise DatabaseFileChanged if a file is missing or replaced since the first call."""
         for file in self._files:
             try:
                 stats = file.stat()

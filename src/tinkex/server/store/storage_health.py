@@ -1,5 +1,5 @@
 """
-Storage health: classifies disk and database errors, and refuses new data while storage has a problem.
+Storage health: classifies disk and database errors, and refuses new data during a problem.
 
     problem = storage_problem(error)      # None if the error has nothing to do with storage
 
@@ -188,7 +188,7 @@ def storage_problem(error: BaseException | None) -> StorageProblem | None:
 
 
 def _is_connection_lost(error: sa.exc.DBAPIError) -> bool:
-    """Whether a connection broke or could not be made. PostgreSQL gives no SQLSTATE for the latter."""
+    """Whether a connection broke, or could not be made (then psycopg has no SQLSTATE)."""
     not_connected = isinstance(error, sa.exc.OperationalError) and (
         getattr(error.orig, "sqlstate", "") is None
     )
@@ -237,7 +237,7 @@ class StorageHealth:
         self.before_commit: Callable[[], None] = lambda: None
 
     def report_timeouts(self, response_timeout: Callable[[], StorageProblem | None]) -> None:
-        """Ask this too: it returns a problem while the database does not respond. For any thread."""
+        """Register a check, for any thread, that returns a problem if the database is too slow."""
         self._response_timeout = response_timeout
 
     def monitor_space(self, check: Callable[[], None]) -> None:

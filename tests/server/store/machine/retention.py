@@ -37,7 +37,7 @@ class Retention(Checkpoints, Snapshots):
     def clean_up_and_die(
         self, part: int, ages_s: tuple[float, float, float], keep_last: int
     ) -> None:
-        """The process dies after deleting rows and before deleting their files, which become orphans."""
+        """The process dies between deleting rows and their files, which become orphans."""
         orphans: set[str] = set()
 
         async def keep(keys: Sequence[str]) -> None:
