@@ -53,7 +53,7 @@ def rows(folder: Path) -> int:
         return int(connection.execute("SELECT count(*) FROM requests").fetchone()[0])
 
 
-async def asked(api: Api, session: str, seq_id: int) -> str:
+async def sample(api: Api, session: str, seq_id: int) -> str:
     body = {"session_id": session, "sampling_session_seq_id": 0, "base_model": api.base_model}
     sampler = (await api.post("create_sampling_session", body)).json["sampling_session_id"]
     sample = {
@@ -71,10 +71,10 @@ async def test_results_are_deleted_an_hour_after_fetching_or_a_day_after_finishi
 ) -> None:
     async with without_cleanup(echo, tmp_path, result_kept_s=HOUR_S) as api:
         session = await api.session()
-        fetched, waiting = await asked(api, session, 0), await asked(api, session, 1)
+        fetched, waiting = await sample(api, session, 0), await sample(api, session, 1)
         first = await api.result(fetched)
         # The second comes after the first, and is finished once a third is.
-        await api.result(await asked(api, session, 2))
+        await api.result(await sample(api, session, 2))
         await clean_up_in(api, 0.9 * HOUR_S)
         assert await api.result(fetched) == first
         await clean_up_in(api, 1.1 * HOUR_S)
@@ -211,8 +211,8 @@ async def deletions(api: Api) -> list[tuple[str, str]]:
     """The audit entries of checkpoints that were deleted automatically."""
     day = time.strftime("%Y-%m-%d", time.gmtime())
     entries = (await api.get(f"/api/v1/audit?date={day}")).json["entries"]
-    told = [each["event_details"] for each in entries if each["event"] == "checkpoint.deleted"]
-    return sorted((each["tinker_path"][-2:], each["reason"]) for each in told)
+    deleted = [each["event_details"] for each in entries if each["event"] == "checkpoint.deleted"]
+    return sorted((each["tinker_path"][-2:], each["reason"]) for each in deleted)
 
 
 async def test_an_expired_checkpoint_is_in_no_list_and_its_end_in_the_audit_log(
@@ -297,10 +297,10 @@ async def test_an_object_store_is_cleaned_up_too(echo: EchoExecutor, tmp_path: P
         lost = files.put("payloads", b"lost")
         await clean_up_in(api, 25 * HOUR_S)
         later_s = time.time() + HOUR_S
-        assert files.older("payloads", 2, before_s=later_s) == []
-        assert len(files.older("snapshots", 2, before_s=later_s)) == 1
-        (place,) = files.older("checkpoints", 4, before_s=later_s)
-        assert "/n4/" in place
+        assert files.list_older("payloads", 2, before_s=later_s) == []
+        assert len(files.list_older("snapshots", 2, before_s=later_s)) == 1
+        (key,) = files.list_older("checkpoints", 4, before_s=later_s)
+        assert "/n4/" in key
         assert lost
         echo.die()
         assert await api.value(await api.optim_step(model, 5)) == 80_000
@@ -312,11 +312,11 @@ class _NotYet:
     def __init__(self, dispatcher: Dispatcher, fails: int) -> None:
         self._dispatcher = dispatcher
         self.fails = fails
-        self.asked = 0
+        self.calls = 0
 
     async def snapshot(self, model_id: str) -> bool:
-        self.asked += 1
-        if self.asked <= self.fails:
+        self.calls += 1
+        if self.calls <= self.fails:
             return False
         return await self._dispatcher.snapshot(model_id)
 
@@ -339,19 +339,19 @@ async def test_a_failed_snapshot_is_retried_with_backoff(
         )
         await cleanup.run_once()
         await cleanup.run_once()
-        assert dispatcher.asked == 1  # not due yet
+        assert dispatcher.calls == 1  # not due yet
         moved_s = 0.0
         monotonic = time.monotonic
         monkeypatch.setattr(cleanup_module.time, "monotonic", lambda: monotonic() + moved_s)
         moved_s += cleanup_module.RETRY_S + 1
         await cleanup.run_once()
-        assert dispatcher.asked == 2
+        assert dispatcher.calls == 2
         moved_s += cleanup_module.RETRY_S + 1
         await cleanup.run_once()
-        assert dispatcher.asked == 2  # twice as long
+        assert dispatcher.calls == 2  # twice as long
         moved_s += cleanup_module.RETRY_S + 1
         await cleanup.run_once()
-        assert dispatcher.asked == 3
+        assert dispatcher.calls == 3
         assert found(tmp_path, "snapshots")
         await cleanup.run_once()
         assert cleanup._retry_at == {}
@@ -374,8 +374,8 @@ async def test_the_disk_is_bounded(echo: EchoExecutor, tmp_path: Path) -> None:
         assert sizes[-1] < 1.2 * sizes[0], sizes
 
 
-def found(folder: Path, room: str) -> list[Path]:
-    return [*(folder / room).glob("*/*")]
+def found(folder: Path, prefix: str) -> list[Path]:
+    return [*(folder / prefix).glob("*/*")]
 
 
 def folder_bytes(folder: Path) -> int:

@@ -91,9 +91,9 @@ async def test_new_work_is_refused_and_accepted_work_continues_after_an_outage(
             echo.open.set()
             # Sent before the outage was detected: it waits, and is neither lost nor repeated.
             early = asyncio.create_task(api.optim_step(model, 3))
-            told = await health(api, 503)
-            assert told["trouble"] == "away"
-            assert "See that it runs" in told["detail"]
+            problem = await health(api, 503)
+            assert problem["trouble"] == "away"
+            assert "Check that it runs" in problem["detail"]
             body = {"model_id": model, "seq_id": 4, "adam_params": {}}
             answer = await api.post("optim_step", body)
             assert answer.status == 503, answer
@@ -115,7 +115,7 @@ async def test_new_work_is_refused_and_accepted_work_continues_after_an_outage(
         assert await api.value(await api.optim_step(model, 4)) == 6
         assert (await api.get("/api/v1/training_runs")).json["cursor"]["total_count"] == 1
     # Logged once for writes and once for reads, not for each request.
-    said = [text for text in caplog.messages if "See that it runs" in text]
+    said = [text for text in caplog.messages if "Check that it runs" in text]
     assert 1 <= len(said) <= 2, said
 
 
@@ -260,8 +260,8 @@ async def test_a_commit_whose_response_was_lost_is_not_repeated(store: Store) ->
         events = await asyncio.gather(first, again, other)
     # A lost event would make its client wait forever; a repeated one would make it stop.
     assert events[1] is None
-    told = await store.requests.completions(sampler, 0, after=0, up_to=10**6)
-    assert [events[0], events[2]] == told
+    found = await store.requests.completions(sampler, 0, after=0, up_to=10**6)
+    assert [events[0], events[2]] == found
     with answer_lost(store):
         # A second insert would fail: the secret is unique.
         key, _ = await store.keys.create(owner="local")

@@ -29,7 +29,7 @@ async def test_a_second_server_is_refused_with_the_holder_of_the_folder(
     assert done.stdout == ""
     holder = f"another server (process {server.process.pid}) holds the data folder {server.data}"
     assert holder in done.stderr
-    assert "hint: Use that one, stop it, or choose another folder" in done.stderr
+    assert "hint: Use that server, stop it, or choose another folder" in done.stderr
     repair = await tinkex("doctor", "--repair", "--data", str(server.data))
     assert repair.returncode == 1
     assert holder in repair.stderr

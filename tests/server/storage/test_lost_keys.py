@@ -133,7 +133,7 @@ async def test_a_backup_contains_the_keys_marker(tmp_path: Path) -> None:
     restore(target, elsewhere)
     start(elsewhere)
     cut_to_nothing(elsewhere)
-    with pytest.raises(DatabaseRefused, match="keys were made for this server"):
+    with pytest.raises(DatabaseRefused, match="API keys were created for this server"):
         start(elsewhere)
 
 
@@ -167,7 +167,7 @@ def test_a_missing_or_truncated_wal_is_detected(
     assert is_wal_lost(file)
     caplog.set_level(logging.ERROR)
     start(tmp_path)
-    assert "was cut short, and what was committed last was in it" in caplog.text
+    assert "-wal is missing or truncated, and it contained the newest commits" in caplog.text
 
 
 def test_a_complete_wal_is_not_reported_as_lost(
@@ -176,4 +176,4 @@ def test_a_complete_wal_is_not_reported_as_lost(
     killed_in_the_midst(tmp_path)
     start(tmp_path)
     start(tmp_path)
-    assert "was cut short" not in caplog.text
+    assert "truncated" not in caplog.text

@@ -55,8 +55,8 @@ def test_writes_of_another_process_are_visible_at_once(root: str, tmp_path: Path
     assert one.names("checkpoints") == {"m"}
     assert one.exists("checkpoints/m/weights/a/v1")
     assert not one.exists("checkpoints/m/weights/a/v")
-    assert one.older("checkpoints", 4, before_s=math.inf) == ["checkpoints/m/weights/a/v1"]
-    assert one.older("checkpoints", 4, before_s=1000) == []
+    assert one.list_older("checkpoints", 4, before_s=math.inf) == ["checkpoints/m/weights/a/v1"]
+    assert one.list_older("checkpoints", 4, before_s=1000) == []
 
 
 def test_a_folder_uploaded_twice_is_stored_once(root: str, tmp_path: Path) -> None:
@@ -81,22 +81,22 @@ def test_a_folder_can_be_moved(root: str, tmp_path: Path) -> None:
     assert (tmp_path / "back" / "number").read_text() == "7 0"
     files.remove("aside/snapshots/m/one")
     files.remove("aside/snapshots/m/one")
-    assert files.all_places() == []
+    assert files.all_keys() == []
 
 
 def test_a_missing_object_differs_from_an_unavailable_store(root: str, tmp_path: Path) -> None:
     files = Files(root)
-    place = files.put("payloads", b"abc")
-    assert files.get(place) == b"abc"
-    assert files.exists(place)
-    files.remove(place)
+    key = files.put("payloads", b"abc")
+    assert files.get(key) == b"abc"
+    assert files.exists(key)
+    files.remove(key)
     with pytest.raises(Damaged, match="is missing"):
-        files.get(place)
+        files.get(key)
     with pytest.raises(FileNotFoundError):
         files.download("snapshots/m/none", str(tmp_path / "none"))
     # A missing bucket does not mean that an object is missing.
     elsewhere = Files("s3://no-such-bucket/x")
-    for act in (lambda: elsewhere.get(place), lambda: elsewhere.put("results", b"x")):
+    for act in (lambda: elsewhere.get(key), lambda: elsewhere.put("results", b"x")):
         with pytest.raises(ObjectStoreUnavailable, match="bucket does not exist"):
             act()
 
@@ -106,7 +106,7 @@ def test_a_new_bucket_may_be_called_a_bucket(
 ) -> None:
     running.make_bucket("a-bucket")
     files = Files(f"s3://a-bucket/{tmp_path.name}")
-    assert files.names("checkpoints") == set()
+    assert files.top_names("checkpoints") == set()
     with pytest.raises(Damaged, match="is missing"):
         files.get("payloads/aa/none")
 

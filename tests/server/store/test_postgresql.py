@@ -179,11 +179,11 @@ async def test_commits_are_durable_whatever_the_default_of_the_database(
 async def test_many_writes_share_few_commits_and_few_statements(store: Store) -> None:
     model = await a_model(store)
     before = store.commits
-    asked = 0
+    statements = 0
 
     def asks(*_: object) -> None:
-        nonlocal asked
-        asked += 1
+        nonlocal statements
+        statements += 1
 
     event.listen(store._database._writing, "before_cursor_execute", asks)
     accepted = await asyncio.gather(
@@ -195,7 +195,7 @@ async def test_many_writes_share_few_commits_and_few_statements(store: Store) ->
     )
     assert store.commits - before < 50
     # Each statement is a round trip, which costs more than its execution.
-    assert asked < 100
+    assert statements < 100
     log = await store.requests.log(model)
     assert [row.seq_id for row in log] == list(range(1, 201))
 

@@ -139,15 +139,15 @@ async def test_accepted_requests_survive_a_restart(tmp_path: Path) -> None:
 
 async def test_a_single_write_is_one_statement_and_is_not_delayed(store: Store) -> None:
     model = await a_model(store)
-    asked: list[str] = []
+    statements: list[str] = []
 
     def asks(_connection: object, _cursor: object, statement: str, *_: object) -> None:
-        asked.append(statement.split()[0])
+        statements.append(statement.split()[0])
 
     event.listen(store._database._writing, "before_cursor_execute", asks)
     accepted = await store.requests.accept(step(model, 1))
     await store.requests.finish_one(success(accepted.request_id, b"{}", None))
-    assert asked == ["BEGIN", "INSERT", "BEGIN", "UPDATE"]
+    assert statements == ["BEGIN", "INSERT", "BEGIN", "UPDATE"]
 
 
 async def check_repeats_and_invalid_requests(store: Store) -> None:
