@@ -257,7 +257,7 @@ async def test_an_owner_with_very_much_gets_bounded_answers_built_off_the_event_
         assert len(answer.body) <= bound.bytes, path
         if answer.status == 400:
             refused.add(path.removeprefix("/api/v1/"))
-            assert "which is the most of one answer" in answer.json["detail"] or (
+            assert "which is the limit of one response" in answer.json["detail"] or (
                 "are the most of one answer" in answer.json["detail"]
             )
             continue

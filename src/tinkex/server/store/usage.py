@@ -164,7 +164,7 @@ class Usage:
                 session_id: dict(metadata)
                 for session_id, metadata in within_metadata_budget(
                     ((row.session_id, row.user_metadata) for row in connection.execute(statement)),
-                    "Ask for a shorter time range.",
+                    "Ask about a shorter time.",
                 )
             }
         )
