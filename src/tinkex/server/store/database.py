@@ -103,13 +103,13 @@ class Database:
         with _as_refusal(self._writing):
             if exclusive:
                 _check_integrity(self._writing)
-            elif (
-                problem := migrations.outdated(self._writing)
-            ) is not None and not problem.is_empty:
+            found = migrations.outdated(self._writing)
+            if found is not None and not (found.is_empty or exclusive):
                 raise DatabaseRefused(
-                    f"{problem}. Starting a server, or `tinkex doctor --repair`, upgrades it."
+                    f"{found}. Starting a server, or `tinkex doctor --repair`, upgrades it."
                 )
-            migrations.migrate(self._writing)
+            if found is not None:
+                migrations.migrate(self._writing)
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="tinkex-reader")
         self._key_readers = ThreadPoolExecutor(KEY_READERS, thread_name_prefix="tinkex-key-reader")
         self._reporters = ThreadPoolExecutor(REPORTERS, thread_name_prefix="tinkex-report")

@@ -74,9 +74,7 @@ def unsupported(version: str) -> str:
 
 
 def migrate(engine: sa.Engine) -> None:
-    """Upgrade the schema to the newest version; does nothing if it already is."""
-    if outdated(engine) is None:
-        return
+    """Create the tables, or upgrade them to the newest version."""
     config = alembic_config()
     logging.getLogger("alembic").setLevel(logging.WARNING)
     with engine.connect() as connection:
