@@ -301,8 +301,8 @@ async def test_owners_are_taken_up_by_turns_and_those_who_have_least_first(tmp_p
         looking = scheduler.Pickup(desk, lambda row: taken.append(row.owner))  # type: ignore[arg-type]
         waiting_of = store.requests.waiting_of
 
-        async def piece(owner: str, *, after: Any, most: int) -> Any:
-            found = await waiting_of(owner, after=after, most=most)
+        async def piece(owner: str, *, after: Any, limit: int) -> Any:
+            found = await waiting_of(owner, after=after, limit=limit)
             read.append(len(found[0]))
             return found
 

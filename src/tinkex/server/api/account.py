@@ -75,13 +75,13 @@ async def usage_events(
     first_hour, end_hour = int(first.timestamp()) // HOUR_S, int(end.timestamp()) // HOUR_S
     usage = context.store.usage
     used = await usage.between(
-        owner=owner, first_hour=first_hour, end_hour=end_hour, most=MOST_EVENTS + 1
+        owner=owner, first_hour=first_hour, end_hour=end_hour, limit=MOST_EVENTS + 1
     )
     stored = await usage.stored(
         owner=owner,
         since_s=first_hour * HOUR_S,
         until_s=end_hour * HOUR_S,
-        most=MOST_STORED + 1,
+        limit=MOST_STORED + 1,
     )
     if len(stored) > MOST_STORED:
         raise UserFailure(
@@ -130,7 +130,7 @@ async def current_storage(request: Request, project_id: str | None = None) -> Re
     context = context_of(request)
     owner = owner_of(request)
     kept = await context.store.usage.current(
-        owner=owner, project_id=project_id, now_s=time.time(), most=MOST_PROJECTS + 1
+        owner=owner, project_id=project_id, now_s=time.time(), limit=MOST_PROJECTS + 1
     )
     if len(kept) > MOST_PROJECTS:
         raise UserFailure(

@@ -203,7 +203,7 @@ async def search_sessions(request: Request) -> Response:
 async def get_session(request: Request, session_id: str, access_scope: Scope = "owned") -> Response:
     session = await _session(request, session_id, published=access_scope == "accessible")
     runs, samplers = await context_of(request).store.sessions.contents(
-        session_id, reader=owner_of(request), most=MOST_LISTED + 1
+        session_id, reader=owner_of(request), limit=MOST_LISTED + 1
     )
     if max(len(runs), len(samplers)) > MOST_LISTED:
         raise UserFailure(

@@ -149,9 +149,9 @@ class Cleanup:
         inactive = await self._store.retention.models_without_snapshot(
             inactive_before_s=until.inactive_s,
             abandoned_before_s=until.abandoned_s,
-            most=(most := SNAPSHOTS_PER_PASS + len(self._retry_at)),
+            limit=(limit := SNAPSHOTS_PER_PASS + len(self._retry_at)),
         )
-        if len(inactive) < most:  # these are all: forget models that need no snapshot any more
+        if len(inactive) < limit:  # these are all: forget models that need no snapshot any more
             self._retry_at = {one: self._retry_at[one] for one in inactive if one in self._retry_at}
         now_s = time.monotonic()
         due = [one for one in inactive if self._retry_at.get(one, (now_s, 0.0))[0] <= now_s]

@@ -394,7 +394,7 @@ class Completions:
         while floor < tail.floor:
             floor = tail.floor
             older = await self._store.requests.completions(
-                sampling_session_id, clone_id, after=cursor, up_to=floor, most=MOST_TOLD
+                sampling_session_id, clone_id, after=cursor, up_to=floor, limit=MOST_TOLD
             )
         return older
 

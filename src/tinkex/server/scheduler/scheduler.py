@@ -415,7 +415,7 @@ class Pickup:
         places = dict.fromkeys(await requests.waiting_owners())
         while places and not self._desk.closing:
             for owner, after in list(places.items()):
-                rows, last = await requests.waiting_of(owner, after=after, most=PIECE)
+                rows, last = await requests.waiting_of(owner, after=after, limit=PIECE)
                 for row in rows:
                     self._take(row)
                 if last is None:

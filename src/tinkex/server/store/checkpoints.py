@@ -421,13 +421,13 @@ def owner_quota(server: Quota, keys: Iterable[Mapping[str, int]]) -> Quota:
     return Quota(**most)
 
 
-def over_quota_message(name: str, *, used: int, new: int, most: int) -> str | None:
+def over_quota_message(name: str, *, used: int, new: int, limit: int) -> str | None:
     """Why `new` more is over the quota; None if it fits. 0 is an unknown size."""
-    if not most or used + max(new, 1) <= most:
+    if not limit or used + max(new, 1) <= limit:
         return None
     more = f", this needs {new} more" if new else ""
     return (
-        f"over quota: you have {used} {_WHAT[name]}{more}, and {most} are allowed ({name}). "
+        f"over quota: you have {used} {_WHAT[name]}{more}, and {limit} are allowed ({name}). "
         f"{_ADVICE[name]} The operator of the server can allow more."
     )
 
@@ -513,7 +513,7 @@ class Quotas:
 
 def _refuse_over_quota(name: str, *, used: int, new: int, quota: Quota) -> None:
     if (
-        reason := over_quota_message(name, used=used, new=new, most=getattr(quota, name))
+        reason := over_quota_message(name, used=used, new=new, limit=getattr(quota, name))
     ) is not None:
         raise OverQuota(reason)
 

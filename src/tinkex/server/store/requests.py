@@ -186,7 +186,7 @@ class Requests:
         *,
         after: int,
         up_to: int,
-        most: int | None = None,
+        limit: int | None = None,
     ) -> list[Completion]:
         """The first events in a range of one client's completion log, in order."""
         statement = (
@@ -198,7 +198,7 @@ class Requests:
                 completions.c.position <= up_to,
             )
             .order_by(completions.c.position)
-            .limit(most)
+            .limit(limit)
         )
         return await self._database.read(
             lambda connection: [Completion(**row._mapping) for row in connection.execute(statement)]
@@ -229,7 +229,7 @@ class Requests:
             return bytes(row.payload)
         key: str = row.payload_place
         path = self._files.path(key)
-        # Engines on this machine read the file themselves: here it is read at most once.
+        # Engines on this machine read the file themselves: here it is read at limit once.
         if path is not None and await self._database.with_file(lambda: self._files.known(key)):
             return path
         payload = await self._get(request_id, "payload", key, required=True)
@@ -268,7 +268,7 @@ class Requests:
         )
 
     async def waiting_of(
-        self, owner: str, *, after: tuple[float, str] | None, most: int
+        self, owner: str, *, after: tuple[float, str] | None, limit: int
     ) -> tuple[list[RequestRow], tuple[float, str] | None]:
         """The next rows of one owner, oldest first, and the next `after`; None at the end."""
         position = sa.tuple_(requests.c.created_s, requests.c.request_id)
@@ -276,7 +276,7 @@ class Requests:
             sa.select(requests.c.created_s, *_ROW)
             .where(requests.c.status == Status.WAITING, requests.c.owner == owner)
             .order_by(requests.c.created_s, requests.c.request_id)
-            .limit(most)
+            .limit(limit)
         )
         if after is not None:
             # The first condition uses the index.
@@ -287,7 +287,7 @@ class Requests:
         ) -> tuple[list[RequestRow], tuple[float, str] | None]:
             found = connection.execute(statement).all()
             rows = [_request_row(dict(one._mapping)) for one in found]
-            last = (found[-1].created_s, found[-1].request_id) if len(found) == most else None
+            last = (found[-1].created_s, found[-1].request_id) if len(found) == limit else None
             return rows, last
 
         return await self._database.read(act)

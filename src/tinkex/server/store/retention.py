@@ -138,7 +138,7 @@ class Retention:
     # -- snapshots ---------------------------------------------------------------------------
 
     async def models_without_snapshot(
-        self, *, inactive_before_s: float, abandoned_before_s: float, most: int
+        self, *, inactive_before_s: float, abandoned_before_s: float, limit: int
     ) -> list[str]:
         """Models of inactive sessions that have steps after their newest snapshot."""
         newest = sa.func.coalesce(snapshots.c.seq_id, -1)
@@ -161,7 +161,7 @@ class Retention:
                 behind,
             )
             .order_by(sessions.c.seen_s)
-            .limit(most)
+            .limit(limit)
         )
         return await self._database.read(lambda connection: list(connection.scalars(statement)))
 

@@ -28,7 +28,7 @@ from tinkex.server.store.schema import (
 )
 from tinkex.server.store.sql_dialects import in_list
 
-# A search filters free-form metadata in Python. One search reads at most this many rows, and this
+# A search filters free-form metadata in Python. One search reads at limit this many rows, and this
 # many characters of metadata; then it returns where to continue.
 MAX_SEARCHED = 5_000
 MAX_SEARCHED_CHARACTERS = 16 * 2**20
@@ -318,7 +318,7 @@ class Sessions:
         return await self._database.read(act)
 
     async def contents(
-        self, session_id: str, *, reader: str, most: int
+        self, session_id: str, *, reader: str, limit: int
     ) -> tuple[list[str], list[str]]:
         """
         Ids of the first models and samplers of a session, in order of creation.
@@ -330,13 +330,13 @@ class Sessions:
             sa.select(models.c.model_id)
             .where(models.c.session_id == session_id, shown, was_created())
             .order_by(models.c.model_seq_id)
-            .limit(most)
+            .limit(limit)
         )
         of_samplers = (
             sa.select(samplers.c.sampling_session_id)
             .where(samplers.c.session_id == session_id, samplers.c.owner == reader)
             .order_by(samplers.c.sampling_session_seq_id)
-            .limit(most)
+            .limit(limit)
         )
         return await self._database.read_report(
             lambda connection: (

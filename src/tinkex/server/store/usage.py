@@ -74,9 +74,9 @@ class Usage:
         self._database = database
 
     async def between(
-        self, *, owner: str, first_hour: int, end_hour: int, most: int
+        self, *, owner: str, first_hour: int, end_hour: int, limit: int
     ) -> list[UsageRow]:
-        """An owner's usage in [first_hour, end_hour), by hour; at most `most` rows."""
+        """An owner's usage in [first_hour, end_hour), by hour; at limit `limit` rows."""
         statement = (
             sa.select(
                 usage.c.hour,
@@ -89,16 +89,16 @@ class Usage:
             .join_from(usage, sessions, usage.c.session_id == sessions.c.session_id, isouter=True)
             .where(usage.c.owner == owner, usage.c.hour >= first_hour, usage.c.hour < end_hour)
             .order_by(usage.c.hour, usage.c.session_id, usage.c.base_model, usage.c.what)
-            .limit(most)
+            .limit(limit)
         )
         return await self._database.read_report(
             lambda connection: [UsageRow(**row._mapping) for row in connection.execute(statement)]
         )
 
     async def stored(
-        self, *, owner: str, since_s: float, until_s: float, most: int
+        self, *, owner: str, since_s: float, until_s: float, limit: int
     ) -> list[StoredCheckpoint]:
-        """The owner's checkpoints that were stored at some time in a range; at most `most`."""
+        """The owner's checkpoints that were stored at some time in a range; at limit `limit`."""
         versions = checkpoint_versions.c
         statement = (
             _STORED.join_from(checkpoint_versions, models, versions.model_id == models.c.model_id)
@@ -110,7 +110,7 @@ class Usage:
                 sa.or_(versions.discarded_s.is_(None), versions.discarded_s > since_s),
             )
             .order_by(versions.created_s)
-            .limit(most)
+            .limit(limit)
         )
         return await self._database.read_report(
             lambda connection: [
@@ -119,7 +119,7 @@ class Usage:
         )
 
     async def current(
-        self, *, owner: str, project_id: str | None, now_s: float, most: int
+        self, *, owner: str, project_id: str | None, now_s: float, limit: int
     ) -> list[ProjectStorage]:
         """By project, the owner's checkpoints as listed now; each name counts."""
         versions = checkpoint_versions.c
@@ -139,7 +139,7 @@ class Usage:
             .where(versions.owner == owner, not_expired(now_s))
             .group_by(sessions.c.project_id)
             .order_by(sa.func.coalesce(sessions.c.project_id, ""))
-            .limit(most)
+            .limit(limit)
         )
         if project_id is not None:
             statement = statement.where(sessions.c.project_id == project_id)

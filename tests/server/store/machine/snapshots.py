@@ -57,7 +57,7 @@ class Snapshots(Base):
             self.store.retention.models_without_snapshot(
                 inactive_before_s=now_s - inactive_s,
                 abandoned_before_s=now_s - abandoned_s,
-                most=1000,
+                limit=1000,
             )
         )
         assert set(behind) == {
