@@ -229,7 +229,7 @@ class Requests:
             return bytes(row.payload)
         key: str = row.payload_place
         path = self._files.path(key)
-        # Engines on this machine read the file themselves: here it is read at limit once.
+        # Engines on this machine read the file themselves: here it is read at most once.
         if path is not None and await self._database.with_file(lambda: self._files.known(key)):
             return path
         payload = await self._get(request_id, "payload", key, required=True)

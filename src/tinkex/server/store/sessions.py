@@ -28,7 +28,7 @@ from tinkex.server.store.schema import (
 )
 from tinkex.server.store.sql_dialects import in_list
 
-# A search filters free-form metadata in Python. One search reads at limit this many rows, and this
+# A search filters free-form metadata in Python. One search reads at most this many rows, and this
 # many characters of metadata; then it returns where to continue.
 MAX_SEARCHED = 5_000
 MAX_SEARCHED_CHARACTERS = 16 * 2**20

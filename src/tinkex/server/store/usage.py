@@ -76,7 +76,7 @@ class Usage:
     async def between(
         self, *, owner: str, first_hour: int, end_hour: int, limit: int
     ) -> list[UsageRow]:
-        """An owner's usage in [first_hour, end_hour), by hour; at limit `limit` rows."""
+        """An owner's usage in [first_hour, end_hour), by hour; at most `limit` rows."""
         statement = (
             sa.select(
                 usage.c.hour,
@@ -98,7 +98,7 @@ class Usage:
     async def stored(
         self, *, owner: str, since_s: float, until_s: float, limit: int
     ) -> list[StoredCheckpoint]:
-        """The owner's checkpoints that were stored at some time in a range; at limit `limit`."""
+        """The owner's checkpoints that were stored at some time in a range; at most `limit`."""
         versions = checkpoint_versions.c
         statement = (
             _STORED.join_from(checkpoint_versions, models, versions.model_id == models.c.model_id)
