@@ -71,10 +71,10 @@ async def test_all_damaged_files_are_named(tmp_path: Path) -> None:
     value.write_text("9")
     (tmp_path / "signing.key").chmod(0o644)
     said = report(tmp_path)
-    assert "payload: that of" in said
+    assert "payload: the payload of request" in said
     assert "is missing" in said
-    assert "result: that of" in said
-    assert "checkpoint: that of tinker://" in said
+    assert "result: the result of request" in said
+    assert "checkpoint: the folder of tinker://" in said
     assert "keys: other users of this machine can read signing.key" in said
     assert "reserve_mb" in problems(tmp_path, reserve_mb=2.0**40)[0].advice
 
@@ -206,7 +206,7 @@ async def test_an_old_database_is_upgraded(tmp_path: Path) -> None:
         connection.execute("UPDATE alembic_version SET version_num = '9999'")
     connection.close()
     (finding,) = problems(tmp_path)
-    assert "newer tinkex" in finding.text
+    assert "newer tinkex" in finding.advice
 
 
 async def test_a_database_older_than_0_1_is_left_as_it_is(tmp_path: Path) -> None:
@@ -216,7 +216,7 @@ async def test_a_database_older_than_0_1_is_left_as_it_is(tmp_path: Path) -> Non
     connection.close()
     (finding,) = problems(tmp_path)
     assert "is of version 0007" in finding.text
-    assert "tinkex 0.1" in finding.text
+    assert "tinkex 0.1" in finding.advice
     assert finding.repair is None
     assert await repaired(tmp_path) == []
 
@@ -321,7 +321,7 @@ async def test_a_folder_in_place_of_a_file_is_reported(tmp_path: Path) -> None:
     (folder,) = (tmp_path / "checkpoints").glob("*/weights/kept/*")
     (folder / "more").mkdir()
     said = report(tmp_path)
-    assert "payload: that of" in said
+    assert "payload: the payload of request" in said
     assert "is not a file (Is a directory)" in said
     assert f"{folder.name}/more is not a file" in said
 

@@ -273,11 +273,8 @@ def _about_database(facts: Inspection, *, is_full: bool) -> Iterator[Finding]:
     elif facts.version == facts.newest_version:
         yield Finding(level=Level.FINE, about=about, text=f"intact, version {facts.version}")
     elif facts.version is not None and facts.version not in facts.known_versions:
-        yield Finding(
-            level=Level.PROBLEM,
-            about=about,
-            text=f"it {unsupported(facts.version)}",
-        )
+        problem, advice = unsupported(facts.version)
+        yield Finding(level=Level.PROBLEM, about=about, text=f"it {problem}", advice=advice)
     elif facts.version is None:
         yield Finding(
             level=Level.PROBLEM,
@@ -296,6 +293,13 @@ def _about_database(facts: Inspection, *, is_full: bool) -> Iterator[Finding]:
         )
 
 
+_NAMES = {
+    PAYLOAD: "the payload of request {}",
+    RESULT: "the result of request {}",
+    CHECKPOINT: "the folder of {}",
+    SNAPSHOT: "the snapshot of model {}",
+    OLDER_SNAPSHOT: "the older snapshot of model {}",
+}
 _ADVICE = {
     PAYLOAD: "Its request fails, or its model cannot be rebuilt. Restore it from a backup.",
     RESULT: "Its client is told that the result is lost. Restore it from a backup.",
@@ -324,7 +328,7 @@ def _about_files(facts: Inspection) -> Iterator[Finding]:
         yield Finding(
             level=Level.PROBLEM,
             about=item.what,
-            text=f"that of {item.name} {item.problem}",
+            text=f"{_NAMES[item.what].format(item.name)} {item.problem}",
             advice=_advice(item, repairable=repairable),
             repair=Repair.SNAPSHOTS if repairable else None,
         )
