@@ -70,8 +70,7 @@ def unsupported(version: str) -> tuple[str, str]:
         )
     return (
         f"is of version {version}, which this tinkex does not know",
-        "It was made by a newer tinkex: use that one, or restore a backup from before the update "
-        "with `tinkex restore`.",
+        "It was made by a newer tinkex: use that one, or restore an older backup: `tinkex restore`.",
     )
 
 
