@@ -502,11 +502,13 @@ class Quotas:
     ) -> Iterator[tuple[str, int]]:
         """The usage of those of these quotas that are limited."""
         now_s = time.time()
-        for name, statement in (
-            ("max_checkpoint_bytes", lambda: _bytes(owner)),
-            ("max_checkpoints", lambda: _checkpoints(owner, now_s)),
-            ("max_runs", lambda: _runs(owner, now_s, now_s - self.abandoned_s)),
-        ):
+        # Built only when needed: a save does not count runs.
+        statements: dict[str, Callable[[], sa.Select[int]]] = {
+            "max_checkpoint_bytes": lambda: _bytes(owner),
+            "max_checkpoints": lambda: _checkpoints(owner, now_s),
+            "max_runs": lambda: _runs(owner, now_s, now_s - self.abandoned_s),
+        }
+        for name, statement in statements.items():
             if name in names and getattr(quota, name):
                 yield name, int(connection.scalar(statement()) or 0)
 

@@ -20,8 +20,9 @@ from pathlib import Path
 import sqlalchemy as sa
 
 from tinkex.server.store import events
-from tinkex.server.store.database import Database, DatabaseRefused, any_key
+from tinkex.server.store.database import Database, any_key
 from tinkex.server.store.schema import api_keys
+from tinkex.server.store.storage_health import DatabaseRefused
 
 log = logging.getLogger("tinkex.server.store")
 

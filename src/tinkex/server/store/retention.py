@@ -17,7 +17,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from tinkex.server.store.blobs import PREFIX_DEPTHS, Files
-from tinkex.server.store.database import Database, DatabaseRefused
+from tinkex.server.store.database import Database
 from tinkex.server.store.events import note_audit
 from tinkex.server.store.schema import (
     Status,
@@ -35,6 +35,7 @@ from tinkex.server.store.schema import (
 )
 from tinkex.server.store.snapshots import drop_older, truncate_log
 from tinkex.server.store.sql_dialects import in_list
+from tinkex.server.store.storage_health import DatabaseRefused
 
 log = logging.getLogger("tinkex.server.store")
 
