@@ -229,11 +229,11 @@ def about_training(on: Sequence[Turn], off: Sequence[Turn]) -> str:
 @contextmanager
 def a_commit_each() -> Iterator[None]:
     """The writer takes one write at a time."""
-    together, group_commit.MOST_TOGETHER = group_commit.MOST_TOGETHER, 1
+    together, group_commit.MAX_GROUP = group_commit.MAX_GROUP, 1
     try:
         yield
     finally:
-        group_commit.MOST_TOGETHER = together
+        group_commit.MAX_GROUP = together
 
 
 class Acceptor:
@@ -266,7 +266,7 @@ class Acceptor:
         return self._requests / (time.perf_counter() - began)
 
     async def _model(self) -> str:
-        session = await self._store.runs.create_session(
+        session = await self._store.sessions.create_session(
             owner="local",
             sdk_version=None,
             tags=[],
@@ -285,7 +285,7 @@ class Acceptor:
             user_metadata=None,
             created_s=time.time(),
         )
-        await self._store.runs.create_model(
+        await self._store.models.create_model(
             model=model, model_seq_id=0, request=self._step(model.model_id, 0)
         )
         return model.model_id
@@ -452,7 +452,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.serve:
         if options.serve == "each":
-            group_commit.MOST_TOGETHER = 1
+            group_commit.MAX_GROUP = 1
         bench_api.serve("tinkex", options.folder)
         return
     pairs: list[Pair] = []

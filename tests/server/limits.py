@@ -28,8 +28,8 @@ from tinkex.server.api import (
 )
 from tinkex.server.scheduler import checkpoints
 from tinkex.server.settings import Settings
-from tinkex.server.store import checkpoint_lists, history
-from tinkex.server.store import telemetry as kept_telemetry
+from tinkex.server.store import checkpoint_lists, events
+from tinkex.server.store import sessions as stored_sessions
 from tinkex.wire import custom_loss, errors, limits, tensors
 from tinkex.wire.proto import tinkex_wire_pb2 as pb
 
@@ -520,7 +520,7 @@ LIMITS = [
     ),
     Limit(
         "characters of telemetry of one owner that are kept in an hour",
-        kept_telemetry.MOST_AN_HOUR,
+        events.MAX_CHARACTERS_PER_HOUR,
         "200, the rest not kept",
         "",
         None,
@@ -528,7 +528,7 @@ LIMITS = [
     ),
     Limit(
         "events of one batch of telemetry that are kept",
-        kept_telemetry.MOST_EVENTS,
+        events.MAX_EVENTS,
         "200, the rest not kept",
         "accepted",
         None,
@@ -537,7 +537,7 @@ LIMITS = [
     # Of answers.
     Limit(
         "characters of metadata in one answer",
-        checkpoint_lists.MOST_METADATA,
+        checkpoint_lists.MAX_METADATA_CHARACTERS,
         "400",
         "",
         None,
@@ -570,13 +570,13 @@ LIMITS = [
     ),
     Limit(
         "sessions that one search looks at",
-        history.MOST_SEARCHED,
+        stored_sessions.MAX_SEARCHED,
         "a cursor to go on with",
         "",
         None,
         test=f"{BOUNDS}::test_a_search_looks_at_so_many_sessions_and_says_where_to_go_on",
     ),
-    Limit("requests in a trace", history.MOST_SPANS, "the newest", "", None, test=MUCH),
+    Limit("requests in a trace", stored_sessions.MAX_SPANS, "the newest", "", None, test=MUCH),
     Limit(
         "lists, searches and reports of an owner that are made at once",
         bodies.REPORTS_AT_ONCE,

@@ -142,8 +142,8 @@ async def test_a_model_goes_on_when_it_cannot_be_built_again_for_a_snapshot(
     ):
         assert api.app
         model = await api.model()
-        runs = api.app.state.context.store.runs
-        custom_losses = runs.custom_losses
+        models = api.app.state.context.store.models
+        custom_losses = models.custom_losses
 
         async def fails_once(session_id: str) -> Any:
             if not raised.is_set():
@@ -151,7 +151,7 @@ async def test_a_model_goes_on_when_it_cannot_be_built_again_for_a_snapshot(
                 raise error
             return await custom_losses(session_id)
 
-        monkeypatch.setattr(runs, "custom_losses", fails_once)
+        monkeypatch.setattr(models, "custom_losses", fails_once)
         executor.open.clear()
         for seq_id in (1, 3):
             await api.forward_backward(model, seq_id, tokens=3)

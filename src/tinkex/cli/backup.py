@@ -22,17 +22,17 @@ def command(
     `tinkex restore` makes a data folder from it, and `tinkex doctor --data TARGET` checks it.
     """
     settings = load_settings("backup", data=data, db=db, storage=storage)
-    from tinkex.server.maintenance.backup import BackupFailed, take
+    from tinkex.server.maintenance.backup import BackupFailed, create
 
     try:
-        taken = take(settings, target)
+        manifest = create(settings, target)
     except BackupFailed as error:
         raise CommandFailed(str(error), hint=error.hint) from error
     if as_json():
-        show_json({"folder": str(target), "files": taken.files, "bytes": taken.bytes})
+        show_json({"folder": str(target), "files": manifest.files, "bytes": manifest.bytes})
     else:
-        click.echo(f"{taken.files} files, {size(taken.bytes)}, in {target}", err=True)
-    if taken.missing:
+        click.echo(f"{manifest.files} files, {size(manifest.bytes)}, in {target}", err=True)
+    if manifest.missing:
         click.echo(
             f"warning: {len(taken.missing)} files are missing from the data folder. "
             "`tinkex doctor` lists them.",

@@ -148,7 +148,7 @@ def _with_keys(
     if not create:
         _check_exists(settings)
     try:
-        store = open_beside(settings)
+        store = open_shared_store(settings)
     except OSError as error:
         raise CommandFailed(
             f"the data folder {settings.folder} cannot be opened: {error.strerror}."

@@ -28,8 +28,8 @@ from tinkex.server.api.bodies import Turns
 from tinkex.server.api.report_limits import MOST_BYTES, MOST_LISTED, bound_of, encoded
 from tinkex.server.app import HOT_ROUTES, ROUTERS
 from tinkex.server.store import Store, checkpoint_lists, schema
-from tinkex.server.store import history as stored_history
-from tinkex.server.store.usage import Stored
+from tinkex.server.store import sessions as stored_sessions
+from tinkex.server.store.usage import StoredCheckpoint
 from tinkex.wire.billing import StorageBillingEvent
 from tinkex.wire.checkpoints import CheckpointsListResponse
 from tinkex.wire.codec import encode_json
@@ -173,7 +173,7 @@ def fill(connection: sa.Connection) -> None:
                 "finished_s": now_s,
                 **kept,
             }
-            for number in range(stored_history.MOST_SPANS + 5)
+            for number in range(stored_sessions.MAX_SPANS + 5)
         ],
     )
     connection.execute(
@@ -257,7 +257,7 @@ async def test_an_owner_with_very_much_gets_bounded_answers_built_off_the_event_
         assert len(answer.body) <= bound.bytes, path
         if answer.status == 400:
             refused.add(path.removeprefix("/api/v1/"))
-            assert "which is the most of one answer" in answer.json["detail"] or (
+            assert "which is the limit of one response" in answer.json["detail"] or (
                 "are the most of one answer" in answer.json["detail"]
             )
             continue
@@ -312,13 +312,13 @@ async def test_a_search_looks_at_so_many_sessions_and_says_where_to_go_on(full: 
         pages_seen += 1
         if (cursor := answer.json.get("next_cursor")) is None:
             break
-    assert pages_seen == -(-12_001 // stored_history.MOST_SEARCHED)
+    assert pages_seen == -(-12_001 // stored_sessions.MAX_SEARCHED)
 
 
 async def test_a_search_finds_everything_whatever_the_length_of_what_it_looks_at(
     full: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stored_history, "MOST_SEARCHED_CHARACTERS", 100_000)
+    monkeypatch.setattr(stored_sessions, "MAX_SEARCHED_CHARACTERS", 100_000)
     found: list[str] = []
     cursor = None
     for _ in range(40):
@@ -408,7 +408,7 @@ def test_storage_by_the_hour_is_what_every_checkpoint_lasted(seed: int) -> None:
         since_s = dice.choice([dice.uniform(90, 130), float(dice.randint(90, 129))]) * 3600
         lasts = dice.choice([0.0, 0.25, 1.0, 3.0, 50.0, dice.uniform(0, 20)])
         stored.append(
-            Stored(
+            StoredCheckpoint(
                 session_id=dice.choice("ab"),
                 project_id=None,
                 base_model="m",

@@ -176,7 +176,7 @@ async def test_a_link_that_is_not_good_costs_its_owner_nothing(
     assert links.nobody.app
     context = links.nobody.app.state.context
     read = []
-    monkeypatch.setattr(context.store.runs, "session", read.append)
+    monkeypatch.setattr(context.store.sessions, "session", read.append)
     async with context.reports.turn("alice"), asyncio.timeout(10):
         assert await opened(links.nobody, f"{links.all['trace']}0") == 403
     assert read == []

@@ -97,7 +97,7 @@ async def test_who_beats_asks_or_has_work_waiting_is_not_taken_for_gone(tmp_path
 
     try:
         sessions = [
-            await store.runs.create_session(
+            await store.sessions.create_session(
                 owner="a",
                 sdk_version=None,
                 tags=[],
@@ -122,13 +122,13 @@ async def test_who_beats_asks_or_has_work_waiting_is_not_taken_for_gone(tmp_path
         presence.heard(asking)
         await presence.look()
         assert freed == [silent]
-        assert await store.runs.lapsed_sessions() == [silent]
+        assert await store.sessions.lapsed_sessions() == [silent]
         # Known again after a restart, and taken back when its client is heard.
         again = Presence(store, Frees(), grace_s=1800.0)  # type: ignore[arg-type]
         await again.start()
         again.heard(silent)
         await again.close()
-        await store.runs.finish_session(asking, "success", None)
-        assert await store.runs.lapsed_sessions() == []
+        await store.sessions.finish_session(asking, "success", None)
+        assert await store.sessions.lapsed_sessions() == []
     finally:
         store.close()

@@ -1,4 +1,4 @@
-"""Files and pages that are not what was written: found, said, never an answer made from them."""
+"""Damaged files and database pages are detected and reported, and never used."""
 
 import logging
 import os
@@ -20,7 +20,7 @@ LARGE = 40_000
 
 
 async def trained(api: Api, model: str, *seq_ids: int) -> float:
-    """One pass over a token and one step for each pair of numbers; the value after the last."""
+    """One pass over a token and one step for each pair of seq_ids; the value after the last."""
     value = 0.0
     for seq_id in seq_ids:
         await api.passed(await api.forward_backward(model, seq_id, tokens=1))
@@ -29,7 +29,7 @@ async def trained(api: Api, model: str, *seq_ids: int) -> float:
 
 
 async def snapshot(api: Api, model: str) -> Path:
-    """Write a model down now; the folder."""
+    """Save a snapshot of a model now; returns its folder."""
     assert api.app
     context = api.app.state.context
     assert await context.dispatcher.snapshot(model)
@@ -39,11 +39,11 @@ async def snapshot(api: Api, model: str) -> Path:
 
 
 def tear(folder: Path) -> None:
-    """As a crash of the machine leaves a file whose blocks never came to the disk."""
+    """Damage a file like a machine crash whose blocks were not written to disk."""
     (folder / "number").write_text("0 0")
 
 
-async def test_a_torn_snapshot_is_set_aside_and_the_one_before_it_used(
+async def test_a_damaged_snapshot_is_set_aside_and_the_one_before_it_used(
     echo: EchoExecutor, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with hosted(echo, tmp_path) as api:
@@ -64,7 +64,9 @@ async def test_a_torn_snapshot_is_set_aside_and_the_one_before_it_used(
         assert "are not what was written" in caplog.text
 
 
-async def test_the_first_snapshot_torn_is_done_without(echo: EchoExecutor, tmp_path: Path) -> None:
+async def test_a_damaged_first_snapshot_is_replaced_by_the_log(
+    echo: EchoExecutor, tmp_path: Path
+) -> None:
     async with hosted(echo, tmp_path) as api:
         model = await api.model()
         assert await trained(api, model, 1) == 1
@@ -74,7 +76,7 @@ async def test_the_first_snapshot_torn_is_done_without(echo: EchoExecutor, tmp_p
         assert Task.RESTORE not in echo.tasks()
 
 
-async def test_a_snapshot_that_may_not_be_read_stays_and_stops_nobody_else(
+async def test_an_unreadable_snapshot_stays_and_affects_no_other_model(
     echo: EchoExecutor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with hosted(echo, tmp_path) as api:
@@ -98,7 +100,7 @@ async def test_a_snapshot_that_may_not_be_read_stays_and_stops_nobody_else(
         assert await trained(api, model, 4) == 3
 
 
-async def test_a_model_that_nothing_can_build_again_fails_with_the_reason_and_others_go_on(
+async def test_a_model_that_cannot_be_rebuilt_fails_with_the_reason_and_others_continue(
     echo: EchoExecutor, tmp_path: Path
 ) -> None:
     async with hosted(echo, tmp_path) as api:
@@ -125,7 +127,7 @@ async def test_a_payload_that_is_missing_fails_its_request_only(
 ) -> None:
     async with hosted(echo, tmp_path) as api:
         model, other = await api.model(), await api.model()
-        # Behind a number that has not come.
+        # After a seq_id that has not arrived.
         large = await api.forward_backward(model, 2, tokens=LARGE)
         (file,) = (tmp_path / "payloads").glob("*/*")
         file.unlink()
@@ -139,7 +141,7 @@ async def test_a_payload_that_is_missing_fails_its_request_only(
         assert await trained(api, other, 1) == 1
 
 
-async def test_a_payload_that_may_not_be_read_says_so(
+async def test_an_unreadable_payload_is_reported(
     echo: EchoExecutor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def opened(path: str, mode: str) -> IO[bytes]:
@@ -156,9 +158,7 @@ async def test_a_payload_that_may_not_be_read_says_so(
         assert "cannot be read: Permission denied (payloads/" in failed["error"]
 
 
-async def test_a_payload_that_was_cut_off_is_not_computed(
-    echo: EchoExecutor, tmp_path: Path
-) -> None:
+async def test_a_truncated_payload_is_not_computed(echo: EchoExecutor, tmp_path: Path) -> None:
     async with hosted(echo, tmp_path) as api:
         model = await api.model()
         large = await api.forward_backward(model, 2, tokens=LARGE)
@@ -169,7 +169,7 @@ async def test_a_payload_that_was_cut_off_is_not_computed(
         assert "is damaged: the 1000 bytes" in failed["error"]
 
 
-async def test_a_log_with_a_payload_missing_builds_nothing(
+async def test_a_log_with_a_missing_payload_is_not_replayed(
     echo: EchoExecutor, tmp_path: Path
 ) -> None:
     async with hosted(echo, tmp_path) as api:
@@ -183,7 +183,7 @@ async def test_a_log_with_a_payload_missing_builds_nothing(
         assert "cannot be built again: the payload of request" in failed["error"]
 
 
-async def test_a_result_that_is_missing_is_said_to_be(echo: EchoExecutor, tmp_path: Path) -> None:
+async def test_a_missing_result_is_reported(echo: EchoExecutor, tmp_path: Path) -> None:
     async with hosted(echo, tmp_path) as api:
         model = await api.model()
         large = await api.forward_backward(model, 1, tokens=LARGE)
@@ -228,7 +228,7 @@ async def test_a_checkpoint_without_its_files_cannot_be_read_and_others_can(
         assert len(listed["checkpoints"]) == 3
 
 
-async def test_a_damaged_checkpoint_is_not_copied_and_a_torn_copy_is_noticed(
+async def test_a_damaged_checkpoint_is_not_copied_and_a_damaged_copy_is_detected(
     echo: EchoExecutor, tmp_path: Path
 ) -> None:
     async with hosted(echo, tmp_path) as api:
@@ -254,7 +254,7 @@ async def test_a_damaged_checkpoint_is_not_copied_and_a_torn_copy_is_noticed(
 
 
 def overwrite_pages(file: Path, table: str) -> None:
-    """What a disk that went bad does to the pages of a table."""
+    """Overwrite pages of a table, like a failing disk."""
     with sqlite3.connect(file) as connection:
         connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         (root,) = connection.execute(
@@ -278,23 +278,23 @@ async def test_a_server_does_not_start_on_a_damaged_database(
             db_url=f"sqlite:///{tmp_path / 'tinkex.db'}",
             storage_url=str(tmp_path),
             folder=tmp_path,
-            alone=True,
+            exclusive=True,
         )
 
 
-async def test_a_database_that_turns_out_damaged_answers_nothing_more(
+async def test_a_database_that_becomes_damaged_is_not_read_any_more(
     echo: EchoExecutor, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with hosted(echo, tmp_path) as api:
         model = await api.model()
     overwrite_pages(tmp_path / "tinkex.db", "models")
-    # Not looked through at its start, as one whose disk goes bad while it runs.
+    # Not checked at the start: its disk fails while it runs.
     caplog.set_level(logging.ERROR)
     async with hosted(echo, tmp_path, janitor_s=0) as api:
         listed = await api.get("/api/v1/training_runs")
         assert listed.status == 503
         assert "damaged" in listed.json["detail"]
-        # Pages that look sound may be wrong as well.
+        # Other pages may be wrong as well.
         assert (await api.post("sessions/search", {})).status == 503
         body = {"model_id": model, "seq_id": 2, "adam_params": {}}
         assert (await api.post("optim_step", body)).status == 503

@@ -1,4 +1,4 @@
-"""Files in an object store: a real S3 API, which is also killed and paused under the server."""
+"""Files in an object store: a real S3 API, which tests also stop and pause."""
 
 import asyncio
 import math
@@ -18,9 +18,9 @@ from server.echo import EchoExecutor
 from server.hosting import PROTOBUF, Api, hosted, pass_body
 from tinkex.server.store import blobs as files_module
 from tinkex.server.store.blobs import Files, ObjectTooLarge
-from tinkex.server.store.storage_health import Damaged, StoreAway
+from tinkex.server.store.storage_health import Damaged, ObjectStoreUnavailable
 
-LARGE = 40_000  # tokens: payload and result are files of their own
+LARGE = 40_000  # tokens: payload and result are stored as files
 SOON_S = 20.0
 
 
@@ -32,7 +32,7 @@ def running() -> Iterator[ObjectStore]:
 
 @pytest.fixture
 def root(running: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A place of its own in the store, with little patience for silence."""
+    """A prefix of its own in the store, with short timeouts."""
     for name, value in running.environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setitem(files_module._S3, "read_timeout", 1)
@@ -47,7 +47,7 @@ def folder_of(tmp_path: Path, **content: str) -> str:
     return str(folder)
 
 
-def test_what_another_process_wrote_is_seen_at_once(root: str, tmp_path: Path) -> None:
+def test_writes_of_another_process_are_visible_at_once(root: str, tmp_path: Path) -> None:
     one, other = Files(root), Files(root)
     assert one.names("checkpoints") == set()
     assert not one.exists("checkpoints/m/weights/a/v1")
@@ -55,11 +55,11 @@ def test_what_another_process_wrote_is_seen_at_once(root: str, tmp_path: Path) -
     assert one.names("checkpoints") == {"m"}
     assert one.exists("checkpoints/m/weights/a/v1")
     assert not one.exists("checkpoints/m/weights/a/v")
-    assert one.older("checkpoints", 4, before_s=math.inf) == ["checkpoints/m/weights/a/v1"]
-    assert one.older("checkpoints", 4, before_s=1000) == []
+    assert one.list_older("checkpoints", 4, before_s=math.inf) == ["checkpoints/m/weights/a/v1"]
+    assert one.list_older("checkpoints", 4, before_s=1000) == []
 
 
-def test_a_folder_that_is_uploaded_twice_is_there_once(root: str, tmp_path: Path) -> None:
+def test_a_folder_uploaded_twice_is_stored_once(root: str, tmp_path: Path) -> None:
     files, folder = Files(root), folder_of(tmp_path, a="1", b="2")
     files.upload(folder, "checkpoints/m/weights/a/v1")
     files.upload(folder, "checkpoints/m/weights/a/v1")
@@ -71,33 +71,33 @@ def test_a_folder_that_is_uploaded_twice_is_there_once(root: str, tmp_path: Path
         assert {file.name: file.read_text() for file in back.iterdir()} == {"a": "1", "b": "2"}
 
 
-def test_a_folder_moves(root: str, tmp_path: Path) -> None:
+def test_a_folder_can_be_moved(root: str, tmp_path: Path) -> None:
     files = Files(root)
     files.upload(folder_of(tmp_path, number="7 0"), "snapshots/m/one")
     files.move("snapshots/m/one", "aside/snapshots/m/one")
-    files.move("snapshots/m/one", "aside/snapshots/m/one")  # a repeat finds nothing to do
+    files.move("snapshots/m/one", "aside/snapshots/m/one")  # a repeat does nothing
     assert not files.exists("snapshots/m/one")
     files.download("aside/snapshots/m/one", str(tmp_path / "back"))
     assert (tmp_path / "back" / "number").read_text() == "7 0"
     files.remove("aside/snapshots/m/one")
     files.remove("aside/snapshots/m/one")
-    assert files.all_places() == []
+    assert files.all_keys() == []
 
 
-def test_missing_is_told_from_away(root: str, tmp_path: Path) -> None:
+def test_a_missing_object_differs_from_an_unavailable_store(root: str, tmp_path: Path) -> None:
     files = Files(root)
-    place = files.put("payloads", b"abc")
-    assert files.get(place) == b"abc"
-    assert files.exists(place)
-    files.remove(place)
+    key = files.put("payloads", b"abc")
+    assert files.get(key) == b"abc"
+    assert files.exists(key)
+    files.remove(key)
     with pytest.raises(Damaged, match="is missing"):
-        files.get(place)
+        files.get(key)
     with pytest.raises(FileNotFoundError):
         files.download("snapshots/m/none", str(tmp_path / "none"))
-    # A bucket that is gone says nothing about what was in it.
+    # A missing bucket does not mean that an object is missing.
     elsewhere = Files("s3://no-such-bucket/x")
-    for act in (lambda: elsewhere.get(place), lambda: elsewhere.put("results", b"x")):
-        with pytest.raises(StoreAway, match="bucket does not exist"):
+    for act in (lambda: elsewhere.get(key), lambda: elsewhere.put("results", b"x")):
+        with pytest.raises(ObjectStoreUnavailable, match="bucket does not exist"):
             act()
 
 
@@ -106,7 +106,7 @@ def test_a_new_bucket_may_be_called_a_bucket(
 ) -> None:
     running.make_bucket("a-bucket")
     files = Files(f"s3://a-bucket/{tmp_path.name}")
-    assert files.names("checkpoints") == set()
+    assert files.top_names("checkpoints") == set()
     with pytest.raises(Damaged, match="is missing"):
         files.get("payloads/aa/none")
 
@@ -120,7 +120,7 @@ ANSWERS = {
 
 
 @pytest.mark.parametrize("answer", ANSWERS)
-def test_what_concerns_one_object_is_told_from_what_concerns_all(
+def test_errors_of_one_object_differ_from_errors_of_the_store(
     root: str, monkeypatch: pytest.MonkeyPatch, answer: str
 ) -> None:
     status, body = ANSWERS[answer]
@@ -140,20 +140,20 @@ def test_what_concerns_one_object_is_told_from_what_concerns_all(
         threading.Thread(target=server.serve_forever, daemon=True).start()
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.server_port}")
         try:
-            expected = ObjectTooLarge if answer.startswith("too large") else StoreAway
+            expected = ObjectTooLarge if answer.startswith("too large") else ObjectStoreUnavailable
             with pytest.raises(expected):
                 Files(root).put("results", b"abc")
         finally:
             server.shutdown()
 
 
-def test_silence_has_an_end(root: str, running: ObjectStore) -> None:
+def test_a_store_that_does_not_respond_times_out(root: str, running: ObjectStore) -> None:
     files = Files(root)
     files.put("payloads", b"abc")
     began_s = time.monotonic()
-    with running.paused(), pytest.raises(StoreAway):
+    with running.paused(), pytest.raises(ObjectStoreUnavailable):
         files.put("payloads", b"abc")
-    # Two tries of a second; five times five tries is what the libraries do by themselves.
+    # Two tries of a second; the libraries' own defaults are five times five tries.
     assert time.monotonic() - began_s < SOON_S
 
 
@@ -179,7 +179,7 @@ async def test_training_saving_and_sampling_with_an_empty_cache(root: str, tmp_p
             await api.step("save_weights_for_sampler", model_id=model, seq_id=3, path="a")
         )
         assert await api.app.state.context.dispatcher.snapshot(model)  # type: ignore[union-attr]
-    # Another machine has the database and the object store, and no folder of the first.
+    # Another machine, with the same database and object store, and an empty folder.
     for gone in ("checkpoints", "snapshots"):
         shutil.rmtree(tmp_path / "one" / gone)
     async with hosted(EchoExecutor(), tmp_path / "one", storage=root) as api:
@@ -194,7 +194,7 @@ async def test_training_saving_and_sampling_with_an_empty_cache(root: str, tmp_p
 
 
 @pytest.mark.anyio
-async def test_a_result_waits_for_a_store_that_is_silent(
+async def test_a_result_waits_for_a_store_that_does_not_respond(
     root: str, running: ObjectStore, tmp_path: Path
 ) -> None:
     echo = EchoExecutor()
@@ -225,7 +225,7 @@ async def test_a_result_waits_for_a_store_that_is_silent(
 
 
 @pytest.mark.anyio
-async def test_new_work_is_refused_while_the_store_is_gone_and_taken_when_it_is_back(
+async def test_new_work_is_refused_during_an_outage_and_accepted_after_it(
     root: str, running: ObjectStore, tmp_path: Path
 ) -> None:
     async with hosted(EchoExecutor(), tmp_path / "data", storage=root) as api:
@@ -237,7 +237,7 @@ async def test_new_work_is_refused_while_the_store_is_gone_and_taken_when_it_is_
             )
             assert refused.status == 503
             assert await state(api) == "away"
-            # Small ones too: their results may be large.
+            # Small requests too: their results may be large.
             small = await api.post("forward_backward", pass_body(model, 1), headers=PROTOBUF)
             assert small.status == 503
         finally:
@@ -263,7 +263,7 @@ async def test_a_save_waits_for_the_store(root: str, running: ObjectStore, tmp_p
         assert (await api.result(saving))["path"].endswith("/weights/a")
 
 
-def test_a_server_whose_store_is_away_says_so_and_ends(
+def test_a_server_does_not_start_without_its_object_store(
     root: str, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")

@@ -1,4 +1,4 @@
-"""PostgreSQL keeps what SQLite keeps: one server, durable commits, and a lost connection is a pause."""
+"""PostgreSQL: one server per database, durable commits, and recovery from lost connections."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -12,18 +12,18 @@ from alembic.migration import MigrationContext
 from sqlalchemy import event
 
 from postgres import Postgres
-from server.store.test_store import a_model, step, tell_repeats_and_bad_ones_apart
+from server.store.test_store import a_model, check_repeats_and_invalid_requests, step
 from server.waiting import unfinished
 from tinkex.server.scheduler.step_queue import Kind
 from tinkex.server.store import (
     DatabaseRefused,
-    StorageTrouble,
+    StorageError,
     Store,
     group_commit,
     open_store,
     sql_dialects,
 )
-from tinkex.server.store.database import migrate
+from tinkex.server.store.migrations import migrate
 from tinkex.server.store.request_writes import success
 from tinkex.server.store.schema import metadata
 
@@ -36,7 +36,7 @@ def url(postgres: Postgres) -> str:
 
 
 def opened(url: str, folder: Path) -> Store:
-    return open_store(db_url=url, storage_url=str(folder), folder=folder, alone=True)
+    return open_store(db_url=url, storage_url=str(folder), folder=folder, exclusive=True)
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ async def store(url: str, tmp_path: Path) -> AsyncIterator[Store]:
 
 
 async def cut(store: Store) -> None:
-    """End every connection to the store's database, as a restart of it does."""
+    """End every connection to the store's database, like a restart of PostgreSQL."""
     statement = sa.text(
         "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
         " WHERE datname = current_database() AND pid <> pg_backend_pid()"
@@ -55,7 +55,7 @@ async def cut(store: Store) -> None:
     await store._database.read(lambda connection: connection.execute(statement).all())
 
 
-def test_the_migrations_make_the_tables_that_the_code_uses(url: str) -> None:
+def test_the_migrated_schema_matches_the_tables(url: str) -> None:
     migrated = sa.create_engine(url)
     migrate(migrated)
     with migrated.connect() as connection:
@@ -73,7 +73,7 @@ async def test_a_database_that_a_server_holds_is_refused_until_it_is_closed(
     monkeypatch.setattr(sql_dialects, "LOCK_WAIT_S", 0.2)
     with pytest.raises(DatabaseRefused, match=r"another server \(tinkex serve, process \d+ on .*"):
         opened(url, tmp_path)
-    # Those who only look, or make a key, are let in.
+    # Programs that only read, or create a key, may open it.
     beside = open_store(db_url=url, storage_url=str(tmp_path), folder=tmp_path)
     await beside.keys.create(owner="local")
     beside.close()
@@ -83,15 +83,13 @@ async def test_a_database_that_a_server_holds_is_refused_until_it_is_closed(
     opened(url, tmp_path).close()
 
 
-def test_a_database_that_is_not_there_is_refused_without_its_password(
-    url: str, tmp_path: Path
-) -> None:
+def test_a_missing_database_is_refused_without_its_password(url: str, tmp_path: Path) -> None:
     with pytest.raises(DatabaseRefused, match=r"postgres:\*\*\*@.*/nowhere cannot be used: ") as no:
         opened(f"{url.rpartition('/')[0]}/nowhere", tmp_path)
     assert sa.make_url(url).password not in str(no.value)
 
 
-async def test_connections_that_are_cut_are_made_again_and_nothing_is_done_twice(
+async def test_lost_connections_are_replaced_and_nothing_runs_twice(
     store: Store,
 ) -> None:
     model = await a_model(store)
@@ -99,14 +97,14 @@ async def test_connections_that_are_cut_are_made_again_and_nothing_is_done_twice
         new = step(model, seq_id, Kind.FORWARD_BACKWARD)
         first = await store.requests.accept(new)
         await cut(store)
-        # Both the one that writes and the one that reads are gone.
+        # The writing and the reading connections are lost.
         await store.requests.finish_one(success(first.request_id, b"{}", None))
         assert await store.requests.result(first.request_id) == b"{}"
         assert not (await store.requests.accept(new)).is_new
     assert [row.seq_id for row in await store.requests.log(model)] == [1, 2, 3]
 
 
-async def test_a_server_that_lost_its_database_to_another_writes_nothing(
+async def test_a_server_that_lost_its_lock_writes_nothing(
     url: str, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = await a_model(store)
@@ -118,22 +116,22 @@ async def test_a_server_that_lost_its_database_to_another_writes_nothing(
     await cut_writer(store)
     other = await waiting
     monkeypatch.setattr(sql_dialects, "LOCK_WAIT_S", 0.2)
-    monkeypatch.setattr(group_commit, "AWAY_S", 0.3)
+    monkeypatch.setattr(group_commit, "RECONNECT_S", 0.3)
     first = (await unfinished(store))[0].request_id
     settling = store.requests.finish_one(success(first, b"{}", None))
-    # To be sent again: the other one may be gone by then.
-    with pytest.raises(StorageTrouble, match="another server"):
+    # Retryable: the other server may have stopped by then.
+    with pytest.raises(StorageError, match="another server"):
         await store.requests.accept(step(model, 1))
     assert (await other.requests.accept(step(model, 1))).is_new
     assert not settling.done()
     other.close()
-    # It is free again.
+    # The lock is free again.
     assert not (await store.requests.accept(step(model, 1))).is_new
     assert await store.requests.result(first) == b"{}"
 
 
 async def _waits_for_lock(store: Store) -> bool:
-    """Whether a second server has come: it has a connection with a server's name."""
+    """Whether a second server is connected: a connection has a server's application name."""
     statement = sa.text(
         "SELECT count(*) FROM pg_stat_activity"
         " WHERE datname = current_database() AND application_name LIKE 'tinkex serve%'"
@@ -149,10 +147,10 @@ async def cut_writer(store: Store) -> None:
     await store._database.read(lambda connection: connection.execute(statement).all())
 
 
-async def test_a_database_that_stays_away_fails_the_writes_that_waited(
+async def test_writes_fail_when_the_database_stays_unavailable(
     store: Store, postgres: Postgres, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(group_commit, "AWAY_S", 0.3)
+    monkeypatch.setattr(group_commit, "RECONNECT_S", 0.3)
     model = await a_model(store)
     name = sa.make_url(url).database
     with postgres.connect() as admin:
@@ -160,13 +158,13 @@ async def test_a_database_that_stays_away_fails_the_writes_that_waited(
         admin.execute(
             "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = %s", [name]
         )
-        with pytest.raises(StorageTrouble, match="not currently accepting connections"):
+        with pytest.raises(StorageError, match="not currently accepting connections"):
             await store.requests.accept(step(model, 1))
         admin.execute(f"ALTER DATABASE {name} ALLOW_CONNECTIONS true".encode())
     assert (await store.requests.accept(step(model, 1))).is_new
 
 
-async def test_commits_are_durable_even_where_the_database_is_told_to_be_quick(
+async def test_commits_are_durable_whatever_the_default_of_the_database(
     postgres: Postgres, url: str, tmp_path: Path
 ) -> None:
     name = sa.make_url(url).database
@@ -181,11 +179,11 @@ async def test_commits_are_durable_even_where_the_database_is_told_to_be_quick(
 async def test_many_writes_share_few_commits_and_few_statements(store: Store) -> None:
     model = await a_model(store)
     before = store.commits
-    asked = 0
+    statements = 0
 
     def asks(*_: object) -> None:
-        nonlocal asked
-        asked += 1
+        nonlocal statements
+        statements += 1
 
     event.listen(store._database._writing, "before_cursor_execute", asks)
     accepted = await asyncio.gather(
@@ -196,8 +194,8 @@ async def test_many_writes_share_few_commits_and_few_statements(store: Store) ->
         *(store.requests.finish_one(success(one.request_id, b"{}", None)) for one in accepted)
     )
     assert store.commits - before < 50
-    # Each is a way to the database and back, which costs more there than the work.
-    assert asked < 100
+    # Each statement is a round trip, which costs more than its execution.
+    assert statements < 100
     log = await store.requests.log(model)
     assert [row.seq_id for row in log] == list(range(1, 201))
 
@@ -221,11 +219,11 @@ async def test_one_bad_write_undoes_only_itself(store: Store) -> None:
     }
 
 
-async def test_repeats_and_bad_ones_in_one_group_are_told_apart(store: Store) -> None:
-    await tell_repeats_and_bad_ones_apart(store)
+async def test_repeats_and_invalid_requests_in_one_group(store: Store) -> None:
+    await check_repeats_and_invalid_requests(store)
 
 
-async def test_a_text_that_is_too_long_is_refused_and_not_cut(store: Store) -> None:
+async def test_a_text_that_is_too_long_is_refused_and_not_truncated(store: Store) -> None:
     model = await a_model(store)
     with pytest.raises(sa.exc.DataError):
         await store.requests.accept(replace(step(model, 1), base_model="b" * 501))
@@ -235,8 +233,8 @@ async def test_a_text_that_is_too_long_is_refused_and_not_cut(store: Store) -> N
     assert row.base_model == "b\ufffd"
 
 
-async def test_a_text_with_a_nul_character_is_taken_without_it(store: Store) -> None:
-    session = await store.runs.create_session(
+async def test_nul_characters_in_text_are_replaced(store: Store) -> None:
+    session = await store.sessions.create_session(
         owner="local",
         sdk_version="1\0",
         tags=["t\0"],
@@ -245,14 +243,14 @@ async def test_a_text_with_a_nul_character_is_taken_without_it(store: Store) -> 
         display_name="a\0b",
         idempotency_key=None,
     )
-    past = await store.history.session(session.session_id, reader="local")
+    past = await store.sessions.details(session.session_id, reader="local")
     assert past is not None
     assert (past.display_name, past.tags) == ("a\ufffdb", ["t\0"])
     assert past.user_metadata == {"k\0": "v\0"}
-    assert await store.runs.session("no\0body") is None
+    assert await store.sessions.session("no\0body") is None
 
 
-async def test_what_was_to_be_written_is_not_in_the_text_of_an_error(store: Store) -> None:
+async def test_error_messages_do_not_contain_parameters(store: Store) -> None:
     statement = sa.text("SELECT CAST(:secret AS INTEGER)")
     with pytest.raises(sa.exc.DBAPIError) as failed:
         await store._database.write(

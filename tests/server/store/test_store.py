@@ -1,4 +1,4 @@
-"""The store: what it answers is on disk, what is repeated is found, and many writes are one commit."""
+"""The store: durable commits, idempotent requests, and group commit."""
 
 import asyncio
 import re
@@ -17,8 +17,9 @@ from sqlalchemy import event
 from server.waiting import unfinished
 from tinkex.server.scheduler.step_queue import Kind
 from tinkex.server.store import Model, NewRequest, Status, Store, open_store
-from tinkex.server.store.database import Database, migrate
+from tinkex.server.store.database import Database
 from tinkex.server.store.group_commit import Writer
+from tinkex.server.store.migrations import migrate
 from tinkex.server.store.request_writes import failure, success
 from tinkex.server.store.schema import metadata, requests
 
@@ -39,7 +40,7 @@ async def store(tmp_path: Path) -> AsyncIterator[Store]:
 
 
 async def a_model(store: Store) -> str:
-    session = await store.runs.create_session(
+    session = await store.sessions.create_session(
         owner="local",
         sdk_version=None,
         tags=[],
@@ -58,7 +59,7 @@ async def a_model(store: Store) -> str:
         user_metadata=None,
         created_s=0.0,
     )
-    await store.runs.create_model(
+    await store.models.create_model(
         model=model, model_seq_id=0, request=step(model.model_id, 0, Kind.CREATE_MODEL)
     )
     return model.model_id
@@ -77,7 +78,7 @@ def step(
     )
 
 
-def test_the_migrations_make_the_tables_that_the_code_uses(tmp_path: Path) -> None:
+def test_the_migrated_schema_matches_the_tables(tmp_path: Path) -> None:
     engine = sa.create_engine(f"sqlite:///{tmp_path / 'x.db'}")
     migrate(engine)
     with engine.connect() as connection:
@@ -87,13 +88,13 @@ def test_the_migrations_make_the_tables_that_the_code_uses(tmp_path: Path) -> No
 
 
 def _parts(sql: str) -> list[str]:
-    """One for each column and constraint, however they are put on lines."""
+    """The columns and constraints of a CREATE TABLE statement, whatever its line breaks."""
     parts = re.split(r",\s*(?![^()]*\))|\n", sql)
     return [part for part in parts if part.strip()]
 
 
-def test_every_promise_of_the_tables_is_in_the_migrated_database(tmp_path: Path) -> None:
-    """Checks and names of constraints are not compared by Alembic; the text of the tables is."""
+def test_all_constraints_are_in_the_migrated_database(tmp_path: Path) -> None:
+    """Alembic does not compare checks and constraint names, so the SQL text is compared."""
     made = sa.create_engine(f"sqlite:///{tmp_path / 'made.db'}")
     migrated = sa.create_engine(f"sqlite:///{tmp_path / 'migrated.db'}")
     metadata.create_all(made)
@@ -106,7 +107,7 @@ def test_every_promise_of_the_tables_is_in_the_migrated_database(tmp_path: Path)
             )
             found.append(
                 {
-                    # A column that was added later stands in the line of the one before it.
+                    # A column that was added later is on the line of the one before it.
                     name: sorted(
                         part
                         for line in (sql or "").replace(", ", "\n").splitlines()
@@ -119,7 +120,7 @@ def test_every_promise_of_the_tables_is_in_the_migrated_database(tmp_path: Path)
     assert found[0] == found[1]
 
 
-async def test_what_was_accepted_is_there_after_opening_again(tmp_path: Path) -> None:
+async def test_accepted_requests_survive_a_restart(tmp_path: Path) -> None:
     store = opened(tmp_path)
     model = await a_model(store)
     large = b"x" * 100_000
@@ -136,21 +137,21 @@ async def test_what_was_accepted_is_there_after_opening_again(tmp_path: Path) ->
     store.close()
 
 
-async def test_a_write_alone_is_one_statement_and_waits_for_no_company(store: Store) -> None:
+async def test_a_single_write_is_one_statement_and_is_not_delayed(store: Store) -> None:
     model = await a_model(store)
-    asked: list[str] = []
+    statements: list[str] = []
 
     def asks(_connection: object, _cursor: object, statement: str, *_: object) -> None:
-        asked.append(statement.split()[0])
+        statements.append(statement.split()[0])
 
     event.listen(store._database._writing, "before_cursor_execute", asks)
     accepted = await store.requests.accept(step(model, 1))
     await store.requests.finish_one(success(accepted.request_id, b"{}", None))
-    assert asked == ["BEGIN", "INSERT", "BEGIN", "UPDATE"]
+    assert statements == ["BEGIN", "INSERT", "BEGIN", "UPDATE"]
 
 
-async def tell_repeats_and_bad_ones_apart(store: Store) -> None:
-    """In one group; the same on every database."""
+async def check_repeats_and_invalid_requests(store: Store) -> None:
+    """In one group; on every database."""
     model = await a_model(store)
     known = await store.requests.accept(step(model, 1))
     new = [step(model, 1), step(model, 2), step(model, 2), step("nobody:train:0", 1)]
@@ -163,12 +164,12 @@ async def tell_repeats_and_bad_ones_apart(store: Store) -> None:
     assert isinstance(orphan, sa.exc.IntegrityError)
 
 
-async def test_repeats_and_bad_ones_in_one_group_are_told_apart(store: Store) -> None:
-    await tell_repeats_and_bad_ones_apart(store)
+async def test_repeats_and_invalid_requests_in_one_group(store: Store) -> None:
+    await check_repeats_and_invalid_requests(store)
 
 
-async def test_a_commit_asks_the_disk(tmp_path: Path, store: Store) -> None:
-    """The settings behind "on disk when acknowledged"."""
+async def test_a_commit_flushes_to_disk(tmp_path: Path, store: Store) -> None:
+    """The SQLite settings for durable commits."""
     database = Database(f"sqlite:///{tmp_path / 'tinkex.db'}")
     found = {}
     for name in ("journal_mode", "synchronous", "foreign_keys"):
@@ -180,7 +181,7 @@ async def test_a_commit_asks_the_disk(tmp_path: Path, store: Store) -> None:
     assert found == {"journal_mode": "wal", "synchronous": 2, "foreign_keys": 1}
 
 
-def test_a_process_killed_after_the_answer_has_lost_nothing(tmp_path: Path) -> None:
+def test_a_process_killed_after_its_response_has_lost_nothing(tmp_path: Path) -> None:
     program = """
 import asyncio, os, signal, sys
 sys.path[:0] = ["tests", "tests/server/store"]
@@ -215,7 +216,7 @@ async def test_many_writes_share_few_commits(store: Store) -> None:
     assert store.commits - before < 50
 
 
-async def test_a_repeat_finds_the_first_even_among_many(store: Store) -> None:
+async def test_a_repeat_returns_the_first_request(store: Store) -> None:
     model = await a_model(store)
     accepted = await asyncio.gather(
         *(store.requests.accept(step(model, 1 + number % 5)) for number in range(50))
@@ -240,7 +241,7 @@ async def test_the_database_itself_refuses_a_second_step_of_one_number(store: St
     }
     with pytest.raises(sa.exc.IntegrityError):
         await store._database.write(lambda connection: connection.execute(requests.insert(), row))
-    # The writer goes on.
+    # The writer continues.
     assert (await store.requests.accept(step(model, 2))).is_new
 
 
@@ -267,12 +268,12 @@ async def test_one_bad_write_undoes_only_itself(tmp_path: Path) -> None:
     assert rows == [0, 1, 2, 4, 5]
 
 
-async def test_writes_nobody_waits_for_are_not_lost_by_closing(tmp_path: Path) -> None:
+async def test_deferred_writes_are_written_at_close(tmp_path: Path) -> None:
     store = opened(tmp_path)
     model = await a_model(store)
     first = await store.requests.accept(step(model, 1))
     await store.requests.finish_one(success(first.request_id, b"{}", None))
-    store.requests.fetched(first.request_id)
+    store.requests.mark_fetched(first.request_id)
     store.close()
     with sqlite3.connect(tmp_path / "tinkex.db") as connection:
         rows = connection.execute("SELECT fetched_s FROM requests WHERE seq_id = 1").fetchall()
@@ -280,7 +281,7 @@ async def test_writes_nobody_waits_for_are_not_lost_by_closing(tmp_path: Path) -
     assert rows[0][0] is not None
 
 
-async def test_a_finished_request_stays_as_it_was(store: Store) -> None:
+async def test_a_finished_request_does_not_change(store: Store) -> None:
     model = await a_model(store)
     first = await store.requests.accept(step(model, 1))
     await store.requests.finish_one(success(first.request_id, b"one", None))

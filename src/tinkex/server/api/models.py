@@ -71,7 +71,7 @@ async def create_model(request: Request) -> Response:
 
 async def made(context: Context, model: Model, number: int, new: NewRequest) -> Response:
     """Store a model with its first step, or find its earlier self; answer the request's id."""
-    first = await context.store.runs.create_model(model=model, model_seq_id=number, request=new)
+    first = await context.store.models.create_model(model=model, model_seq_id=number, request=new)
     if first.refused is not None:
         context.dispatcher.not_made(row_of(new, first), first.refused)
     else:
@@ -160,7 +160,7 @@ async def create_custom_loss(request: Request) -> Response:
         session_id=session.session_id,
     )
     await admit(request, context, new, loss_number=asked.custom_loss_seq_id)
-    first = await context.store.runs.create_custom_loss(
+    first = await context.store.models.create_custom_loss(
         custom_loss_seq_id=asked.custom_loss_seq_id, request=new
     )
     await hand_on(context, new, first)

@@ -103,7 +103,7 @@ class Runs:
         async with self._opening[model_id]:
             if (run := self._runs.get(model_id)) is not None:
                 return run
-            model = await self._store.runs.model(model_id)
+            model = await self._store.models.model(model_id)
             if model is None:
                 raise LookupError(f"model {model_id} is not in the database")
             snapshot = await self._store.snapshots.newest(model_id)

@@ -93,7 +93,7 @@ class Presence:
         self._watching: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        self._lapsed = set(await self._store.runs.lapsed_sessions())
+        self._lapsed = set(await self._store.sessions.lapsed_sessions())
         self._watching = asyncio.create_task(self._watch())
 
     async def close(self) -> None:
@@ -106,7 +106,7 @@ class Presence:
         self._active[session_id] = time.monotonic()
         if session_id in self._lapsed:
             self._lapsed.discard(session_id)
-            self._store.runs.revive_session(session_id)
+            self._store.sessions.mark_active(session_id)
             log.info("session %s is back", session_id)
 
     def left(self, session_id: str) -> None:
@@ -124,15 +124,15 @@ class Presence:
             if heard_s >= oldest_s
         }
         # Rows outlive this process, so they have moments of the system clock.
-        silent = await self._store.runs.silent_sessions(self._clock() - self._grace_s)
+        silent = await self._store.sessions.inactive_sessions(self._clock() - self._grace_s)
         gone = [session_id for session_id in silent if session_id not in self._active]
         if not gone:
             return
-        await self._store.runs.lapse_sessions(gone)
+        await self._store.sessions.mark_lapsed(gone)
         for session_id in gone:
             # It may have come back while the mark was written.
             if session_id in self._active:
-                self._store.runs.revive_session(session_id)
+                self._store.sessions.mark_active(session_id)
                 continue
             self._lapsed.add(session_id)
             self._dispatcher.free_session(session_id)

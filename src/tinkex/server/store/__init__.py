@@ -1,16 +1,39 @@
-"""Rows and files: the only room that speaks SQL. Knows nothing of HTTP or of engines."""
+"""
+The store: database rows and stored files. The only package that uses SQL.
 
-from tinkex.server.store.checkpoint_lists import Saved
-from tinkex.server.store.checkpoints import Checkpoints, Version
-from tinkex.server.store.database import DatabaseRefused, accepted_work
-from tinkex.server.store.keys import ApiKey, Keys
-from tinkex.server.store.quotas import OverQuota, Quota
+It does not depend on HTTP or on engines. `open_store` opens everything; `Store` has one attribute
+for each group of tables.
+"""
+
+import contextlib
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import sqlalchemy as sa
+
+from tinkex.server.store.blobs import Files
+from tinkex.server.store.checkpoint_lists import CheckpointLists, NamedCheckpoint
+from tinkex.server.store.checkpoints import Checkpoints, OverQuota, Quota, Quotas, Version
+from tinkex.server.store.database import Database, accepted_work
+from tinkex.server.store.events import Audit, Telemetry
+from tinkex.server.store.keys import ApiKey, Keys, refuse_lost_keys
+from tinkex.server.store.models import BaseHashes, CustomLoss, Model, Models, RunTaken, Sampler
 from tinkex.server.store.request_writes import Accepted, Completion, NewRequest
-from tinkex.server.store.requests import RequestRow, Requests
-from tinkex.server.store.runs import CustomLoss, Model, Runs, RunTaken, Sampler, Session
+from tinkex.server.store.requests import CrashCounts, RequestRow, Requests
+from tinkex.server.store.retention import Retention, refuse_wrong_database
 from tinkex.server.store.schema import Status
-from tinkex.server.store.storage_health import Damaged, StorageTrouble
-from tinkex.server.store.store import Store, open_store
+from tinkex.server.store.sessions import Session, Sessions
+from tinkex.server.store.snapshots import Snapshots
+from tinkex.server.store.storage_health import (
+    FILES,
+    Damaged,
+    DatabaseRefused,
+    ObjectStoreUnavailable,
+    StorageError,
+)
+from tinkex.server.store.usage import Usage
 
 __all__ = [
     "Accepted",
@@ -22,20 +45,123 @@ __all__ = [
     "DatabaseRefused",
     "Keys",
     "Model",
+    "Models",
+    "NamedCheckpoint",
     "NewRequest",
     "OverQuota",
     "Quota",
     "RequestRow",
     "Requests",
     "RunTaken",
-    "Runs",
     "Sampler",
-    "Saved",
     "Session",
+    "Sessions",
     "Status",
-    "StorageTrouble",
+    "StorageError",
     "Store",
     "Version",
     "accepted_work",
     "open_store",
 ]
+
+T = TypeVar("T")
+
+# Enough to show that a disk has free space again.
+PROBE = bytes(2**20)
+
+
+class Store:
+    """All persistent data of a server. Closing is safe to repeat."""
+
+    def __init__(self, *, database: Database, files: Files, folder: Path) -> None:
+        self._database = database
+        self.health = database.health
+        self.files = files
+        self.keys = Keys(database, folder)
+        self.requests = Requests(database, files)
+        self.crash_counts = CrashCounts(database)
+        self.retention = Retention(database, files, folder)
+        self.quotas = Quotas(database, self.retention)
+        self.sessions = Sessions(database)
+        self.models = Models(database, self.quotas)
+        self.base_hashes = BaseHashes(database)
+        self.usage = Usage(database)
+        self.audit = Audit(database)
+        self.telemetry = Telemetry(database)
+        self.checkpoints = Checkpoints(database, files, folder, self.quotas)
+        self.checkpoint_lists = CheckpointLists(database, self.quotas)
+        self.snapshots = Snapshots(database, files, folder)
+
+    @property
+    def commits(self) -> int:
+        """Transactions committed since opening."""
+        return self._database.writer.commits
+
+    async def build_report(self, act: Callable[[], T]) -> T:
+        """Build a large response off the event loop."""
+        return await self._database.build_report(act)
+
+    def check_database_file(self) -> None:
+        """Check that the database file is still the one that was opened; updates `health`."""
+        self._database.check_file()
+
+    async def probe(self) -> None:
+        """Test whether the database and the files can be written; updates `health`."""
+        with contextlib.suppress(StorageError):
+            await self._database.write(_touch)
+        try:
+            await self._database.with_file(self._probe_files)
+        except StorageError:
+            return
+        else:
+            self.health.clear(FILES)
+
+    def _probe_files(self) -> None:
+        key = self.files.put("probe", PROBE)
+        self.files.remove(key)
+
+    def close(self) -> None:
+        self._database.close()
+
+
+def _touch(connection: sa.Connection) -> None:
+    if connection.dialect.name == "sqlite":
+        # The number is not used; a new value makes SQLite write the page.
+        connection.exec_driver_sql(f"PRAGMA user_version = {secrets.randbelow(2**31)}")
+    else:
+        connection.exec_driver_sql("UPDATE alembic_version SET version_num = version_num")
+
+
+def open_store(*, db_url: str, storage_url: str, folder: Path, exclusive: bool = False) -> Store:
+    """
+    Open the store, or create it. Servers open it `exclusive`, which also upgrades its schema.
+
+    Other programs refuse an older schema, because a server that uses it may be running.
+    """
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _create_private(db_url)
+    database = Database(db_url, exclusive=exclusive)
+    try:
+        files = Files(storage_url)
+        if exclusive:
+            refuse_wrong_database(database, files)
+            refuse_lost_keys(database, folder)
+    except (ObjectStoreUnavailable, ImportError) as error:
+        database.close()
+        raise DatabaseRefused(
+            f"the object store {storage_url} cannot be used: {error}. Check that it runs and "
+            "accepts this server, or choose another with --storage."
+        ) from error
+    except BaseException:
+        database.close()
+        raise
+    return Store(database=database, files=files, folder=folder)
+
+
+def _create_private(db_url: str) -> None:
+    """Create a new SQLite database readable by its user only; SQLite copies the mode to its WAL."""
+    database = Path(db_url.removeprefix("sqlite:///"))
+    if db_url.startswith("sqlite:///") and not database.exists():
+        # Opening the database reports the error.
+        with contextlib.suppress(OSError):
+            database.touch(mode=0o600)

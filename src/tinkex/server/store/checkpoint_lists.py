@@ -1,37 +1,38 @@
-"""Runs and checkpoints as their owner sees them: pages of what there is, and changes to it."""
+"""Lists of runs and checkpoints, and changes to checkpoint names: publish, expire, delete, copy."""
 
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import sqlalchemy as sa
 
-from tinkex.server.store import audit
-from tinkex.server.store.checkpoints import VERSION, Version, note_saved
+from tinkex.server.store import events
+from tinkex.server.store.checkpoints import (
+    VERSION_COLUMNS,
+    Quotas,
+    Version,
+    not_expired,
+    note_saved,
+)
 from tinkex.server.store.database import Database
-from tinkex.server.store.runs import Model, RunTaken
+from tinkex.server.store.models import MODEL_COLUMNS, Model, RunTaken, was_created
 from tinkex.server.store.schema import (
-    Status,
     checkpoint_names,
     checkpoint_versions,
     models,
     requests,
     sessions,
 )
-from tinkex.server.store.sql_dialects import among
+from tinkex.server.store.sql_dialects import in_list
 from tinkex.wire.errors import UserFailure
 
-if TYPE_CHECKING:
-    from tinkex.server.store.quotas import Quotas
-
-
-FEWER = "Ask for fewer at once (`limit`, `offset`); all checkpoints can be listed in such pages."
+_FEWER = "Ask for fewer at once (`limit`, `offset`); smaller pages list all checkpoints."
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Saved:
-    """A checkpoint under its name."""
+class NamedCheckpoint:
+    """A checkpoint with its name."""
 
     model_id: str
     kind: str
@@ -44,13 +45,13 @@ class Saved:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Run:
+class RunSummary:
     """A training run, with the newest checkpoint of each kind."""
 
     model: Model
     last_request_s: float
-    newest: Mapping[str, Saved]
-    #: Nothing can build it again.
+    newest: Mapping[str, NamedCheckpoint]
+    #: Recovery cannot rebuild it.
     lost: bool
 
 
@@ -64,26 +65,16 @@ _NAMED = tuple(column.label(f"named_{column.name}") for column in _NAME)
 _KEY = (checkpoint_names.c.model_id, checkpoint_names.c.kind, checkpoint_names.c.name)
 _KEYED = tuple(column.label(f"key_{column.name}") for column in _KEY)
 _SAVED = (
-    sa.select(*VERSION, *_NAMED, *_KEYED)
+    sa.select(*VERSION_COLUMNS, *_NAMED, *_KEYED)
     .select_from(checkpoint_names)
     .join(checkpoint_versions, checkpoint_names.c.version_id == checkpoint_versions.c.version_id)
 )
-_MODEL = (
-    models.c.model_id,
-    models.c.owner,
-    models.c.session_id,
-    models.c.base_model,
-    models.c.lora_config,
-    models.c.optimizer_config,
-    models.c.user_metadata,
-    models.c.created_s,
-)
 
 
-class Catalog:
-    """Lists, and what an owner may do to a name. Expired names are not there any more."""
+class CheckpointLists:
+    """Lists, and changes of names by their owner. Expired names are treated as deleted."""
 
-    def __init__(self, database: Database, quotas: "Quotas") -> None:
+    def __init__(self, database: Database, quotas: Quotas) -> None:
         self._database = database
         self._quotas = quotas
 
@@ -96,36 +87,36 @@ class Catalog:
         published: bool = False,
         limit: int | None = None,
         offset: int = 0,
-    ) -> tuple[list[Saved], int]:
-        """A page, newest first, and how many there are; also of what others published if asked."""
+    ) -> tuple[list[NamedCheckpoint], int]:
+        """A page, newest first, and the total; with `published` also those of other owners."""
         of_owner = checkpoint_versions.c.owner == owner
         readable = [
             sa.or_(of_owner, checkpoint_names.c.public) if published else of_owner,
             checkpoint_names.c.kind.in_(sorted(kinds)),
-            alive(time.time()),
+            not_expired(time.time()),
         ]
         if model_id is not None:
             readable.append(checkpoint_names.c.model_id == model_id)
         chosen = _SAVED.where(*readable)
-        # Two saves of one moment have an order too, or pages would overlap.
+        # The key breaks ties, or pages would overlap.
         page = chosen.order_by(checkpoint_names.c.saved_s.desc(), *_KEY)
         page = page.limit(limit).offset(offset)
         count = sa.select(sa.func.count()).select_from(chosen.subquery())
 
-        def act(connection: sa.Connection) -> tuple[list[Saved], int]:
-            found: list[Saved] = []
-            weight = Weight(FEWER)
+        def act(connection: sa.Connection) -> tuple[list[NamedCheckpoint], int]:
+            found: list[NamedCheckpoint] = []
+            budget = MetadataBudget(_FEWER)
             for row in connection.execute(page):
                 found.append(_saved(row))
-                weight.add(found[-1].user_metadata)
+                budget.add(found[-1].user_metadata)
             return found, connection.scalar(count) or 0
 
         return await self._database.read_report(act)
 
-    async def checkpoint(self, *, model_id: str, kind: str, name: str) -> Saved | None:
-        statement = _SAVED.where(_is(model_id, kind, name), alive(time.time()))
+    async def checkpoint(self, *, model_id: str, kind: str, name: str) -> NamedCheckpoint | None:
+        statement = _SAVED.where(_name_is(model_id, kind, name), not_expired(time.time()))
 
-        def act(connection: sa.Connection) -> Saved | None:
+        def act(connection: sa.Connection) -> NamedCheckpoint | None:
             row = connection.execute(statement).first()
             return None if row is None else _saved(row)
 
@@ -139,17 +130,17 @@ class Catalog:
         limit: int,
         offset: int,
         published: bool = False,
-    ) -> tuple[list[Run], int]:
+    ) -> tuple[list[RunSummary], int]:
         """
-        A page, newest first, and how many there are.
+        A page, newest first, and the total.
 
-        If asked, also the runs of which others published something; in a project, one's own only.
+        With `published`, also runs with checkpoints that others published, except in a project.
         """
         of_owner = models.c.owner == owner
         shared = published and project_id is None
         chosen = sa.select(models.c.model_id).where(
-            sa.or_(of_owner, shares_something(time.time())) if shared else of_owner,
-            was_made(),
+            sa.or_(of_owner, has_published_checkpoint(time.time())) if shared else of_owner,
+            was_created(),
         )
         if project_id is not None:
             chosen = chosen.join(sessions, sessions.c.session_id == models.c.session_id).where(
@@ -159,23 +150,23 @@ class Catalog:
         page = page.limit(limit).offset(offset)
         count = sa.select(sa.func.count()).select_from(chosen.subquery())
 
-        def act(connection: sa.Connection) -> tuple[list[Run], int]:
-            found: list[Run] = []
-            weight = Weight(FEWER)
-            for ids in slices(list(connection.scalars(page))):
+        def act(connection: sa.Connection) -> tuple[list[RunSummary], int]:
+            found: list[RunSummary] = []
+            budget = MetadataBudget(_FEWER)
+            for ids in batches(list(connection.scalars(page))):
                 for run in _runs(connection, ids, owner):
-                    weight.add(run.model.user_metadata)
+                    budget.add(run.model.user_metadata)
                     for saved in run.newest.values():
-                        weight.add(saved.user_metadata)
+                        budget.add(saved.user_metadata)
                     found.append(run)
             return found, connection.scalar(count) or 0
 
         return await self._database.read_report(act)
 
-    async def run(self, model_id: str, *, reader: str) -> Run | None:
-        """A run as this owner may see it; None if nothing of it is theirs or published."""
+    async def run(self, model_id: str, *, reader: str) -> RunSummary | None:
+        """A run as `reader` may see it; None if it is not theirs and has nothing published."""
 
-        def act(connection: sa.Connection) -> Run | None:
+        def act(connection: sa.Connection) -> RunSummary | None:
             found = next(iter(_runs(connection, [model_id], reader)), None)
             if found is None or (found.model.owner != reader and not found.newest):
                 return None
@@ -184,22 +175,24 @@ class Catalog:
         return await self._database.read(act)
 
     async def delete(self, *, model_id: str, kind: str, name: str) -> bool:
-        """Take the name away; whether it was there. Its files go when nothing uses them."""
-        statement = checkpoint_names.delete().where(_is(model_id, kind, name), alive(time.time()))
+        """Delete a name; whether it existed. The cleanup deletes unused files later."""
+        statement = checkpoint_names.delete().where(
+            _name_is(model_id, kind, name), not_expired(time.time())
+        )
         return await self._change(
             statement, "checkpoint.deleted", (model_id, kind, name), reserve=True
         )
 
     async def set_public(self, public: bool, *, model_id: str, kind: str, name: str) -> bool:
-        """Whether it is there. What is so already is not written, nor noted, once more."""
+        """Publish or unpublish a name; whether it exists. Audited only if it changes."""
         statement = checkpoint_names.update().where(
-            _is(model_id, kind, name),
-            alive(time.time()),
+            _name_is(model_id, kind, name),
+            not_expired(time.time()),
             checkpoint_names.c.public.is_(not public),
         )
         event = "checkpoint.published" if public else "checkpoint.unpublished"
         return await self._change(
-            # Nobody must wait for room to hide what is theirs.
+            # Unpublishing must work on a full disk too.
             statement.values(public=public),
             event,
             (model_id, kind, name),
@@ -209,7 +202,9 @@ class Catalog:
     async def set_expiry(
         self, expires_s: float | None, *, model_id: str, kind: str, name: str
     ) -> bool:
-        statement = checkpoint_names.update().where(_is(model_id, kind, name), alive(time.time()))
+        statement = checkpoint_names.update().where(
+            _name_is(model_id, kind, name), not_expired(time.time())
+        )
         return await self._change(
             statement.values(expires_s=expires_s),
             "checkpoint.expiry_set",
@@ -218,7 +213,7 @@ class Catalog:
         )
 
     async def earlier_copy(self, version: Version, fingerprint: str) -> Version | None:
-        """What an earlier try of this copy made; RunTaken if its run is something else."""
+        """The version that an earlier try of this copy created. May raise RunTaken."""
         return await self._database.read(
             lambda connection: _earlier_copy(connection, version, fingerprint)
         )
@@ -231,12 +226,12 @@ class Catalog:
         model: Model,
         model_seq_id: int,
         source: Version,
-        like: Saved | None,
+        like: NamedCheckpoint | None,
         expires_s: float | None,
     ) -> Version:
-        """A run that is one copied checkpoint; a repeat finds the first copy. May raise RunTaken."""
-        # An adapter fits the content of the base model that it was trained on.
-        made_on = sa.select(models.c.base_hash).where(models.c.model_id == source.model_id)
+        """Add a run with one copied checkpoint, or return the first copy. May raise RunTaken."""
+        # The copy needs the same base model content as its source.
+        base_hash = sa.select(models.c.base_hash).where(models.c.model_id == source.model_id)
 
         def act(connection: sa.Connection) -> Version:
             if (first := _earlier_copy(connection, version, fingerprint)) is not None:
@@ -244,12 +239,12 @@ class Catalog:
             connection.execute(
                 models.insert(),
                 {
-                    **{column.name: getattr(model, column.name) for column in _MODEL},
+                    **{column.name: getattr(model, column.name) for column in MODEL_COLUMNS},
                     "model_seq_id": model_seq_id,
-                    "base_hash": connection.scalar(made_on),
+                    "base_hash": connection.scalar(base_hash),
                 },
             )
-            values = {column.name: getattr(version, column.name) for column in VERSION}
+            values = {column.name: getattr(version, column.name) for column in VERSION_COLUMNS}
             connection.execute(checkpoint_versions.insert(), {**values, "fingerprint": fingerprint})
             connection.execute(
                 checkpoint_names.insert(),
@@ -281,17 +276,19 @@ class Catalog:
         reserve: bool = False,
         **details: object,
     ) -> bool:
-        """Change a name, and say so in the audit log if that changed it; whether it was there."""
+        """Change a name, and audit it if it changed; whether the name exists."""
         model_id, kind, name = key
-        told = {"model_id": model_id, "tinker_path": f"tinker://{model_id}/{kind}/{name}"}
-        whose = sa.select(models.c.owner).where(models.c.model_id == model_id)
-        there = sa.select(checkpoint_names.c.name).where(_is(*key), alive(time.time()))
+        identity = {"model_id": model_id, "tinker_path": f"tinker://{model_id}/{kind}/{name}"}
+        owned_by = sa.select(models.c.owner).where(models.c.model_id == model_id)
+        existing = sa.select(checkpoint_names.c.name).where(
+            _name_is(*key), not_expired(time.time())
+        )
 
         def act(connection: sa.Connection) -> bool:
             if not connection.execute(statement).rowcount:
-                return connection.execute(there).first() is not None
-            owner = connection.execute(whose).scalar_one()
-            audit.note(connection, owner=owner, event=event, details={**told, **details})
+                return connection.execute(existing).first() is not None
+            owner = connection.execute(owned_by).scalar_one()
+            events.note_audit(connection, owner=owner, event=event, details={**identity, **details})
             return True
 
         return await self._database.write(act, reserve=reserve)
@@ -301,8 +298,7 @@ def _earlier_copy(connection: sa.Connection, version: Version, fingerprint: str)
     """
     The copy with this name and content in the run of `version`; None if there is no such run.
 
-    A run that was made in another way, or holds something else, raises RunTaken: its checkpoints
-    are not what was to be copied.
+    Raises RunTaken if the run was created in another way or has other content.
     """
     trained = sa.exists().where(requests.c.model_id == models.c.model_id)
     run = connection.execute(
@@ -314,9 +310,9 @@ def _earlier_copy(connection: sa.Connection, version: Version, fingerprint: str)
         return None
     copy = connection.execute(
         _SAVED.where(
-            _is(version.model_id, version.kind, version.name or ""),
+            _name_is(version.model_id, version.kind, version.name or ""),
             checkpoint_versions.c.fingerprint == fingerprint,
-            alive(time.time()),
+            not_expired(time.time()),
         )
     ).first()
     if copy is None or run.trained or run.last_request_s is not None:
@@ -324,31 +320,16 @@ def _earlier_copy(connection: sa.Connection, version: Version, fingerprint: str)
     return _saved(copy).version
 
 
-def alive(now_s: float) -> sa.ColumnElement[bool]:
-    """Names that have not expired."""
-    expires_s = checkpoint_names.c.expires_s
-    return sa.or_(expires_s.is_(None), expires_s > now_s)
-
-
-def was_made() -> sa.ColumnElement[bool]:
-    """Models whose creation did not fail: one that did has a row, for its repeats, and no run."""
-    return sa.not_(
-        sa.exists().where(
-            requests.c.model_id == models.c.model_id,
-            requests.c.seq_id == 0,
-            requests.c.status == Status.FAILED,
-        )
-    )
-
-
-def shares_something(now_s: float) -> sa.ColumnElement[bool]:
-    """Models of which a checkpoint is published."""
+def has_published_checkpoint(now_s: float) -> sa.ColumnElement[bool]:
+    """SQL: the model has a published checkpoint."""
     return sa.exists().where(
-        checkpoint_names.c.model_id == models.c.model_id, checkpoint_names.c.public, alive(now_s)
+        checkpoint_names.c.model_id == models.c.model_id,
+        checkpoint_names.c.public,
+        not_expired(now_s),
     )
 
 
-def _is(model_id: str, kind: str, name: str) -> sa.ColumnElement[bool]:
+def _name_is(model_id: str, kind: str, name: str) -> sa.ColumnElement[bool]:
     return sa.and_(
         checkpoint_names.c.model_id == model_id,
         checkpoint_names.c.kind == kind,
@@ -356,19 +337,19 @@ def _is(model_id: str, kind: str, name: str) -> sa.ColumnElement[bool]:
     )
 
 
-def _runs(connection: sa.Connection, ids: Sequence[str], reader: str) -> list[Run]:
-    """Runs in the order of their ids; of those of others only what was published."""
+def _runs(connection: sa.Connection, ids: Sequence[str], reader: str) -> list[RunSummary]:
+    """Runs in the order of `ids`; of other owners' runs only what is published."""
     last = (
         sa.select(sa.func.max(requests.c.created_s))
         .where(requests.c.model_id == models.c.model_id)
         .scalar_subquery()
     )
     chosen = (
-        sa.select(*_MODEL, models.c.last_request_s, last.label("last_s"), sessions.c.failure)
+        sa.select(*MODEL_COLUMNS, models.c.last_request_s, last.label("last_s"), sessions.c.failure)
         .join(sessions, sessions.c.session_id == models.c.session_id)
-        .where(among(models.c.model_id, ids), was_made())
+        .where(in_list(models.c.model_id, ids), was_created())
     )
-    newest: dict[str, dict[str, Saved]] = {}
+    newest: dict[str, dict[str, NamedCheckpoint]] = {}
     for saved in _newest(connection, ids, reader):
         newest.setdefault(saved.model_id, {})[saved.kind] = saved
     found = {}
@@ -383,7 +364,7 @@ def _runs(connection: sa.Connection, ids: Sequence[str], reader: str) -> list[Ru
             failed = None
             shown = newest.get(model.model_id, {}).values()
             last_s = max((saved.saved_s for saved in shown), default=model.created_s)
-        found[model.model_id] = Run(
+        found[model.model_id] = RunSummary(
             model=model,
             last_request_s=last_s,
             newest=newest.get(model.model_id, {}),
@@ -392,22 +373,22 @@ def _runs(connection: sa.Connection, ids: Sequence[str], reader: str) -> list[Ru
     return [found[model_id] for model_id in ids if model_id in found]
 
 
-def _newest(connection: sa.Connection, ids: Sequence[str], reader: str) -> list[Saved]:
+def _newest(connection: sa.Connection, ids: Sequence[str], reader: str) -> list[NamedCheckpoint]:
     own = sa.select(models.c.model_id).where(models.c.owner == reader)
-    place = (
+    rank = (
         sa.func.row_number()
         .over(
             partition_by=(checkpoint_names.c.model_id, checkpoint_names.c.kind),
             order_by=checkpoint_names.c.saved_s.desc(),
         )
-        .label("place_in_line")
+        .label("rank")
     )
     ranked = (
-        sa.select(*_KEY, place)
+        sa.select(*_KEY, rank)
         .where(
-            among(checkpoint_names.c.model_id, ids),
+            in_list(checkpoint_names.c.model_id, ids),
             sa.or_(checkpoint_names.c.public, checkpoint_names.c.model_id.in_(own)),
-            alive(time.time()),
+            not_expired(time.time()),
         )
         .subquery()
     )
@@ -417,36 +398,35 @@ def _newest(connection: sa.Connection, ids: Sequence[str], reader: str) -> list[
             ranked.c.model_id == checkpoint_names.c.model_id,
             ranked.c.kind == checkpoint_names.c.kind,
             ranked.c.name == checkpoint_names.c.name,
-            ranked.c.place_in_line == 1,
+            ranked.c.rank == 1,
         ),
     )
     return [_saved(row) for row in connection.execute(first)]
 
 
-def _saved(row: sa.Row[*tuple[Any, ...]]) -> Saved:
+def _saved(row: sa.Row[*tuple[Any, ...]]) -> NamedCheckpoint:
     values = row._mapping
-    return Saved(
-        version=Version(**{column.name: values[column.name] for column in VERSION}),
+    return NamedCheckpoint(
+        version=Version(**{column.name: values[column.name] for column in VERSION_COLUMNS}),
         **{column.name: values[f"named_{column.name}"] for column in _NAME},
         **{column.name: values[f"key_{column.name}"] for column in _KEY},
     )
 
 
-# MERGED: Pages of a list have an end in bytes too: what clients say about their things may be long.
+# -- a limit on the metadata of one page: users may store long metadata ---------------------------
+
+#: Characters of metadata on one page; several copies are in memory before it is sent.
+MAX_METADATA_CHARACTERS = 16 * 2**20
+#: Rows read at a time.
+ROWS_PER_READ = 200
 
 
-#: Characters of all metadata on one page. It is in memory several times before it is sent.
-MOST_METADATA = 16 * 2**20
-#: Rows that are looked at together.
-SLICE = 200
-
-
-def characters_of(metadata: Mapping[str, Any] | None) -> int:
+def metadata_characters(metadata: Mapping[str, Any] | None) -> int:
     return sum(len(key) + len(str(value)) for key, value in (metadata or {}).items())
 
 
-class Weight:
-    """What the metadata of a page comes to; raises when it is too much."""
+class MetadataBudget:
+    """Counts the metadata of a page; raises when it exceeds the limit."""
 
     def __init__(self, advice: str) -> None:
         self._advice = advice
@@ -455,24 +435,24 @@ class Weight:
 
     def add(self, metadata: Mapping[str, Any] | None) -> None:
         self._entries += 1
-        self._characters += characters_of(metadata)
-        if self._characters > MOST_METADATA:
+        self._characters += metadata_characters(metadata)
+        if self._characters > MAX_METADATA_CHARACTERS:
             raise UserFailure(
-                f"the first {self._entries} entries have more than {MOST_METADATA} characters of "
-                f"metadata, which is the most of one answer. {self._advice}"
+                f"the first {self._entries} entries have more than {MAX_METADATA_CHARACTERS} characters of "
+                f"metadata, which is the limit of one response. {self._advice}"
             )
 
 
-def slices(ids: list[str]) -> Iterator[list[str]]:
-    for start in range(0, len(ids), SLICE):
-        yield ids[start : start + SLICE]
+def batches(ids: list[str]) -> Iterator[list[str]]:
+    for start in range(0, len(ids), ROWS_PER_READ):
+        yield ids[start : start + ROWS_PER_READ]
 
 
-def weighed(
+def within_metadata_budget(
     rows: Iterable[tuple[str, Mapping[str, Any]]], advice: str
 ) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """The same pairs of a name and its metadata, as far as they fit."""
-    weight = Weight(advice)
+    """The same pairs of name and metadata; raises when they exceed the limit."""
+    budget = MetadataBudget(advice)
     for name, metadata in rows:
-        weight.add(metadata)
+        budget.add(metadata)
         yield name, metadata

@@ -1,39 +1,50 @@
-"""Checkpoints: immutable versions, and the names that point to them."""
+"""
+Checkpoints: immutable versions, the names that refer to them, and the quotas of their owners.
+
+A save writes the files first, then adds the version, its name and the request's result in one
+transaction, which also checks the quota.
+"""
 
 import contextlib
 import os
 import secrets
 import shutil
 import time
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
 import sqlalchemy as sa
 
-from tinkex.server.store import audit, request_writes
-from tinkex.server.store.blobs import Files, fault, fingerprint
+from tinkex.server.store import events, request_writes
+from tinkex.server.store.blobs import Files, fingerprint, folder_problem
 from tinkex.server.store.database import Database
-from tinkex.server.store.runs import Sampler, insert_sampler
-from tinkex.server.store.schema import checkpoint_names, checkpoint_versions
-from tinkex.server.store.storage_health import FILES, Damaged, StorageTrouble
+from tinkex.server.store.models import Sampler, insert_sampler, was_created
+from tinkex.server.store.retention import Retention, session_ended
+from tinkex.server.store.schema import (
+    api_keys,
+    checkpoint_names,
+    checkpoint_versions,
+    models,
+    sessions,
+)
+from tinkex.server.store.storage_health import FILES, Damaged, StorageError
 from tinkex.wire.checkpoints import ParsedCheckpointTinkerPath
 from tinkex.wire.errors import UserFailure
 
-if TYPE_CHECKING:
-    from tinkex.server.store.quotas import Quotas
+T = TypeVar("T")
 
-#: How many versions are remembered as looked at.
-SOUND_KEPT = 4096
+#: Versions remembered as verified, and as opened.
+MAX_CACHED_VERSIONS = 4096
 
 
 class NameTaken(Exception):
-    """The name means a checkpoint already, and overwriting was not asked for."""
+    """A checkpoint already has this name, and the request does not overwrite."""
 
 
 class SamplerTaken(Exception):
-    """The sampler's number in its session belongs to another one."""
+    """Another sampler of the session already has this number."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,42 +60,42 @@ class Version:
     size_bytes: int
     created_s: float
 
-    def sized(self, size_bytes: int) -> "Version":
-        """The same version, written."""
+    def with_size(self, size_bytes: int) -> "Version":
+        """The same version with the size of its written files."""
         return replace(self, size_bytes=size_bytes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Naming:
-    """How a saved version becomes findable."""
+    """The name options of a save."""
 
     overwrite: bool
     expires_s: float | None
     user_metadata: Mapping[str, Any] | None
 
 
-_OURS = ("discarded_s", "fingerprint")
-VERSION = tuple(column for column in checkpoint_versions.c if column.name not in _OURS)
+_INTERNAL = ("discarded_s", "fingerprint")
+VERSION_COLUMNS = tuple(column for column in checkpoint_versions.c if column.name not in _INTERNAL)
 
 
 class Checkpoints:
-    """The rows of what was saved, and where its files are."""
+    """The rows and files of checkpoint versions."""
 
     def __init__(self, database: Database, files: Files, folder: Path, quotas: "Quotas") -> None:
         self._database = database
         self._files = files
         self._quotas = quotas
-        #: Where the engine writes and reads; the store itself when that is local.
+        #: Where the engine writes and reads; the storage root itself if that is local.
         self._folder = files.local or str(folder)
-        #: Versions whose files this process has looked at: they never change.
-        self._sound: set[str] = set()
-        #: The folders of versions that were opened lately.
+        #: Versions whose files this process has verified; they never change.
+        self._verified: set[str] = set()
+        #: Folders of recently opened versions.
         self._opened: dict[str, str] = {}
 
     def new_version(self, *, owner: str, model_id: str, kind: str, name: str | None) -> Version:
-        """A version with a folder of its own, not saved yet."""
+        """A new version with its own key, not saved yet."""
         version_id = secrets.token_hex(12)
-        # Unnamed saves sit beside the named ones, under a name that no user can give.
+        # Unnamed saves get a name that users cannot give.
         return Version(
             version_id=version_id,
             owner=owner,
@@ -97,15 +108,15 @@ class Checkpoints:
         )
 
     def folder(self, version: Version) -> str:
-        """Where the engine writes this version."""
+        """The folder where the engine writes this version."""
         return f"{self._folder}/{version.place}"
 
-    async def open(self, version_id: str, *, must: bool = False) -> str:
+    async def open(self, version_id: str, *, required: bool = False) -> str:
         """
-        The folder of a saved version on this machine.
+        The folder of a saved version on this machine, verified.
 
-        While an object store is away this raises StorageTrouble, or waits if it `must` be opened.
-        A database that is away is waited for in accepted work only (see `Database.read`).
+        While an object store is unavailable this raises StorageError, or waits if `required`. It
+        waits for the database in accepted work only (see `Database.read`).
         """
         version = await self.version(version_id)
         if version is None:
@@ -114,50 +125,52 @@ class Checkpoints:
                 "deleted or has expired."
             )
         folder = self.folder(version)
-        # Every sample asks this: where the files are here anyway, it waits for no hash or upload.
+        # With local storage this check is fast, so it does not queue behind hashes and uploads.
         local = self._files.local is not None
-        look = self._database.with_file if local else self._database.in_thread
-        if not await look(lambda: self._brought(version, folder), must=must):
-            raise _unreadable(version, f"is missing: there is no folder {version.place}")
-        if version.version_id not in self._sound:
+        run = self._database.with_file if local else self._database.with_folder
+        if not await run(lambda: self._download(version, folder), required=required):
+            raise _damaged(version, f"is missing: there is no folder {version.place}")
+        if version.version_id not in self._verified:
             await self._check(version, folder)
         return folder
 
-    async def open_again(self, version_id: str) -> str:
+    async def open_cached(self, version_id: str) -> str:
         """
-        The same for accepted samples, without a look each time: a version never changes.
+        Like `open`, cached, for accepted samples.
 
-        Nor is one deleted that an unfinished request names. `forget_opened` all the same, now and
-        then: somebody may have deleted files by hand.
+        Versions never change, and one that an unfinished request uses is not deleted. The cleanup
+        clears the cache regularly, because files may be deleted by hand.
         """
         if (folder := self._opened.get(version_id)) is None:
-            folder = await self.open(version_id, must=True)
-            if len(self._opened) >= SOUND_KEPT:
+            folder = await self.open(version_id, required=True)
+            if len(self._opened) >= MAX_CACHED_VERSIONS:
                 self._opened.clear()
             self._opened[version_id] = folder
         return folder
 
-    def forget_opened(self) -> None:
+    def clear_open_cache(self) -> None:
         self._opened.clear()
 
-    def _brought(self, version: Version, folder: str) -> bool:
-        """Whether the files are on this machine now."""
+    def _download(self, version: Version, folder: str) -> bool:
+        """Download the files if necessary; whether the folder exists."""
         with contextlib.suppress(FileNotFoundError):
             self._files.download(version.place, folder)
         return os.path.isdir(folder)
 
     async def _check(self, version: Version, folder: str) -> None:
-        """Raises Damaged unless the files are what was saved. They are read once, then believed."""
+        """Raise Damaged unless the files are what was saved. They are verified once per process."""
         written = await self._fingerprint(version)
-        problem = await self._database.in_thread(lambda: fault(folder, version.place, written))
+        problem = await self._database.with_folder(
+            lambda: folder_problem(folder, version.place, written)
+        )
         if problem is not None:
-            raise _unreadable(version, problem)
-        if len(self._sound) >= SOUND_KEPT:
-            self._sound.clear()  # samplers come and go; looking again costs one read
-        self._sound.add(version.version_id)
+            raise _damaged(version, problem)
+        if len(self._verified) >= MAX_CACHED_VERSIONS:
+            self._verified.clear()  # verifying again costs one read
+        self._verified.add(version.version_id)
 
     async def _fingerprint(self, version: Version) -> str | None:
-        """As it was written down when the version was saved."""
+        """The fingerprint that was stored when the version was saved."""
         statement = sa.select(checkpoint_versions.c.fingerprint).where(
             checkpoint_versions.c.version_id == version.version_id
         )
@@ -167,11 +180,13 @@ class Checkpoints:
         version, _ = await self._named(model_id, kind, name)
         return version is not None
 
-    async def keep_files(self, version: Version) -> str:
-        """Make the files that the engine wrote durable; their fingerprint, for `save`."""
+    async def store_files(self, version: Version) -> str:
+        """Upload the files that the engine wrote; returns their fingerprint, for `save`."""
         folder = self.folder(version)
-        written = await self._database.in_thread(lambda: fingerprint(folder), must=True)
-        await self._database.in_thread(lambda: self._files.upload(folder, version.place), must=True)
+        written = await self._database.with_folder(lambda: fingerprint(folder), required=True)
+        await self._database.with_folder(
+            lambda: self._files.upload(folder, version.place), required=True
+        )
         return written
 
     async def save(
@@ -184,12 +199,12 @@ class Checkpoints:
         naming: Naming | None = None,
         sampler: tuple[Sampler, int] | None = None,
     ) -> None:
-        """The version, its name or its sampler, and the request's result: all or nothing."""
+        """Add the version, its name or sampler, and the request's result in one transaction."""
 
         def act(connection: sa.Connection) -> None:
-            values = {column.name: getattr(version, column.name) for column in VERSION}
+            values = {column.name: getattr(version, column.name) for column in VERSION_COLUMNS}
             connection.execute(checkpoint_versions.insert(), {**values, "fingerprint": fingerprint})
-            named = naming is not None and _point_name(connection, version, naming)
+            named = naming is not None and _assign_name(connection, version, naming)
             self._quotas.check(
                 connection, version.owner, size_bytes=version.size_bytes, checkpoints=int(named)
             )
@@ -198,20 +213,20 @@ class Checkpoints:
             note_saved(connection, version, "checkpoint.saved")
             request_writes.set_done(connection, request_id, result, version_id=version.version_id)
 
-        await self._database.write(act, must=True)
+        await self._database.write(act, required=True)
 
     async def discard(self, version: Version) -> None:
-        """Delete the files of a version that was not saved; the sweep deletes what is left."""
+        """Delete the files of a version that was not saved; the cleanup deletes what remains."""
         folder = self.folder(version)
-        with contextlib.suppress(StorageTrouble):
-            await self._database.in_thread(lambda: shutil.rmtree(folder, ignore_errors=True))
-            await self._database.in_thread(lambda: self._files.remove(version.place))
+        with contextlib.suppress(StorageError):
+            await self._database.with_folder(lambda: shutil.rmtree(folder, ignore_errors=True))
+            await self._database.with_folder(lambda: self._files.remove(version.place))
 
     async def find(self, path: str, *, readers: Collection[str]) -> Version | None:
         """
-        What a tinker path means to those who ask; UserFailure when it is not such a path.
+        The version of a tinker path: a checkpoint of one of the `readers`, or a published one.
 
-        Their own checkpoints, and anybody's that was published.
+        Raises UserFailure if it is not a tinker path.
         """
         try:
             parsed = ParsedCheckpointTinkerPath.from_tinker_path(path)
@@ -220,7 +235,7 @@ class Checkpoints:
         kind, _, name = parsed.checkpoint_id.partition("/")
         public = False
         if name.startswith("."):
-            # An unnamed save: no name points to it, its path holds the version itself.
+            # An unnamed save: its path contains the version id.
             version = await self.version(name[1:])
             if version is None or (version.model_id, version.kind) != (
                 parsed.training_run_id,
@@ -234,9 +249,9 @@ class Checkpoints:
         return None
 
     async def _named(self, model_id: str, kind: str, name: str) -> tuple[Version | None, bool]:
-        """What a name means now, and whether everybody may know; nothing once it has expired."""
+        """The version of a name, and whether it is published; None if it has expired."""
         statement = (
-            sa.select(*VERSION, checkpoint_names.c.public)
+            sa.select(*VERSION_COLUMNS, checkpoint_names.c.public)
             .join(
                 checkpoint_names,
                 checkpoint_names.c.version_id == checkpoint_versions.c.version_id,
@@ -245,10 +260,7 @@ class Checkpoints:
                 checkpoint_names.c.model_id == model_id,
                 checkpoint_names.c.kind == kind,
                 checkpoint_names.c.name == name,
-                sa.or_(
-                    checkpoint_names.c.expires_s.is_(None),
-                    checkpoint_names.c.expires_s > time.time(),
-                ),
+                not_expired(time.time()),
             )
         )
 
@@ -263,34 +275,40 @@ class Checkpoints:
         return await self._database.read(act)
 
     async def version(self, version_id: str) -> Version | None:
-        """A version whose files are there."""
-        statement = sa.select(*VERSION).where(
+        """A version whose files are not discarded."""
+        statement = sa.select(*VERSION_COLUMNS).where(
             checkpoint_versions.c.version_id == version_id,
             checkpoint_versions.c.discarded_s.is_(None),
         )
         return await self._database.read(lambda connection: _version(connection, statement))
 
     async def fingerprint(self, version: Version) -> str:
-        """Of the files of a saved version; raises Damaged when they are not what was saved."""
+        """The fingerprint of a saved version; raises Damaged if its files differ."""
         folder = await self.open(version.version_id)
         written = await self._fingerprint(version)
-        if written is None:  # a save from before there were fingerprints
-            written = await self._database.in_thread(lambda: fingerprint(folder))
+        if written is None:  # saved by an old version
+            written = await self._database.with_folder(lambda: fingerprint(folder))
         return written
 
     async def copy_files(self, source: Version, target: Version) -> None:
         """
-        The same files a second time, without the room where links can be had.
+        Copy the files of a version, by hard links if possible.
 
-        Ask for their `fingerprint` first: files that are not what was saved are not handed on.
+        Call `fingerprint` first: it verifies that the source is not damaged.
         """
-        condition = self._database.condition
-        condition.refuse_new()
-        await self._database.in_thread(lambda: self._files.copy(source.place, target.place))
-        condition.clear(FILES)
+        health = self._database.health
+        health.refuse_new_data()
+        await self._database.with_folder(lambda: self._files.copy(source.place, target.place))
+        health.clear(FILES)
 
 
-def _unreadable(version: Version, problem: str) -> Damaged:
+def not_expired(now_s: float) -> sa.ColumnElement[bool]:
+    """SQL: the name has not expired."""
+    expires_s = checkpoint_names.c.expires_s
+    return sa.or_(expires_s.is_(None), expires_s > now_s)
+
+
+def _damaged(version: Version, problem: str) -> Damaged:
     name = version.name or f".{version.version_id}"
     return Damaged(
         f"checkpoint tinker://{version.model_id}/{version.kind}/{name} cannot be read: its folder "
@@ -299,18 +317,18 @@ def _unreadable(version: Version, problem: str) -> Damaged:
 
 
 def note_saved(connection: sa.Connection, version: Version, event: str) -> None:
-    """Say in the audit log, inside a transaction, that there is a new checkpoint."""
+    """Add a new checkpoint to the audit log, inside a transaction."""
     name = version.name or f".{version.version_id}"
     details = {
         "model_id": version.model_id,
         "tinker_path": f"tinker://{version.model_id}/{version.kind}/{name}",
         "size_bytes": version.size_bytes,
     }
-    audit.note(connection, owner=version.owner, event=event, details=details)
+    events.note_audit(connection, owner=version.owner, event=event, details=details)
 
 
-def _point_name(connection: sa.Connection, version: Version, naming: Naming) -> bool:
-    """Whether there is one checkpoint more than before."""
+def _assign_name(connection: sa.Connection, version: Version, naming: Naming) -> bool:
+    """Make a name refer to a version; whether this adds a checkpoint."""
     is_new = True
     mine = sa.and_(
         checkpoint_names.c.model_id == version.model_id,
@@ -346,3 +364,186 @@ def _version(
 ) -> Version | None:
     row = connection.execute(statement).first()
     return None if row is None else Version(**row._mapping)
+
+
+# -- quotas --------------------------------------------------------------------------------------
+#
+# What counts:
+#
+# * bytes: the files of all saves and copies, also unnamed ones. A save that was deleted or
+#   overwritten counts until nothing uses its files.
+# * checkpoints: those that are listed: with a name, and not expired.
+# * runs: those whose session is open, or that have a checkpoint.
+
+_WHAT = {
+    "max_checkpoint_bytes": "bytes of checkpoints",
+    "max_checkpoints": "checkpoints",
+    "max_runs": "training runs",
+}
+_ADVICE = {
+    "max_checkpoint_bytes": "Delete checkpoints that you do not need (`tinkex checkpoint delete`), "
+    "or save with `ttl_seconds`. Unnamed saves for sampling are deleted when their session ends.",
+    "max_checkpoints": "Delete some that you do not need (`tinkex checkpoint delete`), or save with "
+    "`ttl_seconds`.",
+    "max_runs": "A run counts until its client is closed and its checkpoints are deleted or have "
+    "expired (`tinkex checkpoint delete`).",
+}
+
+
+class OverQuota(UserFailure):
+    """An owner would store more than allowed; the text has usage, limit, and what to do."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Quota:
+    """What one owner may store; 0 is unlimited."""
+
+    max_checkpoint_bytes: int = 0
+    max_checkpoints: int = 0
+    max_runs: int = 0
+
+    @classmethod
+    def of(cls, settings: object) -> "Quota":
+        return cls(**{field.name: getattr(settings, field.name) for field in fields(cls)})
+
+
+def owner_quota(server: Quota, keys: Iterable[Mapping[str, int]]) -> Quota:
+    """
+    The quota of an owner with these limits of API keys.
+
+    Checkpoints belong to owners, not to keys, so the highest limit among their keys counts.
+    """
+    of_keys = list(keys) or [{}]
+    most = {}
+    for field in fields(Quota):
+        numbers = [key.get(field.name, getattr(server, field.name)) for key in of_keys]
+        most[field.name] = 0 if 0 in numbers else max(numbers)
+    return Quota(**most)
+
+
+def over_quota_message(name: str, *, used: int, new: int, limit: int) -> str | None:
+    """Why `new` more is over the quota; None if it fits. 0 is an unknown size."""
+    if not limit or used + max(new, 1) <= limit:
+        return None
+    more = f", this needs {new} more" if new else ""
+    return (
+        f"over quota: you have {used} {_WHAT[name]}{more}, and {limit} are allowed ({name}). "
+        f"{_ADVICE[name]} The operator of the server can allow more."
+    )
+
+
+class Quotas:
+    """Checks what owners store against their quota."""
+
+    def __init__(self, database: Database, retention: Retention) -> None:
+        self._database = database
+        self._retention = retention
+        #: The quota of owners whose keys set none.
+        self.server = Quota()
+        #: A session without activity for this long counts as ended.
+        self.abandoned_s = float("inf")
+
+    def check(
+        self,
+        connection: sa.Connection,
+        owner: str,
+        *,
+        size_bytes: int = 0,
+        checkpoints: int = 0,
+        runs: int = 0,
+    ) -> None:
+        """Raise OverQuota inside the transaction that has added this much, if it is too much."""
+        added = {
+            "max_checkpoint_bytes": size_bytes,
+            "max_checkpoints": checkpoints,
+            "max_runs": runs,
+        }
+        new = {name: count for name, count in added.items() if count}
+        quota = self._allowed(connection, owner)
+        for name, used in self._used(connection, owner, quota, new):
+            _refuse_over_quota(name, used=used - new[name], new=new[name], quota=quota)
+
+    async def refuse_save(self, owner: str, *, checkpoints: int) -> None:
+        """Before files are written: raise OverQuota if they cannot fit, whatever their size."""
+        new = {"max_checkpoint_bytes": 0}
+        if checkpoints:
+            new["max_checkpoints"] = checkpoints
+
+        def act(connection: sa.Connection) -> None:
+            quota = self._allowed(connection, owner)
+            for name, used in self._used(connection, owner, quota, new):
+                _refuse_over_quota(name, used=used, new=new[name], quota=quota)
+
+        await self._database.read(act)
+
+    async def within(self, owner: str, act: Callable[[], Awaitable[T]]) -> T:
+        """
+        The result of `act`. If it is over quota, delete the owner's unused files and retry once.
+
+        The cleanup would delete them a little later; the user cannot delete them earlier.
+        """
+        try:
+            return await act()
+        except OverQuota:
+            abandoned_before_s = time.time() - self.abandoned_s
+            await self._retention.drop_versions(abandoned_before_s=abandoned_before_s, owner=owner)
+        return await act()
+
+    def _allowed(self, connection: sa.Connection, owner: str) -> Quota:
+        keys = sa.select(api_keys.c.limits).where(
+            api_keys.c.owner == owner,
+            api_keys.c.revoked_s.is_(None),
+            sa.or_(api_keys.c.expires_s.is_(None), api_keys.c.expires_s > time.time()),
+        )
+        return owner_quota(self.server, connection.scalars(keys))
+
+    def _used(
+        self, connection: sa.Connection, owner: str, quota: Quota, names: Collection[str]
+    ) -> Iterator[tuple[str, int]]:
+        """The usage of those of these quotas that are limited."""
+        now_s = time.time()
+        # Built only when needed: a save does not count runs.
+        statements: dict[str, Callable[[], sa.Select[int]]] = {
+            "max_checkpoint_bytes": lambda: _bytes(owner),
+            "max_checkpoints": lambda: _checkpoints(owner, now_s),
+            "max_runs": lambda: _runs(owner, now_s, now_s - self.abandoned_s),
+        }
+        for name, statement in statements.items():
+            if name in names and getattr(quota, name):
+                yield name, int(connection.scalar(statement()) or 0)
+
+
+def _refuse_over_quota(name: str, *, used: int, new: int, quota: Quota) -> None:
+    if (
+        reason := over_quota_message(name, used=used, new=new, limit=getattr(quota, name))
+    ) is not None:
+        raise OverQuota(reason)
+
+
+def _bytes(owner: str) -> sa.Select[int]:
+    return sa.select(sa.func.sum(checkpoint_versions.c.size_bytes)).where(
+        checkpoint_versions.c.owner == owner, checkpoint_versions.c.discarded_s.is_(None)
+    )
+
+
+def _checkpoints(owner: str, now_s: float) -> sa.Select[int]:
+    return (
+        sa.select(sa.func.count())
+        .select_from(checkpoint_names)
+        .join(models, models.c.model_id == checkpoint_names.c.model_id)
+        .where(models.c.owner == owner, not_expired(now_s))
+    )
+
+
+def _runs(owner: str, now_s: float, abandoned_before_s: float) -> sa.Select[int]:
+    named = sa.exists().where(checkpoint_names.c.model_id == models.c.model_id, not_expired(now_s))
+    return (
+        sa.select(sa.func.count())
+        .select_from(models)
+        .join(sessions, sessions.c.session_id == models.c.session_id)
+        .where(
+            models.c.owner == owner,
+            was_created(),
+            sa.or_(sa.not_(session_ended(abandoned_before_s)), named),
+        )
+    )

@@ -1,4 +1,8 @@
-"""Looks at a store without changing it: is what the rows say there, and is it what was written?"""
+"""
+Read-only inspection of a store, for `tinkex doctor` and `tinkex backup`.
+
+Checks that all stored files exist and match their fingerprints, and that model logs have no gaps.
+"""
 
 import contextlib
 import sqlite3
@@ -10,12 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import sqlalchemy as sa
-from alembic.migration import MigrationContext
-from alembic.script import ScriptDirectory
 
-from tinkex.server.store.blobs import ROOMS, UNREADABLE, Files, fault, is_place
-from tinkex.server.store.database import any_key, migrations
-from tinkex.server.store.retention import belonging, named_in
+from tinkex.server.store.blobs import PREFIX_DEPTHS, UNREADABLE, Files, folder_problem, is_key
+from tinkex.server.store.database import any_key
+from tinkex.server.store.migrations import current_version, known_versions
+from tinkex.server.store.retention import session_ids_in, storage_ownership
 from tinkex.server.store.schema import (
     Status,
     checkpoint_versions,
@@ -25,7 +28,7 @@ from tinkex.server.store.schema import (
     sessions,
     snapshots,
 )
-from tinkex.server.store.snapshots import ASIDE
+from tinkex.server.store.snapshots import SET_ASIDE
 from tinkex.server.store.storage_health import Damaged
 
 PAYLOAD = "payload"
@@ -34,86 +37,85 @@ CHECKPOINT = "checkpoint"
 SNAPSHOT = "snapshot"
 OLDER_SNAPSHOT = "older snapshot"
 
-# Of what is wrong with a database, as much is told.
-MOST_PROBLEMS = 20
-# Steps that a model is built again from, and that carry something.
-_CARRIES = ("create_model", "forward_backward", "optim_step", "load_weights")
+# The most problems of a database that are reported.
+MAX_PROBLEMS = 20
+# Steps that recovery replays and that need their payload.
+_KINDS_WITH_PAYLOAD = ("create_model", "forward_backward", "optim_step", "load_weights")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Broken:
-    """A file or folder that a row points to and that is not what was written."""
+class DamagedItem:
+    """A stored file or folder that is missing or damaged."""
 
     what: str
-    #: Of the request, version or model.
+    #: The id of its request or model, or the path of its checkpoint.
     name: str
-    place: str
+    key: str
     problem: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Hole:
-    """A model that cannot be built again from its log."""
+class LogGap:
+    """A model whose log has missing steps, so that recovery cannot rebuild it."""
 
     model_id: str
-    #: Numbers of steps that are missing, or have lost what they carried.
+    #: Steps that are missing or have lost their payload.
     seq_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Facts:
-    """What was found."""
+class Inspection:
+    """The result of an inspection."""
 
     #: Why the database cannot be opened, if it cannot.
     refused: str | None = None
-    #: What the database itself says is wrong with it.
+    #: Integrity errors that the database reports.
     damage: tuple[str, ...] = ()
-    #: Of the schema; None is one without any.
+    #: The schema version; None if there are no tables.
     version: str | None = None
     newest_version: str = ""
     known_versions: frozenset[str] = frozenset()
-    #: How many files and folders were looked at.
-    looked_at: int = 0
-    broken: tuple[Broken, ...] = ()
-    #: Files that no row points to.
+    #: The number of checked files and folders.
+    checked: int = 0
+    damaged: tuple[DamagedItem, ...] = ()
+    #: Keys that no row refers to.
     orphans: tuple[str, ...] = ()
-    holes: tuple[Hole, ...] = ()
-    #: Models that have a snapshot and a way back behind it.
-    way_back: frozenset[str] = frozenset()
-    #: Snapshots that were damaged and are not used any more.
+    log_gaps: tuple[LogGap, ...] = ()
+    #: Models with a fallback for their newest snapshot.
+    has_fallback: frozenset[str] = frozenset()
+    #: Damaged snapshots that were moved to `set-aside`.
     set_aside: int = 0
-    #: Sessions that have files here and are not in the database.
-    strange: tuple[str, ...] = ()
-    #: A key was made once.
+    #: Sessions that have stored files and are not in the database.
+    unknown_sessions: tuple[str, ...] = ()
+    #: Whether an API key was ever created.
     has_keys: bool = False
-    #: There are files, and the database knows of none.
-    another: bool = False
+    #: There are stored files, and none belongs to the database.
+    is_wrong_database: bool = False
 
 
-def inspect(url: str, files: Files, *, young_s: float, abandoned_s: float) -> Facts:
-    """Files younger than that may belong to a request that is being accepted now."""
-    scripts = ScriptDirectory.from_config(migrations())
-    newest = scripts.get_current_head() or ""
-    known = frozenset(script.revision for script in scripts.walk_revisions())
+def inspect(url: str, files: Files, *, young_s: float, abandoned_s: float) -> Inspection:
+    """Inspect a store. Files younger than `young_s` are not orphans: requests may be running."""
+    versions = known_versions()
+    newest, known = versions[0], frozenset(versions)
     database = sa.make_url(url).database
     if url.startswith("sqlite") and (not database or not Path(database).is_file()):
-        return Facts(refused=f"there is no file {database}", newest_version=newest)
+        return Inspection(refused=f"there is no file {database}", newest_version=newest)
     engine = sa.create_engine(url)
     try:
         with engine.connect() as connection:
-            damage = _damage(connection)
-            version = (
-                None if damage else MigrationContext.configure(connection).get_current_revision()
-            )
+            damage = _integrity_errors(connection)
+            version = None if damage else current_version(connection)
             if damage or version != newest:
-                return Facts(
+                return Inspection(
                     damage=damage,
                     version=version,
                     newest_version=newest,
                     known_versions=known,
-                    another=version is None and not damage and bool(named_in(files)),
+                    is_wrong_database=version is None
+                    and not damage
+                    and bool(session_ids_in(files)),
                 )
-            return _look(
+            return _inspect_files(
                 connection,
                 files,
                 newest=newest,
@@ -124,24 +126,24 @@ def inspect(url: str, files: Files, *, young_s: float, abandoned_s: float) -> Fa
     except sa.exc.DBAPIError as error:
         reason = str(error.orig).strip().partition("\n")[0]
         if isinstance(error, sa.exc.OperationalError):
-            return Facts(refused=reason, newest_version=newest)
-        return Facts(damage=(reason,), newest_version=newest)
+            return Inspection(refused=reason, newest_version=newest)
+        return Inspection(damage=(reason,), newest_version=newest)
     finally:
         engine.dispose()
 
 
-def _damage(connection: sa.Connection) -> tuple[str, ...]:
+def _integrity_errors(connection: sa.Connection) -> tuple[str, ...]:
     if connection.dialect.name != "sqlite":
         return ()
-    found = connection.exec_driver_sql(f"PRAGMA integrity_check({MOST_PROBLEMS})").scalars().all()
+    found = connection.exec_driver_sql(f"PRAGMA integrity_check({MAX_PROBLEMS})").scalars().all()
     problems = [str(line) for line in found if line != "ok"]
     if not problems:
         rows = connection.exec_driver_sql("PRAGMA foreign_key_check").all()
-        problems = [f"a row of {row[0]} points to no row of {row[2]}" for row in rows]
-    return tuple(problems[:MOST_PROBLEMS])
+        problems = [f"a row of {row[0]} refers to a missing row of {row[2]}" for row in rows]
+    return tuple(problems[:MAX_PROBLEMS])
 
 
-def _look(
+def _inspect_files(
     connection: sa.Connection,
     files: Files,
     *,
@@ -149,38 +151,38 @@ def _look(
     known: frozenset[str],
     young_s: float,
     abandoned_s: float,
-) -> Facts:
-    broken, places = [], set()
-    for what, name, place, written in _pointers(connection):
-        places.add(place)
-        if (problem := _problem(files, what, place, written)) is not None:
-            broken.append(Broken(what=what, name=name, place=place, problem=problem))
+) -> Inspection:
+    damaged, keys = [], set()
+    for what, name, key, written in _references(connection):
+        keys.add(key)
+        if (problem := _problem(files, what, key, written)) is not None:
+            damaged.append(DamagedItem(what=what, name=name, key=key, problem=problem))
     before_s = time.time() - young_s
-    ours = belonging(connection, named_in(files))
+    ownership = storage_ownership(connection, session_ids_in(files))
     orphans = [
-        place
-        for room, depth in ROOMS.items()
-        for place in files.older(room, depth, before_s=before_s)
-        if place not in places and ours.may_go(place)
+        key
+        for prefix, depth in PREFIX_DEPTHS.items()
+        for key in files.list_older(prefix, depth, before_s=before_s)
+        if key not in keys and ownership.may_delete(key)
     ]
-    return Facts(
+    return Inspection(
         version=newest,
         newest_version=newest,
         known_versions=known,
-        looked_at=len(places),
-        broken=tuple(broken),
+        checked=len(keys),
+        damaged=tuple(damaged),
         orphans=tuple(sorted(orphans)),
-        holes=tuple(_holes(connection, seen_after_s=time.time() - abandoned_s)),
-        way_back=frozenset(connection.scalars(sa.select(older_snapshots.c.model_id))),
-        strange=tuple(sorted(ours.strange)),
-        another=ours.another,
+        log_gaps=tuple(_log_gaps(connection, seen_after_s=time.time() - abandoned_s)),
+        has_fallback=frozenset(connection.scalars(sa.select(older_snapshots.c.model_id))),
+        unknown_sessions=tuple(sorted(ownership.unknown_sessions)),
+        is_wrong_database=ownership.is_wrong_database,
         has_keys=any_key(connection),
-        set_aside=len(files.older(f"{ASIDE}/snapshots", 2, before_s=float("inf"))),
+        set_aside=len(files.list_older(f"{SET_ASIDE}/snapshots", 2, before_s=float("inf"))),
     )
 
 
-def _pointers(connection: sa.Connection) -> Iterator[tuple[str, str, str, str | None]]:
-    """What, whose, where, and the fingerprint of it if the row has one."""
+def _references(connection: sa.Connection) -> Iterator[tuple[str, str, str, str | None]]:
+    """Every key in the rows: what it is, its name, the key, and its fingerprint if there is one."""
     columns: tuple[tuple[str, Any, Any, Any], ...] = (
         (PAYLOAD, requests.c.request_id, requests.c.payload_place, sa.null()),
         (RESULT, requests.c.request_id, requests.c.result_place, sa.null()),
@@ -192,8 +194,8 @@ def _pointers(connection: sa.Connection) -> Iterator[tuple[str, str, str, str | 
             older_snapshots.c.fingerprint,
         ),
     )
-    for what, name, place, written in columns:
-        statement = sa.select(name, place, written).where(place.is_not(None))
+    for what, name, key, written in columns:
+        statement = sa.select(name, key, written).where(key.is_not(None))
         for row in connection.execute(statement):
             yield what, row[0], row[1], row[2]
     versions = checkpoint_versions.c
@@ -204,42 +206,42 @@ def _pointers(connection: sa.Connection) -> Iterator[tuple[str, str, str, str | 
         yield CHECKPOINT, f"tinker://{row.model_id}/{row.kind}/{name}", row.place, row.fingerprint
 
 
-def _problem(files: Files, what: str, place: str, written: str | None) -> str | None:
+def _problem(files: Files, what: str, key: str, written: str | None) -> str | None:
     if what in (PAYLOAD, RESULT):
         try:
-            files.get(place)
+            files.get(key)
         except Damaged as damaged:
             return str(damaged)
         return None
     if files.local is not None:
         try:
-            return fault(f"{files.local}/{place}", place, written)
+            return folder_problem(f"{files.local}/{key}", key, written)
         except OSError as error:
-            return f"{UNREADABLE}: {error.strerror} ({error.filename or place})"
-    # What is far away is only looked for: it has checks of its own.
-    return None if files.exists(place) else f"is missing: there is no folder {place}"
+            return f"{UNREADABLE}: {error.strerror} ({error.filename or key})"
+    # Object stores have their own checksums: only check that it exists.
+    return None if files.exists(key) else f"is missing: there is no folder {key}"
 
 
-def _holes(connection: sa.Connection, *, seen_after_s: float) -> Iterator[Hole]:
-    """Models of open sessions whose logs have steps missing, after the last way to begin."""
-    begins = sa.func.coalesce(older_snapshots.c.seq_id, snapshots.c.seq_id, -1)
+def _log_gaps(connection: sa.Connection, *, seen_after_s: float) -> Iterator[LogGap]:
+    """Models of open sessions whose logs have gaps after their oldest snapshot."""
+    first = sa.func.coalesce(older_snapshots.c.seq_id, snapshots.c.seq_id, -1)
     empty = sa.and_(requests.c.payload.is_(None), requests.c.payload_place.is_(None))
     statement = (
         sa.select(
             requests.c.model_id,
             requests.c.seq_id,
             requests.c.cause,
-            begins.label("begins"),
-            sa.and_(empty, requests.c.status == Status.DONE, requests.c.kind.in_(_CARRIES)).label(
-                "empty"
-            ),
+            first.label("replay_after"),
+            sa.and_(
+                empty, requests.c.status == Status.DONE, requests.c.kind.in_(_KINDS_WITH_PAYLOAD)
+            ).label("empty"),
         )
         .join(models, models.c.model_id == requests.c.model_id)
         .join(sessions, sessions.c.session_id == models.c.session_id)
         .outerjoin(snapshots, snapshots.c.model_id == requests.c.model_id)
         .outerjoin(older_snapshots, older_snapshots.c.model_id == requests.c.model_id)
         .where(
-            requests.c.seq_id > begins,
+            requests.c.seq_id > first,
             requests.c.status != Status.WAITING,
             sessions.c.finished_s.is_(None),
             sessions.c.seen_s > seen_after_s,
@@ -249,8 +251,8 @@ def _holes(connection: sa.Connection, *, seen_after_s: float) -> Iterator[Hole]:
     missing: defaultdict[str, list[int]] = defaultdict(list)
     last: dict[str, int] = {}
     for row in connection.execute(statement):
-        before = last.get(row.model_id, row.begins)
-        # A number that never came is no hole: the steps behind it say so.
+        before = last.get(row.model_id, row.replay_after)
+        # A step that never arrived is not a gap: the step after it failed with this cause.
         if row.cause != "gap":
             missing[row.model_id] += range(before + 1, row.seq_id)
         if row.empty:
@@ -258,17 +260,17 @@ def _holes(connection: sa.Connection, *, seen_after_s: float) -> Iterator[Hole]:
         last[row.model_id] = row.seq_id
     for model_id, seq_ids in missing.items():
         if seq_ids:
-            yield Hole(model_id=model_id, seq_ids=tuple(seq_ids))
+            yield LogGap(model_id=model_id, seq_ids=tuple(seq_ids))
 
 
-def remove(files: Files, places: tuple[str, ...]) -> None:
-    """Delete what no row points to."""
-    for place in places:
-        files.remove(place)
+def remove(files: Files, keys: tuple[str, ...]) -> None:
+    """Delete orphans."""
+    for key in keys:
+        files.remove(key)
 
 
 def rebuild_indexes(url: str) -> None:
-    """Make them anew from the tables."""
+    """Rebuild the indexes from the tables."""
     engine = sa.create_engine(url)
     with contextlib.closing(engine.raw_connection()) as connection:
         connection.cursor().execute("REINDEX")
@@ -276,17 +278,17 @@ def rebuild_indexes(url: str) -> None:
     engine.dispose()
 
 
-class CannotCopy(Exception):
-    """The database is not one that can be copied; the text says why."""
+class CopyFailed(Exception):
+    """The database cannot be copied; the text says why."""
 
     def __init__(self, message: str, *, is_full: bool = False) -> None:
         super().__init__(message)
-        #: It is the disk of the copy that has no room.
+        #: Whether the disk of the copy is full.
         self.is_full = is_full
 
 
 def copy_database(source: Path, target: Path) -> None:
-    """As it is at one moment, while others write to it; sound, or not at all."""
+    """Copy a consistent state of a database that may be in use, and check the copy."""
     target.unlink(missing_ok=True)
     try:
         with (
@@ -294,33 +296,33 @@ def copy_database(source: Path, target: Path) -> None:
             contextlib.closing(sqlite3.connect(target)) as copy,
         ):
             original.backup(copy)
-            # One file, without a log beside it.
+            # One file, without a WAL.
             copy.execute("PRAGMA journal_mode = DELETE")
             found = copy.execute("PRAGMA quick_check(3)").fetchall()
     except sqlite3.Error as error:
         name = getattr(error, "sqlite_errorname", None)
-        raise CannotCopy(str(error), is_full=name == "SQLITE_FULL") from error
+        raise CopyFailed(str(error), is_full=name == "SQLITE_FULL") from error
     if found != [("ok",)]:
-        raise CannotCopy(f"it is damaged: {'; '.join(line for (line,) in found)}")
+        raise CopyFailed(f"it is damaged: {'; '.join(line for (line,) in found)}")
 
 
-def places_of(url: str) -> set[str]:
-    """All files and folders that the rows point to."""
+def referenced_keys(url: str) -> set[str]:
+    """The keys of all files and folders that rows refer to."""
     engine = sa.create_engine(url)
     try:
         with engine.connect() as connection:
-            return {place for _, _, place, _ in _pointers(connection)}
+            return {key for _, _, key, _ in _references(connection)}
     except sa.exc.DBAPIError as error:
-        raise CannotCopy(
-            f"its tables are not those of this version ({error.orig}); start the server once"
+        raise CopyFailed(
+            f"its schema is not the one of this version ({error.orig}); start the server once"
         ) from error
     finally:
         engine.dispose()
 
 
-def strange_places(database: Path) -> list[str]:
-    """Where rows of a database point to that no server has written; of any version, unchanged."""
-    strange: list[str] = []
+def invalid_keys(database: Path) -> list[str]:
+    """Values in the key columns of a database, of any version, that are not valid keys."""
+    invalid: list[str] = []
     try:
         with contextlib.closing(sqlite3.connect(f"{database.as_uri()}?mode=ro", uri=True)) as rows:
             columns = rows.execute(
@@ -329,17 +331,17 @@ def strange_places(database: Path) -> list[str]:
             ).fetchall()
             for table, column in columns:
                 found = rows.execute(f'SELECT "{column}" FROM "{table}" WHERE "{column}" NOTNULL')
-                strange += [str(place) for (place,) in found if not is_place(str(place))]
+                invalid += [str(key) for (key,) in found if not is_key(str(key))]
     except sqlite3.Error as error:
-        raise CannotCopy(str(error)) from error
-    return strange
+        raise CopyFailed(str(error)) from error
+    return invalid
 
 
-def version_of(url: str) -> str | None:
-    """Of the schema."""
+def schema_version(url: str) -> str | None:
+    """The schema version of a database."""
     engine = sa.create_engine(url)
     try:
         with engine.connect() as connection:
-            return MigrationContext.configure(connection).get_current_revision()
+            return current_version(connection)
     finally:
         engine.dispose()

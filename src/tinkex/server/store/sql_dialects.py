@@ -1,10 +1,20 @@
-"""PostgreSQL made to keep the promises that SQLite keeps: durable commits, one server, any text."""
+"""
+What differs between SQLite and PostgreSQL.
 
+PostgreSQL: durable commits, a lock so that one server uses a database, and NUL characters in text.
+SQLite: its write-ahead log (WAL) and the identity of its files. Both: `IN` for lists of any length.
+"""
+
+import contextlib
 import json
+import logging
 import os
 import socket
+import sqlite3
+import struct
 import time
 from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Any
 
 import sqlalchemy as sa
@@ -13,15 +23,18 @@ from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.sql.compiler import SQLCompiler
 from sqlalchemy.sql.functions import FunctionElement
 
-# Any number will do that no other program takes; the second half of the lock is the schema.
+from tinkex.server.store.storage_health import DatabaseFileChanged, DatabaseLocked
+
+log = logging.getLogger("tinkex.server.store")
+
+# Identifies tinkex among advisory locks; the second half of the lock is the schema.
 LOCK = 0x74696E6B
-# A server that was killed just now may hold it for a moment.
+# A server that was just killed may hold the lock for a moment.
 LOCK_WAIT_S = 5.0
 LOCK_RETRY_S = 0.1
 
-# A database that says nothing is given up when a connection is made; so is one behind a network
-# that is gone. One that is only slow, or paused, answers on the connections that there are.
-_PATIENCE = {
+# For new connections and broken networks. A slow or paused database is handled by the callers.
+_TIMEOUTS = {
     "connect_timeout": 5,
     "keepalives_idle": 10,
     "keepalives_interval": 5,
@@ -29,16 +42,16 @@ _PATIENCE = {
     "tcp_user_timeout": 30_000,
 }
 
-# What is said of a server that holds a database; PostgreSQL cuts it to 63 bytes.
+# The application name of a server that holds a database; PostgreSQL truncates it to 63 bytes.
 _NAME = "tinkex serve, process {process} on {host}"
 
 _SETTINGS = (
-    # Databases that are told to forget the newest commits in a crash are told not to.
+    # A crash must not lose commits, whatever the default of the database is.
     """
     SELECT set_config('synchronous_commit', 'on', false)
     WHERE current_setting('synchronous_commit') = 'off'
     """,
-    # A machine that vanished gives its lock back within half a minute, not two hours.
+    # The lock of a machine that disappeared is released within half a minute, not two hours.
     "SET tcp_keepalives_idle = 10",
     "SET tcp_keepalives_interval = 5",
     "SET tcp_keepalives_count = 3",
@@ -52,21 +65,17 @@ _HOLDER = f"""
     """
 
 
-class DatabaseHeld(Exception):
-    """Another server works on the database."""
+def timeouts(url: sa.URL) -> dict[str, int]:
+    """Connection timeouts, except those that the URL sets."""
+    return {name: value for name, value in _TIMEOUTS.items() if name not in url.query}
 
 
-def patience(url: sa.URL) -> dict[str, int]:
-    """How long a database is waited for, as far as its URL does not say."""
-    return {name: value for name, value in _PATIENCE.items() if name not in url.query}
-
-
-def prepare_writer(engine: sa.Engine, *, alone: bool) -> None:
+def prepare_writer(engine: sa.Engine, *, exclusive: bool) -> None:
     """
-    Commits are on disk; with `alone`, every connection that writes holds the database's lock.
+    Makes commits durable; with `exclusive`, each writing connection holds the database's lock.
 
-    The lock belongs to the connection that writes, so a server that loses the one has lost the
-    other: two servers never write to one database, whatever the network does between them.
+    The lock belongs to the writing connection, so a server loses both together: two servers never
+    write to one database, whatever the network does.
     """
 
     @event.listens_for(engine, "connect")
@@ -75,7 +84,7 @@ def prepare_writer(engine: sa.Engine, *, alone: bool) -> None:
             with connection.cursor() as cursor:
                 for statement in _SETTINGS:
                     cursor.execute(statement)
-                if alone:
+                if exclusive:
                     name = _NAME.format(process=os.getpid(), host=socket.gethostname())
                     cursor.execute("SELECT set_config('application_name', %s, false)", (name,))
                     _take_lock(cursor)
@@ -85,28 +94,11 @@ def prepare_writer(engine: sa.Engine, *, alone: bool) -> None:
             raise
 
 
-def mark(connection: sa.Connection) -> int | None:
-    """A name for the transaction, to ask for it should its end not be heard; None on SQLite."""
-    if connection.dialect.name == "sqlite":
-        return None
-    found: int = connection.exec_driver_sql("SELECT txid_current()").scalar_one()
-    return found
-
-
-def was_kept(connection: sa.Connection, mark: int) -> bool:
-    """Whether that transaction was committed. Waits for one whose connection ends just now."""
-    statement = sa.text("SELECT txid_status(:mark)").bindparams(mark=mark)
-    while (state := connection.scalar(statement)) == "in progress":
-        time.sleep(LOCK_RETRY_S)
-    return bool(state == "committed")
-
-
-def prepare_texts(engine: sa.Engine) -> None:
+def replace_nul_characters(engine: sa.Engine) -> None:
     """
-    No text has a NUL character, which PostgreSQL does not take.
+    Replaces NUL characters in text parameters, which PostgreSQL does not accept.
 
-    Nothing of ours has one. What a client puts into a name is stored without it, and an id with
-    one in it is nobody's.
+    Only clients send them: in a name they are replaced, and an id with one matches no row.
     """
 
     @event.listens_for(engine, "before_cursor_execute", retval=True)
@@ -125,7 +117,7 @@ def _without_nul(parameters: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _has_nul(value: object) -> bool:
-    """A text, or an array with one in it."""
+    """Whether a text, or a text in a list, has a NUL character."""
     if isinstance(value, list):
         return any(_has_nul(one) for one in value)
     return isinstance(value, str) and "\0" in value
@@ -142,47 +134,122 @@ def _take_lock(cursor: Any) -> None:
     while not cursor.execute(_TAKE).fetchone()[0]:
         if time.monotonic() > deadline_s:
             row = cursor.execute(_HOLDER).fetchone()
-            raise DatabaseHeld(
+            raise DatabaseLocked(
                 f"another server ({row[0] if row else 'unknown'}) holds the database. Use that "
-                "one, stop it, or choose another database with --db."
+                "server, stop it, or choose another database with --db."
             )
         time.sleep(LOCK_RETRY_S)
 
 
-# MERGED: `column IN (...)` for lists of any length, as one statement.
+# The start of SQLite's WAL index: page size, number of pages in the WAL, and a salt that is also in
+# the WAL (https://sqlite.org/walformat.html).
+_WAL_INDEX = struct.Struct("=14xHI12x8s")
+_WAL_HEADER_BYTES = 32
 
 
-def among(
+def checkpoint_wal(engine: sa.Engine) -> None:
+    """
+    Move SQLite's WAL into the database file, so that a stopped server leaves one file.
+
+    SQLite does this itself when the last connection closes, but a running backup may have one.
+    """
+    if engine.dialect.name != "sqlite":
+        return
+    try:
+        with contextlib.closing(engine.raw_connection()) as connection:
+            cursor = connection.cursor()
+            cursor.execute("PRAGMA busy_timeout = 1000")
+            cursor.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    except (sa.exc.DBAPIError, sqlite3.Error) as error:
+        log.warning("the WAL of the database stays beside it: %s", error)
+
+
+def is_wal_lost(file: Path) -> bool:
+    """
+    Whether commits of a SQLite database are lost with its WAL. Call it before opening the database.
+
+    The last connection deletes the WAL once everything is in the database, and then the WAL index.
+    So an index without a WAL is left by a server that was killed; so is an index that counts more
+    pages than its WAL has.
+    """
+    wal, index = (file.with_name(f"{file.name}-{end}") for end in ("wal", "shm"))
+    try:
+        with index.open("rb") as opened:
+            counted = opened.read(_WAL_INDEX.size)
+    except OSError:
+        return False
+    if not file.exists() or not wal.exists():
+        return file.exists()
+    if len(counted) < _WAL_INDEX.size:
+        return False
+    page_bytes, pages, salt = _WAL_INDEX.unpack(counted)
+    with wal.open("rb") as opened:
+        head = opened.read(_WAL_HEADER_BYTES)
+    size = wal.stat().st_size
+    if not head:
+        return bool(pages)
+    counted_bytes = _WAL_HEADER_BYTES + pages * (page_bytes + 24)
+    return bool(head[16:24] == salt and size < counted_bytes)
+
+
+class SameFile:
+    """
+    Detects that a SQLite database or its WAL was deleted or replaced, by device and inode.
+
+    A deleted file stays open: writes to it succeed and are lost when the process ends.
+    """
+
+    def __init__(self, database: Path) -> None:
+        self._files = (database, database.with_name(f"{database.name}-wal"))
+        self._opened: dict[Path, tuple[int, int]] = {}
+
+    def check(self) -> None:
+        """Raise DatabaseFileChanged if a file is missing or replaced since the first call."""
+        for file in self._files:
+            try:
+                stats = file.stat()
+            except (FileNotFoundError, NotADirectoryError):
+                if file in self._opened:
+                    raise DatabaseFileChanged(f"{file} does not exist any more") from None
+                continue
+            found = (stats.st_dev, stats.st_ino)
+            if self._opened.setdefault(file, found) != found:
+                raise DatabaseFileChanged(f"{file} is not the file that was opened")
+
+
+def in_list(
     column: sa.ColumnElement[str], texts: Collection[str] | sa.BindParameter[str]
 ) -> sa.ColumnElement[bool]:
     """
-    Whether the column is one of these, or of what `listed` makes a parameter.
+    `column IN (...)` for a list of any length, with one parameter.
 
-    With a parameter for each, every length would be a statement of its own. Connections keep the
-    last hundred they have prepared: megabytes of the same question. And there may be too many.
+    `texts` is the list, or a parameter that gets its value from `list_parameter`. One parameter per
+    element would make a new statement for each length, and fill the cache of prepared statements.
     """
-    given = texts if isinstance(texts, sa.BindParameter) else sa.literal(listed(texts), sa.Text)
-    return column.bool_op("IN")(_Rows(given))
+    given = (
+        texts if isinstance(texts, sa.BindParameter) else sa.literal(list_parameter(texts), sa.Text)
+    )
+    return column.bool_op("IN")(_JsonRows(given))
 
 
-def listed(texts: Collection[str]) -> str:
-    """For a parameter that `among` was given."""
+def list_parameter(texts: Collection[str]) -> str:
+    """The value of a parameter for `in_list`."""
     return json.dumps(list(texts))
 
 
-class _Rows(FunctionElement[str]):
-    """The texts of a list in JSON, each as a row."""
+class _JsonRows(FunctionElement[str]):
+    """The elements of a JSON list, each as a row."""
 
     type = sa.Text()
     inherit_cache = True
 
 
-@compiles(_Rows, "sqlite")
-def _in_sqlite(element: _Rows, compiler: SQLCompiler, **how: Any) -> str:
+@compiles(_JsonRows, "sqlite")
+def _in_sqlite(element: _JsonRows, compiler: SQLCompiler, **how: Any) -> str:
     return f"(SELECT value FROM json_each({compiler.process(element.clauses, **how)}))"
 
 
-@compiles(_Rows, "postgresql")
-def _in_postgres(element: _Rows, compiler: SQLCompiler, **how: Any) -> str:
+@compiles(_JsonRows, "postgresql")
+def _in_postgres(element: _JsonRows, compiler: SQLCompiler, **how: Any) -> str:
     given = compiler.process(element.clauses, **how)
     return f"(SELECT jsonb_array_elements_text(CAST({given} AS jsonb)))"

@@ -1,4 +1,4 @@
-"""Rules for checkpoints, and for the names that point to them."""
+"""Rules for checkpoints and their names."""
 
 from dataclasses import fields
 from pathlib import Path
@@ -7,7 +7,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis.stateful import precondition, rule
 
-from server.store import model as told
+from server.store import reference_model as expected
 from server.store.machine.base import BASE, PICK
 from server.store.machine.requests import Requests
 from tinkex.server.scheduler.step_queue import Kind
@@ -19,7 +19,7 @@ NAMES = st.sampled_from(["a", "a", "b"])
 
 
 class Checkpoints(Requests):
-    """They are saved, found, loaded, published and deleted; names expire."""
+    """Checkpoints are saved, found, loaded, published and deleted; names expire."""
 
     @precondition(lambda self: self.world.models)
     @rule(
@@ -41,7 +41,7 @@ class Checkpoints(Requests):
         ttl_s: float | None,
         sampler_number: int | None,
     ) -> None:
-        """Under a name or, with the number of a sampler, under none."""
+        """With a name or, with the number of a sampler, without one."""
         self.clock.now_s += after_s
         now_s = self.later()
         model = self.some_model(number)
@@ -54,7 +54,7 @@ class Checkpoints(Requests):
             model_id=model.model_id,
             kind=kind,
             name=name if sampler_number is None else None,
-        ).sized(7)
+        ).with_size(7)
         folder = Path(self.store.checkpoints.folder(version))
         folder.mkdir(parents=True)
         (folder / "adapter").write_text(version.version_id)
@@ -80,7 +80,7 @@ class Checkpoints(Requests):
             refusal = NameTaken
         saving = self.store.checkpoints.save(
             version,
-            fingerprint=self.run(self.store.checkpoints.keep_files(version)),
+            fingerprint=self.run(self.store.checkpoints.store_files(version)),
             request_id=request.request_id,
             result=b"saved",
             naming=naming,
@@ -97,15 +97,15 @@ class Checkpoints(Requests):
         self.world.finish(request, b"saved", None, now_s)
         request.version_id = version.version_id
         self.world.audit.append((now_s, "checkpoint.saved"))
-        self.world.versions[version.version_id] = told.Version(
+        self.world.versions[version.version_id] = expected.Version(
             **{
                 each.name: getattr(version, each.name)
-                for each in fields(told.Version)
+                for each in fields(expected.Version)
                 if each.name != "discarded_s"
             }
         )
         if sampler is not None and sampler_number is not None:
-            self.world.samplers[sampler.sampling_session_id] = told.Sampler(
+            self.world.samplers[sampler.sampling_session_id] = expected.Sampler(
                 sampling_session_id=sampler.sampling_session_id,
                 owner=model.owner,
                 session_id=model.session_id,
@@ -113,7 +113,7 @@ class Checkpoints(Requests):
                 version_id=version.version_id,
             )
         else:
-            self.world.names[key] = told.Named(
+            self.world.names[key] = expected.Named(
                 model_id=model.model_id,
                 kind=kind,
                 name=name,
@@ -156,11 +156,11 @@ class Checkpoints(Requests):
         after_s=st.sampled_from([0.0, 600.0]),
     )
     def change_name(self, number: int, change: str, after_s: float) -> None:
-        """One that has expired meanwhile is not there, though its row is."""
+        """An expired name does not exist, although its row does."""
         self.clock.now_s += after_s
         now_s = self.later()
         named = self.pick(list(self.world.names.values()), number)
-        of = self.store.catalog
+        of = self.store.checkpoint_lists
         key = {"model_id": named.model_id, "kind": named.kind, "name": named.name}
         alive = named.alive(now_s)
         if change == "delete":
@@ -173,7 +173,7 @@ class Checkpoints(Requests):
         if change in ("publish", "unpublish"):
             public = change == "publish"
             event = f"checkpoint.{change}ed"
-            # What is so already is no change, and nobody is told of one.
+            # Publishing a published checkpoint is not a change, and not audited.
             changed = alive and named.public is not public
             assert self.run(of.set_public(public, **key)) is alive
             named.public = public if alive else named.public
@@ -184,13 +184,13 @@ class Checkpoints(Requests):
         if changed:
             self.world.audit.append((now_s, event))
         if change == "expire":
-            # Gone with the first look after its moment.
+            # Deleted at the first cleanup after its expiry.
             self.clock.now_s += 2.0
             self.drop_expired_names()
 
     def list_checkpoints(self, owner: str) -> None:
         found, count = self.run(
-            self.store.catalog.checkpoints(owner=owner, kinds=KINDS, published=True)
+            self.store.checkpoint_lists.checkpoints(owner=owner, kinds=KINDS, published=True)
         )
         there = [
             one

@@ -1,9 +1,9 @@
-"""Rules for sessions, and for the models and samplers that are made in them."""
+"""Rules for sessions and their models and samplers."""
 
 import hypothesis.strategies as st
 from hypothesis.stateful import precondition, rule
 
-from server.store import model as told
+from server.store import reference_model as expected
 from server.store.machine.base import AGES_S, BASE, OWNERS, PICK
 from server.store.machine.requests import Requests
 from tinkex.server.scheduler.step_queue import Kind
@@ -11,13 +11,13 @@ from tinkex.server.store import Model, Sampler
 
 
 class Clients(Requests):
-    """Each is made once, however often it is asked for; sessions end, lapse and come back."""
+    """Creation is idempotent; sessions finish, time out and come back."""
 
     @rule(owner=OWNERS, key=st.sampled_from([None, "k1", "k2"]))
     def create_session(self, owner: str, key: str | None) -> None:
         now_s = self.later()
         session = self.run(
-            self.store.runs.create_session(
+            self.store.sessions.create_session(
                 owner=owner,
                 sdk_version=None,
                 tags=["t"],
@@ -36,7 +36,7 @@ class Clients(Requests):
             assert session.session_id == known[0].session_id
             return
         assert session.session_id not in self.world.sessions
-        self.world.sessions[session.session_id] = told.Session(
+        self.world.sessions[session.session_id] = expected.Session(
             session_id=session.session_id,
             owner=owner,
             idempotency_key=key,
@@ -51,10 +51,10 @@ class Clients(Requests):
         now_s = self.later()
         session = self.some_session(number)
         if back:
-            self.store.runs.revive_session(session.session_id)
+            self.store.sessions.mark_active(session.session_id)
             session.lapsed_s = None
         else:
-            self.store.runs.seen(session.session_id)
+            self.store.sessions.mark_seen(session.session_id)
         session.seen_s = now_s
         self.flush()
 
@@ -63,17 +63,17 @@ class Clients(Requests):
     def finish_session(self, number: int) -> None:
         now_s = self.later()
         session = self.some_session(number)
-        self.run(self.store.runs.finish_session(session.session_id, f"r{now_s}", None))
+        self.run(self.store.sessions.finish_session(session.session_id, f"r{now_s}", None))
         if session.finished_s is None:
             session.finished_s, session.finish_reason = now_s, f"r{now_s}"
             self.world.audit.append((now_s, "session.finished"))
 
     @rule(age_s=AGES_S, number=PICK, comes_back=st.booleans())
-    def lapse_sessions(self, age_s: float, number: int, comes_back: bool) -> None:
+    def mark_lapsed(self, age_s: float, number: int, comes_back: bool) -> None:
         now_s = self.later()
-        silent = self.run(self.store.runs.silent_sessions(now_s - age_s))
+        inactive = self.run(self.store.sessions.inactive_sessions(now_s - age_s))
         busy = {one.session_id for one in self.world.waiting()}
-        assert set(silent) == {
+        assert set(inactive) == {
             one.session_id
             for one in self.world.sessions.values()
             if one.finished_s is None
@@ -81,13 +81,13 @@ class Clients(Requests):
             and one.seen_s < now_s - age_s
             and one.session_id not in busy
         }
-        if silent:
-            self.run(self.store.runs.lapse_sessions(silent))
-        for session_id in silent:
+        if inactive:
+            self.run(self.store.sessions.mark_lapsed(inactive))
+        for session_id in inactive:
             self.world.sessions[session_id].lapsed_s = now_s
-        if silent and comes_back:
-            place = list(self.world.sessions).index(self.pick(sorted(silent), number))
-            self.see_session(place, back=True)
+        if inactive and comes_back:
+            index = list(self.world.sessions).index(self.pick(sorted(inactive), number))
+            self.see_session(index, back=True)
 
     @precondition(lambda self: self.world.sessions)
     @rule(number=PICK, model_seq_id=st.integers(0, 1))
@@ -104,7 +104,7 @@ class Clients(Requests):
             user_metadata=None,
             created_s=now_s,
         )
-        mirrored = told.Model(
+        mirrored = expected.Model(
             model_id=model.model_id,
             owner=model.owner,
             session_id=model.session_id,
@@ -112,7 +112,7 @@ class Clients(Requests):
         )
         new = self.step(mirrored, 0, Kind.CREATE_MODEL)
         accepted = self.run(
-            self.store.runs.create_model(model=model, model_seq_id=model_seq_id, request=new)
+            self.store.models.create_model(model=model, model_seq_id=model_seq_id, request=new)
         )
         self.world.models.setdefault(model.model_id, mirrored)
         self.take(new, accepted, now_s)
@@ -130,10 +130,10 @@ class Clients(Requests):
             version_id=None,
             model_path=None,
         )
-        found = self.run(self.store.runs.create_sampler(sampler, sampler_number))
+        found = self.run(self.store.models.create_sampler(sampler, sampler_number))
         mirrored = self.world.samplers.setdefault(
             sampler.sampling_session_id,
-            told.Sampler(
+            expected.Sampler(
                 sampling_session_id=sampler.sampling_session_id,
                 owner=session.owner,
                 session_id=session.session_id,
@@ -144,5 +144,5 @@ class Clients(Requests):
         assert found.version_id == mirrored.version_id
         if join:
             mirrored.clients += 1
-            joined = self.run(self.store.runs.join_sampler(sampler.sampling_session_id))
+            joined = self.run(self.store.models.add_sampler_client(sampler.sampling_session_id))
             assert joined == mirrored.clients

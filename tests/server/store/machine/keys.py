@@ -3,15 +3,15 @@
 import hypothesis.strategies as st
 from hypothesis.stateful import rule
 
-from server.store import model as told
+from server.store import reference_model as expected
 from server.store.machine.base import OWNERS, PICK, Base
 
 
 class Keys(Base):
-    """They are made, used and revoked; some expire."""
+    """Keys are created, used and revoked; some expire."""
 
     @rule(owner=OWNERS, number=PICK, act=st.sampled_from(["create", "use", "revoke"]))
-    def keep_keys(self, owner: str, number: int, act: str) -> None:
+    def use_keys(self, owner: str, number: int, act: str) -> None:
         if act == "create" or not self.world.keys:
             self.create_key(owner, [None, 500.0][number % 2])
         else:
@@ -23,7 +23,7 @@ class Keys(Base):
         key, secret = self.run(self.store.keys.create(owner=owner, name="n", expires_s=expires_s))
         assert key.key_id > max(self.world.keys, default=0)
         self.secrets[key.key_id] = secret
-        self.world.keys[key.key_id] = told.Key(
+        self.world.keys[key.key_id] = expected.Key(
             key_id=key.key_id, owner=owner, name="n", created_s=now_s, expires_s=expires_s
         )
         self.world.audit.append((now_s, "key.created"))
@@ -43,6 +43,6 @@ class Keys(Base):
         state = "expired" if expired else "active"
         assert found.state(now_s) == ("revoked" if key.revoked_s is not None else state)
         assert self.run(self.store.keys.by_secret("tml-nobody")) is None
-        self.store.keys.used(key.key_id)
+        self.store.keys.mark_used(key.key_id)
         key.used_s = now_s
         self.flush()

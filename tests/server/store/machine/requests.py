@@ -1,4 +1,4 @@
-"""Rules for requests: accepted once, finished once, kept until they are fetched."""
+"""Rules for requests: accepted once, finished once, stored until their results are fetched."""
 
 import asyncio
 from pathlib import Path
@@ -9,11 +9,11 @@ import pytest
 import sqlalchemy as sa
 from hypothesis.stateful import precondition, rule
 
-from server.store import model as told
+from server.store import reference_model as expected
 from server.store.machine.base import BASE, OWNERS, PICK, Base
 from tinkex.server.scheduler.step_queue import Kind
 from tinkex.server.store import Accepted, Completion, NewRequest, Status
-from tinkex.server.store.request_writes import failure, success
+from tinkex.server.store.request_writes import SAMPLES_PER_CLONE, failure, success
 from tinkex.server.store.requests import INLINE_BYTES, ResultGone
 from tinkex.wire.protobuf import encode_sample_response
 from tinkex.wire.sampling import CLONE_STRIDE, SampledSequence, SampleResponse
@@ -22,7 +22,7 @@ LARGE = b"x" * (INLINE_BYTES + 1)
 
 
 def sampled(cached: int, drawn: int) -> bytes:
-    """A sample's answer."""
+    """The result of a sample."""
     tokens = np.arange(drawn, dtype=np.int32)
     logprobs = np.zeros(drawn, np.float32)
     sequence = SampledSequence("length", "", tokens_np=tokens, logprobs_np=logprobs)
@@ -32,10 +32,16 @@ def sampled(cached: int, drawn: int) -> bytes:
 
 
 class Requests(Base):
-    """Some come twice, some at once, and some beside a write that cannot be done."""
+    """Requests are repeated, concurrent, or in one group with a write that fails."""
 
     def step(
-        self, model: told.Model, seq_id: int, kind: Kind, *, payload: bytes = b"", tokens: int = 0
+        self,
+        model: expected.Model,
+        seq_id: int,
+        kind: Kind,
+        *,
+        payload: bytes = b"",
+        tokens: int = 0,
     ) -> NewRequest:
         return NewRequest(
             owner=model.owner,
@@ -48,8 +54,8 @@ class Requests(Base):
             tokens=tokens,
         )
 
-    def take(self, new: NewRequest, accepted: Accepted, now_s: float) -> told.Request:
-        """What the model makes of an acceptance."""
+    def take(self, new: NewRequest, accepted: Accepted, now_s: float) -> expected.Request:
+        """Apply an accepted request to the model."""
         place = new.model_id or new.sampling_session_id
         assert place is not None
         assert new.seq_id is not None
@@ -63,7 +69,7 @@ class Requests(Base):
             return first
         assert accepted.request_id not in self.world.requests
         assert accepted.request_id not in self.gone
-        self.world.requests[accepted.request_id] = told.Request(
+        self.world.requests[accepted.request_id] = expected.Request(
             request_id=accepted.request_id,
             owner=new.owner,
             session_id=new.session_id,
@@ -85,7 +91,7 @@ class Requests(Base):
         large=st.booleans(),
     )
     def accept_steps(self, number: int, seq_ids: list[int], kind: Kind, large: bool) -> None:
-        """Some at once, repeats among them: the first of each number counts."""
+        """Concurrent requests with repeats: the first of each seq_id counts."""
         now_s = self.later()
         model = self.some_model(number)
         payload = LARGE if large else b""
@@ -95,7 +101,7 @@ class Requests(Base):
             return await asyncio.gather(*(self.store.requests.accept(one) for one in new))
 
         answers = zip(new, self.run(act()), strict=True)
-        # Which of some repeats came first is for the store to say.
+        # The store decides which of concurrent repeats is the first.
         for one, accepted in sorted(answers, key=lambda pair: not pair[1].is_new):
             self.take(one, accepted, now_s)
 
@@ -105,7 +111,7 @@ class Requests(Base):
         now_s = self.later()
         model = self.some_model(number)
         new = self.step(model, seq_id, Kind.OPTIM_STEP)
-        self.run(self.store.requests.file_refused(new, "bad", cause="refused"))
+        self.run(self.store.requests.store_refused(new, "bad", cause="refused"))
         if self.world.at(model.model_id, seq_id) is None:
             [row] = [
                 one
@@ -129,7 +135,7 @@ class Requests(Base):
                 payload=b"{}",
                 session_id=sampler.session_id,
                 sampling_session_id=sampler.sampling_session_id,
-                seq_id=clone_id * CLONE_STRIDE + seq_id,
+                seq_id=clone_id * SAMPLES_PER_CLONE + seq_id,
                 sequences=1,
                 tokens=5,
             )
@@ -179,7 +185,7 @@ class Requests(Base):
                 result = sampled(2, 3) if one.kind == Kind.SAMPLE else f"{now_s} {number}".encode()
                 if outcome == "large" and one.kind != Kind.SAMPLE:
                     result += LARGE
-                place = await self.store.requests.keep(result)
+                place = await self.store.requests.store_result(result)
                 futures.append(
                     (result, self.store.requests.finish_one(success(one.request_id, result, place)))
                 )
@@ -195,7 +201,7 @@ class Requests(Base):
             self.counted(one, now_s)
             self.completed(one, event, now_s)
 
-    def counted(self, request: told.Request, now_s: float) -> None:
+    def counted(self, request: expected.Request, now_s: float) -> None:
         if request.status == "failed":
             return
         if request.kind == Kind.SAMPLE:
@@ -203,16 +209,16 @@ class Requests(Base):
         elif request.kind == Kind.FORWARD_BACKWARD:
             self.world.count(request, now_s, training=request.tokens)
 
-    def completed(self, request: told.Request, event: Completion | None, now_s: float) -> None:
+    def completed(self, request: expected.Request, event: Completion | None, now_s: float) -> None:
         if request.sampling_session_id is None:
             assert event is None
             return
         assert event is not None
         assert event.position > max(self.world.events, default=0)
-        self.world.events[event.position] = told.Event(
+        self.world.events[event.position] = expected.Event(
             position=event.position,
             sampling_session_id=request.sampling_session_id,
-            clone_id=request.seq_id // CLONE_STRIDE,
+            clone_id=request.seq_id // SAMPLES_PER_CLONE,
             request_id=request.request_id,
             result_bytes=request.result_bytes,
             at_s=now_s,
@@ -226,7 +232,7 @@ class Requests(Base):
         times=st.integers(1, 2),
     )
     def fetch(self, numbers: list[int], owner: str, together: bool, times: int) -> None:
-        """The first time counts."""
+        """Only the first call counts."""
         for _ in range(times):
             self.fetch_once(numbers, owner, together)
 
@@ -236,16 +242,16 @@ class Requests(Base):
         chosen = [self.pick(finished, number) for number in numbers if finished]
         if together:
             ids = [one.request_id for one in chosen]
-            self.store.requests.all_fetched(ids, owner=owner)
+            self.store.requests.mark_all_fetched(ids, owner=owner)
         for one in chosen:
             if not together:
-                self.store.requests.fetched(one.request_id)
+                self.store.requests.mark_fetched(one.request_id)
             if one.fetched_s is None and (not together or one.owner == owner):
                 one.fetched_s = now_s
         self.flush()
 
     def read_request(self, number: int) -> None:
-        """Through the front door, whatever the tables say."""
+        """Read through the store's methods."""
         one = self.pick(list(self.world.requests.values()), number)
         row = self.run(self.store.requests.get(one.request_id))
         assert row is not None

@@ -1,4 +1,4 @@
-"""One server for each data folder: a second one says who has it."""
+"""Locks: one server for each data folder and database."""
 
 import asyncio
 import contextlib
@@ -14,13 +14,13 @@ from server.storage.commands import tinkex
 from server.tenants import is_private
 from serving import TINY, Server, serving
 from tinkex.server.settings import Settings, SettingsError
-from tinkex.server.store.database import migrations
-from tinkex.server.store.folder_lock import database_file, hold_database, hold_folder, holder_of
+from tinkex.server.store.folder_lock import database_file, lock_database, lock_folder, lock_holder
+from tinkex.server.store.migrations import alembic_config
 
 pytestmark = pytest.mark.anyio
 
 
-async def test_a_second_server_is_refused_and_told_who_has_the_folder(
+async def test_a_second_server_is_refused_with_the_holder_of_the_folder(
     server: Server, tiny_model: Path
 ) -> None:
     spec = f"{TINY}={tiny_model}"
@@ -29,28 +29,28 @@ async def test_a_second_server_is_refused_and_told_who_has_the_folder(
     assert done.stdout == ""
     holder = f"another server (process {server.process.pid}) holds the data folder {server.data}"
     assert holder in done.stderr
-    assert "hint: Use that one, stop it, or choose another folder" in done.stderr
+    assert "hint: Use that server, stop it, or choose another folder" in done.stderr
     repair = await tinkex("doctor", "--repair", "--data", str(server.data))
     assert repair.returncode == 1
     assert holder in repair.stderr
 
 
-def test_the_folder_is_free_again_however_its_holder_ended(tmp_path: Path) -> None:
-    assert holder_of(tmp_path) is None
-    with hold_folder(tmp_path):
-        assert holder_of(tmp_path) == str(os.getpid())
+def test_the_folder_is_free_after_its_holder_ended(tmp_path: Path) -> None:
+    assert lock_holder(tmp_path) is None
+    with lock_folder(tmp_path):
+        assert lock_holder(tmp_path) == str(os.getpid())
         with (
             pytest.raises(SettingsError, match=f"process {os.getpid()}"),
-            hold_folder(tmp_path),
+            lock_folder(tmp_path),
         ):
             pass
-    assert holder_of(tmp_path) is None
+    assert lock_holder(tmp_path) is None
 
 
 async def test_a_database_is_not_shared_by_servers_with_folders_of_their_own(
     server: Server, tiny_model: Path, tmp_path: Path
 ) -> None:
-    """Each would run what the other accepted."""
+    """Each would run requests that the other accepted."""
     file = server.data / "tinkex.db"
     link = tmp_path / "link.db"
     link.symlink_to(file)
@@ -64,15 +64,15 @@ async def test_a_database_is_not_shared_by_servers_with_folders_of_their_own(
     assert "hint: Use that server, stop it, or choose another database with --db" in done.stderr
 
 
-def test_a_database_is_free_again_when_its_server_ended(tmp_path: Path) -> None:
+def test_a_database_is_free_after_its_server_ended(tmp_path: Path) -> None:
     def settings(name: str) -> Settings:
         return Settings(data=str(tmp_path / name), db=f"sqlite:///{tmp_path / 'shared.db'}")
 
-    with hold_database(settings("one")), hold_database(Settings(data=str(tmp_path / "two"))):
-        shared = hold_database(settings("two"))
+    with lock_database(settings("one")), lock_database(Settings(data=str(tmp_path / "two"))):
+        shared = lock_database(settings("two"))
         with pytest.raises(SettingsError, match=r"holds the database .*shared\.db"), shared:
             pass
-    with hold_database(settings("two")):
+    with lock_database(settings("two")):
         pass
 
 
@@ -87,17 +87,17 @@ def test_a_database_is_free_again_when_its_server_ended(tmp_path: Path) -> None:
         ("postgresql+psycopg://me@localhost/tinkex", None),
     ],
 )
-def test_the_file_of_a_database_is_known_by_its_url(url: str, file: str | None) -> None:
+def test_the_file_of_a_database_url(url: str, file: str | None) -> None:
     assert database_file(url) == (None if file is None else Path(file))
 
 
-async def test_deleting_lock_files_lets_no_second_server_in(
+async def test_a_second_server_is_refused_after_lock_files_were_deleted(
     tiny_model: Path, tmp_path: Path
 ) -> None:
     """
-    Somebody tidies up; what is locked is the folder and the database, not these files.
+    The folder and the database are locked, not these files.
 
-    Once the folder itself is moved, the server stops: another one can start where it was.
+    When the folder itself is moved, the server stops, and another one can start in its place.
     """
     data, own = tmp_path / "data", tmp_path / "own"
     spec = f"{TINY}={tiny_model}"
@@ -107,7 +107,7 @@ async def test_deleting_lock_files_lets_no_second_server_in(
         done = await tinkex("serve", spec, "--port", "0", "--data", str(data))
         assert done.returncode == 1
         assert f"holds the data folder {data}" in done.stderr
-        # Nor under another name of the database.
+        # Nor by another path to the database.
         link = tmp_path / "hard.db"
         os.link(data / "tinkex.db", link)
         for file in (data / "tinkex.db", link):
@@ -120,27 +120,27 @@ async def test_deleting_lock_files_lets_no_second_server_in(
     assert any(f"{data} was moved, deleted or replaced" in line for line in server.log)
 
 
-async def test_a_server_says_who_it_is_again_after_its_lock_file_was_deleted(
+async def test_a_deleted_lock_file_is_created_again(
     tmp_path: Path,
 ) -> None:
     settings = Settings(data=str(tmp_path))
-    with hold_folder(tmp_path) as folder, hold_database(settings) as database:
+    with lock_folder(tmp_path) as folder, lock_database(settings) as database:
         for held, name in ((folder, "server.lock"), (database, "tinkex.db.lock")):
             assert held is not None
             assert held.problem() is None
             (tmp_path / name).unlink()
             assert held.problem() is None
             assert (tmp_path / name).read_text() == f"{os.getpid()}\n"
-        assert holder_of(tmp_path) == str(os.getpid())
-    assert holder_of(tmp_path) is None
+        assert lock_holder(tmp_path) == str(os.getpid())
+    assert lock_holder(tmp_path) is None
 
 
 def test_a_lock_file_names_one_process(tmp_path: Path) -> None:
-    """Also the second time, and for nobody else to read."""
+    """Also the second time, and readable by its owner only."""
     before = os.umask(0)
     try:
         for _ in range(2):
-            with hold_folder(tmp_path), hold_database(Settings(data=str(tmp_path))):
+            with lock_folder(tmp_path), lock_database(Settings(data=str(tmp_path))):
                 for name in ("server.lock", "tinkex.db.lock"):
                     assert (tmp_path / name).read_text() == f"{os.getpid()}\n"
                     assert is_private(tmp_path / name)
@@ -148,14 +148,14 @@ def test_a_lock_file_names_one_process(tmp_path: Path) -> None:
         os.umask(before)
 
 
-# -- the schema of a database belongs to whoever holds it ----------------------------------------
+# -- only the holder of a database upgrades its schema -------------------------------------------
 
 
-def old_database(folder: Path, version: str = "0007") -> None:
-    """As an earlier version of tinkex left it, with a key."""
+def old_database(folder: Path, version: str = "0008") -> None:
+    """A database of an earlier version of tinkex, with an API key."""
     folder.mkdir(parents=True, exist_ok=True)
     engine = sa.create_engine(f"sqlite:///{folder / 'tinkex.db'}")
-    config = migrations()
+    config = alembic_config()
     with engine.connect() as connection:
         config.attributes["connection"] = connection
         command.upgrade(config, version)
@@ -183,29 +183,29 @@ def version(folder: Path) -> str:
         ("merge", "tinker://x:train:0/weights/a", "out"),
     ],
 )
-async def test_nothing_brings_a_database_up_to_date_that_another_holds(
+async def test_a_database_that_a_server_holds_is_not_upgraded(
     tmp_path: Path, words: tuple[str, ...]
 ) -> None:
     data = tmp_path / "data"
     old_database(data)
-    with hold_folder(data), hold_database(Settings(data=str(data))):
+    with lock_folder(data), lock_database(Settings(data=str(data))):
         done = await tinkex(*words, "--data", str(data))
         assert done.returncode == 1
         assert str(os.getpid()) in done.stderr
-        assert version(data) == "0007"
+        assert version(data) == "0008"
     if words[0] == "key":
-        assert "is of version 0007, and this tinkex needs" in done.stderr
-        # Once nobody holds it, the command brings it up to date.
+        assert "is of version 0008, and this tinkex needs" in done.stderr
+        # Once it is free, the command upgrades it.
         done = await tinkex(*words, "--data", str(data))
         assert done.returncode == 0, done.stderr
-        assert version(data) > "0007"
+        assert version(data) > "0008"
 
 
-async def test_a_server_that_is_refused_leaves_an_old_database_as_it_is(tmp_path: Path) -> None:
-    """Nobody holds it; the server is refused for another reason, after it looked for keys."""
+async def test_a_server_that_does_not_start_does_not_upgrade_the_database(tmp_path: Path) -> None:
+    """The database is free; the server does not start for another reason."""
     data = tmp_path / "data"
     old_database(data)
     done = await tinkex("serve", "x=/", "--port", "0", "--host", "0.0.0.0", "--data", str(data))
     assert done.returncode == 1
     assert "has no keys" not in done.stderr
-    assert version(data) == "0007"
+    assert version(data) == "0008"

@@ -1,4 +1,4 @@
-"""A database that takes nothing for a while: promises are kept in order, the rest is refused."""
+"""A database that refuses writes for a while: required writes wait in order, others are refused."""
 
 import asyncio
 import errno
@@ -15,14 +15,14 @@ from server.waiting import unfinished
 from tinkex.server.store import (
     NewRequest,
     Status,
-    StorageTrouble,
+    StorageError,
     Store,
     group_commit,
     open_store,
     storage_health,
 )
 from tinkex.server.store.request_writes import failure, success
-from tinkex.server.store.storage_health import FILES, Condition
+from tinkex.server.store.storage_health import FILES, StorageHealth
 
 pytestmark = pytest.mark.anyio
 
@@ -41,7 +41,7 @@ async def store(tmp_path: Path, anyio_backend: str) -> AsyncIterator[Store]:
 
 
 async def writing(store: Store) -> sqlite3.Connection:
-    """The connection of the thread that writes."""
+    """The connection of the writer thread."""
     found = await store._database.write(lambda connection: connection.connection.driver_connection)
     assert isinstance(found, sqlite3.Connection)
     return found
@@ -49,89 +49,89 @@ async def writing(store: Store) -> sqlite3.Connection:
 
 @contextmanager
 def full(connection: sqlite3.Connection) -> Iterator[None]:
-    """SQLite's own limit: no page more than there are."""
+    """Limits the database to its current pages, with SQLite's own limit."""
     (pages,) = connection.execute("PRAGMA page_count").fetchone()
     connection.execute(f"PRAGMA max_page_count = {pages}")
     try:
         yield
     finally:
-        # Unless it was closed meanwhile.
+        # Unless the store was closed.
         with suppress(sqlite3.ProgrammingError):
             connection.execute("PRAGMA max_page_count = 1000000000")
 
 
-async def test_results_wait_in_their_order_and_new_requests_are_refused(store: Store) -> None:
+async def test_results_wait_in_order_and_new_requests_are_refused(store: Store) -> None:
     first, second = [(await store.requests.accept(NEW)).request_id for _ in range(2)]
     with full(await writing(store)):
         large = store.requests.finish_one(success(first, RESULT, None))
-        # Small enough to be written: it must not overtake, or a crash now would change the order.
+        # Small enough to be written, but it must not overtake: a crash now would change the order.
         small = store.requests.finish_one(success(second, b"s", None))
-        with pytest.raises(StorageTrouble, match="full"):
+        with pytest.raises(StorageError, match="full"):
             await store.requests.accept(NEW)
-        assert store.condition.trouble is not None
-        assert store.condition.trouble.kind == "full"
+        assert store.health.problem is not None
+        assert store.health.problem.kind == "full"
         rows = await unfinished(store)
         assert {row.request_id for row in rows} == {first, second}
         assert not large.done()
     async with asyncio.timeout(10):
         await asyncio.gather(large, small)
-    assert store.condition.trouble is None
+    assert store.health.problem is None
     assert await store.requests.result(first) == RESULT
     assert (await store.requests.accept(NEW)).is_new
 
 
-async def test_a_read_only_database_is_noticed_and_left(store: Store) -> None:
+async def test_a_read_only_database_is_detected(store: Store) -> None:
     connection = await writing(store)
     first = (await store.requests.accept(NEW)).request_id
     connection.execute("PRAGMA query_only = ON")
-    with pytest.raises(StorageTrouble, match="cannot write"):
+    with pytest.raises(StorageError, match="cannot write"):
         await store.requests.accept(NEW)
     failing = store.requests.finish_one(failure(first, "e", category="server", cause="work"))
     await store.probe()
-    assert store.condition.trouble is not None
-    assert store.condition.trouble.kind == "read_only"
+    assert store.health.problem is not None
+    assert store.health.problem.kind == "read_only"
     connection.execute("PRAGMA query_only = OFF")
     async with asyncio.timeout(10):
         await failing
     row = await store.requests.get(first)
     assert row is not None
     assert row.status is Status.FAILED
-    assert store.condition.trouble is None
+    assert store.health.problem is None
 
 
-async def test_a_store_that_is_closed_on_a_full_disk_closes(store: Store) -> None:
+async def test_a_store_on_a_full_disk_can_be_closed(store: Store) -> None:
     first = (await store.requests.accept(NEW)).request_id
     with full(await writing(store)):
         waiting = store.requests.finish_one(success(first, RESULT, None))
-        with pytest.raises(StorageTrouble):
+        with pytest.raises(StorageError):
             await store.requests.accept(NEW)
         await asyncio.to_thread(store.close)
-        # It is computed again after a start.
-        with pytest.raises(StorageTrouble):
+        # It is computed again after a restart.
+        with pytest.raises(StorageError):
             await waiting
 
 
-async def test_a_disk_that_hangs_before_the_commit_is_noticed(
+async def test_a_disk_that_hangs_before_the_commit_is_detected(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(group_commit, "SILENT_S", 0.2)
+    monkeypatch.setattr(group_commit, "RESPONSE_TIMEOUT_S", 0.2)
     answers = threading.Event()
-    store.condition.look = lambda: answers.wait() and None
+    store.health.before_commit = lambda: answers.wait() and None
     try:
         waiting = asyncio.create_task(store.requests.accept(NEW))
         async with asyncio.timeout(10):
-            while store.condition.trouble is None:  # noqa: ASYNC110  nobody tells
+            while store.health.problem is None:  # noqa: ASYNC110  there is no event to wait for
                 await asyncio.sleep(0.05)
-        with pytest.raises(StorageTrouble, match="has not answered"):
+        with pytest.raises(StorageError, match="has not answered"):
             await store.requests.accept(NEW)
     finally:
         answers.set()
     assert (await waiting).is_new
-    assert store.condition.trouble is None
+    assert store.health.problem is None
 
 
 class _Slow(dict[str, object]):
-    """Another thread comes between the look and what follows."""
+    """Lets another thread run between a check and the following write."""
 
     def __contains__(self, key: object) -> bool:
         found = super().__contains__(key)
@@ -140,15 +140,15 @@ class _Slow(dict[str, object]):
 
 
 def test_two_threads_clear_one_part() -> None:
-    condition = Condition()
-    condition.note(OSError(errno.ENOSPC, "full"), FILES)
-    condition._troubles = _Slow(condition._troubles)  # type: ignore[assignment]
-    condition.clear(FILES)
-    assert condition.trouble is None
+    health = StorageHealth()
+    health.record(OSError(errno.ENOSPC, "full"), FILES)
+    health._problems = _Slow(health._problems)  # type: ignore[assignment]
+    health.clear(FILES)
+    assert health.problem is None
 
 
 @pytest.mark.parametrize("number", sorted(storage_health._ERRNOS), ids=errno.errorcode.get)
-async def test_work_on_files_waits_for_any_trouble_of_the_disk(store: Store, number: int) -> None:
+async def test_required_file_work_waits_for_any_disk_problem(store: Store, number: int) -> None:
     fails = [True, True]
 
     def act() -> str:
@@ -157,6 +157,6 @@ async def test_work_on_files_waits_for_any_trouble_of_the_disk(store: Store, num
             raise OSError(number, os.strerror(number))
         return "done"
 
-    with pytest.raises(StorageTrouble):
-        await store._database.in_thread(act)
-    assert await store._database.in_thread(act, must=True) == "done"
+    with pytest.raises(StorageError):
+        await store._database.with_folder(act)
+    assert await store._database.with_folder(act, required=True) == "done"

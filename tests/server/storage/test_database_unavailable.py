@@ -1,4 +1,4 @@
-"""PostgreSQL stopped, paused, or lost in the middle of a commit: a pause, and never a wrong answer."""
+"""PostgreSQL stopped, paused, or lost during a commit: requests wait, and results stay correct."""
 
 import asyncio
 import time
@@ -16,9 +16,9 @@ from server.store.test_store import a_model, step
 from server.tenants import with_key
 from server.waiting import unfinished
 from tinkex.server.api import auth
-from tinkex.server.store import NewRequest, StorageTrouble, Store, group_commit, open_store
+from tinkex.server.store import NewRequest, StorageError, Store, group_commit, open_store
+from tinkex.server.store.models import Sampler
 from tinkex.server.store.request_writes import failure, success
-from tinkex.server.store.runs import Sampler
 
 pytestmark = pytest.mark.anyio
 
@@ -27,7 +27,7 @@ SOON_S = 20.0
 
 @pytest.fixture(scope="module")
 def own() -> Iterator[Postgres]:
-    """One that may be stopped: nobody else works on it."""
+    """A PostgreSQL of its own, which tests may stop."""
     if binaries() is None:
         pytest.skip("no PostgreSQL is installed (Debian: apt install postgresql)")
     with postgres_server() as running:
@@ -54,7 +54,7 @@ Outage = Callable[[Postgres], AbstractContextManager[None]]
 
 @asynccontextmanager
 async def out_of_reach(own: Postgres, outage: Outage) -> AsyncIterator[None]:
-    """Without holding up the event loop, as starting it takes a while."""
+    """Without blocking the event loop: starting takes a while."""
     away = outage(own)
     await asyncio.to_thread(away.__enter__)
     try:
@@ -64,7 +64,7 @@ async def out_of_reach(own: Postgres, outage: Outage) -> AsyncIterator[None]:
 
 
 async def health(api: Api, status: int) -> Any:
-    """What the server says of itself once it answers so."""
+    """The health response, once it has this status."""
     async with asyncio.timeout(SOON_S):
         while (answer := await api.get("/api/v1/healthz")).status != status:
             pass
@@ -72,7 +72,7 @@ async def health(api: Api, status: int) -> Any:
 
 
 @pytest.mark.parametrize("outage", [stopped, paused])
-async def test_new_work_is_refused_and_accepted_work_goes_on_when_it_is_back(
+async def test_new_work_is_refused_and_accepted_work_continues_after_an_outage(
     own: Postgres,
     outage: Outage,
     echo: EchoExecutor,
@@ -80,7 +80,7 @@ async def test_new_work_is_refused_and_accepted_work_goes_on_when_it_is_back(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(group_commit, "SILENT_S", 0.3)
+    monkeypatch.setattr(group_commit, "RESPONSE_TIMEOUT_S", 0.3)
     async with hosted(echo, tmp_path, db=own.database(), long_poll_s=0.2, gap_s=0.2) as api:
         model = await api.model()
         kept = await api.optim_step(model, 1)
@@ -89,20 +89,20 @@ async def test_new_work_is_refused_and_accepted_work_goes_on_when_it_is_back(
         pending = await api.forward_backward(model, 2)
         async with out_of_reach(own, outage):
             echo.open.set()
-            # It came before anybody knew: it waits, and is neither lost nor done twice.
+            # Sent before the outage was detected: it waits, and is neither lost nor repeated.
             early = asyncio.create_task(api.optim_step(model, 3))
-            told = await health(api, 503)
-            assert told["trouble"] == "away"
-            assert "See that it runs" in told["detail"]
+            problem = await health(api, 503)
+            assert problem["trouble"] == "away"
+            assert "Check that it runs" in problem["detail"]
             body = {"model_id": model, "seq_id": 4, "adam_params": {}}
             answer = await api.post("optim_step", body)
             assert answer.status == 503, answer
             assert "the database of this server cannot be reached" in answer.json["detail"]
-            # Computed, and not on disk: its client is told to wait, and why.
+            # Computed and not on disk: its client must wait, and gets the reason.
             polled = await api.poll(pending)
             assert (polled.status, polled.json["queue_state"]) == (408, "paused_capacity")
             assert "cannot be reached" in polled.json["queue_state_reason"]
-            # Still in memory, so it is answered; what is only in the database is not.
+            # Still in memory, so it is returned; results that are only in the database are not.
             assert await api.value(kept) == 0
             listed = await api.get("/api/v1/training_runs")
             assert listed.status == 503, listed
@@ -114,15 +114,15 @@ async def test_new_work_is_refused_and_accepted_work_goes_on_when_it_is_back(
         assert repeated == await early
         assert await api.value(await api.optim_step(model, 4)) == 6
         assert (await api.get("/api/v1/training_runs")).json["cursor"]["total_count"] == 1
-    # Once for what waits, and once for what was read, not for each that asks.
-    said = [text for text in caplog.messages if "See that it runs" in text]
+    # Logged once for writes and once for reads, not for each request.
+    said = [text for text in caplog.messages if "Check that it runs" in text]
     assert 1 <= len(said) <= 2, said
 
 
-async def test_who_had_a_good_key_keeps_polling_and_nobody_else_gets_in(
+async def test_clients_with_a_valid_key_keep_polling_during_an_outage(
     own: Postgres, echo: EchoExecutor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(group_commit, "SILENT_S", 0.3)
+    monkeypatch.setattr(group_commit, "RESPONSE_TIMEOUT_S", 0.3)
     monkeypatch.setattr(auth, "BELIEVED_S", 0.0)
     async with hosted(echo, tmp_path, db=own.database(), long_poll_s=0.2) as api:
         assert api.app is not None
@@ -144,11 +144,11 @@ async def test_who_had_a_good_key_keeps_polling_and_nobody_else_gets_in(
             poll = {"target": {**target, "cloned_sampler_id": 0}, "prev_cursor": 0}
             finished = (await mine.post("retrieve_futures", poll)).json
             assert len(finished["completions"]) == 1
-            # From here on this one is in the database alone.
+            # From here on this one is only in the database.
             seen = {**poll, "prev_cursor": finished["cursor"]}
             assert (await mine.post("retrieve_futures", seen)).json["completions"] == []
             async with out_of_reach(own, stopped):
-                # Whatever is no 200 ends the polls of the official client for good.
+                # Any status but 200 ends the polling of the official client.
                 for _ in range(2):
                     answer = await mine.post("retrieve_futures", poll)
                     assert (answer.status, answer.json) == (200, {"completions": [], "cursor": 0})
@@ -166,38 +166,38 @@ async def test_who_had_a_good_key_keeps_polling_and_nobody_else_gets_in(
 @pytest.fixture
 async def store(own: Postgres, tmp_path: Path) -> AsyncIterator[Store]:
     opened = open_store(
-        db_url=own.database(), storage_url=str(tmp_path), folder=tmp_path, alone=True
+        db_url=own.database(), storage_url=str(tmp_path), folder=tmp_path, exclusive=True
     )
     yield opened
     opened.close()
 
 
-async def test_a_result_outlives_a_database_that_stays_away_for_long(
+async def test_a_result_survives_a_long_database_outage(
     own: Postgres, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(group_commit, "AWAY_S", 0.3)
+    monkeypatch.setattr(group_commit, "RECONNECT_S", 0.3)
     model = await a_model(store)
     ids = [(await store.requests.accept(step(model, seq_id))).request_id for seq_id in (1, 2)]
     async with out_of_reach(own, stopped):
         settling = [store.requests.finish_one(success(one, one.encode(), None)) for one in ids]
-        with pytest.raises(StorageTrouble, match="cannot be reached"):
+        with pytest.raises(StorageError, match="cannot be reached"):
             await store.requests.accept(step(model, 3))
-        with pytest.raises(StorageTrouble, match="cannot be reached"):
+        with pytest.raises(StorageError, match="cannot be reached"):
             await store.requests.get(ids[0])
-        assert store.condition.trouble is not None
-        assert store.condition.trouble.kind == "away"
+        assert store.health.problem is not None
+        assert store.health.problem.kind == "away"
         assert not any(one.done() for one in settling)
     async with asyncio.timeout(SOON_S):
         await asyncio.gather(*settling)
     for one in ids:
         assert await store.requests.result(one) == one.encode()
-    assert store.condition.trouble is None
+    assert store.health.problem is None
     assert (await store.requests.accept(step(model, 3))).is_new
 
 
 @contextmanager
 def answer_lost(store: Store, then: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """The next commit is kept, and the connection breaks before that is heard."""
+    """The next commit succeeds, and the connection breaks before its response."""
     engine = store._database._writing
     commit = engine.dialect.do_commit
 
@@ -226,7 +226,7 @@ async def a_sampler(store: Store, model: str) -> str:
         version_id=None,
         model_path=None,
     )
-    await store.runs.create_sampler(sampler, 0)
+    await store.models.create_sampler(sampler, 0)
     return sampler.sampling_session_id
 
 
@@ -241,12 +241,12 @@ def sample(sampler: str, seq_id: int) -> NewRequest:
     )
 
 
-async def test_who_loses_the_answer_to_a_commit_finds_what_it_wrote(store: Store) -> None:
+async def test_a_commit_whose_response_was_lost_is_not_repeated(store: Store) -> None:
     model = await a_model(store)
     sampler = await a_sampler(store, model)
     new = [step(model, 1), sample(sampler, 1), sample(sampler, 2)]
     with answer_lost(store):
-        # Were they taken for repeats, nobody would begin to work on them.
+        # If they counted as repeats, they would never run.
         accepted = await asyncio.gather(*(store.requests.accept(one) for one in new))
     assert [one.is_new for one in accepted] == [True, True, True]
     assert not any([(await store.requests.accept(one)).is_new for one in new])
@@ -258,33 +258,33 @@ async def test_who_loses_the_answer_to_a_commit_finds_what_it_wrote(store: Store
         )
         other = store.requests.finish_one(success(accepted[2].request_id, b"rr", None))
         events = await asyncio.gather(first, again, other)
-    # Were the events lost, their client would wait for ever; were one told twice, it would stop.
+    # A lost event would make its client wait forever; a repeated one would make it stop.
     assert events[1] is None
-    told = await store.requests.completions(sampler, 0, after=0, up_to=10**6)
-    assert [events[0], events[2]] == told
+    found = await store.requests.completions(sampler, 0, after=0, up_to=10**6)
+    assert [events[0], events[2]] == found
     with answer_lost(store):
-        # Making it again would be refused: there is one with this secret.
+        # A second insert would fail: the secret is unique.
         key, _ = await store.keys.create(owner="local")
     assert [one.key_id for one in await store.keys.all()] == [key.key_id]
 
 
 def _until_trouble(store: Store) -> None:
-    while store.condition.trouble is None:
+    while store.health.problem is None:
         time.sleep(0.01)
 
 
-async def test_what_may_be_on_disk_is_not_refused(
+async def test_a_write_that_may_be_committed_is_not_refused(
     own: Postgres, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(group_commit, "AWAY_S", 0.2)
-    monkeypatch.setattr(group_commit, "SILENT_S", 0.5)
+    monkeypatch.setattr(group_commit, "RECONNECT_S", 0.2)
+    monkeypatch.setattr(group_commit, "RESPONSE_TIMEOUT_S", 0.5)
     model = await a_model(store)
     try:
         with answer_lost(store, then=own.stop):
             accepting = asyncio.create_task(store.requests.accept(step(model, 1)))
             async with asyncio.timeout(SOON_S):
                 await asyncio.to_thread(_until_trouble, store)
-        with pytest.raises(StorageTrouble, match="cannot be reached"):
+        with pytest.raises(StorageError, match="cannot be reached"):
             await store.requests.accept(step(model, 2))
         assert not accepting.done()
     finally:

@@ -1,4 +1,4 @@
-"""Writes that nobody waits for do not pile up while the database says nothing."""
+"""Deferred writes do not accumulate while the database does not respond."""
 
 import asyncio
 import logging
@@ -28,30 +28,30 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 
 @contextmanager
-def silent(store: Store) -> Iterator[None]:
-    """The database has taken a write and does not answer."""
-    asked, answers = threading.Event(), threading.Event()
+def not_responding(store: Store) -> Iterator[None]:
+    """The database has received a write and does not respond."""
+    received, responds = threading.Event(), threading.Event()
 
     def act(_: sa.Connection) -> None:
-        asked.set()
-        answers.wait(30)
+        received.set()
+        responds.wait(30)
 
     promise = store._database.submit(act)
-    assert asked.wait(10)
+    assert received.wait(10)
     try:
         yield
     finally:
-        answers.set()
+        responds.set()
         promise.add_done_callback(lambda done: done.exception())
 
 
 def waiting(store: Store) -> int:
-    lazy = store._database.writer
-    return len(lazy._lazy) + len(lazy._newest)
+    writer = store._database.writer
+    return len(writer._deferred) + len(writer._deferred_by_key)
 
 
 async def a_session(store: Store) -> str:
-    session = await store.runs.create_session(
+    session = await store.sessions.create_session(
         owner="local",
         sdk_version=None,
         tags=[],
@@ -63,31 +63,31 @@ async def a_session(store: Store) -> str:
     return session.session_id
 
 
-async def test_so_many_wait_and_the_oldest_are_dropped_and_told_of_once(
+async def test_the_oldest_deferred_writes_are_dropped_and_logged_once(
     store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(group_commit, "MOST_LAZY", 50)
+    monkeypatch.setattr(group_commit, "MAX_DEFERRED", 50)
     written: list[int] = []
-    with silent(store), caplog.at_level(logging.WARNING):
+    with not_responding(store), caplog.at_level(logging.WARNING):
         for number in range(500):
-            store._database.write_later(lambda _, number=number: written.append(number))
+            store._database.write_deferred(lambda _, number=number: written.append(number))
         assert waiting(store) == 50
     await store.keys.create(owner="alice")
     assert written == list(range(450, 500))
-    told = [record for record in caplog.records if "are dropped" in record.message]
-    assert len(told) == 1
+    logged = [record for record in caplog.records if "are dropped" in record.message]
+    assert len(logged) == 1
 
 
-async def test_of_writes_about_one_thing_the_newest_waits(store: Store) -> None:
+async def test_a_newer_deferred_write_replaces_one_with_the_same_key(store: Store) -> None:
     session_id = await a_session(store)
     key, _ = await store.keys.create(owner="alice")
-    with silent(store):
+    with not_responding(store):
         for _ in range(200):
-            store.runs.seen(session_id)
-            store.keys.used(key.key_id)
-            store.runs.revive_session(session_id)
-            store.runs.mark_failed(session_id, {"error": "x"})
-        store.runs.mark_failed(session_id, None)
+            store.sessions.mark_seen(session_id)
+            store.keys.mark_used(key.key_id)
+            store.sessions.mark_active(session_id)
+            store.sessions.mark_failed(session_id, {"error": "x"})
+        store.sessions.mark_failed(session_id, None)
         assert waiting(store) == 4
     await store.keys.create(owner="alice")
     found = await store._database.read(
@@ -100,35 +100,35 @@ async def test_of_writes_about_one_thing_the_newest_waits(store: Store) -> None:
     assert used.used_s is not None
 
 
-async def test_marks_that_are_dropped_count_no_more(
+async def test_dropped_fetched_marks_are_not_counted(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(group_commit, "MOST_LAZY", 3)
-    with silent(store):
+    monkeypatch.setattr(group_commit, "MAX_DEFERRED", 3)
+    with not_responding(store):
         for number in range(10):
-            store.requests.all_fetched([str(number)] * 10, owner="alice")
-        assert store.requests._fetched_waiting == {"alice": 30}
+            store.requests.mark_all_fetched([str(number)] * 10, owner="alice")
+        assert store.requests._fetched_pending == {"alice": 30}
     await store.keys.create(owner="alice")
-    assert store.requests._fetched_waiting == {}
+    assert store.requests._fetched_pending == {}
 
 
-async def test_while_the_disk_takes_nothing_marks_are_dropped_too(store: Store) -> None:
+async def test_fetched_marks_are_dropped_while_the_disk_is_full(store: Store) -> None:
     def full(_: sa.Connection) -> None:
         raise sa.exc.OperationalError("", {}, Exception("database or disk is full"))
 
     writing = store._database.submit(full)
-    store.requests.all_fetched(["a", "b"], owner="alice")
+    store.requests.mark_all_fetched(["a", "b"], owner="alice")
     with pytest.raises(Exception, match="full"):
         await writing
     for _ in range(200):
-        if not store.requests._fetched_waiting:
+        if not store.requests._fetched_pending:
             break
         await asyncio.sleep(0.05)
-    assert store.requests._fetched_waiting == {}
+    assert store.requests._fetched_pending == {}
 
 
 class _Slow(Counter[str]):
-    """Another thread comes between a look and what follows."""
+    """Lets another thread run between a read and the following write."""
 
     def __getitem__(self, key: str) -> int:
         found = super().__getitem__(key)
@@ -136,11 +136,11 @@ class _Slow(Counter[str]):
         return found
 
 
-async def test_marks_that_two_threads_count_are_all_counted(store: Store) -> None:
-    store.requests._fetched_waiting = _Slow()
+async def test_fetched_marks_of_two_threads_are_all_counted(store: Store) -> None:
+    store.requests._fetched_pending = _Slow()
     for number in range(50):
-        store.requests.all_fetched([str(number)], owner="alice")
+        store.requests.mark_all_fetched([str(number)], owner="alice")
         store._database.submit(lambda _: None)
         await asyncio.sleep(0)
     await store.keys.create(owner="alice")
-    assert store.requests._fetched_waiting == {}
+    assert store.requests._fetched_pending == {}

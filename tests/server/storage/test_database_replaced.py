@@ -1,4 +1,4 @@
-"""A database that is deleted, moved or replaced under a running server: noticed, and nothing is promised."""
+"""A database that is deleted, moved or replaced under a running server is detected."""
 
 import asyncio
 import logging
@@ -18,17 +18,17 @@ pytestmark = pytest.mark.anyio
 
 
 @pytest.fixture(autouse=True)
-def looks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """One for each look at the disk, and they come soon. A stop does not wait for lost results."""
-    monkeypatch.setattr(disk_monitor, "LOOK_EVERY_S", 0.05)
+def checks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """One entry per disk check; checks are frequent. A stop does not wait for lost results."""
+    monkeypatch.setattr(disk_monitor, "CHECK_EVERY_S", 0.05)
     monkeypatch.setattr(scheduler, "SETTLE_S", 0.1)
-    real, counted = disk_monitor.Watch.look, []
+    real, counted = disk_monitor.DiskMonitor.check, []
 
-    async def look(self: disk_monitor.Watch) -> None:
+    async def check(self: disk_monitor.DiskMonitor) -> None:
         await real(self)
         counted.append(1)
 
-    monkeypatch.setattr(disk_monitor.Watch, "look", look)
+    monkeypatch.setattr(disk_monitor.DiskMonitor, "check", check)
     return counted
 
 
@@ -41,7 +41,7 @@ async def until_noticed(api: Api) -> Answer:
 
 
 def replaced(file: Path) -> None:
-    """By a copy: the same content in another file."""
+    """Replace it by a copy: the same content in another file."""
     shutil.copy(file, file.with_name("copy"))
     file.with_name("copy").rename(file)
 
@@ -58,7 +58,7 @@ async def test_nothing_is_acknowledged_without_the_database(
     echo: EchoExecutor,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
-    looks: list[int],
+    checks: list[int],
     name: str,
     act: Callable[[Path], None],
     word: str,
@@ -73,7 +73,7 @@ async def test_nothing_is_acknowledged_without_the_database(
         assert word in health.json["detail"]
         assert "tinkex restore" in health.json["detail"]
         echo.open.set()
-        # Its result would be lost with the process: it is not handed out.
+        # Its result would be lost with the process: it is not returned.
         for _ in range(3):
             assert (await api.poll(running)).status in (408, 503)
         step = {"model_id": model, "seq_id": 2, "adam_params": {}}
@@ -82,16 +82,18 @@ async def test_nothing_is_acknowledged_without_the_database(
             answer = await api.post(path, body)
             assert answer.status == 503
             assert word in answer.json["detail"]
-        # What is seen again is not said again.
-        seen = len(looks)
-        while len(looks) < seen + 3:  # noqa: ASYNC110
+        # The same problem is not logged again.
+        seen = len(checks)
+        while len(checks) < seen + 3:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         assert (await api.get("/api/v1/healthz")).json["trouble"] == "gone"
     said = [one for one in caplog.records if "was deleted, moved or replaced" in one.getMessage()]
     assert [one.levelno for one in said] == [logging.ERROR]
 
 
-async def test_a_database_that_is_moved_back_goes_on(echo: EchoExecutor, tmp_path: Path) -> None:
+async def test_the_server_continues_after_the_database_is_moved_back(
+    echo: EchoExecutor, tmp_path: Path
+) -> None:
     async with hosted(echo, tmp_path, long_poll_s=0.2) as api:
         model = await api.model()
         echo.open.clear()

@@ -1,0 +1,346 @@
+"""Models, samplers and custom losses of sessions, and the base-model hash of each run."""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import sqlalchemy as sa
+
+from tinkex.server.store import request_writes
+from tinkex.server.store.database import Database
+from tinkex.server.store.keys import random_id
+from tinkex.server.store.request_writes import Accepted, NewRequest
+from tinkex.server.store.schema import (
+    Status,
+    checkpoint_versions,
+    custom_losses,
+    models,
+    requests,
+    samplers,
+)
+from tinkex.wire.errors import UserFailure
+
+if TYPE_CHECKING:
+    from tinkex.server.store.checkpoints import Quotas
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Model:
+    """A training run: an adapter on a base model."""
+
+    model_id: str
+    owner: str
+    session_id: str
+    base_model: str
+    lora_config: Mapping[str, Any]
+    optimizer_config: Mapping[str, Any]
+    user_metadata: Mapping[str, Any] | None
+    created_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sampler:
+    """What a sampling client samples from: a base model, or one immutable adapter version."""
+
+    sampling_session_id: str
+    owner: str
+    session_id: str
+    base_model: str
+    version_id: str | None
+    model_path: str | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CustomLoss:
+    """A user-written loss, for the models of one session."""
+
+    loss_id: str
+    owner: str
+    session_id: str
+    #: The request as JSON.
+    definition: bytes
+
+
+class RunTaken(Exception):
+    """Another run already has this id."""
+
+
+MODEL_COLUMNS = (
+    models.c.model_id,
+    models.c.owner,
+    models.c.session_id,
+    models.c.base_model,
+    models.c.lora_config,
+    models.c.optimizer_config,
+    models.c.user_metadata,
+    models.c.created_s,
+)
+_SAMPLER = (
+    samplers.c.sampling_session_id,
+    samplers.c.owner,
+    samplers.c.session_id,
+    samplers.c.base_model,
+    samplers.c.version_id,
+    samplers.c.model_path,
+)
+
+
+_CUSTOM_LOSS = (
+    custom_losses.c.loss_id,
+    custom_losses.c.owner,
+    custom_losses.c.session_id,
+    custom_losses.c.definition,
+)
+
+
+class Models:
+    """The rows of models, samplers and custom losses."""
+
+    def __init__(self, database: Database, quotas: "Quotas") -> None:
+        self._database = database
+        self._quotas = quotas
+
+    async def create_model(
+        self,
+        *,
+        model: Model,
+        model_seq_id: int,
+        request: NewRequest,
+    ) -> Accepted:
+        """
+        Insert a model and its step 0 in one transaction; a repeat returns the first.
+
+        Over the owner's quota, step 0 is accepted as failed, so that its future has the error.
+        Raises RunTaken if the run is a copied checkpoint, which has no step 0.
+        """
+
+        def act(connection: sa.Connection) -> Accepted:
+            known = connection.execute(
+                sa.select(models.c.last_request_s).where(
+                    models.c.session_id == model.session_id,
+                    models.c.model_seq_id == model_seq_id,
+                )
+            ).first()
+            if known is None:
+                connection.execute(
+                    models.insert(),
+                    {
+                        "model_id": model.model_id,
+                        "owner": model.owner,
+                        "session_id": model.session_id,
+                        "model_seq_id": model_seq_id,
+                        "base_model": model.base_model,
+                        "lora_config": dict(model.lora_config),
+                        "optimizer_config": dict(model.optimizer_config),
+                        "user_metadata": model.user_metadata and dict(model.user_metadata),
+                        "created_s": model.created_s,
+                    },
+                )
+            accepted = request_writes.insert(connection, request)
+            if known is not None and accepted.is_new and known.last_request_s is None:
+                raise RunTaken(model.model_id)  # it never had a step 0, not even a deleted one
+            if accepted.is_new:
+                try:
+                    self._quotas.check(connection, model.owner, runs=1)
+                except UserFailure as over:
+                    final = request_writes.failure(
+                        accepted.request_id, str(over), category="user", cause="work"
+                    )
+                    request_writes.finish(connection, final)
+                    return replace(accepted, refused=str(over))
+            return accepted
+
+        return await self._database.write(act)
+
+    async def model(self, model_id: str) -> Model | None:
+        statement = sa.select(*MODEL_COLUMNS).where(models.c.model_id == model_id)
+
+        def act(connection: sa.Connection) -> Model | None:
+            row = connection.execute(statement).first()
+            return None if row is None else Model(**row._mapping)
+
+        return await self._database.read(act)
+
+    async def create_sampler(self, sampler: Sampler, sampling_session_seq_id: int) -> Sampler:
+        """A new sampler, or the one that an earlier try of the same call created."""
+        return await self._database.write(
+            lambda connection: insert_sampler(connection, sampler, sampling_session_seq_id)
+        )
+
+    async def sampler(self, sampling_session_id: str) -> Sampler | None:
+        statement = sa.select(*_SAMPLER).where(
+            samplers.c.sampling_session_id == sampling_session_id
+        )
+
+        def act(connection: sa.Connection) -> Sampler | None:
+            row = connection.execute(statement).first()
+            return None if row is None else Sampler(**row._mapping)
+
+        return await self._database.read(act)
+
+    async def add_sampler_client(self, sampling_session_id: str) -> int:
+        """The number of a new client of a sampler, from 1; the original client is 0."""
+        statement = (
+            samplers.update()
+            .where(samplers.c.sampling_session_id == sampling_session_id)
+            .values(clients=samplers.c.clients + 1)
+            .returning(samplers.c.clients)
+        )
+        return await self._database.write(
+            lambda connection: connection.execute(statement).scalar_one()
+        )
+
+    async def create_custom_loss(self, *, custom_loss_seq_id: int, request: NewRequest) -> Accepted:
+        """Insert a loss and its request in one transaction; a repeat returns the first."""
+
+        def act(connection: sa.Connection) -> Accepted:
+            first = connection.execute(
+                sa.select(custom_losses.c.request_id).where(
+                    custom_losses.c.session_id == request.session_id,
+                    custom_losses.c.custom_loss_seq_id == custom_loss_seq_id,
+                )
+            ).first()
+            if first is not None:
+                return Accepted(
+                    request_id=first.request_id, kind=request.kind, sequences=0, is_new=False
+                )
+            accepted = request_writes.insert(connection, request)
+            connection.execute(
+                custom_losses.insert(),
+                {
+                    "loss_id": random_id(),
+                    "owner": request.owner,
+                    "session_id": request.session_id,
+                    "custom_loss_seq_id": custom_loss_seq_id,
+                    "request_id": accepted.request_id,
+                    "definition": request.payload,
+                    "created_s": time.time(),
+                },
+            )
+            return accepted
+
+        return await self._database.write(act)
+
+    async def has_custom_loss(self, session_id: str, custom_loss_seq_id: int) -> bool:
+        """Whether a session has a custom loss with this number."""
+        statement = sa.select(custom_losses.c.loss_id).where(
+            custom_losses.c.session_id == session_id,
+            custom_losses.c.custom_loss_seq_id == custom_loss_seq_id,
+        )
+        return await self._database.read(
+            lambda connection: connection.execute(statement).first() is not None
+        )
+
+    async def custom_loss(self, request_id: str) -> CustomLoss:
+        """The loss that a request created."""
+        statement = sa.select(*_CUSTOM_LOSS).where(custom_losses.c.request_id == request_id)
+        return await self._database.read(
+            lambda connection: CustomLoss(**connection.execute(statement).one()._mapping)
+        )
+
+    async def custom_losses(self, session_id: str) -> list[CustomLoss]:
+        """All losses of a session in order, including failed ones."""
+        statement = (
+            sa.select(*_CUSTOM_LOSS)
+            .where(custom_losses.c.session_id == session_id)
+            .order_by(custom_losses.c.custom_loss_seq_id)
+        )
+        return await self._database.read(
+            lambda connection: [CustomLoss(**row._mapping) for row in connection.execute(statement)]
+        )
+
+
+def insert_sampler(
+    connection: sa.Connection, sampler: Sampler, sampling_session_seq_id: int
+) -> Sampler:
+    """Insert a sampler inside a transaction; returns the first one for a repeat."""
+    first = connection.execute(
+        sa.select(*_SAMPLER).where(
+            samplers.c.session_id == sampler.session_id,
+            samplers.c.sampling_session_seq_id == sampling_session_seq_id,
+        )
+    ).first()
+    if first is not None:
+        return Sampler(**first._mapping)
+    connection.execute(
+        samplers.insert(),
+        {
+            "sampling_session_id": sampler.sampling_session_id,
+            "owner": sampler.owner,
+            "session_id": sampler.session_id,
+            "sampling_session_seq_id": sampling_session_seq_id,
+            "base_model": sampler.base_model,
+            "version_id": sampler.version_id,
+            "model_path": sampler.model_path,
+            "created_s": time.time(),
+        },
+    )
+    return sampler
+
+
+def was_created() -> sa.ColumnElement[bool]:
+    """SQL: the model's creation did not fail. A failed one has a row for repeats, but is no run."""
+    return sa.not_(
+        sa.exists().where(
+            requests.c.model_id == models.c.model_id,
+            requests.c.seq_id == 0,
+            requests.c.status == Status.FAILED,
+        )
+    )
+
+
+class BaseHashes:
+    """The hash of the base model of each run; NULL until it is known."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    async def fill(self, base_model: str, found: str) -> int:
+        """Set the hash of runs without one; returns how many runs have another."""
+
+        def act(connection: sa.Connection) -> int:
+            _fill(connection, models.c.base_model == base_model, found)
+            others = sa.select(sa.func.count()).where(
+                models.c.base_model == base_model, models.c.base_hash != found
+            )
+            return connection.scalar(others) or 0
+
+        return await self._database.write(act, required=True)
+
+    async def replace(self, base_model: str, found: str) -> int:
+        """Set the hash of all runs; returns how many had another."""
+        statement = (
+            models.update()
+            .where(models.c.base_model == base_model, models.c.base_hash != found)
+            .values(base_hash=found)
+        )
+        return await self._database.write(
+            lambda connection: connection.execute(statement).rowcount, required=True
+        )
+
+    def fill_run(self, model_id: str, found: str) -> None:
+        """Set the hash of one new run, with a deferred write."""
+        self._database.write_deferred(
+            lambda connection: _fill(connection, models.c.model_id == model_id, found)
+        )
+
+    async def of_run(self, model_id: str) -> str | None:
+        return await self._one(sa.select(models.c.base_hash).where(models.c.model_id == model_id))
+
+    async def of_version(self, version_id: str) -> str | None:
+        """The hash of the run of a checkpoint version."""
+        return await self._one(
+            sa.select(models.c.base_hash)
+            .join(checkpoint_versions, checkpoint_versions.c.model_id == models.c.model_id)
+            .where(checkpoint_versions.c.version_id == version_id)
+        )
+
+    async def _one(self, statement: sa.Select[Any]) -> str | None:
+        return await self._database.read(lambda connection: connection.scalar(statement))
+
+
+def _fill(connection: sa.Connection, which: sa.ColumnElement[bool], found: str) -> None:
+    connection.execute(
+        models.update().where(which, models.c.base_hash.is_(None)).values(base_hash=found)
+    )
