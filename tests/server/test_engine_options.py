@@ -6,7 +6,8 @@ from typing import Any
 
 from tinkex.engine import EngineSettings
 from tinkex.engine.process import parser, settings_of
-from tinkex.server.executor import ServedModel, _command
+from tinkex.server.engine_process import _command
+from tinkex.server.executor import ServedModel
 from tinkex.server.settings import CHOICES, Settings
 from tinkex.server.web import _engine_options
 

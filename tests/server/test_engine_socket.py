@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tinkex.server import executor as executor_module
-from tinkex.server.executor import EngineOptions, LocalExecutor, ServedModel, Task, Work
+from tinkex.server import engine_process
+from tinkex.server.engine_process import LocalExecutor
+from tinkex.server.executor import EngineOptions, ServedModel, Task, Work
 
 #: An engine that answers everything with four megabytes.
 ENGINE = """
@@ -35,7 +36,7 @@ async def test_an_engine_is_not_made_to_wait_while_a_large_result_is_read(
         _SelectorSocketTransport, "pause_reading", lambda one: (pauses.append(1), pause(one))
     )
     monkeypatch.setattr(
-        executor_module,
+        engine_process,
         "_command",
         lambda descriptor, *_: [sys.executable, "-c", ENGINE, str(descriptor)],
     )

@@ -7,7 +7,8 @@ import pytest
 
 from server.hosting import Api, hosted
 from serving import TINY
-from tinkex.server.executor import EngineOptions, LocalExecutor, ServedModel
+from tinkex.server.engine_process import LocalExecutor
+from tinkex.server.executor import EngineOptions, ServedModel
 
 pytestmark = pytest.mark.anyio
 

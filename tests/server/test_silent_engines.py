@@ -9,8 +9,9 @@ import pytest
 
 from server.hosting import hosted
 from serving import TINY
-from tinkex.server import executor as executors
-from tinkex.server.executor import EngineOptions, LocalExecutor, ServedModel
+from tinkex.server import engine_process
+from tinkex.server.engine_process import LocalExecutor
+from tinkex.server.executor import EngineOptions, ServedModel
 
 pytestmark = pytest.mark.anyio
 
@@ -21,7 +22,7 @@ async def test_polls_say_that_the_engine_does_not_answer(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(executors, "SILENT_S", 0.5, raising=False)
+    monkeypatch.setattr(engine_process, "SILENT_S", 0.5, raising=False)
     caplog.set_level(logging.WARNING)
     served = [ServedModel(name=TINY, folder=tiny_model)]
     executor = LocalExecutor(served, EngineOptions(threads=1))

@@ -9,15 +9,8 @@ from server.echo import BASE, EchoExecutor
 from server.hosting import Api, hosted
 from server.waiting import until
 from serving import TINY
-from tinkex.server.executor import (
-    EngineOptions,
-    LocalExecutor,
-    ModelMissing,
-    Outcome,
-    ServedModel,
-    Task,
-    Work,
-)
+from tinkex.server.engine_process import LocalExecutor
+from tinkex.server.executor import EngineOptions, ModelMissing, Outcome, ServedModel, Task, Work
 
 pytestmark = pytest.mark.anyio
 

@@ -28,7 +28,8 @@ from tinkex.server import processes
 from tinkex.server.api.deps import Context
 from tinkex.server.api.http_limits import patient, protocol
 from tinkex.server.app import create_app
-from tinkex.server.executor import EngineOptions, EngineRefused, LocalExecutor, ServedModel
+from tinkex.server.engine_process import LocalExecutor
+from tinkex.server.executor import EngineOptions, EngineRefused, ServedModel
 from tinkex.server.processes import collect_by_the_clock, collect_rarely, share_one_heap
 from tinkex.server.scheduler.crash_isolation import Roll
 from tinkex.server.settings import Settings
