@@ -45,7 +45,7 @@ ROOMS = {
     "server.api.http_limits": "uvicorn",
     "server.executor": "wire",
     "server.engine_process": "wire server.executor server.processes server.scheduler.crash_isolation",
-    "server.api": "wire server.store server.scheduler server.executor server.settings fastapi starlette pydantic",
+    "server.api": "wire server.store server.scheduler server.executor server.settings fastapi starlette pydantic prometheus_client",
     "server": "wire models server uvicorn prometheus_client fastapi starlette pydantic",
     "conformance": "wire numpy",
     "conformance.conftest": "conformance pytest",

@@ -339,7 +339,7 @@ async def test_bodies_that_an_owner_has_arriving_have_an_end_together(tmp_path: 
         url = api.http._base_url
         assert url
         assert api.app
-        held = api.app.state.context.intake._bytes
+        held = api.app.state.body_budgets.owners._bytes
         writers = []
         for key in (*[keys[0]] * 2 * bodies.BODIES, keys[1]):
             _, writer = await asyncio.open_connection(url.host, url.port)

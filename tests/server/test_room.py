@@ -89,7 +89,7 @@ async def test_a_body_without_room_is_refused_after_a_while_and_let_in_later(
     async with hosted(echo, tmp_path, **limits) as api:
         mine = await sampler(api)
         assert api.app is not None
-        room = api.app.state.context.room
+        room = api.app.state.body_budgets.room
         writers = [await upload(api, b" " * 100, large) for _ in range(2)]
         while room.peak_bytes < 2 * large:
             await api.session()

@@ -24,7 +24,7 @@ from server.hosting import Answer, Api, hosted
 from server.tenants import new_key, with_key
 from tinkex.server.api import account, deps, report_limits, sessions
 from tinkex.server.api.account import _storage_events
-from tinkex.server.api.bodies import Turns
+from tinkex.server.api.deps import Turns
 from tinkex.server.api.report_limits import MOST_BYTES, MOST_LISTED, bound_of, encoded
 from tinkex.server.app import HOT_ROUTES, ROUTERS
 from tinkex.server.store import Store, checkpoint_lists, schema

@@ -1,64 +1,25 @@
 """So many at once of each owner; the next ones wait. An owner without any takes no memory."""
 
 import asyncio
+import contextlib
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
+from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from tinkex.server.api.auth import owner_of
+from tinkex.server.api.deps import Turns, context_of
 from tinkex.server.api.errors import Refusal
-from tinkex.server.store.database import REPORTERS
+from tinkex.server.settings import Settings
+from tinkex.wire.codec import decode_json, decompress
+from tinkex.wire.errors import TooLarge
 
-#: Lists, searches and reports of one owner.
-REPORTS_AT_ONCE = 1
-
-
-@dataclass(slots=True)
-class _Held:
-    places: asyncio.Semaphore
-    #: Those who have a place, and those who wait for one.
-    users: int = 0
-
-
-class Turns:
-    """Belongs to one event loop."""
-
-    def __init__(self, at_once: int) -> None:
-        self._at_once = at_once
-        self._held: dict[str, _Held] = {}
-
-    def __len__(self) -> int:
-        """Owners who have or want a place."""
-        return len(self._held)
-
-    @asynccontextmanager
-    async def turn(self, owner: str) -> AsyncIterator[None]:
-        held = self._held.setdefault(owner, _Held(asyncio.Semaphore(self._at_once)))
-        held.users += 1
-        try:
-            async with held.places:
-                yield
-        finally:
-            held.users -= 1
-            if not held.users:
-                del self._held[owner]
-
-
-class Reports:
-    """Turns for lists and reports; over all owners, as many at once as there are threads for them."""
-
-    def __init__(self) -> None:
-        self._of_owner = Turns(REPORTS_AT_ONCE)
-        self._all = asyncio.Semaphore(REPORTERS)
-
-    @asynccontextmanager
-    async def turn(self, owner: str) -> AsyncIterator[None]:
-        async with self._of_owner.turn(owner), self._all:
-            yield
-
+T = TypeVar("T")
 
 # MERGED: Bodies on their way in: how much of them one owner has in memory, whatever the number of connections. Each request has limits of its own, and they say nothing about many at once: eight kilobytes may unpack to `max_decoded_bytes`, and a hundred connections may each hold `max_body_bytes`.
 
@@ -222,6 +183,137 @@ class Room:
                 self._taken_bytes -= place.size - place.arrived
                 place.size = place.arrived
         self._give()
+
+
+class BodyBudgets:
+    """The byte budgets of one server; one for each owner, and one for all."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.owners = Intake(max_body_bytes=settings.max_body_bytes)
+        self.room = Room(settings.max_arriving_bytes, wait_s=settings.arriving_wait_s)
+
+
+def budgets_of(request: Request) -> BodyBudgets:
+    budgets: BodyBudgets = request.app.state.body_budgets
+    return budgets
+
+
+# A client that has begun to send would read a refusal as a broken connection and try again for
+# minutes; so a body that is too large is swallowed first, up to so many times the limit.
+SWALLOWED = 8
+# Smaller bodies are unpacked and decoded where they arrive: moving to a thread would cost more.
+INLINE_BYTES = 128 * 1024
+# Of a body that is too large, its two ends are kept, to see whose step it was.
+KEPT_END_BYTES = 4096
+#: Where in the scope of a request its body is, for who must say whose step was refused.
+SENT = "tinkex.sent"
+
+
+async def read_body(request: Request) -> bytes:
+    """The body of a message without data, unpacked, within the limits."""
+    settings = context_of(request).settings
+    with budgets_of(request).owners.holding(owner_of(request)) as more:
+        limit = min(settings.max_body_bytes, settings.max_message_bytes)
+        packed = await _received(
+            request, limit, more, "The server's setting is TINKEX_MAX_MESSAGE_BYTES."
+        )
+        limit = min(settings.max_decoded_bytes, settings.max_message_bytes)
+        unpacked = decompress(packed, request.headers.get("content-encoding"), max_bytes=limit)
+    request.scope[SENT] = unpacked
+    return unpacked
+
+
+async def read_data(request: Request, decode: Callable[[bytes], T]) -> T:
+    """A pass or a sample, which may be large: its body, unpacked, within the limits, and decoded."""
+    settings = context_of(request).settings
+    budgets = budgets_of(request)
+    owner = owner_of(request)
+    with budgets.owners.holding(owner) as more:
+        packed = await _received(
+            request,
+            settings.max_body_bytes,
+            more,
+            "Send fewer or shorter "
+            "examples in one request, or start the server with a larger TINKEX_MAX_BODY_BYTES.",
+        )
+        encoding = request.headers.get("content-encoding")
+
+        def unpack(most: int = settings.max_decoded_bytes) -> bytes:
+            unpacked = decompress(packed, encoding, max_bytes=most)
+            request.scope[SENT] = unpacked
+            return unpacked
+
+        if len(packed) <= INLINE_BYTES:
+            # More may come out of it than went in.
+            with contextlib.suppress(TooLarge):
+                return decode(unpack(min(INLINE_BYTES, settings.max_decoded_bytes)))
+        async with budgets.owners.turn(owner), budgets.room.work:
+            return await asyncio.to_thread(lambda: decode(unpack()))
+
+
+async def _received(
+    request: Request, limit: int, more: Callable[[int], None], advice: str
+) -> bytes:
+    body = bytearray()
+    total = 0
+    tail = b""
+    full: Refusal | None = None
+    # Before anything is read; what does not say how much it is, is large once more than a little came.
+    declared = request.headers.get("content-length", "")
+    place = await _room(request, min(int(declared), limit)) if declared.isdecimal() else None
+    async for part in request.stream():
+        total += len(part)
+        if total <= limit and full is None:
+            try:
+                if place is None and not declared and total > SMALL_BYTES:
+                    place = await _room(request, limit)
+                if place is not None:
+                    _arrived(request, place, len(part))
+                more(len(part))
+                body += part
+            except Refusal as refusal:
+                full = refusal
+                body.clear()
+            continue
+        # The first part that is read may be over the limit by itself.
+        body += part[: max(0, KEPT_END_BYTES - len(body))]
+        tail = (tail + part)[-KEPT_END_BYTES:]
+        if total > limit * SWALLOWED:
+            break
+    if total > limit:
+        request.scope[SENT] = bytes(body[:KEPT_END_BYTES]) + b" " + tail
+        raise TooLarge(f"the body has {total} bytes or more, and {limit} are allowed. {advice}")
+    if full is not None:
+        raise full
+    return bytes(body)
+
+
+async def _room(request: Request, size: int) -> Place | None:
+    """Room for a body, kept until its request is answered."""
+    room = budgets_of(request).room
+    try:
+        place = await room.take(size)
+    except NoRoom as full:
+        raise _no_room(full) from None
+    if place is not None:
+        request.scope[TAKEN] = (room, place)
+    return place
+
+
+def _arrived(request: Request, place: Place, size: int) -> None:
+    try:
+        budgets_of(request).room.arrived(place, size)
+    except NoRoom as slow:
+        raise _no_room(slow) from None
+
+
+def _no_room(why: NoRoom) -> Refusal:
+    return Refusal(429, str(why), headers={"Retry-After": str(RETRY_AFTER_S)})
+
+
+async def read_json(request: Request, message: type[T]) -> T:
+    """The body as a wire type."""
+    return decode_json(message, await read_body(request))
 
 
 def stored(scope: Scope) -> None:

@@ -10,19 +10,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tinkex.server.api.auth import owner_of, reader_owners
-from tinkex.server.api.deps import (
-    Context,
-    answer,
-    context_of,
-    describe,
-    read_body,
-    read_json,
-    readable,
-)
+from tinkex.server.api.bodies import read_body, read_json
+from tinkex.server.api.deps import Context, answer, context_of, describe, readable
 from tinkex.server.api.errors import Refusal
 from tinkex.server.api.models import made
-from tinkex.server.api.submit import admit, numbered
-from tinkex.server.api.training import NumberedStep, accept_step, read_step
+from tinkex.server.api.submit import NumberedStep, accept_step, admit, numbered, read_step
 from tinkex.server.scheduler.checkpoints import check_ttl, refuse_external, tinker_path
 from tinkex.server.scheduler.step_queue import Kind
 from tinkex.server.store import Model, NewRequest, OverQuota, RunTaken, Saved, Session, Version

@@ -1,10 +1,10 @@
 """Rows that never change, or whose change is announced, kept for the next request."""
 
 import asyncio
-import contextlib
 import re
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -12,16 +12,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tinkex.server.api.auth import Signer, owner_of, reader_owners
-from tinkex.server.api.bodies import (
-    RETRY_AFTER_S,
-    SMALL_BYTES,
-    TAKEN,
-    Intake,
-    NoRoom,
-    Place,
-    Reports,
-    Room,
-)
 from tinkex.server.api.errors import Refusal, missing
 from tinkex.server.executor import Executor, ServedModel
 from tinkex.server.scheduler.checkpoints import no_checkpoint
@@ -30,8 +20,7 @@ from tinkex.server.scheduler.scheduler import Dispatcher
 from tinkex.server.scheduler.session_timeout import Presence
 from tinkex.server.settings import Settings, is_loopback
 from tinkex.server.store import Model, Sampler, Session, Store, Version
-from tinkex.wire.codec import JSON_TYPE, decode_json, decompress, encode_json
-from tinkex.wire.errors import TooLarge
+from tinkex.wire.codec import JSON_TYPE, encode_json
 from tinkex.wire.sdk_versions import Dialect
 
 T = TypeVar("T")
@@ -83,18 +72,39 @@ class Cache(Generic[T]):
         self._new[key] = row
 
 
+@dataclass(slots=True)
+class _Held:
+    places: asyncio.Semaphore
+    #: Those who have a place, and those who wait for one.
+    users: int = 0
+
+
+class Turns:
+    """Belongs to one event loop."""
+
+    def __init__(self, at_once: int) -> None:
+        self._at_once = at_once
+        self._held: dict[str, _Held] = {}
+
+    def __len__(self) -> int:
+        """Owners who have or want a place."""
+        return len(self._held)
+
+    @asynccontextmanager
+    async def turn(self, owner: str) -> AsyncIterator[None]:
+        held = self._held.setdefault(owner, _Held(asyncio.Semaphore(self._at_once)))
+        held.users += 1
+        try:
+            async with held.places:
+                yield
+        finally:
+            held.users -= 1
+            if not held.users:
+                del self._held[owner]
+
+
 # MERGED: What every route needs: the parts of the server, and look-ups that know the owner.
 
-
-# A client that has begun to send would read a refusal as a broken connection and try again for
-# minutes; so a body that is too large is swallowed first, up to so many times the limit.
-SWALLOWED = 8
-# Smaller bodies are unpacked and decoded where they arrive: moving to a thread would cost more.
-INLINE_BYTES = 128 * 1024
-# Of a body that is too large, its two ends are kept, to see whose step it was.
-KEPT_END_BYTES = 4096
-#: Where in the scope of a request its body is, for who must say whose step was refused.
-SENT = "tinkex.sent"
 
 _SDK_AGENT = re.compile(r"AsyncTinker/Python (\S+)")
 
@@ -111,21 +121,12 @@ class Context:
     presence: Presence
     #: Signs links to files.
     signer: Signer
-    #: Bodies that are arriving.
-    intake: Intake = field(init=False)
-    room: Room = field(init=False)
-    #: Lists and reports that are made.
-    reports: Reports = field(init=False, default_factory=Reports)
     _sessions: Cache[Session] = field(init=False)
     _models: Cache[Model] = field(init=False)
     _samplers: Cache[Sampler] = field(init=False)
 
     def __post_init__(self) -> None:
         runs = self.store.runs
-        intake = Intake(max_body_bytes=self.settings.max_body_bytes)
-        object.__setattr__(self, "intake", intake)
-        room = Room(self.settings.max_arriving_bytes, wait_s=self.settings.arriving_wait_s)
-        object.__setattr__(self, "room", room)
         object.__setattr__(self, "_sessions", Cache(runs.session))
         object.__setattr__(self, "_models", Cache(runs.model))
         object.__setattr__(self, "_samplers", Cache(runs.sampler))
@@ -193,114 +194,6 @@ class Context:
 def context_of(request: Request) -> Context:
     context: Context = request.app.state.context
     return context
-
-
-async def read_body(request: Request) -> bytes:
-    """The body of a message without data, unpacked, within the limits."""
-    context = context_of(request)
-    settings = context.settings
-    with context.intake.holding(owner_of(request)) as more:
-        limit = min(settings.max_body_bytes, settings.max_message_bytes)
-        packed = await _received(
-            request, limit, more, "The server's setting is TINKEX_MAX_MESSAGE_BYTES."
-        )
-        limit = min(settings.max_decoded_bytes, settings.max_message_bytes)
-        unpacked = decompress(packed, request.headers.get("content-encoding"), max_bytes=limit)
-    request.scope[SENT] = unpacked
-    return unpacked
-
-
-async def read_data(request: Request, decode: Callable[[bytes], T]) -> T:
-    """A pass or a sample, which may be large: its body, unpacked, within the limits, and decoded."""
-    context = context_of(request)
-    settings = context.settings
-    owner = owner_of(request)
-    with context.intake.holding(owner) as more:
-        packed = await _received(
-            request,
-            settings.max_body_bytes,
-            more,
-            "Send fewer or shorter "
-            "examples in one request, or start the server with a larger TINKEX_MAX_BODY_BYTES.",
-        )
-        encoding = request.headers.get("content-encoding")
-
-        def unpack(most: int = settings.max_decoded_bytes) -> bytes:
-            unpacked = decompress(packed, encoding, max_bytes=most)
-            request.scope[SENT] = unpacked
-            return unpacked
-
-        if len(packed) <= INLINE_BYTES:
-            # More may come out of it than went in.
-            with contextlib.suppress(TooLarge):
-                return decode(unpack(min(INLINE_BYTES, settings.max_decoded_bytes)))
-        async with context.intake.turn(owner), context.room.work:
-            return await asyncio.to_thread(lambda: decode(unpack()))
-
-
-async def _received(
-    request: Request, limit: int, more: Callable[[int], None], advice: str
-) -> bytes:
-    body = bytearray()
-    total = 0
-    tail = b""
-    full: Refusal | None = None
-    # Before anything is read; what does not say how much it is, is large once more than a little came.
-    declared = request.headers.get("content-length", "")
-    place = await _room(request, min(int(declared), limit)) if declared.isdecimal() else None
-    async for part in request.stream():
-        total += len(part)
-        if total <= limit and full is None:
-            try:
-                if place is None and not declared and total > SMALL_BYTES:
-                    place = await _room(request, limit)
-                if place is not None:
-                    _arrived(request, place, len(part))
-                more(len(part))
-                body += part
-            except Refusal as refusal:
-                full = refusal
-                body.clear()
-            continue
-        # The first part that is read may be over the limit by itself.
-        body += part[: max(0, KEPT_END_BYTES - len(body))]
-        tail = (tail + part)[-KEPT_END_BYTES:]
-        if total > limit * SWALLOWED:
-            break
-    if total > limit:
-        request.scope[SENT] = bytes(body[:KEPT_END_BYTES]) + b" " + tail
-        raise TooLarge(f"the body has {total} bytes or more, and {limit} are allowed. {advice}")
-    if full is not None:
-        raise full
-    return bytes(body)
-
-
-async def _room(request: Request, size: int) -> Place | None:
-    """Room for a body, kept until its request is answered."""
-    room = context_of(request).room
-    try:
-        place = await room.take(size)
-    except NoRoom as full:
-        raise _no_room(full) from None
-    if place is not None:
-        request.scope[TAKEN] = (room, place)
-    return place
-
-
-def _arrived(request: Request, place: Place, size: int) -> None:
-    try:
-        context_of(request).room.arrived(place, size)
-    except NoRoom as slow:
-        raise _no_room(slow) from None
-
-
-def _no_room(why: NoRoom) -> Refusal:
-    return Refusal(429, str(why), headers={"Retry-After": str(RETRY_AFTER_S)})
-
-
-async def read_json(request: Request, message: type[T]) -> T:
-    """The body as a wire type."""
-    return decode_json(message, await read_body(request))
 
 
 def answer(message: Any, status: int = 200) -> Response:

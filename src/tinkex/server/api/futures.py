@@ -9,7 +9,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tinkex.server.api.auth import owner_of
-from tinkex.server.api.deps import Context, answer, context_of, describe, dialect_of, read_json
+from tinkex.server.api.bodies import read_json
+from tinkex.server.api.deps import Context, answer, context_of, describe, dialect_of
 from tinkex.server.api.http_limits import GONE
 from tinkex.server.scheduler.fairness import Waiting
 from tinkex.server.scheduler.results import Settled

@@ -8,7 +8,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tinkex.server.api.auth import owner_of
-from tinkex.server.api.deps import Context, answer, context_of, describe, read_json
+from tinkex.server.api.bodies import read_json
+from tinkex.server.api.deps import Context, answer, context_of, describe
 from tinkex.server.api.errors import Refusal
 from tinkex.server.api.submit import accepted, admit, hand_on, made_before, row_of
 from tinkex.server.scheduler.step_queue import Kind

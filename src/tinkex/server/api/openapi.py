@@ -5,9 +5,21 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 from typing import Any
 
+from fastapi import FastAPI
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, Response
 
+from tinkex.server.api.checkpoints import WeightsInfoRequest
+from tinkex.server.api.sessions import SetSessionProjectRequest
+from tinkex.wire import checkpoints as wire_checkpoints
+from tinkex.wire import custom_loss as wire_custom_loss
+from tinkex.wire import futures as wire_futures
+from tinkex.wire import runs as wire_runs
+from tinkex.wire import sampling as wire_sampling
+from tinkex.wire import telemetry as wire_telemetry
+from tinkex.wire import training as wire_training
 from tinkex.wire.codec import JSON_TYPE, PROTOBUF_TYPE
 from tinkex.wire.futures import (
     CompleteMetadata,
@@ -231,6 +243,45 @@ HOT_PATHS: Mapping[str, Schema] = {
 }
 
 
+#: Bodies that routes read themselves; named in the OpenAPI page.
+BODIES: tuple[type[BaseModel], ...] = (
+    WeightsInfoRequest,
+    SetSessionProjectRequest,
+    wire_checkpoints.CopyWeightsRequest,
+    wire_checkpoints.LoadWeightsRequest,
+    wire_checkpoints.SaveWeightsExternalRequest,
+    wire_checkpoints.SaveWeightsForSamplerRequest,
+    wire_checkpoints.SaveWeightsRequest,
+    wire_checkpoints.SetCheckpointTtlRequest,
+    wire_custom_loss.CreateCustomLossRequest,
+    wire_futures.CancelFutureRequest,
+    wire_runs.ClientConfigRequest,
+    wire_runs.CreateSessionRequest,
+    wire_runs.FinishSessionRequest,
+    wire_runs.GetInfoRequest,
+    wire_runs.SessionHeartbeatRequest,
+    wire_runs.SessionSearchRequest,
+    wire_sampling.CreateSamplingSessionRequest,
+    wire_sampling.JoinSamplingSessionRequest,
+    wire_telemetry.TelemetrySendRequest,
+    wire_training.CreateModelRequest,
+    wire_training.OptimStepRequest,
+    wire_training.UnloadModelRequest,
+)
+
+
+def describe_bodies(app: FastAPI) -> None:
+    """Routes read their bodies themselves, so their schemas are added to the page by hand."""
+    generate = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            complete(generate(), BODIES)
+        return app.openapi_schema or {}
+
+    app.openapi = openapi  # type: ignore[method-assign]
+
+
 def complete(schema: Schema, bodies: Sequence[type[BaseModel]]) -> None:
     """Add what FastAPI cannot see: bodies that routes read themselves, and the hot routes."""
     _, found = models_json_schema(
@@ -295,6 +346,11 @@ tr + tr { border-top: 1px solid #eee; }
 """
 
 SchemaLike = Mapping[str, Any]
+
+
+async def docs(request: Request) -> Response:
+    """What there is to ask for, for people."""
+    return HTMLResponse(page(request.app.openapi()), headers=HEADERS)
 
 
 def page(described: SchemaLike) -> str:

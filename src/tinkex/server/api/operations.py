@@ -1,16 +1,23 @@
 """Alive and able to answer."""
 
 import json
+from collections.abc import Iterable
 from typing import Any
 
 from fastapi import APIRouter
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tinkex.server.api.auth import owner_of
-from tinkex.server.api.deps import answer, context_of, describe
+from tinkex.server.api.auth import Caller, owner_of
+from tinkex.server.api.deps import Context, answer, context_of, describe
+from tinkex.server.executor import Executor
+from tinkex.server.store.storage_health import KINDS
 from tinkex.wire.codec import decompress
 from tinkex.wire.errors import WireError
+from tinkex.wire.proto.frames_pb2 import Stats
 from tinkex.wire.runs import HealthResponse
 from tinkex.wire.telemetry import TelemetrySendRequest
 
@@ -72,3 +79,83 @@ def _keep(request: Request, body: bytes) -> None:
         session_id=str(batch.get("session_id")),
         about=about,
     )
+
+
+async def metrics(request: Request) -> Response:
+    """What Prometheus scrapes."""
+    registry = CollectorRegistry()
+    # With a key, of its owner only; without one, where only this machine can ask, of all.
+    caller: Caller | None = getattr(request.state, "caller", None)
+    owner = None if caller is None else caller.owner
+    registry.register(_Figures(request.app.state.context, owner))
+    return Response(generate_latest(registry), media_type="text/plain; version=0.0.4")
+
+
+class _Figures(Collector):
+    """Figures that are kept anyway, read when somebody asks."""
+
+    def __init__(self, context: Context, owner: str | None) -> None:
+        self._context = context
+        self._owner = owner
+
+    def collect(self) -> Iterable[Metric]:
+        yield GaugeMetricFamily(
+            "tinkex_requests_open", "Requests accepted and not finished", len(self._context.futures)
+        )
+        yield CounterMetricFamily(
+            "tinkex_store_commits", "Transactions committed", self._context.store.commits
+        )
+        trouble = self._context.store.condition.trouble
+        troubles = GaugeMetricFamily(
+            "tinkex_storage_trouble", "1 while nothing new can be stored", labels=["kind"]
+        )
+        for kind in KINDS:
+            troubles.add_metric([kind], int(trouble is not None and trouble.kind == kind))
+        yield troubles
+        seconds = CounterMetricFamily(
+            "tinkex_engine_compute_seconds", "Seconds engines computed", labels=["task"]
+        )
+        operations = CounterMetricFamily(
+            "tinkex_engine_operations", "Operations engines finished", labels=["task"]
+        )
+        for task, (count, total_s) in self._context.dispatcher.computed.items():
+            seconds.add_metric([task.name.lower()], total_s)
+            operations.add_metric([task.name.lower()], count)
+        yield seconds
+        yield operations
+        yield from self._shares()
+        yield from engine_gauges(self._context.executor)
+
+    def _shares(self) -> Iterable[Metric]:
+        """What each owner has, and has had, of the engines."""
+        used = CounterMetricFamily(
+            "tinkex_owner_compute_seconds",
+            "Seconds engines computed for an owner",
+            labels=["owner"],
+        )
+        waiting = GaugeMetricFamily(
+            "tinkex_owner_requests_open", "Requests of an owner that wait or run", labels=["owner"]
+        )
+        for owner, seconds in self._context.dispatcher.used_s.items():
+            if self._owner in (None, owner):
+                used.add_metric([owner], seconds)
+        for owner, load in self._context.futures.loads.items():
+            if self._owner in (None, owner):
+                waiting.add_metric([owner], load.requests)
+        yield used
+        yield waiting
+
+
+def engine_gauges(executor: Executor) -> Iterable[Metric]:
+    """Every field of the engines' own figures as a gauge with the base model as its label."""
+    told = {model.name: executor.stats(model.name) for model in executor.served}
+    for field in Stats.DESCRIPTOR.fields:
+        gauge = GaugeMetricFamily(
+            f"tinkex_engine_{field.name}",
+            f"{field.name.replace('_', ' ').capitalize()} of the engine",
+            labels=["base_model"],
+        )
+        for name, stats in told.items():
+            if stats is not None:
+                gauge.add_metric([name], getattr(stats, field.name))
+        yield gauge

@@ -6,8 +6,10 @@ and built off the event loop, and an owner gets one at a time, so that nobody wa
 owner's lists. A test walks the routes and fails for a list without a bound.
 """
 
+import asyncio
 import functools
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, ParamSpec
 
@@ -15,13 +17,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tinkex.server.api.auth import owner_of
-from tinkex.server.api.deps import context_of
+from tinkex.server.api.deps import Turns, context_of
+from tinkex.server.store.database import REPORTERS
 from tinkex.wire.base import LenientModel
 from tinkex.wire.codec import JSON_TYPE, encode_json
 from tinkex.wire.errors import UserFailure
 
 #: Bytes of one answer. It is in memory several times before it is sent.
 MOST_BYTES = 32 * 2**20
+#: Lists, searches and reports of one owner.
+REPORTS_AT_ONCE = 1
 #: Entries of one answer, where a route has no pages.
 MOST_LISTED = 20_000
 
@@ -33,6 +38,24 @@ Route = Callable[Params, Awaitable[Response]]
 class Bound:
     entries: int
     bytes: int = MOST_BYTES
+
+
+class Reports:
+    """Turns for lists and reports; over all owners, as many at once as there are threads for them."""
+
+    def __init__(self) -> None:
+        self._of_owner = Turns(REPORTS_AT_ONCE)
+        self._all = asyncio.Semaphore(REPORTERS)
+
+    @asynccontextmanager
+    async def turn(self, owner: str) -> AsyncIterator[None]:
+        async with self._of_owner.turn(owner), self._all:
+            yield
+
+
+def reports_of(request: Request) -> Reports:
+    reports: Reports = request.app.state.reports
+    return reports
 
 
 async def _asking(request: Request) -> str:
@@ -53,7 +76,7 @@ def bounded(
         async def in_turn(*args: Params.args, **kwargs: Params.kwargs) -> Response:
             request = kwargs["request"]
             assert isinstance(request, Request)
-            async with context_of(request).reports.turn(await owner(request)):
+            async with reports_of(request).turn(await owner(request)):
                 return await route(*args, **kwargs)
 
         in_turn.__dict__["bound"] = Bound(entries=entries)

@@ -14,18 +14,8 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from tinkex.server.api.auth import owner_of
-from tinkex.server.api.bodies import stored
-from tinkex.server.api.deps import (
-    SENT,
-    Context,
-    answer,
-    context_of,
-    describe,
-    dialect_of,
-    read_data,
-    read_json,
-    readable,
-)
+from tinkex.server.api.bodies import SENT, read_data, read_json, stored
+from tinkex.server.api.deps import Context, answer, context_of, describe, dialect_of, readable
 from tinkex.server.api.errors import Refusal
 from tinkex.server.api.futures import INLINE_ENCODE_BYTES
 from tinkex.server.api.submit import accepted, admit, sequence_ids, take, tokens_known

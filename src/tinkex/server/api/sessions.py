@@ -12,7 +12,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tinkex.server.api.auth import caller_of, owner_of
-from tinkex.server.api.deps import answer, context_of, describe, read_json
+from tinkex.server.api.bodies import read_json
+from tinkex.server.api.deps import answer, context_of, describe
 from tinkex.server.api.errors import Refusal, missing
 from tinkex.server.api.report_limits import MOST_LISTED, bounded, report
 from tinkex.server.scheduler.session_timeout import session_status

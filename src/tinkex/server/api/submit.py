@@ -8,19 +8,26 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tinkex.server.api.auth import caller_of
-from tinkex.server.api.deps import SENT, Context, answer, context_of
+from tinkex.server.api.bodies import SENT
+from tinkex.server.api.deps import Context, answer, context_of
 from tinkex.server.api.errors import Refusal
 from tinkex.server.scheduler.fairness import Limits, all_full, over_limit
 from tinkex.server.scheduler.results import load_of
 from tinkex.server.scheduler.sample_worker import Tap
 from tinkex.server.scheduler.step_queue import Kind
-from tinkex.server.store import Accepted, NewRequest, RequestRow, Status
-from tinkex.wire.codec import PROTOBUF_TYPE
+from tinkex.server.store import Accepted, Model, NewRequest, RequestRow, Status
+from tinkex.wire.checkpoints import (
+    SaveWeightsExternalRequest,
+    SaveWeightsForSamplerRequest,
+    SaveWeightsRequest,
+)
+from tinkex.wire.codec import PROTOBUF_TYPE, decode_json, encode_json
 from tinkex.wire.errors import UserFailure, WireError
 from tinkex.wire.futures import UntypedAPIFuture
 from tinkex.wire.inputs import EncodedTextChunk, ModelInput
 from tinkex.wire.redaction import scrubbed
 from tinkex.wire.salvage import Address, address_in_json, address_in_protobuf
+from tinkex.wire.training import OptimStepRequest
 
 # The official clients take this, or a second of their own, and send the request again.
 RETRY_AFTER_S = 1
@@ -156,6 +163,68 @@ async def hand_on(
         context.dispatcher.take(row, payload=new.payload, tap=tap)
     else:
         await context.dispatcher.take_again(first.request_id)
+
+
+NumberedStep = (
+    OptimStepRequest
+    | SaveWeightsRequest
+    | SaveWeightsForSamplerRequest
+    | SaveWeightsExternalRequest
+)
+
+
+def read_step(message: type[NumberedStep], body: bytes) -> tuple[str, int | None, bytes]:
+    """
+    The model and the number of a step, once its body is known to be sound, and what is stored.
+
+    A sound body that asks for something unknown keeps its place in the order: it is accepted, and
+    fails as the user's when its turn comes, so that the steps behind it do not wait for it. What
+    nobody knows may be anything, a key too, so that is taken out.
+    """
+    try:
+        asked = decode_json(message, body)
+    except UserFailure as failure:
+        model_id, seq_id = failure.request.get("model_id"), failure.request.get("seq_id")
+        if not isinstance(model_id, str) or not isinstance(seq_id, int):
+            raise
+        return model_id, seq_id, scrubbed(body.decode(errors="replace")).encode()
+    return asked.model_id, asked.seq_id, encode_json(asked)
+
+
+async def accept_step(
+    request: Request,
+    context: Context,
+    model: Model,
+    kind: Kind,
+    seq_id: int | None,
+    payload: bytes,
+    *,
+    version_id: str | None = None,
+    tokens: int = 0,
+) -> Response:
+    """A numbered step of a model."""
+    # A stray number far ahead would, once its gap is closed, leave every later step too late.
+    if seq_id is None or not 1 <= seq_id <= LARGEST_SEQ_ID:
+        found = "is missing" if seq_id is None else f"is {seq_id}"
+        raise WireError.at(
+            ("seq_id",),
+            f"seq_id {found}; steps of a model are numbered from 1, without gaps, in 32 bits.",
+            "missing" if seq_id is None else "value_error",
+        )
+    await context.open_session(request, model.session_id)
+    new = NewRequest(
+        owner=model.owner,
+        kind=kind,
+        base_model=model.base_model,
+        payload=payload,
+        session_id=model.session_id,
+        model_id=model.model_id,
+        seq_id=seq_id,
+        version_id=version_id,
+        tokens=tokens,
+    )
+    await admit(request, context, new)
+    return await accepted(context, new)
 
 
 # MERGED: A step that is refused does not hold up those behind it. The refusal is answered as ever. It is also noted under the step's number, where model and number can be read: the sender may use the number again, and if it goes on instead, the step counts as failed with the same reason. Unknown models and limits (404, 410, 429) are no failures of a step.

@@ -4,32 +4,18 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tinkex.server.api.deps import Context, context_of, describe, read_body, read_data
-from tinkex.server.api.submit import LARGEST_SEQ_ID, accepted, admit, numbered, tokens_known
+from tinkex.server.api.bodies import read_body, read_data
+from tinkex.server.api.deps import context_of, describe
+from tinkex.server.api.submit import accept_step, numbered, read_step, tokens_known
 from tinkex.server.scheduler.step_queue import Kind
-from tinkex.server.store import Model, NewRequest
-from tinkex.wire.checkpoints import (
-    SaveWeightsExternalRequest,
-    SaveWeightsForSamplerRequest,
-    SaveWeightsRequest,
-)
-from tinkex.wire.codec import PROTOBUF_TYPE, decode_forward_json, decode_json, encode_json
-from tinkex.wire.errors import UserFailure, WireError
+from tinkex.wire.codec import PROTOBUF_TYPE, decode_forward_json
 from tinkex.wire.protobuf import (
     decode_forward_backward_request,
     encode_forward_backward_request,
 )
-from tinkex.wire.redaction import scrubbed
 from tinkex.wire.training import ForwardBackwardRequest, OptimStepRequest
 
 router = APIRouter(prefix="/api/v1", tags=["training"])
-
-NumberedStep = (
-    OptimStepRequest
-    | SaveWeightsRequest
-    | SaveWeightsForSamplerRequest
-    | SaveWeightsExternalRequest
-)
 
 
 @numbered(Kind.FORWARD)
@@ -69,57 +55,3 @@ async def optim_step(request: Request) -> Response:
     context = context_of(request)
     model = await context.model(request, model_id)
     return await accept_step(request, context, model, Kind.OPTIM_STEP, seq_id, payload)
-
-
-def read_step(message: type[NumberedStep], body: bytes) -> tuple[str, int | None, bytes]:
-    """
-    The model and the number of a step, once its body is known to be sound, and what is stored.
-
-    A sound body that asks for something unknown keeps its place in the order: it is accepted, and
-    fails as the user's when its turn comes, so that the steps behind it do not wait for it. What
-    nobody knows may be anything, a key too, so that is taken out.
-    """
-    try:
-        asked = decode_json(message, body)
-    except UserFailure as failure:
-        model_id, seq_id = failure.request.get("model_id"), failure.request.get("seq_id")
-        if not isinstance(model_id, str) or not isinstance(seq_id, int):
-            raise
-        return model_id, seq_id, scrubbed(body.decode(errors="replace")).encode()
-    return asked.model_id, asked.seq_id, encode_json(asked)
-
-
-async def accept_step(
-    request: Request,
-    context: Context,
-    model: Model,
-    kind: Kind,
-    seq_id: int | None,
-    payload: bytes,
-    *,
-    version_id: str | None = None,
-    tokens: int = 0,
-) -> Response:
-    """A numbered step of a model."""
-    # A stray number far ahead would, once its gap is closed, leave every later step too late.
-    if seq_id is None or not 1 <= seq_id <= LARGEST_SEQ_ID:
-        found = "is missing" if seq_id is None else f"is {seq_id}"
-        raise WireError.at(
-            ("seq_id",),
-            f"seq_id {found}; steps of a model are numbered from 1, without gaps, in 32 bits.",
-            "missing" if seq_id is None else "value_error",
-        )
-    await context.open_session(request, model.session_id)
-    new = NewRequest(
-        owner=model.owner,
-        kind=kind,
-        base_model=model.base_model,
-        payload=payload,
-        session_id=model.session_id,
-        model_id=model.model_id,
-        seq_id=seq_id,
-        version_id=version_id,
-        tokens=tokens,
-    )
-    await admit(request, context, new)
-    return await accepted(context, new)

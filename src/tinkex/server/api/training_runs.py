@@ -10,7 +10,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tinkex.server.api.auth import owner_of
-from tinkex.server.api.deps import answer, context_of, describe, dialect_of, read_body
+from tinkex.server.api.bodies import read_body
+from tinkex.server.api.deps import answer, context_of, describe, dialect_of
 from tinkex.server.api.errors import Refusal, missing
 from tinkex.server.api.report_limits import MOST_LISTED, bounded, report
 from tinkex.server.scheduler.checkpoints import (
