@@ -191,11 +191,9 @@ QUOTED = "tests/server/test_limits_page.py::test_answers_quote_little_of_what_wa
 PAGE = "tests/server/test_limits_page.py"
 ARRIVING = f"{PAGE}::test_bodies_that_an_owner_has_arriving_have_an_end_together"
 UNPACKED = f"{PAGE}::test_many_small_bodies_do_not_become_large_at_once"
-ROOM = (
-    "tests/server/test_room.py::test_a_body_without_room_is_refused_after_a_while_and_let_in_later"
-)
+ROOM = "tests/server/api/test_bodies.py::test_a_body_without_room_is_refused_after_a_while_and_let_in_later"
 METADATA = f"{PAGE}::test_an_answer_holds_so_much_metadata"
-BOUNDS = "tests/server/api/test_bounds.py"
+BOUNDS = "tests/server/api/test_report_limits.py"
 MUCH = f"{BOUNDS}::test_an_owner_with_very_much_gets_bounded_answers_built_off_the_event_loop"
 PARTS = f"{BOUNDS}::test_an_answer_in_parts_is_the_same_as_whole"
 USAGE = f"{BOUNDS}::test_usage_of_too_much_is_refused_and_a_shorter_time_is_answered"
@@ -505,7 +503,7 @@ LIMITS = [
         "401",
         "",
         None,
-        test="tests/server/api/test_keys.py::test_a_token_that_was_changed_or_is_over_says_nothing",
+        test="tests/server/api/test_auth.py::test_a_token_that_was_changed_or_is_over_says_nothing",
     ),
     # Of telemetry, which is always answered with 200.
     Limit(

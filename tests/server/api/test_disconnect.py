@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from server.api.test_limits import sample, sampler
+from server.api.test_owner_limits import sample, sampler
 from server.echo import EchoExecutor
 from server.hosting import Api, hosted
 from server.waiting import until

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from server.api.test_custom_losses import loss
-from server.api.test_limits import sample, sampler
+from server.api.test_owner_limits import sample, sampler
 from server.echo import BASE, EchoExecutor
 from server.hosting import PROTOBUF, Answer, Api, hosted, pass_body
 from server.storage.failing import FULL, FailingFileSystem

@@ -15,7 +15,7 @@ import pytest
 from fastapi import FastAPI
 
 from server.api.test_custom_losses import loss
-from server.api.test_isolation import routes
+from server.api.test_owner_isolation import routes
 from server.echo import BASE, EchoExecutor
 from server.hosting import PROTOBUF, Answer, Api, hosted, pass_body
 from tinkex.server.app import create_app

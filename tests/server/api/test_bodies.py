@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from server.api.test_limits import sample, sampler
+from server.api.test_owner_limits import sample, sampler
 from server.echo import EchoExecutor
 from server.hosting import Api, connected, hosted
 from server.test_blame import SCRIPT
