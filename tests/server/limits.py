@@ -204,14 +204,14 @@ LIMITS = [
     # Of a whole request.
     Limit(
         "bytes of the address and the headers",
-        http_limits.LONGEST_HEAD,
+        http_limits.MAX_HEAD_BYTES,
         "431",
         "head",
         get("/api/v1/sessions?x=" + "x" * 70_000),
     ),
     Limit(
         "bytes of trailers, and of anything else around a body",
-        http_limits.LONGEST_HEAD,
+        http_limits.MAX_HEAD_BYTES,
         "the connection is closed",
         "",
         None,
@@ -219,7 +219,7 @@ LIMITS = [
     ),
     Limit(
         "requests that a connection sends before the first is answered",
-        http_limits.MOST_AHEAD,
+        http_limits.MAX_PIPELINED,
         "the connection is closed",
         "",
         None,
@@ -251,7 +251,7 @@ LIMITS = [
     ),
     Limit(
         "bytes of bodies that one owner has arriving at once",
-        bodies.BODIES * DEFAULTS.max_body_bytes,
+        bodies.MAX_BODIES_PER_OWNER * DEFAULTS.max_body_bytes,
         "429",
         "",
         None,
@@ -260,7 +260,7 @@ LIMITS = [
     ),
     Limit(
         "large bodies of one owner that are unpacked and decoded at once",
-        bodies.AT_ONCE,
+        bodies.MAX_DECODES_PER_OWNER,
         "the next wait",
         "",
         None,
@@ -361,10 +361,10 @@ LIMITS = [
     ),
     Limit(
         "sequences of one sample",
-        sampling.MOST_SEQUENCES,
+        sampling.MAX_SEQUENCES,
         "422",
         "num_samples",
-        sample(num_samples=sampling.MOST_SEQUENCES + 1),
+        sample(num_samples=sampling.MAX_SEQUENCES + 1),
     ),
     Limit(
         "stop texts or stop tokens",
@@ -432,21 +432,21 @@ LIMITS = [
     ),
     Limit(
         "characters of a project",
-        sessions.LONGEST_PROJECT,
+        sessions.MAX_PROJECT_LENGTH,
         "422",
         "project_id",
-        session(project_id="x" * (sessions.LONGEST_PROJECT + 1)),
+        session(project_id="x" * (sessions.MAX_PROJECT_LENGTH + 1)),
     ),
     Limit(
         "characters of a display name",
-        sessions.LONGEST_DISPLAY_NAME,
+        sessions.MAX_DISPLAY_NAME_LENGTH,
         "422",
         "display_name",
-        session(display_name="x" * (sessions.LONGEST_DISPLAY_NAME + 1)),
+        session(display_name="x" * (sessions.MAX_DISPLAY_NAME_LENGTH + 1)),
     ),
     Limit(
         "characters of why a session was finished",
-        sessions.LONGEST_FINISH,
+        sessions.MAX_FINISH_DETAIL_LENGTH,
         "200, the rest is cut off",
         "",
         None,
@@ -499,7 +499,7 @@ LIMITS = [
     ),
     Limit(
         "bytes of a token (JWT)",
-        auth.LONGEST_TOKEN,
+        auth.MAX_JWT_BYTES,
         "401",
         "",
         None,
@@ -508,7 +508,7 @@ LIMITS = [
     # Of telemetry, which is always answered with 200.
     Limit(
         "bytes of telemetry",
-        operations.MOST_BYTES,
+        operations.MAX_TELEMETRY_BYTES,
         "200, and not kept",
         "accepted",
         None,
@@ -541,7 +541,7 @@ LIMITS = [
     ),
     Limit(
         "bytes of a list, search, trace or report",
-        report_limits.MOST_BYTES,
+        report_limits.MAX_REPORT_BYTES,
         "400",
         "",
         None,
@@ -549,16 +549,16 @@ LIMITS = [
     ),
     Limit(
         "checkpoints of a run, or runs or samplers of a session, in one answer",
-        report_limits.MOST_LISTED,
+        report_limits.MAX_REPORT_ENTRIES,
         "400",
         "",
         None,
         test=MUCH,
     ),
-    Limit("events in one answer about usage", account.MOST_EVENTS, "400", "", None, test=USAGE),
+    Limit("events in one answer about usage", account.MAX_EVENTS, "400", "", None, test=USAGE),
     Limit(
         "checkpoints that one answer about usage counts",
-        account.MOST_STORED,
+        account.MAX_CHECKPOINTS,
         "400",
         "",
         None,
@@ -575,7 +575,7 @@ LIMITS = [
     Limit("requests in a trace", history.MOST_SPANS, "the newest", "", None, test=MUCH),
     Limit(
         "lists, searches and reports of an owner that are made at once",
-        bodies.REPORTS_AT_ONCE,
+        report_limits.MAX_REPORTS_PER_OWNER,
         "the next wait",
         "",
         None,
@@ -586,14 +586,14 @@ LIMITS = [
     # Of custom losses.
     Limit(
         "custom losses of a session",
-        models.MOST_LOSSES,
+        models.MAX_LOSSES_PER_SESSION,
         "422",
         "custom_loss_seq_id",
         post(
             "create_custom_loss",
             {
                 "session_id": "{session}",
-                "custom_loss_seq_id": models.MOST_LOSSES,
+                "custom_loss_seq_id": models.MAX_LOSSES_PER_SESSION,
                 "name": "x",
                 "inputs": [],
                 "graph": {"nodes": []},

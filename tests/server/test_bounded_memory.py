@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from tinkex.server.api import auth
-from tinkex.server.api.auth import Gate
-from tinkex.server.api.bodies import Intake
+from tinkex.server.api.auth import Authenticator
+from tinkex.server.api.bodies import OwnerBudget
 from tinkex.server.scheduler import execution
 from tinkex.server.scheduler.execution import Desk
 from tinkex.server.scheduler.fairness import Places
@@ -27,7 +27,7 @@ async def test_seconds_are_kept_of_the_owners_who_computed_last(
 
 
 async def test_turns_to_unpack_are_forgotten() -> None:
-    intake = Intake(max_body_bytes=100)
+    intake = OwnerBudget(max_body_bytes=100)
     for number in range(100):
         async with intake.turn(f"owner-{number}"):
             assert len(intake._turns) == 1
@@ -47,10 +47,10 @@ async def test_only_owners_with_a_number_of_their_own_are_remembered() -> None:
 async def test_when_keys_were_used_is_remembered_of_so_many(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(auth, "MOST_CACHED", 10)
+    monkeypatch.setattr(auth, "MAX_CACHED_KEYS", 10)
     keys: Any = SimpleNamespace(used=lambda key_id: None)
-    gate = Gate(keys, tokens=SimpleNamespace())  # type: ignore[arg-type]
+    authenticator = Authenticator(keys, tokens=SimpleNamespace())  # type: ignore[arg-type]
     for number in range(100):
         key: Any = SimpleNamespace(key_id=number)
-        gate._note(key, 0.0)
-    assert len(gate._noted) <= 10
+        authenticator._note(key, 0.0)
+    assert len(authenticator._noted) <= 10

@@ -16,7 +16,7 @@ from server.echo import EchoExecutor
 from server.hosting import hosted
 from server.tenants import new_key, with_key
 from tinkex.server.api import auth
-from tinkex.server.api.auth import Gate, Tokens
+from tinkex.server.api.auth import Authenticator, Tokens
 from tinkex.server.api.errors import Refusal
 from tinkex.server.store import Keys, open_store
 
@@ -31,7 +31,7 @@ HOUR = "an hour of the calendar"
 #: (file, function) -> why it asks the system clock.
 ALLOWED = {
     ("api/audit.py", "audit"): SHOWN,
-    ("api/auth.py", "Gate.__init__"): EXPIRES,
+    ("api/auth.py", "Authenticator.__init__"): EXPIRES,
     ("api/billing.py", "usage_events"): KEPT,
     ("api/billing.py", "current_storage"): KEPT,
     ("api/copies.py", "copy_weights"): SHOWN,
@@ -172,20 +172,22 @@ async def test_a_clock_that_is_set_does_not_keep_a_revoked_key_alive(
         db_url=f"sqlite:///{tmp_path / 'tinkex.db'}", storage_url=str(tmp_path), folder=tmp_path
     )
     clock = Clock()
-    gate = Gate(store.keys, Tokens(b"k"), clock=clock.monotonic, moment=clock.moment)
+    authenticator = Authenticator(
+        store.keys, Tokens(b"k"), clock=clock.monotonic, moment=clock.moment
+    )
     try:
-        assert (await gate.caller(None)).owner == "local"
+        assert (await authenticator.caller(None)).owner == "local"
         clock.set_by_s += step_s
         key, secret = await store.keys.create(owner="alice")
-        clock.running_s += auth.BELIEVED_S
+        clock.running_s += auth.KEY_CACHE_TTL_S
         with pytest.raises(Refusal, match="without one"):
-            await gate.caller(None)
-        assert (await gate.caller(secret)).owner == "alice"
+            await authenticator.caller(None)
+        assert (await authenticator.caller(secret)).owner == "alice"
         clock.set_by_s += step_s
         await store.keys.revoke(key.key_id)
-        clock.running_s += auth.BELIEVED_S
+        clock.running_s += auth.KEY_CACHE_TTL_S
         with pytest.raises(Refusal, match="is revoked"):
-            await gate.caller(secret)
+            await authenticator.caller(secret)
     finally:
         store.close()
 
@@ -196,14 +198,16 @@ async def test_expiry_goes_by_the_system_clock(tmp_path: Path) -> None:
         db_url=f"sqlite:///{tmp_path / 'tinkex.db'}", storage_url=str(tmp_path), folder=tmp_path
     )
     clock = Clock()
-    gate = Gate(store.keys, Tokens(b"k"), clock=clock.monotonic, moment=clock.moment)
+    authenticator = Authenticator(
+        store.keys, Tokens(b"k"), clock=clock.monotonic, moment=clock.moment
+    )
     try:
         expires_s = clock.moment() + 1.0
         _, secret = await store.keys.create(owner="alice", expires_s=expires_s)
-        assert (await gate.caller(secret)).owner == "alice"
+        assert (await authenticator.caller(secret)).owner == "alice"
         clock.running_s += 1.0
         with pytest.raises(Refusal, match="is expired"):
-            await gate.caller(secret)
+            await authenticator.caller(secret)
     finally:
         store.close()
 
@@ -213,9 +217,9 @@ async def test_unknown_keys_do_not_push_known_ones_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is remembered of strangers has an end of its own, and costs the others nothing."""
-    monkeypatch.setattr(auth, "MOST_CACHED", 20)
-    monkeypatch.setattr(auth, "MOST_REFUSED_CACHED", 20, raising=False)
-    monkeypatch.setattr(auth, "BELIEVED_S", 1000.0)
+    monkeypatch.setattr(auth, "MAX_CACHED_KEYS", 20)
+    monkeypatch.setattr(auth, "MAX_CACHED_UNKNOWN_KEYS", 20, raising=False)
+    monkeypatch.setattr(auth, "KEY_CACHE_TTL_S", 1000.0)
     looked_up: list[str] = []
     by_secret = Keys.by_secret
 
@@ -232,5 +236,5 @@ async def test_unknown_keys_do_not_push_known_ones_out(
                 assert (await stranger.get("/api/v1/auth/apikey/me")).status == 401
         assert looked_up.count(alices) == 1
         assert nobody.app
-        gate = nobody.app.state.gate
-        assert len(gate._refused) == 20
+        authenticator = nobody.app.state.authenticator
+        assert len(authenticator._refused) == 20

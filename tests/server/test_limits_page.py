@@ -99,7 +99,7 @@ async def test_telemetry_over_its_limits_is_accepted_and_not_kept(tmp_path: Path
         event = {"event": "GENERIC_EVENT", "event_id": "x" * 5_000}
         few = {"session_id": "few", "events": [event] * (kept_telemetry.MOST_EVENTS // 2)}
         many = {"session_id": "many", "events": [{}] * (kept_telemetry.MOST_EVENTS + 9)}
-        large = {"session_id": "large", "events": [{}], "x": "x" * operations.MOST_BYTES}
+        large = {"session_id": "large", "events": [{}], "x": "x" * operations.MAX_TELEMETRY_BYTES}
         deep = b"[" * 500_000
         for body in (few, many, large, deep):
             sent = body if isinstance(body, bytes) else json.dumps(body).encode()
@@ -160,7 +160,7 @@ async def test_a_session_can_be_finished_with_any_words(small: Api) -> None:
     words = {"reason": {"type": "errored"}, "detail": "x" * 100_000}
     assert await small.call("POST", f"sessions/{session}/finish", words) == 200
     found = await small.post("sessions/search", {"session_id": session})
-    assert len(found.json["sessions"][0]["status"]["detail"]) == sessions.LONGEST_FINISH
+    assert len(found.json["sessions"][0]["status"]["detail"]) == sessions.MAX_FINISH_DETAIL_LENGTH
 
 
 @pytest.mark.parametrize("head", [b"GET /", b"GET / HTTP/1.1\r\nX-Long: ", b"GET / HTTP/1.1\r\n"])
@@ -213,7 +213,7 @@ async def test_what_is_around_bodies_has_an_end(small: Api, begun: bytes, piece:
             await writer.drain()
             await asyncio.sleep(0)
             ahead = [len(vars(one).get("pipeline") or ()) for one in connections]
-            assert max(ahead, default=0) <= heads.MOST_AHEAD
+            assert max(ahead, default=0) <= heads.MAX_PIPELINED
 
     with pytest.raises(ConnectionError):
         await send()
@@ -341,7 +341,7 @@ async def test_bodies_that_an_owner_has_arriving_have_an_end_together(tmp_path: 
         assert api.app
         held = api.app.state.body_budgets.owners._bytes
         writers = []
-        for key in (*[keys[0]] * 2 * bodies.BODIES, keys[1]):
+        for key in (*[keys[0]] * 2 * bodies.MAX_BODIES_PER_OWNER, keys[1]):
             _, writer = await asyncio.open_connection(url.host, url.port)
             writer.write(head.format(key).encode() + body)
             writers.append(writer)

@@ -16,7 +16,7 @@ from server.hosting import Api, hosted
 from server.tenants import new_key, with_key
 from server.waiting import until
 from tinkex.server import processes, web
-from tinkex.server.api.http_limits import STEP_BYTES, Patience, Phase
+from tinkex.server.api.http_limits import MIN_PROGRESS_BYTES, Phase, StallTimer
 from tinkex.server.executor import Outcome, Work
 from tinkex.server.scheduler.results import Settled
 from tinkex.server.scheduler.step_queue import Kind
@@ -339,29 +339,31 @@ async def test_the_system_is_asked_to_notice_peers_that_are_gone(api: Api) -> No
 
 
 def test_a_head_has_its_time_however_its_bytes_come() -> None:
-    patience = Patience(head_s=30, stall_s=60)
+    patience = StallTimer(head_s=30, stall_s=60)
     for now_s in range(30):
-        assert not patience.is_over(Phase.HEAD, request=0, moved=now_s * STEP_BYTES, now_s=now_s)
-    assert patience.is_over(Phase.HEAD, request=0, moved=30 * STEP_BYTES, now_s=30)
+        assert not patience.is_over(
+            Phase.HEAD, request=0, moved=now_s * MIN_PROGRESS_BYTES, now_s=now_s
+        )
+    assert patience.is_over(Phase.HEAD, request=0, moved=30 * MIN_PROGRESS_BYTES, now_s=30)
 
 
 def test_a_body_that_moves_has_all_the_time_it_needs() -> None:
-    patience = Patience(head_s=30, stall_s=60)
+    patience = StallTimer(head_s=30, stall_s=60)
     for minute in range(100):
-        moved = minute * STEP_BYTES
+        moved = minute * MIN_PROGRESS_BYTES
         assert not patience.is_over(Phase.BODY, request=1, moved=moved, now_s=60 * minute)
-    assert patience.is_over(Phase.BODY, request=1, moved=99 * STEP_BYTES + 1, now_s=6000)
+    assert patience.is_over(Phase.BODY, request=1, moved=99 * MIN_PROGRESS_BYTES + 1, now_s=6000)
 
 
 def test_work_and_idleness_are_not_the_clients_fault() -> None:
-    patience = Patience(head_s=30, stall_s=60)
+    patience = StallTimer(head_s=30, stall_s=60)
     for phase in (Phase.WORK, Phase.IDLE):
         assert not patience.is_over(phase, request=1, moved=0, now_s=0)
         assert not patience.is_over(phase, request=1, moved=0, now_s=10**6)
 
 
 def test_each_request_begins_anew() -> None:
-    patience = Patience(head_s=30, stall_s=60)
+    patience = StallTimer(head_s=30, stall_s=60)
     assert not patience.is_over(Phase.ANSWER, request=1, moved=-100, now_s=0)
     assert not patience.is_over(Phase.ANSWER, request=2, moved=-100, now_s=60)
     assert patience.is_over(Phase.ANSWER, request=2, moved=-100, now_s=120)

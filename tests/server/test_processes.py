@@ -11,19 +11,19 @@ import pytest
 
 from tinkex.server.processes import (
     ENGINE,
-    ENGINE_STEADY_S,
+    ENGINE_STABLE_S,
     WEB,
-    WEB_STEADY_S,
-    BackOff,
-    collect_by_the_clock,
-    engine_was_well,
-    web_was_well,
+    WEB_STABLE_S,
+    Backoff,
+    collect_periodically,
+    engine_was_stable,
+    web_was_stable,
 )
 
 WELL, BADLY = True, False
 
 
-def waits(rule: BackOff, lives: list[bool]) -> list[float]:
+def waits(rule: Backoff, lives: list[bool]) -> list[float]:
     found: list[float] = []
     for well in lives:
         found.append(rule.wait_s(found[-1] if found else None, well=well))
@@ -45,13 +45,13 @@ def waits(rule: BackOff, lives: list[bool]) -> list[float]:
     ],
 )
 def test_waits_double_up_to_a_limit_and_a_good_life_ends_them(
-    rule: BackOff, lives: list[bool], expected: list[float]
+    rule: Backoff, lives: list[bool], expected: list[float]
 ) -> None:
     assert waits(rule, lives) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("rule", [WEB, ENGINE])
-def test_no_wait_is_longer_than_the_limit_and_none_but_the_first_is_none(rule: BackOff) -> None:
+def test_no_wait_is_longer_than_the_limit_and_none_but_the_first_is_none(rule: Backoff) -> None:
     first, *later = waits(rule, [BADLY] * 1000)
     assert first == 0.0
     assert all(one <= two for one, two in itertools.pairwise(later))
@@ -62,8 +62,8 @@ def test_no_wait_is_longer_than_the_limit_and_none_but_the_first_is_none(rule: B
 @pytest.mark.parametrize(
     ("ready", "lived_s", "well"),
     [
-        (True, WEB_STEADY_S + 0.1, WELL),
-        (True, WEB_STEADY_S, BADLY),
+        (True, WEB_STABLE_S + 0.1, WELL),
+        (True, WEB_STABLE_S, BADLY),
         (True, 0.0, BADLY),
         # Hours in which it never got ready are no good life.
         (False, 10_000.0, BADLY),
@@ -72,7 +72,7 @@ def test_no_wait_is_longer_than_the_limit_and_none_but_the_first_is_none(rule: B
 def test_a_web_process_was_well_if_it_got_ready_and_stayed_for_a_while(
     ready: bool, lived_s: float, well: bool
 ) -> None:
-    assert web_was_well(ready=ready, lived_s=lived_s) is well
+    assert web_was_stable(ready=ready, lived_s=lived_s) is well
 
 
 @pytest.mark.parametrize(
@@ -80,24 +80,24 @@ def test_a_web_process_was_well_if_it_got_ready_and_stayed_for_a_while(
     [
         # A step that kills it comes soon after it is up: the steps before it were done.
         (True, 0.0, WELL),
-        (False, ENGINE_STEADY_S + 0.1, WELL),
-        (False, ENGINE_STEADY_S, BADLY),
+        (False, ENGINE_STABLE_S + 0.1, WELL),
+        (False, ENGINE_STABLE_S, BADLY),
         (False, 0.0, BADLY),
     ],
 )
 def test_an_engine_was_well_if_it_did_anything_or_stayed_for_long(
     answered: bool, lived_s: float, well: bool
 ) -> None:
-    assert engine_was_well(answered=answered, lived_s=lived_s) is well
+    assert engine_was_stable(answered=answered, lived_s=lived_s) is well
 
 
 # MERGED: The web process does not walk through its open requests for each few hundred new objects.
 
 PROGRAM = """
 import gc
-from tinkex.server.processes import collect_rarely
+from tinkex.server.processes import tune_gc
 
-collect_rarely()
+tune_gc()
 before = sum(round["collections"] for round in gc.get_stats())
 open_requests = [{"request": [number]} for number in range(10_000)]
 print(sum(round["collections"] for round in gc.get_stats()) - before, gc.get_freeze_count() > 0)
@@ -122,7 +122,7 @@ def test_what_only_holds_itself_is_freed_by_the_clock():
     async def until_freed() -> None:
         freed = asyncio.Event()
         weakref.finalize(Connection(), freed.set)
-        collecting = asyncio.create_task(collect_by_the_clock(every_s=0.01))
+        collecting = asyncio.create_task(collect_periodically(every_s=0.01))
         async with asyncio.timeout(10):
             await freed.wait()
         collecting.cancel()
@@ -136,10 +136,10 @@ def test_what_only_holds_itself_is_freed_by_the_clock():
 
 HEAPS = """
 import ctypes, sys, threading
-from tinkex.server.processes import share_one_heap
+from tinkex.server.processes import use_single_arena
 
 if sys.argv[1] == "shared":
-    share_one_heap()
+    use_single_arena()
 libc = ctypes.CDLL(None)
 libc.malloc.restype = ctypes.c_void_p
 together = threading.Barrier(6)

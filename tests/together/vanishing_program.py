@@ -113,6 +113,6 @@ async def watch(folder: Path) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    http_limits.GONE_S = GONE_S
+    http_limits.DEAD_PEER_S = GONE_S
     set_network(up=True)
     print(json.dumps(asyncio.run(watch(Path(sys.argv[1])))))

@@ -21,10 +21,10 @@ from tinkex.server.api import (
     training,
     training_runs,
 )
-from tinkex.server.api.auth import Authentication, Gate, Signer, Tokens
-from tinkex.server.api.bodies import BodyBudgets, Leaving
+from tinkex.server.api.auth import Authentication, Authenticator, Signer, Tokens
+from tinkex.server.api.bodies import BodyBudgets, ReleaseBodyMemory
 from tinkex.server.api.deps import Context
-from tinkex.server.api.report_limits import Reports
+from tinkex.server.api.report_limits import ReportSlots
 from tinkex.server.executor import Executor
 from tinkex.server.maintenance.cleanup import Janitor
 from tinkex.server.maintenance.disk_monitor import Watch
@@ -50,7 +50,7 @@ ROUTERS = (
     account.audit_router,
     account.key_router,
     account.router,
-    account.unauthed,
+    account.unauthenticated_router,
     checkpoints.router,
     downloads.router,
     futures.router,
@@ -133,10 +133,10 @@ def create_app(
         exception_handlers=errors.HANDLERS,
     )
     store.quotas.server, store.quotas.abandoned_s = Quota.of(settings), settings.abandoned_s
-    app.state.gate = Gate(store.keys, Tokens.of_folder(settings.folder))
+    app.state.authenticator = Authenticator(store.keys, Tokens.of_folder(settings.folder))
     app.state.body_budgets = BodyBudgets(settings)
-    app.state.reports = Reports()
-    app.add_middleware(Leaving)
+    app.state.report_slots = ReportSlots()
+    app.add_middleware(ReleaseBodyMemory)
     app.add_middleware(Authentication, host=settings.host)
     # Routes are tried in order, and each try costs: the hot ones come first.
     for path, endpoint in HOT_ROUTES.items():

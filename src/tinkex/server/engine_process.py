@@ -12,18 +12,18 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 
 from tinkex.server.executor import (
+    BatchFailed,
     EngineLost,
     EngineOptions,
     EngineRefused,
-    ModelMissing,
+    ModelNotLoaded,
     Outcome,
     ServedModel,
     Task,
     Work,
     WorkFailed,
-    WorkMuddled,
 )
-from tinkex.server.processes import ENGINE, engine_was_well
+from tinkex.server.processes import ENGINE, engine_was_stable
 from tinkex.server.scheduler.crash_isolation import Engine as Life
 from tinkex.server.scheduler.crash_isolation import Roll
 from tinkex.wire import engine_protocol
@@ -266,7 +266,7 @@ class _Engine:
                     self._up.set()
                     return
             lived_s = loop.time() - began_s
-            well = engine_was_well(answered=self._answered, lived_s=lived_s)
+            well = engine_was_stable(answered=self._answered, lived_s=lived_s)
             wait_s = ENGINE.wait_s(wait_s, well=well)
             log.error(
                 "the engine of %s died%s; starting it again in %.1f s",
@@ -374,9 +374,9 @@ class _Engine:
 
 def _failure(failed: frames_pb2.Failed) -> Exception:
     if failed.category == engine_protocol.MUDDLED:
-        return WorkMuddled(failed.message)
+        return BatchFailed(failed.message)
     if failed.category == engine_protocol.MISSING:
-        return ModelMissing(failed.message)
+        return ModelNotLoaded(failed.message)
     return WorkFailed(failed.category, failed.message)
 
 

@@ -94,7 +94,7 @@ class EngineLost(Exception):
     """The engine died, or is not the one that was meant."""
 
 
-class WorkMuddled(EngineLost):
+class BatchFailed(EngineLost):
     """
     Work failed beside other work, and nobody knows whose fault it is.
 
@@ -102,7 +102,7 @@ class WorkMuddled(EngineLost):
     """
 
 
-class ModelMissing(EngineLost):
+class ModelNotLoaded(EngineLost):
     """The engine lives and does not have this model; built again, it does."""
 
 

@@ -13,7 +13,7 @@ from tinkex.wire.redaction import ScrubbedFormatter
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class BackOff:
+class Backoff:
     """At once after a good life; else a little, then twice as long each time, up to a limit."""
 
     first_s: float
@@ -27,21 +27,21 @@ class BackOff:
 
 
 #: Of the web process; connections wait in the listening socket meanwhile.
-WEB = BackOff(first_s=0.2, longest_s=5.0)
-WEB_STEADY_S = 3.0
+WEB = Backoff(first_s=0.2, longest_s=5.0)
+WEB_STABLE_S = 3.0
 #: Of an engine; loading a large model takes minutes, and what is in its way rarely goes by itself.
-ENGINE = BackOff(first_s=0.5, longest_s=30.0)
-ENGINE_STEADY_S = 60.0
+ENGINE = Backoff(first_s=0.5, longest_s=30.0)
+ENGINE_STABLE_S = 60.0
 
 
-def web_was_well(*, ready: bool, lived_s: float) -> bool:
+def web_was_stable(*, ready: bool, lived_s: float) -> bool:
     """One that got ready and died at once may do so for ever."""
-    return ready and lived_s > WEB_STEADY_S
+    return ready and lived_s > WEB_STABLE_S
 
 
-def engine_was_well(*, answered: bool, lived_s: float) -> bool:
+def engine_was_stable(*, answered: bool, lived_s: float) -> bool:
     """One that did something was well: it need not wait as one that cannot come up."""
-    return answered or lived_s > ENGINE_STEADY_S
+    return answered or lived_s > ENGINE_STABLE_S
 
 
 # MERGED: The log of a server process: one line for each event on standard error, without keys and tokens.
@@ -77,7 +77,7 @@ EVERY_S = 3.0
 MOST_OF_THE_TIME = 0.005
 
 
-def share_one_heap() -> None:
+def use_single_arena() -> None:
     """
     Call before there are threads. Each would get a heap of its own, with holes of its own, and
     could not use it while another one holds the interpreter.
@@ -86,14 +86,14 @@ def share_one_heap() -> None:
         _mallopt(_MOST_HEAPS, 1)
 
 
-def collect_rarely() -> None:
+def tune_gc() -> None:
     """Call once, when everything that lives as long as the process has been made."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(NEW_OBJECTS, YOUNG_ROUNDS, YOUNG_ROUNDS)
 
 
-async def collect_by_the_clock(every_s: float = EVERY_S) -> None:
+async def collect_periodically(every_s: float = EVERY_S) -> None:
     """
     Until cancelled, free what is held by nothing but itself: errors with their frames, connections
     that ended. A quiet server would wait for hours until there is enough of it.

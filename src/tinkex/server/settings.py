@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Self
 
 #: A month of storage is this many hours.
-HOURS_A_MONTH = 730.0
+HOURS_PER_MONTH = 730.0
 #: For every base model that has no price of its own.
 ANY = "*"
 #: What is priced, in the order in which prices are written.

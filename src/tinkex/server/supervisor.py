@@ -103,7 +103,7 @@ class Supervisor:
             if not ready:
                 raise StartFailed("the web process ended before it was ready; its log is above")
             lived_s = time.monotonic() - began_s
-            steady = processes.web_was_well(ready=well, lived_s=lived_s)
+            steady = processes.web_was_stable(ready=well, lived_s=lived_s)
             wait_s = processes.WEB.wait_s(wait_s, well=steady)
             log.error("the web process died; starting it again in %.1f s", wait_s)
             self._pause(wait_s)

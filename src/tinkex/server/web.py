@@ -26,11 +26,11 @@ from fastapi import FastAPI
 from tinkex.models.resolve import ModelSource, describe
 from tinkex.server import processes
 from tinkex.server.api.deps import Context
-from tinkex.server.api.http_limits import patient, protocol
+from tinkex.server.api.http_limits import limited_protocol, with_timeouts
 from tinkex.server.app import create_app
 from tinkex.server.engine_process import LocalExecutor
 from tinkex.server.executor import EngineOptions, EngineRefused, ServedModel
-from tinkex.server.processes import collect_by_the_clock, collect_rarely, share_one_heap
+from tinkex.server.processes import collect_periodically, tune_gc, use_single_arena
 from tinkex.server.scheduler.crash_isolation import Roll
 from tinkex.server.settings import Settings
 from tinkex.server.store import DatabaseRefused, open_store
@@ -104,8 +104,8 @@ async def serve(
     app = create_app(settings, executor, store, rolls=rolls, web_crashed=after_crash)
     server = Server(uvicorn_config(app, settings), app)
     _allow_descriptors()
-    collect_rarely()
-    collecting = asyncio.create_task(collect_by_the_clock())
+    tune_gc()
+    collecting = asyncio.create_task(collect_periodically())
     # When the supervisor is gone nobody would start this process again: leave in order.
     loop = asyncio.get_running_loop()
     loop.add_reader(lifeline, lambda: server.leave(loop, lifeline))
@@ -148,7 +148,7 @@ def uvicorn_config(app: FastAPI, settings: Settings) -> uvicorn.Config:
     """How connections are treated."""
     return uvicorn.Config(
         app,
-        http=patient(protocol(), head_s=settings.head_s, stall_s=settings.stall_s),
+        http=with_timeouts(limited_protocol(), head_s=settings.head_s, stall_s=settings.stall_s),
         # Nothing here speaks WebSocket: what nobody uses is not reachable either.
         ws="none",
         lifespan="on",
@@ -211,7 +211,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     options = parser().parse_args()
-    share_one_heap()
+    use_single_arena()
     # What this process and its engines write is training data, and nobody else's on this machine.
     os.umask(0o077)
     processes.begin()

@@ -14,7 +14,13 @@ from server.api.test_owner_limits import sample, sampler
 from server.echo import EchoExecutor
 from server.hosting import Api, connected, hosted
 from server.test_blame import SCRIPT
-from tinkex.server.api.bodies import MOMENT_S, PACE_BYTES_S, SMALL_BYTES, NoRoom, Room
+from tinkex.server.api.bodies import (
+    MIN_BYTES_PER_S,
+    SLOW_GRACE_S,
+    SMALL_BYTES,
+    BudgetExhausted,
+    MemoryBudget,
+)
 
 pytestmark = pytest.mark.anyio
 
@@ -126,23 +132,23 @@ class Clock:
 
 async def test_whoever_sends_too_slowly_loses_its_room_only_to_others() -> None:
     clock = Clock()
-    size = 100 * PACE_BYTES_S
-    room = Room(2 * size, wait_s=3.0, clock=clock)
+    size = 100 * MIN_BYTES_PER_S
+    room = MemoryBudget(2 * size, wait_s=3.0, clock=clock)
     slow, quick = await room.take(size), await room.take(size)
     assert slow
     assert quick
-    clock.now_s = MOMENT_S + 50
-    room.arrived(slow, 10 * PACE_BYTES_S)
-    room.arrived(quick, 60 * PACE_BYTES_S)
+    clock.now_s = SLOW_GRACE_S + 50
+    room.arrived(slow, 10 * MIN_BYTES_PER_S)
+    room.arrived(quick, 60 * MIN_BYTES_PER_S)
     # Nobody waits, nobody minds.
     room.arrived(slow, 1)
-    third = await room.take(80 * PACE_BYTES_S)
+    third = await room.take(80 * MIN_BYTES_PER_S)
     assert third
     room.arrived(quick, 1)
-    with pytest.raises(NoRoom, match="slower than"):
+    with pytest.raises(BudgetExhausted, match="slower than"):
         room.arrived(slow, 1)
     # What has arrived of it is still in memory, and counts.
-    waiting = asyncio.create_task(room.take(20 * PACE_BYTES_S))
+    waiting = asyncio.create_task(room.take(20 * MIN_BYTES_PER_S))
     await asyncio.sleep(0)
     assert not waiting.done()
     room.leave(slow)
@@ -151,7 +157,7 @@ async def test_whoever_sends_too_slowly_loses_its_room_only_to_others() -> None:
 
 async def test_room_is_given_in_order_and_nobody_waits_for_ever() -> None:
     clock = Clock()
-    room = Room(3 * LARGE, wait_s=5.0, clock=clock)
+    room = MemoryBudget(3 * LARGE, wait_s=5.0, clock=clock)
     first = await room.take(2 * LARGE)
     assert first
     large = asyncio.create_task(room.take(3 * LARGE))
@@ -174,6 +180,6 @@ async def test_room_is_given_in_order_and_nobody_waits_for_ever() -> None:
     late = asyncio.create_task(room.take(LARGE))
     await asyncio.sleep(0)
     clock.now_s = 6.0
-    with pytest.raises(NoRoom, match="did not fit within 5 s"):
+    with pytest.raises(BudgetExhausted, match="did not fit within 5 s"):
         await late
     assert room.peak_bytes == 3 * LARGE

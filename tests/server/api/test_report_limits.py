@@ -24,8 +24,8 @@ from server.hosting import Answer, Api, hosted
 from server.tenants import new_key, with_key
 from tinkex.server.api import account, deps, report_limits, sessions
 from tinkex.server.api.account import _storage_events
-from tinkex.server.api.deps import Turns
-from tinkex.server.api.report_limits import MOST_BYTES, MOST_LISTED, bound_of, encoded
+from tinkex.server.api.deps import OwnerSlots
+from tinkex.server.api.report_limits import MAX_REPORT_ENTRIES, MOST_BYTES, bound_of, encoded
 from tinkex.server.app import HOT_ROUTES, ROUTERS
 from tinkex.server.store import Store, checkpoint_lists, schema
 from tinkex.server.store import history as stored_history
@@ -120,7 +120,7 @@ def fill(connection: sa.Connection) -> None:
         ],
     )
     # One run has more checkpoints than a list, all others one each.
-    named = [(RUN, f"c{number}") for number in range(MOST_LISTED + 5)]
+    named = [(RUN, f"c{number}") for number in range(MAX_REPORT_ENTRIES + 5)]
     named += [(run, "only") for run, _ in owned[1:]]
     versions = [
         {
@@ -157,7 +157,7 @@ def fill(connection: sa.Connection) -> None:
                 "base_model": BASE,
                 **kept,
             }
-            for number in range(MOST_LISTED + 5)
+            for number in range(MAX_REPORT_ENTRIES + 5)
         ],
     )
     connection.execute(
@@ -288,15 +288,15 @@ async def test_usage_of_too_much_is_refused_and_a_shorter_time_is_answered(full:
     assert answer.status == 200, answer.body[:300]
     assert len(answer.json["data"]) == 12_001
     total = sum(event["event_info"]["gigabyte_hours"] for event in answer.json["data"])
-    assert total == pytest.approx((MOST_LISTED + 5 + 12_000) / 1e9)
+    assert total == pytest.approx((MAX_REPORT_ENTRIES + 5 + 12_000) / 1e9)
     (item,) = (await full.get("/api/v1/billing/usage/checkpoints/current")).json["data"]
-    assert (item["checkpoint_count"], item["size_bytes"]) == (MOST_LISTED + 12_005,) * 2
+    assert (item["checkpoint_count"], item["size_bytes"]) == (MAX_REPORT_ENTRIES + 12_005,) * 2
 
 
 async def test_the_number_of_checkpoints_in_a_report_has_an_end(
     full: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(account, "MOST_STORED", 1_000)
+    monkeypatch.setattr(account, "MAX_CHECKPOINTS", 1_000)
     answer = await full.get(f"/api/v1/billing/usage/events?{span(1)}")
     assert answer.status == 400
     assert "more than 1000 checkpoints" in answer.json["detail"]
@@ -367,7 +367,7 @@ async def test_one_owner_makes_one_report_at_a_time_and_others_do_not_wait(
 
 
 async def test_turns_leave_nothing_behind() -> None:
-    turns = Turns(1)
+    turns = OwnerSlots(1)
 
     async def take(owner: str) -> None:
         async with turns.turn(owner):

@@ -177,7 +177,7 @@ async def test_a_link_that_is_not_good_costs_its_owner_nothing(
     context = links.nobody.app.state.context
     read = []
     monkeypatch.setattr(context.store.runs, "session", read.append)
-    async with links.nobody.app.state.reports.turn("alice"), asyncio.timeout(10):
+    async with links.nobody.app.state.report_slots.slot("alice"), asyncio.timeout(10):
         assert await opened(links.nobody, f"{links.all['trace']}0") == 403
     assert read == []
 

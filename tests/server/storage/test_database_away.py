@@ -123,7 +123,7 @@ async def test_who_had_a_good_key_keeps_polling_and_nobody_else_gets_in(
     own: Postgres, echo: EchoExecutor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(group_commit, "SILENT_S", 0.3)
-    monkeypatch.setattr(auth, "BELIEVED_S", 0.0)
+    monkeypatch.setattr(auth, "KEY_CACHE_TTL_S", 0.0)
     async with hosted(echo, tmp_path, db=own.database(), long_poll_s=0.2) as api:
         assert api.app is not None
         keys = api.app.state.context.store.keys
@@ -155,7 +155,7 @@ async def test_who_had_a_good_key_keeps_polling_and_nobody_else_gets_in(
                 assert (await api.post("retrieve_futures", poll)).status == 401
                 refused = await unseen.post("retrieve_futures", poll)
                 assert refused.status == 503, refused
-                monkeypatch.setattr(auth, "BELIEVED_AWAY_S", 0.0)
+                monkeypatch.setattr(auth, "KEY_CACHE_OUTAGE_TTL_S", 0.0)
                 assert (await mine.post("retrieve_futures", poll)).status == 503
             async with asyncio.timeout(SOON_S):
                 while (answer := await unseen.post("retrieve_futures", poll)).status != 200:

@@ -11,12 +11,12 @@ from fastapi import APIRouter, Query
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tinkex.server.api.auth import caller_of, gate_of, owner_of
-from tinkex.server.api.deps import answer, context_of
+from tinkex.server.api.auth import authenticator_of, caller_of, owner_of
+from tinkex.server.api.deps import context_of, json_response
 from tinkex.server.api.errors import Refusal
 from tinkex.server.api.report_limits import bounded, report
-from tinkex.server.api.sessions import texts
-from tinkex.server.settings import HOURS_A_MONTH, Prices
+from tinkex.server.api.sessions import metadata_as_text
+from tinkex.server.settings import HOURS_PER_MONTH, Prices
 from tinkex.server.store.audit import MOST_ENTRIES, AuditEntry
 from tinkex.server.store.request_writes import CACHED, HOUR_S, SAMPLED, TRAINING
 from tinkex.server.store.usage import Stored, Used
@@ -39,24 +39,24 @@ from tinkex.wire.errors import UserFailure
 
 router = APIRouter(prefix="/api/v1", tags=["billing"])
 
-LONGEST = timedelta(days=14)
+MAX_PERIOD = timedelta(days=14)
 GIGABYTE = 10**9
 MILLION = 10**6
 
 # Ends of one answer. A checkpoint that is kept is an event for each hour.
-MOST_EVENTS = 25_000
-MOST_STORED = 100_000
-MOST_PROJECTS = 10_000
-SHORTER = "Ask about a shorter time."
+MAX_EVENTS = 25_000
+MAX_CHECKPOINTS = 100_000
+MAX_PROJECTS = 10_000
+SHORTER_PERIOD = "Ask about a shorter time."
 
 #: Session, project and base model.
 _Group = tuple[str, str | None, str]
 #: The hour, and the same.
-_Place = tuple[int, str, str | None, str]
+_HourGroup = tuple[int, str, str | None, str]
 
 
 @router.get("/billing/usage/events")
-@bounded(entries=MOST_EVENTS)
+@bounded(entries=MAX_EVENTS)
 async def usage_events(
     request: Request,
     starting_on: Annotated[str, Query(description="RFC 3339, a whole UTC hour")],
@@ -65,28 +65,28 @@ async def usage_events(
     """Hour by hour: tokens by session and base model, checkpoints, and their storage."""
     first = _hour("starting_on", starting_on)
     end = _hour("ending_before", ending_before)
-    if not timedelta(0) < end - first <= LONGEST:
-        raise _wrong(
+    if not timedelta(0) < end - first <= MAX_PERIOD:
+        raise _invalid_query(
             "ending_before",
-            f"it is {end - first} after starting_on; one hour to {LONGEST.days} days are allowed.",
+            f"it is {end - first} after starting_on; one hour to {MAX_PERIOD.days} days are allowed.",
         )
     context = context_of(request)
     owner = owner_of(request)
     first_hour, end_hour = int(first.timestamp()) // HOUR_S, int(end.timestamp()) // HOUR_S
     usage = context.store.usage
     used = await usage.between(
-        owner=owner, first_hour=first_hour, end_hour=end_hour, most=MOST_EVENTS + 1
+        owner=owner, first_hour=first_hour, end_hour=end_hour, most=MAX_EVENTS + 1
     )
     stored = await usage.stored(
         owner=owner,
         since_s=first_hour * HOUR_S,
         until_s=end_hour * HOUR_S,
-        most=MOST_STORED + 1,
+        most=MAX_CHECKPOINTS + 1,
     )
-    if len(stored) > MOST_STORED:
+    if len(stored) > MAX_CHECKPOINTS:
         raise UserFailure(
-            f"more than {MOST_STORED} checkpoints were there in this time, which is the most of "
-            f"one answer. {SHORTER}"
+            f"more than {MAX_CHECKPOINTS} checkpoints were there in this time, which is the most of "
+            f"one answer. {SHORTER_PERIOD}"
         )
     prices = Prices.parse(context.settings.prices)
     storage_rate = context.settings.price_gb_month or None
@@ -98,10 +98,10 @@ async def usage_events(
             (_token_event(one, prices, owner) for one in used),
             _storage_events(stored, first_hour, end_hour, now_s, storage_rate, owner),
         ):
-            if len(events) == MOST_EVENTS:
+            if len(events) == MAX_EVENTS:
                 raise UserFailure(
-                    f"there are more than {MOST_EVENTS} events in this time, which is the most of "
-                    f"one answer. {SHORTER}"
+                    f"there are more than {MAX_EVENTS} events in this time, which is the most of "
+                    f"one answer. {SHORTER_PERIOD}"
                 )
             events.append(event)
         events.sort(key=lambda event: event.bucket_start)
@@ -115,26 +115,27 @@ async def usage_events(
         lambda: BillingUsageResponse(
             data=events,
             sessions={
-                one: BillingUsageSession(user_metadata=texts(said.get(one))) for one in sessions
+                one: BillingUsageSession(user_metadata=metadata_as_text(said.get(one)))
+                for one in sessions
             },
             cost_data_through=datetime.fromtimestamp(int(now_s), UTC),
         ),
-        advice=SHORTER,
+        advice=SHORTER_PERIOD,
     )
 
 
 @router.get("/billing/usage/checkpoints/current")
-@bounded(entries=MOST_PROJECTS)
+@bounded(entries=MAX_PROJECTS)
 async def current_storage(request: Request, project_id: str | None = None) -> Response:
     """What the owner's checkpoints take now, by project: those that are in the lists."""
     context = context_of(request)
     owner = owner_of(request)
     kept = await context.store.usage.current(
-        owner=owner, project_id=project_id, now_s=time.time(), most=MOST_PROJECTS + 1
+        owner=owner, project_id=project_id, now_s=time.time(), most=MAX_PROJECTS + 1
     )
-    if len(kept) > MOST_PROJECTS:
+    if len(kept) > MAX_PROJECTS:
         raise UserFailure(
-            f"there are checkpoints in more than {MOST_PROJECTS} projects, which is the most of "
+            f"there are checkpoints in more than {MAX_PROJECTS} projects, which is the most of "
             "one answer. Ask about one `project_id`."
         )
     rate = context.settings.price_gb_month or None
@@ -165,21 +166,23 @@ def _hour(name: str, text: str) -> datetime:
     try:
         moment = datetime.fromisoformat(text.strip().replace(" ", "+"))
     except ValueError:
-        raise _wrong(
+        raise _invalid_query(
             name, f"{text[:60]!r} is not an RFC 3339 time such as 2026-11-15T10:00:00Z."
         ) from None
     if moment.tzinfo is None:
-        raise _wrong(name, f"{text[:60]!r} names no time zone; end it with Z or +00:00.")
+        raise _invalid_query(name, f"{text[:60]!r} names no time zone; end it with Z or +00:00.")
     try:
         moment = moment.astimezone(UTC)
     except OverflowError:
-        raise _wrong(name, f"{text[:60]!r} is out of reach.") from None
+        raise _invalid_query(name, f"{text[:60]!r} is out of reach.") from None
     if moment.minute or moment.second or moment.microsecond:
-        raise _wrong(name, f"{text[:60]!r} is not a whole UTC hour, and usage is kept by the hour.")
+        raise _invalid_query(
+            name, f"{text[:60]!r} is not a whole UTC hour, and usage is kept by the hour."
+        )
     return moment
 
 
-def _wrong(name: str, message: str) -> Refusal:
+def _invalid_query(name: str, message: str) -> Refusal:
     return Refusal(422, [{"loc": ["query", name], "msg": message, "type": "value_error"}])
 
 
@@ -215,8 +218,8 @@ def _storage_events(
     owner: str,
 ) -> Iterator[BillingUsageEvent]:
     """Saves by the hour they were made in, and gigabyte-hours by the hours they lasted."""
-    saves: defaultdict[_Place, int] = defaultdict(int)
-    kept: defaultdict[_Group, _Kept] = defaultdict(_Kept)
+    saves: defaultdict[_HourGroup, int] = defaultdict(int)
+    kept: defaultdict[_Group, _StorageByHour] = defaultdict(_StorageByHour)
     for one in stored:
         until_s = min(now_s, one.until_s or now_s, end_hour * HOUR_S)
         made_in = int(one.since_s) // HOUR_S
@@ -224,8 +227,8 @@ def _storage_events(
             saves[made_in, one.session_id, one.project_id, one.base_model] += 1
         since_s = max(one.since_s, first_hour * HOUR_S)
         kept[one.session_id, one.project_id, one.base_model].add(since_s, until_s, one.size_bytes)
-    for place, count in saves.items():
-        yield _event(place, owner, CheckpointBillingEvent(count=count))
+    for group, count in saves.items():
+        yield _event(group, owner, CheckpointBillingEvent(count=count))
     for group, lasted in kept.items():
         for hour, byte_hours in lasted.byte_hours():
             gigabyte_hours = byte_hours / GIGABYTE
@@ -233,12 +236,12 @@ def _storage_events(
                 (hour, *group),
                 owner,
                 StorageBillingEvent(gigabyte_hours=gigabyte_hours),
-                cost=None if rate is None else gigabyte_hours / HOURS_A_MONTH * rate,
+                cost=None if rate is None else gigabyte_hours / HOURS_PER_MONTH * rate,
                 rate=rate,
             )
 
 
-class _Kept:
+class _StorageByHour:
     """Bytes of checkpoints over time, hour by hour. Adding one takes the same for any time."""
 
     def __init__(self) -> None:
@@ -273,14 +276,14 @@ class _Kept:
 
 
 def _event(
-    place: _Place,
+    group: _HourGroup,
     owner: str,
     info: BillingEventInfo,
     *,
     cost: float | None = None,
     rate: float | None = None,
 ) -> BillingUsageEvent:
-    hour, session_id, project_id, base_model = place
+    hour, session_id, project_id, base_model = group
     return BillingUsageEvent(
         bucket_start=_moment(hour),
         bucket_end=_moment(hour + 1),
@@ -346,7 +349,7 @@ def _entry(entry: AuditEntry) -> AuditLogEntry:
 
 
 key_router = APIRouter(prefix="/api/v1/auth", tags=["keys"])
-unauthed = APIRouter(prefix="/api/unauthed", tags=["keys"])
+unauthenticated_router = APIRouter(prefix="/api/unauthed", tags=["keys"])
 
 # Official clients read tokens whose issuer begins with `passport-`.
 ISSUER = "passport-tinkex"
@@ -374,13 +377,13 @@ async def exchange(request: Request) -> Response:
         "iat": int(now_s),
         "exp": int(now_s + context_of(request).settings.jwt_s),
     }
-    return answer({"jwt": gate_of(request).tokens.make(claims)})
+    return json_response({"jwt": authenticator_of(request).tokens.make(claims)})
 
 
 @key_router.get("/apikey/me")
 async def key_info(request: Request) -> Response:
     caller = caller_of(request)
-    return answer(
+    return json_response(
         {
             "key_id": caller.key_id or 0,
             "name": caller.name,
@@ -406,8 +409,8 @@ async def revoke_key(request: Request) -> Response:
         )
     if caller.key_id is not None:
         await context_of(request).store.keys.revoke(caller.key_id)
-        gate_of(request).forget()
-    return answer({})
+        authenticator_of(request).forget()
+    return json_response({})
 
 
 @key_router.post("/apikey")
@@ -415,6 +418,6 @@ async def create_key(_request: Request) -> Response:
     raise Refusal(403, NO_LOGIN)
 
 
-@unauthed.get("/auth-config")
+@unauthenticated_router.get("/auth-config")
 async def login_config(_request: Request) -> Response:
     raise Refusal(404, NO_LOGIN)

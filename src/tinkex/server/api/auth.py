@@ -25,7 +25,7 @@ from urllib.parse import urlsplit
 from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from tinkex.server.api.errors import Refusal, storage_trouble, told
+from tinkex.server.api.errors import Refusal, error_response, storage_trouble
 from tinkex.server.settings import is_loopback
 from tinkex.server.store import ApiKey, Keys, StorageTrouble
 
@@ -51,7 +51,7 @@ class Signer:
         expires_s = int(time.time() + lasts_s)
         return f"expires={expires_s}&signature={self._signature(path, expires_s)}"
 
-    def opens(self, path: str, expires: str, signature: str) -> bool:
+    def verifies(self, path: str, expires: str, signature: str) -> bool:
         """Whether a link was made here and has not run out; takes as long for a near miss."""
         if not (expires.isascii() and expires.isdigit() and len(expires) < 16):
             return False
@@ -96,7 +96,7 @@ def folder_key(folder: Path, name: str = LINK_KEY_FILE) -> bytes:
 
 TOKEN_KEY_FILE = "tokens.key"
 # Tokens are read before anybody is known: no more than this is looked at.
-LONGEST_TOKEN = 4096
+MAX_JWT_BYTES = 4096
 
 
 class BadToken(Exception):
@@ -121,7 +121,7 @@ class Tokens:
     def read(self, token: str, *, now_s: float) -> dict[str, Any]:
         """What one of our own tokens says, while it lasts."""
         parts = token.split(".")
-        if len(token) > LONGEST_TOKEN or len(parts) != 3 or not token.isascii():
+        if len(token) > MAX_JWT_BYTES or len(parts) != 3 or not token.isascii():
             raise BadToken("it is not a token")
         head, body, signature = parts
         if not hmac.compare_digest(self._signature(head, body), signature):
@@ -160,18 +160,18 @@ SIGNED_PREFIXES: tuple[str, ...] = ("/api/v1/signed/", "/api/v1/downloads/")
 LOCAL_PATHS = frozenset({"/metrics"})
 
 # How long an answer of the database is believed: a revoked key opens nothing after this.
-BELIEVED_S = 2.0
+KEY_CACHE_TTL_S = 2.0
 # While the database cannot be asked, a key that was good is good for this much longer: polls that
 # are refused once are not sent again by some clients. Nothing new is taken in meanwhile.
-BELIEVED_AWAY_S = 300.0
+KEY_CACHE_OUTAGE_TTL_S = 300.0
 # When a key was last used is noted this often.
-NOTED_S = 30.0
+LAST_USED_INTERVAL_S = 30.0
 # Credentials that were found good. Those of strangers have a memory of their own, or anybody could
 # fill this one.
-MOST_CACHED = 10_000
-MOST_REFUSED_CACHED = 1_000
+MAX_CACHED_KEYS = 10_000
+MAX_CACHED_UNKNOWN_KEYS = 1_000
 # A refused body is read to its end up to here, or its sender would see a broken connection.
-MOST_SWALLOWED = 64 * 2**20
+MAX_DRAINED_BYTES = 64 * 2**20
 
 ASK = "Ask whoever runs this server for one: `tinkex key create` makes it."
 
@@ -205,12 +205,12 @@ class _Known:
     #: When the key, or the token for it, ends by itself; a moment of the system clock.
     ends_s: float = float("inf")
 
-    def lasts(self, now_s: float, moment_s: float, *, longer_s: float = 0.0) -> bool:
+    def is_valid(self, now_s: float, moment_s: float, *, longer_s: float = 0.0) -> bool:
         """Whether it is still believed: by its age, and because it has not ended by itself."""
         return now_s < self.until_s + longer_s and moment_s < self.ends_s
 
 
-class Gate:
+class Authenticator:
     """From credentials to callers, with a short memory."""
 
     def __init__(
@@ -238,7 +238,7 @@ class Gate:
     async def needs_keys(self) -> bool:
         """Whether there ever was a key. One that is made while the server runs counts soon."""
         now_s = self._clock()
-        due = now_s - self._asked_s >= BELIEVED_S or not self._told
+        due = now_s - self._asked_s >= KEY_CACHE_TTL_S or not self._told
         if due and not self._needs_keys:
             self._asked_s = now_s
             try:
@@ -261,7 +261,7 @@ class Gate:
             )
         return await self._known_caller(credential, "the API key")
 
-    async def foreign(self, token: str) -> Caller:
+    async def lender(self, token: str) -> Caller:
         """Who lends a right to read; a 403 when nobody does."""
         if not await self.needs_keys():
             return LOCAL
@@ -280,13 +280,13 @@ class Gate:
         digest = hashlib.sha256(credential.encode(errors="surrogateescape")).digest()
         now_s, moment_s = self._clock(), self._moment()
         known = self._callers.get(digest) or self._refused.get(digest)
-        if known is None or not known.lasts(now_s, moment_s):
+        if known is None or not known.is_valid(now_s, moment_s):
             try:
                 known = await self._look_up(credential, now_s, moment_s)
             except StorageTrouble:
                 if known is None or known.caller is None:
                     raise
-                if not known.lasts(now_s, moment_s, longer_s=BELIEVED_AWAY_S):
+                if not known.is_valid(now_s, moment_s, longer_s=KEY_CACHE_OUTAGE_TTL_S):
                     raise
             else:
                 self._remember(digest, known)
@@ -300,14 +300,16 @@ class Gate:
             memory.pop(digest, None)
         is_good = known.caller is not None
         memory, most = (
-            (self._callers, MOST_CACHED) if is_good else (self._refused, MOST_REFUSED_CACHED)
+            (self._callers, MAX_CACHED_KEYS)
+            if is_good
+            else (self._refused, MAX_CACHED_UNKNOWN_KEYS)
         )
         memory[digest] = known
         if len(memory) > most:
             del memory[next(iter(memory))]
 
     async def _look_up(self, credential: str, now_s: float, moment_s: float) -> _Known:
-        until_s, ends_s = now_s + BELIEVED_S, float("inf")
+        until_s, ends_s = now_s + KEY_CACHE_TTL_S, float("inf")
         by_token = credential.startswith("eyJ")
         if by_token:
             try:
@@ -330,8 +332,8 @@ class Gate:
         return _Known(until_s=until_s, caller=caller, problem="", ends_s=ends_s)
 
     def _note(self, key: ApiKey, now_s: float) -> None:
-        if now_s - self._noted.get(key.key_id, float("-inf")) >= NOTED_S:
-            if len(self._noted) >= MOST_CACHED:
+        if now_s - self._noted.get(key.key_id, float("-inf")) >= LAST_USED_INTERVAL_S:
+            if len(self._noted) >= MAX_CACHED_KEYS:
                 self._noted.clear()  # each is noted once more than needed
             self._noted[key.key_id] = now_s
             self._keys.used(key.key_id)
@@ -360,15 +362,17 @@ class Authentication:
             request = HTTPConnection(scope)
             try:
                 if scope["path"] in self._local_paths:
-                    refuse_other_sites(request.headers)
+                    refuse_cross_site(request.headers)
                 else:
                     scope.setdefault("state", {})["caller"] = await _caller_of(request)
             except Refusal as refusal:
-                await _swallow(receive)
-                await told({"detail": refusal.detail}, refusal.status)(scope, receive, send)
+                await _drain(receive)
+                await error_response({"detail": refusal.detail}, refusal.status)(
+                    scope, receive, send
+                )
                 return
             except StorageTrouble as trouble:
-                await _swallow(receive)
+                await _drain(receive)
                 await storage_trouble(request, trouble)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
@@ -379,13 +383,13 @@ def _is_open(path: str) -> bool:
 
 
 async def _caller_of(request: HTTPConnection) -> Caller:
-    caller = await gate_of(request).caller(request.headers.get("x-api-key"))
+    caller = await authenticator_of(request).caller(request.headers.get("x-api-key"))
     if caller.key_id is None:
-        refuse_other_sites(request.headers)
+        refuse_cross_site(request.headers)
     return caller
 
 
-def refuse_other_sites(headers: Mapping[str, str]) -> None:
+def refuse_cross_site(headers: Mapping[str, str]) -> None:
     """
     Without keys, being on this machine is the permission; a web page in its browser is not.
 
@@ -405,8 +409,8 @@ def refuse_other_sites(headers: Mapping[str, str]) -> None:
             )
 
 
-async def _swallow(receive: Receive) -> None:
-    left = MOST_SWALLOWED
+async def _drain(receive: Receive) -> None:
+    left = MAX_DRAINED_BYTES
     while left > 0:
         message = await receive()
         left -= len(message.get("body", b""))
@@ -414,13 +418,13 @@ async def _swallow(receive: Receive) -> None:
             return
 
 
-def gate_of(request: HTTPConnection) -> Gate:
-    gate: Gate = request.app.state.gate
-    return gate
+def authenticator_of(request: HTTPConnection) -> Authenticator:
+    authenticator: Authenticator = request.app.state.authenticator
+    return authenticator
 
 
 def caller_of(request: HTTPConnection) -> Caller:
-    """Who is behind a request; only the gate decides that."""
+    """Who is behind a request; only the authenticator decides that."""
     caller: Caller = request.state.caller
     return caller
 
@@ -441,5 +445,5 @@ async def reader_owners(request: HTTPConnection, token: str | None = None) -> tu
     token = token or request.headers.get(WEIGHTS_TOKEN)
     if not token:
         return (own,)
-    lender = await gate_of(request).foreign(token)
+    lender = await authenticator_of(request).lender(token)
     return (own,) if lender.owner == own else (own, lender.owner)

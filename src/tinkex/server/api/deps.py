@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tinkex.server.api.auth import Signer, owner_of, reader_owners
-from tinkex.server.api.errors import Refusal, missing
+from tinkex.server.api.errors import Refusal, not_found
 from tinkex.server.executor import Executor, ServedModel
 from tinkex.server.scheduler.checkpoints import no_checkpoint
 from tinkex.server.scheduler.results import Futures
@@ -26,8 +26,8 @@ from tinkex.wire.sdk_versions import Dialect
 T = TypeVar("T")
 
 # What nobody asked for in so long is forgotten; sooner when there is too much of it.
-KEPT_S = 120.0
-MOST_NEW = 5_000
+CACHE_TTL_S = 120.0
+MAX_CACHED_ROWS = 5_000
 
 
 class Cache(Generic[T]):
@@ -67,35 +67,35 @@ class Cache(Generic[T]):
 
     def _keep(self, key: str, row: T) -> None:
         now_s = self._clock()
-        if now_s - self._turned_s > KEPT_S or len(self._new) >= MOST_NEW:
+        if now_s - self._turned_s > CACHE_TTL_S or len(self._new) >= MAX_CACHED_ROWS:
             self._old, self._new, self._turned_s = self._new, {}, now_s
         self._new[key] = row
 
 
 @dataclass(slots=True)
-class _Held:
+class _OwnerSlot:
     places: asyncio.Semaphore
     #: Those who have a place, and those who wait for one.
     users: int = 0
 
 
-class Turns:
+class OwnerSlots:
     """Belongs to one event loop."""
 
-    def __init__(self, at_once: int) -> None:
-        self._at_once = at_once
-        self._held: dict[str, _Held] = {}
+    def __init__(self, max_concurrent: int) -> None:
+        self._at_once = max_concurrent
+        self._held: dict[str, _OwnerSlot] = {}
 
     def __len__(self) -> int:
         """Owners who have or want a place."""
         return len(self._held)
 
     @asynccontextmanager
-    async def turn(self, owner: str) -> AsyncIterator[None]:
-        held = self._held.setdefault(owner, _Held(asyncio.Semaphore(self._at_once)))
+    async def slot(self, owner: str) -> AsyncIterator[None]:
+        held = self._held.setdefault(owner, _OwnerSlot(asyncio.Semaphore(self._at_once)))
         held.users += 1
         try:
-            async with held.places:
+            async with held.semaphore:
                 yield
         finally:
             held.users -= 1
@@ -134,7 +134,7 @@ class Context:
     async def session(self, request: Request, session_id: str) -> Session:
         session = await self._sessions.get(session_id)
         if session is None or session.owner != owner_of(request):
-            raise missing("session", session_id, "Create one with create_session.")
+            raise not_found("session", session_id, "Create one with create_session.")
         return session
 
     async def open_session(self, request: Request, session_id: str) -> Session:
@@ -154,13 +154,13 @@ class Context:
     async def model(self, request: Request, model_id: str) -> Model:
         model = await self._models.get(model_id)
         if model is None or model.owner != owner_of(request):
-            raise missing("model", model_id, "Create one with create_model.")
+            raise not_found("model", model_id, "Create one with create_model.")
         return model
 
     async def sampler(self, request: Request, sampling_session_id: str) -> Sampler:
         sampler = await self._samplers.get(sampling_session_id)
         if sampler is None or sampler.owner != owner_of(request):
-            raise missing(
+            raise not_found(
                 "sampling session", sampling_session_id, "Create one with create_sampling_session."
             )
         return sampler
@@ -196,7 +196,7 @@ def context_of(request: Request) -> Context:
     return context
 
 
-def answer(message: Any, status: int = 200) -> Response:
+def json_response(message: Any, status: int = 200) -> Response:
     return Response(encode_json(message), status, media_type=JSON_TYPE)
 
 
@@ -208,7 +208,7 @@ def dialect_of(request: Request, session: Session | None) -> Dialect:
     return Dialect.of(agent[1] if agent else None)
 
 
-def describe(message: type[Any]) -> Mapping[str, Any]:
+def openapi_body(message: type[Any]) -> Mapping[str, Any]:
     """OpenAPI for a route that reads its body itself; the schema is added with the others."""
     schema = {"$ref": f"#/components/schemas/{message.__name__}"}
     return {"requestBody": {"required": True, "content": {JSON_TYPE: {"schema": schema}}}}
@@ -217,7 +217,7 @@ def describe(message: type[Any]) -> Mapping[str, Any]:
 # MERGED: Who may read a checkpoint: its owner, everybody once it is published, a holder of its owner's key.
 
 
-async def readable(
+async def readable_checkpoint(
     request: Request, context: Context, path: str, *, token: str | None = None
 ) -> tuple[Version, Model]:
     """A checkpoint and the run it was saved from; a 404 if there is none to read."""

@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from tinkex.server.api.deps import answer, context_of, readable
+from tinkex.server.api.deps import context_of, json_response, readable_checkpoint
 from tinkex.server.api.errors import Refusal
 from tinkex.server.api.training_runs import CHECKPOINT
 from tinkex.server.scheduler.checkpoints import EXTERNAL, tinker_path
@@ -35,7 +35,9 @@ PIECE_BYTES = 1024 * 1024
 @router.get(f"{CHECKPOINT}/archive", status_code=302)
 async def get_archive(request: Request, run: str, kind: str, name: str) -> Response:
     """Sends on to a tar of the adapter's files."""
-    version, _ = await readable(request, context_of(request), tinker_path(run, kind, name))
+    version, _ = await readable_checkpoint(
+        request, context_of(request), tinker_path(run, kind, name)
+    )
     location, expires = _link(request, version, ARCHIVE)
     # The oldest clients read no other form of date.
     headers = {"Location": location, "Expires": format_datetime(expires, usegmt=True)}
@@ -47,7 +49,7 @@ async def external_weights_urls(request: Request, run: str, kind: str, name: str
     """A link for each file."""
     context = context_of(request)
     path = tinker_path(run, kind, name)
-    version, _ = await readable(request, context, path)
+    version, _ = await readable_checkpoint(request, context, path)
     if version.kind != EXTERNAL:
         raise Refusal(
             400, f"{path} was not made for other programs. Use save_weights_external for that."
@@ -55,7 +57,7 @@ async def external_weights_urls(request: Request, run: str, kind: str, name: str
     folder = await context.store.checkpoints.open(version.version_id)
     names = sorted(await asyncio.to_thread(os.listdir, folder))
     links = {name: _link(request, version, name) for name in names}
-    return answer(
+    return json_response(
         ExternalWeightsUrlsResponse(
             urls={name: link for name, (link, _) in links.items()},
             expires=min(expires for _, expires in links.values()),
@@ -69,7 +71,7 @@ async def download(
 ) -> Response:
     """What a link leads to. Needs no key: the link is one."""
     context = context_of(request)
-    if not context.signer.opens(_path(version_id, file), expires, signature):
+    if not context.signer.verifies(_path(version_id, file), expires, signature):
         raise Refusal(
             403, "this link has expired, or is not one of this server. Ask for a new one."
         )
@@ -139,9 +141,9 @@ END_BYTES = 2 * tarfile.BLOCKSIZE
 RANGE = re.compile(r"bytes=(\d{1,18})-(\d{0,18})")
 
 
-def _range(asked: str, size: int) -> tuple[int, int] | None:
+def _range(header: str, size: int) -> tuple[int, int] | None:
     """First byte and the one after the last; None for the whole, as for what is not one range."""
-    found = RANGE.fullmatch(asked.strip())
+    found = RANGE.fullmatch(header.strip())
     if found is None:
         return None
     start, last = int(found[1]), int(found[2] or size - 1)

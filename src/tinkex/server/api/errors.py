@@ -30,12 +30,12 @@ from tinkex.wire.errors import FieldError, TooLarge, UserFailure, WireError
 from tinkex.wire.redaction import scrubbed_value
 
 # What was sent may be quoted in what is answered.
-LONGEST_DETAIL = 4_000
+MAX_DETAIL_LENGTH = 4_000
 
 log = logging.getLogger("tinkex.server.api")
 
 # Somebody has to make room first.
-TROUBLE_RETRY_S = 5
+STORAGE_RETRY_S = 5
 
 
 class Refusal(Exception):
@@ -50,12 +50,14 @@ class Refusal(Exception):
         self.headers = headers
 
 
-def missing(what: str, name: str, advice: str) -> Refusal:
+def not_found(what: str, name: str, advice: str) -> Refusal:
     """Nothing has this name, or it is not for this owner: the same answer."""
     return Refusal(404, f"there is no {what} {name[:200]!r} on this server. {advice}")
 
 
-def told(body: dict[str, Any], status: int, headers: Mapping[str, str] | None = None) -> Response:
+def error_response(
+    body: dict[str, Any], status: int, headers: Mapping[str, str] | None = None
+) -> Response:
     """An answer quotes what was sent, and that may be a key in the wrong place."""
     return JSONResponse(scrubbed_value(body), status, headers)
 
@@ -63,28 +65,28 @@ def told(body: dict[str, Any], status: int, headers: Mapping[str, str] | None = 
 def refused(_request: Request, error: Exception) -> Response:
     if not isinstance(error, Refusal):
         raise error
-    return told({"detail": error.detail}, error.status, error.headers)
+    return error_response({"detail": error.detail}, error.status, error.headers)
 
 
 def malformed(_request: Request, error: Exception) -> Response:
     if not isinstance(error, WireError):
         raise error
     status = 413 if isinstance(error, TooLarge) else 422
-    return told({"detail": error.detail()}, status)
+    return error_response({"detail": error.detail()}, status)
 
 
-def malformed_address(_request: Request, error: Exception) -> Response:
+def malformed_query(_request: Request, error: Exception) -> Response:
     """What FastAPI refuses of a query; without the value, and in the form of all the others."""
     if not isinstance(error, RequestValidationError):
         raise error
     found = [FieldError(tuple(item["loc"]), item["msg"], item["type"]) for item in error.errors()]
     detail = [{**one, "loc": one["loc"][1:]} for one in WireError(found).detail()]
-    return told({"detail": detail}, 422)
+    return error_response({"detail": detail}, 422)
 
 
-def cannot(_request: Request, error: Exception) -> Response:
+def user_failure(_request: Request, error: Exception) -> Response:
     # Steps and samples never get here: theirs become failed futures.
-    return told({"detail": str(error)[:LONGEST_DETAIL]}, 400)
+    return error_response({"detail": str(error)[:MAX_DETAIL_LENGTH]}, 400)
 
 
 def unknown_request(_request: Request, error: Exception) -> Response:
@@ -92,7 +94,7 @@ def unknown_request(_request: Request, error: Exception) -> Response:
         f"there is no request {str(error)[:200]!r} on this server. It may belong to another "
         "server, another data folder or another owner; submit the work again."
     )
-    return told({"detail": detail}, 404)
+    return error_response({"detail": detail}, 404)
 
 
 def result_gone(_request: Request, error: Exception) -> Response:
@@ -100,7 +102,7 @@ def result_gone(_request: Request, error: Exception) -> Response:
         f"the result of request {str(error)[:200]!r} is not kept any more. Results are kept for a "
         "while after they were fetched; the work itself was done."
     )
-    return told({"detail": detail}, 410)
+    return error_response({"detail": detail}, 410)
 
 
 def run_taken(request: Request, error: Exception) -> Response:
@@ -114,7 +116,7 @@ def run_taken(request: Request, error: Exception) -> Response:
 
 def storage_trouble(_request: HTTPConnection, error: Exception) -> Response:
     """Official clients send a 503 again for five minutes; a disk is often cleared by then."""
-    return told({"detail": str(error)}, 503, {"Retry-After": str(TROUBLE_RETRY_S)})
+    return error_response({"detail": str(error)}, 503, {"Retry-After": str(STORAGE_RETRY_S)})
 
 
 def damaged(request: Request, error: Exception) -> Response:
@@ -122,10 +124,10 @@ def damaged(request: Request, error: Exception) -> Response:
     number = secrets.token_hex(4)
     log.error("damage %s in %s %s: %s", number, request.method, request.url.path, error)
     detail = f"{error}. The server's log has this under the id {number}."
-    return told({"detail": detail}, 404)
+    return error_response({"detail": detail}, 404)
 
 
-def by_status(request: Request, error: Exception) -> Response:
+def router_error(request: Request, error: Exception) -> Response:
     """What the router itself refuses: unknown paths and methods."""
     if not isinstance(error, HTTPException):
         raise error
@@ -135,10 +137,10 @@ def by_status(request: Request, error: Exception) -> Response:
             f"this server has no {request.method} {request.url.path[:200]}. Routes are listed at "
             "/docs; clients expect them below /api/v1 of the base URL."
         )
-    return told({"detail": detail}, error.status_code, error.headers)
+    return error_response({"detail": detail}, error.status_code, error.headers)
 
 
-def gone(_request: Request, _error: Exception) -> Response:
+def client_disconnected(_request: Request, _error: Exception) -> Response:
     """The client left in the middle of its request; nobody reads this."""
     return Response(status_code=400)
 
@@ -147,20 +149,20 @@ def bug(request: Request, error: Exception) -> Response:
     number = secrets.token_hex(4)
     log.error("bug %s in %s %s", number, request.method, request.url.path, exc_info=error)
     detail = f"the server failed unexpectedly; its log has the details under the id {number}."
-    return told({"detail": detail}, 500)
+    return error_response({"detail": detail}, 500)
 
 
 HANDLERS: dict[Any, Any] = {
     Refusal: refused,
     WireError: malformed,
-    RequestValidationError: malformed_address,
-    UserFailure: cannot,
+    RequestValidationError: malformed_query,
+    UserFailure: user_failure,
     UnknownRequest: unknown_request,
     ResultGone: result_gone,
     RunTaken: run_taken,
     StorageTrouble: storage_trouble,
     Damaged: damaged,
-    HTTPException: by_status,
-    ClientDisconnect: gone,
+    HTTPException: router_error,
+    ClientDisconnect: client_disconnected,
     Exception: bug,
 }

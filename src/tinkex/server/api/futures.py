@@ -10,8 +10,8 @@ from starlette.responses import Response
 
 from tinkex.server.api.auth import owner_of
 from tinkex.server.api.bodies import read_json
-from tinkex.server.api.deps import Context, answer, context_of, describe, dialect_of
-from tinkex.server.api.http_limits import GONE
+from tinkex.server.api.deps import Context, context_of, dialect_of, json_response, openapi_body
+from tinkex.server.api.http_limits import ON_DISCONNECT
 from tinkex.server.scheduler.fairness import Waiting
 from tinkex.server.scheduler.results import Settled
 from tinkex.server.scheduler.step_queue import PASSES, Kind
@@ -45,61 +45,64 @@ T = TypeVar("T")
 
 
 async def retrieve_future(request: Request) -> Response:
-    asked = await read_json(request, FutureRetrieveRequest)
+    message = await read_json(request, FutureRetrieveRequest)
     context = context_of(request)
     settled = await context.futures.wait(
-        asked.request_id,
+        message.request_id,
         owner=owner_of(request),
         within_s=context.settings.long_poll_s,
-        leaving=_leaving(request),
+        leaving=_on_disconnect(request),
     )
     if settled is None:
-        return _try_again(context, asked.request_id)
+        return _try_again(context, message.request_id)
     if settled.error is not None:
         category = RequestErrorCategory.parse(settled.category)
-        context.store.requests.fetched(asked.request_id)
-        return answer(RequestFailedResponse(error=settled.error, category=category))
+        context.store.requests.fetched(message.request_id)
+        return json_response(RequestFailedResponse(error=settled.error, category=category))
     size = len(settled.result)
-    if asked.allow_metadata_only and size > context.settings.metadata_only_bytes:
-        return answer(CompleteMetadata(response_payload_size=size))
+    if message.allow_metadata_only and size > context.settings.metadata_only_bytes:
+        return json_response(CompleteMetadata(response_payload_size=size))
     response = await _result(request, context, settled)
-    context.store.requests.fetched(asked.request_id)
+    context.store.requests.fetched(message.request_id)
     return response
 
 
 async def retrieve_futures(request: Request) -> Response:
     """Which samples of one client have finished since its last poll; held until one has."""
-    asked = await read_json(request, FuturesRetrieveRequest)
+    message = await read_json(request, FuturesRetrieveRequest)
     context = context_of(request)
-    target = asked.target
+    target = message.target
     # Anything but a 200 here ends the client's polling for good: only a wrong target gets it.
     await context.sampler(request, target.sampling_session_id)
-    context.store.requests.all_fetched(asked.retrieved_request_ids, owner=owner_of(request))
-    for name, number in (("prev_cursor", asked.prev_cursor), ("target", target.cloned_sampler_id)):
+    context.store.requests.all_fetched(message.retrieved_request_ids, owner=owner_of(request))
+    for name, number in (
+        ("prev_cursor", message.prev_cursor),
+        ("target", target.cloned_sampler_id),
+    ):
         if not 0 <= number <= LARGEST_NUMBER:
             raise WireError.at((name,), f"{number} is not a number of 64 bits from 0.")
     within_s = context.settings.long_poll_s
-    if asked.timeout is not None:
-        within_s = min(within_s, asked.timeout) if asked.timeout > 0 else 0.0
+    if message.timeout is not None:
+        within_s = min(within_s, message.timeout) if message.timeout > 0 else 0.0
     events = await context.futures.completions.after(
         target.sampling_session_id,
         target.cloned_sampler_id,
-        cursor=asked.prev_cursor,
+        cursor=message.prev_cursor,
         within_s=within_s,
-        leaving=_leaving(request),
+        leaving=_on_disconnect(request),
     )
-    cursor = events[-1].position if events else asked.prev_cursor
-    return answer(
+    cursor = events[-1].position if events else message.prev_cursor
+    return json_response(
         FuturesRetrieveResponse(completions=[_event(event) for event in events], cursor=cursor)
     )
 
 
-def _leaving(request: Request) -> Callable[[Callable[[], None]], None]:
+def _on_disconnect(request: Request) -> Callable[[Callable[[], None]], None]:
     """A poll whose client has gone is not held: its connection ends it (`patience`)."""
     scope = request.scope
 
     def leaving(leave: Callable[[], None]) -> None:
-        scope[GONE] = leave
+        scope[ON_DISCONNECT] = leave
 
     return leaving
 
@@ -118,7 +121,7 @@ def _try_again(context: Context, request_id: str) -> Response:
     if (trouble := context.store.condition.trouble) is not None:
         # Its result may be there already, and wait for the disk.
         standing = Waiting(state="paused_capacity", reason=trouble.text)
-    return answer(
+    return json_response(
         TryAgainResponse(
             request_id=request_id,
             queue_state=standing.state,
@@ -142,7 +145,9 @@ async def _result(request: Request, context: Context, settled: Settled) -> Respo
     try:
         body = await _off_the_loop(settled, lambda: _as_json(settled, dialect))
     except UserFailure as failure:
-        return answer(RequestFailedResponse(error=str(failure), category=RequestErrorCategory.User))
+        return json_response(
+            RequestFailedResponse(error=str(failure), category=RequestErrorCategory.User)
+        )
     return Response(body, media_type=JSON_TYPE)
 
 
@@ -172,9 +177,9 @@ def _as_json(settled: Settled, dialect: Dialect) -> bytes:
     )
 
 
-@router.post("/cancel_future", openapi_extra=dict(describe(CancelFutureRequest)))
+@router.post("/cancel_future", openapi_extra=dict(openapi_body(CancelFutureRequest)))
 async def cancel_future(request: Request) -> Response:
     """Gives up a sample. Anything else, finished, unknown or somebody else's, stays as it is."""
-    asked = await read_json(request, CancelFutureRequest)
-    context_of(request).dispatcher.cancel(asked.request_id, owner=owner_of(request))
-    return answer({})
+    message = await read_json(request, CancelFutureRequest)
+    context_of(request).dispatcher.cancel(message.request_id, owner=owner_of(request))
+    return json_response({})

@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 
 #: Bytes of the request line and all headers together; and of anything else that is no body.
-LONGEST_HEAD = 64 * 1024
+MAX_HEAD_BYTES = 64 * 1024
 #: Requests that a connection may send before the first of them is answered. Clients of this API
 #: send one; whoever sends more has to be ready for a connection that closes (RFC 9112, 9.3.2).
-MOST_AHEAD = 32
+MAX_PIPELINED = 32
 
 _TOO_LONG = (
     "431 Request Header Fields Too Large",
-    f"the head of this request is longer than the allowed {LONGEST_HEAD} bytes; send less of it.",
+    f"the head of this request is longer than the allowed {MAX_HEAD_BYTES} bytes; send less of it.",
 )
 _NO_HOST = ("400 Bad Request", "a request of HTTP/1.1 has one Host header, and no more than one.")
 _ENCODING = (
@@ -34,7 +34,9 @@ _ENCODING = (
 )
 
 
-def fault_of(headers: Sequence[tuple[bytes, bytes]], version: str) -> tuple[str, str] | None:
+def ambiguous_framing(
+    headers: Sequence[tuple[bytes, bytes]], version: str
+) -> tuple[str, str] | None:
     """
     Status and reason for a head that a proxy and this server could read in two ways.
 
@@ -49,31 +51,31 @@ def fault_of(headers: Sequence[tuple[bytes, bytes]], version: str) -> tuple[str,
     return None
 
 
-def protocol() -> str | type[asyncio.Protocol]:
+def limited_protocol() -> str | type[asyncio.Protocol]:
     """What `uvicorn.Config` takes as `http`."""
     try:
         from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
     except ImportError:
         return "h11"
 
-    class Bounded(HttpToolsProtocol):
+    class LimitedProtocol(HttpToolsProtocol):
         """Counts what arrives and is no body."""
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             self._in_head = True
             # Since a head was complete, a piece of a body came, or a request ended.
-            self._around_bytes = 0
+            self._unframed_bytes = 0
             self._refused = False
 
         def data_received(self, data: bytes) -> None:
             if self._refused:
                 return
             # A body may come with its head, so that one piece alone decides nothing yet.
-            if self._around_bytes > LONGEST_HEAD:
+            if self._unframed_bytes > MAX_HEAD_BYTES:
                 self._refuse(_TOO_LONG)
                 return
-            self._around_bytes += len(data)
+            self._unframed_bytes += len(data)
             super().data_received(data)
 
         def connection_lost(self, exc: Exception | None) -> None:
@@ -84,7 +86,7 @@ def protocol() -> str | type[asyncio.Protocol]:
         def on_message_begin(self) -> None:
             if not self._refused:
                 self._in_head = True
-                self._around_bytes = 0
+                self._unframed_bytes = 0
                 super().on_message_begin()
 
         def on_header(self, name: bytes, value: bytes) -> None:
@@ -96,25 +98,25 @@ def protocol() -> str | type[asyncio.Protocol]:
             if self._refused:
                 return
             self._in_head = False
-            self._around_bytes = 0
+            self._unframed_bytes = 0
             size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
             version = self.parser.get_http_version()
-            if size > LONGEST_HEAD or len(self.pipeline) >= MOST_AHEAD:
+            if size > MAX_HEAD_BYTES or len(self.pipeline) >= MAX_PIPELINED:
                 self._refuse(_TOO_LONG)
-            elif (fault := fault_of(self.headers, version)) is not None:
+            elif (fault := ambiguous_framing(self.headers, version)) is not None:
                 self._refuse(fault)
             else:
                 super().on_headers_complete()
 
         def on_body(self, body: bytes) -> None:
             if not self._refused:
-                self._around_bytes = 0
+                self._unframed_bytes = 0
                 super().on_body(body)
 
         def on_message_complete(self) -> None:
             if not self._refused:
                 self._in_head = True
-                self._around_bytes = 0
+                self._unframed_bytes = 0
                 super().on_message_complete()
 
         def send_400_response(self, msg: str) -> None:
@@ -136,21 +138,21 @@ def protocol() -> str | type[asyncio.Protocol]:
             self.pipeline.clear()
             self.transport.close()
 
-    return Bounded
+    return LimitedProtocol
 
 
 # MERGED: Connections that nobody uses do not stay: heads, bodies and answers have to move. Uvicorn closes a connection that is idle after an answer. It waits for ever for a first request, for the rest of a head or of a body, and for a reader of its answer; these have a limit here.
 
 
 #: A body or an answer moves when this much of it does; a last piece may be smaller.
-STEP_BYTES = 4096
+MIN_PROGRESS_BYTES = 4096
 # A peer that is gone without a word (power, network) is noticed by the system after about this long.
-GONE_S = 60
+DEAD_PEER_S = 60
 
 
 #: In the scope of a request that waits: what to call when its client is gone. Asking the server for
 #: that news, as ASGI has it, would take a task of its own for each of thousands of polls.
-GONE = "tinkex.gone"
+ON_DISCONNECT = "tinkex.on_disconnect"
 
 
 class Phase(enum.Enum):
@@ -163,52 +165,52 @@ class Phase(enum.Enum):
     ANSWER = enum.auto()  # a reader
 
 
-class Patience:
+class StallTimer:
     """How long one connection has been where it is. No clock, no sockets."""
 
     def __init__(self, *, head_s: float, stall_s: float) -> None:
         self._limit_s = {Phase.HEAD: head_s, Phase.BODY: stall_s, Phase.ANSWER: stall_s}
-        self._place: tuple[Phase, int] | None = None
+        self._state: tuple[Phase, int] | None = None
         self._since_s = 0.0
         self._moved = 0
 
     def is_over(self, phase: Phase, *, request: int, moved: int, now_s: float) -> bool:
         """Look at the connection: its phase, which request it is, and bytes moved in that phase."""
         place = (phase, request)
-        steps = phase is not Phase.HEAD and moved - self._moved >= STEP_BYTES
-        if place != self._place or steps:
-            self._place, self._since_s, self._moved = place, now_s, moved
+        steps = phase is not Phase.HEAD and moved - self._moved >= MIN_PROGRESS_BYTES
+        if place != self._state or steps:
+            self._state, self._since_s, self._moved = place, now_s, moved
         limit_s = self._limit_s.get(phase, 0.0)
         return 0 < limit_s <= now_s - self._since_s
 
 
-def patient(
+def with_timeouts(
     base: "str | type[asyncio.Protocol]", *, head_s: float, stall_s: float
 ) -> type[asyncio.Protocol]:
-    """Uvicorn's protocol with these limits; 0 is none."""
+    """Uvicorn's limited_protocol with these limits; 0 is none."""
     if isinstance(base, str):
         from uvicorn.protocols.http.h11_impl import H11Protocol
 
         base = H11Protocol
     limits = [limit_s for limit_s in (head_s, stall_s) if limit_s > 0]
-    look_s = min(limits) / 4 if limits else 0.0
+    check_s = min(limits) / 4 if limits else 0.0
 
     # Both of uvicorn's protocols have the same parts that matter here.
-    class Patient(cast("type[HttpToolsProtocol]", base)):  # type: ignore[misc]
+    class TimeoutProtocol(cast("type[HttpToolsProtocol]", base)):  # type: ignore[misc]
         """Looks at itself every few seconds."""
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
-            self._patience = Patience(head_s=head_s, stall_s=stall_s)
+            self._stall_timer = StallTimer(head_s=head_s, stall_s=stall_s)
             self._received = 0
             self._requests = 0
             self._last: object = None
-            self._next_look: asyncio.TimerHandle | None = None
+            self._next_check: asyncio.TimerHandle | None = None
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
-            _notice_the_dead(transport.get_extra_info("socket"))
-            self._look()
+            _enable_keepalive(transport.get_extra_info("socket"))
+            self._check()
 
         def data_received(self, data: bytes) -> None:
             self._received += len(data)
@@ -217,27 +219,27 @@ def patient(
         def connection_lost(self, exc: Exception | None) -> None:
             waiting = self.cycle is not None and not self.cycle.response_complete
             super().connection_lost(exc)
-            if waiting and (leave := self.cycle.scope.get(GONE)) is not None:
+            if waiting and (leave := self.cycle.scope.get(ON_DISCONNECT)) is not None:
                 leave()
             self._unset_keepalive_if_required()
-            if self._next_look is not None:
-                self._next_look.cancel()
+            if self._next_check is not None:
+                self._next_check.cancel()
             # It holds this object, which holds it and the socket: memory until the next look for
             # garbage, which is rare.
             self.__dict__.pop("parser", None)
 
-        def _look(self) -> None:
-            if not look_s:
+        def _check(self) -> None:
+            if not check_s:
                 return
             phase, moved = self._phase()
             if self.cycle is not self._last:
                 self._last = self.cycle
                 self._requests += 1
             now_s = self.loop.time()
-            if self._patience.is_over(phase, request=self._requests, moved=moved, now_s=now_s):
+            if self._stall_timer.is_over(phase, request=self._requests, moved=moved, now_s=now_s):
                 self.transport.abort()
                 return
-            self._next_look = self.loop.call_later(look_s, self._look)
+            self._next_check = self.loop.call_later(check_s, self._check)
 
         def _phase(self) -> tuple[Phase, int]:
             """Where this connection is, and how much has moved there."""
@@ -250,18 +252,18 @@ def patient(
                 return (Phase.BODY if self.cycle.more_body else Phase.WORK), self._received
             return (Phase.HEAD if self.timeout_keep_alive_task is None else Phase.IDLE), 0
 
-    return Patient
+    return TimeoutProtocol
 
 
-def _notice_the_dead(sock: Any) -> None:
+def _enable_keepalive(sock: Any) -> None:
     if sock is None or sock.family not in (socket.AF_INET, socket.AF_INET6):
         return
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (
-        ("TCP_KEEPIDLE", GONE_S // 2),
-        ("TCP_KEEPINTVL", max(1, GONE_S // 8)),
+        ("TCP_KEEPIDLE", DEAD_PEER_S // 2),
+        ("TCP_KEEPINTVL", max(1, DEAD_PEER_S // 8)),
         ("TCP_KEEPCNT", 4),
-        ("TCP_USER_TIMEOUT", GONE_S * 1000),
+        ("TCP_USER_TIMEOUT", DEAD_PEER_S * 1000),
     ):
         # Not every system has all of them.
         if (option := getattr(socket, name, None)) is not None:

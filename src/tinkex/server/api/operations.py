@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tinkex.server.api.auth import Caller, owner_of
-from tinkex.server.api.deps import Context, answer, context_of, describe
+from tinkex.server.api.deps import Context, context_of, json_response, openapi_body
 from tinkex.server.executor import Executor
 from tinkex.server.store.storage_health import KINDS
 from tinkex.wire.codec import decompress
@@ -30,8 +30,8 @@ async def healthz(request: Request) -> Response:
     trouble = context_of(request).store.condition.trouble
     if trouble is not None:
         detail = f"{trouble.text} {trouble.advice}"
-        return answer({"status": "degraded", "trouble": trouble.kind, "detail": detail}, 503)
-    return answer(HealthResponse(status="ok"))
+        return json_response({"status": "degraded", "trouble": trouble.kind, "detail": detail}, 503)
+    return json_response(HealthResponse(status="ok"))
 
 
 # MERGED: Telemetry of clients: always acknowledged, and kept without what must not be kept.
@@ -40,10 +40,10 @@ async def healthz(request: Request) -> Response:
 telemetry_router = APIRouter(prefix="/api/v1", tags=["telemetry"])
 
 # Larger batches are not looked at.
-MOST_BYTES = 1024 * 1024
+MAX_TELEMETRY_BYTES = 1024 * 1024
 
 
-@telemetry_router.post("/telemetry", openapi_extra=dict(describe(TelemetrySendRequest)))
+@telemetry_router.post("/telemetry", openapi_extra=dict(openapi_body(TelemetrySendRequest)))
 async def telemetry(request: Request) -> Response:
     """
     Always accepted: a client that hears anything else repeats itself every second, for ever.
@@ -57,17 +57,17 @@ async def telemetry(request: Request) -> Response:
         left -= len(part)
         if left < 0:
             break
-        if len(body) <= MOST_BYTES:
+        if len(body) <= MAX_TELEMETRY_BYTES:
             body += part
-    if settings.telemetry_kept_s > 0 and len(body) <= MOST_BYTES:
+    if settings.telemetry_kept_s > 0 and len(body) <= MAX_TELEMETRY_BYTES:
         _keep(request, bytes(body))
-    return answer({"status": "accepted"})
+    return json_response({"status": "accepted"})
 
 
 def _keep(request: Request, body: bytes) -> None:
     encoding = request.headers.get("content-encoding")
     try:
-        batch: Any = json.loads(decompress(body, encoding, max_bytes=MOST_BYTES))
+        batch: Any = json.loads(decompress(body, encoding, max_bytes=MAX_TELEMETRY_BYTES))
     except (WireError, ValueError, RecursionError):
         return
     if not isinstance(batch, dict) or not isinstance(events := batch.get("events"), list):
@@ -87,11 +87,11 @@ async def metrics(request: Request) -> Response:
     # With a key, of its owner only; without one, where only this machine can ask, of all.
     caller: Caller | None = getattr(request.state, "caller", None)
     owner = None if caller is None else caller.owner
-    registry.register(_Figures(request.app.state.context, owner))
+    registry.register(_ServerMetrics(request.app.state.context, owner))
     return Response(generate_latest(registry), media_type="text/plain; version=0.0.4")
 
 
-class _Figures(Collector):
+class _ServerMetrics(Collector):
     """Figures that are kept anyway, read when somebody asks."""
 
     def __init__(self, context: Context, owner: str | None) -> None:
@@ -123,10 +123,10 @@ class _Figures(Collector):
             operations.add_metric([task.name.lower()], count)
         yield seconds
         yield operations
-        yield from self._shares()
-        yield from engine_gauges(self._context.executor)
+        yield from self._owner_metrics()
+        yield from _engine_metrics(self._context.executor)
 
-    def _shares(self) -> Iterable[Metric]:
+    def _owner_metrics(self) -> Iterable[Metric]:
         """What each owner has, and has had, of the engines."""
         used = CounterMetricFamily(
             "tinkex_owner_compute_seconds",
@@ -146,7 +146,7 @@ class _Figures(Collector):
         yield waiting
 
 
-def engine_gauges(executor: Executor) -> Iterable[Metric]:
+def _engine_metrics(executor: Executor) -> Iterable[Metric]:
     """Every field of the engines' own figures as a gauge with the base model as its label."""
     told = {model.name: executor.stats(model.name) for model in executor.served}
     for field in Stats.DESCRIPTOR.fields:

@@ -17,18 +17,18 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tinkex.server.api.auth import owner_of
-from tinkex.server.api.deps import Turns, context_of
+from tinkex.server.api.deps import OwnerSlots, context_of
 from tinkex.server.store.database import REPORTERS
 from tinkex.wire.base import LenientModel
 from tinkex.wire.codec import JSON_TYPE, encode_json
 from tinkex.wire.errors import UserFailure
 
 #: Bytes of one answer. It is in memory several times before it is sent.
-MOST_BYTES = 32 * 2**20
+MAX_REPORT_BYTES = 32 * 2**20
 #: Lists, searches and reports of one owner.
-REPORTS_AT_ONCE = 1
+MAX_REPORTS_PER_OWNER = 1
 #: Entries of one answer, where a route has no pages.
-MOST_LISTED = 20_000
+MAX_REPORT_ENTRIES = 20_000
 
 Params = ParamSpec("Params")
 Route = Callable[Params, Awaitable[Response]]
@@ -37,33 +37,33 @@ Route = Callable[Params, Awaitable[Response]]
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bound:
     entries: int
-    bytes: int = MOST_BYTES
+    bytes: int = MAX_REPORT_BYTES
 
 
-class Reports:
-    """Turns for lists and reports; over all owners, as many at once as there are threads for them."""
+class ReportSlots:
+    """OwnerSlots for lists and reports; over all owners, as many at once as there are threads for them."""
 
     def __init__(self) -> None:
-        self._of_owner = Turns(REPORTS_AT_ONCE)
+        self._of_owner = OwnerSlots(MAX_REPORTS_PER_OWNER)
         self._all = asyncio.Semaphore(REPORTERS)
 
     @asynccontextmanager
-    async def turn(self, owner: str) -> AsyncIterator[None]:
-        async with self._of_owner.turn(owner), self._all:
+    async def slot(self, owner: str) -> AsyncIterator[None]:
+        async with self._of_owner.slot(owner), self._all:
             yield
 
 
-def reports_of(request: Request) -> Reports:
-    reports: Reports = request.app.state.reports
+def report_slots_of(request: Request) -> ReportSlots:
+    reports: ReportSlots = request.app.state.report_slots
     return reports
 
 
-async def _asking(request: Request) -> str:
+async def _caller_owner(request: Request) -> str:
     return owner_of(request)
 
 
 def bounded(
-    *, entries: int, owner: Callable[[Request], Awaitable[str]] = _asking
+    *, entries: int, owner: Callable[[Request], Awaitable[str]] = _caller_owner
 ) -> Callable[[Route[Params]], Route[Params]]:
     """
     Declare that a route lists at most so many entries, and let an owner have one at a time.
@@ -71,18 +71,18 @@ def bounded(
     `owner` finds whose turn it takes, where the request does not say who asks.
     """
 
-    def declared(route: Route[Params]) -> Route[Params]:
+    def decorate(route: Route[Params]) -> Route[Params]:
         @functools.wraps(route)
-        async def in_turn(*args: Params.args, **kwargs: Params.kwargs) -> Response:
+        async def with_slot(*args: Params.args, **kwargs: Params.kwargs) -> Response:
             request = kwargs["request"]
             assert isinstance(request, Request)
-            async with reports_of(request).turn(await owner(request)):
+            async with report_slots_of(request).slot(await owner(request)):
                 return await route(*args, **kwargs)
 
-        in_turn.__dict__["bound"] = Bound(entries=entries)
-        return in_turn
+        with_slot.__dict__["bound"] = Bound(entries=entries)
+        return with_slot
 
-    return declared
+    return decorate
 
 
 def bound_of(route: Callable[..., Any]) -> Bound | None:
@@ -115,9 +115,9 @@ def encoded(message: LenientModel | Mapping[str, Any], advice: str) -> bytes:
     for part in _parts(message):
         parts.append(part)
         size += len(part)
-        if size > MOST_BYTES:
+        if size > MAX_REPORT_BYTES:
             raise UserFailure(
-                f"the answer has more than {MOST_BYTES} bytes, which is the most. {advice}"
+                f"the answer has more than {MAX_REPORT_BYTES} bytes, which is the most. {advice}"
             )
     return b"".join(parts)
 

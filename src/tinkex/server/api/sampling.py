@@ -14,11 +14,24 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from tinkex.server.api.auth import owner_of
-from tinkex.server.api.bodies import SENT, read_data, read_json, stored
-from tinkex.server.api.deps import Context, answer, context_of, describe, dialect_of, readable
+from tinkex.server.api.bodies import RECEIVED_BODY, read_data, read_json, release_memory
+from tinkex.server.api.deps import (
+    Context,
+    context_of,
+    dialect_of,
+    json_response,
+    openapi_body,
+    readable_checkpoint,
+)
 from tinkex.server.api.errors import Refusal
 from tinkex.server.api.futures import INLINE_ENCODE_BYTES
-from tinkex.server.api.submit import accepted, admit, sequence_ids, take, tokens_known
+from tinkex.server.api.submit import (
+    accept_request,
+    admit,
+    sequence_ids,
+    submit_request,
+    tokens_known,
+)
 from tinkex.server.scheduler.checkpoints import refuse_external
 from tinkex.server.scheduler.jobs import bug
 from tinkex.server.scheduler.results import Settled, UnknownRequest
@@ -45,9 +58,9 @@ from tinkex.wire.sdk_versions import Dialect
 router = APIRouter(prefix="/api/v1", tags=["sampling"])
 
 # Ids are promised for each sequence before it exists; a typing error must not promise a billion.
-MOST_SEQUENCES = 1024
+MAX_SEQUENCES = 1024
 # Sample numbers of clones run to 10^9 times 10^9.
-LARGEST_SEQ_ID = 2**63 - 1
+MAX_SAMPLE_SEQ_ID = 2**63 - 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,16 +73,18 @@ class _Source:
     session_id: str | None = None
 
 
-@router.post("/create_sampling_session", openapi_extra=dict(describe(CreateSamplingSessionRequest)))
+@router.post(
+    "/create_sampling_session", openapi_extra=dict(openapi_body(CreateSamplingSessionRequest))
+)
 async def create_sampling_session(request: Request) -> Response:
     """Unknown base models and paths are refused here, with what there is."""
-    asked = await read_json(request, CreateSamplingSessionRequest)
+    message = await read_json(request, CreateSamplingSessionRequest)
     context = context_of(request)
-    session = await context.open_session(request, asked.session_id)
-    number = asked.sampling_session_seq_id
+    session = await context.open_session(request, message.session_id)
+    number = message.sampling_session_seq_id
     if number < 0:
         raise WireError.at(("sampling_session_seq_id",), f"{number} is negative.")
-    source = await _source(request, context, asked.base_model, asked.model_path)
+    source = await _named_source(request, context, message.base_model, message.model_path)
     sampler = await context.store.runs.create_sampler(
         Sampler(
             sampling_session_id=f"{session.session_id}:sample:{number}",
@@ -88,18 +103,20 @@ async def create_sampling_session(request: Request) -> Response:
             "so it cannot be another one. Use the next free number.",
             "sampling_session_seq_id_reused",
         )
-    return answer(CreateSamplingSessionResponse(sampling_session_id=sampler.sampling_session_id))
+    return json_response(
+        CreateSamplingSessionResponse(sampling_session_id=sampler.sampling_session_id)
+    )
 
 
-@router.post("/join_sampling_session", openapi_extra=dict(describe(JoinSamplingSessionRequest)))
+@router.post("/join_sampling_session", openapi_extra=dict(openapi_body(JoinSamplingSessionRequest)))
 async def join_sampling_session(request: Request) -> Response:
     """A number for a copy of a sampling client, that no other copy has or will have."""
-    asked = await read_json(request, JoinSamplingSessionRequest)
+    message = await read_json(request, JoinSamplingSessionRequest)
     context = context_of(request)
-    sampler = await context.sampler(request, asked.sampling_session_id)
+    sampler = await context.sampler(request, message.sampling_session_id)
     await context.open_session(request, sampler.session_id)
     counter = await context.store.runs.join_sampler(sampler.sampling_session_id)
-    return answer(JoinSamplingSessionResponse(client_counter=counter))
+    return json_response(JoinSamplingSessionResponse(client_counter=counter))
 
 
 @router.get("/samplers/{sampling_session_id}")
@@ -113,46 +130,46 @@ async def get_sampler(request: Request, sampling_session_id: str) -> Response:
     )
     # Ours beside the protocol's fields: an alias alone does not lead to a tokenizer.
     found = context.tokenizer_id(sampler.base_model)
-    return answer({**described.model_dump(exclude_none=True), "tokenizer_id": found})
+    return json_response({**described.model_dump(exclude_none=True), "tokenizer_id": found})
 
 
 async def asample(request: Request) -> Response:
-    return await accepted(context_of(request), await asked_sample(request))
+    return await submit_request(context_of(request), await read_sample(request))
 
 
-async def asked_sample(request: Request) -> NewRequest:
+async def read_sample(request: Request) -> NewRequest:
     """The sample that a body asks for, checked and within its owner's limits."""
     context = context_of(request)
     try:
-        asked, payload = await read_data(request, _decoded)
+        message, payload = await read_data(request, _decoded)
     except UserFailure as failure:
-        return await _unsound(request, context, failure, request.scope[SENT])
+        return await _invalid_sample(request, context, failure, request.scope[RECEIVED_BODY])
     # Of no use from here on, and a stream may last.
-    del request.scope[SENT]
-    source = await _sampled_from(request, context, asked)
+    del request.scope[RECEIVED_BODY]
+    source = await _resolve_source(request, context, message)
     return await _new_sample(
         context,
         request,
         source,
         payload=payload,
-        sampling_session_id=asked.sampling_session_id,
-        seq_id=asked.seq_id,
-        sequences=asked.num_samples,
-        tokens=tokens_known(asked.prompt),
+        sampling_session_id=message.sampling_session_id,
+        seq_id=message.seq_id,
+        sequences=message.num_samples,
+        tokens=tokens_known(message.prompt),
     )
 
 
 def _decoded(body: bytes) -> tuple[SampleRequest, bytes]:
     """What is asked for, and its normal form. Of a large body this runs off the event loop."""
-    asked = decode_json(SampleRequest, body)
-    if asked.sampling_params.seed is None:
+    message = decode_json(SampleRequest, body)
+    if message.sampling_params.seed is None:
         # Fixed here, so that a sample that runs again after a crash draws the same tokens.
-        params = asked.sampling_params.model_copy(update={"seed": secrets.randbits(31)})
-        asked = asked.model_copy(update={"sampling_params": params})
-    return asked, encode_json(asked)
+        params = message.sampling_params.model_copy(update={"seed": secrets.randbits(31)})
+        message = message.model_copy(update={"sampling_params": params})
+    return message, encode_json(message)
 
 
-async def _unsound(
+async def _invalid_sample(
     request: Request, context: Context, failure: UserFailure, body: bytes
 ) -> NewRequest:
     """A sound body that asks for something unknown: accepted, and fails as the user's."""
@@ -163,9 +180,9 @@ async def _unsound(
     if sampling_session_id is not None:
         sampler = await context.sampler(request, sampling_session_id)
         await context.open_session(request, sampler.session_id)
-        source = _of_sampler(sampler)
+        source = _sampler_source(sampler)
     elif base_model is not None or model_path is not None:
-        source = await _source(request, context, base_model, model_path)
+        source = await _named_source(request, context, base_model, model_path)
     else:
         raise failure  # it names no model whose work it could be
     seq_id, sequences = failure.request.get("seq_id"), failure.request.get("num_samples", 1)
@@ -191,12 +208,12 @@ async def _new_sample(
     sequences: int,
     tokens: int = 0,
 ) -> NewRequest:
-    if not 1 <= sequences <= MOST_SEQUENCES:
+    if not 1 <= sequences <= MAX_SEQUENCES:
         raise WireError.at(
             ("num_samples",),
-            f"{sequences} samples were asked for; 1 to {MOST_SEQUENCES} are allowed.",
+            f"{sequences} samples were asked for; 1 to {MAX_SEQUENCES} are allowed.",
         )
-    if seq_id is not None and not 0 <= seq_id <= LARGEST_SEQ_ID:
+    if seq_id is not None and not 0 <= seq_id <= MAX_SAMPLE_SEQ_ID:
         raise WireError.at(("seq_id",), f"{seq_id} is not a number of 64 bits from 0.")
     new = NewRequest(
         owner=owner_of(request),
@@ -214,25 +231,25 @@ async def _new_sample(
     return new
 
 
-async def _sampled_from(request: Request, context: Context, asked: SampleRequest) -> _Source:
+async def _resolve_source(request: Request, context: Context, message: SampleRequest) -> _Source:
     """What one of the three ways to name a model means; two that disagree are refused."""
-    if asked.mode != "session":
-        return await _source(request, context, asked.base_model, asked.model_path)
-    source = _of_sampler(await context.sampler(request, asked.sampling_session_id or ""))
+    if message.mode != "session":
+        return await _named_source(request, context, message.base_model, message.model_path)
+    source = _sampler_source(await context.sampler(request, message.sampling_session_id or ""))
     if source.session_id is not None:
         await context.open_session(request, source.session_id)
     same_base = (
-        asked.base_model is not None
-        and context.base_model(asked.base_model).name == source.base_model
+        message.base_model is not None
+        and context.base_model(message.base_model).name == source.base_model
     )
-    asked.check_agrees(
-        base_model=asked.base_model if same_base else source.base_model,
+    message.check_agrees(
+        base_model=message.base_model if same_base else source.base_model,
         model_path=source.model_path,
     )
     return source
 
 
-def _of_sampler(sampler: Sampler) -> _Source:
+def _sampler_source(sampler: Sampler) -> _Source:
     return _Source(
         base_model=sampler.base_model,
         version_id=sampler.version_id,
@@ -241,7 +258,7 @@ def _of_sampler(sampler: Sampler) -> _Source:
     )
 
 
-async def _source(
+async def _named_source(
     request: Request, context: Context, base_model: str | None, model_path: str | None
 ) -> _Source:
     """A checkpoint, or a base model as it is."""
@@ -252,7 +269,7 @@ async def _source(
             )
         base = context.base_model(base_model)
         return _Source(base_model=base.name, version_id=None, model_path=None)
-    version, run = await readable(request, context, model_path)
+    version, run = await readable_checkpoint(request, context, model_path)
     refuse_external(version)
     if base_model is not None and context.base_model(base_model).name != run.base_model:
         raise Refusal(
@@ -269,8 +286,8 @@ async def _source(
 
 EVENT_STREAM = "text/event-stream"
 # A sign of life for proxies, and for clients that would take a silent connection for a dead one.
-BEAT_S = 10.0
-BEAT = b": keep-alive\n\n"
+KEEP_ALIVE_S = 10.0
+KEEP_ALIVE = b": keep-alive\n\n"
 STOPPING = b": the server is stopping; the result can be fetched by its request id\n\n"
 
 # An event of a long sample is megabytes: sent in slices, no more than one waits for a slow reader.
@@ -282,18 +299,20 @@ HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 async def stream_sample(request: Request) -> Response:
     context = context_of(request)
-    new = await asked_sample(request)
-    first = await take(context, new, tap=Tap())
+    new = await read_sample(request)
+    first = await accept_request(context, new, tap=Tap())
     # A stream may last for minutes, and its body is on disk.
-    stored(request.scope)
+    release_memory(request.scope)
     session = None
     if new.session_id is not None:
         session = await context.session(request, new.session_id)
-    told = _Told(context, first, owner=owner_of(request), dialect=dialect_of(request, session))
-    return _Stream(told.events())
+    told = _SampleEvents(
+        context, first, owner=owner_of(request), dialect=dialect_of(request, session)
+    )
+    return _EventStream(told.events())
 
 
-class _Stream(StreamingResponse):
+class _EventStream(StreamingResponse):
     """Closes its events when the client is gone: they tell whoever made them, at once."""
 
     def __init__(self, events: AsyncGenerator[bytes]) -> None:
@@ -312,7 +331,7 @@ async def slices(pieces: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
             yield piece[start : start + SLICE_BYTES]
 
 
-class _Told:
+class _SampleEvents:
     """One sample for one reader."""
 
     def __init__(self, context: Context, first: Accepted, *, owner: str, dialect: Dialect) -> None:
@@ -330,9 +349,9 @@ class _Told:
     async def events(self) -> AsyncGenerator[bytes]:
         over = False
         try:
-            accepted = {"request_id": self._request_id, "sample_sequence_ids": self._ids}
-            yield event("accepted", accepted)
-            async with contextlib.aclosing(self._until_settled()) as pieces:
+            submit_request = {"request_id": self._request_id, "sample_sequence_ids": self._ids}
+            yield event("accepted", submit_request)
+            async with contextlib.aclosing(self._tokens_until_settled()) as pieces:
                 async for piece in pieces:
                     yield piece
             if self._settled is None:
@@ -359,25 +378,25 @@ class _Told:
                     after_s=self._context.settings.stream_grace_s,
                 )
 
-    async def _until_settled(self) -> AsyncGenerator[bytes]:
+    async def _tokens_until_settled(self) -> AsyncGenerator[bytes]:
         """Tokens as they come, until the sample is over or the server stops."""
         futures = self._context.futures
-        beat_s = min(BEAT_S, self._context.settings.long_poll_s or BEAT_S)
+        beat_s = min(KEEP_ALIVE_S, self._context.settings.long_poll_s or KEEP_ALIVE_S)
         while True:
             waiting = asyncio.ensure_future(
                 futures.wait(self._request_id, owner=self._owner, within_s=beat_s)
             )
             try:
-                async for piece in self._tokens_until(waiting):
+                async for piece in self._new_tokens_until(waiting):
                     yield piece
                 self._settled = await waiting
                 if self._settled is not None or futures.closing:
                     return
             finally:
                 waiting.cancel()
-            yield BEAT
+            yield KEEP_ALIVE
 
-    async def _tokens_until(self, waiting: asyncio.Future[Any]) -> AsyncGenerator[bytes]:
+    async def _new_tokens_until(self, waiting: asyncio.Future[Any]) -> AsyncGenerator[bytes]:
         while not waiting.done():
             # Asked for first and waited for last: what comes while a piece is sent is not missed.
             changed = set() if self._tap is None else {self._tap.changed}
@@ -400,17 +419,19 @@ class _Told:
         response = decode_sample_response(result, self._ids)
         for index, sequence in enumerate(response.sequences):
             self._growing.take(index, sequence.tokens, sequence.logprobs, start=0)
-        done = event("done", {**whole(response, self._dialect), "sample_sequence_ids": self._ids})
+        done = event(
+            "done", {**complete_json(response, self._dialect), "sample_sequence_ids": self._ids}
+        )
         return [*(token(news) for news in self._reader.news()), done]
 
 
-def whole(response: SampleResponse, dialect: Dialect) -> dict[str, Any]:
+def complete_json(response: SampleResponse, dialect: Dialect) -> dict[str, Any]:
     """The JSON that a poll answers, with the likeliest tokens beside the drawn ones."""
-    answer = dialect.sample_json(response)
-    for shown, sequence in zip(answer["sequences"], response.sequences, strict=True):
+    json_response = dialect.sample_json(response)
+    for shown, sequence in zip(json_response["sequences"], response.sequences, strict=True):
         if sequence.topk_logprobs is not None:
             shown["topk_logprobs"] = sequence.topk_logprobs
-    return answer
+    return json_response
 
 
 def token(news: SampledTokens) -> bytes:

@@ -13,9 +13,9 @@ from starlette.responses import Response
 
 from tinkex.server.api.auth import caller_of, owner_of
 from tinkex.server.api.bodies import read_json
-from tinkex.server.api.deps import answer, context_of, describe
-from tinkex.server.api.errors import Refusal, missing
-from tinkex.server.api.report_limits import MOST_LISTED, bounded, report
+from tinkex.server.api.deps import context_of, json_response, openapi_body
+from tinkex.server.api.errors import Refusal, not_found
+from tinkex.server.api.report_limits import MAX_REPORT_ENTRIES, bounded, report
 from tinkex.server.scheduler.session_timeout import session_status
 from tinkex.server.store.history import MOST_SPANS, Holdings, PastSession, Span
 from tinkex.wire.base import StrictModel
@@ -48,27 +48,27 @@ from tinkex.wire.sdk_versions import Dialect
 router = APIRouter(prefix="/api/v1", tags=["sessions"])
 
 # As wide as the columns that hold them.
-LONGEST_VERSION = 64
-LONGEST_PROJECT = 200
-LONGEST_DISPLAY_NAME = 500
+MAX_VERSION_LENGTH = 64
+MAX_PROJECT_LENGTH = 200
+MAX_DISPLAY_NAME_LENGTH = 500
 # Clients send the end of a traceback, and must get rid of it whatever its length.
-LONGEST_FINISH = 4_000
+MAX_FINISH_DETAIL_LENGTH = 4_000
 
 
-@router.post("/client/config", openapi_extra=dict(describe(ClientConfigRequest)))
+@router.post("/client/config", openapi_extra=dict(openapi_body(ClientConfigRequest)))
 async def client_config(request: Request) -> Response:
-    asked = await read_json(request, ClientConfigRequest)
-    dialect = Dialect.of(asked.sdk_version)
+    message = await read_json(request, ClientConfigRequest)
+    dialect = Dialect.of(message.sdk_version)
     flags = dialect.client_config()
     if context_of(request).settings.jwt and dialect.exchanges_tokens:
         flags["pjwt_auth_enabled"] = True
-    return answer(flags)
+    return json_response(flags)
 
 
-@router.post("/client/dynamic_config", openapi_extra=dict(describe(ClientConfigRequest)))
+@router.post("/client/dynamic_config", openapi_extra=dict(openapi_body(ClientConfigRequest)))
 async def client_dynamic_config(request: Request) -> Response:
-    asked = await read_json(request, ClientConfigRequest)
-    return answer(Dialect.of(asked.sdk_version).dynamic_config())
+    message = await read_json(request, ClientConfigRequest)
+    return json_response(Dialect.of(message.sdk_version).dynamic_config())
 
 
 @router.get("/get_server_capabilities")
@@ -83,26 +83,28 @@ async def get_server_capabilities(request: Request) -> Response:
         )
         for model in served
     ]
-    return answer(GetServerCapabilitiesResponse(supported_models=models))
+    return json_response(GetServerCapabilitiesResponse(supported_models=models))
 
 
-@router.post("/create_session", openapi_extra=dict(describe(CreateSessionRequest)))
+@router.post("/create_session", openapi_extra=dict(openapi_body(CreateSessionRequest)))
 async def create_session(request: Request) -> Response:
-    asked = await read_json(request, CreateSessionRequest)
-    _check_length("project_id", asked.project_id, LONGEST_PROJECT)
-    _check_length("display_name", asked.display_name, LONGEST_DISPLAY_NAME)
+    message = await read_json(request, CreateSessionRequest)
+    _check_length("project_id", message.project_id, MAX_PROJECT_LENGTH)
+    _check_length("display_name", message.display_name, MAX_DISPLAY_NAME_LENGTH)
     key = request.headers.get("x-idempotency-key")
     caller = caller_of(request)
     session = await context_of(request).store.runs.create_session(
         owner=caller.owner,
-        sdk_version=asked.sdk_version[:LONGEST_VERSION],
-        tags=list(asked.tags),
-        user_metadata=asked.user_metadata or {},
-        project_id=asked.project_id or caller.project_id,
-        display_name=asked.display_name,
+        sdk_version=message.sdk_version[:MAX_VERSION_LENGTH],
+        tags=list(message.tags),
+        user_metadata=message.user_metadata or {},
+        project_id=message.project_id or caller.project_id,
+        display_name=message.display_name,
         idempotency_key=None if key is None else hashlib.sha256(key.encode()).hexdigest(),
     )
-    return answer(CreateSessionResponse(session_id=session.session_id, type="create_session"))
+    return json_response(
+        CreateSessionResponse(session_id=session.session_id, type="create_session")
+    )
 
 
 def _check_length(name: str, text: str | None, longest: int) -> None:
@@ -110,25 +112,27 @@ def _check_length(name: str, text: str | None, longest: int) -> None:
         raise WireError.at((name,), f"{len(text)} characters; at most {longest} are allowed.")
 
 
-@router.post("/session_heartbeat", openapi_extra=dict(describe(SessionHeartbeatRequest)))
+@router.post("/session_heartbeat", openapi_extra=dict(openapi_body(SessionHeartbeatRequest)))
 async def session_heartbeat(request: Request) -> Response:
-    asked = await read_json(request, SessionHeartbeatRequest)
+    message = await read_json(request, SessionHeartbeatRequest)
     context = context_of(request)
-    await context.open_session(request, asked.session_id)
-    context.store.runs.seen(asked.session_id)
-    return answer({"type": "session_heartbeat"})
+    await context.open_session(request, message.session_id)
+    context.store.runs.seen(message.session_id)
+    return json_response({"type": "session_heartbeat"})
 
 
-@router.post("/sessions/{session_id}/finish", openapi_extra=dict(describe(FinishSessionRequest)))
+@router.post(
+    "/sessions/{session_id}/finish", openapi_extra=dict(openapi_body(FinishSessionRequest))
+)
 async def finish_session(request: Request, session_id: str) -> Response:
-    asked = await read_json(request, FinishSessionRequest)
+    message = await read_json(request, FinishSessionRequest)
     context = context_of(request)
     await context.session(request, session_id)
-    detail = None if asked.detail is None else scrubbed(asked.detail)[:LONGEST_FINISH]
-    await context.store.runs.finish_session(session_id, asked.reason.type, detail)
+    detail = None if message.detail is None else scrubbed(message.detail)[:MAX_FINISH_DETAIL_LENGTH]
+    await context.store.runs.finish_session(session_id, message.reason.type, detail)
     context.forget_session(session_id)
     context.presence.left(session_id)
-    return answer({})
+    return json_response({})
 
 
 # MERGED: Sessions of the past and present: lists, details, search, projects, and traces.
@@ -137,9 +141,9 @@ async def finish_session(request: Request, session_id: str) -> Response:
 #: Where sessions are that named no project.
 NO_PROJECT = "default"
 
-MOST_ON_A_PAGE = 10_000
-MOST_FOUND = 200
-Limit = Annotated[int, Query(ge=0, le=MOST_ON_A_PAGE)]
+MAX_PAGE_SIZE = 10_000
+MAX_SEARCH_PAGE_SIZE = 200
+Limit = Annotated[int, Query(ge=0, le=MAX_PAGE_SIZE)]
 Offset = Annotated[int, Query(ge=0, le=2**53)]
 # `accessible`: also sessions in which others published a checkpoint, and of them only that.
 Scope = Annotated[Literal["owned", "accessible"], Query()]
@@ -150,7 +154,7 @@ class SetSessionProjectRequest(StrictModel):
 
 
 @router.get("/sessions")
-@bounded(entries=MOST_ON_A_PAGE)
+@bounded(entries=MAX_PAGE_SIZE)
 async def list_sessions(
     request: Request, limit: Limit = 20, offset: Offset = 0, access_scope: Scope = "owned"
 ) -> Response:
@@ -166,8 +170,8 @@ async def list_sessions(
     )
 
 
-@router.post("/sessions/search", openapi_extra=dict(describe(SessionSearchRequest)))
-@bounded(entries=MOST_FOUND)
+@router.post("/sessions/search", openapi_extra=dict(openapi_body(SessionSearchRequest)))
+@bounded(entries=MAX_SEARCH_PAGE_SIZE)
 async def search_sessions(request: Request) -> Response:
     """
     Newest first, page by page.
@@ -175,16 +179,16 @@ async def search_sessions(request: Request) -> Response:
     One request looks at so many sessions and no more: a page may have few entries, or none, and a
     `next_cursor` to go on with. Only without a cursor it was the last.
     """
-    asked = await read_json(request, SessionSearchRequest)
+    message = await read_json(request, SessionSearchRequest)
     owner = owner_of(request)
     history = context_of(request).store.history
     found = await history.search(
         owner=owner,
-        published=not isinstance(asked.owner, OwnSearchOwner),
-        session_id=asked.session_id,
-        after=None if asked.cursor is None else _place(asked.cursor),
-        wanted=lambda session: _is_wanted(session, asked),
-        limit=asked.limit,
+        published=not isinstance(message.owner, OwnSearchOwner),
+        session_id=message.session_id,
+        after=None if message.cursor is None else _place(message.cursor),
+        wanted=lambda session: _matches(session, message),
+        limit=message.limit,
     )
     holdings = await history.holdings(
         [one.session_id for one in found.sessions], reader=owner, now_s=time.time()
@@ -200,15 +204,15 @@ async def search_sessions(request: Request) -> Response:
 
 
 @router.get("/sessions/{session_id}")
-@bounded(entries=2 * MOST_LISTED)
+@bounded(entries=2 * MAX_REPORT_ENTRIES)
 async def get_session(request: Request, session_id: str, access_scope: Scope = "owned") -> Response:
     session = await _session(request, session_id, published=access_scope == "accessible")
     runs, samplers = await context_of(request).store.history.made_in(
-        session_id, reader=owner_of(request), most=MOST_LISTED + 1
+        session_id, reader=owner_of(request), most=MAX_REPORT_ENTRIES + 1
     )
-    if max(len(runs), len(samplers)) > MOST_LISTED:
+    if max(len(runs), len(samplers)) > MAX_REPORT_ENTRIES:
         raise UserFailure(
-            f"session {session_id} has more than {MOST_LISTED} training runs or samplers, which "
+            f"session {session_id} has more than {MAX_REPORT_ENTRIES} training runs or samplers, which "
             "is the most of one answer. List runs with GET training_runs, page by page."
         )
     return await report(
@@ -216,7 +220,7 @@ async def get_session(request: Request, session_id: str, access_scope: Scope = "
         lambda: GetSessionResponse(
             training_run_ids=runs,
             sampler_ids=samplers,
-            user_metadata=texts(session.user_metadata),
+            user_metadata=metadata_as_text(session.user_metadata),
             display_name=session.display_name,
         ),
         advice="List runs with GET training_runs, page by page.",
@@ -226,18 +230,18 @@ async def get_session(request: Request, session_id: str, access_scope: Scope = "
 @router.put(
     "/sessions/{session_id}/project",
     status_code=204,
-    openapi_extra=dict(describe(SetSessionProjectRequest)),
+    openapi_extra=dict(openapi_body(SetSessionProjectRequest)),
 )
 async def set_project(request: Request, session_id: str) -> Response:
-    asked = await read_json(request, SetSessionProjectRequest)
-    if not 1 <= len(asked.project_id) <= LONGEST_PROJECT:
+    message = await read_json(request, SetSessionProjectRequest)
+    if not 1 <= len(message.project_id) <= MAX_PROJECT_LENGTH:
         raise WireError.at(
             ("project_id",),
-            f"{len(asked.project_id)} characters; 1 to {LONGEST_PROJECT} are allowed.",
+            f"{len(message.project_id)} characters; 1 to {MAX_PROJECT_LENGTH} are allowed.",
         )
     session = await _session(request, session_id)
     context = context_of(request)
-    await context.store.history.set_project(session_id, asked.project_id, owner=session.owner)
+    await context.store.history.set_project(session_id, message.project_id, owner=session.owner)
     context.forget_session(session_id)
     return Response(status_code=204)
 
@@ -250,10 +254,10 @@ async def trace_export(request: Request, session_id: str) -> Response:
     path = _trace_path(session_id)
     query = context.signer.sign(path, lasts_s=context.settings.link_s)
     base = context.settings.public_url.rstrip("/") or str(request.base_url).rstrip("/")
-    return answer(TraceExportResponse(status="ready", url=f"{base}{path}?{query}"))
+    return json_response(TraceExportResponse(status="ready", url=f"{base}{path}?{query}"))
 
 
-async def _traced(request: Request) -> str:
+async def _trace_owner(request: Request) -> str:
     """
     Whose session a link is about: the link says nothing of who opens it.
 
@@ -261,7 +265,7 @@ async def _traced(request: Request) -> str:
     """
     context, session_id = context_of(request), request.path_params["session_id"]
     query = request.query_params
-    if not context.signer.opens(_trace_path(session_id), query["expires"], query["signature"]):
+    if not context.signer.verifies(_trace_path(session_id), query["expires"], query["signature"]):
         raise Refusal(
             403, "this link has expired, or is not one of this server. Ask for a new one."
         )
@@ -271,7 +275,7 @@ async def _traced(request: Request) -> str:
 
 @router.get("/signed/traces/{session_id}")
 # Each span begins and ends; each track has a name.
-@bounded(entries=3 * MOST_SPANS, owner=_traced)
+@bounded(entries=3 * MOST_SPANS, owner=_trace_owner)
 async def trace(request: Request, session_id: str, expires: str, signature: str) -> Response:
     """What such a link leads to: one line of time for each model and sampler of a session."""
     spans = await context_of(request).store.history.spans(session_id)
@@ -284,7 +288,7 @@ async def trace(request: Request, session_id: str, expires: str, signature: str)
     )
 
 
-def texts(metadata: Mapping[str, Any] | None) -> dict[str, str] | None:
+def metadata_as_text(metadata: Mapping[str, Any] | None) -> dict[str, str] | None:
     """Any JSON was taken in; what goes out is text."""
     if metadata is None:
         return None
@@ -299,28 +303,28 @@ async def _session(request: Request, session_id: str, *, published: bool = False
         session_id, reader=owner_of(request), published=published
     )
     if session is None:
-        raise missing("session", session_id, "Create one with create_session.")
+        raise not_found("session", session_id, "Create one with create_session.")
     return session
 
 
-def _is_wanted(session: PastSession, asked: SessionSearchRequest) -> bool:
-    if isinstance(asked.owner, UserSearchOwner) and session.owner not in asked.owner.owner_urns:
+def _matches(session: PastSession, message: SessionSearchRequest) -> bool:
+    if isinstance(message.owner, UserSearchOwner) and session.owner not in message.owner.owner_urns:
         return False
-    if asked.project_ids is not None and (session.project_id or NO_PROJECT) not in (
-        asked.project_ids
+    if message.project_ids is not None and (session.project_id or NO_PROJECT) not in (
+        message.project_ids
     ):
         return False
-    if asked.display_name is not None and (
-        asked.display_name.lower() not in (session.display_name or "").lower()
+    if message.display_name is not None and (
+        message.display_name.lower() not in (session.display_name or "").lower()
     ):
         return False
-    known = texts(session.user_metadata) or {}
-    if any(known.get(key) != value for key, value in asked.user_metadata.items()):
+    known = metadata_as_text(session.user_metadata) or {}
+    if any(known.get(key) != value for key, value in message.user_metadata.items()):
         return False
-    if asked.statuses is None:
+    if message.statuses is None:
         return True
     status = session_status(session)
-    return any(_has_status(status, query) for query in asked.statuses)
+    return any(_has_status(status, query) for query in message.statuses)
 
 
 def _has_status(status: SessionStatus, query: SessionStatusQuery) -> bool:
@@ -340,7 +344,7 @@ def _summary(session: PastSession, holdings: Holdings) -> SessionSummary:
         status=session_status(session),
         checkpoints_count=holdings.checkpoints,
         display_name=session.display_name,
-        user_metadata=texts(session.user_metadata),
+        user_metadata=metadata_as_text(session.user_metadata),
         checkpoint_storage_bytes=holdings.size_bytes,
     )
 

@@ -8,8 +8,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tinkex.server.api.auth import caller_of
-from tinkex.server.api.bodies import SENT
-from tinkex.server.api.deps import Context, answer, context_of
+from tinkex.server.api.bodies import RECEIVED_BODY
+from tinkex.server.api.deps import Context, context_of, json_response
 from tinkex.server.api.errors import Refusal
 from tinkex.server.scheduler.fairness import Limits, all_full, over_limit
 from tinkex.server.scheduler.results import load_of
@@ -64,10 +64,10 @@ async def admit(
     raise Refusal(429, refusal, headers={"Retry-After": str(RETRY_AFTER_S)})
 
 
-async def accepted(context: Context, new: NewRequest) -> Response:
+async def submit_request(context: Context, new: NewRequest) -> Response:
     """Store the request, or find its earlier self; hand it on if it is new; answer its id."""
-    first = await take(context, new)
-    return answer(
+    first = await accept_request(context, new)
+    return json_response(
         UntypedAPIFuture(
             request_id=first.request_id,
             model_id=new.model_id,
@@ -81,7 +81,7 @@ def sequence_ids(first: Accepted) -> list[str]:
     return [f"{first.request_id}-{index}" for index in range(first.sequences)]
 
 
-async def take(context: Context, new: NewRequest, *, tap: Tap | None = None) -> Accepted:
+async def accept_request(context: Context, new: NewRequest, *, tap: Tap | None = None) -> Accepted:
     """The same without the answer; a new sample tells its tokens to the tap."""
     first = None
     if context.store.condition.trouble is not None:
@@ -98,11 +98,11 @@ async def take(context: Context, new: NewRequest, *, tap: Tap | None = None) -> 
             f"{new.kind}. Two clients may be numbering the steps of one model.",
             "seq_id_reused",
         )
-    await hand_on(context, new, first, tap=tap)
+    await schedule(context, new, first, tap=tap)
     return first
 
 
-async def made_before(context: Context, new: NewRequest, first: Accepted) -> None:
+async def check_same_model(context: Context, new: NewRequest, first: Accepted) -> None:
     """
     A model that is made a second time must be the same one: nothing would show the difference.
 
@@ -128,7 +128,7 @@ def tokens_known(prompt: ModelInput) -> int:
         return sum(c.length for c in prompt.chunks if isinstance(c, EncodedTextChunk))
 
 
-def row_of(new: NewRequest, first: Accepted) -> RequestRow:
+def new_row(new: NewRequest, first: Accepted) -> RequestRow:
     """The row that was just written."""
     return RequestRow(
         request_id=first.request_id,
@@ -150,7 +150,7 @@ def row_of(new: NewRequest, first: Accepted) -> RequestRow:
     )
 
 
-async def hand_on(
+async def schedule(
     context: Context, new: NewRequest, first: Accepted, *, tap: Tap | None = None
 ) -> None:
     """
@@ -159,7 +159,7 @@ async def hand_on(
     So is a repeat of something that waits and never got there.
     """
     if first.is_new:
-        row = row_of(new, first)
+        row = new_row(new, first)
         context.dispatcher.take(row, payload=new.payload, tap=tap)
     else:
         await context.dispatcher.take_again(first.request_id)
@@ -173,7 +173,7 @@ NumberedStep = (
 )
 
 
-def read_step(message: type[NumberedStep], body: bytes) -> tuple[str, int | None, bytes]:
+def read_step(message_type: type[NumberedStep], body: bytes) -> tuple[str, int | None, bytes]:
     """
     The model and the number of a step, once its body is known to be sound, and what is stored.
 
@@ -182,13 +182,13 @@ def read_step(message: type[NumberedStep], body: bytes) -> tuple[str, int | None
     nobody knows may be anything, a key too, so that is taken out.
     """
     try:
-        asked = decode_json(message, body)
+        message = decode_json(message_type, body)
     except UserFailure as failure:
         model_id, seq_id = failure.request.get("model_id"), failure.request.get("seq_id")
         if not isinstance(model_id, str) or not isinstance(seq_id, int):
             raise
         return model_id, seq_id, scrubbed(body.decode(errors="replace")).encode()
-    return asked.model_id, asked.seq_id, encode_json(asked)
+    return message.model_id, message.seq_id, encode_json(message)
 
 
 async def accept_step(
@@ -224,7 +224,7 @@ async def accept_step(
         tokens=tokens,
     )
     await admit(request, context, new)
-    return await accepted(context, new)
+    return await submit_request(context, new)
 
 
 # MERGED: A step that is refused does not hold up those behind it. The refusal is answered as ever. It is also noted under the step's number, where model and number can be read: the sender may use the number again, and if it goes on instead, the step counts as failed with the same reason. Unknown models and limits (404, 410, 429) are no failures of a step.
@@ -236,31 +236,31 @@ Route = Callable[[Request], Awaitable[Response]]
 LARGEST_SEQ_ID = 2**31 - 1
 
 #: What a step can be answered at once that will not become better by sending it again.
-FINAL = frozenset({400, 413, 422})
+FINAL_STATUSES = frozenset({400, 413, 422})
 
 
-def numbered(kind: Kind) -> Callable[[Route], Route]:
+def numbered_step(kind: Kind) -> Callable[[Route], Route]:
     """For routes that take steps of this kind."""
 
-    def around(route: Route) -> Route:
+    def decorate(route: Route) -> Route:
         @wraps(route)
-        async def send(request: Request) -> Response:
+        async def handle(request: Request) -> Response:
             try:
                 return await route(request)
             except (WireError, UserFailure) as refusal:
-                await _note(request, kind, str(refusal))
+                await _record_refusal(request, kind, str(refusal))
                 raise
             except Refusal as refusal:
-                if refusal.status in FINAL:
-                    await _note(request, kind, str(refusal))
+                if refusal.status in FINAL_STATUSES:
+                    await _record_refusal(request, kind, str(refusal))
                 raise
 
-        return send
+        return handle
 
-    return around
+    return decorate
 
 
-async def _note(request: Request, kind: Kind, reason: str) -> None:
+async def _record_refusal(request: Request, kind: Kind, reason: str) -> None:
     address = _address(request)
     if address is None or not 1 <= address.seq_id <= LARGEST_SEQ_ID:
         return
@@ -281,7 +281,7 @@ async def _note(request: Request, kind: Kind, reason: str) -> None:
 
 
 def _address(request: Request) -> Address | None:
-    body: bytes | None = request.scope.get(SENT)
+    body: bytes | None = request.scope.get(RECEIVED_BODY)
     if body is None:
         return None
     if PROTOBUF_TYPE in request.headers.get("content-type", ""):

@@ -5,8 +5,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tinkex.server.api.bodies import read_body, read_data
-from tinkex.server.api.deps import context_of, describe
-from tinkex.server.api.submit import accept_step, numbered, read_step, tokens_known
+from tinkex.server.api.deps import context_of, openapi_body
+from tinkex.server.api.submit import accept_step, numbered_step, read_step, tokens_known
 from tinkex.server.scheduler.step_queue import Kind
 from tinkex.wire.codec import PROTOBUF_TYPE, decode_forward_json
 from tinkex.wire.protobuf import (
@@ -18,37 +18,43 @@ from tinkex.wire.training import ForwardBackwardRequest, OptimStepRequest
 router = APIRouter(prefix="/api/v1", tags=["training"])
 
 
-@numbered(Kind.FORWARD)
+@numbered_step(Kind.FORWARD)
 async def forward(request: Request) -> Response:
     return await _pass(request, forward_only=True)
 
 
-@numbered(Kind.FORWARD_BACKWARD)
+@numbered_step(Kind.FORWARD_BACKWARD)
 async def forward_backward(request: Request) -> Response:
     return await _pass(request, forward_only=False)
 
 
 async def _pass(request: Request, *, forward_only: bool) -> Response:
     is_protobuf = PROTOBUF_TYPE in request.headers.get("content-type", "")
-    asked, said_forward, payload = await read_data(request, lambda body: _decode(body, is_protobuf))
+    message, said_forward, payload = await read_data(
+        request, lambda body: _decode(body, is_protobuf)
+    )
     context = context_of(request)
-    model = await context.model(request, asked.model_id)
+    model = await context.model(request, message.model_id)
     kind = Kind.FORWARD if forward_only or said_forward else Kind.FORWARD_BACKWARD
-    tokens = sum(tokens_known(datum.model_input) for datum in asked.forward_backward_input.data)
-    return await accept_step(request, context, model, kind, asked.seq_id, payload, tokens=tokens)
+    tokens = sum(tokens_known(datum.model_input) for datum in message.forward_backward_input.data)
+    return await accept_step(request, context, model, kind, message.seq_id, payload, tokens=tokens)
 
 
 def _decode(body: bytes, is_protobuf: bool) -> tuple[ForwardBackwardRequest, bool, bytes]:
     """The pass, whether it is forward only, and its normal form."""
     if is_protobuf:
-        asked, forward_only = decode_forward_backward_request(body)
-        return asked, forward_only, body
-    asked, forward_only = decode_forward_json(body)
-    return asked, forward_only, encode_forward_backward_request(asked, forward_only=forward_only)
+        message, forward_only = decode_forward_backward_request(body)
+        return message, forward_only, body
+    message, forward_only = decode_forward_json(body)
+    return (
+        message,
+        forward_only,
+        encode_forward_backward_request(message, forward_only=forward_only),
+    )
 
 
-@router.post("/optim_step", openapi_extra=dict(describe(OptimStepRequest)))
-@numbered(Kind.OPTIM_STEP)
+@router.post("/optim_step", openapi_extra=dict(openapi_body(OptimStepRequest)))
+@numbered_step(Kind.OPTIM_STEP)
 async def optim_step(request: Request) -> Response:
     body = await read_body(request)
     model_id, seq_id, payload = read_step(OptimStepRequest, body)

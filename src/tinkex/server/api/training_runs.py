@@ -11,9 +11,9 @@ from starlette.responses import Response
 
 from tinkex.server.api.auth import owner_of
 from tinkex.server.api.bodies import read_body
-from tinkex.server.api.deps import answer, context_of, describe, dialect_of
-from tinkex.server.api.errors import Refusal, missing
-from tinkex.server.api.report_limits import MOST_LISTED, bounded, report
+from tinkex.server.api.deps import context_of, dialect_of, json_response, openapi_body
+from tinkex.server.api.errors import Refusal, not_found
+from tinkex.server.api.report_limits import MAX_REPORT_ENTRIES, bounded, report
 from tinkex.server.scheduler.checkpoints import (
     EXTERNAL,
     SAMPLER,
@@ -36,8 +36,8 @@ from tinkex.wire.runs import TrainingRun, TrainingRunsResponse
 
 router = APIRouter(prefix="/api/v1", tags=["runs"])
 
-MOST_ON_A_PAGE = 10_000
-Limit = Annotated[int, Query(ge=0, le=MOST_ON_A_PAGE)]
+MAX_PAGE_SIZE = 10_000
+Limit = Annotated[int, Query(ge=0, le=MAX_PAGE_SIZE)]
 Offset = Annotated[int, Query(ge=0, le=2**53)]
 # `accessible`: also what others have published, and of it only that.
 Scope = Annotated[Literal["owned", "accessible"], Query()]
@@ -46,7 +46,7 @@ CHECKPOINT = "/training_runs/{run}/checkpoints/{kind}/{name}"
 
 
 @router.get("/training_runs")
-@bounded(entries=MOST_ON_A_PAGE)
+@bounded(entries=MAX_PAGE_SIZE)
 async def list_training_runs(
     request: Request,
     limit: Limit = 20,
@@ -75,11 +75,11 @@ async def list_training_runs(
 
 @router.get("/training_runs/{run}")
 async def get_training_run(request: Request, run: str, access_scope: Scope = "owned") -> Response:
-    return answer(_run(await _readable(request, run, access_scope)))
+    return json_response(_run(await _readable(request, run, access_scope)))
 
 
 @router.get("/training_runs/{run}/checkpoints")
-@bounded(entries=MOST_LISTED)
+@bounded(entries=MAX_REPORT_ENTRIES)
 async def list_run_checkpoints(
     request: Request, run: str, access_scope: Scope = "owned"
 ) -> Response:
@@ -90,12 +90,12 @@ async def list_run_checkpoints(
         kinds=_kinds(request),
         model_id=run,
         published=access_scope == "accessible",
-        limit=MOST_LISTED,
+        limit=MAX_REPORT_ENTRIES,
     )
     advice = "List them with GET checkpoints, page by page."
-    if total > MOST_LISTED:
+    if total > MAX_REPORT_ENTRIES:
         raise UserFailure(
-            f"{run} has {total} checkpoints, and {MOST_LISTED} are the most of one answer. {advice}"
+            f"{run} has {total} checkpoints, and {MAX_REPORT_ENTRIES} are the most of one answer. {advice}"
         )
     return await report(
         request,
@@ -105,7 +105,7 @@ async def list_run_checkpoints(
 
 
 @router.get("/checkpoints")
-@bounded(entries=MOST_ON_A_PAGE)
+@bounded(entries=MAX_PAGE_SIZE)
 async def list_checkpoints(
     request: Request, limit: Limit = 100, offset: Offset = 0, access_scope: Scope = "owned"
 ) -> Response:
@@ -148,7 +148,7 @@ async def unpublish(request: Request, run: str, kind: str, name: str) -> Respons
 
 
 @router.put(
-    f"{CHECKPOINT}/ttl", status_code=204, openapi_extra=dict(describe(SetCheckpointTtlRequest))
+    f"{CHECKPOINT}/ttl", status_code=204, openapi_extra=dict(openapi_body(SetCheckpointTtlRequest))
 )
 async def set_ttl(request: Request, run: str, kind: str, name: str) -> Response:
     """Seconds from now; null keeps it for good."""
@@ -166,17 +166,17 @@ async def _readable(request: Request, run: str, access_scope: Scope) -> Run:
         await context.model(request, run)
     found = await context.store.catalog.run(run, reader=owner_of(request))
     if found is None:
-        raise missing("model", run, "Create one with create_model.")
+        raise not_found("model", run, "Create one with create_model.")
     return found
 
 
 def _ttl(body: bytes) -> int | None:
     """Here, and only here, null means something that a missing field does not."""
     try:
-        asked: object = parse_json(body)
+        message: object = parse_json(body)
     except ValueError:
-        asked = None
-    if isinstance(asked, dict) and asked.get("ttl_seconds", "") is None:
+        message = None
+    if isinstance(message, dict) and message.get("ttl_seconds", "") is None:
         return None
     return decode_json(SetCheckpointTtlRequest, body).ttl_seconds
 
@@ -216,7 +216,7 @@ def _run(run: Run) -> TrainingRun:
         last_request_time=time_of(run.last_request_s),
         last_checkpoint=None if training is None else _checkpoint(training),
         last_sampler_checkpoint=None if sampler is None else _checkpoint(sampler),
-        user_metadata=_texts(model.user_metadata),
+        user_metadata=_metadata_as_str(model.user_metadata),
     )
 
 
@@ -229,10 +229,10 @@ def _checkpoint(saved: Saved) -> Checkpoint:
         size_bytes=saved.version.size_bytes,
         public=saved.public,
         expires_at=None if saved.expires_s is None else time_of(saved.expires_s),
-        user_metadata=_texts(saved.user_metadata),
+        user_metadata=_metadata_as_str(saved.user_metadata),
     )
 
 
-def _texts(metadata: Mapping[str, Any] | None) -> dict[str, str] | None:
+def _metadata_as_str(metadata: Mapping[str, Any] | None) -> dict[str, str] | None:
     """Any JSON was taken in; what goes out is text."""
     return None if metadata is None else {key: str(value) for key, value in metadata.items()}
