@@ -168,7 +168,7 @@ async def test_polls_say_that_the_engine_does_not_answer(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(engine_process, "SILENT_S", 0.5, raising=False)
+    monkeypatch.setattr(engine_process, "UNRESPONSIVE_S", 0.5, raising=False)
     caplog.set_level(logging.WARNING)
     served = [ServedModel(name=TINY, folder=tiny_model)]
     executor = LocalExecutor(served, EngineOptions(threads=1))

@@ -58,8 +58,8 @@ async def a_sampler(api: Api) -> str:
 
 def resident_bytes() -> int:
     gc.collect()
-    if processes._trim is not None:
-        processes._trim(0)
+    if processes._malloc_trim is not None:
+        processes._malloc_trim(0)
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
 

@@ -19,7 +19,7 @@ from server.hosting import PROTOBUF, Api, hosted, pass_body
 from server.tenants import everything_kept, new_key, revoke, with_key
 from tinkex.server.api.auth import WEIGHTS_TOKEN
 from tinkex.server.api.errors import Refusal
-from tinkex.server.processes import FORMAT
+from tinkex.server.processes import LOG_FORMAT
 from tinkex.server.settings import Settings
 from tinkex.wire.errors import UserFailure, WireError
 from tinkex.wire.redaction import ScrubbedFormatter, scrubbed, scrubbed_value
@@ -34,7 +34,7 @@ def log() -> Iterator[io.StringIO]:
     """All that a server process would write, and what it would write if it were asked for more."""
     written = io.StringIO()
     handler = logging.StreamHandler(written)
-    handler.setFormatter(ScrubbedFormatter(FORMAT))
+    handler.setFormatter(ScrubbedFormatter(LOG_FORMAT))
     root = logging.getLogger()
     before = root.level
     root.addHandler(handler)

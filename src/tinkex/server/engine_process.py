@@ -1,4 +1,9 @@
-"""The local executor: one child process for each base model."""
+"""
+The local executor: one child process per base model.
+
+`LocalExecutor` implements `Executor`. Each `_Engine` starts its child, sends it orders over a Unix
+socket, dispatches its reports, and restarts it with backoff after a crash.
+"""
 
 import asyncio
 import functools
@@ -23,7 +28,7 @@ from tinkex.server.executor import (
     Work,
     WorkFailed,
 )
-from tinkex.server.processes import ENGINE, engine_was_stable
+from tinkex.server.processes import ENGINE_BACKOFF, engine_was_stable
 from tinkex.server.scheduler.crash_isolation import Engine as Life
 from tinkex.server.scheduler.crash_isolation import Roll
 from tinkex.wire import engine_protocol
@@ -31,19 +36,18 @@ from tinkex.wire.proto import frames_pb2
 
 log = logging.getLogger("tinkex.server.engine_process")
 
-# What an engine has sent and was not read yet. With asyncio's 64 KiB, a result of a megabyte is
-# read in sixteen pieces, and the engine waits for each.
-UNREAD_BYTES = 16 * 2**20
-
-# How long a closed engine may take to leave by itself.
-LEAVE_S = 5.0
-# An engine that has work and says nothing for so long is said to be silent. It is not ended: a long
-# pass looks the same from here.
-SILENT_S = 60.0
+# Read buffer of an engine's socket. With asyncio's default of 64 KiB, a result of a megabyte takes
+# sixteen reads, and the engine blocks on each.
+READ_BUFFER_BYTES = 16 * 2**20
+# How long a closed engine may take to exit before it is killed.
+EXIT_TIMEOUT_S = 5.0
+# An engine with pending work that sends nothing for this long is reported as unresponsive. It is
+# not killed: from outside, a long pass looks the same.
+UNRESPONSIVE_S = 60.0
 
 
 class LocalExecutor:
-    """One engine process for each base model, started when first asked for."""
+    """One engine process per base model, started on first use."""
 
     def __init__(
         self,
@@ -56,29 +60,29 @@ class LocalExecutor:
         self._engines = {
             model.name: _Engine(model, options, (rolls or {}).get(model.name)) for model in served
         }
-        #: Idle engines leave the memory after this; 0 is never. A single one has nobody to make room for.
+        #: Idle time after which an engine is unloaded; 0 is never. A single engine stays loaded:
+        #: no other needs its memory.
         self.unloads_after_s = options.idle_s if len(self._engines) > 1 else 0.0
-        self._watching: asyncio.Task[None] | None = None
+        self._unloading: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        # A single model is loaded at once: "ready" then means that work starts without a wait.
-        # Several would compete for the memory before anybody asked.
+        # A single model is loaded now, so that "ready" means work starts without a wait. Several
+        # would compete for memory before any of them is used.
         if len(self._engines) == 1:
             await next(iter(self._engines.values())).ready()
         if self.unloads_after_s > 0:
-            self._watching = asyncio.create_task(self._watch())
+            self._unloading = asyncio.create_task(self._unload_idle())
 
-    async def _watch(self) -> None:
-        """The memory of a model that nobody uses is for the others."""
+    async def _unload_idle(self) -> None:
         while True:
             await asyncio.sleep(self.unloads_after_s / 4)
             for engine in self._engines.values():
-                engine.rest_if_idle(self.unloads_after_s)
+                engine.unload_if_idle(self.unloads_after_s)
 
     async def close(self) -> None:
-        if self._watching is not None:
-            self._watching.cancel()
-            await asyncio.gather(self._watching, return_exceptions=True)
+        if self._unloading is not None:
+            self._unloading.cancel()
+            await asyncio.gather(self._unloading, return_exceptions=True)
         await asyncio.gather(*(engine.close() for engine in self._engines.values()))
 
     async def ready(self, base_model: str) -> int:
@@ -90,7 +94,7 @@ class LocalExecutor:
         engine = self._engine(base_model)
         current = await engine.ready()
         if incarnation is not None and incarnation != current:
-            raise EngineLost(f"the engine of {base_model} was started again")
+            raise EngineLost(f"the engine of {base_model} was restarted")
         return await engine.send(work)
 
     def waiting_for(self, base_model: str) -> str | None:
@@ -105,44 +109,47 @@ class LocalExecutor:
         engine = self._engines.get(base_model)
         if engine is None:
             raise EngineRefused(
-                f"{base_model} is not served any more. Start the server with it to go on."
+                f"this server no longer serves {base_model}. Restart it with this model to "
+                "continue."
             )
         return engine
 
     def process_id(self, base_model: str) -> int | None:
-        """The child's id while it is up."""
+        """The process id of the child while it is up."""
         return self._engines[base_model].process_id
 
 
 class _Engine:
-    """One child process: started, asked, missed, started again."""
+    """One child process and its restarts."""
 
     def __init__(self, model: ServedModel, options: EngineOptions, roll: Roll | None) -> None:
         self._model = model
         self._options = options
-        #: Tells the next web process how this engine ended, if we cannot.
+        #: Records how this engine ended, for the next web process in case this one crashes too.
         self._roll = roll
         self._incarnation = 0
-        #: The last one, in words.
-        self._ended_how = ""
+        #: How the last child ended, as text for log and errors.
+        self._exit_text = ""
         self._tickets = itertools.count(1)
-        self._waiting: dict[int, asyncio.Future[Outcome]] = {}
-        self._listening: dict[int, Callable[[frames_pb2.Tokens], None]] = {}
+        #: Orders without an answer, by ticket.
+        self._pending: dict[int, asyncio.Future[Outcome]] = {}
+        self._token_callbacks: dict[int, Callable[[frames_pb2.Tokens], None]] = {}
         self._writer: asyncio.StreamWriter | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._up = asyncio.Event()
-        self._keeper: asyncio.Task[None] | None = None
-        #: The keeper of a child that was sent away, until that is gone.
-        self._leaving: asyncio.Task[None] | None = None
-        self._asked_s = 0.0
-        #: When the child last said something, or got work after it had none.
-        self._heard_s = 0.0
-        self._told_silent = False
+        #: Runs `_keep_running` while the engine is wanted.
+        self._runner: asyncio.Task[None] | None = None
+        #: The runner of a child that is being unloaded, until that child has exited.
+        self._old_runner: asyncio.Task[None] | None = None
+        self._last_used_s = 0.0
+        #: When the child last sent a report, or received work after it was idle.
+        self._last_report_s = 0.0
+        self._logged_unresponsive = False
         self._refused: EngineRefused | None = None
         self._closing = False
-        #: Whether the child that is up, or was last, has finished any work.
+        #: Whether the current or last child has finished any work.
         self._answered = False
-        #: What the engine said last of its sizes; None while there is none.
+        #: The last statistics of the child; None while it is down.
         self.stats: frames_pb2.Stats | None = None
 
     @property
@@ -151,20 +158,20 @@ class _Engine:
             return None
         if not self._up.is_set():
             return f"the engine of {self._model.name} is starting"
-        silent_s = asyncio.get_running_loop().time() - self._heard_s
-        if not self._waiting or silent_s < SILENT_S:
+        silent_s = asyncio.get_running_loop().time() - self._last_report_s
+        if not self._pending or silent_s < UNRESPONSIVE_S:
             return None
-        if not self._told_silent:
-            self._told_silent = True
+        if not self._logged_unresponsive:
+            self._logged_unresponsive = True
             log.warning(
-                "the engine of %s (process %s) has work and has not answered for %.0f s",
+                "the engine of %s (process %s) has pending work and has not answered for %.0f s",
                 self._model.name,
                 self.process_id,
                 silent_s,
             )
         return (
-            f"the engine of {self._model.name} has not answered for {silent_s:.0f} s: it computes "
-            "something long, or is stuck"
+            f"the engine of {self._model.name} has not answered for {silent_s:.0f} s: it runs a "
+            "long computation, or is stuck"
         )
 
     @property
@@ -172,11 +179,12 @@ class _Engine:
         return self._process.pid if self._process is not None else None
 
     async def ready(self) -> int:
+        """Start the child if needed, wait until it is up, and return its incarnation."""
         if self._refused is not None:
             raise self._refused
-        self._asked_s = asyncio.get_running_loop().time()
-        if self._keeper is None and not self._closing:
-            self._keeper = asyncio.create_task(self._keep(after=self._leaving))
+        self._last_used_s = asyncio.get_running_loop().time()
+        if self._runner is None and not self._closing:
+            self._runner = asyncio.create_task(self._keep_running(after=self._old_runner))
         if not self._up.is_set():
             await self._up.wait()
         if self._refused is not None:
@@ -190,12 +198,12 @@ class _Engine:
             raise EngineLost(f"the engine of {self._model.name} was lost")
         ticket = next(self._tickets)
         answer: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
-        if not self._waiting:
-            self._heard_s = asyncio.get_running_loop().time()
-        self._waiting[ticket] = answer
+        if not self._pending:
+            self._last_report_s = asyncio.get_running_loop().time()
+        self._pending[ticket] = answer
         if work.on_tokens is not None:
-            self._listening[ticket] = work.on_tokens
-        answer.add_done_callback(functools.partial(self._over, work, ticket))
+            self._token_callbacks[ticket] = work.on_tokens
+        answer.add_done_callback(functools.partial(self._finish, work, ticket))
         self._writer.write(engine_protocol.frame(_order(ticket, work)))
         try:
             await self._writer.drain()
@@ -207,50 +215,51 @@ class _Engine:
             raise
         return answer
 
-    def _over(self, work: Work, ticket: int, answer: asyncio.Future[Outcome]) -> None:
-        """An order was answered, or nobody waits for it any more."""
-        self._waiting.pop(ticket, None)
-        self._listening.pop(ticket, None)
-        self._asked_s = answer.get_loop().time()
+    def _finish(self, work: Work, ticket: int, answer: asyncio.Future[Outcome]) -> None:
+        """An order was answered or cancelled: forget it."""
+        self._pending.pop(ticket, None)
+        self._token_callbacks.pop(ticket, None)
+        self._last_used_s = answer.get_loop().time()
         if answer.cancelled():
-            self._give_up(work, ticket)
+            self._cancel_sample(work, ticket)
         else:
-            answer.exception()  # seen, even if nobody waits
+            # Mark the exception as retrieved, in case the caller no longer awaits it.
+            answer.exception()
 
-    def rest_if_idle(self, idle_s: float) -> None:
-        """Send a child away that has had nothing to do for so long; the next request starts one."""
-        idle = self._up.is_set() and not self._waiting and not self._closing
-        if self._keeper is None or not idle:
-            return
-        if asyncio.get_running_loop().time() - self._asked_s < idle_s:
-            return
-        log.info("the engine of %s was idle for %.0f s and is unloaded", self._model.name, idle_s)
-        self._leaving, self._keeper = self._keeper, None
-        # Who asks from now on waits for the next child.
-        self._up.clear()
-        self._leaving.cancel()
-
-    def _give_up(self, work: Work, ticket: int) -> None:
-        """Nobody waits for a sample any more; other work is never stopped half-way."""
+    def _cancel_sample(self, work: Work, ticket: int) -> None:
+        """Cancel a sample in the engine. Other work is never stopped half-way."""
         if work.task is Task.SAMPLE and self._writer is not None and not self._closing:
             cancel = frames_pb2.Cancel(sample_ticket=ticket)
             self._writer.write(engine_protocol.frame(engine_protocol.Order(cancel=cancel)))
 
+    def unload_if_idle(self, idle_s: float) -> None:
+        """Stop a child that was idle for this long; the next request starts a new one."""
+        idle = self._up.is_set() and not self._pending and not self._closing
+        if self._runner is None or not idle:
+            return
+        if asyncio.get_running_loop().time() - self._last_used_s < idle_s:
+            return
+        log.info("the engine of %s was idle for %.0f s and is unloaded", self._model.name, idle_s)
+        self._old_runner, self._runner = self._runner, None
+        # From now on, `ready` waits for the next child.
+        self._up.clear()
+        self._old_runner.cancel()
+
     async def close(self) -> None:
-        """Hang up; the child leaves by itself, or is made to."""
+        """Close the socket; the child exits on its own, or is killed after `EXIT_TIMEOUT_S`."""
         self._closing = True
         if self._writer is not None:
             self._writer.close()
-        for keeper in (self._keeper, self._leaving):
-            if keeper is not None:
-                keeper.cancel()
-                await asyncio.gather(keeper, return_exceptions=True)
+        for runner in (self._runner, self._old_runner):
+            if runner is not None:
+                runner.cancel()
+                await asyncio.gather(runner, return_exceptions=True)
         self._up.set()
 
-    async def _keep(self, *, after: asyncio.Task[None] | None) -> None:
-        """Start the child again whenever it dies, a little later each time."""
+    async def _keep_running(self, *, after: asyncio.Task[None] | None) -> None:
+        """Restart the child with backoff whenever it crashes."""
         if after is not None:
-            # Two children would not fit the memory, nor the folder they spill to.
+            # Two children would not fit in memory, and would share one spill folder.
             await asyncio.wait({after})
         loop = asyncio.get_running_loop()
         wait_s: float | None = None
@@ -258,26 +267,26 @@ class _Engine:
             began_s = loop.time()
             self._answered = False
             try:
-                await self._live_once()
+                await self._run_once()
             except EngineRefused as refused:
-                # Once up, settings are known to be good: what fails later may pass.
+                # An engine that was up once has valid settings; a later failure may be temporary.
                 if not self._incarnation:
                     self._refused = refused
                     self._up.set()
                     return
             lived_s = loop.time() - began_s
-            well = engine_was_stable(answered=self._answered, lived_s=lived_s)
-            wait_s = ENGINE.wait_s(wait_s, well=well)
+            stable = engine_was_stable(answered=self._answered, lived_s=lived_s)
+            wait_s = ENGINE_BACKOFF.next_wait_s(wait_s, stable=stable)
             log.error(
-                "the engine of %s died%s; starting it again in %.1f s",
+                "the engine of %s died%s; restarting it in %.1f s",
                 self._model.name,
-                self._ended_how,
+                self._exit_text,
                 wait_s,
             )
             await asyncio.sleep(wait_s)
 
-    async def _live_once(self) -> None:
-        """From start to death of one child."""
+    async def _run_once(self) -> None:
+        """Start one child and read its reports until it exits."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         process = None
         passed = [theirs.fileno()]
@@ -291,25 +300,26 @@ class _Engine:
                     *command,
                     pass_fds=passed,
                     stdin=asyncio.subprocess.DEVNULL,
-                    # Standard output belongs to the line that says "ready".
+                    # Standard output is reserved for the "ready" line.
                     stdout=sys.stderr.fileno(),
                     env=_environment(self._options),
                 )
             self._process = process
-            reader, writer = await asyncio.open_unix_connection(sock=ours, limit=UNREAD_BYTES)
-            await self._listen(reader, writer)
+            reader, writer = await asyncio.open_unix_connection(sock=ours, limit=READ_BUFFER_BYTES)
+            await self._read_reports(reader, writer)
         finally:
             self._up.clear()
             self.stats = None
             self._writer = None
             self._process = None
             ours.close()
-            how = "" if process is None else await _ended(process)
-            self._ended_how = how
-            self._note(Life.NONE)
-            self._lose_everything(how)
+            self._exit_text = "" if process is None else await _wait_for_exit(process)
+            self._record(Life.NONE)
+            self._fail_pending()
 
-    async def _listen(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _read_reports(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         try:
             while True:
                 try:
@@ -317,19 +327,19 @@ class _Engine:
                     body = await reader.readexactly(engine_protocol.body_length(head))
                 except (asyncio.IncompleteReadError, ConnectionError):
                     return
-                self._hear(engine_protocol.Report.FromString(body), writer)
+                self._handle(engine_protocol.Report.FromString(body), writer)
         finally:
             writer.close()
 
-    def _hear(self, report: engine_protocol.Report, writer: asyncio.StreamWriter) -> None:
-        self._heard_s = asyncio.get_running_loop().time()
-        if self._told_silent:
-            self._told_silent = False
+    def _handle(self, report: engine_protocol.Report, writer: asyncio.StreamWriter) -> None:
+        self._last_report_s = asyncio.get_running_loop().time()
+        if self._logged_unresponsive:
+            self._logged_unresponsive = False
             log.warning("the engine of %s has answered", self._model.name)
         match report.WhichOneof("body"):
             case "ready":
                 self._incarnation += 1
-                self._note(Life.UP)
+                self._record(Life.UP)
                 self._writer = writer
                 self._up.set()
                 facts = report.ready
@@ -347,29 +357,30 @@ class _Engine:
             case "done":
                 self._answered = True
                 outcome = Outcome(result=report.done.result, compute_s=report.done.compute_s)
-                self._answer(report.ticket, lambda waiter: waiter.set_result(outcome))
+                if (answer := self._open_answer(report.ticket)) is not None:
+                    answer.set_result(outcome)
             case "grown":
-                if (listener := self._listening.get(report.ticket)) is not None:
+                if (on_tokens := self._token_callbacks.get(report.ticket)) is not None:
                     for tokens in report.grown.sequences:
-                        listener(tokens)
+                        on_tokens(tokens)
             case "failed":
-                failure = _failure(report.failed)
-                self._answer(report.ticket, lambda waiter: waiter.set_exception(failure))
+                if (answer := self._open_answer(report.ticket)) is not None:
+                    answer.set_exception(_failure(report.failed))
 
-    def _note(self, life: Life) -> None:
+    def _record(self, life: Life) -> None:
         if self._roll is not None:
             self._roll.engine(life)
 
-    def _answer(self, ticket: int, act: Callable[[asyncio.Future[Outcome]], None]) -> None:
-        waiter = self._waiting.get(ticket)
-        if waiter is not None and not waiter.done():
-            act(waiter)
+    def _open_answer(self, ticket: int) -> asyncio.Future[Outcome] | None:
+        """The future of an order, if it was neither answered nor cancelled yet."""
+        answer = self._pending.get(ticket)
+        return None if answer is None or answer.done() else answer
 
-    def _lose_everything(self, how: str) -> None:
-        for waiter in self._waiting.values():
-            if not waiter.done():
-                text = f"the engine of {self._model.name} was lost{how}"
-                waiter.set_exception(EngineLost(text))
+    def _fail_pending(self) -> None:
+        text = f"the engine of {self._model.name} was lost{self._exit_text}"
+        for answer in self._pending.values():
+            if not answer.done():
+                answer.set_exception(EngineLost(text))
 
 
 def _failure(failed: frames_pb2.Failed) -> Exception:
@@ -380,25 +391,26 @@ def _failure(failed: frames_pb2.Failed) -> Exception:
     return WorkFailed(failed.category, failed.message)
 
 
-async def _ended(process: asyncio.subprocess.Process) -> str:
-    """The child has left, or is made to; never left behind. How it ended, in words."""
+async def _wait_for_exit(process: asyncio.subprocess.Process) -> str:
+    """Wait until the child has exited, kill it after a timeout, and describe how it ended."""
     try:
-        await asyncio.wait_for(process.wait(), LEAVE_S)
+        await asyncio.wait_for(process.wait(), EXIT_TIMEOUT_S)
     except (TimeoutError, asyncio.CancelledError):
         if process.returncode is None:
             process.kill()
         await process.wait()
     status = process.returncode or 0
     if status == -signal.SIGKILL:
-        return " (SIGKILL: somebody ended it, or the system for want of memory; its log says which)"
+        return " (SIGKILL: killed by a user, or by the system because memory ran out; see its log)"
     if status == engine_protocol.GAVE_OUT:
-        return " (it gave its device up, which is broken or out of memory; its log says which)"
+        return " (its device failed or ran out of memory; see its log)"
     if status < 0:
         return f" ({signal.Signals(-status).name})"
     return f" (exit status {status})"
 
 
 def _command(descriptor: int, model: ServedModel, options: EngineOptions) -> list[str]:
+    """The command line of the child."""
     command = [
         *(sys.executable, "-m", "tinkex.engine.process"),
         *("--fd", str(descriptor)),
@@ -421,8 +433,8 @@ def _command(descriptor: int, model: ServedModel, options: EngineOptions) -> lis
         if limit:
             command += [name, str(limit)]
     if options.spill_folder is not None:
-        own = hashlib.sha256(model.name.encode()).hexdigest()[:16]
-        command += ["--spill-folder", str(options.spill_folder / own)]
+        folder = hashlib.sha256(model.name.encode()).hexdigest()[:16]
+        command += ["--spill-folder", str(options.spill_folder / folder)]
     if options.deterministic:
         command.append("--deterministic")
     if options.turn_file is not None:
@@ -431,14 +443,15 @@ def _command(descriptor: int, model: ServedModel, options: EngineOptions) -> lis
 
 
 def _environment(options: EngineOptions) -> dict[str, str]:
-    # Threads that spin while they wait would take the core from the web process and the client.
-    waits = {"OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
+    # Threads that spin while they wait would take CPU time from the web process and the client.
+    variables = {"OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
     if options.threads:
-        waits["OMP_NUM_THREADS"] = str(options.threads)
-    return {**os.environ, **waits}
+        variables["OMP_NUM_THREADS"] = str(options.threads)
+    return {**os.environ, **variables}
 
 
 def _order(ticket: int, work: Work) -> engine_protocol.Order:
+    """Encode work as a message for the engine."""
     payload = frames_pb2.Payload(inline=work.payload)
     if work.payload_file is not None:
         payload = frames_pb2.Payload(file=str(work.payload_file))

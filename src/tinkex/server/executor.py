@@ -1,9 +1,9 @@
 """
-The seam behind which computing happens, and its local form: one child process for each base model.
+The `Executor` protocol: how the server runs work on base models.
 
-An engine is asked with `Work` and answers with bytes. It may die at any moment: then everything
-that was with it raises `EngineLost`, a new engine with an empty memory comes up, and its number
-(the incarnation) is another. Whoever asked knows what has to be asked again.
+A caller sends `Work` and gets an `Outcome` with result bytes. An engine may crash at any time. Then
+all work it had fails with `EngineLost`, and a new engine starts with an empty memory and a new
+incarnation number. The caller decides what to send again.
 """
 
 import asyncio
@@ -17,63 +17,64 @@ from tinkex.wire.proto import frames_pb2
 
 
 class Task(enum.Enum):
-    """What an engine can be asked for."""
+    """The operations of an engine."""
 
-    CREATE = enum.auto()  # a new adapter
+    CREATE = enum.auto()  # create an adapter
     PASS = enum.auto()  # forward, or forward and backward
     OPTIM_STEP = enum.auto()
     SAVE = enum.auto()
     LOAD = enum.auto()
-    SNAPSHOT = enum.auto()  # everything a model is
-    RESTORE = enum.auto()  # and back to it, after CREATE
+    SNAPSHOT = enum.auto()  # save the complete state of a model
+    RESTORE = enum.auto()  # load a snapshot, after CREATE
     CLEAR_GRADIENTS = enum.auto()
-    DROP = enum.auto()  # forget an adapter
+    DROP = enum.auto()  # unload an adapter
     SAMPLE = enum.auto()
-    REGISTER_LOSS = enum.auto()  # a loss that a user wrote
-    FORGET_LOSSES = enum.auto()  # those of a session
+    REGISTER_LOSS = enum.auto()  # add a custom loss
+    FORGET_LOSSES = enum.auto()  # remove the custom losses of a session
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Work:
-    """One thing for an engine to do."""
+    """One operation for an engine, with its arguments."""
 
     task: Task
     model_id: str = ""
-    #: The request in its normal form.
+    #: The request in its normalized encoding.
     payload: bytes = b""
-    #: The same as a local file, when it is large.
+    #: A local file with the payload, instead of `payload`, when it is large.
     payload_file: Path | None = None
-    #: CREATE only: JSON.
+    #: CREATE: the LoRA and optimizer configurations as JSON.
     lora_config: bytes = b""
     optimizer_config: bytes = b""
-    #: PASS only.
+    #: PASS: whether to run the backward pass.
     backward: bool = False
-    #: PASS, REGISTER_LOSS, FORGET_LOSSES: a loss is for the models of its session.
+    #: PASS, REGISTER_LOSS, FORGET_LOSSES: the session whose models may use the loss.
     session_id: str = ""
-    #: REGISTER_LOSS only.
+    #: REGISTER_LOSS: the id of the new loss.
     loss_id: str = ""
-    #: SAVE, LOAD, SNAPSHOT, RESTORE: the files. SAMPLE: the adapter, None is the base model.
+    #: SAVE, LOAD, SNAPSHOT, RESTORE: the folder of the files. SAMPLE: the folder of the adapter,
+    #: None for the base model.
     folder: str | None = None
-    #: SAVE, LOAD: with the optimizer's state.
+    #: SAVE, LOAD: whether to include the optimizer state.
     optimizer: bool = False
-    #: SAMPLE: who asked; owners share an engine evenly.
+    #: SAMPLE: the owner; owners get equal shares of an engine.
     owner: str = ""
-    #: SAMPLE: called with tokens as they are drawn; an engine that starts over begins at 0 again.
+    #: SAMPLE: called with tokens as they are sampled. After an engine restart, tokens start at 0.
     on_tokens: Callable[[frames_pb2.Tokens], None] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """What came of it."""
+    """The result of finished work."""
 
     result: bytes
-    #: Seconds the engine itself computed.
+    #: Compute time inside the engine.
     compute_s: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServedModel:
-    """A base model this server answers for."""
+    """A base model that this server serves."""
 
     name: str
     folder: Path
@@ -81,75 +82,15 @@ class ServedModel:
     max_context_length: int | None = None
 
 
-class WorkFailed(Exception):
-    """The engine is well, and the work could not be done."""
-
-    def __init__(self, category: str, message: str) -> None:
-        super().__init__(message)
-        self.category = category
-        self.message = message
-
-
-class EngineLost(Exception):
-    """The engine died, or is not the one that was meant."""
-
-
-class BatchFailed(EngineLost):
-    """
-    Work failed beside other work, and nobody knows whose fault it is.
-
-    The engine lives; what it holds of the model is not to be used any more.
-    """
-
-
-class ModelNotLoaded(EngineLost):
-    """The engine lives and does not have this model; built again, it does."""
-
-
-class EngineRefused(Exception):
-    """The engine cannot run with these settings; starting it again would not help."""
-
-
-class Executor(Protocol):
-    """Runs work on base models. Its methods may be called any number of times at once."""
-
-    @property
-    def served(self) -> Sequence[ServedModel]: ...
-
-    async def start(self) -> None:
-        """Ready to take work when this returns."""
-
-    async def close(self) -> None: ...
-
-    async def ready(self, base_model: str) -> int:
-        """Wait until an engine for this model is up; its incarnation."""
-
-    async def send(
-        self, base_model: str, work: Work, *, incarnation: int | None = None
-    ) -> asyncio.Future[Outcome]:
-        """
-        Hand work to that incarnation (None: any); its outcome, or WorkFailed or EngineLost.
-
-        The engine has the work when this returns, before anything that is sent later. A sample
-        whose outcome is cancelled is given up by the engine too; all other work goes on.
-        """
-
-    def waiting_for(self, base_model: str) -> str | None:
-        """Why work waits although its turn has come; None when nothing is in the way."""
-
-    def stats(self, base_model: str) -> frames_pb2.Stats | None:
-        """Sizes and counts of this model's engine as last told; None when it is not up."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineOptions:
-    """How local engines are started."""
+    """Options for starting local engines."""
 
     device: str = "auto"
     dtype: str = "auto"
     threads: int = 0
     deterministic: bool = False
-    #: Limits; 0 lets the engine measure or choose.
+    #: Limits; for each, 0 lets the engine choose.
     memory_bytes: int = 0
     adapter_bytes: int = 0
     kv_tokens: int = 0
@@ -158,9 +99,69 @@ class EngineOptions:
     host_bytes: int = 0
     prefix_cache: bool = True
     idle_adapters: int = 16
-    #: Where engines put what fits no memory, each in a folder of its own. None is a temporary one.
+    #: Folder for adapters that fit no memory, with a subfolder per engine. None: a temporary one.
     spill_folder: Path | None = None
-    #: Engines that share this file compute one at a time. None when there is only one.
+    #: Engines that share this lock file compute one at a time. None when there is only one engine.
     turn_file: Path | None = None
-    #: Of several engines, one that nobody asked for so long leaves the memory; 0 is never.
+    #: With several engines, unload one that was idle for this long; 0 disables unloading.
     idle_s: float = 0.0
+
+
+class WorkFailed(Exception):
+    """The work failed; the engine is healthy."""
+
+    def __init__(self, category: str, message: str) -> None:
+        super().__init__(message)
+        self.category = category
+        self.message = message
+
+
+class EngineLost(Exception):
+    """The engine crashed, or has another incarnation than expected."""
+
+
+class BatchFailed(EngineLost):
+    """
+    A batch with work of several models failed, and the cause cannot be attributed to one of them.
+
+    The engine is up, but its state of the model must not be used any more.
+    """
+
+
+class ModelNotLoaded(EngineLost):
+    """The engine is up but does not have this model; the model has to be rebuilt."""
+
+
+class EngineRefused(Exception):
+    """The engine cannot run with these settings; a restart would not help."""
+
+
+class Executor(Protocol):
+    """Runs work on base models. All methods may be called concurrently."""
+
+    @property
+    def served(self) -> Sequence[ServedModel]: ...
+
+    async def start(self) -> None:
+        """Start engines; the executor accepts work when this returns."""
+
+    async def close(self) -> None: ...
+
+    async def ready(self, base_model: str) -> int:
+        """Wait until the engine of this model is up; return its incarnation."""
+
+    async def send(
+        self, base_model: str, work: Work, *, incarnation: int | None = None
+    ) -> asyncio.Future[Outcome]:
+        """
+        Send work to this incarnation (None: any). The future raises WorkFailed or EngineLost.
+
+        When this returns, the engine has received the work before anything sent later. Cancelling
+        the future of a sample cancels the sample in the engine; other work always runs to its end.
+        """
+
+    def waiting_for(self, base_model: str) -> str | None:
+        """Why the engine does not make progress, as text for users; None when it does."""
+
+    def stats(self, base_model: str) -> frames_pb2.Stats | None:
+        """The last statistics that the engine of this model reported; None while it is down."""
