@@ -236,7 +236,7 @@ async def test_more_models_than_fit_train_through_the_server(
         assert server.process.wait(20) == 0
     assert max(curves[2]) < min(curves[0])
     assert not any(is_alive(pid) for pid in pids)
-    assert "stopped; what was accepted" in server.log[-1]
+    assert "stopped; requests that were accepted" in server.log[-1]
 
 
 async def test_engines_keep_the_allocator_s_defaults(own_server: Server) -> None:

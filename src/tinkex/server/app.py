@@ -1,4 +1,4 @@
-"""The web application: routes, errors, OpenAPI, metrics. Owns nothing that must outlive it."""
+"""The web application: routes, middleware and lifespan."""
 
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -36,7 +36,7 @@ from tinkex.server.scheduler.session_timeout import Presence
 from tinkex.server.settings import Settings
 from tinkex.server.store import Quota, Store
 
-#: Asked for all the time, so they go past FastAPI's own machinery.
+#: The most frequent routes. They bypass FastAPI's request handling, which is slower.
 HOT_ROUTES: dict[str, Callable[[Request], Any]] = {
     "/api/v1/asample": sampling.asample,
     "/api/v1/forward": training.forward,
@@ -73,11 +73,11 @@ def create_app(
     rolls: Mapping[str, Roll] | None = None,
     web_crashed: bool = False,
 ) -> FastAPI:
-    """The application over an open store; its lifespan starts and stops executor and dispatcher."""
+    """Build the application on an open store. Its lifespan starts and stops the scheduler."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        waiting = Futures(store, kept_s=settings.result_kept_s)
+        results = Futures(store, kept_s=settings.result_kept_s)
         base_check = BaseCheck(
             store, executor.served, folder=settings.folder, accept=settings.accept_changed_base
         )
@@ -85,7 +85,7 @@ def create_app(
         dispatcher = Dispatcher(
             store=store,
             executor=executor,
-            futures=waiting,
+            futures=results,
             gap_s=settings.gap_s,
             snapshot_steps=settings.snapshot_steps,
             snapshot_bytes=settings.snapshot_bytes,
@@ -100,7 +100,7 @@ def create_app(
             settings=settings,
             store=store,
             executor=executor,
-            futures=waiting,
+            futures=results,
             dispatcher=dispatcher,
             presence=presence,
             signer=Signer.of_folder(settings.folder),
@@ -109,13 +109,13 @@ def create_app(
         await watch.start()
         await dispatcher.start()
         await presence.start()
-        janitor = Janitor(settings=settings, store=store, dispatcher=dispatcher, futures=waiting)
+        janitor = Janitor(settings=settings, store=store, dispatcher=dispatcher, futures=results)
         janitor.start()
         app.state.janitor = janitor
         try:
             yield
         finally:
-            waiting.release()
+            results.release()
             await janitor.close()
             await watch.close()
             await presence.close()
@@ -127,7 +127,7 @@ def create_app(
         title="tinkex",
         description="The Tinker training API, self-hosted.",
         lifespan=lifespan,
-        # FastAPI's own pages load their scripts from elsewhere; ours is below.
+        # FastAPI's pages load scripts from a CDN; `openapi.docs` does not.
         docs_url=None,
         redoc_url=None,
         exception_handlers=errors.HANDLERS,
@@ -138,7 +138,7 @@ def create_app(
     app.state.report_slots = ReportSlots()
     app.add_middleware(ReleaseBodyMemory)
     app.add_middleware(Authentication, host=settings.host)
-    # Routes are tried in order, and each try costs: the hot ones come first.
+    # Starlette tries routes in order, so the most frequent come first.
     for path, endpoint in HOT_ROUTES.items():
         app.add_route(path, endpoint, methods=["POST"])
     for router in ROUTERS:
