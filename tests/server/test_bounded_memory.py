@@ -52,5 +52,5 @@ async def test_when_keys_were_used_is_remembered_of_so_many(
     authenticator = Authenticator(keys, tokens=SimpleNamespace())  # type: ignore[arg-type]
     for number in range(100):
         key: Any = SimpleNamespace(key_id=number)
-        authenticator._note(key, 0.0)
-    assert len(authenticator._noted) <= 10
+        authenticator._write_last_used(key, 0.0)
+    assert len(authenticator._last_used) <= 10

@@ -1,16 +1,17 @@
 """
-From what went wrong to what the client sees: the one table.
+The table from exceptions to HTTP answers.
 
-* 400  sound, and refused: the detail says what is allowed
-* 404  no such thing, or not this owner's
-* 410  the session was finished; a result was kept long enough
+* 400  well-formed, but refused: the detail says what is allowed
+* 404  not found, or not this owner's
+* 410  the session is finished, or the result has expired
 * 413  too large
-* 429  over a limit of the owner's own; to be sent again a little later
 * 422  malformed: the detail lists each field with its path
-* 500  a bug, with an id that is in the log
-* 503  the disk or the database takes nothing now; to be sent again
+* 429  over a limit of the owner or the server; retry a little later
+* 500  a bug, with an id that is also in the log
+* 503  the disk or the database cannot store anything now; retry
 
-Work that was accepted and then failed is not here: that arrives through its future.
+A request that fails after it was accepted is not in this table: its failure arrives through its
+future.
 """
 
 import logging
@@ -29,17 +30,16 @@ from tinkex.server.store.requests import ResultGone
 from tinkex.wire.errors import FieldError, TooLarge, UserFailure, WireError
 from tinkex.wire.redaction import scrubbed_value
 
-# What was sent may be quoted in what is answered.
-MAX_DETAIL_LENGTH = 4_000
-
 log = logging.getLogger("tinkex.server.api")
 
-# Somebody has to make room first.
+# A detail may quote what was sent.
+MAX_DETAIL_LENGTH = 4_000
+# Storage problems last: somebody has to free disk space first.
 STORAGE_RETRY_S = 5
 
 
 class Refusal(Exception):
-    """A request that is answered with a status and a reason."""
+    """A request that is answered with an error status and a reason."""
 
     def __init__(
         self, status: int, detail: Any, *, headers: Mapping[str, str] | None = None
@@ -51,14 +51,14 @@ class Refusal(Exception):
 
 
 def not_found(what: str, name: str, advice: str) -> Refusal:
-    """Nothing has this name, or it is not for this owner: the same answer."""
+    """A 404; the same whether the name does not exist or belongs to another owner."""
     return Refusal(404, f"there is no {what} {name[:200]!r} on this server. {advice}")
 
 
 def error_response(
     body: dict[str, Any], status: int, headers: Mapping[str, str] | None = None
 ) -> Response:
-    """An answer quotes what was sent, and that may be a key in the wrong place."""
+    """An error answer without secrets: it quotes what was sent, and that may contain a key."""
     return JSONResponse(scrubbed_value(body), status, headers)
 
 
@@ -76,7 +76,7 @@ def malformed(_request: Request, error: Exception) -> Response:
 
 
 def malformed_query(_request: Request, error: Exception) -> Response:
-    """What FastAPI refuses of a query; without the value, and in the form of all the others."""
+    """FastAPI's validation errors in our own format, without the offending value."""
     if not isinstance(error, RequestValidationError):
         raise error
     found = [FieldError(tuple(item["loc"]), item["msg"], item["type"]) for item in error.errors()]
@@ -85,7 +85,7 @@ def malformed_query(_request: Request, error: Exception) -> Response:
 
 
 def user_failure(_request: Request, error: Exception) -> Response:
-    # Steps and samples never get here: theirs become failed futures.
+    # Not for steps and samples: those become failed futures.
     return error_response({"detail": str(error)[:MAX_DETAIL_LENGTH]}, 400)
 
 
@@ -99,28 +99,28 @@ def unknown_request(_request: Request, error: Exception) -> Response:
 
 def result_gone(_request: Request, error: Exception) -> Response:
     detail = (
-        f"the result of request {str(error)[:200]!r} is not kept any more. Results are kept for a "
-        "while after they were fetched; the work itself was done."
+        f"the result of request {str(error)[:200]!r} has expired. Results are kept for a limited "
+        "time after they were fetched; the work itself was done."
     )
     return error_response({"detail": detail}, 410)
 
 
 def run_taken(request: Request, error: Exception) -> Response:
-    """A 422 and no 409, which clients send again for minutes."""
+    """A 422, not a 409: clients retry a 409 for minutes."""
     text = (
-        f"model {str(error)[:200]!r} was already made, as something else. A repeat must say the "
-        "same; use the next free number for another model or copy."
+        f"model {str(error)[:200]!r} already exists with different content. A repeated request "
+        "must be identical; use the next free number for another model or copy."
     )
     return malformed(request, WireError.at(("model_seq_id",), text, "model_seq_id_reused"))
 
 
 def storage_trouble(_request: HTTPConnection, error: Exception) -> Response:
-    """Official clients send a 503 again for five minutes; a disk is often cleared by then."""
+    """Official clients retry a 503 for five minutes; the disk often has space again by then."""
     return error_response({"detail": str(error)}, 503, {"Retry-After": str(STORAGE_RETRY_S)})
 
 
 def damaged(request: Request, error: Exception) -> Response:
-    """No 5xx: asking again does not bring it back."""
+    """A 404, not a 5xx: a retry does not repair the file."""
     number = secrets.token_hex(4)
     log.error("damage %s in %s %s: %s", number, request.method, request.url.path, error)
     detail = f"{error}. The server's log has this under the id {number}."
@@ -128,7 +128,7 @@ def damaged(request: Request, error: Exception) -> Response:
 
 
 def router_error(request: Request, error: Exception) -> Response:
-    """What the router itself refuses: unknown paths and methods."""
+    """Unknown paths and methods, which the router refuses."""
     if not isinstance(error, HTTPException):
         raise error
     detail: Any = error.detail
@@ -141,7 +141,7 @@ def router_error(request: Request, error: Exception) -> Response:
 
 
 def client_disconnected(_request: Request, _error: Exception) -> Response:
-    """The client left in the middle of its request; nobody reads this."""
+    """The client closed the connection during its request; this answer is not sent."""
     return Response(status_code=400)
 
 
