@@ -354,7 +354,7 @@ LIMITS = [
     ),
     Limit(
         "number of a step",
-        submit.LARGEST_SEQ_ID,
+        submit.MAX_SEQ_ID,
         "422",
         "seq_id",
         post("optim_step", {"model_id": "{model}", "seq_id": 2**31, "adam_params": {}}),

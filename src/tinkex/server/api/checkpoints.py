@@ -1,4 +1,4 @@
-"""Saving and loading, as steps of a model; and what a checkpoint is made of."""
+"""The routes that save, load, describe and copy checkpoints."""
 
 import functools
 import hashlib
@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tinkex.server.api.auth import owner_of, reader_owners
-from tinkex.server.api.bodies import read_body, read_json
+from tinkex.server.api.bodies import read_json
 from tinkex.server.api.deps import (
     Context,
     context_of,
@@ -20,7 +20,7 @@ from tinkex.server.api.deps import (
 )
 from tinkex.server.api.errors import Refusal
 from tinkex.server.api.models import create_with_first_step
-from tinkex.server.api.submit import NumberedStep, accept_step, admit, numbered_step, read_step
+from tinkex.server.api.submit import accept_step, admit, numbered_step, submit_step
 from tinkex.server.scheduler.checkpoints import check_ttl, refuse_external, tinker_path
 from tinkex.server.scheduler.step_queue import Kind
 from tinkex.server.store import Model, NewRequest, OverQuota, RunTaken, Saved, Session, Version
@@ -35,11 +35,15 @@ from tinkex.wire.checkpoints import (
     SaveWeightsRequest,
     WeightsInfoResponse,
 )
-from tinkex.wire.codec import decode_json, encode_json
+from tinkex.wire.codec import encode_json
 from tinkex.wire.errors import UserFailure, WireError
 from tinkex.wire.training import optimizer_config_from
 
 router = APIRouter(prefix="/api/v1", tags=["checkpoints"])
+
+
+# The name of a copy of an unnamed checkpoint.
+UNNAMED_COPY = "copy"
 
 
 class WeightsInfoRequest(StrictModel):
@@ -49,7 +53,7 @@ class WeightsInfoRequest(StrictModel):
 @router.post("/save_weights", openapi_extra=dict(openapi_body(SaveWeightsRequest)))
 @numbered_step(Kind.SAVE_WEIGHTS)
 async def save_weights(request: Request) -> Response:
-    return await _numbered_step(request, SaveWeightsRequest, Kind.SAVE_WEIGHTS)
+    return await submit_step(request, SaveWeightsRequest, Kind.SAVE_WEIGHTS)
 
 
 @router.post(
@@ -57,21 +61,20 @@ async def save_weights(request: Request) -> Response:
 )
 @numbered_step(Kind.SAVE_FOR_SAMPLER)
 async def save_weights_for_sampler(request: Request) -> Response:
-    return await _numbered_step(request, SaveWeightsForSamplerRequest, Kind.SAVE_FOR_SAMPLER)
+    return await submit_step(request, SaveWeightsForSamplerRequest, Kind.SAVE_FOR_SAMPLER)
 
 
 @router.post("/save_weights_external", openapi_extra=dict(openapi_body(SaveWeightsExternalRequest)))
 @numbered_step(Kind.SAVE_EXTERNAL)
 async def save_weights_external(request: Request) -> Response:
-    return await _numbered_step(request, SaveWeightsExternalRequest, Kind.SAVE_EXTERNAL)
+    return await submit_step(request, SaveWeightsExternalRequest, Kind.SAVE_EXTERNAL)
 
 
 @router.post("/load_weights", openapi_extra=dict(openapi_body(LoadWeightsRequest)))
 @numbered_step(Kind.LOAD_WEIGHTS)
 async def load_weights(request: Request) -> Response:
-    """Into a model there is (`model_id`, `seq_id`), or a new one (`session_id`, `model_seq_id`)."""
-    body = await read_body(request)
-    message = decode_json(LoadWeightsRequest, body)
+    """Into an existing model (`model_id`, `seq_id`) or a new one (`session_id`, `model_seq_id`)."""
+    message = await read_json(request, LoadWeightsRequest)
     context = context_of(request)
     if message.model_id is None and message.session_id is not None:
         return await _create_model_from(request, context, message)
@@ -97,38 +100,31 @@ async def _foreign_version(
     """
     The version of another owner's checkpoint, if this request may read it.
 
-    One's own is looked up when its turn comes: the step that saves it may be in line before it.
+    A checkpoint of the same owner is looked up when the step runs: an earlier step that saves it may
+    still be queued.
     """
-    by = await reader_owners(request, message.weights_access_token)
+    readers = await reader_owners(request, message.weights_access_token)
     try:
-        version = await context.store.checkpoints.find(message.path, readers=by)
+        version = await context.store.checkpoints.find(message.path, readers=readers)
     except UserFailure:
-        return None  # the step fails with the reason
+        return None  # the step itself fails with the reason
     if version is None or version.owner == model.owner:
         return None
     return version.version_id
 
 
 def _without_token(message: LoadWeightsRequest) -> bytes:
-    """What is stored: never somebody's key."""
+    """The payload to store, without the key of the other owner."""
     return encode_json(message.model_copy(update={"weights_access_token": None}))
-
-
-async def _numbered_step(request: Request, message: type[NumberedStep], kind: Kind) -> Response:
-    body = await read_body(request)
-    model_id, seq_id, payload = read_step(message, body)
-    context = context_of(request)
-    model = await context.model(request, model_id)
-    return await accept_step(request, context, model, kind, seq_id, payload)
 
 
 async def _create_model_from(
     request: Request, context: Context, message: LoadWeightsRequest
 ) -> Response:
-    """A new model whose step 0 is this load."""
+    """Create a model whose first step is this load."""
     session = await context.open_session(request, message.session_id or "")
     if message.model_seq_id is None or message.model_seq_id < 0:
-        raise WireError.at(("model_seq_id",), "a number from 0 is needed.", "missing")
+        raise WireError.at(("model_seq_id",), "a number of 0 or more is required.", "missing")
     version, source = await readable_checkpoint(
         request, context, message.path, token=message.weights_access_token
     )
@@ -154,7 +150,7 @@ async def _create_model_from(
         owner=model.owner,
         kind=Kind.LOAD_WEIGHTS,
         base_model=model.base_model,
-        payload=encode_json(message.model_copy(update={"weights_access_token": None})),
+        payload=_without_token(message),
         session_id=session.session_id,
         model_id=model.model_id,
         seq_id=0,
@@ -182,16 +178,9 @@ async def weights_info(request: Request) -> Response:
     )
 
 
-# MERGED: Copies of checkpoints, one's own or another owner's, as runs of their own.
-
-
-# What a copy of a save without a name is called.
-UNNAMED = "copy"
-
-
 @router.post("/copy_weights", openapi_extra=dict(openapi_body(CopyWeightsRequest)))
 async def copy_weights(request: Request) -> Response:
-    """Into a project, or (before 0.34) into a session. A repeat finds the first copy."""
+    """Into a project, or (SDK before 0.34) into a session. A repeat finds the first copy."""
     message = await read_json(request, CopyWeightsRequest)
     context = context_of(request)
     check_ttl(message.ttl_seconds)
@@ -200,7 +189,7 @@ async def copy_weights(request: Request) -> Response:
     )
     session, number = await _copy_destination(request, context, message)
     now_s = time.time()
-    # Whoever may read a checkpoint may not read what its owner noted about the run.
+    # Access to a checkpoint does not include the metadata of its run.
     is_own = run.owner == session.owner
     model = Model(
         model_id=f"{session.session_id}:train:{number}",
@@ -217,7 +206,7 @@ async def copy_weights(request: Request) -> Response:
         owner=model.owner,
         model_id=model.model_id,
         kind=source.kind,
-        name=source.name or UNNAMED,
+        name=source.name or UNNAMED_COPY,
     ).sized(source.size_bytes)
     written = await checkpoints.fingerprint(source)
     version = await catalog.earlier_copy(copy, written)
@@ -236,17 +225,17 @@ async def copy_weights(request: Request) -> Response:
         try:
             version = await context.store.within_quota(model.owner, add)
         except (OverQuota, RunTaken, NewRefused):
-            # After any other error the row may be there: the sweep, which looks, deletes them.
+            # After any other error the row may exist. Then the cleanup decides about the files.
             await checkpoints.discard(copy)
             raise
-        if version is not copy:  # another try of this copy was first
+        if version is not copy:  # a concurrent request made the same copy first
             await checkpoints.discard(copy)
-    path = tinker_path(version.model_id, version.kind, version.name or UNNAMED)
+    path = tinker_path(version.model_id, version.kind, version.name or UNNAMED_COPY)
     return json_response(CopyWeightsResponse(tinker_path=path))
 
 
 async def _metadata_source(context: Context, source: Version, *, is_own: bool) -> Saved | None:
-    """The checkpoint whose own metadata the copy may have: the reader's, or a published one."""
+    """The checkpoint whose metadata the copy gets: the caller's own, or a published one."""
     if source.name is None:
         return None
     saved = await context.store.catalog.checkpoint(
@@ -256,17 +245,17 @@ async def _metadata_source(context: Context, source: Version, *, is_own: bool) -
 
 
 def _copy_key(key: str) -> str:
-    """Hashed, as those of sessions: a header may hold anything."""
+    """Hashed, because the header may contain anything."""
     return f"copy:{hashlib.sha256(key.encode()).hexdigest()}"
 
 
 async def _copy_destination(
     request: Request, context: Context, message: CopyWeightsRequest
 ) -> tuple[Session, int]:
-    """The session that the copy belongs to, and its number in it."""
+    """The session of the copy, and its number there."""
     if message.session_id is not None:
         if message.model_seq_id is None or message.model_seq_id < 0:
-            raise WireError.at(("model_seq_id",), "a number from 0 is needed.", "missing")
+            raise WireError.at(("model_seq_id",), "a number of 0 or more is required.", "missing")
         return await context.open_session(request, message.session_id), message.model_seq_id
     if message.destination_project_id is None:
         raise WireError.at(
@@ -274,7 +263,7 @@ async def _copy_destination(
             "give `destination_project_id`, or `session_id` and `model_seq_id`.",
             "missing",
         )
-    # The client repeats a copy under one key, so the key finds the session of the first try.
+    # A repeated request has the same key, which finds the session of the first one.
     key = request.headers.get("x-idempotency-key")
     session = await context.store.runs.create_session(
         owner=owner_of(request),

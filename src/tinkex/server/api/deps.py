@@ -1,4 +1,8 @@
-"""Rows that never change, or whose change is announced, kept for the next request."""
+"""
+What every route needs: the parts of the server, look-ups that check the owner, and JSON answers.
+
+`Cache` and `OwnerSlots` are small helpers of this package.
+"""
 
 import asyncio
 import re
@@ -25,13 +29,15 @@ from tinkex.wire.sdk_versions import Dialect
 
 T = TypeVar("T")
 
-# What nobody asked for in so long is forgotten; sooner when there is too much of it.
+_SDK_AGENT = re.compile(r"AsyncTinker/Python (\S+)")
+
+# Cached rows are evicted when they were not used for this long, or earlier when the cache is full.
 CACHE_TTL_S = 120.0
 MAX_CACHED_ROWS = 5_000
 
 
 class Cache(Generic[T]):
-    """Rows by their id; those that do not exist are looked for again."""
+    """Rows by id that never change, or whose changes are announced. Missing rows are not cached."""
 
     def __init__(
         self,
@@ -40,78 +46,41 @@ class Cache(Generic[T]):
     ) -> None:
         self._read = read
         self._clock = clock
-        # Two generations: a row that is used moves to the new one, the old one goes as a whole.
+        # Two generations: a used row moves to the new one, and the old one is dropped as a whole.
         self._new: dict[str, T] = {}
         self._old: dict[str, T] = {}
-        self._turned_s = clock()
+        self._rotated_s = clock()
         self._changes = 0
 
     async def get(self, key: str) -> T | None:
         if (found := self._new.get(key)) is not None:
             return found
         if (found := self._old.get(key)) is not None:
-            self._keep(key, found)
+            self._store(key, found)
             return found
         changes = self._changes
         row = await self._read(key)
-        # What was read while something changed may be as it was before: not to be kept.
+        # A row that was read during a change may be outdated, so it is not cached.
         if row is not None and changes == self._changes:
-            self._keep(key, row)
+            self._store(key, row)
         return row
 
     def forget(self, key: str) -> None:
-        """Its row has changed."""
+        """Evict a row that has changed."""
         self._changes += 1
         self._new.pop(key, None)
         self._old.pop(key, None)
 
-    def _keep(self, key: str, row: T) -> None:
+    def _store(self, key: str, row: T) -> None:
         now_s = self._clock()
-        if now_s - self._turned_s > CACHE_TTL_S or len(self._new) >= MAX_CACHED_ROWS:
-            self._old, self._new, self._turned_s = self._new, {}, now_s
+        if now_s - self._rotated_s > CACHE_TTL_S or len(self._new) >= MAX_CACHED_ROWS:
+            self._old, self._new, self._rotated_s = self._new, {}, now_s
         self._new[key] = row
-
-
-@dataclass(slots=True)
-class _OwnerSlot:
-    places: asyncio.Semaphore
-    #: Those who have a place, and those who wait for one.
-    users: int = 0
-
-
-class OwnerSlots:
-    """Belongs to one event loop."""
-
-    def __init__(self, max_concurrent: int) -> None:
-        self._at_once = max_concurrent
-        self._held: dict[str, _OwnerSlot] = {}
-
-    def __len__(self) -> int:
-        """Owners who have or want a place."""
-        return len(self._held)
-
-    @asynccontextmanager
-    async def slot(self, owner: str) -> AsyncIterator[None]:
-        held = self._held.setdefault(owner, _OwnerSlot(asyncio.Semaphore(self._at_once)))
-        held.users += 1
-        try:
-            async with held.semaphore:
-                yield
-        finally:
-            held.users -= 1
-            if not held.users:
-                del self._held[owner]
-
-
-# MERGED: What every route needs: the parts of the server, and look-ups that know the owner.
-
-
-_SDK_AGENT = re.compile(r"AsyncTinker/Python (\S+)")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Context:
-    """The parts of one server."""
+    """The parts of one server, and owner-checked look-ups."""
 
     settings: Settings
     store: Store
@@ -119,7 +88,7 @@ class Context:
     futures: Futures
     dispatcher: Dispatcher
     presence: Presence
-    #: Signs links to files.
+    #: Signs links to files and traces.
     signer: Signer
     _sessions: Cache[Session] = field(init=False)
     _models: Cache[Model] = field(init=False)
@@ -138,7 +107,7 @@ class Context:
         return session
 
     async def open_session(self, request: Request, session_id: str) -> Session:
-        """The session, for something new in it."""
+        """The session, for adding something to it; a 410 if it is finished."""
         session = await self.session(request, session_id)
         if session.finished_s is not None:
             raise Refusal(
@@ -148,7 +117,7 @@ class Context:
         return session
 
     def forget_session(self, session_id: str) -> None:
-        """Its row has changed."""
+        """Evict a session that has changed from the cache."""
         self._sessions.forget(session_id)
 
     async def model(self, request: Request, model_id: str) -> Model:
@@ -166,7 +135,7 @@ class Context:
         return sampler
 
     def base_model(self, name: str) -> ServedModel:
-        """The served model of this name; a `:suffix` is cut off unless it is served itself."""
+        """The served model of this name; without its `:suffix` if the full name is not served."""
         served = {model.name: model for model in self.executor.served}
         found = served.get(name) or served.get(name.partition(":")[0])
         if found is None:
@@ -180,9 +149,9 @@ class Context:
 
     def tokenizer_id(self, base_model: str) -> str:
         """
-        What leads a client to the tokenizer of a base model.
+        What a client loads the tokenizer of a base model from.
 
-        On one machine the folder itself works offline; elsewhere only the name means something.
+        On the same machine that is the model folder, which works offline; elsewhere it is the name.
         """
         if is_loopback(self.settings.host):
             for model in self.executor.served:
@@ -196,31 +165,10 @@ def context_of(request: Request) -> Context:
     return context
 
 
-def json_response(message: Any, status: int = 200) -> Response:
-    return Response(encode_json(message), status, media_type=JSON_TYPE)
-
-
-def dialect_of(request: Request, session: Session | None) -> Dialect:
-    """What the client understands: by what its session said, else by its User-Agent."""
-    if session is not None and session.sdk_version is not None:
-        return Dialect.of(session.sdk_version)
-    agent = _SDK_AGENT.match(request.headers.get("user-agent", ""))
-    return Dialect.of(agent[1] if agent else None)
-
-
-def openapi_body(message: type[Any]) -> Mapping[str, Any]:
-    """OpenAPI for a route that reads its body itself; the schema is added with the others."""
-    schema = {"$ref": f"#/components/schemas/{message.__name__}"}
-    return {"requestBody": {"required": True, "content": {JSON_TYPE: {"schema": schema}}}}
-
-
-# MERGED: Who may read a checkpoint: its owner, everybody once it is published, a holder of its owner's key.
-
-
 async def readable_checkpoint(
     request: Request, context: Context, path: str, *, token: str | None = None
 ) -> tuple[Version, Model]:
-    """A checkpoint and the run it was saved from; a 404 if there is none to read."""
+    """A checkpoint and its training run; a 404 unless it is the caller's, published, or shared."""
     version = await context.store.checkpoints.find(
         path, readers=await reader_owners(request, token)
     )
@@ -228,3 +176,52 @@ async def readable_checkpoint(
     if version is None or source is None:
         raise Refusal(404, no_checkpoint(path))
     return version, source
+
+
+def json_response(message: Any, status: int = 200) -> Response:
+    return Response(encode_json(message), status, media_type=JSON_TYPE)
+
+
+def dialect_of(request: Request, session: Session | None) -> Dialect:
+    """The dialect of the client: by the SDK version of its session, else by its User-Agent."""
+    if session is not None and session.sdk_version is not None:
+        return Dialect.of(session.sdk_version)
+    agent = _SDK_AGENT.match(request.headers.get("user-agent", ""))
+    return Dialect.of(agent[1] if agent else None)
+
+
+def openapi_body(message: type[Any]) -> Mapping[str, Any]:
+    """The OpenAPI entry of a route that reads its body itself; `openapi` adds the schema."""
+    schema = {"$ref": f"#/components/schemas/{message.__name__}"}
+    return {"requestBody": {"required": True, "content": {JSON_TYPE: {"schema": schema}}}}
+
+
+@dataclass(slots=True)
+class _OwnerSlot:
+    semaphore: asyncio.Semaphore
+    #: Holders and waiters.
+    users: int = 0
+
+
+class OwnerSlots:
+    """A semaphore per owner; owners without a holder take no memory. Belongs to one event loop."""
+
+    def __init__(self, max_concurrent: int) -> None:
+        self._max_concurrent = max_concurrent
+        self._owners: dict[str, _OwnerSlot] = {}
+
+    def __len__(self) -> int:
+        """Owners with holders or waiters."""
+        return len(self._owners)
+
+    @asynccontextmanager
+    async def slot(self, owner: str) -> AsyncIterator[None]:
+        slot = self._owners.setdefault(owner, _OwnerSlot(asyncio.Semaphore(self._max_concurrent)))
+        slot.users += 1
+        try:
+            async with slot.semaphore:
+                yield
+        finally:
+            slot.users -= 1
+            if not slot.users:
+                del self._owners[owner]

@@ -1,4 +1,4 @@
-"""Asking for a promised result: a poll is held until the result is there, or about 30 s."""
+"""The routes that return results: long polls, held until the result is ready or for about 30 s."""
 
 import asyncio
 from collections.abc import Callable
@@ -37,9 +37,9 @@ from tinkex.wire.sdk_versions import Dialect, wants_protobuf
 router = APIRouter(prefix="/api/v1", tags=["futures"])
 
 PROTOBUF_RESULTS = PASSES | {Kind.SAMPLE}
-# Smaller results are put into JSON where they are: moving to a thread would cost more.
+# Smaller results are converted to JSON on the event loop: a thread would cost more.
 INLINE_ENCODE_BYTES = 64 * 1024
-LARGEST_NUMBER = 2**63 - 1
+MAX_INT64 = 2**63 - 1
 
 T = TypeVar("T")
 
@@ -68,19 +68,19 @@ async def retrieve_future(request: Request) -> Response:
 
 
 async def retrieve_futures(request: Request) -> Response:
-    """Which samples of one client have finished since its last poll; held until one has."""
+    """The samples of a sampling client that finished since its last poll; held until one has."""
     message = await read_json(request, FuturesRetrieveRequest)
     context = context_of(request)
     target = message.target
-    # Anything but a 200 here ends the client's polling for good: only a wrong target gets it.
+    # Any other status than 200 ends the client's polling for good, so only a wrong target gets one.
     await context.sampler(request, target.sampling_session_id)
     context.store.requests.all_fetched(message.retrieved_request_ids, owner=owner_of(request))
     for name, number in (
         ("prev_cursor", message.prev_cursor),
         ("target", target.cloned_sampler_id),
     ):
-        if not 0 <= number <= LARGEST_NUMBER:
-            raise WireError.at((name,), f"{number} is not a number of 64 bits from 0.")
+        if not 0 <= number <= MAX_INT64:
+            raise WireError.at((name,), f"{number} is not between 0 and {MAX_INT64}.")
     within_s = context.settings.long_poll_s
     if message.timeout is not None:
         within_s = min(within_s, message.timeout) if message.timeout > 0 else 0.0
@@ -98,13 +98,13 @@ async def retrieve_futures(request: Request) -> Response:
 
 
 def _on_disconnect(request: Request) -> Callable[[Callable[[], None]], None]:
-    """A poll whose client has gone is not held: its connection ends it (`patience`)."""
+    """Registers a function that ends a poll when its client disconnects (see `http_limits`)."""
     scope = request.scope
 
-    def leaving(leave: Callable[[], None]) -> None:
-        scope[ON_DISCONNECT] = leave
+    def register(end_poll: Callable[[], None]) -> None:
+        scope[ON_DISCONNECT] = end_poll
 
-    return leaving
+    return register
 
 
 def _event(event: Completion) -> FutureCompletion:
@@ -117,17 +117,17 @@ def _event(event: Completion) -> FutureCompletion:
 
 def _try_again(context: Context, request_id: str) -> Response:
     base_model = context.futures.base_model(request_id)
-    standing = context.dispatcher.standing(request_id, base_model or "")
+    waiting = context.dispatcher.standing(request_id, base_model or "")
     if (trouble := context.store.condition.trouble) is not None:
-        # Its result may be there already, and wait for the disk.
-        standing = Waiting(state="paused_capacity", reason=trouble.text)
+        # The request may be done, with a result that cannot be stored now.
+        waiting = Waiting(state="paused_capacity", reason=trouble.text)
     return json_response(
         TryAgainResponse(
             request_id=request_id,
-            queue_state=standing.state,
-            queue_state_reason=standing.reason,
+            queue_state=waiting.state,
+            queue_state_reason=waiting.reason,
         ),
-        # A 408 is what every version polls again after without a word to its user.
+        # All SDK versions silently poll again after a 408.
         status=408,
     )
 
@@ -143,7 +143,7 @@ async def _result(request: Request, context: Context, settled: Settled) -> Respo
         digest = {"Content-Digest": content_digest(settled.result)}
         return Response(settled.result, media_type=PROTOBUF_TYPE, headers=digest)
     try:
-        body = await _off_the_loop(settled, lambda: _as_json(settled, dialect))
+        body = await _in_thread_if_large(settled, lambda: _as_json(settled, dialect))
     except UserFailure as failure:
         return json_response(
             RequestFailedResponse(error=str(failure), category=RequestErrorCategory.User)
@@ -151,25 +151,25 @@ async def _result(request: Request, context: Context, settled: Settled) -> Respo
     return Response(body, media_type=JSON_TYPE)
 
 
-async def _off_the_loop(settled: Settled, act: Callable[[], T]) -> T:
-    """Work on a result: in a thread, if the result is large."""
+async def _in_thread_if_large(settled: Settled, act: Callable[[], T]) -> T:
+    """Run `act` on a result; in a thread if the result is large."""
     if len(settled.result) <= INLINE_ENCODE_BYTES:
         return act()
     return await asyncio.to_thread(act)
 
 
 async def _reads_protobuf(settled: Settled, dialect: Dialect) -> bool:
-    """Some versions ask for protobuf and misread some of it; those read JSON as well."""
+    """Whether this SDK version reads this result as protobuf; some versions misread some results."""
     if settled.kind is Kind.SAMPLE or dialect.reads_protobuf_only:
         return True
-    return await _off_the_loop(
+    return await _in_thread_if_large(
         settled,
         lambda: dialect.reads_as_protobuf(decode_forward_backward_output(settled.result)),
     )
 
 
 def _as_json(settled: Settled, dialect: Dialect) -> bytes:
-    """For clients that read no protobuf."""
+    """The result as JSON, for clients that do not read protobuf."""
     if settled.kind is Kind.SAMPLE:
         return encode_json(dialect.sample_json(decode_sample_response(settled.result)))
     return encode_json(
@@ -179,7 +179,7 @@ def _as_json(settled: Settled, dialect: Dialect) -> bytes:
 
 @router.post("/cancel_future", openapi_extra=dict(openapi_body(CancelFutureRequest)))
 async def cancel_future(request: Request) -> Response:
-    """Gives up a sample. Anything else, finished, unknown or somebody else's, stays as it is."""
+    """Cancels a sample of the caller. Other requests, and finished ones, are not affected."""
     message = await read_json(request, CancelFutureRequest)
     context_of(request).dispatcher.cancel(message.request_id, owner=owner_of(request))
     return json_response({})

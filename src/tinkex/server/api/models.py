@@ -1,4 +1,4 @@
-"""Models: made, asked about, taken out of memory."""
+"""The routes that create, describe and unload models, and register custom losses."""
 
 import secrets
 import time
@@ -22,11 +22,17 @@ from tinkex.wire.runs import GetInfoRequest, GetInfoResponse, ModelData
 from tinkex.wire.training import CreateModelRequest, UnloadModelRequest, optimizer_config_from
 
 router = APIRouter(prefix="/api/v1", tags=["models"])
+custom_loss_router = APIRouter(prefix="/api/v1", tags=["training"])
+
+#: Far larger than a graph with the maximum number of nodes.
+MAX_LOSS_BYTES = 4 * 2**20
+#: An engine keeps the losses of all sessions that have a loaded model.
+MAX_LOSSES_PER_SESSION = 1_000
 
 
 @router.post("/create_model", openapi_extra=dict(openapi_body(CreateModelRequest)))
 async def create_model(request: Request) -> Response:
-    """Unknown base models are refused here, with those that are served."""
+    """Refuses unknown base models with a list of the served ones."""
     message = await read_json(request, CreateModelRequest)
     context = context_of(request)
     session = await context.open_session(request, message.session_id)
@@ -36,12 +42,12 @@ async def create_model(request: Request) -> Response:
     if message.lora_config is None:
         raise Refusal(
             400,
-            "create_model without `lora_config` asks for training all weights, which this server "
-            'does not do. Send {"lora_config": {"rank": 32}}.',
+            "create_model without `lora_config` requests full fine-tuning, which this server does "
+            'not support. Send {"lora_config": {"rank": 32}}.',
         )
     lora = message.lora_config
     if lora.seed is None:
-        # Fixed here, so that a model that is built again from its log begins with the same weights.
+        # Fixed here, so that a model that is rebuilt from its log starts with the same weights.
         lora = lora.model_copy(update={"seed": secrets.randbits(31)})
     model = Model(
         model_id=f"{session.session_id}:train:{message.model_seq_id}",
@@ -69,7 +75,7 @@ async def create_model(request: Request) -> Response:
 async def create_with_first_step(
     context: Context, model: Model, number: int, new: NewRequest
 ) -> Response:
-    """Store a model with its first step, or find its earlier self; answer the request's id."""
+    """Store a model with its first step, or find the first one; answer with the request id."""
     first = await context.store.runs.create_model(model=model, model_seq_id=number, request=new)
     if first.refused is not None:
         context.dispatcher.not_made(new_row(new, first), first.refused)
@@ -119,37 +125,26 @@ async def unload_model(request: Request) -> Response:
     return await submit_request(context, new)
 
 
-# MERGED: Losses that users wrote: checked by an engine, kept for the models of their session.
-
-
-custom_loss_router = APIRouter(prefix="/api/v1", tags=["training"])
-
-#: A graph of the most nodes that an engine takes is far smaller.
-MAX_LOSS_BYTES = 4 * 2**20
-#: An engine keeps those of every session that has a model in its memory.
-MAX_LOSSES_PER_SESSION = 1_000
-
-
 @custom_loss_router.post(
     "/create_custom_loss", openapi_extra=dict(openapi_body(CreateCustomLossRequest))
 )
 async def create_custom_loss(request: Request) -> Response:
-    """The future answers with the loss's id, or fails saying which node is not offered."""
+    """The future returns the loss id, or fails with the name of an unsupported node."""
     message = await read_json(request, CreateCustomLossRequest)
     context = context_of(request)
     session = await context.open_session(request, message.session_id)
     if not 0 <= message.custom_loss_seq_id < MAX_LOSSES_PER_SESSION:
         raise WireError.at(
             ("custom_loss_seq_id",),
-            f"{message.custom_loss_seq_id} is not a number of a loss; a session has at most "
-            f"{MAX_LOSSES_PER_SESSION}, from 0.",
+            f"{message.custom_loss_seq_id} is not a valid number; a session has at most "
+            f"{MAX_LOSSES_PER_SESSION} losses, numbered from 0.",
         )
     payload = encode_json(message)
     if len(payload) > MAX_LOSS_BYTES:
         raise Refusal(
             413, f"the loss has {len(payload)} bytes as JSON; at most {MAX_LOSS_BYTES} are allowed."
         )
-    # Any engine can say whether a graph is offered.
+    # Any engine can check a graph.
     base_model = context.executor.served[0].name
     new = NewRequest(
         owner=session.owner,

@@ -1,12 +1,12 @@
-"""Steps of training: forward, forward_backward, optim_step. Checked, stored, answered with an id."""
+"""The routes of training steps: forward, forward_backward, optim_step."""
 
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tinkex.server.api.bodies import read_body, read_data
+from tinkex.server.api.bodies import read_data
 from tinkex.server.api.deps import context_of, openapi_body
-from tinkex.server.api.submit import accept_step, numbered_step, read_step, tokens_known
+from tinkex.server.api.submit import accept_step, numbered_step, submit_step, tokens_known
 from tinkex.server.scheduler.step_queue import Kind
 from tinkex.wire.codec import PROTOBUF_TYPE, decode_forward_json
 from tinkex.wire.protobuf import (
@@ -30,18 +30,18 @@ async def forward_backward(request: Request) -> Response:
 
 async def _pass(request: Request, *, forward_only: bool) -> Response:
     is_protobuf = PROTOBUF_TYPE in request.headers.get("content-type", "")
-    message, said_forward, payload = await read_data(
+    message, only_forward, payload = await read_data(
         request, lambda body: _decode(body, is_protobuf)
     )
     context = context_of(request)
     model = await context.model(request, message.model_id)
-    kind = Kind.FORWARD if forward_only or said_forward else Kind.FORWARD_BACKWARD
+    kind = Kind.FORWARD if forward_only or only_forward else Kind.FORWARD_BACKWARD
     tokens = sum(tokens_known(datum.model_input) for datum in message.forward_backward_input.data)
     return await accept_step(request, context, model, kind, message.seq_id, payload, tokens=tokens)
 
 
 def _decode(body: bytes, is_protobuf: bool) -> tuple[ForwardBackwardRequest, bool, bytes]:
-    """The pass, whether it is forward only, and its normal form."""
+    """The request, whether it is forward only, and its normalized encoding (protobuf)."""
     if is_protobuf:
         message, forward_only = decode_forward_backward_request(body)
         return message, forward_only, body
@@ -56,8 +56,4 @@ def _decode(body: bytes, is_protobuf: bool) -> tuple[ForwardBackwardRequest, boo
 @router.post("/optim_step", openapi_extra=dict(openapi_body(OptimStepRequest)))
 @numbered_step(Kind.OPTIM_STEP)
 async def optim_step(request: Request) -> Response:
-    body = await read_body(request)
-    model_id, seq_id, payload = read_step(OptimStepRequest, body)
-    context = context_of(request)
-    model = await context.model(request, model_id)
-    return await accept_step(request, context, model, Kind.OPTIM_STEP, seq_id, payload)
+    return await submit_step(request, OptimStepRequest, Kind.OPTIM_STEP)
