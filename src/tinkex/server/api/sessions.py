@@ -1,4 +1,4 @@
-"""Sessions: begin, beat, finish; and what a client is told before it begins."""
+"""The routes of sessions: configuration, create, heartbeat, finish, lists, search and traces."""
 
 import hashlib
 import json
@@ -47,12 +47,26 @@ from tinkex.wire.sdk_versions import Dialect
 
 router = APIRouter(prefix="/api/v1", tags=["sessions"])
 
-# As wide as the columns that hold them.
+# The sizes of the database columns.
 MAX_VERSION_LENGTH = 64
 MAX_PROJECT_LENGTH = 200
 MAX_DISPLAY_NAME_LENGTH = 500
-# Clients send the end of a traceback, and must get rid of it whatever its length.
+# Clients send a traceback of any length here; the rest is cut off.
 MAX_FINISH_DETAIL_LENGTH = 4_000
+
+#: The project of sessions without one.
+NO_PROJECT = "default"
+
+MAX_PAGE_SIZE = 10_000
+MAX_SEARCH_PAGE_SIZE = 200
+Limit = Annotated[int, Query(ge=0, le=MAX_PAGE_SIZE)]
+Offset = Annotated[int, Query(ge=0, le=2**53)]
+# `accessible`: also other owners' sessions with a published checkpoint, showing only that.
+Scope = Annotated[Literal["owned", "accessible"], Query()]
+
+
+class SetSessionProjectRequest(StrictModel):
+    project_id: str
 
 
 @router.post("/client/config", openapi_extra=dict(openapi_body(ClientConfigRequest)))
@@ -107,9 +121,9 @@ async def create_session(request: Request) -> Response:
     )
 
 
-def _check_length(name: str, text: str | None, longest: int) -> None:
-    if text is not None and len(text) > longest:
-        raise WireError.at((name,), f"{len(text)} characters; at most {longest} are allowed.")
+def _check_length(name: str, text: str | None, max_length: int) -> None:
+    if text is not None and len(text) > max_length:
+        raise WireError.at((name,), f"{len(text)} characters; at most {max_length} are allowed.")
 
 
 @router.post("/session_heartbeat", openapi_extra=dict(openapi_body(SessionHeartbeatRequest)))
@@ -135,24 +149,6 @@ async def finish_session(request: Request, session_id: str) -> Response:
     return json_response({})
 
 
-# MERGED: Sessions of the past and present: lists, details, search, projects, and traces.
-
-
-#: Where sessions are that named no project.
-NO_PROJECT = "default"
-
-MAX_PAGE_SIZE = 10_000
-MAX_SEARCH_PAGE_SIZE = 200
-Limit = Annotated[int, Query(ge=0, le=MAX_PAGE_SIZE)]
-Offset = Annotated[int, Query(ge=0, le=2**53)]
-# `accessible`: also sessions in which others published a checkpoint, and of them only that.
-Scope = Annotated[Literal["owned", "accessible"], Query()]
-
-
-class SetSessionProjectRequest(StrictModel):
-    project_id: str
-
-
 @router.get("/sessions")
 @bounded(entries=MAX_PAGE_SIZE)
 async def list_sessions(
@@ -166,7 +162,7 @@ async def list_sessions(
         offset=offset,
     )
     return await report(
-        request, lambda: ListSessionsResponse(sessions=found), advice="Ask for fewer with `limit`."
+        request, lambda: ListSessionsResponse(sessions=found), advice="Request fewer with `limit`."
     )
 
 
@@ -174,10 +170,10 @@ async def list_sessions(
 @bounded(entries=MAX_SEARCH_PAGE_SIZE)
 async def search_sessions(request: Request) -> Response:
     """
-    Newest first, page by page.
+    Newest first, in pages.
 
-    One request looks at so many sessions and no more: a page may have few entries, or none, and a
-    `next_cursor` to go on with. Only without a cursor it was the last.
+    One request examines a limited number of sessions: a page may have few entries, or none, and
+    still a `next_cursor`. A page without a cursor is the last.
     """
     message = await read_json(request, SessionSearchRequest)
     owner = owner_of(request)
@@ -186,7 +182,7 @@ async def search_sessions(request: Request) -> Response:
         owner=owner,
         published=not isinstance(message.owner, OwnSearchOwner),
         session_id=message.session_id,
-        after=None if message.cursor is None else _place(message.cursor),
+        after=None if message.cursor is None else _position(message.cursor),
         wanted=lambda session: _matches(session, message),
         limit=message.limit,
     )
@@ -199,7 +195,7 @@ async def search_sessions(request: Request) -> Response:
             sessions=[_summary(one, holdings[one.session_id]) for one in found.sessions],
             next_cursor=None if found.next is None else _cursor(found.next),
         ),
-        advice="Ask for fewer with `limit`.",
+        advice="Request fewer with `limit`.",
     )
 
 
@@ -212,8 +208,8 @@ async def get_session(request: Request, session_id: str, access_scope: Scope = "
     )
     if max(len(runs), len(samplers)) > MAX_REPORT_ENTRIES:
         raise UserFailure(
-            f"session {session_id} has more than {MAX_REPORT_ENTRIES} training runs or samplers, which "
-            "is the most of one answer. List runs with GET training_runs, page by page."
+            f"session {session_id} has more than {MAX_REPORT_ENTRIES} training runs or samplers, "
+            "the maximum of one answer. List runs with GET training_runs, page by page."
         )
     return await report(
         request,
@@ -248,7 +244,7 @@ async def set_project(request: Request, session_id: str) -> Response:
 
 @router.get("/sessions/{session_id}/trace_export")
 async def trace_export(request: Request, session_id: str) -> Response:
-    """A link to the trace; it is made when the link is opened, so it is ready at once."""
+    """A signed link to the trace, which is built when the link is opened."""
     await _session(request, session_id)
     context = context_of(request)
     path = _trace_path(session_id)
@@ -259,37 +255,37 @@ async def trace_export(request: Request, session_id: str) -> Response:
 
 async def _trace_owner(request: Request) -> str:
     """
-    Whose session a link is about: the link says nothing of who opens it.
+    The owner of the session of a link; the link itself carries no key.
 
-    A link that is not good is refused here, before it costs a read or its owner's turn.
+    An invalid link is refused here, before it costs a read or the owner's report slot.
     """
     context, session_id = context_of(request), request.path_params["session_id"]
     query = request.query_params
     if not context.signer.verifies(_trace_path(session_id), query["expires"], query["signature"]):
         raise Refusal(
-            403, "this link has expired, or is not one of this server. Ask for a new one."
+            403, "this link has expired, or was not made by this server. Request a new one."
         )
     session = await context.store.runs.session(session_id)
     return "" if session is None else session.owner
 
 
 @router.get("/signed/traces/{session_id}")
-# Each span begins and ends; each track has a name.
+# Two events per span, and a name per track.
 @bounded(entries=3 * MOST_SPANS, owner=_trace_owner)
 async def trace(request: Request, session_id: str, expires: str, signature: str) -> Response:
-    """What such a link leads to: one line of time for each model and sampler of a session."""
+    """The trace of a session: one track per model and sampler."""
     spans = await context_of(request).store.history.spans(session_id)
     now_s = time.time()
     return await report(
         request,
         lambda: {"traceEvents": [*_trace_events(spans, now_s=now_s)], "displayTimeUnit": "ms"},
-        advice="The trace of a shorter session fits.",
+        advice="Only shorter sessions have a trace.",
         headers={"Content-Disposition": f'attachment; filename="{session_id}.json"'},
     )
 
 
 def metadata_as_text(metadata: Mapping[str, Any] | None) -> dict[str, str] | None:
-    """Any JSON was taken in; what goes out is text."""
+    """Metadata may be any JSON; the protocol returns strings."""
     if metadata is None:
         return None
     return {
@@ -338,7 +334,7 @@ def _has_status(status: SessionStatus, query: SessionStatusQuery) -> bool:
 def _summary(session: PastSession, holdings: Holdings) -> SessionSummary:
     return SessionSummary(
         session_id=session.session_id,
-        created_at=_moment(session.place),
+        created_at=_created_at(session.place),
         owner=session.owner,
         project_id=session.project_id or NO_PROJECT,
         status=session_status(session),
@@ -349,21 +345,21 @@ def _summary(session: PastSession, holdings: Holdings) -> SessionSummary:
     )
 
 
-def _cursor(place: tuple[int, str]) -> SessionSearchCursor:
-    return SessionSearchCursor(last_created_at=_moment(place), last_session_id=place[1])
+def _cursor(position: tuple[int, str]) -> SessionSearchCursor:
+    return SessionSearchCursor(last_created_at=_created_at(position), last_session_id=position[1])
 
 
-def _moment(place: tuple[int, str]) -> datetime:
-    microseconds, _ = place
+def _created_at(position: tuple[int, str]) -> datetime:
+    microseconds, _ = position
     return datetime.fromtimestamp(microseconds // 1_000_000, UTC).replace(
         microsecond=microseconds % 1_000_000
     )
 
 
-def _place(cursor: SessionSearchCursor) -> tuple[int, str]:
+def _position(cursor: SessionSearchCursor) -> tuple[int, str]:
     moment = cursor.last_created_at.astimezone(UTC)
-    whole = int(moment.replace(microsecond=0).timestamp())
-    return whole * 1_000_000 + moment.microsecond, cursor.last_session_id
+    seconds = int(moment.replace(microsecond=0).timestamp())
+    return seconds * 1_000_000 + moment.microsecond, cursor.last_session_id
 
 
 def _trace_path(session_id: str) -> str:
@@ -371,7 +367,7 @@ def _trace_path(session_id: str) -> str:
 
 
 def _trace_events(spans: Iterable[Span], *, now_s: float) -> Iterable[dict[str, Any]]:
-    """Chrome's trace format, which Perfetto reads: each model or sampler as a process."""
+    """Chrome's trace format, which Perfetto reads, with a process per model or sampler."""
     tracks: dict[str, int] = {}
     for span in spans:
         if span.track not in tracks:
@@ -389,7 +385,7 @@ def _trace_events(spans: Iterable[Span], *, now_s: float) -> Iterable[dict[str, 
             "pid": tracks[span.track],
             "tid": 1,
         }
-        told = {"request_id": span.request_id, "seq_id": span.seq_id, "status": span.status}
-        # Pairs, not whole slices: requests of one model overlap while they wait.
-        yield {**common, "ph": "b", "ts": span.created_s * 1e6, "args": told}
+        arguments = {"request_id": span.request_id, "seq_id": span.seq_id, "status": span.status}
+        # Begin and end events, not slices: waiting requests of one model overlap.
+        yield {**common, "ph": "b", "ts": span.created_s * 1e6, "args": arguments}
         yield {**common, "ph": "e", "ts": (span.finished_s or now_s) * 1e6}

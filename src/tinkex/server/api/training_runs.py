@@ -1,4 +1,4 @@
-"""Training runs and checkpoints: lists, details, and what their owner may change."""
+"""The routes that list training runs and checkpoints, and publish, expire and delete them."""
 
 import time
 from collections.abc import Mapping
@@ -39,7 +39,7 @@ router = APIRouter(prefix="/api/v1", tags=["runs"])
 MAX_PAGE_SIZE = 10_000
 Limit = Annotated[int, Query(ge=0, le=MAX_PAGE_SIZE)]
 Offset = Annotated[int, Query(ge=0, le=2**53)]
-# `accessible`: also what others have published, and of it only that.
+# `accessible`: also what other owners have published, and only that.
 Scope = Annotated[Literal["owned", "accessible"], Query()]
 
 CHECKPOINT = "/training_runs/{run}/checkpoints/{kind}/{name}"
@@ -69,7 +69,7 @@ async def list_training_runs(
             training_runs=[_run(run) for run in runs],
             cursor=Cursor(offset=offset, limit=limit, total_count=total),
         ),
-        advice="Ask for fewer with `limit`.",
+        advice="Request fewer with `limit`.",
     )
 
 
@@ -83,7 +83,7 @@ async def get_training_run(request: Request, run: str, access_scope: Scope = "ow
 async def list_run_checkpoints(
     request: Request, run: str, access_scope: Scope = "owned"
 ) -> Response:
-    """All of a run, newest first."""
+    """All checkpoints of a run, newest first."""
     await _readable(request, run, access_scope)
     found, total = await context_of(request).store.catalog.checkpoints(
         owner=owner_of(request),
@@ -95,7 +95,7 @@ async def list_run_checkpoints(
     advice = "List them with GET checkpoints, page by page."
     if total > MAX_REPORT_ENTRIES:
         raise UserFailure(
-            f"{run} has {total} checkpoints, and {MAX_REPORT_ENTRIES} are the most of one answer. {advice}"
+            f"{run} has {total} checkpoints; one answer has at most {MAX_REPORT_ENTRIES}. {advice}"
         )
     return await report(
         request,
@@ -109,7 +109,7 @@ async def list_run_checkpoints(
 async def list_checkpoints(
     request: Request, limit: Limit = 100, offset: Offset = 0, access_scope: Scope = "owned"
 ) -> Response:
-    """All of an owner, newest first."""
+    """All checkpoints of an owner, newest first."""
     found, total = await context_of(request).store.catalog.checkpoints(
         owner=owner_of(request),
         kinds=_kinds(request),
@@ -123,20 +123,20 @@ async def list_checkpoints(
             checkpoints=[_checkpoint(saved) for saved in found],
             cursor=Cursor(offset=offset, limit=limit, total_count=total),
         ),
-        advice="Ask for fewer with `limit`.",
+        advice="Request fewer with `limit`.",
     )
 
 
 @router.delete(CHECKPOINT, status_code=204)
 async def delete_checkpoint(request: Request, run: str, kind: str, name: str) -> Response:
-    """Gone for everybody who asks by its path; samplers that are open on it go on."""
+    """The path no longer works for anyone; open samplers of the checkpoint continue."""
     key = await _key(request, run, kind, name)
     return _changed(await context_of(request).store.catalog.delete(**key), key)
 
 
 @router.post(f"{CHECKPOINT}/publish", status_code=204)
 async def publish(request: Request, run: str, kind: str, name: str) -> Response:
-    """Everybody on this server may read it. A second time changes nothing."""
+    """All owners of this server may read it. Publishing again has no effect."""
     key = await _key(request, run, kind, name)
     return _changed(await context_of(request).store.catalog.set_public(True, **key), key)
 
@@ -151,7 +151,7 @@ async def unpublish(request: Request, run: str, kind: str, name: str) -> Respons
     f"{CHECKPOINT}/ttl", status_code=204, openapi_extra=dict(openapi_body(SetCheckpointTtlRequest))
 )
 async def set_ttl(request: Request, run: str, kind: str, name: str) -> Response:
-    """Seconds from now; null keeps it for good."""
+    """Seconds from now; null never expires."""
     ttl_s = _ttl(await read_body(request))
     key = await _key(request, run, kind, name)
     check_ttl(ttl_s)
@@ -160,7 +160,7 @@ async def set_ttl(request: Request, run: str, kind: str, name: str) -> Response:
 
 
 async def _readable(request: Request, run: str, access_scope: Scope) -> Run:
-    """A run of the caller's or, if asked for, one of which something is published."""
+    """A run of the caller or, with `accessible`, one with a published checkpoint."""
     context = context_of(request)
     if access_scope == "owned":
         await context.model(request, run)
@@ -171,12 +171,12 @@ async def _readable(request: Request, run: str, access_scope: Scope) -> Run:
 
 
 def _ttl(body: bytes) -> int | None:
-    """Here, and only here, null means something that a missing field does not."""
+    """The TTL; null is valid here, unlike a missing field."""
     try:
-        message: object = parse_json(body)
+        parsed: object = parse_json(body)
     except ValueError:
-        message = None
-    if isinstance(message, dict) and message.get("ttl_seconds", "") is None:
+        parsed = None
+    if isinstance(parsed, dict) and parsed.get("ttl_seconds", "") is None:
         return None
     return decode_json(SetCheckpointTtlRequest, body).ttl_seconds
 
@@ -186,7 +186,7 @@ def time_of(seconds: float) -> datetime:
 
 
 async def _key(request: Request, run: str, kind: str, name: str) -> Mapping[str, Any]:
-    """The name that is meant, if its run is the caller's."""
+    """The key of a checkpoint, whose run must belong to the caller."""
     model = await context_of(request).model(request, run)
     return {"model_id": model.model_id, "kind": kind, "name": name}
 
@@ -198,7 +198,7 @@ def _changed(found: bool, key: Mapping[str, Any]) -> Response:
 
 
 def _kinds(request: Request) -> set[str]:
-    """The kinds that this client can read about."""
+    """The checkpoint kinds that this SDK version knows."""
     known = dialect_of(request, None).knows_external_checkpoints
     return set(KINDS) if known else set(KINDS) - {EXTERNAL}
 
@@ -234,5 +234,5 @@ def _checkpoint(saved: Saved) -> Checkpoint:
 
 
 def _metadata_as_str(metadata: Mapping[str, Any] | None) -> dict[str, str] | None:
-    """Any JSON was taken in; what goes out is text."""
+    """Metadata may be any JSON; the protocol returns strings."""
     return None if metadata is None else {key: str(value) for key, value in metadata.items()}
