@@ -1,4 +1,4 @@
-"""What was used, and what it would cost: tokens really counted, prices from settings."""
+"""The routes of an account: usage and cost, audit log, and the caller's own key."""
 
 import time
 from collections import defaultdict
@@ -38,21 +38,32 @@ from tinkex.wire.billing import (
 from tinkex.wire.errors import UserFailure
 
 router = APIRouter(prefix="/api/v1", tags=["billing"])
+audit_router = APIRouter(prefix="/api/v1", tags=["audit"])
+key_router = APIRouter(prefix="/api/v1/auth", tags=["keys"])
+unauthenticated_router = APIRouter(prefix="/api/unauthed", tags=["keys"])
 
-MAX_PERIOD = timedelta(days=14)
 GIGABYTE = 10**9
 MILLION = 10**6
 
-# Ends of one answer. A checkpoint that is kept is an event for each hour.
+MAX_PERIOD = timedelta(days=14)
+# Limits of one answer. A stored checkpoint is one event per hour.
 MAX_EVENTS = 25_000
 MAX_CHECKPOINTS = 100_000
 MAX_PROJECTS = 10_000
-SHORTER_PERIOD = "Ask about a shorter time."
+SHORTER_PERIOD = "Request a shorter time."
+
+# Official clients accept tokens whose issuer begins with `passport-`.
+ISSUER = "passport-tinkex"
+NO_LOGIN = (
+    "this server has no browser login. Its administrator creates keys with `tinkex key create`; "
+    "set TINKER_API_KEY to yours."
+)
 
 #: Session, project and base model.
 _Group = tuple[str, str | None, str]
-#: The hour, and the same.
+#: Hour, session, project and base model.
 _HourGroup = tuple[int, str, str | None, str]
+Topic = Literal["all", "checkpoints", "projects", "teams", "organizations"]
 
 
 @router.get("/billing/usage/events")
@@ -62,13 +73,13 @@ async def usage_events(
     starting_on: Annotated[str, Query(description="RFC 3339, a whole UTC hour")],
     ending_before: Annotated[str, Query(description="RFC 3339, a whole UTC hour")],
 ) -> Response:
-    """Hour by hour: tokens by session and base model, checkpoints, and their storage."""
+    """Per hour: tokens by session and base model, saved checkpoints, and their storage."""
     first = _hour("starting_on", starting_on)
     end = _hour("ending_before", ending_before)
     if not timedelta(0) < end - first <= MAX_PERIOD:
         raise _invalid_query(
             "ending_before",
-            f"it is {end - first} after starting_on; one hour to {MAX_PERIOD.days} days are allowed.",
+            f"it is {end - first} after starting_on; 1 hour to {MAX_PERIOD.days} days are allowed.",
         )
     context = context_of(request)
     owner = owner_of(request)
@@ -85,8 +96,8 @@ async def usage_events(
     )
     if len(stored) > MAX_CHECKPOINTS:
         raise UserFailure(
-            f"more than {MAX_CHECKPOINTS} checkpoints were there in this time, which is the most of "
-            f"one answer. {SHORTER_PERIOD}"
+            f"more than {MAX_CHECKPOINTS} checkpoints existed in this time, the maximum of one "
+            f"answer. {SHORTER_PERIOD}"
         )
     prices = Prices.parse(context.settings.prices)
     storage_rate = context.settings.price_gb_month or None
@@ -100,8 +111,8 @@ async def usage_events(
         ):
             if len(events) == MAX_EVENTS:
                 raise UserFailure(
-                    f"there are more than {MAX_EVENTS} events in this time, which is the most of "
-                    f"one answer. {SHORTER_PERIOD}"
+                    f"there are more than {MAX_EVENTS} events in this time, the maximum of one "
+                    f"answer. {SHORTER_PERIOD}"
                 )
             events.append(event)
         events.sort(key=lambda event: event.bucket_start)
@@ -109,13 +120,13 @@ async def usage_events(
 
     events = await context.store.build_report(build)
     sessions = sorted({event.session_id for event in events if event.session_id})
-    said = await usage.metadata(sessions)
+    metadata = await usage.metadata(sessions)
     return await report(
         request,
         lambda: BillingUsageResponse(
             data=events,
             sessions={
-                one: BillingUsageSession(user_metadata=metadata_as_text(said.get(one)))
+                one: BillingUsageSession(user_metadata=metadata_as_text(metadata.get(one)))
                 for one in sessions
             },
             cost_data_through=datetime.fromtimestamp(int(now_s), UTC),
@@ -127,7 +138,7 @@ async def usage_events(
 @router.get("/billing/usage/checkpoints/current")
 @bounded(entries=MAX_PROJECTS)
 async def current_storage(request: Request, project_id: str | None = None) -> Response:
-    """What the owner's checkpoints take now, by project: those that are in the lists."""
+    """Current storage of the owner's listed checkpoints, by project."""
     context = context_of(request)
     owner = owner_of(request)
     kept = await context.store.usage.current(
@@ -135,8 +146,8 @@ async def current_storage(request: Request, project_id: str | None = None) -> Re
     )
     if len(kept) > MAX_PROJECTS:
         raise UserFailure(
-            f"there are checkpoints in more than {MAX_PROJECTS} projects, which is the most of "
-            "one answer. Ask about one `project_id`."
+            f"there are checkpoints in more than {MAX_PROJECTS} projects, the maximum of one "
+            "answer. Request one `project_id`."
         )
     rate = context.settings.price_gb_month or None
     return await report(
@@ -157,12 +168,12 @@ async def current_storage(request: Request, project_id: str | None = None) -> Re
                 for one in kept
             ],
         ),
-        advice="Ask about one `project_id`.",
+        advice="Request one `project_id`.",
     )
 
 
 def _hour(name: str, text: str) -> datetime:
-    """A whole UTC hour; a `+` that a client left as it is arrives as a space."""
+    """Parse a whole UTC hour. A `+` that a client did not escape arrives as a space."""
     try:
         moment = datetime.fromisoformat(text.strip().replace(" ", "+"))
     except ValueError:
@@ -170,11 +181,11 @@ def _hour(name: str, text: str) -> datetime:
             name, f"{text[:60]!r} is not an RFC 3339 time such as 2026-11-15T10:00:00Z."
         ) from None
     if moment.tzinfo is None:
-        raise _invalid_query(name, f"{text[:60]!r} names no time zone; end it with Z or +00:00.")
+        raise _invalid_query(name, f"{text[:60]!r} has no time zone; end it with Z or +00:00.")
     try:
         moment = moment.astimezone(UTC)
     except OverflowError:
-        raise _invalid_query(name, f"{text[:60]!r} is out of reach.") from None
+        raise _invalid_query(name, f"{text[:60]!r} is out of range.") from None
     if moment.minute or moment.second or moment.microsecond:
         raise _invalid_query(
             name, f"{text[:60]!r} is not a whole UTC hour, and usage is kept by the hour."
@@ -189,8 +200,8 @@ def _invalid_query(name: str, message: str) -> Refusal:
 def _token_event(used: Used, prices: Prices, owner: str) -> BillingUsageEvent:
     rate = prices.rate(used.base_model, used.what)
     return BillingUsageEvent(
-        bucket_start=_moment(used.hour),
-        bucket_end=_moment(used.hour + 1),
+        bucket_start=_hour_start(used.hour),
+        bucket_end=_hour_start(used.hour + 1),
         base_model=used.base_model,
         user_id=owner,
         session_id=used.session_id or None,
@@ -217,20 +228,20 @@ def _storage_events(
     rate: float | None,
     owner: str,
 ) -> Iterator[BillingUsageEvent]:
-    """Saves by the hour they were made in, and gigabyte-hours by the hours they lasted."""
+    """Saved checkpoints per hour, and gigabyte-hours of stored ones per hour."""
     saves: defaultdict[_HourGroup, int] = defaultdict(int)
     kept: defaultdict[_Group, _StorageByHour] = defaultdict(_StorageByHour)
     for one in stored:
         until_s = min(now_s, one.until_s or now_s, end_hour * HOUR_S)
-        made_in = int(one.since_s) // HOUR_S
-        if made_in >= first_hour:
-            saves[made_in, one.session_id, one.project_id, one.base_model] += 1
+        saved_in = int(one.since_s) // HOUR_S
+        if saved_in >= first_hour:
+            saves[saved_in, one.session_id, one.project_id, one.base_model] += 1
         since_s = max(one.since_s, first_hour * HOUR_S)
         kept[one.session_id, one.project_id, one.base_model].add(since_s, until_s, one.size_bytes)
     for group, count in saves.items():
         yield _event(group, owner, CheckpointBillingEvent(count=count))
-    for group, lasted in kept.items():
-        for hour, byte_hours in lasted.byte_hours():
+    for group, storage in kept.items():
+        for hour, byte_hours in storage.byte_hours():
             gigabyte_hours = byte_hours / GIGABYTE
             yield _event(
                 (hour, *group),
@@ -242,37 +253,37 @@ def _storage_events(
 
 
 class _StorageByHour:
-    """Bytes of checkpoints over time, hour by hour. Adding one takes the same for any time."""
+    """Byte-hours of checkpoints per hour. Adding one costs the same, however long it was stored."""
 
     def __init__(self) -> None:
-        #: Byte-hours of the hours in which a checkpoint came or went.
-        self._edges: defaultdict[int, float] = defaultdict(float)
-        #: How many more, and how many more bytes, are there for all of an hour and those after it.
-        self._more: defaultdict[int, tuple[int, int]] = defaultdict(lambda: (0, 0))
+        #: Byte-hours of the partial hours, in which a checkpoint was added or deleted.
+        self._partial: defaultdict[int, float] = defaultdict(float)
+        #: Change of the number and bytes of checkpoints from this full hour on.
+        self._changes: defaultdict[int, tuple[int, int]] = defaultdict(lambda: (0, 0))
 
     def add(self, since_s: float, until_s: float, size_bytes: int) -> None:
         if until_s <= since_s:
             return
         first, last = int(since_s // HOUR_S), int(until_s // HOUR_S)
         if first == last:
-            self._edges[first] += size_bytes * (until_s - since_s) / HOUR_S
+            self._partial[first] += size_bytes * (until_s - since_s) / HOUR_S
             return
-        self._edges[first] += size_bytes * ((first + 1) * HOUR_S - since_s) / HOUR_S
+        self._partial[first] += size_bytes * ((first + 1) * HOUR_S - since_s) / HOUR_S
         if until_s > last * HOUR_S:
-            self._edges[last] += size_bytes * (until_s - last * HOUR_S) / HOUR_S
+            self._partial[last] += size_bytes * (until_s - last * HOUR_S) / HOUR_S
         for hour, sign in ((first + 1, 1), (last, -1)):
-            count, size = self._more[hour]
-            self._more[hour] = (count + sign, size + sign * size_bytes)
+            count, size = self._changes[hour]
+            self._changes[hour] = (count + sign, size + sign * size_bytes)
 
     def byte_hours(self) -> Iterator[tuple[int, float]]:
-        """The hours in which something was there."""
+        """The hours with stored checkpoints, each with its byte-hours."""
         count = size = 0
-        hours = self._edges.keys() | self._more.keys()
+        hours = self._partial.keys() | self._changes.keys()
         for hour in range(min(hours), max(hours) + 1) if hours else ():
-            more, bytes_more = self._more.get(hour, (0, 0))
-            count, size = count + more, size + bytes_more
-            if count or hour in self._edges:
-                yield hour, size + self._edges.get(hour, 0.0)
+            count_change, size_change = self._changes.get(hour, (0, 0))
+            count, size = count + count_change, size + size_change
+            if count or hour in self._partial:
+                yield hour, size + self._partial.get(hour, 0.0)
 
 
 def _event(
@@ -285,8 +296,8 @@ def _event(
 ) -> BillingUsageEvent:
     hour, session_id, project_id, base_model = group
     return BillingUsageEvent(
-        bucket_start=_moment(hour),
-        bucket_end=_moment(hour + 1),
+        bucket_start=_hour_start(hour),
+        bucket_end=_hour_start(hour + 1),
         base_model=base_model,
         user_id=owner,
         session_id=session_id,
@@ -297,16 +308,8 @@ def _event(
     )
 
 
-def _moment(hour: int) -> datetime:
+def _hour_start(hour: int) -> datetime:
     return datetime.fromtimestamp(hour * HOUR_S, UTC)
-
-
-# MERGED: The audit log: what was changed on this server by its owner's keys.
-
-
-audit_router = APIRouter(prefix="/api/v1", tags=["audit"])
-
-Topic = Literal["all", "checkpoints", "projects", "teams", "organizations"]
 
 
 @audit_router.get("/audit")
@@ -314,7 +317,7 @@ Topic = Literal["all", "checkpoints", "projects", "teams", "organizations"]
 async def audit(
     request: Request,
     event_type: Annotated[Topic, Query()] = "all",
-    day: Annotated[date | None, Query(description="of UTC; left out: all that is kept")] = None,
+    day: Annotated[date | None, Query(description="UTC; omitted: all kept entries")] = None,
 ) -> Response:
     """Oldest first."""
     since_s, until_s = 0.0, time.time() + 1
@@ -331,7 +334,7 @@ async def audit(
     return await report(
         request,
         lambda: AuditLogResponse(entries=[_entry(entry) for entry in found]),
-        advice="Ask about one `day`, or one `event_type`.",
+        advice="Request one `day`, or one `event_type`.",
     )
 
 
@@ -345,27 +348,13 @@ def _entry(entry: AuditEntry) -> AuditLogEntry:
     )
 
 
-# MERGED: What a client may ask about its own key, and the exchange of a key for a token.
-
-
-key_router = APIRouter(prefix="/api/v1/auth", tags=["keys"])
-unauthenticated_router = APIRouter(prefix="/api/unauthed", tags=["keys"])
-
-# Official clients read tokens whose issuer begins with `passport-`.
-ISSUER = "passport-tinkex"
-NO_LOGIN = (
-    "this server has no login in a browser. Whoever runs it makes keys with `tinkex key create`; "
-    "set TINKER_API_KEY to yours."
-)
-
-
 @key_router.post("/token")
 async def exchange(request: Request) -> Response:
-    """A token that stands for the key of this request until it expires."""
+    """Exchange the key of this request for a token that expires."""
     caller = caller_of(request)
     if caller.by_token:
         raise Refusal(
-            400, "a token cannot be exchanged for another one. Send the API key itself (tml-…)."
+            400, "a token cannot be exchanged for another token. Send the API key (tml-…)."
         )
     now_s = time.time()
     claims = {
@@ -387,7 +376,9 @@ async def key_info(request: Request) -> Response:
         {
             "key_id": caller.key_id or 0,
             "name": caller.name,
-            "note": "" if caller.key_id else "this server has no keys: everybody is `local`",
+            "note": ""
+            if caller.key_id
+            else "this server has no keys: all requests belong to `local`",
             "details": {
                 "org_details": {"name": caller.project_id or "tinkex"},
                 "user_details": {"email": caller.owner},
@@ -398,14 +389,14 @@ async def key_info(request: Request) -> Response:
 
 @key_router.delete("/apikey/me")
 async def revoke_key(request: Request) -> Response:
-    """The key of this request opens nothing any more, from the next request on."""
+    """Revoke the key of this request; it is refused from the next request on."""
     caller = caller_of(request)
     if caller.by_token:
-        # It lasts an hour, and would end the key for good.
+        # A token is valid for an hour; revoking the key is permanent.
         raise Refusal(
             403,
-            "a token cannot revoke the key that it stands for. Send the API key itself (tml-…), or "
-            "ask whoever runs this server: `tinkex key revoke`.",
+            "a token cannot revoke its key. Send the API key (tml-…), or ask the administrator of "
+            "this server: `tinkex key revoke`.",
         )
     if caller.key_id is not None:
         await context_of(request).store.keys.revoke(caller.key_id)

@@ -1,4 +1,4 @@
-"""Alive and able to answer."""
+"""The routes for operating a server: health, Prometheus metrics, and client telemetry."""
 
 import json
 from collections.abc import Iterable
@@ -22,11 +22,15 @@ from tinkex.wire.runs import HealthResponse
 from tinkex.wire.telemetry import TelemetrySendRequest
 
 router = APIRouter(prefix="/api/v1", tags=["health"])
+telemetry_router = APIRouter(prefix="/api/v1", tags=["telemetry"])
+
+# Larger telemetry batches are dropped.
+MAX_TELEMETRY_BYTES = 1024 * 1024
 
 
 @router.get("/healthz")
 async def healthz(request: Request) -> Response:
-    """A 503 while nothing new can be stored, with what to do about it; reads go on meanwhile."""
+    """A 503 with advice while nothing new can be stored; reads still work then."""
     trouble = context_of(request).store.condition.trouble
     if trouble is not None:
         detail = f"{trouble.text} {trouble.advice}"
@@ -34,21 +38,12 @@ async def healthz(request: Request) -> Response:
     return json_response(HealthResponse(status="ok"))
 
 
-# MERGED: Telemetry of clients: always acknowledged, and kept without what must not be kept.
-
-
-telemetry_router = APIRouter(prefix="/api/v1", tags=["telemetry"])
-
-# Larger batches are not looked at.
-MAX_TELEMETRY_BYTES = 1024 * 1024
-
-
 @telemetry_router.post("/telemetry", openapi_extra=dict(openapi_body(TelemetrySendRequest)))
 async def telemetry(request: Request) -> Response:
     """
-    Always accepted: a client that hears anything else repeats itself every second, for ever.
+    Always accepted: after any other answer, clients retry every second, forever.
 
-    The body is read to its end, so that the connection can be used again.
+    The body is read to its end, so that the connection can be reused.
     """
     settings = context_of(request).settings
     left = settings.max_body_bytes
@@ -60,11 +55,11 @@ async def telemetry(request: Request) -> Response:
         if len(body) <= MAX_TELEMETRY_BYTES:
             body += part
     if settings.telemetry_kept_s > 0 and len(body) <= MAX_TELEMETRY_BYTES:
-        _keep(request, bytes(body))
+        _store_telemetry(request, bytes(body))
     return json_response({"status": "accepted"})
 
 
-def _keep(request: Request, body: bytes) -> None:
+def _store_telemetry(request: Request, body: bytes) -> None:
     encoding = request.headers.get("content-encoding")
     try:
         batch: Any = json.loads(decompress(body, encoding, max_bytes=MAX_TELEMETRY_BYTES))
@@ -82,9 +77,9 @@ def _keep(request: Request, body: bytes) -> None:
 
 
 async def metrics(request: Request) -> Response:
-    """What Prometheus scrapes."""
+    """Metrics in the Prometheus text format."""
     registry = CollectorRegistry()
-    # With a key, of its owner only; without one, where only this machine can ask, of all.
+    # With a key: of its owner only. Without one, which needs loopback: of all owners.
     caller: Caller | None = getattr(request.state, "caller", None)
     owner = None if caller is None else caller.owner
     registry.register(_ServerMetrics(request.app.state.context, owner))
@@ -92,7 +87,7 @@ async def metrics(request: Request) -> Response:
 
 
 class _ServerMetrics(Collector):
-    """Figures that are kept anyway, read when somebody asks."""
+    """Reads counters of the server's parts on each scrape."""
 
     def __init__(self, context: Context, owner: str | None) -> None:
         self._context = context
@@ -127,7 +122,7 @@ class _ServerMetrics(Collector):
         yield from _engine_metrics(self._context.executor)
 
     def _owner_metrics(self) -> Iterable[Metric]:
-        """What each owner has, and has had, of the engines."""
+        """Open requests and compute time per owner."""
         used = CounterMetricFamily(
             "tinkex_owner_compute_seconds",
             "Seconds engines computed for an owner",
@@ -147,15 +142,15 @@ class _ServerMetrics(Collector):
 
 
 def _engine_metrics(executor: Executor) -> Iterable[Metric]:
-    """Every field of the engines' own figures as a gauge with the base model as its label."""
-    told = {model.name: executor.stats(model.name) for model in executor.served}
+    """Each field of the engine statistics as a gauge, labeled with the base model."""
+    all_stats = {model.name: executor.stats(model.name) for model in executor.served}
     for field in Stats.DESCRIPTOR.fields:
         gauge = GaugeMetricFamily(
             f"tinkex_engine_{field.name}",
             f"{field.name.replace('_', ' ').capitalize()} of the engine",
             labels=["base_model"],
         )
-        for name, stats in told.items():
+        for name, stats in all_stats.items():
             if stats is not None:
                 gauge.add_metric([name], getattr(stats, field.name))
         yield gauge
