@@ -189,15 +189,17 @@ DEFAULTS = Settings()
 NODE = {"op": "placeholder", "name": "logprobs", "target": "logprobs"}
 QUOTED = "tests/server/test_limits_page.py::test_answers_quote_little_of_what_was_sent"
 PAGE = "tests/server/test_limits_page.py"
-ARRIVING = f"{PAGE}::test_bodies_that_an_owner_has_arriving_have_an_end_together"
-UNPACKED = f"{PAGE}::test_many_small_bodies_do_not_become_large_at_once"
-ROOM = "tests/server/api/test_bodies.py::test_a_body_without_room_is_refused_after_a_while_and_let_in_later"
-METADATA = f"{PAGE}::test_an_answer_holds_so_much_metadata"
+ARRIVING = f"{PAGE}::test_the_arriving_bytes_of_an_owner_are_limited"
+UNPACKED = f"{PAGE}::test_only_a_few_bodies_are_decompressed_at_the_same_time"
+ROOM = (
+    "tests/server/api/test_bodies.py::test_a_body_over_the_budget_gets_a_429_and_is_accepted_later"
+)
+METADATA = f"{PAGE}::test_the_metadata_of_an_answer_is_limited"
 BOUNDS = "tests/server/api/test_report_limits.py"
-MUCH = f"{BOUNDS}::test_an_owner_with_very_much_gets_bounded_answers_built_off_the_event_loop"
-PARTS = f"{BOUNDS}::test_an_answer_in_parts_is_the_same_as_whole"
-USAGE = f"{BOUNDS}::test_usage_of_too_much_is_refused_and_a_shorter_time_is_answered"
-AROUND = "tests/server/test_limits_page.py::test_what_is_around_bodies_has_an_end"
+MUCH = f"{BOUNDS}::test_an_owner_with_much_data_gets_bounded_answers_built_off_the_event_loop"
+PARTS = f"{BOUNDS}::test_an_answer_encoded_in_parts_is_identical"
+USAGE = f"{BOUNDS}::test_usage_over_the_limit_is_refused_and_a_shorter_time_is_answered"
+AROUND = "tests/server/test_limits_page.py::test_trailers_and_pipelined_requests_are_limited"
 ENGINE = "tests/engine/test_graphs.py::test_a_hostile_graph_is_refused_with_a_reason"
 
 LIMITS = [
@@ -450,7 +452,7 @@ LIMITS = [
         "200, the rest is cut off",
         "",
         None,
-        test="tests/server/test_limits_page.py::test_a_session_can_be_finished_with_any_words",
+        test="tests/server/test_limits_page.py::test_a_session_can_be_finished_with_a_detail_of_any_length",
     ),
     Limit(
         "bytes of the name of a checkpoint",
@@ -503,7 +505,7 @@ LIMITS = [
         "401",
         "",
         None,
-        test="tests/server/api/test_auth.py::test_a_token_that_was_changed_or_is_over_says_nothing",
+        test="tests/server/api/test_auth.py::test_a_changed_or_expired_token_is_refused",
     ),
     # Of telemetry, which is always answered with 200.
     Limit(
@@ -520,7 +522,7 @@ LIMITS = [
         "200, the rest not kept",
         "",
         None,
-        test="tests/server/test_limits_page.py::test_telemetry_of_an_hour_has_an_end",
+        test="tests/server/test_limits_page.py::test_telemetry_per_hour_is_limited",
     ),
     Limit(
         "events of one batch of telemetry that are kept",
@@ -562,7 +564,7 @@ LIMITS = [
         "400",
         "",
         None,
-        test=f"{BOUNDS}::test_the_number_of_checkpoints_in_a_report_has_an_end",
+        test=f"{BOUNDS}::test_the_number_of_checkpoints_in_a_report_is_limited",
     ),
     Limit(
         "sessions that one search looks at",
@@ -570,7 +572,7 @@ LIMITS = [
         "a cursor to go on with",
         "",
         None,
-        test=f"{BOUNDS}::test_a_search_looks_at_so_many_sessions_and_says_where_to_go_on",
+        test=f"{BOUNDS}::test_a_search_examines_a_limited_number_of_sessions_and_returns_a_cursor",
     ),
     Limit("requests in a trace", history.MOST_SPANS, "the newest", "", None, test=MUCH),
     Limit(
@@ -579,7 +581,7 @@ LIMITS = [
         "the next wait",
         "",
         None,
-        test=f"{BOUNDS}::test_one_owner_makes_one_report_at_a_time_and_others_do_not_wait",
+        test=f"{BOUNDS}::test_an_owner_gets_one_report_at_a_time_and_others_do_not_wait",
     ),
     Limit("errors that a 422 lists", errors.MOST_TOLD, "the first", "", None, test=QUOTED),
     Limit("characters of each", errors.LONGEST_TOLD, "cut short", "", None, test=QUOTED),

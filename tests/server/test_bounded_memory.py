@@ -15,7 +15,7 @@ from tinkex.server.scheduler.fairness import Places
 pytestmark = pytest.mark.anyio
 
 
-async def test_seconds_are_kept_of_the_owners_who_computed_last(
+async def test_compute_time_is_kept_for_the_most_recent_owners(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(execution, "MOST_OWNERS", 3)
@@ -26,7 +26,7 @@ async def test_seconds_are_kept_of_the_owners_who_computed_last(
     assert shared.used_s == {"a": 2.0, "c": 1.0, "d": 1.0}
 
 
-async def test_turns_to_unpack_are_forgotten() -> None:
+async def test_decode_slots_are_freed() -> None:
     intake = OwnerBudget(max_body_bytes=100)
     for number in range(100):
         async with intake.turn(f"owner-{number}"):
@@ -34,7 +34,7 @@ async def test_turns_to_unpack_are_forgotten() -> None:
     assert len(intake._turns) == 0
 
 
-async def test_only_owners_with_a_number_of_their_own_are_remembered() -> None:
+async def test_only_owners_with_a_limit_of_their_own_are_remembered() -> None:
     places = Places(max_training=4)
     for number in range(100):
         places.allow(f"owner-{number}", 4)
@@ -44,7 +44,7 @@ async def test_only_owners_with_a_number_of_their_own_are_remembered() -> None:
     assert places._max_training == {}
 
 
-async def test_when_keys_were_used_is_remembered_of_so_many(
+async def test_the_last_use_of_keys_is_remembered_for_a_limited_number(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(auth, "MAX_CACHED_KEYS", 10)

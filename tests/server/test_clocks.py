@@ -143,7 +143,7 @@ def test_every_use_of_the_system_clock_has_a_reason() -> None:
         ("def f():\n    return time.monotonic() - began_s", False),
     ],
 )
-def test_the_rule_finds_ages(text: str, is_found: bool) -> None:
+def test_the_rule_finds_ages_measured_by_the_system_clock(text: str, is_found: bool) -> None:
     visitor = Uses()
     visitor.visit(ast.parse(text))
     assert bool(visitor.found) is is_found
@@ -165,7 +165,7 @@ class Clock:
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("step_s", [-2 * 86_400.0, 2 * 86_400.0])
-async def test_a_clock_that_is_set_does_not_keep_a_revoked_key_alive(
+async def test_changing_the_system_clock_does_not_keep_a_revoked_key_alive(
     tmp_path: Path, step_s: float
 ) -> None:
     store = open_store(
@@ -213,7 +213,7 @@ async def test_expiry_goes_by_the_system_clock(tmp_path: Path) -> None:
 
 
 @pytest.mark.anyio
-async def test_unknown_keys_do_not_push_known_ones_out(
+async def test_unknown_keys_do_not_evict_known_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is remembered of strangers has an end of its own, and costs the others nothing."""

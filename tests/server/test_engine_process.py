@@ -103,7 +103,7 @@ def test_every_setting_of_an_engine_can_be_set() -> None:
     assert heard.host_bytes == 3 * 10**9
 
 
-def test_a_server_told_nothing_leaves_an_engine_its_defaults() -> None:
+def test_default_settings_leave_the_engine_defaults() -> None:
     heard = as_an_engine_hears(Settings(data="/data"))
     own = heard.spill_folder
     assert own is not None
@@ -111,7 +111,7 @@ def test_a_server_told_nothing_leaves_an_engine_its_defaults() -> None:
     assert heard == EngineSettings(name="m", folder=SERVED.folder, spill_folder=own)
 
 
-def test_no_adapter_may_be_kept_idle() -> None:
+def test_zero_idle_adapters_can_be_configured() -> None:
     assert as_an_engine_hears(Settings(idle_adapters=0)).idle_adapters == 0
 
 
@@ -133,7 +133,7 @@ while head := stream.read(frames.LENGTH.size):
 
 
 @pytest.mark.anyio
-async def test_an_engine_is_not_made_to_wait_while_a_large_result_is_read(
+async def test_reading_a_large_result_does_not_block_the_engine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pauses = []
@@ -162,7 +162,7 @@ async def test_an_engine_is_not_made_to_wait_while_a_large_result_is_read(
 # MERGED: An engine that has work and says nothing: whoever waits is told, and nothing is ended.
 
 
-async def test_polls_say_that_the_engine_does_not_answer(
+async def test_polls_report_an_unresponsive_engine(
     tiny_model: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

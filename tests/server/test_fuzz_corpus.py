@@ -9,7 +9,7 @@ from fuzz import bodies, graphs
 pytestmark = pytest.mark.anyio
 
 
-async def test_the_kept_bodies_get_no_server_error_and_no_silence(tmp_path: Path) -> None:
+async def test_the_corpus_gets_no_server_error_and_no_timeout(tmp_path: Path) -> None:
     found = bodies.Found()
     async with bodies.line(tmp_path) as line:
         cases = bodies.corpus(await bodies.things(line))

@@ -47,7 +47,7 @@ async def ids_of(api: Api) -> Ids:
 
 
 @pytest.mark.parametrize("limit", TRIED, ids=[limit.what for limit in TRIED])
-async def test_over_each_limit_there_is_a_clear_answer(small: Api, limit: Limit) -> None:
+async def test_each_limit_has_a_clear_error(small: Api, limit: Limit) -> None:
     assert limit.case
     answer = await limit.case(small, await ids_of(small))
     text = answer.body.decode()
@@ -63,7 +63,7 @@ async def test_over_each_limit_there_is_a_clear_answer(small: Api, limit: Limit)
         ), text[:500]
 
 
-def test_the_page_of_limits_is_the_one_that_would_be_written_now() -> None:
+def test_the_page_of_limits_is_up_to_date() -> None:
     assert PAGE.read_text() == page(), "run: python tests/docs/limits_page.py"
     for limit in LIMITS:
         if limit.case is None:
@@ -114,7 +114,7 @@ async def test_telemetry_over_its_limits_is_accepted_and_not_kept(tmp_path: Path
             assert len(str(found)) < 100 * 1_000
 
 
-async def test_telemetry_of_an_hour_has_an_end(
+async def test_telemetry_per_hour_is_limited(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody fills the disk of all others with it."""
@@ -133,7 +133,7 @@ async def test_telemetry_of_an_hour_has_an_end(
         assert len(await store.telemetry.of_session("s", owner="bob")) == 4
 
 
-async def test_a_small_body_does_not_become_a_large_one_before_it_is_refused(
+async def test_a_small_body_is_refused_before_it_expands(
     tmp_path: Path,
 ) -> None:
     """Messages of two bytes, objects of three: hundreds of times larger in memory."""
@@ -155,7 +155,7 @@ async def test_a_small_body_does_not_become_a_large_one_before_it_is_refused(
     assert limits.MOST_FIELDS < 2**24
 
 
-async def test_a_session_can_be_finished_with_any_words(small: Api) -> None:
+async def test_a_session_can_be_finished_with_a_detail_of_any_length(small: Api) -> None:
     session = await small.session()
     words = {"reason": {"type": "errored"}, "detail": "x" * 100_000}
     assert await small.call("POST", f"sessions/{session}/finish", words) == 200
@@ -164,7 +164,7 @@ async def test_a_session_can_be_finished_with_any_words(small: Api) -> None:
 
 
 @pytest.mark.parametrize("head", [b"GET /", b"GET / HTTP/1.1\r\nX-Long: ", b"GET / HTTP/1.1\r\n"])
-async def test_a_head_without_end_is_cut_off(small: Api, head: bytes) -> None:
+async def test_endless_headers_are_refused(small: Api, head: bytes) -> None:
     url = small.http._base_url
     assert url
     reader, writer = await asyncio.open_connection(url.host, url.port)
@@ -198,7 +198,9 @@ CHUNKED = b"POST /api/v1/asample HTTP/1.1\r\nHost: 127.0.0.1\r\nTransfer-Encodin
         ),
     ],
 )
-async def test_what_is_around_bodies_has_an_end(small: Api, begun: bytes, piece: bytes) -> None:
+async def test_trailers_and_pipelined_requests_are_limited(
+    small: Api, begun: bytes, piece: bytes
+) -> None:
     """Nobody reads the answers, and none of this needs a key."""
     url = small.http._base_url
     assert url
@@ -243,7 +245,7 @@ async def test_what_is_around_bodies_has_an_end(small: Api, begun: bytes, piece:
         ),
     ],
 )
-async def test_a_head_that_can_be_read_in_two_ways_is_refused(small: Api, head: bytes) -> None:
+async def test_ambiguous_framing_is_refused(small: Api, head: bytes) -> None:
     """A proxy in front may read it in the other way."""
     url = small.http._base_url
     assert url
@@ -256,7 +258,7 @@ async def test_a_head_that_can_be_read_in_two_ways_is_refused(small: Api, head: 
 
 
 @pytest.mark.parametrize("value", [b"chunked", b" Chunked "])
-async def test_a_head_that_can_be_read_in_one_way_is_taken(small: Api, value: bytes) -> None:
+async def test_unambiguous_framing_is_accepted(small: Api, value: bytes) -> None:
     url = small.http._base_url
     assert url
     for head, body in (
@@ -274,7 +276,7 @@ async def test_a_head_that_can_be_read_in_one_way_is_taken(small: Api, value: by
         writer.close()
 
 
-async def test_a_trailer_does_not_pass_for_a_header(small: Api) -> None:
+async def test_a_trailer_is_not_taken_for_a_header(small: Api) -> None:
     url = small.http._base_url
     assert url
     reader, writer = await asyncio.open_connection(url.host, url.port)
@@ -308,7 +310,7 @@ def peak_mib(*, reset: bool = False) -> int:
     return next(int(line.split()[1]) // 1024 for line in lines if line.startswith("VmHWM"))
 
 
-async def test_many_small_bodies_do_not_become_large_at_once(tmp_path: Path) -> None:
+async def test_only_a_few_bodies_are_decompressed_at_the_same_time(tmp_path: Path) -> None:
     most = 24 * 2**20
     async with hosted(EchoExecutor(), tmp_path, max_decoded_bytes=most) as api:
         ids = await ids_of(api)
@@ -328,7 +330,7 @@ async def test_many_small_bodies_do_not_become_large_at_once(tmp_path: Path) -> 
         assert peak_mib() - before < 190
 
 
-async def test_bodies_that_an_owner_has_arriving_have_an_end_together(tmp_path: Path) -> None:
+async def test_the_arriving_bytes_of_an_owner_are_limited(tmp_path: Path) -> None:
     keys = [await new_key(tmp_path, owner) for owner in ("alice", "bob")]
     body = b"x" * 90_000
     head = (
@@ -358,7 +360,7 @@ async def test_bodies_that_an_owner_has_arriving_have_an_end_together(tmp_path: 
             assert (await alice.post("asample", body)).status == 422
 
 
-async def test_an_answer_holds_so_much_metadata(
+async def test_the_metadata_of_an_answer_is_limited(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checkpoint_lists, "MOST_METADATA", 50_000)

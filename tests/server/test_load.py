@@ -100,7 +100,7 @@ async def test_five_thousand_samples_of_two_hundred_sessions_wait_in_bounded_mem
         assert not context.dispatcher._desk.payloads._kept
 
 
-async def test_a_full_server_says_when_to_come_back_and_takes_the_rest_later(
+async def test_a_full_server_sends_retry_after_and_accepts_the_rest_later(
     anyio_backend: str, tmp_path: Path
 ) -> None:
     held = Held()
@@ -130,7 +130,7 @@ async def test_a_full_server_says_when_to_come_back_and_takes_the_rest_later(
         assert (await bob.result(late.json["request_id"]))["sequences"]
 
 
-async def test_a_model_whose_client_finished_is_forgotten_until_it_is_asked_for(api: Api) -> None:
+async def test_the_model_of_a_finished_client_is_evicted_until_it_is_used(api: Api) -> None:
     assert api.app is not None
     dispatcher = api.app.state.context.dispatcher
     session = await api.session()
@@ -197,7 +197,7 @@ async def closed(held: socket.socket, within_s: float = 20.0) -> bool:
 
 
 @pytest.mark.parametrize("parser", ["the quick one", "h11"])
-async def test_connections_that_do_not_get_on_with_it_are_closed(
+async def test_stalled_connections_are_closed(
     tmp_path: Path, parser: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if parser == "h11":
@@ -226,7 +226,7 @@ async def test_connections_that_do_not_get_on_with_it_are_closed(
         assert (await api.get("/api/v1/healthz")).status == 200
 
 
-async def test_who_waits_for_us_or_between_two_requests_is_not_closed(tmp_path: Path) -> None:
+async def test_waiting_and_idle_connections_are_not_closed(tmp_path: Path) -> None:
     held = Held()
     held.open.clear()
     async with hosted(held, tmp_path, head_s=0.2, stall_s=0.2, long_poll_s=1.0) as api:
@@ -242,7 +242,7 @@ async def test_who_waits_for_us_or_between_two_requests_is_not_closed(tmp_path: 
         idle.close()
 
 
-async def test_an_answer_that_is_not_read_is_given_up_and_one_that_is_read_slowly_is_not(
+async def test_an_unread_answer_is_aborted_and_a_slowly_read_one_is_not(
     tmp_path: Path,
 ) -> None:
     async with hosted(Held(), tmp_path, head_s=0.4, stall_s=0.4) as api:
@@ -287,7 +287,7 @@ async def test_an_answer_that_is_not_read_is_given_up_and_one_that_is_read_slowl
         by_bytes.close()
 
 
-async def test_clients_that_vanish_while_they_wait_leave_nothing(tmp_path: Path) -> None:
+async def test_clients_that_vanish_during_a_poll_leave_nothing_behind(tmp_path: Path) -> None:
     held = Held()
     held.open.clear()
     async with hosted(held, tmp_path, long_poll_s=50.0) as api:
@@ -313,7 +313,7 @@ async def test_clients_that_vanish_while_they_wait_leave_nothing(tmp_path: Path)
         assert (await api.result(request_id))["sequences"]
 
 
-async def test_beyond_the_most_connections_one_is_told_to_come_back(tmp_path: Path) -> None:
+async def test_connections_over_the_maximum_get_a_503(tmp_path: Path) -> None:
     async with hosted(Held(), tmp_path, max_connections=5) as api:
         others = [connected(api) for _ in range(5)]
         assert api.server is not None
@@ -326,7 +326,7 @@ async def test_beyond_the_most_connections_one_is_told_to_come_back(tmp_path: Pa
         assert (await api.get("/api/v1/healthz")).status == 200
 
 
-async def test_the_system_is_asked_to_notice_peers_that_are_gone(api: Api) -> None:
+async def test_tcp_keepalive_is_enabled(api: Api) -> None:
     assert api.server is not None
     assert (await api.get("/api/v1/healthz")).status == 200
     (connection,) = api.server.server_state.connections
@@ -338,7 +338,7 @@ async def test_the_system_is_asked_to_notice_peers_that_are_gone(api: Api) -> No
 # -- the decision --------------------------------------------------------------------------------
 
 
-def test_a_head_has_its_time_however_its_bytes_come() -> None:
+def test_headers_have_a_time_limit_however_they_arrive() -> None:
     patience = StallTimer(head_s=30, stall_s=60)
     for now_s in range(30):
         assert not patience.is_over(
@@ -347,7 +347,7 @@ def test_a_head_has_its_time_however_its_bytes_come() -> None:
     assert patience.is_over(Phase.HEAD, request=0, moved=30 * MIN_PROGRESS_BYTES, now_s=30)
 
 
-def test_a_body_that_moves_has_all_the_time_it_needs() -> None:
+def test_a_body_that_makes_progress_has_no_time_limit() -> None:
     patience = StallTimer(head_s=30, stall_s=60)
     for minute in range(100):
         moved = minute * MIN_PROGRESS_BYTES
@@ -355,14 +355,14 @@ def test_a_body_that_moves_has_all_the_time_it_needs() -> None:
     assert patience.is_over(Phase.BODY, request=1, moved=99 * MIN_PROGRESS_BYTES + 1, now_s=6000)
 
 
-def test_work_and_idleness_are_not_the_clients_fault() -> None:
+def test_work_and_idle_phases_have_no_time_limit() -> None:
     patience = StallTimer(head_s=30, stall_s=60)
     for phase in (Phase.WORK, Phase.IDLE):
         assert not patience.is_over(phase, request=1, moved=0, now_s=0)
         assert not patience.is_over(phase, request=1, moved=0, now_s=10**6)
 
 
-def test_each_request_begins_anew() -> None:
+def test_each_request_restarts_the_timer() -> None:
     patience = StallTimer(head_s=30, stall_s=60)
     assert not patience.is_over(Phase.ANSWER, request=1, moved=-100, now_s=0)
     assert not patience.is_over(Phase.ANSWER, request=2, moved=-100, now_s=60)

@@ -44,14 +44,14 @@ def waits(rule: Backoff, lives: list[bool]) -> list[float]:
         (ENGINE, [WELL, BADLY, BADLY, WELL, WELL, BADLY], [0.0, 0.5, 1.0, 0.0, 0.0, 0.5]),
     ],
 )
-def test_waits_double_up_to_a_limit_and_a_good_life_ends_them(
+def test_waits_double_up_to_a_maximum_and_a_stable_run_resets_them(
     rule: Backoff, lives: list[bool], expected: list[float]
 ) -> None:
     assert waits(rule, lives) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("rule", [WEB, ENGINE])
-def test_no_wait_is_longer_than_the_limit_and_none_but_the_first_is_none(rule: Backoff) -> None:
+def test_waits_stay_within_the_maximum_and_only_the_first_is_zero(rule: Backoff) -> None:
     first, *later = waits(rule, [BADLY] * 1000)
     assert first == 0.0
     assert all(one <= two for one, two in itertools.pairwise(later))
@@ -69,7 +69,7 @@ def test_no_wait_is_longer_than_the_limit_and_none_but_the_first_is_none(rule: B
         (False, 10_000.0, BADLY),
     ],
 )
-def test_a_web_process_was_well_if_it_got_ready_and_stayed_for_a_while(
+def test_a_web_process_was_stable_if_it_was_ready_for_a_while(
     ready: bool, lived_s: float, well: bool
 ) -> None:
     assert web_was_stable(ready=ready, lived_s=lived_s) is well
@@ -85,7 +85,7 @@ def test_a_web_process_was_well_if_it_got_ready_and_stayed_for_a_while(
         (False, 0.0, BADLY),
     ],
 )
-def test_an_engine_was_well_if_it_did_anything_or_stayed_for_long(
+def test_an_engine_was_stable_if_it_finished_work_or_ran_for_long(
     answered: bool, lived_s: float, well: bool
 ) -> None:
     assert engine_was_stable(answered=answered, lived_s=lived_s) is well
@@ -104,7 +104,7 @@ print(sum(round["collections"] for round in gc.get_stats()) - before, gc.get_fre
 """
 
 
-def test_thousands_of_requests_in_flight_start_no_search_for_garbage():
+def test_thousands_of_requests_in_flight_trigger_no_garbage_collection():
     told = subprocess.run(
         [sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True
     )
@@ -118,7 +118,7 @@ class Connection:
         self.reader = self
 
 
-def test_what_only_holds_itself_is_freed_by_the_clock():
+def test_reference_cycles_are_freed_periodically():
     async def until_freed() -> None:
         freed = asyncio.Event()
         weakref.finalize(Connection(), freed.set)
@@ -159,7 +159,7 @@ libc.fflush(libc.stdout)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only the GNU library makes a heap a thread")
-def test_threads_share_one_heap():
+def test_threads_share_one_malloc_arena():
     def heaps(how: str) -> int:
         told = subprocess.run(
             [sys.executable, "-c", HEAPS, how], capture_output=True, text=True, check=True

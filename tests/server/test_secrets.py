@@ -177,7 +177,7 @@ def test_a_printed_setting_has_no_password(tmp_path: Path) -> None:
     assert "hunter2" not in "".join(settings.lines())
 
 
-def test_secrets_are_taken_out_and_names_stay() -> None:
+def test_secrets_are_redacted_and_names_are_kept() -> None:
     key = "tml-" + "aB3" * 10
     assert scrubbed(f"key {key}, token eyJhbGciOi.eyJzdWIi.sig-x_1 end") == "key ***, token *** end"
     assert scrubbed("key tml-aB3d… is revoked") == "key tml-aB3d… is revoked"
@@ -185,7 +185,7 @@ def test_secrets_are_taken_out_and_names_stay() -> None:
     assert scrubbed_value({"detail": [{"loc": [key, 1]}]}) == {"detail": [{"loc": ["***", 1]}]}
 
 
-def test_an_entry_of_the_log_is_one_line_and_no_terminal_obeys_it(log: io.StringIO) -> None:
+def test_a_log_entry_is_one_line_without_control_characters(log: io.StringIO) -> None:
     """What is quoted in it may be made to look like an entry of its own."""
     forged = "a\n2026-01-01 tinkex key tml-0123456789abcdef made\r\x1b[2J\x9b1m\u2028b"
     logging.getLogger("tinkex.test").error("there is no %s", forged)
@@ -200,7 +200,7 @@ def test_an_entry_of_the_log_is_one_line_and_no_terminal_obeys_it(log: io.String
     assert "tml-0" not in log.getvalue()
 
 
-def test_an_engine_writes_its_log_the_same_way() -> None:
+def test_an_engine_uses_the_same_log_format() -> None:
     """In a process of its own: what it sets is for all of a process."""
     program = (
         "import logging; from tinkex.engine import process; process._begin_log(); "

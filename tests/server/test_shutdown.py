@@ -33,7 +33,7 @@ class Seen(EchoExecutor):
         ]
 
 
-async def test_what_was_running_runs_again_after_the_next_start_with_the_same_seed(
+async def test_running_work_runs_again_after_a_restart_with_the_same_seed(
     tmp_path: Path,
 ) -> None:
     first = Seen()

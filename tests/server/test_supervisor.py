@@ -75,7 +75,7 @@ async def trained(api: Api, model: str, *, first: int) -> float:
     return loss
 
 
-async def test_an_engine_that_is_killed_comes_back_with_the_model_as_it_was(
+async def test_a_killed_engine_is_restarted_with_the_same_model_state(
     own_server: Server,
 ) -> None:
     async with connected(own_server.url, TINY) as api:
@@ -98,7 +98,7 @@ async def test_an_engine_that_is_killed_comes_back_with_the_model_as_it_was(
     assert any("died (SIGKILL: " in line for line in own_server.log)
 
 
-async def test_a_web_process_that_is_killed_after_the_answer_has_kept_the_work(
+async def test_accepted_work_survives_a_killed_web_process(
     own_server: Server,
 ) -> None:
     async with connected(own_server.url, TINY) as api:
@@ -124,7 +124,7 @@ async def test_a_loss_the_engine_does_not_know_is_a_user_failure(own_server: Ser
     assert "no_such_loss" in bad["error"]
 
 
-async def test_a_custom_loss_outlives_the_engine_and_stays_in_its_session(
+async def test_a_custom_loss_survives_an_engine_crash_and_stays_in_its_session(
     own_server: Server,
 ) -> None:
     async with connected(own_server.url, TINY) as api:
@@ -171,9 +171,7 @@ async def gauge(api: Api, name: str, *, at_least: float = 0.0) -> float:
         await asyncio.sleep(0.02)
 
 
-async def test_whatever_the_umask_all_files_are_their_users_alone(
-    own_server: Server, tmp_path: Path
-) -> None:
+async def test_all_files_are_private_whatever_the_umask(own_server: Server, tmp_path: Path) -> None:
     """Of a data folder, of a back-up and of what was restored; each file by itself."""
     data = own_server.data
     target, elsewhere, again = (tmp_path / name for name in ("backup", "elsewhere", "again"))
@@ -198,7 +196,7 @@ async def test_whatever_the_umask_all_files_are_their_users_alone(
         assert not [file for file in ours if not is_private(file)]
 
 
-async def test_the_engine_s_sizes_are_among_the_metrics(own_server: Server) -> None:
+async def test_engine_statistics_are_among_the_metrics(own_server: Server) -> None:
     async with connected(own_server.url, TINY) as api:
         # Before any model: what earlier tests left is there already.
         base = await gauge(api, "base_bytes", at_least=1)
@@ -247,7 +245,7 @@ async def test_engines_keep_the_allocator_s_defaults(own_server: Server) -> None
         assert "MALLOC_ARENA_MAX" not in _environment(pid)
 
 
-async def test_an_idle_server_uses_no_processor(own_server: Server) -> None:
+async def test_an_idle_server_uses_no_cpu_time(own_server: Server) -> None:
     async with connected(own_server.url, TINY) as api:
         await api.model()
         pids = [own_server.process.pid, web_process(own_server), engine_process(own_server)]
@@ -312,7 +310,7 @@ def _processor_s(pid: int) -> float:
 # MERGED: What the supervisor tells the web process arrives as it was meant.
 
 
-def test_names_and_folders_may_hold_any_sign(tmp_path: Path) -> None:
+def test_names_and_folders_may_contain_any_character(tmp_path: Path) -> None:
     sources = [
         ModelSource(name="a=b", folder=Path("/models/a=b")),
         ModelSource(name="org/c", folder=Path("/models/x = y")),

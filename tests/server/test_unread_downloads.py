@@ -73,7 +73,7 @@ def files_open(folder: Path) -> int:
     return found
 
 
-async def test_a_download_that_is_not_read_holds_one_piece_and_then_nothing(
+async def test_an_unread_download_holds_one_piece_and_ends(
     anyio_backend: str, tmp_path: Path, kept: list[socket.socket], no_collection: None
 ) -> None:
     async with hosted(Large(), tmp_path, stall_s=1.0) as api:

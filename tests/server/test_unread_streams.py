@@ -87,7 +87,7 @@ def ready_bytes(api: Api) -> list[int]:
     return [size for size in sizes if size]
 
 
-async def test_streams_that_are_not_read_hold_up_nobody_and_have_little_ready(
+async def test_unread_streams_delay_no_one_and_buffer_little(
     anyio_backend: str, tmp_path: Path, kept: list[socket.socket]
 ) -> None:
     """Neither while their samples are drawn, nor when there is nothing left but to send it all."""
@@ -121,7 +121,7 @@ async def test_streams_that_are_not_read_hold_up_nobody_and_have_little_ready(
         await until(lambda: not ready_bytes(api))
 
 
-async def test_streams_that_are_not_read_end_and_free_their_places(
+async def test_unread_streams_end_and_free_their_slots(
     anyio_backend: str, tmp_path: Path, kept: list[socket.socket]
 ) -> None:
     fountain = Fountain()

@@ -75,7 +75,7 @@ async def sampled(api: Api, sampler: str, seq_id: int, *, tokens: int, sequences
     )
 
 
-async def test_totals_are_what_was_sent(tmp_path: Path) -> None:
+async def test_token_totals_match_the_requests(tmp_path: Path) -> None:
     async with hosted(CachingExecutor(), tmp_path) as api:
         session_id = await api.session()
         model_id = await api.model(session_id)
@@ -155,7 +155,7 @@ def test_prices_are_read_or_refused() -> None:
         ("0001-01-01T00:00:00+14:00", "2026-11-15T11:00:00Z", "out of reach"),
     ],
 )
-async def test_times_that_cannot_be_meant_are_refused(
+async def test_invalid_times_are_refused(
     api: Api, starting_on: str, ending_before: str, says: str
 ) -> None:
     query = urlencode({"starting_on": starting_on, "ending_before": ending_before})
@@ -164,7 +164,7 @@ async def test_times_that_cannot_be_meant_are_refused(
     assert says in answer.json["detail"][0]["msg"]
 
 
-async def test_storage_is_what_is_there_now_by_project(api: Api) -> None:
+async def test_current_storage_is_reported_by_project(api: Api) -> None:
     session_id = await api.session()
     model_id = await api.model(session_id)
     for number, name in enumerate("abc", start=1):
@@ -181,7 +181,7 @@ async def test_storage_is_what_is_there_now_by_project(api: Api) -> None:
     assert (await api.get(f"{path}?project_id=other")).json == {"data": []}
 
 
-async def test_storage_is_what_is_listed_and_nothing_besides(tmp_path: Path) -> None:
+async def test_current_storage_counts_listed_checkpoints_only(tmp_path: Path) -> None:
     async with hosted(EchoExecutor(), tmp_path, janitor_s=0) as api:
         session_id = await api.session()
         model_id = await api.model(session_id)

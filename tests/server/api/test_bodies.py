@@ -46,7 +46,7 @@ async def sent(api: Api, body: bytes) -> int:
         return got.status
 
 
-async def test_memory_stays_within_the_room_whoever_sends_and_small_requests_pass(
+async def test_memory_stays_within_the_budget_and_small_requests_pass(
     tmp_path: Path,
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
@@ -87,7 +87,7 @@ async def upload(api: Api, sent: bytes, declared: int) -> asyncio.StreamWriter:
     return writer
 
 
-async def test_a_body_without_room_is_refused_after_a_while_and_let_in_later(
+async def test_a_body_over_the_budget_gets_a_429_and_is_accepted_later(
     echo: EchoExecutor, tmp_path: Path
 ) -> None:
     large = 4 * SMALL_BYTES
@@ -130,7 +130,7 @@ class Clock:
         return self.now_s
 
 
-async def test_whoever_sends_too_slowly_loses_its_room_only_to_others() -> None:
+async def test_a_slow_sender_loses_its_reservation_only_while_others_wait() -> None:
     clock = Clock()
     size = 100 * MIN_BYTES_PER_S
     room = MemoryBudget(2 * size, wait_s=3.0, clock=clock)
@@ -155,7 +155,7 @@ async def test_whoever_sends_too_slowly_loses_its_room_only_to_others() -> None:
     assert await waiting
 
 
-async def test_room_is_given_in_order_and_nobody_waits_for_ever() -> None:
+async def test_reservations_are_granted_in_order_and_waits_time_out() -> None:
     clock = Clock()
     room = MemoryBudget(3 * LARGE, wait_s=5.0, clock=clock)
     first = await room.take(2 * LARGE)

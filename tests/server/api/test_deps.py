@@ -9,7 +9,7 @@ from tinkex.server.api.deps import Cache
 pytestmark = pytest.mark.anyio
 
 
-async def test_what_was_read_while_it_changed_is_not_kept() -> None:
+async def test_a_row_that_changes_while_it_is_read_is_not_cached() -> None:
     """A session that is finished while another request looks it up must not stay open."""
     rows = {"s": "open"}
     go_on = asyncio.Event()
@@ -29,7 +29,7 @@ async def test_what_was_read_while_it_changed_is_not_kept() -> None:
     assert await cache.get("s") == "finished"
 
 
-async def test_a_row_is_read_once_and_a_missing_one_again() -> None:
+async def test_rows_are_cached_and_missing_rows_are_not() -> None:
     asked: list[str] = []
 
     async def read(key: str) -> str | None:
@@ -42,7 +42,7 @@ async def test_a_row_is_read_once_and_a_missing_one_again() -> None:
     assert asked == ["a", "missing", "missing"]
 
 
-async def test_rows_that_nobody_asks_for_are_forgotten_and_the_others_stay() -> None:
+async def test_unused_rows_are_evicted() -> None:
     asked: list[str] = []
     now_s = 0.0
 

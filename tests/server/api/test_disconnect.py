@@ -32,7 +32,7 @@ async def polls(api: Api, path: str, body: Any) -> list["asyncio.Task[Any]"]:
 
 
 @pytest.mark.parametrize("parser", ["httptools", "h11"])
-async def test_polls_of_clients_that_vanish_are_not_held(
+async def test_polls_end_when_their_client_disconnects(
     parser: str, echo: EchoExecutor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if parser == "h11":

@@ -175,7 +175,7 @@ def unlisted(app: FastAPI) -> set[str]:
     return writing_routes(app) - GATED.keys() - EXEMPT.keys()
 
 
-async def test_every_route_that_is_no_read_is_in_one_of_the_tables(full: Full) -> None:
+async def test_every_write_route_is_in_one_of_the_tables(full: Full) -> None:
     assert full.api.app is not None
     assert unlisted(full.api.app) == set(), "does it ask the gate, and if not, why?"
     assert writing_routes(full.api.app) == GATED.keys() | EXEMPT.keys(), "listed, and not there"
@@ -194,7 +194,7 @@ async def test_a_new_route_is_noticed(echo: EchoExecutor, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("route", GATED)
-async def test_nothing_new_is_taken_in_while_the_reserve_is_in_use(full: Full, route: str) -> None:
+async def test_new_requests_are_refused_while_the_reserve_is_in_use(full: Full, route: str) -> None:
     rows, files = full.rows(), full.files()
     answer = await full.ask(route)
     assert answer.status == 503, answer
@@ -203,7 +203,7 @@ async def test_nothing_new_is_taken_in_while_the_reserve_is_in_use(full: Full, r
     assert full.files() == files
 
 
-async def test_what_is_exempt_is_answered_and_adds_next_to_nothing(full: Full) -> None:
+async def test_exempt_routes_answer_and_store_little(full: Full) -> None:
     api, rows = full.api, full.rows()
     kept = f"training_runs/{full.model}/checkpoints/weights/kept"
     said = {"sdk_version": "0.36.0"}
@@ -241,7 +241,7 @@ async def test_what_is_exempt_is_answered_and_adds_next_to_nothing(full: Full) -
     assert grown == NOTED
 
 
-async def test_a_repeat_of_what_was_accepted_is_answered(
+async def test_a_repeat_of_an_accepted_request_is_answered(
     echo: EchoExecutor, tmp_path: Path
 ) -> None:
     key = {"X-Idempotency-Key": "once"}
@@ -284,7 +284,7 @@ async def test_a_repeat_of_what_was_accepted_is_answered(
             assert (again.status, again.json) == (200, first[path].json), path
 
 
-async def test_a_write_without_a_gate_of_its_own_is_refused_alone(tmp_path: Path) -> None:
+async def test_a_write_without_a_check_of_its_own_is_refused_alone(tmp_path: Path) -> None:
     """The gate is where rows are added: whoever writes in the same transaction is not affected."""
     database = Database(f"sqlite:///{tmp_path / 'tinkex.db'}")
     row = {"owner": "o", "session_id": "s", "at_s": 0.0, "event": {}}

@@ -30,7 +30,7 @@ def watched(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> list[boo
     return calls
 
 
-async def test_a_large_sample_is_put_into_its_normal_form_elsewhere(
+async def test_a_large_sample_is_decoded_off_the_event_loop(
     api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     encodings = watched(monkeypatch, sampling, "encode_json")
@@ -45,7 +45,7 @@ async def test_a_large_sample_is_put_into_its_normal_form_elsewhere(
         encodings.clear()
 
 
-async def test_a_large_result_is_looked_at_elsewhere(
+async def test_a_large_result_is_converted_off_the_event_loop(
     api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Old clients cannot read every result as protobuf; which they can is seen in the result."""

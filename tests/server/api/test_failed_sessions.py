@@ -78,7 +78,7 @@ async def test_a_failure_of_the_server_fails_the_session_until_work_succeeds(
     assert await status(api, session) == {"type": "active"}
 
 
-async def test_what_the_user_can_mend_fails_the_request_only(api: Api) -> None:
+async def test_a_user_error_fails_the_request_only(api: Api) -> None:
     session = await api.session()
     model = await api.model(session)
     failed = await api.result(await api.forward_backward(model, 1, loss="dro"))
@@ -133,7 +133,7 @@ async def test_a_sampler_whose_engine_does_not_start_fails_its_session(
     assert told["reason"] == {"type": "sampling_session", "sampling_session_id": sampler}
 
 
-async def test_what_its_client_said_at_the_end_counts_more(api: Api, echo: Ailing) -> None:
+async def test_the_status_that_the_client_reported_wins(api: Api, echo: Ailing) -> None:
     session = await api.session()
     model = await api.model(session)
     echo.failing[Task.PASS] = WorkFailed("server", "out of memory")

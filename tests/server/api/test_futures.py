@@ -36,7 +36,7 @@ async def test_a_waiting_poll_is_woken_by_the_result(api: Api, echo: EchoExecuto
     assert min(waits_s) < 0.03
 
 
-async def test_a_poll_that_was_held_long_enough_says_try_again(tmp_path: Path) -> None:
+async def test_a_poll_times_out_with_try_again(tmp_path: Path) -> None:
     echo = EchoExecutor()
     async with hosted(echo, tmp_path, long_poll_s=0.05) as api:
         model = await api.model()
@@ -63,7 +63,7 @@ async def test_a_result_can_be_read_many_times_and_after_a_restart(tmp_path: Pat
         assert await api.result(request) == first
 
 
-async def test_a_pass_goes_out_as_protobuf_only_to_those_who_ask_for_it(api: Api) -> None:
+async def test_a_pass_is_sent_as_protobuf_only_on_request(api: Api) -> None:
     model = await api.model()
     request = await api.forward_backward(model, 1, tokens=2)
     await api.passed(request)
@@ -80,7 +80,7 @@ async def test_a_pass_goes_out_as_protobuf_only_to_those_who_ask_for_it(api: Api
     }
 
 
-async def test_json_results_stay_json_whatever_is_accepted(api: Api) -> None:
+async def test_json_results_stay_json_whatever_the_accept_header(api: Api) -> None:
     model = await api.model()
     request = await api.optim_step(model, 1)
     await api.result(request)
@@ -88,7 +88,7 @@ async def test_json_results_stay_json_whatever_is_accepted(api: Api) -> None:
     assert answer.content_type == "application/json"
 
 
-async def test_a_large_result_is_announced_to_those_who_allow_it(tmp_path: Path) -> None:
+async def test_a_large_result_is_announced_if_the_client_allows_it(tmp_path: Path) -> None:
     async with hosted(EchoExecutor(), tmp_path, metadata_only_bytes=1000) as api:
         model = await api.model()
         request = await api.forward_backward(model, 1, tokens=30_000)
@@ -130,7 +130,7 @@ async def test_hundreds_of_polls_cost_nothing_while_they_wait(tmp_path: Path) ->
     assert {answer.status for answer in answers} == {200}
 
 
-async def test_a_cancelled_sample_is_given_up_and_says_so(tmp_path: Path) -> None:
+async def test_a_cancelled_sample_fails_as_cancelled(tmp_path: Path) -> None:
     echo = EchoExecutor()
     async with hosted(echo, tmp_path, long_poll_s=30.0) as api:
         body = {

@@ -66,9 +66,7 @@ async def test_a_full_server_answers_repeats(
         await api.passed(step.json["request_id"])
 
 
-async def test_a_disk_that_takes_nothing_answers_repeats(
-    echo: EchoExecutor, tmp_path: Path
-) -> None:
+async def test_a_full_disk_answers_repeats(echo: EchoExecutor, tmp_path: Path) -> None:
     async with hosted(echo, tmp_path, storage="failing://repeats") as api:
         model = await api.model()
         step = await passed(api, model, 1)

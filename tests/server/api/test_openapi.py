@@ -44,7 +44,7 @@ async def test_every_route_is_described(page: Any) -> None:
     assert not routes - told
 
 
-async def test_the_hot_routes_are_described_with_what_they_take_and_give(page: Any) -> None:
+async def test_the_hot_routes_are_described_with_their_bodies_and_answers(page: Any) -> None:
     _, described = page
     assert set(HOT_ROUTES) == set(HOT_PATHS)
     for path in HOT_ROUTES:
@@ -55,7 +55,7 @@ async def test_the_hot_routes_are_described_with_what_they_take_and_give(page: A
     assert "application/x-protobuf" in passes
 
 
-async def test_every_reference_leads_somewhere(page: Any) -> None:
+async def test_every_reference_resolves(page: Any) -> None:
     _, described = page
     known = {f"#/components/schemas/{name}" for name in described["components"]["schemas"]}
 
@@ -97,7 +97,7 @@ class Reader(HTMLParser):
         self.text += data
 
 
-async def test_the_page_needs_nothing_from_elsewhere_and_names_every_route(api: Api) -> None:
+async def test_the_page_loads_nothing_external_and_names_every_route(api: Api) -> None:
     async with api.http.get("/docs") as got:
         assert got.status == 200
         assert got.content_type == "text/html"
@@ -117,7 +117,7 @@ async def test_the_page_needs_nothing_from_elsewhere_and_names_every_route(api: 
         assert name in reader.anchors
 
 
-def test_what_a_description_says_is_text_on_the_page() -> None:
+def test_descriptions_are_escaped_on_the_page() -> None:
     hostile = "<script>alert(1)</script>"
     described = {
         "info": {"title": hostile, "description": hostile},

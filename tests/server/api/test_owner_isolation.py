@@ -325,7 +325,7 @@ async def things_of(api: Api) -> dict[str, str]:
     }
 
 
-async def test_every_route_answers_each_of_five_askers_as_expected(
+async def test_every_route_answers_each_of_five_callers_as_expected(
     echo: EchoExecutor, tmp_path: Path
 ) -> None:
     keys = {name: await new_key(tmp_path, name) for name in ("alice", "bob", "carol")}
@@ -383,9 +383,7 @@ async def test_every_route_answers_each_of_five_askers_as_expected(
     assert cells > 5 * len(EXPECTED) - 30
 
 
-async def test_metrics_need_a_key_once_other_machines_can_ask(
-    echo: EchoExecutor, tmp_path: Path
-) -> None:
+async def test_metrics_need_a_key_unless_on_loopback(echo: EchoExecutor, tmp_path: Path) -> None:
     alices, bobs = await new_key(tmp_path, "alice"), await new_key(tmp_path, "bob")
     async with (
         hosted(echo, tmp_path, host="0.0.0.0") as api,

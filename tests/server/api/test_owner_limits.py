@@ -44,7 +44,7 @@ def sample(sampler_id: str, seq_id: int, *, samples: int = 1, tokens: int = 3) -
     }
 
 
-async def test_samples_over_the_limit_are_sent_again_later(
+async def test_samples_over_the_limit_are_accepted_later(
     echo: EchoExecutor, tmp_path: Path
 ) -> None:
     async with hosted(echo, tmp_path, max_samples=4, long_poll_s=0.05) as api:
@@ -64,7 +64,7 @@ async def test_samples_over_the_limit_are_sent_again_later(
         assert (await api.post("asample", body)).status == 200
 
 
-async def test_a_step_that_others_wait_for_is_always_let_in(
+async def test_a_step_that_others_wait_for_is_always_admitted(
     echo: EchoExecutor, tmp_path: Path
 ) -> None:
     """Newer clients send the first chunk of a batch last: refusing it would stop everything."""
@@ -80,7 +80,7 @@ async def test_a_step_that_others_wait_for_is_always_let_in(
         await api.passed(second)
 
 
-async def test_whatever_an_engine_is_asked_for_counts(echo: EchoExecutor, tmp_path: Path) -> None:
+async def test_all_engine_work_counts(echo: EchoExecutor, tmp_path: Path) -> None:
     async with hosted(echo, tmp_path, max_requests=2) as api:
         model, mine = await api.model(), await sampler(api)
         session = model.partition(":")[0]
@@ -103,7 +103,7 @@ async def test_whatever_an_engine_is_asked_for_counts(echo: EchoExecutor, tmp_pa
         echo.open.set()
 
 
-async def test_queued_tokens_are_limited_but_never_a_request_that_is_alone(
+async def test_queued_tokens_are_limited_but_a_single_request_is_admitted(
     echo: EchoExecutor, tmp_path: Path
 ) -> None:
     async with hosted(echo, tmp_path, max_queued_tokens=10) as api:
@@ -114,7 +114,7 @@ async def test_queued_tokens_are_limited_but_never_a_request_that_is_alone(
         echo.open.set()
 
 
-async def test_a_key_has_limits_of_its_own_and_owners_do_not_share_theirs(
+async def test_a_key_may_have_limits_and_owners_have_separate_limits(
     echo: EchoExecutor, tmp_path: Path
 ) -> None:
     alices = await new_key(tmp_path, "alice", limits={"max_samples": 1})
@@ -134,7 +134,7 @@ async def test_a_key_has_limits_of_its_own_and_owners_do_not_share_theirs(
         echo.open.set()
 
 
-async def test_models_over_the_limit_are_held_and_told_why(
+async def test_models_over_the_limit_wait_and_polls_say_why(
     echo: EchoExecutor, tmp_path: Path
 ) -> None:
     async with hosted(echo, tmp_path, max_training=1, long_poll_s=0.05) as api:
@@ -155,7 +155,7 @@ async def test_models_over_the_limit_are_held_and_told_why(
 
 
 @pytest.mark.parametrize("by_key", [False, True])
-async def test_work_that_a_restart_takes_up_is_held_by_the_limit_at_once(
+async def test_after_a_restart_the_limit_holds_from_the_start(
     echo: EchoExecutor, tmp_path: Path, by_key: bool
 ) -> None:
     settings: dict[str, Any] = {"long_poll_s": 0.05, "max_training": 0 if by_key else 1}

@@ -80,7 +80,7 @@ async def test_others_find_the_run_and_the_checkpoint_that_were_published(shared
         assert SECRET not in str(told)
 
 
-async def test_others_find_the_session_of_it_without_what_its_owner_wrote(shared: Shared) -> None:
+async def test_others_find_its_session_without_the_owners_metadata(shared: Shared) -> None:
     bob, session = shared.bob, shared.session
     assert await asked(bob, "sessions?access_scope=accessible") == {"sessions": [session]}
     assert await asked(bob, f"sessions/{session}?access_scope=accessible") == {
@@ -102,7 +102,7 @@ async def test_others_find_the_session_of_it_without_what_its_owner_wrote(shared
     assert (await bob.post("sessions/search", nobody)).json["sessions"] == []
 
 
-async def test_by_default_everybody_finds_only_their_own(shared: Shared) -> None:
+async def test_by_default_each_owner_finds_only_their_own(shared: Shared) -> None:
     bob = shared.bob
     assert (await asked(bob, "training_runs"))["training_runs"] == []
     assert (await asked(bob, "checkpoints"))["checkpoints"] == []
@@ -114,7 +114,7 @@ async def test_by_default_everybody_finds_only_their_own(shared: Shared) -> None
     assert (await bob.get(unpublished)).status == 404
 
 
-async def test_the_owner_sees_all_of_it_either_way(shared: Shared) -> None:
+async def test_the_owner_sees_everything_in_both_scopes(shared: Shared) -> None:
     for scope in ("owned", "accessible"):
         runs = await asked(shared.alice, f"training_runs?access_scope={scope}")
         assert len(runs["training_runs"]) == 2
@@ -123,7 +123,9 @@ async def test_the_owner_sees_all_of_it_either_way(shared: Shared) -> None:
         assert session["display_name"] == SECRET
 
 
-async def test_what_is_withdrawn_is_in_no_list_of_others_any_more(shared: Shared) -> None:
+async def test_an_unpublished_checkpoint_disappears_from_the_lists_of_others(
+    shared: Shared,
+) -> None:
     path = f"training_runs/{shared.model}/checkpoints/weights/shown/publish"
     assert await shared.alice.call("DELETE", path) == 204
     assert await asked(shared.bob, "sessions?access_scope=accessible") == {"sessions": []}
@@ -132,7 +134,7 @@ async def test_what_is_withdrawn_is_in_no_list_of_others_any_more(shared: Shared
 
 
 @pytest.mark.parametrize("lent", [False, True])
-async def test_a_copy_of_anothers_checkpoint_has_none_of_their_notes(
+async def test_a_copy_of_anothers_checkpoint_has_none_of_their_metadata(
     echo: EchoExecutor, tmp_path: Path, lent: bool
 ) -> None:
     alices, bobs = await new_key(tmp_path, "alice"), await new_key(tmp_path, "bob")
@@ -171,7 +173,7 @@ async def test_a_copy_of_anothers_checkpoint_has_none_of_their_notes(
         assert run["last_checkpoint"]["user_metadata"] == {"note": SECRET}
 
 
-async def test_others_see_nothing_of_how_the_session_stands(shared: Shared, tmp_path: Path) -> None:
+async def test_others_do_not_see_the_status_of_the_session(shared: Shared, tmp_path: Path) -> None:
     """Whether it runs, fell silent, failed or was ended is its owner's to know."""
     search = {"owner": {"type": "accessible"}}
 

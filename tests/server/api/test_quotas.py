@@ -71,7 +71,7 @@ async def test_checkpoints_over_the_quota_fail_and_training_goes_on(
         assert "path" in await save(api, model, 7, "c")
 
 
-async def test_bytes_count_with_and_without_a_name_until_the_files_are_gone(
+async def test_named_and_unnamed_bytes_count_until_the_files_are_deleted(
     echo: EchoExecutor, tmp_path: Path
 ) -> None:
     async with hosted(echo, tmp_path, max_checkpoint_bytes=2, janitor_s=0.0) as api:
@@ -99,7 +99,7 @@ class Heavy(EchoExecutor):
         return outcome
 
 
-async def test_a_save_that_fits_at_the_second_try_is_hashed_once(
+async def test_a_save_that_fits_on_retry_is_hashed_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hashed: list[str] = []
@@ -117,7 +117,7 @@ async def test_a_save_that_fits_at_the_second_try_is_hashed_once(
         assert len(hashed) == 3
 
 
-async def test_a_save_that_turns_out_too_large_leaves_no_files(tmp_path: Path) -> None:
+async def test_a_save_over_the_quota_leaves_no_files(tmp_path: Path) -> None:
     async with hosted(Heavy(), tmp_path, max_checkpoint_bytes=5, janitor_s=0.0) as api:
         model = await api.model()
         assert "path" in await save(api, model, 1, "a")
@@ -200,7 +200,7 @@ async def test_copies_count_too(
         assert (await api.get("/api/v1/training_runs")).json["cursor"]["total_count"] == 1
 
 
-async def test_a_copy_that_comes_second_leaves_no_files(
+async def test_a_concurrent_copy_leaves_no_files(
     echo: EchoExecutor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with hosted(echo, tmp_path) as api:
@@ -234,7 +234,9 @@ async def test_a_copy_that_comes_second_leaves_no_files(
         assert folders(tmp_path) == before
 
 
-async def test_many_at_once_do_not_pass_together(echo: EchoExecutor, tmp_path: Path) -> None:
+async def test_concurrent_saves_do_not_exceed_the_quota_together(
+    echo: EchoExecutor, tmp_path: Path
+) -> None:
     async with hosted(echo, tmp_path, max_checkpoints=1, max_runs=6, janitor_s=0.0) as api:
         session = await api.session()
         bodies = [new_model(session, number) for number in range(12)]
@@ -288,7 +290,7 @@ async def test_a_key_may_have_a_quota_of_its_own(echo: EchoExecutor, tmp_path: P
         (5, [{"max_runs": 0}, {"max_runs": 2}], 0),
     ],
 )
-def test_the_most_generous_key_of_an_owner_counts(
+def test_the_largest_quota_of_an_owners_keys_counts(
     server: int, keys: list[dict[str, int]], most: int
 ) -> None:
     assert allowed(Quota(max_runs=server), keys) == Quota(max_runs=most)

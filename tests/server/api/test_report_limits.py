@@ -87,7 +87,7 @@ def routes() -> list[tuple[str, str, Any]]:
     return found + [("POST", path, endpoint) for path, endpoint in HOT_ROUTES.items()]
 
 
-def test_every_route_is_bounded_or_answers_about_one_thing() -> None:
+def test_every_route_is_bounded_or_has_an_answer_of_fixed_size() -> None:
     fixed = set.union(*FIXED.values())
     unknown = {
         f"{method} {path}"
@@ -231,7 +231,7 @@ def largest_list(told: Any) -> int:
 
 
 @pytest.mark.timeout(300)
-async def test_an_owner_with_very_much_gets_bounded_answers_built_off_the_event_loop(
+async def test_an_owner_with_much_data_gets_bounded_answers_built_off_the_event_loop(
     full: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on_the_loop: list[int] = []
@@ -274,7 +274,7 @@ async def test_an_owner_with_very_much_gets_bounded_answers_built_off_the_event_
     assert max(on_the_loop) <= FIXED_BYTES
 
 
-async def test_usage_of_too_much_is_refused_and_a_shorter_time_is_answered(full: Api) -> None:
+async def test_usage_over_the_limit_is_refused_and_a_shorter_time_is_answered(full: Api) -> None:
     for days in (14, 1):
         answer = await full.get(f"/api/v1/billing/usage/events?{span(days)}")
         assert answer.status == 400
@@ -293,7 +293,7 @@ async def test_usage_of_too_much_is_refused_and_a_shorter_time_is_answered(full:
     assert (item["checkpoint_count"], item["size_bytes"]) == (MAX_REPORT_ENTRIES + 12_005,) * 2
 
 
-async def test_the_number_of_checkpoints_in_a_report_has_an_end(
+async def test_the_number_of_checkpoints_in_a_report_is_limited(
     full: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(account, "MAX_CHECKPOINTS", 1_000)
@@ -302,7 +302,9 @@ async def test_the_number_of_checkpoints_in_a_report_has_an_end(
     assert "more than 1000 checkpoints" in answer.json["detail"]
 
 
-async def test_a_search_looks_at_so_many_sessions_and_says_where_to_go_on(full: Api) -> None:
+async def test_a_search_examines_a_limited_number_of_sessions_and_returns_a_cursor(
+    full: Api,
+) -> None:
     wanted = {"user_metadata": {"note": "no such note"}}
     pages_seen, cursor = 0, None
     while True:
@@ -315,7 +317,7 @@ async def test_a_search_looks_at_so_many_sessions_and_says_where_to_go_on(full: 
     assert pages_seen == -(-12_001 // stored_history.MOST_SEARCHED)
 
 
-async def test_a_search_finds_everything_whatever_the_length_of_what_it_looks_at(
+async def test_a_search_finds_all_matches_whatever_the_size_of_its_steps(
     full: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stored_history, "MOST_SEARCHED_CHARACTERS", 100_000)
@@ -331,7 +333,7 @@ async def test_a_search_finds_everything_whatever_the_length_of_what_it_looks_at
     assert found == listed[: len(found)]
 
 
-async def test_one_owner_makes_one_report_at_a_time_and_others_do_not_wait(
+async def test_an_owner_gets_one_report_at_a_time_and_others_do_not_wait(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys = [await new_key(tmp_path, owner) for owner in ("alice", "bob")]
@@ -366,7 +368,7 @@ async def test_one_owner_makes_one_report_at_a_time_and_others_do_not_wait(
     assert most == 1
 
 
-async def test_turns_leave_nothing_behind() -> None:
+async def test_slots_are_freed() -> None:
     turns = OwnerSlots(1)
 
     async def take(owner: str) -> None:
@@ -377,7 +379,7 @@ async def test_turns_leave_nothing_behind() -> None:
     assert len(turns) == 0
 
 
-def test_an_answer_in_parts_is_the_same_as_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_encoded_in_parts_is_identical(monkeypatch: pytest.MonkeyPatch) -> None:
     session = GetSessionResponse(
         training_run_ids=["a", 'b"'], sampler_ids=[], user_metadata={"k": "ü"}, display_name=None
     )
@@ -393,13 +395,13 @@ def test_an_answer_in_parts_is_the_same_as_whole(monkeypatch: pytest.MonkeyPatch
         encoded(session, "Ask for less.")
 
 
-def test_the_weight_of_metadata_is_that_of_keys_and_values() -> None:
+def test_the_size_of_metadata_counts_keys_and_values() -> None:
     assert checkpoint_lists.characters_of({"ab": "cde", "f": 12}) == 8
     assert checkpoint_lists.characters_of(None) == 0
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_storage_by_the_hour_is_what_every_checkpoint_lasted(seed: int) -> None:
+def test_storage_by_hour_matches_the_lifetimes_of_checkpoints(seed: int) -> None:
     dice = random.Random(seed)
     first, end = 100, 130
     now_s = dice.choice([125.5, 140.0, 130.0]) * 3600

@@ -42,11 +42,11 @@ class Times:
         ),
     ],
 )
-def test_how_a_session_stands(row: Times, status: dict[str, object]) -> None:
+def test_session_status(row: Times, status: dict[str, object]) -> None:
     assert session_status(row).model_dump() == status
 
 
-def test_a_silent_session_says_since_when() -> None:
+def test_a_silent_session_reports_its_last_contact() -> None:
     status = session_status(Times(lapsed_s=9.0))
     assert status.type == "cancelled"
     assert "since 1970-01-01 00:00:00 UTC" in str(status)
@@ -85,7 +85,7 @@ async def test_a_finished_session_frees_its_models_at_once(api: Api, echo: EchoE
     assert list(echo.models) == [other]
 
 
-async def test_who_beats_asks_or_has_work_waiting_is_not_taken_for_gone(tmp_path: Path) -> None:
+async def test_heartbeats_requests_and_waiting_work_keep_a_session_alive(tmp_path: Path) -> None:
     store = open_store(
         db_url=f"sqlite:///{tmp_path / 'tinkex.db'}", storage_url=str(tmp_path), folder=tmp_path
     )

@@ -71,7 +71,7 @@ async def opened(api: Api, link: str, method: str = "GET") -> int:
 
 
 @pytest.mark.parametrize("kind", ["archive", "file", "trace"])
-async def test_a_link_opens_for_whoever_holds_it_and_no_change_of_it_does(
+async def test_a_link_works_without_a_key_and_a_changed_link_does_not(
     links: Links, kind: str
 ) -> None:
     link = links.all[kind]
@@ -113,7 +113,7 @@ async def test_a_link_is_for_reading_only(links: Links) -> None:
             assert await opened(links.nobody, link, method) == 405
 
 
-async def test_the_signature_of_one_thing_opens_no_other(links: Links) -> None:
+async def test_a_signature_is_valid_for_one_path_only(links: Links) -> None:
     queries = {kind: link.partition("?")[2] for kind, link in links.all.items()}
     places = {kind: link.partition("?")[0] for kind, link in links.all.items()}
     for kind, place in places.items():
@@ -125,7 +125,7 @@ async def test_the_signature_of_one_thing_opens_no_other(links: Links) -> None:
     assert await opened(links.nobody, f"{run}?{queries['archive']}") == 401
 
 
-async def test_a_link_that_has_run_out_opens_nothing(links: Links) -> None:
+async def test_an_expired_link_is_refused(links: Links) -> None:
     base = links.all["archive"].partition("/api/")[0]
     path = urlsplit(links.all["archive"]).path
     assert await opened(links.nobody, f"{base}{path}?{over(links.folder, path)}") == 403
@@ -170,7 +170,7 @@ WAYS_OUT = [
 ]
 
 
-async def test_a_link_that_is_not_good_costs_its_owner_nothing(
+async def test_an_invalid_link_costs_its_owner_nothing(
     links: Links, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert links.nobody.app
@@ -212,7 +212,7 @@ def written(folder: Path) -> set[Path]:
     return {file for file in folder.rglob("*") if "checkpoints" in file.parts}
 
 
-async def test_a_name_that_could_be_a_path_is_no_name(links: Links) -> None:
+async def test_a_checkpoint_name_that_could_be_a_path_is_refused(links: Links) -> None:
     api, before = links.alice, written(links.folder)
     for name in BAD_NAMES:
         model = await api.model()
@@ -226,7 +226,7 @@ async def test_a_name_that_could_be_a_path_is_no_name(links: Links) -> None:
     assert written(links.folder) == before
 
 
-async def test_a_name_that_is_only_unusual_is_one_folder_and_can_be_fetched(links: Links) -> None:
+async def test_an_unusual_but_valid_name_can_be_downloaded(links: Links) -> None:
     api = links.alice
     for name in ("a b", "ü", "模型", "a..b", "a.b", "-x", "~", "%2e%2e", "CON"):
         model = await api.model()

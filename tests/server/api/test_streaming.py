@@ -149,9 +149,7 @@ async def named_sampler(api: Api) -> dict[str, Any]:
     return {"sampling_session_id": sampler, "seq_id": 1, "base_model": None}
 
 
-async def test_tokens_come_as_they_are_drawn_and_then_the_whole_answer(
-    api: Api, drip: Drip
-) -> None:
+async def test_tokens_are_streamed_and_then_the_complete_answer(api: Api, drip: Drip) -> None:
     async with streamed(api) as events:
         accepted = (await events.next()).json()
         ids = accepted["sample_sequence_ids"]
@@ -174,7 +172,7 @@ async def test_tokens_come_as_they_are_drawn_and_then_the_whole_answer(
     ]
 
 
-async def test_an_engine_that_starts_again_tells_no_token_twice(api: Api, drip: Drip) -> None:
+async def test_no_token_is_sent_twice_after_an_engine_restart(api: Api, drip: Drip) -> None:
     async with streamed(api, num_samples=1) as events:
         await events.next()
         drip.fall(3)
@@ -187,9 +185,7 @@ async def test_an_engine_that_starts_again_tells_no_token_twice(api: Api, drip: 
         assert [event.event for event in await events.rest()] == ["done"]
 
 
-async def test_a_client_that_is_gone_does_not_have_its_sample_drawn_to_the_end(
-    api: Api, drip: Drip
-) -> None:
+async def test_the_sample_of_a_disconnected_client_is_cancelled(api: Api, drip: Drip) -> None:
     async with streamed(api) as events:
         request_id = (await events.next()).json()["request_id"]
         drip.fall(1)
@@ -201,7 +197,7 @@ async def test_a_client_that_is_gone_does_not_have_its_sample_drawn_to_the_end(
     }
 
 
-async def test_a_client_that_comes_back_by_its_request_id_loses_nothing(
+async def test_a_client_that_reconnects_by_request_id_loses_nothing(
     drip: Drip, tmp_path: Path
 ) -> None:
     async with hosted(drip, tmp_path, stream_grace_s=0.2, long_poll_s=5.0) as api:
@@ -214,7 +210,7 @@ async def test_a_client_that_comes_back_by_its_request_id_loses_nothing(
         assert [s["tokens"][-1] for s in (await polled)["sequences"]] == [5, 105]
 
 
-async def test_a_repeated_request_reads_the_same_sample_from_its_beginning(
+async def test_a_repeated_request_streams_the_same_sample_from_the_beginning(
     api: Api, drip: Drip
 ) -> None:
     named = await named_sampler(api)
@@ -230,7 +226,7 @@ async def test_a_repeated_request_reads_the_same_sample_from_its_beginning(
     assert drip.tasks() == [Task.SAMPLE]
 
 
-async def test_a_sample_begun_without_a_stream_is_told_at_its_end(api: Api, drip: Drip) -> None:
+async def test_a_sample_of_asample_is_streamed_at_its_end(api: Api, drip: Drip) -> None:
     named = await named_sampler(api)
     promised = (await api.post("asample", {**BODY, **named})).json
     async with streamed(api, **named) as events:
@@ -240,7 +236,7 @@ async def test_a_sample_begun_without_a_stream_is_told_at_its_end(api: Api, drip
     assert names == ["token", "token", "done"]
 
 
-async def test_who_leaves_a_sample_that_others_began_does_not_end_it(api: Api, drip: Drip) -> None:
+async def test_disconnecting_does_not_cancel_a_sample_of_asample(api: Api, drip: Drip) -> None:
     named = await named_sampler(api)
     promised = (await api.post("asample", {**BODY, **named})).json
     async with streamed(api, **named) as events:
@@ -250,9 +246,7 @@ async def test_who_leaves_a_sample_that_others_began_does_not_end_it(api: Api, d
     assert "sequences" in await api.result(promised["request_id"])
 
 
-async def test_work_that_fails_is_told_with_its_reason_and_whose_it_is(
-    api: Api, drip: Drip
-) -> None:
+async def test_a_failure_is_streamed_with_its_reason_and_category(api: Api, drip: Drip) -> None:
     drip.fall(6)
     async with streamed(api, prompt={"chunks": [{"tokens": [13]}]}) as events:
         last = (await events.rest())[-1]
@@ -260,7 +254,7 @@ async def test_work_that_fails_is_told_with_its_reason_and_whose_it_is(
     assert last.json() == {"error": "13 brings bad luck", "category": "user"}
 
 
-async def test_a_setting_nobody_knows_is_told_by_the_stream_and_bad_bodies_by_the_status(
+async def test_unknown_settings_fail_in_the_stream_and_bad_bodies_by_status(
     api: Api,
 ) -> None:
     for body, status in (({"prompt": 5}, 422), ({**BODY, "base_model": "no/such"}, 400)):
@@ -282,7 +276,7 @@ async def test_a_stream_counts_against_its_owners_limit(drip: Drip, tmp_path: Pa
         drip.fall(6)
 
 
-async def test_a_silent_stream_shows_signs_of_life(drip: Drip, tmp_path: Path) -> None:
+async def test_a_silent_stream_sends_keep_alives(drip: Drip, tmp_path: Path) -> None:
     async with hosted(drip, tmp_path, long_poll_s=0.05) as api, streamed(api) as events:
         await events.next()
         await asyncio.sleep(0.3)
@@ -291,7 +285,7 @@ async def test_a_silent_stream_shows_signs_of_life(drip: Drip, tmp_path: Path) -
     assert events.raw.count(b": keep-alive\n\n") >= 2
 
 
-async def test_a_stopping_server_ends_its_streams_and_goes_on_with_them_later(
+async def test_a_stopping_server_ends_its_streams_and_the_samples_continue_later(
     tmp_path: Path,
 ) -> None:
     drip = Drip()
@@ -311,7 +305,7 @@ async def test_a_stopping_server_ends_its_streams_and_goes_on_with_them_later(
     assert [len(sequence["tokens"]) for sequence in answer["sequences"]] == [6, 6]
 
 
-async def test_a_reader_that_does_not_read_does_not_hold_up_the_sample_nor_pile_up_events(
+async def test_a_client_that_does_not_read_neither_delays_the_sample_nor_fills_memory(
     api: Api, drip: Drip
 ) -> None:
     long = {"sampling_params": {"max_tokens": 20_000}, "num_samples": 1}

@@ -31,7 +31,7 @@ def old_pass(model: str, seq_id: int, *, key: str, tokens: int) -> dict[str, Any
     ("encoding", "pack"),
     [("zstd", zstandard.compress), ("gzip", gzip.compress), ("identity", bytes)],
 )
-async def test_a_compressed_pass_is_unpacked(api: Api, encoding: str, pack: Any) -> None:
+async def test_a_compressed_pass_is_decompressed(api: Api, encoding: str, pack: Any) -> None:
     model = await api.model()
     headers = {**PROTOBUF, "Content-Encoding": encoding}
     answer = await api.post("forward_backward", pack(pass_body(model, 1, 4)), headers=headers)

@@ -93,7 +93,9 @@ async def test_a_time_to_live_can_be_set_and_taken_away(api: Api) -> None:
     assert await api.call("PUT", place.replace("/a/", "/b/"), {"ttl_seconds": None}) == 404
 
 
-async def test_what_is_deleted_is_a_404_and_open_samplers_go_on(api: Api, tmp_path: Path) -> None:
+async def test_a_deleted_checkpoint_is_a_404_and_open_samplers_continue(
+    api: Api, tmp_path: Path
+) -> None:
     session = await api.session()
     model = await api.model(session)
     path = await saved(api, model, 1, "a")
@@ -120,7 +122,7 @@ async def test_what_is_deleted_is_a_404_and_open_samplers_go_on(api: Api, tmp_pa
     assert not [*(tmp_path / "checkpoints").glob("*/*/*/*")]
 
 
-async def test_others_may_read_what_is_published_and_do_nothing_else(
+async def test_others_may_only_read_published_checkpoints(
     echo: EchoExecutor, tmp_path: Path
 ) -> None:
     async with hosted(echo, tmp_path) as api:
@@ -179,7 +181,7 @@ async def test_an_archive_is_a_tar_behind_a_signed_link(api: Api) -> None:
     assert (await api.get(place.replace("/a/", "/b/"))).status == 404
 
 
-async def test_a_part_of_an_archive_can_be_asked_for_so_that_a_download_goes_on(api: Api) -> None:
+async def test_a_range_of_an_archive_can_be_requested_to_resume_a_download(api: Api) -> None:
     model = await api.model()
     await saved(api, model, 1, "a")
     place = f"{RUNS}/{model}/checkpoints/weights/a/archive"
@@ -225,7 +227,7 @@ async def test_an_export_has_a_link_for_each_file(api: Api) -> None:
     assert "other programs" in other["error"]
 
 
-async def test_an_export_can_be_locked_for_age_keys(api: Api, tmp_path: Path) -> None:
+async def test_an_export_can_be_encrypted_for_age_keys(api: Api, tmp_path: Path) -> None:
     model = await api.model()
     key = pyrage.x25519.Identity.generate()
     keys = [str(key.to_public())]
@@ -244,7 +246,7 @@ async def test_an_export_can_be_locked_for_age_keys(api: Api, tmp_path: Path) ->
     assert "10 are allowed" in many["error"]
 
 
-async def test_a_copy_is_a_run_of_its_own(api: Api, tmp_path: Path) -> None:
+async def test_a_copy_is_a_separate_run(api: Api, tmp_path: Path) -> None:
     session = await api.session()
     model = await api.model(session)
     path = await saved(api, model, 1, "a", user_metadata={"k": "v"})
@@ -271,7 +273,7 @@ async def test_a_copy_is_a_run_of_its_own(api: Api, tmp_path: Path) -> None:
     assert (await api.post("copy_weights", {"source_path": first})).status == 422
 
 
-async def test_a_model_that_was_refused_is_no_run(api: Api) -> None:
+async def test_a_refused_model_is_not_listed_as_a_run(api: Api) -> None:
     session = await api.session()
     made = await api.model(session, number=1)
     body = {"session_id": session, "model_seq_id": 0, "base_model": api.base_model}
@@ -289,7 +291,7 @@ async def test_a_model_that_was_refused_is_no_run(api: Api) -> None:
     assert (await api.get(f"/api/v1/sessions/{session}")).json["training_run_ids"] == [made]
 
 
-async def test_a_model_that_was_refused_does_not_become_a_run_when_its_request_is_old(
+async def test_a_refused_model_is_not_listed_after_its_request_expired(
     echo: EchoExecutor, tmp_path: Path
 ) -> None:
     async with hosted(echo, tmp_path, result_kept_s=0, unfetched_kept_s=0, janitor_s=0) as api:
@@ -303,7 +305,7 @@ async def test_a_model_that_was_refused_does_not_become_a_run_when_its_request_i
         assert (await api.get(RUNS)).json["training_runs"] == []
 
 
-async def test_a_copy_never_answers_with_another_checkpoint(api: Api) -> None:
+async def test_a_repeated_copy_of_another_checkpoint_is_refused(api: Api) -> None:
     """Into a run that is there already: only a repeat of the same copy is answered."""
     session = await api.session()
     model = await api.model(session)
