@@ -1,4 +1,4 @@
-"""Usage, storage, audit and telemetry: what is told is exactly what was sent and done."""
+"""Usage, storage, audit and telemetry: reports match exactly what was sent and done."""
 
 import asyncio
 import json
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.anyio
 
 
 class CachingExecutor(EchoExecutor):
-    """Answers samples of a known length, part of whose prompt was in the cache."""
+    """Returns samples of a known length with part of the prompt cached."""
 
     async def run(self, base_model: str, work: Work, *, incarnation: int | None = None) -> Outcome:
         outcome = await super().run(base_model, work, incarnation=incarnation)
@@ -50,7 +50,7 @@ async def events(api: Api, **query: str) -> Any:
 
 
 def totals(told: Any) -> Counter[str]:
-    """Tokens by what they were for."""
+    """Tokens by kind."""
     found: Counter[str] = Counter()
     for event in told["data"]:
         info = event["event_info"]
@@ -81,7 +81,7 @@ async def test_token_totals_match_the_requests(tmp_path: Path) -> None:
         model_id = await api.model(session_id)
         passes = [await api.forward_backward(model_id, 1 + n, tokens=10 + n) for n in range(20)]
         await asyncio.gather(*(api.passed(one) for one in passes))
-        # Asked for again: neither run nor counted again.
+        # A repeat: neither run nor counted again.
         assert await api.forward_backward(model_id, 1, tokens=10) == passes[0]
         # Refused by the engine: nothing was trained.
         await api.result(await api.forward_backward(model_id, 21, tokens=50, loss="unknown"))
@@ -104,9 +104,9 @@ async def test_token_totals_match_the_requests(tmp_path: Path) -> None:
         assert {event["base_model"] for event in told["data"]} == {BASE}
         assert {event["user_id"] for event in told["data"]} == {"local"}
         assert told["sessions"] == {session_id: {"user_metadata": {}}}
-        # Nobody set a price.
+        # No price is set.
         assert not any("estimated_cost_usd" in event for event in told["data"])
-    # It is on disk with the results themselves.
+    # Usage is stored in the same commit as the results.
     async with hosted(CachingExecutor(), tmp_path) as api:
         assert totals(await events(api)) == totals(told)
 
@@ -185,7 +185,7 @@ async def test_current_storage_counts_listed_checkpoints_only(tmp_path: Path) ->
     async with hosted(EchoExecutor(), tmp_path, janitor_s=0) as api:
         session_id = await api.session()
         model_id = await api.model(session_id)
-        # Two of one name, of which the first is still there, and one without a name.
+        # Two versions of one name, both still stored, and one unnamed checkpoint.
         for number in (1, 2):
             await api.result(
                 await api.step(
@@ -206,7 +206,7 @@ async def test_current_storage_counts_listed_checkpoints_only(tmp_path: Path) ->
         assert item["size_bytes"] == sum(one["size_bytes"] for one in listed)
         found = (await api.post("sessions/search", {})).json["sessions"][0]
         assert (found["checkpoints_count"], found["checkpoint_storage_bytes"]) == (1, 1)
-        # Each save under a name was one, and is counted; that of a sampler is not.
+        # Each named save is counted; the unnamed one for a sampler is not.
         assert totals(await events(api))["checkpoint"] == 2
 
 

@@ -1,4 +1,4 @@
-"""Keys: who gets in, what a refusal says, and what a token may stand for."""
+"""API keys, their error messages, and tokens."""
 
 import asyncio
 import base64
@@ -24,7 +24,7 @@ ME = "/api/v1/auth/apikey/me"
 
 @pytest.fixture
 def quick() -> Iterator[None]:
-    """The gate asks the database every time."""
+    """The authenticator reads the database every time."""
     believed, auth.KEY_CACHE_TTL_S = auth.KEY_CACHE_TTL_S, 0.0
     yield
     auth.KEY_CACHE_TTL_S = believed
@@ -40,11 +40,11 @@ async def test_without_keys_all_requests_belong_to_local(api: Api) -> None:
 @pytest.mark.parametrize(
     "headers",
     [
-        {"Host": "evil.example"},  # a name that was pointed at this machine
+        {"Host": "evil.example"},  # a foreign name that resolves to this machine
         {"Host": "evil.example:8000"},
         {"Host": "[::2]:8000"},
-        {"Origin": "https://evil.example"},  # a page of another site, in a browser here
-        {"Origin": "null"},  # a file, or a frame in a sandbox
+        {"Origin": "https://evil.example"},  # a page of another site in a local browser
+        {"Origin": "null"},  # a file or a sandboxed frame
         {"Origin": "http://127.0.0.1.evil.example"},
         {"Origin": "http://127.0.0.1@evil.example"},
         {"Origin": "file://"},
@@ -83,7 +83,7 @@ async def test_the_first_key_closes_a_running_server(api: Api, tmp_path: Path, q
     assert "TINKER_API_KEY" in refused.json["detail"]
     assert "tinkex key create" in refused.json["detail"]
     async with with_key(api, key) as mine:
-        # What was made before there were keys is the owner `local`'s.
+        # Data from before the first key belongs to `local`.
         assert (await mine.post("session_heartbeat", {"session_id": session})).status == 200
         assert (await mine.get(ME)).json["name"] == "mine"
 
@@ -136,7 +136,7 @@ async def test_a_client_can_revoke_its_own_key(api: Api, tmp_path: Path, quick: 
     async with with_key(api, key) as alice, alice.http.delete(ME) as deleted:
         assert deleted.status == 200
         assert (await alice.get(ME)).status == 401
-    # The last key is gone, and the server is not open again.
+    # The last key is revoked, and the server stays closed.
     assert (await api.get(ME)).status == 401
 
 
@@ -150,7 +150,7 @@ async def test_no_key_is_stored_and_secret_files_are_private(api: Api, tmp_path:
 
 
 def test_a_truncated_key_file_is_replaced(tmp_path: Path) -> None:
-    """With an empty key anybody could make tokens."""
+    """With an empty key anyone could make tokens."""
     claims = {"exp": 2e9, "key_id": 1}
     for cut in (b"", b"x" * 31):
         (tmp_path / "tokens.key").write_bytes(cut)
@@ -161,7 +161,7 @@ def test_a_truncated_key_file_is_replaced(tmp_path: Path) -> None:
 
 
 def test_a_new_data_folder_is_private(tmp_path: Path) -> None:
-    """Also its database in a folder that others can look into, made before there is a server."""
+    """Also the database, in a readable folder, created before the first start."""
     new, old = tmp_path / "new", tmp_path / "old"
     before = os.umask(0o022)
     try:
@@ -195,7 +195,7 @@ async def test_a_token_is_valid_as_long_as_its_key(
         async with with_key(api, key) as alice:
             config = (await alice.post("client/config", {"sdk_version": "0.36.0"})).json
             assert config["pjwt_auth_enabled"] is True
-            # A version that does not know the flag, or is not known itself, is not sent it.
+            # The flag is not sent to versions that do not know it, or to unknown versions.
             for version in ("0.4.1", "9.0.0", "nightly"):
                 config = (await alice.post("client/config", {"sdk_version": version})).json
                 assert "pjwt_auth_enabled" not in config
@@ -218,7 +218,7 @@ async def test_a_token_is_valid_as_long_as_its_key(
 async def test_a_token_cannot_revoke_its_key(
     echo: EchoExecutor, tmp_path: Path, quick: None
 ) -> None:
-    """It lasts an hour and travels more; the key it would end is for good."""
+    """A token is valid for an hour; revoking its key would be permanent."""
     async with hosted(echo, tmp_path, jwt=True) as api:
         key = await new_key(tmp_path, "alice")
         async with with_key(api, key) as alice:
@@ -279,7 +279,7 @@ async def test_another_accounts_key_lets_one_request_read_its_checkpoint(
         )
         assert loaded["path"] == path
         assert await bob.value(await bob.optim_step(mine, 3)) == 12
-        # The same in one step, and with the header.
+        # The same when creating from the checkpoint, and with the header.
         created = await bob.step(
             "load_weights", session_id=session, model_seq_id=1, path=path, optimizer=False, **lent
         )
@@ -287,6 +287,6 @@ async def test_another_accounts_key_lets_one_request_read_its_checkpoint(
         header = {"X-Tinker-Weights-Access-Token": alices}
         told = await bob.post("weights_info", {"tinker_path": path}, headers=header)
         assert told.json["lora_rank"] == 8
-        # Nothing more than that, and the lent key is nowhere on disk.
+        # Nothing more is allowed, and the shared key is not stored.
         assert (await bob.get(f"/api/v1/training_runs/{model}")).status == 404
     assert alices.encode() not in everything_kept(tmp_path)

@@ -1,4 +1,4 @@
-"""What is wrong gets a clear answer with the path of the field, and the server keeps serving."""
+"""Malformed requests get a clear error with the path of the field, and the server keeps serving."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
@@ -252,6 +252,6 @@ async def test_bad_input_gets_a_clear_answer_and_the_server_keeps_serving(
     assert answer.status == status, answer
     assert "detail" in answer.json
     assert says in answer.body.decode()
-    # Nothing of it was taken in, and the model's next number is still 1.
+    # Nothing was accepted: the model's next number is still 1.
     await strict.forward_backward(model, 1, tokens=3)
     assert await strict.value(await strict.optim_step(model, 2)) == 3

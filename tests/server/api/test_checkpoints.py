@@ -1,4 +1,4 @@
-"""Checkpoints: names, versions, loading, and models made from them."""
+"""Checkpoints: names, versions, loading, and models created from them."""
 
 import shutil
 from pathlib import Path
@@ -56,7 +56,7 @@ async def test_an_existing_name_is_a_user_failure_unless_overwritten(
     again = await api.result(
         await api.step("save_weights", model_id=model, seq_id=5, path="a", overwrite=True)
     )
-    # Two versions on disk, and the name means the newer one.
+    # Two versions are stored, and the name refers to the newer one.
     assert len([*(tmp_path / "checkpoints" / model / "weights" / "a").iterdir()]) == 2
     other = await api.model(session, number=1)
     await api.step("load_weights", model_id=other, seq_id=1, path=again["path"], optimizer=True)
@@ -135,7 +135,7 @@ async def test_a_rebuilt_model_loads_the_version_that_it_loaded_first(
 
 
 async def test_checkpoints_can_live_in_another_store(tmp_path: Path) -> None:
-    """Any fsspec URL: the engine works on a local copy, the store keeps the truth."""
+    """Any fsspec URL: the engine uses a local copy of the stored files."""
     store = f"memory://{tmp_path.name}"
     async with hosted(EchoExecutor(), tmp_path / "one", storage=store) as api:
         model = await api.model()

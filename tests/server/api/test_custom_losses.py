@@ -1,4 +1,4 @@
-"""Losses that users wrote: accepted once, kept, given to every engine that needs them."""
+"""Custom losses: accepted once, stored, sent to every engine that needs them."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Rows are kept for the next request, and never as they were before a change."""
+"""The row cache: hits, eviction, and changes while a row is read."""
 
 import asyncio
 

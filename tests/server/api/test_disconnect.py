@@ -1,4 +1,4 @@
-"""A poll ends with its client, not when its time is up."""
+"""A poll ends when its client disconnects, not when it times out."""
 
 import asyncio
 from pathlib import Path
@@ -20,7 +20,7 @@ CLIENTS = 20
 
 
 def held(api: Api) -> int:
-    """Requests that the server is about."""
+    """Requests that the server is handling."""
     assert api.server is not None
     return len(api.server.server_state.tasks)
 
@@ -63,7 +63,7 @@ async def test_polls_end_when_their_client_disconnects(
             await asyncio.gather(stays, return_exceptions=True)
             await until(lambda: held(api) == 0)
             assert not futures.awaited(request_id)
-        # Whoever is there is answered as ever.
+        # Connected clients are still answered.
         waiting = asyncio.create_task(api.result(request_id))
         await until(lambda: held(api) == 1)
         echo.open.set()

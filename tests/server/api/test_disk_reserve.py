@@ -1,8 +1,8 @@
 """
-The reserve of room is kept by every route that adds something, and promises are kept meanwhile.
+Every route that stores something respects the disk reserve; accepted requests are still answered.
 
-A route that is new must be in one of the two tables below: either it is refused while the reserve is
-in use, or there is a reason why it is not.
+A new route must be in one of the two tables below: it is refused while the reserve is in use, or it
+has a reason why not.
 """
 
 import sqlite3
@@ -31,7 +31,7 @@ MORE_THAN_ANY_DISK = 2.0**40
 
 CHECKPOINT = "/api/v1/training_runs/{run}/checkpoints/{kind}/{name}"
 
-#: Routes that add something: each is asked for something new with this path and body.
+#: Routes that store something, each with a path and a body for something new.
 GATED: dict[str, tuple[str, Any]] = {
     "POST /api/v1/asample": ("asample", {"sampling_session_id": "SAMPLER", "seq_id": 9}),
     "POST /api/v1/stream_sample": (
@@ -92,18 +92,18 @@ EXEMPT = {
     f"DELETE {CHECKPOINT}/publish": "hides what is its owner's; once until it is published again",
 }
 
-#: What exempt routes may add a row to: who deleted, hid or revoked what, once for each thing.
+#: Tables that exempt routes may add to: audit rows of deletions and revocations, one per object.
 NOTED = {"audit"}
 
 
 def writing_routes(app: FastAPI) -> set[str]:
-    """Method and path of all that is not a plain read."""
+    """Method and path of all routes that are not plain reads."""
     return {f"{method} {path}" for method, path in routes(app) if method != "GET"}
 
 
 @dataclass
 class Full:
-    """A server whose reserve is in use, and what was made on it before."""
+    """A server whose reserve is in use, with objects from before."""
 
     api: Api
     session: str
@@ -141,7 +141,7 @@ class Full:
         return await self.api.post(path, body, headers=PROTOBUF if type(body) is bytes else None)
 
     def rows(self) -> dict[str, int]:
-        """How many there are in each table."""
+        """The number of rows of each table."""
         with sqlite3.connect(self.folder / "tinkex.db") as database:
             names = database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
             return {
@@ -285,7 +285,7 @@ async def test_a_repeat_of_an_accepted_request_is_answered(
 
 
 async def test_a_write_without_a_check_of_its_own_is_refused_alone(tmp_path: Path) -> None:
-    """The gate is where rows are added: whoever writes in the same transaction is not affected."""
+    """The check is where rows are added: other writes of the same transaction are not affected."""
     database = Database(f"sqlite:///{tmp_path / 'tinkex.db'}")
     row = {"owner": "o", "session_id": "s", "at_s": 0.0, "event": {}}
     insert = telemetry.insert().values(**row)

@@ -1,4 +1,4 @@
-"""A session that cannot go on says so, with what failed; once its work succeeds again it is active."""
+"""The `failed` status of sessions: its reasons, and the return to `active`."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.anyio
 
 
 class Ailing(EchoExecutor):
-    """An engine that fails at some tasks."""
+    """An engine that fails some tasks."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Promised results: held polls, woken by the event, in the form the client reads."""
+"""Results: long polls, formats, cancellation."""
 
 import asyncio
 import time
@@ -31,8 +31,8 @@ async def test_a_waiting_poll_is_woken_by_the_result(api: Api, echo: EchoExecuto
         answer = await poll
         waits_s.append(time.perf_counter() - began_s)
         assert answer.json == {"metrics": {"value:sum": 0.0}}
-    # Commit and one answer; a server that polls a table needs its interval. The best of several,
-    # because others may be using this machine.
+    # A commit and an answer; a server that polls a table would need its interval. The best of
+    # several, because the machine may be busy.
     assert min(waits_s) < 0.03
 
 
@@ -100,7 +100,7 @@ async def test_a_large_result_is_announced_if_the_client_allows_it(tmp_path: Pat
             "response_payload_size": len(whole.body),
         }
         assert len(output.loss_fn_outputs[0]["logprobs"].data) == 30_000
-        # Payload and result are files of their own.
+        # Payload and result are stored as separate files.
         assert files_in(tmp_path / "payloads") == 1
         assert files_in(tmp_path / "results") == 1
         small = await api.optim_step(model, 2)
@@ -116,7 +116,7 @@ async def test_hundreds_of_polls_cost_nothing_while_they_wait(tmp_path: Path) ->
         request = await api.optim_step(model, 1)
         await echo.entered.acquire()
         polls = [asyncio.create_task(api.poll(request)) for _ in range(500)]
-        # Their arriving costs something; once all are here, nothing does.
+        # Arriving polls cost CPU time; held polls do not.
         spent_s = 1.0
         for _ in range(20):
             began_s = time.process_time()
@@ -152,7 +152,7 @@ async def test_a_cancelled_sample_fails_as_cancelled(tmp_path: Path) -> None:
         echo.open.set()
         assert "sequences" in (await api.poll(wanted)).json
         assert echo.tasks() == [Task.SAMPLE]
-        # What is finished stays so.
+        # A finished sample is not affected.
         await api.post("cancel_future", {"request_id": wanted})
         assert "sequences" in (await api.poll(wanted)).json
     async with hosted(echo, tmp_path) as api:
@@ -173,6 +173,6 @@ def files_in(folder: Path) -> int:
 
 
 async def _emptied(echo: EchoExecutor) -> None:
-    """Forget what has entered so far."""
+    """Forget the requests that have arrived so far."""
     while not echo.entered.locked():
         await echo.entered.acquire()

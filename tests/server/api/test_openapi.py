@@ -1,4 +1,4 @@
-"""The page at /docs: every route is on it, the hot ones too, and every reference leads somewhere."""
+"""OpenAPI and the page at /docs: all routes are described, and all references resolve."""
 
 from html.parser import HTMLParser
 from pathlib import Path
@@ -71,7 +71,7 @@ async def test_every_reference_resolves(page: Any) -> None:
 
 
 class Reader(HTMLParser):
-    """What a browser would make of a page: what it loads, and where its links lead."""
+    """The external resources and the links of a page."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -68,7 +68,7 @@ async def test_a_gap_that_is_not_filled_fails_the_steps_behind_it(api: Api) -> N
     assert failed["category"] == "user"
     assert "step 1 of this model never arrived" in failed["error"]
     assert (await api.result(stepped))["category"] == "user"
-    # The model goes on after them, and the late one is told.
+    # The model continues after them, and the late step gets an error.
     late = await api.result(await api.forward_backward(model, 1))
     assert "step 1 arrived after" in late["error"]
     await api.forward_backward(model, 4, tokens=7)
@@ -86,7 +86,7 @@ async def test_a_failed_pass_fails_the_next_optim_step_with_the_reason(api: Api)
     assert failed["category"] == "user"
     assert "forward_backward step 2" in failed["error"]
     assert "loss dro is not known" in failed["error"]
-    # The nine tokens of the good pass are gone with it.
+    # The gradient of the good pass (nine tokens) is discarded too.
     await api.forward_backward(model, 4, tokens=2)
     assert await api.value(await api.optim_step(model, 5)) == 2
 
@@ -101,7 +101,7 @@ async def test_a_step_with_an_unknown_setting_fails_in_its_order(api: Api) -> No
 
 
 async def test_a_number_over_32_bits_is_malformed(api: Api) -> None:
-    """Taken in, it would make every later step of the model come too late."""
+    """If accepted, it would make every later step of the model late."""
     model = await api.model()
     for seq_id in (2**31, 2**63 - 1):
         body = {"model_id": model, "seq_id": seq_id, "adam_params": {}}
@@ -143,7 +143,7 @@ async def test_a_repeated_model_creation_makes_one_model(api: Api, echo: EchoExe
 async def test_a_repeated_model_creation_with_other_settings_is_refused(
     api: Api, echo: EchoExecutor, change: dict[str, Any]
 ) -> None:
-    """A repeat with other settings must not be answered with the first model, as if it had them."""
+    """Otherwise the client would get the first model, with other settings than requested."""
     session = await api.session()
     body: dict[str, Any] = {
         "session_id": session,
@@ -207,7 +207,7 @@ async def test_after_a_crash_the_model_is_rebuilt_from_its_log(
     assert await api.value(await api.optim_step(model, 2)) == 3
     await api.passed(await api.forward_backward(model, 3, tokens=5))
     echo.die()
-    # The number and the un-stepped gradient are as they were: 2 * 3 + 5.
+    # The value and the pending gradient are restored: 2 * 3 + 5.
     assert await api.value(await api.optim_step(model, 4)) == 11
 
 
@@ -220,7 +220,7 @@ async def test_a_model_is_rebuilt_with_its_closed_gaps(api: Api, echo: EchoExecu
     assert "step 2 arrived after" in late["error"]
     await api.passed(await api.forward_backward(model, 4, tokens=2))
     echo.die()
-    # The nine tokens went with the gap, in the life before and in this one.
+    # The gap discards the nine tokens, before the crash and in the rebuilt model.
     assert await api.value(await api.optim_step(model, 5)) == 2
 
 
@@ -245,7 +245,7 @@ async def test_a_step_that_crashes_every_engine_fails(api: Api, echo: EchoExecut
         await echo.entered.acquire()
     deadly = await api.forward_backward(model, 1)
     for _ in range(3):
-        # The creation is replayed first; let it through, then die under the pass.
+        # The creation is replayed first; let it run, then crash during the pass.
         await echo.entered.acquire()
         if not echo.models:
             echo.open.set()
@@ -284,7 +284,7 @@ async def test_an_invalid_gradient_is_remembered_after_a_restart(tmp_path: Path)
 async def test_passes_reach_the_engine_in_order_though_one_is_large(
     api: Api, echo: EchoExecutor
 ) -> None:
-    """A large payload is a file that takes a moment to find; a small one is at hand."""
+    """A large payload is read from a file; a small one is in memory."""
     model = await api.model()
     second = await api.forward_backward(model, 2, tokens=2)
     first = await api.forward_backward(model, 1, tokens=5000)
@@ -293,7 +293,7 @@ async def test_passes_reach_the_engine_in_order_though_one_is_large(
     echo.die()
     await api.optim_step(model, 3)
     assert await api.value(await api.optim_step(model, 4)) == 2 * 5002
-    # And in the same order when the model is built again from its log.
+    # The order is the same when the model is rebuilt from its log.
     sizes = [work.payload_file is not None for work in echo.ran if work.task is Task.PASS]
     assert sizes == [True, False, True, False]
 
@@ -307,7 +307,7 @@ async def test_a_closed_gap_stays_closed_after_an_engine_crash(
         await echo.entered.acquire()
     echo.open.clear()
     held = await api.optim_step(model, 3)
-    await echo.entered.acquire()  # the gap is over: the gradients are being cleared
+    await echo.entered.acquire()  # the gap has timed out: the gradients are being cleared
     echo.open.set()
     echo.die()
     assert "step 2 of this model never arrived" in (await api.result(held))["error"]

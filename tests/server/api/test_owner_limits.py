@@ -1,4 +1,4 @@
-"""Backpressure: what is over a limit is refused or held, says so truthfully, and goes on by itself."""
+"""Owner limits: requests over a limit are refused or wait, polls say why, and they continue later."""
 
 import asyncio
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.anyio
 
 @pytest.fixture(autouse=True)
 def quick() -> Iterator[None]:
-    """The gate asks the database every time."""
+    """The authenticator reads the database every time."""
     believed, auth.KEY_CACHE_TTL_S = auth.KEY_CACHE_TTL_S, 0.0
     yield
     auth.KEY_CACHE_TTL_S = believed
@@ -58,7 +58,7 @@ async def test_samples_over_the_limit_are_accepted_later(
             assert refused.headers["Retry-After"] == "1"
             assert "3 sequences being sampled, and 4 are allowed" in await refused.text()
         assert (await api.post("asample", sample(mine, 2, samples=1))).status == 200
-        # Training is not held back by it.
+        # Training is not affected.
         echo.open.set()
         await api.result(first.json["request_id"])
         assert (await api.post("asample", body)).status == 200
@@ -67,7 +67,7 @@ async def test_samples_over_the_limit_are_accepted_later(
 async def test_a_step_that_others_wait_for_is_always_admitted(
     echo: EchoExecutor, tmp_path: Path
 ) -> None:
-    """Newer clients send the first chunk of a batch last: refusing it would stop everything."""
+    """Newer clients send the first chunk of a batch last; a refusal would block all others."""
     async with hosted(echo, tmp_path, max_requests=2) as api:
         model = await api.model()
         second = await api.forward_backward(model, 2)
@@ -175,7 +175,7 @@ async def test_after_a_restart_the_limit_holds_from_the_start(
 
 
 class FullExecutor(EchoExecutor):
-    """An engine that says it has no room for more samples."""
+    """An engine that reports that it is full."""
 
     def stats(self, base_model: str) -> Stats | None:
         return Stats(sequences_running=8, samples_waiting=5)
@@ -216,5 +216,5 @@ async def test_many_models_of_one_owner_do_not_keep_another_waiting(
         for request in waits:
             await alice.passed(request)
         order = [work.model_id for work in echo.ran[done:]]
-        # All places were taken when he came; the next that was free was his.
+        # All slots were taken when his request arrived; he got the next free one.
         assert order.index(his) <= 32

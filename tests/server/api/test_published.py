@@ -1,4 +1,4 @@
-"""`accessible` lists what others have published, and nothing else of theirs; `owned` one's own only."""
+"""`accessible` also lists what others have published, and nothing else of theirs; `owned` does not."""
 
 import json
 import sqlite3
@@ -94,7 +94,7 @@ async def test_others_find_its_session_without_the_owners_metadata(shared: Share
         assert (summary["session_id"], summary["owner"]) == (session, "alice")
         assert summary["checkpoints_count"] == 1
         assert SECRET not in str(found)
-    # Nor can it be guessed by searching for it.
+    # Nor can it be found out by searching for it.
     for guess in ({"user_metadata": {"k": SECRET}}, {"project_ids": [SECRET]}):
         body = {"owner": {"type": "accessible"}, **guess}
         assert (await bob.post("sessions/search", body)).json["sessions"] == []
@@ -163,10 +163,10 @@ async def test_a_copy_of_anothers_checkpoint_has_none_of_their_metadata(
         copy = (await bob.post("copy_weights", wish)).json["tinker_path"]
         own = await asked(bob, f"training_runs/{copy.split('/')[2]}")
         assert own.get("user_metadata") is None
-        # What its owner wrote on a checkpoint is published with it, and only then.
+        # The metadata of a checkpoint is published with it.
         noted = own["last_checkpoint"].get("user_metadata")
         assert noted == (None if lent else {"note": SECRET})
-        # One's own copy has it all.
+        # The owner's own copy has all metadata.
         mine = (await alice.post("copy_weights", {**wish, "weights_access_token": None})).json
         run = await asked(alice, f"training_runs/{mine['tinker_path'].split('/')[2]}")
         assert run["user_metadata"] == {"run": SECRET}
@@ -174,7 +174,7 @@ async def test_a_copy_of_anothers_checkpoint_has_none_of_their_metadata(
 
 
 async def test_others_do_not_see_the_status_of_the_session(shared: Shared, tmp_path: Path) -> None:
-    """Whether it runs, fell silent, failed or was ended is its owner's to know."""
+    """Only the owner may know whether it is active, silent, failed or finished."""
     search = {"owner": {"type": "accessible"}}
 
     async def seen_by_bob() -> Any:
@@ -198,7 +198,7 @@ async def test_others_do_not_see_the_status_of_the_session(shared: Shared, tmp_p
     (mine,) = (await shared.alice.post("sessions/search", {})).json["sessions"]
     assert mine["status"]["type"] == "client_finished"
     assert await seen_by_bob() == before
-    # Nor can it be guessed by searching for it.
+    # Nor can it be found out by searching for it.
     for status in ("client_finished", "failed", "cancelled"):
         body = {**search, "statuses": [{"type": status}]}
         assert (await shared.bob.post("sessions/search", body)).json["sessions"] == []

@@ -1,4 +1,4 @@
-"""What an owner may keep: over it a request fails as the user's, at once, and nothing else is touched."""
+"""Storage quotas: a request over a quota fails as a user error, at once, and changes nothing."""
 
 import asyncio
 import json
@@ -17,12 +17,12 @@ from tinkex.server.store.quotas import Quota, allowed
 
 pytestmark = pytest.mark.anyio
 
-#: What the echo executor says of each save.
+#: The size of a save by the echo executor.
 SAVE_BYTES = 1
 
 
 async def save(api: Api, model: str, seq_id: int, name: str | None, **fields: Any) -> Any:
-    """What a save comes to; without a name one for a sampler."""
+    """The result of a save; without a name, one for a sampler."""
     body: dict[str, Any] = {"model_id": model, "seq_id": seq_id, **fields}
     if name is not None:
         return await api.result(await api.step("save_weights", path=name, **body))
@@ -42,7 +42,7 @@ def new_model(session: str, number: int) -> dict[str, Any]:
 
 
 def folders(data: Path) -> set[Path]:
-    """Folders that have files of checkpoints."""
+    """Folders with checkpoint files."""
     return {file.parent for file in (data / "checkpoints").rglob("*") if file.is_file()}
 
 
@@ -63,7 +63,7 @@ async def test_checkpoints_over_the_quota_fail_and_training_goes_on(
         # Nothing was written for it.
         assert len(echo.tasks(Task.SAVE)) == saves
         assert await api.value(await api.optim_step(model, 4)) == 0
-        # Neither one in the place of another, nor one without a name is one more.
+        # Overwriting, and saving without a name, do not increase the count.
         assert "path" in await save(api, model, 5, "b", overwrite=True)
         assert "path" in await save(api, model, 6, None)
         deleted = f"training_runs/{model}/checkpoints/weights/a"
@@ -81,10 +81,10 @@ async def test_named_and_unnamed_bytes_count_until_the_files_are_deleted(
         for name in ("b", None):
             answer = await save(api, model, 3 if name else 4, name)
             refused(answer, "you keep 2 bytes of checkpoints", "2 are allowed")
-        # What was deleted stops counting at once, without the janitor.
+        # A deleted checkpoint stops counting at once, before the cleanup.
         assert await api.call("DELETE", f"training_runs/{model}/checkpoints/weights/a") == 204
         assert "path" in await save(api, model, 5, "b")
-        # One in the place of another needs room for both until it is there.
+        # Overwriting needs space for both versions until it is done.
         assert "path" not in await save(api, model, 6, "b", overwrite=True)
         assert len(folders(tmp_path)) == 2
 
@@ -127,7 +127,7 @@ async def test_a_save_over_the_quota_leaves_no_files(tmp_path: Path) -> None:
             answer = await save(api, model, seq_id, name)
             refused(answer, "you keep 4 bytes of checkpoints, this needs 2 more, and 5 are allowed")
         assert folders(tmp_path) == before
-        # One that was overwritten gives its room to the next.
+        # An overwritten version frees its space for the next.
         assert "path" not in await save(api, model, 5, "a", overwrite=True)
         assert await api.call("DELETE", f"training_runs/{model}/checkpoints/weights/b") == 204
         for seq_id in (6, 7, 8):
@@ -145,7 +145,7 @@ async def test_runs_over_the_quota_fail_and_end_with_their_session(
         answer = await api.result(made.json["request_id"])
         refused(answer, "you keep 1 training runs, this needs 1 more, and 1 are allowed")
         assert await api.post("create_model", new_model(session, 1)) == made
-        # It is no run, and its steps say why.
+        # It is not a run, and its steps fail with the reason.
         assert (await api.get("/api/v1/training_runs")).json["cursor"]["total_count"] == 1
         step = await api.optim_step(made.json["model_id"], 1)
         refused(await api.result(step), "over quota")
@@ -191,7 +191,7 @@ async def test_copies_count_too(
         before = folders(tmp_path)
         copy = {"source_path": f"tinker://{model}/weights/a", "session_id": session}
         answer = await api.post("copy_weights", {**copy, "model_seq_id": 7})
-        # Sound, and refused: clients do not send a 400 again.
+        # A 400: clients do not retry it.
         assert answer.status == 400
         assert text in answer.json["detail"]
         assert "over quota" in answer.json["detail"]
@@ -220,7 +220,7 @@ async def test_a_concurrent_copy_leaves_no_files(
         assert len(hashed) == 1
         before = folders(tmp_path)
 
-        # Two tries at once: neither sees the other when it begins.
+        # Two concurrent requests; neither sees the other at its start.
         async def not_yet(*_: object) -> None:
             return None
 
@@ -228,7 +228,7 @@ async def test_a_concurrent_copy_leaves_no_files(
         again = await api.post("copy_weights", {**copy, "model_seq_id": 7})
         assert again.json == first.json
         assert folders(tmp_path) == before
-        # The number is another run's.
+        # The number belongs to another run.
         taken = await api.post("copy_weights", {**copy, "model_seq_id": 0})
         assert taken.status == 422
         assert folders(tmp_path) == before
@@ -244,7 +244,7 @@ async def test_concurrent_saves_do_not_exceed_the_quota_together(
         results = [await api.result(one.json["request_id"]) for one in made]
         models = [one["model_id"] for one in results if "model_id" in one]
         assert len(models) == 6
-        # All have been written before the first of them is committed.
+        # All files are written before the first commit.
         echo.open.clear()
         echo.entered = asyncio.Semaphore(0)
         saves = [
@@ -271,7 +271,7 @@ async def test_a_key_may_have_a_quota_of_its_own(echo: EchoExecutor, tmp_path: P
                 refused(await save(mine, model, most + 1, "more"), f"{most} are allowed")
         async with with_key(api, small) as mine:
             model = await mine.model()
-            # Another key of the same owner, which allows more.
+            # Another key of the same owner with a larger quota.
             await new_key(tmp_path, "ann", limits={"max_checkpoints": 0})
             assert "path" in await save(mine, model, 1, "more")
             await revoke(tmp_path, 3)

@@ -1,4 +1,4 @@
-"""A refused step keeps nobody waiting: who goes on after it is told what was wrong with it."""
+"""A refused step does not block later steps; they fail with the reason of the refusal."""
 
 import json
 from collections.abc import AsyncIterator
@@ -19,7 +19,7 @@ LIMIT = 100_000
 
 @pytest.fixture
 async def api(echo: EchoExecutor, tmp_path: Path) -> AsyncIterator[Api]:
-    """Gaps stay open for ever here: what does not wait for them shows."""
+    """Gaps never time out here, so that a step that waits for one is noticed."""
     async with hosted(echo, tmp_path, gap_s=3600.0, long_poll_s=5.0, max_body_bytes=LIMIT) as api:
         yield api
 
@@ -63,7 +63,7 @@ async def test_the_next_optim_step_fails_with_the_reason_of_the_refused_pass(
     assert "forward_backward step 1" in stepped["error"]
     assert "refused when it came" in stepped["error"]
     assert echo.tasks(Task.OPTIM_STEP) == []
-    # And the model goes on at once.
+    # The model continues at once.
     await api.forward_backward(model, 3, tokens=4)
     assert await api.value(await api.optim_step(model, 4)) == 4
 
@@ -93,7 +93,7 @@ async def test_a_refused_save_is_skipped(api: Api) -> None:
 
 
 async def test_a_refused_number_may_be_used_again(api: Api) -> None:
-    """Until its sender goes on: our client numbers its next step so."""
+    """Until the client sends a later number: our client reuses the number."""
     model = await api.model()
     assert (await api.post("forward_backward", as_json(model, 1, data="x"))).status == 422
     await api.forward_backward(model, 1, tokens=5)
@@ -131,7 +131,7 @@ async def test_a_refusal_survives_an_engine_crash(api: Api, echo: EchoExecutor) 
 
 
 class Absent(EchoExecutor):
-    """An engine that can be kept from starting."""
+    """An engine whose start can be blocked."""
 
     starts = True
 
@@ -169,7 +169,7 @@ def test_an_address_is_read_only_if_it_is_unambiguous() -> None:
 async def test_the_step_is_found_though_its_first_part_was_too_large(
     echo: EchoExecutor, tmp_path: Path
 ) -> None:
-    """All of it comes at once, and is over the limit at once."""
+    """The whole body arrives in one part, which is over the limit."""
     async with hosted(echo, tmp_path, gap_s=3600.0, long_poll_s=5.0, max_body_bytes=2_000) as api:
         model = await api.model()
         refused = await api.post("forward_backward", pass_body(model, 1, 700), headers=PROTOBUF)

@@ -1,8 +1,8 @@
 """
-Every list, search, trace and report has an end: in entries, in bytes, in time of the event loop.
+Every list, search, trace and report is limited in entries, bytes and event loop time.
 
-The first test walks the routes: a new one is either declared with `bounded`, or named here as one
-whose answer has a fixed size. The second asks an owner with very much for everything there is.
+The first test walks the route table: a new route is either declared with `bounded`, or listed here
+because its answer has a fixed size. The second test requests everything for an owner with much data.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ from server.tenants import new_key, with_key
 from tinkex.server.api import account, deps, report_limits, sessions
 from tinkex.server.api.account import _storage_events
 from tinkex.server.api.deps import OwnerSlots
-from tinkex.server.api.report_limits import MAX_REPORT_ENTRIES, MOST_BYTES, bound_of, encoded
+from tinkex.server.api.report_limits import MAX_REPORT_BYTES, MAX_REPORT_ENTRIES, bound_of, encoded
 from tinkex.server.app import HOT_ROUTES, ROUTERS
 from tinkex.server.store import Store, checkpoint_lists, schema
 from tinkex.server.store import history as stored_history
@@ -38,7 +38,7 @@ from tinkex.wire.runs import GetSessionResponse, ListSessionsResponse
 
 pytestmark = pytest.mark.anyio
 
-#: Routes that answer about one thing, and how: their answers do not grow with what an owner has.
+#: Routes whose answers do not grow with the data of an owner, and why.
 FIXED = {
     "acknowledges": {
         *("cancel_future", "telemetry", "session_heartbeat", "sessions/{session_id}/finish"),
@@ -63,12 +63,12 @@ FIXED = {
         "training_runs/{run}/checkpoints/{kind}/{name}/external_weights_urls",
         "downloads/{version_id}/{file}",
     },
-    # Bounded by how the server was started.
+    # Bounded by the settings of the server.
     "the server": {"healthz", "get_server_capabilities", "client/config", "client/dynamic_config"},
-    # `completions.MOST_TOLD`; and one result, which has limits of its own.
+    # Limited by the completion log; and one result, which has limits of its own.
     "results": {"retrieve_future", "retrieve_futures"},
 }
-#: What an answer of such a route may have: metadata of one thing, several times.
+#: Maximum bytes of such an answer: the metadata of one object, several times.
 FIXED_BYTES = 256 * 1024
 
 OWNER = "local"
@@ -98,11 +98,13 @@ def test_every_route_is_bounded_or_has_an_answer_of_fixed_size() -> None:
     assert unknown == set(), "a route that lists something is declared with @bounded"
     declared = [bound_of(endpoint) for *_, endpoint in routes() if bound_of(endpoint)]
     assert len(declared) >= 10
-    assert all(0 < one.entries <= 200_000 and one.bytes <= MOST_BYTES for one in declared if one)
+    assert all(
+        0 < one.entries <= 200_000 and one.bytes <= MAX_REPORT_BYTES for one in declared if one
+    )
 
 
 def fill(connection: sa.Connection) -> None:
-    """One owner who has more of everything than one answer may hold."""
+    """An owner with more of everything than one answer may contain."""
     now_s = time.time()
     said = {"note": "x" * 900}
     kept = {"owner": OWNER, "created_s": now_s - 15 * 86_400}
@@ -119,7 +121,7 @@ def fill(connection: sa.Connection) -> None:
             for run, one in owned
         ],
     )
-    # One run has more checkpoints than a list, all others one each.
+    # One run has more checkpoints than a list may contain; all others have one each.
     named = [(RUN, f"c{number}") for number in range(MAX_REPORT_ENTRIES + 5)]
     named += [(run, "only") for run, _ in owned[1:]]
     versions = [
@@ -211,7 +213,7 @@ def store_of(api: Api) -> Store:
 
 
 async def asked(api: Api, method: str, path: str) -> Answer:
-    """The most that a route can be asked for."""
+    """The largest request of a route."""
     values = {"session_id": SESSION, "run": RUN, "kind": "weights", "name": "c1"}
     values |= {"sampling_session_id": f"{SESSION}:sample:1", "version_id": "v1", "file": "x"}
     url = path.format(**values)
@@ -264,7 +266,7 @@ async def test_an_owner_with_much_data_gets_bounded_answers_built_off_the_event_
         assert answer.status == 200, (path, answer.body[:500])
         whole.add(path.removeprefix("/api/v1/"))
         assert largest_list(answer.json) <= bound.entries, path
-    # Pages and traces are cut; what has no pages says how to ask for less.
+    # Pages and traces are cut; routes without pages say how to request less.
     assert refused == {
         "billing/usage/events",
         "sessions/{session_id}",
@@ -359,7 +361,7 @@ async def test_an_owner_gets_one_report_at_a_time_and_others_do_not_wait(
         searches = [asyncio.create_task(alice.post("sessions/search", {})) for _ in range(6)]
         while not running:  # noqa: ASYNC110  it is set in another thread
             await asyncio.sleep(0.01)
-        # Another owner's list does not wait for these, nor does anything else.
+        # Neither another owner's list nor other requests wait for these.
         listed = await asyncio.wait_for(bob.get("/api/v1/sessions"), 10)
         assert listed.status == 200
         assert (await asyncio.wait_for(alice.get("/api/v1/auth/apikey/me"), 10)).status == 200
@@ -390,7 +392,7 @@ def test_an_answer_encoded_in_parts_is_identical(monkeypatch: pytest.MonkeyPatch
         {"traceEvents": [{"a": None}], "displayTimeUnit": "ms", "none": None},
     ):
         assert encoded(message, "") == encode_json(message)
-    monkeypatch.setattr(report_limits, "MOST_BYTES", 20)
+    monkeypatch.setattr(report_limits, "MAX_REPORT_BYTES", 20)
     with pytest.raises(UserFailure, match=r"more than 20 bytes.*Ask for less"):
         encoded(session, "Ask for less.")
 

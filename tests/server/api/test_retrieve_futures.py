@@ -1,4 +1,4 @@
-"""`retrieve_futures` and `join_sampling_session`: every finished sample is told once, in order."""
+"""`retrieve_futures` and `join_sampling_session`: every finished sample is reported once, in order."""
 
 import asyncio
 import time
@@ -50,7 +50,7 @@ async def poll(
 
 
 async def poll_for(api: Api, sampler: str, count: int, *, clone: int = 0) -> tuple[list[Any], int]:
-    """Poll on from the beginning until so many events came."""
+    """Poll from the beginning until this many events have arrived."""
     found: list[Any] = []
     cursor = 0
     while len(found) < count:
@@ -68,7 +68,7 @@ async def test_every_sample_is_reported_once_with_the_size_of_its_result(api: Ap
     result = await api.poll(ids[0], accept="application/x-protobuf")
     sizes = {event["request_id"]: event["response_payload_uncompressed_size"] for event in events}
     assert sizes[ids[0]] == len(result.body) > 0
-    # Nothing more, and at once when told not to wait.
+    # No more events; with a timeout of 0 the answer comes at once.
     assert await poll(api, sampler, cursor, timeout=0) == ([], cursor)
 
 
@@ -82,7 +82,7 @@ async def test_earlier_events_can_be_polled_again(api: Api) -> None:
     later, after = await poll(api, sampler, cursor)
     assert [event["request_id"] for event in later] == [second]
     assert after > cursor
-    # An answer that was lost on its way.
+    # The answer was lost.
     assert await poll(api, sampler, after, timeout=0) == ([], after)
     assert (await poll(api, sampler, cursor))[0] == later
     assert (await poll(api, sampler, 0))[0] == events + later
@@ -125,7 +125,7 @@ async def test_a_long_log_is_sent_in_pages_from_memory_and_disk(
     ids = [await sample(api, sampler, number) for number in range(8)]
     for request_id in ids:
         await api.result(request_id)
-    # Nobody had asked before, so these are on disk only; what comes now is in memory as well.
+    # Without an earlier poll, these are on disk only; new events are in memory as well.
     found, cursor = await poll(api, sampler, 0)
     assert len(found) == 3
     ids += [await sample(api, sampler, 8 + number) for number in range(8)]
@@ -150,12 +150,12 @@ async def test_unused_logs_leave_memory_and_are_read_again(
     request_id = await sample(api, samplers[0], 0)
     (event,), cursor = await poll(api, samplers[0], 0)
     assert event["request_id"] == request_id
-    # Too many: those read longest ago go.
+    # Too many logs: the least recently read are evicted.
     monkeypatch.setattr(results, "MOST_LOGS", 2)
     for sampler in samplers[1:3]:
         await poll(api, sampler, 0, timeout=0)
     assert [client[0] for client in kept] == samplers[1:3]
-    # Not read for long: they go when another one comes.
+    # Logs that were not read for long are evicted when another one is added.
     monkeypatch.setattr(results, "UNREAD_S", 0.0)
     await poll(api, samplers[3], 0, timeout=0)
     assert [client[0] for client in kept] == samplers[3:4]
@@ -167,7 +167,7 @@ async def test_a_failed_sample_is_reported_as_failed(api: Api, echo: EchoExecuto
     bad = await sample(api, sampler, 0, unheard_of=3)
     events, _ = await poll_for(api, sampler, 1)
     assert events == [{"state": "failed", "request_id": bad}]
-    # One that its client gave up is told as well.
+    # A cancelled sample is reported as well.
     echo.open.clear()
     given_up = await sample(api, sampler, 1)
     await echo.entered.acquire()
@@ -229,7 +229,7 @@ async def test_clones_that_join_concurrently_get_different_numbers(api: Api) -> 
 
 
 async def test_concurrent_polls_of_one_client_lose_nothing(api: Api) -> None:
-    """A client that was told too late that its first poll was lost."""
+    """A client that polls again before its first poll has ended."""
     sampler = await a_sampler(api)
     polls = [asyncio.create_task(poll_for(api, sampler, 50)) for _ in range(4)]
     ids = await asyncio.gather(*(sample(api, sampler, number) for number in range(50)))

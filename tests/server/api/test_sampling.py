@@ -227,7 +227,7 @@ async def test_an_unfinished_sample_runs_after_a_restart(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("params", [{}, {"typical_p": 0.5}])
 async def test_a_finished_session_refuses_samples(api: Api, params: dict[str, Any]) -> None:
-    """Whatever it asks for: a setting nobody knows is no way in."""
+    """Also a sample with an unknown setting."""
     sampler = await base_sampler(api)
     session = sampler.partition(":")[0]
     assert (

@@ -1,4 +1,4 @@
-"""Sessions found again: lists, details, search with every filter, projects, traces."""
+"""Lists, details, search, projects and traces of sessions."""
 
 import json
 from typing import Any
@@ -133,7 +133,7 @@ async def test_a_trace_has_every_request_with_its_times(api: Api) -> None:
     await api.passed(request_id)
     exported = (await api.get(f"/api/v1/sessions/{session_id}/trace_export")).json
     assert exported["status"] == "ready"
-    # The link alone opens it: no key is sent along.
+    # The link works without a key.
     async with api.http.get(exported["url"]) as answer:
         events = json.loads(await answer.read())["traceEvents"]
     assert events[0]["args"] == {"name": model_id}

@@ -1,4 +1,4 @@
-"""Sessions that fall silent, come back, and are finished."""
+"""Sessions that time out, return, and are finished."""
 
 import asyncio
 import time
@@ -53,7 +53,7 @@ def test_a_silent_session_reports_its_last_contact() -> None:
 
 
 async def dropped(echo: EchoExecutor) -> None:
-    """Some model has left the engine."""
+    """Wait until a model was unloaded from the engine."""
     async with asyncio.timeout(20):
         while Task.DROP not in echo.tasks():  # noqa: ASYNC110  the echo tells nobody
             await asyncio.sleep(0.02)
@@ -66,7 +66,7 @@ async def test_a_client_that_returns_after_an_hour_finds_its_model(
         model = await api.model()
         await api.forward_backward(model, 1, tokens=4)
         assert await api.value(await api.optim_step(model, 2)) == 4
-        # Gradients that no step has used yet are kept as well.
+        # Pending gradients are kept as well.
         await api.passed(await api.forward_backward(model, 3, tokens=5))
         await dropped(echo)
         assert model not in echo.models
@@ -123,7 +123,7 @@ async def test_heartbeats_requests_and_waiting_work_keep_a_session_alive(tmp_pat
         await presence.look()
         assert freed == [silent]
         assert await store.runs.lapsed_sessions() == [silent]
-        # Known again after a restart, and taken back when its client is heard.
+        # The state survives a restart, and ends when the client sends a request.
         again = Presence(store, Frees(), grace_s=1800.0)  # type: ignore[arg-type]
         await again.start()
         again.heard(silent)

@@ -1,4 +1,4 @@
-"""Sessions, and what clients ask before and beside them."""
+"""Session routes, and the client's configuration calls."""
 
 import pytest
 

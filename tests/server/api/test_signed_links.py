@@ -1,4 +1,4 @@
-"""Links that open one file for a while, and names of files: nothing else can be made of either."""
+"""Signed links and checkpoint names: neither can be turned into access to anything else."""
 
 import asyncio
 import io
@@ -24,7 +24,7 @@ RUNS = "/api/v1/training_runs"
 
 @dataclass
 class Links:
-    """Alice's links: an archive, a file of an export, a trace; and who holds no key."""
+    """Alice's links (an archive, a file of an export, a trace) and a client without a key."""
 
     nobody: Api
     alice: Api
@@ -64,7 +64,7 @@ async def links(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Links
 
 
 async def opened(api: Api, link: str, method: str = "GET") -> int:
-    """Sent as it stands: nothing is decoded, and no dots are resolved, on the way."""
+    """The URL is sent as it is, without decoding or resolving dots."""
     async with api.http.request(method, URL(link, encoded=True), allow_redirects=False) as got:
         await got.read()
         return got.status
@@ -120,7 +120,7 @@ async def test_a_signature_is_valid_for_one_path_only(links: Links) -> None:
         for other, query in queries.items():
             expected = 200 if kind == other else 403
             assert await opened(links.nobody, f"{place}?{query}") == expected
-    # Nor does it open a route that needs a key.
+    # Nor is it valid for a route that needs a key.
     run = f"{places['trace'].partition('/api/')[0]}{RUNS}/{links.model}"
     assert await opened(links.nobody, f"{run}?{queries['archive']}") == 401
 
@@ -134,7 +134,7 @@ async def test_an_expired_link_is_refused(links: Links) -> None:
 
 
 def over(folder: Path, path: str) -> str:
-    """A signature of this very server, for a time that is over."""
+    """A signature of this server that has expired."""
     query = Signer.of_folder(folder).sign(path, lasts_s=-1)
     assert int(parse_qs(query)["expires"][0]) <= time.time()
     return query
@@ -149,7 +149,7 @@ async def test_another_owner_gets_no_link(links: Links) -> None:
         assert (await links.bob.get(path)).status == 404
 
 
-#: Parts of paths that would lead out of a folder, were they ever used as such.
+#: Path components that would lead out of a folder.
 WAYS_OUT = [
     "..",
     "../..",
@@ -201,7 +201,7 @@ async def test_no_path_leads_out_of_the_data_folder(links: Links, way: str) -> N
         assert status in (307, 400, 403, 404, 405, 422), f"{path} answered {status}"
 
 
-#: Names that are refused, whatever they would be on this or another system.
+#: Names that are refused on any operating system.
 BAD_NAMES = [
     *("..", ".", ".hidden", "a/b", "../x", "a\\b", "a\0b", "a\nb", "", "x" * 201, "é" * 101),
     *("a\u202eb", "a\u200bb", "\u2028", "\ufeffa", "/etc/passwd", "..\\x", "\ud800"),

@@ -1,4 +1,4 @@
-"""Samples as they are drawn (H11): every token once, the whole answer at the end, nothing lost."""
+"""Streamed samples (H11): every token once, the complete answer at the end, nothing lost."""
 
 import asyncio
 import json
@@ -32,7 +32,7 @@ BODY = {
 
 
 class Drip(EchoExecutor):
-    """Draws a token of every sequence for each drop that the test lets fall."""
+    """Samples one token per sequence each time the test allows it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ async def api(drip: Drip, tmp_path: Path) -> AsyncIterator[Api]:
 
 
 class Events:
-    """A stream, read as slowly as the test likes."""
+    """A stream that the test reads at its own pace."""
 
     def __init__(self, answer: aiohttp.ClientResponse) -> None:
         self._answer = answer
@@ -122,7 +122,7 @@ class Events:
             return events
 
     async def tokens(self, count: int) -> dict[int, list[int]]:
-        """The tokens of each sequence, once there are so many in all."""
+        """The tokens of each sequence, once this many have arrived in total."""
         found: dict[int, list[int]] = {}
         while sum(map(len, found.values())) < count:
             event = await self.next()
@@ -142,7 +142,7 @@ async def streamed(api: Api, **fields: Any) -> AsyncIterator[Events]:
 
 
 async def named_sampler(api: Api) -> dict[str, Any]:
-    """Fields that number a sample: the same ones again are the same request."""
+    """Fields that identify a sample: a request with the same ones is a repeat."""
     session = await api.session()
     opened = {"session_id": session, "sampling_session_seq_id": 0, "base_model": BASE}
     sampler = (await api.post("create_sampling_session", opened)).json["sampling_session_id"]
@@ -164,7 +164,7 @@ async def test_tokens_are_streamed_and_then_the_complete_answer(api: Api, drip: 
     assert done.event == "done"
     answer = done.json()
     assert answer.pop("sample_sequence_ids") == ids
-    # A poll for the same request answers the same, also afterwards.
+    # A poll for the same request gets the same answer.
     assert answer == await api.result(accepted["request_id"])
     assert [sequence["tokens"] for sequence in answer["sequences"]] == [
         [0, 1, 2, 3, 4, 5],
@@ -178,7 +178,7 @@ async def test_no_token_is_sent_twice_after_an_engine_restart(api: Api, drip: Dr
         drip.fall(3)
         assert await events.tokens(3) == {0: [0, 1, 2]}
         drip.die()
-        drip.fall(1 + 4)  # one that finds the engine dead, and four again
+        drip.fall(1 + 4)  # one during the crash, and four again
         assert await events.tokens(1) == {0: [3]}
         drip.fall(2)
         assert await events.tokens(2) == {0: [4, 5]}
@@ -204,7 +204,7 @@ async def test_a_client_that_reconnects_by_request_id_loses_nothing(
         async with streamed(api) as events:
             request_id = (await events.next()).json()["request_id"]
         polled = asyncio.create_task(api.result(request_id))
-        await asyncio.sleep(0.5)  # the grace is over
+        await asyncio.sleep(0.5)  # the grace time has passed
         assert not drip.given_up.is_set()
         drip.fall(6)
         assert [s["tokens"][-1] for s in (await polled)["sequences"]] == [5, 105]
@@ -241,7 +241,7 @@ async def test_disconnecting_does_not_cancel_a_sample_of_asample(api: Api, drip:
     promised = (await api.post("asample", {**BODY, **named})).json
     async with streamed(api, **named) as events:
         await events.next()
-    await asyncio.sleep(0.2)  # longer than the grace
+    await asyncio.sleep(0.2)  # longer than the grace time
     drip.fall(6)
     assert "sequences" in await api.result(promised["request_id"])
 
@@ -294,7 +294,7 @@ async def test_a_stopping_server_ends_its_streams_and_the_samples_continue_later
         drip.fall(2)
         await events.tokens(4)
         assert api.app is not None
-        api.app.state.context.futures.release()  # as the server does when it is told to stop
+        api.app.state.context.futures.release()  # as the server does when it stops
         assert await events.rest() == []
         assert b"the server is stopping" in events.raw
     assert not any(work.task is Task.SAMPLE for work in drip.ran)
@@ -312,9 +312,9 @@ async def test_a_client_that_does_not_read_neither_delays_the_sample_nor_fills_m
     async with streamed(api, **long) as events:
         request_id = (await events.next()).json()["request_id"]
         drip.fall(20_000)
-        answer = await api.result(request_id)  # finished, though nobody has read a token
+        answer = await api.result(request_id)  # finished, although no token was read
         told = [event for event in await events.rest() if event.event == "token"]
     tokens = [token for event in told for token in json.loads(event.data)["tokens"]]
     assert tokens == answer["sequences"][0]["tokens"] == list(range(20_000))
-    # What was not read in time came together.
+    # Unread tokens arrive as one event.
     assert len(told) < 2_000

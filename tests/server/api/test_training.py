@@ -1,4 +1,4 @@
-"""Passes in every form clients send: protobuf, compressed protobuf, JSON of old clients."""
+"""Passes in all encodings: protobuf, compressed protobuf, JSON of old clients."""
 
 import gzip
 import json
@@ -49,7 +49,7 @@ async def test_an_old_client_trains_with_json(api: Api, echo: EchoExecutor) -> N
     assert (await api.result(backward))["metrics"]["gradient:sum"] == 4
     step = await api.step("optim_step", model_id=model, seq_id=3, adam_params={})
     assert await api.value(step) == 4
-    # Whatever came in, the engine sees one form.
+    # The engine always gets the normalized encoding.
     passes = [work for work in echo.ran if work.task is Task.PASS]
     assert [work.backward for work in passes] == [False, True]
     assert b"{" not in passes[0].payload

@@ -20,7 +20,7 @@ RUNS = "/api/v1/training_runs"
 
 
 async def saved(api: Api, model: str, seq_id: int, name: str, **more: Any) -> str:
-    """A training checkpoint; its path."""
+    """Save a training checkpoint; return its path."""
     asked = await api.step("save_weights", model_id=model, seq_id=seq_id, path=name, **more)
     result = await api.result(asked)
     return str(result["path"])
@@ -70,7 +70,7 @@ async def test_checkpoints_are_listed_by_run_and_in_pages(api: Api) -> None:
     page = (await api.get("/api/v1/checkpoints?limit=2&offset=1")).json
     assert [each["checkpoint_id"] for each in page["checkpoints"]] == ids[1:3]
     assert page["cursor"]["total_count"] == 4
-    # Older clients fail on a kind they do not know.
+    # Older clients fail on an unknown kind.
     old = {"User-Agent": "AsyncTinker/Python 0.27.2"}
     async with api.http.get("/api/v1/checkpoints", headers=old) as got:
         known = await got.json()
@@ -148,7 +148,7 @@ async def test_others_may_only_read_published_checkpoints(
             assert (await you.get("/api/v1/checkpoints")).json["checkpoints"] == []
             assert await me.call("DELETE", f"{place}/publish") == 204
             assert (await you.post("weights_info", about)).status == 404
-            # The key of the owner, lent for one request, and never stored.
+            # The key of the owner, shared for one request, and never stored.
             body = {"session_id": session, "model_seq_id": 1, "path": path, "optimizer": False}
             assert (await you.post("load_weights", body)).status == 404
             lent = await you.post("load_weights", {**body, "weights_access_token": mine})
@@ -200,7 +200,7 @@ async def test_a_range_of_an_archive_can_be_requested_to_resume_a_download(api: 
         assert await part(asked, **{"If-Range": tag}) == expected
     assert await part("bytes=513-") == (206, f"bytes 513-{size - 1}/{size}", whole[513:])
     assert await part(f"bytes={size}-") == (416, f"bytes */{size}", b"")
-    # Another version than the one the first part came from, and what is no single range.
+    # Another version than that of the first part, and headers that are not a single range.
     assert await part("bytes=513-", **{"If-Range": '"other"'}) == (200, None, whole)
     for asked in ("bytes=9-3", "bytes=-5", "bytes=1-2,5-6", "lines=1-", "bytes=" + "9" * 5000):
         assert await part(asked) == (200, None, whole)
@@ -237,7 +237,7 @@ async def test_an_export_can_be_encrypted_for_age_keys(api: Api, tmp_path: Path)
     assert [*urls] == ["value.age"]
     async with api.http.get(urls["value.age"]) as got:
         assert pyrage.decrypt(await got.read(), [key]) == b"0"
-    # Nothing is left of what was not locked.
+    # No unencrypted file is left.
     assert files_below(tmp_path / "checkpoints") == ["value.age"]
     wrong = await exported(api, model, 2, "f", age_encryption_recipients=["age1nonsense"])
     assert wrong["category"] == "user"
@@ -261,7 +261,7 @@ async def test_a_copy_is_a_separate_run(api: Api, tmp_path: Path) -> None:
     older = {"source_path": path, "session_id": session, "model_seq_id": 1}
     second = (await api.post("copy_weights", older)).json["tinker_path"]
     assert second == f"tinker://{session}:train:1/weights/a"
-    # The copies stay when the first is gone.
+    # The copies stay when the original is deleted.
     await api.call("DELETE", f"training_runs/{model}/checkpoints/weights/a")
     await api.tidy()
     for copy in (first, second):
@@ -306,15 +306,15 @@ async def test_a_refused_model_is_not_listed_after_its_request_expired(
 
 
 async def test_a_repeated_copy_of_another_checkpoint_is_refused(api: Api) -> None:
-    """Into a run that is there already: only a repeat of the same copy is answered."""
+    """A copy into an existing run is answered only if it repeats the same copy."""
     session = await api.session()
     model = await api.model(session)
     path = await saved(api, model, 1, "one")
-    await api.model(session, number=1)  # trained, nothing saved
+    await api.model(session, number=1)  # trained, without a checkpoint
     trained = await api.model(session, number=2)
     body = {"model_id": trained, "seq_id": 1, "path": "smp"}
     await api.result(await api.step("save_weights_for_sampler", **body))
-    twin = await saved(api, await api.model(session, number=3), 1, "one")  # of the same content
+    twin = await saved(api, await api.model(session, number=3), 1, "one")  # with the same content
 
     async def copied(source: str, number: int) -> Answer:
         into = {"session_id": session, "model_seq_id": number}
@@ -333,13 +333,13 @@ async def test_a_repeated_copy_of_another_checkpoint_is_refused(api: Api) -> Non
     other = await saved(api, await moved(api, session, 5), 3, "one")
     assert twin != other
     assert (await copied(other, 4)).status == 422
-    # Nor is a model made in the place of a copy.
+    # Nor can a model be created under the number of a copy.
     made = {"session_id": session, "model_seq_id": 4, "base_model": api.base_model}
     assert (await api.post("create_model", {**made, "lora_config": {"rank": 8}})).status == 422
 
 
 async def moved(api: Api, session: str, number: int) -> str:
-    """A model with other weights than a new one."""
+    """A model whose weights differ from a new one."""
     model = await api.model(session, number=number)
     await api.passed(await api.forward_backward(model, 1))
     await api.result(await api.optim_step(model, 2))
