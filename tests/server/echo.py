@@ -1,9 +1,9 @@
 """
-A second, tiny implementation of the `Executor` seam: integers instead of tensors.
+A fake executor: integers instead of tensors.
 
-A model is one number and a gradient. A backward pass adds its number of tokens to the gradient, a
-step makes the number `2 * number + gradient` (so order shows), a forward tells the number. What
-runs, when, and how often can be watched and held up.
+A model is one number and a gradient. A backward pass adds its number of tokens to the gradient. A
+step sets the number to `2 * number + gradient`, so that the order of steps is visible. A forward pass
+returns the number. Tests can observe and pause the work.
 """
 
 import asyncio
@@ -36,12 +36,12 @@ class Number:
 
 
 class EchoExecutor:
-    """Runs work on the event loop, at once unless held."""
+    """Runs work on the event loop, immediately unless paused."""
 
     def __init__(self, *names: str) -> None:
         self.served = tuple(ServedModel(name=name, folder=Path("/")) for name in names or (BASE,))
         self.models: dict[str, Number] = {}
-        #: Everything that was run, in order.
+        #: All work that was run, in order.
         self.ran: list[Work] = []
         self.open = asyncio.Event()
         self.open.set()
@@ -88,14 +88,14 @@ class EchoExecutor:
         return None
 
     def die(self) -> None:
-        """Lose the memory and everything that is running, and come up again at once."""
+        """Crash: lose the memory and all running work, and restart at once."""
         self._incarnation += 1
         self.models.clear()
         died, self._died = self._died, asyncio.Event()
         died.set()
 
     def tasks(self, *kinds: Task) -> list[Task]:
-        """What ran, of these kinds."""
+        """The finished work of these kinds."""
         return [work.task for work in self.ran if not kinds or work.task in kinds]
 
     def _do(self, work: Work) -> bytes:

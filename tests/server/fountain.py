@@ -1,4 +1,4 @@
-"""An executor that draws as many tokens as are asked for, and tells them as it goes."""
+"""A fake executor that samples as many tokens as requested and streams them."""
 
 import asyncio
 from typing import Any
@@ -12,12 +12,12 @@ from tinkex.wire.proto.frames_pb2 import Tokens
 from tinkex.wire.protobuf import encode_sample_response
 from tinkex.wire.sampling import SampledSequence, SampleRequest, SampleResponse
 
-#: So many tokens are told at a time, and that often.
+#: Tokens per streamed update, and the time between updates.
 TOGETHER, EVERY_S = 200, 0.005
 
 
 class Fountain(EchoExecutor):
-    """Draws as many tokens as are asked for, quickly, whoever reads them."""
+    """Samples quickly, whether or not the client reads."""
 
     def __init__(self) -> None:
         super().__init__()

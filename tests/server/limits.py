@@ -1,7 +1,7 @@
 """
-Every limit on a size: its name, its value, its setting, and a request that goes over it.
+Every size limit: its name, value and setting, and a request that exceeds it.
 
-The page docs/reference/limits.md is written from this, and `test_limits_page` sends every request.
+docs/reference/limits.md is generated from this list, and `test_limits_page` sends every request.
 """
 
 import gzip
@@ -33,7 +33,7 @@ from tinkex.server.store import telemetry as kept_telemetry
 from tinkex.wire import errors, limits, tensors
 from tinkex.wire.proto import tinkex_wire_pb2 as pb
 
-#: Settings of the server that the cases are sent to: defaults would need gigabytes.
+#: Settings of the test server: the defaults would need gigabytes.
 SMALL = {"max_body_bytes": 900_000, "max_decoded_bytes": 9_000_000, "max_message_bytes": 400_000}
 
 
@@ -51,18 +51,18 @@ Case = Callable[[Api, Ids], Awaitable[Answer]]
 class Limit:
     what: str
     value: int | str
-    #: What a client gets that goes over it; `user` is a failed request of that category.
+    #: The answer over the limit; `user` is a failed request of that category.
     answer: str
-    #: The field that is named, or a word of the answer.
+    #: The field that the answer names, or a word of the answer.
     says: str
     case: Case | None
     setting: str = ""
-    #: Where it is tried instead, when one request cannot show it.
+    #: The test of the limit, if one request cannot show it.
     test: str = ""
 
 
 def post(path: str, body: Any, headers: Mapping[str, str] | None = None) -> Case:
-    """A body with words for ids."""
+    """Post a body with placeholders for ids."""
 
     async def send(api: Api, ids: Ids) -> Answer:
         sent = body
@@ -77,7 +77,7 @@ def post(path: str, body: Any, headers: Mapping[str, str] | None = None) -> Case
 
 
 def packed(path: str, body: bytes, headers: Mapping[str, str] | None = None) -> Case:
-    """Packed when it is sent: small on the wire."""
+    """Post a compressed body, which is small on the wire."""
 
     async def send(api: Api, _ids: Ids) -> Answer:
         sent = {**(headers or {}), "Content-Encoding": "zstd"}
@@ -103,7 +103,7 @@ def passed(change: Callable[[pb.ForwardBackwardRequest], None]) -> Case:
 
 
 def settled(case: Case) -> Case:
-    """For what is accepted and fails when its turn comes."""
+    """For requests that are accepted and fail later."""
 
     async def send(api: Api, ids: Ids) -> Answer:
         answer = await case(api, ids)
@@ -158,7 +158,7 @@ def _settings(message: pb.ForwardBackwardRequest) -> None:
 
 
 def _sparse(message: pb.ForwardBackwardRequest) -> None:
-    """Two that may be as large as they are, and not both."""
+    """Each of the two is allowed; both together are not."""
     for name in ("target_tokens", "weights"):
         tensor = message.data[0].loss_fn_inputs[name]
         tensor.sparse_csr.values = b""
@@ -191,7 +191,7 @@ QUOTED = "tests/server/test_limits_page.py::test_answers_quote_little_of_what_wa
 PAGE = "tests/server/test_limits_page.py"
 ARRIVING = f"{PAGE}::test_the_arriving_bytes_of_an_owner_are_limited"
 UNPACKED = f"{PAGE}::test_only_a_few_bodies_are_decompressed_at_the_same_time"
-ROOM = (
+BUDGET = (
     "tests/server/api/test_bodies.py::test_a_body_over_the_budget_gets_a_429_and_is_accepted_later"
 )
 METADATA = f"{PAGE}::test_the_metadata_of_an_answer_is_limited"
@@ -205,14 +205,14 @@ ENGINE = "tests/engine/test_graphs.py::test_a_hostile_graph_is_refused_with_a_re
 LIMITS = [
     # Of a whole request.
     Limit(
-        "bytes of the address and the headers",
+        "bytes of the request line and headers",
         http_limits.MAX_HEAD_BYTES,
         "431",
         "head",
         get("/api/v1/sessions?x=" + "x" * 70_000),
     ),
     Limit(
-        "bytes of trailers, and of anything else around a body",
+        "bytes of trailers, and of anything else that is not a body",
         http_limits.MAX_HEAD_BYTES,
         "the connection is closed",
         "",
@@ -228,7 +228,7 @@ LIMITS = [
         test=AROUND,
     ),
     Limit(
-        "bytes of a pass or a sample as it arrives",
+        "bytes of a pass or a sample before decompression",
         DEFAULTS.max_body_bytes,
         "413",
         "bytes",
@@ -236,7 +236,7 @@ LIMITS = [
         setting="max_body_bytes",
     ),
     Limit(
-        "bytes of it after decompression",
+        "bytes of a pass or a sample after decompression",
         DEFAULTS.max_decoded_bytes,
         "413",
         "bytes",
@@ -252,7 +252,7 @@ LIMITS = [
         setting="max_message_bytes",
     ),
     Limit(
-        "bytes of bodies that one owner has arriving at once",
+        "bytes of arriving bodies of one owner",
         bodies.MAX_BODIES_PER_OWNER * DEFAULTS.max_body_bytes,
         "429",
         "",
@@ -261,21 +261,21 @@ LIMITS = [
         test=ARRIVING,
     ),
     Limit(
-        "large bodies of one owner that are unpacked and decoded at once",
+        "large bodies of one owner that are decoded at the same time",
         bodies.MAX_DECODES_PER_OWNER,
-        "the next wait",
+        "further ones wait",
         "",
         None,
         test=UNPACKED,
     ),
     Limit(
-        "bytes of large bodies of everybody, from their head to their answer",
+        "bytes of large bodies of all owners, from arrival to answer",
         DEFAULTS.max_arriving_bytes,
         "429 after `arriving_wait_s`",
         "",
         None,
         setting="max_arriving_bytes",
-        test=ROOM,
+        test=BUDGET,
     ),
     Limit(
         "members of a gzip body, frames of a zstd body",
@@ -298,9 +298,7 @@ LIMITS = [
         "values",
         packed("asample", b'{"prompt": [' + b"1," * limits.MOST_VALUES + b"1]}"),
     ),
-    Limit(
-        "objects and lists inside each other", 200, "422", "recursion", post("create_session", DEEP)
-    ),
+    Limit("nesting depth of JSON", 200, "422", "recursion", post("create_session", DEEP)),
     Limit(
         "fields in a protobuf body of more than 1 MiB",
         limits.MOST_FIELDS,
@@ -320,7 +318,7 @@ LIMITS = [
     Limit("tensors of an example", limits.MOST_TENSORS, "422", "loss_fn_inputs", passed(_tensors)),
     Limit("settings of a loss", limits.MOST_TENSORS, "422", "loss_fn_config", passed(_settings)),
     Limit(
-        "runs of tokens of known origin, of an example",
+        "spans (`model_input_spans`) of an example",
         limits.MOST_SPANS,
         "422",
         "model_input_spans",
@@ -339,9 +337,9 @@ LIMITS = [
     Limit(
         "cells of a dense tensor", "those of its data", "422", "shape", passed(_shape(2**31 - 1, 8))
     ),
-    Limit("sizes below zero", "none", "422", "shape", passed(_shape(-1, -3))),
+    Limit("negative dimensions", "none", "422", "shape", passed(_shape(-1, -3))),
     Limit(
-        "sizes of an empty tensor, multiplied without the zeros",
+        "product of the nonzero dimensions of an empty tensor",
         tensors.MAX_DENSE_CELLS,
         "422",
         "shape",
@@ -419,7 +417,7 @@ LIMITS = [
         session(user_metadata={"x" * (limits.LONGEST_NAME + 1): 1}),
     ),
     Limit(
-        "characters of one field in all",
+        "characters of one field in total",
         limits.LARGEST_FIELD,
         "422",
         "user_metadata",
@@ -447,7 +445,7 @@ LIMITS = [
         session(display_name="x" * (sessions.MAX_DISPLAY_NAME_LENGTH + 1)),
     ),
     Limit(
-        "characters of why a session was finished",
+        "characters of the detail of a finished session",
         sessions.MAX_FINISH_DETAIL_LENGTH,
         "200, the rest is cut off",
         "",
@@ -467,7 +465,7 @@ LIMITS = [
         ),
     ),
     Limit(
-        "requests that a poll says it has fetched",
+        "fetched request ids in a poll",
         limits.MOST_FETCHED,
         "422",
         "retrieved_request_ids",
@@ -486,14 +484,14 @@ LIMITS = [
     ),
     Limit("entries of a page", 10_000, "422", "limit", get("/api/v1/checkpoints?limit=10001")),
     Limit(
-        "entries of a page of found sessions",
+        "entries of a page of search results",
         200,
         "422",
         "limit",
         post("sessions/search", {"limit": 201}),
     ),
     Limit(
-        "where a page begins",
+        "offset of a page",
         2**53,
         "422",
         "offset",
@@ -511,15 +509,15 @@ LIMITS = [
     Limit(
         "bytes of telemetry",
         operations.MAX_TELEMETRY_BYTES,
-        "200, and not kept",
+        "200, dropped",
         "accepted",
         None,
         test="tests/server/test_limits_page.py::test_telemetry_over_its_limits_is_accepted_and_not_kept",
     ),
     Limit(
-        "characters of telemetry of one owner that are kept in an hour",
+        "characters of telemetry of one owner that are kept per hour",
         kept_telemetry.MOST_AN_HOUR,
-        "200, the rest not kept",
+        "200, the rest is dropped",
         "",
         None,
         test="tests/server/test_limits_page.py::test_telemetry_per_hour_is_limited",
@@ -527,7 +525,7 @@ LIMITS = [
     Limit(
         "events of one batch of telemetry that are kept",
         kept_telemetry.MOST_EVENTS,
-        "200, the rest not kept",
+        "200, the rest is dropped",
         "accepted",
         None,
         test="tests/server/test_limits_page.py::test_telemetry_over_its_limits_is_accepted_and_not_kept",
@@ -557,9 +555,9 @@ LIMITS = [
         None,
         test=MUCH,
     ),
-    Limit("events in one answer about usage", account.MAX_EVENTS, "400", "", None, test=USAGE),
+    Limit("events in one usage report", account.MAX_EVENTS, "400", "", None, test=USAGE),
     Limit(
-        "checkpoints that one answer about usage counts",
+        "checkpoints that one usage report counts",
         account.MAX_CHECKPOINTS,
         "400",
         "",
@@ -567,24 +565,24 @@ LIMITS = [
         test=f"{BOUNDS}::test_the_number_of_checkpoints_in_a_report_is_limited",
     ),
     Limit(
-        "sessions that one search looks at",
+        "sessions that one search examines",
         history.MOST_SEARCHED,
-        "a cursor to go on with",
+        "a cursor to continue",
         "",
         None,
         test=f"{BOUNDS}::test_a_search_examines_a_limited_number_of_sessions_and_returns_a_cursor",
     ),
     Limit("requests in a trace", history.MOST_SPANS, "the newest", "", None, test=MUCH),
     Limit(
-        "lists, searches and reports of an owner that are made at once",
+        "lists, searches and reports of one owner at the same time",
         report_limits.MAX_REPORTS_PER_OWNER,
-        "the next wait",
+        "further ones wait",
         "",
         None,
         test=f"{BOUNDS}::test_an_owner_gets_one_report_at_a_time_and_others_do_not_wait",
     ),
     Limit("errors that a 422 lists", errors.MOST_TOLD, "the first", "", None, test=QUOTED),
-    Limit("characters of each", errors.LONGEST_TOLD, "cut short", "", None, test=QUOTED),
+    Limit("characters of each error", errors.LONGEST_TOLD, "truncated", "", None, test=QUOTED),
     # Of custom losses.
     Limit(
         "custom losses of a session",
@@ -603,7 +601,7 @@ LIMITS = [
         ),
     ),
     Limit(
-        "nodes of it that are read at all",
+        "nodes of a custom loss that are parsed",
         limits.MOST_NODES,
         "422",
         "nodes",
@@ -618,11 +616,18 @@ LIMITS = [
             },
         ),
     ),
-    Limit("characters of its name", custom_loss_graph.MAX_NAME, "user", "", None, test=ENGINE),
-    Limit("inputs", custom_loss_graph.MAX_INPUTS, "user", "", None, test=ENGINE),
-    Limit("nodes", custom_loss_graph.MAX_NODES, "user", "", None, test=ENGINE),
     Limit(
-        "lists inside lists of an argument",
+        "characters of the name of a custom loss",
+        custom_loss_graph.MAX_NAME,
+        "user",
+        "",
+        None,
+        test=ENGINE,
+    ),
+    Limit("inputs of a custom loss", custom_loss_graph.MAX_INPUTS, "user", "", None, test=ENGINE),
+    Limit("nodes of a custom loss", custom_loss_graph.MAX_NODES, "user", "", None, test=ENGINE),
+    Limit(
+        "nesting depth of an argument",
         custom_loss_graph.MAX_DEPTH,
         "user",
         "",

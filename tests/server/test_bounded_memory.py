@@ -1,4 +1,4 @@
-"""What a server remembers of owners, keys and models has an end."""
+"""Per-owner and per-key state of a server is bounded."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -27,11 +27,11 @@ async def test_compute_time_is_kept_for_the_most_recent_owners(
 
 
 async def test_decode_slots_are_freed() -> None:
-    intake = OwnerBudget(max_body_bytes=100)
+    budget = OwnerBudget(max_body_bytes=100)
     for number in range(100):
-        async with intake.turn(f"owner-{number}"):
-            assert len(intake._turns) == 1
-    assert len(intake._turns) == 0
+        async with budget.decode_slot(f"owner-{number}"):
+            assert len(budget._decode_slots) == 1
+    assert len(budget._decode_slots) == 0
 
 
 async def test_only_owners_with_a_limit_of_their_own_are_remembered() -> None:

@@ -1,9 +1,9 @@
 """
-Ages are measured by the monotonic clock; the system clock says only which moment it is.
+Ages are measured by the monotonic clock; the system clock is for timestamps only.
 
-A system clock that is set back makes everything younger that was measured by it: a revoked key went
-on opening doors until the clock had caught up. So every use of the system clock in the server is
-listed here with its reason, unless it plainly stamps a moment onto something. A new one fails.
+When the system clock is set back, ages measured by it shrink: a revoked key would stay valid until
+the clock has caught up. So every use of the system clock in the server is listed here with its
+reason, unless it is a plain timestamp (`created_s=time.time()`). A new use fails this test.
 """
 
 import ast
@@ -23,12 +23,12 @@ from tinkex.server.store import Keys, open_store
 SERVER = Path(auth.__file__).parents[1]
 WALL = {("time", "time"), ("time", "time_ns"), ("datetime", "now"), ("datetime", "utcnow")}
 
-EXPIRES = "expiry is a moment that was told to somebody"
+EXPIRES = "an expiry is a point in time that clients know"
 KEPT = "compared with rows or files, which outlive the process"
-SHOWN = "a moment that is shown or stored"
-HOUR = "an hour of the calendar"
+SHOWN = "a timestamp that is shown or stored"
+HOUR = "a calendar hour"
 
-#: (file, function) -> why it asks the system clock.
+#: (file, function) -> why it uses the system clock.
 ALLOWED = {
     ("api/audit.py", "audit"): SHOWN,
     ("api/auth.py", "Authenticator.__init__"): EXPIRES,
@@ -73,7 +73,7 @@ ALLOWED = {
 
 
 class Uses(ast.NodeVisitor):
-    """Where one file asks for the system clock, apart from plain stamps (`created_s=time.time()`)."""
+    """The uses of the system clock in one file, except for plain timestamps."""
 
     def __init__(self) -> None:
         self._inside: list[str] = []
@@ -106,11 +106,11 @@ class Uses(ast.NodeVisitor):
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
         if node.module == "time":
-            self.found.append(f"import {node.names[0].name}")  # it would not be seen above
+            self.found.append(f"import {node.names[0].name}")  # such calls would not be found above
 
 
 def _called(value: ast.expr) -> list[ast.AST]:
-    """The clock in `clock()`, and nothing when something is computed with it."""
+    """The clock in `clock()`; nothing if the value is part of a computation."""
     return [value.func] if isinstance(value, ast.Call) else []
 
 
@@ -125,8 +125,10 @@ def uses() -> Iterator[tuple[str, str]]:
 def test_every_use_of_the_system_clock_has_a_reason() -> None:
     found = set(uses())
     new = sorted(found - set(ALLOWED))
-    assert not new, f"an age is measured by time.monotonic(); if it is none, say why here: {new}"
-    assert sorted(set(ALLOWED) - found) == [], "these are gone: take them out of the list"
+    assert not new, f"measure ages with time.monotonic(), or add the reason here: {new}"
+    assert sorted(set(ALLOWED) - found) == [], (
+        "these uses no longer exist: remove them from the list"
+    )
 
 
 @pytest.mark.parametrize(
@@ -150,7 +152,7 @@ def test_the_rule_finds_ages_measured_by_the_system_clock(text: str, is_found: b
 
 
 class Clock:
-    """Both clocks of a machine; the system clock can be set."""
+    """Both clocks of a machine; the system clock can be changed."""
 
     def __init__(self) -> None:
         self.running_s = 1_000.0
@@ -216,7 +218,7 @@ async def test_expiry_goes_by_the_system_clock(tmp_path: Path) -> None:
 async def test_unknown_keys_do_not_evict_known_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is remembered of strangers has an end of its own, and costs the others nothing."""
+    """Unknown keys have a bounded cache of their own."""
     monkeypatch.setattr(auth, "MAX_CACHED_KEYS", 20)
     monkeypatch.setattr(auth, "MAX_CACHED_UNKNOWN_KEYS", 20, raising=False)
     monkeypatch.setattr(auth, "KEY_CACHE_TTL_S", 1000.0)

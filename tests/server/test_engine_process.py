@@ -1,4 +1,4 @@
-"""Of several base models, one that nobody uses leaves the memory and comes back when it is asked for."""
+"""Local engine processes: options, socket, idle unloading, and unresponsive engines."""
 
 import asyncio
 import dataclasses
@@ -51,7 +51,7 @@ async def test_an_idle_engine_is_unloaded_and_comes_back_with_its_models(
         model = await api.model()
         losses = [await step(api, model, 1)]
         await until_unloaded(executor)
-        # Asked for at once by two: one engine starts.
+        # Two concurrent requests start one engine.
         again = await asyncio.gather(step(api, model, 3), api.model())
         losses.append(again[0])
         assert losses[1] < losses[0]
@@ -77,7 +77,7 @@ def as_an_engine_hears(settings: Settings) -> EngineSettings:
 
 
 def other(name: str, value: Any) -> Any:
-    """A value that is not the default."""
+    """A value other than the default."""
     if name in CHOICES:
         return CHOICES[name][-1]
     if isinstance(value, bool):
@@ -88,7 +88,7 @@ def other(name: str, value: Any) -> Any:
 
 
 def test_every_setting_of_an_engine_can_be_set() -> None:
-    """One that is new and forgotten on the way would keep its default."""
+    """A new setting that is not passed on would keep its default."""
     changed = {
         field.name: other(field.name, field.default) for field in dataclasses.fields(Settings)
     }
@@ -186,7 +186,7 @@ async def test_polls_report_an_unresponsive_engine(
             os.kill(process, signal.SIGCONT)
         assert told["queue_state"] == "paused_capacity"
         assert f"the engine of {TINY} has not answered for" in told["queue_state_reason"]
-        # It goes on where it was: the same process, and no step is lost or done twice.
+        # The same process continues, and no step is lost or done twice.
         assert (await api.passed(passed)).metrics["loss:sum"] > 0
         assert executor.process_id(TINY) == process
     assert caplog.text.count("has not answered for") == 1

@@ -1,4 +1,4 @@
-"""Over every limit, a clear refusal that names the field; and the page of limits is the list of them."""
+"""Every limit has an error that names the field, and docs/reference/limits.md lists all limits."""
 
 import asyncio
 import contextlib
@@ -19,8 +19,7 @@ from server.echo import EchoExecutor
 from server.hosting import PROTOBUF, Api, hosted
 from server.limits import LIMITS, SMALL, Ids, Limit
 from server.tenants import new_key, with_key
-from tinkex.server.api import bodies, operations, sessions
-from tinkex.server.api import http_limits as heads
+from tinkex.server.api import bodies, http_limits, operations, sessions
 from tinkex.server.store import checkpoint_lists
 from tinkex.server.store import telemetry as kept_telemetry
 from tinkex.wire import errors, limits
@@ -92,7 +91,7 @@ async def test_answers_quote_little_of_what_was_sent(small: Api) -> None:
 
 
 async def test_telemetry_over_its_limits_is_accepted_and_not_kept(tmp_path: Path) -> None:
-    """Anything else than a 200 would be sent again every second."""
+    """Clients retry any other status every second."""
     async with hosted(EchoExecutor(), tmp_path) as api:
         assert api.app
         store = api.app.state.context.store
@@ -106,7 +105,7 @@ async def test_telemetry_over_its_limits_is_accepted_and_not_kept(tmp_path: Path
             headers = {"Content-Encoding": "gzip"}
             answer = await api.post("telemetry", gzip.compress(sent), headers=headers)
             assert answer.status == 200
-        # It is written with whatever is written next.
+        # Telemetry is written with the next commit.
         await store.keys.create(owner="carol")
         for name, kept in (("few", 50), ("many", 100), ("large", 0)):
             found = await store.telemetry.of_session(name, owner="local")
@@ -117,7 +116,7 @@ async def test_telemetry_over_its_limits_is_accepted_and_not_kept(tmp_path: Path
 async def test_telemetry_per_hour_is_limited(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody fills the disk of all others with it."""
+    """One owner cannot fill the disk with it."""
     monkeypatch.setattr(kept_telemetry, "MOST_AN_HOUR", 5_000)
     keys = [await new_key(tmp_path, owner) for owner in ("alice", "bob")]
     batch = {"session_id": "s", "events": [{"event_id": "x" * 450}] * 4}
@@ -127,7 +126,7 @@ async def test_telemetry_per_hour_is_limited(
         for key in (keys[0], keys[0], keys[0], keys[0], keys[1]):
             async with with_key(api, key) as client:
                 assert (await client.post("telemetry", batch)).status == 200
-        # It is written with whatever is written next.
+        # Telemetry is written with the next commit.
         await store.keys.create(owner="carol")
         assert len(await store.telemetry.of_session("s", owner="alice")) == 10
         assert len(await store.telemetry.of_session("s", owner="bob")) == 4
@@ -136,7 +135,7 @@ async def test_telemetry_per_hour_is_limited(
 async def test_a_small_body_is_refused_before_it_expands(
     tmp_path: Path,
 ) -> None:
-    """Messages of two bytes, objects of three: hundreds of times larger in memory."""
+    """Messages of two bytes and objects of three are hundreds of times larger in memory."""
     async with hosted(EchoExecutor(), tmp_path) as api:
         await api.model()
         began = time.monotonic()
@@ -148,9 +147,9 @@ async def test_a_small_body_is_refused_before_it_expands(
         headers = {"Content-Encoding": "zstd"}
         assert (await api.post("asample", objects, headers=headers)).status == 413
         grown_mib = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024
-    # Refused while it is counted, and not read once more to see whose it was.
+    # Refused while counting, and not parsed again to find the step.
     assert time.monotonic() - began < 15
-    # Both are 32 MiB or less unpacked; built, they would be 1 GiB and more.
+    # Both are at most 32 MiB decompressed; as objects they would be 1 GiB and more.
     assert grown_mib < 250
     assert limits.MOST_FIELDS < 2**24
 
@@ -201,7 +200,7 @@ CHUNKED = b"POST /api/v1/asample HTTP/1.1\r\nHost: 127.0.0.1\r\nTransfer-Encodin
 async def test_trailers_and_pipelined_requests_are_limited(
     small: Api, begun: bytes, piece: bytes
 ) -> None:
-    """Nobody reads the answers, and none of this needs a key."""
+    """None of this needs a key."""
     url = small.http._base_url
     assert url
     assert small.server
@@ -215,7 +214,7 @@ async def test_trailers_and_pipelined_requests_are_limited(
             await writer.drain()
             await asyncio.sleep(0)
             ahead = [len(vars(one).get("pipeline") or ()) for one in connections]
-            assert max(ahead, default=0) <= heads.MAX_PIPELINED
+            assert max(ahead, default=0) <= http_limits.MAX_PIPELINED
 
     with pytest.raises(ConnectionError):
         await send()
@@ -246,7 +245,7 @@ async def test_trailers_and_pipelined_requests_are_limited(
     ],
 )
 async def test_ambiguous_framing_is_refused(small: Api, head: bytes) -> None:
-    """A proxy in front may read it in the other way."""
+    """A proxy may read it differently."""
     url = small.http._base_url
     assert url
     reader, writer = await asyncio.open_connection(url.host, url.port)
@@ -282,7 +281,7 @@ async def test_a_trailer_is_not_taken_for_a_header(small: Api) -> None:
     reader, writer = await asyncio.open_connection(url.host, url.port)
     writer.write(CHUNKED.replace(b"asample", b"create_session"))
     body = b'{"tags": [], "user_metadata": {}, "sdk_version": "0.36.0"}'
-    for _ in range(2):  # the key makes the second the first again, if it counts
+    for _ in range(2):  # with the key as a header, the second call would return the first session
         writer.write(b"%x\r\n%s\r\n0\r\nX-Idempotency-Key: one\r\n\r\n" % (len(body), body))
         writer.write(CHUNKED.replace(b"asample", b"create_session"))
     answers = b""
@@ -294,16 +293,16 @@ async def test_a_trailer_is_not_taken_for_a_header(small: Api) -> None:
 
 
 async def until(true: Callable[[], bool]) -> None:
-    """Something that only time brings about."""
+    """Wait until a condition holds."""
     for _ in range(2_000):
         if true():
             return
         await asyncio.sleep(0.01)
-    raise AssertionError("it is not so after 20 s")
+    raise AssertionError("the condition does not hold after 20 s")
 
 
 def peak_mib(*, reset: bool = False) -> int:
-    """The most memory of this process, since it was last reset."""
+    """The peak memory of this process since the last reset."""
     if reset:
         Path("/proc/self/clear_refs").write_text("5")
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -326,7 +325,7 @@ async def test_only_a_few_bodies_are_decompressed_at_the_same_time(tmp_path: Pat
         before = peak_mib(reset=True)
         asked = [api.post("asample", packed, headers=headers) for _ in range(16)]
         assert [answer.status for answer in await asyncio.gather(*asked)] == [200] * 16
-        # Two at a time, each in parts and whole; all of them would be 384 MiB.
+        # Two at a time, with two copies each; all of them would be 384 MiB.
         assert peak_mib() - before < 190
 
 
@@ -347,7 +346,7 @@ async def test_the_arriving_bytes_of_an_owner_are_limited(tmp_path: Path) -> Non
             _, writer = await asyncio.open_connection(url.host, url.port)
             writer.write(head.format(key).encode() + body)
             writers.append(writer)
-        # Half of hers are refused, and wait for the rest of their bodies.
+        # Half of Alice's are refused, and wait for the rest of their bodies.
         await until(lambda: held.get("alice", 0) > 800_000 - len(body) and "bob" in held)
         async with with_key(api, keys[0]) as alice, with_key(api, keys[1]) as bob:
             full = await alice.post("asample", body)

@@ -1,4 +1,4 @@
-"""How soon a dead process is started again: the rules, without processes."""
+"""Restart backoff, garbage collection and the malloc arena of server processes."""
 
 import asyncio
 import gc
@@ -10,9 +10,9 @@ import weakref
 import pytest
 
 from tinkex.server.processes import (
-    ENGINE,
+    ENGINE_BACKOFF,
     ENGINE_STABLE_S,
-    WEB,
+    WEB_BACKOFF,
     WEB_STABLE_S,
     Backoff,
     collect_periodically,
@@ -20,75 +20,83 @@ from tinkex.server.processes import (
     web_was_stable,
 )
 
-WELL, BADLY = True, False
+STABLE, UNSTABLE = True, False
 
 
-def waits(rule: Backoff, lives: list[bool]) -> list[float]:
+def waits(rule: Backoff, runs: list[bool]) -> list[float]:
     found: list[float] = []
-    for well in lives:
-        found.append(rule.wait_s(found[-1] if found else None, well=well))
+    for stable in runs:
+        found.append(rule.next_wait_s(found[-1] if found else None, stable=stable))
     return found
 
 
 @pytest.mark.parametrize(
-    ("rule", "lives", "expected"),
+    ("rule", "runs", "expected"),
     [
-        # The first death of a server's life may be an accident, however short the life was.
-        (WEB, [BADLY], [0.0]),
-        (WEB, [BADLY] * 8, [0.0, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0]),
-        (ENGINE, [BADLY] * 9, [0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]),
-        (WEB, [WELL] * 5, [0.0] * 5),
-        (ENGINE, [WELL] * 5, [0.0] * 5),
-        # One good life, and all is forgotten; what follows begins with the shortest wait.
-        (WEB, [BADLY, BADLY, BADLY, WELL, BADLY, BADLY], [0.0, 0.2, 0.4, 0.0, 0.2, 0.4]),
-        (ENGINE, [WELL, BADLY, BADLY, WELL, WELL, BADLY], [0.0, 0.5, 1.0, 0.0, 0.0, 0.5]),
+        # The first crash may be an accident, however short the run was.
+        (WEB_BACKOFF, [UNSTABLE], [0.0]),
+        (WEB_BACKOFF, [UNSTABLE] * 8, [0.0, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0]),
+        (ENGINE_BACKOFF, [UNSTABLE] * 9, [0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]),
+        (WEB_BACKOFF, [STABLE] * 5, [0.0] * 5),
+        (ENGINE_BACKOFF, [STABLE] * 5, [0.0] * 5),
+        # A stable run resets the backoff.
+        (
+            WEB_BACKOFF,
+            [UNSTABLE, UNSTABLE, UNSTABLE, STABLE, UNSTABLE, UNSTABLE],
+            [0.0, 0.2, 0.4, 0.0, 0.2, 0.4],
+        ),
+        (
+            ENGINE_BACKOFF,
+            [STABLE, UNSTABLE, UNSTABLE, STABLE, STABLE, UNSTABLE],
+            [0.0, 0.5, 1.0, 0.0, 0.0, 0.5],
+        ),
     ],
 )
 def test_waits_double_up_to_a_maximum_and_a_stable_run_resets_them(
-    rule: Backoff, lives: list[bool], expected: list[float]
+    rule: Backoff, runs: list[bool], expected: list[float]
 ) -> None:
-    assert waits(rule, lives) == pytest.approx(expected)
+    assert waits(rule, runs) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("rule", [WEB, ENGINE])
+@pytest.mark.parametrize("rule", [WEB_BACKOFF, ENGINE_BACKOFF])
 def test_waits_stay_within_the_maximum_and_only_the_first_is_zero(rule: Backoff) -> None:
-    first, *later = waits(rule, [BADLY] * 1000)
+    first, *later = waits(rule, [UNSTABLE] * 1000)
     assert first == 0.0
     assert all(one <= two for one, two in itertools.pairwise(later))
     assert min(later) == rule.first_s
-    assert max(later) == rule.longest_s
+    assert max(later) == rule.max_s
 
 
 @pytest.mark.parametrize(
-    ("ready", "lived_s", "well"),
+    ("ready", "lived_s", "stable"),
     [
-        (True, WEB_STABLE_S + 0.1, WELL),
-        (True, WEB_STABLE_S, BADLY),
-        (True, 0.0, BADLY),
-        # Hours in which it never got ready are no good life.
-        (False, 10_000.0, BADLY),
+        (True, WEB_STABLE_S + 0.1, STABLE),
+        (True, WEB_STABLE_S, UNSTABLE),
+        (True, 0.0, UNSTABLE),
+        # A process that never got ready is not stable, however long it ran.
+        (False, 10_000.0, UNSTABLE),
     ],
 )
 def test_a_web_process_was_stable_if_it_was_ready_for_a_while(
-    ready: bool, lived_s: float, well: bool
+    ready: bool, lived_s: float, stable: bool
 ) -> None:
-    assert web_was_stable(ready=ready, lived_s=lived_s) is well
+    assert web_was_stable(ready=ready, lived_s=lived_s) is stable
 
 
 @pytest.mark.parametrize(
-    ("answered", "lived_s", "well"),
+    ("answered", "lived_s", "stable"),
     [
-        # A step that kills it comes soon after it is up: the steps before it were done.
-        (True, 0.0, WELL),
-        (False, ENGINE_STABLE_S + 0.1, WELL),
-        (False, ENGINE_STABLE_S, BADLY),
-        (False, 0.0, BADLY),
+        # A step may crash an engine soon after its start, but earlier steps were done.
+        (True, 0.0, STABLE),
+        (False, ENGINE_STABLE_S + 0.1, STABLE),
+        (False, ENGINE_STABLE_S, UNSTABLE),
+        (False, 0.0, UNSTABLE),
     ],
 )
 def test_an_engine_was_stable_if_it_finished_work_or_ran_for_long(
-    answered: bool, lived_s: float, well: bool
+    answered: bool, lived_s: float, stable: bool
 ) -> None:
-    assert engine_was_stable(answered=answered, lived_s=lived_s) is well
+    assert engine_was_stable(answered=answered, lived_s=lived_s) is stable
 
 
 # MERGED: The web process does not walk through its open requests for each few hundred new objects.
@@ -112,7 +120,7 @@ def test_thousands_of_requests_in_flight_trigger_no_garbage_collection():
 
 
 class Connection:
-    """Holds itself, as an ended connection and its reader do."""
+    """A reference cycle, like a closed connection and its reader."""
 
     def __init__(self) -> None:
         self.reader = self

@@ -1,4 +1,4 @@
-"""Keys and tokens in every odd place: none is in the log, in the data folder, in an answer, in metrics."""
+"""Keys and tokens in unexpected places never appear in logs, data folder, answers or metrics."""
 
 import io
 import json
@@ -31,7 +31,7 @@ SESSION = {"tags": [], "user_metadata": {}, "sdk_version": "0.36.0"}
 
 @pytest.fixture
 def log() -> Iterator[io.StringIO]:
-    """All that a server process would write, and what it would write if it were asked for more."""
+    """The log of a server process, at all levels."""
     written = io.StringIO()
     handler = logging.StreamHandler(written)
     handler.setFormatter(ScrubbedFormatter(LOG_FORMAT))
@@ -45,7 +45,7 @@ def log() -> Iterator[io.StringIO]:
 
 
 class Told:
-    """Asks, and keeps every answer."""
+    """A client that keeps all answers."""
 
     def __init__(self, api: Api) -> None:
         self._api = api
@@ -68,7 +68,7 @@ class Told:
 
 
 async def odd_requests(told: Told, secret: str, model: str, session: str) -> None:
-    """The secret wherever somebody might put it by mistake, or on purpose."""
+    """Requests with the secret in every place where a user might put it."""
     v1 = "/api/v1"
     for name in ("X-API-Key", "Authorization", "Cookie", WEIGHTS_TOKEN, "X-Idempotency-Key"):
         for value in (secret, f"Bearer {secret}", f"{secret}x"):
@@ -141,7 +141,7 @@ async def test_no_secret_is_logged_kept_or_answered(
         for secret in secrets.values():
             await odd_requests(told, secret, model, session)
 
-        # A bug that has a secret in its text.
+        # A bug with a secret in its message.
         async def broken(*_: Any, **__: Any) -> None:
             raise RuntimeError(f"cannot connect with {keys['alice']} and {token}")
 
@@ -161,13 +161,13 @@ async def test_no_secret_is_logged_kept_or_answered(
         assert secret not in metrics
         for one in told.answers:
             assert secret not in one, f"{name} is in an answer: {one[:600]}"
-    # The keys that sign have files of their own, and are nowhere else.
+    # The signing keys are in their own files and nowhere else.
     for file in ("signing.key", "tokens.key"):
         assert kept.count((tmp_path / file).read_bytes()) == 1
 
 
 def test_failures_do_not_carry_secrets_through_a_pickle() -> None:
-    """What crosses a process, or lands in a crash report, is the text that was answered."""
+    """A pickled failure has only the redacted text."""
     for failure in (UserFailure("no"), WireError("no"), Refusal(401, "no")):
         assert b"tml-" not in pickle.dumps(failure)
 
@@ -186,7 +186,7 @@ def test_secrets_are_redacted_and_names_are_kept() -> None:
 
 
 def test_a_log_entry_is_one_line_without_control_characters(log: io.StringIO) -> None:
-    """What is quoted in it may be made to look like an entry of its own."""
+    """Quoted input must not look like another entry."""
     forged = "a\n2026-01-01 tinkex key tml-0123456789abcdef made\r\x1b[2J\x9b1m\u2028b"
     logging.getLogger("tinkex.test").error("there is no %s", forged)
     (line,) = log.getvalue().splitlines()
@@ -201,7 +201,7 @@ def test_a_log_entry_is_one_line_without_control_characters(log: io.StringIO) ->
 
 
 def test_an_engine_uses_the_same_log_format() -> None:
-    """In a process of its own: what it sets is for all of a process."""
+    """In a separate process, because logging is set up per process."""
     program = (
         "import logging; from tinkex.engine import process; process._begin_log(); "
         "logging.getLogger('x').error('%s', 'tml-0123456789abcdef\\n\\x1b')"

@@ -1,4 +1,4 @@
-"""Real processes: supervisor, web and engine on the tiny model, killed and coming back."""
+"""Real processes: supervisor, web process and engine on the tiny model, killed and restarted."""
 
 import asyncio
 import os
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.anyio
 
 @contextmanager
 def umask_of_nothing() -> Iterator[None]:
-    """What does not say who may read it is for everybody."""
+    """A umask of 0: files are readable by all unless their mode is set."""
     before = os.umask(0)
     try:
         yield
@@ -38,7 +38,7 @@ def umask_of_nothing() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def own_server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server that may be hurt; it runs without a umask, and has a settings file."""
+    """A server for tests that kill processes; without a umask, and with a settings file."""
     data = tmp_path_factory.mktemp("data")
     (data / "tinkex.toml").write_text("drain_s = 5.0\n")
     (data / "tinkex.toml").chmod(0o644)
@@ -67,7 +67,7 @@ def engine_process(server: Server) -> int:
 
 
 async def trained(api: Api, model: str, *, first: int) -> float:
-    """The loss before a step, once the step is done."""
+    """Run a step; return the loss before it."""
     passed = await api.forward_backward(model, first, tokens=8)
     stepped = await api.optim_step(model, first + 1, learning_rate=1e-2)
     loss = (await api.passed(passed)).metrics["loss:sum"]
@@ -91,7 +91,7 @@ async def test_a_killed_engine_is_restarted_with_the_same_model_state(
         await api.result(await api.optim_step(two, 4))
         after = await trained(api, two, first=5)
     # Only the seeds of the two models differ; the base and the data are the same. A model that
-    # had lost its steps or its gradient would start from the untrained loss again.
+    # had lost its steps or its gradient would have the untrained loss again.
     untrained = await _untrained_loss(own_server)
     assert before < untrained * 0.9
     assert after < untrained * 0.9
@@ -108,11 +108,11 @@ async def test_accepted_work_survives_a_killed_web_process(
         stepped = await api.optim_step(model, 2)
         os.kill(web_process(own_server), signal.SIGKILL)
     async with connected(own_server.url, TINY) as api:
-        # The supervisor's socket held this connection until there was a web process again.
+        # The connection waited in the supervisor's socket until the web process was up again.
         assert "metrics" in await api.result(stepped)
         assert (await api.passed(passed)).metrics["loss:sum"] > 0
         assert await api.optim_step(model, 2) == stepped
-    # The engine of the dead web process has not stayed behind, whatever it was just saying.
+    # The engine of the dead web process has exited too.
     assert not is_alive(engine)
 
 
@@ -156,7 +156,7 @@ async def test_the_web_process_never_loads_torch(own_server: Server) -> None:
 
 
 async def gauge(api: Api, name: str, *, at_least: float = 0.0) -> float:
-    """A figure of the tiny model's engine, once it has come so far."""
+    """A statistic of the tiny model's engine, once it has reached this value."""
     line = f'tinkex_engine_{name}{{base_model="{TINY}"}} '
     while True:
         answer = await api.get("/metrics")
@@ -172,7 +172,7 @@ async def gauge(api: Api, name: str, *, at_least: float = 0.0) -> float:
 
 
 async def test_all_files_are_private_whatever_the_umask(own_server: Server, tmp_path: Path) -> None:
-    """Of a data folder, of a back-up and of what was restored; each file by itself."""
+    """In the data folder, in a backup, and in a restored backup."""
     data = own_server.data
     target, elsewhere, again = (tmp_path / name for name in ("backup", "elsewhere", "again"))
     async with connected(own_server.url, TINY) as api:
@@ -184,21 +184,21 @@ async def test_all_files_are_private_whatever_the_umask(own_server: Server, tmp_
         done = await tinkex("backup", str(target), "--data", str(data))
         assert done.returncode == 0, done.stderr
         for file in target.rglob("*"):
-            file.chmod(0o777)  # as it may be carried elsewhere
+            file.chmod(0o777)  # as after a copy to another place
         for words in (("restore", str(target)), ("key", "create"), ("backup", str(again))):
             done = await tinkex(*words, "--data", str(elsewhere))
             assert done.returncode == 0, done.stderr
     for folder in (data, elsewhere, again):
         written = [*folder.rglob("*")]
         assert len(written) > 5
-        # The operator's own file is as the operator left it.
+        # The operator's own settings file is unchanged.
         ours = [file for file in written if file != data / "tinkex.toml"]
         assert not [file for file in ours if not is_private(file)]
 
 
 async def test_engine_statistics_are_among_the_metrics(own_server: Server) -> None:
     async with connected(own_server.url, TINY) as api:
-        # Before any model: what earlier tests left is there already.
+        # Before any model is created; models of earlier tests still exist.
         base = await gauge(api, "base_bytes", at_least=1)
         had = await gauge(api, "adapters_resident")
         await api.model()
@@ -214,9 +214,9 @@ async def test_more_models_than_fit_train_through_the_server(
     tiny_model: Path, tmp_path: Path
 ) -> None:
     """
-    Room for one adapter: the others wait on disk, and nobody hears "not loaded".
+    Memory for one adapter: the others are spilled to disk, and no request fails as "not loaded".
 
-    The server that is stopped in the end leaves no process behind.
+    The stopped server leaves no process behind.
     """
     limits = ("--adapter-gb", "0.0004", "--kv-tokens", "512")
     with serving(f"{TINY}={tiny_model}", data=tmp_path, args=limits) as server:
@@ -238,7 +238,7 @@ async def test_more_models_than_fit_train_through_the_server(
 
 
 async def test_engines_keep_the_allocator_s_defaults(own_server: Server) -> None:
-    """Few heaps are for the many threads of the web process. It limits its own."""
+    """The single malloc arena is for the threads of the web process only."""
     async with connected(own_server.url, TINY) as api:
         await api.model()
     for pid in (web_process(own_server), engine_process(own_server)):

@@ -371,14 +371,14 @@ async def test_an_owner_gets_one_report_at_a_time_and_others_do_not_wait(
 
 
 async def test_slots_are_freed() -> None:
-    turns = OwnerSlots(1)
+    slots = OwnerSlots(1)
 
     async def take(owner: str) -> None:
-        async with turns.turn(owner):
+        async with slots.slot(owner):
             await asyncio.sleep(0)
 
     await asyncio.gather(*(take(f"owner-{number % 50}") for number in range(200)))
-    assert len(turns) == 0
+    assert len(slots) == 0
 
 
 def test_an_answer_encoded_in_parts_is_identical(monkeypatch: pytest.MonkeyPatch) -> None:
