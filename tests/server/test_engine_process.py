@@ -65,8 +65,6 @@ def test_the_only_engine_stays(tiny_model: Path) -> None:
     assert LocalExecutor(twice, EngineOptions(idle_s=IDLE_S)).unloads_after_s == IDLE_S
 
 
-# MERGED: What a server is told about engines reaches them: settings, options of the process, the engine.
-
 SERVED = ServedModel(name="m", folder=Path("/models/m"))
 
 
@@ -115,8 +113,6 @@ def test_zero_idle_adapters_can_be_configured() -> None:
     assert as_an_engine_hears(Settings(idle_adapters=0)).idle_adapters == 0
 
 
-# MERGED: Large answers of an engine cross its socket without a stop.
-
 #: An engine that answers everything with four megabytes.
 ENGINE = """
 import socket, sys
@@ -157,9 +153,6 @@ async def test_reading_a_large_result_does_not_block_the_engine(
     finally:
         await executor.close()
     assert pauses == []
-
-
-# MERGED: An engine that has work and says nothing: whoever waits is told, and nothing is ended.
 
 
 async def test_polls_report_an_unresponsive_engine(

@@ -99,8 +99,6 @@ def test_an_engine_was_stable_if_it_finished_work_or_ran_for_long(
     assert engine_was_stable(answered=answered, lived_s=lived_s) is stable
 
 
-# MERGED: The web process does not walk through its open requests for each few hundred new objects.
-
 PROGRAM = """
 import gc
 from tinkex.server.processes import tune_gc

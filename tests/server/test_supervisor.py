@@ -307,9 +307,6 @@ def _processor_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-# MERGED: What the supervisor tells the web process arrives as it was meant.
-
-
 def test_names_and_folders_may_contain_any_character(tmp_path: Path) -> None:
     sources = [
         ModelSource(name="a=b", folder=Path("/models/a=b")),
