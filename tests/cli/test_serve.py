@@ -95,7 +95,7 @@ def test_all_settings_are_in_the_log_if_that_is_wanted(
 def test_two_models_of_one_name_are_refused(tiny_model: Path, tmp_path: Path) -> None:
     done = tinkex("serve", str(tiny_model), str(tiny_model), "--data", str(tmp_path), "--port", "0")
     assert done.returncode == 1
-    assert "two models are to be served as tiny" in done.stderr
+    assert "two models have the name tiny" in done.stderr
 
 
 @pytest.mark.parametrize(

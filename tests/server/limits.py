@@ -424,7 +424,7 @@ LIMITS = [
         session(user_metadata={str(key): "x" * 3_900 for key in range(20)}),
     ),
     Limit(
-        "whole numbers",
+        "integers",
         2**63 - 1,
         "422",
         "custom_loss_seq_id",

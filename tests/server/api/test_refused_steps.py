@@ -61,7 +61,7 @@ async def test_the_next_optim_step_fails_with_the_reason_of_the_refused_pass(
     stepped = await api.result(await api.optim_step(model, 2))
     assert stepped["category"] == "user"
     assert "forward_backward step 1" in stepped["error"]
-    assert "refused when it came" in stepped["error"]
+    assert "refused when it arrived" in stepped["error"]
     assert echo.tasks(Task.OPTIM_STEP) == []
     # The model continues at once.
     await api.forward_backward(model, 3, tokens=4)
@@ -72,7 +72,7 @@ async def test_steps_that_arrived_earlier_do_not_wait_for_a_refused_one(api: Api
     model = await api.model()
     behind = await api.optim_step(model, 2)
     assert (await api.post("forward_backward", as_json(model, 1, data="x"))).status == 422
-    assert "refused when it came" in (await api.result(behind))["error"]
+    assert "refused when it arrived" in (await api.result(behind))["error"]
 
 
 async def test_a_refused_optim_step_discards_its_gradients(api: Api) -> None:
@@ -106,7 +106,7 @@ async def test_a_refused_number_is_used_up_after_a_later_step(api: Api, echo: Ec
     await api.result(await api.optim_step(model, 2))
     again = await api.result(await api.forward_backward(model, 1))
     assert again["category"] == "user"
-    assert "refused when it came" in again["error"]
+    assert "refused when it arrived" in again["error"]
     assert echo.tasks(Task.PASS) == []
 
 
@@ -151,7 +151,7 @@ async def test_a_refused_step_has_failed_whatever_the_engine_does(tmp_path: Path
         behind = await api.result(await api.optim_step(model, 2))
         assert behind["category"] == "server"
         again = await api.result(await api.optim_step(model, 1))
-        assert "refused when it came" in again["error"]
+        assert "refused when it arrived" in again["error"]
 
 
 def test_an_address_is_read_only_if_it_is_unambiguous() -> None:
@@ -175,4 +175,4 @@ async def test_the_step_is_found_though_its_first_part_was_too_large(
         refused = await api.post("forward_backward", pass_body(model, 1, 700), headers=PROTOBUF)
         assert refused.status == 413
         stepped = await api.result(await api.optim_step(model, 2))
-        assert "refused when it came" in stepped["error"]
+        assert "refused when it arrived" in stepped["error"]

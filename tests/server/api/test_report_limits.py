@@ -259,9 +259,7 @@ async def test_an_owner_with_much_data_gets_bounded_answers_built_off_the_event_
         assert len(answer.body) <= bound.bytes, path
         if answer.status == 400:
             refused.add(path.removeprefix("/api/v1/"))
-            assert "which is the most of one answer" in answer.json["detail"] or (
-                "are the most of one answer" in answer.json["detail"]
-            )
+            assert "the maximum of one answer" in answer.json["detail"]
             continue
         assert answer.status == 200, (path, answer.body[:500])
         whole.add(path.removeprefix("/api/v1/"))
@@ -280,7 +278,7 @@ async def test_usage_over_the_limit_is_refused_and_a_shorter_time_is_answered(fu
     for days in (14, 1):
         answer = await full.get(f"/api/v1/billing/usage/events?{span(days)}")
         assert answer.status == 400
-        assert "Ask about a shorter time." in answer.json["detail"]
+        assert "Request a shorter time." in answer.json["detail"]
     hour = datetime.now(UTC).replace(minute=0, second=0, microsecond=0)
     query = {
         "starting_on": (hour - timedelta(hours=1)).isoformat(),
@@ -393,8 +391,8 @@ def test_an_answer_encoded_in_parts_is_identical(monkeypatch: pytest.MonkeyPatch
     ):
         assert encoded(message, "") == encode_json(message)
     monkeypatch.setattr(report_limits, "MAX_REPORT_BYTES", 20)
-    with pytest.raises(UserFailure, match=r"more than 20 bytes.*Ask for less"):
-        encoded(session, "Ask for less.")
+    with pytest.raises(UserFailure, match=r"more than 20 bytes.*Request less"):
+        encoded(session, "Request less.")
 
 
 def test_the_size_of_metadata_counts_keys_and_values() -> None:
