@@ -141,18 +141,18 @@ class EchoExecutor:
     def _pass(self, work: Work) -> bytes:
         body = work.payload_file.read_bytes() if work.payload_file else work.payload
         request, _ = decode_forward_backward_request(body)
-        asked = request.forward_backward_input
-        if asked.loss_fn != "cross_entropy":
-            raise UserFailure(f"loss {asked.loss_fn} is not known; cross_entropy is")
+        requested = request.forward_backward_input
+        if requested.loss_fn != "cross_entropy":
+            raise UserFailure(f"loss {requested.loss_fn} is not known; cross_entropy is")
         model = self.models[work.model_id]
         if work.backward:
-            model.gradient += sum(datum.model_input.length for datum in asked.data)
+            model.gradient += sum(datum.model_input.length for datum in requested.data)
         return encode_forward_backward_output(
             ForwardBackwardOutput(
                 loss_fn_output_type="ArrayRecord",
                 loss_fn_outputs=[
                     {"logprobs": TensorData(data=[0.5] * datum.model_input.length, dtype="float32")}
-                    for datum in asked.data
+                    for datum in requested.data
                 ],
                 metrics={"loss:sum": float(model.value), "gradient:sum": float(model.gradient)},
             )

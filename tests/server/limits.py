@@ -108,9 +108,9 @@ def settled(case: Case) -> Case:
     async def send(api: Api, ids: Ids) -> Answer:
         answer = await case(api, ids)
         assert answer.status == 200, answer
-        while (told := await api.poll(answer.json["request_id"])).status == 408:
+        while (reported := await api.poll(answer.json["request_id"])).status == 408:
             pass
-        return told
+        return reported
 
     return send
 

@@ -174,11 +174,11 @@ async def test_polls_report_an_unresponsive_engine(
         os.kill(process, signal.SIGSTOP)
         try:
             passed = await api.forward_backward(model, 1)
-            told = (await api.poll(passed)).json
+            reported = (await api.poll(passed)).json
         finally:
             os.kill(process, signal.SIGCONT)
-        assert told["queue_state"] == "paused_capacity"
-        assert f"the engine of {TINY} has not answered for" in told["queue_state_reason"]
+        assert reported["queue_state"] == "paused_capacity"
+        assert f"the engine of {TINY} has not answered for" in reported["queue_state_reason"]
         # The same process continues, and no step is lost or done twice.
         assert (await api.passed(passed)).metrics["loss:sum"] > 0
         assert executor.process_id(TINY) == process

@@ -323,8 +323,8 @@ async def test_only_a_few_bodies_are_decompressed_at_the_same_time(tmp_path: Pat
         assert len(packed) < 10_000
         headers = {"Content-Encoding": "zstd"}
         before = peak_mib(reset=True)
-        asked = [api.post("asample", packed, headers=headers) for _ in range(16)]
-        assert [answer.status for answer in await asyncio.gather(*asked)] == [200] * 16
+        requested = [api.post("asample", packed, headers=headers) for _ in range(16)]
+        assert [answer.status for answer in await asyncio.gather(*requested)] == [200] * 16
         # Two at a time, with two copies each; all of them would be 384 MiB.
         assert peak_mib() - before < 190
 

@@ -230,13 +230,13 @@ async def test_waiting_and_idle_connections_are_not_closed(tmp_path: Path) -> No
     held = Held()
     held.open.clear()
     async with hosted(held, tmp_path, head_s=0.2, stall_s=0.2, long_poll_s=1.0) as api:
-        asked = await api.post("asample", sample(await a_sampler(api), 0))
+        requested = await api.post("asample", sample(await a_sampler(api), 0))
         idle = connected(api)
         loop = asyncio.get_running_loop()
         await loop.sock_sendall(idle, b"GET /api/v1/healthz HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
         assert await loop.sock_recv(idle, 65536)
         # Five times the limit.
-        assert (await api.poll(asked.json["request_id"])).status == 408
+        assert (await api.poll(requested.json["request_id"])).status == 408
         await loop.sock_sendall(idle, b"GET /api/v1/healthz HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
         assert (await loop.sock_recv(idle, 65536)).startswith(b"HTTP/1.1 200")
         idle.close()
@@ -294,8 +294,8 @@ async def test_clients_that_vanish_during_a_poll_leave_nothing_behind(tmp_path: 
         assert api.app is not None
         assert api.server is not None
         state, futures = api.server.server_state, api.app.state.context.futures
-        asked = await api.post("asample", sample(await a_sampler(api), 0))
-        request_id = asked.json["request_id"]
+        requested = await api.post("asample", sample(await a_sampler(api), 0))
+        request_id = requested.json["request_id"]
         polling = request("retrieve_future", json.dumps({"request_id": request_id}).encode())
         loop = asyncio.get_running_loop()
         vanishing = [connected(api) for _ in range(100)]

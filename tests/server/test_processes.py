@@ -111,10 +111,10 @@ print(sum(round["collections"] for round in gc.get_stats()) - before, gc.get_fre
 
 
 def test_thousands_of_requests_in_flight_trigger_no_garbage_collection():
-    told = subprocess.run(
+    reported = subprocess.run(
         [sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True
     )
-    assert told.stdout.split() == ["0", "True"]
+    assert reported.stdout.split() == ["0", "True"]
 
 
 class Connection:
@@ -167,10 +167,10 @@ libc.fflush(libc.stdout)
 @pytest.mark.skipif(sys.platform != "linux", reason="only the GNU library makes a heap a thread")
 def test_threads_share_one_malloc_arena():
     def heaps(how: str) -> int:
-        told = subprocess.run(
+        reported = subprocess.run(
             [sys.executable, "-c", HEAPS, how], capture_output=True, text=True, check=True
         )
-        return told.stdout.count("<heap nr=")
+        return reported.stdout.count("<heap nr=")
 
     assert heaps("shared") == 1
     assert heaps("own") > 1

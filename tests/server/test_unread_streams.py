@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from server.fountain import Fountain, asked
 from server.hosting import Api, hosted
+from server.streaming_executor import StreamingExecutor, sample_body
 from server.tenants import new_key, with_key
 from server.waiting import until
 
@@ -91,20 +91,20 @@ async def test_unread_streams_delay_no_one_and_buffer_little(
     anyio_backend: str, tmp_path: Path, kept: list[socket.socket]
 ) -> None:
     """Both while their samples run and after they have finished."""
-    fountain = Fountain()
+    executor = StreamingExecutor()
     most = 60_000
-    async with hosted(fountain, tmp_path, stall_s=60.0) as api:
-        unread = [await open_unread(api, kept, asked(most)) for _ in range(READERS)]
+    async with hosted(executor, tmp_path, stall_s=60.0) as api:
+        unread = [await open_unread(api, kept, sample_body(most)) for _ in range(READERS)]
         async with dripping(unread[::2]):
             await until(lambda: len(ready_bytes(api)) == READERS)
             # Other streams and samples are not delayed.
-            async with api.http.post("/api/v1/stream_sample", json=asked(2000)) as stream:
+            async with api.http.post("/api/v1/stream_sample", json=sample_body(2000)) as stream:
                 assert b"event: done" in await stream.read()
-            quick = await api.post("asample", asked(200))
+            quick = await api.post("asample", sample_body(200))
             assert (await api.result(quick.json["request_id"]))["sequences"]
             assert max(ready_bytes(api)) <= MOST_READY
             # The samples finish, although they are not read.
-            await until(lambda: sum(fountain.drawn.values()) >= READERS * most, 60)
+            await until(lambda: sum(executor.sampled.values()) >= READERS * most, 60)
             assert api.app is not None
             await until(lambda: not len(api.app.state.context.futures))
             assert len(ready_bytes(api)) == READERS
@@ -124,22 +124,22 @@ async def test_unread_streams_delay_no_one_and_buffer_little(
 async def test_unread_streams_end_and_free_their_slots(
     anyio_backend: str, tmp_path: Path, kept: list[socket.socket]
 ) -> None:
-    fountain = Fountain()
+    executor = StreamingExecutor()
     key = await new_key(tmp_path, "alice")
     limits = {"stall_s": 0.4, "stream_grace_s": 0.05, "max_samples": READERS}
-    async with hosted(fountain, tmp_path, **limits) as api, with_key(api, key) as alice:
+    async with hosted(executor, tmp_path, **limits) as api, with_key(api, key) as alice:
         assert api.server is not None
         assert api.app is not None
         state = api.server.server_state
         for _ in range(2):  # the same buffer, twice
-            unread = [await open_unread(api, kept, asked(10**6), key) for _ in range(READERS)]
-            refused = await alice.post("stream_sample", asked(200))
+            unread = [await open_unread(api, kept, sample_body(10**6), key) for _ in range(READERS)]
+            refused = await alice.post("stream_sample", sample_body(200))
             assert refused.status == 429
             async with dripping(unread[::2]):
                 # Aborted, and their samples cancelled long before their end.
                 await until(lambda: len(state.connections) <= 1 and not ready_bytes(api))
                 await until(lambda: not len(api.app.state.context.futures))
-        assert fountain.given_up == 2 * READERS
+        assert executor.cancelled == 2 * READERS
         assert not api.app.state.context.dispatcher._samples._running
-        async with alice.http.post("/api/v1/stream_sample", json=asked(200)) as stream:
+        async with alice.http.post("/api/v1/stream_sample", json=sample_body(200)) as stream:
             assert b"event: done" in await stream.read()

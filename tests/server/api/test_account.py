@@ -49,10 +49,10 @@ async def events(api: Api, **query: str) -> Any:
     return answer.json
 
 
-def totals(told: Any) -> Counter[str]:
+def totals(reported: Any) -> Counter[str]:
     """Tokens by kind."""
     found: Counter[str] = Counter()
-    for event in told["data"]:
+    for event in reported["data"]:
         info = event["event_info"]
         cached = {True: "_cached", False: ""}[info.get("cached", False)]
         found[info["type"] + cached] += info.get("token_count", info.get("count", 0))
@@ -91,8 +91,8 @@ async def test_token_totals_match_the_requests(tmp_path: Path) -> None:
         )
         await asyncio.gather(*(api.result(one) for one in samples))
         await api.result(await api.step("save_weights", model_id=model_id, seq_id=22, path="a"))
-        told = await events(api)
-        assert totals(told) == {
+        reported = await events(api)
+        assert totals(reported) == {
             "training": sum(10 + n for n in range(20)),
             "sampling_prefill": 30 * 6,
             "sampling_prefill_cached": 30 * 2,
@@ -100,15 +100,15 @@ async def test_token_totals_match_the_requests(tmp_path: Path) -> None:
             "checkpoint": 1,
             "storage": 0,
         }
-        assert {event["session_id"] for event in told["data"]} == {session_id}
-        assert {event["base_model"] for event in told["data"]} == {BASE}
-        assert {event["user_id"] for event in told["data"]} == {"local"}
-        assert told["sessions"] == {session_id: {"user_metadata": {}}}
+        assert {event["session_id"] for event in reported["data"]} == {session_id}
+        assert {event["base_model"] for event in reported["data"]} == {BASE}
+        assert {event["user_id"] for event in reported["data"]} == {"local"}
+        assert reported["sessions"] == {session_id: {"user_metadata": {}}}
         # No price is set.
-        assert not any("estimated_cost_usd" in event for event in told["data"])
+        assert not any("estimated_cost_usd" in event for event in reported["data"])
     # Usage is stored in the same commit as the results.
     async with hosted(CachingExecutor(), tmp_path) as api:
-        assert totals(await events(api)) == totals(told)
+        assert totals(await events(api)) == totals(reported)
 
 
 async def test_prices_come_from_the_settings(tmp_path: Path) -> None:
@@ -118,11 +118,11 @@ async def test_prices_come_from_the_settings(tmp_path: Path) -> None:
         model_id = await api.model(session_id)
         await api.passed(await api.forward_backward(model_id, 1, tokens=500))
         await api.result(await api.step("save_weights", model_id=model_id, seq_id=2, path="a"))
-        told = await events(api)
-        (trained,) = [e for e in told["data"] if e["event_info"]["type"] == "training"]
+        reported = await events(api)
+        (trained,) = [e for e in reported["data"] if e["event_info"]["type"] == "training"]
         assert trained["effective_rate_usd_per_million_tokens"] == 2
         assert trained["estimated_cost_usd"] == pytest.approx(500 * 2 / 1e6)
-        (kept,) = [e for e in told["data"] if e["event_info"]["type"] == "storage"]
+        (kept,) = [e for e in reported["data"] if e["event_info"]["type"] == "storage"]
         assert kept["effective_rate_usd_per_gigabyte_month"] == 0.1
         assert kept["estimated_cost_usd"] == pytest.approx(
             kept["event_info"]["gigabyte_hours"] / 730 * 0.1
@@ -253,7 +253,9 @@ async def test_checkpoints_and_keys_are_in_the_audit_log(api: Api, tmp_path: Pat
         "checkpoint.published",
         "checkpoint.deleted",
     ]
-    assert {told["tinker_path"] for _, told in entries} == {f"tinker://{model_id}/weights/a"}
+    assert {reported["tinker_path"] for _, reported in entries} == {
+        f"tinker://{model_id}/weights/a"
+    }
 
     store = open_store(
         db_url=f"sqlite:///{tmp_path / 'other.db'}", storage_url=str(tmp_path), folder=tmp_path

@@ -285,8 +285,8 @@ async def test_another_accounts_key_lets_one_request_read_its_checkpoint(
         )
         assert (await bob.result(created))["model_id"] == f"{session}:train:1"
         header = {"X-Tinker-Weights-Access-Token": alices}
-        told = await bob.post("weights_info", {"tinker_path": path}, headers=header)
-        assert told.json["lora_rank"] == 8
+        reported = await bob.post("weights_info", {"tinker_path": path}, headers=header)
+        assert reported.json["lora_rank"] == 8
         # Nothing more is allowed, and the shared key is not stored.
         assert (await bob.get(f"/api/v1/training_runs/{model}")).status == 404
     assert alices.encode() not in everything_kept(tmp_path)

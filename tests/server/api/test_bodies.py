@@ -58,16 +58,16 @@ async def test_memory_stays_within_the_budget_and_small_requests_pass(
             async with connected(f"http://127.0.0.1:{port}") as api:
                 mine = await sampler(api)
                 before = peak_mib(server.pid)
-                asked = [
+                requested = [
                     asyncio.create_task(sent(api, padded(sample(mine, number), LARGE)))
                     for number in range(UPLOADS)
                 ]
                 small = 0
-                while not all(task.done() for task in asked):
+                while not all(task.done() for task in requested):
                     answer = await api.post("asample", sample(mine, UPLOADS + small))
                     assert answer.status == 200
                     small += 1
-                assert {task.result() for task in asked} == {200}
+                assert {task.result() for task in requested} == {200}
                 assert small > 1
                 # Each body has several copies while it is decoded; all of them together would be
                 # more than a gigabyte.

@@ -30,24 +30,24 @@ async def test_a_row_that_changes_while_it_is_read_is_not_cached() -> None:
 
 
 async def test_rows_are_cached_and_missing_rows_are_not() -> None:
-    asked: list[str] = []
+    requested: list[str] = []
 
     async def read(key: str) -> str | None:
-        asked.append(key)
+        requested.append(key)
         return None if key == "missing" else key
 
     cache = Cache(read)
     for key in ("a", "a", "missing", "missing"):
         await cache.get(key)
-    assert asked == ["a", "missing", "missing"]
+    assert requested == ["a", "missing", "missing"]
 
 
 async def test_unused_rows_are_evicted() -> None:
-    asked: list[str] = []
+    requested: list[str] = []
     now_s = 0.0
 
     async def read(key: str) -> str | None:
-        asked.append(key)
+        requested.append(key)
         return key
 
     cache = Cache(read, clock=lambda: now_s)
@@ -56,5 +56,5 @@ async def test_unused_rows_are_evicted() -> None:
         await cache.get(f"once at {now_s}")
     assert len(cache._new) + len(cache._old) <= 4
     await cache.get("once at 0.0")
-    assert asked.count("used") == 1
-    assert asked.count("once at 0.0") == 2
+    assert requested.count("used") == 1
+    assert requested.count("once at 0.0") == 2

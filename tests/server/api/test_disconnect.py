@@ -26,9 +26,9 @@ def held(api: Api) -> int:
 
 
 async def polls(api: Api, path: str, body: Any) -> list["asyncio.Task[Any]"]:
-    asked = [asyncio.create_task(api.post(path, body)) for _ in range(CLIENTS)]
+    requested = [asyncio.create_task(api.post(path, body)) for _ in range(CLIENTS)]
     await until(lambda: held(api) == CLIENTS)
-    return asked
+    return requested
 
 
 @pytest.mark.parametrize("parser", ["httptools", "h11"])
@@ -50,12 +50,12 @@ async def test_polls_end_when_their_client_disconnects(
             ("retrieve_futures", {"target": target}),
         )
         for path, body in both:
-            asked = await polls(api, path, body)
+            requested = await polls(api, path, body)
             assert futures.awaited(request_id) is (path == "retrieve_future")
-            stays = asked.pop()
-            for task in asked:
+            stays = requested.pop()
+            for task in requested:
                 task.cancel()
-            await asyncio.gather(*asked, return_exceptions=True)
+            await asyncio.gather(*requested, return_exceptions=True)
             await until(lambda: held(api) == 1)
             assert futures.awaited(request_id) is (path == "retrieve_future")
             assert not stays.done()

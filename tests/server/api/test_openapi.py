@@ -40,8 +40,10 @@ async def test_every_route_is_described(page: Any) -> None:
         for method in route.methods or ()
         if method != "HEAD"
     }
-    told = {(path, method) for path, methods in described["paths"].items() for method in methods}
-    assert not routes - told
+    reported = {
+        (path, method) for path, methods in described["paths"].items() for method in methods
+    }
+    assert not routes - reported
 
 
 async def test_the_hot_routes_are_described_with_their_bodies_and_answers(page: Any) -> None:

@@ -280,7 +280,7 @@ def address(route: str, things: Mapping[str, str]) -> str:
     return path
 
 
-async def asked(
+async def call(
     api: Api, key: tuple[str, str], things: Mapping[str, str], query: str = ""
 ) -> tuple[int, str]:
     """A route of the table with the objects of an owner."""
@@ -349,35 +349,35 @@ async def test_every_route_answers_each_of_five_callers_as_expected(
         for key, expected in EXPECTED.items():
             needs_key = expected.sort not in ("open", "signed", "machine")
             refusal = 401 if needs_key else expected.status
-            check("no key", key, await asked(nobody, key, things), refusal)
-            check("revoked key", key, await asked(revoked, key, things), refusal)
+            check("no key", key, await call(nobody, key, things), refusal)
+            check("revoked key", key, await call(revoked, key, things), refusal)
             if key == ("DELETE", f"{V1}/auth/apikey/me"):
                 continue  # would revoke bob's key; the owner calls it last
             hidden = expected.sort in ("owned", "shared")
             for query in ("", "access_scope=accessible"):
                 if not query or key[0] == "GET":
-                    got = await asked(bob, key, things, query)
+                    got = await call(bob, key, things, query)
                     check("another owner", key, got, 404 if hidden else expected.status)
-                    told = [thing for thing in things.values() if thing in got[1]]
-                    if told and expected.sort == "caller":
-                        wrong.append(f"another owner: {key} tells of {told}")
+                    reported = [thing for thing in things.values() if thing in got[1]]
+                    if reported and expected.sort == "caller":
+                        wrong.append(f"another owner: {key} tells of {reported}")
         assert len(echo.ran) == before, "another owner's request was run"
 
         # Published checkpoints may be read; the rest of the run stays hidden.
         publish = ("POST", f"{CHECKPOINT}/publish")
-        assert (await asked(alice, publish, things))[0] == 204
+        assert (await call(alice, publish, things))[0] == 204
         for key, expected in EXPECTED.items():
             if expected.sort == "owned":
-                got = await asked(bob, key, things)
+                got = await call(bob, key, things)
                 check("another owner, published", key, got, 404)
             elif expected.sort == "shared":
-                got = await asked(bob, key, things, "access_scope=accessible")
+                got = await call(bob, key, things, "access_scope=accessible")
                 check("another owner, published", key, got, expected.status)
         assert len(echo.ran) == before, "another owner's request was run"
 
         # All objects still exist for their owner.
         for key, expected in EXPECTED.items():
-            check("owner", key, await asked(alice, key, things), expected.status)
+            check("owner", key, await call(alice, key, things), expected.status)
     assert not wrong, "\n".join(wrong)
     assert cells > 5 * len(EXPECTED) - 30
 

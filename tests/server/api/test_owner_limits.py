@@ -143,10 +143,10 @@ async def test_models_over_the_limit_wait_and_polls_say_why(
         running = await api.forward_backward(first, 1, tokens=2)
         await echo.entered.acquire()
         held = await api.forward_backward(second, 1, tokens=3)
-        told = await api.poll(held)
-        assert told.status == 408
-        assert told.json["queue_state"] == "paused_rate_limit"
-        assert told.json["queue_state_reason"] == (
+        reported = await api.poll(held)
+        assert reported.status == 408
+        assert reported.json["queue_state"] == "paused_rate_limit"
+        assert reported.json["queue_state_reason"] == (
             "1 of your models are training, and 1 may at once"
         )
         assert (await api.poll(running)).json["queue_state"] == "active"
@@ -163,15 +163,15 @@ async def test_after_a_restart_the_limit_holds_from_the_start(
     async with hosted(echo, tmp_path, **settings) as nobody, with_key(nobody, key) as api:
         models = [await api.model(), await api.model()]
         echo.open.clear()
-        asked = [await api.forward_backward(model, 1) for model in models]
+        requested = [await api.forward_backward(model, 1) for model in models]
     again = EchoExecutor()
     again.open.clear()
     async with hosted(again, tmp_path, **settings) as nobody, with_key(nobody, key) as api:
         await again.entered.acquire()
-        told = [(await api.poll(request_id)).json["queue_state"] for request_id in asked]
-        assert sorted(told) == ["active", "paused_rate_limit"]
+        reported = [(await api.poll(request_id)).json["queue_state"] for request_id in requested]
+        assert sorted(reported) == ["active", "paused_rate_limit"]
         again.open.set()
-        await asyncio.gather(*(api.passed(request_id) for request_id in asked))
+        await asyncio.gather(*(api.passed(request_id) for request_id in requested))
 
 
 class FullExecutor(EchoExecutor):
@@ -186,10 +186,10 @@ async def test_a_sample_that_waits_for_a_full_engine_says_so(tmp_path: Path) -> 
     async with hosted(full, tmp_path, long_poll_s=0.05) as api:
         mine = await sampler(api)
         full.open.clear()
-        asked = await api.post("asample", sample(mine, 0))
-        told = (await api.poll(asked.json["request_id"])).json
-        assert told["queue_state"] == "paused_capacity"
-        assert told["queue_state_reason"] == (
+        requested = await api.post("asample", sample(mine, 0))
+        reported = (await api.poll(requested.json["request_id"])).json
+        assert reported["queue_state"] == "paused_capacity"
+        assert reported["queue_state_reason"] == (
             "the engine is full: 8 sequences are being sampled, and 5 samples wait"
         )
         full.open.set()

@@ -212,7 +212,7 @@ def store_of(api: Api) -> Store:
     return store
 
 
-async def asked(api: Api, method: str, path: str) -> Answer:
+async def call(api: Api, method: str, path: str) -> Answer:
     """The largest request of a route."""
     values = {"session_id": SESSION, "run": RUN, "kind": "weights", "name": "c1"}
     values |= {"sampling_session_id": f"{SESSION}:sample:1", "version_id": "v1", "file": "x"}
@@ -226,10 +226,10 @@ async def asked(api: Api, method: str, path: str) -> Answer:
     return await api.get(f"{url}?{query}")
 
 
-def largest_list(told: Any) -> int:
-    if isinstance(told, dict):
-        return max((*map(largest_list, told.values()), 0))
-    return len(told) if isinstance(told, list) else 0
+def largest_list(reported: Any) -> int:
+    if isinstance(reported, dict):
+        return max((*map(largest_list, reported.values()), 0))
+    return len(reported) if isinstance(reported, list) else 0
 
 
 @pytest.mark.timeout(300)
@@ -252,7 +252,7 @@ async def test_an_owner_with_much_data_gets_bounded_answers_built_off_the_event_
         bound = bound_of(endpoint)
         if method != "GET" and bound is None:
             continue
-        answer = await asked(full, method, path)
+        answer = await call(full, method, path)
         if bound is None:
             assert len(answer.body) <= FIXED_BYTES, f"{path} is to be declared with @bounded"
             continue

@@ -84,8 +84,8 @@ async def test_a_link_works_without_a_key_and_a_changed_link_does_not(
         status = await opened(links.nobody, changed)
         assert status in (401, 403, 404, 422), f"{changed} answered {status}"
     parts = urlsplit(link)
-    asked = parse_qs(parts.query)
-    expires, signature = asked["expires"][0], asked["signature"][0]
+    requested = parse_qs(parts.query)
+    expires, signature = requested["expires"][0], requested["signature"][0]
     place = f"{base}{parts.path}"
     for query in (
         "",

@@ -60,10 +60,10 @@ class Drip(EchoExecutor):
                     raise EngineLost("died")
                 if work.on_tokens is not None:
                     for sequence in range(request.num_samples):
-                        told = Tokens(sequence=sequence, start=drawn)
-                        told.tokens.append(100 * sequence + drawn)
-                        told.logprobs.append(-0.5)
-                        work.on_tokens(told)
+                        reported = Tokens(sequence=sequence, start=drawn)
+                        reported.tokens.append(100 * sequence + drawn)
+                        reported.logprobs.append(-0.5)
+                        work.on_tokens(reported)
         except asyncio.CancelledError:
             self.given_up.set()
             raise
@@ -313,8 +313,8 @@ async def test_a_client_that_does_not_read_neither_delays_the_sample_nor_fills_m
         request_id = (await events.next()).json()["request_id"]
         drip.fall(20_000)
         answer = await api.result(request_id)  # finished, although no token was read
-        told = [event for event in await events.rest() if event.event == "token"]
-    tokens = [token for event in told for token in json.loads(event.data)["tokens"]]
+        reported = [event for event in await events.rest() if event.event == "token"]
+    tokens = [token for event in reported for token in json.loads(event.data)["tokens"]]
     assert tokens == answer["sequences"][0]["tokens"] == list(range(20_000))
     # Unread tokens arrive as one event.
-    assert len(told) < 2_000
+    assert len(reported) < 2_000

@@ -21,8 +21,8 @@ RUNS = "/api/v1/training_runs"
 
 async def saved(api: Api, model: str, seq_id: int, name: str, **more: Any) -> str:
     """Save a training checkpoint; return its path."""
-    asked = await api.step("save_weights", model_id=model, seq_id=seq_id, path=name, **more)
-    result = await api.result(asked)
+    requested = await api.step("save_weights", model_id=model, seq_id=seq_id, path=name, **more)
+    result = await api.result(requested)
     return str(result["path"])
 
 
@@ -188,22 +188,22 @@ async def test_a_range_of_an_archive_can_be_requested_to_resume_a_download(api: 
     async with api.http.get(place) as got:
         whole, link, tag = await got.read(), str(got.url), got.headers["ETag"]
 
-    async def part(asked: str, **headers: str) -> tuple[int, str | None, bytes]:
-        async with api.http.get(link, headers={"Range": asked, **headers}) as got:
+    async def part(requested: str, **headers: str) -> tuple[int, str | None, bytes]:
+        async with api.http.get(link, headers={"Range": requested, **headers}) as got:
             return got.status, got.headers.get("Content-Range"), await got.read()
 
     size = len(whole)
     for start, stop in ((0, 1), (100, 600), (512, 513), (700, size), (size - 1, size)):
-        asked = f"bytes={start}-{stop - 1}"
+        requested = f"bytes={start}-{stop - 1}"
         expected = (206, f"bytes {start}-{stop - 1}/{size}", whole[start:stop])
-        assert await part(asked) == expected
-        assert await part(asked, **{"If-Range": tag}) == expected
+        assert await part(requested) == expected
+        assert await part(requested, **{"If-Range": tag}) == expected
     assert await part("bytes=513-") == (206, f"bytes 513-{size - 1}/{size}", whole[513:])
     assert await part(f"bytes={size}-") == (416, f"bytes */{size}", b"")
     # Another version than that of the first part, and headers that are not a single range.
     assert await part("bytes=513-", **{"If-Range": '"other"'}) == (200, None, whole)
-    for asked in ("bytes=9-3", "bytes=-5", "bytes=1-2,5-6", "lines=1-", "bytes=" + "9" * 5000):
-        assert await part(asked) == (200, None, whole)
+    for requested in ("bytes=9-3", "bytes=-5", "bytes=1-2,5-6", "lines=1-", "bytes=" + "9" * 5000):
+        assert await part(requested) == (200, None, whole)
 
 
 async def test_an_export_has_a_link_for_each_file(api: Api) -> None:
@@ -277,9 +277,9 @@ async def test_a_refused_model_is_not_listed_as_a_run(api: Api) -> None:
     session = await api.session()
     made = await api.model(session, number=1)
     body = {"session_id": session, "model_seq_id": 0, "base_model": api.base_model}
-    asked = await api.post("create_model", {**body, "lora_config": {"rank": 2000}})
-    refused = asked.json["model_id"]
-    assert "rank" in (await api.result(asked.json["request_id"]))["error"]
+    requested = await api.post("create_model", {**body, "lora_config": {"rank": 2000}})
+    refused = requested.json["model_id"]
+    assert "rank" in (await api.result(requested.json["request_id"]))["error"]
 
     async def listed() -> list[str]:
         page = (await api.get(RUNS)).json
@@ -297,8 +297,8 @@ async def test_a_refused_model_is_not_listed_after_its_request_expired(
     async with hosted(echo, tmp_path, result_kept_s=0, unfetched_kept_s=0, janitor_s=0) as api:
         session = await api.session()
         body = {"session_id": session, "model_seq_id": 0, "base_model": api.base_model}
-        asked = await api.post("create_model", {**body, "lora_config": {"rank": 2000}})
-        await api.result(asked.json["request_id"])
+        requested = await api.post("create_model", {**body, "lora_config": {"rank": 2000}})
+        await api.result(requested.json["request_id"])
         done = {"reason": {"type": "success"}, "detail": None}
         await api.post(f"sessions/{session}/finish", done)
         await api.tidy()
@@ -323,10 +323,10 @@ async def test_a_repeated_copy_of_another_checkpoint_is_refused(api: Api) -> Non
     for number in (1, 2, 3):
         refused = await copied(path, number)
         assert refused.status == 422, (number, refused)
-        (told,) = refused.json["detail"]
-        assert told["loc"][-1] == "model_seq_id"
-        assert f"{session}:train:{number}" in told["msg"]
-        assert "next free number" in told["msg"]
+        (reported,) = refused.json["detail"]
+        assert reported["loc"][-1] == "model_seq_id"
+        assert f"{session}:train:{number}" in reported["msg"]
+        assert "next free number" in reported["msg"]
     first = await copied(path, 4)
     assert first.json["tinker_path"] == f"tinker://{session}:train:4/weights/one"
     assert (await copied(path, 4)).json == first.json

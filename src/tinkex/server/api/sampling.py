@@ -371,11 +371,11 @@ class _SampleEvents:
             self._context.store.requests.fetched(self._request_id)
         except (UnknownRequest, ResultGone):
             ended = True
-            yield error("the result has expired: request a new sample.", "user")
+            yield error_event("the result has expired: request a new sample.", "user")
         except Exception as failure:  # noqa: BLE001  too late for an HTTP status
             ended = True
             ending = bug(failure)
-            yield error(ending.error or "", ending.category)
+            yield error_event(ending.error or "", ending.category)
         finally:
             # A sample that `asample` started may have other clients that wait for it.
             if not ended and self._tap is not None:
@@ -408,19 +408,19 @@ class _SampleEvents:
             # Get the future before sending, so that no token that arrives meanwhile is missed.
             changed = set() if self._tap is None else {self._tap.changed}
             for news in self._reader.news():
-                yield token(news)
+                yield token_event(news)
             await asyncio.wait({waiting} | changed, return_when=asyncio.FIRST_COMPLETED)
 
     async def _ending(self, settled: Settled) -> list[bytes]:
         """Events for the remaining tokens and the complete answer."""
         if settled.error is not None:
-            return [error(settled.error, settled.category)]
+            return [error_event(settled.error, settled.category)]
         try:
             if len(settled.result) <= INLINE_ENCODE_BYTES:
                 return self._answer(settled.result)
             return await asyncio.to_thread(self._answer, settled.result)
         except UserFailure as failure:  # numbers that JSON cannot represent
-            return [error(str(failure), "user")]
+            return [error_event(str(failure), "user")]
 
     def _answer(self, result: bytes) -> list[bytes]:
         response = decode_sample_response(result, self._ids)
@@ -429,24 +429,24 @@ class _SampleEvents:
         done = event(
             "done", {**complete_json(response, self._dialect), "sample_sequence_ids": self._ids}
         )
-        return [*(token(news) for news in self._reader.news()), done]
+        return [*(token_event(news) for news in self._reader.news()), done]
 
 
 def complete_json(response: SampleResponse, dialect: Dialect) -> dict[str, Any]:
     """The JSON answer of a poll, with the top-k logprobs added."""
-    json_response = dialect.sample_json(response)
-    for shown, sequence in zip(json_response["sequences"], response.sequences, strict=True):
+    answer = dialect.sample_json(response)
+    for encoded, sequence in zip(answer["sequences"], response.sequences, strict=True):
         if sequence.topk_logprobs is not None:
-            shown["topk_logprobs"] = sequence.topk_logprobs
-    return json_response
+            encoded["topk_logprobs"] = sequence.topk_logprobs
+    return answer
 
 
-def token(news: SampledTokens) -> bytes:
+def token_event(news: SampledTokens) -> bytes:
     logprobs = [number if math.isfinite(number) else None for number in news.logprobs]
     return event("token", {"sequence": news.sequence, "tokens": news.tokens, "logprobs": logprobs})
 
 
-def error(text: str, category: str | None) -> bytes:
+def error_event(text: str, category: str | None) -> bytes:
     return event("error", {"error": text, "category": category or "unknown"})
 
 
